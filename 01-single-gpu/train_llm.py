@@ -1,7 +1,8 @@
 """Train a causal language model on one device.
 
 Here:      python 01-single-gpu/train_llm.py
-For real:  python 01-single-gpu/train_llm.py -m meta-llama/Llama-3.2-1B -d roneneldan/TinyStories \
+For real:  python 01-single-gpu/train_llm.py \
+               -m meta-llama/Llama-3.2-1B -d roneneldan/TinyStories \
                -s 2048 --global-batch-size 64 --num-steps 5000 --compile
 """
 
@@ -69,7 +70,7 @@ def parse_args():
     add("--lr", type=at_least(0.0), default=1e-3, help="learning rate after the warm-up")
     add("--warmup-steps", type=at_least(0), default=10, help="steps of rising learning rate")
     add("--weight-decay", type=at_least(0.0), default=0.1, help="of matrices, not of vectors")
-    add("--max-grad-norm", type=at_least(0.0), default=1.0, help="longer gradients are shortened")
+    add("--max-grad-norm", type=at_least(0.0), default=1.0, help="of the gradient; 0: no limit")
     add("--seed", type=at_least(0), default=0, help="of weights, data order and dropout")
 
     add = parser.add_argument_group("device").add_argument
@@ -88,6 +89,8 @@ def parse_args():
     add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="mode")
 
     args = parser.parse_args()
+    if args.pretrained and args.model_name == "tiny":
+        fail("--pretrained: there are no published weights of tiny; name a model with -m")
     if args.device == "cuda" and not torch.cuda.is_available():
         fail(f"--device cuda: torch {torch.__version__} sees no GPU here; take --device cpu")
     if args.precision == "auto":
@@ -254,7 +257,7 @@ def build_data(args, tokenizer):
     tokens = documents.map(
         tokenize,
         batched=True,
-        num_proc=min(args.num_proc, 1 + len(documents) // 1000),
+        num_proc=min(args.num_proc, len(documents) // 1000) or None,
         remove_columns=documents.column_names,
         fn_kwargs={"tokenizer": tokenizer, "column": args.text_column},
         desc="tokenizing",
@@ -281,12 +284,12 @@ def load_documents(args):
     formats = {".txt": "text", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
     if name == "pydoc":
         return Dataset.from_generator(pydoc, gen_kwargs={"python": sys.version})
-    if path.suffix in formats and not path.is_file():
-        fail(f"--dataset-name {name}: there is no such file")
+    if path.is_file() != (path.suffix in formats):
+        fail(f"--dataset-name {name}: there is no such {', '.join(formats)} file, folder or hub id")
     is_text = path.suffix == ".txt" or any(path.glob("*.txt"))
     options = {"sample_by": "paragraph"} if is_text else {}  # blank lines separate documents
     if path.is_file():
-        options["data_files"], name = name, formats.get(path.suffix)
+        options["data_files"], name = name, formats[path.suffix]
     try:
         documents = load_dataset(name, args.dataset_subset, split="train", **options)
     except Exception as error:  # datasets has dozens of kinds; all say what is wrong with the data
@@ -294,6 +297,8 @@ def load_documents(args):
     if args.text_column not in documents.column_names:
         columns = ", ".join(documents.column_names)
         fail(f"--text-column {args.text_column}: {args.dataset_name} has only {columns}")
+    if documents.features[args.text_column].dtype not in ("string", "large_string"):
+        fail(f"--text-column {args.text_column}: this column of {args.dataset_name} is no text")
     return documents
 
 
@@ -390,7 +395,7 @@ def train_step(args, model, optimizer, batches, step, device):
         loss = loss_of(args, model, batch) / args.accumulation
         loss.backward()
         total += loss.detach()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
     for group in optimizer.param_groups:
         group["lr"] = lr_at(args, step)
     optimizer.step()
@@ -415,23 +420,30 @@ def evaluate(args, model, held_out, device):
 
 
 @contextmanager
+def saving(path):
+    """Stop with one line if what the block saves as `path` cannot be written."""
+    try:
+        yield
+    except Exception as error:  # a full disk is of another kind in torch and in safetensors
+        fail(f"cannot write {path}: {first_line(error)}; what was saved before is whole")
+
+
+@contextmanager
 def whole_folder(folder):
     """Give a folder to write to that appears as `folder` only when all of it is on the disk."""
     partial = folder.with_name(f".{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     try:
-        partial.mkdir(parents=True)
         yield partial
         for path in (*partial.rglob("*"), partial):
             flush(path)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-        flush(folder.parent)
-    except (
-        Exception
-    ) as error:  # torch and safetensors each have a kind of their own for a full disk
-        shutil.rmtree(partial, ignore_errors=True)
-        fail(f"cannot write {folder}: {error}; all that was saved before is whole")
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    flush(folder.parent)
 
 
 def flush(path):
@@ -444,14 +456,12 @@ def flush(path):
 def save_checkpoint(args, run_dir, model, optimizer, step):
     """Save all that is not a function of the step, then delete the oldest checkpoints."""
     checkpoints = run_dir / "checkpoints"
+    checkpoint = checkpoints / f"step-{step:08}"
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    with (
-        whole_folder(checkpoints / f"step-{step:08}") as folder,
-        open(folder / "state.pt", "wb") as f,
-    ):
-        torch.save({**state, "step": step, "args": vars(args)}, f)
+    with saving(checkpoint), whole_folder(checkpoint) as folder:
+        torch.save({**state, "step": step, "args": vars(args)}, folder / "state.pt")
     for old in sorted(checkpoints.glob("step-????????"))[: -args.keep_checkpoints]:
-        old.rename(old.with_name(f".{old.name}"))  # at once, since deleting may be killed halfway
+        old.rename(old.with_name(f".{old.name}"))  # first, since a kill may leave half of it
     for hidden in checkpoints.glob(".step-*"):
         shutil.rmtree(hidden)
 
@@ -511,7 +521,7 @@ def compare_args(args, before, checkpoint):
 
 def export_model(run_dir, model, tokenizer):
     """Write the finished model as a folder that `from_pretrained` loads."""
-    with whole_folder(run_dir / "model") as folder:
+    with saving(run_dir / "model"), whole_folder(run_dir / "model") as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
@@ -561,13 +571,15 @@ def peak_memory_gib(args):
 
 def open_metrics(run_dir, start):
     """Open metrics.jsonl to append to, cut back to the rows that step `start` has behind it."""
-    path = run_dir / "metrics.jsonl"
-    path.touch()
-    with open(path) as file:
-        rows = list(takewhile(lambda row: json.loads(row)["step"] <= start, file)) if start else []
-    path.with_suffix(".new").write_text("".join(rows))
-    path.with_suffix(".new").rename(path)
-    return open(path, "a")
+    path, new = run_dir / "metrics.jsonl", run_dir / "metrics.new"
+    with saving(path):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        with open(path) as file:
+            rows = takewhile(lambda row: json.loads(row)["step"] <= start, file if start else ())
+            new.write_text("".join(rows))
+        new.rename(path)
+        return open(path, "a")
 
 
 def due(args, step, *intervals):
@@ -618,7 +630,6 @@ def main():
         say(f"{run_dir} is finished: it has {start} steps")
         return
 
-    run_dir.mkdir(parents=True, exist_ok=True)
     metrics = open_metrics(run_dir, start)
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "train-llm"),
@@ -631,7 +642,8 @@ def main():
     )
 
     def log(row):
-        print(json.dumps(row), file=metrics, flush=True)
+        with saving(metrics.name):
+            print(json.dumps(row), file=metrics, flush=True)
         run.log(row, step=row["step"])
         say("  ".join(f"{name} {value:,.6g}" for name, value in row.items() if value is not None))
 

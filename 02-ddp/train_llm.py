@@ -1,0 +1,778 @@
+"""Train a causal language model on every device of a node. Parent: 01-single-gpu.
+
+Here:      torchrun --standalone --nproc-per-node 2 02-ddp/train_llm.py
+For real:  torchrun --standalone --nproc-per-node gpu 02-ddp/train_llm.py \
+               -m meta-llama/Llama-3.2-1B -d roneneldan/TinyStories \
+               -s 2048 --global-batch-size 64 --num-steps 5000 --compile
+"""
+
+import argparse
+import functools
+import hashlib
+import json
+import math
+import os
+import resource
+import shlex
+import shutil
+import signal
+import sys
+import time
+import uuid
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import chain, takewhile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import wandb
+from datasets import Dataset, load_dataset
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Sampler
+from tqdm import tqdm
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    LlamaConfig,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+
+def parse_args():
+    """Return the arguments, checked as far as possible without data, and the batch split up."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        epilog="@FILE reads arguments from a file: a flag and its value per line, # for comments",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        fromfile_prefix_chars="@",
+        allow_abbrev=False,
+    )
+    parser.convert_arg_line_to_args = lambda line: shlex.split(line, comments=True)
+    parser.error = fail
+    chapter = Path(__file__).resolve().parent.name
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    add = parser.add_argument_group("model").add_argument
+    add("-m", "--model-name", default="tiny", help="hub id, folder, or tiny: a built-in Llama")
+    add("--pretrained", action="store_true", help="start from published weights, not random ones")
+
+    add = parser.add_argument_group("data").add_argument
+    add("-d", "--dataset-name", default="pydoc", help="hub id, folder, .txt/.jsonl/.csv/.parquet")
+    add("--dataset-subset", help="the configuration, of a hub dataset that has several")
+    add("--text-column", default="text", help="the column that holds the text")
+    add("-s", "--seq-length", type=at_least(2), default=256, help="tokens per sample")
+    add("--num-proc", type=at_least(1), default=os.cpu_count(), help="processes that tokenize")
+
+    add = parser.add_argument_group("optimization").add_argument
+    add("--global-batch-size", type=at_least(1), default=32, help="samples per optimizer step")
+    add("-b", "--batch-size", type=at_least(1), default=8, help="most samples per forward pass")
+    add("--num-steps", type=at_least(1), default=100, help="optimizer steps in the whole run")
+    add("--lr", type=at_least(0.0), default=1e-3, help="learning rate after the warm-up")
+    add("--warmup-steps", type=at_least(0), default=10, help="steps of rising learning rate")
+    add("--weight-decay", type=at_least(0.0), default=0.1, help="of matrices, not of vectors")
+    add("--max-grad-norm", type=at_least(0.0), default=1.0, help="of the gradient; 0: no limit")
+    add("--seed", type=at_least(0), default=0, help="of weights, data order and dropout")
+
+    add = parser.add_argument_group("device").add_argument
+    add("--device", choices=["cpu", "cuda"], default=device, help="where to train")
+    add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 on cuda")
+    add("--compile", action="store_true", help="compile the layers and the loss")
+
+    add = parser.add_argument_group("run").add_argument
+    add("-e", "--experiment-name", default=chapter, help="the run's folder under --save-dir")
+    add("--save-dir", default="outputs", help="where runs are kept")
+    add("--checkpoint-every", type=at_least(1), default=50, help="steps from save to save")
+    add("--keep-checkpoints", type=at_least(1), default=2, help="how many stay on disk")
+    add("--eval-every", type=at_least(1), default=50, help="steps from evaluation to evaluation")
+    add("--eval-samples", type=at_least(1), default=64, help="how many are held out for it")
+    add("--log-every", type=at_least(1), default=10, help="steps from log line to log line")
+    add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="mode")
+
+    args = parser.parse_args()
+    if args.pretrained and args.model_name == "tiny":
+        fail("--pretrained: there are no published weights of tiny; name a model with -m")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        fail(f"--device cuda: torch {torch.__version__} sees no GPU here; take --device cpu")
+    if args.precision == "auto":
+        args.precision = "bf16" if args.device == "cuda" else "fp32"
+    if "WORLD_SIZE" not in os.environ:
+        fail("start this with torchrun: torchrun --standalone --nproc-per-node 2 " + sys.argv[0])
+    world_size = int(os.environ["WORLD_SIZE"])
+    per_rank, rest = divmod(args.global_batch_size, world_size)
+    if rest:
+        fail(
+            f"--global-batch-size {args.global_batch_size} does not divide by {world_size} ranks; "
+            f"take {(per_rank + 1) * world_size}"
+        )
+    args.micro_batch_size, args.accumulation = split_batch(per_rank, args.batch_size)
+    args.wandb_id = uuid.uuid4().hex[:8]
+    check_writable(Path(args.save_dir, args.experiment_name).resolve())
+    return args
+
+
+def setup(args):
+    """Join the process group; return this rank's device."""
+    signal.signal(signal.SIGINT, interrupted)
+    torch.set_float32_matmul_precision("highest")  # fp32 means fp32, not TF32
+    device = torch.device(args.device)
+    if args.device == "cuda":
+        local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local_rank >= gpus:
+            fail(f"--nproc-per-node is more than the {gpus} GPUs that torch sees here")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)  # DDP: or else all ranks would put something on GPU 0
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    return device
+
+
+@functools.cache
+def patient_group():
+    """Return a group of all ranks for waits that may take hours; others give up in minutes."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
+
+
+def in_turn(build):
+    """Let rank 0 build first, then one rank of each node, then the rest: they find it cached."""
+
+    @functools.wraps(build)
+    def build_in_turn(*args):
+        local_rank = int(os.environ["LOCAL_RANK"])
+        my_turn = 0 if dist.get_rank() == 0 else 1 if local_rank == 0 else 2
+        for turn in range(3):
+            if turn == my_turn:
+                built = build(*args)
+            dist.barrier(patient_group())
+        return built
+
+    return build_in_turn
+
+
+def on_rank_zero(work):
+    """Let rank 0 do the work while the others wait, however long it takes."""
+
+    @functools.wraps(work)
+    def work_on_rank_zero(*args):
+        if dist.get_rank() == 0:
+            work(*args)
+        dist.barrier(patient_group())
+
+    return work_on_rank_zero
+
+
+def all_ranks(answer):
+    """Return whether `answer` is true on every rank."""
+    answers = torch.tensor(int(answer))
+    dist.all_reduce(answers, dist.ReduceOp.MIN, group=patient_group())
+    return bool(answers)
+
+
+def mean_over_ranks(value):
+    """Return the mean of the ranks' values, on every rank."""
+    total = value.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def say(message):
+    """Print a line without breaking the progress bar."""
+    if dist.get_rank() > 0:
+        return
+    tqdm.write(message)
+
+
+def fail(message):
+    """Stop because of what the user gave us: one line on stderr, exit status 2."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(
+            10
+        )  # DDP: rank 0 says it for all and torchrun ends us, or the fault is ours alone
+    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def interrupted(*_):
+    """Stop at Ctrl-C with one line; what was trained since the last checkpoint is lost."""
+    say("interrupted: the same command continues from the newest checkpoint")
+    sys.exit(130)
+
+
+def at_least(minimum):
+    """Return an argument type: numbers like `minimum` that are not below it."""
+
+    def number(text):
+        value = type(minimum)(text)
+        if not value >= minimum:  # in this form it refuses NaN too
+            raise argparse.ArgumentTypeError(f"{text} is too small: it must be at least {minimum}")
+        return value
+
+    number.__name__ = type(minimum).__name__  # which argparse shows for what is no number at all
+    return number
+
+
+def split_batch(samples, most):
+    """Return the largest divisor of `samples` that is at most `most`, and how often it fits."""
+    micro_batch_size = max(n for n in range(1, min(samples, most) + 1) if samples % n == 0)
+    return micro_batch_size, samples // micro_batch_size
+
+
+def check_writable(folder):
+    """Stop if `folder` can be neither made nor written to."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        fail(f"--save-dir: cannot write to {folder}, because {there} is not a writable folder")
+
+
+def mix(*numbers):
+    """Return one 64-bit seed made of several numbers; sums would collide, as 1 + 2 and 2 + 1."""
+    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little")
+
+
+def first_line(error):
+    """Return what `error`, or the error behind it, says first."""
+    while error.__cause__:
+        error = error.__cause__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+# ---- model -----------------------------------------------------------------------------------
+
+
+@in_turn
+def build_tokenizer_and_config(args):
+    """Return the tokenizer and the configuration of `--model-name`."""
+    if args.model_name == "tiny":
+        tokenizer = ByT5Tokenizer()  # a token is a byte, so it needs no files
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=352,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    else:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+            config = AutoConfig.from_pretrained(args.model_name)
+        except (OSError, ValueError) as error:
+            fail(f"--model-name {args.model_name}: {first_line(error)}")
+    longest = getattr(config, "max_position_embeddings", None) or args.seq_length
+    if args.seq_length > longest:
+        fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {longest} tokens")
+    if len(tokenizer) > config.vocab_size:
+        fail(
+            f"--model-name {args.model_name}: its tokenizer has {len(tokenizer)} tokens, its "
+            f"embedding only {config.vocab_size} rows; tokenizer and model do not belong together"
+        )
+    if tokenizer.eos_token_id is None:
+        fail(f"--model-name {args.model_name}: its tokenizer has no end-of-text token")
+    return tokenizer, config
+
+
+def build_model(args, config):
+    """Return the model with float32 weights on the CPU, equal for equal seeds on any device."""
+    torch.manual_seed(args.seed)
+    if args.pretrained:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            fail(f"--pretrained --model-name {args.model_name}: {first_line(error)}")
+    else:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.train()
+
+    # To build a mask, transformers makes the host wait for the device in every forward pass, and
+    # for an attention under a name of our own it builds none: plain causal attention needs none.
+    window = getattr(config, "sliding_window", None) or args.seq_length
+    if model._supports_attention_backend and args.seq_length <= window:
+        AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
+        model.set_attn_implementation("causal_sdpa")
+
+    if args.compile:  # in place, so that the weights keep their names; once for all layers
+        for layer in layers_of(model):
+            layer.compile()
+        model.loss_function = torch.compile(model.loss_function)
+    return model
+
+
+def layers_of(model):
+    """Return the decoder layers: transformers names their class as one not to be split."""
+    return [part for part in model.modules() if type(part).__name__ in model._no_split_modules]
+
+
+def build_optimizer(args, model):
+    """Return AdamW, which decays the matrices and leaves norms and biases alone."""
+    matrices = [weight for weight in model.parameters() if weight.ndim >= 2]
+    vectors = [weight for weight in model.parameters() if weight.ndim < 2]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
+    )
+
+
+def lr_at(args, step):
+    """Return the learning rate of `step` (1 is the first): linear warm-up, cosine to a tenth."""
+    if step <= args.warmup_steps:
+        return args.lr * step / args.warmup_steps
+    progress = (step - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
+    return args.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+# ---- data ------------------------------------------------------------------------------------
+
+
+@in_turn
+def build_data(args, tokenizer):
+    """Return training and held-out samples: datasets with `--seq-length` `input_ids` a row."""
+    documents = load_documents(args)
+    tokens = documents.map(
+        tokenize,
+        batched=True,
+        num_proc=min(args.num_proc, len(documents) // 1000) or None,
+        remove_columns=documents.column_names,
+        fn_kwargs={"tokenizer": tokenizer, "column": args.text_column},
+        desc="tokenizing",
+    )
+    samples = tokens.map(
+        Packer(args.seq_length),
+        batched=True,
+        batch_size=100,  # with one process and one size, cores do not decide what a sample is
+        desc="packing",
+    ).with_format("torch")
+    training = len(samples) - args.eval_samples
+    if training < 1:
+        fail(
+            f"--dataset-name {args.dataset_name} makes {len(samples)} samples of {args.seq_length} "
+            f"tokens, too few to hold {args.eval_samples} out and train on the rest: "
+            "take more text, a smaller --seq-length, or fewer --eval-samples"
+        )
+    return samples.select(range(training)), samples.select(range(training, len(samples)))
+
+
+def load_documents(args):
+    """Return a dataset with a document per row."""
+    name, path = args.dataset_name, Path(args.dataset_name)
+    formats = {".txt": "text", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+    if name == "pydoc":
+        return Dataset.from_generator(pydoc, gen_kwargs={"python": sys.version})
+    if path.is_file() != (path.suffix in formats):
+        fail(f"--dataset-name {name}: there is no such {', '.join(formats)} file, folder or hub id")
+    is_text = path.suffix == ".txt" or any(path.glob("*.txt"))
+    options = {"sample_by": "paragraph"} if is_text else {}  # blank lines separate documents
+    if path.is_file():
+        options["data_files"], name = name, formats[path.suffix]
+    try:
+        documents = load_dataset(name, args.dataset_subset, split="train", **options)
+    except Exception as error:  # datasets has dozens of kinds; all say what is wrong with the data
+        fail(f"--dataset-name {args.dataset_name}: {first_line(error)}")
+    if args.text_column not in documents.column_names:
+        columns = ", ".join(documents.column_names)
+        fail(f"--text-column {args.text_column}: {args.dataset_name} has only {columns}")
+    if documents.features[args.text_column].dtype not in ("string", "large_string"):
+        fail(f"--text-column {args.text_column}: this column of {args.dataset_name} is no text")
+    return documents
+
+
+def pydoc(python):
+    """Yield the documentation of the language that Python carries for its help()."""
+    from pydoc_data.topics import topics
+
+    for text in topics.values():
+        yield {"text": text}
+
+
+def tokenize(batch, tokenizer, column):
+    """Turn texts into lists of token ids, each closed with the end-of-text token."""
+    texts = [text or "" for text in batch[column]]
+    ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return {"input_ids": [[*document, tokenizer.eos_token_id] for document in ids]}
+
+
+class Packer:
+    """Cuts the stream of all tokens into samples; what a batch leaves over begins the next."""
+
+    def __init__(self, seq_length):
+        self.seq_length = seq_length
+        self.rest = []
+
+    def __call__(self, batch):
+        """Return the samples that are complete."""
+        tokens = self.rest + list(chain.from_iterable(batch["input_ids"]))
+        starts = range(0, len(tokens) - self.seq_length + 1, self.seq_length)
+        self.rest = tokens[len(starts) * self.seq_length :]
+        return {"input_ids": [tokens[start : start + self.seq_length] for start in starts]}
+
+
+def fingerprint(samples):
+    """Return a short hash of how many samples there are and of what a hundred of them hold."""
+    some = samples.select(range(0, len(samples), 1 + len(samples) // 100))
+    content = repr((len(samples), some.with_format(None)["input_ids"][:]))
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+class ResumableSampler(Sampler):
+    """Yields sample ids without end, one seeded permutation of all samples after the other.
+
+    It starts at any `position` at once, so that the step alone says which samples come next.
+    """
+
+    def __init__(self, num_samples, seed, position, rank, world_size):
+        self.num_samples = num_samples
+        self.seed = seed
+        self.position = position
+        self.rank = rank
+        self.world_size = world_size
+
+    def __iter__(self):
+        position = self.position + self.rank
+        while True:
+            epoch, offset = divmod(position, self.num_samples)
+            generator = torch.Generator().manual_seed(mix(self.seed, epoch))
+            order = torch.randperm(self.num_samples, generator=generator)
+            ids = order[offset :: self.world_size]  # DDP: the ranks take turns
+            for chunk in ids.split(1024):  # as a list, all ids would take five times the memory
+                yield from chunk.tolist()
+            position += len(ids) * self.world_size
+
+
+def build_loader(args, train_set, start):
+    """Return batches, int64 of [micro-batch size, `--seq-length`], from step `start` on."""
+    sampler = ResumableSampler(
+        len(train_set),
+        args.seed,
+        position=start * args.global_batch_size,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+    )
+    return DataLoader(
+        train_set,
+        batch_size=args.micro_batch_size,
+        sampler=sampler,
+        pin_memory=args.device == "cuda",
+    )
+
+
+# ---- one step --------------------------------------------------------------------------------
+
+
+def loss_of(args, model, batch):
+    """Return the mean loss of predicting each token of `batch` from those before it."""
+    with torch.autocast(batch.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+        return model(input_ids=batch, labels=batch, use_cache=False).loss
+
+
+def train_step(args, model, optimizer, batches, step, device):
+    """Take one optimizer step; return loss and gradient norm as they lie on the device."""
+    torch.manual_seed(mix(args.seed, step, dist.get_rank()))
+    total = torch.zeros((), device=device)
+    for micro_step in range(args.accumulation):
+        # DDP: gradients add up on each rank and are reduced once; no_sync() sets the same switch
+        model.require_backward_grad_sync = micro_step == args.accumulation - 1
+        batch = next(batches)["input_ids"].to(device, non_blocking=True)
+        loss = loss_of(args, model, batch) / args.accumulation
+        loss.backward()
+        total += loss.detach()
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+    for group in optimizer.param_groups:
+        group["lr"] = lr_at(args, step)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total, grad_norm
+
+
+@torch.no_grad()
+def evaluate(args, model, held_out, device):
+    """Return the mean loss of the held-out samples."""
+    model.eval()
+    total = torch.zeros((), device=device)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for first in range(0, len(held_out), args.micro_batch_size * world_size):
+        last = min(first + args.micro_batch_size * world_size, len(held_out))
+        ids = range(first + rank, last, world_size)
+        # DDP: a rank with nothing left still does its forward pass, and counts it zero times
+        batch = held_out[ids or range(1)]["input_ids"].to(device)
+        total += loss_of(args, model, batch) * len(ids)
+    model.train()
+    dist.all_reduce(total)
+    return (total / len(held_out)).item()
+
+
+# ---- checkpoint ------------------------------------------------------------------------------
+
+
+@contextmanager
+def saving(path):
+    """Stop with one line if what the block saves as `path` cannot be written."""
+    try:
+        yield
+    except Exception as error:  # a full disk is of another kind in torch and in safetensors
+        fail(f"cannot write {path}: {first_line(error)}; what was saved before is whole")
+
+
+@contextmanager
+def whole_folder(folder):
+    """Give a folder to write to that appears as `folder` only when all of it is on the disk."""
+    partial = folder.with_name(f".{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            flush(path)
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    flush(folder.parent)
+
+
+def flush(path):
+    """Bring a file or folder from the system's memory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+@on_rank_zero
+def save_checkpoint(args, run_dir, model, optimizer, step):
+    """Save all that is not a function of the step, then delete the oldest checkpoints."""
+    checkpoints = run_dir / "checkpoints"
+    checkpoint = checkpoints / f"step-{step:08}"
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    with saving(checkpoint), whole_folder(checkpoint) as folder:
+        torch.save({**state, "step": step, "args": vars(args)}, folder / "state.pt")
+    for old in sorted(checkpoints.glob("step-????????"))[: -args.keep_checkpoints]:
+        old.rename(old.with_name(f".{old.name}"))  # first, since a kill may leave half of it
+    for hidden in checkpoints.glob(".step-*"):
+        shutil.rmtree(hidden)
+
+
+def load_checkpoint(args, run_dir, model, optimizer):
+    """Restore the newest checkpoint that can be read; return its step, which is 0 for a new run."""
+    while checkpoint := newest_checkpoint(run_dir):
+        state = read_checkpoint(checkpoint)
+        if not all_ranks(state is not None):
+            set_aside(checkpoint)
+            continue
+        compare_args(args, state["args"], checkpoint)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        say(f"continuing from {checkpoint}")
+        return state["step"]
+    return 0
+
+
+def newest_checkpoint(run_dir):
+    """Return the newest checkpoint's folder, or None if none was ever saved."""
+    folders = sorted((run_dir / "checkpoints").glob("step-*"))
+    whole = [folder for folder in folders if not folder.suffix]
+    if folders and not whole:
+        fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete them all to start anew")
+    choice = [whole[-1] if whole else None]
+    dist.broadcast_object_list(choice, group=patient_group())  # DDP: all take what rank 0 found
+    return choice[0]
+
+
+def read_checkpoint(checkpoint):
+    """Return what was saved, or None if it cannot be read."""
+    try:
+        return torch.load(checkpoint / "state.pt", "cpu", mmap=True, weights_only=True)
+    except Exception as error:  # broken files raise many kinds
+        say(f"{checkpoint} cannot be read: {first_line(error)}; trying the one before")
+        return None
+
+
+@on_rank_zero
+def set_aside(checkpoint):
+    """Mark a checkpoint as broken, so that it is neither tried nor counted again."""
+    broken = checkpoint.with_suffix(".broken")
+    shutil.rmtree(broken, ignore_errors=True)
+    checkpoint.rename(broken)
+
+
+def compare_args(args, before, checkpoint):
+    """Stop if the checkpoint's run is another one; else say what has changed since."""
+    args.wandb_id = before["wandb_id"]
+    changed = {name for name, value in vars(args).items() if value != before.get(name)}
+    told = "; ".join(
+        f"{name} was {before.get(name)}, is {vars(args)[name]}" for name in sorted(changed)
+    )
+    if changed & {"model_name", "dataset_fingerprint", "seq_length", "global_batch_size", "seed"}:
+        fail(f"{checkpoint} is from another run: {told}; choose another --experiment-name")
+    if changed:
+        say(f"changed since {checkpoint}: {told}")
+
+
+@on_rank_zero
+def export_model(run_dir, model, tokenizer):
+    """Write the finished model as a folder that `from_pretrained` loads."""
+    with saving(run_dir / "model"), whole_folder(run_dir / "model") as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+# ---- main ------------------------------------------------------------------------------------
+
+
+PEAK_FLOPS = {  # dense bf16 matrix products a second, from the makers' data sheets
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "MI300X": 1307e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
+
+
+def mfu(args, model, tokens_per_second):
+    """Return the model FLOPs utilisation, 1 at the device's peak, or None if that is unknown.
+
+    A token takes 6 FLOPs per weight and 12 × layers × width × sequence length for attention:
+    PaLM, appendix B, https://arxiv.org/abs/2204.02311. Looking up an embedding takes none.
+    """
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    peak = next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
+    if peak is None or tokens_per_second is None or args.precision != "bf16":
+        return None
+    config, embedding = model.config, model.get_input_embeddings().weight
+    weights = sum(weight.numel() for weight in model.parameters())
+    if embedding is not model.get_output_embeddings().weight:
+        weights -= embedding.numel()
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    flops = 6 * weights + 12 * config.num_hidden_layers * width * args.seq_length
+    return tokens_per_second * flops / (peak * dist.get_world_size())
+
+
+def peak_memory_gib(args):
+    """Return the most memory this process has held, on the GPU or else on the host."""
+    if args.device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on a Mac, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def open_metrics(run_dir, start):
+    """Open metrics.jsonl to append to, cut back to the rows that step `start` has behind it."""
+    if dist.get_rank() > 0:
+        return open(os.devnull, "w")
+    path, new = run_dir / "metrics.jsonl", run_dir / "metrics.new"
+    with saving(path):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        with open(path) as file:
+            rows = takewhile(lambda row: json.loads(row)["step"] <= start, file if start else ())
+            new.write_text("".join(rows))
+        new.rename(path)
+        return open(path, "a")
+
+
+def due(args, step, *intervals):
+    """Return whether a multiple of any of the intervals, or the last step, is reached."""
+    return step == args.num_steps or any(step % interval == 0 for interval in intervals)
+
+
+def is_finished(args, run_dir, start):
+    """Return whether no step is missing and the model was written after the last of them."""
+    model = run_dir / "model"
+    if start < args.num_steps or not model.exists():
+        return False
+    return model.stat().st_mtime >= newest_checkpoint(run_dir).stat().st_mtime
+
+
+def restart(step, loss):
+    """Return `step` and the time at which the device has done it: speed is measured from there."""
+    loss.item()
+    return step, time.perf_counter()
+
+
+def measure(args, model, step, loss, grad_norm, since):
+    """Return the metrics of `step`; to read them, the host waits for the device."""
+    row = {"step": step, "loss": mean_over_ranks(loss).item(), "grad_norm": grad_norm.item()}
+    first, then = since
+    tokens = (step - first) * args.global_batch_size * args.seq_length
+    speed = tokens / (time.perf_counter() - then) if tokens else None
+    return row | {
+        "lr": lr_at(args, step),
+        "tokens_per_second": speed,
+        "mfu": mfu(args, model, speed),
+        "peak_memory_gib": peak_memory_gib(args),
+    }
+
+
+@record
+def main():
+    """Train; started again with the same command, continue where the newest checkpoint is."""
+    args = parse_args()
+    device = setup(args)
+    run_dir = Path(args.save_dir, args.experiment_name)
+    tokenizer, config = build_tokenizer_and_config(args)
+    train_set, held_out = build_data(args, tokenizer)
+    args.dataset_fingerprint = fingerprint(train_set)
+    model = build_model(args, config).to(device)
+    optimizer = build_optimizer(args, model)
+    start = load_checkpoint(args, run_dir, model, optimizer)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ddp.broadcast_buffers = False  # DDP: they are constants, no need to send them every step
+    if is_finished(args, run_dir, start):
+        say(f"{run_dir} is finished: it has {start} steps")
+        return
+
+    metrics = open_metrics(run_dir, start)
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "train-llm"),
+        name=args.experiment_name,
+        id=args.wandb_id,
+        resume="allow",
+        dir=run_dir,
+        mode=args.wandb if dist.get_rank() == 0 else "disabled",
+        config=vars(args),
+    )
+
+    def log(row):
+        with saving(metrics.name):
+            print(json.dumps(row), file=metrics, flush=True)
+        run.log(row, step=row["step"])
+        say("  ".join(f"{name} {value:,.6g}" for name, value in row.items() if value is not None))
+
+    if start == 0:
+        log({"step": 0, "val_loss": evaluate(args, model, held_out, device)})
+    batches = iter(build_loader(args, train_set, start))
+    since = None
+    for step in tqdm(
+        range(start + 1, args.num_steps + 1),
+        initial=start,
+        total=args.num_steps,
+        disable=None if dist.get_rank() == 0 else True,
+    ):
+        loss, grad_norm = train_step(args, ddp, optimizer, batches, step, device)
+        since = since or restart(step, loss)  # the first step compiles, so it is not measured
+        if due(args, step, args.log_every, args.eval_every):
+            row = measure(args, model, step, loss, grad_norm, since)
+            if due(args, step, args.eval_every):
+                row["val_loss"] = evaluate(args, model, held_out, device)
+            log(row)
+            since = restart(step, loss)
+        if due(args, step, args.checkpoint_every):
+            save_checkpoint(args, run_dir, model, optimizer, step)
+            since = restart(step, loss)
+
+    export_model(run_dir, model, tokenizer)
+    say(f"finished: the model is in {run_dir / 'model'}, the metrics are in {metrics.name}")
+    run.finish()
+    metrics.close()
+
+
+if __name__ == "__main__":
+    main()
+    dist.barrier()  # DDP: no rank leaves while another may still need it
+    dist.destroy_process_group()
