@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import wandb
-from datasets import Dataset, load_dataset
+from datasets import Dataset, disable_progress_bars, load_dataset
 from torch.utils.data import DataLoader, Sampler
 from tqdm import tqdm
 from transformers import (
@@ -34,6 +34,7 @@ from transformers import (
     AutoTokenizer,
     ByT5Tokenizer,
     LlamaConfig,
+    logging,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -106,6 +107,9 @@ def setup(args):
     signal.signal(signal.SIGINT, interrupted)
     torch.set_float32_matmul_precision("highest")  # fp32 means fp32, not TF32
     device = torch.device(args.device)
+    if not sys.stderr.isatty():  # in a file, progress bars are noise
+        disable_progress_bars()
+        logging.disable_progress_bar()
     return device
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import wandb
-from datasets import Dataset, load_dataset
+from datasets import Dataset, disable_progress_bars, load_dataset
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler
@@ -39,6 +39,7 @@ from transformers import (
     AutoTokenizer,
     ByT5Tokenizer,
     LlamaConfig,
+    logging,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -127,6 +128,9 @@ def setup(args):
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)  # DDP: or else all ranks would put something on GPU 0
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    if not sys.stderr.isatty() or dist.get_rank() > 0:  # in a file, progress bars are noise
+        disable_progress_bars()
+        logging.disable_progress_bar()
     return device
 
 
@@ -188,9 +192,7 @@ def say(message):
 def fail(message):
     """Stop because of what the user gave us: one line on stderr, exit status 2."""
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(
-            10
-        )  # DDP: rank 0 says it for all and torchrun ends us, or the fault is ours alone
+        time.sleep(10)  # DDP: by then rank 0 has said it and torchrun ended us, or it is our fault
     print(f"{Path(__file__).name}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
@@ -721,12 +723,12 @@ def main():
     model = build_model(args, config).to(device)
     optimizer = build_optimizer(args, model)
     start = load_checkpoint(args, run_dir, model, optimizer)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    ddp.broadcast_buffers = False  # DDP: they are constants, no need to send them every step
     if is_finished(args, run_dir, start):
         say(f"{run_dir} is finished: it has {start} steps")
         return
 
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ddp.broadcast_buffers = False  # DDP: they are constants, so why send them in every step
     metrics = open_metrics(run_dir, start)
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "train-llm"),
