@@ -136,7 +136,7 @@ def at_least(minimum):
     def number(text):
         value = type(minimum)(text)
         if not value >= minimum:  # in this form it refuses NaN too
-            raise argparse.ArgumentTypeError(f"{text} is too small: it must be at least {minimum}")
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}, not {text}")
         return value
 
     number.__name__ = type(minimum).__name__  # which argparse shows for what is no number at all
@@ -162,9 +162,7 @@ def mix(*numbers):
 
 
 def first_line(error):
-    """Return what `error`, or the error behind it, says first."""
-    while error.__cause__:
-        error = error.__cause__
+    """Return the first line of what an error says, for some say a page."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -189,7 +187,9 @@ def build_tokenizer_and_config(args):
             tokenizer = AutoTokenizer.from_pretrained(args.model_name)
             config = AutoConfig.from_pretrained(args.model_name)
         except (OSError, ValueError) as error:
-            fail(f"--model-name {args.model_name}: {first_line(error)}")
+            fail(
+                f"--model-name {args.model_name}: {first_line(error)} (no folder here, no hub id?)"
+            )
     longest = getattr(config, "max_position_embeddings", None) or args.seq_length
     if args.seq_length > longest:
         fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {longest} tokens")
@@ -286,23 +286,25 @@ def load_documents(args):
     """Return a dataset with a document per row."""
     name, path = args.dataset_name, Path(args.dataset_name)
     formats = {".txt": "text", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-    if name == "pydoc":
-        return Dataset.from_generator(pydoc, gen_kwargs={"python": sys.version})
     if path.is_file() != (path.suffix in formats):
         fail(f"--dataset-name {name}: there is no such {', '.join(formats)} file, folder or hub id")
-    is_text = path.suffix == ".txt" or any(path.glob("*.txt"))
-    options = {"sample_by": "paragraph"} if is_text else {}  # blank lines separate documents
+    options = {}
+    if path.suffix == ".txt" or any(path.glob("*.txt")):
+        options["sample_by"] = "paragraph"  # blank lines separate documents
     if path.is_file():
         options["data_files"], name = name, formats[path.suffix]
     try:
-        documents = load_dataset(name, args.dataset_subset, split="train", **options)
-    except Exception as error:  # datasets has dozens of kinds; all say what is wrong with the data
-        fail(f"--dataset-name {args.dataset_name}: {first_line(error)}")
+        if name == "pydoc":
+            documents = Dataset.from_generator(pydoc, gen_kwargs={"python": sys.version})
+        else:
+            documents = load_dataset(name, args.dataset_subset, split="train", **options)
+    except Exception as error:  # datasets has dozens of kinds, many with the reason in the cause
+        fail(f"--dataset-name {args.dataset_name}: {first_line(error.__cause__ or error)}")
     if args.text_column not in documents.column_names:
         columns = ", ".join(documents.column_names)
-        fail(f"--text-column {args.text_column}: {args.dataset_name} has only {columns}")
+        fail(f"--text-column {args.text_column}: the columns of {args.dataset_name} are {columns}")
     if documents.features[args.text_column].dtype not in ("string", "large_string"):
-        fail(f"--text-column {args.text_column}: this column of {args.dataset_name} is no text")
+        fail(f"--text-column {args.text_column}: this column of {args.dataset_name} is not text")
     return documents
 
 
@@ -586,6 +588,22 @@ def open_metrics(run_dir, start):
         return open(path, "a")
 
 
+def open_wandb(args, run_dir):
+    """Start the wandb run, or the one that does nothing, or continue that of the checkpoint."""
+    try:
+        return wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "train-llm"),
+            name=args.experiment_name,
+            id=args.wandb_id,
+            resume="allow",
+            dir=run_dir,
+            mode=args.wandb,
+            config=vars(args),
+        )
+    except wandb.Error as error:
+        fail(f"--wandb {args.wandb}: {first_line(error)}")
+
+
 def due(args, step, *intervals):
     """Return whether a multiple of any of the intervals, or the last step, is reached."""
     return step == args.num_steps or any(step % interval == 0 for interval in intervals)
@@ -635,15 +653,7 @@ def main():
         return
 
     metrics = open_metrics(run_dir, start)
-    run = wandb.init(
-        project=os.environ.get("WANDB_PROJECT", "train-llm"),
-        name=args.experiment_name,
-        id=args.wandb_id,
-        resume="allow",
-        dir=run_dir,
-        mode=args.wandb,
-        config=vars(args),
-    )
+    run = open_wandb(args, run_dir)
 
     def log(row):
         with saving(metrics.name):
