@@ -22,9 +22,10 @@ from contextlib import contextmanager
 from itertools import chain, takewhile
 from pathlib import Path
 
+import datasets
 import torch
+import transformers
 import wandb
-from datasets import Dataset, disable_progress_bars, load_dataset
 from torch.utils.data import DataLoader, Sampler
 from tqdm import tqdm
 from transformers import (
@@ -34,7 +35,6 @@ from transformers import (
     AutoTokenizer,
     ByT5Tokenizer,
     LlamaConfig,
-    logging,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -105,11 +105,11 @@ def parse_args():
 def setup(args):
     """Prepare the process; return its device."""
     signal.signal(signal.SIGINT, interrupted)
+    if not sys.stderr.isatty():  # in a file, progress bars are noise
+        datasets.disable_progress_bars()
+        transformers.logging.disable_progress_bar()
     torch.set_float32_matmul_precision("highest")  # fp32 means fp32, not TF32
     device = torch.device(args.device)
-    if not sys.stderr.isatty():  # in a file, progress bars are noise
-        disable_progress_bars()
-        logging.disable_progress_bar()
     return device
 
 
@@ -187,9 +187,7 @@ def build_tokenizer_and_config(args):
             tokenizer = AutoTokenizer.from_pretrained(args.model_name)
             config = AutoConfig.from_pretrained(args.model_name)
         except (OSError, ValueError) as error:
-            fail(
-                f"--model-name {args.model_name}: {first_line(error)} (no folder here, no hub id?)"
-            )
+            fail(f"--model-name {args.model_name}: {first_line(error)} Is it a folder or hub id?")
     longest = getattr(config, "max_position_embeddings", None) or args.seq_length
     if args.seq_length > longest:
         fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {longest} tokens")
@@ -288,6 +286,9 @@ def load_documents(args):
     formats = {".txt": "text", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
     if path.is_file() != (path.suffix in formats):
         fail(f"--dataset-name {name}: there is no such {', '.join(formats)} file, folder or hub id")
+    if path.is_file() and not path.stat().st_size:
+        fail(f"--dataset-name {name}: this file is empty")
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # fail() reports errors in one line
     options = {}
     if path.suffix == ".txt" or any(path.glob("*.txt")):
         options["sample_by"] = "paragraph"  # blank lines separate documents
@@ -295,9 +296,9 @@ def load_documents(args):
         options["data_files"], name = name, formats[path.suffix]
     try:
         if name == "pydoc":
-            documents = Dataset.from_generator(pydoc, gen_kwargs={"python": sys.version})
+            documents = datasets.Dataset.from_generator(pydoc, gen_kwargs={"python": sys.version})
         else:
-            documents = load_dataset(name, args.dataset_subset, split="train", **options)
+            documents = datasets.load_dataset(name, args.dataset_subset, split="train", **options)
     except Exception as error:  # datasets has dozens of kinds, many with the reason in the cause
         fail(f"--dataset-name {args.dataset_name}: {first_line(error.__cause__ or error)}")
     if args.text_column not in documents.column_names:

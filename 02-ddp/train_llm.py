@@ -24,10 +24,11 @@ from datetime import timedelta
 from itertools import chain, takewhile
 from pathlib import Path
 
+import datasets
 import torch
 import torch.distributed as dist
+import transformers
 import wandb
-from datasets import Dataset, disable_progress_bars, load_dataset
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler
@@ -39,7 +40,6 @@ from transformers import (
     AutoTokenizer,
     ByT5Tokenizer,
     LlamaConfig,
-    logging,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -119,6 +119,9 @@ def parse_args():
 def setup(args):
     """Join the process group; return this rank's device."""
     signal.signal(signal.SIGINT, interrupted)
+    if not sys.stderr.isatty():  # in a file, progress bars are noise
+        datasets.disable_progress_bars()
+        transformers.logging.disable_progress_bar()
     torch.set_float32_matmul_precision("highest")  # fp32 means fp32, not TF32
     device = torch.device(args.device)
     if args.device == "cuda":
@@ -128,9 +131,6 @@ def setup(args):
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)  # DDP: or else all ranks would put something on GPU 0
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    if not sys.stderr.isatty() or dist.get_rank() > 0:  # in a file, progress bars are noise
-        disable_progress_bars()
-        logging.disable_progress_bar()
     return device
 
 
@@ -268,9 +268,7 @@ def build_tokenizer_and_config(args):
             tokenizer = AutoTokenizer.from_pretrained(args.model_name)
             config = AutoConfig.from_pretrained(args.model_name)
         except (OSError, ValueError) as error:
-            fail(
-                f"--model-name {args.model_name}: {first_line(error)} (no folder here, no hub id?)"
-            )
+            fail(f"--model-name {args.model_name}: {first_line(error)} Is it a folder or hub id?")
     longest = getattr(config, "max_position_embeddings", None) or args.seq_length
     if args.seq_length > longest:
         fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {longest} tokens")
@@ -370,6 +368,9 @@ def load_documents(args):
     formats = {".txt": "text", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
     if path.is_file() != (path.suffix in formats):
         fail(f"--dataset-name {name}: there is no such {', '.join(formats)} file, folder or hub id")
+    if path.is_file() and not path.stat().st_size:
+        fail(f"--dataset-name {name}: this file is empty")
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # fail() reports errors in one line
     options = {}
     if path.suffix == ".txt" or any(path.glob("*.txt")):
         options["sample_by"] = "paragraph"  # blank lines separate documents
@@ -377,9 +378,9 @@ def load_documents(args):
         options["data_files"], name = name, formats[path.suffix]
     try:
         if name == "pydoc":
-            documents = Dataset.from_generator(pydoc, gen_kwargs={"python": sys.version})
+            documents = datasets.Dataset.from_generator(pydoc, gen_kwargs={"python": sys.version})
         else:
-            documents = load_dataset(name, args.dataset_subset, split="train", **options)
+            documents = datasets.load_dataset(name, args.dataset_subset, split="train", **options)
     except Exception as error:  # datasets has dozens of kinds, many with the reason in the cause
         fail(f"--dataset-name {args.dataset_name}: {first_line(error.__cause__ or error)}")
     if args.text_column not in documents.column_names:
