@@ -1,0 +1,95 @@
+# Start with `make train`. Every target may be called at any time, in any order, and again.
+
+PYTHON ?= python3
+PY := .venv/bin/python
+STAMP := .venv/.installed
+RUN := make-train
+.DEFAULT_GOAL := help
+
+# What the environment was made for: a moved checkout or other requirements make it stale.
+WANTED := { pwd -P; cat requirements.txt requirements-dev.txt; }
+MOVED := [ -e $(STAMP) ] && [ "$$(head -n 1 $(STAMP))" != "$$(pwd -P)" ]
+WORKS := $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& $(PY) -m pip install --quiet --no-index pip >/dev/null 2>&1
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+IMPORTS := $(PY) -c 'import torch, transformers, datasets, wandb, matplotlib, psutil, pytest_timeout'
+
+define LAYOUT
+import torch
+
+gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+processes = gpus or 2
+batch = -(-32 // processes) * processes  # 32, or the next number that divides
+print(processes, batch, max(1, torch.get_num_threads() // processes))
+print(f"one process per GPU ({gpus})" if gpus else "two processes on the CPU, as torch sees no GPU")
+endef
+export LAYOUT
+
+.PHONY: help
+help:  ## list the targets
+	@echo "make TARGET, where TARGET is one of:"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
+	@echo "PYTHON=... names the Python (3.11 or newer) to make .venv with; now: $(PYTHON)"
+
+.PHONY: install
+install:  ## make .venv, or repair it, with all that training and the tests need
+	@set -e; \
+	if $(WANTED) | cmp -s - $(STAMP) && $(WORKS); then echo "== .venv is up to date"; exit 0; fi; \
+	make_venv() { \
+		command -v "$(PYTHON)" >/dev/null \
+			|| { echo "make: there is no $(PYTHON) here; name one with PYTHON=..." >&2; exit 2; }; \
+		"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+			|| { echo "make: $(PYTHON) is $$("$(PYTHON)" -V 2>&1), and this needs Python 3.11 or" \
+				"newer; name one with PYTHON=..., such as PYTHON=python3.12" >&2; exit 2; }; \
+		echo "== making .venv with $$("$(PYTHON)" -V)"; \
+		rm -rf .venv; "$(PYTHON)" -m venv .venv; \
+	}; \
+	if $(MOVED) || ! { $(WORKS); }; then make_venv; fi; \
+	rm -f $(STAMP); \
+	echo "== installing requirements-dev.txt into .venv: torch and the rest; the first time, this" \
+		"may take minutes"; \
+	$(PIP) -r requirements-dev.txt; \
+	if ! $(IMPORTS) 2>/dev/null; then \
+		echo "== .venv is broken: it has all packages, but not all can be imported"; \
+		make_venv; \
+		$(PIP) -r requirements-dev.txt; \
+		$(IMPORTS); \
+	fi; \
+	$(WANTED) > $(STAMP); \
+	echo "== .venv is ready: $$($(PY) -V), torch $$($(PY) -c 'import torch; print(torch.__version__)')"
+
+.PHONY: train
+train: install  ## train chapter 02 on all GPUs, or on two CPU processes; show how it went
+	@set -e; layout=$$($(PY) -c "$$LAYOUT"); \
+	set -- $$layout; \
+	export OMP_NUM_THREADS="$${OMP_NUM_THREADS:-$$3}"; \
+	echo "== training: $$(echo "$$layout" | tail -n 1)"; \
+	set -- .venv/bin/torchrun --standalone --nproc-per-node $$1 \
+		02-ddp/train_llm.py -e $(RUN) --global-batch-size $$2; \
+	echo "$$*"; \
+	"$$@"; \
+	echo "== done"; \
+	shift $$(($$# - 1)); \
+	$(PY) tools/show_run.py outputs/$(RUN) --global-batch-size $$1
+
+.PHONY: test
+test: install  ## run the core tests
+	$(PY) -m pytest -m "not slow"
+
+.PHONY: test-slow
+test-slow: install  ## run the slow tests
+	$(PY) -m pytest -m slow
+
+.PHONY: test-all
+test-all: test test-slow  ## run all tests
+
+.PHONY: lint
+lint: install  ## check the style of all Python and shell files
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	{ printf '.ci/run\0'; git ls-files -z '*.sh'; } | xargs -0 .venv/bin/shellcheck
+
+.PHONY: clean
+clean:  ## remove .venv, the caches, and outputs with all its runs
+	rm -rf .venv outputs wandb .pytest_cache .ruff_cache
+	find . -name .git -prune -o -name __pycache__ -prune -exec rm -rf {} +

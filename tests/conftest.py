@@ -1,0 +1,175 @@
+"""What the tests share: running scripts on several ranks, reading their metrics, tiny models."""
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = {
+    "01": ROOT / "01-single-gpu" / "train_llm.py",
+    "02": ROOT / "02-ddp" / "train_llm.py",
+}
+# A run of seconds: 20 steps, every one of them logged.
+SHORT = (
+    "--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8 "
+    "--num-steps 20 --log-every 1 --eval-every 10 --eval-samples 10 --checkpoint-every 10"
+).split()
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes minutes, is random, or needs root")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def environment(tmp_path_factory):
+    """One thread a process, no hub, and a data cache that all tests of the session share."""
+    cache = tmp_path_factory.mktemp("cache")
+    os.environ.update(
+        OMP_NUM_THREADS="1",
+        HF_HUB_OFFLINE="1",
+        HF_HOME=str(cache / "hf"),
+        WANDB_DIR=str(cache),
+        TORCHINDUCTOR_CACHE_DIR=str(cache / "inductor"),
+        TOKENIZERS_PARALLELISM="false",
+    )
+
+
+def free_port():
+    """Return a port that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def run_jobs(world_size, jobs, folder, timeout=240):
+    """Run (chapter, arguments) pairs on `world_size` ranks; return each job's results by rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    listed = [
+        {"script": str(SCRIPTS[chapter]), "args": [str(arg) for arg in args], "port": free_port()}
+        for chapter, args in jobs
+    ]
+    (folder / "jobs.json").write_text(json.dumps(listed))
+    ranks = []
+    for rank in range(world_size):
+        env = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+        }
+        log = open(folder / f"rank{rank}.log", "w")
+        command = [sys.executable, ROOT / "tests" / "worker.py", folder / "jobs.json"]
+        command.append(folder / f"results{rank}.json")
+        ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+    try:
+        deadline = time.monotonic() + timeout
+        for process in ranks:
+            process.wait(timeout=max(0.1, deadline - time.monotonic()))
+    finally:
+        for process in ranks:
+            process.kill()
+    logs = "\n".join((folder / f"rank{rank}.log").read_text() for rank in range(world_size))
+    assert all(process.returncode == 0 for process in ranks), logs
+    by_rank = [
+        json.loads((folder / f"results{rank}.json").read_text()) for rank in range(world_size)
+    ]
+    return [list(job) for job in zip(*by_rank, strict=True)]
+
+
+def run_well(world_size, jobs, folder, timeout=240):
+    """Run jobs as `run_jobs` does; fail if any rank of any did not end well."""
+    results = run_jobs(world_size, jobs, folder, timeout)
+    for (chapter, args), ranks in zip(jobs, results, strict=True):
+        for result in ranks:
+            assert result["status"] == 0, f"{chapter} {args}\n{result['stdout']}{result['stderr']}"
+    return results
+
+
+def torchrun(chapter, *args, processes=2, **options):
+    """Start a chapter under torchrun, or chapter 01 by itself; return the process."""
+    launcher = [sys.executable]
+    if chapter != "01":
+        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+        launcher += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    return subprocess.Popen([*launcher, str(SCRIPTS[chapter]), *map(str, args)], **options)
+
+
+def kill_tree(process):
+    """kill -9 a process and all its descendants: torchrun's workers are in sessions of their own."""
+    parent = psutil.Process(process.pid)
+    victims = [parent, *parent.children(recursive=True)]
+    for victim in victims:
+        try:
+            victim.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            pass
+    psutil.wait_procs(victims, timeout=20)
+    process.communicate()
+
+
+def metrics(run_dir):
+    """Return a run's metrics: a dictionary from step to row."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert len({row["step"] for row in rows}) == len(rows), "a step is logged twice"
+    return {row["step"]: row for row in rows}
+
+
+def difference(one, other, after=0, names=("loss", "grad_norm", "val_loss"), relative=False):
+    """Return the largest difference between two runs' metrics in the steps after `after`."""
+    assert one.keys() == other.keys()
+    worst = 0.0
+    for step in (step for step in one if step > after or step == after == 0):
+        logged = [name for name in names if name in one[step]]
+        assert logged == [name for name in names if name in other[step]]
+        for name in logged:
+            scale = abs(one[step][name]) if relative else 1.0
+            worst = max(worst, abs(one[step][name] - other[step][name]) / scale)
+    return worst
+
+
+@pytest.fixture(scope="session")
+def load():
+    """Import a chapter's script as a module, for tests of its functions."""
+
+    def load_script(chapter):
+        spec = importlib.util.spec_from_file_location(f"chapter_{chapter}", SCRIPTS[chapter])
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+
+    return load_script
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Folders with the configuration and byte tokenizer of tiny models of several families."""
+    import transformers
+
+    size = {"vocab_size": 384, "bos_token_id": None, "eos_token_id": 1}
+    gpt2 = size | {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128}
+    common = size | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    common |= {"intermediate_size": 64, "max_position_embeddings": 128, "num_key_value_heads": 1}
+    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    configs = {
+        "gpt2": transformers.GPT2Config(**gpt2, **still),
+        "gpt2-dropout": transformers.GPT2Config(**gpt2),
+        "qwen3": transformers.Qwen3Config(**common, head_dim=16, tie_word_embeddings=True),
+        "gemma3": transformers.Gemma3TextConfig(**common, head_dim=16),
+        "gemma3-window": transformers.Gemma3TextConfig(**common, head_dim=16, sliding_window=32),
+    }
+    root = tmp_path_factory.mktemp("models")
+    for name, config in configs.items():
+        config.save_pretrained(root / name)
+        transformers.ByT5Tokenizer().save_pretrained(root / name)
+    return root

@@ -1,0 +1,69 @@
+"""One command, one loss curve: the same arguments give the same losses everywhere."""
+
+import pytest
+from conftest import SHORT, difference, metrics, run_well
+
+# What each world size runs: name -> (chapter, further arguments).
+ACCUMULATION = {"": [], "-2": ["--batch-size", 4], "-4": ["--batch-size", 2]}
+BF16 = ["--precision", "bf16"]
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory, models):
+    """Every run's metrics, by name; one set of processes for each world size."""
+    root = tmp_path_factory.mktemp("parity")
+    families = {name: ["-m", models / name] for name in ("gpt2", "qwen3")}
+    for world_size in (1, 2, 4):
+        runs = {
+            f"02@{world_size}{name}": ("02", args)
+            for name, args in ACCUMULATION.items()
+            if len(name) == 0 or 8 // world_size % int(name[1:]) == 0
+        }
+        runs[f"02@{world_size}-bf16"] = ("02", BF16)
+        for family, args in families.items():
+            runs[f"02@{world_size}-{family}"] = ("02", args)
+        if world_size == 1:
+            runs |= {f"01{name}": ("01", args) for name, args in ACCUMULATION.items()}
+            runs |= {f"01-{family}": ("01", args) for family, args in families.items()}
+            runs["01-bf16"] = ("01", BF16)
+        jobs = [
+            (chapter, [*SHORT, *args, "--save-dir", root, "-e", name])
+            for name, (chapter, args) in runs.items()
+        ]
+        run_well(world_size, jobs, root / f"ranks{world_size}")
+    return {folder.parent.name: metrics(folder.parent) for folder in root.glob("*/metrics.jsonl")}
+
+
+def test_accumulation_changes_nothing(curves):
+    assert difference(curves["01"], curves["01-2"]) < 1e-5
+    assert difference(curves["01"], curves["01-4"]) < 1e-5
+
+
+@pytest.mark.parametrize("run", ["02@1", "02@1-2", "02@1-4", "02@2", "02@2-2", "02@2-4", "02@4"])
+def test_world_size_changes_nothing(curves, run):
+    assert difference(curves["01"], curves[run]) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_other_families_agree(curves, family, world_size):
+    assert difference(curves[f"01-{family}"], curves[f"02@{world_size}-{family}"]) < 1e-5
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_bf16_agrees(curves, world_size):
+    one, other = curves["01-bf16"], curves[f"02@{world_size}-bf16"]
+    assert difference(one, other, names=["loss", "val_loss"]) < 5e-3
+    assert difference(one, other, names=["grad_norm"], relative=True) < 5e-3  # norms reach 6 here
+    assert difference(one, curves["01"], names=["loss", "val_loss"]) < 5e-2
+
+
+def test_the_curve_is_learning(curves):
+    """Equal curves prove little if nothing is learned."""
+    losses = [row["loss"] for row in curves["01"].values() if "loss" in row]
+    assert losses[-1] < losses[0] - 1
+
+
+def test_losses_are_compared_in_every_step(curves):
+    assert sorted(curves["01"]) == list(range(21))
+    assert [step for step, row in curves["01"].items() if "val_loss" in row] == [0, 10, 20]

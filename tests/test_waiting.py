@@ -1,0 +1,114 @@
+"""Between two log lines, a step neither waits for the device nor talks more than DDP must."""
+
+import re
+from argparse import Namespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import free_port
+from torch.profiler import profile
+
+
+@pytest.fixture(scope="module")
+def group():
+    store = dist.TCPStore("127.0.0.1", free_port(), 1, is_master=True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def events_of_steps(chapter, args, model_name, accumulation):
+    """Return the names of all operations of three train steps, and the chapter's DDP model."""
+    args = Namespace(
+        **args,
+        model_name=model_name,
+        pretrained=False,
+        compile=False,
+        accumulation=accumulation,
+        micro_batch_size=2,
+        global_batch_size=2 * accumulation,
+    )
+    tokenizer, config = chapter.build_tokenizer_and_config(args)
+    train_set, _ = chapter.build_data(args, tokenizer)
+    model = chapter.build_model(args, config)
+    optimizer = chapter.build_optimizer(args, model)
+    if hasattr(chapter, "DistributedDataParallel"):
+        model = chapter.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model.broadcast_buffers = False
+    batches = iter(chapter.build_loader(args, train_set, 0))
+    device = torch.device("cpu")
+    for step in (1, 2):  # DDP rebuilds its buckets after the first
+        chapter.train_step(args, model, optimizer, batches, step, device)
+    with profile() as profiled:
+        for step in (3, 4, 5):
+            chapter.train_step(args, model, optimizer, batches, step, device)
+    return [event.name for event in profiled.events() if not in_optimizer(event)], model
+
+
+def in_optimizer(event):
+    """Return whether AdamW's kernel did it: on a CPU it reads its step counters, on a GPU not."""
+    while event and event.name != "aten::_fused_adamw_":
+        event = event.cpu_parent
+    return event is not None
+
+
+ARGS = {"dataset_name": "pydoc", "dataset_subset": None, "text_column": "text", "num_proc": 1}
+ARGS |= {"seq_length": 64, "eval_samples": 5, "seed": 0, "precision": "bf16", "device": "cpu"}
+ARGS |= {"lr": 1e-3, "weight_decay": 0.1, "warmup_steps": 0, "num_steps": 9, "max_grad_norm": 1.0}
+READS = re.compile("aten::(_local_scalar_dense|item|nonzero|is_nonzero)$")
+REDUCTION = {"gloo:all_reduce", "c10d::allreduce_"}  # one and the same, seen at two levels
+COLLECTIVES = re.compile("gloo:|nccl:|c10d::")
+
+
+@pytest.mark.parametrize("name", ["tiny", "gpt2", "qwen3", "gemma3"])
+def test_no_value_is_read_from_the_device(load, models, name):
+    """What reads a number of a tensor on a GPU makes the host wait for it."""
+    name = name if name == "tiny" else str(models / name)
+    events, _ = events_of_steps(load("01"), ARGS, name, accumulation=2)
+    assert "aten::mm" in events  # the profiler did look
+    assert [event for event in events if READS.match(event)] == []
+
+
+def test_a_window_shorter_than_the_samples_needs_a_mask(load, models):
+    """The test above can fail: to build this mask transformers does read from the device."""
+    events, _ = events_of_steps(load("01"), ARGS, str(models / "gemma3-window"), accumulation=2)
+    assert [event for event in events if READS.match(event)] != []
+
+
+def test_only_ddps_buckets_are_reduced_and_once_a_step(load, group):
+    events, ddp = events_of_steps(load("02"), ARGS, "tiny", accumulation=4)
+    buckets = len(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(","))
+    reductions = [event for event in events if event == "c10d::allreduce_"]
+    others = [event for event in events if COLLECTIVES.match(event) and event not in REDUCTION]
+    assert buckets == 1 or buckets == 2
+    assert len(reductions) == 3 * buckets
+    assert others == []
+    assert [event for event in events if READS.match(event)] == []
+
+
+def test_compiled_layers_keep_ddps_overlap(load, group):
+    """Each layer's backward is a graph of its own, so that a bucket is sent while others compute."""
+    chapter = load("02")
+    args = Namespace(**ARGS, model_name="tiny", pretrained=False, compile=True)
+    _, config = chapter.build_tokenizer_and_config(args)
+    model = chapter.DistributedDataParallel(chapter.build_model(args, config), bucket_cap_mb=1)
+    order = []
+    for name, weight in model.module.named_parameters():
+        weight.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    calls = []
+
+    def hook(state, bucket):
+        calls.append(len(order))
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, hook)
+    batch = torch.randint(0, 255, (2, 64))
+    for _ in range(2):
+        order.clear()
+        calls.clear()
+        chapter.loss_of(args, model, batch).backward()
+    assert len(calls) >= 3
+    assert calls[0] < len(order) / 2, "the first bucket waits for more than half of the gradients"

@@ -1,0 +1,47 @@
+"""Runs many training commands one after another in one process, because imports take seconds.
+
+Started once per rank by `conftest.run_jobs`. Each job executes the script as `__main__` with its own
+arguments and rendezvous port, exactly as a fresh process would, down to the clean-up at its end.
+"""
+
+import contextlib
+import io
+import json
+import os
+import runpy
+import sys
+import traceback
+
+import torch.distributed as dist
+
+
+def run(job):
+    """Run one job; return its exit status and what it printed."""
+    os.environ["MASTER_PORT"] = str(job["port"])
+    sys.argv = [job["script"], *job["args"]]
+    out, err = io.StringIO(), io.StringIO()
+    status = 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_path(job["script"], run_name="__main__")
+        except SystemExit as stop:
+            status = stop.code or 0
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+    if dist.is_initialized():  # a job that failed left it, as a process that ends does
+        dist.destroy_process_group()
+    return {"status": status, "stdout": out.getvalue(), "stderr": err.getvalue()}
+
+
+def main():
+    """Run the jobs of a file; write their results to another."""
+    jobs, results = sys.argv[1:]
+    with open(jobs) as file:
+        done = [run(job) for job in json.load(file)]
+    with open(results, "w") as file:
+        json.dump(done, file)
+
+
+if __name__ == "__main__":
+    main()
