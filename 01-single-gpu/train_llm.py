@@ -196,8 +196,8 @@ def build_tokenizer_and_config(args):
             f"--model-name {args.model_name}: its tokenizer has {len(tokenizer)} tokens, its "
             f"embedding only {config.vocab_size} rows; tokenizer and model do not belong together"
         )
-    if tokenizer.eos_token_id is None:
-        fail(f"--model-name {args.model_name}: its tokenizer has no end-of-text token")
+    if tokenizer.eos_token_id is None or not tokenizer("text", add_special_tokens=False).input_ids:
+        fail(f"--model-name {args.model_name}: its tokenizer has no end-of-text token or is empty")
     return tokenizer, config
 
 
@@ -432,7 +432,8 @@ def saving(path):
     try:
         yield
     except Exception as error:  # a full disk is of another kind in torch and in safetensors
-        fail(f"cannot write {path}: {first_line(error)}; what was saved before is whole")
+        reason = first_line(error.__context__ or error)
+        fail(f"cannot write {path}: {reason}; what was saved before is whole")
 
 
 @contextmanager
@@ -465,8 +466,10 @@ def save_checkpoint(args, run_dir, model, optimizer, step):
     checkpoints = run_dir / "checkpoints"
     checkpoint = checkpoints / f"step-{step:08}"
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state |= {"step": step, "args": vars(args)}
     with saving(checkpoint), whole_folder(checkpoint) as folder:
-        torch.save({**state, "step": step, "args": vars(args)}, folder / "state.pt")
+        with open(folder / "state.pt", "wb") as file:
+            torch.save(state, file)
     for old in sorted(checkpoints.glob("step-????????"))[: -args.keep_checkpoints]:
         old.rename(old.with_name(f".{old.name}"))  # first, since a kill may leave half of it
     for hidden in checkpoints.glob(".step-*"):
@@ -576,17 +579,23 @@ def peak_memory_gib(args):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def open_metrics(run_dir, start):
-    """Open metrics.jsonl to append to, cut back to the rows that step `start` has behind it."""
+def cut_back_metrics(run_dir, start):
+    """Make metrics.jsonl end with the last row that the checkpoint of step `start` has seen."""
     path, new = run_dir / "metrics.jsonl", run_dir / "metrics.new"
     with saving(path):
         run_dir.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        with open(path) as file:
-            rows = takewhile(lambda row: json.loads(row)["step"] <= start, file if start else ())
-            new.write_text("".join(rows))
+        rows = path.read_text().splitlines(keepends=True) if start and path.exists() else []
+        # a kill may have torn the last row, which then has no end
+        rows = takewhile(lambda row: row[-1] == "\n" and json.loads(row)["step"] <= start, rows)
+        new.write_text("".join(rows))
         new.rename(path)
-        return open(path, "a")
+
+
+def append_metrics(run_dir, row):
+    """Add a row to metrics.jsonl."""
+    path = run_dir / "metrics.jsonl"
+    with saving(path), open(path, "a") as file:
+        print(json.dumps(row), file=file)
 
 
 def open_wandb(args, run_dir):
@@ -653,12 +662,11 @@ def main():
         say(f"{run_dir} is finished: it has {start} steps")
         return
 
-    metrics = open_metrics(run_dir, start)
+    cut_back_metrics(run_dir, start)
     run = open_wandb(args, run_dir)
 
     def log(row):
-        with saving(metrics.name):
-            print(json.dumps(row), file=metrics, flush=True)
+        append_metrics(run_dir, row)
         run.log(row, step=row["step"])
         say("  ".join(f"{name} {value:,.6g}" for name, value in row.items() if value is not None))
 
@@ -685,9 +693,8 @@ def main():
             since = restart(step, loss)
 
     export_model(run_dir, model, tokenizer)
-    say(f"finished: the model is in {run_dir / 'model'}, the metrics are in {metrics.name}")
+    say(f"finished: {run_dir} has the model, the metrics and the last checkpoints")
     run.finish()
-    metrics.close()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What the tests share: running scripts on several ranks, reading their metrics, tiny models."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -105,14 +106,12 @@ def torchrun(chapter, *args, processes=2, **options):
 
 
 def kill_tree(process):
-    """kill -9 a process and all its descendants: torchrun's workers are in sessions of their own."""
+    """kill -9 a process and its descendants, of which torchrun's workers have their own sessions."""
     parent = psutil.Process(process.pid)
     victims = [parent, *parent.children(recursive=True)]
     for victim in victims:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             victim.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            pass
     psutil.wait_procs(victims, timeout=20)
     process.communicate()
 

@@ -50,8 +50,11 @@ CASES = {
     "nothing pretrained": ("--pretrained", "--pretrained: there are no published weights of tiny"),
     "unknown model": ("-m nosuch/model", "--model-name nosuch/model:"),
     "no model there": ("-m {files}/folder-without-data", "folder-without-data:"),
-    "no tokenizer": ("-m {files}/no-tokenizer", "/no-tokenizer:"),
-    "small embedding": ("-m {files}/small-embedding", "tokenizer has 384 tokens, its embedding only 100"),
+    "no tokenizer": ("-m {files}/no-tokenizer", "/no-tokenizer: its tokenizer has no end-of"),
+    "small embedding": (
+        "-m {files}/small-embedding",
+        "tokenizer has 384 tokens, its embedding only 100",
+    ),
     "unknown data": ("-d nosuch/data", "--dataset-name nosuch/data:"),
     "missing file": ("-d nosuch.txt", "--dataset-name nosuch.txt: there is no such"),
     "other file": ("-d {files}/picture.png", "picture.png: there is no such .txt"),
@@ -66,7 +69,7 @@ CASES = {
     "no sample": ("-d {files}/short.txt", "makes 0 samples of 64 tokens"),
     "too few samples": ("-d {files}/few.txt", "makes 10 samples of 64 tokens, too few to hold 10"),
     "not a folder": ("--save-dir {files}/short.txt", "short.txt is not a writable folder"),
-    "not writable": ("--save-dir /proc/nosuch", "/proc is not a writable folder"),
+    "not writable": ("--save-dir /proc/nosuch", "cannot write /proc/nosuch"),
     "no login": ("--wandb online", "--wandb online: No API key"),
 }
 
@@ -147,7 +150,7 @@ def test_under_torchrun_one_rank_says_it(tmp_path, arguments, expected):
 
 def test_without_torchrun_chapter_02_says_how_to_start_it():
     command = [sys.executable, str(SCRIPTS["02"])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     check({"status": done.returncode, "stderr": done.stderr}, "start this with torchrun: torchrun")
 
 
@@ -182,7 +185,7 @@ def small_disk(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", str(disk)]
-    mounted = subprocess.run(command, capture_output=True, text=True)
+    mounted = subprocess.run(command, check=False, capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"cannot mount a small disk here: {mounted.stderr.strip()}")
     yield disk
@@ -196,7 +199,7 @@ def test_full_disk_during_a_save(small_disk, tmp_path, world_size, chapter):
     [ranks] = run_jobs(world_size, [(chapter, args)], tmp_path / "full")
     assert [rank["status"] for rank in ranks] == [2] * world_size
     check(ranks[0], f"cannot write {small_disk}/run/checkpoints/step-00000030: ")
-    assert "what was saved before is whole" in ranks[0]["stderr"]
+    assert "No space left on device; what was saved before is whole" in ranks[0]["stderr"]
     checkpoints = small_disk / "run/checkpoints"
     assert sorted(f.name for f in checkpoints.iterdir()) == ["step-00000010", "step-00000020"]
 

@@ -64,7 +64,9 @@ def test_resume_neither_skips_nor_repeats(chapters, other_world_size):
 
 def test_seeds_are_mixed_not_added(chapters):
     mix = chapters["01"].mix
-    seeds = {mix(seed, step, rank) for seed in range(10) for step in range(10) for rank in range(10)}
+    seeds = {
+        mix(seed, step, rank) for seed in range(10) for step in range(10) for rank in range(10)
+    }
     assert len(seeds) == 1000
     assert all(0 <= seed < 2**64 for seed in seeds)
 
@@ -92,7 +94,10 @@ def test_samples_are_the_documents_joined_and_cut(chapters, tmp_path):
     rows = texts(350)
     train, held_out = build(chapters["01"], tmp_path, rows)
     stream = [byte + 3 if byte >= 0 else 1 for text in rows for byte in [*text.encode(), -1]]
-    found = [*train[:]["input_ids"].flatten().tolist(), *held_out[:]["input_ids"].flatten().tolist()]
+    found = [
+        *train[:]["input_ids"].flatten().tolist(),
+        *held_out[:]["input_ids"].flatten().tolist(),
+    ]
     assert found == stream[: len(stream) // 64 * 64]
     assert len(held_out) == 5
 
@@ -131,7 +136,9 @@ def test_second_run_finds_everything_cached(chapters, tmp_path):
 
     def written():
         samples = build(chapters["01"], tmp_path, texts(200))[0]
-        return {name: Path(name).stat().st_mtime_ns for (name,) in map(dict.values, samples.cache_files)}
+        return {
+            name: Path(name).stat().st_mtime_ns for (name,) in map(dict.values, samples.cache_files)
+        }
 
     assert written() == written() != {}
 

@@ -88,7 +88,7 @@ def test_only_ddps_buckets_are_reduced_and_once_a_step(load, group):
 
 
 def test_compiled_layers_keep_ddps_overlap(load, group):
-    """Each layer's backward is a graph of its own, so that a bucket is sent while others compute."""
+    """Each layer's backward is its own graph, so that one bucket is sent while others compute."""
     chapter = load("02")
     args = Namespace(**ARGS, model_name="tiny", pretrained=False, compile=True)
     _, config = chapter.build_tokenizer_and_config(args)

@@ -76,7 +76,7 @@ def test_attention_is_transformers_own_and_causal(load, models, family):
     for seq_length in (16, 100):  # shorter and longer than the windows of the test's models
         args = {"model_name": name, "pretrained": False, "compile": False, "seed": 0}
         args = type("Args", (), args | {"seq_length": seq_length})
-        tokenizer, config = chapter.build_tokenizer_and_config(args)
+        _, config = chapter.build_tokenizer_and_config(args)
         ours = chapter.build_model(args, config).eval()
         torch.manual_seed(0)
         theirs = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
@@ -103,7 +103,7 @@ def test_small_updates_are_not_lost(root, load):
     chapter = load("01")
     state = torch.load(root / "small-lr/checkpoints/step-00000100/state.pt", weights_only=True)
     args = type("Args", (), state["args"])
-    tokenizer, config = chapter.build_tokenizer_and_config(args)
+    _, config = chapter.build_tokenizer_and_config(args)
     start = chapter.build_model(args, config).state_dict()
     assert moved(start, start) == 0.0
     assert moved(start, state["model"]) > 0.99

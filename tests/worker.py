@@ -1,7 +1,7 @@
 """Runs many training commands one after another in one process, because imports take seconds.
 
-Started once per rank by `conftest.run_jobs`. Each job executes the script as `__main__` with its own
-arguments and rendezvous port, exactly as a fresh process would, down to the clean-up at its end.
+Started once per rank by `conftest.run_jobs`. Each job executes the script as `__main__` with
+arguments and a port of its own, as a fresh process would, down to the clean-up at its end.
 """
 
 import contextlib
@@ -15,11 +15,18 @@ import traceback
 import torch.distributed as dist
 
 
+class Captured(io.StringIO):
+    """A stream to memory that, like a real one, has a file descriptor."""
+
+    def fileno(self):
+        return 2
+
+
 def run(job):
     """Run one job; return its exit status and what it printed."""
     os.environ["MASTER_PORT"] = str(job["port"])
     sys.argv = [job["script"], *job["args"]]
-    out, err = io.StringIO(), io.StringIO()
+    out, err = Captured(), Captured()
     status = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -1,0 +1,96 @@
+"""kill -9 at any moment: what is named a checkpoint is whole, and the curve goes on unchanged."""
+
+import json
+import os
+import random
+import time
+
+import psutil
+import pytest
+import torch
+from conftest import SHORT, difference, kill_tree, metrics, run_well, torchrun
+
+EVERY = 3
+ARGS = [*SHORT, "--seq-length", 32, "--checkpoint-every", EVERY, "--eval-every", 50]
+
+
+def newest_step(run_dir):
+    """Return the newest checkpoint's step; all that are named so must load."""
+    steps = [0]
+    for checkpoint in (run_dir / "checkpoints").glob("step-*"):
+        assert checkpoint.suffix == ""
+        state = torch.load(checkpoint / "state.pt", weights_only=True)
+        assert f"step-{state['step']:08}" == checkpoint.name
+        steps.append(state["step"])
+    return max(steps)
+
+
+def last_row(run_dir):
+    """Return the last whole row's step."""
+    path = run_dir / "metrics.jsonl"
+    rows = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return max((json.loads(row)["step"] for row in rows if row.endswith("\n")), default=0)
+
+
+def wait_for(condition, process, seconds=120):
+    """Wait until `condition` holds or the process has ended; say whether it still runs."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        if process.poll() is not None:
+            return False
+        time.sleep(0.001)
+    return process.poll() is None
+
+
+def kill_once(chapter, args, run_dir, draw, in_a_save):
+    """Start the run, kill all of it at some moment, check what is left; return if it was running."""
+    before = newest_step(run_dir)
+    process = torchrun(chapter, *args)
+    started = wait_for(lambda: last_row(run_dir) > before + 1, process)
+    time.sleep(draw.uniform(0, 1))
+    if in_a_save:
+        checkpoints = run_dir / "checkpoints"
+        started = started and wait_for(lambda: list(checkpoints.glob(".step-*")), process)
+        time.sleep(draw.uniform(0, 0.02))
+    family = psutil.Process(process.pid).children(recursive=True) if started else []
+    kill_tree(process)
+    assert not [child for child in family if child.is_running()]
+    newest = newest_step(run_dir)
+    assert newest >= before
+    assert newest >= last_row(run_dir) - EVERY  # at most one interval is lost
+    return started
+
+
+def kill_often(chapter, times, tmp_path, num_steps):
+    """Kill a run `times` times, let it finish, and compare it with one that never stopped."""
+    seed = int(os.environ.get("KILL_SEED", random.randrange(10**6)))
+    print(f"KILL_SEED={seed} repeats these moments as far as the machine does")
+    draw = random.Random(seed)
+    args = [*ARGS, "--num-steps", num_steps, "--save-dir", tmp_path]
+    world_size = 1 if chapter == "01" else 2
+    run_dir, halves = tmp_path / "killed", 0
+    killed = 0
+    for attempt in range(times):
+        if not kill_once(chapter, [*args, "-e", "killed"], run_dir, draw, attempt % 2 == 0):
+            break  # it had finished
+        killed += 1
+        halves += len(list((run_dir / "checkpoints").glob(".step-*")))
+    assert killed == times, f"only {killed} of {times} kills before the end: lengthen the run"
+    assert halves > 0, "no kill ever hit a save"
+    jobs = [(chapter, [*args, "-e", name]) for name in ("killed", "whole")]
+    run_well(world_size, jobs, tmp_path / "jobs")
+    assert not list((run_dir / "checkpoints").glob(".step-*"))
+    assert difference(metrics(tmp_path / "whole"), metrics(run_dir)) == 0.0
+
+
+@pytest.mark.parametrize("chapter", ["01", "02"])
+def test_killed_twice(tmp_path, chapter):
+    kill_often(chapter, 2, tmp_path, num_steps=150)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("chapter", ["01", "02"])
+def test_killed_twenty_times(tmp_path, chapter):
+    kill_often(chapter, 20, tmp_path, num_steps=900)
