@@ -130,7 +130,9 @@ def setup(args):
             fail(f"--nproc-per-node is more than the {gpus} GPUs that torch sees here")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)  # DDP: or else all ranks would put something on GPU 0
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
     return device
 
 

@@ -106,7 +106,7 @@ def torchrun(chapter, *args, processes=2, **options):
 
 
 def kill_tree(process):
-    """kill -9 a process and its descendants, of which torchrun's workers have their own sessions."""
+    """kill -9 a process and all its descendants, though torchrun's have sessions of their own."""
     parent = psutil.Process(process.pid)
     victims = [parent, *parent.children(recursive=True)]
     for victim in victims:

@@ -44,7 +44,7 @@ def wait_for(condition, process, seconds=120):
 
 
 def kill_once(chapter, args, run_dir, draw, in_a_save):
-    """Start the run, kill all of it at some moment, check what is left; return if it was running."""
+    """Start the run, kill it at some moment, check what is left; return whether it still ran."""
     before = newest_step(run_dir)
     process = torchrun(chapter, *args)
     started = wait_for(lambda: last_row(run_dir) > before + 1, process)

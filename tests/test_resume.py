@@ -195,3 +195,15 @@ def test_resume_does_not_take_longer_in_later_steps(load):
         next(iter(sampler(100_000, 0, position)))
         times.append(time.perf_counter() - start)
     assert times[2] < 20 * times[0] + 0.1
+
+
+def test_a_continued_run_continues_the_same_wandb_run(tmp_path):
+    args = [*SHORT, "--save-dir", tmp_path, "-e", "run", "--wandb", "offline"]
+    run_well(1, [("01", args)], tmp_path / "first")
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000020")
+    shutil.rmtree(tmp_path / "run/model")
+    [[result]] = run_well(1, [("01", args)], tmp_path / "second")
+    assert "continuing from" in result["stdout"]
+    runs = list((tmp_path / "run/wandb").glob("offline-run-*"))
+    assert len({folder.name.rpartition("-")[2] for folder in runs}) == 1, runs
+    assert all(list(folder.glob("*.wandb")) for folder in runs)

@@ -1,0 +1,150 @@
+"""The command line, and the small functions that everything is derived with."""
+
+import math
+import re
+import sys
+
+import pytest
+import torch
+from conftest import SCRIPTS, metrics, run_well
+
+
+@pytest.fixture(scope="module", params=["01", "02"])
+def chapter(request, load):
+    return load(request.param)
+
+
+@pytest.fixture
+def parse(chapter, monkeypatch):
+    """Return the chapter's parser, for a command line without the script's name."""
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+
+    def parse_line(line, world_size=1):
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        monkeypatch.setattr(sys, "argv", ["train_llm.py", *line.split()])
+        return chapter.parse_args()
+
+    return parse_line
+
+
+def test_arguments_may_come_from_a_file(parse, tmp_path):
+    file = tmp_path / "run.args"
+    file.write_text(
+        "# a comment\n--num-steps 7\n-d 'my file.jsonl'  # and one behind\n\n--compile\n"
+    )
+    args = parse(f"@{file} --seed 3")
+    assert (args.num_steps, args.dataset_name, args.compile, args.seed) == (
+        7, "my file.jsonl", True, 3
+    )  # fmt: skip
+
+
+def test_every_flag_is_explained(chapter, parse, capsys):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    shown = capsys.readouterr().out
+    flags = re.findall(r'add\((?:"-\w", )?"(--[\w-]+)"', SCRIPTS["01"].read_text())
+    assert len(flags) == 26
+    for flag in flags:
+        assert re.search(rf"{flag}\b[^\n]*(\n\s+)?\S", shown)
+    assert "(default: 1e-3)" in shown or "(default: 0.001)" in shown
+
+
+def test_an_experiment_is_named_after_its_chapter(chapter, parse):
+    assert parse("").experiment_name in chapter.__file__
+
+
+@pytest.mark.parametrize(
+    "line, micro, accumulation",
+    [
+        ("", 8, 4),
+        ("--batch-size 5", 4, 8),
+        ("--batch-size 100", 32, 1),
+        ("--global-batch-size 7 --batch-size 4", 1, 7),
+    ],
+)
+def test_accumulation_is_derived(parse, line, micro, accumulation):
+    args = parse(line)
+    assert (args.micro_batch_size, args.accumulation) == (micro, accumulation)
+    assert micro * accumulation == args.global_batch_size
+
+
+def test_ranks_share_the_global_batch(load, monkeypatch):
+    chapter = load("02")
+    monkeypatch.setattr(sys, "argv", ["train_llm.py", "--global-batch-size", "24"])
+    monkeypatch.setenv("RANK", "0")
+    for world_size, micro, accumulation in [(1, 8, 3), (2, 6, 2), (3, 8, 1), (12, 2, 1)]:
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        args = chapter.parse_args()
+        assert (args.micro_batch_size, args.accumulation) == (micro, accumulation)
+
+
+def test_learning_rate_rises_then_falls_to_a_tenth(chapter, parse):
+    args = parse("--lr 1 --warmup-steps 10 --num-steps 100")
+    rates = [chapter.lr_at(args, step) for step in range(1, 101)]
+    assert rates[:10] == pytest.approx([n / 10 for n in range(1, 11)])
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert rates[54] == pytest.approx(0.55)  # half-way down
+    assert rates[-1] == pytest.approx(0.1)
+    for line in ("--num-steps 5", "--num-steps 1 --warmup-steps 0", "--warmup-steps 100"):
+        args = parse(line)
+        for step in range(1, args.num_steps + 1):
+            assert 0 < chapter.lr_at(args, step) <= args.lr
+
+
+def test_only_matrices_decay(chapter, parse):
+    args = parse("")
+    _, config = load_tiny(chapter, args)
+    model = chapter.build_model(args, config)
+    optimizer = chapter.build_optimizer(args, model)
+    decayed, others = optimizer.param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert {weight.ndim for weight in decayed["params"]} == {2}
+    assert {weight.ndim for weight in others["params"]} == {1}
+    assert len(decayed["params"] + others["params"]) == len(list(model.parameters()))
+
+
+def load_tiny(chapter, args):
+    """Return the built-in tokenizer and configuration, without waiting for other ranks."""
+    build = chapter.build_tokenizer_and_config
+    return getattr(build, "__wrapped__", build)(args)
+
+
+def test_mfu_by_hand(load, parse, monkeypatch):
+    """An 8B Llama on an H100: 6 × 7.505e9 weights that multiply, and 12 × 32 × 4096 × 4096."""
+    import transformers
+
+    chapter = load("01")
+    args = parse("--precision bf16 --seq-length 1024")
+    args.seq_length = 4096
+    config = transformers.LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert chapter.mfu(args, model, 1000.0) is None  # no peak is known of this CPU
+    args.device = "cuda"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    flops = 6 * (8_030_261_248 - 128256 * 4096) + 12 * 32 * 4096 * 4096
+    assert chapter.mfu(args, model, 6667.0) == pytest.approx(6667 * flops / 989e12)
+    assert chapter.mfu(args, model, None) is None
+    args.precision = "fp32"
+    assert chapter.mfu(args, model, 6667.0) is None
+    args.precision = "bf16"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an unheard-of GPU")
+    assert chapter.mfu(args, model, 6667.0) is None
+
+
+def test_metrics_have_the_promised_columns(tmp_path):
+    args = "--device cpu -s 64 --global-batch-size 4 --num-steps 6 --log-every 2 --eval-every 3"
+    args = [*args.split(), "--eval-samples", "5", "--save-dir", tmp_path, "-e", "run"]
+    run_well(1, [("01", args)], tmp_path / "jobs")
+    rows = metrics(tmp_path / "run")
+    names = ["step", "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "peak_memory_gib"]
+    assert list(rows) == [0, 2, 3, 4, 6]
+    assert list(rows[0]) == ["step", "val_loss"]
+    assert list(rows[2]) == list(rows[4]) == names
+    assert list(rows[3]) == list(rows[6]) == [*names, "val_loss"]
+    assert all(row["tokens_per_second"] > 0 for step, row in rows.items() if step > 1)
+    assert all(math.isfinite(row["loss"]) for step, row in rows.items() if step)
