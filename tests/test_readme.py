@@ -1,5 +1,6 @@
 """What the READMEs show is what is there: commands run, diffs are of the files, links lead on."""
 
+import ast
 import os
 import re
 import subprocess
@@ -54,9 +55,13 @@ def test_hunks_are_of_the_files(mark, text):
 
 
 def functions(script):
-    """Return a script's functions and classes: from name to source."""
-    parts = re.split(r"^(?=(?:@.*\n)*(?:def|class) (\w+))", script.read_text(), flags=re.M)
-    return dict(zip(parts[1::2], parts[2::2], strict=True))
+    """Return a script's functions and classes: from name to source, decorators included."""
+    source, found = script.read_text(), {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            found[node.name] = "\n".join(source.splitlines()[first - 1 : node.end_lineno])
+    return found
 
 
 def test_what_changes_is_what_differs():
@@ -68,8 +73,8 @@ def test_what_changes_is_what_differs():
     assert new == after.keys() - before.keys()
     assert before.keys() <= after.keys()
     plain = {name: re.sub(r"@(in_turn|on_rank_zero)\n", "", after[name]) for name in before}
-    assert changed == {name for name in before if plain[name].rstrip() != before[name].rstrip()}
-    assert decorated == {name for name in before if plain[name] != after[name]} - {"main"}
+    assert changed == {name for name in before if plain[name] != before[name]}
+    assert decorated == {name for name in before if plain[name] != after[name]}
 
 
 def test_functions_keep_their_order():
