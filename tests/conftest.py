@@ -105,15 +105,19 @@ def torchrun(chapter, *args, processes=2, **options):
     return subprocess.Popen([*launcher, str(SCRIPTS[chapter]), *map(str, args)], **options)
 
 
-def kill_tree(process):
-    """kill -9 a process and all its descendants, though torchrun's have sessions of their own."""
-    parent = psutil.Process(process.pid)
-    victims = [parent, *parent.children(recursive=True)]
+def family(process):
+    """Return a process and all its descendants, though torchrun's have sessions of their own."""
+    return [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+
+
+def kill_all(process, victims):
+    """kill -9 all of a family at once; wait until they are gone."""
     for victim in victims:
         with contextlib.suppress(psutil.NoSuchProcess):
             victim.send_signal(signal.SIGKILL)
     psutil.wait_procs(victims, timeout=20)
     process.communicate()
+    assert not [victim for victim in victims if victim.is_running()]
 
 
 def metrics(run_dir):

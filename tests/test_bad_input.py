@@ -8,9 +8,8 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
-from conftest import SCRIPTS, SHORT, kill_tree, metrics, run_jobs, run_well, torchrun
+from conftest import SCRIPTS, SHORT, family, kill_all, metrics, run_jobs, run_well, torchrun
 
 
 @pytest.fixture(scope="module")
@@ -163,18 +162,18 @@ def test_ctrl_c_ends_with_one_line_and_no_orphan(tmp_path, chapter):
         while not (tmp_path / "run/checkpoints").exists():
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
-        family = psutil.Process(process.pid).children(recursive=True)
-        assert len(family) >= (2 if chapter == "02" else 0)
+        members = family(process)
+        assert len(members) >= (3 if chapter == "02" else 1)
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=60)
     finally:
         if process.poll() is None:
-            kill_tree(process)
+            kill_all(process, family(process))
     ended = [line for line in stdout.splitlines() if "interrupted" in line]
     assert ended == ["interrupted: the same command continues from the newest checkpoint"]
     assert 'train_llm.py", line' not in stderr
     assert "terminate called" not in stderr
-    assert not [child for child in family if child.is_running()]
+    assert not [member for member in members if member.is_running()]
     if chapter == "01":
         assert process.returncode == 130 and stderr.strip() == ""
 

@@ -146,11 +146,11 @@ def test_second_run_finds_everything_cached(chapters, tmp_path):
 def test_ranks_share_what_rank_0_prepared(tmp_path, monkeypatch):
     """Processes whose hashes of strings differ still find the same cache files."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    (tmp_path / "data.txt").write_text("\n\n".join(texts(300)))
+    (tmp_path / "data.txt").write_text("\n\n".join(texts(2100)))
     args = [*SHORT, "--num-steps", 1, "-d", tmp_path / "data.txt", "--save-dir", tmp_path]
-    run_well(2, [("02", args)], tmp_path / "ranks")
+    run_well(2, [("02", [*args, "--num-proc", 2])], tmp_path / "ranks")
     cached = list((tmp_path / "hf").rglob("cache-*.arrow"))
-    assert len(cached) == 2, cached  # the tokens and the samples, once
+    assert len(cached) == 3, cached  # the tokens of two processes and the samples, once
 
 
 def test_formats_give_the_same_samples(chapters, tmp_path):
