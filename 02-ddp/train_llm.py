@@ -119,6 +119,7 @@ def parse_args():
 def setup(args):
     """Join the process group; return this rank's device."""
     signal.signal(signal.SIGINT, interrupted)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     if not sys.stderr.isatty():  # in a file, progress bars are noise
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
@@ -209,6 +210,7 @@ def fail(message):
 def interrupted(*_):
     """Stop at Ctrl-C with one line; what was trained since the last checkpoint is lost."""
     say("interrupted: the same command continues from the newest checkpoint")
+    sys.excepthook = lambda *_: None  # whatever goes wrong from here on is a consequence
     sys.exit(130)
 
 
