@@ -115,8 +115,9 @@ def setup(args):
 
 
 def say(message):
-    """Print a line without breaking the progress bar."""
+    """Print a line at once, without breaking the progress bar."""
     tqdm.write(message)
+    sys.stdout.flush()
 
 
 def fail(message):
@@ -218,7 +219,8 @@ def build_model(args, config):
     # To build a mask, transformers makes the host wait for the device in every forward pass, and
     # for an attention under a name of our own it builds none: plain causal attention needs none.
     window = getattr(config, "sliding_window", None) or args.seq_length
-    if model._supports_attention_backend and args.seq_length <= window:
+    plain = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
+    if plain and args.seq_length <= window:
         AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
         model.set_attn_implementation("causal_sdpa")
 
@@ -231,7 +233,9 @@ def build_model(args, config):
 
 def layers_of(model):
     """Return the decoder layers: transformers names their class as one not to be split."""
-    return [part for part in model.modules() if type(part).__name__ in model._no_split_modules]
+    return [
+        part for part in model.modules() if type(part).__name__ in (model._no_split_modules or ())
+    ]
 
 
 def build_optimizer(args, model):
@@ -306,7 +310,10 @@ def load_documents(args):
     if args.text_column not in documents.column_names:
         columns = ", ".join(documents.column_names)
         fail(f"--text-column {args.text_column}: the columns of {args.dataset_name} are {columns}")
-    if documents.features[args.text_column].dtype not in ("string", "large_string"):
+    if getattr(documents.features[args.text_column], "dtype", None) not in (
+        "string",
+        "large_string",
+    ):
         fail(f"--text-column {args.text_column}: this column of {args.dataset_name} is not text")
     return documents
 
@@ -451,9 +458,13 @@ def whole_folder(folder):
     except BaseException:
         shutil.rmtree(partial)
         raise
-    shutil.rmtree(folder, ignore_errors=True)
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)  # a kill while deleting would leave half of it
     partial.rename(folder)
     flush(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def flush(path):
@@ -475,7 +486,9 @@ def save_checkpoint(args, run_dir, model, optimizer, step):
     for old in sorted(checkpoints.glob("step-????????"))[: -args.keep_checkpoints]:
         old.rename(old.with_name(f".{old.name}"))  # first, since a kill may leave half of it
     for hidden in checkpoints.glob(".step-*"):
-        shutil.rmtree(hidden)
+        shutil.rmtree(
+            hidden, ignore_errors=True
+        )  # on NFS it may still be open: the next save tries
 
 
 def load_checkpoint(args, run_dir, model, optimizer):
@@ -487,7 +500,8 @@ def load_checkpoint(args, run_dir, model, optimizer):
             continue
         compare_args(args, state["args"], checkpoint)
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        settings = optimizer.state_dict()["param_groups"]  # as the command says, not as they were
+        optimizer.load_state_dict(state["optimizer"] | {"param_groups": settings})
         say(f"continuing from {checkpoint}")
         return state["step"]
     return 0
@@ -506,6 +520,8 @@ def read_checkpoint(checkpoint):
     """Return what was saved, or None if it cannot be read."""
     try:
         return torch.load(checkpoint / "state.pt", "cpu", mmap=True, weights_only=True)
+    except (MemoryError, PermissionError) as error:  # not the checkpoint's fault
+        fail(f"cannot read {checkpoint}: {first_line(error)}; nothing was changed")
     except Exception as error:  # broken files raise many kinds
         say(f"{checkpoint} cannot be read: {first_line(error)}; trying the one before")
         return None
@@ -544,6 +560,7 @@ def export_model(run_dir, model, tokenizer):
 PEAK_FLOPS = {  # dense bf16 matrix products a second, from the makers' data sheets
     "A100": 312e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "H200": 989e12,
     "B200": 2250e12,

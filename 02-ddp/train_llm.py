@@ -126,10 +126,10 @@ def setup(args):
     torch.set_float32_matmul_precision("highest")  # fp32 means fp32, not TF32
     device = torch.device(args.device)
     if args.device == "cuda":
-        local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if local_rank >= gpus:
-            fail(f"--nproc-per-node is more than the {gpus} GPUs that torch sees here")
-        device = torch.device("cuda", local_rank)
+        ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+        if ranks > gpus:
+            fail(f"--nproc-per-node {ranks}: torch sees only {gpus} GPUs here")
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)  # DDP: or else all ranks would put something on GPU 0
         dist.init_process_group("nccl", device_id=device)
     else:
@@ -151,7 +151,7 @@ def all_ranks(answer):
 
 
 def while_others_wait(mine, work, *args):
-    """Do the work if it is `mine`, or wait for it, however long; if it ends one rank, end all."""
+    """Do the work if it is `mine`, or wait for it, however long; if a rank exits, all do."""
     done = stop = None
     try:
         if mine:
@@ -193,16 +193,17 @@ def mean_over_ranks(value):
 
 
 def say(message):
-    """Print a line without breaking the progress bar."""
-    if dist.get_rank() > 0:
+    """Print a line at once, without breaking the progress bar."""
+    if os.environ["RANK"] != "0":
         return
     tqdm.write(message)
+    sys.stdout.flush()
 
 
 def fail(message):
     """Stop because of what the user gave us: one line on stderr, exit status 2."""
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(10)  # DDP: by then rank 0 has said it and torchrun ended us, or it is our fault
+        time.sleep(10)  # DDP: rank 0 says it and torchrun ends us, or only we have this fault
     print(f"{Path(__file__).name}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
@@ -301,7 +302,8 @@ def build_model(args, config):
     # To build a mask, transformers makes the host wait for the device in every forward pass, and
     # for an attention under a name of our own it builds none: plain causal attention needs none.
     window = getattr(config, "sliding_window", None) or args.seq_length
-    if model._supports_attention_backend and args.seq_length <= window:
+    plain = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
+    if plain and args.seq_length <= window:
         AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
         model.set_attn_implementation("causal_sdpa")
 
@@ -314,7 +316,9 @@ def build_model(args, config):
 
 def layers_of(model):
     """Return the decoder layers: transformers names their class as one not to be split."""
-    return [part for part in model.modules() if type(part).__name__ in model._no_split_modules]
+    return [
+        part for part in model.modules() if type(part).__name__ in (model._no_split_modules or ())
+    ]
 
 
 def build_optimizer(args, model):
@@ -390,7 +394,10 @@ def load_documents(args):
     if args.text_column not in documents.column_names:
         columns = ", ".join(documents.column_names)
         fail(f"--text-column {args.text_column}: the columns of {args.dataset_name} are {columns}")
-    if documents.features[args.text_column].dtype not in ("string", "large_string"):
+    if getattr(documents.features[args.text_column], "dtype", None) not in (
+        "string",
+        "large_string",
+    ):
         fail(f"--text-column {args.text_column}: this column of {args.dataset_name} is not text")
     return documents
 
@@ -511,7 +518,7 @@ def evaluate(args, model, held_out, device):
     for first in range(0, len(held_out), args.micro_batch_size * world_size):
         last = min(first + args.micro_batch_size * world_size, len(held_out))
         ids = range(first + rank, last, world_size)
-        # DDP: a rank with nothing left still does its forward pass, and counts it zero times
+        # DDP: all ranks do the same number of forward passes; one with nothing left counts zero
         batch = held_out[ids or range(1)]["input_ids"].to(device)
         total += loss_of(args, model, batch) * len(ids)
     model.train()
@@ -545,9 +552,13 @@ def whole_folder(folder):
     except BaseException:
         shutil.rmtree(partial)
         raise
-    shutil.rmtree(folder, ignore_errors=True)
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)  # a kill while deleting would leave half of it
     partial.rename(folder)
     flush(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def flush(path):
@@ -570,7 +581,9 @@ def save_checkpoint(args, run_dir, model, optimizer, step):
     for old in sorted(checkpoints.glob("step-????????"))[: -args.keep_checkpoints]:
         old.rename(old.with_name(f".{old.name}"))  # first, since a kill may leave half of it
     for hidden in checkpoints.glob(".step-*"):
-        shutil.rmtree(hidden)
+        shutil.rmtree(
+            hidden, ignore_errors=True
+        )  # on NFS it may still be open: the next save tries
 
 
 def load_checkpoint(args, run_dir, model, optimizer):
@@ -582,7 +595,8 @@ def load_checkpoint(args, run_dir, model, optimizer):
             continue
         compare_args(args, state["args"], checkpoint)
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        settings = optimizer.state_dict()["param_groups"]  # as the command says, not as they were
+        optimizer.load_state_dict(state["optimizer"] | {"param_groups": settings})
         say(f"continuing from {checkpoint}")
         return state["step"]
     return 0
@@ -603,6 +617,8 @@ def read_checkpoint(checkpoint):
     """Return what was saved, or None if it cannot be read."""
     try:
         return torch.load(checkpoint / "state.pt", "cpu", mmap=True, weights_only=True)
+    except (MemoryError, PermissionError) as error:  # not the checkpoint's fault
+        fail(f"cannot read {checkpoint}: {first_line(error)}; nothing was changed")
     except Exception as error:  # broken files raise many kinds
         say(f"{checkpoint} cannot be read: {first_line(error)}; trying the one before")
         return None
@@ -643,6 +659,7 @@ def export_model(run_dir, model, tokenizer):
 PEAK_FLOPS = {  # dense bf16 matrix products a second, from the makers' data sheets
     "A100": 312e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "H200": 989e12,
     "B200": 2250e12,
@@ -767,7 +784,7 @@ def main():
         return
 
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    ddp.broadcast_buffers = False  # DDP: they are constants, so why send them in every step
+    ddp.broadcast_buffers = False  # DDP: they never change, so no step has to send them
     cut_back_metrics(run_dir, start)
     run = open_wandb(args, run_dir)
 
@@ -805,5 +822,5 @@ def main():
 
 if __name__ == "__main__":
     main()
-    dist.barrier()  # DDP: no rank leaves while another may still need it
+    all_ranks(True)  # DDP: no rank leaves while another may still need it
     dist.destroy_process_group()

@@ -124,6 +124,36 @@ def test_a_longer_run_continues(finished, tmp_path):
     assert sorted(metrics(run_dir)) == list(range(36))
 
 
+def test_changed_settings_of_the_optimizer_hold(finished, tmp_path):
+    """What the log says has changed has really changed."""
+    run_dir, args = finished
+    args = [*args, "--num-steps", 35, "--weight-decay", 0.05, "--checkpoint-every", 35]
+    [[result]] = run_well(1, [("01", args)], tmp_path / "jobs")
+    assert "weight_decay was 0.1, is 0.05" in result["stdout"]
+    state = torch.load(run_dir / "checkpoints/step-00000035/state.pt", weights_only=True)
+    decays = [group["weight_decay"] for group in state["optimizer"]["param_groups"]]
+    assert decays == [0.05, 0.0]
+
+
+def test_killed_while_an_older_model_is_replaced(finished, tmp_path, load):
+    """The old folder is whole under its name or not there at all, so that it is written again."""
+    run_dir, _ = finished
+    chapter, seen = load("01"), []
+
+    def watch(path):
+        seen.append((run_dir / "model/config.json").exists())
+        seen.append((run_dir / "model/model.safetensors").exists())
+
+    remove, chapter.shutil.rmtree = chapter.shutil.rmtree, lambda path, **_: watch(path)
+    try:
+        with chapter.whole_folder(run_dir / "model") as folder:
+            for name in ("config.json", "model.safetensors"):
+                (folder / name).write_text("new")
+    finally:
+        chapter.shutil.rmtree = remove
+    assert all(seen) and (run_dir / "model/config.json").read_text() == "new"
+
+
 DAMAGES = {
     "truncated": lambda file: file.write_bytes(file.read_bytes()[:5000]),
     "emptied": lambda file: file.write_bytes(b""),

@@ -28,7 +28,10 @@ def fail(message):
 def read_metrics(path):
     """Return the rows of metrics.jsonl, at least one."""
     try:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = path.read_text().splitlines(keepends=True)
+        rows = [
+            json.loads(line) for line in lines if line.endswith("\n")
+        ]  # a kill may tear the last
     except (OSError, ValueError) as error:
         fail(f"cannot read {path}: {error}")
     return rows or fail(f"{path} is empty: nothing was trained yet")
