@@ -105,6 +105,7 @@ def parse_args():
 def setup(args):
     """Prepare the process; return its device."""
     signal.signal(signal.SIGINT, interrupted)
+    # processes that tokenize end without a word
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     if not sys.stderr.isatty():  # in a file, progress bars are noise
         datasets.disable_progress_bars()
