@@ -191,7 +191,9 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("world_size, chapter", [(1, "01"), (2, "02")])
+@pytest.mark.parametrize(
+    "world_size, chapter", [(1, "01"), pytest.param(2, "02", marks=pytest.mark.slow)]
+)
 def test_full_disk_during_a_save(small_disk, tmp_path, world_size, chapter):
     """The save that does not fit is reported, and after cleaning up the run goes on from before."""
     args = [*SHORT, "--num-steps", 30, "--save-dir", small_disk, "-e", "run", "--wandb", "disabled"]

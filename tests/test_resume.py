@@ -181,7 +181,9 @@ def test_broken_checkpoints_are_reported_and_older_ones_used(runs, tmp_path, wor
             assert rank["stdout"] == ""
 
 
-@pytest.mark.parametrize("world_size, chapter", [(1, "01"), (2, "02")])
+@pytest.mark.parametrize(
+    "world_size, chapter", [(1, "01"), pytest.param(2, "02", marks=pytest.mark.slow)]
+)
 def test_without_any_whole_checkpoint_it_stops(runs, tmp_path, world_size, chapter):
     """It does not start again at step 0, neither at once nor when it is started once more."""
     cut(runs / "01", 20, tmp_path / "run")
@@ -227,6 +229,7 @@ def test_resume_does_not_take_longer_in_later_steps(load):
     assert times[2] < 20 * times[0] + 0.1
 
 
+@pytest.mark.slow
 def test_a_continued_run_continues_the_same_wandb_run(tmp_path):
     args = [*SHORT, "--save-dir", tmp_path, "-e", "run", "--wandb", "offline"]
     run_well(1, [("01", args)], tmp_path / "first")
