@@ -83,11 +83,45 @@ test-slow: install  ## run the slow tests
 .PHONY: test-all
 test-all: test test-slow  ## run all tests
 
+.PHONY: cluster
+cluster:  ## practise Slurm: a shell on a cluster of two nodes, all on this machine (needs root)
+	@$(PYTHON) tests/cluster/cluster.py shell
+
 .PHONY: lint
 lint: install  ## check the style of all Python and shell files
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	{ printf '.ci/run\0'; git ls-files -z '*.sh'; } | xargs -0 .venv/bin/shellcheck
+	{ printf '.ci/run\0'; git ls-files -z '*.sh' '*.sbatch'; } | xargs -0 .venv/bin/shellcheck
+
+.PHONY: docs
+docs: install  ## make the READMEs' diffs, samples and tables anew from the files they show
+	$(PY) tools/docs.py
+
+.PHONY: samples
+samples: install  ## run the commands whose output the READMEs show, keep it in docs/samples
+	$(PY) tools/samples.py $(ONLY)
+	$(PY) tools/docs.py
+
+.PHONY: timeline
+timeline: install  ## draw docs/timeline.png: what two ranks do in one step
+	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node 2 tools/timeline.py \
+		docs/timeline.png
+
+A ?= 01
+B ?= 02
+.PHONY: diff
+diff: install  ## show two chapters side by side, such as: make diff A=01 B=02
+	@a=$$($(PY) tools/chapters.py $(A)) && b=$$($(PY) tools/chapters.py $(B)) \
+		&& .venv/bin/icdiff --unified=3 --line-numbers \
+			--cols="$$(tput cols 2>/dev/null || echo 200)" "$$a" "$$b" \
+		|| [ $$? = 1 ]  # which says that they differ
+
+FROM ?= 01
+.PHONY: carry
+carry: install  ## merge a change of a chapter into all that grew out of it: make carry FROM=01
+	$(PY) tools/carry.py $(FROM)
+	$(PY) tools/docs.py
+	$(PY) -m pytest -q tests/test_diff.py
 
 .PHONY: clean
 clean:  ## remove .venv, the caches, and outputs with all its runs

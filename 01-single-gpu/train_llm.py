@@ -7,6 +7,7 @@ For real:  python 01-single-gpu/train_llm.py \
 """
 
 import argparse
+import ctypes
 import hashlib
 import json
 import math
@@ -111,8 +112,22 @@ def setup(args):
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
     torch.set_float32_matmul_precision("highest")  # fp32 means fp32, not TF32
+    if args.device == "cpu":
+        keep_freed_memory()
     device = torch.device(args.device)
     return device
+
+
+def keep_freed_memory():
+    """Let glibc keep what tensors free, as every step needs it again.
+
+    Otherwise it hands large blocks back, and takes new ones whose every page the system must clear:
+    https://man7.org/linux/man-pages/man3/mallopt.3.html
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # which other C libraries do not have
+    if mallopt:
+        mallopt(-4, 0)  # M_MMAP_MAX: no block, however large, is outside of the heap
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: and the heap does not shrink
 
 
 def say(message):

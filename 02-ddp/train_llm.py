@@ -7,6 +7,7 @@ For real:  torchrun --standalone --nproc-per-node gpu 02-ddp/train_llm.py \
 """
 
 import argparse
+import ctypes
 import functools
 import hashlib
 import json
@@ -125,6 +126,8 @@ def setup(args):
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
     torch.set_float32_matmul_precision("highest")  # fp32 means fp32, not TF32
+    if args.device == "cpu":
+        keep_freed_memory()
     device = torch.device(args.device)
     if args.device == "cuda":
         ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
@@ -136,6 +139,18 @@ def setup(args):
     else:
         dist.init_process_group("gloo")
     return device
+
+
+def keep_freed_memory():
+    """Let glibc keep what tensors free, as every step needs it again.
+
+    Otherwise it hands large blocks back, and takes new ones whose every page the system must clear:
+    https://man7.org/linux/man-pages/man3/mallopt.3.html
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # which other C libraries do not have
+    if mallopt:
+        mallopt(-4, 0)  # M_MMAP_MAX: no block, however large, is outside of the heap
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: and the heap does not shrink
 
 
 @functools.cache

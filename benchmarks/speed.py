@@ -155,7 +155,10 @@ def run_contender(name):
     chapter = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(chapter)
     args = chapter.parse_args()
-    rows = {"bare": bare, "trainer": trainer}[name](args, chapter.setup(args), chapter)
+    if name == "trainer":
+        rows = trainer(args, torch.device(args.device), chapter)
+    else:  # bare has the settings of the chapter
+        rows = bare(args, chapter.setup(args), chapter)
     metrics = Path(args.save_dir, args.experiment_name, "metrics.jsonl")
     metrics.parent.mkdir(parents=True)
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -9,16 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {
-    "01": ROOT / "01-single-gpu" / "train_llm.py",
-    "02": ROOT / "02-ddp" / "train_llm.py",
-}
+from chapters import ROOT, chapters
+from cluster.cluster import Cluster, obstacle
+
+SCRIPTS = chapters()
 # A run of seconds: 20 steps, every one of them logged.
 SHORT = (
     "--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8 "
@@ -28,6 +26,7 @@ SHORT = (
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes minutes, is random, or needs root")
+    config.addinivalue_line("markers", "cluster: runs on several hosts, all made on this machine")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -65,6 +64,7 @@ def run_jobs(world_size, jobs, folder, timeout=240):
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
         }
         log = open(folder / f"rank{rank}.log", "w")
@@ -138,6 +138,22 @@ def difference(one, other, after=0, names=("loss", "grad_norm", "val_loss"), rel
             scale = abs(one[step][name]) if relative else 1.0
             worst = max(worst, abs(one[step][name] - other[step][name]) / scale)
     return worst
+
+
+@pytest.fixture(scope="session")
+def session_cluster():
+    """Two hosts with Slurm, for the whole session."""
+    if reason := obstacle():
+        pytest.skip(reason)
+    with Cluster(hosts=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(session_cluster):
+    """The session's two hosts, as new: without the jobs, processes and faults of other tests."""
+    session_cluster.reset()
+    return session_cluster
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+
 from conftest import SCRIPTS, metrics, run_well
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+
 from conftest import SCRIPTS, SHORT, family, kill_all, metrics, run_jobs, run_well, torchrun
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from conftest import SHORT, run_well
 
 

@@ -1,11 +1,13 @@
 """One command, one loss curve: the same arguments give the same losses everywhere."""
 
 import pytest
+
 from conftest import SHORT, difference, metrics, run_well
 
 # What each world size runs: name -> (chapter, further arguments).
 ACCUMULATION = {"": [], "-2": ["--batch-size", 4], "-4": ["--batch-size", 2]}
 BF16 = ["--precision", "bf16"]
+RUNS = ["02@1", "02@1-2", "02@1-4", "02@2", "02@2-2", "02@2-4", "02@4", "03@1", "03@2", "03@4"]
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +24,7 @@ def curves(tmp_path_factory, models):
         runs[f"02@{world_size}-bf16"] = ("02", BF16)
         for family, args in families.items():
             runs[f"02@{world_size}-{family}"] = ("02", args)
+        runs[f"03@{world_size}"] = ("03", [])
         if world_size == 1:
             runs |= {f"01{name}": ("01", args) for name, args in ACCUMULATION.items()}
             runs |= {f"01-{family}": ("01", args) for family, args in families.items()}
@@ -39,7 +42,7 @@ def test_accumulation_changes_nothing(curves):
     assert difference(curves["01"], curves["01-4"]) < 1e-5
 
 
-@pytest.mark.parametrize("run", ["02@1", "02@1-2", "02@1-4", "02@2", "02@2-2", "02@2-4", "02@4"])
+@pytest.mark.parametrize("run", RUNS)
 def test_world_size_changes_nothing(curves, run):
     assert difference(curves["01"], curves[run]) < 1e-5
 

@@ -1,100 +1,167 @@
-"""What the READMEs show is what is there: commands run, diffs are of the files, links lead on."""
+"""What the READMEs show is what is there: commands run, parts made from files, links lead on."""
 
-import ast
-import os
+import json
+import math
 import re
 import subprocess
 import sys
-import textwrap
-from pathlib import Path
 
 import pytest
-from conftest import ROOT, SCRIPTS
+from markdown_it import MarkdownIt
 
-READMES = sorted(path for path in ROOT.glob("**/README.md") if ".venv" not in path.parts)
-BLOCK = re.compile(
-    r"(?:^<!-- (?P<mark>.*?) -->\n)?^(?P<indent> *)```(?P<kind>\w+)\n(?P<text>.*?)^(?P=indent)```$",
-    re.M | re.S,
+import samples
+from conftest import ROOT
+from readme import Block, blocks, commands, readmes
+
+READMES = [pytest.param(path, id=str(path.relative_to(ROOT))) for path in readmes()]
+MEASURED = {"tokens_per_second", "second", "peak_memory_gib", "mfu"}  # another one in every run
+HUB = {"meta-llama/Llama-3.2-1B", "roneneldan/TinyStories"}
+SMALL = (
+    " --num-steps 2 --seq-length 32 --global-batch-size 4 --batch-size 2 --eval-samples 4"
+    " --device cpu --precision fp32"
 )
 
 
-def blocks(kind):
-    """Return the READMEs' blocks of a kind, as (file and number, marker, text)."""
-    found = []
-    for path in READMES:
-        matches = [match for match in BLOCK.finditer(path.read_text()) if match["kind"] == kind]
-        for number, match in enumerate(matches):
-            name = f"{path.relative_to(ROOT)}:{number}"
-            text = textwrap.dedent(match["text"]) if match["indent"] else match["text"]
-            found.append(pytest.param(match["mark"] or "", text, id=name))
-    return found
-
-
 def runs_here(block):
-    """Return whether this machine can run a block, and no other part of CI does it already."""
-    mark, text = block.values
-    return not (mark.startswith("needs:") or text.startswith("make "))
+    """Return whether a test can run a block as it stands; the tests cannot run themselves."""
+    return not block.needs and not block.text.startswith("make test")
+
+
+def by_name(found):
+    return [pytest.param(block, id=block.name) for block in found]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mark, text", filter(runs_here, blocks("bash")))
-def test_commands_run(mark, text, tmp_path):
-    """Each block runs in a copy of the repository, as it stands, from beginning to end."""
-    for path in ROOT.iterdir():
-        if path.name != "outputs":
-            (tmp_path / path.name).symlink_to(path)
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    command = ["bash", "-euo", "pipefail", "-c", text]
-    if text.startswith("diff "):
-        command[-1] = f"! {text}"  # that files differ is no failure
-    done = subprocess.run(
-        command, check=False, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("block", by_name(filter(runs_here, commands())))
+def test_commands_run(block, tmp_path):
+    """Each block runs, from beginning to end, and prints what the README says it prints."""
+    status, output = samples.run(block, tmp_path, timeout=280)
+    assert status == 0, output
+    if block.sample:
+        shown = (samples.SAMPLES / f"{block.sample}.txt").read_text()
+        assert differences(shown, output) == []
 
 
-@pytest.mark.parametrize("mark, text", blocks("diff"))
-def test_hunks_are_of_the_files(mark, text):
-    """Every line of a hunk stands in the diff, in one piece."""
-    command = ["diff", "-u", "--", str(SCRIPTS["01"]), str(SCRIPTS["02"])]
-    diff = subprocess.run(command, check=False, capture_output=True, text=True).stdout
-    assert f"\n{text}" in diff
-
-
-def functions(script):
-    """Return a script's functions and classes: from name to source, decorators included."""
-    source, found = script.read_text(), {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            found[node.name] = "\n".join(source.splitlines()[first - 1 : node.end_lineno])
+def differences(shown, output):
+    """Return the pairs of lines that differ by more than rounding and what a machine measures."""
+    found = []
+    one, other = shown.splitlines(), output.splitlines()
+    if len(one) != len(other):
+        return [(f"{len(one)} lines", f"{len(other)} lines: {output}")]
+    for expected, line in zip(one, other, strict=True):
+        words, others = expected.split(), line.split()
+        same = len(words) == len(others) and all(
+            before in MEASURED or like(word, its)
+            for before, word, its in zip(["", *words], words, others, strict=False)
+        )
+        if not same:
+            found.append((expected, line))
     return found
 
 
-def test_what_changes_is_what_differs():
-    """The README of chapter 02 lists exactly the functions that are not as in chapter 01."""
-    text = (ROOT / "02-ddp/README.md").read_text()
-    listed = re.search(r"What changes: (.*?); decorated:\s(.*?); new: (.*?)\.\n", text, re.S)
-    changed, decorated, new = (set(re.findall(r"`(\w+)`", part)) for part in listed.groups())
-    before, after = functions(SCRIPTS["01"]), functions(SCRIPTS["02"])
-    assert new == after.keys() - before.keys()
-    assert before.keys() <= after.keys()
-    plain = {name: re.sub(r"@(in_turn|on_rank_zero)\n", "", after[name]) for name in before}
-    assert changed == {name for name in before if plain[name] != before[name]}
-    assert decorated == {name for name in before if plain[name] != after[name]}
+def like(one, other):
+    """Return whether two words are the same, or numbers that are within 1e-3 of each other."""
+    try:
+        one, other = float(one.replace(",", "")), float(other.replace(",", ""))
+    except ValueError:
+        return one == other
+    return math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-5)
 
 
-def test_functions_keep_their_order():
-    before, after = list(functions(SCRIPTS["01"])), list(functions(SCRIPTS["02"]))
-    assert [name for name in after if name in before] == before
+@pytest.mark.parametrize(
+    "line, same",
+    [
+        ("step 1  loss 2.54801  tokens_per_second 9", True),
+        ("step 1  loss 2.64801  tokens_per_second 9", False),
+        ("step 2  loss 2.54801  tokens_per_second 9", False),
+        ("step 1  losses 2.54801  tokens_per_second 9", False),
+        ("step 1  loss 2.54801", False),
+    ],
+)
+def test_a_wrong_sample_is_seen(line, same):
+    shown = "step 1  loss 2.54800  tokens_per_second 14,590.5\n"
+    assert (differences(shown, line) == []) == same
 
 
-def test_banners_are_the_same():
-    banners = [re.findall(r"^# ---- .*$", path.read_text(), re.M) for path in SCRIPTS.values()]
-    assert len(banners[0]) == 5 and banners[0] == banners[1]
+@pytest.fixture(scope="session")
+def stand_in(models, tmp_path_factory):
+    """A folder in which the hub's names that the READMEs use are local folders."""
+    folder = tmp_path_factory.mktemp("hub")
+    model, data = (folder / name for name in sorted(HUB))
+    model.parent.mkdir()
+    model.symlink_to(models / "qwen3")
+    data.mkdir(parents=True)
+    rows = [json.dumps({"text": f"Once upon a time there was number {n}."}) for n in range(100)]
+    (data / "train.jsonl").write_text("\n".join(rows))
+    return folder
 
 
-@pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def needs_hub(block):
+    return "hub" in block.needs and "train_llm.py" in block.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", by_name(filter(needs_hub, commands())))
+def test_commands_for_the_hub_run_on_a_stand_in(block, stand_in, tmp_path):
+    """The hub's names are local folders here, the GPUs two CPU processes, and all is smaller."""
+    for name in HUB:
+        (tmp_path / name.split("/")[0]).symlink_to(stand_in / name.split("/")[0])
+    text = block.text.replace("--nproc-per-node gpu", "--nproc-per-node 2").rstrip() + SMALL
+    assert text.count("train_llm.py") == 1, "the sizes belong to the end of the one command"
+    status, output = samples.run(Block(block.name, "bash", text), tmp_path, timeout=280)
+    assert status == 0 and "finished: " in output, output
+
+
+def test_made_parts_are_up_to_date():
+    """No table, diff or sample was edited, and no script since they were made."""
+    command = [sys.executable, "tools/docs.py", "--check"]
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}\n`make docs` makes them again"
+
+
+def test_nothing_that_could_be_made_is_written_by_hand():
+    """All diffs and samples of a run are made: they stand between cog's markers."""
+    for path in readmes():
+        made = re.sub(r"\[\[\[cog.*?\[\[\[end\]\]\]", "", path.read_text(), flags=re.S)
+        assert "```diff" not in made and "```text" not in made, path
+
+
+def slug(heading):
+    """Return the anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def tokens(path):
+    """Yield all tokens of a README, those inside of paragraphs too."""
+    for token in MarkdownIt("gfm-like", {"linkify": False}).parse(path.read_text()):
+        yield token
+        yield from token.children or ()
+
+
+def anchors(path):
+    """Return the anchors of a README's headings."""
+    flat = list(tokens(path))
+    return {
+        slug(flat[i + 1].content) for i, token in enumerate(flat) if token.type == "heading_open"
+    }
+
+
+@pytest.mark.parametrize("path", READMES)
 def test_links_lead_somewhere(path):
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text()):
-        assert (path.parent / target).exists(), target
+    found = [
+        target
+        for token in tokens(path)
+        if (target := token.attrGet("href") or token.attrGet("src"))
+        and not target.startswith("https://")
+    ]
+    for target in found:
+        file, _, anchor = target.partition("#")
+        there = path.parent / file if file else path
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), target
+
+
+@pytest.mark.parametrize("path", READMES)
+def test_blocks_are_of_a_kind_that_is_checked(path):
+    kinds = {block.kind for block in blocks(path)}
+    assert kinds <= {"bash", "text", "diff", "mermaid"}, "what is python, say, would not be run"

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+
 from conftest import SHORT, difference, metrics, run_jobs, run_well
 
 LONG = [*SHORT, "--num-steps", 30, "--keep-checkpoints", 9]

@@ -6,8 +6,9 @@ from argparse import Namespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import free_port
 from torch.profiler import profile
+
+from conftest import free_port
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
-from conftest import SHORT, metrics, run_well
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from conftest import SHORT, metrics, run_well
 
 FAMILIES = ["tiny", "gpt2", "qwen3", "gemma3", "gemma3-window"]
 

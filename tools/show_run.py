@@ -1,12 +1,10 @@
 """Draw a run's loss curves; say what came out of it, where it is, and what to try next."""
 
 import argparse
-import json
 import statistics
-import sys
 from pathlib import Path
 
-from matplotlib.figure import Figure
+from plot import draw, read_metrics, series
 
 
 def parse_args():
@@ -17,44 +15,6 @@ def parse_args():
         "--global-batch-size", type=int, default=32, help="that of the run, if it was not 32"
     )
     return parser.parse_args()
-
-
-def fail(message):
-    """Stop because of what the user gave us: one line on stderr, exit status 2."""
-    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
-def read_metrics(path):
-    """Return the rows of metrics.jsonl, at least one."""
-    try:
-        lines = path.read_text().splitlines(keepends=True)
-        rows = [
-            json.loads(line) for line in lines if line.endswith("\n")
-        ]  # a kill may tear the last
-    except (OSError, ValueError) as error:
-        fail(f"cannot read {path}: {error}")
-    return rows or fail(f"{path} is empty: nothing was trained yet")
-
-
-def series(rows, name):
-    """Return the steps at which `name` was measured, and its values there."""
-    measured = [row for row in rows if row.get(name) is not None]
-    return [row["step"] for row in measured], [row[name] for row in measured]
-
-
-def draw(rows, path):
-    """Write the loss curves as a PNG of 1200 × 700 pixels."""
-    figure = Figure(figsize=(8, 14 / 3), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    axes.plot(*series(rows, "loss"), color="#4878a8", label="training loss")
-    axes.plot(*series(rows, "val_loss"), "o", color="#c8553d", label="validation loss")
-    axes.set(title=f"Loss of {path.parent.name}", xlabel="optimizer step")
-    axes.set(ylabel="cross-entropy (nats per token)")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#e6e6e6")
-    axes.legend(frameon=False)
-    figure.savefig(path)
 
 
 def results(rows):
@@ -79,8 +39,8 @@ def places(run_folder):
 def main():
     """Show the run."""
     args = parse_args()
-    rows = read_metrics(args.run_folder / "metrics.jsonl")
-    draw(rows, args.run_folder / "loss.png")
+    rows = read_metrics(args.run_folder)
+    draw({args.run_folder.name: rows}, args.run_folder / "loss.png")
     for name, value in (*results(rows), *places(args.run_folder)):
         print(f"  {name:<18} {value}")
     batch = f" --global-batch-size {args.global_batch_size}" if args.global_batch_size != 32 else ""

@@ -1,0 +1,659 @@
+#!/usr/bin/env python3
+"""A small cluster on one machine: hosts with a network, ssh and Slurm of their own. Needs root.
+
+    with Cluster(hosts=2) as cluster:
+        print(cluster.run("head", ["srun", "--nodes=2", "hostname"]).stdout)
+
+A host is a set of namespaces (network, names, mounts, processes) that no name or file keeps alive:
+it lasts as long as its first process does. A guardian starts the first process of all, inside whose
+process namespace all hosts are. When the guardian's owner is gone, however it went, the guardian
+kills that one process, and the kernel ends the rest: all processes, mounts and network devices.
+
+All hosts see the machine's files, so that every folder is a shared one, except for
+/run, /dev/shm, /var/log, /var/spool and some files in /etc. They see no network but their own.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import fcntl
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PACKAGES = HERE / "packages.sh"
+COMMANDS = (
+    "slurmd slurmctld sbatch munged ssh ssh-keygen sshd pdsh mpirun ip tc nft ps nsenter unshare "
+    "setpriv tmux"
+).split()
+NETWORK = "10.77.0"
+LOCK = "cluster.lock"
+# Daemons get a clean environment, as at boot; what is run on a host inherits the caller's.
+BOOT_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+DAEMONS = {"sshd", "munged", "slurmd", "slurmctld", "slurmscriptd"}
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class ClusterError(RuntimeError):
+    """What was asked of the cluster did not work; the message says why, in words for the user."""
+
+
+def obstacle():
+    """Return in one line why no cluster can be made here, or None if it can."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        return "a cluster on one machine needs Linux, and root"
+    path = f"{os.environ.get('PATH', '')}:{BOOT_ENVIRONMENT['PATH']}"
+    absent = [name for name in COMMANDS if not shutil.which(name, path=path)]
+    if absent:
+        return f"no {', no '.join(absent)}; install them with {os.path.relpath(PACKAGES)}"
+    attempt = ["unshare", "--net", "--mount", "--pid", "--fork", "true"]
+    allowed = subprocess.run(attempt, check=False, capture_output=True, text=True)
+    return (
+        f"no namespaces can be made here: {allowed.stderr.strip()}" if allowed.returncode else None
+    )
+
+
+def until(condition, seconds, what):
+    """Return the first true value of `condition()`; raise ClusterError after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise ClusterError(f"after {seconds} s still not: {what}")
+        time.sleep(0.02)
+    return value
+
+
+def expect(process, word, seconds):
+    """Read one line of a process that is starting; raise ClusterError if it is another."""
+    ready, _, _ = select.select([process.stdout], [], [], seconds)
+    line = process.stdout.readline() if ready else f"nothing within {seconds} s"
+    if line.strip() != word:
+        process.kill()
+        raise ClusterError(f"no {word!r} but: {line}{process.stdout.read() if ready else ''}")
+
+
+@contextlib.contextmanager
+def born_in(space):
+    """Let the processes that this thread starts begin their lives in another PID namespace."""
+    # Unlike `nsenter --pid`, this puts nothing between: signals to the child reach the child.
+    with open("/proc/thread-self/ns/pid") as here, open(space) as there:
+        enter(there)
+        try:
+            yield
+        finally:
+            enter(here)
+
+
+def enter(space):
+    """Call setns, which Python has from 3.12 on."""
+    if LIBC.setns(space.fileno(), 0):
+        error = ctypes.get_errno()
+        raise OSError(error, f"setns {space.name}: {os.strerror(error)}")
+
+
+def spaces_of(folder):
+    """Return the names of what makes a host, the one with this folder; none if it is dead."""
+    # What is born into its process namespace may not have reached its network yet, and what runs in
+    # a container on it may have a process namespace of its own.
+    try:
+        spaces = f"/proc/{(folder / 'pid').read_text()}/ns"
+        return {os.readlink(f"{spaces}/{kind}") for kind in ("net", "pid_for_children")}
+    except OSError:
+        return set()
+
+
+@contextlib.contextmanager
+def kept(folders):
+    """Yield the names of what makes these hosts; no other namespaces can get them meanwhile."""
+    with contextlib.ExitStack() as stack:
+        for folder in folders:
+            # A host that is dead has none.
+            with contextlib.suppress(OSError):
+                spaces = f"/proc/{(folder / 'pid').read_text()}/ns"
+                for kind in ("net", "pid_for_children"):
+                    stack.enter_context(open(f"{spaces}/{kind}"))
+        yield set().union(*map(spaces_of, folders))
+
+
+def processes_in(spaces):
+    """Return the ids of all living processes that are in one of these namespaces."""
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        # A process that ends meanwhile, and a zombie, have no namespaces.
+        with contextlib.suppress(OSError):
+            if spaces & {os.readlink(f"/proc/{entry}/ns/{kind}") for kind in ("net", "pid")}:
+                found.append(int(entry))
+    return found
+
+
+def held(folder):
+    """Return whether a guardian holds the lock of a cluster's folder."""
+    try:
+        with open(folder / LOCK) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+class Cluster:
+    """The hosts head, h1, h2, ... on one network; all but head are nodes of Slurm."""
+
+    def __init__(self, hosts=2, slurm=True, gpus=2, folder=None):
+        """Prepare; `up` or `with` starts it, with so many nodes, and fake GPUs on each.
+
+        All its files go to `folder`, which must not exist: by default a fresh one.
+        """
+        if not 1 <= hosts <= 200 or not 0 <= gpus <= 16:
+            raise ClusterError(f"hosts must be 1 to 200, not {hosts}; GPUs 0 to 16, not {gpus}")
+        self.hosts = ["head", *(f"h{number}" for number in range(1, hosts + 1))]
+        self.slurm = slurm
+        self.gpus = gpus
+        unique = f"cluster-{os.getpid()}-{secrets.token_hex(4)}"
+        self.folder = Path(folder or Path(tempfile.gettempdir()) / unique).absolute()
+        self._guardian = None
+        self._children = []
+
+    @classmethod
+    def attach(cls, folder):
+        """Return the cluster that another process keeps in `folder`."""
+        folder = Path(folder).absolute()
+        if not held(folder) or not (folder / "shape").exists():
+            raise ClusterError(f"no cluster is up in {folder}")
+        hosts, slurm, gpus = (folder / "shape").read_text().split()
+        return cls(int(hosts), slurm == "yes", int(gpus), folder)
+
+    def __enter__(self):
+        self.up()
+        return self
+
+    def __exit__(self, *_):
+        self.down()
+
+    def up(self, owner=None):
+        """Start all hosts; the cluster ends with the process `owner`: this one, or 0 for none."""
+        if reason := obstacle():
+            raise ClusterError(reason)
+        if self.folder.exists():
+            raise ClusterError(f"{self.folder} exists; a cluster makes its folder itself")
+        try:
+            self._start_guardian(os.getpid() if owner is None else owner)
+            self._write_files()
+            starting = [self._start(host) for host in self.hosts]
+            for process in starting:
+                self._finish(process)
+            self._wait_for_nodes(self.hosts[1:])
+            self._write_shape()
+        except BaseException:
+            self.down()
+            raise
+
+    def down(self):
+        """End all processes of all hosts, and remove all files; calling it again is harmless."""
+        if self._guardian:
+            self._guardian.terminate()
+        elif held(self.folder):
+            os.kill(self._guardian_pid(), signal.SIGTERM)
+        until(lambda: self._reap() and not held(self.folder), 20, "the guardian has ended")
+        if self._guardian:
+            self._guardian.wait(timeout=20)
+        # If the guardian was killed, the files are left. A folder without the lock is
+        # no cluster's, and not touched.
+        if (self.folder / LOCK).exists():
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    # What happens on a host
+
+    def popen(self, host, command, env=None, cwd=None, **options):
+        """Start a command (or a line of bash) on a host as `subprocess.Popen` does; return that.
+
+        Its pid is the process's own, outside. On its host it has another: what a program prints as
+        its pid must be killed there, by `run(host, ["kill", ...])`.
+        """
+        command = ["bash", "-c", command] if isinstance(command, str) else list(map(str, command))
+        spaces = f"/proc/{self._pid(host)}/ns"
+        kinds = {"net": "net", "uts": "uts", "ipc": "ipc", "mount": "mnt"}
+        enter_all = ["nsenter", *(f"--{kind}={spaces}/{file}" for kind, file in kinds.items())]
+        change = ["env", f"--chdir={cwd or os.getcwd()}", "--"]
+        with born_in(f"{spaces}/pid_for_children"):
+            process = subprocess.Popen(
+                [*enter_all, *change, *command], env=os.environ | (env or {}), **options
+            )
+        self._children.append(process)
+        return process
+
+    def run(self, host, command, timeout=60, check=True, **options):
+        """Run a command on a host; return its CompletedProcess, with `stdout` and `stderr` as text.
+
+        Raise ClusterError, with all output, if it fails (with `check`) or takes longer.
+        """
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+        process = self.popen(host, command, **streams | {"stderr": subprocess.PIPE} | options)
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired as error:
+            process.kill()
+            process.wait(timeout=10)
+            output = b"".join(part for part in (error.stdout, error.stderr) if part).decode()
+            raise ClusterError(f"{host}: {command} ran past {timeout} s:\n{output}") from None
+        if check and process.returncode:
+            raise ClusterError(
+                f"{host}: {command} ended with {process.returncode}:\n{stdout}{stderr}"
+            )
+        return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+    def pids(self, host):
+        """Return the ids, outside, of all processes on a host, daemons' too; none if it is dead."""
+        return processes_in(spaces_of(self.folder / host))
+
+    # Faults, and the end of them
+
+    def kill_host(self, host, silently=True):
+        """Kill all processes of a host at once. Silently: no peer is told, as with a power cut."""
+        with kept([self.folder / host]) as spaces:
+            if not spaces:
+                raise ClusterError(f"{host} is not up")
+            if silently:
+                self._on_switch(["ip", "link", "delete", host])
+            os.kill(self._pid(host), signal.SIGKILL)
+            until(lambda: self._reap() and not processes_in(spaces), 10, f"{host} is dead")
+        (self.folder / host / "pid").unlink()
+
+    def revive(self, host):
+        """Boot a host that was killed; return when Slurm, if it is there, has it back."""
+        self._on_switch(["ip", "link", "delete", host], check=False)
+        self._finish(self._start(host))
+        self._wait_for_nodes(self.hosts[1:] if host == "head" else [host])
+
+    def link(self, host, up):
+        """Pull a host's network cable, or put it back."""
+        self._on_switch(["ip", "link", "set", host, "up" if up else "down"])
+
+    def block_port(self, host, port, reject=False):
+        """Drop what comes to a TCP port from other hosts, or refuse it."""
+        verdict = "reject with tcp reset" if reject else "drop"
+        rules = (
+            "add table inet faults",
+            "add chain inet faults input { type filter hook input priority 0; }",
+            f"add rule inet faults input iifname eth0 tcp dport {port} {verdict}",
+        )
+        self.run(host, ["nft", "; ".join(rules)])
+
+    def unblock(self, host):
+        """Let traffic to all ports of a host through again."""
+        self.run(host, ["nft", "add table inet faults; delete table inet faults"])
+
+    def slow_link(self, host, rate=None):
+        """Limit what a host sends and receives to a rate such as `10mbit`; None: no limit."""
+        shape = ["tbf", "rate", rate, "burst", "64kb", "latency", "400ms"] if rate else []
+        verb = "replace" if rate else "delete"
+        here, there = (["tc", "qdisc", verb, "dev", end, "root"] for end in ("eth0", host))
+        # There is nothing to delete if there was no limit.
+        self.run(host, here + shape, check=bool(rate))
+        self._on_switch(there + shape, check=bool(rate))
+
+    def reset(self):
+        """Undo all faults, cancel all jobs, end all that is no daemon, and revive those."""
+        for host in self.hosts:
+            if not self._whole(host):
+                with contextlib.suppress(ClusterError):
+                    self.kill_host(host)
+                self.revive(host)
+            self.link(host, up=True)
+            self.slow_link(host)
+            self.unblock(host)
+        if self.slurm:
+            self.run("head", "scancel --full --signal=KILL --user=root; scancel --user=root")
+            until(lambda: not self.run("head", ["squeue", "-h"]).stdout, 60, "no job is left")
+        for host in self.hosts:
+            self._end_strays(host)
+        self._wait_for_nodes(self.hosts[1:])
+
+    # Slurm
+
+    def nodes(self):
+        """Return the state of each node as sinfo prints it: a dictionary from name to state."""
+        query = ["sinfo", "--noheader", "--Node", "--format=%N %T"]
+        # No controller, no states.
+        listed = self.run("head", query, check=False).stdout
+        return dict(map(str.split, listed.splitlines()))
+
+    def sbatch(self, *arguments, **options):
+        """Submit a job from head; return its id."""
+        return self.run("head", ["sbatch", "--parsable", *arguments], **options).stdout.strip()
+
+    def job(self, job):
+        """Return all that Slurm knows of a job: a dictionary such as {"JobState": "RUNNING"}."""
+        text = self.run("head", ["scontrol", "--oneliner", "show", "job", job]).stdout
+        return dict(pair.split("=", 1) for pair in text.split() if "=" in pair)
+
+    def wait_for_job(self, job, *states, seconds=60):
+        """Wait until a job is in one of the states, such as COMPLETED; return all about it."""
+
+        def arrived():
+            known = self.job(job)
+            return known if known["JobState"] in states else None
+
+        return until(arrived, seconds, f"job {job} is {' or '.join(states)}")
+
+    # How it is made
+
+    def _start_guardian(self, owner):
+        command = ["unshare", "--net", "--pid", sys.executable, "-I", "-S", __file__, "guard"]
+        self._guardian = subprocess.Popen(
+            [*command, self.folder, str(owner)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd="/",
+            env=BOOT_ENVIRONMENT,
+            start_new_session=True,
+        )
+        expect(self._guardian, "guarding", 20)
+        self._guardian.stdout.close()
+
+    def _write_shape(self):
+        """Write what `attach` reads: whole, and last, as a sign that the cluster is up."""
+        text = f"{len(self.hosts) - 1} {'yes' if self.slurm else 'no'} {self.gpus}"
+        (self.folder / "shape.new").write_text(text)
+        (self.folder / "shape.new").rename(self.folder / "shape")
+
+    def _write_files(self):
+        etc = self.folder / "etc"
+        for folder in ("ssh", "slurm", "munge"):
+            (etc / folder).mkdir(parents=True)
+        (etc / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
+        # Where root's password is locked, sshd would let nobody in: here it is not.
+        (etc / "shadow").write_text("root:*:19000:0:99999:7:::\n")
+        (etc / "munge" / "munge.key").write_bytes(secrets.token_bytes(128))
+        (etc / "munge" / "munge.key").chmod(0o400)
+        self._write_names(etc)
+        self._write_ssh(etc / "ssh")
+        self._write_slurm(etc / "slurm")
+
+    def _write_names(self, etc):
+        lines = ["127.0.0.1 localhost", "::1 localhost"]
+        for host in self.hosts:
+            # Torch looks its peers' addresses up in the longer form, and waits long without it.
+            lines += [f"{self.address(host)} {host}", f"::ffff:{self.address(host)} {host}"]
+        (etc / "hosts").write_text("\n".join(lines) + "\n")
+
+    def _write_ssh(self, folder):
+        make_key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "cluster"]
+        subprocess.run([*make_key, "-f", folder / "id_ed25519"], check=True)
+        public = (folder / "id_ed25519.pub").read_text()
+        (folder / "authorized_keys").write_text(public)
+        names = ",".join([*self.hosts, *map(self.address, self.hosts), "localhost"])
+        (folder / "ssh_known_hosts").write_text(f"{names} {public}")
+        for name in ("ssh_config", "sshd_config"):
+            shutil.copy(HERE / "etc" / name, folder)
+
+    def _write_slurm(self, folder):
+        gres = f" Gres=gpu:{self.gpus}" if self.gpus else ""
+        lines = [f"NodeName={host} CPUs=4 RealMemory=4000{gres}" for host in self.hosts[1:]]
+        lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE")
+        text = (HERE / "etc" / "slurm.conf").read_text() + "\n".join(lines) + "\n"
+        (folder / "slurm.conf").write_text(text)
+        devices = f"Name=gpu File=/run/gpu[0-{self.gpus - 1}]\n" if self.gpus else ""
+        (folder / "gres.conf").write_text(devices)
+
+    def _start(self, host):
+        """Boot a host as far as can be without waiting; return its outermost process."""
+        for kind in ("log", "spool"):
+            (self.folder / host / kind).mkdir(parents=True, exist_ok=True)
+        spaces = "--net --uts --ipc --mount --pid --fork --kill-child --mount-proc".split()
+        boot = ["sh", HERE / "host.sh", host, self.address(host), self.folder]
+        boot += ["yes" if self.slurm else "no", str(self.gpus)]
+        with born_in(f"/proc/{self._guardian_pid()}/ns/pid_for_children"):
+            process = subprocess.Popen(
+                ["unshare", *spaces, *boot],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd="/",
+                env=BOOT_ENVIRONMENT,
+                start_new_session=True,
+            )
+        self._children.append(process)
+        expect(process, "named", 20)
+        (self.folder / host / "pid").write_text(str(process.pid))
+        cable = ["ip", "link", "add", host, "type", "veth"]
+        self._on_switch([*cable, "peer", "name", "eth0", "netns", str(process.pid)])
+        self._on_switch(["ip", "link", "set", host, "master", "switch", "up"])
+        process.stdin.write("wired\n")
+        process.stdin.close()
+        return process
+
+    def _finish(self, process):
+        """Wait until a host that was started is up."""
+        expect(process, "up", 30)
+        process.stdout.close()
+
+    def _wait_for_nodes(self, nodes):
+        if self.slurm:
+            good = {"idle", "mixed", "allocated"}
+            until(
+                lambda: all(state in good for state in map(self.nodes().get, nodes)),
+                60,
+                f"{', '.join(nodes)} answer to Slurm",
+            )
+
+    def _whole(self, host):
+        """Return whether a host has its first process and all its daemons."""
+        wanted = {"sleep", "sshd"}
+        if self.slurm:
+            wanted |= {"munged", "slurmctld" if host == "head" else "slurmd"}
+        return wanted <= {self._status(pid).get("Name") for pid in self.pids(host)}
+
+    def _end_strays(self, host):
+        """Kill all that is on a host but its first process and its daemons."""
+
+        def strays():
+            return [pid for pid in self.pids(host) if not self._belongs(host, pid)]
+
+        def killed():
+            for pid in strays():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return self._reap() and not strays()
+
+        until(killed, 20, f"only daemons are left on {host}")
+
+    def _belongs(self, host, pid):
+        """Return whether a process is a host's first, or one of its daemons, or has ended."""
+        status = self._status(pid)
+        first = status.get("NSpid", "1").split()[-1] == "1"
+        return first or pid == self._pid(host) or status["Name"] in DAEMONS
+
+    def _status(self, pid):
+        """Return what the kernel says of a process: a dictionary, empty if it has ended."""
+        try:
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        except OSError:
+            return {}
+        return {name: value.strip() for name, value in (line.split(":", 1) for line in lines)}
+
+    def _reap(self):
+        """Reap what has ended, for a namespace ends only when its last process is reaped."""
+        self._children = [child for child in self._children if child.poll() is None]
+        return True
+
+    def address(self, host):
+        """Return a host's address on the cluster's network."""
+        return f"{NETWORK}.{1 if host == 'head' else 10 + int(host[1:])}"
+
+    def _guardian_pid(self):
+        if self._guardian:
+            return self._guardian.pid
+        try:
+            return int((self.folder / "guardian").read_text())
+        except FileNotFoundError:
+            return None
+
+    def _pid(self, host):
+        if host not in self.hosts:
+            raise ClusterError(f"there is no host {host}; the hosts are {' '.join(self.hosts)}")
+        try:
+            return int((self.folder / host / "pid").read_text())
+        except FileNotFoundError:
+            raise ClusterError(f"{host} is not up") from None
+
+    def _on_switch(self, command, check=True):
+        network = f"--net=/proc/{self._guardian_pid()}/ns/net"
+        done = subprocess.run(
+            ["nsenter", network, *command], check=False, capture_output=True, text=True
+        )
+        if check and done.returncode:
+            raise ClusterError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def guard(folder, owner):
+    """Hold a cluster until its owner, the first process or this one ends; then remove all of it."""
+    folder.mkdir(mode=0o700)
+    (folder / "guardian").write_text(str(os.getpid()))
+    lock = open(folder / LOCK, "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    # It is born into the PID namespace made for this guardian's children, as the first there: when
+    # it ends, the kernel kills all others. If the guardian is killed, it is killed too.
+    first = subprocess.Popen(
+        ["setpriv", "--pdeathsig=KILL", "env", "--ignore-signal=CHLD", "sleep", "infinity"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        subprocess.run("ip link add switch type bridge".split(), check=True)
+        subprocess.run("ip link set switch up".split(), check=True)
+        watched = [os.pidfd_open(pid) for pid in (first.pid, owner) if pid]
+        if owner and os.getppid() != owner:
+            return
+        print("guarding", flush=True)
+        select.select(watched, [], [])
+    finally:
+        with kept([pid.parent for pid in folder.glob("*/pid")]) as spaces:
+            first.kill()
+            # Not `first.wait()`: it ends when all others are reaped, which others have to do.
+            with contextlib.suppress(ClusterError):
+                until(lambda: not processes_in(spaces), 10, "all processes have ended")
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+BANNER = """
+A cluster on this machine: head, where you are now, and the nodes {nodes}, with fake GPUs.
+All see the same files. Try:
+  sinfo                       which nodes there are, and how they are
+  srun --nodes=2 hostname     run a command on two nodes, and wait for it
+  sbatch --nodes=2 --gpus-per-node=2 --wrap="srun env | grep CUDA_; sleep 60"
+                              submit a job; what it prints goes to slurm-JOB.out
+  squeue                      what waits and what runs
+  scancel JOB                 end a job
+  scontrol requeue JOB        start a job from its beginning again
+  ssh h1                      log in to a node
+From another terminal, let a node die, and bring it back:
+  {program} kill h2
+  {program} revive h2
+`exit` ends the cluster with all that runs on it.
+"""
+
+
+def shell(cluster):
+    """Open bash on head, and return its exit status; the cluster lasts as long."""
+    program = f"python3 {os.path.relpath(__file__)} --folder {cluster.folder}"
+    print(BANNER.format(nodes=" ".join(cluster.hosts[1:]), program=program), flush=True)
+    # Ctrl-C is meant for what runs in the shell.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    status = cluster.popen("head", ["bash"]).wait()
+    with contextlib.suppress(OSError):
+        # A shell leaves the terminal to its own process group, which is gone.
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+        os.tcsetpgrp(0, os.getpgrp())
+    return status
+
+
+def show(cluster):
+    """Print which hosts are up, how many processes they have, and what Slurm says."""
+    for host in cluster.hosts:
+        count = len(cluster.pids(host))
+        print(f"{host:8} {cluster.address(host):12} {f'{count} processes' if count else 'dead'}")
+    if cluster.slurm and cluster.pids("head"):
+        print(cluster.run("head", ["sinfo", "--Node", "--long"]).stdout, end="")
+
+
+def parse(arguments):
+    """Return the parsed command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--folder", type=Path, help="where its files are, for more than one cluster"
+    )
+    actions = parser.add_subparsers(dest="action", required=True)
+    for name, text in {
+        "shell": "start a cluster, open a shell on head, end the cluster with it",
+        "up": "start a cluster that stays until `down`",
+    }.items():
+        action = actions.add_parser(name, help=text)
+        action.add_argument("--hosts", type=int, default=2, help="how many, besides head")
+        action.add_argument("--gpus", type=int, default=2, help="fake GPUs of each host")
+        action.add_argument("--no-slurm", action="store_true", help="only a network and ssh")
+    actions.add_parser("down", help="end the cluster")
+    actions.add_parser("status", help="show the hosts and the nodes")
+    action = actions.add_parser("exec", help="run a command on a host")
+    action.add_argument("host")
+    action.add_argument("command", nargs=argparse.REMAINDER)
+    for name, text in {"kill": "kill a host", "revive": "boot a killed host"}.items():
+        actions.add_parser(name, help=text).add_argument("host")
+    return parser.parse_args(arguments)
+
+
+def act(args):
+    """Do what the command line says; return the exit status."""
+    folder = args.folder or Path(tempfile.gettempdir()) / "small-cluster"
+    if args.action == "shell":
+        with Cluster(args.hosts, not args.no_slurm, args.gpus, args.folder) as cluster:
+            return shell(cluster)
+    if args.action == "up":
+        if (folder / LOCK).exists() and not held(folder):
+            shutil.rmtree(folder)  # left by a guardian that was killed
+        Cluster(args.hosts, not args.no_slurm, args.gpus, folder).up(owner=0)
+        return 0
+    if args.action == "down" and (folder / LOCK).exists():
+        Cluster(folder=folder).down()  # also one that is only half up, and what was left of one
+        return 0
+    cluster = Cluster.attach(folder)
+    if args.action == "exec":
+        status = cluster.popen(args.host, args.command).wait()
+        return status if status >= 0 else 128 - status
+    if args.action == "status":
+        show(cluster)
+    elif args.action == "kill":
+        cluster.kill_host(args.host)
+    elif args.action == "revive":
+        cluster.revive(args.host)
+    return 0
+
+
+def main(arguments):
+    """Run the command line, or be the guardian of a cluster."""
+    if arguments[:1] == ["guard"]:
+        return guard(Path(arguments[1]), int(arguments[2]))
+    try:
+        return act(parse(arguments))
+    except ClusterError as error:
+        print(f"cluster.py: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,38 @@
+#!/bin/sh
+# The first process of a host, in namespaces of its own: what booting is on a real machine.
+#   host.sh NAME ADDRESS FOLDER SLURM GPUS     SLURM is yes or no
+# It reads one line when the network cable is in, and writes one at each stage that it reaches.
+set -eu
+name=$1 address=$2 folder=$3 slurm=$4 gpus=$5
+
+hostname "$name"
+for file in hosts nsswitch.conf shadow ssh munge slurm; do
+    [ ! -e "/etc/$file" ] || mount --bind "$folder/etc/$file" "/etc/$file"
+done
+mount --bind "$folder/$name/log" /var/log
+mount --bind "$folder/$name/spool" /var/spool
+mount -t tmpfs -o mode=755 run /run
+mount -t tmpfs -o mode=1777 shm /dev/shm
+# The keys and settings of the machine's own root are none of the cluster's.
+[ ! -d /root/.ssh ] || mount -t tmpfs -o mode=700 ssh /root/.ssh
+echo named
+
+read -r _
+ip link set lo up
+ip address add "$address/24" dev eth0
+ip link set eth0 up
+
+mkdir -p /run/sshd /run/munge /run/lock /var/spool/slurmctld /var/spool/slurmd
+/usr/sbin/sshd
+if [ "$slurm" = yes ]; then
+    munged --force --seed-file=/run/munge/seed --log-file=/var/log/munged.log
+    gpu=0
+    while [ "$gpu" -lt "$gpus" ]; do
+        mknod "/run/gpu$gpu" c 1 3
+        gpu=$((gpu + 1))
+    done
+    if [ "$name" = head ]; then slurmctld; else slurmd; fi
+fi
+echo up
+# With this signal ignored, the kernel reaps what is left to the first process.
+exec env --ignore-signal=CHLD sleep infinity </dev/null >/dev/null 2>&1

@@ -1,0 +1,231 @@
+"""Every launcher of chapter 03, for real: on two hosts with two ranks each, under a real Slurm."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster.cluster import until
+from conftest import ROOT, SCRIPTS, SHORT, difference, metrics, run_well
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(420)]
+CHAPTER = ROOT / "03-job-launchers"
+SCRIPT = str(SCRIPTS["03"])
+MINUTE = [*SHORT, "--seq-length", 32, "--num-steps", 400, "--eval-every", 400]
+MINUTE += ["--checkpoint-every", 350]
+
+
+@pytest.fixture(scope="module")
+def settings(environment):
+    """The environment that a user of the cluster has."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {"PATH": path, "OMP_NUM_THREADS": "1", "RANKS_PER_NODE": "2", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="module")
+def curve(tmp_path_factory):
+    """The metrics of four ranks on one host."""
+    root = tmp_path_factory.mktemp("one-host")
+    run_well(4, [("03", [*SHORT, "--save-dir", root, "-e", "run"])], root / "ranks")
+    return metrics(root / "run")
+
+
+@pytest.fixture(scope="module")
+def long_curve(tmp_path_factory):
+    """The metrics of a run that takes half a minute and was never stopped, on two ranks."""
+    root = tmp_path_factory.mktemp("long")
+    run_well(2, [("03", [*MINUTE, "--save-dir", root, "-e", "run"])], root / "ranks")
+    return metrics(root / "run")
+
+
+def arguments(tmp_path, options=SHORT):
+    return [SCRIPT, *map(str, options), "--save-dir", str(tmp_path), "-e", "run"]
+
+
+def report(folder):
+    """Return all that jobs have written, for the message of a failure."""
+    texts = [f"{path}:\n{path.read_text()}" for path in sorted(Path(folder).rglob("*.log"))]
+    texts += [f"{path}:\n{path.read_text()}" for path in sorted(Path(folder).glob("*.out"))]
+    return "\n".join(texts)[-6000:]
+
+
+def has_stopped(folder, job):
+    """Return whether the ranks of a job were asked to stop, and have saved."""
+    logs = (folder / f"logs/job-{job}").glob("*.log")
+    return any("\nstopped at step" in path.read_text() for path in logs)
+
+
+def sbatch(cluster, folder, settings, *options):
+    """Submit a job from a folder; return its id."""
+    return cluster.sbatch(*map(str, options), cwd=folder, env=settings)
+
+
+def finished(cluster, job, folder, seconds=240):
+    """Wait until a job has ended; it must have ended well."""
+    ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+    found = cluster.wait_for_job(job, *ended, seconds=seconds)
+    assert found["JobState"] == "COMPLETED", report(folder)
+    return found
+
+
+def wait_for_step(run_dir, step, seconds=150):
+    path = run_dir / "metrics.jsonl"
+    until(lambda: path.exists() and f'"step": {step},' in path.read_text(), seconds, f"step {step}")
+
+
+# ---- one curve -------------------------------------------------------------------------------
+
+
+def test_ssh(cluster, settings, curve, tmp_path):
+    hosts = tmp_path / "hosts.txt"
+    hosts.write_text("# two nodes\nh1\nh2\n")
+    command = [CHAPTER / "ssh/launch.sh", hosts, *arguments(tmp_path)]
+    done = cluster.run("head", command, timeout=240, env=settings)
+    assert difference(curve, metrics(tmp_path / "run")) < 1e-5
+    assert "h1: finished: " in done.stdout
+
+
+def test_sbatch_with_torchrun(cluster, settings, curve, tmp_path):
+    options = ["--nodes=2", "--gpus-per-node=2", CHAPTER / "slurm/train.sbatch"]
+    job = sbatch(cluster, tmp_path, settings, *options, *arguments(tmp_path))
+    finished(cluster, job, tmp_path)
+    assert difference(curve, metrics(tmp_path / "run")) < 1e-5
+    assert {path.name for path in (tmp_path / f"logs/job-{job}").iterdir()} == {"h1.log", "h2.log"}
+
+
+def test_srun_direct(cluster, settings, curve, tmp_path):
+    options = ["--nodes=2", "--gpus-per-node=2", "--ntasks-per-node=2"]
+    options += [CHAPTER / "slurm/srun-direct.sbatch"]
+    job = sbatch(cluster, tmp_path, settings, *options, *arguments(tmp_path))
+    finished(cluster, job, tmp_path)
+    assert difference(curve, metrics(tmp_path / "run")) < 1e-5
+
+
+def test_mpirun(cluster, settings, curve, tmp_path):
+    command = [CHAPTER / "mpi/launch.sh", "h1:2,h2:2", *arguments(tmp_path)]
+    more = settings | {"MPI_INTERFACE": "eth0"}
+    cluster.run("h1", command, timeout=240, env=more)
+    assert difference(curve, metrics(tmp_path / "run")) < 1e-5
+
+
+def test_by_hand(cluster, settings, curve, tmp_path):
+    """One torchrun per node, typed on each."""
+    typed = "torchrun --nnodes 2 --nproc-per-node 2 --node-rank {rank} --master-addr h1".split()
+    processes = [
+        cluster.popen(f"h{rank + 1}", [word.format(rank=rank) for word in typed]
+                      + arguments(tmp_path), env=settings)
+        for rank in range(2)
+    ]  # fmt: skip
+    assert [process.wait(timeout=240) for process in processes] == [0, 0]
+    assert difference(curve, metrics(tmp_path / "run")) < 1e-5
+
+
+# ---- stopped, requeued, killed ---------------------------------------------------------------
+
+
+def two_ranks(tmp_path):
+    """Return what sbatch takes to train on two hosts with a rank each, for half a minute."""
+    options = ["--nodes=2", "--gpus-per-node=1", CHAPTER / "slurm/train.sbatch"]
+    return [*options, *arguments(tmp_path, MINUTE)]
+
+
+def test_out_of_time(cluster, settings, long_curve, tmp_path):
+    """Signalled before its limit, the job saves, requeues itself, and ends as if it never had."""
+    one = settings | {"RANKS_PER_NODE": "1"}
+    job = sbatch(cluster, tmp_path, one, "--time=60", *two_ranks(tmp_path))
+    wait_for_step(tmp_path / "run", 20)
+    # one to two minutes are left from now on, and the job asked for its signal 120 s before the end
+    minutes = int(cluster.job(job)["RunTime"].split(":")[1])
+    cluster.run("head", ["scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}"])
+    until(lambda: int(cluster.job(job)["Restarts"]) >= 1, 90, "the job is requeued")
+    cluster.run("head", ["scontrol", "update", f"JobId={job}", "TimeLimit=60"])
+    finished(cluster, job, tmp_path)
+    assert has_stopped(tmp_path, job)
+    assert difference(long_curve, metrics(tmp_path / "run")) == 0.0
+
+
+def test_scancel(cluster, settings, tmp_path):
+    """It saves and does not come back."""
+    one = settings | {"RANKS_PER_NODE": "1"}
+    job = sbatch(cluster, tmp_path, one, *two_ranks(tmp_path))
+    wait_for_step(tmp_path / "run", 20)
+    cluster.run("head", ["scancel", job])
+    ended = cluster.wait_for_job(job, "CANCELLED", "COMPLETED", "FAILED", seconds=60)
+    assert ended["JobState"] == "CANCELLED"
+    until(lambda: list((tmp_path / "run/checkpoints").glob("step-*")), 20, "it has saved")
+    time.sleep(8)  # requeued jobs come back within this time
+    assert cluster.job(job)["JobState"] == "CANCELLED"
+    assert has_stopped(tmp_path, job)
+
+
+def test_a_dead_host(cluster, settings, long_curve, tmp_path):
+    """A host is killed outright: the job is requeued, and finishes when the host is back."""
+    one = settings | {"RANKS_PER_NODE": "1"}
+    options = two_ranks(tmp_path)
+    job = sbatch(cluster, tmp_path, one, *options, "--checkpoint-every", 20)
+    wait_for_step(tmp_path / "run", 50)
+    cluster.kill_host("h2")
+    until(lambda: int(cluster.job(job)["Restarts"]) >= 1, 90, "the job is requeued")
+    cluster.revive("h2")
+    finished(cluster, job, tmp_path, seconds=300)
+    assert difference(long_curve, metrics(tmp_path / "run")) == 0.0
+
+
+def test_two_jobs_at_once(cluster, settings, curve, tmp_path):
+    """Both on both hosts, with their own ports, logs and runs."""
+    jobs = {}
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        options = ["--nodes=2", "--gpus-per-node=1", CHAPTER / "slurm/train.sbatch"]
+        one = settings | {"RANKS_PER_NODE": "2"}
+        jobs[name] = sbatch(cluster, tmp_path / name, one, *options, *arguments(tmp_path / name))
+    for name, job in jobs.items():
+        finished(cluster, job, tmp_path / name)
+        assert difference(curve, metrics(tmp_path / name / "run")) < 1e-5
+
+
+# ---- what may be wrong with a cluster --------------------------------------------------------
+
+
+def test_a_folder_that_is_not_shared(cluster, settings, tmp_path):
+    """Every host has a disk of its own where the run's folder should be: h2 is named."""
+    for host in ("h1", "h2"):
+        cluster.run(host, ["mount", "-t", "tmpfs", "tmpfs", str(tmp_path)])
+    typed = "torchrun --nnodes 2 --nproc-per-node 1 --node-rank {rank} --master-addr h1".split()
+    logs = [open(tmp_path.with_name(f"{tmp_path.name}-h{rank}.log"), "w+") for rank in range(2)]
+    processes = [
+        cluster.popen(
+            f"h{rank + 1}",
+            [word.format(rank=rank) for word in typed] + arguments(tmp_path),
+            env=settings,
+            stdout=logs[rank],
+            stderr=logs[rank],
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=120) for process in processes] == [1, 1]
+    texts = [Path(log.name).read_text() for log in logs]
+    assert "--save-dir: h2 cannot see what rank 0 writes to" in texts[0], texts
+    for host in ("h1", "h2"):
+        cluster.run(host, ["umount", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    "more, expected",
+    [
+        ({"GLOO_SOCKET_IFNAME": "eth9"}, "eth9"),
+        ({"MASTER_ADDR": "h9"}, "h9:"),
+    ],
+)
+def test_a_wrong_name(cluster, settings, tmp_path, more, expected):
+    """A wrong interface and a wrong host end in a line that names them."""
+    options = ["--nodes=2", "--ntasks-per-node=1", CHAPTER / "slurm/srun-direct.sbatch"]
+    job = sbatch(
+        cluster, tmp_path, settings | more, *options, *arguments(tmp_path), "--dist-timeout", 10
+    )
+    ended = cluster.wait_for_job(job, "COMPLETED", "FAILED", seconds=120)
+    text = report(tmp_path)
+    assert ended["JobState"] == "FAILED", text
+    assert "cannot meet the other ranks at" in text and expected in text

@@ -1,0 +1,96 @@
+"""The tools that keep chapters in step: a fix travels, a conflict is shown, runs are drawn."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+
+SCRIPT = '''"""A chapter.{parent}"""
+
+
+def first():
+    return 1
+
+
+def second():
+    return 2
+'''
+
+
+@pytest.fixture
+def guide(tmp_path):
+    """A repository of four chapters: 01, 02 and 03 in a line, and another that comes from 02."""
+    for name, parent in [("01-a", ""), ("02-b", "01-a"), ("03-c", "02-b"), ("other", "02-b")]:
+        (tmp_path / name).mkdir()
+        text = SCRIPT.format(parent=f" Parent: {parent}." if parent else "")
+        (tmp_path / name / "train_llm.py").write_text(text)
+    for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -qm start"):
+        subprocess.run(["git", "-C", tmp_path, *command.split()], check=True)
+    return tmp_path
+
+
+def change(guide, folder, old, new):
+    path = guide / folder / "train_llm.py"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+def carry(guide, chapter):
+    command = [sys.executable, str(ROOT / "tools/carry.py"), chapter, "--root", str(guide)]
+    return subprocess.run(command, check=False, capture_output=True, text=True)
+
+
+def test_a_fix_reaches_all_descendants(guide):
+    change(guide, "01-a", "return 1", "return 10")
+    change(guide, "03-c", "return 2", "return 30")  # what a descendant has of its own stays
+    done = carry(guide, "01")
+    assert done.returncode == 0, done.stderr
+    for folder in ("02-b", "03-c", "other"):
+        assert "return 10" in (guide / folder / "train_llm.py").read_text()
+    assert "return 30" in (guide / "03-c" / "train_llm.py").read_text()
+    assert done.stdout.splitlines() == [
+        "01 -> 02: merged",
+        "02 -> 03: merged",
+        "02 -> other: merged",
+    ]
+
+
+def test_a_conflict_is_shown_and_the_others_go_on(guide):
+    change(guide, "01-a", "return 1", "return 10")
+    change(guide, "03-c", "return 1", "return 11")
+    done = carry(guide, "01")
+    assert done.returncode == 1
+    assert "return 11" in done.stdout and "return 10" in done.stdout and "<<<<<<<" in done.stdout
+    assert "go on with make carry FROM=03" in done.stderr
+    assert "return 10" in (guide / "other" / "train_llm.py").read_text()
+
+
+def test_nothing_to_carry(guide):
+    done = carry(guide, "02")
+    assert done.stdout.splitlines() == ["02 -> 03: nothing to do", "02 -> other: nothing to do"]
+
+
+def test_an_unknown_chapter_is_one_error(guide):
+    done = carry(guide, "07")
+    assert done.returncode == 2 and "07: the chapters are 01, 02, 03, other" in done.stderr
+
+
+def test_runs_are_drawn_and_compared(tmp_path):
+    for name, shift in [("one", 0.0), ("two", 1e-6)]:
+        (tmp_path / name).mkdir()
+        rows = [{"step": step, "loss": 5 - step + shift} for step in range(3)]
+        text = "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3, "lo'  # as a kill may
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    command = [sys.executable, ROOT / "tools/plot.py", "one", "two", "-o", "runs.png"]
+    done = subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "drawn: runs.png; largest difference between losses: 1.0e-06\n"
+    assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_is_not_there_is_one_line(tmp_path):
+    command = [sys.executable, ROOT / "tools/plot.py", "nowhere"]
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "nowhere" in done.stderr

@@ -1,0 +1,129 @@
+"""Make the parts of the READMEs that come from files: diffs, samples of output, tables.
+
+Here:  make docs                       make them anew
+       python tools/docs.py --check    say which are not as they would be made
+
+Where a README says so, in a comment, cog calls one of these functions and puts in what it prints.
+"""
+
+import ast
+import json
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from cogapp import Cog
+
+from chapters import ROOT, chapters, diff, diff_size, parent_of, parts
+from readme import readmes
+
+
+def this_chapter():
+    """Return the chapter whose README cog is at, and its script's and its parent's path."""
+    folder = Path(sys.modules["cog"].inFile).resolve().parent
+    name = next(name for name, script in chapters().items() if script.parent == folder)
+    return name, chapters()[name], chapters().get(parent_of(name))
+
+
+def fenced(kind, lines):
+    """Print lines as a block."""
+    print(f"```{kind}", *lines, "```", sep="\n")
+
+
+def hunk(*names, context=3):
+    """Print how functions differ from those of the parent chapter; `context` lines stay around."""
+    _, script, parent = this_chapter()
+    before, after = parts(parent.read_text()), parts(script.read_text())
+    lines = []
+    for name in names:
+        ours, theirs = after.get(name, ()), before.get(name, ())
+        part = [
+            (mark, line)
+            for mark, line, old, new in diff(parent, script)
+            if (mark != "-" and new in ours) or (mark == "-" and old in theirs)
+        ]
+        changed = [number for number, (mark, _) in enumerate(part) if mark != " "]
+        if not changed:
+            raise ValueError(f"{name} is as in the parent chapter: there is nothing to show")
+        shown = sorted(
+            {
+                number
+                for change in changed
+                for number in range(change - context, change + context + 1)
+                if 0 <= number < len(part)
+            }
+        )
+        lines.append(f"@@ {name} @@")
+        for number, following in pairwise([*shown, None]):
+            lines.append("".join(part[number]).rstrip())
+            if following is not None and following > number + 1:
+                lines.append(f"@@ {name}, further down @@")
+    fenced("diff", lines)
+
+
+def chapter_map():
+    """Print the table of all chapters, each in its docstring's words, and their diffs' sizes."""
+    print("| chapter | what its script does | lines | diff against its parent |")
+    print("|---|---|---|---|")
+    for name, script in chapters().items():
+        source, folder = script.read_text(), script.parent.name
+        sentence = ast.get_docstring(ast.parse(source)).partition(".")[0]
+        size = "none before it"
+        if parent := parent_of(name):
+            added, removed = diff_size(chapters()[parent], script)
+            size = f"+{added} −{removed} against {parent}"
+        print(f"| [{folder}]({folder}/README.md) | {sentence} | {source.count(chr(10))} | {size} |")
+
+
+def sample(name, head=None, tail=0):
+    """Print what a command has printed, from docs/samples: all, or its first and last lines."""
+    lines = (ROOT / "docs/samples" / f"{name}.txt").read_text().splitlines()
+    if head is not None:
+        lines = [*lines[:head], *(["..."] if head else []), *lines[len(lines) - tail :]]
+    fenced("text", lines)
+
+
+def speed_ratio(name, one, other):
+    """Print how much faster one of a sample's runs was than another, and what their losses say."""
+    text, speeds = (ROOT / "docs/samples" / f"{name}.txt").read_text(), {}
+    for part in text.split("step 0 ")[1:]:
+        run = re.search(r"finished: outputs/([\w-]+)", part)[1]
+        found = re.findall(r"tokens_per_second ([\d,.]+)", part)
+        speeds[run] = median(float(speed.replace(",", "")) for speed in found)
+    times = f"{speeds[one] / speeds[other]:.1f} times as fast as {other}"
+    difference = re.search(r"largest difference between losses: (\S+)", text)[1]
+    print(f"On two CPU cores, one thread each, {one} processes ran {times}, and no loss differed")
+    print(f"by more than {difference} ([below](#check-it)).")
+
+
+def ratios(file, rows):
+    """Print ratios of a file under benchmarks/results: median, lowest, highest.
+
+    `rows` gives the name of each ratio in that file, and what to call it here.
+    """
+    results = json.loads((ROOT / "benchmarks/results" / file).read_text())["ratios"]
+    print("| tokens per second | ratio | lowest – highest |", "|---|---|---|", sep="\n")
+    for name, words in rows.items():
+        result = results[name]
+        low, high = min(result["rounds"]), max(result["rounds"])
+        print(f"| {words} | {result['median']:.2f} | {low:.2f} – {high:.2f} |")
+
+
+def machine(file):
+    """Print in a sentence on what a file under benchmarks/results was measured."""
+    facts = json.loads((ROOT / "benchmarks/results" / file).read_text())["machine"]
+    versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "transformers"))
+    print(f"{facts['cores']} cores of an {facts['cpu']} ({facts['bf16 flags']}), {versions}.")
+
+
+def main():
+    """Have cog make all parts, or with --check none; the exit status says whether all is well."""
+    options = ["--check", "--diff"] if sys.argv[1:] == ["--check"] else ["-r"]
+    command = ["cog", *options, "-P", "-p", "from docs import *", *map(str, readmes())]
+    sys.exit(Cog().main(command))
+
+
+if __name__ == "__main__":
+    main()

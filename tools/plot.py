@@ -1,0 +1,92 @@
+"""Draw the loss, the validation loss and the speed of one or several runs into one PNG.
+
+Here:  python tools/plot.py outputs/one outputs/two --output parity.png
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+COLORS = ["#1f3b5c", "#e08a3c", "#5aa9a3", "#c8553d", "#8d6cab", "#7a7a7a"]
+
+
+def parse_args():
+    """Return the runs' folders and the picture's path."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", type=Path, help="folders such as outputs/02-ddp")
+    parser.add_argument("-o", "--output", type=Path, default=Path("runs.png"), help="the PNG")
+    return parser.parse_args()
+
+
+def fail(message):
+    """Stop because of what the user gave us: one line on stderr, exit status 2."""
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def read_metrics(run):
+    """Return the rows of a run's metrics.jsonl, at least one; a kill may have torn the last."""
+    path = run / "metrics.jsonl"
+    try:
+        lines = path.read_text().splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    except (OSError, ValueError) as error:
+        fail(f"cannot read {path}: {error}")
+    return rows or fail(f"{path} is empty: nothing was trained yet")
+
+
+def series(rows, name):
+    """Return the steps at which `name` was measured, and its values there."""
+    measured = [row for row in rows if row.get(name) is not None]
+    return [row["step"] for row in measured], [row[name] for row in measured]
+
+
+def largest_difference(runs):
+    """Return by how much any run's losses differ from the first's, or None if there is one run."""
+    worst = []
+    for name in ("loss", "val_loss"):
+        first, *others = (dict(zip(*series(rows, name), strict=True)) for rows in runs.values())
+        worst += [abs(first[step] - run[step]) for run in others for step in first.keys() & run]
+    return max(worst, default=None)
+
+
+def draw(runs, path):
+    """Write a PNG with the losses and the speed of `runs`, which are rows by name.
+
+    Later curves are thinner, so that of curves that coincide each can be seen.
+    """
+    figure = Figure(figsize=(11, 4.4), dpi=150, layout="constrained")
+    losses, speeds = figure.subplots(1, 2, width_ratios=[3, 2])
+    for number, (run, rows) in enumerate(runs.items()):
+        color, width = COLORS[number % len(COLORS)], 1.5 + 3 * (len(runs) - 1 - number)
+        losses.plot(*series(rows, "loss"), color=color, lw=width, label=f"{run}: training")
+        style = {"ls": "", "marker": "o", "ms": 6 + width, "mec": "white"}
+        losses.plot(*series(rows, "val_loss"), color=color, label=f"{run}: held out", **style)
+        speeds.plot(*series(rows, "tokens_per_second"), color=color, lw=1.5, label=run)
+    difference = largest_difference(runs)
+    coincide = "" if difference is None else f", largest difference {difference:.1e}"
+    losses.set(title=f"loss{coincide}", xlabel="optimizer step", ylabel="nats per token")
+    speeds.set(title="speed", xlabel="optimizer step", ylabel="tokens per second")
+    speeds.set_ylim(bottom=0)
+    for axes in (losses, speeds):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#e6e6e6")
+        axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def main():
+    """Draw the runs that were named."""
+    args = parse_args()
+    runs = {run.name: read_metrics(run) for run in args.runs}
+    draw(runs, args.output)
+    difference = largest_difference(runs)
+    losses = "" if difference is None else f"; largest difference between losses: {difference:.1e}"
+    print(f"drawn: {args.output}{losses}")
+
+
+if __name__ == "__main__":
+    main()

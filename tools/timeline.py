@@ -1,0 +1,134 @@
+"""Draw what two ranks of chapter 02 do in one optimizer step, as the profiler saw it.
+
+Here:  make timeline      which runs this with torchrun, and writes docs/timeline.png
+"""
+
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import profile, record_function
+
+from chapters import ROOT, chapters
+
+COLORS = {
+    "forward": "#5aa9a3",
+    "backward": "#1f3b5c",
+    "all-reduce": "#e08a3c",
+    "clip and step": "#8d6cab",
+}
+ARGUMENTS = "--num-steps 8 --global-batch-size 16 --batch-size 8 --device cpu --save-dir"
+
+
+def load(script):
+    """Return a chapter's script as a module."""
+    spec = importlib.util.spec_from_file_location("chapter", script)
+    chapter = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(chapter)
+    return chapter
+
+
+def marked(work, name):
+    """Return `work` so that the profiler shows it under `name`."""
+
+    def marked_work(*args, **options):
+        with record_function(name):
+            return work(*args, **options)
+
+    return marked_work
+
+
+def profile_a_step(chapter, trace):
+    """Train some steps; leave the last one's trace in a file."""
+    args = chapter.parse_args()
+    device = chapter.setup(args)
+    tokenizer, config = chapter.build_tokenizer_and_config(args)
+    train_set, _ = chapter.build_data(args, tokenizer)
+    model = chapter.build_model(args, config)
+    optimizer = chapter.build_optimizer(args, model)
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    batches = iter(chapter.build_loader(args, train_set, 0))
+    chapter.loss_of = marked(chapter.loss_of, "forward")
+    torch.nn.utils.clip_grad_norm_ = marked(torch.nn.utils.clip_grad_norm_, "clip and step")
+    optimizer.step = marked(optimizer.step, "clip and step")
+    for step in range(1, args.num_steps + 1):
+        dist.barrier()
+        with profile() as profiler:
+            chapter.train_step(args, model, optimizer, batches, step, device)
+    profiler.export_chrome_trace(trace)
+
+
+def spans_of(trace):
+    """Return what a rank did: from name to a list of (start, length) in ms since the epoch."""
+    content = json.loads(Path(trace).read_text())
+    offset = content.get("baseTimeNanoseconds", 0) / 1e6
+    spans = {name: [] for name in COLORS}
+    backward = []
+    for event in content["traceEvents"]:
+        if event.get("ph") != "X":
+            continue
+        start, length = event["ts"] / 1e3 + offset, event["dur"] / 1e3
+        if event["name"] in spans and event.get("cat") == "user_annotation":
+            spans[event["name"]].append((start, length))
+        elif event["name"] == "gloo:all_reduce":
+            spans["all-reduce"].append((start, length))
+        elif event["name"].startswith("autograd::engine::evaluate_function"):
+            backward.append((start, start + length))
+    first, last = min(start for start, _ in backward), max(end for _, end in backward)
+    spans["backward"] = [(first, last - first)]
+    return spans
+
+
+def draw(ranks, path):
+    """Write the picture: for each rank a bar for what it computes, and one for what it sends."""
+    zero = min(start for spans in ranks for parts in spans.values() for start, _ in parts)
+    figure = Figure(figsize=(10, 2.9), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    labels = []
+    for rank, spans in enumerate(ranks):
+        for name, parts in spans.items():
+            row = -2 * rank - (name == "all-reduce")
+            bars = [(start - zero, length) for start, length in parts]
+            edge = {"edgecolor": "white", "linewidth": 0.8}
+            axes.broken_barh(bars, (row - 0.36, 0.72), color=COLORS[name], **edge)
+        labels += [f"rank {rank} computes", "gradients travel"]
+    axes.set_yticks(range(0, -len(labels), -1), labels)
+    axes.set_xlabel("milliseconds")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.legend(
+        handles=[Patch(color=color, label=name) for name, color in COLORS.items()],
+        ncols=len(COLORS),
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        frameon=False,
+    )
+    figure.savefig(path)
+
+
+def main():
+    """Profile a step on every rank; have rank 0 draw all of them."""
+    (output,) = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        sys.argv[1:] = [*ARGUMENTS.split(), folder]
+        trace = f"{folder}/trace.json"
+        profile_a_step(load(chapters()["02"]), trace)
+        ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, spans_of(trace))
+    if os.environ["RANK"] == "0":
+        draw(ranks, ROOT / output)
+        print(f"drawn: {output}")
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()
