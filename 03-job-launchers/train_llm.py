@@ -661,6 +661,8 @@ def saving(path):
     try:
         yield
     except Exception as error:  # a full disk is of another kind in torch and in safetensors
+        if isinstance(error.__context__, SystemExit):  # Ctrl-C, of which torch made another error
+            raise error.__context__ from None
         reason = first_line(error.__context__ or error)
         fail(f"cannot write {path}: {reason}; what was saved before is whole")
 
@@ -727,10 +729,8 @@ def save_checkpoint(args, run_dir, model, optimizer, step):
             torch.save(state, file)
     for old in sorted(checkpoints.glob("step-????????"))[: -args.keep_checkpoints]:
         old.rename(old.with_name(f".{old.name}"))  # first, since a kill may leave half of it
-    for hidden in checkpoints.glob(".step-*"):
-        shutil.rmtree(
-            hidden, ignore_errors=True
-        )  # on NFS it may still be open: the next save tries
+    for hidden in checkpoints.glob(".step-*"):  # on NFS one may be open still: the next save tries
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def load_checkpoint(args, run_dir, model, optimizer):

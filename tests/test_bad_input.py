@@ -1,5 +1,6 @@
 """Whatever the user gets wrong: one line that names the value, exit status 2, nothing written."""
 
+import io
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from conftest import SCRIPTS, SHORT, family, kill_all, metrics, run_jobs, run_well, torchrun
 
@@ -177,6 +179,23 @@ def test_ctrl_c_ends_with_one_line_and_no_orphan(tmp_path, chapter):
     assert not [member for member in members if member.is_running()]
     if chapter == "01":
         assert process.returncode == 130 and stderr.strip() == ""
+
+
+@pytest.mark.parametrize("chapter", SCRIPTS)
+def test_ctrl_c_during_a_save_is_no_full_disk(load, monkeypatch, tmp_path, capsys, chapter):
+    """torch makes an error of its own of whatever ends its writing."""
+    module = load(chapter)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setenv("RANK", "0")
+
+    class Disk(io.BytesIO):
+        def write(self, data):
+            module.interrupted()
+
+    with pytest.raises(SystemExit) as stop, module.saving(tmp_path / "step-00000010"):
+        torch.save({"weight": torch.zeros(9)}, Disk())
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == ""
 
 
 @pytest.fixture

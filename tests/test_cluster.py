@@ -137,7 +137,7 @@ def test_a_requeued_job_starts_again(cluster, tmp_path):
     script = 'echo restart ${SLURM_RESTART_COUNT:-0}; [ -n "$SLURM_RESTART_COUNT" ] || sleep 99'
     options = ["--requeue", "--open-mode=append", "--output", tmp_path / "out"]
     job = cluster.sbatch(*options, f"--wrap={script}")
-    until(lambda: "restart 0" in text(tmp_path / "out"), 20, "the job has begun")
+    until(lambda: "restart 0" in text(tmp_path / "out"), 60, "the job has begun")
     cluster.run("h1", ["scontrol", "requeue", job])
     cluster.wait_for_job(job, "COMPLETED")
     assert text(tmp_path / "out").split("\n")[0] == "restart 0"
@@ -152,16 +152,16 @@ def text(path):
 
 def test_a_job_outlives_its_node(cluster, tmp_path):
     """The job needs both nodes: it waits for the dead one, and finishes when that is back."""
-    script = 'srun --nodes=2 hostname; [ -n "$SLURM_RESTART_COUNT" ] || sleep 99'
+    script = 'srun --nodes=2 hostname; echo begun; [ -n "$SLURM_RESTART_COUNT" ] || sleep 99'
     options = ["--requeue", "--nodes=2", "--open-mode=append", "--output", tmp_path / "out"]
     job = cluster.sbatch(*options, f"--wrap={script}")
-    until(lambda: "h2" in text(tmp_path / "out"), 20, "the job has begun")
+    until(lambda: "begun" in text(tmp_path / "out"), 60, "the job has begun")
     cluster.kill_host("h2")
     assert cluster.pids("h2") == []
     until(lambda: cluster.nodes()["h2"].startswith("down"), 60, "h2 is known to be dead")
     assert cluster.wait_for_job(job, "PENDING")["Restarts"] == "1"
     cluster.revive("h2")
-    cluster.wait_for_job(job, "COMPLETED")
+    cluster.wait_for_job(job, "COMPLETED", seconds=120)
     lines = text(tmp_path / "out").split("\n")
     assert (lines.count("h1"), lines.count("h2")) == (2, 2)
 
@@ -170,7 +170,7 @@ def test_a_job_moves_to_another_node(cluster, tmp_path):
     script = 'hostname; [ -n "$SLURM_RESTART_COUNT" ] || sleep 99'
     options = ["--requeue", "--open-mode=append", "--output", tmp_path / "out"]
     job = cluster.sbatch(*options, f"--wrap={script}")
-    until(lambda: "h1" in text(tmp_path / "out"), 20, "the job has begun")
+    until(lambda: "h1" in text(tmp_path / "out"), 60, "the job has begun")
     cluster.kill_host("h1")
     cluster.wait_for_job(job, "COMPLETED")
     assert text(tmp_path / "out").split()[-1] == "h2"

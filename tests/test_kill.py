@@ -47,11 +47,12 @@ def kill_once(chapter, args, run_dir, draw, in_a_save):
     """Start the run, kill it at some moment, check what is left; return whether it still ran."""
     before = newest_step(run_dir)
     process = torchrun(chapter, *args)
-    if not wait_for(lambda: last_row(run_dir) > before + 1, process):
+    after = before + draw.randint(2, 5 * EVERY)  # in steps: the machine's speed does not matter
+    if not wait_for(lambda: last_row(run_dir) >= after, process):
         process.communicate()
         return False
     victims = family(process)
-    time.sleep(draw.uniform(0, 1))
+    time.sleep(draw.uniform(0, 0.02))
     if in_a_save:
         checkpoints = run_dir / "checkpoints"
         wait_for(lambda: list(checkpoints.glob(".step-*")), process)
@@ -84,11 +85,11 @@ def kill_often(chapter, times, tmp_path, num_steps):
 
 
 def test_killed_twice(tmp_path):
-    kill_often("01", 2, tmp_path, num_steps=300)
+    kill_often("01", 2, tmp_path, num_steps=200)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("chapter", ["01", "02"])
 def test_killed_twenty_times(tmp_path, chapter):
-    kill_often(chapter, 20, tmp_path, num_steps=900)
+    kill_often(chapter, 20, tmp_path, num_steps=600)

@@ -1,5 +1,6 @@
 """Every launcher of chapter 03, for real: on two hosts with two ranks each, under a real Slurm."""
 
+import contextlib
 import os
 import sys
 import time
@@ -131,14 +132,29 @@ def two_ranks(tmp_path):
     return [*options, *arguments(tmp_path, MINUTE)]
 
 
+@contextlib.contextmanager
+def held(cluster):
+    """Stop all ranks where they are, and let them go on afterwards."""
+    ranks = "python[^ ]* -u [^ ]*train_llm.py"  # torchrun is not among them
+    for host in ("h1", "h2"):
+        cluster.run(host, ["pkill", "-STOP", "-f", ranks])
+    yield
+    for host in ("h1", "h2"):
+        cluster.run(host, ["pkill", "-CONT", "-f", ranks])
+
+
 def test_out_of_time(cluster, settings, long_curve, tmp_path):
     """Signalled before its limit, the job saves, requeues itself, and ends as if it never had."""
     one = settings | {"RANKS_PER_NODE": "1"}
     job = sbatch(cluster, tmp_path, one, "--time=60", *two_ranks(tmp_path))
     wait_for_step(tmp_path / "run", 20)
-    # one to two minutes are left from now on, and the job asked for its signal 120 s before the end
-    minutes = int(cluster.job(job)["RunTime"].split(":")[1])
-    cluster.run("head", ["scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}"])
+    with held(cluster):  # so that no machine is so fast that it finishes first
+        # one to two minutes are left from now on, and the job wants its signal 120 s before the end
+        minutes = int(cluster.job(job)["RunTime"].split(":")[1])
+        cluster.run("head", ["scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}"])
+        asked = "asking all ranks to save and stop; requeue: yes"
+        out = tmp_path / f"slurm-{job}.out"
+        until(lambda: asked in out.read_text(), 90, "the job is told that its time is up")
     until(lambda: int(cluster.job(job)["Restarts"]) >= 1, 90, "the job is requeued")
     cluster.run("head", ["scontrol", "update", f"JobId={job}", "TimeLimit=60"])
     finished(cluster, job, tmp_path)
