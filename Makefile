@@ -28,7 +28,7 @@ export LAYOUT
 .PHONY: help
 help:  ## list the targets
 	@echo "make TARGET, where TARGET is one of:"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' Makefile
 	@echo "PYTHON=... names the Python (3.11 or newer) to make .venv with; now: $(PYTHON)"
 
 .PHONY: install
@@ -106,6 +106,11 @@ samples: install  ## run the commands whose output the READMEs show, keep it in 
 timeline: install  ## draw docs/timeline.png: what two ranks do in one step
 	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node 2 tools/timeline.py \
 		docs/timeline.png
+
+.PHONY: environments
+environments: install  ## ask each launcher anew what it tells its ranks (needs root)
+	$(PY) tests/cluster/environments.py
+	$(PY) tools/docs.py
 
 A ?= 01
 B ?= 02

@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, takewhile
 from pathlib import Path
 
@@ -132,8 +132,9 @@ def keep_freed_memory():
 
 def say(message):
     """Print a line at once, without breaking the progress bar."""
-    tqdm.write(message)
-    sys.stdout.flush()
+    with suppress(OSError):  # no terminal any more, or no pipe, is no reason to stop
+        tqdm.write(message)
+        sys.stdout.flush()
 
 
 def fail(message):

@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import chain, takewhile
 from pathlib import Path
@@ -212,8 +212,9 @@ def say(message):
     """Print a line at once, without breaking the progress bar."""
     if os.environ["RANK"] != "0":
         return
-    tqdm.write(message)
-    sys.stdout.flush()
+    with suppress(OSError):  # no terminal any more, or no pipe, is no reason to stop
+        tqdm.write(message)
+        sys.stdout.flush()
 
 
 def fail(message):

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import chain, takewhile
 from pathlib import Path
@@ -54,6 +54,7 @@ LAUNCHERS = {  # the variables with rank, world size, local rank, and number of 
         f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     ],
     "mpirun (MPICH)": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+    "deepspeed": ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"],
     "srun": ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"],
 }
 
@@ -223,15 +224,19 @@ def log_to_file(args):
 
 
 def follow_launcher(launcher):
-    """End this process when the one that started it has died: nobody else would."""
+    """End this process within ten seconds after the one that started it: nobody else would."""
     while os.getppid() == launcher:
         time.sleep(1)
-    print(f"the launcher (process {launcher}) is gone, so this rank ends", file=sys.stderr)
+    with suppress(OSError):
+        print(f"the launcher (process {launcher}) is gone, so this rank ends", file=sys.stderr)
+    os.kill(os.getpid(), signal.SIGTERM)  # there may be time for a save
+    time.sleep(8)
     os._exit(1)
 
 
 class StopRequest:
-    """Whether a rank was asked to stop, by SIGTERM, SIGUSR1 or a file `stop` in the run's folder.
+    """Whether a rank was asked to stop: by SIGTERM, SIGUSR1, the end of its terminal (SIGHUP), or a
+    file `stop` in the run's folder.
 
     All ranks agree on it without waiting for each other: in each step they begin to exchange what
     they know, and read what came of the exchange that was begun a step ago.
@@ -243,7 +248,7 @@ class StopRequest:
         self.exchange = None
         if dist.get_rank() == 0:
             self.file.unlink(missing_ok=True)  # it was meant for the run before
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, self.receive)
 
     def receive(self, *_):
@@ -322,8 +327,9 @@ def say(message):
     """Print a line at once, without breaking the progress bar."""
     if os.environ["RANK"] != "0":
         return
-    tqdm.write(message)
-    sys.stdout.flush()
+    with suppress(OSError):  # no terminal any more, or no pipe, is no reason to stop
+        tqdm.write(message)
+        sys.stdout.flush()
 
 
 def fail(message):

@@ -32,6 +32,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+DEEPSPEED = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
 SRUN = {
     "SLURM_PROCID": "3",
     "SLURM_STEP_NUM_TASKS": "4",
@@ -63,7 +64,7 @@ def launched(load, monkeypatch):
         os.environ.pop(name, None)
 
 
-@pytest.mark.parametrize("variables", [TORCHRUN, OPEN_MPI, MPICH])
+@pytest.mark.parametrize("variables", [TORCHRUN, OPEN_MPI, MPICH, DEEPSPEED])
 def test_ranks_come_from_the_launcher(launched, variables):
     assert launched(variables | RENDEZVOUS) == TORCHRUN | RENDEZVOUS
 
@@ -92,7 +93,7 @@ def test_one_node_meets_at_home(launched):
     assert found["MASTER_ADDR"] == "127.0.0.1"
 
 
-@pytest.mark.parametrize("variables", [TORCHRUN, OPEN_MPI, MPICH, SRUN])
+@pytest.mark.parametrize("variables", [TORCHRUN, OPEN_MPI, MPICH, DEEPSPEED, SRUN])
 def test_half_of_the_variables_is_an_error(launched, variables, capsys):
     """It names one that is there, one that is not, and who should have set both."""
     rest = dict(variables)

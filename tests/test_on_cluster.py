@@ -1,6 +1,6 @@
 """Every launcher of chapter 03, for real: on two hosts with two ranks each, under a real Slurm."""
 
-import contextlib
+import json
 import os
 import sys
 import time
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster import environments
 from cluster.cluster import until
 from conftest import ROOT, SCRIPTS, SHORT, difference, metrics, run_well
 
@@ -79,10 +80,17 @@ def wait_for_step(run_dir, step, seconds=150):
 # ---- one curve -------------------------------------------------------------------------------
 
 
-def test_ssh(cluster, settings, curve, tmp_path):
-    hosts = tmp_path / "hosts.txt"
-    hosts.write_text("# two nodes\nh1\nh2\n")
-    command = [CHAPTER / "ssh/launch.sh", hosts, *arguments(tmp_path)]
+@pytest.fixture
+def hosts(tmp_path):
+    """A file with the names of two hosts."""
+    path = tmp_path / "hosts.txt"
+    path.write_text("# two nodes\nh1\nh2\n")
+    return path
+
+
+@pytest.mark.parametrize("options", [[], ["--pdsh"]], ids=["ssh", "pdsh"])
+def test_ssh(cluster, settings, curve, hosts, tmp_path, options):
+    command = [CHAPTER / "ssh/launch.sh", *options, hosts, *arguments(tmp_path)]
     done = cluster.run("head", command, timeout=240, env=settings)
     assert difference(curve, metrics(tmp_path / "run")) < 1e-5
     assert "h1: finished: " in done.stdout
@@ -111,6 +119,46 @@ def test_mpirun(cluster, settings, curve, tmp_path):
     assert difference(curve, metrics(tmp_path / "run")) < 1e-5
 
 
+def test_mpich(cluster, settings, curve, tmp_path):
+    meet = ["-genv", "MASTER_ADDR", "h1", "-genv", "MASTER_PORT", "29400"]
+    command = ["mpiexec.hydra", "-hosts", "h1,h2", "-ppn", "2", *meet, "python"]
+    cluster.run("head", [*command, *arguments(tmp_path)], timeout=240, env=settings)
+    assert difference(curve, metrics(tmp_path / "run")) < 1e-5
+
+
+needs_deepspeed = pytest.mark.skipif(
+    not Path(sys.executable).with_name("deepspeed").exists(),
+    reason="no DeepSpeed: pip install -r 03-job-launchers/deepspeed/requirements.txt",
+)
+
+
+@needs_deepspeed
+def test_deepspeed(cluster, settings, curve, tmp_path):
+    slots = tmp_path / "slots.txt"
+    slots.write_text("h1 slots=2\nh2 slots=2\n")
+    command = [CHAPTER / "deepspeed/launch.sh", slots, *arguments(tmp_path)]
+    cluster.run("head", command, timeout=240, env=settings)
+    assert difference(curve, metrics(tmp_path / "run")) < 1e-5
+
+
+@needs_deepspeed
+def test_environments(cluster, tmp_path, monkeypatch):
+    """What the launchers tell their ranks is what the README shows, but for ports and job ids."""
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # and what else is changed comes back
+    for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+    def comparable(results):
+        for launcher in results.values():
+            for rank in launcher["ranks"]:
+                for name in ("MASTER_PORT", "SLURM_JOB_ID"):
+                    rank["variables"].pop(name, None)
+        return results
+
+    shown = json.loads(environments.RESULT.read_text())
+    assert comparable(environments.collect(cluster, tmp_path)) == comparable(shown)
+
+
 def test_by_hand(cluster, settings, curve, tmp_path):
     """One torchrun per node, typed on each."""
     typed = "torchrun --nnodes 2 --nproc-per-node 2 --node-rank {rank} --master-addr h1".split()
@@ -132,15 +180,26 @@ def two_ranks(tmp_path):
     return [*options, *arguments(tmp_path, MINUTE)]
 
 
-@contextlib.contextmanager
-def held(cluster):
-    """Stop all ranks where they are, and let them go on afterwards."""
-    ranks = "python[^ ]* -u [^ ]*train_llm.py"  # torchrun is not among them
+RANKS = "python[^ ]* -u [^ ]*train_llm.py"  # torchrun's; it is none of them itself
+
+
+def out_of_time(cluster, job, folder, ranks=RANKS):
+    """Let a job's time run out; return when it is requeued.
+
+    Its ranks are stopped until it is told, so that no machine is so fast that they finish first.
+    """
     for host in ("h1", "h2"):
         cluster.run(host, ["pkill", "-STOP", "-f", ranks])
-    yield
+    # one to two minutes are left from now on, and the job asked for its signal 120 s before the end
+    minutes = int(cluster.job(job)["RunTime"].split(":")[1])
+    cluster.run("head", ["scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}"])
+    asked = "asking all ranks to save and stop; requeue: yes"
+    out = folder / f"slurm-{job}.out"
+    until(lambda: asked in out.read_text(), 90, "the job is told that its time is up")
     for host in ("h1", "h2"):
         cluster.run(host, ["pkill", "-CONT", "-f", ranks])
+    until(lambda: int(cluster.job(job)["Restarts"]) >= 1, 90, "the job is requeued")
+    cluster.run("head", ["scontrol", "update", f"JobId={job}", "TimeLimit=60"])
 
 
 def test_out_of_time(cluster, settings, long_curve, tmp_path):
@@ -148,15 +207,7 @@ def test_out_of_time(cluster, settings, long_curve, tmp_path):
     one = settings | {"RANKS_PER_NODE": "1"}
     job = sbatch(cluster, tmp_path, one, "--time=60", *two_ranks(tmp_path))
     wait_for_step(tmp_path / "run", 20)
-    with held(cluster):  # so that no machine is so fast that it finishes first
-        # one to two minutes are left from now on, and the job wants its signal 120 s before the end
-        minutes = int(cluster.job(job)["RunTime"].split(":")[1])
-        cluster.run("head", ["scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}"])
-        asked = "asking all ranks to save and stop; requeue: yes"
-        out = tmp_path / f"slurm-{job}.out"
-        until(lambda: asked in out.read_text(), 90, "the job is told that its time is up")
-    until(lambda: int(cluster.job(job)["Restarts"]) >= 1, 90, "the job is requeued")
-    cluster.run("head", ["scontrol", "update", f"JobId={job}", "TimeLimit=60"])
+    out_of_time(cluster, job, tmp_path)
     finished(cluster, job, tmp_path)
     assert has_stopped(tmp_path, job)
     assert difference(long_curve, metrics(tmp_path / "run")) == 0.0
@@ -187,6 +238,59 @@ def test_a_dead_host(cluster, settings, long_curve, tmp_path):
     cluster.revive("h2")
     finished(cluster, job, tmp_path, seconds=300)
     assert difference(long_curve, metrics(tmp_path / "run")) == 0.0
+
+
+def test_srun_direct_out_of_time(cluster, settings, long_curve, tmp_path):
+    """It is requeued too, and goes on."""
+    options = ["--time=60", "--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1"]
+    options += [CHAPTER / "slurm/srun-direct.sbatch"]
+    job = sbatch(cluster, tmp_path, settings, *options, *arguments(tmp_path, MINUTE))
+    wait_for_step(tmp_path / "run", 20)
+    out_of_time(cluster, job, tmp_path, "python[^ ]* [^ ]*train_llm.py")
+    finished(cluster, job, tmp_path)
+    assert has_stopped(tmp_path, job)
+    assert difference(long_curve, metrics(tmp_path / "run")) == 0.0
+
+
+def test_a_killed_worker(cluster, settings, long_curve, tmp_path):
+    """kill -9 of one rank of a job: all its torchruns start their ranks again, in the same job."""
+    one = settings | {"RANKS_PER_NODE": "1"}
+    job = sbatch(cluster, tmp_path, one, *two_ranks(tmp_path), "--checkpoint-every", 20)
+    wait_for_step(tmp_path / "run", 50)
+    cluster.run("h2", ["pkill", "-KILL", "-f", RANKS])
+    found = finished(cluster, job, tmp_path, seconds=300)
+    assert found["Restarts"] == "0"
+    assert difference(long_curve, metrics(tmp_path / "run")) == 0.0
+
+
+def test_fewer_hosts(cluster, settings, long_curve, tmp_path):
+    """One of two hosts dies, and torchrun goes on with the other, on the same curve."""
+    typed = "torchrun --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d"
+    typed += " --rdzv-id elastic --rdzv-endpoint h1:29400"
+    command = [*typed.split(), *arguments(tmp_path, MINUTE), "--checkpoint-every", "20"]
+    env = settings | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with open(tmp_path / "h1.log", "w+") as log:
+        first = cluster.popen("h1", command, env=env, stdout=log, stderr=log)
+        cluster.popen("h2", command, env=env)
+        wait_for_step(tmp_path / "run", 50)
+        cluster.kill_host("h2", silently=False)
+        assert first.wait(timeout=300) == 0, report(tmp_path)
+        log.seek(0)
+        assert "continuing from" in log.read()
+    assert difference(long_curve, metrics(tmp_path / "run")) < 1e-5
+
+
+def test_in_tmux(cluster, settings, hosts, tmp_path):
+    """It goes on without its terminal, and is stopped as it said, with the ranks' work saved."""
+    command = [CHAPTER / "ssh/launch.sh", "--tmux", hosts, *arguments(tmp_path, MINUTE)]
+    one = settings | {"RANKS_PER_NODE": "1"}
+    said = cluster.run("head", command, cwd=tmp_path, env=one).stdout
+    wait_for_step(tmp_path / "run", 20)
+    cluster.run("head", said.split("stop:")[1].strip(), cwd=tmp_path, env=one)
+    [log] = (tmp_path / "logs").glob("run-*.log")
+    until(lambda: "ended with status" in log.read_text(), 60, "it has stopped")
+    assert "h1: stopped at step" in log.read_text()
+    assert list((tmp_path / "run/checkpoints").glob("step-*"))
 
 
 def test_two_jobs_at_once(cluster, settings, curve, tmp_path):

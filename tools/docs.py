@@ -111,6 +111,21 @@ def ratios(file, rows):
         print(f"| {words} | {result['median']:.2f} | {low:.2f} – {high:.2f} |")
 
 
+def environments(rank=3):
+    """Print the table of what each launcher told one rank, from docs/environments.json."""
+    columns = "launcher", "rank", "ranks in all", "rank on its node", "ranks on its node"
+    columns += "where to meet", "GPUs", "threads"
+    print(f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", sep="\n")
+    for launcher, found in json.loads((ROOT / "docs/environments.json").read_text()).items():
+        told = found["ranks"][rank]["variables"]
+        groups = [[name] for name in found["names"]]
+        groups.append([name for name in told if name.startswith(("MASTER", "SLURM_STEP_NODE"))])
+        groups[-1] += [name for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if name in told]
+        groups += [["CUDA_VISIBLE_DEVICES"], ["OMP_NUM_THREADS"]]
+        cells = (", ".join(f"`{n}={told[n]}`" for n in names if n in told) for names in groups)
+        print(f"| {launcher} | {' | '.join(cell or 'not set' for cell in cells)} |")
+
+
 def machine(file):
     """Print in a sentence on what a file under benchmarks/results was measured."""
     facts = json.loads((ROOT / "benchmarks/results" / file).read_text())["machine"]

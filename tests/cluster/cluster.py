@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 PACKAGES = HERE / "packages.sh"
 COMMANDS = (
     "slurmd slurmctld sbatch munged ssh ssh-keygen sshd pdsh mpirun ip tc nft ps nsenter unshare "
-    "setpriv tmux"
+    "setpriv tmux mpiexec.hydra"
 ).split()
 NETWORK = "10.77.0"
 LOCK = "cluster.lock"

@@ -4,7 +4,7 @@ set -euo pipefail
 
 packages=(
     slurmd slurmctld slurm-client slurm-wlm-basic-plugins munge
-    openssh-server openssh-client pdsh openmpi-bin
+    openssh-server openssh-client pdsh openmpi-bin mpich
     iproute2 nftables procps util-linux tmux
 )
 policy=/usr/sbin/policy-rc.d
