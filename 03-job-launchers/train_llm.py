@@ -229,9 +229,8 @@ def follow_launcher(launcher):
         time.sleep(1)
     with suppress(OSError):
         print(f"the launcher (process {launcher}) is gone, so this rank ends", file=sys.stderr)
-    os.kill(os.getpid(), signal.SIGTERM)  # there may be time for a save
-    time.sleep(8)
-    os._exit(1)
+    signal.alarm(8)  # the system's own end to all that may hang
+    os.kill(os.getpid(), signal.SIGTERM)  # until then there may be time for a save
 
 
 class StopRequest:

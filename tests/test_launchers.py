@@ -1,11 +1,15 @@
 """Chapter 03: who started it does not matter, and it may be stopped, restarted and left alone."""
 
+import fcntl
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
+import threading
 import time
 
 import psutil
@@ -255,7 +259,61 @@ def test_no_worker_outlives_its_launcher(tmp_path):
         process.kill()
         _, alive = psutil.wait_procs(members, timeout=10)
         assert not alive
+        assert list((tmp_path / "run/checkpoints").glob("step-*")), "they saved first"
     finally:
+        kill_all(process, [process, *members] if process.poll() is None else members)
+
+
+def test_no_worker_waits_for_one_that_cannot_answer(tmp_path):
+    """With its launcher gone, a rank ends in ten seconds, though the other hangs."""
+    process = start(*LONG, "--num-steps", 100_000, "--save-dir", tmp_path, "-e", "run")
+    members = []
+    try:
+        wait_for_step(tmp_path / "run", 3, process)
+        members = workers(process)
+        members[1].suspend()
+        process.kill()
+        members[0].wait(timeout=10)
+    finally:
+        kill_all(process, [process, *members] if process.poll() is None else members)
+
+
+def test_a_lost_terminal_is_a_request_to_stop(tmp_path):
+    """As when an ssh connection breaks: torchrun passes SIGHUP on, and all ranks save."""
+    ours, theirs = os.openpty()
+    process = start(
+        *LONG,
+        *("--num-steps", 100_000, "--save-dir", tmp_path, "-e", "run"),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    looking = threading.Event()
+    looking.set()
+
+    def look():
+        while looking.is_set():
+            if select.select([ours], [], [], 0.1)[0]:
+                os.read(ours, 1 << 16)
+
+    person = threading.Thread(target=look)
+    person.start()
+    members = []
+    try:
+        wait_for_step(tmp_path / "run", 3, process)
+        members = workers(process)
+        looking.clear()
+        person.join()
+        os.close(ours)
+        _, alive = psutil.wait_procs(members, timeout=20)
+        assert not alive
+        assert list((tmp_path / "run/checkpoints").glob("step-*"))
+        process.wait(timeout=20)
+    finally:
+        looking.clear()
         kill_all(process, [process, *members] if process.poll() is None else members)
 
 
