@@ -10,6 +10,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 import samples
+from cluster.cluster import obstacle
 from conftest import ROOT
 from readme import Block, blocks, commands, readmes
 
@@ -110,6 +111,21 @@ def test_commands_for_the_hub_run_on_a_stand_in(block, stand_in, tmp_path):
     assert text.count("train_llm.py") == 1, "the sizes belong to the end of the one command"
     status, output = samples.run(Block(block.name, "bash", text), tmp_path, timeout=280)
     assert status == 0 and "finished: " in output, output
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(420)
+def test_the_practice_cluster(tmp_path):
+    """Its section, word by word: the job is told to stop, goes on, is cancelled."""
+    if reason := obstacle():
+        pytest.skip(reason)
+    status, output = samples.practise(tmp_path, timeout=400)
+    assert status == 0, output
+    steps = re.findall(r"^stopped at step (\d+): ", output, flags=re.M)
+    assert len(steps) == 2 and int(steps[0]) < int(steps[1]) < 900, output
+    assert "requeue: yes" in output and "requeue: no" in output, output
+    assert "continuing from outputs/practice/checkpoints/step-" in output, output
 
 
 def test_made_parts_are_up_to_date():

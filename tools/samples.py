@@ -12,14 +12,20 @@ import tempfile
 from pathlib import Path
 
 from chapters import ROOT
-from readme import commands, script_of, workplace
+from readme import Block, commands, script_of, workplace
 
 SAMPLES = ROOT / "docs/samples"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
 
 
-def run(block, folder, timeout=None):
-    """Run a block in a copy of the repository; return its exit status and all that it printed."""
+PRACTICE = "the cluster to practise on"  # how the needs of blocks begin that belong in its shell
+
+
+def run(block, folder, timeout=None, typed=""):
+    """Run a block in a copy of the repository; return its exit status and all that it printed.
+
+    `typed` is what it reads.
+    """
     path = f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"
     # a make that is called by another says so in its output
     ours = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
@@ -30,10 +36,20 @@ def run(block, folder, timeout=None):
         env=ours | ENVIRONMENT | {"PATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        input=typed,
         text=True,
         timeout=timeout,
     )
     return done.returncode, done.stdout
+
+
+def practise(folder, timeout=None):
+    """Make the practice cluster, type all that READMEs have for it, as `run` does; needs root."""
+    blocks = [block.text for block in commands() if block.needs.startswith(PRACTICE)]
+    status, output = run(
+        Block("practice", "bash", "make cluster"), folder, timeout, "".join(blocks)
+    )
+    return status, output.partition("ends the cluster with all that runs on it.\n")[2]
 
 
 def main():
@@ -44,7 +60,8 @@ def main():
             continue
         print(f"{block.name}: {block.sample}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            status, output = run(block, folder)
+            practice = block.needs.startswith(PRACTICE)
+            status, output = practise(folder) if practice else run(block, folder)
             for picture in Path(folder).glob("outputs/*.png"):
                 shutil.copy(picture, ROOT / "docs")
         if status:
