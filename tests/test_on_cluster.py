@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -293,6 +294,46 @@ def test_in_tmux(cluster, settings, hosts, tmp_path):
     assert list((tmp_path / "run/checkpoints").glob("step-*"))
 
 
+@pytest.mark.parametrize(
+    "launcher, number",
+    [
+        ("ssh", signal.SIGINT),
+        ("mpi", signal.SIGUSR1),
+        pytest.param("deepspeed", signal.SIGINT, marks=needs_deepspeed),
+    ],
+)
+def test_asked_by_hand(cluster, settings, hosts, tmp_path, launcher, number):
+    """Ctrl-C, or with MPI a signal that mpirun passes on: all ranks save and stop."""
+    hosts.write_text("h1 slots=1\nh2 slots=1\n")
+    command = [CHAPTER / launcher / "launch.sh", hosts, *arguments(tmp_path, MINUTE)]
+    if launcher == "mpi":
+        command[1] = "h1:1,h2:1"
+    env = settings | {"RANKS_PER_NODE": "1", "MPI_INTERFACE": "eth0"}
+    with open(tmp_path / "out.log", "w+") as log:
+        process = cluster.popen(
+            "head", command, env=env, stdout=log, stderr=log, start_new_session=True
+        )
+        wait_for_step(tmp_path / "run", 20)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as the terminal does
+        else:
+            process.send_signal(number)
+        process.wait(timeout=60)
+        log.seek(0)
+        output = log.read()
+    until(lambda: list((tmp_path / "run/checkpoints").glob("step-*")), 20, f"it saves:\n{output}")
+    until(lambda: not ranks_of(cluster), 20, f"all ranks have ended:\n{output}")
+
+
+def ranks_of(cluster):
+    """Return what pgrep says of processes on the hosts that train."""
+    found = [
+        cluster.run(host, ["pgrep", "-f", "python[^ ]* [^ ]*train_llm.py"], check=False)
+        for host in ("h1", "h2")
+    ]
+    return "".join(done.stdout for done in found)
+
+
 def test_two_jobs_at_once(cluster, settings, curve, tmp_path):
     """Both on both hosts, with their own ports, logs and runs."""
     jobs = {}
@@ -337,10 +378,13 @@ def test_a_folder_that_is_not_shared(cluster, settings, tmp_path):
     [
         ({"GLOO_SOCKET_IFNAME": "eth9"}, "eth9"),
         ({"MASTER_ADDR": "h9"}, "h9:"),
+        ({"MASTER_PORT": "23456"}, "h1:23456"),
     ],
+    ids=["interface", "host", "port"],
 )
-def test_a_wrong_name(cluster, settings, tmp_path, more, expected):
-    """A wrong interface and a wrong host end in a line that names them."""
+def test_no_way_to_meet(cluster, settings, tmp_path, more, expected):
+    """A wrong interface, a wrong host and a blocked port end in a line that names them."""
+    cluster.block_port("h1", 23456)
     options = ["--nodes=2", "--ntasks-per-node=1", CHAPTER / "slurm/srun-direct.sbatch"]
     job = sbatch(
         cluster, tmp_path, settings | more, *options, *arguments(tmp_path), "--dist-timeout", 10
