@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from cluster import environments
-from cluster.cluster import until
+from cluster.cluster import Cluster, until
 from conftest import ROOT, SCRIPTS, SHORT, difference, metrics, run_well
+from test_cluster import gone, mounts, related, traces
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(420)]
 CHAPTER = ROOT / "03-job-launchers"
@@ -393,3 +395,46 @@ def test_no_way_to_meet(cluster, settings, tmp_path, more, expected):
     text = report(tmp_path)
     assert ended["JobState"] == "FAILED", text
     assert "cannot meet the other ranks at" in text and expected in text
+
+
+# ---- what remains of it ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["test_ssh[ssh]", "test_sbatch_with_torchrun", "test_mpirun"])
+def test_nothing_is_left_of_a_killed_test(cluster, tmp_path, name):
+    """kill -9 of pytest while one of these tests trains: all of it ends, and all files go."""
+    inner = tmp_path / "tmp"
+    inner.mkdir()
+    before = mounts()
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"{__file__}::{name}",
+    ]
+    process = subprocess.Popen(
+        [*command, "--basetemp", tmp_path / "base"],
+        env=os.environ | {"TMPDIR": str(inner)},
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        function = name.partition("[")[0]
+        until(
+            lambda: list((tmp_path / "base").glob(f"{function}*/run/metrics.jsonl")),
+            240,
+            f"{name} trains",
+        )
+        [folder] = inner.glob("cluster-*")
+        found = traces(Cluster.attach(folder))
+        assert related(tmp_path / "base")
+    finally:
+        process.kill()
+        process.wait()
+    until(lambda: gone(folder, found), 20, "the cluster is gone")
+    until(lambda: not related(tmp_path / "base"), 20, "all processes are gone")
+    assert mounts() == before

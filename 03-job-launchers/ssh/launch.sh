@@ -47,7 +47,9 @@ if [[ ${detach:-} ]]; then
     mkdir -p logs
     keep PATH RANKS_PER_NODE MIN_NODES MAX_RESTARTS MASTER_PORT SSH_AUTH_SOCK # tmux has its own otherwise
     printf -v command '%q ' env "${settings[@]}" "${again[@]}" "$@"
-    tmux new-session -d -s "$id" "{ $command; echo \"ended with status \$?\"; } 2>&1 | tee logs/$id.log"
+    # Ctrl-C in the session is for the script alone
+    session="{ trap : INT; $command; echo ended with status \$?; } 2>&1 | tee -i logs/$id.log"
+    tmux new-session -d -s "$id" "$session"
     echo "started in tmux; what it prints is in logs/$id.log too"
     echo "watch: tmux attach -t $id    (Ctrl-b d leaves it running)"
     echo "stop:  tmux send-keys -t $id C-c"
@@ -77,22 +79,25 @@ done
 
 # shellcheck disable=SC2329  # the trap calls it
 stop() {
+    [[ -z ${stopping:-} ]] || return 0
+    stopping=yes
     echo "launch.sh: asking all ranks to save and stop"
     for host in "${hosts[@]}"; do
         # the brackets keep the pattern from finding the shell that looks for it
         reach "$host" "pkill -TERM -f '[r]dzv-id $id'" &
     done
 }
-trap stop INT TERM
+trap stop INT TERM USR2
 
 # on MARK COMMAND...: run what reaches a host, or all, and mark its lines. A terminal there, as -tt
 # gives, lets a lost connection hang up on torchrun. setsid: Ctrl-C here is for this script.
 on() {
+    trap '' INT
     setsid "${@:2}" </dev/null 2>&1 | sed -u "s/^/$1/; s/\r$//"
     local status=${PIPESTATUS[0]}
     if [[ $status != 0 && $1 && ! ${MIN_NODES:-} ]]; then # pdsh does not tell before all have ended
         echo "launch.sh: ${1}ended with status $status"
-        stop
+        kill -USR2 $$
     fi
     return "$status"
 }
