@@ -50,7 +50,7 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def run_jobs(world_size, jobs, folder, timeout=240):
+def run_jobs(world_size, jobs, folder, timeout=500):
     """Run (chapter, arguments) pairs on `world_size` ranks; return each job's results by rank."""
     folder.mkdir(parents=True, exist_ok=True)
     listed = [
@@ -86,7 +86,7 @@ def run_jobs(world_size, jobs, folder, timeout=240):
     return [list(job) for job in zip(*by_rank, strict=True)]
 
 
-def run_well(world_size, jobs, folder, timeout=240):
+def run_well(world_size, jobs, folder, timeout=500):
     """Run jobs as `run_jobs` does; fail if any rank of any did not end well."""
     results = run_jobs(world_size, jobs, folder, timeout)
     for (chapter, args), ranks in zip(jobs, results, strict=True):

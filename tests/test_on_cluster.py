@@ -397,6 +397,26 @@ def test_no_way_to_meet(cluster, settings, tmp_path, more, expected):
     assert "cannot meet the other ranks at" in text and expected in text
 
 
+@pytest.mark.parametrize(
+    "second, status, expected",
+    [
+        ("h9", 2, "error: no ssh to h9"),
+        ("h2", 255, "h2: torch.distributed.DistNetworkError: The client socket has timed out after "
+         "60000ms while trying to connect to (h1, 23456)"),
+    ],
+    ids=["host", "port"],
+)  # fmt: skip
+def test_no_way_to_meet_over_ssh(cluster, settings, hosts, tmp_path, second, status, expected):
+    """One host fails with a line that says why, and the other is not left waiting."""
+    cluster.block_port("h1", 23456)
+    hosts.write_text(f"h1\n{second}\n")
+    command = [CHAPTER / "ssh/launch.sh", hosts, *arguments(tmp_path)]
+    env = settings | {"MASTER_PORT": "23456"}
+    done = cluster.run("head", command, timeout=120, check=False, env=env)
+    assert done.returncode == status, done.stdout
+    assert expected in done.stdout + done.stderr
+
+
 # ---- what remains of it ----------------------------------------------------------------------
 
 

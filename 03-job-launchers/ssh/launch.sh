@@ -95,12 +95,14 @@ on() {
     trap '' INT
     setsid "${@:2}" </dev/null 2>&1 | sed -u "s/^/$1/; s/\r$//"
     local status=${PIPESTATUS[0]}
+    echo "$status" >>"$ended"
     if [[ $status != 0 && $1 && ! ${MIN_NODES:-} ]]; then # pdsh does not tell before all have ended
         echo "launch.sh: ${1}ended with status $status"
         kill -USR2 $$
     fi
-    return "$status"
 }
+ended=$(mktemp)
+trap 'rm -f "$ended"' EXIT
 jobs=()
 if [[ $with == pdsh ]]; then
     export PDSH_SSH_ARGS_APPEND="-tt -o BatchMode=yes ${PDSH_SSH_ARGS_APPEND:-}"
@@ -114,14 +116,9 @@ else
     done
 fi
 
-worst=0
 for job in "${jobs[@]}"; do
-    wait "$job"
-    status=$?
     while kill -0 "$job" 2>/dev/null; do # a trapped signal ends wait, and not what it waits for
         wait "$job"
-        status=$?
     done
-    ((status > worst)) && worst=$status
 done
-exit "$worst"
+exit "$(sort -n "$ended" | tail -n 1)"
