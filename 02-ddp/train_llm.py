@@ -120,8 +120,7 @@ def parse_args():
 def setup(args):
     """Join the process group; return this rank's device."""
     signal.signal(signal.SIGINT, interrupted)
-    # processes that tokenize end without a word
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    os.register_at_fork(after_in_child=follow_parent)  # in the processes that tokenize
     if not sys.stderr.isatty():  # in a file, progress bars are noise
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
@@ -139,6 +138,14 @@ def setup(args):
     else:
         dist.init_process_group("gloo")
     return device
+
+
+def follow_parent():
+    """In a forked process: end at Ctrl-C without a word, and when what forked it is dead."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # which only Linux has
+    if prctl:
+        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def keep_freed_memory():

@@ -50,45 +50,57 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def run_jobs(world_size, jobs, folder, timeout=500):
-    """Run (chapter, arguments) pairs on `world_size` ranks; return each job's results by rank."""
+def run_jobs(world_size, jobs, folder, timeout=500, shares=1):
+    """Run (chapter, arguments) pairs on `world_size` ranks; return each job's results by rank.
+
+    Each rank runs one after the other. With more `shares` than one, so many such groups of ranks
+    run at once, and divide the jobs among them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    listed = [
-        {"script": str(SCRIPTS[chapter]), "args": [str(arg) for arg in args], "port": free_port()}
-        for chapter, args in jobs
-    ]
-    (folder / "jobs.json").write_text(json.dumps(listed))
-    ranks = []
-    for rank in range(world_size):
-        env = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-        }
-        log = open(folder / f"rank{rank}.log", "w")
-        command = [sys.executable, ROOT / "tests" / "worker.py", folder / "jobs.json"]
-        command.append(folder / f"results{rank}.json")
-        ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+    started = []
+    for share in range(shares):
+        listed = [
+            {"script": str(SCRIPTS[chapter]), "args": list(map(str, args)), "port": free_port()}
+            for chapter, args in jobs[share::shares]
+        ]
+        if listed:
+            (folder / f"jobs{share}.json").write_text(json.dumps(listed))
+            started += [start_rank(world_size, rank, share, folder) for rank in range(world_size)]
     try:
         deadline = time.monotonic() + timeout
-        for process in ranks:
+        for process in started:
             process.wait(timeout=max(0.1, deadline - time.monotonic()))
     finally:
-        for process in ranks:
+        for process in started:
             process.kill()
-    logs = "\n".join((folder / f"rank{rank}.log").read_text() for rank in range(world_size))
-    assert all(process.returncode == 0 for process in ranks), logs
-    by_rank = [
-        json.loads((folder / f"results{rank}.json").read_text()) for rank in range(world_size)
-    ]
-    return [list(job) for job in zip(*by_rank, strict=True)]
+    logs = "\n".join(path.read_text() for path in sorted(folder.glob("rank*.log")))
+    assert all(process.returncode == 0 for process in started), logs
+    done = [None] * len(jobs)
+    for share in range(min(shares, len(jobs))):
+        ranks = [folder / f"results{share}-{rank}.json" for rank in range(world_size)]
+        by_rank = [json.loads(path.read_text()) for path in ranks]
+        done[share::shares] = [list(job) for job in zip(*by_rank, strict=True)]
+    return done
 
 
-def run_well(world_size, jobs, folder, timeout=500):
+def start_rank(world_size, rank, share, folder):
+    """Start one rank of those that run the jobs of `jobs{share}.json`."""
+    env = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    command = [sys.executable, ROOT / "tests/worker.py", folder / f"jobs{share}.json"]
+    command.append(folder / f"results{share}-{rank}.json")
+    with open(folder / f"rank{rank}-{share}.log", "w") as log:
+        return subprocess.Popen(command, env=env, stdout=log, stderr=log)
+
+
+def run_well(world_size, jobs, *args, **options):
     """Run jobs as `run_jobs` does; fail if any rank of any did not end well."""
-    results = run_jobs(world_size, jobs, folder, timeout)
+    results = run_jobs(world_size, jobs, *args, **options)
     for (chapter, args), ranks in zip(jobs, results, strict=True):
         for result in ranks:
             assert result["status"] == 0, f"{chapter} {args}\n{result['stdout']}{result['stderr']}"

@@ -93,7 +93,7 @@ def results(files, tmp_path_factory):
     for number, (arguments, _) in enumerate(CASES.values()):
         args = [*SHORT, "--save-dir", root / "runs", "-e", str(number)]
         jobs.append(("01", [*args, *arguments.format(files=files).split()]))
-    return dict(zip(CASES, run_jobs(1, jobs, root / "jobs"), strict=True)), root / "runs"
+    return dict(zip(CASES, run_jobs(1, jobs, root / "jobs", shares=2), strict=True)), root / "runs"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -3,8 +3,10 @@
 import json
 import os
 import random
+import subprocess
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -84,8 +86,25 @@ def kill_often(chapter, times, tmp_path, num_steps):
     assert difference(metrics(tmp_path / "whole"), metrics(run_dir)) == 0.0
 
 
-def test_killed_twice(tmp_path):
-    kill_often("01", 2, tmp_path, num_steps=200)
+def test_killed(tmp_path):
+    kill_often("01", 1, tmp_path, num_steps=150)
+
+
+@pytest.mark.slow
+def test_killed_while_it_tokenizes(tmp_path):
+    """kill -9 of the one process leaves none of those that it shares the tokenizing with."""
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f'{{"text": "{"word " * 100}{n}"}}\n' for n in range(100_000)))
+    args = ["-d", data, "--num-proc", 2, "--save-dir", tmp_path]
+    process = torchrun("01", *args, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        assert wait_for(lambda: len(family(process)) > 2, process)
+        members = family(process)[1:]
+    finally:
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(members, timeout=10)
+    assert not alive
 
 
 @pytest.mark.slow

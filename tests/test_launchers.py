@@ -57,6 +57,8 @@ def launched(load, monkeypatch):
         if name.startswith(PREFIXES) or name in TORCHRUN:
             monkeypatch.delenv(name)
 
+    monkeypatch.setattr(chapter.time, "sleep", lambda _: None)  # before ranks say what is wrong
+
     def adopt(variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -122,8 +124,8 @@ def test_no_place_to_meet_is_an_error(launched, gone, capsys):
 # ---- stopping --------------------------------------------------------------------------------
 
 
-LONG = [*SHORT, "--seq-length", 32, "--num-steps", 120]
-LONG += ["--checkpoint-every", 100, "--eval-every", 120]
+LONG = [*SHORT, "--seq-length", 32, "--num-steps", 60]
+LONG += ["--checkpoint-every", 50, "--eval-every", 60]
 
 
 def start(*args, launcher=(), **options):
@@ -187,7 +189,7 @@ def test_stopped_and_continued(how, whole, tmp_path):
         kill_all(process, family(process) if process.poll() is None else [])
     [line] = [line for line in output.splitlines() if line.startswith("stopped at step")]
     step = int(line.split()[3].rstrip(":"))
-    assert step < 120 and (run_dir / f"checkpoints/step-{step:08}").exists()
+    assert step < 60 and (run_dir / f"checkpoints/step-{step:08}").exists()
     assert not (run_dir / "model").exists()
     assert process.returncode == (1 if how == "SIGTERM to torchrun" else 0)  # 1 is torchrun's own
     assert "terminate called" not in output
@@ -264,6 +266,7 @@ def test_no_worker_outlives_its_launcher(tmp_path):
         kill_all(process, [process, *members] if process.poll() is None else members)
 
 
+@pytest.mark.slow
 def test_no_worker_waits_for_one_that_cannot_answer(tmp_path):
     """With its launcher gone, a rank ends in ten seconds, though the other hangs."""
     process = start(*LONG, "--num-steps", 100_000, "--save-dir", tmp_path, "-e", "run")

@@ -33,7 +33,8 @@ def curves(tmp_path_factory, models):
             (chapter, [*SHORT, *args, "--save-dir", root, "-e", name])
             for name, (chapter, args) in runs.items()
         ]
-        run_well(world_size, jobs, root / f"ranks{world_size}")
+        shares = 2 if world_size == 1 else 1
+        run_well(world_size, jobs, root / f"ranks{world_size}", shares=shares)
     return {folder.parent.name: metrics(folder.parent) for folder in root.glob("*/metrics.jsonl")}
 
 

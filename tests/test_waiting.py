@@ -88,6 +88,7 @@ def test_only_ddps_buckets_are_reduced_and_once_a_step(load, group):
     assert [event for event in events if READS.match(event)] == []
 
 
+@pytest.mark.slow
 def test_compiled_layers_keep_ddps_overlap(load, group):
     """Each layer's backward is its own graph, so that one bucket is sent while others compute."""
     chapter = load("02")

@@ -13,27 +13,43 @@ FAMILIES = ["tiny", "gpt2", "qwen3", "gemma3", "gemma3-window"]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory, models):
-    """Finished runs of several families, compiled and not, on one rank and on two."""
+    """Finished runs of several families."""
     root = tmp_path_factory.mktemp("weights")
     args = [*SHORT, "--save-dir", root]
     jobs = [
         ("01", [*args, "-m", family if family == "tiny" else models / family, "-e", family])
         for family in FAMILIES
     ]
-    jobs.append(("01", [*args, "-e", "tiny-compiled", "--compile"]))
     still = ["--lr", 3e-5, "--num-steps", 100, "--warmup-steps", 0, "--log-every", 100]
     jobs.append(("01", [*args, "-e", "small-lr", *still, "--checkpoint-every", 100]))
-    run_well(1, jobs, root / "ranks1")
-    run_well(2, [("02", [*args, "-e", "tiny-ddp-compiled", "--compile"])], root / "ranks2")
+    run_well(1, jobs, root / "jobs", shares=2)
     return root
 
 
-RUNS = [*FAMILIES, "tiny-compiled", "tiny-ddp-compiled"]
+COMPILED = ["tiny-compiled", "tiny-ddp-compiled"]
+
+
+@pytest.fixture(scope="module")
+def compiled(root):
+    """The same folder, with compiled runs on one rank and on two besides."""
+    args = [*SHORT, "--save-dir", root, "--compile", "-e"]
+    for world_size, chapter, name in zip((1, 2), ("01", "02"), COMPILED, strict=True):
+        run_well(world_size, [(chapter, [*args, name])], root / f"jobs-{name}")
+    return root
+
+
+def made_by(request, run):
+    """Return the folder with a run, made now if it was not before."""
+    return request.getfixturevalue("compiled" if run in COMPILED else "root")
+
+
+RUNS = [*FAMILIES, *(pytest.param(run, marks=pytest.mark.slow) for run in COMPILED)]
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_checkpoints_load_in_transformers(root, run):
+def test_checkpoints_load_in_transformers(request, run):
     """The names in every checkpoint are those of the plain model."""
+    root = made_by(request, run)
     model = AutoModelForCausalLM.from_config(
         AutoModelForCausalLM.from_pretrained(root / run / "model").config
     )
@@ -46,8 +62,9 @@ def test_checkpoints_load_in_transformers(root, run):
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_finished_model_has_the_logged_validation_loss(root, run, load):
+def test_finished_model_has_the_logged_validation_loss(request, run, load):
     """Loaded by its folder alone, tokenizer included, and attended to as transformers does."""
+    root = made_by(request, run)
     folder = root / run / "model"
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -64,8 +81,9 @@ def test_finished_model_has_the_logged_validation_loss(root, run, load):
     assert loss == pytest.approx(metrics(root / run)[20]["val_loss"], abs=1e-5)
 
 
-def test_compiling_changes_the_losses_but_little(root):
-    one, other = metrics(root / "tiny"), metrics(root / "tiny-compiled")
+@pytest.mark.slow
+def test_compiling_changes_the_losses_but_little(compiled):
+    one, other = metrics(compiled / "tiny"), metrics(compiled / "tiny-compiled")
     assert max(abs(one[step]["loss"] - other[step]["loss"]) for step in range(1, 21)) < 1e-4
 
 
@@ -110,6 +128,7 @@ def test_small_updates_are_not_lost(root, load):
     assert moved(start, state["model"]) > 0.99
 
 
+@pytest.mark.slow
 def test_weights_in_bf16_would_lose_small_updates(load, monkeypatch):
     """What the README of chapter 01 says: 100 steps at 3e-5, 29% of bf16 weights ever moved."""
     chapter = load("01")
