@@ -241,8 +241,7 @@ def follow_launcher(launcher):
 
 
 class StopRequest:
-    """Whether a rank was asked to stop: by SIGTERM, SIGUSR1, the end of its terminal (SIGHUP), or a
-    file `stop` in the run's folder.
+    """Whether a rank was asked to stop: by SIGTERM, SIGUSR1, SIGHUP or a file `stop` of its run.
 
     All ranks agree on it without waiting for each other: in each step they begin to exchange what
     they know, and read what came of the exchange that was begun a step ago.
