@@ -25,6 +25,8 @@ SHORT = (
 
 
 def pytest_configure(config):
+    # what a shell starts with & ignores Ctrl-C, and so would all that the tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "slow: takes minutes, is random, or needs root")
     config.addinivalue_line("markers", "cluster: runs on several hosts, all made on this machine")
 
