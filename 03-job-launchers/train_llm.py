@@ -999,5 +999,7 @@ def main():
 
 if __name__ == "__main__":
     main()
+    if not dist.is_initialized():
+        sys.exit()  # after --help
     all_ranks(True)  # DDP: no rank leaves while another may still need it
     dist.destroy_process_group()
