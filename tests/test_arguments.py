@@ -2,6 +2,7 @@
 
 import math
 import re
+import subprocess
 import sys
 
 import pytest
@@ -149,3 +150,10 @@ def test_metrics_have_the_promised_columns(tmp_path):
     assert list(rows[3]) == list(rows[6]) == [*names, "val_loss"]
     assert all(row["tokens_per_second"] > 0 for step, row in rows.items() if step > 1)
     assert all(math.isfinite(row["loss"]) for step, row in rows.items() if step)
+
+
+@pytest.mark.parametrize("chapter", SCRIPTS)
+def test_help_is_help_and_nothing_else(chapter):
+    command = [sys.executable, str(SCRIPTS[chapter]), "--help"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "") and "--num-steps" in done.stdout
