@@ -475,15 +475,25 @@ def saving(path):
 def whole_folder(folder):
     """Give a folder to write to that appears as `folder` only when all of it is on the disk."""
     partial = folder.with_name(f".{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    make_empty(partial)
     try:
         yield partial
-        for path in (*partial.rglob("*"), partial):
-            flush(path)
+        publish(partial, folder)
     except BaseException:
-        shutil.rmtree(partial)
+        shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def make_empty(folder):
+    """Make a folder, without what a kill may have left in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def publish(partial, folder):
+    """Give a folder its name, once all that is in it is on the disk."""
+    for path in (*partial.rglob("*"), partial):
+        flush(path)
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -509,6 +519,11 @@ def save_checkpoint(args, run_dir, model, optimizer, step):
     with saving(checkpoint), whole_folder(checkpoint) as folder:
         with open(folder / "state.pt", "wb") as file:
             torch.save(state, file)
+    delete_oldest(args, checkpoints)
+
+
+def delete_oldest(args, checkpoints):
+    """Delete all but the newest `--keep-checkpoints`, and what a kill has left."""
     for old in sorted(checkpoints.glob("step-????????"))[: -args.keep_checkpoints]:
         old.rename(old.with_name(f".{old.name}"))  # first, since a kill may leave half of it
     for hidden in checkpoints.glob(".step-*"):  # on NFS one may be open still: the next save tries
@@ -565,7 +580,14 @@ def compare_args(args, before, checkpoint):
     told = "; ".join(
         f"{name} was {before.get(name)}, is {vars(args)[name]}" for name in sorted(changed)
     )
-    if changed & {"model_name", "dataset_fingerprint", "seq_length", "global_batch_size", "seed"}:
+    if changed & {
+        "model_name",
+        "num_weights",
+        "dataset_fingerprint",
+        "seq_length",
+        "global_batch_size",
+        "seed",
+    }:
         fail(f"{checkpoint} is from another run: {told}; choose another --experiment-name")
     if changed:
         say(f"changed since {checkpoint}: {told}")
@@ -699,6 +721,7 @@ def main():
     train_set, held_out = build_data(args, tokenizer)
     args.dataset_fingerprint = fingerprint(train_set)
     model = build_model(args, config).to(device)
+    args.num_weights = model.num_parameters()
     optimizer = build_optimizer(args, model)
     start = load_checkpoint(args, run_dir, model, optimizer)
     if is_finished(args, run_dir, start):

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -46,10 +47,12 @@ def environment(tmp_path_factory):
 
 
 def free_port():
-    """Return a port that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """Return a port that nothing listens on, and that the system gives to no connection either."""
+    while True:
+        port = random.randrange(12_000, 30_000)  # Linux takes those of connections from 32768 on
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def run_jobs(world_size, jobs, folder, timeout=500, shares=1):

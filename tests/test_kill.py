@@ -51,7 +51,8 @@ def kill_once(chapter, args, run_dir, draw, in_a_save):
     process = torchrun(chapter, *args)
     after = before + draw.randint(2, 5 * EVERY)  # in steps: the machine's speed does not matter
     if not wait_for(lambda: last_row(run_dir) >= after, process):
-        process.communicate()
+        output = "".join(process.communicate())
+        assert process.returncode == 0, f"it failed, and nobody had killed it:\n{output}"
         return False
     victims = family(process)
     time.sleep(draw.uniform(0, 0.02))
