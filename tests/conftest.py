@@ -187,6 +187,18 @@ def load():
     return load_script
 
 
+def fast_byte_tokenizer():
+    """Return a tokenizer of bytes, of the kind that Mistral's folders must have."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({letter: number for number, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """Folders with the configuration and byte tokenizer of tiny models of several families."""
@@ -201,11 +213,13 @@ def models(tmp_path_factory):
         "gpt2": transformers.GPT2Config(**gpt2, **still),
         "gpt2-dropout": transformers.GPT2Config(**gpt2),
         "qwen3": transformers.Qwen3Config(**common, head_dim=16, tie_word_embeddings=True),
+        "mistral": transformers.MistralConfig(**common, head_dim=16),
         "gemma3": transformers.Gemma3TextConfig(**common, head_dim=16),
         "gemma3-window": transformers.Gemma3TextConfig(**common, head_dim=16, sliding_window=32),
     }
     root = tmp_path_factory.mktemp("models")
     for name, config in configs.items():
         config.save_pretrained(root / name)
-        transformers.ByT5Tokenizer().save_pretrained(root / name)
+        tokenizer = fast_byte_tokenizer() if name == "mistral" else transformers.ByT5Tokenizer()
+        tokenizer.save_pretrained(root / name)
     return root
