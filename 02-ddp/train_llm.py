@@ -559,10 +559,10 @@ def saving(path):
     try:
         yield
     except Exception as error:  # a full disk is of another kind in torch and in safetensors
-        if isinstance(error.__context__, SystemExit):  # Ctrl-C, of which torch made another error
-            raise error.__context__ from None
-        reason = first_line(error.__context__ or error)
-        fail(f"cannot write {path}: {reason}; what was saved before is whole")
+        cause = error.__context__ or error
+        if isinstance(cause, SystemExit):  # Ctrl-C, of which torch made another error
+            raise cause from None
+        fail(f"cannot write {path}: {first_line(cause)}; what was saved before is whole")
 
 
 @contextmanager

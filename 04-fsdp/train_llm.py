@@ -12,6 +12,7 @@ import ctypes
 import functools
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -39,8 +40,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
+    get_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -726,18 +726,27 @@ def saving(path):
     try:
         yield
     except (Exception, CheckpointException) as error:
-        error = first_failure(error)
-        if isinstance(error.__context__, SystemExit):  # Ctrl-C, of which torch made another error
-            raise error.__context__ from None
-        reason = first_line(error.__context__ or error)
-        fail(f"cannot write {path}: {reason}; what was saved before is whole")
+        cause = first_failure(error)
+        if isinstance(cause, SystemExit):  # Ctrl-C, of which torch made another error
+            raise cause from None
+        fail(f"cannot write {path}: {first_line(cause)}; what was saved before is whole")
 
 
 def first_failure(error):
-    """Return what went wrong on the first of the ranks that failed in a save or a load."""
+    """Return what went wrong, on the first of the ranks of which DCP says that they failed."""
     if isinstance(error, CheckpointException):
-        return next(cause for cause, _ in error.failures.values())
-    return error
+        error = next(cause for cause, _ in error.failures.values())
+    return error.__context__ or error
+
+
+class ShardWriter(dcp.FileSystemWriter):
+    """Writes this rank's shards, and tells the others the cause if it cannot."""
+
+    def write_data(self, plan, planner):
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:  # torch makes its own of a full disk, and its context stays here
+            raise error.__context__ or error from None
 
 
 @contextmanager
@@ -808,14 +817,22 @@ def save_checkpoint(args, run_dir, model, optimizer, step):
     checkpoint = checkpoints / f"step-{step:08}"
     state = state_of(model, optimizer) | {"step": step, "args": json.dumps(vars(args))}
     with saving(checkpoint), whole_folder(checkpoint) as folder:
-        dcp.save(state, checkpoint_id=folder, process_group=patient_group())
+        dcp.save(state, storage_writer=ShardWriter(folder), process_group=patient_group())
+        write_config(folder, model)
     delete_oldest(args, checkpoints)
 
 
+@on_rank_zero
+def write_config(folder, model):
+    """Write what to_transformers.py needs to make a model of the weights."""
+    model.config.save_pretrained(folder)
+
+
 def state_of(model, optimizer):
-    """Return the shards of this rank under names that do not depend on the number of ranks."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state}
+    """Return this rank's shards, by names that do not depend on the number of ranks."""
+    weights = model.state_dict()  # first, as it shards again what an evaluation left gathered
+    adam = get_optimizer_state_dict(model, optimizer)["state"]  # a new optimizer gets it here
+    return {"model": weights, "optimizer": adam}
 
 
 @on_rank_zero
@@ -830,18 +847,14 @@ def delete_oldest(args, checkpoints):
 def load_checkpoint(args, run_dir, model, optimizer):
     """Restore the newest checkpoint that can be read; return its step, which is 0 for a new run."""
     while checkpoint := newest_checkpoint(run_dir):
+        if (checkpoint / "state.pt").exists():
+            fail(f"{checkpoint} is of a chapter that saves whole; choose another --experiment-name")
         about = read_checkpoint(checkpoint, {"step": 0, "args": ""})
         if about is not None:
             compare_args(args, json.loads(about["args"]), checkpoint)
-        state = about and read_checkpoint(checkpoint, state_of(model, optimizer))
-        if state is None:
+        if about is None or read_checkpoint(checkpoint, state_of(model, optimizer)) is None:
             set_aside(checkpoint)
             continue
-        settings = optimizer.state_dict()["param_groups"]  # as the command says, not as they were
-        set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
-        optimizer.load_state_dict(optimizer.state_dict() | {"param_groups": settings})
         say(f"continuing from {checkpoint}")
         return about["step"]
     return 0
@@ -859,12 +872,15 @@ def newest_checkpoint(run_dir):
 
 
 def read_checkpoint(checkpoint, state):
-    """Return `state` as it was saved, or None, on every rank, if any rank cannot read it."""
+    """Fill `state` in place with what was saved; return None if a rank cannot, on all of them."""
+    logging.disable(logging.WARNING)  # DCP logs pages of what fits on a line
     try:
         dcp.load(state, checkpoint_id=checkpoint, process_group=patient_group())
         return state
     except CheckpointException as failed:
         error = first_failure(failed)
+    finally:
+        logging.disable(logging.NOTSET)
     if isinstance(error, MemoryError | PermissionError):  # not the checkpoint's fault
         fail(f"cannot read {checkpoint}: {first_line(error)}; nothing was changed")
     say(f"{checkpoint} cannot be read: {first_line(error)}; trying the one before")

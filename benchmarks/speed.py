@@ -234,7 +234,7 @@ def describe_machine():
     lines = info.read_text().splitlines() if info.exists() else []
     facts = {name.strip(): value for name, _, value in (line.partition(":") for line in lines)}
     flags = {"avx512_bf16", "amx_bf16"} & set(facts.get("flags", "").split())
-    packages = ("torch", "transformers", "accelerate")
+    packages = filter(importlib.util.find_spec, ("torch", "transformers", "accelerate"))
     return {
         "cpu": facts.get("model name", platform.processor()).strip(),
         "cores": os.cpu_count(),

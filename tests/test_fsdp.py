@@ -35,8 +35,7 @@ def curves(tmp_path_factory, models):
     root = tmp_path_factory.mktemp("fsdp")
     for world_size in WORLD_SIZES:
         runs = {
-            f"04@{world_size}{name}": ("04", args)
-            for name, args in settings_of(world_size).items()
+            f"04@{world_size}{name}": ("04", args) for name, args in settings_of(world_size).items()
         }
         runs[f"04@{world_size}-bf16"] = ("04", BF16)
         for family in FAMILIES:

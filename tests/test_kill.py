@@ -3,12 +3,14 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import time
 
 import psutil
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from conftest import SHORT, difference, family, kill_all, metrics, run_well, torchrun
 
@@ -21,7 +23,11 @@ def newest_step(run_dir):
     steps = [0]
     for checkpoint in (run_dir / "checkpoints").glob("step-*"):
         assert checkpoint.suffix == ""
-        state = torch.load(checkpoint / "state.pt", weights_only=True)
+        whole = checkpoint / "state.pt"
+        if not whole.exists():  # the shards of all ranks: each of them is read
+            whole = run_dir / "all-shards.pt"
+            dcp_to_torch_save(checkpoint, whole)
+        state = torch.load(whole, weights_only=True)
         assert f"step-{state['step']:08}" == checkpoint.name
         steps.append(state["step"])
     return max(steps)
@@ -45,7 +51,7 @@ def wait_for(condition, process, seconds=120):
     return process.poll() is None
 
 
-def kill_once(chapter, args, run_dir, draw, in_a_save):
+def kill_once(chapter, args, run_dir, draw, in_a_save, one_rank=False):
     """Start the run, kill it at some moment, check what is left; return whether it still ran."""
     before = newest_step(run_dir)
     process = torchrun(chapter, *args)
@@ -54,13 +60,21 @@ def kill_once(chapter, args, run_dir, draw, in_a_save):
         output = "".join(process.communicate())
         assert process.returncode == 0, f"it failed, and nobody had killed it:\n{output}"
         return False
-    victims = family(process)
     time.sleep(draw.uniform(0, 0.02))
     if in_a_save:
         checkpoints = run_dir / "checkpoints"
         wait_for(lambda: list(checkpoints.glob(".step-*")), process)
         time.sleep(draw.uniform(0, 0.01))
     running = process.poll() is None
+    if running:
+        process.send_signal(signal.SIGSTOP)  # or it starts a rank that is in no list
+    victims = family(process) if running else []
+    if one_rank:  # torchrun ends the others
+        ranks = [victim for victim in victims if "train_llm.py" in " ".join(victim.cmdline()[:3])]
+        if ranks:
+            draw.choice(ranks).kill()
+            process.send_signal(signal.SIGCONT)
+            process.communicate(timeout=60)
     kill_all(process, victims)
     newest = newest_step(run_dir)
     assert newest >= before
@@ -68,7 +82,7 @@ def kill_once(chapter, args, run_dir, draw, in_a_save):
     return running
 
 
-def kill_often(chapter, times, tmp_path, num_steps):
+def kill_often(chapter, times, tmp_path, num_steps, one_rank=False):
     """Kill a run `times` times, let it finish, and compare it with one that never stopped."""
     seed = int(os.environ.get("KILL_SEED", random.randrange(10**6)))
     print(f"KILL_SEED={seed} repeats these moments as far as the machine does")
@@ -76,7 +90,8 @@ def kill_often(chapter, times, tmp_path, num_steps):
     args = [*ARGS, "--num-steps", num_steps, "--save-dir", tmp_path]
     run_dir, kills, hit_a_save = tmp_path / "killed", 0, 0
     while kills < times or (not hit_a_save and kills < times + 5):
-        running = kill_once(chapter, [*args, "-e", "killed"], run_dir, draw, kills % 2 == 0)
+        in_a_save = kills % 2 == 0
+        running = kill_once(chapter, [*args, "-e", "killed"], run_dir, draw, in_a_save, one_rank)
         assert running, f"it finished after {kills} kills: lengthen the run"
         kills += 1
         hit_a_save += bool(list((run_dir / "checkpoints").glob(".step-*")))
@@ -110,6 +125,9 @@ def test_killed_while_it_tokenizes(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("chapter", ["01", "02"])
-def test_killed_twenty_times(tmp_path, chapter):
-    kill_often(chapter, 20, tmp_path, num_steps=600)
+@pytest.mark.parametrize(
+    "chapter, one_rank", [("01", False), ("02", False), ("04", False), ("04", True)]
+)
+def test_killed_twenty_times(tmp_path, chapter, one_rank):
+    """All processes at once, or one of the ranks, whose launcher then ends the others."""
+    kill_often(chapter, 20, tmp_path, num_steps=600, one_rank=one_rank)

@@ -1,0 +1,56 @@
+"""Turn a checkpoint of any number of ranks into a folder that transformers loads.
+
+Here:  python 04-fsdp/to_transformers.py outputs/04-fsdp/checkpoints/step-00000050 outputs/step-50
+"""
+
+import argparse
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
+
+
+def read(checkpoint, state):
+    """Fill `state`, from name to value, with what the checkpoint has under these names."""
+    logging.disable(logging.WARNING)  # DCP logs pages of what fits on a line
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    try:
+        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    except CheckpointException as error:
+        cause = next(cause for cause, _ in error.failures.values())
+        sys.exit(f"{Path(__file__).name}: error: cannot read {checkpoint}: {cause}")
+    return state
+
+
+def main():
+    """Read the weights, one process for all ranks, and write them with config and tokenizer."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("checkpoint", type=Path, help="such as RUN/checkpoints/step-00000050")
+    parser.add_argument("folder", type=Path, help="where to put the model; must not exist")
+    paths = parser.parse_args()
+    if paths.folder.exists():
+        parser.error(f"{paths.folder} exists")
+    args = json.loads(read(paths.checkpoint, {"args": ""})["args"])
+
+    with torch.device("meta"):  # names and shapes of the weights, without memory for them
+        config = AutoConfig.from_pretrained(paths.checkpoint)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    weights = {name: torch.empty_like(w, device="cpu") for name, w in model.state_dict().items()}
+    read(paths.checkpoint, {"model": weights})
+    if args["model_name"] == "tiny":
+        tokenizer = ByT5Tokenizer()
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(args["model_name"])
+    model.save_pretrained(paths.folder, state_dict=weights)
+    tokenizer.save_pretrained(paths.folder)
+    print(f"{paths.folder} has the model of {paths.checkpoint}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Chapter 04's checkpoints: written by all ranks, read by any number of them, whole or not used."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from conftest import ROOT, difference, metrics, run_jobs, run_well
+from test_bad_input import check, small_disk  # noqa: F401
+from test_resume import LONG, cut
+
+
+def read(checkpoint, state):
+    """Fill `state` with what a checkpoint has under its names."""
+    dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    return state
+
+
+def weights_of(run_dir, step):
+    """Return a checkpoint's weights by name."""
+    config = AutoModelForCausalLM.from_pretrained(run_dir / "model").state_dict()
+    weights = {name: torch.full_like(weight, torch.nan) for name, weight in config.items()}
+    read(run_dir / f"checkpoints/step-{step:08}", {"model": weights})
+    return weights
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, models):
+    """Whole runs on 1, 2 and 4 ranks."""
+    root = tmp_path_factory.mktemp("sharded")
+    dropout = ["-m", models / "gpt2-dropout"]
+    args = [*LONG, "--save-dir", root, "-e"]
+    for world_size in (1, 2, 4):
+        jobs = [("04", [*args, f"on{world_size}"])]
+        if world_size == 2:
+            jobs += [("04", [*args, "dropout", *dropout]), ("02", [*args, "whole"])]
+            jobs += [("04", [*args, "tied", "-m", models / "qwen3"])]
+        if world_size == 4:
+            jobs += [("04", [*args, "replicas", "--replicas", 2])]
+        run_well(world_size, jobs, root / f"ranks{world_size}")
+    return root
+
+
+def test_resume_is_bit_identical(runs, models, tmp_path):
+    """On as many ranks as before, for weights and losses, with dropout too."""
+    names = {
+        "on2": [],
+        "dropout": ["-m", models / "gpt2-dropout"],
+        "tied": ["-m", models / "qwen3"],
+    }
+    for name in names:
+        cut(runs / name, 10, tmp_path / name)
+    jobs = [
+        ("04", [*LONG, "--save-dir", tmp_path, "-e", name, *args]) for name, args in names.items()
+    ]
+    for name, ranks in zip(names, run_well(2, jobs, tmp_path / "jobs"), strict=True):
+        assert f"continuing from {tmp_path / name}/checkpoints/step-00000010" in ranks[0]["stdout"]
+        assert difference(metrics(runs / name), metrics(tmp_path / name)) == 0.0
+        one, other = (weights_of(folder / name, 30) for folder in (runs, tmp_path))
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before, now", [("on4", []), ("replicas", ["--replicas", 2])])
+def test_resume_on_four_ranks_is_bit_identical(runs, tmp_path, before, now):
+    cut(runs / before, 10, tmp_path / before)
+    args = [*LONG, "--save-dir", tmp_path, "-e", before, *now]
+    run_well(4, [("04", args)], tmp_path / "jobs")
+    assert difference(metrics(runs / before), metrics(tmp_path / before)) == 0.0
+
+
+def test_the_curve_goes_on_from_four_ranks_to_two_to_one_to_four(runs, tmp_path):
+    """Each time the ranks find their shards of weights and optimizer state, whoever wrote them."""
+    before = runs / "on4"
+    for step, world_size, options in [(10, 2, []), (20, 1, []), (25, 4, ["--replicas", 2])]:
+        run_dir = tmp_path / f"from{step}"
+        cut(before, step, run_dir)
+        args = [*LONG, "--checkpoint-every", 5, "--save-dir", tmp_path, "-e", run_dir.name]
+        [ranks] = run_well(world_size, [("04", [*args, *options])], tmp_path / f"jobs{step}")
+        assert f"continuing from {run_dir}/checkpoints/step-{step:08}" in ranks[0]["stdout"]
+        before = run_dir
+    assert difference(metrics(runs / "on4"), metrics(before)) < 1e-5
+    one, other = (weights_of(run_dir, 30) for run_dir in (runs / "on4", before))
+    assert all(torch.allclose(one[name], other[name], rtol=0, atol=1e-4) for name in one)
+
+
+def damage(name):
+    """Return what a damage does to the file that rank 1 wrote, or to the one that names all."""
+
+    def truncate(path):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    return {"truncated": truncate, "emptied": lambda path: path.write_bytes(b"")}.get(
+        name, lambda path: path.unlink()
+    )
+
+
+@pytest.mark.parametrize("file", ["__1_0.distcp", ".metadata"])
+def test_broken_checkpoints_are_reported_and_older_ones_used(runs, tmp_path, file):
+    """By all ranks, though only one of them may have seen what is broken."""
+    damages = ["truncated", "emptied", "deleted"]
+    for name in damages:
+        cut(runs / "on2", 20, tmp_path / name)
+        damage(name)(tmp_path / name / "checkpoints/step-00000020" / file)
+    jobs = [("04", [*LONG, "--save-dir", tmp_path, "-e", name]) for name in damages]
+    for name, ranks in zip(damages, run_well(2, jobs, tmp_path / "jobs"), strict=True):
+        checkpoints = tmp_path / name / "checkpoints"
+        output = ranks[0]["stdout"]
+        [line] = [line for line in output.splitlines() if "cannot be read" in line]
+        assert line.startswith(f"{checkpoints}/step-00000020 cannot be read: ")
+        assert line.endswith("; trying the one before")
+        assert f"\ncontinuing from {checkpoints}/step-00000010\n" in output
+        assert (checkpoints / "step-00000020.broken").is_dir()
+        assert ranks[0]["stderr"] == "" and ranks[1]["stdout"] == ranks[1]["stderr"] == ""
+        assert difference(metrics(runs / "on2"), metrics(tmp_path / name)) == 0.0
+
+
+def test_without_any_whole_checkpoint_it_stops(runs, tmp_path):
+    """It does not start again at step 0, neither at once nor when it is started once more."""
+    cut(runs / "on2", 20, tmp_path / "run")
+    for metadata in (tmp_path / "run").glob("checkpoints/*/.metadata"):
+        metadata.unlink()
+    before = (tmp_path / "run/metrics.jsonl").read_text()
+    job = ("04", [*LONG, "--save-dir", tmp_path, "-e", "run"])
+    for ranks in run_jobs(2, [job, job], tmp_path / "jobs"):
+        assert [rank["status"] for rank in ranks] == [2, 2]
+        assert "no checkpoint in" in ranks[0]["stderr"]
+    assert (tmp_path / "run/metrics.jsonl").read_text() == before
+
+
+def test_what_is_of_another_run_stays_as_it_is(runs, models, tmp_path):
+    """A checkpoint of chapter 02, another seed, and another model under the same name."""
+    model = tmp_path / "model"
+    shutil.copytree(models / "qwen3", model)
+    run_well(
+        2, [("04", [*LONG, "--save-dir", tmp_path, "-e", "qwen", "-m", model])], tmp_path / "q"
+    )
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    cut(runs / "whole", 10, tmp_path / "whole")
+    run_well(2, [("04", [*LONG, "--save-dir", tmp_path, "-e", "seed"])], tmp_path / "s")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/checkpoints/**/*")}
+    args = [*LONG, "--save-dir", tmp_path, "-e"]
+    cases = {
+        "whole": ([], "whole/checkpoints/step-00000010 is of a chapter that saves whole; choose"),
+        "seed": (["--seed", 1], "step-00000030 is from another run: seed was 0, is 1; choose"),
+        "qwen": (["-m", model], "step-00000030 is from another run: num_weights was "),
+    }
+    jobs = [("04", [*args, name, *options]) for name, (options, _) in cases.items()]
+    for ranks, (_, expected) in zip(run_jobs(2, jobs, tmp_path / "j"), cases.values(), strict=True):
+        assert [rank["status"] for rank in ranks] == [2, 2]
+        check(ranks[0], expected)
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/checkpoints/**/*")}
+    assert before == after
+
+
+def test_the_settings_of_the_command_hold_after_a_resume(runs, tmp_path):
+    """Not those of the checkpoint: it has none, and with another weight decay the curve differs."""
+    cut(runs / "on2", 10, tmp_path / "run")
+    names = dcp.FileSystemReader(tmp_path / "run/checkpoints/step-00000010").read_metadata()
+    assert not [name for name in names.state_dict_metadata if "weight_decay" in name]
+    args = [*LONG, "--save-dir", tmp_path, "-e", "run", "--weight-decay", 5.0]
+    [ranks] = run_well(2, [("04", args)], tmp_path / "jobs")
+    assert "weight_decay was 0.1, is 5.0" in ranks[0]["stdout"]
+    one, other = metrics(runs / "on2"), metrics(tmp_path / "run")
+    assert one[11]["loss"] == other[11]["loss"] and one[30]["loss"] < other[30]["loss"] - 1e-3
+
+
+def test_pruning_keeps_the_newest_and_never_counts_broken_ones(runs, tmp_path):
+    cut(runs / "on2", 10, tmp_path / "run")
+    checkpoints = tmp_path / "run/checkpoints"
+    (checkpoints / "step-00000005.broken").mkdir()
+    (checkpoints / ".step-00000099").mkdir()  # what a killed save leaves
+    args = [*LONG, "--keep-checkpoints", 2, "--checkpoint-every", 5, "--save-dir", tmp_path]
+    run_well(2, [("04", [*args, "-e", "run"])], tmp_path / "jobs")
+    names = sorted(folder.name for folder in checkpoints.iterdir())
+    assert names == ["step-00000005.broken", "step-00000025", "step-00000030"]
+
+
+def test_full_disk_during_a_save(small_disk, tmp_path):  # noqa: F811
+    """The save that does not fit is reported, and after cleaning up the run goes on from before."""
+    args = [*LONG, "--keep-checkpoints", 2, "--save-dir", small_disk, "-e", "run"]
+    [ranks] = run_jobs(2, [("04", args)], tmp_path / "full")
+    assert [rank["status"] for rank in ranks] == [2, 2]
+    check(ranks[0], f"cannot write {small_disk}/run/checkpoints/step-00000030: ")
+    assert "No space left on device; what was saved before is whole" in ranks[0]["stderr"]
+    checkpoints = small_disk / "run/checkpoints"
+    assert sorted(f.name for f in checkpoints.iterdir()) == ["step-00000010", "step-00000020"]
+
+    subprocess.run(["mount", "-o", "remount,size=80m", str(small_disk)], check=True)
+    [ranks] = run_well(2, [("04", args)], tmp_path / "again")
+    assert f"continuing from {checkpoints}/step-00000020" in ranks[0]["stdout"]
+    assert sorted(metrics(small_disk / "run")) == list(range(31))
+
+
+# ---- the model -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", ["on1", "on2", "on4", "tied", "dropout"])
+def test_the_finished_model_has_the_weights_of_all_shards(runs, run):
+    """It loads by its folder alone, and no weight is missing, left over, or of another type."""
+    folder = runs / run / "model"
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert not type(model).__name__.startswith("FSDP")
+    assert all(weight.dtype == torch.float32 for weight in model.parameters())
+    expected = weights_of(runs / run, 30)
+    assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize("run", ["on2", "on4", "tied"])
+def test_the_finished_model_gives_the_sharded_models_losses(runs, run, load):
+    """The validation loss that the ranks logged last is that of the model in the folder."""
+    folder = runs / run / "model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    saved = read(runs / run / "checkpoints/step-00000030", {"args": ""})
+    args = type("Args", (), json.loads(saved["args"]))
+    _, held_out = load("01").build_data(args, AutoTokenizer.from_pretrained(folder))
+    with torch.no_grad():
+        ids = held_out[:]["input_ids"]
+        loss = model(input_ids=ids, labels=ids).loss.item()
+    assert abs(loss - metrics(runs / run)[30]["val_loss"]) < 1e-5
+
+
+@pytest.mark.parametrize("run", ["on4", "tied"])
+def test_a_checkpoint_becomes_a_model_with_one_command(runs, tmp_path, run):
+    """The last one gives the model of the run, byte for byte; an earlier one, its own weights."""
+    for step in (20, 30):
+        command = [sys.executable, ROOT / "04-fsdp/to_transformers.py"]
+        command += [runs / run / f"checkpoints/step-{step:08}", tmp_path / str(step)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
+        assert done.stdout.strip().endswith(f"step-{step:08}")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / str(step))
+        expected = weights_of(runs / run, step)
+        assert all(torch.equal(w, expected[name]) for name, w in model.state_dict().items())
+    for path in (runs / run / "model").iterdir():
+        assert path.read_bytes() == (tmp_path / "30" / path.name).read_bytes(), path.name
+
+
+def test_what_is_no_checkpoint_becomes_no_model(tmp_path):
+    command = [sys.executable, ROOT / "04-fsdp/to_transformers.py", tmp_path, tmp_path / "model"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and not (tmp_path / "model").exists()
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"to_transformers.py: error: cannot read {tmp_path}: ")
