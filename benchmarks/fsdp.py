@@ -23,12 +23,11 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from speed import describe_machine
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import ByT5Tokenizer, LlamaConfig
-
-from speed import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {name: next(ROOT.glob(f"{name}-*/train_llm.py")) for name in ("02", "03", "04")}
@@ -59,22 +58,23 @@ def parse_args():
 # ---- one rank --------------------------------------------------------------------------------
 
 
+COLLECTIVES = {
+    "c10d::_allgather_base_": "all-gather",
+    "c10d::_reduce_scatter_base_": "reduce-scatter",
+    "c10d::allreduce_": "all-reduce",
+}
+
+
 class Collectives(TorchDispatchMode):
     """Counts the collectives on tensors with more than one number, and the bytes of the whole."""
-
-    NAMES = {
-        "c10d::_allgather_base_": "all-gather",
-        "c10d::_reduce_scatter_base_": "reduce-scatter",
-        "c10d::allreduce_": "all-reduce",
-    }
 
     def __init__(self):
         super().__init__()
         self.counts, self.bytes = Counter(), Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.name() in self.NAMES:
-            name = self.NAMES[func.name()]
+        if func.name() in COLLECTIVES:
+            name = COLLECTIVES[func.name()]
             tensors = args[:2] if name != "all-reduce" else args[0]
             whole = max(tensor.numel() * tensor.element_size() for tensor in tensors)
             if whole > 8:  # what ranks agree on is a number
@@ -103,13 +103,17 @@ def measure_costs(chapter, args, device):
     _, config = chapter.build_tokenizer_and_config(args)
     model = chapter.shard(args, chapter.build_model(args, config), device)
     optimizer = chapter.build_optimizer(args, model)
-    found = {"gathered": 0}
+    found = {"gathered": 0, "process between micro-steps": 0}
     ids = torch.randint(config.vocab_size, (args.micro_batch_size, args.seq_length))
     batches = iter(lambda: {"input_ids": ids}, None)
 
     def look(*_):
         whole = [weight for weight in model.parameters() if not isinstance(weight, DTensor)]
         found["gathered"] = max(found["gathered"], bytes_of(whole))
+
+    def look_at_process(*_):
+        taken = own_memory() - before
+        found["process between micro-steps"] = max(found["process between micro-steps"], taken)
 
     def look_at_shards(*_):
         found["weights"] = bytes_of(model.parameters())
@@ -118,12 +122,13 @@ def measure_costs(chapter, args, device):
     def look_at_state(*_):
         states = (optimizer.state[weight].values() for weight in model.parameters())
         found["optimizer"] = bytes_of(tensor for state in states for tensor in state)
-        found["process"] = own_memory() - before
+        found["process at the step"] = own_memory() - before
 
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.register_forward_pre_hook(look)
             part.register_full_backward_hook(look)
+    model.register_forward_pre_hook(look_at_process)
     optimizer.register_step_pre_hook(look_at_shards)
     optimizer.register_step_post_hook(look_at_state)
     for step in (1, 2):
@@ -238,8 +243,8 @@ def costs(args, folder):
         for name, options in SETTINGS.items():
             if "--replicas 2" in options and ranks < 4:
                 continue
-            options = options.format(half=BATCH // ranks // 2)
-            found = measure_on_ranks("costs", "04", ranks, model, folder, options)
+            given = options.format(half=BATCH // ranks // 2)
+            found = measure_on_ranks("costs", "04", ranks, model, folder, given)
             print(ranks, name, found, flush=True)
             rows.append({"ranks": ranks, "setting": name, "layers": args.layers} | found)
     return rows
@@ -270,7 +275,7 @@ def trains(chapter, ranks, layers, args, folder):
     metrics = Path(folder, f"{chapter}-{ranks}-{layers}/metrics.jsonl")
     fits = metrics.exists() and '"step": 2,' in metrics.read_text()
     no_memory = "allocate memory" in done.stderr or "MemoryError" in done.stderr
-    print(f"chapter {chapter}, {ranks} ranks, {layers} layers: {'fits' if fits else 'does not fit'}")
+    print(f"chapter {chapter}, {ranks} ranks, {layers} layers: {'fits' if fits else 'too many'}")
     assert fits or no_memory, f"{done.stdout}{done.stderr}"
     return fits
 

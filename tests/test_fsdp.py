@@ -1,8 +1,12 @@
 """Chapter 04: the curve of the chapters before, from weights that no rank holds whole."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 
-from conftest import SHORT, difference, metrics, run_well
+from conftest import ROOT, SHORT, difference, metrics, run_well
 
 FAMILIES = ["gpt2", "qwen3", "mistral", "gemma3"]  # and tiny, a Llama
 SETTINGS = {
@@ -71,3 +75,57 @@ def test_bf16_agrees(curves, world_size):
     assert difference(one, other, names=["loss", "val_loss"]) < 5e-3
     assert difference(one, other, names=["grad_norm"], relative=True) < 5e-2
     assert difference(one, other, names=["loss"]) > 0
+
+
+# ---- what it costs ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory):
+    """What `benchmarks/fsdp.py costs` finds for a small model: rows by ranks and setting."""
+    output = tmp_path_factory.mktemp("costs") / "costs.json"
+    command = [sys.executable, ROOT / "benchmarks/fsdp.py", "costs", "--output", output]
+    command += ["--layers", str(LAYERS), "--width", "128"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+    rows = json.loads(output.read_text())["costs"]
+    return {(row["ranks"], row["setting"]): row for row in rows}
+
+
+LAYERS = 4
+LAYER = 4 * (128**2 * 4 + 3 * 128 * 352 + 2 * 128)  # bytes of a layer's weights: Llama
+ROOT_GROUP = 4 * (2 * 384 * 128 + 128)  # of all that is in no layer
+MODEL = LAYERS * LAYER + ROOT_GROUP
+ALL = [(ranks, name) for ranks in (1, 2, 4) for name in ("as it is", "layers kept")]
+ALL += [(ranks, f"2 micro-steps{how}") for ranks in (1, 2, 4) for how in ("", ", unsynced")]
+ALL += [(4, "2 replicas"), (4, "2 replicas, 2 micro-steps")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, setting", ALL)
+def test_memory_is_what_the_readme_says(costs, ranks, setting):
+    """Shards are an equal part of everything; gathered is the root's group and a layer."""
+    row, shards = costs[ranks, setting], ranks // 2 if "replicas" in setting else ranks
+    assert row["model"] == MODEL
+    assert row["weights"] == row["gradients"] == MODEL // shards
+    assert 0 <= row["optimizer"] - 2 * MODEL // shards < 1000  # besides moments, steps: a number
+    assert row["gathered"] == (MODEL if setting == "layers kept" else ROOT_GROUP + LAYER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, setting", ALL)
+def test_communication_is_what_the_readme_says(costs, ranks, setting):
+    """How many collectives of each kind a step takes, and how large what they move is in all."""
+    row, replicas = costs[ranks, setting], 2 if "replicas" in setting else 1
+    times = 2 if "micro-steps" in setting else 1
+    again = 0 if setting == "layers kept" else LAYERS - 1  # for the backward, but for the last
+    gathers = [times * (1 + LAYERS + again), times * (MODEL + again * LAYER)]
+    reduced = 1 if "unsynced" in setting else times
+    expected = {
+        "all-gather": gathers,
+        "reduce-scatter": [reduced * (1 + LAYERS), reduced * MODEL],
+        "all-reduce": [1 + LAYERS, MODEL * replicas // ranks],
+    }
+    if replicas == 1:
+        del expected["all-reduce"]
+    assert row["collectives"] == (expected if ranks > 1 else {})
