@@ -108,10 +108,10 @@ def parse_args():
     add("--device", choices=["cpu", "cuda"], default=device, help="where to train")
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 on cuda")
     add("--compile", action="store_true", help="compile the layers and the loss")
-    switch = functools.partial(add, action=argparse.BooleanOptionalAction, default=True)
-    switch("--reshard-after-forward", help="free each layer's weights until its backward")
-    switch("--sync-each-micro-step", help="do not keep a whole gradient until the last one")
-    add("--replicas", type=at_least(1), default=1, help="groups of ranks with all weights each")
+    switch = argparse.BooleanOptionalAction
+    add("--reshard-after-forward", action=switch, default=True, help="free gathered weights early")
+    add("--sync-each-micro-step", action=switch, default=True, help="keep no unsharded gradients")
+    add("--replicas", type=at_least(1), default=1, help="groups of ranks that hold a model each")
 
     add = parser.add_argument_group("run").add_argument
     add("-e", "--experiment-name", default=chapter, help="the run's folder under --save-dir")
@@ -500,10 +500,10 @@ def shard(args, model, device):
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = bf16 if args.precision == "bf16" else MixedPrecisionPolicy()
     split = functools.partial(fully_shard, mesh=build_mesh(args, device), mp_policy=policy)
-    *others, last = layers_of(model)
-    for layer in others:
-        split(layer, reshard_after_forward=args.reshard_after_forward)
-    split(last, reshard_after_forward=False)  # FSDP: its backward comes next, so it would return
+    layers = layers_of(model)
+    for layer in layers:
+        last = layer is layers[-1]  # FSDP: its backward comes next, and would gather it again
+        split(layer, reshard_after_forward=args.reshard_after_forward and not last)
     return split(model, reshard_after_forward=False)  # FSDP: the rest, used first and last
 
 
@@ -818,14 +818,8 @@ def save_checkpoint(args, run_dir, model, optimizer, step):
     state = state_of(model, optimizer) | {"step": step, "args": json.dumps(vars(args))}
     with saving(checkpoint), whole_folder(checkpoint) as folder:
         dcp.save(state, storage_writer=ShardWriter(folder), process_group=patient_group())
-        write_config(folder, model)
+        on_rank_zero(model.config.save_pretrained)(folder)  # for to_transformers.py
     delete_oldest(args, checkpoints)
-
-
-@on_rank_zero
-def write_config(folder, model):
-    """Write what to_transformers.py needs to make a model of the weights."""
-    model.config.save_pretrained(folder)
 
 
 def state_of(model, optimizer):
@@ -920,9 +914,14 @@ def export_model(run_dir, model, tokenizer):
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)  # FSDP: all of them, on rank 0's host
     with saving(run_dir / "model"), whole_folder(run_dir / "model") as folder:
-        if dist.get_rank() == 0:
-            model.save_pretrained(folder, state_dict=weights)
-            tokenizer.save_pretrained(folder)
+        write_model(folder, model, weights, tokenizer)
+
+
+@on_rank_zero
+def write_model(folder, model, weights, tokenizer):
+    """Write all that transformers wants in such a folder."""
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.save_pretrained(folder)
 
 
 # ---- main ------------------------------------------------------------------------------------

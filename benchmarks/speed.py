@@ -30,7 +30,9 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 ROOT = Path(__file__).resolve().parent.parent
-CHAPTER_01, CHAPTER_02 = ROOT / "01-single-gpu/train_llm.py", ROOT / "02-ddp/train_llm.py"
+CHAPTER_01, CHAPTER_02, CHAPTER_04 = (
+    ROOT / folder / "train_llm.py" for folder in ("01-single-gpu", "02-ddp", "04-fsdp")
+)
 BATCH, SEQ_LENGTH, WINDOW = 8, 256, 10  # samples a step, tokens a sample, steps a measurement
 TOKENS = BATCH * SEQ_LENGTH * WINDOW
 
@@ -43,6 +45,10 @@ CONTENDERS = {  # threads a process, and what Python runs
     "chapter-01": (2, [CHAPTER_01]),
     "chapter-01-compiled": (2, [CHAPTER_01, "--compile"]),
     "chapter-02": (1, [*TORCHRUN, CHAPTER_02]),
+    "chapter-02-compiled": (1, [*TORCHRUN, CHAPTER_02, "--compile"]),
+    "chapter-04": (1, [*TORCHRUN, CHAPTER_04]),
+    "chapter-04-compiled": (1, [*TORCHRUN, CHAPTER_04, "--compile"]),
+    "chapter-04-kept": (1, [*TORCHRUN, CHAPTER_04, "--no-reshard-after-forward"]),
 }
 RATIOS = {  # and the least to be reached; matmul: the speed if a step were matrix products only
     ("chapter-01", "trainer"): 1.05,
@@ -54,6 +60,9 @@ RATIOS = {  # and the least to be reached; matmul: the speed if a step were matr
     ("bare", "matmul"): None,
     ("bare-compiled", "matmul"): None,
     ("chapter-02", "chapter-01"): 0.9,
+    ("chapter-04", "chapter-02"): None,
+    ("chapter-04-compiled", "chapter-02-compiled"): None,
+    ("chapter-04-kept", "chapter-02"): None,
 }
 
 

@@ -111,6 +111,50 @@ def ratios(file, rows):
         print(f"| {words} | {result['median']:.2f} | {low:.2f} – {high:.2f} |")
 
 
+def measured(file, what):
+    """Return the rows that a file under benchmarks/results has of this."""
+    return json.loads((ROOT / "benchmarks/results" / file).read_text())[what]
+
+
+def largest(file):
+    """Print the table of the largest models that trained in a fixed memory per rank."""
+    rows = measured(file, "largest")
+    print(f"| ranks, of {rows[0]['gib']:g} GiB each | chapter 03 | chapter 04 | ratio |")
+    print("|---|---|---|---|")
+    weights = {(row["ranks"], row["chapter"]): row["weights"] / 1e6 for row in rows}
+    for ranks in sorted({row["ranks"] for row in rows}):
+        ddp, fsdp = weights[ranks, "03"], weights[ranks, "04"]
+        cells = f"{ddp:.0f} million weights | {fsdp:.0f} million weights | {fsdp / ddp:.1f}"
+        print(f"| {ranks} | {cells} |")
+
+
+def memory(file):
+    """Print the table of what a rank holds, in MB, by number of ranks and setting."""
+    names = {"weights": "weights", "gradients": "gradients", "optimizer": "moments"}
+    names |= {"gathered": "most gathered at once", "process at the step": "process"}
+    names |= {"process between micro-steps": "process, before a forward"}
+    print(f"| ranks | setting | {' | '.join(names.values())} |")
+    print(f"|{'---|' * (len(names) + 2)}")
+    for row in measured(file, "costs"):
+        cells = " | ".join(f"{row[name] / 1e6:.0f}" for name in names)
+        print(f"| {row['ranks']} | {row['setting']} | {cells} |")
+
+
+def checkpoints(file):
+    """Print the table of what saving and loading cost, chapter by chapter."""
+    rows = measured(file, "checkpoints")
+    print("| | chapter 02 | chapter 04 | ratio |", "|---|---|---|---|", sep="\n")
+    for name, words in (("save", "save"), ("load", "load"), ("bytes", "bytes on disk")):
+        one, other = (
+            median(row[name] for row in rows if row["chapter"] == chapter)
+            for chapter in ("02", "04")
+        )
+        show = "{:.2f} GB" if name == "bytes" else "{:.1f} s"
+        unit = 1e9 if name == "bytes" else 1
+        cells = " | ".join(show.format(value / unit) for value in (one, other))
+        print(f"| {words} | {cells} | {other / one:.2f} |")
+
+
 def environments(rank=3):
     """Print the table of what each launcher told one rank, from docs/environments.json."""
     columns = "launcher", "rank", "ranks in all", "rank on its node", "ranks on its node"
