@@ -8,6 +8,7 @@ import pytest
 
 from conftest import ROOT, SHORT, difference, metrics, run_well
 
+pytestmark = pytest.mark.slow
 FAMILIES = ["gpt2", "qwen3", "mistral", "gemma3"]  # and tiny, a Llama
 SETTINGS = {
     "": [],
@@ -24,6 +25,7 @@ HYBRID = {
     "-replicas-kept": ["--replicas", 2, "--no-reshard-after-forward"],
 }
 BF16 = ["--precision", "bf16"]
+COMPILED = ["--compile"]
 WORLD_SIZES = [1, 2, 4]
 
 
@@ -42,6 +44,8 @@ def curves(tmp_path_factory, models):
             f"04@{world_size}{name}": ("04", args) for name, args in settings_of(world_size).items()
         }
         runs[f"04@{world_size}-bf16"] = ("04", BF16)
+        if world_size == 2:
+            runs |= {f"04@2{n}-compiled": ("04", [*SETTINGS[n], *COMPILED]) for n in ("", "-1")}
         for family in FAMILIES:
             runs[f"04@{world_size}-{family}"] = ("04", ["-m", models / family])
         if world_size == 1:
@@ -61,6 +65,11 @@ def curves(tmp_path_factory, models):
 )
 def test_settings_change_nothing(curves, run):
     assert difference(curves["01"], curves[run]) < 1e-5
+
+
+@pytest.mark.parametrize("run", ["04@2-compiled", "04@2-1-compiled"])
+def test_compiled_agrees(curves, run):
+    assert difference(curves["01"], curves[run]) < 2e-5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -101,7 +110,6 @@ ALL += [(ranks, f"2 micro-steps{how}") for ranks in (1, 2, 4) for how in ("", ",
 ALL += [(4, "2 replicas"), (4, "2 replicas, 2 micro-steps")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks, setting", ALL)
 def test_memory_is_what_the_readme_says(costs, ranks, setting):
     """Shards are an equal part of everything; gathered is the root's group and a layer."""
@@ -112,7 +120,6 @@ def test_memory_is_what_the_readme_says(costs, ranks, setting):
     assert row["gathered"] == (MODEL if setting == "layers kept" else ROOT_GROUP + LAYER)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks, setting", ALL)
 def test_communication_is_what_the_readme_says(costs, ranks, setting):
     """How many collectives of each kind a step takes, and how large what they move is in all."""

@@ -128,12 +128,12 @@ LONG = [*SHORT, "--seq-length", 32, "--num-steps", 60]
 LONG += ["--checkpoint-every", 50, "--eval-every", 60]
 
 
-def start(*args, launcher=(), **options):
-    """Start chapter 03 under torchrun on two ranks; return the process."""
+def start(*args, launcher=(), chapter="03", **options):
+    """Start a chapter under torchrun on two ranks; return the process."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", *launcher]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | options
-    return subprocess.Popen([*command, str(SCRIPTS["03"]), *map(str, args)], **options)
+    return subprocess.Popen([*command, str(SCRIPTS[chapter]), *map(str, args)], **options)
 
 
 def wait_for_step(run_dir, step, process):
@@ -147,7 +147,7 @@ def wait_for_step(run_dir, step, process):
 def workers(process):
     """Return the processes that train: torchrun's children that run the script."""
     children = psutil.Process(process.pid).children()
-    return [child for child in children if str(SCRIPTS["03"]) in child.cmdline()]
+    return [child for child in children if any("train_llm.py" in word for word in child.cmdline())]
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +155,14 @@ def whole(tmp_path_factory):
     """The metrics of a run that was never stopped."""
     root = tmp_path_factory.mktemp("whole")
     run_well(2, [("03", [*LONG, "--save-dir", root, "-e", "whole"])], root / "ranks")
+    return metrics(root / "whole")
+
+
+@pytest.fixture(scope="module")
+def whole_in_shards(tmp_path_factory):
+    """The same of chapter 04."""
+    root = tmp_path_factory.mktemp("whole")
+    run_well(2, [("04", [*LONG, "--save-dir", root, "-e", "whole"])], root / "ranks")
     return metrics(root / "whole")
 
 
@@ -170,17 +178,19 @@ def ask(how, process, run_dir):
 
 
 @pytest.mark.parametrize(
-    "how",
+    "chapter, how",
     [
-        "SIGTERM to torchrun",
-        pytest.param("SIGUSR1 to rank 1", marks=pytest.mark.slow),
-        pytest.param("a file", marks=pytest.mark.slow),
+        ("03", "SIGTERM to torchrun"),
+        pytest.param("03", "SIGUSR1 to rank 1", marks=pytest.mark.slow),
+        pytest.param("03", "a file", marks=pytest.mark.slow),
+        pytest.param("04", "SIGTERM to torchrun", marks=pytest.mark.slow),
     ],
 )
-def test_stopped_and_continued(how, whole, tmp_path):
+def test_stopped_and_continued(chapter, how, request, tmp_path):
     """All ranks stop at one step, whose checkpoint is there; the curve goes on bit by bit."""
+    whole = request.getfixturevalue("whole" if chapter == "03" else "whole_in_shards")
     args, run_dir = [*LONG, "--save-dir", tmp_path, "-e", "run"], tmp_path / "run"
-    process = start(*args)
+    process = start(*args, chapter=chapter)
     try:
         wait_for_step(run_dir, 5, process)
         ask(how, process, run_dir)
@@ -193,7 +203,7 @@ def test_stopped_and_continued(how, whole, tmp_path):
     assert not (run_dir / "model").exists()
     assert process.returncode == (1 if how == "SIGTERM to torchrun" else 0)  # 1 is torchrun's own
     assert "terminate called" not in output
-    [[first, _]] = run_well(2, [("03", args)], tmp_path / "ranks")  # the file is no request now
+    [[first, _]] = run_well(2, [(chapter, args)], tmp_path / "ranks")  # the file is no request now
     assert "continuing from" in first["stdout"] and "finished" in first["stdout"]
     assert difference(whole, metrics(run_dir)) == 0.0
 

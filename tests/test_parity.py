@@ -8,6 +8,7 @@ from conftest import SHORT, difference, metrics, run_well
 ACCUMULATION = {"": [], "-2": ["--batch-size", 4], "-4": ["--batch-size", 2]}
 BF16 = ["--precision", "bf16"]
 RUNS = ["02@1", "02@1-2", "02@1-4", "02@2", "02@2-2", "02@2-4", "02@4", "03@1", "03@2", "03@4"]
+RUNS += ["04@1", "04@2", "04@4", "04@4-replicas"]  # and many more in test_fsdp.py
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,11 @@ def curves(tmp_path_factory, models):
         runs[f"02@{world_size}-bf16"] = ("02", BF16)
         for family, args in families.items():
             runs[f"02@{world_size}-{family}"] = ("02", args)
-        runs[f"03@{world_size}"] = ("03", [])
+        runs |= {f"{chapter}@{world_size}": (chapter, []) for chapter in ("03", "04")}
+        if world_size == 2:
+            runs["04@2-qwen3"] = ("04", families["qwen3"])
+        if world_size == 4:
+            runs["04@4-replicas"] = ("04", ["--replicas", 2])
         if world_size == 1:
             runs |= {f"01{name}": ("01", args) for name, args in ACCUMULATION.items()}
             runs |= {f"01-{family}": ("01", args) for family, args in families.items()}
@@ -52,6 +57,10 @@ def test_world_size_changes_nothing(curves, run):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_other_families_agree(curves, family, world_size):
     assert difference(curves[f"01-{family}"], curves[f"02@{world_size}-{family}"]) < 1e-5
+
+
+def test_tied_embeddings_agree_in_shards(curves):
+    assert difference(curves["01-qwen3"], curves["04@2-qwen3"]) < 1e-5
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from conftest import SHORT, difference, metrics, run_jobs, run_well
 
@@ -30,7 +31,7 @@ def runs(tmp_path_factory, models):
         return chapter, [*LONG, *extra[kind], "--save-dir", root, "-e", name]
 
     whole = {1: [job("01", f"01{kind}", kind) for kind in extra] + [job("02", "02@1")]}
-    whole[2] = [job("02", "02@2"), job("02", "02@2-dropout", "-dropout")]
+    whole[2] = [job("02", "02@2"), job("02", "02@2-dropout", "-dropout"), job("04", "04@2")]
     whole[4] = [job("02", "02@4")]
     for world_size, jobs in whole.items():
         shares = 2 if world_size == 1 else 1
@@ -48,6 +49,8 @@ def runs(tmp_path_factory, models):
         ("02@1", "02", 2, ""),
         ("01", "02", 2, ""),
         ("02@2", "01", 1, ""),
+        ("04@2", "04", 2, ""),
+        ("04@2", "04", 1, ""),
     ]:
         copy = f"{name}-on-{chapter}@{world_size}"
         cut(root / name, 10, root / copy)
@@ -64,14 +67,14 @@ def runs(tmp_path_factory, models):
 @pytest.mark.parametrize(
     "run, on",
     [("01", "01@1"), ("01-dropout", "01@1"), ("01-bf16", "01@1"), ("02@2", "02@2"),
-     ("02@2-dropout", "02@2")],
+     ("02@2-dropout", "02@2"), ("04@2", "04@2")],
 )  # fmt: skip
 def test_resume_is_bit_identical(runs, run, on):
     one, other = metrics(runs / run), metrics(runs / f"{run}-on-{on}")
     assert sorted(one) == list(range(31))
     assert difference(one, other) == 0.0
     weights = [
-        torch.load(folder / "checkpoints/step-00000030/state.pt", weights_only=True)["model"]
+        AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
         for folder in (runs / run, runs / f"{run}-on-{on}")
     ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -79,7 +82,14 @@ def test_resume_is_bit_identical(runs, run, on):
 
 @pytest.mark.parametrize(
     "run, on",
-    [("02@4", "02@4"), ("02@2", "02@1"), ("02@1", "02@2"), ("01", "02@2"), ("02@2", "01@1")],
+    [
+        ("02@4", "02@4"),
+        ("02@2", "02@1"),
+        ("02@1", "02@2"),
+        ("01", "02@2"),
+        ("02@2", "01@1"),
+        ("04@2", "04@1"),
+    ],
 )
 def test_resume_on_another_number_of_ranks(runs, run, on):
     one, other = metrics(runs / run), metrics(runs / f"{run}-on-{on}")

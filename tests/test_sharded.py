@@ -14,6 +14,8 @@ from conftest import ROOT, difference, metrics, run_jobs, run_well
 from test_bad_input import check, small_disk  # noqa: F401
 from test_resume import LONG, cut
 
+pytestmark = pytest.mark.slow
+
 
 def read(checkpoint, state):
     """Fill `state` with what a checkpoint has under its names."""
@@ -65,7 +67,6 @@ def test_resume_is_bit_identical(runs, models, tmp_path):
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("before, now", [("on4", []), ("replicas", ["--replicas", 2])])
 def test_resume_on_four_ranks_is_bit_identical(runs, tmp_path, before, now):
     cut(runs / before, 10, tmp_path / before)
