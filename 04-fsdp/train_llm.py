@@ -218,7 +218,7 @@ def keep_freed_memory():
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # which other C libraries do not have
     if mallopt:
-        mallopt(-4, 0)  # M_MMAP_MAX: no block, however large, is outside of the heap
+        mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: FSDP: what was gathered leaves no holes in the heap
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: and the heap does not shrink
 
 

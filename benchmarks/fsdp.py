@@ -281,13 +281,13 @@ def trains(chapter, ranks, layers, args, folder):
 
 
 def largest(args, folder):
-    """Return the most layers, and weights, that each way of training has room for."""
+    """Return the most layers, and weights, that each way of training has room for, within 10%."""
     rows = []
     for chapter, ranks in (("03", 2), ("04", 2), ("03", 4), ("04", 4)):
         fits, fails = 1, 2
         while trains(chapter, ranks, fails, args, folder):
             fits, fails = fails, 2 * fails
-        while fails - fits > 1:
+        while fails - fits > max(1, fits // 10):
             middle = (fits + fails) // 2
             if trains(chapter, ranks, middle, args, folder):
                 fits = middle
