@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
@@ -34,6 +35,7 @@ def main():
     parser.add_argument("checkpoint", type=Path, help="such as RUN/checkpoints/step-00000050")
     parser.add_argument("folder", type=Path, help="where to put the model; must not exist")
     paths = parser.parse_args()
+    transformers.logging.disable_progress_bar()
     if paths.folder.exists():
         parser.error(f"{paths.folder} exists")
     args = json.loads(read(paths.checkpoint, {"args": ""})["args"])
