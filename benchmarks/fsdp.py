@@ -49,6 +49,7 @@ def parse_args():
     add = parser.add_argument
     add("what", nargs="+", choices=["costs", "checkpoints", "largest"])
     add("--layers", type=int, default=16, help="of the model whose costs are measured")
+    add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="on which costs are measured")
     add("--width", type=int, default=512, help="of all models but the one that checkpoints save")
     add("--gib", type=float, default=2.0, help="memory a rank may take in `largest`")
     add("--output", type=Path, help="a JSON file that gets or replaces what is measured")
@@ -239,7 +240,7 @@ def costs(args, folder):
     """Return rows of costs by number of ranks and setting."""
     model = make_model_folder(f"{folder}/model", args.layers, args.width)
     rows = []
-    for ranks in (1, 2, 4):
+    for ranks in args.ranks:
         for name, options in SETTINGS.items():
             if "--replicas 2" in options and ranks < 4:
                 continue
