@@ -172,17 +172,6 @@ def test_the_settings_of_the_command_hold_after_a_resume(runs, tmp_path):
     assert one[11]["loss"] == other[11]["loss"] and one[30]["loss"] < other[30]["loss"] - 1e-3
 
 
-def test_pruning_keeps_the_newest_and_never_counts_broken_ones(runs, tmp_path):
-    cut(runs / "on2", 10, tmp_path / "run")
-    checkpoints = tmp_path / "run/checkpoints"
-    (checkpoints / "step-00000005.broken").mkdir()
-    (checkpoints / ".step-00000099").mkdir()  # what a killed save leaves
-    args = [*LONG, "--keep-checkpoints", 2, "--checkpoint-every", 5, "--save-dir", tmp_path]
-    run_well(2, [("04", [*args, "-e", "run"])], tmp_path / "jobs")
-    names = sorted(folder.name for folder in checkpoints.iterdir())
-    assert names == ["step-00000005.broken", "step-00000025", "step-00000030"]
-
-
 def test_full_disk_during_a_save(small_disk, tmp_path):  # noqa: F811
     """The save that does not fit is reported, and after cleaning up the run goes on from before."""
     args = [*LONG, "--keep-checkpoints", 2, "--save-dir", small_disk, "-e", "run"]
