@@ -188,7 +188,7 @@ def run_on_this_rank():
 # ---- all ranks -------------------------------------------------------------------------------
 
 
-def make_model_folder(folder, layers, width, tied=False):
+def make_model_folder(folder, layers, width):
     """Write the configuration of a Llama, and a tokenizer of bytes; return the folder."""
     tokenizer = ByT5Tokenizer()
     LlamaConfig(
@@ -200,7 +200,6 @@ def make_model_folder(folder, layers, width, tied=False):
         max_position_embeddings=SEQ_LENGTH,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-        tie_word_embeddings=tied,
     ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
