@@ -433,7 +433,9 @@ def build_model(args, config):
         except (OSError, ValueError) as error:
             fail(f"--pretrained --model-name {args.model_name}: {first_line(error)}")
     else:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.device("meta"):  # shapes alone, as transformers draws all values after it
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.to_empty(device="cpu").init_weights()
     model.train()
 
     # To build a mask, transformers makes the host wait for the device in every forward pass, and

@@ -43,7 +43,11 @@ def main():
     with torch.device("meta"):  # names and shapes of the weights, without memory for them
         config = AutoConfig.from_pretrained(paths.checkpoint)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    weights = {name: torch.empty_like(w, device="cpu") for name, w in model.state_dict().items()}
+    weights = {
+        name: torch.empty_like(weight, device="cpu")
+        for name, weight in model.state_dict().items()
+        if name not in model.all_tied_weights_keys  # which are saved once
+    }
     read(paths.checkpoint, {"model": weights})
     if args["model_name"] == "tiny":
         tokenizer = ByT5Tokenizer()

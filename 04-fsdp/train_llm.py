@@ -448,7 +448,9 @@ def build_model(args, config):
         except (OSError, ValueError) as error:
             fail(f"--pretrained --model-name {args.model_name}: {first_line(error)}")
     else:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.device("meta"):  # shapes alone, as transformers draws all values after it
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.to_empty(device="cpu").init_weights()
     model.train()
 
     # To build a mask, transformers makes the host wait for the device in every forward pass, and
@@ -753,23 +755,21 @@ class ShardWriter(dcp.FileSystemWriter):
 def whole_folder(folder):
     """Give a folder to write to that appears as `folder` only when all of it is on the disk."""
     partial = folder.with_name(f".{folder.name}")
-    make_empty(partial)
+    on_rank_zero(make_empty)(partial)
     try:
         yield partial
-        publish(partial, folder)
+        on_rank_zero(publish)(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-@on_rank_zero
 def make_empty(folder):
     """Make a folder, without what a kill may have left in it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
-@on_rank_zero
 def publish(partial, folder):
     """Give a folder its name, once all that is in it is on the disk."""
     for path in (*partial.rglob("*"), partial):
@@ -819,17 +819,17 @@ def save_checkpoint(args, run_dir, model, optimizer, step):
     with saving(checkpoint), whole_folder(checkpoint) as folder:
         dcp.save(state, storage_writer=ShardWriter(folder), process_group=patient_group())
         on_rank_zero(model.config.save_pretrained)(folder)  # for to_transformers.py
-    delete_oldest(args, checkpoints)
+    on_rank_zero(delete_oldest)(args, checkpoints)
 
 
 def state_of(model, optimizer):
     """Return this rank's shards, by names that do not depend on the number of ranks."""
     weights = model.state_dict()  # first, as it shards again what an evaluation left gathered
+    weights = {name: w for name, w in weights.items() if name not in model.all_tied_weights_keys}
     adam = get_optimizer_state_dict(model, optimizer)["state"]  # a new optimizer gets it here
     return {"model": weights, "optimizer": adam}
 
 
-@on_rank_zero
 def delete_oldest(args, checkpoints):
     """Delete all but the newest `--keep-checkpoints`, and what a kill has left."""
     for old in sorted(checkpoints.glob("step-????????"))[: -args.keep_checkpoints]:
