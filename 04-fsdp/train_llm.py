@@ -824,10 +824,15 @@ def save_checkpoint(args, run_dir, model, optimizer, step):
 
 def state_of(model, optimizer):
     """Return this rank's shards, by names that do not depend on the number of ranks."""
-    weights = model.state_dict()  # first, as it shards again what an evaluation left gathered
-    weights = {name: w for name, w in weights.items() if name not in model.all_tied_weights_keys}
+    weights = weights_of(model)  # first, as it shards again what an evaluation left gathered
     adam = get_optimizer_state_dict(model, optimizer)["state"]  # a new optimizer gets it here
     return {"model": weights, "optimizer": adam}
+
+
+def weights_of(model):
+    """Return this rank's shards of the weights by name, tied ones once."""
+    tied, weights = model.all_tied_weights_keys, model.state_dict()
+    return {name: weight for name, weight in weights.items() if name not in tied}
 
 
 def delete_oldest(args, checkpoints):
