@@ -26,7 +26,7 @@ import uuid
 import warnings
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import accumulate, chain, takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 
 import datasets
@@ -513,7 +513,7 @@ def layers_of(model):
     ]
 
 
-def chunked_loss(head, logits, labels, **_):
+def chunked_loss(head, logits, labels, *_, **__):
     """Return the mean cross entropy of predicting each label from the hidden states before it.
 
     `logits`, for which transformers takes what `head` has returned, are its hidden states: floats
@@ -604,12 +604,12 @@ def read_weights(args, model):
     folder = weight_folder(args)
     saved = {name for file in folder.glob("*.safetensors") for name in names_in(file)}
     prefix = f"{model.base_model_prefix}."  # files of a model without a head have names without
-    weights = {
-        name if name in saved else name.removeprefix(prefix): weight
-        for name, weight in model.named_parameters()
-    }
-    if missing := sorted(weights.keys() - saved):
-        fail(f"--pretrained: the safetensors files in {folder} have no {missing[0]}")
+    weights = {}
+    for name, weight in model.named_parameters():
+        there = name if name in saved else name.removeprefix(prefix)
+        if there not in saved:
+            fail(f"--pretrained: the safetensors files in {folder} have no {name}")
+        weights[there] = weight
     try:
         reader = HuggingFaceStorageReader(folder)
         dcp.load(weights, storage_reader=reader, process_group=patient_group())
@@ -1115,14 +1115,27 @@ def export_model(run_dir, model, tokenizer):
     Each rank writes its shards, rank 0 puts the files together: no host ever holds the model.
     """
     weights = weights_of(model)
-    sizes = accumulate(weight.numel() * weight.itemsize for weight in weights.values())
-    files = {name: 1 + size // FILE_BYTES for name, size in zip(weights, sizes, strict=True)}
     with saving(run_dir / "model"), whole_folder(run_dir / "model") as folder:
         writer = HuggingFaceStorageWriter(
-            folder, fqn_to_index_mapping=files, save_distributed=True, enable_consolidation=True
+            folder,
+            fqn_to_index_mapping=place_in_files(weights),
+            save_distributed=True,
+            enable_consolidation=True,
         )
         dcp.save(weights, storage_writer=writer, process_group=patient_group())
         on_rank_zero(finish_model)(folder, model, tokenizer)
+
+
+def place_in_files(weights):
+    """Return the number of the file for each weight, so that no file is longer than need be."""
+    numbers, number, size = {}, 1, 0
+    for name, weight in weights.items():
+        length = weight.numel() * weight.itemsize
+        if size and size + length > FILE_BYTES:
+            number, size = number + 1, 0
+        numbers[name] = number
+        size += length
+    return numbers
 
 
 def finish_model(folder, model, tokenizer):

@@ -24,11 +24,13 @@ def read(checkpoint, state):
 
 
 def weights_of(run_dir, step):
-    """Return a checkpoint's weights by name."""
-    config = AutoModelForCausalLM.from_pretrained(run_dir / "model").state_dict()
-    weights = {name: torch.full_like(weight, torch.nan) for name, weight in config.items()}
+    """Return a checkpoint's weights by name; it has those that are tied only once."""
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "model")
+    tied = model.all_tied_weights_keys
+    weights = {name: torch.full_like(w, torch.nan) for name, w in model.state_dict().items()}
+    weights = {name: weight for name, weight in weights.items() if name not in tied}
     read(run_dir / f"checkpoints/step-{step:08}", {"model": weights})
-    return weights
+    return weights | {name: weights[source] for name, source in tied.items()}
 
 
 @pytest.fixture(scope="module")

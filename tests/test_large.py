@@ -1,0 +1,279 @@
+"""Chapter 05: the curve of the chapters before, from a model that is whole nowhere and never."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from conftest import ROOT, SHORT, difference, free_port, metrics, run_jobs, run_well
+from test_bad_input import check, small_disk  # noqa: F401
+from test_resume import LONG, cut
+from test_sharded import weights_of
+
+pytestmark = pytest.mark.slow
+FAMILIES = ["gpt2", "qwen3", "mistral", "gemma3"]  # and tiny, a Llama
+SETTINGS = {
+    "": [],
+    "-long": ["--seq-length", 256],  # the loss of 8 samples is that of two chunks
+    "-offload": ["--cpu-offload"],
+    "-full": ["--recompute", "full"],
+    "-selective": ["--recompute", "selective"],
+    "-ahead": ["--prefetch", 0],
+    "-further": ["--prefetch", 3],
+    "-async": ["--checkpoint-async", "--checkpoint-every", 3],
+    "-all": ["--cpu-offload", "--recompute", "full", "--checkpoint-async", "--batch-size", 1],
+    "-compiled-full": ["--compile", "--recompute", "full"],
+    "-compiled-selective": ["--compile", "--recompute", "selective"],
+}
+BF16 = ["--precision", "bf16"]
+TRIED = {  # by number of ranks: settings, families, precisions besides fp32
+    1: ["", "-long", "-all", "-bf16"],
+    2: ["", "-offload", "-full", "-selective", "-ahead", "-further", "-async", "-all",
+        "-compiled-full", "-compiled-selective", "-bf16", "-gpt2", "-qwen3", "-mistral",
+        "-gemma3"],
+    4: ["", "-long", "-all", "-qwen3"],
+}  # fmt: skip
+RUNS = [f"05@{ranks}{name}" for ranks, names in TRIED.items() for name in names]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory, models):
+    """A folder with finished runs; one set of processes for each world size."""
+    root = tmp_path_factory.mktemp("large")
+    options = SETTINGS | {"-bf16": BF16} | {f"-{name}": ["-m", models / name] for name in FAMILIES}
+    for world_size, names in TRIED.items():
+        runs = {f"05@{world_size}{name}": ("05", options[name]) for name in names}
+        if world_size == 1:
+            runs |= {f"01-{name}": ("01", options[f"-{name}"]) for name in ("long", *FAMILIES)}
+            runs["01"] = ("01", [])
+        if world_size == 2:
+            runs["04"] = ("04", [])
+            runs["04-bf16"] = ("04", BF16)
+        jobs = [
+            (chapter, [*SHORT, "--save-dir", root, "-e", name, *args])
+            for name, (chapter, args) in runs.items()
+        ]
+        shares = 2 if world_size == 1 else 1
+        run_well(world_size, jobs, root / f"ranks{world_size}", shares=shares)
+    return root
+
+
+def curve(root, run):
+    return metrics(root / run)
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run[4:] in SETTINGS])
+def test_settings_change_nothing(root, run):
+    plain = "01-long" if run.endswith("-long") else "01"
+    assert difference(curve(root, plain), curve(root, run)) < 1e-5
+    if plain == "01":
+        assert difference(curve(root, "04"), curve(root, run)) < 1e-5
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run[5:] in FAMILIES])
+def test_families_agree(root, run):
+    assert difference(curve(root, f"01-{run[5:]}"), curve(root, run)) < 1e-5
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run.endswith("bf16")])
+def test_bf16_agrees(root, run):
+    one, other = curve(root, "04-bf16"), curve(root, run)
+    assert difference(one, other, names=["loss", "val_loss"]) < 5e-3
+    assert difference(one, other, names=["grad_norm"], relative=True) < 5e-2
+
+
+@pytest.mark.parametrize("run", ["05@2", "05@4", "05@2-qwen3", "05@2-gpt2"])
+def test_the_finished_model_is_that_of_the_last_checkpoint(root, run):
+    """It loads by its folder alone, in float32, with a config that names its class."""
+    folder = root / run / "model"
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    expected = weights_of(root / run, 20)
+    assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == [type(model).__name__] and config["dtype"] == "float32"
+    assert not [path for path in folder.iterdir() if path.is_dir()]
+
+
+def test_a_large_model_is_several_files(load, monkeypatch):
+    """`from_pretrained` finds each weight by the index."""
+    chapter, weights = load("05"), {name: torch.zeros(10) for name in "abcdefg"}
+    monkeypatch.setattr(chapter, "FILE_BYTES", 100)
+    assert chapter.place_in_files(weights) == dict(
+        zip("abcdefg", (1, 1, 2, 2, 3, 3, 4), strict=True)
+    )
+
+
+# ---- the loss --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 63, 1024])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_loss_of_chunks_is_that_of_all(load, monkeypatch, chunk, bias):
+    """Its value and gradients, for chunks of one token, of numbers that divide nothing, of all."""
+    chapter = load("05")
+    monkeypatch.setattr(chapter, "CHUNK", chunk)
+    torch.manual_seed(0)
+    head = torch.nn.Linear(16, 50, bias=bias)
+    hidden, labels = torch.randn(3, 22, 16, requires_grad=True), torch.randint(50, (3, 22))
+    inputs = [hidden, *head.parameters()]
+    logits = head(hidden)[:, :-1].flatten(0, 1)
+    whole = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+    chunks = chapter.chunked_loss(head, hidden, labels, vocab_size=50)
+    assert abs(whole - chunks) < 2e-6
+    grads = [torch.autograd.grad(loss, inputs) for loss in (whole, chunks)]
+    for one, other in zip(*grads, strict=True):
+        assert (one - other).abs().max() < 2e-6
+
+
+def test_models_that_cap_their_logits_are_refused(models, tmp_path):
+    shutil.copytree(models / "gemma3", tmp_path / "capped")
+    path = tmp_path / "capped/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"final_logit_softcapping": 30.0}))
+    args = [*SHORT, "--save-dir", tmp_path, "-m", tmp_path / "capped"]
+    [ranks] = run_jobs(1, [("05", args)], tmp_path / "jobs")
+    check(ranks[0], "capped: it caps its logits, which this chapter never makes")
+
+
+# ---- where weights come from -----------------------------------------------------------------
+
+
+def published(models, root, family, max_shard_size="5GB", dtype=torch.bfloat16, headless=False):
+    """Make a folder as one finds it on the hub; return it."""
+    folder = root / f"{family}-{max_shard_size}-{str(dtype)[6:]}{'-headless' * headless}"
+    torch.manual_seed(1)
+    config = AutoConfig.from_pretrained(models / family)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    shutil.copytree(models / family, folder)
+    (model.base_model if headless else model).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hub(models, tmp_path_factory):
+    """Folders of published weights."""
+    root = tmp_path_factory.mktemp("hub")
+    return {
+        "one file": published(models, root, "mistral"),
+        "many files": published(models, root, "mistral", "20KB"),
+        "float32": published(models, root, "gemma3", "20KB", torch.float32),
+        "tied": published(models, root, "qwen3", "20KB"),
+        "no head": published(models, root, "gpt2", headless=True),
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_weights_are_those_of_chapter_01(models, hub, tmp_path, world_size):
+    """Drawn or read, bit for bit, with the buffers, and nothing is left as memory was."""
+    cases = {family: ["-m", models / family] for family in FAMILIES} | {"tiny": []}
+    cases |= {name: ["-m", folder, "--pretrained"] for name, folder in hub.items()}
+    cases["replicas"] = ["--replicas", world_size]
+    cases["offload"] = ["--cpu-offload"]
+    common = ["--device", "cpu", "--save-dir", tmp_path, "--seq-length", 64]
+    (tmp_path / "cases.json").write_text(
+        json.dumps({name: list(map(str, [*common, *args])) for name, args in cases.items()})
+    )
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, ROOT / "tests/values.py", tmp_path / "cases.json", tmp_path / "done"],
+            env=os.environ
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+            | {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+            | {"MASTER_PORT": port},
+        )
+        for rank in range(world_size)
+    ]
+    assert [rank.wait(timeout=200) for rank in ranks] == [0] * world_size
+    different = json.loads((tmp_path / "done").read_text())
+    assert different == {name: [] for name in cases}
+
+
+def test_a_published_model_is_left_as_it_is_by_no_learning(hub, tmp_path):
+    """It is trained with a rate of zero: what is exported has the weights that were read."""
+    args = [*SHORT, "--save-dir", tmp_path, "--pretrained", "--lr", 0.0, "--num-steps", 2]
+    jobs = [("05", [*args, "-m", folder, "-e", name]) for name, folder in hub.items()]
+    run_well(2, jobs, tmp_path / "jobs")
+    for name, folder in hub.items():
+        before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        after = AutoModelForCausalLM.from_pretrained(tmp_path / name / "model").state_dict()
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before), name
+
+
+def test_broken_weights_are_one_line(models, hub, tmp_path):
+    """Each fault is named with its file or weight, and nothing is trained."""
+    folders = {name: tmp_path / name for name in ("missing", "cut", "integers", "key", "shape")}
+    for folder in folders.values():
+        shutil.copytree(hub["many files"], folder)
+    files = {name: sorted(folder.glob("*.safetensors")) for name, folder in folders.items()}
+    files["missing"][1].unlink()
+    files["cut"][1].write_bytes(files["cut"][1].read_bytes()[:-1])
+    text = files["integers"][1].read_bytes().replace(b'"BF16"', b'"I16" ', 1)
+    files["integers"][1].write_bytes(text)
+    for file in files["key"]:
+        file.write_bytes(file.read_bytes().replace(b"model.norm.weight", b"model.morn.weight"))
+    config = json.loads((folders["shape"] / "config.json").read_text())
+    path = folders["shape"] / "config.json"
+    path.write_text(json.dumps(config | {"intermediate_size": 96}))
+    expected = {
+        "missing": "have no ",
+        "cut": f"{files['cut'][1]} is cut off: it has ",
+        "integers": f"{files['integers'][1]}: ",
+        "key": f"the safetensors files in {folders['key']} have no model.norm.weight",
+        "shape": "ize mismatch",
+    }
+    jobs = [
+        ("05", [*SHORT, "--save-dir", tmp_path / "runs", "--pretrained", "-m", folder])
+        for folder in folders.values()
+    ]
+    for name, ranks in zip(folders, run_jobs(1, jobs, tmp_path / "jobs"), strict=True):
+        check(ranks[0], expected[name])
+    assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
+
+
+# ---- saves in the background -----------------------------------------------------------------
+
+ASYNC = ["--checkpoint-async"]
+
+
+def test_a_save_in_the_background_is_what_a_save_is(tmp_path):
+    """Bit for bit, although the training has gone on; and a run continues from either."""
+    args = [*LONG, "--save-dir", tmp_path, "--keep-checkpoints", 9, "-e"]
+    run_well(2, [("05", [*args, "plain"]), ("05", [*args, "async", *ASYNC])], tmp_path / "jobs")
+    for step in (10, 20, 30):
+        one, other = (weights_of(tmp_path / name, step) for name in ("plain", "async"))
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    cut(tmp_path / "async", 20, tmp_path / "again")
+    [ranks] = run_well(2, [("05", [*args, "again"])], tmp_path / "more")
+    assert "step-00000020\n" in ranks[0]["stdout"] and "continuing from" in ranks[0]["stdout"]
+    assert difference(metrics(tmp_path / "plain"), metrics(tmp_path / "again")) == 0.0
+
+
+def test_a_run_goes_on_between_chapters_04_and_05(tmp_path):
+    args = [*LONG, "--save-dir", tmp_path, "-e"]
+    run_well(2, [("04", [*args, "four"]), ("05", [*args, "five"])], tmp_path / "jobs")
+    for before, now, chapter in (("four", "a", "05"), ("five", "b", "04")):
+        cut(tmp_path / before, 20, tmp_path / now)
+        run_well(2, [(chapter, [*args, now])], tmp_path / now / "jobs")
+        assert difference(metrics(tmp_path / before), metrics(tmp_path / now)) < 1e-5
+
+
+def test_full_disk_in_the_background(small_disk, tmp_path):  # noqa: F811
+    """The training goes on, says why, keeps what it had, and saves again when there is room."""
+    args = [*LONG, *ASYNC, "--keep-checkpoints", 2, "--save-dir", small_disk, "-e", "run"]
+    args += ["--num-steps", 40]
+    [ranks] = run_jobs(2, [("05", args)], tmp_path / "full")
+    checkpoints = small_disk / "run/checkpoints"
+    warning = f"warning: cannot write {checkpoints}/step-00000030: "
+    [line] = [line for line in ranks[0]["stdout"].splitlines() if line.startswith("warning")]
+    assert line.startswith(warning) and "No space left on device; what was saved before" in line
+    assert [rank["status"] for rank in ranks] == [2, 2]  # the last save must not fail
+    check(ranks[0], f"cannot write {checkpoints}/step-00000040: ")
+    assert sorted(f.name for f in checkpoints.iterdir()) == ["step-00000010", "step-00000020"]
+    assert sorted(metrics(small_disk / "run")) == list(range(41))

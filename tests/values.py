@@ -1,0 +1,70 @@
+"""Compare the weights and buffers that chapter 05 starts with, on any ranks, with chapter 01's.
+
+Started once per rank by test_large.py, with a JSON file of cases: the arguments of both chapters.
+What torch has not filled is NaN here, so whatever is forgotten shows.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load(chapter):
+    """Import a chapter's script."""
+    script = next(ROOT.glob(f"{chapter}-*/train_llm.py"))
+    spec = importlib.util.spec_from_file_location(f"chapter_{chapter}", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def named(model):
+    """Return all parameters and buffers by name, whole."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {
+        name: getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)().detach().clone()
+        for name, tensor in tensors.items()
+    }
+
+
+def different(one, other):
+    """Return the names of what is not the same, bit for bit; NaN is never the same."""
+    return [name for name in one.keys() | other.keys() if not same(one.get(name), other.get(name))]
+
+
+def same(one, other):
+    return one is not None and other is not None and torch.equal(one, other)
+
+
+def main():
+    """Build each case's model both ways; rank 0 writes down what differs."""
+    first, last = load("01"), load("05")
+    cases, result = sys.argv[1:]
+    differing = {}
+    for name, given in json.loads(Path(cases).read_text()).items():
+        sys.argv = ["train_llm.py", *given]
+        args = last.parse_args()
+        if not dist.is_initialized():
+            last.setup(args)
+        torch.use_deterministic_algorithms(True)
+        _, config = last.build_tokenizer_and_config(args)
+        model = last.shard(args, last.build_model(args, config), torch.device("cpu"))
+        split = named(model)
+        torch.use_deterministic_algorithms(False)
+        whole = named(first.build_model(args, config))
+        differing[name] = different(whole, split)
+    if os.environ["RANK"] == "0":
+        Path(result).write_text(json.dumps(differing))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
