@@ -573,9 +573,10 @@ def shard(args, model, device):
 
     def materialize(part):
         """Give values to one module, whose own parts have theirs already; split it if a layer."""
-        part.to_empty(device="cpu", recurse=False)
+        read = args.pretrained and list(part.parameters(recurse=False))
+        part.to_empty(device=device if read else "cpu", recurse=False)
         for weight in part.parameters(recurse=False):
-            weight._is_hf_initialized = args.pretrained  # which are read below, so not drawn
+            weight._is_hf_initialized = args.pretrained  # not to be drawn, as it is read below
         model._init_weights(part)
         if part in layers:
             last = part is layers[-1]  # FSDP: its backward comes next, and would gather it again
@@ -1123,7 +1124,7 @@ def export_model(run_dir, model, tokenizer):
             enable_consolidation=True,
         )
         dcp.save(weights, storage_writer=writer, process_group=patient_group())
-        on_rank_zero(finish_model)(folder, model, tokenizer)
+        on_rank_zero(write_model)(folder, model, tokenizer)
 
 
 def place_in_files(weights):
@@ -1138,8 +1139,8 @@ def place_in_files(weights):
     return numbers
 
 
-def finish_model(folder, model, tokenizer):
-    """Write what else transformers wants in such a folder; delete the shards."""
+def write_model(folder, model, tokenizer):
+    """Write all that transformers wants in such a folder but the weights; delete their shards."""
     shutil.rmtree(folder / "sharded")
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
     model.config.save_pretrained(folder)

@@ -16,8 +16,10 @@ import pytest
 
 from chapters import ROOT, chapters
 from cluster.cluster import Cluster, obstacle
+from fork_server import Server, settings
 
 SCRIPTS = chapters()
+SERVER = Server(SCRIPTS.values())
 # A run of seconds: 20 steps, every one of them logged.
 SHORT = (
     "--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8 "
@@ -44,6 +46,9 @@ def environment(tmp_path_factory):
         TORCHINDUCTOR_CACHE_DIR=str(cache / "inductor"),
         TOKENIZERS_PARALLELISM="false",
     )
+    SERVER.settings = settings()
+    yield
+    SERVER.stop()
 
 
 def free_port():
@@ -70,7 +75,8 @@ def run_jobs(world_size, jobs, folder, timeout=500, shares=1):
         ]
         if listed:
             (folder / f"jobs{share}.json").write_text(json.dumps(listed))
-            started += [start_rank(world_size, rank, share, folder) for rank in range(world_size)]
+            command = [ROOT / "tests/worker.py", folder, share]
+            started += start_ranks(world_size, command, folder, f"-{share}")
     try:
         deadline = time.monotonic() + timeout
         for process in started:
@@ -88,19 +94,19 @@ def run_jobs(world_size, jobs, folder, timeout=500, shares=1):
     return done
 
 
-def start_rank(world_size, rank, share, folder):
-    """Start one rank of those that run the jobs of `jobs{share}.json`."""
-    env = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+def start_ranks(world_size, command, folder, log="", **variables):
+    """Start a script and its arguments on `world_size` ranks, as a launcher would."""
+    variables |= {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
     }
-    command = [sys.executable, ROOT / "tests/worker.py", folder / f"jobs{share}.json"]
-    command.append(folder / f"results{share}-{rank}.json")
-    with open(folder / f"rank{rank}-{share}.log", "w") as log:
-        return subprocess.Popen(command, env=env, stdout=log, stderr=log)
+    started = []
+    for rank in map(str, range(world_size)):
+        with open(folder / f"rank{rank}{log}.log", "w") as file:
+            variables |= {"RANK": rank, "LOCAL_RANK": rank}
+            started.append(SERVER.start(command, variables, file))
+    return started
 
 
 def run_well(world_size, jobs, *args, **options):

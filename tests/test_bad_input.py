@@ -156,9 +156,12 @@ def test_without_torchrun_chapter_02_says_how_to_start_it():
     check({"status": done.returncode, "stderr": done.stderr}, "start this with torchrun: torchrun")
 
 
-@pytest.mark.parametrize("chapter", ["01", "02", pytest.param("04", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "chapter", ["01", "02", *(pytest.param(name, marks=pytest.mark.slow) for name in ("04", "05"))]
+)
 def test_ctrl_c_ends_with_one_line_and_no_orphan(tmp_path, chapter):
     args = [*SHORT, "--num-steps", 100_000, "--save-dir", tmp_path, "-e", "run"]
+    args += ["--checkpoint-async"] if chapter == "05" else []
     process = torchrun(chapter, *args)
     try:
         deadline = time.monotonic() + 120

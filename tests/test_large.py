@@ -237,6 +237,18 @@ def test_broken_weights_are_one_line(models, hub, tmp_path):
     assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
 
 
+def test_reading_takes_the_memory_of_a_share_and_a_tensor(tmp_path):
+    """As the README says, and not that of the model, on one rank as on two."""
+    command = [sys.executable, ROOT / "benchmarks/large.py", "reading", "--layers", "2"]
+    command += ["--ranks", "1", "2", "--output", tmp_path / "reading.json"]
+    subprocess.run(command, check=True, timeout=300)
+    rows = json.loads((tmp_path / "reading.json").read_text())["reading"]
+    rows = {row["ranks"]: row for row in rows if row["chapter"] == "05"}
+    for row in rows.values():
+        assert row["peak"] < row["share"] + row["largest tensor"] + 20_000_000
+    assert rows[2]["share"] * 2 == rows[1]["share"] == rows[1]["model"]
+
+
 # ---- saves in the background -----------------------------------------------------------------
 
 ASYNC = ["--checkpoint-async"]

@@ -1,6 +1,7 @@
 """Chapter 03: who started it does not matter, and it may be stopped, restarted and left alone."""
 
 import fcntl
+import functools
 import json
 import os
 import select
@@ -150,20 +151,20 @@ def workers(process):
     return [child for child in children if any("train_llm.py" in word for word in child.cmdline())]
 
 
+FURTHER = {"05": ["--checkpoint-async", "--checkpoint-every", 3]}  # so that a stop meets a save
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The metrics of a run that was never stopped."""
-    root = tmp_path_factory.mktemp("whole")
-    run_well(2, [("03", [*LONG, "--save-dir", root, "-e", "whole"])], root / "ranks")
-    return metrics(root / "whole")
+    """Return a function that gives the metrics of a chapter's run that was never stopped."""
 
+    @functools.cache
+    def metrics_of(chapter):
+        root = tmp_path_factory.mktemp("whole")
+        run_well(2, [(chapter, [*LONG, "--save-dir", root, "-e", "whole"])], root / "ranks")
+        return metrics(root / "whole")
 
-@pytest.fixture(scope="module")
-def whole_in_shards(tmp_path_factory):
-    """The same of chapter 04."""
-    root = tmp_path_factory.mktemp("whole")
-    run_well(2, [("04", [*LONG, "--save-dir", root, "-e", "whole"])], root / "ranks")
-    return metrics(root / "whole")
+    return metrics_of
 
 
 def ask(how, process, run_dir):
@@ -184,12 +185,13 @@ def ask(how, process, run_dir):
         pytest.param("03", "SIGUSR1 to rank 1", marks=pytest.mark.slow),
         pytest.param("03", "a file", marks=pytest.mark.slow),
         pytest.param("04", "SIGTERM to torchrun", marks=pytest.mark.slow),
+        pytest.param("05", "SIGTERM to torchrun", marks=pytest.mark.slow),
     ],
 )
-def test_stopped_and_continued(chapter, how, request, tmp_path):
+def test_stopped_and_continued(chapter, how, whole, tmp_path):
     """All ranks stop at one step, whose checkpoint is there; the curve goes on bit by bit."""
-    whole = request.getfixturevalue("whole" if chapter == "03" else "whole_in_shards")
     args, run_dir = [*LONG, "--save-dir", tmp_path, "-e", "run"], tmp_path / "run"
+    args += FURTHER.get(chapter, [])
     process = start(*args, chapter=chapter)
     try:
         wait_for_step(run_dir, 5, process)
@@ -205,7 +207,7 @@ def test_stopped_and_continued(chapter, how, request, tmp_path):
     assert "terminate called" not in output
     [[first, _]] = run_well(2, [(chapter, args)], tmp_path / "ranks")  # the file is no request now
     assert "continuing from" in first["stdout"] and "finished" in first["stdout"]
-    assert difference(whole, metrics(run_dir)) == 0.0
+    assert difference(whole(chapter), metrics(run_dir)) == 0.0
 
 
 def test_nobody_waits_to_agree(tmp_path):

@@ -9,6 +9,7 @@ ACCUMULATION = {"": [], "-2": ["--batch-size", 4], "-4": ["--batch-size", 2]}
 BF16 = ["--precision", "bf16"]
 RUNS = ["02@1", "02@1-2", "02@1-4", "02@2", "02@2-2", "02@2-4", "02@4", "03@1", "03@2", "03@4"]
 RUNS += ["04@1", "04@2", "04@4", "04@4-replicas"]  # and many more in test_fsdp.py
+RUNS += ["05@2"]  # and in test_large.py
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,7 @@ def curves(tmp_path_factory, models):
         runs |= {f"{chapter}@{world_size}": (chapter, []) for chapter in ("03", "04")}
         if world_size == 2:
             runs["04@2-qwen3"] = ("04", families["qwen3"])
+            runs["05@2"] = ("05", ["--cpu-offload", "--recompute", "full", "--checkpoint-async"])
         if world_size == 4:
             runs["04@4-replicas"] = ("04", ["--replicas", 2])
         if world_size == 1:

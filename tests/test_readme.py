@@ -1,5 +1,7 @@
 """What the READMEs show is what is there: commands run, parts made from files, links lead on."""
 
+import ast
+import functools
 import json
 import math
 import re
@@ -17,6 +19,7 @@ from readme import Block, blocks, commands, readmes
 READMES = [pytest.param(path, id=str(path.relative_to(ROOT))) for path in readmes()]
 MEASURED = {"tokens_per_second", "second", "peak_memory_gib", "mfu"}  # another one in every run
 HUB = {"meta-llama/Llama-3.2-1B", "roneneldan/TinyStories"}
+ADDERS = {"add", "add_argument"}  # how scripts declare their flags
 SMALL = (
     " --num-steps 2 --seq-length 32 --global-batch-size 4 --batch-size 2 --eval-samples 4"
     " --device cpu --precision fp32"
@@ -140,6 +143,67 @@ def test_nothing_that_could_be_made_is_written_by_hand():
     for path in readmes():
         made = re.sub(r"\[\[\[cog.*?\[\[\[end\]\]\]", "", path.read_text(), flags=re.S)
         assert "```diff" not in made and "```text" not in made, path
+
+
+@functools.cache
+def declared(script):
+    """Return the flags that a script has, as its source declares them."""
+    found = {"-h", "--help"}
+    for node in ast.walk(ast.parse((ROOT / script).read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ADDERS:
+            names = [word.value for word in node.args if isinstance(word, ast.Constant)]
+            actions = [option.value for option in node.keywords if option.arg == "action"]
+            if actions and not isinstance(actions[0], ast.Constant):  # BooleanOptionalAction
+                names += [name.replace("--", "--no-", 1) for name in names]
+            found |= set(names)
+    return found
+
+
+def unknown_flags(text):
+    """Return the flags in a block of bash that the Python script before them does not have.
+
+    Those after a variable such as `$train`, and those of a file of arguments, whose lines begin
+    with a flag, must be flags of every chapter that the block names.
+    """
+    text = re.sub(r"(^|\s)#.*", "", text.replace("\\\n", " "), flags=re.M)
+    named = set(re.findall(r"\d\d-[\w-]+/train_llm\.py", text))
+    found = []
+    for command in re.split(r"[\n;&|]", text):
+        scripts = named if command.startswith("-") else set()
+        for quoted in re.findall(r"[^\s()=]+", command):
+            word = quoted.strip("\"'")
+            if word.endswith(".py") and (ROOT / word).exists():
+                scripts = {word}
+            elif re.fullmatch(r"\$[a-z_]+", quoted):  # with quotes it would be no command
+                scripts = scripts or named
+            elif re.match("--?[a-zA-Z]", word):
+                found += [(script, word) for script in scripts if word not in declared(script)]
+    return found
+
+
+@pytest.mark.parametrize("block", by_name(commands()))
+def test_scripts_have_the_flags_that_they_are_given(block):
+    """In blocks that need hardware too, which nothing runs."""
+    assert unknown_flags(block.text) == []
+
+
+@pytest.mark.parametrize(
+    "text, unknown",
+    [
+        ("python 01-single-gpu/train_llm.py -e one --lr 1e-3 --seed=1 --help # --none", []),
+        ("python 01-single-gpu/train_llm.py \\\n    --nosuch 1", ["--nosuch"]),
+        ("sbatch --nodes 4 train.sbatch 01-single-gpu/train_llm.py -x 1 | grep -z", ["-x"]),
+        ("torchrun 04-fsdp/train_llm.py --no-reshard-after-forward --no-lr", ["--no-lr"]),
+        ('run="python 01-single-gpu/train_llm.py"; if true; then $run --two; fi', ["--two"]),
+        ('python 01-single-gpu/train_llm.py & kill -s TERM "$job" -q', []),
+        ('run="python 01-single-gpu/train_llm.py --one"\n$run --two', ["--one", "--two"]),
+        ("cat > a <<END\n--three 3\nEND\npython 01-single-gpu/train_llm.py @a", ["--three"]),
+        ("python tools/plot.py outputs/one --output a.png --lr 1", ["--lr"]),
+        ("python 04-fsdp/to_transformers.py --lr 1 step-1 model", ["--lr"]),
+    ],
+)
+def test_a_wrong_flag_is_seen(text, unknown):
+    assert [flag for _, flag in unknown_flags(text)] == unknown
 
 
 def slug(heading):

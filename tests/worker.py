@@ -42,11 +42,11 @@ def run(job):
 
 
 def main():
-    """Run the jobs of a file; write their results to another."""
-    jobs, results = sys.argv[1:]
-    with open(jobs) as file:
+    """Run the jobs of a share, each of which has a file in a folder; write their results there."""
+    folder, share = sys.argv[1:]
+    with open(f"{folder}/jobs{share}.json") as file:
         done = [run(job) for job in json.load(file)]
-    with open(results, "w") as file:
+    with open(f"{folder}/results{share}-{os.environ['RANK']}.json", "w") as file:
         json.dump(done, file)
 
 

@@ -155,6 +155,61 @@ def checkpoints(file):
         print(f"| {words} | {cells} | {other / one:.2f} |")
 
 
+def largest_settings(file):
+    """Print the table of the largest models that trained in a fixed memory, by setting."""
+    rows = measured(file, "largest")
+    print("| setting | layers | million weights | against the first |", "|---|---|---|---|", sep="\n")
+    for row in rows:
+        weights, times = row["weights"] / 1e6, row["weights"] / rows[0]["weights"]
+        print(f"| {row['setting']} | {row['layers']} | {weights:.0f} | {times:.1f} |")
+
+
+def reading(file):
+    """Print the table of the host memory that reading weights takes, in MB."""
+    print("| ranks | this rank's share | largest tensor | chapter 04 | chapter 05 |")
+    print("|---|---|---|---|---|")
+    rows = {(row["ranks"], row["chapter"]): row for row in measured(file, "reading")}
+    for ranks in sorted({ranks for ranks, _ in rows}):
+        four, five = rows[ranks, "04"], rows[ranks, "05"]
+        told = five["share"], five["largest tensor"], four["peak"], five["peak"]
+        print(f"| {ranks} | {' | '.join(f'{bytes_ / 1e6:.0f}' for bytes_ in told)} |")
+
+
+def recompute(file):
+    """Print the table of what each way to recompute costs."""
+    rows = measured(file, "recompute")
+    print("| `--recompute` | tokens per second, ratio | the process's most memory |")
+    print("|---|---|---|")
+    speeds, memory = (
+        {
+            mode: [row[name] for row in rows if row["mode"] == mode]
+            for mode in dict.fromkeys(row["mode"] for row in rows)
+        }
+        for name in ("tokens_per_second", "peak_memory_gib")
+    )
+    for mode, found in speeds.items():
+        ratio = median(one / none for one, none in zip(found, speeds["none"], strict=True))
+        print(f"| `{mode}` | {ratio:.2f} | {median(memory[mode]):.2f} GiB |")
+
+
+def saves(file):
+    """Print the table of how long saves take, in the background and not."""
+    found = measured(file, "saves")
+    names = {"plain": "a save that is waited for", "stall": "`--checkpoint-async`, until it trains on"}
+    names |= {"in the background": "`--checkpoint-async`, until it is on the disk"}
+    print(f"| of {found['bytes'] / 1e9:.2f} GB | ratio to the first |", "|---|---|", sep="\n")
+    for name, words in names.items():
+        ratio = median(row[name] / row["plain"] for row in found["rounds"])
+        print(f"| {words} | {ratio:.2f} |")
+
+
+def plan(config):
+    """Print, as comments, what the planner has said of a file under configs."""
+    text = (ROOT / "docs/samples/05-plans.txt").read_text()
+    [line] = [line for line in text.splitlines() if line.partition(":")[0].lower().endswith(config)]
+    print(f"# {line.partition(': ')[2]}")
+
+
 def environments(rank=3):
     """Print the table of what each launcher told one rank, from docs/environments.json."""
     columns = "launcher", "rank", "ranks in all", "rank on its node", "ranks on its node"
@@ -179,8 +234,9 @@ def machine(file):
 
 def main():
     """Have cog make all parts, or with --check none; the exit status says whether all is well."""
+    files = [*readmes(), *sorted(ROOT.glob("*/configs/*.args"))]
     options = ["--check", "--diff"] if sys.argv[1:] == ["--check"] else ["-r"]
-    command = ["cog", *options, "-P", "-p", "from docs import *", *map(str, readmes())]
+    command = ["cog", *options, "-P", "-p", "from docs import *", *map(str, files)]
     sys.exit(Cog().main(command))
 
 
