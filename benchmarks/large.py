@@ -196,7 +196,7 @@ def reading(args, folder):
 def saves(args, folder):
     """Return the seconds of saves on two ranks, of each round."""
     model = make_model_folder(f"{folder}/model", args.layers * 3 // 2, args.width, 384, 64)
-    options = "--checkpoint-async --seq-length 64 --global-batch-size 8"
+    options = "--checkpoint-async --seq-length 64 --global-batch-size 2"
     found = measure_on_ranks("saves", "05", 2, model, folder, options, args.rounds)
     print(found, flush=True)
     return found

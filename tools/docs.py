@@ -158,7 +158,9 @@ def checkpoints(file):
 def largest_settings(file):
     """Print the table of the largest models that trained in a fixed memory, by setting."""
     rows = measured(file, "largest")
-    print("| setting | layers | million weights | against the first |", "|---|---|---|---|", sep="\n")
+    print(
+        "| setting | layers | million weights | against the first |", "|---|---|---|---|", sep="\n"
+    )
     for row in rows:
         weights, times = row["weights"] / 1e6, row["weights"] / rows[0]["weights"]
         print(f"| {row['setting']} | {row['layers']} | {weights:.0f} | {times:.1f} |")
@@ -195,7 +197,10 @@ def recompute(file):
 def saves(file):
     """Print the table of how long saves take, in the background and not."""
     found = measured(file, "saves")
-    names = {"plain": "a save that is waited for", "stall": "`--checkpoint-async`, until it trains on"}
+    names = {
+        "plain": "a save that is waited for",
+        "stall": "`--checkpoint-async`, until it trains on",
+    }
     names |= {"in the background": "`--checkpoint-async`, until it is on the disk"}
     print(f"| of {found['bytes'] / 1e9:.2f} GB | ratio to the first |", "|---|---|", sep="\n")
     for name, words in names.items():
@@ -206,8 +211,9 @@ def saves(file):
 def plan(config):
     """Print, as comments, what the planner has said of a file under configs."""
     text = (ROOT / "docs/samples/05-plans.txt").read_text()
-    [line] = [line for line in text.splitlines() if line.partition(":")[0].lower().endswith(config)]
-    print(f"# {line.partition(': ')[2]}")
+    about = dict(line.split(" on ", 1) for line in text.splitlines())
+    [told] = [told for name, told in about.items() if name.lower().endswith(config)]
+    print(f"# The planner, for {told.replace(': ', ':|# ', 1)}.".replace("|", "\n"))
 
 
 def environments(rank=3):

@@ -1,0 +1,262 @@
+"""Measure what runs really take, next to what 05-large-model/will_it_fit.py says they will.
+
+Here:    python benchmarks/planner.py --output benchmarks/results/planner-cpu-2cores.json
+Closer:  python benchmarks/planner.py --only "05 full" "04 kept"
+
+Each case trains some steps on random tokens, on CPU ranks that are processes. Rank 0 says how many
+bytes of weights, gradients and optimizer state it holds, and how many all tensors took at most:
+torch's profiler sees each allocation, and each release but those by gloo's threads. The planner
+gets the same flags.
+"""
+
+import argparse
+import functools
+import importlib.util
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from fsdp import bytes_of, torchrun
+from speed import describe_machine
+from torch._C._profiler import _EventType
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import ByT5Tokenizer, LlamaConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+PLANNER = ROOT / "05-large-model/will_it_fit.py"
+SMALL = {"layers": 4, "width": 256, "heads": 8, "kv": 4, "vocabulary": 2000, "tied": False}
+CASES = {  # chapter, ranks, what is different from SMALL, flags besides COMMON
+    "02": ("02", 2, {}, "-s 256 -b 4"),
+    "02 bf16": ("02", 2, {}, "-s 256 -b 4 --precision bf16"),
+    "02 wide": ("02", 2, {"layers": 2, "width": 512}, "-s 64 -b 2"),
+    "04": ("04", 2, {}, "-s 256 -b 4"),
+    "04 alone": ("04", 1, {}, "-s 128 -b 8"),
+    "04 bf16": ("04", 2, {}, "-s 256 -b 4 --precision bf16"),
+    "04 kept": ("04", 2, {"layers": 8}, "-s 64 -b 1 --no-reshard-after-forward"),
+    "04 uneven": ("04", 4, {"width": 264, "heads": 6, "kv": 2, "vocabulary": 1999}, "-s 64 -b 1"),
+    "04 unsynced": ("04", 2, {"layers": 8}, "-s 64 -b 1 --no-sync-each-micro-step"),
+    "04 unsynced bf16": (
+        "04", 2, {"layers": 8}, "-s 64 -b 1 --no-sync-each-micro-step --precision bf16"
+    ),
+    "04 replicas": ("04", 4, {"tied": True}, "-s 64 -b 1 --replicas 2"),
+    "05": ("05", 2, {"layers": 6}, "-s 512 -b 4"),
+    "05 bf16": ("05", 2, {"vocabulary": 16000}, "-s 512 -b 4 --precision bf16"),
+    "05 wide": ("05", 4, {"layers": 3, "width": 512}, "-s 64 -b 1"),
+    "05 prefetch 3": ("05", 2, {"layers": 8, "width": 512}, "-s 32 -b 1 --prefetch 3"),
+    "05 full": ("05", 2, {"layers": 12}, "-s 256 -b 4 --recompute full"),
+    "05 full bf16": ("05", 4, {"layers": 6}, "-s 512 -b 2 --recompute full --precision bf16"),
+    "05 selective": ("05", 2, {"layers": 6}, "-s 256 -b 4 --recompute selective"),
+    "05 offload": ("05", 2, {"tied": True}, "-s 128 -b 2 --cpu-offload --recompute full"),
+}  # fmt: skip
+STEPS = 4
+COMMON = "--device cpu --global-batch-size 8"
+EXACT = ("parameters", "gradients", "optimizer state")
+
+
+def parse_args():
+    """Return the arguments."""
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=formatter)
+    add = parser.add_argument
+    add("--only", nargs="+", choices=CASES, default=list(CASES), help="cases")
+    add("--output", type=Path, help="a JSON file for the machine and all rows")
+    return parser.parse_args()
+
+
+# ---- one rank --------------------------------------------------------------------------------
+
+
+def build(chapter, args, device):
+    """Return model, what trains it, and optimizer, as the chapter's main() makes them."""
+    _, config = chapter.build_tokenizer_and_config(args)
+    model = chapter.build_model(args, config)
+    if hasattr(chapter, "shard"):
+        model = wrapped = chapter.shard(args, model, device)
+    else:
+        wrapped = DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
+        wrapped.broadcast_buffers = False
+    return model, wrapped, chapter.build_optimizer(args, model)
+
+
+def measure(chapter, args, device):
+    """Take some steps on random tokens; return the bytes that rank 0 holds, and their peak."""
+    found = {}
+    activities = [ProfilerActivity.CPU]
+    with profile(activities=activities, profile_memory=True) as profiler:
+        model, wrapped, optimizer = build(chapter, args, device)
+        vocabulary = model.config.vocab_size
+        ids = torch.randint(vocabulary, (args.micro_batch_size, args.seq_length))
+        batches = iter(lambda: {"input_ids": ids}, None)
+
+        def look(*_):
+            states = (optimizer.state[weight].values() for weight in model.parameters())
+            found["parameters"] = bytes_of(model.parameters())
+            found["gradients"] = bytes_of(weight.grad for weight in model.parameters())
+            found["optimizer state"] = bytes_of(each for state in states for each in state)
+
+        optimizer.register_step_post_hook(look)
+        for step in range(1, STEPS + 1):
+            with record_function(f"step {step}"):
+                chapter.train_step(args, wrapped, optimizer, batches, step, device)
+    start, _, *later = rises(allocations(profiler))
+    # an unseen release can only make a rise look higher than it is
+    return found | {"peak": start + found["optimizer state"] + min(later)}
+
+
+def allocations(profiler):
+    """Return all allocations and releases by time: (address, bytes, names of the operations)."""
+    found = []
+    stack = [(event, ()) for event in profiler.profiler.kineto_results.experimental_event_tree()]
+    while stack:
+        event, names = stack.pop()
+        if event.tag == _EventType.Allocation:
+            fields = event.extra_fields
+            found.append((event.start_time_ns, fields.ptr, fields.alloc_size, names))
+        stack += [(child, (*names, event.name)) for child in event.children]
+    return [rest for _, *rest in sorted(found, key=lambda each: each[0])]
+
+
+def unseen_releases(events):
+    """Return the numbers of the allocations that were released where the profiler does not look.
+
+    A collective's own buffers may be released by a thread of gloo. Of those whose release was not
+    seen, it is taken that they went when they had been filled, as the others do.
+    """
+    unseen, own = set(), {}
+    for number, (address, size, names) in enumerate(events):
+        if address in own and size > 0:  # it is given out again
+            unseen.add(own[address])
+        own.pop(address, None)
+        if size > 0 and any(name.startswith(("c10d::", "gloo:")) for name in names):
+            own[address] = number
+    return unseen | set(own.values())
+
+
+def rises(events):
+    """Return by how many bytes what is allocated rises at most, from the start of each step.
+
+    The first is by how many it has risen before the first step.
+    """
+    unseen = unseen_releases(events)
+    live, before, when, most = 0, 0, "start", {}
+    for number, (_, size, names) in enumerate(events):
+        if names and names[0].startswith("step") and names[0] != when:
+            before, when = live, names[0]
+        live += 0 if number in unseen else size
+        most[when] = live if when == "start" else max(most.get(when, 0), live - before)
+    return list(most.values())
+
+
+def run_on_this_rank():
+    """Measure as a rank that torchrun started; rank 0 writes the result."""
+    script, result = sys.argv[1:3]
+    del sys.argv[1:3]
+    spec = importlib.util.spec_from_file_location("chapter", script)
+    chapter = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(chapter)
+    args = chapter.parse_args()
+    device = chapter.setup(args)
+    found = measure(chapter, args, device)
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# ---- all cases -------------------------------------------------------------------------------
+
+
+def make_model_folder(folder, layers, width, heads, kv, vocabulary, tied):
+    """Write the configuration of a Llama, and a tokenizer of bytes; return the folder."""
+    tokenizer = ByT5Tokenizer()
+    LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    ).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def script_of(chapter):
+    """Return the path of a chapter's script."""
+    return next(ROOT.glob(f"{chapter}-*/train_llm.py"))
+
+
+def measured(name, folder):
+    """Return what rank 0 found in a run of a case."""
+    chapter, ranks, changes, flags = CASES[name]
+    model = make_model_folder(f"{folder}/model", **(SMALL | changes))
+    result = Path(folder, "result.json")
+    result.unlink(missing_ok=True)
+    command = [__file__, "as-a-rank", script_of(chapter), result, "-m", model]
+    command += [*f"{COMMON} {flags}".split(), "--save-dir", folder]
+    done = torchrun(ranks, command, folder)
+    if not result.exists():
+        sys.exit(f"{done.stdout}{done.stderr}\nno result of {name}")
+    return json.loads(result.read_text())
+
+
+@functools.cache
+def planner():
+    """Return the planner as a module."""
+    spec = importlib.util.spec_from_file_location("will_it_fit", PLANNER)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def planned(name, folder):
+    """Return what the planner says of a case, for the model that its run left in the folder."""
+    chapter, ranks, _, flags = CASES[name]
+    options = f"-m {folder}/model --chapter {chapter} --gpus-per-node {ranks} {COMMON} {flags}"
+    return planner().make_plan(planner().parse_args(options.split()))["asked"]
+
+
+def compare(name, folder):
+    """Return a row: what was measured, what was planned, in bytes, and how far apart they are."""
+    found, plan = measured(name, folder), planned(name, folder)
+    row = {"case": name, "ranks": CASES[name][1], "flags": CASES[name][3]}
+    row["measured"] = {part: found[part] for part in EXACT} | {"peak": found["peak"]}
+    row["planned"] = {part: plan["state"][part] for part in EXACT} | {"peak": plan["gpu_total"]}
+    row["when"] = plan["gpu_when"]
+    row["exact"] = all(row["measured"][part] == row["planned"][part] for part in EXACT)
+    return row | {"peak ratio": row["planned"]["peak"] / row["measured"]["peak"]}
+
+
+def main():
+    """Measure the cases; with --output, write them down."""
+    args = parse_args()
+    rows = []
+    for name in args.only:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(compare(name, folder))
+        row = rows[-1]
+        peaks = [row[kind]["peak"] / 1e6 for kind in ("measured", "planned")]
+        print(
+            f"{name:18} exact {row['exact']!s:6} peak {peaks[0]:8.2f} MB, planned {peaks[1]:8.2f}, "
+            f"ratio {row['peak ratio']:.3f}, at {row['when']}",
+            flush=True,
+        )
+    if args.output:
+        result = {"machine": describe_machine(), "rows": rows}
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["as-a-rank"]:  # as which torchrun starts this script, for each rank
+        del sys.argv[1]
+        run_on_this_rank()
+    else:
+        main()
