@@ -1189,7 +1189,8 @@ def show_line(args, plan):
     best, worst = asked["seconds"]
     print(
         f"{plan['model']['name']} on {machines} of {args.gpu_memory_gib:g} GiB: {verdict(asked)}; "
-        f"{text_of(asked['gpu_needs'])} a GPU, {text_of(asked['host_needs'])} a host, "
+        f"a GPU {text_of(asked['gpu_total'])} of tensors, {text_of(asked['gpu_needs'])} with all "
+        f"else; a host {text_of(asked['host_needs'])}; "
         f"{time_of(best)} to {time_of(worst)} a step, MFU {asked['mfu'][1]:.0%} to "
         f"{asked['mfu'][0]:.0%}"
     )

@@ -1,5 +1,7 @@
 """Chapter 05: the curve of the chapters before, from a model that is whole nowhere and never."""
 
+import argparse
+import importlib
 import json
 import os
 import shutil
@@ -32,12 +34,13 @@ SETTINGS = {
 }
 BF16 = ["--precision", "bf16"]
 TRIED = {  # by number of ranks: settings, families, precisions besides fp32
-    1: ["", "-long", "-all", "-bf16"],
+    1: ["", "-long", "-selective", "-all", "-bf16"],
     2: ["", "-offload", "-full", "-selective", "-ahead", "-further", "-async", "-all",
         "-compiled-full", "-compiled-selective", "-bf16", "-gpt2", "-qwen3", "-mistral",
         "-gemma3"],
-    4: ["", "-long", "-all", "-qwen3"],
+    4: ["", "-long", "-selective", "-all", "-qwen3"],
 }  # fmt: skip
+LAYERS = 16  # of a model that chapter 04 has no room for
 RUNS = [f"05@{ranks}{name}" for ranks, names in TRIED.items() for name in names]
 
 
@@ -247,6 +250,14 @@ def test_reading_takes_the_memory_of_a_share_and_a_tensor(tmp_path):
     for row in rows.values():
         assert row["peak"] < row["share"] + row["largest tensor"] + 20_000_000
     assert rows[2]["share"] * 2 == rows[1]["share"] == rows[1]["model"]
+
+
+def test_what_chapter_04_cannot_hold_trains_here(monkeypatch, tmp_path):
+    """One model on two ranks that may have 3 GiB each."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    large, limit = importlib.import_module("large"), argparse.Namespace(gib=3.0)
+    assert not large.trains("chapter 04", LAYERS, limit, tmp_path)
+    assert large.trains("chapter 05, `--recompute full`", LAYERS, limit, tmp_path)
 
 
 # ---- saves in the background -----------------------------------------------------------------

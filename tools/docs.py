@@ -208,12 +208,26 @@ def saves(file):
         print(f"| {words} | {ratio:.2f} |")
 
 
+def planner(file):
+    """Print the table of planned and measured peaks; fail if not all shards are as planned."""
+    print(
+        "| chapter and case | ranks | flags | measured | planned |",
+        "|---|---|---|---|---|",
+        sep="\n",
+    )
+    for row in measured(file, "rows"):
+        assert row["exact"], row["case"]
+        peaks = " | ".join(f"{row[name]['peak'] / 1e6:.2f}" for name in ("measured", "planned"))
+        print(f"| {row['case']} | {row['ranks']} | `{row['flags']}` | {peaks} |")
+
+
 def plan(config):
     """Print, as comments, what the planner has said of a file under configs."""
     text = (ROOT / "docs/samples/05-plans.txt").read_text()
-    about = dict(line.split(" on ", 1) for line in text.splitlines())
-    [told] = [told for name, told in about.items() if name.lower().endswith(config)]
-    print(f"# The planner, for {told.replace(': ', ':|# ', 1)}.".replace("|", "\n"))
+    for line in text.splitlines():
+        name, told = line.split(" on ", 1)
+        if name.lower().endswith(config):
+            print(f"# {told.replace(': ', ':|#   ', 1)}".replace("|", "\n"))
 
 
 def environments(rank=3):
