@@ -967,9 +967,10 @@ def save_checkpoint(args, run_dir, model, optimizer, step):
 class BackgroundSaves:
     """Saves from a copy in host memory, with a thread and a process group of their own."""
 
-    def __init__(self, args):
+    def __init__(self, args, run_dir):
         self.future = None
         if args.checkpoint_async:
+            on_rank_zero(delete_oldest)(args, run_dir / "checkpoints")  # and what a kill has left
             on_cuda = args.device == "cuda"
             copies = StagingOptions(on_cuda, False, False, on_cuda)  # pinned, not shared, now, fast
             self.stager = DefaultStager(copies)  # it keeps the memory for the next copy
@@ -1302,7 +1303,7 @@ def main():
         log({"step": 0, "val_loss": evaluate(args, model, held_out, device)})
     batches = iter(build_loader(args, train_set, start))
     stop_request = StopRequest(run_dir)
-    background = BackgroundSaves(args)
+    background = BackgroundSaves(args, run_dir)
     since = None
     for step in tqdm(
         range(start + 1, args.num_steps + 1),

@@ -55,6 +55,9 @@ def root(tmp_path_factory, models):
             runs |= {f"01-{name}": ("01", options[f"-{name}"]) for name in ("long", *FAMILIES)}
             runs["01"] = ("01", [])
         if world_size == 2:
+            dropout = ["-m", models / "gpt2-dropout"]
+            runs["05@2-dropout"] = ("05", dropout)
+            runs["05@2-dropout-full"] = ("05", [*dropout, "--recompute", "full"])
             runs["04"] = ("04", [])
             runs["04-bf16"] = ("04", BF16)
         jobs = [
@@ -76,6 +79,13 @@ def test_settings_change_nothing(root, run):
     assert difference(curve(root, plain), curve(root, run)) < 1e-5
     if plain == "01":
         assert difference(curve(root, "04"), curve(root, run)) < 1e-5
+
+
+def test_dropout_is_the_same_when_it_is_recomputed(root):
+    """The backward of a layer drops what its forward has dropped."""
+    one, other = curve(root, "05@2-dropout"), curve(root, "05@2-dropout-full")
+    assert difference(one, other) < 1e-5
+    assert difference(one, curve(root, "05@2-gpt2")) > 1e-2  # the same model without dropout
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run[5:] in FAMILIES])
