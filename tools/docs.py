@@ -155,17 +155,6 @@ def checkpoints(file):
         print(f"| {words} | {cells} | {other / one:.2f} |")
 
 
-def largest_settings(file):
-    """Print the table of the largest models that trained in a fixed memory, by setting."""
-    rows = measured(file, "largest")
-    print(
-        "| setting | layers | million weights | against the first |", "|---|---|---|---|", sep="\n"
-    )
-    for row in rows:
-        weights, times = row["weights"] / 1e6, row["weights"] / rows[0]["weights"]
-        print(f"| {row['setting']} | {row['layers']} | {weights:.0f} | {times:.1f} |")
-
-
 def reading(file):
     """Print the table of the host memory that reading weights takes, in MB."""
     print("| ranks | this rank's share | largest tensor | chapter 04 | chapter 05 |")
@@ -175,23 +164,6 @@ def reading(file):
         four, five = rows[ranks, "04"], rows[ranks, "05"]
         told = five["share"], five["largest tensor"], four["peak"], five["peak"]
         print(f"| {ranks} | {' | '.join(f'{bytes_ / 1e6:.0f}' for bytes_ in told)} |")
-
-
-def recompute(file):
-    """Print the table of what each way to recompute costs."""
-    rows = measured(file, "recompute")
-    print("| `--recompute` | tokens per second, ratio | the process's most memory |")
-    print("|---|---|---|")
-    speeds, memory = (
-        {
-            mode: [row[name] for row in rows if row["mode"] == mode]
-            for mode in dict.fromkeys(row["mode"] for row in rows)
-        }
-        for name in ("tokens_per_second", "peak_memory_gib")
-    )
-    for mode, found in speeds.items():
-        ratio = median(one / none for one, none in zip(found, speeds["none"], strict=True))
-        print(f"| `{mode}` | {ratio:.2f} | {median(memory[mode]):.2f} GiB |")
 
 
 def saves(file):
