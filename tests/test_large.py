@@ -113,6 +113,15 @@ def test_the_finished_model_is_that_of_the_last_checkpoint(root, run):
     assert not [path for path in folder.iterdir() if path.is_dir()]
 
 
+def test_chapter_04_turns_a_checkpoint_into_a_model(root, tmp_path):
+    command = [sys.executable, ROOT / "04-fsdp/to_transformers.py"]
+    command += [root / "05@2-qwen3/checkpoints/step-00000010", tmp_path / "model"]
+    subprocess.run(command, check=True, timeout=120)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    expected = weights_of(root / "05@2-qwen3", 10)
+    assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
+
+
 def test_a_large_model_is_several_files(load, monkeypatch):
     """`from_pretrained` finds each weight by the index."""
     chapter, weights = load("05"), {name: torch.zeros(10) for name in "abcdefg"}
