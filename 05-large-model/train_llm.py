@@ -144,7 +144,7 @@ def parse_args():
     add("--replicas", type=at_least(1), default=1, help="groups of ranks that hold a model each")
     add("--cpu-offload", action="store_true", help="shards live on the host, where AdamW steps")
     add("--recompute", choices=RECOMPUTE, default="none", help="activations, in the backward")
-    add("--prefetch", type=at_least(0), default=1, help="layers that are gathered ahead of time")
+    add("--prefetch", type=at_least(0), default=1, help="layers gathered ahead; 0: FSDP's own way")
 
     add = parser.add_argument_group("run").add_argument
     add("-e", "--experiment-name", default=chapter, help="the run's folder under --save-dir")
@@ -477,7 +477,8 @@ def build_tokenizer_and_config(args):
 
 def build_model(args, config):
     """Return the model as shapes, on the meta device: `shard` gives it values, layer by layer."""
-    if getattr(config, "final_logit_softcapping", None):
+    caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    if any(getattr(config.get_text_config(), cap, None) for cap in caps):
         fail(f"--model-name {args.model_name}: it caps its logits, which this chapter never makes")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -603,13 +604,17 @@ def prefetch(args, model, layers):
 def read_weights(args, model):
     """Read this rank's shards, and no more, from the safetensors files of `--model-name`."""
     folder = weight_folder(args)
-    saved = {name for file in folder.glob("*.safetensors") for name in names_in(file)}
+    saved = {}
+    for file in folder.glob("*.safetensors"):
+        saved |= types_in(file)
     prefix = f"{model.base_model_prefix}."  # files of a model without a head have names without
     weights = {}
     for name, weight in model.named_parameters():
         there = name if name in saved else name.removeprefix(prefix)
         if there not in saved:
             fail(f"--pretrained: the safetensors files in {folder} have no {name}")
+        if saved[there] not in ("F32", "BF16", "F16"):
+            fail(f"--pretrained: {name} is {saved[there]} in {folder}, no float of 16 or 32 bits")
         weights[there] = weight
     try:
         reader = HuggingFaceStorageReader(folder)
@@ -631,8 +636,8 @@ def weight_folder(args):
         fail(f"--pretrained --model-name {args.model_name}: {first_line(error)}")
 
 
-def names_in(file):
-    """Return the names of a file's tensors; stop if it is cut off or has other types than floats.
+def types_in(file):
+    """Return the types of a file's tensors by their names; stop if it is cut off.
 
     It begins with the length of a JSON object that says of each tensor what and where it is:
     https://github.com/huggingface/safetensors#format
@@ -645,10 +650,7 @@ def names_in(file):
     end = start + max((tensor["data_offsets"][1] for tensor in about.values()), default=0)
     if size < end:
         fail(f"--pretrained: {file} is cut off: it has {size} of {end} bytes")
-    for name, tensor in about.items():
-        if tensor["dtype"] not in ("F32", "BF16", "F16"):
-            fail(f"--pretrained: {file}: {name} is {tensor['dtype']}, not a float of 16 or 32 bits")
-    return about.keys()
+    return {name: tensor["dtype"] for name, tensor in about.items()}
 
 
 def build_optimizer(args, model):
@@ -972,35 +974,50 @@ class BackgroundSaves:
         if args.checkpoint_async:
             on_rank_zero(delete_oldest)(args, run_dir / "checkpoints")  # and what a kill has left
             on_cuda = args.device == "cuda"
-            copies = StagingOptions(on_cuda, False, False, on_cuda)  # pinned, not shared, now, fast
-            self.stager = DefaultStager(copies)  # it keeps the memory for the next copy
+            options = StagingOptions(
+                use_pinned_memory=on_cuda,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=on_cuda,
+            )
+            self.stager = DefaultStager(options)  # it keeps the memory for the next copy
             self.group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
     def start(self, args, run_dir, model, optimizer, step):
         """Begin to save what `save_checkpoint` saves; return when it is copied."""
         self.wait()
         state = state_of(model, optimizer) | {"step": step, "args": json.dumps(vars(args))}
-        checkpoint = run_dir / "checkpoints" / f"step-{step:08}"
+        self.checkpoint = run_dir / "checkpoints" / f"step-{step:08}"
         self.future = dcp.async_save(
             state,
-            storage_writer=PublishingWriter(args, checkpoint, model.config),
+            storage_writer=PublishingWriter(args, self.checkpoint, model.config),
             process_group=self.group,
             async_stager=self.stager,
         )
-        self.future.add_done_callback(functools.partial(report_failure, checkpoint))
+        self.future.add_done_callback(functools.partial(report_failure, self.checkpoint))
 
     def wait(self):
-        """Return when no save is under way on any rank."""
+        """Return when no save is under way on any rank, and nothing is left of one that failed."""
         if self.future:
-            self.future.exception()
+            partial = self.checkpoint.with_name(f".{self.checkpoint.name}")
+            if self.future.exception() and dist.get_rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
             all_ranks(True)
+
+    def finish(self):
+        """Return when the last save is whole; that it failed is an error of the run."""
+        self.wait()
+        if self.future and self.future.exception():
+            cause = first_line(first_failure(self.future.exception()))
+            fail(f"cannot write {self.checkpoint}: {cause}; what was saved before is whole")
 
 
 class PublishingWriter(ShardWriter):
     """Gives the checkpoint its name when the shards of all ranks are on the disk."""
 
     def __init__(self, args, checkpoint, config):
-        super().__init__(checkpoint.with_name(f".{checkpoint.name}"))
+        partial = checkpoint.with_name(f".{checkpoint.name}")
+        super().__init__(partial, per_thread_copy_ahead=0)  # it is on the host already
         self.args, self.checkpoint, self.config = args, checkpoint, config
 
     def finish(self, metadata, results):
@@ -1015,8 +1032,6 @@ def report_failure(checkpoint, future):
     if error := future.exception():
         cause = first_line(first_failure(error))
         say(f"warning: cannot write {checkpoint}: {cause}; what was saved before is whole")
-        if dist.get_rank() == 0:
-            shutil.rmtree(checkpoint.with_name(f".{checkpoint.name}"), ignore_errors=True)
 
 
 def state_of(model, optimizer):
@@ -1114,35 +1129,48 @@ def compare_args(args, before, checkpoint):
 def export_model(run_dir, model, tokenizer):
     """Write the finished model as a folder that `from_pretrained` loads.
 
-    Each rank writes its shards, rank 0 puts the files together: no host ever holds the model.
+    File by file, each rank writes its shards and rank 0 makes one of them: no host holds the model.
     """
     weights = weights_of(model)
+    files = files_of(weights)
     with saving(run_dir / "model"), whole_folder(run_dir / "model") as folder:
-        writer = HuggingFaceStorageWriter(
-            folder,
-            fqn_to_index_mapping=place_in_files(weights),
-            save_distributed=True,
-            enable_consolidation=True,
-        )
-        dcp.save(weights, storage_writer=writer, process_group=patient_group())
-        on_rank_zero(write_model)(folder, model, tokenizer)
+        for number, names in enumerate(files, 1):
+            part = folder / f"{number:05}"
+            writer = HuggingFaceStorageWriter(
+                part, save_distributed=True, enable_consolidation=True
+            )
+            some = {name: weights[name] for name in names}
+            dcp.save(some, storage_writer=writer, process_group=patient_group())
+            on_rank_zero(take_file)(part, f"model-{number:05}-of-{len(files):05}.safetensors")
+        on_rank_zero(write_model)(folder, model, tokenizer, files)
 
 
-def place_in_files(weights):
-    """Return the number of the file for each weight, so that no file is longer than need be."""
-    numbers, number, size = {}, 1, 0
+def files_of(weights):
+    """Return the names of the weights of each file, so that none is longer than need be."""
+    files, size = [[]], 0
     for name, weight in weights.items():
         length = weight.numel() * weight.itemsize
         if size and size + length > FILE_BYTES:
-            number, size = number + 1, 0
-        numbers[name] = number
+            files.append([])
+            size = 0
+        files[-1].append(name)
         size += length
-    return numbers
+    return files
 
 
-def write_model(folder, model, tokenizer):
-    """Write all that transformers wants in such a folder but the weights; delete their shards."""
-    shutil.rmtree(folder / "sharded")
+def take_file(part, name):
+    """Move the one file of a folder to the folder above; delete the shards that it was made of."""
+    [file] = part.glob("*.safetensors")
+    file.rename(part.with_name(name))
+    shutil.rmtree(part)
+
+
+def write_model(folder, model, tokenizer, files):
+    """Write all that transformers wants in such a folder but the weights."""
+    paths = sorted(folder.glob("*.safetensors"))
+    places = {name: path.name for names, path in zip(files, paths, strict=True) for name in names}
+    index = {"metadata": {"total_size": 4 * model.num_parameters()}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
@@ -1322,10 +1350,10 @@ def main():
         stop = stop_request.agreed()
         if due(args, step, args.checkpoint_every) or stop:
             saving_since = time.monotonic()
-            background.wait()
-            last = stop or step == args.num_steps
-            save = background.start if args.checkpoint_async and not last else save_checkpoint
+            save = background.start if args.checkpoint_async else save_checkpoint
             save(args, run_dir, model, optimizer, step)
+            if stop or step == args.num_steps:
+                background.finish()
             warn_if_slow(time.monotonic() - saving_since)
             since = restart(step, loss)
         if stop and step < args.num_steps:

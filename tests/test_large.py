@@ -122,13 +122,10 @@ def test_chapter_04_turns_a_checkpoint_into_a_model(root, tmp_path):
     assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
 
 
-def test_a_large_model_is_several_files(load, monkeypatch):
-    """`from_pretrained` finds each weight by the index."""
+def test_files_are_no_longer_than_need_be(load, monkeypatch):
     chapter, weights = load("05"), {name: torch.zeros(10) for name in "abcdefg"}
     monkeypatch.setattr(chapter, "FILE_BYTES", 100)
-    assert chapter.place_in_files(weights) == dict(
-        zip("abcdefg", (1, 1, 2, 2, 3, 3, 4), strict=True)
-    )
+    assert list(map("".join, chapter.files_of(weights))) == ["ab", "cd", "ef", "g"]
 
 
 # ---- the loss --------------------------------------------------------------------------------
@@ -213,7 +210,8 @@ def test_weights_are_those_of_chapter_01(models, hub, tmp_path, world_size):
     ]
     assert [rank.wait(timeout=200) for rank in ranks] == [0] * world_size
     different = json.loads((tmp_path / "done").read_text())
-    assert different == {name: [] for name in cases}
+    assert different.keys() >= cases.keys() and not any(different.values()), different
+    assert len([name for name in different if "exported" in name]) == len(hub)
 
 
 def test_a_published_model_is_left_as_it_is_by_no_learning(hub, tmp_path):
@@ -246,7 +244,7 @@ def test_broken_weights_are_one_line(models, hub, tmp_path):
     expected = {
         "missing": "have no ",
         "cut": f"{files['cut'][1]} is cut off: it has ",
-        "integers": f"{files['integers'][1]}: ",
+        "integers": f" is I16 in {folders['integers']}, no float of 16 or 32 bits",
         "key": f"the safetensors files in {folders['key']} have no model.norm.weight",
         "shape": "ize mismatch",
     }
@@ -313,7 +311,7 @@ def test_full_disk_in_the_background(small_disk, tmp_path):  # noqa: F811
     [ranks] = run_jobs(2, [("05", args)], tmp_path / "full")
     checkpoints = small_disk / "run/checkpoints"
     warning = f"warning: cannot write {checkpoints}/step-00000030: "
-    [line] = [line for line in ranks[0]["stdout"].splitlines() if line.startswith("warning")]
+    line, _ = [line for line in ranks[0]["stdout"].splitlines() if line.startswith("warning")]
     assert line.startswith(warning) and "No space left on device; what was saved before" in line
     assert [rank["status"] for rank in ranks] == [2, 2]  # the last save must not fail
     check(ranks[0], f"cannot write {checkpoints}/step-00000040: ")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,6 +44,14 @@ def same(one, other):
     return one is not None and other is not None and torch.equal(one, other)
 
 
+def exported(chapter, args, model):
+    """Return what a model of many files, made of the shards, has after it is loaded again."""
+    run_dir, chapter.FILE_BYTES = Path(args.save_dir, Path(args.model_name).name), 20_000
+    chapter.export_model(run_dir, model, ByT5Tokenizer())
+    assert len(list(run_dir.glob("model/*.safetensors"))) > 2
+    return named(AutoModelForCausalLM.from_pretrained(run_dir / "model"))
+
+
 def main():
     """Build each case's model both ways; rank 0 writes down what differs."""
     first, last = load("01"), load("05")
@@ -60,6 +69,8 @@ def main():
         torch.use_deterministic_algorithms(False)
         whole = named(first.build_model(args, config))
         differing[name] = different(whole, split)
+        if args.pretrained:
+            differing[f"{name}, exported"] = different(whole, exported(last, args, model))
     if os.environ["RANK"] == "0":
         Path(result).write_text(json.dumps(differing))
     dist.barrier()
