@@ -918,6 +918,8 @@ def export_model(run_dir, model, tokenizer):
     """Write the finished model as a folder that `from_pretrained` loads."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)  # FSDP: all of them, on rank 0's host
+    for name in model.all_tied_weights_keys:
+        weights.pop(name, None)
     with saving(run_dir / "model"), whole_folder(run_dir / "model") as folder:
         write_model(folder, model, weights, tokenizer)
 

@@ -924,6 +924,8 @@ def host_memory(model, setting, local_ranks, asynchronous):
         train["optimizer state"] = state["optimizer state"]
     if asynchronous and setting.chapter == "05":
         train["copy being saved"] = pinned + 2 * pinned
+    elif not setting.offload and setting.chapter != "02":  # DCP holds it until the file is closed
+        train["copy being saved"] = state["parameters"] + state["optimizer state"]
     fullest, when = max((start, "the start"), (train, "training"), key=lambda x: sum(x[0].values()))
     return {name: size * local_ranks for name, size in fullest.items() if size}, when
 
