@@ -102,12 +102,18 @@ def kill_together(processes):
         kill_all(process, members)
 
 
+def is_rank(process):
+    """Return whether torchrun has started this process to train."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "train_llm.py" in " ".join(process.cmdline()[:3])
+
+
 def kill_one(processes, launched, draw):
     """Kill one rank; its launcher ends the others, or else the test does as torchrun would."""
-    members = [member for process in processes for member in family(process)]
-    ranks = members
-    if launched:
-        ranks = [member for member in members if "train_llm.py" in " ".join(member.cmdline()[:3])]
+    ranks = []
+    while not ranks:  # torchrun may have started none yet
+        members = [member for process in processes for member in family(process)]
+        ranks = [member for member in members if not launched or is_rank(member)]
     draw.choice(ranks).kill()
     if launched:
         _, alive = psutil.wait_procs(members, timeout=60)
