@@ -35,7 +35,7 @@ SETTINGS = {
 BF16 = ["--precision", "bf16"]
 TRIED = {  # by number of ranks: settings, families, precisions besides fp32
     1: ["", "-long", "-selective", "-all", "-bf16"],
-    2: ["", "-offload", "-full", "-selective", "-ahead", "-further", "-async", "-all",
+    2: ["", "-long", "-offload", "-full", "-selective", "-ahead", "-further", "-async", "-all",
         "-compiled-full", "-compiled-selective", "-bf16", "-gpt2", "-qwen3", "-mistral",
         "-gemma3"],
     4: ["", "-long", "-selective", "-all", "-qwen3"],
