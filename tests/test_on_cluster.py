@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -300,8 +301,11 @@ def test_fewer_hosts(cluster, settings, long_curve, tmp_path):
         cluster.kill_host("h2", silently=False)
         assert first.wait(timeout=300) == 0, report(tmp_path)
         log.seek(0)
-        assert "continuing from" in log.read()
-    assert difference(long_curve, metrics(tmp_path / "run")) < 1e-5
+        [start] = re.findall(r"^continuing from \S+/step-(\d+)$", log.read(), re.M)
+    curve, near = metrics(tmp_path / "run"), int(start) + 20
+    one, other = ({step: rows[step] for step in range(near + 1)} for rows in (long_curve, curve))
+    assert difference(one, other) < 1e-5
+    assert difference(long_curve, curve) < 1e-3  # over hundreds of steps rounding adds up
 
 
 def test_in_tmux(cluster, settings, hosts, tmp_path):
