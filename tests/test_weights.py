@@ -147,8 +147,8 @@ def test_weights_in_bf16_would_lose_small_updates(load, monkeypatch):
             loss, _ = chapter.train_step(args, model, optimizer, batches, step, torch.device("cpu"))
         shares.append(moved(start, model.state_dict()))
         losses.append(loss.item())
-    assert shares[0] > 0.99 and shares[1] == pytest.approx(0.29, abs=0.03)
-    assert losses == pytest.approx([5.27, 5.68], abs=0.03)
+    assert shares[0] > 0.99 and shares[1] == pytest.approx(0.29, abs=0.02)
+    assert losses == pytest.approx([5.25, 5.64], abs=0.03)
 
 
 def test_pretrained_starts_from_the_weights_it_names(root, tmp_path):
