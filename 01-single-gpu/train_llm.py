@@ -74,6 +74,7 @@ def parse_args():
     add("--weight-decay", type=at_least(0.0), default=0.1, help="of matrices, not of vectors")
     add("--max-grad-norm", type=at_least(0.0), default=1.0, help="of the gradient; 0: no limit")
     add("--seed", type=at_least(0), default=0, help="of weights, data order and dropout")
+    add("--on-nonfinite", choices=["stop", "skip"], default="stop", help="if a gradient has NaN")
 
     add = parser.add_argument_group("device").add_argument
     add("--device", choices=["cpu", "cuda"], default=device, help="where to train")
@@ -440,6 +441,7 @@ def train_step(args, model, optimizer, batches, step, device):
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
     for group in optimizer.param_groups:
         group["lr"] = lr_at(args, step)
+    optimizer.found_inf = (~grad_norm.isfinite()).float()  # 1: AdamW leaves all as it was
     optimizer.step()
     optimizer.zero_grad()
     return total, grad_norm
@@ -681,6 +683,32 @@ def open_wandb(args, run_dir):
         fail(f"--wandb {args.wandb}: {first_line(error)}")
 
 
+class Health:
+    """Tells whether the gradients were finite, where the host waits for the device anyway."""
+
+    def __init__(self, args):
+        self.args = args
+        self.seen = {}
+
+    def add(self, step, loss, grad_norm):
+        """Keep what a step has given, as it lies on the device."""
+        self.seen[step] = loss, grad_norm
+
+    def check(self):
+        """Stop, or only warn, if a gradient was not finite since the last check."""
+        for step, (loss, grad_norm) in self.seen.items():
+            if not grad_norm.isfinite():
+                self.report(step, f"its loss is {loss.item():.6g}")
+        self.seen.clear()
+
+    def report(self, step, where):
+        """Say that a step has changed nothing, and where that began; stop if the user wants it."""
+        told = f"step {step} changed no weight, as its gradient is not finite; {where}"
+        if self.args.on_nonfinite == "stop":
+            fail(f"{told}; --on-nonfinite skip goes on without such steps")
+        say(f"warning: {told}")
+
+
 def due(args, step, *intervals):
     """Return whether a multiple of any of the intervals, or the last step, is reached."""
     return step == args.num_steps or any(step % interval == 0 for interval in intervals)
@@ -741,6 +769,7 @@ def main():
     if start == 0:
         log({"step": 0, "val_loss": evaluate(args, model, held_out, device)})
     batches = iter(build_loader(args, train_set, start))
+    health = Health(args)
     since = None
     for step in tqdm(
         range(start + 1, args.num_steps + 1),
@@ -749,14 +778,17 @@ def main():
         disable=None,
     ):
         loss, grad_norm = train_step(args, model, optimizer, batches, step, device)
+        health.add(step, loss, grad_norm)
         since = since or restart(step, loss)  # the first step compiles, so it is not measured
         if due(args, step, args.log_every, args.eval_every):
+            health.check()
             row = measure(args, model, step, loss, grad_norm, since)
             if due(args, step, args.eval_every):
                 row["val_loss"] = evaluate(args, model, held_out, device)
             log(row)
             since = restart(step, loss)
         if due(args, step, args.checkpoint_every):
+            health.check()
             save_checkpoint(args, run_dir, model, optimizer, step)
             since = restart(step, loss)
 

@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 import uuid
+from collections import Counter
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import chain, takewhile
@@ -79,6 +80,7 @@ def parse_args():
     add("--weight-decay", type=at_least(0.0), default=0.1, help="of matrices, not of vectors")
     add("--max-grad-norm", type=at_least(0.0), default=1.0, help="of the gradient; 0: no limit")
     add("--seed", type=at_least(0), default=0, help="of weights, data order and dropout")
+    add("--on-nonfinite", choices=["stop", "skip"], default="stop", help="if a gradient has NaN")
 
     add = parser.add_argument_group("device").add_argument
     add("--device", choices=["cpu", "cuda"], default=device, help="where to train")
@@ -213,6 +215,13 @@ def mean_over_ranks(value):
     total = value.clone()
     dist.all_reduce(total)
     return total / dist.get_world_size()
+
+
+def from_all_ranks(value):
+    """Return what each rank gave, in a list, on every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def say(message):
@@ -530,6 +539,7 @@ def train_step(args, model, optimizer, batches, step, device):
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
     for group in optimizer.param_groups:
         group["lr"] = lr_at(args, step)
+    optimizer.found_inf = (~grad_norm.isfinite()).float()  # 1: AdamW leaves all as it was
     optimizer.step()
     optimizer.zero_grad()
     return total, grad_norm
@@ -782,6 +792,94 @@ def open_wandb(args, run_dir):
         fail(f"--wandb {args.wandb}: {first_line(error)}")
 
 
+def checksum(model):
+    """Return a number that is another one if a bit of the float32 weights is."""
+    bits = [weight.detach().view(torch.int32) for weight in model.parameters()]
+    return torch.stack([part.sum(dtype=torch.int32) for part in bits]).sum().item()
+
+
+class Health:
+    """Compares the ranks where the host waits for the device anyway.
+
+    Were all gradients finite? Are the weights still equal? Has each rank data of its own?
+    """
+
+    def __init__(self, args, model):
+        self.args = args
+        self.model = model
+        self.seen = {}
+        self.broken = 0
+        self.losses = [()] * dist.get_world_size()
+        model.get_input_embeddings().register_forward_hook(self.follow)
+
+    def follow(self, _, inputs, output):
+        """Look at the gradient where its way back ends, before those of other ranks are added."""
+        if output.requires_grad:
+            output.register_hook(self.look)
+
+    def look(self, gradient):
+        """Count the micro-steps in which it was not finite."""
+        self.broken += ~gradient.isfinite().all()
+
+    def add(self, step, loss, grad_norm):
+        """Keep what a step has given, as it lies on the device."""
+        self.seen[step] = loss, grad_norm, self.broken
+        self.broken = 0
+
+    def check(self):
+        """Stop, or only warn, if a gradient was not finite since the last check."""
+        mine = {step: [float(value) for value in values] for step, values in self.seen.items()}
+        self.seen.clear()
+        if not mine:
+            return
+        ranks, sums = from_all_ranks(mine), from_all_ranks(checksum(self.model))
+        for step in mine:
+            losses, norms, broken = zip(*(seen[step] for seen in ranks), strict=True)
+            if not math.isfinite(sum(norms)):
+                self.report(step, self.origin(losses, broken))
+            self.losses = [(*old, new)[-3:] for old, new in zip(self.losses, losses, strict=True)]
+        self.compare_weights(step, sums, range(len(sums)))
+        self.compare_losses(step)
+
+    def origin(self, losses, broken):
+        """Return in words on which ranks a step went wrong."""
+        if bad := [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]:
+            return f"what was not at first: the loss of {self.name(bad)}"
+        if bad := [rank for rank, count in enumerate(broken) if count]:
+            return f"what was not at first: the gradient of {self.name(bad)}"
+        return "no rank's own is to blame, so it was their sum, or a matrix product"
+
+    def compare_weights(self, step, sums, replicas):
+        """Stop if weights that were equal on these ranks are no more: no save may keep them."""
+        common, count = Counter(sums[rank] for rank in replicas).most_common(1)[0]
+        others = [rank for rank in replicas if sums[rank] != common]
+        if others and count > len(others):
+            fail(f"step {step}: the weights of {self.name(others)} differ from their replicas")
+        if others:
+            both = self.name(replicas)
+            fail(f"step {step}: the weights of {both} differ, and no majority says whose are right")
+
+    def compare_losses(self, step):
+        """Warn if ranks have had the very same losses in three steps, as from the same data."""
+        ranks_with = {}
+        for rank, losses in enumerate(self.losses):
+            ranks_with.setdefault(losses, []).append(rank)
+        for losses, ranks in ranks_with.items():
+            if len(ranks) > 1 and len(losses) == 3:
+                say(f"warning: step {step}: {self.name(ranks)} read the same data: equal losses")
+
+    def name(self, ranks):
+        """Return what to call some ranks in a message."""
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+    def report(self, step, where):
+        """Say that a step has changed nothing, and where that began; stop if the user wants it."""
+        told = f"step {step} changed no weight, as its gradient is not finite; {where}"
+        if self.args.on_nonfinite == "stop":
+            fail(f"{told}; --on-nonfinite skip goes on without such steps")
+        say(f"warning: {told}")
+
+
 def due(args, step, *intervals):
     """Return whether a multiple of any of the intervals, or the last step, is reached."""
     return step == args.num_steps or any(step % interval == 0 for interval in intervals)
@@ -845,6 +943,7 @@ def main():
     if start == 0:
         log({"step": 0, "val_loss": evaluate(args, model, held_out, device)})
     batches = iter(build_loader(args, train_set, start))
+    health = Health(args, model)
     since = None
     for step in tqdm(
         range(start + 1, args.num_steps + 1),
@@ -853,14 +952,17 @@ def main():
         disable=None if dist.get_rank() == 0 else True,
     ):
         loss, grad_norm = train_step(args, ddp, optimizer, batches, step, device)
+        health.add(step, loss, grad_norm)
         since = since or restart(step, loss)  # the first step compiles, so it is not measured
         if due(args, step, args.log_every, args.eval_every):
+            health.check()
             row = measure(args, model, step, loss, grad_norm, since)
             if due(args, step, args.eval_every):
                 row["val_loss"] = evaluate(args, model, held_out, device)
             log(row)
             since = restart(step, loss)
         if due(args, step, args.checkpoint_every):
+            health.check()
             save_checkpoint(args, run_dir, model, optimizer, step)
             since = restart(step, loss)
 

@@ -8,23 +8,29 @@ For real:  sbatch --nodes 4 --gpus-per-node 8 03-job-launchers/slurm/train.sbatc
 """
 
 import argparse
+import atexit
 import ctypes
+import faulthandler
 import functools
 import hashlib
 import json
 import logging
 import math
 import os
+import pickle
 import re
 import resource
 import shlex
 import shutil
 import signal
 import socket
+import statistics
 import sys
 import threading
 import time
+import traceback
 import uuid
+from collections import Counter
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import chain, takewhile
@@ -103,6 +109,7 @@ def parse_args():
     add("--weight-decay", type=at_least(0.0), default=0.1, help="of matrices, not of vectors")
     add("--max-grad-norm", type=at_least(0.0), default=1.0, help="of the gradient; 0: no limit")
     add("--seed", type=at_least(0), default=0, help="of weights, data order and dropout")
+    add("--on-nonfinite", choices=["stop", "skip"], default="stop", help="if a gradient has NaN")
 
     add = parser.add_argument_group("device").add_argument
     add("--device", choices=["cpu", "cuda"], default=device, help="where to train")
@@ -189,6 +196,7 @@ def setup(args):
     device = torch.device(args.device)
     if args.rank_logs and os.environ["RANK"] != "0":
         log_to_file(args)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch keeps the last collectives
     threading.Thread(target=follow_launcher, args=(os.getppid(),), daemon=True).start()
     if args.device == "cuda":
         ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
@@ -288,6 +296,31 @@ class StopRequest:
         return stop
 
 
+NOW = {"phase": "start", "step": 0, "step_ended": None, "error": None}  # what this rank does
+
+
+def enter(phase):
+    """Note what this rank does from now on, for its watchdog to tell."""
+    NOW.update(phase=phase, since=time.time())
+
+
+def during(phase):
+    """Note that this rank is in a phase while it does this work."""
+
+    def decorate(work):
+        @functools.wraps(work)
+        def noted_work(*args):
+            before = NOW["phase"]
+            enter(phase)
+            done = work(*args)
+            enter(before)
+            return done
+
+        return noted_work
+
+    return decorate
+
+
 @functools.cache
 def patient_group():
     """Return a group of all ranks for waits that may take hours; others give up in minutes."""
@@ -343,6 +376,13 @@ def mean_over_ranks(value):
     return total / dist.get_world_size()
 
 
+def from_all_ranks(value):
+    """Return what each rank gave, in a list, on every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def say(message):
     """Print a line at once, without breaking the progress bar."""
     if os.environ["RANK"] != "0":
@@ -354,6 +394,7 @@ def say(message):
 
 def fail(message):
     """Stop because of what the user gave us: one line on stderr, exit status 2."""
+    NOW.update(error=message)
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)  # DDP: rank 0 says it and torchrun ends us, or only we have this fault
     print(f"{Path(__file__).name}: error: {message}", file=sys.stderr, flush=True)
@@ -697,11 +738,13 @@ def train_step(args, model, optimizer, batches, step, device):
     )
     for group in optimizer.param_groups:
         group["lr"] = lr_at(args, step)
+    optimizer.found_inf = (~grad_norm.isfinite()).float()  # 1: AdamW leaves all as it was
     optimizer.step()
     optimizer.zero_grad()
     return total, grad_norm
 
 
+@during("evaluation")
 @torch.no_grad()
 def evaluate(args, model, held_out, device):
     """Return the mean loss of the held-out samples."""
@@ -811,6 +854,7 @@ def check_shared(run_dir):
         fail(f"--save-dir: {', '.join(blind)} cannot see what rank 0 writes to {run_dir.resolve()}")
 
 
+@during("checkpoint")
 def save_checkpoint(args, run_dir, model, optimizer, step):
     """Save all that is not a function of the step, then delete the oldest checkpoints."""
     checkpoints = run_dir / "checkpoints"
@@ -914,6 +958,7 @@ def compare_args(args, before, checkpoint):
         say(f"changed since {checkpoint}: {told}")
 
 
+@during("export")
 def export_model(run_dir, model, tokenizer):
     """Write the finished model as a folder that `from_pretrained` loads."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -1012,6 +1057,276 @@ def open_wandb(args, run_dir):
         fail(f"--wandb {args.wandb}: {first_line(error)}")
 
 
+def checksum(model):
+    """Return a number that is another one if a bit of this rank's float32 weights is."""
+    bits = [weight.to_local().view(torch.int32) for weight in model.parameters()]
+    return torch.stack([part.sum(dtype=torch.int32) for part in bits]).sum().item()
+
+
+class Health:
+    """Compares the ranks where the host waits for the device anyway.
+
+    Were all gradients finite? Are the weights still equal? Has each rank data of its own?
+    """
+
+    def __init__(self, args, model):
+        self.args = args
+        self.model = model
+        self.seen = {}
+        self.broken = 0
+        self.losses = [()] * dist.get_world_size()
+        self.hosts = from_all_ranks(socket.gethostname())
+        model.get_input_embeddings().register_forward_hook(self.follow)
+
+    def follow(self, _, inputs, output):
+        """Look at the gradient where its way back ends, before those of other ranks are added."""
+        if output.requires_grad:
+            output.register_hook(self.look)
+
+    def look(self, gradient):
+        """Count the micro-steps in which it was not finite."""
+        self.broken += ~gradient.isfinite().all()
+
+    def add(self, step, loss, grad_norm):
+        """Keep what a step has given, as it lies on the device."""
+        self.seen[step] = loss, grad_norm, self.broken
+        self.broken = 0
+
+    def check(self):
+        """Stop, or only warn, if a gradient was not finite since the last check."""
+        mine = {step: [float(value) for value in values] for step, values in self.seen.items()}
+        self.seen.clear()
+        if not mine:
+            return
+        ranks, sums = from_all_ranks(mine), from_all_ranks(checksum(self.model))
+        for step in mine:
+            losses, norms, broken = zip(*(seen[step] for seen in ranks), strict=True)
+            if not math.isfinite(sum(norms)):
+                self.report(step, self.origin(losses, broken))
+            self.losses = [(*old, new)[-3:] for old, new in zip(self.losses, losses, strict=True)]
+        size = len(sums) // self.args.replicas
+        for first in range(size):  # FSDP: only replicas have the same shards
+            self.compare_weights(step, sums, range(first, len(sums), size))
+        self.compare_losses(step)
+
+    def origin(self, losses, broken):
+        """Return in words on which ranks a step went wrong."""
+        if bad := [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]:
+            return f"what was not at first: the loss of {self.name(bad)}"
+        if bad := [rank for rank, count in enumerate(broken) if count]:
+            return f"what was not at first: the gradient of {self.name(bad)}"
+        return "no rank's own is to blame, so it was their sum, or a matrix product"
+
+    def compare_weights(self, step, sums, replicas):
+        """Stop if weights that were equal on these ranks are no more: no save may keep them."""
+        common, count = Counter(sums[rank] for rank in replicas).most_common(1)[0]
+        others = [rank for rank in replicas if sums[rank] != common]
+        if others and count > len(others):
+            fail(f"step {step}: the weights of {self.name(others)} differ from their replicas")
+        if others:
+            both = self.name(replicas)
+            fail(f"step {step}: the weights of {both} differ, and no majority says whose are right")
+
+    def compare_losses(self, step):
+        """Warn if ranks have had the very same losses in three steps, as from the same data."""
+        ranks_with = {}
+        for rank, losses in enumerate(self.losses):
+            ranks_with.setdefault(losses, []).append(rank)
+        for losses, ranks in ranks_with.items():
+            if len(ranks) > 1 and len(losses) == 3:
+                say(f"warning: step {step}: {self.name(ranks)} read the same data: equal losses")
+
+    def name(self, ranks):
+        """Return what to call some ranks in a message."""
+        return ", ".join(f"rank {rank} on {self.hosts[rank]}" for rank in ranks)
+
+    def report(self, step, where):
+        """Say that a step has changed nothing, and where that began; stop if the user wants it."""
+        told = f"step {step} changed no weight, as its gradient is not finite; {where}"
+        if self.args.on_nonfinite == "stop":
+            fail(f"{told}; --on-nonfinite skip goes on without such steps")
+        say(f"warning: {told}")
+
+
+@on_rank_zero
+def set_last_words_aside(run_dir):
+    """Keep what the ranks told in the start before this one, until there is another."""
+    told, before = run_dir / "ranks", run_dir / "ranks.before"
+    with saving(told):
+        shutil.rmtree(before, ignore_errors=True)
+        if told.exists():
+            told.rename(before)
+        told.mkdir()
+
+
+class Watchdog:
+    """Tells in a file, every two seconds, what this rank does; in another, if it hangs, where.
+
+    These are `ranks/00001.json` and `ranks/00001.dump.json` of the run; the second also comes when
+    somebody touches `ranks/dump`. A thread writes them: it goes on while all else hangs, and ends
+    with the process, so that a file that is not renewed tells something too.
+    """
+
+    def __init__(self, args, run_dir, model, device):
+        set_last_words_aside(run_dir)
+        self.folder = run_dir / "ranks"
+        self.device = device
+        self.about = {
+            "rank": dist.get_rank(),
+            "local_rank": int(os.environ["LOCAL_RANK"]),
+            "world_size": dist.get_world_size(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "device": str(device),
+            "started": time.time(),
+            "stall_after": args.dist_timeout / 2,  # seconds: soon enough to look at all ranks
+        }
+        self.dumped = self.asked = 0.0
+        self.seconds_of_data = 0.0
+        self.steps = []
+        enter("start")
+        self.crash = open(self.file("crash"), "w")
+        faulthandler.enable(self.crash)  # after a crash in C it says in which line of Python
+        model.register_forward_hook(self.forwarded)
+        sys.excepthook = functools.partial(self.failed, sys.excepthook)
+        atexit.register(self.tell)
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def file(self, ending):
+        """Return the path of this rank's file of a kind."""
+        return self.folder / f"{self.about['rank']:05}.{ending}"
+
+    def watch(self):
+        """Write what there is to tell, in a thread of its own."""
+        while True:
+            self.tell()
+            if reason := self.reason_to_dump():
+                self.dump(reason)
+            time.sleep(2)
+
+    def tell(self):
+        """Write what this rank does."""
+        now = self.about | NOW | {"time": time.time(), "host_memory_gib": host_memory_gib()}
+        if now["error"]:
+            now["phase"] = "failed"
+        if self.device.type == "cuda":
+            now["device_memory_gib"] = torch.cuda.memory_allocated() / 2**30
+        with suppress(OSError):  # it has no such folder if this is not Linux
+            now["open_files"] = len(os.listdir("/proc/self/fd"))
+        self.write("json", now)
+
+    def write(self, ending, content):
+        """Replace a file, so that nobody reads half of it; a full disk is for others to report."""
+        path = self.file(ending)
+        with suppress(OSError):
+            path.with_suffix(".new").write_text(json.dumps(content, default=str))
+            path.with_suffix(".new").rename(path)
+
+    def failed(self, show, kind, error, trace):
+        """Tell at once what ends this rank: others may fail because of it."""
+        NOW["error"] = NOW["error"] or "".join(traceback.format_exception(kind, error, trace))
+        self.tell()
+        show(kind, error, trace)
+
+    def reason_to_dump(self):
+        """Return why to say where this rank stands, or None."""
+        with suppress(OSError):  # nobody has asked yet
+            asked = (self.folder / "dump").stat().st_mtime
+            if asked != self.asked:
+                self.asked = asked
+                return "asked"
+        if time.time() - max(NOW["since"], self.dumped) > self.about["stall_after"]:
+            say(f"warning: step {NOW['step']} does not end; {self.folder} tells where ranks stand")
+            return "stall"
+
+    def dump(self, reason):
+        """Write where each thread stands, and which collectives were called."""
+        self.dumped = time.time()
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        stacks = [
+            {"thread": names.get(thread), "frames": [*map(list, traceback.extract_stack(frame))]}
+            for thread, frame in sys._current_frames().items()
+        ]
+        told = {"rank": self.about["rank"], "time": self.dumped, "reason": reason}
+        self.write("dump.json", told | {"stacks": stacks, "collectives": last_collectives()})
+
+    def watched(self, batches):
+        """Yield the batches; note when this rank waits for one."""
+        while True:
+            enter("data")
+            begun = time.perf_counter()
+            batch = next(batches)
+            self.seconds_of_data += time.perf_counter() - begun
+            enter("compute")
+            yield batch
+
+    def begin(self, step):
+        """Begin to time a step."""
+        NOW["step"] = step
+        self.begun = self.tick()
+
+    def forwarded(self, *_):
+        """Note the end of a forward pass: after the last of a step, ranks wait for each other."""
+        self.alone_until = self.tick()
+
+    def end(self):
+        """End to time a step; the first is left out, for it compiles."""
+        if NOW["step_ended"]:
+            self.steps.append((self.begun, self.alone_until, self.tick()))
+        else:
+            self.seconds_of_data = 0.0
+        NOW["step_ended"] = time.time()
+
+    def tick(self):
+        """Return this moment: on a GPU, that at which the work given to it so far is done."""
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        moment = torch.cuda.Event(enable_timing=True)
+        moment.record()
+        return moment
+
+    def compare(self):
+        """Return for how much of a step the others wait for the slowest rank, and which it is."""
+        if not self.steps:
+            return {}
+        own = statistics.mean(between(begun, alone) for begun, alone, _ in self.steps)
+        whole = statistics.mean(between(begun, ended) for begun, _, ended in self.steps)
+        data = self.seconds_of_data / len(self.steps)
+        NOW.update(local_seconds=own, step_seconds=whole, data_seconds=data)
+        NOW.setdefault("host_memory_gib_first", host_memory_gib())
+        self.steps, self.seconds_of_data = [], 0.0
+        each = from_all_ranks(own)
+        slowest = each.index(max(each))
+        others = [*each[:slowest], *each[slowest + 1 :]] or each
+        return {
+            "skew": (max(each) - statistics.median(others)) / whole,
+            "slowest_rank": slowest,
+        }
+
+
+def between(begun, ended):
+    """Return the seconds between two ticks."""
+    return ended - begun if isinstance(begun, float) else begun.elapsed_time(ended) / 1000
+
+
+def host_memory_gib():
+    """Return the host memory that this process has now, or None where /proc does not tell."""
+    with suppress(OSError):
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize() / 2**30
+
+
+def last_collectives():
+    """Return what torch's Flight Recorder knows, with the last hundred collectives."""
+    record = torch._C._distributed_c10d
+    dump = record._dump_nccl_trace if dist.get_backend() == "nccl" else record._dump_fr_trace
+    try:
+        known = pickle.loads(dump())
+        return known | {"entries": known.get("entries", [])[-100:]}
+    except Exception as error:  # an inner part of torch: without it the stacks still help
+        return {"error": first_line(error)}
+
+
 def warn_if_slow(seconds):
     """Warn if a save takes longer than launchers wait between a request to stop and SIGKILL."""
     grace = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
@@ -1068,8 +1383,10 @@ def main():
     args.num_weights = model.num_parameters()
     optimizer = build_optimizer(args, model)
     check_shared(run_dir)
+    watchdog = Watchdog(args, run_dir, model, device)
     start = load_checkpoint(args, run_dir, model, optimizer)
     if is_finished(args, run_dir, start):
+        enter("finished")
         say(f"{run_dir} is finished: it has {start} steps")
         return
 
@@ -1083,7 +1400,8 @@ def main():
 
     if start == 0:
         log({"step": 0, "val_loss": evaluate(args, model, held_out, device)})
-    batches = iter(build_loader(args, train_set, start))
+    batches = watchdog.watched(iter(build_loader(args, train_set, start)))
+    health = Health(args, model)
     stop_request = StopRequest(run_dir)
     since = None
     for step in tqdm(
@@ -1092,10 +1410,14 @@ def main():
         total=args.num_steps,
         disable=None if dist.get_rank() == 0 else True,
     ):
+        watchdog.begin(step)
         loss, grad_norm = train_step(args, model, optimizer, batches, step, device)
+        watchdog.end()
+        health.add(step, loss, grad_norm)
         since = since or restart(step, loss)  # the first step compiles, so it is not measured
         if due(args, step, args.log_every, args.eval_every):
-            row = measure(args, model, step, loss, grad_norm, since)
+            health.check()
+            row = measure(args, model, step, loss, grad_norm, since) | watchdog.compare()
             if due(args, step, args.eval_every):
                 row["val_loss"] = evaluate(args, model, held_out, device)
             log(row)
@@ -1103,15 +1425,18 @@ def main():
         stop = stop_request.agreed()
         if due(args, step, args.checkpoint_every) or stop:
             saving_since = time.monotonic()
+            health.check()
             save_checkpoint(args, run_dir, model, optimizer, step)
             warn_if_slow(time.monotonic() - saving_since)
             since = restart(step, loss)
         if stop and step < args.num_steps:
+            enter("stopped")
             say(f"stopped at step {step}: the same command continues")
             run.finish()
             return
 
     export_model(run_dir, model, tokenizer)
+    enter("finished")
     say(f"finished: {run_dir} has the model, the metrics and the last checkpoints")
     run.finish()
 
