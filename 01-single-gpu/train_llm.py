@@ -698,14 +698,14 @@ class Health:
         """Stop, or only warn, if a gradient was not finite since the last check."""
         for step, (loss, grad_norm) in self.seen.items():
             if not grad_norm.isfinite():
-                self.report(step, f"its loss is {loss.item():.6g}")
+                self.report(step, f"and the loss is {loss.item():.6g}")
         self.seen.clear()
 
-    def report(self, step, where):
-        """Say that a step has changed nothing, and where that began; stop if the user wants it."""
-        told = f"step {step} changed no weight, as its gradient is not finite; {where}"
+    def report(self, step, why):
+        """Say that a step has changed nothing, and why; stop if the user wants it so."""
+        told = f"step {step}: the gradient is not finite, {why}; no weight was changed"
         if self.args.on_nonfinite == "stop":
-            fail(f"{told}; --on-nonfinite skip goes on without such steps")
+            fail(f"{told}, and --on-nonfinite skip would go on")
         say(f"warning: {told}")
 
 

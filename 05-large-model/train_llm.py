@@ -1356,22 +1356,22 @@ class Health:
         self.compare_losses(step)
 
     def origin(self, losses, broken):
-        """Return in words on which ranks a step went wrong."""
+        """Return in words which ranks have made the gradient so."""
         if bad := [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]:
-            return f"what was not at first: the loss of {self.name(bad)}"
+            return f"because the loss of {self.name(bad)} is not"
         if bad := [rank for rank, count in enumerate(broken) if count]:
-            return f"what was not at first: the gradient of {self.name(bad)}"
-        return "no rank's own is to blame, so it was their sum, or a matrix product"
+            return f"because that of {self.name(bad)} alone is not"
+        return "though no rank's loss, nor what came back through its layers, is to blame"
 
     def compare_weights(self, step, sums, replicas):
         """Stop if weights that were equal on these ranks are no more: no save may keep them."""
         common, count = Counter(sums[rank] for rank in replicas).most_common(1)[0]
         others = [rank for rank in replicas if sums[rank] != common]
         if others and count > len(others):
-            fail(f"step {step}: the weights of {self.name(others)} differ from their replicas")
+            self.stop(f"step {step}: the weights of {self.name(others)} differ from the replicas")
         if others:
             both = self.name(replicas)
-            fail(f"step {step}: the weights of {both} differ, and no majority says whose are right")
+            self.stop(f"step {step}: the weights of {both} differ: one of them is wrong")
 
     def compare_losses(self, step):
         """Warn if ranks have had the very same losses in three steps, as from the same data."""
@@ -1380,18 +1380,25 @@ class Health:
             ranks_with.setdefault(losses, []).append(rank)
         for losses, ranks in ranks_with.items():
             if len(ranks) > 1 and len(losses) == 3:
-                say(f"warning: step {step}: {self.name(ranks)} read the same data: equal losses")
+                say(f"warning: step {step}: the same losses, so the same data: {self.name(ranks)}")
 
     def name(self, ranks):
         """Return what to call some ranks in a message."""
         return ", ".join(f"rank {rank} on {self.hosts[rank]}" for rank in ranks)
 
-    def report(self, step, where):
-        """Say that a step has changed nothing, and where that began; stop if the user wants it."""
-        told = f"step {step} changed no weight, as its gradient is not finite; {where}"
+    def report(self, step, why):
+        """Say that a step has changed nothing, and why; stop if the user wants it so."""
+        told = f"step {step}: the gradient is not finite, {why}; no weight was changed"
         if self.args.on_nonfinite == "stop":
-            fail(f"{told}; --on-nonfinite skip goes on without such steps")
+            self.stop(f"{told}, and --on-nonfinite skip would go on")
         say(f"warning: {told}")
+
+    def stop(self, message):
+        """Stop because of what all ranks have found at once: one says it."""
+        NOW.update(error=message)
+        if dist.get_rank() != 0:
+            sys.exit(2)
+        fail(message)
 
 
 @on_rank_zero
