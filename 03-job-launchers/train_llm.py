@@ -1093,6 +1093,7 @@ class Watchdog:
         self.dumped = self.asked = 0.0
         self.seconds_of_data = 0.0
         self.steps = []
+        self.skew = {}
         enter("start")
         self.crash = open(self.file("crash"), "w")
         faulthandler.enable(self.crash)  # after a crash in C it says in which line of Python
@@ -1135,6 +1136,7 @@ class Watchdog:
         """Tell at once what ends this rank: others may fail because of it."""
         NOW["error"] = NOW["error"] or "".join(traceback.format_exception(kind, error, trace))
         self.tell()
+        self.dump("failed")
         show(kind, error, trace)
 
     def reason_to_dump(self):
@@ -1195,9 +1197,9 @@ class Watchdog:
         return moment
 
     def compare(self):
-        """Return for how much of a step the others wait for the slowest rank, and which it is."""
+        """Find for how much of a step the others wait for the slowest rank, and which it is."""
         if not self.steps:
-            return {}
+            return
         own = statistics.mean(between(begun, alone) for begun, alone, _ in self.steps)
         whole = statistics.mean(between(begun, ended) for begun, _, ended in self.steps)
         data = self.seconds_of_data / len(self.steps)
@@ -1207,10 +1209,8 @@ class Watchdog:
         each = from_all_ranks(own)
         slowest = each.index(max(each))
         others = [*each[:slowest], *each[slowest + 1 :]] or each
-        return {
-            "skew": (max(each) - statistics.median(others)) / whole,
-            "slowest_rank": slowest,
-        }
+        wait = max(each) - statistics.median(others)
+        self.skew = {"skew": wait / whole, "slowest_rank": slowest}
 
 
 def between(begun, ended):
@@ -1305,8 +1305,8 @@ def main():
     run = open_wandb(args, run_dir)
 
     def log(row):
-        append_metrics(run_dir, row)
-        run.log(row, step=row["step"])
+        append_metrics(run_dir, row | watchdog.skew)
+        run.log(row | watchdog.skew, step=row["step"])
         say("  ".join(f"{name} {value:,.6g}" for name, value in row.items() if value is not None))
 
     if start == 0:
@@ -1328,7 +1328,8 @@ def main():
         since = since or restart(step, loss)  # the first step compiles, so it is not measured
         if due(args, step, args.log_every, args.eval_every):
             health.check()
-            row = measure(args, model, step, loss, grad_norm, since) | watchdog.compare()
+            watchdog.compare()
+            row = measure(args, model, step, loss, grad_norm, since)
             if due(args, step, args.eval_every):
                 row["val_loss"] = evaluate(args, model, held_out, device)
             log(row)
