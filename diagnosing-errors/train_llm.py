@@ -1135,7 +1135,9 @@ class Health:
             ranks_with.setdefault(losses, []).append(rank)
         for losses, ranks in ranks_with.items():
             if len(ranks) > 1 and len(losses) == 3:
-                say(f"warning: step {step}: the same losses, so the same data: {self.name(ranks)}")
+                told = f"step {step}: the same losses, so the same data: {self.name(ranks)}"
+                NOW.update(warning=told)
+                say(f"warning: {told}")
 
     def name(self, ranks):
         """Return what to call some ranks in a message."""
