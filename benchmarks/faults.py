@@ -14,7 +14,7 @@ import json
 import os
 import random
 import re
-import resource
+import shlex
 import signal
 import socket
 import statistics
@@ -52,8 +52,9 @@ KINDS = {  # from fault to the kind that the verdict is to name; None: nothing i
     "slow but healthy": None,
 }
 RANKS = 3
-RUN = """--device cpu --precision fp32 -s 64 --global-batch-size 9 -b 3 --num-steps 5000 --log-every 5
-    --checkpoint-every 10 --eval-every 1000 --eval-samples 9 --dist-timeout 30""".split()
+RUN = """--device cpu --precision fp32 -s 64 --global-batch-size 9 -b 3 --num-steps 5000
+    --log-every 5 --checkpoint-every 10 --eval-every 1000 --eval-samples 9
+    --dist-timeout 30""".split()
 PATIENCE = 60  # seconds until a fault must have shown itself, and again until the verdict
 
 
@@ -88,17 +89,16 @@ def flags_of(fault, rank, step):
 @contextmanager
 def started(folder, *flags):
     """Give the process of torchrun with three ranks; in the end kill them all."""
-    few = (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1])  # as on most machines
+    limit = "ulimit -S -n 1024 && exec "  # as many open files as on most machines
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     command += [CHAPTER / "train_llm.py", *RUN, "--save-dir", folder, "-e", "run", *flags]
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(
-            list(map(str, command)),
+            ["bash", "-c", limit + shlex.join(map(str, command))],
             env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             stdout=log,
             stderr=log,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, few),
         )
     family = {}
     try:
@@ -128,14 +128,8 @@ def remember(process, family):
 def tool(name, folder, *flags):
     """Return the exit status of a tool that looks at the run, and what it printed."""
     command = [sys.executable, CHAPTER / name, folder / "run", *flags]
-    done = subprocess.run(
-        command,
-        check=False,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=60,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, check=False, text=True, timeout=60, **pipes)
     return done.returncode, done.stdout
 
 
