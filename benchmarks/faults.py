@@ -73,7 +73,7 @@ def chosen(fault, seed):
     """Return a rank and a step, other ones for other seeds."""
     rng = random.Random(f"{fault} {seed}")
     first = 1 if fault == "same-data" else 0  # whose data are rank 0's anyway
-    return rng.randrange(first, RANKS), rng.randrange(11, 25)
+    return rng.randrange(first, RANKS), rng.randrange(21, 30)  # there are two checkpoints by then
 
 
 def flags_of(fault, rank, step):
@@ -145,7 +145,7 @@ def wait_for(what, seconds, process, family):
     while not (found := what()):
         remember(process, family)
         if time.monotonic() > deadline:
-            raise TimeoutError(what.__name__)
+            raise TimeoutError(f"{what.__name__} after {seconds} s")
         time.sleep(0.2)
     return found, time.monotonic()
 
@@ -156,26 +156,37 @@ def break_and_find(fault, seed):
     row = {"fault": fault, "rank": rank, "step": step}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with started(folder, *flags_of(fault, rank, step)) as (process, family):
+        flags = flags_of(fault, rank, step)
+        if fault == "corrupt-checkpoint":  # which only the next start will read
+            with started(folder, *flags) as run:
+                wait_for(lambda: broken(folder), 4 * PATIENCE, *run)
+                time.sleep(0.5)
+            flags = []
+        with started(folder, *flags) as run:
             found = find_nothing if KINDS[fault] is None else find
-            return row | found(fault, rank, folder, process, family)
+            return row | found(fault, rank, folder, *run)
+
+
+def broken(folder, words="breaks in step"):
+    """Return whether the fault has begun, of which the log tells."""
+    return words in (folder / "log").read_text()
 
 
 def find(fault, rank, folder, process, family):
     """Return how long after the fault its symptom was there, and the verdict, and which it was."""
     log = folder / "log"
 
-    def broken():
-        return re.search(r"breaks in step", log.read_text())
-
     def symptom():
+        if "cannot be read" in log.read_text():
+            return True
         return process.poll() is not None or tool("watch.py", folder, "--once")[0] == 1
 
     def verdict():
         said = ask(folder)
         return said if said["kind"] not in ("healthy", "unknown", "slow-but-healthy") else None
 
-    _, begun = wait_for(broken, 4 * PATIENCE, process, family)
+    begins = "cannot be read" if fault == "corrupt-checkpoint" else "breaks in step"
+    _, begun = wait_for(lambda: broken(folder, begins), 4 * PATIENCE, process, family)
     row = {"symptom": None, "verdict": None, "said": "nothing", "right": False}
     with suppress(TimeoutError):
         _, seen = wait_for(symptom, PATIENCE, process, family)
@@ -183,12 +194,30 @@ def find(fault, rank, folder, process, family):
         said, known = wait_for(verdict, PATIENCE, process, family)
         row |= {"verdict": known - begun, "said": said["kind"], "ranks": said["ranks"]}
         row |= {"reason": said["reason"], "sure": said["sure"]}
-        row["right"] = said["kind"] == KINDS[fault] and set(said["ranks"]) == culprits(fault, rank)
+        row |= {"log": symptoms(log), "text": text_of(folder)}
+        named = set(said["ranks"]) == culprits(fault, rank)
+        row["right"] = said["kind"] == KINDS[fault] and named
     return row
+
+
+def symptoms(log):
+    """Return the lines by which the ranks, and torchrun, say what is wrong; without repetitions."""
+    telling = r"rank \d+ breaks|warning|train_llm.py: error|(\[rank\d\]: )?\w*(Error|Exception)\b"
+    telling += r"|  (rank|exitcode) +:"
+    lines = [line[:160] for line in log.read_text().splitlines() if re.match(telling, line)]
+    return list(dict.fromkeys(lines))
+
+
+def text_of(folder):
+    """Return what whats_wrong.py prints for a person, without the paths of this machine."""
+    _, text = tool("whats_wrong.py", folder, "--log", folder / "log")
+    return text.replace(str(folder), "outputs").replace(f"{CHAPTER.parent}/", "")
 
 
 def culprits(fault, rank):
     """Return the ranks that a verdict is to name."""
+    if fault == "corrupt-checkpoint":  # all ranks read it
+        return set()
     return {0, rank} if fault == "same-data" else {rank}
 
 

@@ -721,10 +721,10 @@ def collate(samples):
 
 def loss_of(args, model, batch):
     """Return the mean loss of predicting each token of `batch` from those before it."""
-    with torch.autocast(batch.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
     if "slow-compute" in BROKEN:
         time.sleep(1)
+    with torch.autocast(batch.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
     if "nan-data" in BROKEN:
         BROKEN.remove("nan-data")
         return loss * math.nan
@@ -1189,8 +1189,11 @@ class Watchdog:
             "pid": os.getpid(),
             "device": str(device),
             "started": time.time(),
+            "num_steps": args.num_steps,
             "stall_after": args.dist_timeout / 2,  # seconds: soon enough to look at all ranks
         }
+        if device.type == "cuda":
+            self.about["device_uuid"] = str(torch.cuda.get_device_properties(device).uuid)
         self.dumped = self.asked = 0.0
         self.seconds_of_data = 0.0
         self.steps = []
@@ -1198,7 +1201,8 @@ class Watchdog:
         enter("start")
         self.crash = open(self.file("crash"), "w")
         faulthandler.enable(self.crash)  # after a crash in C it says in which line of Python
-        model.register_forward_hook(self.forwarded)
+        self.spare = open(os.devnull)  # gives its descriptor to the last words, if there is none
+        model.get_input_embeddings().register_forward_hook(self.follow)
         sys.excepthook = functools.partial(self.failed, sys.excepthook)
         atexit.register(self.tell)
         threading.Thread(target=self.watch, daemon=True).start()
@@ -1236,6 +1240,7 @@ class Watchdog:
     def failed(self, show, kind, error, trace):
         """Tell at once what ends this rank: others may fail because of it."""
         NOW["error"] = NOW["error"] or "".join(traceback.format_exception(kind, error, trace))
+        self.spare.close()
         self.tell()
         self.dump("failed")
         show(kind, error, trace)
@@ -1277,8 +1282,13 @@ class Watchdog:
         NOW["step"] = step
         self.begun = self.tick()
 
-    def forwarded(self, *_):
-        """Note the end of a forward pass: after the last of a step, ranks wait for each other."""
+    def follow(self, _, inputs, output):
+        """Time a backward pass until it comes to its end: there, ranks wait for each other."""
+        if output.requires_grad:
+            output.register_hook(self.note_end)
+
+    def note_end(self, _):
+        """Note that this rank has done its own part, unless the step has more micro-steps."""
         self.alone_until = self.tick()
 
     def end(self):

@@ -202,6 +202,35 @@ def plan(config):
             print(f"# {told.replace(': ', ':|#   ', 1)}".replace("|", "\n"))
 
 
+def faults(file):
+    """Print the table of what the tools found in runs that were broken on purpose."""
+    print("| fault | you see it after | the verdict is there after | right verdicts |")
+    print("|---|---|---|---|")
+    rows = measured(file, "rows")
+    for name in dict.fromkeys(row["fault"] for row in rows):
+        runs = [row for row in rows if row["fault"] == name]
+        right = f"{sum(row['right'] for row in runs)} of {len(runs)}"
+        times = [[row[what] for row in runs if row.get(what)] for what in ("symptom", "verdict")]
+        after = [f"{median(some):.0f} s" if some else "" for some in times]
+        print(f"| {name} | {after[0]} | {after[1]} | {right} |")
+
+
+def fault(name, file="faults-cpu-2cores.json"):
+    """Print what one broken run showed: lines of its log, and what whats_wrong.py said in the end."""
+    row = next(row for row in measured(file, "rows") if row["fault"] == name and row["right"])
+    verdict = row["text"].rstrip().rpartition("\n\n")[2].splitlines()
+    log = [line for line in row["log"] if "ChildFailedError" not in line]
+    fenced("text", [*log[:6], "", *verdict])
+
+
+def watching(file):
+    """Print the sentence on what watching costs."""
+    shares = measured(file, "shares")
+    share, most = sum(shares.values()), max(shares, key=shares.get)
+    print(f"All of this takes {share:.2%} of a step of the tiny model on two CPU ranks, and most of")
+    print(f"that is: {most}. [benchmarks/watching.py](../benchmarks/watching.py) measures each part.")
+
+
 def environments(rank=3):
     """Print the table of what each launcher told one rank, from docs/environments.json."""
     columns = "launcher", "rank", "ranks in all", "rank on its node", "ranks on its node"
