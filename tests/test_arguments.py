@@ -46,7 +46,7 @@ def test_every_flag_is_explained(chapter, parse, capsys):
         parse("--help")
     shown = capsys.readouterr().out
     flags = re.findall(r'add\((?:"-\w", )?"(--[\w-]+)"', SCRIPTS["01"].read_text())
-    assert len(flags) == 26
+    assert len(flags) == 27
     for flag in flags:
         assert re.search(rf"{flag}\b[^\n]*(\n\s+)?\S", shown)
     assert "(default: 1e-3)" in shown or "(default: 0.001)" in shown
