@@ -1,0 +1,100 @@
+"""Runs that are broken on purpose: do the tools name what broke, and the rank? Is the text true?"""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+
+import faults
+import pytest
+
+from conftest import ROOT, SERVER, free_port
+
+CHAPTER = ROOT / "diagnosing-errors"
+RESULTS = ROOT / "benchmarks/results"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", faults.KINDS)
+def test_the_tools_name_the_culprit(fault):
+    """Once, on a rank and in a step that the published table does not have."""
+    row = faults.break_and_find(fault, seed=100)
+    assert row["right"], json.dumps(row, indent=1)
+
+
+def test_the_published_table_has_all_faults_and_no_false_alarm():
+    rows = json.loads((RESULTS / "faults-cpu-2cores.json").read_text())["rows"]
+    assert {row["fault"] for row in rows} == set(faults.KINDS)
+    healthy = [row for row in rows if faults.KINDS[row["fault"]] is None]
+    assert len(healthy) >= 20 and all(row["right"] for row in healthy)
+    for fault in set(faults.KINDS) - {row["fault"] for row in healthy}:
+        runs = [row for row in rows if row["fault"] == fault]
+        assert len({(row["rank"], row["step"]) for row in runs}) >= 3
+        assert all(row["right"] for row in runs), fault
+
+
+def test_watching_takes_less_than_a_hundredth_of_a_step():
+    shares = json.loads((RESULTS / "watching-cpu-2cores.json").read_text())["shares"]
+    assert 0 < sum(shares.values()) < 0.01
+
+
+def test_every_fault_is_known_by_all():
+    """The script, what is expected of the tools, and the README have the same faults."""
+    script = (CHAPTER / "train_llm.py").read_text()
+    named = set(re.findall(r'^    "([a-z-]+)": "', script, re.M))
+    readme = (CHAPTER / "README.md").read_text()
+    assert named == {fault for fault, kind in faults.KINDS.items() if kind}
+    assert named == set(re.findall(r'cog fault\("([a-z-]+)"\)', readme))
+
+
+def test_every_verdict_has_a_section():
+    spec = importlib.util.spec_from_file_location("whats_wrong", CHAPTER / "whats_wrong.py")
+    sys.modules[spec.name] = tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    headings = re.findall(r"^#+ (.*)$", (CHAPTER / "README.md").read_text(), re.M)
+    anchors = {heading.lower().replace(" ", "-") for heading in headings}
+    assert set(tool.KINDS.values()) <= anchors
+
+
+DDP = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+if sys.argv[1] == "ddp":
+    DistributedDataParallel(torch.nn.Linear(4, 4))(torch.ones(2, 4)).sum().backward()
+else:
+    dist.all_reduce(torch.ones(3 + dist.get_rank()))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    "detail, what, status, words",
+    [
+        ("DETAIL", "mismatch", 1, "Detected mismatch between collectives on ranks"),
+        ("DETAIL", "ddp", -11, ""),
+        ("INFO", "ddp", 0, ""),
+    ],
+)
+def test_what_the_debug_level_does(detail, what, status, words, tmp_path):
+    """What the README says of it: a new torch may have mended the segfault."""
+    script = tmp_path / "script.py"
+    script.write_text(DDP)
+    variables = {"TORCH_DISTRIBUTED_DEBUG": detail, "MASTER_PORT": str(free_port())}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, script, what],
+            env=SERVER.settings | variables | {"RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    said = [process.communicate(timeout=60)[1] for process in started]
+    assert {process.returncode for process in started} == {status}, said
+    assert all(words in text for text in said)
