@@ -201,7 +201,6 @@ def test_killed_while_it_tokenizes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("chapter", ["01", "02", "04", "05"])
 def test_killed_twenty_times(tmp_path, chapter):
     """All processes at once; from 04 on also one of the ranks, after which the others are ended."""
