@@ -12,7 +12,7 @@ MOVED := [ -e $(STAMP) ] && [ "$$(head -n 1 $(STAMP))" != "$$(pwd -P)" ]
 WORKS := $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& $(PY) -m pip install --quiet --no-index pip >/dev/null 2>&1
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
-IMPORTS := $(PY) -c 'import torch, transformers, datasets, wandb, matplotlib, psutil, pytest_timeout'
+IMPORTS := $(PY) -c 'import torch, transformers, datasets, wandb, matplotlib, psutil, pytest_timeout, xdist'
 
 define LAYOUT
 import torch
@@ -72,13 +72,14 @@ train: install  ## train chapter 02 on all GPUs, or on two CPU processes; show h
 	shift $$(($$# - 1)); \
 	$(PY) tools/show_run.py outputs/$(RUN) --global-batch-size $$1
 
+# Tests run side by side, on small machines too: many wait, for Slurm or for other ranks.
 .PHONY: test
 test: install  ## run the core tests
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -n 2 -m "not slow"
 
 .PHONY: test-slow
 test-slow: install  ## run the slow tests
-	$(PY) -m pytest -m slow
+	$(PY) -m pytest -n 3 -m slow
 
 .PHONY: test-all
 test-all: test test-slow  ## run all tests

@@ -5,11 +5,13 @@ import importlib.util
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -17,6 +19,7 @@ import pytest
 from chapters import ROOT, chapters
 from cluster.cluster import Cluster, obstacle
 from fork_server import Server, settings
+from readme import commands
 
 SCRIPTS = chapters()
 SERVER = Server(SCRIPTS.values())
@@ -32,6 +35,59 @@ def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "slow: takes minutes, is random, or needs root")
     config.addinivalue_line("markers", "cluster: runs on several hosts, all made on this machine")
+
+
+# ---- tests side by side ----------------------------------------------------------------------
+
+# What takes longest begins first, so that all workers end at about the same time.
+LONGEST = ["machine", "test_fsdp", "test_large", "test_sharded", "test_launchers", "test_kill"]
+LONGEST += ["kills", "test_readme"]
+INDEPENDENT = {"test_kill", "test_kubernetes", "test_readme"}  # no tests there share what they make
+MACHINE = re.compile(
+    "test_cluster.py|test_on_cluster.py|::test_the_practice_cluster|::test_full_disk"
+)
+KILLS = [f"[{block.name}]" for block in commands() if "kill" in block.text]
+
+
+def group_of(name):
+    """Return the group of a test, whose tests must not run at the same time.
+
+    Those of most files share what a fixture makes. Besides, some look at all mounts of the machine
+    or change them, and `pkill` in a README's block looks at all processes.
+    """
+    file = Path(name.partition("::")[0]).stem
+    if MACHINE.search(name):
+        return "machine"
+    if file == "test_readme" and name.endswith(tuple(KILLS)):
+        return "kills"
+    return name if file in INDEPENDENT else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give each worker of pytest-xdist a group after the other.
+
+    Its own `--dist loadgroup` does nothing: https://github.com/pytest-dev/pytest-xdist/issues/1386
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        _split_scope = staticmethod(group_of)
+
+    config.option.loadscopereorder = False  # by the number of tests, which says little
+    return Groups(config, log)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Put tests that are to run side by side in order; see that their groups are right."""
+    if not hasattr(config, "workerinput"):
+        return
+    places = {group: place for place, group in enumerate(LONGEST)}
+    for item in items:
+        if item.get_closest_marker("cluster") or "small_disk" in item.fixturenames:
+            assert group_of(item.nodeid) == "machine", item.nodeid
+    last = len(places)
+    items.sort(key=lambda item: places.get(group_of(item.nodeid), places.get(item.path.stem, last)))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -60,7 +116,7 @@ def free_port():
             return port
 
 
-def run_jobs(world_size, jobs, folder, timeout=500, shares=1):
+def run_jobs(world_size, jobs, folder, timeout=1000, shares=1):
     """Run (chapter, arguments) pairs on `world_size` ranks; return each job's results by rank.
 
     Each rank runs one after the other. With more `shares` than one, so many such groups of ranks

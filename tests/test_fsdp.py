@@ -1,12 +1,11 @@
 """Chapter 04: the curve of the chapters before, from weights that no rank holds whole."""
 
-import json
-import subprocess
-import sys
+import argparse
+import importlib
 
 import pytest
 
-from conftest import ROOT, SHORT, difference, metrics, run_well
+from conftest import ROOT, SHORT, difference, free_port, metrics, run_well, start_ranks
 
 pytestmark = pytest.mark.slow
 FAMILIES = ["gpt2", "qwen3", "mistral", "gemma3"]  # and tiny, a Llama
@@ -76,13 +75,23 @@ def test_bf16_agrees(curves, run):
 @pytest.fixture(scope="module")
 def costs(tmp_path_factory):
     """What `benchmarks/fsdp.py costs` finds for a small model: rows by ranks and setting."""
-    output = tmp_path_factory.mktemp("costs") / "costs.json"
-    command = [sys.executable, ROOT / "benchmarks/fsdp.py", "costs", "--output", output]
-    command += ["--layers", str(LAYERS), "--width", "128", "--ranks", "2", "4"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
-    rows = json.loads(output.read_text())["costs"]
+    folder = tmp_path_factory.mktemp("costs")
+    args = argparse.Namespace(layers=LAYERS, width=128, ranks=[2, 4])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        benchmark = importlib.import_module("fsdp")
+        patch.setattr(benchmark, "torchrun", forked)  # it would start 32 ranks
+        rows = benchmark.costs(args, folder)
     return {(row["ranks"], row["setting"]): row for row in rows}
+
+
+def forked(ranks, command, folder):
+    """Run a command on so many ranks, as the benchmark's `torchrun` does, without its imports."""
+    processes = start_ranks(ranks, command, folder, MASTER_PORT=str(free_port()))
+    for process in processes:
+        process.wait(timeout=100)
+    logs = "".join(path.read_text() for path in sorted(folder.glob("rank*.log")))
+    return argparse.Namespace(stdout=logs, stderr="")
 
 
 LAYERS = 4

@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from conftest import ROOT, SHORT, difference, free_port, metrics, run_jobs, run_well
+from conftest import ROOT, SHORT, difference, free_port, metrics, run_jobs, run_well, start_ranks
 from test_bad_input import check, small_disk  # noqa: F401
 from test_resume import LONG, cut
 from test_sharded import weights_of
@@ -197,18 +196,10 @@ def test_weights_are_those_of_chapter_01(models, hub, tmp_path, world_size):
     (tmp_path / "cases.json").write_text(
         json.dumps({name: list(map(str, [*common, *args])) for name, args in cases.items()})
     )
-    port = str(free_port())
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, ROOT / "tests/values.py", tmp_path / "cases.json", tmp_path / "done"],
-            env=os.environ
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-            | {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
-            | {"MASTER_PORT": port},
-        )
-        for rank in range(world_size)
-    ]
-    assert [rank.wait(timeout=200) for rank in ranks] == [0] * world_size
+    command = [ROOT / "tests/values.py", tmp_path / "cases.json", tmp_path / "done"]
+    ranks = start_ranks(world_size, command, tmp_path, MASTER_PORT=str(free_port()))
+    statuses = [rank.wait(timeout=200) for rank in ranks]
+    assert statuses == [0] * world_size, (tmp_path / "rank0.log").read_text()
     different = json.loads((tmp_path / "done").read_text())
     assert different.keys() >= cases.keys() and not any(different.values()), different
     assert len([name for name in different if "exported" in name]) == len(hub)

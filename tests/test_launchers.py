@@ -288,7 +288,7 @@ def test_no_worker_waits_for_one_that_cannot_answer(tmp_path):
         members = workers(process)
         members[1].suspend()
         process.kill()
-        members[0].wait(timeout=10)
+        members[0].wait(timeout=15)  # ten, and some for a busy machine
     finally:
         kill_all(process, [process, *members] if process.poll() is None else members)
 
@@ -349,7 +349,6 @@ def killed_and_restarted(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_killed_worker_is_restarted_ten_times_out_of_ten(tmp_path):
     runs = [killed_and_restarted(tmp_path, f"run-{number}") for number in range(10)]
     assert sorted(runs[0]) == list(range(61))

@@ -16,7 +16,7 @@ from cluster.cluster import Cluster, until
 from conftest import ROOT, SCRIPTS, SHORT, difference, metrics, run_well
 from test_cluster import gone, mounts, related, traces
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]
 CHAPTER = ROOT / "03-job-launchers"
 SCRIPT = str(SCRIPTS["03"])
 MINUTE = [*SHORT, "--seq-length", 32, "--num-steps", 400, "--eval-every", 400]

@@ -39,7 +39,7 @@ def by_name(found):
 @pytest.mark.parametrize("block", by_name(filter(runs_here, commands())))
 def test_commands_run(block, tmp_path):
     """Each block runs, from beginning to end, and prints what the README says it prints."""
-    status, output = samples.run(block, tmp_path, timeout=560)
+    status, output = samples.run(block, tmp_path, timeout=1100)
     assert status == 0, output
     if block.sample:
         shown = (samples.SAMPLES / f"{block.sample}.txt").read_text()
@@ -112,18 +112,18 @@ def test_commands_for_the_hub_run_on_a_stand_in(block, stand_in, tmp_path):
         (tmp_path / name.split("/")[0]).symlink_to(stand_in / name.split("/")[0])
     text = block.text.replace("--nproc-per-node gpu", "--nproc-per-node 2").rstrip() + SMALL
     assert text.count("train_llm.py") == 1, "the sizes belong to the end of the one command"
-    status, output = samples.run(Block(block.name, "bash", text), tmp_path, timeout=560)
+    status, output = samples.run(Block(block.name, "bash", text), tmp_path, timeout=1100)
     assert status == 0 and "finished: " in output, output
 
 
 @pytest.mark.slow
 @pytest.mark.cluster
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(600)
 def test_the_practice_cluster(tmp_path):
     """Its section, word by word: the job is told to stop, goes on, is cancelled."""
     if reason := obstacle():
         pytest.skip(reason)
-    status, output = samples.practise(tmp_path, timeout=400)
+    status, output = samples.practise(tmp_path, timeout=560)
     assert status == 0, output
     steps = sorted(set(map(int, re.findall(r"^stopped at step (\d+): ", output, flags=re.M))))
     assert len(steps) == 2 and steps[-1] < 900, output

@@ -174,9 +174,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize(
-    "world_size, chapter", [(1, "01"), pytest.param(2, "02", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("world_size, chapter", [(1, "01"), (2, "02")])
 def test_broken_checkpoints_are_reported_and_older_ones_used(runs, tmp_path, world_size, chapter):
     name = {"01": "01", "02": "02@2"}[chapter]
     jobs = []
@@ -196,9 +194,7 @@ def test_broken_checkpoints_are_reported_and_older_ones_used(runs, tmp_path, wor
             assert rank["stdout"] == ""
 
 
-@pytest.mark.parametrize(
-    "world_size, chapter", [(1, "01"), pytest.param(2, "02", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("world_size, chapter", [(1, "01"), (2, "02")])
 def test_without_any_whole_checkpoint_it_stops(runs, tmp_path, world_size, chapter):
     """It does not start again at step 0, neither at once nor when it is started once more."""
     cut(runs / "01", 20, tmp_path / "run")

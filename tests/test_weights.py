@@ -30,11 +30,13 @@ COMPILED = ["tiny-compiled", "tiny-ddp-compiled"]
 
 
 @pytest.fixture(scope="module")
-def compiled(root):
-    """The same folder, with compiled runs on one rank and on two besides."""
-    args = [*SHORT, "--save-dir", root, "--compile", "-e"]
+def compiled(tmp_path_factory):
+    """A folder with compiled runs on one rank and on two, and one to compare them with."""
+    root = tmp_path_factory.mktemp("compiled")
+    args = [*SHORT, "--save-dir", root]
+    run_well(1, [("01", [*args, "-e", "tiny"])], root / "jobs-tiny")
     for world_size, chapter, name in zip((1, 2), ("01", "02"), COMPILED, strict=True):
-        run_well(world_size, [(chapter, [*args, name])], root / f"jobs-{name}")
+        run_well(world_size, [(chapter, [*args, "--compile", "-e", name])], root / f"jobs-{name}")
     return root
 
 

@@ -63,11 +63,12 @@ def obstacle():
 
 def until(condition, seconds, what):
     """Return the first true value of `condition()`; raise ClusterError after so many seconds."""
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, 0.02
     while not (value := condition()):
         if time.monotonic() > deadline:
             raise ClusterError(f"after {seconds} s still not: {what}")
-        time.sleep(0.02)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)  # to ask Slurm in a tight loop would slow down what is awaited
     return value
 
 
