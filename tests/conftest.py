@@ -41,10 +41,11 @@ def pytest_configure(config):
 
 # What takes longest begins first, so that all workers end at about the same time.
 LONGEST = ["machine", "test_fsdp", "test_large", "test_sharded", "test_launchers", "test_kill"]
-LONGEST += ["kills", "test_readme"]
-INDEPENDENT = {"test_kill", "test_kubernetes", "test_readme"}  # no tests there share what they make
+LONGEST += ["kills", "test_diagnosis", "test_readme"]
+INDEPENDENT = {"test_diagnosis", "test_kill", "test_kubernetes", "test_readme"}  # no tests there share what they make
 MACHINE = re.compile(
     "test_cluster.py|test_on_cluster.py|::test_the_practice_cluster|::test_full_disk"
+    "|::TestOnCluster|::test_a_busy_core"
 )
 KILLS = [f"[{block.name}]" for block in commands() if "kill" in block.text]
 
