@@ -42,10 +42,11 @@ def pytest_configure(config):
 # What takes longest begins first, so that all workers end at about the same time.
 LONGEST = ["machine", "test_fsdp", "test_large", "test_sharded", "test_launchers", "test_kill"]
 LONGEST += ["kills", "test_diagnosis", "test_readme"]
-INDEPENDENT = {"test_diagnosis", "test_kill", "test_kubernetes", "test_readme"}  # no tests there share what they make
+# no tests there share what they make
+INDEPENDENT = {"test_diagnosis", "test_kill", "test_kubernetes", "test_readme"}
 MACHINE = re.compile(
     "test_cluster.py|test_on_cluster.py|::test_the_practice_cluster|::test_full_disk"
-    "|::TestOnCluster|::test_a_busy_core"
+    "|::TestOnCluster|::test_a_busy_core|::test_gpus_of_a_slurm_job"
 )
 KILLS = [f"[{block.name}]" for block in commands() if "kill" in block.text]
 

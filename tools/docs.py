@@ -216,7 +216,7 @@ def faults(file):
 
 
 def fault(name, file="faults-cpu-2cores.json"):
-    """Print what one broken run showed: lines of its log, and what whats_wrong.py said in the end."""
+    """Print what one broken run showed: lines of its log, and the verdict of whats_wrong.py."""
     row = next(row for row in measured(file, "rows") if row["fault"] == name and row["right"])
     verdict = row["text"].rstrip().rpartition("\n\n")[2].splitlines()
     log = [line for line in row["log"] if "ChildFailedError" not in line]
@@ -227,8 +227,10 @@ def watching(file):
     """Print the sentence on what watching costs."""
     shares = measured(file, "shares")
     share, most = sum(shares.values()), max(shares, key=shares.get)
-    print(f"All of this takes {share:.2%} of a step of the tiny model on two CPU ranks, and most of")
-    print(f"that is: {most}. [benchmarks/watching.py](../benchmarks/watching.py) measures each part.")
+    print(
+        f"All of this takes {share:.2%} of a step of the tiny model on two CPU ranks; most of it:"
+    )
+    print(f"{most}. [benchmarks/watching.py](../benchmarks/watching.py) measures each part.")
 
 
 def environments(rank=3):
