@@ -388,6 +388,7 @@ def fail(message):
 
 def interrupted(*_):
     """Stop at Ctrl-C with one line; what was trained since the last checkpoint is lost."""
+    enter("stopped")
     say("interrupted: the same command continues from the newest checkpoint")
     sys.excepthook = lambda *_: None  # whatever goes wrong from here on is a consequence
     sys.exit(130)
@@ -1105,7 +1106,7 @@ class Watchdog:
         self.spare = open(os.devnull)  # gives its descriptor to the last words, if there is none
         model.get_input_embeddings().register_forward_hook(self.follow)
         sys.excepthook = functools.partial(self.failed, sys.excepthook)
-        atexit.register(self.tell)
+        atexit.register(self.leave)
         threading.Thread(target=self.watch, daemon=True).start()
 
     def file(self, ending):
@@ -1145,6 +1146,12 @@ class Watchdog:
         self.tell()
         self.dump("failed")
         show(kind, error, trace)
+
+    def leave(self):
+        """Tell how this rank ends; what has no error of its own ends because of another."""
+        if NOW["phase"] not in ("finished", "stopped"):
+            NOW["error"] = NOW["error"] or "SystemExit: another rank has failed"
+        self.tell()
 
     def reason_to_dump(self):
         """Return why to say where this rank stands, or None."""
@@ -1243,7 +1250,10 @@ def last_collectives():
     dump = record._dump_nccl_trace if dist.get_backend() == "nccl" else record._dump_fr_trace
     try:
         known = pickle.loads(dump())
-        return known | {"entries": known.get("entries", [])[-100:]}
+        last = known.get("entries", [])[-100:]
+        for entry in last:  # of its stack, where this script calls it
+            entry["frames"] = [at for at in entry["frames"] if at["filename"] == __file__][:3]
+        return known | {"entries": last}
     except Exception as error:  # an inner part of torch: without it the stacks still help
         return {"error": first_line(error)}
 

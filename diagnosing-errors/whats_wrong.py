@@ -64,6 +64,7 @@ KINDS = {  # what there is to find, and the section of the README about it
     "unknown": "cannot-tell",
 }
 NO_FAULT = ("healthy", "slow-but-healthy", "finished", "interrupted")
+DONE = ("finished", "stopped")
 STALE = 10  # seconds without a heartbeat, of which there is one every 2, that make a rank silent
 CLUES = {  # what errors say, in the order in which to look
     "not-finite": r"not finite",
@@ -664,7 +665,8 @@ def rank_of_beat(rank, files):
     one.use = {name: number(beat.get(key)) for name, key in names.items()}
     dump = files["dump"] or {}
     one.warning = str(beat.get("warning") or "")
-    if number(files["dump_age"]) is not None and files["dump_age"] < (one.started or 1e18) + 5:
+    dumped = number(files["dump_age"])  # since this start, and not by a run that went on and ended
+    if dumped is not None and dumped < (one.started or 1e18) + 5 and one.phase not in DONE:
         one.groups = groups_of(dump.get("collectives"))
         if dump.get("reason") != "failed":  # then the traceback tells where
             one.frames = main_frames(dump)
@@ -732,7 +734,7 @@ def is_own(filename):
 def add_process(one, reached, down):
     """Add what a rank's host shows: whether its process is there, its state, its stack."""
     worker, stale = one.worker, one.age is not None and one.age > STALE
-    if one.phase in ("finished", "stopped", "failed"):
+    if one.phase in (*DONE, "failed"):
         one.state = "ended"
     elif worker and one.pid in (worker["pid"], worker["pid_inside"]):
         names = {"T": "stopped", "t": "traced", "D": "disk wait", "Z": "gone"}
@@ -1118,7 +1120,7 @@ def launchers_wait(facts, everyone):
         return []
     others = sorted(set(facts["hosts"]) - set(waiting))
     reason = "the launcher there waits for those on other hosts, and has started no rank"
-    reason += f"; none waits on {', '.join(others)}" if others else ""
+    reason += f"; none waits on {', '.join(others)}" if others else ": is a port or link blocked?"
     return [Finding("rendezvous", [], reason, "likely", waiting)]
 
 
