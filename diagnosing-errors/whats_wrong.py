@@ -117,7 +117,7 @@ def parse_args():
     for path in [*args.log, *filter(None, [args.hosts])]:
         if not path.is_file():
             fail(f"there is no file {path}")
-    args.run = args.run.resolve()
+    args.shown, args.run = str(args.run), args.run.resolve()
     return args
 
 
@@ -568,7 +568,7 @@ def gather(args):
     with ThreadPoolExecutor(1) as pool:
         looking = pool.submit(look_at_hosts, args, hosts)
         notes = [note, ask_for_dumps(args.run)]
-        facts = {"run": str(args.run), "hosts": looking.result(), "notes": notes}
+        facts = {"run": args.shown, "hosts": looking.result(), "notes": notes}
     text = "\n".join([*map(tail, args.log), *read_error_files(args.error_files)])
     return facts | read_run(args.run) | {"text": text}
 
