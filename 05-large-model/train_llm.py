@@ -1590,10 +1590,10 @@ def host_memory_gib():
 
 def last_collectives():
     """Return what torch's Flight Recorder knows, with the last hundred collectives."""
-    record = torch._C._distributed_c10d
-    dump = record._dump_nccl_trace if dist.get_backend() == "nccl" else record._dump_fr_trace
+    torch_c = torch._C._distributed_c10d
     try:
-        known = pickle.loads(dump())
+        on_gpu = torch.cuda.is_initialized()
+        known = pickle.loads(torch_c._dump_nccl_trace() if on_gpu else torch_c._dump_fr_trace())
         last = known.get("entries", [])[-100:]
         for entry in last:  # of its stack, where this script calls it
             entry["frames"] = [at for at in entry["frames"] if at["filename"] == __file__][:3]

@@ -2,13 +2,16 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import faults
 import pytest
 
+from cluster.cluster import until
 from conftest import ROOT, SERVER, free_port
 
 CHAPTER = ROOT / "diagnosing-errors"
@@ -98,3 +101,81 @@ def test_what_the_debug_level_does(detail, what, status, words, tmp_path):
     said = [process.communicate(timeout=60)[1] for process in started]
     assert {process.returncode for process in started} == {status}, said
     assert all(words in text for text in said)
+
+
+# ---- on two hosts ----------------------------------------------------------------------------
+
+FAST = """--device cpu --precision fp32 -s 64 --global-batch-size 8 -b 8 --num-steps 5000
+    --log-every 5 --eval-every 5000 --eval-samples 8 --checkpoint-every 5000
+    --dist-timeout 40""".split()
+
+
+@pytest.fixture
+def two_hosts(cluster, tmp_path):
+    """What starts a run on a rank of each of two hosts, and what asks the tool about it."""
+    (tmp_path / "hosts").write_text("h1\nh2\n")
+    bin_first = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {"PATH": bin_first, "OMP_NUM_THREADS": "1", "RANKS_PER_NODE": "1", "HF_HUB_OFFLINE": "1"}
+    launch = ROOT / "03-job-launchers/ssh/launch.sh"
+    command = [launch, tmp_path / "hosts", CHAPTER / "train_llm.py", *FAST]
+    command += ["--save-dir", tmp_path, "-e", "run"]
+
+    def start(**variables):
+        log = open(tmp_path / "log", "w")
+        started = {"stdout": log, "stderr": log, "env": env | variables}
+        return cluster.popen("head", list(map(str, command)), **started)
+
+    def ask(*kinds, seconds=90):
+        """Ask until the verdict is of one of these kinds; return it."""
+        command = [sys.executable, CHAPTER / "whats_wrong.py", tmp_path / "run", "--json"]
+        command += ["--hosts", tmp_path / "hosts", "--log", tmp_path / "log"]
+        said = {}
+
+        def named():
+            done = cluster.run("head", list(map(str, command)), 60, check=False, env=env)
+            said.update(json.loads(done.stdout))
+            return said["kind"] in kinds
+
+        until(named, seconds, f"a verdict of {kinds}: {said}")
+        return said
+
+    return start, ask
+
+
+def trains(folder):
+    """Wait until a run takes steps."""
+    metrics = folder / "run/metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, 90, "some steps")
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+class TestOnCluster:
+    def test_a_dead_link(self, cluster, two_hosts, tmp_path):
+        start, ask = two_hosts
+        start()
+        trains(tmp_path)
+        cluster.link("h2", up=False)
+        said = ask("network", "host-unreachable")
+        assert "h2" in said["hosts"], said
+
+    def test_a_slow_link(self, cluster, two_hosts, tmp_path):
+        start, ask = two_hosts
+        start()
+        trains(tmp_path)
+        cluster.slow_link("h2", "2mbit")
+        assert ask("network")["hosts"]
+
+    def test_a_host_that_dies(self, cluster, two_hosts, tmp_path):
+        start, ask = two_hosts
+        start()
+        trains(tmp_path)
+        cluster.kill_host("h2")
+        said = ask("host-unreachable")
+        assert said["hosts"] == ["h2"] and said["ranks"] == [1], said
+
+    def test_a_wrong_interface(self, cluster, two_hosts, tmp_path):
+        start, ask = two_hosts
+        (tmp_path / "run").mkdir()
+        start(GLOO_SOCKET_IFNAME="eth9")
+        assert "eth9" in ask("rendezvous")["reason"]
