@@ -1009,6 +1009,7 @@ class Health:
             if not math.isfinite(sum(norms)):
                 self.report(step, self.origin(losses, broken))
             self.losses = [(*old, new)[-3:] for old, new in zip(self.losses, losses, strict=True)]
+        NOW.update(losses=self.losses[dist.get_rank()])
         self.compare_weights(step, sums, range(len(sums)))
         self.compare_losses(step)
 

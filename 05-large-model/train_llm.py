@@ -1351,6 +1351,7 @@ class Health:
             if not math.isfinite(sum(norms)):
                 self.report(step, self.origin(losses, broken))
             self.losses = [(*old, new)[-3:] for old, new in zip(self.losses, losses, strict=True)]
+        NOW.update(losses=self.losses[dist.get_rank()])
         size = len(sums) // self.args.replicas
         for first in range(size):  # FSDP: only replicas have the same shards
             self.compare_weights(step, sums, range(first, len(sums), size))

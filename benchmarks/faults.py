@@ -45,6 +45,7 @@ KINDS = {  # from fault to the kind that the verdict is to name; None: nothing i
     "nan-gradient": "not-finite",
     "bit-flip": "replicas-differ",
     "same-data": "same-data",
+    "loss-spike": "loss-spike",
     "memory-leak": "host-memory-leak",
     "file-leak": "too-many-open-files",
     "corrupt-checkpoint": "corrupt-checkpoint",

@@ -78,6 +78,7 @@ FAULTS = {  # what --inject knows, in the order of the README
     "nan-gradient": "the gradient of one batch is NaN",
     "bit-flip": "one bit of a weight changes",
     "same-data": "this rank reads the samples of another",
+    "loss-spike": "its samples are noise",
     "memory-leak": "host memory grows with every step",
     "file-leak": "so do the open files",
     "corrupt-checkpoint": "the newest checkpoint loses its second half",
@@ -714,7 +715,10 @@ def collate(samples):
         time.sleep(1e6)
     if "slow-data" in BROKEN:
         time.sleep(1)
-    return default_collate(samples)
+    batch = default_collate(samples)
+    if "loss-spike" in BROKEN:
+        batch["input_ids"].random_(256)
+    return batch
 
 
 # ---- one step --------------------------------------------------------------------------------
@@ -1108,6 +1112,7 @@ class Health:
             if not math.isfinite(sum(norms)):
                 self.report(step, self.origin(losses, broken))
             self.losses = [(*old, new)[-3:] for old, new in zip(self.losses, losses, strict=True)]
+        NOW.update(losses=self.losses[dist.get_rank()])
         self.compare_weights(step, sums, range(len(sums)))
         self.compare_losses(step)
 

@@ -31,7 +31,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from statistics import median, median_low
+from statistics import fmean, median, median_low
 
 SILENT = 6  # seconds without a heartbeat, of which there is one every two
 SILENT_AT_REST = 30  # imports hold Python's lock, and a save keeps the storage busy
@@ -112,6 +112,7 @@ class Rank:
     stall_after: float = 300.0
     error: str | None = None
     warning: str | None = None  # what the run itself has noticed
+    losses: tuple = ()  # this rank's own, of the last steps
     gpu: dict | None = None  # what nvidia-smi says
 
 
@@ -154,6 +155,7 @@ def rank_of(text):
             fits = str if name in TEXTS else int if name in WHOLE else int | float
             if isinstance(value, fits) and (fits is str or math.isfinite(value)):
                 told.setdefault(name, value)
+        told["losses"] = tuple(x for x in beat.get("losses") or () if isinstance(x, float))
         whole = all(name in told for name in (*WHOLE, "host", "phase"))
         return Rank(**told) if whole and math.isfinite(now - started - beat["since"]) else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -426,6 +428,7 @@ def marks(state):
         *memory_growth(alive),
         *warnings(alive),
         *bad_losses(state.rows),
+        *odd_losses(alive),
     ]
 
 
@@ -553,11 +556,28 @@ def warnings(ranks):
 
 
 def bad_losses(rows):
-    """Mark that the newest loss is no number."""
-    row = next((row for row in reversed(rows) if isinstance(row.get("loss"), float)), {"loss": 0})
-    if math.isfinite(row["loss"]):
+    """Mark that the newest loss is no number, or far above the ten logged before it."""
+    told = [row for row in rows if isinstance(row.get("loss"), float)][-11:]
+    if not told:
         return []
-    return [Mark("loss", [], f"the loss of step {row['step']} is {row['loss']}")]
+    *before, (step, loss) = [(row["step"], row["loss"]) for row in told]
+    if not math.isfinite(loss):
+        return [Mark("loss", [], f"the loss of step {step} is {loss}")]
+    usual = median(loss for _, loss in before) if len(before) >= 4 else math.inf
+    if loss - usual > max(0.5, 0.25 * abs(usual)):
+        return [Mark("loss", [], f"the loss of step {step} is {loss:.4g}, before it {usual:.4g}")]
+    return []
+
+
+def odd_losses(ranks):
+    """Mark ranks whose own losses are far above those of most: they have other data."""
+    means = {rank.rank: fmean(rank.losses) for rank in ranks if rank.losses}
+    usual = median_low(means.values()) if means else 0.0
+    found = [rank for rank in ranks if means.get(rank.rank, 0) - usual > max(0.5, 0.25 * usual)]
+    if not found or 2 * len(found) >= len(means):
+        return []
+    worst = max(means.values())
+    return [Mark("loss", found, f"{who(found)}: a loss of {worst:.4g}, the usual is {usual:.4g}")]
 
 
 # ---- words -----------------------------------------------------------------------------------

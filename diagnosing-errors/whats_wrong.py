@@ -594,6 +594,7 @@ class Rank:
     use: dict = field(default_factory=dict)  # memory, memory_first, files, files_limit
     error: str = ""
     warning: str = ""
+    losses: list = field(default_factory=list)  # this rank's own, of the last steps
     crash: str = ""
     state: str = "unseen"
     frames: list = field(default_factory=list)
@@ -665,6 +666,7 @@ def rank_of_beat(rank, files):
     one.use = {name: number(beat.get(key)) for name, key in names.items()}
     dump = files["dump"] or {}
     one.warning = str(beat.get("warning") or "")
+    one.losses = [loss for loss in beat.get("losses") or () if isinstance(loss, float)]
     dumped = number(files["dump_age"])  # since this start, and not by a run that went on and ended
     if dumped is not None and dumped < (one.started or 1e18) + 5 and one.phase not in DONE:
         one.groups = groups_of(dump.get("collectives"))
@@ -1321,11 +1323,17 @@ def slowed(facts, everyone):
     usual, usual_data = usual_time("local", timed), usual_time("data", timed)
     for one in timed:
         excess = one.times["local"] - usual
-        if excess >= 0.5 * usual and excess >= 0.2 * one.times["step"]:
+        if excess >= 0.5 * usual and excess >= 0.2 * one.times["step"] and lasts(facts, one.rank):
             data = (one.times["data"] or 0) - usual_data
             found["data" if data > excess / 2 else "compute"].append((excess, one, usual))
     stragglers = [of_straggler(what, some) for what, some in found.items() if some]
     return stragglers or (slow_network(facts, timed) if len(timed) == len(everyone) else [])
+
+
+def lasts(facts, rank):
+    """Return whether the others have waited for a rank in the last two logged intervals."""
+    rows = [row for row in facts["rows"] if row.get("slowest_rank") is not None][-2:]
+    return all(row["slowest_rank"] == rank and (row.get("skew") or 0) >= 0.1 for row in rows)
 
 
 def usual_time(name, timed):
@@ -1375,7 +1383,7 @@ def warned(facts, everyone):
     return None
 
 
-def bad_losses(facts, _):
+def bad_losses(facts, everyone):
     """Return the finding of a loss that is not finite, or far above those before it."""
     rows = [row for row in facts["rows"] if isinstance(row.get("loss"), int | float)]
     for at, row in enumerate(rows):
@@ -1390,8 +1398,23 @@ def bad_losses(facts, _):
             spread = statistics.median(abs(loss - usual) for loss in before)
             if row["loss"] - usual > max(0.5, 0.25 * abs(usual), 6 * spread):
                 reason = f"loss {row['loss']:.4g} at step {row.get('step')}, before it {usual:.4g}"
-                return Finding("loss-spike", [], reason, "certain")
-    return None
+                ranks, _ = worse_than_the_rest(everyone)
+                if ranks:
+                    reason += f"; on rank {spans(ranks)} alone it is far above the others"
+                return Finding("loss-spike", ranks, reason, "certain")
+    ranks, reason = worse_than_the_rest(everyone)
+    return Finding("loss-spike", ranks, reason, "likely") if ranks else None
+
+
+def worse_than_the_rest(everyone):
+    """Return the ranks whose own losses are far above those of most, and in words how far."""
+    means = {one.rank: statistics.mean(one.losses) for one in everyone if one.losses}
+    usual = statistics.median_low(means.values()) if means else 0
+    found = [rank for rank, mean in means.items() if mean - usual > max(0.5, 0.25 * usual)]
+    if not found or 2 * len(found) >= len(means):
+        return [], ""
+    worst = max(means.values())
+    return found, f"a loss of {worst:.4g} in the last steps, the usual rank has {usual:.4g}"
 
 
 def leaks(_, everyone):

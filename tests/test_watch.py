@@ -192,6 +192,21 @@ def test_a_rank_is_slow_only_if_it_lasts(watch, state, skews, marked):
     assert kinds(found) == ([("slow", [5])] if marked else [])
 
 
+@pytest.mark.parametrize(
+    "losses, marked",
+    [
+        ([5.0, 4.0, 3.5, 3.3, 3.2], False),
+        ([3.3, 3.2, 3.3, 3.1, 4.5], True),
+        ([3.3, 3.2, 3.3, 3.1, 3.5], False),
+        ([3.0, 9.0], False),  # nobody knows yet what is usual
+        ([3.0, float("nan")], True),
+    ],
+)
+def test_a_loss_that_jumps_is_marked(watch, state, losses, marked):
+    rows = [{"step": 10 * number, "loss": loss} for number, loss in enumerate(losses, 1)]
+    assert kinds(watch.marks(state({}, rows=rows))) == ([("loss", [])] if marked else [])
+
+
 def test_a_stall_names_the_rank_that_does_something_else(watch, state):
     stuck = {"in_phase": 12.0, "since_step": 12.5}
     found = watch.marks(state({3: stuck | {"phase": "data"}}, **stuck))
