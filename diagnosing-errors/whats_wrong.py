@@ -1408,7 +1408,8 @@ def bad_losses(facts, everyone):
 
 def worse_than_the_rest(everyone):
     """Return the ranks whose own losses are far above those of most, and in words how far."""
-    means = {one.rank: statistics.mean(one.losses) for one in everyone if one.losses}
+    living = [one for one in everyone if one.lives and one.losses]
+    means = {one.rank: statistics.mean(one.losses) for one in living}
     usual = statistics.median_low(means.values()) if means else 0
     found = [rank for rank, mean in means.items() if mean - usual > max(0.5, 0.25 * usual)]
     if not found or 2 * len(found) >= len(means):
@@ -1625,6 +1626,17 @@ def show_collectives(ranks):
                 print(f"  {spans(some):12} {state} number {seq}, {call_text((what, at))}")
 
 
+def too_early(everyone):
+    """Return the seconds until it is known whether a rank is silent, if others have failed by now.
+
+    Its process is not seen, but its last heartbeat is fresh: the others' errors may come from it.
+    """
+    unseen = [one for one in everyone if one.state == "alive" and not one.worker]
+    if not unseen or not any(one.error for one in everyone):
+        return 0
+    return max(STALE + 0.5 - min(one.age for one in unseen), 0)
+
+
 def main():
     args = parse_args()
     if args.collect:
@@ -1632,6 +1644,10 @@ def main():
         return
     facts = gather(args)
     verdict, ranks = judge(facts)
+    if wait := too_early(ranks.values()):
+        time.sleep(wait)
+        facts = gather(args)
+        verdict, ranks = judge(facts)
     if args.json:
         print(json.dumps(verdict, indent=1))
     else:
