@@ -792,7 +792,9 @@ class ShardWriter(dcp.FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except Exception as error:  # torch makes its own of a full disk, and its context stays here
-            raise error.__context__ or error from None
+            while error.__context__:
+                error = error.__context__
+            raise error from None
 
 
 @contextmanager

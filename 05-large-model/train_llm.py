@@ -936,7 +936,9 @@ class ShardWriter(dcp.FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except Exception as error:  # torch makes its own of a full disk, and its context stays here
-            raise error.__context__ or error from None
+            while error.__context__:
+                error = error.__context__
+            raise error from None
 
 
 @contextmanager
@@ -1076,6 +1078,8 @@ def report_failure(checkpoint, future):
     """Say why a save in the background failed: the training goes on, and may save the next."""
     if error := future.exception():
         cause = first_line(first_failure(error))
+        if dist.get_rank() == 0:  # all ranks have failed by now, and the disk may be full of it
+            shutil.rmtree(checkpoint.with_name(f".{checkpoint.name}"), ignore_errors=True)
         say(f"warning: cannot write {checkpoint}: {cause}; what was saved before is whole")
 
 
@@ -1280,12 +1284,22 @@ def cut_back_metrics(run_dir, start):
         new.rename(path)
 
 
+UNSAVED = []  # rows of metrics for which there was no room
+
+
 @on_rank_zero
 def append_metrics(run_dir, row):
-    """Add a row to metrics.jsonl."""
+    """Add a row to metrics.jsonl, or keep it for later: a save in the background fills the disk."""
     path = run_dir / "metrics.jsonl"
-    with saving(path), open(path, "a") as file:
-        print(json.dumps(row), file=file)
+    UNSAVED.append(json.dumps(row) + "\n")
+    size = path.stat().st_size
+    try:
+        with open(path, "a") as file:
+            file.writelines(UNSAVED)
+        UNSAVED.clear()
+    except OSError as error:
+        os.truncate(path, size)
+        say(f"warning: cannot write {path} now: {first_line(error)}")
 
 
 def open_wandb(args, run_dir):

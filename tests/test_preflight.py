@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.cluster import until
 from conftest import ROOT, free_port
 
 TOOL = ROOT / "diagnosing-errors/preflight.py"
@@ -502,7 +501,10 @@ class TestOnCluster:
         options = ["--hosts", tmp_path / "hosts.txt", "--save-dir", save, "--timeout", 20]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         process = cluster.popen("head", [sys.executable, TOOL, *options], **streams)
-        until(lambda: list(save.glob(".preflight-*")), 60, "both have come")
+        patience = time.monotonic() + 60
+        while not list(save.glob(".preflight-*")):  # a file that is soon gone again
+            assert time.monotonic() < patience, "they have not come"
+            time.sleep(0.01)
         cluster.run("h2", ["pkill", "-STOP", "-f", "preflight.py"])
         try:
             output, _ = process.communicate(timeout=90)
