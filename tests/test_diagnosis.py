@@ -179,4 +179,4 @@ class TestOnCluster:
         start, ask = two_hosts
         (tmp_path / "run").mkdir()
         start(GLOO_SOCKET_IFNAME="eth9")
-        assert "eth9" in ask("rendezvous")["reason"]
+        until(lambda: "eth9" in ask("rendezvous")["reason"], 90, "the interface is named")
