@@ -174,9 +174,3 @@ class TestOnCluster:
         cluster.kill_host("h2")
         said = ask("host-unreachable")
         assert said["hosts"] == ["h2"] and said["ranks"] == [1], said
-
-    def test_a_wrong_interface(self, cluster, two_hosts, tmp_path):
-        start, ask = two_hosts
-        (tmp_path / "run").mkdir()
-        start(GLOO_SOCKET_IFNAME="eth9")
-        until(lambda: "eth9" in ask("rendezvous")["reason"], 90, "the interface is named")
