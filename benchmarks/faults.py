@@ -233,10 +233,11 @@ def find_nothing(fault, rank, folder, process, family):
     row = {"right": True, "said": "nothing"}
     for _ in range(5):
         time.sleep(2)
-        marked, _ = tool("watch.py", folder, "--once")
+        marked, seen = tool("watch.py", folder, "--once")
         said = ask(folder)
         if marked or said["kind"] not in ("healthy", "slow-but-healthy"):
-            row = {"right": False, "said": said["kind"], "reason": said["reason"], "marked": marked}
+            row = {"right": False, "said": said["kind"], "reason": said["reason"]}
+            row |= {"watch": seen.replace(str(folder), "outputs") if marked else None}
     return row
 
 

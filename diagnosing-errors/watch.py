@@ -424,7 +424,7 @@ def marks(state):
         *sorted(ends, key=lambda mark: -max(rank.age for rank in mark.ranks)),  # what came first
         *absences(state.ranks),
         *stalls([rank for rank in alive if not is_silent(rank)]),
-        *(stragglers(alive) if lasting(state.rows) else []),
+        *stragglers(alive, state.rows),
         *memory_growth(alive),
         *warnings(alive),
         *bad_losses(state.rows),
@@ -500,14 +500,20 @@ def stalls(alive):
     return [Mark("stalled", odd or stuck, text)]
 
 
-def lasting(rows):
-    """Return whether the last row knows of a very slow rank, or the last two of a slow one."""
-    # one row may be of a moment in which a host had other work
-    skews = [row["skew"] for row in rows[-100:] if number(row.get("skew"))][-2:]
-    return not skews or skews[-1] >= 0.3 or min(skews) >= 0.1
+def lasting(rows, slow):
+    """Return whether the others have waited for one of these in nearly all rows of ten seconds.
+
+    A row or two may be of a moment in which a host had other work.
+    """
+    told = [row for row in rows[-1000:] if number(row.get("skew"))]
+    first = told[-1]["step"] - 10 / slow[0].step_seconds if told else 0
+    recent = max(told[-3:], [row for row in told if row["step"] > first], key=len)
+    names = {rank.rank for rank in slow}
+    waited = [row for row in recent if row["skew"] >= 0.1 and row.get("slowest_rank") in names]
+    return len(recent) >= 3 and len(waited) >= 0.8 * len(recent)
 
 
-def stragglers(alive):
+def stragglers(alive, rows):
     """Mark ranks that work clearly longer for a step than most, so that the others wait."""
     timed = [rank for rank in alive if rank.step_seconds and rank.local_seconds is not None]
     if len(timed) < 2:
@@ -520,7 +526,7 @@ def stragglers(alive):
         for rank in sorted(timed, key=lambda rank: -rank.local_seconds)
         if rank.local_seconds >= max(1.3 * usual, usual + 0.15 * rank.step_seconds)
     ]
-    if not slow:
+    if not slow or not lasting(rows, slow):
         return []
     worst, *rest = slow
     for_data = (worst.data_seconds or 0.0) - data > (worst.local_seconds - usual) / 2

@@ -1321,19 +1321,32 @@ def slowed(facts, everyone):
     timed = [one for one in everyone if one.lives and one.times.get("local") and one.times["step"]]
     found = {"data": [], "compute": []}
     usual, usual_data = usual_time("local", timed), usual_time("data", timed)
-    for one in timed:
+    slow = [one for one in timed if one.times["local"] - usual >= slow_by(usual, one)]
+    for one in slow if lasts(facts, slow) else []:
         excess = one.times["local"] - usual
-        if excess >= 0.5 * usual and excess >= 0.2 * one.times["step"] and lasts(facts, one.rank):
-            data = (one.times["data"] or 0) - usual_data
-            found["data" if data > excess / 2 else "compute"].append((excess, one, usual))
+        data = (one.times["data"] or 0) - usual_data
+        found["data" if data > excess / 2 else "compute"].append((excess, one, usual))
     stragglers = [of_straggler(what, some) for what, some in found.items() if some]
     return stragglers or (slow_network(facts, timed) if len(timed) == len(everyone) else [])
 
 
-def lasts(facts, rank):
-    """Return whether the others have waited for a rank in the last two logged intervals."""
-    rows = [row for row in facts["rows"] if row.get("slowest_rank") is not None][-2:]
-    return all(row["slowest_rank"] == rank and (row.get("skew") or 0) >= 0.1 for row in rows)
+def slow_by(usual, one):
+    """Return how many seconds more than usual a rank must work in a step to be called slow."""
+    return max(0.5 * usual, 0.2 * one.times["step"])
+
+
+def lasts(facts, slow):
+    """Return whether the others have waited for one of these in nearly all rows of ten seconds."""
+    told = [row for row in facts["rows"] if isinstance(row.get("skew"), int | float)]
+    if len(told) < 3 or not slow:
+        return False
+    first = told[-1]["step"] - 10 / slow[0].times["step"]
+    recent = max(told[-3:], [row for row in told if row["step"] > first], key=len)
+    ranks = {one.rank for one in slow}
+    waited = [
+        row for row in recent if row["slowest_rank"] in ranks and (row.get("skew") or 0) >= 0.1
+    ]
+    return len(waited) >= 0.8 * len(recent)
 
 
 def usual_time(name, timed):

@@ -39,10 +39,12 @@ def watch():
 def state(watch, tmp_path):
     """Return a function that makes the State of a healthy run, with changes to some of its ranks.
 
-    A step takes 1 s, of which a rank works 0.5 s.
+    A step takes 1 s, of which a rank works 0.5 s. Unless rows of metrics are given, they say that
+    the others have long been waiting for the last of the ranks that are changed.
     """
 
-    def make(changes=(), world_size=8, rows=(), **common):
+    def make(changes=(), world_size=8, rows=None, **common):
+        rows = slowed_by(max(changes, default=0)) if rows is None else rows
         healthy = {
             "step": 20,
             "age": 1.0,
@@ -97,6 +99,11 @@ def beat(rank, world_size=2, ago=0.0, clock=0.0, **changes):
         "stall_after": 300,
         "error": None,
     } | changes
+
+
+def slowed_by(rank):
+    """Return rows of metrics that say that the others have long been waiting for a rank."""
+    return [{"step": step, "skew": 0.3, "slowest_rank": rank} for step in range(20)]
 
 
 def write_run(folder, beats, rows=(), age=-60.0):
@@ -184,10 +191,11 @@ def test_little_work_in_a_long_step_is_no_reason_for_a_mark(watch, state):
 
 @pytest.mark.parametrize(
     ("skews", "marked"),
-    [([], True), ([0.2], True), ([0.01, 0.2], False), ([0.01, 0.4], True), ([0.2, 0.2], True)],
-)
+    [([], False), ([0.2] * 2, False), ([0.2] * 3, True), ([0.01, 0.4, 0.4], False),
+     ([0.01, 0.2, 0.2, 0.2, 0.2], True)],
+)  # fmt: skip
 def test_a_rank_is_slow_only_if_it_lasts(watch, state, skews, marked):
-    rows = [{"step": 10 * number, "skew": skew} for number, skew in enumerate(skews)]
+    rows = [{"step": n, "skew": skew, "slowest_rank": 5} for n, skew in enumerate(skews)]
     found = watch.marks(state({5: {"local_seconds": 0.9}}, rows=rows))
     assert kinds(found) == ([("slow", [5])] if marked else [])
 
@@ -377,6 +385,7 @@ def test_it_leaves_nothing_in_the_run(watch, tmp_path):
 
 def test_four_thousand_ranks_take_well_under_a_second(watch, tmp_path):
     (tmp_path / "ranks").mkdir()
+    write_rows(tmp_path, slowed_by(1234))
     for rank in range(4096):
         told = beat(rank, 4096, local_seconds=0.9 if rank == 1234 else 0.5)
         (tmp_path / f"ranks/{rank:05}.json").write_text(json.dumps(told))
@@ -481,7 +490,7 @@ def test_once_on_a_healthy_run(tmp_path):
 
 
 def test_once_on_a_run_with_a_straggler(tmp_path):
-    done = once(write_run(tmp_path, [beat(0), beat(1, local_seconds=0.95)]))
+    done = once(write_run(tmp_path, [beat(0), beat(1, local_seconds=0.95)], slowed_by(1)))
     assert done.returncode == 1
     assert done.stdout.splitlines()[3].endswith("slow")
     assert "slow: rank 1 (gpu1) works 0.95 s for a step, most 0.5 s" in done.stdout
@@ -524,7 +533,8 @@ def test_once_on_a_run_of_chapter_01(tmp_path):
 
 def test_json(tmp_path):
     slow = [beat(0), beat(1, local_seconds=0.95)]
-    write_run(tmp_path, slow, [{"step": 10, "loss": float("nan"), "grad_norm": 0.5}])
+    lost = {"step": 20, "loss": float("nan"), "grad_norm": 0.5}
+    write_run(tmp_path, slow, [*slowed_by(1), lost])
     done = once(tmp_path, "--json")
     told = json.loads(done.stdout, parse_constant=pytest.fail)
     assert done.returncode == 1
@@ -598,9 +608,8 @@ def terminal(run, width, height=24):
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_live_view_ends_and_leaves_the_terminal_in_order(tmp_path, width, number, status):
     pytest.importorskip("rich")
-    write_run(
-        tmp_path, [beat(rank, 64, local_seconds=0.9 if rank == 7 else 0.5) for rank in range(64)]
-    )
+    beats = [beat(rank, 64, local_seconds=0.9 if rank == 7 else 0.5) for rank in range(64)]
+    write_run(tmp_path, beats, slowed_by(7))
     with terminal(tmp_path, width) as (process, read_until):
         shown = read_until("next: python")
         assert "\x1b[?1049h" in shown and "others like them" in shown and "slow" in shown
@@ -668,7 +677,9 @@ def test_a_rank_that_is_stopped_is_found_within_seconds(tmp_path):
         shown = "".join(told.stdout + told.stderr for told in healthy)
         assert not any(f"{kind}: " in shown for kind in ("silent", "stalled", "missing", "failed"))
         assert "Traceback" not in shown
-        victim = json.loads((tmp_path / "run/ranks/00001.json").read_text())
+        heartbeat = tmp_path / "run/ranks/00001.json"
+        until(lambda: json.loads(heartbeat.read_text())["step"], 20, "rank 1 says that it trains")
+        victim = json.loads(heartbeat.read_text())
         os.kill(victim["pid"], signal.SIGSTOP)
         begun = time.monotonic()
         while "silent: no heartbeat of rank 1" not in (told := once(tmp_path / "run")).stdout:

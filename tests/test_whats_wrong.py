@@ -280,8 +280,12 @@ def test_a_timeout_of_all_is_explained_by_their_dumps(tool):
 def test_stragglers(tool, size, name, value):
     ranks = {rank: rank_files(rank, size, since=1.0) for rank in range(size)}
     ranks[1]["beat"] |= {"local_seconds": 0.95, f"{name}_seconds": value}
-    facts = facts_of(ranks)
+    rows = [{"step": step, "skew": 0.3, "slowest_rank": 1} for step in range(12)]
+    rows[0] |= {"skew": 0.01}
+    facts = facts_of(ranks, rows=rows)
     assert judged(tool, facts) == ("straggler", [1], "certain")
+    passing = [row | {"skew": 0.3 * (row["step"] > 5)} for row in rows]
+    assert judged(tool, facts_of(ranks, rows=passing))[0] == "healthy"
     told = "waiting for data" if name == "data" else "computing"
     assert told in tool.judge(facts)[0]["reason"]
 
