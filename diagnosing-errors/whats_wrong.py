@@ -77,7 +77,7 @@ CLUES = {  # what errors say, in the order in which to look
     "host-memory-leak": r"Cannot allocate memory|\bMemoryError|bad_alloc",
     "mismatched-collective": r"Detected mismatch between collectives|op\.preamble\.length",
     "rendezvous": r"cannot meet the other ranks|Unable to find address for|RendezvousTimeout"
-    r"|client socket has failed to connect|[Nn]o socket interface",
+    r"|client socket has (failed|timed out)|C10d store has failed|[Nn]o socket interface",
     "corrupt-checkpoint": r"no checkpoint in \S+ can be read|PytorchStreamReader failed",
     "interrupted": r"KeyboardInterrupt|^interrupted|SystemExit: 130",
 }
@@ -981,10 +981,9 @@ def died_elsewhere(facts, everyone, told):
     """Return what ended a run none of whose ranks has an error of its own: victims, or a log."""
     victims = [one for one in everyone if one.error]
     named = re.findall(r"\[(?:rank)?(\d+)\]:? *([\w.]*(?:Error|Exception)\b.*)", facts["text"])
-    named += [("", line) for line in re.findall(r"^\S+\.py: error: (.*)", facts["text"], re.M)]
-    named += [
-        ("", line) for line in re.findall(r"^\w*(?:Error|Exception)\b.*", facts["text"], re.M)
-    ]
+    host = r"^(?:[\w.-]+: )?"  # which pdsh, srun and others put before each line
+    for clue in (r"\S+\.py: error: (.*)", r"([\w.]*(?:Error|Exception)\b.*)"):
+        named += [("", line) for line in re.findall(host + clue, facts["text"], re.M)]
     own = [(rank, line) for rank, line in named if kind_of_error(line)]
     told = {rank: code for rank, code in told.items() if code < 0}
     alive = any(one.lives for one in everyone)

@@ -46,7 +46,7 @@ LONGEST += ["kills", "test_diagnosis", "test_readme"]
 INDEPENDENT = {"test_diagnosis", "test_kill", "test_kubernetes", "test_readme"}
 MACHINE = re.compile(
     "test_cluster.py|test_on_cluster.py|::test_the_practice_cluster|::test_full_disk"
-    "|::TestOnCluster|::test_a_busy_core|::test_gpus_of_a_slurm_job"
+    "|::TestOnCluster|::test_a_full_disk|::test_a_busy_core|::test_gpus_of_a_slurm_job"
 )
 KILLS = [f"[{block.name}]" for block in commands() if "kill" in block.text]
 

@@ -8,11 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import faults
 import pytest
 
+import faults
 from cluster.cluster import until
-from conftest import ROOT, SERVER, free_port
+from conftest import ROOT, SERVER, SHORT, free_port, torchrun
+from test_bad_input import small_disk  # noqa: F401
 
 CHAPTER = ROOT / "diagnosing-errors"
 RESULTS = ROOT / "benchmarks/results"
@@ -174,3 +175,41 @@ class TestOnCluster:
         cluster.kill_host("h2")
         said = ask("host-unreachable")
         assert said["hosts"] == ["h2"] and said["ranks"] == [1], said
+
+    @pytest.mark.parametrize(
+        "variables, named",
+        [({"GLOO_SOCKET_IFNAME": "eth9"}, "eth9"), ({"MASTER_PORT": "23456"}, "23456")],
+        ids=["wrong interface", "blocked port"],
+    )
+    def test_hosts_that_never_meet(self, cluster, two_hosts, tmp_path, variables, named):
+        """When they have given up, the log of the launcher is all that there is."""
+        start, ask = two_hosts
+        (tmp_path / "run").mkdir()
+        cluster.block_port("h1", 23456)
+        start(**variables).wait(timeout=200)
+        said = ask("rendezvous")
+        assert named in said["reason"], said
+
+
+@pytest.mark.slow
+def test_a_full_disk(small_disk, tmp_path):  # noqa: F811
+    """A checkpoint does not fit: the tool says so, and that is no crash."""
+    args = [
+        *SHORT,
+        "--num-steps",
+        30,
+        "--save-dir",
+        small_disk,
+        "-e",
+        "run",
+        "--checkpoint-every",
+        3,
+    ]
+    with open(tmp_path / "log", "w") as log:
+        process = torchrun("03", *args, stdout=log, stderr=log)
+        assert process.wait(timeout=200) == 1
+    command = [sys.executable, CHAPTER / "whats_wrong.py", small_disk / "run", "--json"]
+    done = subprocess.run(
+        [*command, "--log", tmp_path / "log"], check=False, capture_output=True, text=True
+    )
+    assert json.loads(done.stdout)["kind"] == "disk-full", done.stdout
