@@ -108,6 +108,23 @@ timeline: install  ## draw docs/timeline.png: what two ranks do in one step
 	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node 2 tools/timeline.py \
 		docs/timeline.png
 
+# A missed goal is told at the end, when all else is measured too.
+.PHONY: bench
+bench: install  ## measure the chapters next to other trainers; make tables and plots (an hour)
+	$(PIP) -r benchmarks/requirements.txt
+	@set -ex; out=benchmarks/results; \
+	$(PY) benchmarks/speed.py --output $$out/speed.json || missed=$$?; \
+	$(PY) benchmarks/growth.py --output $$out/growth.json; \
+	$(PY) benchmarks/where.py --output $$out/where.json --plot docs/where.png; \
+	$(PY) benchmarks/scale.py --output $$out/scale.json --plot docs/scale.png; \
+	$(PY) benchmarks/report.py $$out docs; \
+	$(PY) tools/docs.py; \
+	exit $${missed:-0}
+
+.PHONY: gpu-check
+gpu-check: install  ## prove on this machine's GPUs what a CPU cannot: ONLY="parity speed-01"
+	$(PY) benchmarks/gpu_check.py $(if $(ONLY),--only $(ONLY))
+
 .PHONY: environments
 environments: install  ## ask each launcher anew what it tells its ranks (needs root)
 	$(PY) tests/cluster/environments.py

@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+
 from speed import describe_machine
 
 CHAPTER = Path(__file__).resolve().parent.parent / "diagnosing-errors"
@@ -66,6 +67,7 @@ def parse_args():
     add = parser.add_argument
     add("--only", nargs="+", choices=KINDS, default=list(KINDS), help="faults")
     add("--seeds", type=int, default=3, help="runs of each, each with another rank and step")
+    add("--healthy", type=int, default=10, help="runs of each kind in which nothing is wrong")
     add("--output", type=Path, help="a JSON file for the machine and all rows")
     return parser.parse_args()
 
@@ -264,7 +266,7 @@ def main():
     machine = describe_machine()
     rows = []
     for fault in args.only:
-        for seed in range(args.seeds):
+        for seed in range(args.seeds if KINDS[fault] else args.healthy):
             rows.append(break_and_find(fault, seed))
             print(json.dumps(rows[-1]), flush=True)
     show(rows)

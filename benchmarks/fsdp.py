@@ -23,11 +23,12 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from speed import describe_machine
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import ByT5Tokenizer, LlamaConfig
+
+from speed import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {name: next(ROOT.glob(f"{name}-*/train_llm.py")) for name in ("02", "03", "04")}

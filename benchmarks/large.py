@@ -21,9 +21,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig
+
 from fsdp import ROOT, torchrun
 from speed import describe_machine
-from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig
 
 SCRIPTS = {name: next(ROOT.glob(f"{name}-*/train_llm.py")) for name in ("04", "05")}
 

@@ -19,12 +19,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from fsdp import bytes_of, torchrun
-from speed import describe_machine
 from torch._C._profiler import _EventType
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import ByT5Tokenizer, LlamaConfig
+
+from fsdp import bytes_of, torchrun
+from speed import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANNER = ROOT / "05-large-model/will_it_fit.py"

@@ -1,11 +1,11 @@
-"""Measure how fast the chapters train, next to a bare loop and to the Hugging Face Trainer.
+"""Measure how fast the chapters train, next to a bare loop and to what people would use instead.
 
-Here:    python benchmarks/speed.py
-Closer:  python benchmarks/speed.py --only chapter-01 trainer --rounds 5 --output speed.json
+All:     python benchmarks/speed.py --output benchmarks/results/speed.json
+Closer:  python benchmarks/speed.py --only 01 trainer --rounds 5
 
-Every contender trains the same 7M Llama, with the same tokens a step, in a process of its own. They
-take turns, and a ratio is one of two speeds in the same round: on a shared machine speeds come and
-go, and ratios stay.
+Every contender trains the same 7M Llama from the same weights on the same samples, in processes of
+its own. They take turns, and a ratio is one of two speeds in the same round: on a shared machine
+speeds come and go, and ratios stay. If a goal is missed, the exit status is 1.
 """
 
 import argparse
@@ -14,13 +14,13 @@ import json
 import os
 import platform
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import median
@@ -30,150 +30,79 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 ROOT = Path(__file__).resolve().parent.parent
-CHAPTER_01, CHAPTER_02, CHAPTER_04 = (
-    ROOT / folder / "train_llm.py" for folder in ("01-single-gpu", "02-ddp", "04-fsdp")
-)
+CONTENDERS = ROOT / "benchmarks/contenders.py"
+CHAPTERS = ("01", "02", "03", "04", "05")
 BATCH, SEQ_LENGTH, WINDOW = 8, 256, 10  # samples a step, tokens a sample, steps a measurement
-TOKENS = BATCH * SEQ_LENGTH * WINDOW
-
-BARE, TRAINER = ([__file__, "--run", name] for name in ("bare", "trainer"))
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-CONTENDERS = {  # threads a process, and what Python runs
-    "trainer": (2, TRAINER),
-    "bare": (2, BARE),
-    "bare-compiled": (2, [*BARE, "--compile"]),
-    "chapter-01": (2, [CHAPTER_01]),
-    "chapter-01-compiled": (2, [CHAPTER_01, "--compile"]),
-    "chapter-02": (1, [*TORCHRUN, CHAPTER_02]),
-    "chapter-02-compiled": (1, [*TORCHRUN, CHAPTER_02, "--compile"]),
-    "chapter-04": (1, [*TORCHRUN, CHAPTER_04]),
-    "chapter-04-compiled": (1, [*TORCHRUN, CHAPTER_04, "--compile"]),
-    "chapter-04-kept": (1, [*TORCHRUN, CHAPTER_04, "--no-reshard-after-forward"]),
-}
+NEEDS = {"trainer": "accelerate", "accelerate": "accelerate", "fabric": "lightning_fabric"}
+NEEDS |= {f"zero-{stage}": "deepspeed" for stage in (1, 2, 3)}  # which package is needed by whom
+LONGEST = 1200  # seconds that a run may take: the first start of DeepSpeed compiles
+ON_GPU = torch.cuda.is_available()
 RATIOS = {  # and the least to be reached; matmul: the speed if a step were matrix products only
-    ("chapter-01", "trainer"): 1.05,
-    ("chapter-01-compiled", "trainer"): 1.4,
-    ("chapter-01", "bare"): 0.95,
-    ("chapter-01-compiled", "bare-compiled"): 0.95,
-    ("chapter-01", "matmul"): None,
-    ("chapter-01-compiled", "matmul"): 0.5,
+    ("01", "trainer"): None,
+    ("01 compiled", "trainer"): 1.1 if ON_GPU else 1.4,
+    ("01 compiled", "trainer compiled"): None,
+    ("01 compiled", "accelerate compiled"): None,
+    ("01 compiled", "fabric compiled"): None,
+    ("01", "bare"): 0.95,
+    ("01 compiled", "bare compiled"): 0.95,
+    ("01 compiled", "pure-bf16 compiled"): 1.0,
+    ("01", "matmul"): None,
+    ("01 compiled", "matmul"): None,
     ("bare", "matmul"): None,
-    ("bare-compiled", "matmul"): None,
-    ("chapter-02", "chapter-01"): 0.9,
-    ("chapter-04", "chapter-02"): None,
-    ("chapter-04-compiled", "chapter-02-compiled"): None,
-    ("chapter-04-kept", "chapter-02"): None,
+    ("bare compiled", "matmul"): None,
+    **{(f"{name}@1", "01"): None for name in CHAPTERS[1:]},
+    **{(f"{name}@1 compiled", "01 compiled"): None for name in CHAPTERS[1:]},
+    ("02@2", "01"): None if ON_GPU else 0.9,
+    ("02@2 compiled", "01 compiled"): None,
+    **{(f"{name}@2", "02@2"): None for name in CHAPTERS[2:]},
+    **{(f"{name}@2 compiled", "02@2 compiled"): None for name in CHAPTERS[2:]},
+    **{("02@2", f"{name}@2"): None for name in ("trainer", "accelerate", "fabric", "zero-1")},
+    ("04@2", "zero-2@2"): None,
+    ("04@2", "zero-3@2"): None,
 }
+
+
+def contenders(ranks):
+    """Return who takes part: from name to what contenders.py calls it, its ranks and flags."""
+    found = {}
+    for name in ("bare", "trainer", "accelerate", "fabric", "01"):
+        found[name] = (name, 0, [])
+        found[f"{name} compiled"] = (name, 0, ["--compile"])
+    found["pure-bf16 compiled"] = ("pure-bf16", 0, ["--compile"])
+    for size in ranks:
+        for name in CHAPTERS[1:]:
+            found[f"{name}@{size}"] = (name, size, [])
+            found[f"{name}@{size} compiled"] = (name, size, ["--compile"])
+        if size > 1:
+            for name in ("trainer", "accelerate", "fabric", "zero-1", "zero-2", "zero-3"):
+                found[f"{name}@{size}"] = (name, size, [])
+    return found
 
 
 def parse_args():
     """Return the arguments."""
+    devices = torch.cuda.device_count() if ON_GPU else os.cpu_count()
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=formatter)
     add = parser.add_argument
     add("--rounds", type=int, default=3, help="how often each contender runs")
-    add("--steps", type=int, default=60, help=f"of each run; the first {WINDOW} warm it up")
-    add("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="who takes part")
+    add("--steps", type=int, default=40, help=f"of each run; the first {WINDOW} warm it up")
+    ranks = [size for size in (1, 2, 4) if size <= devices]
+    add("--ranks", type=int, nargs="+", default=ranks, help="of the chapters from 02 on")
+    add("--only", nargs="+", help="who takes part, such as 01 trainer '02@2 compiled'")
     add("--output", type=Path, help="a JSON file for the machine, all speeds and all ratios")
     args = parser.parse_args()
     if args.rounds < 1 or args.steps < 2 * WINDOW or args.steps % WINDOW:
         parser.error(f"it takes one round or more, and 2, 3, 4 ... times {WINDOW} steps")
+    if bad := [size for size in args.ranks if BATCH % size]:
+        parser.error(f"--ranks {bad[0]} does not divide the {BATCH} samples of a step")
+    args.all = contenders(args.ranks)
+    if unknown := sorted(set(args.only or ()) - set(args.all)):
+        parser.error(f"--only {unknown[0]}: there is {', '.join(args.all)}")
     return args
 
 
-# ---- contenders ------------------------------------------------------------------------------
-
-
-def bare(args, device, chapter):
-    """Train on one batch in memory, with nothing around it; return metrics as chapters do."""
-    _, config = chapter.build_tokenizer_and_config(args)
-    model = chapter.build_model(args, config).to(device)
-    optimizer = chapter.build_optimizer(args, model)
-    batch = torch.randint(config.vocab_size, (BATCH, SEQ_LENGTH), device=device)
-    rows, start = [], time.perf_counter()
-    for step in range(1, args.num_steps + 1):
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % WINDOW == 0:
-            loss.item()  # it is there when the device has done the step
-            rows.append({"step": step, "tokens_per_second": TOKENS / (time.perf_counter() - start)})
-            rows[-1]["matmul"] = matmul_rate(device) / flops_per_token(model)
-            start = time.perf_counter()
-    return rows
-
-
-def matmul_rate(device, size=2048, times=10):
-    """Return the FLOPs a second of square bf16 matrix products."""
-    left, right = torch.randn(2, size, size, device=device).bfloat16()
-    (left @ right)[0, 0].item()
-    start = time.perf_counter()
-    for _ in range(times):
-        product = left @ right
-    product[0, 0].item()
-    return times * 2 * size**3 / (time.perf_counter() - start)
-
-
-def flops_per_token(model):
-    """Return what training on a token takes: PaLM, appendix B, https://arxiv.org/abs/2204.02311."""
-    config, embedding = model.config, model.get_input_embeddings().weight
-    weights = model.num_parameters() - embedding.numel()
-    return 6 * weights + 12 * config.num_hidden_layers * config.hidden_size * SEQ_LENGTH
-
-
-def trainer(args, device, chapter):
-    """Train with the Hugging Face Trainer, set up as its documentation does; return metrics."""
-    tokenizer, config = chapter.build_tokenizer_and_config(args)
-    samples, _ = chapter.build_data(args, tokenizer)
-    tokenizer.pad_token = tokenizer.eos_token
-    ends = [time.perf_counter()]
-
-    class Clock(transformers.TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **_):
-            if "loss" in logs:  # the last log of all has none
-                ends.append(time.perf_counter())
-
-    transformers.Trainer(
-        model=transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32),
-        args=transformers.TrainingArguments(
-            output_dir=args.save_dir,
-            max_steps=args.num_steps,
-            per_device_train_batch_size=BATCH,
-            bf16=True,
-            use_cpu=device.type == "cpu",
-            optim="adamw_torch_fused",
-            logging_steps=WINDOW,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        ),
-        train_dataset=samples.select(range(len(samples) // BATCH * BATCH)).with_format(None),
-        data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False),
-        callbacks=[Clock()],
-    ).train()
-    speeds = [TOKENS / (end - start) for start, end in pairwise(ends)]
-    return [{"step": i * WINDOW, "tokens_per_second": speed} for i, speed in enumerate(speeds, 1)]
-
-
-def run_contender(name):
-    """Run one of the above on a chapter's arguments; leave metrics.jsonl as the chapter does."""
-    spec = importlib.util.spec_from_file_location("chapter_01", CHAPTER_01)
-    chapter = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(chapter)
-    args = chapter.parse_args()
-    if name == "trainer":
-        rows = trainer(args, torch.device(args.device), chapter)
-    else:  # bare has the settings of the chapter
-        rows = bare(args, chapter.setup(args), chapter)
-    metrics = Path(args.save_dir, args.experiment_name, "metrics.jsonl")
-    metrics.parent.mkdir(parents=True)
-    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-# ---- rounds ----------------------------------------------------------------------------------
+# ---- one run ---------------------------------------------------------------------------------
 
 
 def make_model_folder(folder):
@@ -197,33 +126,65 @@ def make_model_folder(folder):
     ).save_pretrained(folder)
 
 
-def run(name, steps, folder, run_name):
-    """Run a contender; return its metrics after the warm-up."""
-    threads, command = CONTENDERS[name]
+def command_of(name, size, flags):
+    """Return what starts a contender, without torchrun where it is one process by itself."""
+    python = [sys.executable]
+    if size:
+        python += ["-m", "torch.distributed.run", f"--nproc-per-node={size}"]
+        python += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    return [*python, str(CONTENDERS), name, *flags]
+
+
+def free_port():
+    """Return a port that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def run(contender, steps, folder, run_name, *more):
+    """Run a contender, with more flags; return its metrics, and how long things took."""
+    name, size, flags = contender
     arguments = f"""
         --model-name {folder}/llama --seq-length {SEQ_LENGTH} --precision bf16
         --global-batch-size {BATCH} --batch-size {BATCH} --num-steps {steps} --log-every {WINDOW}
         --eval-samples {BATCH} --eval-every {steps} --checkpoint-every {steps}
         --save-dir {folder} --experiment-name {run_name}"""
     settings = {
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(max(1, os.cpu_count() // max(1, size))),
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
         "HF_HOME": f"{folder}/hf",
+        "BENCHMARK_STARTED": str(time.time()),
+        "TOKENIZERS_PARALLELISM": "false",
     }
-    command = [sys.executable, *map(str, command), *arguments.split()]
+    command = [*command_of(name, size, flags), *arguments.split(), *more]
     done = subprocess.run(
-        command, check=False, capture_output=True, text=True, env=os.environ | settings
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | settings,
+        timeout=LONGEST,
     )
     if done.returncode:
         sys.exit(f"{done.stdout}{done.stderr}\nfailed: {shlex.join(command)}")
-    rows = map(json.loads, Path(folder, run_name, "metrics.jsonl").read_text().splitlines())
-    return [row for row in rows if row["step"] > WINDOW]
+    rows = list(map(json.loads, Path(folder, run_name, "metrics.jsonl").read_text().splitlines()))
+    timing = json.loads(Path(folder, run_name, "timing.json").read_text())
+    return {"rows": [row for row in rows if row["step"] >= WINDOW], "timing": timing}
+
+
+# ---- all of them -----------------------------------------------------------------------------
+
+
+def speed_of(one):
+    """Return a run's tokens a second: the median of its windows, of which the first warms it up."""
+    return median(row["tokens_per_second"] for row in one["rows"] if row["step"] > WINDOW)
 
 
 def speeds_of(runs):
-    """Return each contender's tokens a second in a round: the median of its windows."""
-    speeds = {name: median(row["tokens_per_second"] for row in runs[name]) for name in runs}
-    matmul = [row["matmul"] for rows in runs.values() for row in rows if "matmul" in row]
+    """Return the tokens a second of each contender in a round."""
+    speeds = {name: speed_of(one) for name, one in runs.items()}
+    matmul = [row["matmul"] for one in runs.values() for row in one["rows"] if "matmul" in row]
     return speeds | ({"matmul": median(matmul)} if matmul else {})
 
 
@@ -237,19 +198,45 @@ def compare(speeds):
     return ratios
 
 
+def details(rounds):
+    """Return of each contender what is no speed: medians over the rounds, seconds and GiB."""
+    first, found = rounds[0], {}
+    losses = {
+        name: {row["step"]: row["loss"] for row in one["rows"]} for name, one in first.items()
+    }
+    norm = losses.get("01") or next(iter(losses.values()))
+    for name in first:
+        runs = [runs[name] for runs in rounds]
+        timing = [one["timing"] for one in runs]
+        last = max(losses[name])
+        found[name] = {
+            "first step, cold": timing[0]["first_step"][0],
+            "first step": median(each["first_step"][0] for each in timing[1:] or timing),
+            "peak memory": median(one["rows"][-1]["peak_memory_gib"] for one in runs),
+            "loss": losses[name][last],
+            "loss difference": max(abs(losses[name][step] - norm[step]) for step in norm),
+        }
+        for what in ("evaluate", "save_checkpoint"):
+            if values := [value for each in timing for value in each.get(what, ())]:
+                found[name][what] = median(values)
+    return found
+
+
 def describe_machine():
     """Return what the numbers depend on beside the code."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     facts = {name.strip(): value for name, _, value in (line.partition(":") for line in lines)}
     flags = {"avx512_bf16", "amx_bf16"} & set(facts.get("flags", "").split())
-    packages = filter(importlib.util.find_spec, ("torch", "transformers", "accelerate"))
+    packages = ("torch", "transformers", "accelerate", "deepspeed", "lightning_fabric")
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "cpu": facts.get("model name", platform.processor()).strip(),
         "cores": os.cpu_count(),
         "bf16 flags": ", ".join(sorted(flags)) or "none",
+        **({"gpus": f"{len(gpus)} x {gpus[0]}"} if gpus else {}),
         "python": platform.python_version(),
-        **{name: version(name) for name in packages},
+        **{name: version(name) for name in filter(importlib.util.find_spec, packages)},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),
     }
@@ -267,27 +254,39 @@ def show(machine, speeds, ratios):
         print(f"{name:36} {middle:7.2f} {spread:>13}   {verdict or ''}".rstrip())
 
 
+def who_can(args):
+    """Return the names of those who take part, without those whose package is not there."""
+    names = args.only or list(args.all)
+    for package in dict.fromkeys(NEEDS.values()):
+        if not importlib.util.find_spec(package):
+            out = [name for name in names if NEEDS.get(args.all[name][0]) == package]
+            names = [name for name in names if name not in out]
+            print(f"{package} is not installed, so without {', '.join(out)}") if out else None
+    return names
+
+
 def main():
     """Let the contenders take turns; print a table and, with --output, write all of it down."""
     args = parse_args()
+    names = who_can(args)
     rounds = [{} for _ in range(args.rounds)]
     with tempfile.TemporaryDirectory() as folder:
         make_model_folder(f"{folder}/llama")
         for number, runs in enumerate(rounds, 1):
-            for name in args.only:
-                runs[name] = run(name, args.steps, folder, f"{name}-{number}")
-                print(f"round {number}: {name} {speeds_of(runs)[name]:,.0f} tokens/s", flush=True)
+            for name in names:
+                where = f"{name.replace(' ', '-')}-{number}"
+                runs[name] = run(args.all[name], args.steps, folder, where)
+                print(f"round {number}: {name} {speed_of(runs[name]):,.0f} tokens/s", flush=True)
     machine, speeds = describe_machine(), [speeds_of(runs) for runs in rounds]
     ratios = compare(speeds)
     show(machine, speeds, ratios)
     if args.output:
-        result = {"machine": machine, "ratios": ratios, "speeds": speeds, "rounds": rounds}
+        result = {"machine": machine, "ratios": ratios, "speeds": speeds}
+        result |= {"details": details(rounds)}
         args.output.write_text(json.dumps(result, indent=1) + "\n")
+    missed = [name for name, ratio in ratios.items() if ratio["median"] < (ratio["goal"] or 0)]
+    sys.exit(f"missed: {', '.join(missed)}" if missed else 0)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--run"]:  # as which main() starts this script anew, for a contender
-        del sys.argv[1]
-        run_contender(sys.argv.pop(1))
-    else:
-        main()
+    main()

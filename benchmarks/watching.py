@@ -21,8 +21,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from speed import describe_machine
 from torch.nn.parallel import DistributedDataParallel
+
+from speed import describe_machine
 
 SCRIPT = Path(__file__).resolve().parent.parent / "03-job-launchers/train_llm.py"
 LINE = "--device cpu --precision fp32 --num-steps 100000 -e run --save-dir"

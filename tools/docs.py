@@ -233,6 +233,101 @@ def watching(file):
     print(f"{most}. [benchmarks/watching.py](../benchmarks/watching.py) measures each part.")
 
 
+def contenders(file, *names):
+    """Print the table of who took part in benchmarks/speed.py: all, or those that are named."""
+    path = ROOT / "benchmarks/results" / file
+    results = json.loads(path.read_text())
+    rounds, details = results["speeds"], results["details"]
+    print("| who | speed, of chapter 01 | first step after | peak memory | a save | last loss |")
+    print("|---|---|---|---|---|---|")
+    order = sorted(details, key=lambda name: -median(told[name] / told["01"] for told in rounds))
+    for name in names or order:
+        told, shares = details[name], [speeds[name] / speeds["01"] for speeds in rounds]
+        speed = f"{median(shares):.2f} ({min(shares):.2f} – {max(shares):.2f})"
+        first = f"{told['first step']:.0f} s, {told['first step, cold']:.0f} s the first time"
+        save = f"{told['save_checkpoint']:.2f} s" if "save_checkpoint" in told else ""
+        loss = f"{told['loss']:.4f}"
+        print(f"| {name} | {speed} | {first} | {told['peak memory']:.2f} GiB | {save} | {loss} |")
+
+
+def goals(file):
+    """Print the table of the ratios that have a goal, and whether it is reached."""
+    found = json.loads((ROOT / "benchmarks/results" / file).read_text())["ratios"]
+    print(
+        "| ratio of speeds | goal | median | lowest – highest | |",
+        "|---|---|---|---|---|",
+        sep="\n",
+    )
+    for name, ratio in found.items():
+        if ratio["goal"]:
+            verdict = "reached" if ratio["median"] >= ratio["goal"] else "**missed**"
+            low, high = min(ratio["rounds"]), max(ratio["rounds"])
+            cells = f"{ratio['goal']:.2f} | {ratio['median']:.2f} | {low:.2f} – {high:.2f}"
+            print(f"| {name} | at least {cells} | {verdict} |")
+
+
+def growth(file, what):
+    """Print a table of benchmarks/growth.py: of model, sequence, resume or data."""
+    compared = {"to the bare loop": "{:.2f}", "to matrix products": "{:.2f}"}
+    compared |= {"peak memory": "{:.2f} GiB"}
+    shown = {
+        "model": {"weights": "{:,.0f}"} | compared,
+        "sequence": {"sequence": "{:,}"} | compared,
+        "resume": {"steps done": "{:,}", "load_checkpoint": "{:.2f} s", "first_step": "{:.1f} s"},
+        "data": {"bytes": "{:,}", "processes": "{}", "MB per second": "{:.1f}"}
+        | {"memory grows by": "{:,}"},
+    }[what]
+    words = {"load_checkpoint": "to load", "first_step": "from the command to the first step's end"}
+    print(
+        f"| {' | '.join(words.get(name, name) for name in shown)} |",
+        f"|{'---|' * len(shown)}",
+        sep="\n",
+    )
+    for row in measured(file, what):
+        print(f"| {' | '.join(form.format(row[name]) for name, form in shown.items())} |")
+
+
+def scale(file, scene="as published", devices=(8, 64, 512, 4096)):
+    """Print the table of a scene: tokens/s per device, share of a step that waits, GiB if known."""
+    print(f"| | {' | '.join(f'{number:,} devices' for number in devices)} |")
+    print(f"|{'---|' * (len(devices) + 1)}")
+    rows = [row for row in measured(file, "rows") if row["scene"] == scene]
+    for name in dict.fromkeys(row["strategy"] for row in rows):
+        cells = {
+            row["devices"]: f"{row['tokens_per_second']:,.0f}, {row['share']:.1%}"
+            + (f", {row['gib']:.0f} GiB" if "gib" in row else "")
+            for row in rows
+            if row["strategy"] == name
+        }
+        print(f"| {name} | {' | '.join(cells[number] for number in devices)} |")
+
+
+def scale_published(file):
+    """Print the table of what a published run reached, and what benchmarks/scale.py says of it."""
+    print("| run | GPUs | tokens/s per GPU, published | predicted | GiB, published | predicted |")
+    print("|---|---|---|---|---|---|")
+    for row in measured(file, "published"):
+        how = "fitted" if row["fitted"] else f"{row['error']:+.1%}"
+        speeds = f"{row['tokens_per_second']:,} | {row['predicted']:,.0f} ({how})"
+        gib = f"{row['gib']:.1f} | {row['predicted_gib']:.1f}"
+        print(f"| {row['run']} | {row['devices']} | {speeds} | {gib} |")
+
+
+def gpu_checks():
+    """Print a table for each machine on which benchmarks/gpu_check.py has run."""
+    verdicts = {True: "passed", False: "**failed**", None: "skipped"}
+    found = sorted((ROOT / "benchmarks/results").glob("gpu-check-*.json"))
+    for path in found:
+        machine(path.name)
+        print("", "| check | result | numbers | |", "|---|---|---|---|", sep="\n")
+        for row in measured(path.name, "rows"):
+            numbers = ", ".join(f"{name} {value:.4g}" for name, value in row["numbers"].items())
+            reason = row["reason"].replace("|", "/").replace("\n", " ")
+            print(f"| {row['name']} | {verdicts[row['passed']]} | {numbers} | {reason} |")
+    if not found:
+        print("No GPU has been at hand yet: these checks have run with `--device cpu` only.")
+
+
 def environments(rank=3):
     """Print the table of what each launcher told one rank, from docs/environments.json."""
     columns = "launcher", "rank", "ranks in all", "rank on its node", "ranks on its node"

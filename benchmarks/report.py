@@ -1,0 +1,90 @@
+"""Draw what speed.py and growth.py have measured.
+
+python benchmarks/report.py benchmarks/results docs
+"""
+
+import json
+import sys
+from pathlib import Path
+from statistics import median
+
+from matplotlib.figure import Figure
+
+COLORS = {"chapter": "#2a78d6", "peer": "#8a8a86", "floor": "#e0a030"}
+FLOORS = ("bare", "pure-bf16", "matmul")
+
+
+def kind(name):
+    """Return whether a contender is a chapter, a peer, or what has nothing around the loop."""
+    if name[0].isdigit():
+        return "chapter"
+    return "floor" if name.startswith(FLOORS) else "peer"
+
+
+def draw_speed(results, path):
+    """Draw all contenders' speeds as shares of chapter 01's in the same round, slowest below."""
+    rounds = results["speeds"]
+    shares = {
+        name: [speeds[name] / speeds["01"] for speeds in rounds]
+        for name in rounds[0]
+        if name != "matmul"
+    }
+    names = sorted(shares, key=lambda name: median(shares[name]))
+    figure = Figure(figsize=(9, 0.8 + 0.24 * len(names)), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for place, name in enumerate(names):
+        low, middle, high = min(shares[name]), median(shares[name]), max(shares[name])
+        axes.barh(place, middle, color=COLORS[kind(name)], height=0.7)
+        axes.plot([low, high], [place, place], color="black", lw=1)
+        axes.text(high + 0.015, place, f"{middle:.2f}", va="center", fontsize=8)
+    axes.axvline(1, color="black", lw=0.8, ls=":")
+    axes.set_yticks(range(len(names)), [label(name) for name in names], fontsize=8)
+    axes.set(xlabel="speed, of chapter 01 in the same round; the line spans all rounds")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def label(name):
+    """Return a contender's name for a reader: chapter 02, 2 ranks, compiled."""
+    first, *rest = name.split()
+    who, _, ranks = first.partition("@")
+    parts = [f"chapter {who}" if who.isdigit() else who]
+    parts += [f"{ranks} rank{'s' * (ranks != '1')}"] if ranks else []
+    return ", ".join([*parts, *rest])
+
+
+def draw_growth(results, path):
+    """Draw how speed relates to the bare loop and to matrix products, by model and by length."""
+    figure = Figure(figsize=(9, 3.4), dpi=150, layout="constrained")
+    for axes, what, by in zip(
+        figure.subplots(1, 2, sharey=True),
+        ("model", "sequence"),
+        ("weights", "sequence"),
+        strict=True,
+    ):
+        rows = results[what]
+        xs = [row[by] / (1e6 if by == "weights" else 1) for row in rows]
+        for name, color in (("to the bare loop", "#2a78d6"), ("to matrix products", "#e0a030")):
+            ys = [row[name] for row in rows]
+            axes.plot(xs, ys, marker="o", color=color, label=f"chapter 01 {name}")
+            for x, y in zip(xs, ys, strict=True):
+                axes.annotate(f"{y:.2f}", (x, y), (0, 6), textcoords="offset points", fontsize=8)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(xs, [f"{x:.3g}" for x in xs])
+        axes.set(xlabel="millions of weights" if by == "weights" else "tokens a sample")
+        axes.set_ylim(0, 1.2)
+        axes.grid(color="#e6e6e6")
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, loc="center right")
+    figure.savefig(path)
+
+
+def main():
+    """Draw both."""
+    results, docs = map(Path, sys.argv[1:])
+    draw_speed(json.loads((results / "speed.json").read_text()), docs / "speed.png")
+    draw_growth(json.loads((results / "growth.json").read_text()), docs / "growth.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,423 @@
+"""Predict on paper how each chapter's way to split scales from 8 to 4096 GPUs: speed and memory.
+
+Here:  python benchmarks/scale.py --output scale.json --plot scale.png
+Else:  python benchmarks/scale.py -m meta-llama/Llama-3.1-70B --recompute full --network-gbs 25
+
+Nothing is measured. One step is played on streams: one computes, one sends among the ranks of a
+copy of the model, one among copies. Bytes are those that tests count in chapter 04's runs, shapes,
+FLOPs and memory are the planner's, and what a collective takes is nccl's own model. One number is
+fitted: the share of a GPU's peak that computing reaches, at 8 GPUs of a published run. What that
+run did on 128 GPUs is then predicted. All flags of 05-large-model/will_it_fit.py are understood.
+"""
+
+import argparse
+import copy
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import json
+import shlex
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parent.parent
+PLANNER = ROOT / "05-large-model/will_it_fit.py"
+DEVICES = [2**power for power in range(3, 13)]
+SHOWN, SWEPT = [8, 64, 512, 4096], 512  # numbers of devices that are printed, and swept over tokens
+TOKENS = [512, 1024, 2048, 4096, 8192, 16384]  # of a device's one sample
+SCENES = {"as published": ""}  # flags, on top of those that are given
+SCENES |= {f"{tokens} tokens": f"--batch-size 1 --seq-length {tokens}" for tokens in TOKENS}
+SCENES["4096 tokens, 100 Gb/s"] = f"{SCENES['4096 tokens']} --network-gbs 12"
+SCENES["8 × 4096 tokens, 100 Gb/s"] = f"{SCENES['4096 tokens, 100 Gb/s']} --micro-steps 8"
+
+# What was published: https://github.com/pytorch/torchtitan, llama3_h100_202412_torchtitan.md under
+# benchmarks. H100s with 400 Gb/s each, 8 in a node; FSDP, 2 samples per GPU, selective
+# recomputation; tokens per second and GPU. The length is that of its configuration, llama3_8b.toml.
+SETTINGS = "-m meta-llama/Llama-3.1-8B --seq-length 8192 --batch-size 2 --recompute selective"
+PUBLISHED = [
+    {"run": "eager", "devices": 8, "tokens_per_second": 5762, "gib": 82.4},
+    {"run": "eager", "devices": 128, "tokens_per_second": 5605, "gib": 67.0},
+    {"run": "compiled", "devices": 8, "tokens_per_second": 6667, "gib": 77.0},
+    {"run": "compiled", "devices": 128, "tokens_per_second": 6514, "gib": 62.0},
+]
+
+# What nccl's developers say it reaches on H100s, of 450 and 50 GB/s: a ring inside a node,
+# https://github.com/NVIDIA/nccl-tests/issues/212, and a 400 Gb/s adapter, issue 290 there.
+LINKS = "--nvlink-gbs 370 --network-gbs 47"
+
+# How nccl itself reckons, src/graph/tuning.cc at b6475625: share of the ring's bandwidth; then
+# microseconds to start, per hop inside a node, per hop between nodes. It takes what is fastest. A
+# tree is for all-reduce only, so an all-gather or reduce-scatter takes N − 1 hops. NVLink SHARP and
+# PAT, https://arxiv.org/abs/2506.20252, which is to spare large N these hops, are left out.
+NCCL = {
+    ("ring", "Simple"): (1.0, 8.4, 3.4, 14.0),
+    ("ring", "LL128"): (0.92, 14.0, 1.9, 4.0),
+    ("tree", "Simple"): (0.92, 0.0, 28.0, 28.0),
+    ("tree", "LL128"): (0.92 * 120 / 128, 14.0, 1.25, 8.5),
+}
+
+STRATEGIES = {  # chapter, what the planner calls it, a replica in each node; colour, width, dashes
+    "DDP": ("02", {}, False, "#9a9a9a", 2, "-"),
+    "FSDP, layers kept": ("05", {"reshard_after_forward": False}, False, "#8fd0ca", 7, "-"),
+    "FSDP, gathered twice": ("05", {}, False, "#1f3b5c", 2.2, "-"),
+    "hybrid": ("05", {}, True, "#e08a3c", 2.2, "-"),
+    "FSDP, CPU offload": ("05", {"cpu_offload": True}, False, "#c8553d", 2, (0, (4, 2))),
+}
+FITTED = "FSDP, gathered twice"  # what was published
+ASSUMPTIONS = [
+    "weak scaling: each device takes the same number of tokens, whatever their number",
+    "no device waits for a slower one or for data; nothing else uses the links",
+    "collectives slow no computation down; what recomputing takes is in the fitted share",
+    "the fitted share holds for any number of tokens, and backward takes twice as long as forward",
+    "gathers run one layer ahead; collectives among the same ranks run one after the other",
+    "FSDP2 pads each tensor's first dimension to a multiple of the ranks, and sends the padding",
+    "DDP reduces one layer at a time, which are larger buckets than its own",
+    "offloaded shards are copied in line with their collective; AdamW then runs on the host",
+    "memory is the planner's, with its fragmentation and overhead; DDP recomputes as the others do",
+]
+
+
+def parse_args(argv=None):
+    """Return the planner's arguments together with those of this script."""
+    about = __doc__.partition("\n")[0]
+    epilog = f"all flags of will_it_fit.py are understood; given are {SETTINGS} {LINKS}"
+    parser = argparse.ArgumentParser(description=about, epilog=epilog, allow_abbrev=False)
+    add, number = parser.add_argument, planner().at_least
+    add("--devices", type=number(1), nargs="+", default=DEVICES, help="how many there are in all")
+    add("--micro-steps", type=number(1), default=1, help="of a step, of --batch-size samples each")
+    add("--latency", type=number(0.0), default=1.0, help="of a hop, in multiples of nccl's figure")
+    add("--output", type=Path, help="a JSON file")
+    add("--plot", type=Path, help="a PNG file")
+    own, others = parser.parse_known_args(argv)
+    args = planner().parse_args([*shlex.split(f"{SETTINGS} {LINKS}"), *others])
+    args.micro_batch_size, args.accumulation = args.batch_size, own.micro_steps
+    vars(args).update(vars(own))  # --plot is the planner's, too
+    if bad := [n for n in args.devices if n > args.gpus_per_node and n % args.gpus_per_node]:
+        parser.error(f"--devices {bad[0]}: no multiple of --gpus-per-node {args.gpus_per_node}")
+    return args
+
+
+@functools.cache
+def planner():
+    """Return chapter 05's planner as a module."""
+    spec = importlib.util.spec_from_file_location("will_it_fit", PLANNER)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def model_of(name):
+    """Return the shapes of a model's weights."""
+    return planner().model_of(planner().load_config(argparse.Namespace(model_name=name))[0])
+
+
+# ---- one step, played on streams -------------------------------------------------------------
+
+
+def collective(args, kind, size, ranks, nodes, gbs):
+    """Return the seconds that a collective takes, and the bytes that each rank sends in a ring.
+
+    `size` bytes are the whole tensor's. The ring spans so many nodes, at `gbs` GB/s.
+    """
+    if ranks == 1:
+        return 0.0, 0.0
+    rounds, times = 2 if kind == "all-reduce" else 1, []
+    sent = rounds * size * (ranks - 1) / ranks
+    for (algorithm, _), (share, start, inside, between) in NCCL.items():
+        if algorithm == "ring":
+            hops, wire = (rounds * (ranks - nodes), rounds * (nodes - 1)), sent
+        elif kind == "all-reduce":
+            hops, wire = (2 * (ranks / nodes - 1), 2 * (nodes - 1).bit_length()), 2 * size
+        else:
+            continue
+        latency = start + hops[0] * inside + hops[1] * between
+        times.append(wire / (share * gbs * 1e9) + args.latency * latency / 1e6)
+    return min(times), sent
+
+
+class Step:
+    """Plays one step of a strategy on one rank; `share` of the GPU's peak is reached."""
+
+    def __init__(self, args, strategy, devices, share):
+        self.args, self.setting = at_scale(args, strategy, devices)
+        self.model = model_of(args.model_name)
+        self.free, self.busy, self.sent = defaultdict(float), Counter(), Counter()
+        self.depth = len(self.model.layers)
+        self.back = 3 if self.setting.recompute == "full" else 2  # times as long as forward
+        tokens = self.setting.batch * self.setting.length
+        rate = planner().peak_of(self.args, self.setting) * share
+        head = 6 * self.model.head * tokens
+        layers = planner().flops_of(self.model, self.setting)[0] - head
+        self.head, self.layer = head / 3 / rate, layers / 3 / rate / self.depth  # forward seconds
+
+    def add(self, stream, seconds, after=0.0, sent=0.0):
+        """Put work on a stream, where one waits for the other, to begin when `after` has come.
+
+        Return when it is done. A stream sends so many bytes.
+        """
+        self.free[stream] = max(self.free[stream], after) + seconds
+        self.busy[stream] += seconds
+        self.sent[stream] += sent
+        return self.free[stream]
+
+    def ring(self, stream):
+        """Return the ranks of a stream's ring, the nodes that it spans, and its GB/s."""
+        setting = self.setting
+        inside, between = planner().links(self.args, setting)
+        if stream == "replicas":  # one rank of each node
+            return setting.replicas, setting.replicas, between
+        if setting.chapter == "02":
+            return setting.ranks, self.args.nodes, between
+        return setting.shards, -(-setting.shards // self.args.gpus_per_node), inside
+
+    def send(self, stream, kind, size, after, numbers=0):
+        """Put a collective on a stream once `after` has come; return when it is done.
+
+        What is offloaded has these numbers, which are copied from or to the host in line with it.
+        """
+        ranks, nodes, gbs = self.ring(stream)
+        seconds, sent = collective(self.args, kind, size, ranks, nodes, gbs)
+        if nodes > 1:  # a ring leaves each node once
+            self.sent["network"] += sent * nodes / ranks
+        if self.setting.offload:
+            copied = numbers * self.setting.weight_bytes / self.setting.shards
+            self.sent["pcie"] += copied
+            seconds += copied / self.args.pcie_gbs / 1e9
+        return self.add(stream, seconds, after, sent)
+
+    def adam(self):
+        """Step the optimizer when all is there: 10 numbers of each weight are read or written."""
+        args, setting = self.args, self.setting
+        numbers = 10 * setting.weight_bytes * self.model.weights / setting.shards
+        ready = max(self.free.values())
+        if setting.offload:
+            host = args.cpu_adam_gbs / args.gpus_per_node
+            return self.add("host", numbers / host / 1e9, ready)
+        return self.add("compute", numbers / args.gpu_bandwidth_gbs / 1e9, ready)
+
+    def play(self):
+        """Play the step, and return it."""
+        play = self.replicated if self.setting.chapter == "02" else self.sharded
+        for number in range(self.setting.accumulation):
+            play(last=number == self.setting.accumulation - 1)
+        self.seconds = self.adam()
+        return self
+
+    def replicated(self, last):
+        """Play a micro-step of DDP: the last one's gradients are reduced while more are made."""
+        self.add("compute", self.depth * self.layer + self.head)
+        numbers, model = planner().numbers, self.model
+        parts = [(2 * self.head, 0 if model.tied else model.head)]
+        parts += [(self.back * self.layer, numbers(layer)) for layer in reversed(model.layers)]
+        parts += [(0.0, numbers(model.root) - parts[0][1])]
+        for seconds, weights in parts:
+            done = self.add("compute", seconds)
+            if last and weights:
+                self.send("copy", "all-reduce", 4 * weights, done)
+
+    def numbers(self, group):
+        """Return the numbers of a group's tensors, padded: 0 is the root, then come the layers."""
+        shapes = self.model.layers[group - 1] if group else self.model.root
+        return planner().shard_numbers(shapes, self.setting.shards) * self.setting.shards
+
+    def gather(self, group, after):
+        """Gather a group; return when it is there. What is offloaded comes from the host first."""
+        numbers = self.numbers(group)
+        return self.send("copy", "all-gather", numbers * self.setting.compute_bytes, after, numbers)
+
+    def reduce(self, group, last, after):
+        """Reduce a group's gradients to shards, and in the last micro-step those of replicas."""
+        setting, size = self.setting, self.numbers(group) * self.setting.reduce_bytes
+        if last or setting.sync:
+            done = self.send("copy", "reduce-scatter", size, after, self.numbers(group))
+            if last and setting.replicas > 1:
+                self.send("replicas", "all-reduce", size / setting.shards, done)
+
+    def sharded(self, last):
+        """Play a micro-step of FSDP: each group is there when it computes, one comes ahead."""
+        here = {0: self.gather(0, self.free["compute"])}
+        here[1] = self.gather(1, 0.0)
+        for number in range(1, self.depth + 1):
+            done = self.add("compute", self.layer, here[number])
+            if number < self.depth:
+                here[number + 1] = self.gather(number + 1, done - self.layer)
+        self.add("compute", 3 * self.head)  # forward and backward
+        for number in range(self.depth, 0, -1):
+            done = self.add("compute", self.back * self.layer, here[number])
+            if number > 1 and self.setting.reshard:
+                here[number - 1] = self.gather(number - 1, done - self.back * self.layer)
+            self.reduce(number, last, done)
+        self.reduce(0, last, self.free["compute"])
+
+
+def at_scale(args, strategy, devices):
+    """Return the arguments for so many devices, and the planner's setting; all recompute alike."""
+    args, (chapter, changes, hybrid, *_) = copy.copy(args), STRATEGIES[strategy]
+    args.ranks, args.nodes = devices, max(1, devices // args.gpus_per_node)
+    args.replicas = args.nodes if hybrid else 1
+    setting = planner().setting_of(args, chapter, changes)
+    return args, dataclasses.replace(setting, recompute=args.recompute)
+
+
+# ---- many steps ------------------------------------------------------------------------------
+
+
+def row_of(args, strategy, devices, share):
+    """Return what a step takes, in seconds, and what of it waits for what is sent."""
+    step = Step(args, strategy, devices, share).play()
+    busy, setting, seconds = step.busy, step.setting, step.seconds
+    exposed = max(0.0, seconds - busy["compute"] - busy["host"])
+    hidden = max(0.0, busy["copy"] + busy["replicas"] - exposed)
+    tokens = setting.batch * setting.length * setting.accumulation
+    row = {"strategy": strategy, "devices": devices, "tokens": tokens, "step": seconds}
+    row |= {"compute": busy["compute"], "host": busy["host"], "exposed": exposed, "hidden": hidden}
+    row |= {"share": exposed / seconds, "network_gb": step.sent["network"] / 1e9}
+    return row | {"tokens_per_second": tokens / seconds}
+
+
+def gib_of(args, strategy, devices):
+    """Return what the planner says a GPU must have, in GiB."""
+    step = planner().play(model_of(args.model_name), at_scale(args, strategy, devices)[1])
+    tensors = sum(step.most.values()) / planner().GIB
+    return tensors * (1 + args.fragmentation) + args.gpu_overhead_gib
+
+
+def fit(run):
+    """Return the share of the peak with which 8 devices are as fast as published."""
+    args = parse_args([])
+    published = {(row["run"], row["devices"]): row["tokens_per_second"] for row in PUBLISHED}
+    low, high = 0.01, 1.0
+    for _ in range(40):
+        share = (low + high) / 2
+        speed = row_of(args, FITTED, 8, share)["tokens_per_second"]
+        low, high = (share, high) if speed < published[run, 8] else (low, share)
+    return share
+
+
+def compare(shares):
+    """Return the published figures beside the predicted ones, from the shares fitted on 8."""
+    rows, args = [], parse_args([])
+    for point in PUBLISHED:
+        speed = row_of(args, FITTED, point["devices"], shares[point["run"]])["tokens_per_second"]
+        error = speed / point["tokens_per_second"] - 1
+        row = point | {"fitted": point["devices"] == 8, "predicted": speed, "error": error}
+        rows.append(row | {"predicted_gib": gib_of(args, FITTED, point["devices"])})
+    return rows
+
+
+def all_rows(argv, share):
+    """Return the rows of all scenes; those of the first have the memory, too."""
+    rows = []
+    for scene, flags in SCENES.items():
+        args = parse_args([*argv, *shlex.split(flags)])
+        for strategy, devices in itertools.product(STRATEGIES, args.devices):
+            row = {"scene": scene} | row_of(args, strategy, devices, share)
+            rows.append(row | ({} if flags else {"gib": gib_of(args, strategy, devices)}))
+    return rows
+
+
+# ---- report ----------------------------------------------------------------------------------
+
+
+def show(results):
+    """Print what is predicted."""
+    for row in results["published"]:
+        how = "fitted" if row["fitted"] else f"error {row['error']:+.1%}"
+        print(
+            f"{row['run']:9}{row['devices']:4} GPUs: published {row['tokens_per_second']:,} "
+            f"tokens/s per GPU, {row['gib']:.1f} GiB; predicted {row['predicted']:,.0f} ({how}), "
+            f"{row['predicted_gib']:.1f} GiB"
+        )
+    print("\nof each device: tokens/s, share of a step that waits, GB that it sends between nodes")
+    shown = sorted({row["devices"] for row in results["rows"]} & set(SHOWN))
+    for scene, rows in itertools.groupby(results["rows"], lambda row: row["scene"]):
+        print(f"{scene:28}{''.join(f'{number:<24,}' for number in shown)}".rstrip())
+        for strategy, some in itertools.groupby(rows, lambda row: row["strategy"]):
+            cells = (text_of(row) for row in some if row["devices"] in SHOWN)
+            print(f"  {strategy:26}{''.join(cells)}".rstrip())
+
+
+def text_of(row):
+    """Return a row in 24 letters."""
+    return f"{row['tokens_per_second']:5,.0f}{row['share']:7.1%}{row['network_gb']:6.1f}      "
+
+
+def curves(axes, rows, x, y, title, label):
+    """Draw a curve of each strategy into a panel; what coincides is seen around the other."""
+    for strategy, (*_, color, width, dashes) in STRATEGIES.items():
+        points = [(row[x], row[y]) for row in rows if row["strategy"] == strategy]
+        axes.plot(*zip(*points, strict=True), color=color, lw=width, ls=dashes, label=strategy)
+    ticks, top = sorted({row[x] for row in rows}), 1.08 * max(row[y] for row in rows)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=45, fontsize=8)
+    axes.set(title=title, ylabel=label, xlabel=f"{x} of each device" if x == "tokens" else x)
+    axes.set_ylim(0, top)
+    axes.yaxis.set_major_formatter("{x:,.0f}" if top > 1 else "{x:.0%}" if top > 0.1 else "{x:.1%}")
+    axes.grid(color="#e6e6e6")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw(results, path):
+    """Write a PNG: speed, waiting and memory."""
+    figure = Figure(figsize=(13, 8), dpi=120, layout="constrained")
+    (speed, fast, memory), (wait, waits, swept) = figure.subplots(2, 3)
+    scenes = {scene: [r for r in results["rows"] if r["scene"] == scene] for scene in SCENES}
+    large, small = scenes["as published"], scenes["2048 tokens"]
+    most = max(row["devices"] for row in large if row["devices"] <= max(SWEPT, large[0]["devices"]))
+    some = [r for tokens in TOKENS for r in scenes[f"{tokens} tokens"] if r["devices"] == most]
+    each, per_second = f"{large[0]['tokens']:,} tokens each", "tokens per second and device"
+    curves(speed, large, "devices", "tokens_per_second", f"speed, {each}", per_second)
+    curves(fast, small, "devices", "tokens_per_second", "speed, 2,048 tokens each", per_second)
+    curves(memory, large, "devices", "gib", f"memory, {each}", "GiB per device")
+    curves(wait, large, "devices", "share", f"waiting, {each}", "share of a step")
+    curves(waits, small, "devices", "share", "waiting, 2,048 tokens each", "share of a step")
+    curves(swept, some, "tokens", "share", f"waiting, {most} devices", "share of a step")
+    memory.axhline(80, color="black", ls=":")
+    memory.text(most, 84, "80 GiB: an H100")
+    speed.set_ylim(0.9 * min(row["tokens_per_second"] for row in large))
+    if results["machine"]["model_name"] in SETTINGS:
+        mark(speed, results["published"])
+    handles, labels = speed.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    figure.savefig(path)
+
+
+def mark(axes, published):
+    """Draw what was published, and what is predicted for it."""
+    for run, marker in (("compiled", "o"), ("eager", "s")):
+        rows = [row for row in published if row["run"] == run]
+        devices, style = [row["devices"] for row in rows], {"color": "black", "zorder": 9}
+        speeds, predicted = ([row[y] for row in rows] for y in ("tokens_per_second", "predicted"))
+        axes.plot(devices, speeds, marker, mfc="white", label=f"published, {run}", **style)
+        label = {"label": "predicted from 8 for 128"} if run == "eager" else {}
+        axes.plot(devices, predicted, ls=":", marker="x", ms=5, **style, **label)
+
+
+def machine_of(args, shares):
+    """Return the model of the machine, and all else that is assumed."""
+    names = "model_name gpus_per_node gpu_tflops gpu_bandwidth_gbs nvlink_gbs network_gbs pcie_gbs"
+    machine = {name: getattr(args, name) for name in [*names.split(), "cpu_adam_gbs", "latency"]}
+    nccl = {", ".join(name): list(numbers) for name, numbers in NCCL.items()}
+    return machine | {"fitted shares of gpu_tflops": shares, "nccl": nccl, "assumed": ASSUMPTIONS}
+
+
+def main():
+    """Predict, print, and write down what was asked for."""
+    args, shares = parse_args(), {run: fit(run) for run in ("eager", "compiled")}
+    command = shlex.join(["python", "benchmarks/scale.py", *sys.argv[1:]])
+    results = {"machine": machine_of(args, shares), "command": command}
+    results |= {"published": compare(shares), "rows": all_rows(sys.argv[1:], shares["compiled"])}
+    show(results)
+    if args.output:
+        args.output.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    if args.plot:
+        draw(results, args.plot)
+
+
+if __name__ == "__main__":
+    main()

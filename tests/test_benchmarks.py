@@ -1,0 +1,103 @@
+"""The benchmarks compare the same work, and a chapter that got slower is seen."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import contenders
+import growth
+import report
+import speed
+from conftest import ROOT
+
+
+def run(script, *args, cwd=ROOT, seconds=600):
+    """Run a benchmark on one thread; return the process."""
+    return subprocess.run(
+        [sys.executable, script, *map(str, args)],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=seconds,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
+
+
+def test_all_that_is_compared_takes_part():
+    known = {*speed.contenders([1, 2]), "matmul"}
+    assert {name for pair in speed.RATIOS for name in pair} <= known
+    assert {name for name, _, _ in speed.contenders([2]).values()} == {
+        *contenders.PEERS,
+        *speed.CHAPTERS,
+    }
+
+
+def test_ratios_are_of_the_same_round():
+    rounds = [{"01": 10.0, "bare": 20.0}, {"01": 30.0, "bare": 30.0}, {"01": 9.0, "bare": 10.0}]
+    found = speed.compare(rounds)
+    assert found["01 / bare"] == {"median": 0.9, "goal": 0.95, "rounds": [0.5, 1.0, 0.9]}
+    assert list(found) == ["01 / bare"]
+
+
+def test_the_warm_up_does_not_count():
+    rows = [{"step": 10 * n, "tokens_per_second": value} for n, value in [(1, 1), (2, 7), (3, 9)]]
+    assert speed.speed_of({"rows": rows}) == 8
+
+
+@pytest.mark.parametrize(
+    "args, part",
+    [
+        (["--only", "nobody"], "--only nobody: there is bare, bare compiled, trainer"),
+        (["--steps", "15"], "2, 3, 4 ... times 10 steps"),
+        (["--ranks", "3"], "--ranks 3 does not divide the 8 samples of a step"),
+    ],
+)
+def test_bad_arguments_are_told_in_one_line(monkeypatch, capsys, args, part):
+    monkeypatch.setattr(sys, "argv", ["speed.py", *args])
+    with pytest.raises(SystemExit) as end:
+        speed.parse_args()
+    assert end.value.code == 2 and part in capsys.readouterr().err
+
+
+def test_the_plots_show_what_was_measured(tmp_path):
+    results = ROOT / "benchmarks/results"
+    report.draw_speed(json.loads((results / "speed.json").read_text()), tmp_path / "speed.png")
+    report.draw_growth(json.loads((results / "growth.json").read_text()), tmp_path / "growth.png")
+    assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in ("speed", "growth"))
+    assert report.label("02@1 compiled") == "chapter 02, 1 rank, compiled"
+    assert [report.kind(name) for name in ("04@2", "zero-3@2", "bare compiled")] == [
+        "chapter",
+        "peer",
+        "floor",
+    ]
+
+
+def test_a_larger_corpus_takes_no_more_memory(tmp_path):
+    """Documents of the corpus differ, so that none is taken from a cache."""
+    growth.write_corpus(tmp_path / "corpus.jsonl", 0.1)
+    lines = (tmp_path / "corpus.jsonl").read_text().splitlines()
+    assert len(set(lines)) == len(lines) > 20
+    assert (tmp_path / "corpus.jsonl").stat().st_size == pytest.approx(1e5, rel=0.1)
+
+
+@pytest.mark.slow
+def test_the_same_work_and_a_chapter_that_waits_in_each_step(tmp_path):
+    """In a copy, chapter 01 waits in each step as long as a device to host copy might take."""
+    for folder in ("benchmarks", "01-single-gpu"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    script = tmp_path / "01-single-gpu/train_llm.py"
+    source, line = script.read_text(), "    optimizer.step()\n"
+    assert source.count(line) == 1
+    script.write_text(source.replace(line, f"{line}    time.sleep(0.5)\n"))
+    options = ["--rounds", 1, "--steps", 20, "--output", tmp_path / "found.json"]
+    done = run("benchmarks/speed.py", "--only", "bare", "01", *options, cwd=tmp_path)
+    assert done.returncode == 1 and "missed: 01 / bare" in done.stderr, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["ratios"]["01 / bare"]["median"] < 0.85
+    assert all(one["loss difference"] < 1e-6 for one in found["details"].values())
+    assert found["details"]["01"]["evaluate"] > 0

@@ -1,0 +1,111 @@
+"""The checks of a GPU run without one, tiny; what is broken is told, and what hangs is ended."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import gpu_check
+from conftest import ROOT, SCRIPTS
+
+# As a script of its own: the chapters of another folder are checked, and one check gets no time.
+BROKEN = """
+import sys
+from pathlib import Path
+import gpu_check
+gpu_check.ROOT = Path(sys.argv.pop(1))
+gpu_check.CHECKS["no-sync"] = (gpu_check.no_sync, 0, 1)
+gpu_check.main()
+"""
+
+
+def run(command, output, *names):
+    """Run checks on the CPU; return the exit status, rows by name, and what was printed."""
+    flags = ["--device", "cpu", "--output", output, "--only", *names]
+    done = subprocess.run(
+        [sys.executable, *map(str, [*command, *flags])],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")},
+    )
+    assert output.exists(), done.stderr
+    rows = {row["name"]: row for row in json.loads(output.read_text())["rows"]}
+    return done.returncode, rows, done.stdout
+
+
+def main_in_here(monkeypatch, *args):
+    """Run main() in this process; return the exit status."""
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *map(str, args)])
+    monkeypatch.setattr(gpu_check.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as stop:
+        gpu_check.main()
+    return stop.value.code
+
+
+@pytest.mark.parametrize(
+    "args, part",
+    [
+        ([], "sees no GPU here; --device cpu tries the code of the checks"),
+        (["--device", "cpu", "--only", "nothing"], "--only nothing: no check begins so"),
+    ],
+)
+def test_one_line_says_why_nothing_is_checked(monkeypatch, capsys, args, part):
+    monkeypatch.setattr(gpu_check.torch.cuda, "is_available", lambda: False)
+    assert main_in_here(monkeypatch, *args) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("gpu_check.py: error: ") and part in line
+
+
+def test_checks_for_which_no_time_is_left_are_skipped(monkeypatch, tmp_path, capsys):
+    output = tmp_path / "new/result.json"
+    args = ["--device", "cpu", "--budget", 5, "--output", output]
+    assert main_in_here(monkeypatch, *args) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["name"] for row in rows] == list(gpu_check.CHECKS)
+    assert {(row["passed"], row["reason"]) for row in rows} == {(None, "no time left")}
+    assert f"{len(rows)} checks, 0 failed, {len(rows)} skipped" in capsys.readouterr().out
+
+
+def test_losses_must_be_of_the_same_steps():
+    rows = [{"step": 0, "val_loss": 3.0}, {"step": 1, "loss": 2.0}]
+    other = [{"step": 0, "val_loss": 3.5}, {"step": 1, "loss": 2.0}]
+    assert gpu_check.difference(rows, other) == 0.5
+    with pytest.raises(RuntimeError, match="2 steps are logged, and 1"):
+        gpu_check.difference(rows, other[:1])
+
+
+@pytest.mark.slow
+def test_checks_run_without_a_gpu(tmp_path):
+    names = ["parity-01", "no-sync", "speed-01"]
+    status, rows, printed = run(["benchmarks/gpu_check.py"], tmp_path / "result.json", *names)
+    assert status == 0, printed
+    assert [rows[name]["passed"] for name in names] == [True, None, True], printed
+    assert rows["parity-01"]["numbers"]["difference, ranks: 1"] == 0
+    assert rows["no-sync"]["reason"] == "a CPU is not waited for"
+    assert rows["speed-01"]["numbers"]["tokens/s"] > 0
+    assert "3 checks, 0 failed, 1 skipped" in printed
+
+
+@pytest.mark.slow
+def test_what_is_broken_or_hangs_is_a_failed_row(tmp_path):
+    source, root = SCRIPTS["01"].read_text(), tmp_path / "broken"
+    unseeded = source.replace("torch.manual_seed(args.seed)", "torch.seed()")
+    broken = SCRIPTS["02"].read_text().replace("def build_optimizer", "raise OSError(7)\n\n\ndef x")
+    assert unseeded != source
+    for chapter, text in (("01-single-gpu", unseeded), ("02-ddp", broken)):
+        (root / chapter).mkdir(parents=True)
+        (root / chapter / "train_llm.py").write_text(text)
+    names = ["parity-01", "parity-02", "no-sync"]
+    status, rows, printed = run(["-c", BROKEN, root], tmp_path / "result.json", *names)
+    assert status == 1
+    assert [rows[name]["passed"] for name in names] == [False] * 3, printed
+    assert rows["parity-01"]["numbers"]["difference, ranks: 1"] > 1e-4
+    assert "not within 0 and 0.0001" in rows["parity-01"]["reason"]
+    assert "ended with status 1: " in rows["parity-02"]["reason"]
+    assert "OSError: 7" in rows["parity-02"]["reason"]
+    assert "was not done in time" in rows["no-sync"]["reason"]
+    assert "3 checks, 3 failed, 0 skipped" in printed

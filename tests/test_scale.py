@@ -1,0 +1,172 @@
+"""The paper model of scaling: bytes of the closed formulas, limits, and a published run."""
+
+import json
+import math
+
+import pytest
+
+import scale
+from conftest import ROOT
+
+RESULTS = json.loads((ROOT / "benchmarks/results/scale.json").read_text())
+WEIGHTS, LAYERS, ROOT_WEIGHTS = 8_030_261_248, 32, 2 * 128_256 * 4096 + 4096
+LAYER = (WEIGHTS - ROOT_WEIGHTS) // LAYERS
+SHARE = 0.4
+SHARDED = [name for name in scale.STRATEGIES if name != "DDP"]
+
+
+def args_of(flags="", **changes):
+    """Return the arguments of a command line, with changes that no flag could make."""
+    args = scale.parse_args(flags.split())
+    vars(args).update(changes)
+    return args
+
+
+def step_of(strategy, devices, flags="", share=SHARE, **changes):
+    """Return a step that was played."""
+    return scale.Step(args_of(flags, **changes), strategy, devices, share).play()
+
+
+def closed(strategy, ranks, micro_steps):
+    """Return the bytes that a rank sends among those with the same copy, as the READMEs have it."""
+    if strategy == "DDP":  # chapter 02
+        return 2 * (ranks - 1) / ranks * 4 * WEIGHTS
+    kept = strategy == "FSDP, layers kept"  # chapter 04, with B = 2 W
+    gathered = 2 * WEIGHTS if kept else 2 * (2 * WEIGHTS - ROOT_WEIGHTS - LAYER)
+    return micro_steps * (gathered + 4 * WEIGHTS) * (ranks - 1) / ranks
+
+
+@pytest.mark.parametrize("strategy", scale.STRATEGIES)
+@pytest.mark.parametrize(("devices", "micro_steps"), [(8, 1), (64, 1), (64, 3)])
+def test_bytes_are_those_of_the_closed_formulas(strategy, devices, micro_steps):
+    step = step_of(strategy, devices, f"--micro-steps {micro_steps}")
+    ranks = 8 if strategy == "hybrid" else devices
+    assert step.sent["copy"] == pytest.approx(closed(strategy, ranks, micro_steps), rel=1e-12)
+
+
+def test_padding_adds_bytes_where_rows_are_fewer_than_ranks():
+    # of 1024 rows, as many heads' keys have, each of 4096 ranks gets one: four times as many
+    padded = step_of("FSDP, gathered twice", 4096).sent["copy"]
+    assert 1.1 < padded / closed("FSDP, gathered twice", 4096, 1) < 1.3
+
+
+@pytest.mark.parametrize("micro_steps", [1, 8])
+def test_between_nodes_hybrid_sends_shards_of_gradients_once_a_step(micro_steps):
+    flags, nodes = f"--micro-steps {micro_steps}", 8
+    hybrid = step_of("hybrid", 8 * nodes, flags)
+    assert hybrid.sent["network"] == hybrid.sent["replicas"]
+    formula = 2 * (nodes - 1) / nodes * 4 * WEIGHTS / 8
+    assert hybrid.sent["network"] == pytest.approx(formula, rel=1e-12)
+    # a ring of all ranks leaves each node once, through eight adapters
+    whole = step_of("FSDP, gathered twice", 8 * nodes, flags)
+    formula = closed("FSDP, gathered twice", 8 * nodes, micro_steps) / 8
+    assert whole.sent["network"] == pytest.approx(formula, rel=1e-12)
+
+
+@pytest.mark.parametrize("strategy", scale.STRATEGIES)
+def test_one_node_sends_nothing_to_another_and_one_device_nothing_at_all(strategy):
+    assert step_of(strategy, 8).sent["network"] == 0
+    alone, row = step_of(strategy, 1), scale.row_of(args_of(), strategy, 1, SHARE)
+    assert alone.sent["copy"] == alone.sent["replicas"] == alone.sent["network"] == 0
+    assert (row["exposed"] > 0) == (strategy == "FSDP, CPU offload")  # what it copies to the host
+
+
+@pytest.mark.parametrize("strategy", scale.STRATEGIES)
+def test_links_without_limits_leave_nothing_exposed(strategy):
+    fast = dict.fromkeys(("nvlink_gbs", "network_gbs", "pcie_gbs"), math.inf)
+    row = scale.row_of(args_of("--latency 0", **fast), strategy, 512, SHARE)
+    assert row["exposed"] == pytest.approx(0, abs=1e-9)
+    slow = scale.row_of(args_of(), strategy, 512, SHARE)
+    assert slow["exposed"] > 0.001
+
+
+def test_what_nothing_can_hide():
+    # before computing, the root and the first layer; after it, the first layer and the root again
+    args, sizes = args_of(), [2 * ROOT_WEIGHTS, 2 * LAYER, 4 * LAYER, 4 * ROOT_WEIGHTS]
+    kinds = ["all-gather", "all-gather", "reduce-scatter", "reduce-scatter"]
+    for devices in (8, 64):
+        times = [
+            scale.collective(args, kind, size, devices, devices // 8, 370)[0]
+            for kind, size in zip(kinds, sizes, strict=True)
+        ]
+        for strategy in ("FSDP, gathered twice", "FSDP, layers kept"):
+            row = scale.row_of(args, strategy, devices, SHARE)
+            assert row["exposed"] == pytest.approx(sum(times))
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_where_computing_takes_no_time_a_step_is_what_is_sent(strategy):
+    step = step_of(strategy, 64, gpu_tflops=1e30, gpu_bandwidth_gbs=math.inf)
+    sending = step.busy["copy"] + step.busy["host"]
+    tail = step.busy["replicas"]  # its last part only has to wait for the last reduce-scatter
+    assert sending - 1e-9 <= step.seconds <= sending + tail + 1e-9
+    if strategy != "hybrid":
+        assert step.seconds == pytest.approx(sending)
+
+
+@pytest.mark.parametrize("strategy", scale.STRATEGIES)
+@pytest.mark.parametrize("flags", ["", "--seq-length 512", "--network-gbs 3 --micro-steps 4"])
+def test_a_step_is_computing_and_waiting(strategy, flags):
+    for devices in (8, 512):
+        row = scale.row_of(args_of(flags), strategy, devices, SHARE)
+        assert 0 <= row["exposed"] <= row["step"]
+        assert row["compute"] + row["host"] + row["exposed"] == pytest.approx(row["step"])
+        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["step"])
+
+
+def test_collectives_by_hand():
+    # of 16 ranks on 2 nodes 1 hop crosses; 2**30 bytes at 370 GB/s: nccl's Simple is the fastest
+    expected = 15 / 16 * 2**30 / 370e9 + (8.4 + 14 * 3.4 + 14) * 1e-6
+    seconds, sent = scale.collective(args_of(), "all-gather", 2**30, 16, 2, 370)
+    assert (seconds, sent) == (pytest.approx(expected), 15 / 16 * 2**30)
+    # a small one is faster with LL128, and of 4096 ranks an all-reduce goes by a tree
+    seconds, _ = scale.collective(args_of(), "all-gather", 1024, 16, 2, 370)
+    assert seconds == pytest.approx((14 + 14 * 1.9 + 4) * 1e-6, rel=1e-3)
+    gather = scale.collective(args_of(), "all-gather", 2**20, 4096, 512, 370)[0]
+    reduce = scale.collective(args_of(), "all-reduce", 2**20, 4096, 512, 370)[0]
+    assert gather > 4095 * 1.9e-6 > 10 * reduce
+
+
+def test_more_devices_wait_longer_and_more_tokens_shorter():
+    def waits(devices, flags=""):
+        return [scale.row_of(args_of(flags), s, devices, SHARE)["share"] for s in ("DDP", *SHARDED)]
+
+    small, large = waits(64, "--seq-length 1024"), waits(4096, "--seq-length 1024")
+    assert all(few < many for few, many in zip(small, large, strict=True))
+    assert all(more < less for more, less in zip(waits(512), waits(512, "-s 1024"), strict=True))
+    slower = waits(512, "--network-gbs 6")
+    assert all(fast < slow for fast, slow in zip(waits(512), slower, strict=True))
+
+
+def test_memory_shrinks_as_the_planner_says():
+    args = args_of()
+    few, many = (scale.gib_of(args, "FSDP, gathered twice", n) for n in (8, 128))
+    assert few < 80 < scale.gib_of(args, "DDP", 8) == scale.gib_of(args, "DDP", 128)
+    # weights and moments, which are 12 bytes a weight, and what the allocator loses
+    assert few - many == pytest.approx(12 * WEIGHTS * (1 / 8 - 1 / 128) / 2**30 * 1.05, rel=0.05)
+    assert scale.gib_of(args, "hybrid", 128) == pytest.approx(few)
+
+
+def test_published_on_128_gpus_is_predicted_within_4_percent():
+    shares = {run: scale.fit(run) for run in ("eager", "compiled")}
+    for row in scale.compare(shares):
+        assert abs(row["error"]) < (1e-6 if row["fitted"] else 0.04), row
+    assert 0.3 < shares["eager"] < shares["compiled"] < 0.5
+
+
+def test_results_are_what_the_script_says():
+    share = RESULTS["machine"]["fitted shares of gpu_tflops"]["compiled"]
+    for row in RESULTS["rows"][::23]:
+        args = scale.parse_args(scale.SCENES[row["scene"]].split())
+        again = scale.row_of(args, row["strategy"], row["devices"], share)
+        assert {name: row[name] for name in again} == pytest.approx(again)
+    assert scale.compare(RESULTS["machine"]["fitted shares of gpu_tflops"]) == [
+        pytest.approx(row) for row in RESULTS["published"]
+    ]
+
+
+def test_devices_that_fill_no_nodes_are_named(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        scale.parse_args(["--devices", "8", "12"])
+    assert stopped.value.code == 2
+    assert "--devices 12: no multiple of --gpus-per-node 8" in capsys.readouterr().err

@@ -1,0 +1,167 @@
+"""Where the time of a step goes: its parts are told apart, in made-up traces and real ones."""
+
+import json
+
+import pytest
+
+from where import (
+    COLORS,
+    SCRIPTS,
+    clip,
+    parts_of,
+    row_of,
+    run,
+    shares_of,
+    split,
+    tails_of,
+    total,
+    union,
+)
+
+TINY = "--model-name tiny --seq-length 64 --precision fp32 --num-proc 1".split()
+DELAY = 0.05  # seconds for each of the four samples that a rank takes in a step
+
+
+def test_union_merges_what_overlaps_or_touches():
+    assert union([(5, 6), (0, 2), (1, 3), (3, 4), (1.5, 1.6)]) == [(0, 4), (5, 6)]
+    assert union([]) == []
+
+
+def test_total_counts_time_once():
+    assert total([(0, 4), (1, 2), (3, 5), (7, 8)]) == 6
+    assert total([]) == 0
+
+
+def test_clip_keeps_what_lies_in_a_frame():
+    assert clip([(0, 2), (3, 9)], (1, 4), (8, 10)) == [(1, 2), (3, 4), (8, 9)]
+    assert clip([(0, 2)]) == []
+
+
+def test_parts_of_a_window_add_up():
+    spans = {
+        "compute": [(1, 4), (2, 3), (6, 7)],
+        "exposed": [(3.5, 6)],
+        "data": [(-1, 1), (9.5, 12)],
+        "flight": [(3, 6)],
+    }
+    parts = split((0, 10), spans, ("data", "compute", "exposed"))
+    expected = {"data": 1.5, "compute": 4, "exposed": 2, "host": 2.5, "hidden": 1}
+    assert parts == pytest.approx(expected)
+
+
+def test_where_parts_overlap_the_first_has_the_time():
+    spans = {"compute": [(0, 6)], "exposed": [], "data": [(4, 8)], "flight": []}
+    assert split((0, 8), spans, ("compute", "exposed", "data"))["data"] == 2
+    assert split((0, 8), spans, ("data", "compute", "exposed"))["compute"] == 4
+
+
+def test_all_communication_may_be_hidden_or_none():
+    spans = {"compute": [(0, 6)], "exposed": [], "data": [], "flight": [(1, 3), (2, 5)]}
+    assert split((0, 8), spans, ("compute",))["hidden"] == 4
+    spans |= {"flight": [(6, 8)], "exposed": [(6, 8)]}
+    assert split((0, 8), spans, ("compute", "exposed"))["hidden"] == 0
+
+
+def test_the_tail_of_a_backward_begins_after_its_last_node():
+    assert tails_of([(0, 10), (20, 30)], [(1, 3), (4, 7), (21, 22)]) == [(7, 10), (22, 30)]
+    assert tails_of([(0, 10)], []) == []
+
+
+def write_trace(path, *events):
+    """Write a trace of events: kind, name, thread or stream, first and last second."""
+    made = [
+        {"cat": kind, "name": name, "tid": thread, "ts": start * 1e6, "dur": (end - start) * 1e6}
+        for kind, name, thread, start, end in events
+    ]
+    complete = [event | {"ph": "X"} for event in made]
+    path.write_text(json.dumps({"traceEvents": [{"ph": "M", "name": "thread_name"}, *complete]}))
+    return path
+
+
+def test_trace_of_a_cpu_rank(tmp_path):
+    note = "user_annotation"
+    trace = write_trace(
+        tmp_path / "trace.json",
+        (note, "window", 1, 0, 20),
+        (note, "enumerate(DataLoader)#Iter.__next__", 1, 1, 2),
+        ("cpu_op", "aten::stack", 1, 1.5, 1.8),  # the loader's
+        ("cpu_op", "aten::linear", 1, 2, 5),
+        ("cpu_op", "aten::addmm", 1, 3, 4),  # inside of it
+        ("cpu_op", "aten::ones", 2, 0, 20),  # in another thread
+        (note, "backward", 1, 5, 12),
+        ("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 1, 5, 9),
+        ("cpu_op", "aten::mm", 1, 5, 9),
+        (note, "gloo:all_reduce", 3, 7, 11),
+        (note, "gloo:all_gather", 3, 13, 14),
+        (note, "waiting", 1, 12.5, 14.5),
+        ("cpu_op", "aten::copy_", 1, 14, 14.5),  # what the wait does in the end
+        ("cpu_op", "_c10d_functional::wait_tensor", 1, 16, 17),
+    )
+    expected = {"compute": 7.5, "exposed": 4.5, "data": 1, "host": 7, "hidden": 2, "step": 20}
+    assert parts_of(trace) == pytest.approx(expected)
+
+
+def test_trace_of_a_gpu_rank(tmp_path):
+    trace = write_trace(
+        tmp_path / "trace.json",
+        ("user_annotation", "window", 1, 0, 20),
+        ("gpu_user_annotation", "window", 7, 1, 19),
+        ("user_annotation", "enumerate(DataLoader)#Iter.__next__", 1, 0, 3),
+        ("cpu_op", "aten::mm", 1, 3, 4),  # launches, and computes nothing itself
+        ("user_annotation", "waiting", 1, 4, 5),  # nccl's, which holds up no host
+        ("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 7, 2, 4),
+        ("kernel", "sm90_xmma_gemm_bf16", 7, 4, 10),
+        ("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 24, 8, 13),
+        ("kernel", "fused_adamw", 7, 13, 15),
+        ("user_annotation", "waiting", 1, 16, 17),
+        ("user_annotation", "gloo:all_reduce", 3, 15, 17),
+    )
+    expected = {"compute": 10, "exposed": 4, "data": 2, "host": 4, "hidden": 2, "step": 20}
+    assert parts_of(trace) == pytest.approx(expected)
+
+
+def test_shares_are_medians_that_add_up():
+    parts = {"exposed": 0.2, "data": 0.1, "host": 0.1, "hidden": 0.3}
+    rows = [{"wall": 1, "step": 1, "compute": 0.6} | parts for _ in range(2)]
+    rows += [{"wall": 9, "step": 9, "compute": 0.6} | parts | {"host": 8}]  # a disturbed window
+    shares = shares_of([*rows, {"wall": 0.8}])
+    assert sum(shares[name] for name in COLORS) == pytest.approx(1)
+    assert shares["compute"] == pytest.approx(0.6)
+    assert shares["tracing"] == pytest.approx(1.25)
+    row = row_of("02", "eager", [[*rows, {"wall": 0.8}]] * 2)
+    assert row["ranks"] == 2 and row["hidden"] == pytest.approx(0.3)
+
+
+def add_up(rows):
+    """Assert that the parts of traced windows are as long as a clock says the windows were."""
+    traced = [row for row in rows if "step" in row]
+    for row in traced:
+        assert sum(row[name] for name in COLORS) == pytest.approx(row["wall"], rel=0.02)
+    return traced[0]
+
+
+@pytest.mark.slow
+def test_one_rank_waits_for_no_other(tmp_path):
+    [rows] = run(SCRIPTS["01"], 1, tmp_path, 1, *TINY)
+    row = add_up(rows)
+    assert row["exposed"] == row["hidden"] == 0
+    assert row["compute"] > 0 and row["host"] > 0
+
+
+@pytest.mark.slow
+def test_a_late_batch_is_data_of_one_rank_and_a_wait_of_the_other(tmp_path):
+    script = tmp_path / "02-late" / "train_llm.py"
+    script.parent.mkdir()
+    source = SCRIPTS["02"].read_text()
+    assert source.count("yield from chunk.tolist()") == 1
+    late = (
+        "for sample in chunk.tolist():\n"
+        f"                    time.sleep({DELAY} * self.rank)\n"
+        "                    yield sample"
+    )
+    script.write_text(source.replace("yield from chunk.tolist()", late))
+    first, second = map(add_up, run(script, 2, tmp_path / "runs", 1, *TINY))
+    planted = 4 * DELAY
+    assert second["data"] >= planted
+    assert first["data"] < second["data"] - planted / 2
+    assert second["exposed"] < first["exposed"] - planted / 2
