@@ -115,6 +115,7 @@ bench: install  ## measure the chapters next to other trainers; make tables and 
 	@set -ex; out=benchmarks/results; \
 	$(PY) benchmarks/speed.py --output $$out/speed.json || missed=$$?; \
 	$(PY) benchmarks/growth.py --output $$out/growth.json; \
+	$(PY) benchmarks/large.py saves --output $$out/large.json; \
 	$(PY) benchmarks/where.py --output $$out/where.json --plot docs/where.png; \
 	$(PY) benchmarks/scale.py --output $$out/scale.json --plot docs/scale.png; \
 	$(PY) benchmarks/report.py $$out docs; \

@@ -581,7 +581,7 @@ class Session:
     def __init__(self, args, folder):
         self.device, self.folder = args.device, Path(folder)
         self.end, self.mark = time.monotonic() + args.budget, uuid.uuid4().hex
-        self.machine = describe_machine() | describe_gpus(args.device)
+        self.machine = describe_machine(gpus=False) | describe_gpus(args.device)
         self.count, [gpu, *_] = self.machine["count"], self.machine["gpus"]
         size = known(lambda: float(gpu["memory.total"]) / 1024) or 16
         self.micro = 2 if size > 70 else 1  # as the planner says: 53 GiB, or 39, in chapter 02

@@ -222,19 +222,19 @@ def details(rounds):
     return found
 
 
-def describe_machine():
-    """Return what the numbers depend on beside the code."""
+def describe_machine(gpus=True):
+    """Return what the numbers depend on beside the code; to be asked for its name, a GPU wakes."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     facts = {name.strip(): value for name, _, value in (line.partition(":") for line in lines)}
     flags = {"avx512_bf16", "amx_bf16"} & set(facts.get("flags", "").split())
     packages = ("torch", "transformers", "accelerate", "deepspeed", "lightning_fabric")
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    count = torch.cuda.device_count() if gpus else 0
     return {
         "cpu": facts.get("model name", platform.processor()).strip(),
         "cores": os.cpu_count(),
         "bf16 flags": ", ".join(sorted(flags)) or "none",
-        **({"gpus": f"{len(gpus)} x {gpus[0]}"} if gpus else {}),
+        **({"gpus": f"{count} x {torch.cuda.get_device_name()}"} if count else {}),
         "python": platform.python_version(),
         **{name: version(name) for name in filter(importlib.util.find_spec, packages)},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -250,6 +250,15 @@ def contenders(file, *names):
         print(f"| {name} | {speed} | {first} | {told['peak memory']:.2f} GiB | {save} | {loss} |")
 
 
+def evaluation(file, who="01", samples=8):
+    """Print the sentence on what an evaluation costs, in steps on as many samples."""
+    results = json.loads((ROOT / "benchmarks/results" / file).read_text())
+    speed = median(speeds[who] for speeds in results["speeds"])
+    steps = results["details"][who]["evaluate"] * speed / (samples * 256)
+    print(f"In chapter {who}, an evaluation of {samples} samples takes {steps:.2f} times as long as")
+    print("a training step on as many.")
+
+
 def goals(file):
     """Print the table of the ratios that have a goal, and whether it is reached."""
     found = json.loads((ROOT / "benchmarks/results" / file).read_text())["ratios"]
@@ -311,6 +320,16 @@ def scale_published(file):
         speeds = f"{row['tokens_per_second']:,} | {row['predicted']:,.0f} ({how})"
         gib = f"{row['gib']:.1f} | {row['predicted_gib']:.1f}"
         print(f"| {row['run']} | {row['devices']} | {speeds} | {gib} |")
+
+
+def where(file):
+    """Print the table of where the time of a step goes, in percents of it."""
+    names = ("compute", "exposed", "data", "host", "hidden")
+    print(f"| chapter | ranks | {' | '.join(names)} |", f"|{'---|' * 7}", sep="\n")
+    for row in measured(file, "rows"):
+        compiled = " `--compile`" if row["compiled"] else ""
+        cells = " | ".join(f"{row[name]:.1%}" for name in names)
+        print(f"| {row['chapter']}{compiled} | {row['ranks']} | {cells} |")
 
 
 def gpu_checks():
