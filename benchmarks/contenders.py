@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 ROOT = Path(__file__).resolve().parent.parent
 RANK, LOCAL_RANK = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
@@ -117,7 +117,8 @@ class Race:
         order = iter(self.script.ResumableSampler(len(samples), args.seed, 0))
         count = args.num_steps * args.global_batch_size
         self.samples = samples.select([next(order) for _ in range(count)])
-        self.losses, self.rows, self.first_step = [], [], None
+        self.losses = torch.zeros(args.num_steps, device=self.device)
+        self.steps, self.rows, self.first_step = 0, [], None
 
     def model(self):
         """Return the chapter's model as transformers gives it, and not compiled."""
@@ -141,8 +142,8 @@ class Race:
 
     def step_ended(self, loss):
         """Note a step and its loss, a scalar on the device; look at the clock only now and then."""
-        self.losses.append(loss.detach())
-        step = len(self.losses)
+        self.steps = step = self.steps + 1
+        self.losses[step - 1] = loss.detach()  # a list of them would leave holes in the heap
         if step == 1:
             settle(self.device)
             self.first_step = time.time() - STARTED
@@ -158,13 +159,12 @@ class Race:
 
     def end(self, **more):
         """Write what was noted, the losses as means over all ranks."""
-        losses = torch.stack([loss.float().cpu() for loss in self.losses])
+        losses = self.losses
         if WORLD_SIZE > 1:
             if not dist.is_initialized():
                 dist.init_process_group("gloo")
-            losses = losses.to(self.device)
             dist.all_reduce(losses)
-            losses = losses.cpu() / WORLD_SIZE
+        losses = losses.cpu() / WORLD_SIZE
         rows = [row | {"loss": losses[row["step"] - 1].item()} | more for row in self.rows]
         if RANK == 0:
             write(self.args, "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
@@ -303,11 +303,10 @@ def zero(race, stage):
 
     model = race.model()
     optimizer, schedule = race.optimizer(model)
-    engine, _, loader, _ = deepspeed.initialize(
+    engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
         lr_scheduler=schedule,
-        training_data=race.samples,
         config={
             "train_micro_batch_size_per_gpu": race.batch_size,
             "bf16": {"enabled": race.args.precision == "bf16"},
@@ -319,7 +318,8 @@ def zero(race, stage):
     )
     if race.args.compile:
         engine.compile()
-    for batch in loader:
+    order = DistributedSampler(race.samples, shuffle=False)  # its own loader would shuffle
+    for batch in DataLoader(race.samples, race.batch_size, sampler=order):
         tokens = batch["input_ids"].to(race.device)
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)

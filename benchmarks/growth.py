@@ -1,7 +1,7 @@
 """Measure how the costs of training grow: with the model, the sequence, the steps, the data.
 
 All:     python benchmarks/growth.py --output benchmarks/results/growth.json
-Closer:  python benchmarks/growth.py model --rounds 5
+Closer:  python benchmarks/growth.py --only model --rounds 5
 
 model     speed and memory of a bare loop and chapter 01, compiled, for models of three sizes
 sequence  the same with longer samples, and as many tokens in a step
@@ -38,11 +38,10 @@ DONE = (10, 10_000, 1_000_000)  # steps
 
 def parse_args():
     """Return the arguments."""
-    what = ["model", "sequence", "resume", "data"]
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=formatter)
     add = parser.add_argument
-    add("what", nargs="*", choices=[*what, []], default=what)
+    add("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="what to measure")
     add("--rounds", type=int, default=3, help="of all but data")
     add("--steps", type=int, default=30, help=f"of each run; the first {WINDOW} warm it up")
     add("--corpus-mb", type=int, default=1000, help="size of the large corpus")
@@ -206,15 +205,21 @@ def measure_data(args, folder):
     return rows
 
 
+MEASURES = {
+    "model": measure_model,
+    "sequence": measure_sequence,
+    "resume": measure_resume,
+    "data": measure_data,
+}
+
+
 def main():
     """Measure what was asked for, print it, keep it."""
     args = parse_args()
-    measures = {"model": measure_model, "sequence": measure_sequence}
-    measures |= {"resume": measure_resume, "data": measure_data}
     found = {}
-    for what in args.what or measures:
+    for what in args.only:
         with tempfile.TemporaryDirectory() as folder:
-            found[what] = measures[what](args, folder)
+            found[what] = MEASURES[what](args, folder)
         for row in found[what]:
             print(what, json.dumps(row), flush=True)
     if args.output:

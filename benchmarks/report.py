@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 COLORS = {"chapter": "#2a78d6", "peer": "#8a8a86", "floor": "#e0a030"}
 FLOORS = ("bare", "pure-bf16", "matmul")
@@ -40,6 +41,10 @@ def draw_speed(results, path):
     axes.axvline(1, color="black", lw=0.8, ls=":")
     axes.set_yticks(range(len(names)), [label(name) for name in names], fontsize=8)
     axes.set(xlabel="speed, of chapter 01 in the same round; the line spans all rounds")
+    axes.set_ylim(-0.7, len(names) - 0.3)
+    words = {"floor": "nothing around the loop", "chapter": "the chapters", "peer": "others"}
+    handles = [Patch(color=COLORS[name], label=word) for name, word in words.items()]
+    axes.legend(handles=handles, frameon=False, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
 
@@ -70,7 +75,7 @@ def draw_growth(results, path):
             for x, y in zip(xs, ys, strict=True):
                 axes.annotate(f"{y:.2f}", (x, y), (0, 6), textcoords="offset points", fontsize=8)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(xs, [f"{x:.3g}" for x in xs])
+        axes.set_xticks(xs, [f"{x:,.4g}" for x in xs])
         axes.set(xlabel="millions of weights" if by == "weights" else "tokens a sample")
         axes.set_ylim(0, 1.2)
         axes.grid(color="#e6e6e6")

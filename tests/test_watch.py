@@ -665,7 +665,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_found_within_seconds(tmp_path):
     """Until then nothing is marked, from the start on."""
-    options = [*SHORT, "--num-steps", 5000, "--eval-every", 5000, "--checkpoint-every", 50]
+    options = [*SHORT, "--num-steps", 5000, "--eval-every", 5000, "--checkpoint-every", 5000]
     run = torchrun("03", *options, "--save-dir", tmp_path, "-e", "run")
     try:
         healthy = []

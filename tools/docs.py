@@ -250,12 +250,27 @@ def contenders(file, *names):
         print(f"| {name} | {speed} | {first} | {told['peak memory']:.2f} GiB | {save} | {loss} |")
 
 
+def same_work(file):
+    """Print the sentence on how far losses are from chapter 01's, and whose are further away."""
+    details = measured(file, "details")
+    away = {name: told["loss difference"] for name, told in details.items()}
+    far = {name: loss for name, loss in away.items() if loss > 0.01}
+    most = max(loss for name, loss in away.items() if name not in far)
+    print(
+        f"Of {len(away)} contenders {len(away) - len(far)} do the same work: none of their logged"
+    )
+    print(f"losses is further than {most:.4f} from chapter 01's.", end="")
+    print(f" The others: {', '.join(far)}." if far else "")
+
+
 def evaluation(file, who="01", samples=8):
     """Print the sentence on what an evaluation costs, in steps on as many samples."""
     results = json.loads((ROOT / "benchmarks/results" / file).read_text())
     speed = median(speeds[who] for speeds in results["speeds"])
     steps = results["details"][who]["evaluate"] * speed / (samples * 256)
-    print(f"In chapter {who}, an evaluation of {samples} samples takes {steps:.2f} times as long as")
+    print(
+        f"In chapter {who}, an evaluation of {samples} samples takes {steps:.2f} times as long as"
+    )
     print("a training step on as many.")
 
 
