@@ -151,7 +151,9 @@ def run(contender, steps, folder, run_name, *more):
         --eval-samples {BATCH} --eval-every {steps} --checkpoint-every {steps}
         --save-dir {folder} --experiment-name {run_name}"""
     settings = {
-        "OMP_NUM_THREADS": str(max(1, os.cpu_count() // max(1, size))),
+        "OMP_NUM_THREADS": os.environ.get(
+            "OMP_NUM_THREADS", str(max(1, os.cpu_count() // max(1, size)))
+        ),
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
         "HF_HOME": f"{folder}/hf",
         "BENCHMARK_STARTED": str(time.time()),

@@ -576,8 +576,14 @@ def bad_losses(rows):
 
 
 def odd_losses(ranks):
-    """Mark ranks whose own losses are far above those of most: they have other data."""
-    means = {rank.rank: fmean(rank.losses) for rank in ranks if rank.losses}
+    """Mark ranks whose own losses are far above those of most: they have other data.
+
+    A heartbeat of seconds ago is of other steps, and in its first steps a model learns fast.
+    """
+    newest = max((rank.step for rank in ranks), default=0)
+    means = {
+        rank.rank: fmean(rank.losses) for rank in ranks if rank.losses and rank.step > newest - 5
+    }
     usual = median_low(means.values()) if means else 0.0
     found = [rank for rank in ranks if means.get(rank.rank, 0) - usual > max(0.5, 0.25 * usual)]
     if not found or 2 * len(found) >= len(means):

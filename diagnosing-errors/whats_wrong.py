@@ -859,6 +859,8 @@ def died(facts, everyone):
     first = next((one for one in vanished if one.rank in told), first)
     if first.error:
         return [of_error(facts, first, own)]
+    if told.get(first.rank, 0) > 0 and (said := died_elsewhere(facts, everyone, told)):
+        return said  # by its status it ended by itself, and the log says why
     if (leaked := many_files(facts, everyone)) and first.rank in leaked.ranks:
         leaked.reason += "; it ended without a word, as it could not write any"
         return [leaked]
@@ -930,6 +932,10 @@ def of_vanished(facts, gone, told):
     ranks, crashed = [one.rank for one in gone], [one for one in gone if one.crash.strip()]
     last = f"last heard of in {gone[0].phase} of step {gone[0].step}"
     said, codes = kernel_of(facts, gone), {told[rank] for rank in ranks if rank in told}
+    if is_full(facts["disk"]) and not crashed and not said and min(codes, default=0) >= 0:
+        room = facts["disk"]["free"] / 2**20
+        reason = f"it ended without a word, and its disk has {room:.0f} MiB free ({last})"
+        return Finding("disk-full", ranks, reason)
     if crashed:
         text, at = crashed[0].crash.strip().splitlines()[0], crash_frames(crashed[0].crash)
         reason = f"{text}, at {traceback_place(at) or 'an unknown line'} ({last})"

@@ -93,7 +93,7 @@ def test_the_same_work_and_a_chapter_that_waits_in_each_step(tmp_path):
     script = tmp_path / "01-single-gpu/train_llm.py"
     source, line = script.read_text(), "    optimizer.step()\n"
     assert source.count(line) == 1
-    script.write_text(source.replace(line, f"{line}    time.sleep(0.5)\n"))
+    script.write_text(source.replace(line, f"{line}    time.sleep(2)\n"))
     options = ["--rounds", 1, "--steps", 20, "--output", tmp_path / "found.json"]
     done = run("benchmarks/speed.py", "--only", "bare", "01", *options, cwd=tmp_path)
     assert done.returncode == 1 and "missed: 01 / bare" in done.stderr, done.stdout + done.stderr

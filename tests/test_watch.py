@@ -200,6 +200,13 @@ def test_a_rank_is_slow_only_if_it_lasts(watch, state, skews, marked):
     assert kinds(found) == ([("slow", [5])] if marked else [])
 
 
+@pytest.mark.parametrize(("step", "marked"), [(41, True), (40, True), (17, False)])
+def test_losses_of_other_steps_are_not_compared(watch, state, step, marked):
+    changes = {1: {"losses": (4.2, 4.3), "step": step}}
+    found = watch.marks(state(changes, 3, losses=(3.2, 3.3), step=41))
+    assert kinds(found) == ([("loss", [1])] if marked else [])
+
+
 @pytest.mark.parametrize(
     "losses, marked",
     [
