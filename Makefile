@@ -110,7 +110,7 @@ timeline: install  ## draw docs/timeline.png: what two ranks do in one step
 
 # A missed goal is told at the end, when all else is measured too.
 .PHONY: bench
-bench: install  ## measure the chapters next to other trainers; make tables and plots (an hour)
+bench: install  ## measure the chapters next to other trainers; make tables and plots (over an hour)
 	$(PIP) -r benchmarks/requirements.txt
 	@set -ex; out=benchmarks/results; \
 	$(PY) benchmarks/speed.py --output $$out/speed.json || missed=$$?; \
