@@ -1342,15 +1342,14 @@ def slow_by(usual, one):
 
 def lasts(facts, slow):
     """Return whether the others have waited for one of these in nearly all rows of ten seconds."""
-    told = [row for row in facts["rows"] if isinstance(row.get("skew"), int | float)]
+    known = [row for row in facts["rows"] if isinstance(row.get("step"), int)]
+    told = [row for row in known if isinstance(row.get("skew"), int | float)]
     if len(told) < 3 or not slow:
         return False
     first = told[-1]["step"] - 10 / slow[0].times["step"]
     recent = max(told[-3:], [row for row in told if row["step"] > first], key=len)
     ranks = {one.rank for one in slow}
-    waited = [
-        row for row in recent if row["slowest_rank"] in ranks and (row.get("skew") or 0) >= 0.1
-    ]
+    waited = [row for row in recent if row["skew"] >= 0.1 and row.get("slowest_rank") in ranks]
     return len(waited) >= 0.8 * len(recent)
 
 
