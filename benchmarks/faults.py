@@ -160,8 +160,9 @@ def break_and_find(fault, seed):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         flags = flags_of(fault, rank, step)
-        if fault == "corrupt-checkpoint":  # which only the next start will read
-            with started(folder, *flags) as run:
+        if fault == "corrupt-checkpoint":  # which only the next start will read, if none follows it
+            hang = ["--inject", f"hang-data@rank{rank}:step{step}"]
+            with started(folder, *flags, *hang) as run:
                 wait_for(lambda: broken(folder), 4 * PATIENCE, *run)
                 time.sleep(0.5)
             flags = []
