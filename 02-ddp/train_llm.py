@@ -937,6 +937,7 @@ def main():
         say(f"{run_dir} is finished: it has {start} steps")
         return
 
+    torch._dynamo.config.optimize_ddp = False  # DDP: or it would cut compiled layers into pieces
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     ddp.broadcast_buffers = False  # DDP: they never change, so no step has to send them
     cut_back_metrics(run_dir, start)

@@ -262,7 +262,7 @@ def keep_freed_memory():
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # which other C libraries do not have
     if mallopt:
-        mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: FSDP: what was gathered leaves no holes in the heap
+        mallopt(-3, 2**22)  # M_MMAP_THRESHOLD: FSDP: gathered layers leave no holes in the heap
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: and the heap does not shrink
 
 
@@ -878,6 +878,8 @@ def train_step(args, model, optimizer, batches, step, device):
         total += loss.detach()
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
     grad_norm = torch.nn.utils.get_total_norm(grads).full_tensor()  # FSDP: of all shards
+    if args.replicas > 1:
+        dist.broadcast(grad_norm, 0)  # each replica has added up by itself, in an order of its own
     torch.nn.utils.clip_grads_with_norm_(
         model.parameters(), args.max_grad_norm or math.inf, grad_norm
     )
@@ -1486,7 +1488,7 @@ class Watchdog:
         if now["error"]:
             now["phase"] = "failed"
         if self.device.type == "cuda":
-            now["device_memory_gib"] = torch.cuda.memory_allocated() / 2**30
+            now["device_memory_gib"] = torch.cuda.memory_allocated(self.device) / 2**30
         with suppress(OSError):  # it has no such folder if this is not Linux
             now["open_files"] = len(os.listdir("/proc/self/fd"))
         self.write("json", now)
@@ -1607,7 +1609,7 @@ def last_collectives():
     """Return what torch's Flight Recorder knows, with the last hundred collectives."""
     torch_c = torch._C._distributed_c10d
     try:
-        on_gpu = torch.cuda.is_initialized()
+        on_gpu = dist.is_initialized() and "nccl" in dist.get_backend()
         known = pickle.loads(torch_c._dump_nccl_trace() if on_gpu else torch_c._dump_fr_trace())
         last = known.get("entries", [])[-100:]
         for entry in last:  # of its stack, where this script calls it

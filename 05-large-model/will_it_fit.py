@@ -907,7 +907,8 @@ def host_memory(model, setting, local_ranks, asynchronous):
 
     To start, chapters 02 to 04 make the whole model in each rank's memory, and chapter 05 the root
     and one layer at a time. What is offloaded to a CPU for a GPU lies in pinned memory, of which
-    torch takes a power of two for each tensor: CachingHostAllocator.h.
+    torch takes a power of two for each tensor: CachingHostAllocator.h. So does what a save copies
+    before it writes, but not the copies of a save in the background: _state_dict_stager.py.
     """
     if not setting.cuda:
         return {}, "the step"  # there is only one memory
@@ -923,9 +924,9 @@ def host_memory(model, setting, local_ranks, asynchronous):
         train |= {"parameters": pinned, "gradients": pinned}
         train["optimizer state"] = state["optimizer state"]
     if asynchronous and setting.chapter == "05":
-        train["copy being saved"] = pinned + 2 * pinned
-    elif not setting.offload and setting.chapter != "02":  # DCP holds it until the file is closed
         train["copy being saved"] = state["parameters"] + state["optimizer state"]
+    elif not setting.offload and setting.chapter != "02":  # DCP holds it until the file is closed
+        train["copy being saved"] = pinned + 2 * pinned
     fullest, when = max((start, "the start"), (train, "training"), key=lambda x: sum(x[0].values()))
     return {name: size * local_ranks for name, size in fullest.items() if size}, when
 

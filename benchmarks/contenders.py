@@ -44,9 +44,10 @@ def settle(device):
         torch.cuda.synchronize()
 
 
-def matmul_rate(device, size=2048, times=10):
+def matmul_rate(device):
     """Return the FLOPs a second of square bf16 matrix products."""
-    size = 8192 if device.type == "cuda" else size  # a GPU is fast only if it has much to do
+    gpu = device.type == "cuda"  # which is fast only if it has much to do
+    size, times = (8192, 500) if gpu else (2048, 10)  # half a second of an H100
     left, right = torch.randn(2, size, size, device=device).bfloat16()
     (left @ right)[0, 0].item()
     start = time.perf_counter()
@@ -78,6 +79,7 @@ def chapter(name):
             begun = time.perf_counter()
             result = function(*args)
             if note == "first_step" and not seconds[note]:
+                settle(args[-1])  # the device
                 seconds[note].append(time.time() - STARTED)
             elif note != "first_step":
                 seconds[note].append(time.perf_counter() - begun)

@@ -1,10 +1,11 @@
-"""Measure how the costs of training grow: with the model, the sequence, the steps, the data.
+"""Measure how costs of training grow: with model, sequence, batch, steps already done, and data.
 
 All:     python benchmarks/growth.py --output benchmarks/results/growth.json
 Closer:  python benchmarks/growth.py --only model --rounds 5
 
 model     speed and memory of a bare loop and chapter 01, compiled, for models of three sizes
 sequence  the same with longer samples, and as many tokens in a step
+batch     how chapter 01 relates to weights in bf16, and two ranks to one process, in larger steps
 resume    how long a start takes until its first step has ended, by the steps already done
 data      megabytes of text a second that are tokenized and packed, by processes; then the memory
           that a large corpus takes, made on the spot
@@ -28,10 +29,12 @@ from transformers import LlamaConfig
 
 from contenders import load
 from large import Peak
-from speed import WINDOW, describe_machine, make_model_folder, run, speed_of
+from speed import WINDOW, contenders, describe_machine, make_model_folder, run, speed_of
 
 MODELS = {"2M": (128, 4), "7M": (256, 6), "25M": (512, 8)}  # width and layers
-LENGTHS = {128: 16, 256: 8, 512: 4, 1024: 2}  # tokens a sample, and samples a step
+LENGTHS = {256: 8, 512: 4, 1024: 2}  # tokens a sample, and samples a step
+BATCHES = (8, 32)  # samples a step
+PAIRS = (("01 compiled", "pure-bf16 compiled"), ("02@2", "01"))  # what a larger step brings closer
 RACERS = {"bare": "bare", "chapter 01": "01"}
 DONE = (10, 10_000, 1_000_000)  # steps
 
@@ -43,13 +46,13 @@ def parse_args():
     add = parser.add_argument
     add("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="what to measure")
     add("--rounds", type=int, default=3, help="of all but data")
-    add("--steps", type=int, default=30, help=f"of each run; the first {WINDOW} warm it up")
+    add("--steps", type=int, default=20, help=f"of each run; the first {WINDOW} warm it up")
     add("--corpus-mb", type=int, default=1000, help="size of the large corpus")
     add("--output", type=Path, help="a JSON file that gets or replaces what is measured")
     return parser.parse_args()
 
 
-# ---- model and sequence ----------------------------------------------------------------------
+# ---- model, sequence and batch ---------------------------------------------------------------
 
 
 def make_models(folder):
@@ -108,11 +111,36 @@ def measure_sequence(args, folder):
     rounds = {length: [] for length in LENGTHS}
     for _ in range(args.rounds):
         for length, found in rounds.items():
-            batch = str(LENGTHS[length])
-            flags = ["--seq-length", str(length), "--global-batch-size", batch]
-            flags += ["--batch-size", batch, "--eval-samples", batch]
+            flags = ["--seq-length", str(length), *batch_flags(LENGTHS[length])]
             found.append(race(folder, f"length-{length}", args.steps, *flags))
     return [{"sequence": length} | summed_up(found) for length, found in rounds.items()]
+
+
+def batch_flags(samples):
+    """Return the flags of a step on so many samples, all at once."""
+    number = str(samples)
+    return ["--global-batch-size", number, "--batch-size", number, "--eval-samples", number]
+
+
+def measure_batch(args, folder):
+    """Return a row for each size of a step: the medians of PAIRS' ratios, and all rounds."""
+    make_model_folder(f"{folder}/llama")
+    names, everyone = dict.fromkeys(name for pair in PAIRS for name in pair), contenders([2])
+    rounds = {samples: [] for samples in BATCHES}
+    for number in range(args.rounds):
+        for samples, found in rounds.items():
+            speeds = {}
+            for name in names:
+                where = f"{name.replace(' ', '-')}-{samples}-{number}"
+                one = run(everyone[name], args.steps, folder, where, *batch_flags(samples))
+                speeds[name] = speed_of(one)
+            found.append({f"{one} / {other}": speeds[one] / speeds[other] for one, other in PAIRS})
+    return [
+        {"samples": samples}
+        | {pair: median(each[pair] for each in found) for pair in found[0]}
+        | {"rounds": found}
+        for samples, found in rounds.items()
+    ]
 
 
 # ---- resume ----------------------------------------------------------------------------------
@@ -208,6 +236,7 @@ def measure_data(args, folder):
 MEASURES = {
     "model": measure_model,
     "sequence": measure_sequence,
+    "batch": measure_batch,
     "resume": measure_resume,
     "data": measure_data,
 }

@@ -5,7 +5,7 @@ Closer:  python benchmarks/speed.py --only 01 trainer --rounds 5
 
 Every contender trains the same 7M Llama from the same weights on the same samples, in processes of
 its own. They take turns, and a ratio is one of two speeds in the same round: on a shared machine
-speeds come and go, and ratios stay. If a goal is missed, the exit status is 1.
+speeds come and go, and ratios stay. If a goal is missed or a contender fails, the exit status is 1.
 """
 
 import argparse
@@ -19,8 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import median
@@ -86,7 +87,7 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=formatter)
     add = parser.add_argument
     add("--rounds", type=int, default=3, help="how often each contender runs")
-    add("--steps", type=int, default=40, help=f"of each run; the first {WINDOW} warm it up")
+    add("--steps", type=int, default=30, help=f"of each run; the first {WINDOW} warm it up")
     ranks = [size for size in (1, 2, 4) if size <= devices]
     add("--ranks", type=int, nargs="+", default=ranks, help="of the chapters from 02 on")
     add("--only", nargs="+", help="who takes part, such as 01 trainer '02@2 compiled'")
@@ -159,20 +160,34 @@ def run(contender, steps, folder, run_name, *more):
         "BENCHMARK_STARTED": str(time.time()),
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if ON_GPU and not size:  # or the Trainer would take all that it sees
+        first, *_ = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+        settings["CUDA_VISIBLE_DEVICES"] = first
     command = [*command_of(name, size, flags), *arguments.split(), *more]
-    done = subprocess.run(
-        command,
-        check=False,
-        capture_output=True,
-        text=True,
-        env=os.environ | settings,
-        timeout=LONGEST,
-    )
-    if done.returncode:
-        sys.exit(f"{done.stdout}{done.stderr}\nfailed: {shlex.join(command)}")
+    call(command, os.environ | settings, LONGEST)
     rows = list(map(json.loads, Path(folder, run_name, "metrics.jsonl").read_text().splitlines()))
     timing = json.loads(Path(folder, run_name, "timing.json").read_text())
     return {"rows": [row for row in rows if row["step"] >= WINDOW], "timing": timing}
+
+
+class Failed(SystemExit):
+    """A command failed, and said this; whoever does not catch it ends with it."""
+
+
+def call(command, environment, limit):
+    """Run a command for at most `limit` seconds, and leave nothing of it behind."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, env=environment, **pipes)
+    try:
+        said, _ = process.communicate(timeout=limit)
+    except BaseException as error:  # Ctrl-C too
+        process.terminate()  # torchrun then ends its ranks
+        process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise Failed(f"not done after {limit} s: {shlex.join(command)}") from None
+        raise
+    if process.returncode:
+        raise Failed(f"{said}\nfailed: {shlex.join(command)}")
 
 
 # ---- all of them -----------------------------------------------------------------------------
@@ -219,8 +234,8 @@ def details(rounds):
             "loss difference": max(abs(losses[name][step] - norm[step]) for step in norm),
         }
         for what in ("evaluate", "save_checkpoint"):
-            if values := [value for each in timing for value in each.get(what, ())]:
-                found[name][what] = median(values)
+            if last := [each[what][-1] for each in timing if each.get(what)]:  # warm by now
+                found[name][what] = median(last)
     return found
 
 
@@ -231,14 +246,17 @@ def describe_machine(gpus=True):
     facts = {name.strip(): value for name, _, value in (line.partition(":") for line in lines)}
     flags = {"avx512_bf16", "amx_bf16"} & set(facts.get("flags", "").split())
     packages = ("torch", "transformers", "accelerate", "deepspeed", "lightning_fabric")
-    count = torch.cuda.device_count() if gpus else 0
+    count, versions = torch.cuda.device_count() if gpus else 0, {}
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
         "cpu": facts.get("model name", platform.processor()).strip(),
         "cores": os.cpu_count(),
         "bf16 flags": ", ".join(sorted(flags)) or "none",
         **({"gpus": f"{count} x {torch.cuda.get_device_name()}"} if count else {}),
         "python": platform.python_version(),
-        **{name: version(name) for name in filter(importlib.util.find_spec, packages)},
+        **versions,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),
     }
@@ -267,27 +285,44 @@ def who_can(args):
     return names
 
 
+def one_round(args, names, folder, number):
+    """Let the contenders take their turn; return the runs of those who did not fail."""
+    runs = {}
+    for name in names:
+        try:
+            where = f"{name.replace(' ', '-')}-{number}"
+            runs[name] = run(args.all[name], args.steps, folder, where)
+        except Failed as error:
+            print(error, f"so without {name}", sep="\n", flush=True)
+        else:
+            print(f"round {number}: {name} {speed_of(runs[name]):,.0f} tokens/s", flush=True)
+    return runs
+
+
 def main():
     """Let the contenders take turns; print a table and, with --output, write all of it down."""
-    args = parse_args()
-    names = who_can(args)
-    rounds = [{} for _ in range(args.rounds)]
+    args, machine, rounds = parse_args(), describe_machine(), []
+    names = asked = who_can(args)
     with tempfile.TemporaryDirectory() as folder:
         make_model_folder(f"{folder}/llama")
-        for number, runs in enumerate(rounds, 1):
-            for name in names:
-                where = f"{name.replace(' ', '-')}-{number}"
-                runs[name] = run(args.all[name], args.steps, folder, where)
-                print(f"round {number}: {name} {speed_of(runs[name]):,.0f} tokens/s", flush=True)
-    machine, speeds = describe_machine(), [speeds_of(runs) for runs in rounds]
-    ratios = compare(speeds)
+        for number in range(1, args.rounds + 1):
+            rounds.append(one_round(args, names, folder, number))
+            names = list(rounds[-1])  # whoever fails is left out of all rounds
+            if not names:
+                sys.exit("all have failed")
+            rounds = [{name: runs[name] for name in names} for runs in rounds]
+            speeds = [speeds_of(runs) for runs in rounds]
+            ratios = compare(speeds)
+            results = {"machine": machine, "ratios": ratios, "speeds": speeds}
+            if args.output:
+                text = json.dumps(results | {"details": details(rounds)}, indent=1)
+                args.output.write_text(text + "\n")
     show(machine, speeds, ratios)
-    if args.output:
-        result = {"machine": machine, "ratios": ratios, "speeds": speeds}
-        result |= {"details": details(rounds)}
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    failed = [name for name in asked if name not in names]
     missed = [name for name, ratio in ratios.items() if ratio["median"] < (ratio["goal"] or 0)]
-    sys.exit(f"missed: {', '.join(missed)}" if missed else 0)
+    told = [f"failed: {', '.join(failed)}"] * bool(failed)
+    told += [f"missed: {', '.join(missed)}"] * bool(missed)
+    sys.exit("; ".join(told) or 0)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,7 @@ import functools
 import importlib.util
 import json
 import os
-import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,7 +37,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch.profiler import profile, record_function
 
-from speed import BATCH, ROOT, SEQ_LENGTH, describe_machine, make_model_folder
+from speed import BATCH, ROOT, SEQ_LENGTH, call, describe_machine, make_model_folder
 
 SCRIPTS = {path.parent.name[:2]: path for path in sorted(ROOT.glob("0*/train_llm.py"))}
 COLORS = {"compute": "#1f3b5c", "exposed": "#e08a3c", "data": "#5aa9a3", "host": "#c9c4bb"}
@@ -222,6 +220,12 @@ def on_a_rank(folder, script):
 # ---- all runs --------------------------------------------------------------------------------
 
 
+def most_ranks():
+    """Return how many ranks there are devices for, of those among which a step can be divided."""
+    devices = torch.cuda.device_count() or 2
+    return max(number for number in range(1, BATCH + 1) if number <= devices and not BATCH % number)
+
+
 def run(script, ranks, folder, windows, *more):
     """Run a script, with more arguments; return the rows of seconds per step, rank by rank."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -233,25 +237,11 @@ def run(script, ranks, folder, windows, *more):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *(launcher if "01" not in script.parent.name else [])]
     command += [__file__, "--on-a-rank", folder, script, *arguments, *more]
-    processes = torch.cuda.device_count() or 2  # a rank has as many threads in every chapter
-    threads = {"OMP_NUM_THREADS": str(max(1, os.cpu_count() // processes))}
-    call(list(map(str, command)), os.environ | threads)
+    # a rank has as many threads in every chapter
+    threads = {"OMP_NUM_THREADS": str(max(1, os.cpu_count() // most_ranks()))}
+    call(list(map(str, command)), os.environ | threads, LIMIT)
     files = [folder / f"rank{rank}.jsonl" for rank in range(ranks)]
     return [[json.loads(line) for line in open(file)][1:] for file in files]  # [0]: the warm-up
-
-
-def call(command, environment):
-    """Run a command, of which nothing stays behind; stop with what it said if it fails."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, env=environment, **pipes)
-    try:
-        said, _ = process.communicate(timeout=LIMIT)
-    except BaseException:  # Ctrl-C too
-        process.terminate()  # torchrun then ends its ranks
-        process.communicate()
-        raise
-    if process.returncode:
-        sys.exit(f"{said}\nfailed: {shlex.join(command)}")
 
 
 def shares_of(rows):
@@ -333,7 +323,7 @@ def main():
         make_model_folder(f"{temporary}/llama")
         for mode, chapter in product(args.modes, args.only):
             folder = Path(temporary, f"{chapter}-{mode}")
-            ranks = 1 if chapter == "01" else torch.cuda.device_count() or 2
+            ranks = 1 if chapter == "01" else most_ranks()
             more = ["--model-name", f"{temporary}/llama", *["--compile"] * (mode == "compiled")]
             found = run(SCRIPTS[chapter], ranks, folder, args.windows, *more)
             rows.append(row_of(chapter, mode, found))

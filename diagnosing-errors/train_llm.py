@@ -1231,7 +1231,7 @@ class Watchdog:
         if now["error"]:
             now["phase"] = "failed"
         if self.device.type == "cuda":
-            now["device_memory_gib"] = torch.cuda.memory_allocated() / 2**30
+            now["device_memory_gib"] = torch.cuda.memory_allocated(self.device) / 2**30
         with suppress(OSError):  # it has no such folder if this is not Linux
             now["open_files"] = len(os.listdir("/proc/self/fd"))
         self.write("json", now)
@@ -1352,7 +1352,7 @@ def last_collectives():
     """Return what torch's Flight Recorder knows, with the last hundred collectives."""
     torch_c = torch._C._distributed_c10d
     try:
-        on_gpu = torch.cuda.is_initialized()
+        on_gpu = dist.is_initialized() and "nccl" in dist.get_backend()
         known = pickle.loads(torch_c._dump_nccl_trace() if on_gpu else torch_c._dump_fr_trace())
         last = known.get("entries", [])[-100:]
         for entry in last:  # of its stack, where this script calls it
@@ -1425,6 +1425,7 @@ def main():
         say(f"{run_dir} is finished: it has {start} steps")
         return
 
+    torch._dynamo.config.optimize_ddp = False  # DDP: or it would cut compiled layers into pieces
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     ddp.broadcast_buffers = False  # DDP: they never change, so no step has to send them
     cut_back_metrics(run_dir, start)

@@ -1,5 +1,6 @@
 """The benchmarks compare the same work, and a chapter that got slower is seen."""
 
+import argparse
 import json
 import os
 import shutil
@@ -75,6 +76,25 @@ def test_the_plots_show_what_was_measured(tmp_path):
         "peer",
         "floor",
     ]
+
+
+def test_the_ratios_of_a_larger_step_are_of_the_same_round(monkeypatch):
+    speeds = {"01": [100, 10], "01@compiled": [150, 30], "pure-bf16@compiled": [200, 30]}
+    speeds |= {"02": [80, 9]}
+
+    def run(contender, steps, folder, where, *flags):
+        name, _, own = contender
+        samples = int(flags[flags.index("--global-batch-size") + 1])
+        speed = speeds[f"{name}@compiled" if own else name][int(where[-1])] * samples
+        return {"rows": [{"step": 20, "tokens_per_second": speed}]}
+
+    monkeypatch.setattr(growth, "run", run)
+    monkeypatch.setattr(growth, "make_model_folder", lambda folder: None)
+    rows = growth.measure_batch(argparse.Namespace(rounds=2, steps=20), "folder")
+    assert [row["samples"] for row in rows] == [8, 32]
+    for row in rows:
+        assert row["01 compiled / pure-bf16 compiled"] == pytest.approx((0.75 + 1) / 2)
+        assert row["02@2 / 01"] == pytest.approx((0.8 + 0.9) / 2)
 
 
 def test_the_corpus_is_as_large_as_asked_and_its_documents_differ(tmp_path):

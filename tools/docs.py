@@ -244,23 +244,31 @@ def contenders(file, *names):
     for name in names or order:
         told, shares = details[name], [speeds[name] / speeds["01"] for speeds in rounds]
         speed = f"{median(shares):.2f} ({min(shares):.2f} – {max(shares):.2f})"
-        first = f"{told['first step']:.0f} s, {told['first step, cold']:.0f} s the first time"
+        first = f"{told['first step']:.0f} s"
         save = f"{told['save_checkpoint']:.2f} s" if "save_checkpoint" in told else ""
         loss = f"{told['loss']:.4f}"
         print(f"| {name} | {speed} | {first} | {told['peak memory']:.2f} GiB | {save} | {loss} |")
 
 
 def same_work(file):
-    """Print the sentence on how far losses are from chapter 01's, and whose are further away."""
+    """Print how far losses are from chapter 01's, and whose are further away.
+
+    Weights in bf16 are other work from the start.
+    """
     details = measured(file, "details")
     away = {name: told["loss difference"] for name, told in details.items()}
+    away = {name: loss for name, loss in away.items() if not name.startswith("pure-bf16")}
     far = {name: loss for name, loss in away.items() if loss > 0.01}
     most = max(loss for name, loss in away.items() if name not in far)
-    print(
-        f"Of {len(away)} contenders {len(away) - len(far)} do the same work: none of their logged"
-    )
-    print(f"losses is further than {most:.4f} from chapter 01's.", end="")
+    print(f"Of the {len(away)} with weights in float32, {len(away) - len(far)} do the same work:")
+    print(f"none of their logged losses is further than {most:.4f} from chapter 01's.", end="")
     print(f" The others: {', '.join(far)}." if far else "")
+
+
+def note(file):
+    """Print what is to be known of a file of results that was put together from several runs."""
+    told = json.loads((ROOT / "benchmarks/results" / file).read_text()).get("note")
+    print(f"({told})" if told else "")
 
 
 def evaluation(file, who="01", samples=8):
@@ -291,12 +299,17 @@ def goals(file):
 
 
 def growth(file, what):
-    """Print a table of benchmarks/growth.py: of model, sequence, resume or data."""
+    """Print a table of benchmarks/growth.py: of model, sequence, batch, resume or data."""
     compared = {"to the bare loop": "{:.2f}", "to matrix products": "{:.2f}"}
     compared |= {"peak memory": "{:.2f} GiB"}
     shown = {
         "model": {"weights": "{:,.0f}"} | compared,
         "sequence": {"sequence": "{:,}"} | compared,
+        "batch": {
+            "samples": "{}",
+            "01 compiled / pure-bf16 compiled": "{:.2f}",
+            "02@2 / 01": "{:.2f}",
+        },
         "resume": {"steps done": "{:,}", "load_checkpoint": "{:.2f} s", "first_step": "{:.1f} s"},
         "data": {"bytes": "{:,}", "processes": "{}", "MB per second": "{:.1f}"}
         | {"memory grows by": "{:,}"},
@@ -326,6 +339,47 @@ def scale(file, scene="as published", devices=(8, 64, 512, 4096)):
         print(f"| {name} | {' | '.join(cells[number] for number in devices)} |")
 
 
+def scale_lessons(file):
+    """Print what the scenes of benchmarks/scale.py teach, with their numbers."""
+    found = {(row["scene"], row["strategy"], row["devices"]): row for row in measured(file, "rows")}
+    fsdp, hybrid, offload = "FSDP, gathered twice", "hybrid", "FSDP, CPU offload"
+    few, many = "2048 tokens", "8 × 4096 tokens, 100 Gb/s"
+
+    def speed(scene, strategy, devices):
+        return found[scene, strategy, devices]["tokens_per_second"]
+
+    def sent(scene, strategy):
+        return found[scene, strategy, 512]["network_gb"]
+
+    waits = [found[f"{tokens} tokens", fsdp, 512]["share"] for tokens in (1024, 2048, 4096)]
+    told = "{:.0%} of a step with 1,024 tokens per device, {:.0%} with 2,048, {:.0%} with 4,096"
+    mid, most = (speed(few, fsdp, n) / speed(few, fsdp, 8) for n in (256, 4096))
+    ahead = [n for scene, name, n in found if (scene, name) == (few, hybrid)]
+    ahead = min(n for n in ahead if speed(few, hybrid, n) > speed(few, fsdp, n))
+    gain = speed(few, hybrid, 4096) / speed(few, fsdp, 4096)
+    slow = speed(many, hybrid, 512) / speed(many, fsdp, 512) - 1
+    one = many.removeprefix("8 × ")
+    alone, ddp = found["as published", offload, 8], found["as published", "DDP", 8]["gib"]
+    cost = [
+        1 - speed("as published", offload, n) / speed("as published", fsdp, n) for n in (8, 512)
+    ]
+    print(
+        f"""
+- **Many tokens hide the network.** On 512 devices FSDP waits {told.format(*waits)}.
+- **FSDP stops scaling by latency, not by bytes.** A gather takes N − 1 hops. With 2,048 tokens,
+  a device is {mid:.2f} times as fast among 256 as among 8, and {most:.2f} times among 4,096.
+- **DDP has a tree and keeps its speed**, but does not fit: {ddp:.0f} GiB.
+- **Hybrid pays** where those hops show: with 2,048 tokens from {ahead:,} devices on, on 4,096
+  {gain:.1f} times as fast. It pays with accumulation, too: on 100 Gb/s, 8 micro-steps of 4,096
+  tokens and 512 devices, a GPU sends {sent(many, hybrid):.1f} GB between nodes instead of
+  {sent(many, fsdp):.1f}, and is {slow:.0%} faster. With one micro-step it sends about as much as
+  FSDP ({sent(one, hybrid):.1f} and {sent(one, fsdp):.1f} GB), and is slower.
+- **Offload** costs {cost[0]:.0%} on one node, where the host's AdamW takes {alone["host"]:.1f} of
+  {alone["step"]:.1f} s, and {cost[1]:.0%} on 512 devices, which share that work.
+""".strip()
+    )
+
+
 def scale_published(file):
     """Print the table of what a published run reached, and what benchmarks/scale.py says of it."""
     print("| run | GPUs | tokens/s per GPU, published | predicted | GiB, published | predicted |")
@@ -351,6 +405,7 @@ def gpu_checks():
     """Print a table for each machine on which benchmarks/gpu_check.py has run."""
     verdicts = {True: "passed", False: "**failed**", None: "skipped"}
     found = sorted((ROOT / "benchmarks/results").glob("gpu-check-*.json"))
+    found = [path for path in found if path.stem != "gpu-check-cpu"]  # which only tries the code
     for path in found:
         machine(path.name)
         print("", "| check | result | numbers | |", "|---|---|---|---|", sep="\n")
@@ -358,6 +413,7 @@ def gpu_checks():
             numbers = ", ".join(f"{name} {value:.4g}" for name, value in row["numbers"].items())
             reason = row["reason"].replace("|", "/").replace("\n", " ")
             print(f"| {row['name']} | {verdicts[row['passed']]} | {numbers} | {reason} |")
+        print()
     if not found:
         print("No GPU has been at hand yet: these checks have run with `--device cpu` only.")
 
@@ -381,7 +437,11 @@ def machine(file):
     """Print in a sentence on what a file under benchmarks/results was measured."""
     facts = json.loads((ROOT / "benchmarks/results" / file).read_text())["machine"]
     versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "transformers"))
-    print(f"{facts['cores']} cores of an {facts['cpu']} ({facts['bf16 flags']}), {versions}.")
+    gpus = facts.get("gpus", "")
+    if gpus and not isinstance(gpus, str):  # as benchmarks/gpu_check.py has them
+        gpus = f"{facts['count']} x {gpus[0]['name']}"
+    cpu = f"{facts['cores']} cores of an {facts['cpu']} ({facts['bf16 flags']})"
+    print(f"{gpus and f'{gpus}, '}{cpu}, {versions}.")
 
 
 def main():
