@@ -430,6 +430,8 @@ def say(message):
 
 def fail(message):
     """Stop because of what the user gave us: one line on stderr, exit status 2."""
+    if NOW["phase"] == "stopped":
+        sys.exit(130)  # after Ctrl-C whatever goes wrong is a consequence
     NOW.update(error=message)
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)  # DDP: rank 0 says it and torchrun ends us, or only we have this fault
@@ -919,8 +921,6 @@ def saving(path):
         yield
     except (Exception, CheckpointException) as error:
         cause = first_failure(error)
-        if isinstance(cause, SystemExit):  # Ctrl-C, of which torch made another error
-            raise cause from None
         fail(f"cannot write {path}: {first_line(cause)}; what was saved before is whole")
 
 
@@ -1078,7 +1078,8 @@ class PublishingWriter(ShardWriter):
 
 def report_failure(checkpoint, future):
     """Say why a save in the background failed: the training goes on, and may save the next."""
-    if error := future.exception():
+    error = future.exception()
+    if error and NOW["phase"] != "stopped":  # by Ctrl-C, after which other ranks are gone
         cause = first_line(first_failure(error))
         if dist.get_rank() == 0:  # all ranks have failed by now, and the disk may be full of it
             shutil.rmtree(checkpoint.with_name(f".{checkpoint.name}"), ignore_errors=True)

@@ -425,6 +425,8 @@ def say(message):
 
 def fail(message):
     """Stop because of what the user gave us: one line on stderr, exit status 2."""
+    if NOW["phase"] == "stopped":
+        sys.exit(130)  # after Ctrl-C whatever goes wrong is a consequence
     NOW.update(error=message)
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)  # DDP: rank 0 says it and torchrun ends us, or only we have this fault
@@ -822,8 +824,6 @@ def saving(path):
         yield
     except Exception as error:  # a full disk is of another kind in torch and in safetensors
         cause = error.__context__ or error
-        if isinstance(cause, SystemExit):  # Ctrl-C, of which torch made another error
-            raise cause from None
         fail(f"cannot write {path}: {first_line(cause)}; what was saved before is whole")
 
 

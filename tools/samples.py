@@ -55,6 +55,8 @@ def practise(folder, timeout=None):
 def main():
     """Write docs/samples anew."""
     wanted = sys.argv[1:]
+    if unknown := set(wanted) - {block.sample for block in commands()}:
+        sys.exit(f"samples.py: error: no block of a README has the sample {min(unknown)}")
     for block in commands():
         if not block.sample or (wanted and block.sample not in wanted):
             continue
