@@ -53,7 +53,7 @@ CASES = {  # chapter, ranks, what is different from SMALL, flags besides COMMON
     "05 selective": ("05", 2, {"layers": 6}, "-s 256 -b 4 --recompute selective"),
     "05 offload": ("05", 2, {"tied": True}, "-s 128 -b 2 --cpu-offload --recompute full"),
 }  # fmt: skip
-STEPS = 4
+STEPS = 8
 COMMON = "--device cpu --global-batch-size 8"
 EXACT = ("parameters", "gradients", "optimizer state")
 
