@@ -94,10 +94,11 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def environment(tmp_path_factory):
-    """One thread a process, no hub, and a data cache that all tests of the session share."""
+    """One thread a process, quick starts, no hub, and a data cache for all tests of the session."""
     cache = tmp_path_factory.mktemp("cache")
     os.environ.update(
         OMP_NUM_THREADS="1",
+        PYTHONPATH=str(ROOT / "tests/quick_start"),
         HF_HUB_OFFLINE="1",
         HF_HOME=str(cache / "hf"),
         WANDB_DIR=str(cache),
