@@ -6,19 +6,21 @@ start: more than a thousand processes that import torch, most of them as a reade
 
 import builtins
 import gc
+import sys
 
 import_module = builtins.__import__
 
 
 def import_without_collecting(*args, **kwargs):
-    """Import as ever; later collections leave out what is there by then, as it is there to stay."""
-    was_enabled = gc.isenabled()
+    """Import as ever; no later collection looks at what a new module brought, which stays."""
+    known, was_enabled = len(sys.modules), gc.isenabled()
     gc.disable()
     try:
         return import_module(*args, **kwargs)
     finally:
         if was_enabled:
-            gc.freeze()
+            if len(sys.modules) > known:
+                gc.freeze()
             gc.enable()
 
 
