@@ -304,7 +304,8 @@ def test_fewer_hosts(cluster, settings, long_curve, tmp_path):
         [start] = re.findall(r"^continuing from \S+/step-(\d+)$", log.read(), re.M)
     curve, near = metrics(tmp_path / "run"), int(start) + 20
     one, other = ({step: rows[step] for step in range(near + 1)} for rows in (long_curve, curve))
-    assert difference(one, other, relative=True) < 1e-5
+    assert difference(one, other, names=["loss", "val_loss"]) < 1e-5
+    assert difference(one, other, names=["grad_norm"], relative=True) < 1e-5  # norms reach 5 here
     assert difference(long_curve, curve) < 1e-3  # over hundreds of steps rounding adds up
 
 
