@@ -7,7 +7,7 @@ For real:  python 01-single-gpu/train_llm.py \
 """
 
 import argparse
-import ctypes
+import functools
 import hashlib
 import json
 import math
@@ -15,173 +15,116 @@ import os
 import resource
 import shlex
 import shutil
-import signal
 import sys
 import time
 import uuid
-from contextlib import contextmanager, suppress
-from itertools import chain, takewhile
+from array import array
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import datasets
 import torch
 import transformers
 import wandb
-from torch.utils.data import DataLoader, Sampler
+from datasets.fingerprint import Hasher
 from tqdm import tqdm
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    ByT5Tokenizer,
-    LlamaConfig,
-)
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 
 def parse_args():
-    """Return the arguments, checked as far as possible without data, and the batch split up."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        epilog="@FILE reads arguments from a file: a flag and its value per line, # for comments",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        fromfile_prefix_chars="@",
-        allow_abbrev=False,
-    )
+    """Return the arguments, checked as far as that needs no data, and the batch split up."""
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(formatter_class=formatter, fromfile_prefix_chars="@")
+    parser.allow_abbrev = False
     parser.convert_arg_line_to_args = lambda line: shlex.split(line, comments=True)
     parser.error = fail
     chapter = Path(__file__).resolve().parent.name
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add = parser.add_argument
 
-    add = parser.add_argument_group("model").add_argument
     add("-m", "--model-name", default="tiny", help="hub id, folder, or tiny: a built-in Llama")
+    add("--config", nargs="+", default=[], metavar="NAME=VALUE", help="change its configuration")
     add("--pretrained", action="store_true", help="start from published weights, not random ones")
 
-    add = parser.add_argument_group("data").add_argument
     add("-d", "--dataset-name", default="pydoc", help="hub id, folder, .txt/.jsonl/.csv/.parquet")
     add("--dataset-subset", help="the configuration, of a hub dataset that has several")
     add("--text-column", default="text", help="the column that holds the text")
-    add("-s", "--seq-length", type=at_least(2), default=256, help="tokens per sample")
-    add("--num-proc", type=at_least(1), default=os.cpu_count(), help="processes that tokenize")
+    add("-s", "--seq-length", type=int, default=256, help="tokens per sample")
 
-    add = parser.add_argument_group("optimization").add_argument
-    add("--global-batch-size", type=at_least(1), default=32, help="samples per optimizer step")
-    add("-b", "--batch-size", type=at_least(1), default=8, help="most samples per forward pass")
-    add("--num-steps", type=at_least(1), default=100, help="optimizer steps in the whole run")
-    add("--lr", type=at_least(0.0), default=1e-3, help="learning rate after the warm-up")
-    add("--warmup-steps", type=at_least(0), default=10, help="steps of rising learning rate")
-    add("--weight-decay", type=at_least(0.0), default=0.1, help="of matrices, not of vectors")
-    add("--max-grad-norm", type=at_least(0.0), default=1.0, help="of the gradient; 0: no limit")
-    add("--seed", type=at_least(0), default=0, help="of weights, data order and dropout")
-    add("--on-nonfinite", choices=["stop", "skip"], default="stop", help="if a gradient has NaN")
+    add("--global-batch-size", type=int, default=32, help="samples per optimizer step")
+    add("-b", "--batch-size", type=int, default=8, help="most samples per forward pass")
+    add("--num-steps", type=int, default=100, help="optimizer steps in the whole run")
+    add("--lr", type=float, default=1e-3, help="learning rate after the warmup")
+    add("--warmup-steps", type=int, default=10, help="steps in which the learning rate rises")
+    add("--weight-decay", type=float, default=0.1, help="for matrices, not for vectors")
+    add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to it; 0: never")
+    add("--seed", type=int, default=0, help="for weights, data order and dropout")
 
-    add = parser.add_argument_group("device").add_argument
-    add("--device", choices=["cpu", "cuda"], default=device, help="where to train")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if there")
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 on cuda")
     add("--compile", action="store_true", help="compile the layers and the loss")
 
-    add = parser.add_argument_group("run").add_argument
     add("-e", "--experiment-name", default=chapter, help="the run's folder under --save-dir")
     add("--save-dir", default="outputs", help="where runs are kept")
-    add("--checkpoint-every", type=at_least(1), default=50, help="steps from save to save")
-    add("--keep-checkpoints", type=at_least(1), default=2, help="how many stay on disk")
-    add("--eval-every", type=at_least(1), default=50, help="steps from evaluation to evaluation")
-    add("--eval-samples", type=at_least(1), default=64, help="how many are held out for it")
-    add("--log-every", type=at_least(1), default=10, help="steps from log line to log line")
+    add("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
+    add("--keep-checkpoints", type=int, default=2, help="how many stay on disk")
+    add("--eval-every", type=int, default=50, help="steps between evaluations")
+    add("--eval-samples", type=int, default=64, help="how many samples are held out for them")
+    add("--log-every", type=int, default=10, help="steps between log lines")
     add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="mode")
 
     args = parser.parse_args()
+    may_be_zero = ["lr", "warmup_steps", "weight_decay", "max_grad_norm", "seed"]
+    for name, value in vars(args).items():
+        least = 0 if name in may_be_zero else 2 if name == "seq_length" else 1
+        if type(value) in (int, float) and not value >= least:  # in this form it refuses NaN too
+            fail(f"--{name.replace('_', '-')} {value}: must be at least {least}")
     if args.pretrained and args.model_name == "tiny":
         fail("--pretrained: there are no published weights of tiny; name a model with -m")
+    if args.device == "auto":
+        args.device = "cuda" if has_gpu() else "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
-        fail(f"--device cuda: torch {torch.__version__} sees no GPU here; take --device cpu")
-    if args.precision == "auto":
-        args.precision = "bf16" if args.device == "cuda" else "fp32"
-    args.micro_batch_size, args.accumulation = split_batch(args.global_batch_size, args.batch_size)
+        fail(f"torch {torch.__version__} finds no GPU that works here; take --device cpu without")
+    if args.precision == "auto":  # GPUs before 8.0 have no units for bf16 and emulate it slowly
+        fast = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+        args.precision = "bf16" if fast else "fp32"
+    samples = args.global_batch_size
+    args.micro_batch_size = max(n for n in range(1, args.batch_size + 1) if samples % n == 0)
+    args.accumulation = samples // args.micro_batch_size
     args.wandb_id = uuid.uuid4().hex[:8]
-    check_writable(Path(args.save_dir, args.experiment_name).resolve())
     return args
 
 
+def has_gpu():
+    """Return whether this process was given a GPU, even if torch cannot use it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible in ("", "-1"):
+        return False  # hidden on purpose
+    driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
+    return driver or visible or "SLURM_GPUS_ON_NODE" in os.environ or torch.cuda.is_available()
+
+
 def setup(args):
-    """Prepare the process; return its device."""
-    signal.signal(signal.SIGINT, interrupted)
-    os.register_at_fork(after_in_child=follow_parent)  # in the processes that tokenize
+    """Prepare the process; return its device and the run's folder."""
+    sys.stdout.reconfigure(line_buffering=True)
     if not sys.stderr.isatty():  # in a file, progress bars are noise
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
-    torch.set_float32_matmul_precision("highest")  # fp32 means fp32, not TF32
-    if args.device == "cpu":
-        keep_freed_memory()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # fail() reports its errors
+    run_dir = Path(args.save_dir, args.experiment_name)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--save-dir {args.save_dir}: {error}")
     device = torch.device(args.device)
-    return device
-
-
-def follow_parent():
-    """In a forked process: end at Ctrl-C without a word, and when what forked it is dead."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # which only Linux has
-    if prctl:
-        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def keep_freed_memory():
-    """Let glibc keep what tensors free, as every step needs it again.
-
-    Otherwise it hands large blocks back, and takes new ones whose every page the system must clear:
-    https://man7.org/linux/man-pages/man3/mallopt.3.html
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # which other C libraries do not have
-    if mallopt:
-        mallopt(-4, 0)  # M_MMAP_MAX: no block, however large, is outside of the heap
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: and the heap does not shrink
-
-
-def say(message):
-    """Print a line at once, without breaking the progress bar."""
-    with suppress(OSError):  # no terminal any more, or no pipe, is no reason to stop
-        tqdm.write(message)
-        sys.stdout.flush()
+    print(f"training on {device} in {args.precision}")
+    return device, run_dir
 
 
 def fail(message):
     """Stop because of what the user gave us: one line on stderr, exit status 2."""
-    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr, flush=True)
+    print(f"{Path(__file__).name}: error: {message.strip().splitlines()[0]}", file=sys.stderr)
     sys.exit(2)
-
-
-def interrupted(*_):
-    """Stop at Ctrl-C with one line; what was trained since the last checkpoint is lost."""
-    say("interrupted: the same command continues from the newest checkpoint")
-    sys.excepthook = lambda *_: None  # whatever goes wrong from here on is a consequence
-    sys.exit(130)
-
-
-def at_least(minimum):
-    """Return an argument type: numbers like `minimum` that are not below it."""
-
-    def number(text):
-        value = type(minimum)(text)
-        if not value >= minimum:  # in this form it refuses NaN too
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}, not {text}")
-        return value
-
-    number.__name__ = type(minimum).__name__  # which argparse shows for what is no number at all
-    return number
-
-
-def split_batch(samples, most):
-    """Return the largest divisor of `samples` that is at most `most`, and how often it fits."""
-    micro_batch_size = max(n for n in range(1, min(samples, most) + 1) if samples % n == 0)
-    return micro_batch_size, samples // micro_batch_size
-
-
-def check_writable(folder):
-    """Stop if `folder` can be neither made nor written to."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        fail(f"--save-dir: cannot write to {folder}, because {there} is not a writable folder")
 
 
 def mix(*numbers):
@@ -189,43 +132,30 @@ def mix(*numbers):
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little")
 
 
-def first_line(error):
-    """Return the first line of what an error says, for some say a page."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
 # ---- model -----------------------------------------------------------------------------------
-
-
 def build_tokenizer_and_config(args):
-    """Return the tokenizer and the configuration of `--model-name`."""
-    if args.model_name == "tiny":
-        tokenizer = ByT5Tokenizer()  # a token is a byte, so it needs no files
-        config = LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=352,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    else:
-        try:
+    """Return the tokenizer and the configuration of `--model-name`, changed by `--config`."""
+    try:
+        if args.model_name == "tiny":
+            tokenizer = transformers.ByT5Tokenizer()  # a token is a byte, so it needs no files
+            shape = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
+            shape |= {"num_attention_heads": 4, "vocab_size": len(tokenizer)}
+            ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+            config = transformers.LlamaConfig(**shape, **ids)
+        else:
             tokenizer = AutoTokenizer.from_pretrained(args.model_name)
             config = AutoConfig.from_pretrained(args.model_name)
-        except (OSError, ValueError) as error:
-            fail(f"--model-name {args.model_name}: {first_line(error)} Is it a folder or hub id?")
+        if args.config:  # what follows from the number of layers is derived anew
+            config.update_from_string(",".join(args.config))
+            config = config.from_dict(config.to_dict() | {"layer_types": None})
+    except Exception as error:  # each wrong type in a configuration has a kind of its own
+        fail(f"--model-name {args.model_name}, --config: {error}")
     longest = getattr(config, "max_position_embeddings", None) or args.seq_length
     if args.seq_length > longest:
         fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {longest} tokens")
-    if len(tokenizer) > config.vocab_size:
-        fail(
-            f"--model-name {args.model_name}: its tokenizer has {len(tokenizer)} tokens, its "
-            f"embedding only {config.vocab_size} rows; tokenizer and model do not belong together"
-        )
-    if tokenizer.eos_token_id is None or not tokenizer("text", add_special_tokens=False).input_ids:
-        fail(f"--model-name {args.model_name}: its tokenizer has no end-of-text token or is empty")
+    if len(tokenizer) > config.vocab_size or tokenizer.eos_token_id is None:
+        told = f"{len(tokenizer)} tokens for {config.vocab_size} embeddings"
+        fail(f"--model-name {args.model_name}: its tokenizer has no end of text, or {told}")
     return tokenizer, config
 
 
@@ -233,10 +163,9 @@ def build_model(args, config):
     """Return the model with float32 weights on the CPU, equal for equal seeds on any device."""
     torch.manual_seed(args.seed)
     if args.pretrained:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            fail(f"--pretrained --model-name {args.model_name}: {first_line(error)}")
+        model = AutoModelForCausalLM.from_pretrained(
+            args.model_name, config=config, dtype=torch.float32
+        )
     else:
         with torch.device("meta"):  # shapes alone, as transformers draws all values after it
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -251,18 +180,17 @@ def build_model(args, config):
         AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
         model.set_attn_implementation("causal_sdpa")
 
-    if args.compile:  # in place, so that the weights keep their names; once for all layers
+    if args.compile:  # in place, so that the weights keep their names; each shape by itself
         for layer in layers_of(model):
-            layer.compile()
-        model.loss_function = torch.compile(model.loss_function)
+            layer.compile(dynamic=False)
+        model.loss_function = torch.compile(model.loss_function, dynamic=False)
     return model
 
 
 def layers_of(model):
     """Return the decoder layers: transformers names their class as one not to be split."""
-    return [
-        part for part in model.modules() if type(part).__name__ in (model._no_split_modules or ())
-    ]
+    names = model._no_split_modules or ()
+    return [part for part in model.modules() if type(part).__name__ in names]
 
 
 def build_optimizer(args, model):
@@ -270,13 +198,15 @@ def build_optimizer(args, model):
     matrices = [weight for weight in model.parameters() if weight.ndim >= 2]
     vectors = [weight for weight in model.parameters() if weight.ndim < 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
+    optimizer.found_inf = torch.zeros((), device=matrices[0].device)  # see train_step
+    return optimizer
 
 
 def lr_at(args, step):
-    """Return the learning rate of `step` (1 is the first): linear warm-up, cosine to a tenth."""
+    """Return the learning rate of `step` (1 is the first): linear warmup, cosine to a tenth."""
     if step <= args.warmup_steps:
         return args.lr * step / args.warmup_steps
     progress = (step - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
@@ -284,164 +214,99 @@ def lr_at(args, step):
 
 
 # ---- data ------------------------------------------------------------------------------------
-
-
 def build_data(args, tokenizer):
-    """Return training and held-out samples: datasets with `--seq-length` `input_ids` a row."""
-    documents = load_documents(args)
-    tokens = documents.map(
-        tokenize,
-        batched=True,
-        num_proc=min(args.num_proc, len(documents) // 1000) or None,
-        remove_columns=documents.column_names,
-        fn_kwargs={"tokenizer": tokenizer, "column": args.text_column},
-        desc="tokenizing",
-    )
-    samples = tokens.map(
-        Packer(args.seq_length),
-        batched=True,
-        batch_size=100,  # with one process and one size, cores do not decide what a sample is
-        desc="packing",
-    ).with_format("torch")
-    training = len(samples) - args.eval_samples
+    """Return training and held-out samples, int32 of [samples, `--seq-length`], memory-mapped."""
+    path = token_file(args, tokenizer)
+    num_samples = path.stat().st_size // 4 // args.seq_length
+    training = num_samples - args.eval_samples
     if training < 1:
-        fail(
-            f"--dataset-name {args.dataset_name} makes {len(samples)} samples of {args.seq_length} "
-            f"tokens, too few to hold {args.eval_samples} out and train on the rest: "
-            "take more text, a smaller --seq-length, or fewer --eval-samples"
-        )
-    return samples.select(range(training)), samples.select(range(training, len(samples)))
+        made = f"{args.dataset_name} makes {num_samples} samples of {args.seq_length} tokens"
+        fail(f"--dataset-name {made}, too few to hold {args.eval_samples} out and train on others")
+    tokens = torch.from_file(str(path), size=num_samples * args.seq_length, dtype=torch.int32)
+    return tokens.view(num_samples, -1).split([training, args.eval_samples])
+
+
+def token_file(args, tokenizer):
+    """Return a file of all tokens, int32: the documents, with an end-of-text token after each."""
+    documents = load_documents(args)
+    key = Hasher.hash([documents.cache_files, args.text_column, tokenizer])
+    path = Path(datasets.config.HF_DATASETS_CACHE, f"{key}.tokens")
+    if path.exists():
+        return path
+    partial = path.with_suffix(f".{uuid.uuid4().hex}")
+    with open(partial, "wb") as file:
+        for batch in tqdm(documents.iter(1000), "tokenizing", disable=None):
+            texts = [text or "" for text in batch[args.text_column]]
+            for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+                array("i", [*ids, tokenizer.eos_token_id]).tofile(file)
+    return partial.rename(path)
 
 
 def load_documents(args):
     """Return a dataset with a document per row."""
-    name, path = args.dataset_name, Path(args.dataset_name)
+    name = args.dataset_name
     formats = {".txt": "text", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-    if path.is_file() != (path.suffix in formats):
-        fail(f"--dataset-name {name}: there is no such {', '.join(formats)} file, folder or hub id")
-    if path.is_file() and not path.stat().st_size:
-        fail(f"--dataset-name {name}: this file is empty")
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # fail() reports errors in one line
-    options = {}
-    if path.suffix == ".txt" or any(path.glob("*.txt")):
+    reader = formats.get(Path(name).suffix)
+    options = {"data_files": name} if reader else {"name": args.dataset_subset}
+    if reader == "text" or any(Path(name).glob("*.txt")):
         options["sample_by"] = "paragraph"  # blank lines separate documents
-    if path.is_file():
-        options["data_files"], name = name, formats[path.suffix]
     try:
         if name == "pydoc":
-            documents = datasets.Dataset.from_generator(pydoc, gen_kwargs={"python": sys.version})
+            documents = datasets.Dataset.from_generator(
+                lambda: ({"text": text} for text in topics.values())
+            )
         else:
-            documents = datasets.load_dataset(name, args.dataset_subset, split="train", **options)
+            documents = datasets.load_dataset(reader or name, split="train", **options)
     except Exception as error:  # datasets has dozens of kinds, many with the reason in the cause
-        fail(f"--dataset-name {args.dataset_name}: {first_line(error.__cause__ or error)}")
-    if args.text_column not in documents.column_names:
-        columns = ", ".join(documents.column_names)
-        fail(f"--text-column {args.text_column}: the columns of {args.dataset_name} are {columns}")
-    if getattr(documents.features[args.text_column], "dtype", None) not in (
-        "string",
-        "large_string",
-    ):
-        fail(f"--text-column {args.text_column}: this column of {args.dataset_name} is not text")
+        fail(f"--dataset-name {name}: {error.__cause__ or error}")
+    types = {column: str(getattr(of, "dtype", of)) for column, of in documents.features.items()}
+    if types.get(args.text_column) not in ("string", "large_string"):
+        fail(f"--text-column {args.text_column}: not a column of text; {name} has {types}")
     return documents
 
 
-def pydoc(python):
-    """Yield the documentation of the language that Python carries for its help()."""
-    from pydoc_data.topics import topics
-
-    for text in topics.values():
-        yield {"text": text}
-
-
-def tokenize(batch, tokenizer, column):
-    """Turn texts into lists of token ids, each closed with the end-of-text token."""
-    texts = [text or "" for text in batch[column]]
-    ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    return {"input_ids": [[*document, tokenizer.eos_token_id] for document in ids]}
+@functools.lru_cache(maxsize=2)
+def order_of(seed, epoch, num_samples):
+    """Return the order of all samples in an epoch: another one in each."""
+    generator = torch.Generator().manual_seed(mix(seed, epoch))
+    return torch.randperm(num_samples, generator=generator)
 
 
-class Packer:
-    """Cuts the stream of all tokens into samples; what a batch leaves over begins the next."""
-
-    def __init__(self, seq_length):
-        self.seq_length = seq_length
-        self.rest = []
-
-    def __call__(self, batch):
-        """Return the samples that are complete."""
-        tokens = self.rest + list(chain.from_iterable(batch["input_ids"]))
-        starts = range(0, len(tokens) - self.seq_length + 1, self.seq_length)
-        self.rest = tokens[len(starts) * self.seq_length :]
-        return {"input_ids": [tokens[start : start + self.seq_length] for start in starts]}
-
-
-def fingerprint(samples):
-    """Return a short hash of how many samples there are and of what a hundred of them hold."""
-    some = samples.select(range(0, len(samples), 1 + len(samples) // 100))
-    content = repr((len(samples), some.with_format(None)["input_ids"][:]))
-    return hashlib.sha256(content.encode()).hexdigest()[:12]
-
-
-class ResumableSampler(Sampler):
-    """Yields sample ids without end, one seeded permutation of all samples after the other.
-
-    It starts at any `position` at once, so that the step alone says which samples come next.
-    """
-
-    def __init__(self, num_samples, seed, position):
-        self.num_samples = num_samples
-        self.seed = seed
-        self.position = position
-
-    def __iter__(self):
-        position = self.position
-        while True:
-            epoch, offset = divmod(position, self.num_samples)
-            generator = torch.Generator().manual_seed(mix(self.seed, epoch))
-            order = torch.randperm(self.num_samples, generator=generator)
-            ids = order[offset:]
-            for chunk in ids.split(1024):  # as a list, all ids would take five times the memory
-                yield from chunk.tolist()
-            position += len(ids)
-
-
-def build_loader(args, train_set, start):
-    """Return batches, int64 of [micro-batch size, `--seq-length`], from step `start` on."""
-    sampler = ResumableSampler(
-        len(train_set),
-        args.seed,
-        position=start * args.global_batch_size,
-    )
-    return DataLoader(
-        train_set,
-        batch_size=args.micro_batch_size,
-        sampler=sampler,
-        pin_memory=args.device == "cuda",
-    )
+def batch_at(args, samples, step, micro_step, device):
+    """Return a micro-batch, int64 of [samples, `--seq-length`]: the step alone says which."""
+    size = args.micro_batch_size
+    first = ((step - 1) * args.accumulation + micro_step) * size
+    positions = range(first, first + size)
+    places = [divmod(position, len(samples)) for position in positions]
+    ids = [order_of(args.seed, epoch, len(samples))[place] for epoch, place in places]
+    batch = samples[torch.stack(ids)].long()
+    return batch.pin_memory().to(device, non_blocking=True) if args.device == "cuda" else batch
 
 
 # ---- one step --------------------------------------------------------------------------------
-
-
 def loss_of(args, model, batch):
     """Return the mean loss of predicting each token of `batch` from those before it."""
     with torch.autocast(batch.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
         return model(input_ids=batch, labels=batch, use_cache=False).loss
 
 
-def train_step(args, model, optimizer, batches, step, device):
+def train_step(args, model, optimizer, train_set, step, device):
     """Take one optimizer step; return loss and gradient norm as they lie on the device."""
     torch.manual_seed(mix(args.seed, step))
     total = torch.zeros((), device=device)
-    for _ in range(args.accumulation):
-        batch = next(batches)["input_ids"].to(device, non_blocking=True)
+    for micro_step in range(args.accumulation):
+        batch = batch_at(args, train_set, step, micro_step, device)
         loss = loss_of(args, model, batch) / args.accumulation
         loss.backward()
         total += loss.detach()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+    grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    grad_norm = torch.nn.utils.get_total_norm(grads)
+    limit = args.max_grad_norm or math.inf
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, grad_norm)
     for group in optimizer.param_groups:
         group["lr"] = lr_at(args, step)
-    optimizer.found_inf = (~grad_norm.isfinite()).float()  # 1: AdamW leaves all as it was
+    # 1 from the first gradient on that is not finite: AdamW then leaves everything as it is
+    optimizer.found_inf = torch.maximum(optimizer.found_inf, (~grad_norm.isfinite()).float())
     optimizer.step()
     optimizer.zero_grad()
     return total, grad_norm
@@ -452,280 +317,108 @@ def evaluate(args, model, held_out, device):
     """Return the mean loss of the held-out samples."""
     model.eval()
     total = torch.zeros((), device=device)
-    for first in range(0, len(held_out), args.micro_batch_size):
-        ids = range(first, min(first + args.micro_batch_size, len(held_out)))
-        batch = held_out[ids]["input_ids"].to(device)
-        total += loss_of(args, model, batch) * len(ids)
+    rounds = math.ceil(len(held_out) / args.micro_batch_size)
+    for batch in held_out.tensor_split(rounds):
+        total += loss_of(args, model, batch.long().to(device)) * len(batch)
     model.train()
     return (total / len(held_out)).item()
 
 
 # ---- checkpoint ------------------------------------------------------------------------------
+def partial_of(folder):
+    """Return an empty folder in which to write what shall appear as `folder`."""
+    partial = folder.with_name(".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # a kill may have left it
+    partial.mkdir(parents=True, exist_ok=True)
+    return partial
 
 
-@contextmanager
-def saving(path):
-    """Stop with one line if what the block saves as `path` cannot be written."""
-    try:
-        yield
-    except Exception as error:  # a full disk is of another kind in torch and in safetensors
-        cause = error.__context__ or error
-        if isinstance(cause, SystemExit):  # Ctrl-C, of which torch made another error
-            raise cause from None
-        fail(f"cannot write {path}: {first_line(cause)}; what was saved before is whole")
-
-
-@contextmanager
-def whole_folder(folder):
-    """Give a folder to write to that appears as `folder` only when all of it is on the disk."""
-    partial = folder.with_name(f".{folder.name}")
-    make_empty(partial)
-    try:
-        yield partial
-        publish(partial, folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def make_empty(folder):
-    """Make a folder, without what a kill may have left in it."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def publish(partial, folder):
-    """Give a folder its name, once all that is in it is on the disk."""
+def publish(args, partial, folder):
+    """Give a folder its name, once all of it is on the disk; delete the oldest checkpoints."""
     for path in (*partial.rglob("*"), partial):
-        flush(path)
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)  # a kill while deleting would leave half of it
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    shutil.rmtree(folder, ignore_errors=True)  # it could not be read, or is an older model
     partial.rename(folder)
-    flush(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def flush(path):
-    """Bring a file or folder from the system's memory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    until_now = [old for old in sorted(folder.parent.glob("step-????????")) if old <= folder]
+    for old in until_now[: -args.keep_checkpoints]:
+        shutil.rmtree(old.rename(partial))  # a kill leaves no half of it under its name
 
 
 def save_checkpoint(args, run_dir, model, optimizer, step):
-    """Save all that is not a function of the step, then delete the oldest checkpoints."""
-    checkpoints = run_dir / "checkpoints"
-    checkpoint = checkpoints / f"step-{step:08}"
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state |= {"step": step, "args": vars(args)}
-    with saving(checkpoint), whole_folder(checkpoint) as folder:
-        with open(folder / "state.pt", "wb") as file:
-            torch.save(state, file)
-    delete_oldest(args, checkpoints)
-
-
-def delete_oldest(args, checkpoints):
-    """Delete all but the newest `--keep-checkpoints`, and what a kill has left."""
-    for old in sorted(checkpoints.glob("step-????????"))[: -args.keep_checkpoints]:
-        old.rename(old.with_name(f".{old.name}"))  # first, since a kill may leave half of it
-    for hidden in checkpoints.glob(".step-*"):  # on NFS one may be open still: the next save tries
-        shutil.rmtree(hidden, ignore_errors=True)
+    """Save all that is not a function of the step."""
+    checkpoint = run_dir / f"checkpoints/step-{step:08}"
+    partial = partial_of(checkpoint)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "args": vars(args)}
+    torch.save(state, partial / "state.pt")
+    publish(args, partial, checkpoint)
 
 
 def load_checkpoint(args, run_dir, model, optimizer):
     """Restore the newest checkpoint that can be read; return its step, which is 0 for a new run."""
-    while checkpoint := newest_checkpoint(run_dir):
-        state = read_checkpoint(checkpoint)
-        if state is None:
-            set_aside(checkpoint)
+    checkpoints = sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)
+    for checkpoint in checkpoints:
+        try:
+            state = torch.load(checkpoint / "state.pt", "cpu", mmap=True, weights_only=True)
+        except Exception as error:  # broken files raise many kinds
+            print(f"{checkpoint} cannot be read, so the one before is tried: {error!r:.200}")
             continue
         compare_args(args, state["args"], checkpoint)
         model.load_state_dict(state["model"])
         settings = optimizer.state_dict()["param_groups"]  # as the command says, not as they were
         optimizer.load_state_dict(state["optimizer"] | {"param_groups": settings})
-        say(f"continuing from {checkpoint}")
-        return state["step"]
+        print(f"continuing from {checkpoint}")
+        return int(checkpoint.name.removeprefix("step-"))
+    if checkpoints:
+        fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete them all to start anew")
     return 0
 
 
-def newest_checkpoint(run_dir):
-    """Return the newest checkpoint's folder, or None if none was ever saved."""
-    folders = sorted((run_dir / "checkpoints").glob("step-*"))
-    whole = [folder for folder in folders if not folder.suffix]
-    if folders and not whole:
-        fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete them all to start anew")
-    return whole[-1] if whole else None
-
-
-def read_checkpoint(checkpoint):
-    """Return what was saved, or None if it cannot be read."""
-    try:
-        return torch.load(checkpoint / "state.pt", "cpu", mmap=True, weights_only=True)
-    except (MemoryError, PermissionError) as error:  # not the checkpoint's fault
-        fail(f"cannot read {checkpoint}: {first_line(error)}; nothing was changed")
-    except Exception as error:  # broken files raise many kinds
-        say(f"{checkpoint} cannot be read: {first_line(error)}; trying the one before")
-        return None
-
-
-def set_aside(checkpoint):
-    """Mark a checkpoint as broken, so that it is neither tried nor counted again."""
-    broken = checkpoint.with_suffix(".broken")
-    shutil.rmtree(broken, ignore_errors=True)
-    checkpoint.rename(broken)
-
-
 def compare_args(args, before, checkpoint):
-    """Stop if the checkpoint's run is another one; else say what has changed since."""
+    """Stop if the checkpoint is another run's; else say what has changed since."""
     args.wandb_id = before["wandb_id"]
-    changed = {name for name, value in vars(args).items() if value != before.get(name)}
-    told = "; ".join(
-        f"{name} was {before.get(name)}, is {vars(args)[name]}" for name in sorted(changed)
-    )
-    if changed & {
-        "model_name",
-        "num_weights",
-        "dataset_fingerprint",
-        "seq_length",
-        "global_batch_size",
-        "seed",
-    }:
-        fail(f"{checkpoint} is from another run: {told}; choose another --experiment-name")
-    if changed:
-        say(f"changed since {checkpoint}: {told}")
+    fixed = ["model_name", "config", "num_weights", "dataset_fingerprint"]
+    fixed += ["seq_length", "global_batch_size", "seed"]
+    for name, value in vars(args).items():
+        if value == before.get(name):
+            continue
+        told = f"{checkpoint}: {name} was {before.get(name)}, is {value}"
+        if name in fixed:
+            fail(f"{told}; choose another --experiment-name")
+        print(told)
 
 
-def export_model(run_dir, model, tokenizer):
+def export_model(args, run_dir, model, tokenizer):
     """Write the finished model as a folder that `from_pretrained` loads."""
-    with saving(run_dir / "model"), whole_folder(run_dir / "model") as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    partial = partial_of(run_dir / "model")
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    publish(args, partial, run_dir / "model")
+    (run_dir / f"finished-{args.num_steps}").touch()
 
 
 # ---- main ------------------------------------------------------------------------------------
-
-
 PEAK_FLOPS = {  # dense bf16 matrix products a second, from the makers' data sheets
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-    "MI300X": 1307e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "AMD Instinct MI300X": 1307e12,
 }
 
 
 def mfu(args, model, tokens_per_second):
-    """Return the model FLOPs utilisation, 1 at the device's peak, or None if that is unknown.
-
-    A token takes 6 FLOPs per weight and 12 × layers × width × sequence length for attention:
-    PaLM, appendix B, https://arxiv.org/abs/2204.02311. Looking up an embedding takes none.
-    """
-    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    peak = next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
+    """Return the model FLOPs utilization, or None: PaLM, appendix B, arxiv.org/abs/2204.02311."""
+    peak = PEAK_FLOPS.get(torch.cuda.get_device_name() if args.device == "cuda" else "cpu")
     if peak is None or tokens_per_second is None or args.precision != "bf16":
         return None
-    config, embedding = model.config, model.get_input_embeddings().weight
-    weights = sum(weight.numel() for weight in model.parameters())
-    if embedding is not model.get_output_embeddings().weight:
-        weights -= embedding.numel()
-    heads = config.num_attention_heads
+    parts = [model.get_output_embeddings(), *layers_of(model)]
+    weights = sum(weight.numel() for part in parts for weight in part.parameters())
+    config, heads = model.config, model.config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     flops = 6 * weights + 12 * config.num_hidden_layers * width * args.seq_length
     return tokens_per_second * flops / peak
-
-
-def peak_memory_gib(args):
-    """Return the most memory this process has held, on the GPU or else on the host."""
-    if args.device == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes on a Mac, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def cut_back_metrics(run_dir, start):
-    """Make metrics.jsonl end with the last row that the checkpoint of step `start` has seen."""
-    path, new = run_dir / "metrics.jsonl", run_dir / "metrics.new"
-    with saving(path):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        rows = path.read_text().splitlines(keepends=True) if start and path.exists() else []
-        # a kill may have torn the last row, which then has no end
-        rows = takewhile(lambda row: row[-1] == "\n" and json.loads(row)["step"] <= start, rows)
-        new.write_text("".join(rows))
-        new.rename(path)
-
-
-def append_metrics(run_dir, row):
-    """Add a row to metrics.jsonl."""
-    path = run_dir / "metrics.jsonl"
-    with saving(path), open(path, "a") as file:
-        print(json.dumps(row), file=file)
-
-
-def open_wandb(args, run_dir):
-    """Start the wandb run, or the one that does nothing, or continue that of the checkpoint."""
-    try:
-        return wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "train-llm"),
-            name=args.experiment_name,
-            id=args.wandb_id,
-            resume="allow",
-            dir=run_dir,
-            mode=args.wandb,
-            config=vars(args),
-        )
-    except wandb.Error as error:
-        fail(f"--wandb {args.wandb}: {first_line(error)}")
-
-
-class Health:
-    """Tells whether the gradients were finite, where the host waits for the device anyway."""
-
-    def __init__(self, args):
-        self.args = args
-        self.seen = {}
-
-    def add(self, step, loss, grad_norm):
-        """Keep what a step has given, as it lies on the device."""
-        self.seen[step] = loss, grad_norm
-
-    def check(self):
-        """Stop, or only warn, if a gradient was not finite since the last check."""
-        for step, (loss, grad_norm) in self.seen.items():
-            if not grad_norm.isfinite():
-                self.report(step, f"and the loss is {loss.item():.6g}")
-        self.seen.clear()
-
-    def report(self, step, why):
-        """Say that a step has changed nothing, and why; stop if the user wants it so."""
-        told = f"step {step}: the gradient is not finite, {why}; no weight was changed"
-        if self.args.on_nonfinite == "stop":
-            fail(f"{told}, and --on-nonfinite skip would go on")
-        say(f"warning: {told}")
-
-
-def due(args, step, *intervals):
-    """Return whether a multiple of any of the intervals, or the last step, is reached."""
-    return step == args.num_steps or any(step % interval == 0 for interval in intervals)
-
-
-def is_finished(args, run_dir, start):
-    """Return whether no step is missing and the model was written after the last of them."""
-    model = run_dir / "model"
-    if start < args.num_steps or not model.exists():
-        return False
-    return model.stat().st_mtime >= newest_checkpoint(run_dir).stat().st_mtime
-
-
-def restart(step, loss):
-    """Return `step` and the time at which the device has done it: speed is measured from there."""
-    loss.item()
-    return step, time.perf_counter()
 
 
 def measure(args, model, step, loss, grad_norm, since):
@@ -733,67 +426,63 @@ def measure(args, model, step, loss, grad_norm, since):
     row = {"step": step, "loss": loss.item(), "grad_norm": grad_norm.item()}
     first, then = since
     tokens = (step - first) * args.global_batch_size * args.seq_length
-    speed = tokens / (time.perf_counter() - then) if tokens else None
-    return row | {
-        "lr": lr_at(args, step),
-        "tokens_per_second": speed,
-        "mfu": mfu(args, model, speed),
-        "peak_memory_gib": peak_memory_gib(args),
-    }
+    speed = tokens / (time.perf_counter() - then) if then else None
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KiB; bytes on a Mac
+    if args.device == "cuda":
+        memory = torch.cuda.max_memory_allocated()
+    row |= {"lr": lr_at(args, step), "tokens_per_second": speed, "mfu": mfu(args, model, speed)}
+    return row | {"peak_memory_gib": memory / 2**30}
+
+
+def log(run_dir, run, row):
+    """Add a row to metrics.jsonl, where the last row of a step counts, to wandb, and to stdout."""
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        print(json.dumps(row), file=file)
+    run.log(row, step=row["step"])
+    tqdm.write("  ".join(f"{name} {n:,.6g}" for name, n in row.items() if n is not None))
 
 
 def main():
-    """Train; started again with the same command, continue where the newest checkpoint is."""
+    """Train; started again with the same command, continue from the newest checkpoint."""
     args = parse_args()
-    device = setup(args)
-    run_dir = Path(args.save_dir, args.experiment_name)
+    device, run_dir = setup(args)
     tokenizer, config = build_tokenizer_and_config(args)
     train_set, held_out = build_data(args, tokenizer)
-    args.dataset_fingerprint = fingerprint(train_set)
+    args.dataset_fingerprint = mix(len(train_set), train_set[:: 1 + len(train_set) // 100].tolist())
     model = build_model(args, config).to(device)
     args.num_weights = model.num_parameters()
     optimizer = build_optimizer(args, model)
     start = load_checkpoint(args, run_dir, model, optimizer)
-    if is_finished(args, run_dir, start):
-        say(f"{run_dir} is finished: it has {start} steps")
+    if (run_dir / f"finished-{args.num_steps}").exists():
+        print(f"{run_dir} is finished: it has {start} steps")
         return
 
-    cut_back_metrics(run_dir, start)
-    run = open_wandb(args, run_dir)
-
-    def log(row):
-        append_metrics(run_dir, row)
-        run.log(row, step=row["step"])
-        say("  ".join(f"{name} {value:,.6g}" for name, value in row.items() if value is not None))
-
+    about = {"id": args.wandb_id, "name": args.experiment_name, "config": vars(args)}
+    run = wandb.init(**about, dir=run_dir, mode=args.wandb, resume="allow")
     if start == 0:
-        log({"step": 0, "val_loss": evaluate(args, model, held_out, device)})
-    batches = iter(build_loader(args, train_set, start))
-    health = Health(args)
-    since = None
-    for step in tqdm(
-        range(start + 1, args.num_steps + 1),
-        initial=start,
-        total=args.num_steps,
-        disable=None,
-    ):
-        loss, grad_norm = train_step(args, model, optimizer, batches, step, device)
-        health.add(step, loss, grad_norm)
-        since = since or restart(step, loss)  # the first step compiles, so it is not measured
-        if due(args, step, args.log_every, args.eval_every):
-            health.check()
+        log(run_dir, run, {"step": 0, "val_loss": evaluate(args, model, held_out, device)})
+    since = start, None  # the speed of the first interval is unknown, as its first step compiles
+    steps = range(start + 1, args.num_steps + 1)
+    for step in tqdm(steps, initial=start, total=args.num_steps, file=sys.stdout, disable=None):
+        loss, grad_norm = train_step(args, model, optimizer, train_set, step, device)
+        last = step == args.num_steps
+        evaluating = last or step % args.eval_every == 0
+        logging = evaluating or step % args.log_every == 0
+        saving = last or step % args.checkpoint_every == 0
+        if (logging or saving) and optimizer.found_inf:
+            fail(f"a gradient in steps {since[0] + 1} to {step} was not finite; nothing was saved")
+        if logging:
             row = measure(args, model, step, loss, grad_norm, since)
-            if due(args, step, args.eval_every):
+            if evaluating:
                 row["val_loss"] = evaluate(args, model, held_out, device)
-            log(row)
-            since = restart(step, loss)
-        if due(args, step, args.checkpoint_every):
-            health.check()
+            log(run_dir, run, row)
+        if saving:
             save_checkpoint(args, run_dir, model, optimizer, step)
-            since = restart(step, loss)
+        if logging or saving:
+            since = step, time.perf_counter()
 
-    export_model(run_dir, model, tokenizer)
-    say(f"finished: {run_dir} has the model, the metrics and the last checkpoints")
+    export_model(args, run_dir, model, tokenizer)
+    print(f"finished: {run_dir} has the model, the metrics and the last checkpoints")
     run.finish()
 
 
