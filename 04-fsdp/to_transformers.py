@@ -14,7 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
+from train_llm import build_tokenizer_and_config
+from transformers import AutoModelForCausalLM
 
 
 def read(checkpoint, state):
@@ -38,10 +39,10 @@ def main():
     transformers.logging.disable_progress_bar()
     if paths.folder.exists():
         parser.error(f"{paths.folder} exists")
-    args = json.loads(read(paths.checkpoint, {"args": ""})["args"])
+    args = argparse.Namespace(**json.loads(read(paths.checkpoint, {"args": ""})["args"]))
 
+    tokenizer, config = build_tokenizer_and_config.__wrapped__(args)  # here is no rank to wait for
     with torch.device("meta"):  # names and shapes of the weights, without memory for them
-        config = AutoConfig.from_pretrained(paths.checkpoint)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weights = {
         name: torch.empty_like(weight, device="cpu")
@@ -49,10 +50,6 @@ def main():
         if name not in model.all_tied_weights_keys  # which are saved once
     }
     read(paths.checkpoint, {"model": weights})
-    if args["model_name"] == "tiny":
-        tokenizer = ByT5Tokenizer()
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(args["model_name"])
     model.save_pretrained(paths.folder, state_dict=weights)
     tokenizer.save_pretrained(paths.folder)
     print(f"{paths.folder} has the model of {paths.checkpoint}")

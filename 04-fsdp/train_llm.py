@@ -43,6 +43,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 LAUNCHERS = [  # the variables in which each tells a process its rank, world size and local rank
@@ -240,7 +241,7 @@ def fail(message):
     """Stop because of what the user gave us: one line on stderr, exit status 2."""
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)  # DDP: rank 0 says it and torchrun ends us, or only we have this fault
-    print(f"{Path(__file__).name}: error: {message.strip().splitlines()[0]}", file=sys.stderr)
+    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -263,15 +264,17 @@ def build_tokenizer_and_config(args):
         else:
             tokenizer = AutoTokenizer.from_pretrained(args.model_name)
             config = AutoConfig.from_pretrained(args.model_name)
-        if args.config:  # what follows from the number of layers is derived anew
+        if args.config:
             config.update_from_string(",".join(args.config))
-            config = config.from_dict(config.to_dict() | {"layer_types": None})
+            values = config.to_dict()
+            values.pop("layer_types", None)  # which follow from the number of layers
+            config = config.from_dict(values)
     except Exception as error:  # each wrong type in a configuration has a kind of its own
-        fail(f"--model-name {args.model_name}, --config: {error}")
+        fail(f"--model-name {' '.join([args.model_name, *args.config])}: {error}")
     longest = getattr(config, "max_position_embeddings", None) or args.seq_length
     if args.seq_length > longest:
         fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {longest} tokens")
-    if len(tokenizer) > config.vocab_size or tokenizer.eos_token_id is None:
+    if tokenizer.eos_token_id is None or not 1 < len(tokenizer) <= config.vocab_size:
         told = f"{len(tokenizer)} tokens for {config.vocab_size} embeddings"
         fail(f"--model-name {args.model_name}: its tokenizer has no end of text, or {told}")
     return tokenizer, config
@@ -285,9 +288,11 @@ def build_model(args, config):
             args.model_name, config=config, dtype=torch.float32
         )
     else:
-        with torch.device("meta"):  # shapes alone, as transformers draws all values after it
+        with no_init_weights():  # constructors may draw too; what they set stays
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        model.to_empty(device="cpu").init_weights()
+        model.init_weights()
+    if not layers_of(model):
+        fail(f"--model-name {args.model_name}: transformers does not say which its layers are")
     model.train()
 
     # To build a mask, transformers makes the host wait for the device in every forward pass, and
@@ -307,8 +312,7 @@ def build_model(args, config):
 
 def layers_of(model):
     """Return the decoder layers: transformers names their class as one not to be split."""
-    names = model._no_split_modules or ()
-    return [part for part in model.modules() if type(part).__name__ in names]
+    return [part for part in model.modules() if type(part).__name__ in model._no_split_modules]
 
 
 def shard(args, model, device):
@@ -398,7 +402,7 @@ def load_documents(args):
         else:
             documents = datasets.load_dataset(reader or name, split="train", **options)
     except Exception as error:  # datasets has dozens of kinds, many with the reason in the cause
-        fail(f"--dataset-name {name}: {error.__cause__ or error}")
+        fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'it is empty'}")
     types = {column: str(getattr(of, "dtype", of)) for column, of in documents.features.items()}
     if types.get(args.text_column) not in ("string", "large_string"):
         fail(f"--text-column {args.text_column}: not a column of text; {name} has {types}")
@@ -682,5 +686,6 @@ def main():
 
 if __name__ == "__main__":
     main()
-    dist.barrier(group=patient_group())  # DDP: no rank leaves while another may still need it
-    dist.destroy_process_group()
+    if dist.is_initialized():  # which it is not after --help
+        dist.barrier(group=patient_group())  # DDP: no rank leaves while another may still need it
+        dist.destroy_process_group()

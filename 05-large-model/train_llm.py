@@ -45,6 +45,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.hub import snapshot_download
 
@@ -254,7 +255,7 @@ def fail(message):
     """Stop because of what the user gave us: one line on stderr, exit status 2."""
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)  # DDP: rank 0 says it and torchrun ends us, or only we have this fault
-    print(f"{Path(__file__).name}: error: {message.strip().splitlines()[0]}", file=sys.stderr)
+    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -277,27 +278,32 @@ def build_tokenizer_and_config(args):
         else:
             tokenizer = AutoTokenizer.from_pretrained(args.model_name)
             config = AutoConfig.from_pretrained(args.model_name)
-        if args.config:  # what follows from the number of layers is derived anew
+        if args.config:
             config.update_from_string(",".join(args.config))
-            config = config.from_dict(config.to_dict() | {"layer_types": None})
+            values = config.to_dict()
+            values.pop("layer_types", None)  # which follow from the number of layers
+            config = config.from_dict(values)
     except Exception as error:  # each wrong type in a configuration has a kind of its own
-        fail(f"--model-name {args.model_name}, --config: {error}")
+        fail(f"--model-name {' '.join([args.model_name, *args.config])}: {error}")
     longest = getattr(config, "max_position_embeddings", None) or args.seq_length
     if args.seq_length > longest:
         fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {longest} tokens")
-    if len(tokenizer) > config.vocab_size or tokenizer.eos_token_id is None:
+    if tokenizer.eos_token_id is None or not 1 < len(tokenizer) <= config.vocab_size:
         told = f"{len(tokenizer)} tokens for {config.vocab_size} embeddings"
         fail(f"--model-name {args.model_name}: its tokenizer has no end of text, or {told}")
     return tokenizer, config
 
 
 def build_model(args, config):
-    """Return the model as shapes, on the meta device: `shard` gives it values, layer by layer."""
+    """Return the model without values, in memory that is not in use before `shard` writes to it."""
     caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     if any(getattr(config, cap, None) for cap in caps):
         fail(f"--model-name {args.model_name}: it caps its logits, which this chapter never makes")
-    with torch.device("meta"):
+    torch.manual_seed(args.seed)
+    with no_init_weights():  # constructors may draw too; what they set stays
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if not layers_of(model):
+        fail(f"--model-name {args.model_name}: transformers does not say which its layers are")
     model.train()
 
     # To build a mask, transformers makes the host wait for the device in every forward pass, and
@@ -353,8 +359,7 @@ def keep_products(_, operation, *args, **kwargs):
 
 def layers_of(model):
     """Return the decoder layers: transformers names their class as one not to be split."""
-    names = model._no_split_modules or ()
-    return [part for part in model.modules() if type(part).__name__ in names]
+    return [part for part in model.modules() if type(part).__name__ in model._no_split_modules]
 
 
 def shard(args, model, device):
@@ -374,14 +379,14 @@ def shard(args, model, device):
     if args.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=args.device == "cuda")
     layers = layers_of(model)
-    torch.manual_seed(args.seed)
+    parents = [part for part in model.modules() if isinstance(part, transformers.PreTrainedModel)]
+    owner = {part: parent for parent in parents for part in parent.modules()}  # the innermost one
 
     def materialize(part):
         """Give values to one module, whose own parts have theirs already; split it if a layer."""
-        part.to_empty(device="cpu", recurse=False)
         for weight in part.parameters(recurse=False):
             weight._is_hf_initialized = args.pretrained  # not to be drawn, as it is read below
-        model._init_weights(part)
+        owner[part]._init_weights(part)
         if part in layers:
             free = args.reshard_after_forward and part is not layers[-1]  # its backward comes next
             fully_shard(part, reshard_after_forward=free, **options)
@@ -490,7 +495,7 @@ def load_documents(args):
         else:
             documents = datasets.load_dataset(reader or name, split="train", **options)
     except Exception as error:  # datasets has dozens of kinds, many with the reason in the cause
-        fail(f"--dataset-name {name}: {error.__cause__ or error}")
+        fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'it is empty'}")
     types = {column: str(getattr(of, "dtype", of)) for column, of in documents.features.items()}
     if types.get(args.text_column) not in ("string", "large_string"):
         fail(f"--text-column {args.text_column}: not a column of text; {name} has {types}")
@@ -794,5 +799,6 @@ def main():
 
 if __name__ == "__main__":
     main()
-    dist.barrier(group=patient_group())  # DDP: no rank leaves while another may still need it
-    dist.destroy_process_group()
+    if dist.is_initialized():  # which it is not after --help
+        dist.barrier(group=patient_group())  # DDP: no rank leaves while another may still need it
+        dist.destroy_process_group()

@@ -122,6 +122,7 @@ def add_plan_flags(parser):
     add("--nvlink-gbs", type=at_least(0.001), default=400.0, help="a GPU sends inside its node")
     add("--network-gbs", type=at_least(0.001), default=50.0, help="a GPU's share of the network")
     add("--pcie-gbs", type=at_least(0.001), default=50.0, help="between a GPU and its host")
+    add("--pageable-gbs", type=at_least(0.001), default=6.0, help="to host memory that is pageable")
     add("--cpu-adam-gbs", type=at_least(0.001), default=200.0, help="a host's memory, in AdamW")
     add("--disk-gbs", type=at_least(0.001), default=5.0, help="all ranks together write")
 
@@ -137,36 +138,37 @@ def add_plan_flags(parser):
 def flags_of(script):
     """Return the flags that a chapter's script declares: a list of (names, argparse's options)."""
     try:
-        tree = ast.parse(script.read_text())
+        nodes = list(ast.walk(ast.parse(script.read_text())))
     except (OSError, SyntaxError) as error:
         fail(f"cannot read the flags of {script}: {error}")
-    known = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
-    return [
-        ([word.value for word in node.args], options_of(node, known))
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "add"
-    ]
+    [may_be_zero] = (
+        ast.literal_eval(node.value)
+        for node in nodes
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "may_be_zero"
+    )
+    calls = (each for each in nodes if isinstance(each, ast.Call))
+    calls = [each for each in calls if getattr(each.func, "id", None) == "add"]
+    return [([word.value for word in call.args], options_of(call, may_be_zero)) for call in calls]
 
 
-def options_of(call, known):
+def options_of(call, may_be_zero):
     """Return the options of one flag; those that only a run of the script could say are left out.
 
-    `known` are the script's constants, from name to expression.
+    Numbers are at least 1, but for those of these names.
     """
     options = {"help": argparse.SUPPRESS}  # train_llm.py --help has it
+    flag = call.args[-1].value
     for word in call.keywords:
-        value = known.get(getattr(word.value, "id", None), word.value)
         if word.arg == "action":
-            named = getattr(value, "id", None)
-            options["action"] = argparse.BooleanOptionalAction if named else value.value
+            named = isinstance(word.value, ast.Name)
+            options["action"] = argparse.BooleanOptionalAction if named else word.value.value
         elif word.arg == "type":
-            options["type"] = at_least(value.args[0].value)
-        elif word.arg == "choices" and isinstance(value, ast.Dict):
-            options["choices"] = [key.value for key in value.keys]
-        elif word.arg in ("choices", "default"):
+            least = flag.removeprefix("--").replace("-", "_") not in may_be_zero
+            options["type"] = at_least({"int": int, "float": float}[word.value.id](least))
+        elif word.arg != "help":
             with contextlib.suppress(ValueError):
-                options[word.arg] = ast.literal_eval(value)
-    if call.args[-1].value == "--device":
+                options[word.arg] = ast.literal_eval(word.value)
+    if flag == "--device":
         options["default"] = "cuda"  # which need not be here
     return options
 
@@ -222,8 +224,24 @@ def fail(message):
 
 
 def load_config(args):
+    """Return the configuration of `--model-name`, changed by `--config`, and from where it is."""
+    config, source = find_config(args.model_name)
+    if not args.config:
+        return config, source
+    changes = ",".join(args.config)
+    try:  # as the chapters do it
+        config.update_from_string(changes)
+        values = config.to_dict()
+        values.pop("layer_types", None)  # which follow from the number of layers
+        config = config.from_dict(values)
+    except Exception as error:  # each wrong type in a configuration has a kind of its own
+        fail(f"--config {changes}: {first_line(error)}")
+    return config, f"{source}, with {changes}"
+
+
+def find_config(name):
     """Return the configuration of `--model-name`, and from where it is; no weights are read."""
-    name, path = args.model_name, Path(args.model_name)
+    path = Path(name)
     if name == "tiny":
         return tiny_config(), "built in"
     if path.suffix == ".json" and not path.exists():
@@ -267,13 +285,8 @@ def read_config(name, path, **options):
 
 def tiny_config():
     """Return the configuration that the chapters call `tiny`."""
-    return LlamaConfig(
-        vocab_size=len(ByT5Tokenizer()),
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-    )
+    shape = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
+    return LlamaConfig(**shape, num_attention_heads=4, vocab_size=len(ByT5Tokenizer()))
 
 
 def shipped_shape(name):
@@ -562,7 +575,6 @@ class Setting:
     batch: int
     length: int
     accumulation: int
-    sync: bool
     reshard: bool
     recompute: str
     offload: bool
@@ -609,7 +621,6 @@ def setting_of(args, chapter, changes):
         batch=args.micro_batch_size,
         length=args.seq_length,
         accumulation=args.accumulation,
-        sync=args.sync_each_micro_step,
         reshard=flags["reshard_after_forward"],
         recompute=flags["recompute"] if own else "none",
         offload=own and flags["cpu_offload"],
@@ -770,15 +781,11 @@ class ShardedStep(Step):
     """
 
     def play(self):
-        """Play the first micro-step, one more and the last: in each something else is there."""
+        """Play the first micro-step and, if there is one, another, which finds gradients there."""
         if not self.setting.offload or not self.setting.cuda:
             self.held.update({name: self.state[name] for name in ("parameters", "optimizer state")})
-        self.kept, self.has_shards = {}, set()
-        steps = self.setting.accumulation
-        for number in sorted({1, min(2, steps), steps}):
-            self.sync = self.setting.sync or number == steps
-            in_place = self.setting.compute_bytes == self.setting.reduce_bytes
-            self.adds = number > 1 and not self.setting.sync and in_place
+        self.has_shards = set()
+        for _ in range(min(2, self.setting.accumulation)):
             self.gathered, self.in_flight, self.copied, self.reduced = set(), {}, 0, 0
             self.gather(0)
             self.copy_out(0, forward=True)
@@ -793,7 +800,7 @@ class ShardedStep(Step):
         return shard_numbers(self.shapes(group), self.setting.shards) * self.setting.shards * size
 
     def keeps_gradients(self):
-        return not self.adds
+        return True
 
     def gather(self, group):
         """Begin an all-gather: its output is there, its input for a moment only."""
@@ -847,13 +854,7 @@ class ShardedStep(Step):
         self.copied = 0
 
     def loss_is_done(self, made):
-        self.make(made)
-
-    def make(self, gradients):
-        """Keep so many bytes of gradients, just made, until they are reduced; return the bytes."""
-        made = 0 if self.adds else gradients  # to those of the micro-step before
         self.held["whole gradients"] += made
-        return made
 
     def before_backward(self, number):
         self.copy_out(number, forward=False)
@@ -861,39 +862,29 @@ class ShardedStep(Step):
             self.gather(ahead)
 
     def after_backward(self, number, made):
-        self.reduce(number, self.make(made))
+        self.held["whole gradients"] += made
+        self.reduce(number, made)
 
     def end_of_backward(self, made, made_before):
-        before = 0 if self.adds else made_before
-        self.reduce(0, self.make(made) + before)
+        self.held["whole gradients"] += made
+        self.reduce(0, made + made_before)
         self.held["communication"] -= self.reduced
         self.reduced = 0
 
     def reduce(self, group, made):
         """Add up a group's gradients over the ranks; the input buffer lasts until the next one."""
         self.free(group)
-        if not self.sync:
-            return self.keep(group, made)
         self.held["communication"] -= self.reduced
         self.reduced = self.whole(group, self.setting.reduce_bytes)
         self.held["communication"] += self.reduced
         self.look(f"reduce-scatter of {self.name(group)}")
-        self.held["whole gradients"] -= made + self.kept.pop(group, 0)
+        self.held["whole gradients"] -= made
         shard = self.reduced // self.setting.shards
         gloo = 0 if self.setting.cuda or self.setting.shards == 1 else self.reduced
         self.look(f"reduce-scatter of {self.name(group)}", communication=shard + gloo)
         if group not in self.has_shards and not (self.setting.offload and self.setting.cuda):
             self.held["gradients"] += shard
         self.has_shards.add(group)
-
-    def keep(self, group, made):
-        """Let a group's whole gradients stay, in the type in which they are reduced."""
-        kept = numbers(self.shapes(group)) * self.setting.reduce_bytes
-        if group not in self.kept:
-            self.kept[group] = kept
-            self.held["whole gradients"] += kept
-        self.look(f"gradients of {self.name(group)} kept")
-        self.held["whole gradients"] -= made
 
 
 def play(model, setting):
@@ -961,22 +952,25 @@ def bytes_sent(model, setting):
     """Return the bytes of whole tensors that one step gathers and reduces, and of shards copied.
 
     A dictionary: `shard group` is sent among the ranks of a copy, `replicas` among copies, `pcie`
-    between GPU and host. Chapter 04's README has the formulas.
+    between GPU and host. Chapter 04's README has the formulas. Under offload, FSDP2 copies the
+    gradients of the first micro-step into pinned memory, while it goes on. To those it adds the
+    later ones, `pageable`, for which it waits: foreach_reduce in _fsdp_collectives.py.
     """
     steps, size = setting.accumulation, setting.compute_bytes
     weights, root = model.weights, numbers(model.root)
     last = numbers(model.layers[-1])
     if setting.chapter == "02":
-        return {"shard group": 0, "replicas": 2 * 4 * weights, "pcie": 0}
+        return {"shard group": 0, "replicas": 2 * 4 * weights, "pcie": 0, "pageable": 0}
     gathered = 2 * weights - root - last if setting.reshard else weights
-    reduced = (steps if setting.sync else 1) * weights * setting.reduce_bytes
+    reduced = steps * weights * setting.reduce_bytes
     shards = weights * setting.reduce_bytes / setting.shards
     among_replicas = 2 * (1 - 1 / setting.replicas) * shards
-    copied = (steps * gathered + weights * (steps if setting.sync else 1)) * setting.weight_bytes
+    offloaded = setting.weight_bytes / setting.shards if setting.offload else 0
     return {
         "shard group": (steps * gathered * size + reduced) * (1 - 1 / setting.shards),
         "replicas": among_replicas,
-        "pcie": copied / setting.shards if setting.offload else 0,
+        "pcie": (steps * gathered + weights) * offloaded,
+        "pageable": (steps - 1) * weights * offloaded,
     }
 
 
@@ -1011,6 +1005,7 @@ def seconds_of(args, model, setting):
         "inside a copy": sent["shard group"] / inside,
         "between copies": sent["replicas"] / between,
         "GPU to host and back": sent["pcie"] / args.pcie_gbs,
+        "later gradients": sent["pageable"] * (1 / args.pageable_gbs + 3 / memory),  # copied, added
         "AdamW": adam / memory,
     }
     rest = {name: (giga / 1e9, giga / 1e9) for name, giga in times.items()}
@@ -1030,14 +1025,14 @@ def traffic(model, setting):
 def estimate(args, model, setting):
     """Return what a step takes: seconds and MFU, each as (best, worst), and where they go.
 
-    Best: all communication hides behind computing or the other way round, and only AdamW has to
-    wait. Worst: nothing hides.
+    Best: all communication hides behind computing or the other way round, but for what a rank
+    waits for. Worst: nothing hides.
     """
     parts = seconds_of(args, model, setting)
-    computing = ("matrix products", "other operations")
-    compute = sum(parts[name][0] for name in computing)
-    links = [parts[name][0] for name in parts if name not in (*computing, "AdamW")]
-    seconds = (max(compute, *links) + parts["AdamW"][0], sum(slow for _, slow in parts.values()))
+    computing, waiting = ("matrix products", "other operations"), ("later gradients", "AdamW")
+    compute, waits = (sum(parts[name][0] for name in names) for names in (computing, waiting))
+    links = [parts[name][0] for name in parts if name not in (*computing, *waiting)]
+    seconds = (max(compute, *links) + waits, sum(slow for _, slow in parts.values()))
     flops = flops_of(model, setting)[0] * setting.accumulation
     mfu = [flops / (peak_of(args, setting) * each) for each in seconds]
     return {"seconds": seconds, "mfu": mfu, "parts": parts}
@@ -1167,6 +1162,8 @@ def given(flags):
             continue
         if options.get("action") == argparse.BooleanOptionalAction:
             words.append(name if value else name.replace("--", "--no-", 1))
+        elif isinstance(value, list):
+            words += [name, *value]
         else:
             words += [name] if value is True else [name, str(value)]
     return words
@@ -1259,8 +1256,11 @@ def show_time(args, asked):
         f"which matrix products reach {low:.0%} to {high:.0%};\n"
         f"  GB/s: {args.gpu_bandwidth_gbs:g} GPU memory, {args.nvlink_gbs:g} NVLink, "
         f"{args.network_gbs:g} network per GPU, {args.pcie_gbs:g} PCIe,\n"
-        f"  {args.cpu_adam_gbs:g} host memory, {args.disk_gbs:g} disk; no --compile"
+        f"  {args.pageable_gbs:g} PCIe to pageable memory, {args.cpu_adam_gbs:g} host memory, "
+        f"{args.disk_gbs:g} disk; no --compile"
     )
+    if asked["parts"]["later gradients"][0]:
+        print("one micro-step is best under offload: a rank waits for the gradients of later ones")
     saved = asked["checkpoint"]
     print(f"a checkpoint: {saved['bytes'] / 1e9:,.4g} GB, {time_of(saved['seconds'])} to write")
 

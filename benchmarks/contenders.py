@@ -12,10 +12,12 @@ A peer leaves metrics.jsonl as chapters do; for all, timing.json says how long t
 import importlib.util
 import json
 import os
+import resource
 import sys
 import time
 from contextlib import suppress
 from functools import wraps
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -42,6 +44,13 @@ def settle(device):
     """Wait until a GPU has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def peak_memory_gib(device):
+    """Return the most memory that this process has taken; on a GPU, the most that tensors took."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # which Linux has in KiB
 
 
 def matmul_rate(device):
@@ -92,6 +101,8 @@ def chapter(name):
         setattr(script, function, timed(getattr(script, function), note))
     args = script.parse_args()
     script.main()
+    if dist.is_initialized():
+        dist.barrier()
     if RANK == 0:
         write(args, "timing.json", json.dumps(seconds))
 
@@ -115,10 +126,10 @@ class Race:
         self.device = torch.device(args.device, LOCAL_RANK if args.device == "cuda" else None)
         self.batch_size = args.global_batch_size // WORLD_SIZE
         tokenizer, self.config = self.script.build_tokenizer_and_config(args)
-        samples, _ = self.script.build_data(args, tokenizer)
-        order = iter(self.script.ResumableSampler(len(samples), args.seed, 0))
-        count = args.num_steps * args.global_batch_size
-        self.samples = samples.select([next(order) for _ in range(count)])
+        train_set, _ = self.script.build_data(args, tokenizer)
+        places = product(range(1, args.num_steps + 1), range(args.accumulation))
+        batches = [self.script.batch_at(args, train_set, *place, "cpu") for place in places]
+        self.samples = torch.cat(batches)  # [samples, tokens], on the CPU
         self.losses = torch.zeros(args.num_steps, device=self.device)
         self.steps, self.rows, self.first_step = 0, [], None
 
@@ -155,7 +166,7 @@ class Race:
             first, then = self.begun
             tokens = (step - first) * self.args.global_batch_size * self.args.seq_length
             speed = tokens / (time.perf_counter() - then)
-            memory = self.script.peak_memory_gib(self.args)
+            memory = peak_memory_gib(self.device)
             self.rows.append({"step": step, "tokens_per_second": speed, "peak_memory_gib": memory})
             self.begun = (step, time.perf_counter())
 
@@ -175,13 +186,12 @@ class Race:
 
 def bare(race, dtype=torch.float32):
     """Forward, backward, clip and step, on tokens that lie on the device, and nothing else."""
-    args, device, script = race.args, race.device, race.script
-    script.setup(args)
+    args, device = race.args, race.device
     model = race.model().to(device, dtype)
     model.set_attn_implementation("causal_sdpa")  # the chapter's: it spends nothing on masks
     optimizer, schedule = race.optimizer(model)
     run = torch.compile(model) if args.compile else model
-    tokens = race.samples[:]["input_ids"].to(device).split(args.global_batch_size)
+    tokens = race.samples.to(device).split(args.global_batch_size)
     mixed = args.precision == "bf16" and dtype == torch.float32
     for batch in tokens:
         with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
@@ -236,7 +246,7 @@ def trainer(race):
             disable_tqdm=True,
         ),
         optimizers=race.optimizer(model),
-        train_dataset=race.samples.with_format(None),
+        train_dataset=race.samples,
         data_collator=with_labels,
         callbacks=[Clock()],
     )
@@ -246,7 +256,7 @@ def trainer(race):
 
 def with_labels(rows):
     """Return a batch, int64 of [samples, tokens], that is its own labels."""
-    tokens = torch.tensor([row["input_ids"] for row in rows])
+    tokens = torch.stack(rows).long()
     return {"input_ids": tokens, "labels": tokens}
 
 
@@ -263,7 +273,7 @@ def accelerate(race):
     optimizer, schedule = race.optimizer(model)
     model, optimizer, loader = accelerator.prepare(model, optimizer, race.loader())
     for batch in loader:
-        loss = model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+        loss = model(input_ids=batch, labels=batch).loss
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), race.args.max_grad_norm)
         optimizer.step()
@@ -289,7 +299,7 @@ def fabric(race):
     model = torch.compile(model) if race.args.compile else model
     model, optimizer = fabric.setup(model, optimizer)
     for batch in fabric.setup_dataloaders(race.loader()):
-        loss = model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+        loss = model(input_ids=batch, labels=batch).loss
         fabric.backward(loss)
         fabric.clip_gradients(model, optimizer, max_norm=race.args.max_grad_norm)
         optimizer.step()
@@ -322,7 +332,7 @@ def zero(race, stage):
         engine.compile()
     order = DistributedSampler(race.samples, shuffle=False)  # its own loader would shuffle
     for batch in DataLoader(race.samples, race.batch_size, sampler=order):
-        tokens = batch["input_ids"].to(race.device)
+        tokens = batch.to(race.device)
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
         engine.step()

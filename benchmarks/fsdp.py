@@ -37,7 +37,6 @@ SETTINGS = {  # of each number of ranks
     "as it is": "",
     "layers kept": "--no-reshard-after-forward",
     "2 micro-steps": "--batch-size {half}",
-    "2 micro-steps, unsynced": "--batch-size {half} --no-sync-each-micro-step",
     "2 replicas": "--replicas 2",
     "2 replicas, 2 micro-steps": "--replicas 2 --batch-size {half}",
 }
@@ -106,8 +105,7 @@ def measure_costs(chapter, args, device):
     model = chapter.shard(args, chapter.build_model(args, config), device)
     optimizer = chapter.build_optimizer(args, model)
     found = {"gathered": 0, "process between micro-steps": 0}
-    ids = torch.randint(config.vocab_size, (args.micro_batch_size, args.seq_length))
-    batches = iter(lambda: {"input_ids": ids}, None)
+    samples = torch.randint(config.vocab_size, (BATCH, args.seq_length), dtype=torch.int32)
 
     def look(*_):
         whole = [weight for weight in model.parameters() if not isinstance(weight, DTensor)]
@@ -134,9 +132,9 @@ def measure_costs(chapter, args, device):
     optimizer.register_step_pre_hook(look_at_shards)
     optimizer.register_step_post_hook(look_at_state)
     for step in (1, 2):
-        chapter.train_step(args, model, optimizer, batches, step, device)
+        chapter.train_step(args, model, optimizer, samples, step, device)
     with Collectives() as seen:
-        chapter.train_step(args, model, optimizer, batches, 3, device)
+        chapter.train_step(args, model, optimizer, samples, 3, device)
     found["model"] = sum(weight.numel() for weight in model.parameters()) * 4
     found["accumulation"] = args.accumulation
     found["collectives"] = {name: [seen.counts[name], seen.bytes[name]] for name in seen.counts}
@@ -177,7 +175,7 @@ def run_on_this_rank():
     chapter = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(chapter)
     args = chapter.parse_args()
-    device = chapter.setup(args)
+    device, _ = chapter.setup(args)
     measure = {"costs": measure_costs, "checkpoints": measure_checkpoint}[what]
     found = measure(chapter, args, device)
     if dist.get_rank() == 0:
@@ -268,7 +266,7 @@ def trains(chapter, ranks, layers, args, folder):
     """Say whether a model of so many layers takes two steps in the memory that a rank may have."""
     model = make_model_folder(f"{folder}/model", layers, args.width)
     options = f"""--device cpu --seq-length {SEQ_LENGTH} --global-batch-size 4 --batch-size 1
-        --num-steps 2 --eval-samples 4 --num-proc 1 --save-dir {folder} --model-name {model}
+        --num-steps 2 --eval-samples 4 --save-dir {folder} --model-name {model}
         --checkpoint-every 99 --experiment-name {chapter}-{ranks}-{layers}"""
     limit = int(args.gib * 2**30)
     done = torchrun(ranks, [SCRIPTS[chapter], *options.split()], folder, limit)

@@ -38,7 +38,7 @@ from statistics import median
 import torch
 import transformers
 
-from contenders import matmul_rate
+from contenders import matmul_rate, with_labels
 from speed import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -240,7 +240,7 @@ def free_port():
 
 def prepare(chapter, args):
     """Return what the chapter's main() makes before it trains: device, tokenizer, and so on."""
-    device = chapter.setup(args)
+    device, _ = chapter.setup(args)
     tokenizer, config = chapter.build_tokenizer_and_config(args)
     model = chapter.build_model(args, config).to(device)
     return device, tokenizer, model, chapter.build_optimizer(args, model)
@@ -256,8 +256,8 @@ def bare(chapter, args, keep):
     for name in ("eager", "compiled"):
         if name == "compiled":  # as the chapter does it
             for layer in chapter.layers_of(model):
-                layer.compile()
-            model.loss_function = torch.compile(model.loss_function)
+                layer.compile(dynamic=False)
+            model.loss_function = torch.compile(model.loss_function, dynamic=False)
         speeds = [bare_window(args, model, optimizer, device) for _ in range(1 + WINDOWS)]
         rate = matmul_rate(device) / 1e12  # right after a model has trained
         keep({f"{name} tokens/s": median(speeds[1:]), f"matmul TFLOP/s, {name}": rate})
@@ -285,7 +285,6 @@ def trainer(chapter, args, keep):
     """Measure the Hugging Face Trainer on as many tokens, set up as its documentation does."""
     tokenizer, config = chapter.build_tokenizer_and_config(args)
     samples, _ = chapter.build_data(args, tokenizer)
-    tokenizer.pad_token = tokenizer.eos_token
     ends, steps = [], len(samples) // args.global_batch_size
 
     class Clock(transformers.TrainerCallback):
@@ -303,8 +302,8 @@ def trainer(chapter, args, keep):
     transformers.Trainer(
         model=model,
         args=transformers.TrainingArguments(**settings),
-        train_dataset=samples.select(range(steps * args.global_batch_size)).with_format(None),
-        data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        train_dataset=samples[: steps * args.global_batch_size],
+        data_collator=with_labels,
         callbacks=[Clock()],
     ).train()
     tokens = WINDOW * args.global_batch_size * args.seq_length
@@ -315,11 +314,10 @@ def no_waiting(chapter, args, keep):
     """Take steps while torch makes an error of whatever lets the host wait for the GPU."""
     device, tokenizer, model, optimizer = prepare(chapter, args)
     train_set, _ = chapter.build_data(args, tokenizer)
-    batches = iter(chapter.build_loader(args, train_set, 0))
     mode = torch.cuda.set_sync_debug_mode if args.device == "cuda" else print
     for step in range(1, 6):
         mode("error" if step > 2 else "default")
-        loss, _ = chapter.train_step(args, model, optimizer, batches, step, device)
+        loss, _ = chapter.train_step(args, model, optimizer, train_set, step, device)
     keep({"steps": 3, "waits are seen": 0})
     try:
         loss.item()
@@ -414,8 +412,8 @@ def memory(bench, chapter, flags=""):
 
 
 def watchdog(bench):
-    """What a rank of chapter 03 tells of its GPU, and what watch.py makes of it."""
-    job, beat = bench.train("03", f"{TINY} {LONG} --log-every 10"), {}
+    """What a rank that watches itself tells of its GPU, and what watch.py makes of it."""
+    job, beat = bench.train("diagnosing", f"{TINY} {LONG} --log-every 10"), {}
 
     def trains():
         with suppress(OSError, ValueError):

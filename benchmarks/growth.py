@@ -7,8 +7,8 @@ model     speed and memory of a bare loop and chapter 01, compiled, for models o
 sequence  the same with longer samples, and as many tokens in a step
 batch     how chapter 01 relates to weights in bf16, and two ranks to one process, in larger steps
 resume    how long a start takes until its first step has ended, by the steps already done
-data      megabytes of text a second that are tokenized and packed, by processes; then the memory
-          that a large corpus takes, made on the spot
+data      megabytes of text a second that are tokenized, and the memory that it takes, for a small
+          and a large corpus, both made on the spot
 """
 
 import argparse
@@ -29,7 +29,7 @@ from transformers import LlamaConfig
 
 from contenders import load
 from large import Peak
-from speed import WINDOW, contenders, describe_machine, make_model_folder, run, speed_of
+from speed import ALLOCATOR, WINDOW, contenders, describe_machine, make_model_folder, run, speed_of
 
 MODELS = {"2M": (128, 4), "7M": (256, 6), "25M": (512, 8)}  # width and layers
 LENGTHS = {256: 8, 512: 4, 1024: 2}  # tokens a sample, and samples a step
@@ -47,7 +47,7 @@ def parse_args():
     add("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="what to measure")
     add("--rounds", type=int, default=3, help="of all but data")
     add("--steps", type=int, default=20, help=f"of each run; the first {WINDOW} warm it up")
-    add("--corpus-mb", type=int, default=1000, help="size of the large corpus")
+    add("--corpus-mb", type=int, default=500, help="size of the large corpus")
     add("--output", type=Path, help="a JSON file that gets or replaces what is measured")
     return parser.parse_args()
 
@@ -151,7 +151,7 @@ def pretend(folder, done):
     state = torch.load(folder / "ten/checkpoints/step-00000010/state.pt", weights_only=True)
     checkpoint = folder / f"done-{done}/checkpoints/step-{done:08}"
     checkpoint.mkdir(parents=True)
-    torch.save(state | {"step": done}, checkpoint / "state.pt")
+    torch.save(state, checkpoint / "state.pt")
     row = {"loss": 3.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 1e4}
     rows = [json.dumps({"step": step} | row) + "\n" for step in range(10, done + 1, 10)]
     (folder / f"done-{done}/metrics.jsonl").write_text("".join(rows))
@@ -193,12 +193,11 @@ def write_corpus(path, megabytes):
             file.write(json.dumps({"text": f"{draw.random()} {text}"}) + "\n")
 
 
-def prepare(path, processes, model):
-    """Tokenize and pack a file; print seconds, samples, and the most memory it took here."""
-    sys.argv[1:] = ["-m", model, "-d", path, "--num-proc", processes]
+def prepare(path, model):
+    """Tokenize a file; print seconds, samples, and the most memory it took here."""
+    sys.argv[1:] = ["-m", model, "-d", path]
     chapter = load("01")
     args = chapter.parse_args()
-    chapter.setup(args)
     tokenizer, _ = chapter.build_tokenizer_and_config(args)
     begun = time.perf_counter()
     with Peak() as peak:
@@ -209,25 +208,25 @@ def prepare(path, processes, model):
 
 
 def measure_data(args, folder):
-    """Return a row for each number of processes and size of the corpus."""
+    """Return a row for each size of the corpus."""
     make_model_folder(f"{folder}/llama")
-    rows, cores = [], os.cpu_count()
-    for megabytes, processes in [(50, 1), (50, cores), (args.corpus_mb, cores)]:
-        path = Path(folder, f"{megabytes}-{processes}.jsonl")
+    rows = []
+    for megabytes in (50, args.corpus_mb):
+        path = Path(folder, f"{megabytes}.jsonl")
         write_corpus(path, megabytes)
-        command = [sys.executable, __file__, "--prepare", path, processes, f"{folder}/llama"]
+        command = [sys.executable, __file__, "--prepare", path, f"{folder}/llama"]
         done = subprocess.run(
             list(map(str, command)),
             check=True,
             stdout=subprocess.PIPE,
             text=True,
             timeout=3600,
-            env=os.environ | {"HF_HOME": f"{folder}/hf-{path.stem}"},
+            env=os.environ | ALLOCATOR | {"HF_HOME": f"{folder}/hf-{path.stem}"},
         )
         told = json.loads(done.stdout.splitlines()[-1])
         size = path.stat().st_size
         speed = {"MB per second": size / 1e6 / told["seconds"]}
-        rows.append({"bytes": size, "processes": processes} | told | speed)
+        rows.append({"bytes": size} | told | speed)
         shutil.rmtree(f"{folder}/hf-{path.stem}")
         path.unlink()
     return rows

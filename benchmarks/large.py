@@ -91,36 +91,35 @@ def measure_saves(chapter, args, device):
     args.dataset_fingerprint = args.num_weights = None
     model = chapter.shard(args, chapter.build_model(args, config), device)
     optimizer = chapter.build_optimizer(args, model)
-    ids = torch.randint(config.vocab_size, (args.micro_batch_size, args.seq_length))
-    batches = iter(lambda: {"input_ids": ids}, None)
+    samples = torch.randint(config.vocab_size, (8, args.seq_length), dtype=torch.int32)
     run_dir, rows, step = Path(args.save_dir, "run"), [], 0
-    background = chapter.BackgroundSaves(args, run_dir)
 
     def train():
         nonlocal step
         step += 1
         start = time.perf_counter()
-        chapter.train_step(args, model, optimizer, batches, step, device)
+        chapter.train_step(args, model, optimizer, samples, step, device)
         dist.barrier()
         return time.perf_counter() - start
 
-    def timed(work, *given):
+    def save(in_the_background):
+        args.checkpoint_async = in_the_background
         dist.barrier()
         start = time.perf_counter()
-        work(*given)
+        chapter.save_checkpoint(args, run_dir, model, optimizer, step)
         dist.barrier()
         return time.perf_counter() - start
 
     for _ in range(int(args.rounds) + 1):  # the first round makes the memory for the copies
         row = {"step": statistics.median(train() for _ in range(3))}
-        row["plain"] = timed(chapter.save_checkpoint, args, run_dir, model, optimizer, step)
+        row["plain"] = save(in_the_background=False)
         train()
         began = time.perf_counter()
-        row["stall"] = timed(background.start, args, run_dir, model, optimizer, step)
+        row["stall"] = save(in_the_background=True)
         beside = []
-        while not background.future.done() and len(beside) < 50:
+        while not chapter.SAVES[0].done() and len(beside) < 50:
             beside.append(train())
-        background.wait()
+        chapter.finish_saves()
         row["in the background"] = time.perf_counter() - began
         row["step beside it"] = statistics.median(beside or [train()])
         rows.append(row)
@@ -138,7 +137,7 @@ def run_on_this_rank():
     spec.loader.exec_module(chapter)
     args = chapter.parse_args()
     args.rounds = rounds
-    device = chapter.setup(args)
+    device, _ = chapter.setup(args)
     found = {"reading": measure_reading, "saves": measure_saves}[what](chapter, args, device)
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(found))
@@ -197,7 +196,7 @@ def reading(args, folder):
 def saves(args, folder):
     """Return the seconds of saves on two ranks, of each round."""
     model = make_model_folder(f"{folder}/model", args.layers * 3 // 2, args.width, 384, 64)
-    options = "--checkpoint-async --seq-length 64 --global-batch-size 2"
+    options = "--seq-length 64 --global-batch-size 2"
     found = measure_on_ranks("saves", "05", 2, model, folder, options, args.rounds)
     print(found, flush=True)
     return found
@@ -205,7 +204,7 @@ def saves(args, folder):
 
 def train(chapter, ranks, model, folder, name, options, limit=None):
     """Run a chapter; return the metrics of its steps, and what it printed."""
-    command = f"""--device cpu --eval-samples 4 --num-proc 1 --save-dir {folder} -m {model}
+    command = f"""--device cpu --eval-samples 4 --save-dir {folder} -m {model}
         --checkpoint-every 99 --eval-every 99 --experiment-name {name} {options}"""
     done = torchrun(ranks, [SCRIPTS[chapter], *command.split()], folder, limit)
     path = Path(folder, name, "metrics.jsonl")
@@ -217,7 +216,7 @@ def train(chapter, ranks, model, folder, name, options, limit=None):
 def recompute(args, folder):
     """Return rows of speed and memory by mode and round, with two ranks."""
     model = make_model_folder(f"{folder}/model", args.layers, 512, 384, 512)
-    options = "--seq-length 512 --global-batch-size 8 --batch-size 4 --num-steps 6 --log-every 6"
+    options = "--seq-length 512 --global-batch-size 8 --batch-size 4 --num-steps 12 --log-every 6"
     rows = []
     for number in range(args.rounds):
         for mode in ("none", "selective", "full"):

@@ -111,9 +111,10 @@ def planner():
 
 
 @functools.cache
-def model_of(name):
-    """Return the shapes of a model's weights."""
-    return planner().model_of(planner().load_config(argparse.Namespace(model_name=name))[0])
+def model_of(name, *changes):
+    """Return the shapes of a model's weights, with changes of its configuration."""
+    asked = argparse.Namespace(model_name=name, config=list(changes))
+    return planner().model_of(planner().load_config(asked)[0])
 
 
 # ---- one step, played on streams -------------------------------------------------------------
@@ -145,7 +146,7 @@ class Step:
 
     def __init__(self, args, strategy, devices, share):
         self.args, self.setting = at_scale(args, strategy, devices)
-        self.model = model_of(args.model_name)
+        self.model = model_of(args.model_name, *args.config)
         self.free, self.busy, self.sent = defaultdict(float), Counter(), Counter()
         self.depth = len(self.model.layers)
         self.back = 3 if self.setting.recompute == "full" else 2  # times as long as forward
@@ -175,20 +176,21 @@ class Step:
             return setting.ranks, self.args.nodes, between
         return setting.shards, -(-setting.shards // self.args.gpus_per_node), inside
 
-    def send(self, stream, kind, size, after, numbers=0):
+    def send(self, stream, kind, size, after, copied=0.0):
         """Put a collective on a stream once `after` has come; return when it is done.
 
-        What is offloaded has these numbers, which are copied from or to the host in line with it.
+        A copy from or to the host in line with it takes so many seconds.
         """
         ranks, nodes, gbs = self.ring(stream)
         seconds, sent = collective(self.args, kind, size, ranks, nodes, gbs)
         if nodes > 1:  # a ring leaves each node once
             self.sent["network"] += sent * nodes / ranks
-        if self.setting.offload:
-            copied = numbers * self.setting.weight_bytes / self.setting.shards
-            self.sent["pcie"] += copied
-            seconds += copied / self.args.pcie_gbs / 1e9
-        return self.add(stream, seconds, after, sent)
+        return self.add(stream, seconds + copied, after, sent)
+
+    def copy(self, numbers, gbs):
+        """Return the seconds that it takes to copy a shard of what is offloaded."""
+        size = numbers * self.setting.weight_bytes / self.setting.shards
+        return size / gbs / 1e9 if self.setting.offload else 0.0
 
     def adam(self):
         """Step the optimizer when all is there: 10 numbers of each weight are read or written."""
@@ -204,11 +206,11 @@ class Step:
         """Play the step, and return it."""
         play = self.replicated if self.setting.chapter == "02" else self.sharded
         for number in range(self.setting.accumulation):
-            play(last=number == self.setting.accumulation - 1)
+            play(first=number == 0, last=number == self.setting.accumulation - 1)
         self.seconds = self.adam()
         return self
 
-    def replicated(self, last):
+    def replicated(self, first, last):
         """Play a micro-step of DDP: the last one's gradients are reduced while more are made."""
         self.add("compute", self.depth * self.layer + self.head)
         numbers, model = planner().numbers, self.model
@@ -228,17 +230,24 @@ class Step:
     def gather(self, group, after):
         """Gather a group; return when it is there. What is offloaded comes from the host first."""
         numbers = self.numbers(group)
-        return self.send("copy", "all-gather", numbers * self.setting.compute_bytes, after, numbers)
+        copied = self.copy(numbers, self.args.pcie_gbs)
+        return self.send("copy", "all-gather", numbers * self.setting.compute_bytes, after, copied)
 
-    def reduce(self, group, last, after):
-        """Reduce a group's gradients to shards, and in the last micro-step those of replicas."""
-        setting, size = self.setting, self.numbers(group) * self.setting.reduce_bytes
-        if last or setting.sync:
-            done = self.send("copy", "reduce-scatter", size, after, self.numbers(group))
-            if last and setting.replicas > 1:
-                self.send("replicas", "all-reduce", size / setting.shards, done)
+    def reduce(self, group, first, last, after):
+        """Reduce a group's gradients to shards, and in the last micro-step those of replicas.
 
-    def sharded(self, last):
+        Those of the first micro-step go to pinned memory; for those of later ones the host waits.
+        """
+        args, setting, numbers = self.args, self.setting, self.numbers(group)
+        copied = self.copy(numbers, args.pcie_gbs if first else args.pageable_gbs)
+        size = numbers * setting.reduce_bytes
+        done = self.send("copy", "reduce-scatter", size, after, copied)
+        if setting.offload and not first:
+            self.free["compute"] = max(self.free["compute"], done)
+        if last and setting.replicas > 1:
+            self.send("replicas", "all-reduce", size / setting.shards, done)
+
+    def sharded(self, first, last):
         """Play a micro-step of FSDP: each group is there when it computes, one comes ahead."""
         here = {0: self.gather(0, self.free["compute"])}
         here[1] = self.gather(1, 0.0)
@@ -251,8 +260,8 @@ class Step:
             done = self.add("compute", self.back * self.layer, here[number])
             if number > 1 and self.setting.reshard:
                 here[number - 1] = self.gather(number - 1, done - self.back * self.layer)
-            self.reduce(number, last, done)
-        self.reduce(0, last, self.free["compute"])
+            self.reduce(number, first, last, done)
+        self.reduce(0, first, last, self.free["compute"])
 
 
 def at_scale(args, strategy, devices):
@@ -282,7 +291,8 @@ def row_of(args, strategy, devices, share):
 
 def gib_of(args, strategy, devices):
     """Return what the planner says a GPU must have, in GiB."""
-    step = planner().play(model_of(args.model_name), at_scale(args, strategy, devices)[1])
+    model = model_of(args.model_name, *args.config)
+    step = planner().play(model, at_scale(args, strategy, devices)[1])
     tensors = sum(step.most.values()) / planner().GIB
     return tensors * (1 + args.fragmentation) + args.gpu_overhead_gib
 

@@ -117,7 +117,7 @@ def parts_of(path):
     ]
     find = functools.partial(spans_of, [e for e in events if e["tid"] == thread])
     [window] = find("user_annotation", "window")
-    data = find("user_annotation", "enumerate(DataLoader)")
+    data = find("user_annotation", "batch")
     marks = find("user_annotation", "waiting") + find("cpu_op", "_c10d_functional::wait_tensor")
     gloo = spans_of(events, "user_annotation", "gloo:")  # in threads of their own
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -131,7 +131,7 @@ def parts_of(path):
         tails = tails_of(find("user_annotation", "backward"), find("cpu_op", "autograd::engine::"))
         spans = {"compute": find("cpu_op", OPERATORS), "flight": gloo}
         spans["exposed"] = marks + clip(gloo, *tails)
-        order = "data", "compute", "exposed"  # the loader uses operators too
+        order = "data", "compute", "exposed"  # to make a batch takes operators too
     return split(window, spans | {"data": data}, order) | {"step": total([window])}
 
 
@@ -204,16 +204,17 @@ def on_a_rank(folder, script):
     tracer, train_step = Tracer(folder), chapter.train_step
 
     @functools.wraps(train_step)
-    def traced_step(args, model, optimizer, batches, step, device):
+    def traced_step(args, model, optimizer, train_set, step, device):
         tracer.begin(step)
-        return train_step(args, model, optimizer, batches, step, device)
+        return train_step(args, model, optimizer, train_set, step, device)
 
     chapter.train_step = traced_step
+    chapter.batch_at = marked(chapter.batch_at, "batch")
     dist.Work.wait = marked(dist.Work.wait, "waiting")
     torch.Tensor.backward = marked(torch.Tensor.backward, "backward")
     chapter.main()
     if dist.is_initialized():
-        chapter.all_ranks(True)
+        dist.barrier()
         dist.destroy_process_group()
 
 

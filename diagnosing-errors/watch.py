@@ -1,8 +1,8 @@
 """Watch a run: which rank is slow, which has stalled, how long the rest takes.
 
-Live:      python diagnosing-errors/watch.py outputs/03-job-launchers
-Once:      python diagnosing-errors/watch.py outputs/03-job-launchers --once
-With GPUs: python diagnosing-errors/watch.py outputs/03-job-launchers --slurm-job 1234
+Live:      python diagnosing-errors/watch.py outputs/diagnosing-errors
+Once:      python diagnosing-errors/watch.py outputs/diagnosing-errors --once
+With GPUs: python diagnosing-errors/watch.py outputs/diagnosing-errors --slurm-job 1234
 
 All that it shows of ranks and steps the run itself has written: a file per rank every two seconds,
 in ranks/, and metrics.jsonl. So it works wherever the folder can be seen. A step has four shares:
@@ -62,7 +62,7 @@ def parse_args(argv=None):
     )
     parser.error = fail
     add = parser.add_argument
-    add("run", type=Path, help="the run's folder, such as outputs/03-job-launchers")
+    add("run", type=Path, help="the run's folder, such as outputs/diagnosing-errors")
     add("--once", action="store_true", help="print one picture and exit")
     add("--json", action="store_true", help="print one picture as JSON and exit")
     add("--rows", type=int, help="most ranks to show (default: what fits; 20 if not live)")
@@ -711,7 +711,7 @@ def notes(state):
         more = f" and {len(state.no_answer) - 8:,} more" if state.no_answer[8:] else ""
         yield f"nvidia-smi does not answer on {', '.join(state.no_answer[:8])}{more}"
     if not state.ranks:
-        yield "it has no ranks/, which chapters 01 and 02 do not write: this is from metrics.jsonl"
+        yield "it has no ranks/, which only diagnosing-errors writes: this is from metrics.jsonl"
 
 
 def next_command(state):

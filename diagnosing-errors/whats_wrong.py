@@ -113,7 +113,7 @@ def parse_args():
     if args.collect:
         return args
     if not args.run.is_dir():
-        fail(f"{args.run} is no folder; give that of a run, such as outputs/03-job-launchers")
+        fail(f"{args.run} is no folder; give that of a run, such as outputs/diagnosing-errors")
     for path in [*args.log, *filter(None, [args.hosts])]:
         if not path.is_file():
             fail(f"there is no file {path}")
@@ -1080,7 +1080,7 @@ def compiles(one):
 def may_take_long(living, facts):
     """Return whether all ranks are in something that is no step, and some rank works in it."""
     phases = {one.phase for one in living}
-    if phases == {None}:  # chapters 01 and 02 tell no phases
+    if phases == {None}:  # the chapters tell no phases
         return not any(frame[2] == "train_step" for one in living for frame in one.frames)
     works = any(one.worker.get("cpu", 1) > 0.05 or one.state == "disk wait" for one in living)
     slow = len(phases) == 1 and not phases & {"data", "compute"}

@@ -203,10 +203,9 @@ def kill_all(process, victims):
 
 
 def metrics(run_dir):
-    """Return a run's metrics: a dictionary from step to row."""
+    """Return a run's metrics: a dictionary from step to row, the last of each step."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert len({row["step"] for row in rows}) == len(rows), "a step is logged twice"
-    return {row["step"]: row for row in rows}
+    return {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
 
 
 def difference(one, other, after=0, names=("loss", "grad_norm", "val_loss"), relative=False):

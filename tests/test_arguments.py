@@ -1,6 +1,7 @@
 """The command line, and the small functions that everything is derived with."""
 
 import math
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ def parse(chapter, monkeypatch):
     """Return the chapter's parser, for a command line without the script's name."""
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def parse_line(line, world_size=1):
         monkeypatch.setenv("WORLD_SIZE", str(world_size))
@@ -46,7 +48,7 @@ def test_every_flag_is_explained(chapter, parse, capsys):
         parse("--help")
     shown = capsys.readouterr().out
     flags = re.findall(r'add\((?:"-\w", )?"(--[\w-]+)"', SCRIPTS["01"].read_text())
-    assert len(flags) == 27
+    assert len(flags) == 26
     for flag in flags:
         assert re.search(rf"{flag}\b[^\n]*(\n\s+)?\S", shown)
     assert "(default: 1e-3)" in shown or "(default: 0.001)" in shown
@@ -75,6 +77,7 @@ def test_ranks_share_the_global_batch(load, monkeypatch):
     chapter = load("02")
     monkeypatch.setattr(sys, "argv", ["train_llm.py", "--global-batch-size", "24"])
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     for world_size, micro, accumulation in [(1, 8, 3), (2, 6, 2), (3, 8, 1), (12, 2, 1)]:
         monkeypatch.setenv("WORLD_SIZE", str(world_size))
         args = chapter.parse_args()
@@ -148,8 +151,93 @@ def test_metrics_have_the_promised_columns(tmp_path):
     assert list(rows[0]) == ["step", "val_loss"]
     assert list(rows[2]) == list(rows[4]) == names
     assert list(rows[3]) == list(rows[6]) == [*names, "val_loss"]
-    assert all(row["tokens_per_second"] > 0 for step, row in rows.items() if step > 1)
+    assert rows[2]["tokens_per_second"] is None  # that interval may have compiled
+    assert all(row["tokens_per_second"] > 0 for step, row in rows.items() if step > 2)
     assert all(math.isfinite(row["loss"]) for step, row in rows.items() if step)
+
+
+# ---- GPUs, as far as a machine without any can tell ---------------------------------------------
+
+
+def pretend(monkeypatch, gpus=0, files=(), **variables):
+    """Have torch see so many GPUs, the system have these files and environment variables."""
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: path in files or exists(path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+BROKEN = {
+    "driver": {"files": ["/dev/nvidiactl"]},
+    "AMD's driver": {"files": ["/dev/kfd"]},
+    "given by CUDA": {"CUDA_VISIBLE_DEVICES": "0,1"},
+    "given by Slurm": {"SLURM_GPUS_ON_NODE": "8"},
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_no_run_trains_on_a_cpu_because_a_gpu_is_broken(parse, monkeypatch, capsys, case):
+    pretend(monkeypatch, **BROKEN[case])
+    with pytest.raises(SystemExit) as stop:
+        parse("")
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "finds no GPU that works here; take --device cpu" in error
+    assert parse("--device cpu").device == "cpu"
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_gpus_may_be_hidden_on_purpose(parse, monkeypatch, hidden):
+    pretend(monkeypatch, files=["/dev/nvidiactl"], CUDA_VISIBLE_DEVICES=hidden)
+    assert parse("").device == "cpu"
+
+
+@pytest.mark.parametrize("capability, precision", [((7, 5), "fp32"), ((8, 0), "bf16")])
+def test_bf16_is_for_gpus_that_have_it(parse, monkeypatch, capability, precision):
+    """A T4 is 7.5: torch would take bf16 there and emulate it."""
+    pretend(monkeypatch, gpus=1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    args = parse("")
+    assert (args.device, args.precision) == ("cuda", precision)
+    assert parse("--precision bf16").precision == "bf16"
+
+
+@pytest.mark.parametrize("name, known", [
+    ("NVIDIA H200", True), ("NVIDIA A100-SXM4-80GB", True), ("NVIDIA B200", True),
+    ("NVIDIA H100 80GB HBM3", True), ("AMD Instinct MI300X", True), ("NVIDIA GB200", False),
+    ("NVIDIA H200 NVL", False), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", False),
+])  # fmt: skip
+def test_peaks_are_of_whole_chips(load, name, known):
+    """Another chip's or a slice's name may contain that of one in the table."""
+    assert (name in load("01").PEAK_FLOPS) == known
+
+
+def test_compiled_code_is_of_static_shapes(load, parse, monkeypatch):
+    """An evaluation's other batch size would otherwise make torch compile dynamic code."""
+    given = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda _, **options: given.append(options))
+    monkeypatch.setattr(torch, "compile", lambda of, **options: given.append(options) or of)
+    chapter = load("01")
+    args = parse("--compile")
+    _, config = load_tiny(chapter, args)
+    chapter.build_model(args, config)
+    assert given == [{"dynamic": False}] * 5
+
+
+def test_a_configuration_may_be_changed(load, models, parse):
+    """By its own names; what follows from the number of layers follows."""
+    chapter = load("01")
+    args = parse("--config hidden_size=64 num_hidden_layers=3 rms_norm_eps=1e-5 hidden_act=gelu")
+    _, config = load_tiny(chapter, args)
+    found = config.hidden_size, config.num_hidden_layers, config.rms_norm_eps, config.hidden_act
+    assert found == (64, 3, 1e-5, "gelu")
+    for family in ("qwen3", "gemma3", "gpt2"):
+        args = parse(f"-m {models / family} -s 64 --config num_hidden_layers=3")
+        _, config = load_tiny(chapter, args)
+        model = chapter.build_model(args, config)
+        assert len(chapter.layers_of(model)) == 3
 
 
 @pytest.mark.parametrize("chapter", SCRIPTS)

@@ -3,13 +3,16 @@
 import json
 import random
 from argparse import Namespace
-from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from conftest import SHORT, run_well
+
+GLOBAL_BATCH = 48
+DEVICE = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -17,50 +20,42 @@ def chapters(load):
     return {"01": load("01"), "02": load("02")}
 
 
-def ids_of(chapters, world_size, position, count, num_samples=103, seed=7):
-    """Return the ids that `world_size` ranks draw from `position` on, `count` in all."""
-    if world_size is None:
-        sampler = chapters["01"].ResumableSampler(num_samples, seed, position)
-        return list(islice(sampler, count))
-    ranks = [
-        chapters["02"].ResumableSampler(num_samples, seed, position, rank, world_size)
-        for rank in range(world_size)
+@pytest.fixture
+def ids_at(chapters, monkeypatch):
+    """Return a function that gives the ids of a step's samples, in the order of the stream."""
+
+    def ids_of(step, world_size, micro_batch_size=2, num_samples=103):
+        script = chapters["01" if world_size is None else "02"]
+        ranks = world_size or 1
+        args = Namespace(seed=7, device="cpu", micro_batch_size=micro_batch_size)
+        args.accumulation = GLOBAL_BATCH // ranks // micro_batch_size
+        samples = torch.arange(num_samples, dtype=torch.int32).view(-1, 1)  # each holds its id
+        monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+        drawn = []
+        for micro_step in range(args.accumulation):
+            parts = []
+            for rank in range(ranks):
+                monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+                parts.append(script.batch_at(args, samples, step, micro_step, DEVICE).flatten())
+            drawn += torch.stack(parts, 1).flatten().tolist()  # the ranks take turns
+        return drawn
+
+    return ids_of
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [None, 1, 2, 4, 8])
+def test_ranks_together_draw_the_seeded_permutations(
+    chapters, ids_at, world_size, micro_batch_size
+):
+    """The stream is the same for any number of ranks and split, across the ends of epochs too."""
+    stream = [
+        sample for step in range(1, 14) for sample in ids_at(step, world_size, micro_batch_size)
     ]
-    assert count % world_size == 0
-    drawn = [list(islice(rank, count // world_size)) for rank in ranks]
-    return [sample for turn in zip(*drawn, strict=True) for sample in turn]
-
-
-@pytest.mark.parametrize("world_size", [None, 1, 2, 3, 4, 8])
-def test_ranks_together_draw_the_seeded_permutations(chapters, world_size):
-    """The stream is the same for any number of ranks, across the ends of epochs too."""
-    stream = ids_of(chapters, None, 0, 3 * 103)
-    assert ids_of(chapters, world_size, 0, 288) == stream[:288]
-    for epoch in range(3):  # an epoch is a permutation, and a different one each time
-        assert sorted(stream[epoch * 103 : (epoch + 1) * 103]) == list(range(103))
-    assert stream[:103] != stream[103:206] != stream[206:]
-
-
-def test_permutation_is_torchs_and_a_tensor(chapters, monkeypatch):
-    """No list of all ids is ever made: at 100 million samples it would take gigabytes."""
-    longest = []
-    split = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: longest.append(len(t)) or split(t))
-    drawn = list(islice(chapters["01"].ResumableSampler(5000, 0, 0), 5000))
-    generator = torch.Generator().manual_seed(chapters["01"].mix(0, 0))
-    monkeypatch.undo()
-    assert drawn == torch.randperm(5000, generator=generator).tolist()
-    assert max(longest) <= 1024
-
-
-@pytest.mark.parametrize("other_world_size", [None, 1, 2, 4])
-def test_resume_neither_skips_nor_repeats(chapters, other_world_size):
-    """A run of 2 ranks that continues on others anywhere consumes the ids of the uninterrupted."""
-    stream = ids_of(chapters, None, 0, 400)
-    for step in (1, 5, 13, 26):  # step 13 is within the epoch's end: 8 samples a step, 103 in all
-        before = ids_of(chapters, 2, 0, step * 8)
-        after = ids_of(chapters, other_world_size, step * 8, 400 - step * 8)
-        assert before + after == stream
+    for epoch in range(3):  # an epoch is a permutation, and another one each time
+        generator = torch.Generator().manual_seed(chapters["01"].mix(7, epoch))
+        expected = torch.randperm(103, generator=generator).tolist()
+        assert stream[epoch * 103 : (epoch + 1) * 103] == expected
 
 
 def test_seeds_are_mixed_not_added(chapters):
@@ -72,7 +67,7 @@ def test_seeds_are_mixed_not_added(chapters):
     assert all(0 <= seed < 2**64 for seed in seeds)
 
 
-def build(script, folder, rows, num_proc=1, **changes):
+def build(script, folder, rows, **changes):
     """Return the training and held-out samples of some texts."""
     name = folder / "data.jsonl"
     if not name.exists():
@@ -80,7 +75,7 @@ def build(script, folder, rows, num_proc=1, **changes):
     from transformers import ByT5Tokenizer
 
     args = {"dataset_name": str(name), "dataset_subset": None, "text_column": "text"}
-    args |= {"seq_length": 64, "eval_samples": 5, "num_proc": num_proc} | changes
+    args |= {"seq_length": 64, "eval_samples": 5} | changes
     return script.build_data(Namespace(**args), ByT5Tokenizer())
 
 
@@ -91,67 +86,36 @@ def texts(count, seed=0):
 
 
 def test_samples_are_the_documents_joined_and_cut(chapters, tmp_path):
-    """Only what does not fill a last sample is lost: nothing between the packer's batches."""
-    rows = texts(350)
+    """Only what does not fill a last sample is lost."""
+    rows = texts(2350)
     train, held_out = build(chapters["01"], tmp_path, rows)
     stream = [byte + 3 if byte >= 0 else 1 for text in rows for byte in [*text.encode(), -1]]
-    found = [
-        *train[:]["input_ids"].flatten().tolist(),
-        *held_out[:]["input_ids"].flatten().tolist(),
-    ]
-    assert found == stream[: len(stream) // 64 * 64]
-    assert len(held_out) == 5
+    assert torch.cat([train, held_out]).flatten().tolist() == stream[: len(stream) // 64 * 64]
+    assert len(held_out) == 5 and train.dtype == torch.int32
 
 
-def test_number_of_processes_does_not_change_the_samples(chapters, tmp_path, monkeypatch):
-    """The text is large enough for three processes, and three really are used."""
-    import datasets
-
-    used = []
-    map_rows = datasets.Dataset.map
-
-    def count(self, *args, **kwargs):
-        used.append(kwargs.get("num_proc"))
-        kwargs["load_from_cache_file"] = False
-        return map_rows(self, *args, **kwargs)
-
-    monkeypatch.setattr(datasets.Dataset, "map", count)
-    rows = texts(3100)
-    samples = []
-    for num_proc in (1, 2, 3):
-        train, held_out = build(chapters["01"], tmp_path, rows, num_proc)
-        samples.append((train[:]["input_ids"], held_out[:]["input_ids"]))
-    assert [n for n in used if n] == [1, 2, 3]
-    for train, held_out in samples[1:]:
-        assert torch.equal(train, samples[0][0]) and torch.equal(held_out, samples[0][1])
+def test_another_length_needs_no_tokenizing(chapters, tmp_path, monkeypatch):
+    """The tokens are one stream; samples are slices of it, and a second run writes nothing."""
+    long, _ = build(chapters["01"], tmp_path, texts(200), seq_length=128)
+    monkeypatch.setattr(chapters["01"], "array", None)  # with which tokens are written
+    short, _ = build(chapters["01"], tmp_path, texts(200), seq_length=64)
+    both = min(long.numel(), short.numel())
+    assert torch.equal(long.flatten()[:both], short.flatten()[:both])
 
 
 def test_missing_texts_are_empty_documents(chapters, tmp_path):
     rows = ["abc" * 200, None, "abc" * 200]
     train, _ = build(chapters["01"], tmp_path, rows, eval_samples=1)
-    assert 1 in train[:]["input_ids"]
-
-
-def test_second_run_finds_everything_cached(chapters, tmp_path):
-    """Preparing again writes no file anew: ranks that come later only read."""
-
-    def written():
-        samples = build(chapters["01"], tmp_path, texts(200))[0]
-        return {
-            name: Path(name).stat().st_mtime_ns for (name,) in map(dict.values, samples.cache_files)
-        }
-
-    assert written() == written() != {}
+    assert 1 in train
 
 
 def test_ranks_share_what_rank_0_prepared(tmp_path, monkeypatch):
-    """Processes whose hashes of strings differ still find the same cache files."""
+    """Processes whose hashes of strings differ still find the same file."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     (tmp_path / "data.txt").write_text("\n\n".join(texts(2100)))
     args = [*SHORT, "--num-steps", 1, "-d", tmp_path / "data.txt", "--save-dir", tmp_path]
-    run_well(2, [("02", [*args, "--num-proc", 2])], tmp_path / "ranks")
-    cached = list((tmp_path / "hf").rglob("cache-*.arrow"))
-    assert len(cached) == 3, cached  # the tokens of two processes and the samples, once
+    run_well(2, [("02", args)], tmp_path / "ranks")
+    assert len([path for path in (tmp_path / "hf").rglob("*.tokens*")]) == 1
 
 
 def test_formats_give_the_same_samples(chapters, tmp_path):
@@ -170,25 +134,22 @@ def test_formats_give_the_same_samples(chapters, tmp_path):
         name: build(chapters["01"], tmp_path, [], dataset_name=str(tmp_path / name))[0]
         for name in ("a.csv", "a.parquet", "a.jsonl", "a.txt", "folder")
     }
-    expected = prepared.pop("a.parquet")[:]["input_ids"]
-    prints = set()
+    expected = prepared.pop("a.parquet")
     for name, samples in prepared.items():
-        assert torch.equal(samples[:]["input_ids"], expected), name
-        prints.add(chapters["01"].fingerprint(samples))
-    assert len(prints) == 1, "the fingerprint depends on more than the samples"
+        assert torch.equal(samples, expected), name
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_memory_while_packing_does_not_grow_with_the_corpus(chapters, tmp_path, monkeypatch):
-    """Sixteen MiB of tokens pass through the packer, and the memory that is no file's stays."""
-    pack, seen = chapters["01"].Packer.__call__, []
+def test_memory_while_tokenizing_does_not_grow_with_the_corpus(chapters, tmp_path, monkeypatch):
+    """Sixteen MiB of tokens pass through, and the memory that is no file's stays."""
+    write, seen = chapters["01"].array, []
 
-    def watch(self, batch):
+    def watch(*args):
         status = Path("/proc/self/status").read_text()
         seen.append(int(status.split("RssAnon:")[1].split()[0]) / 1024)
-        return pack(self, batch)
+        return write(*args)
 
-    monkeypatch.setattr(chapters["01"].Packer, "__call__", watch)
+    monkeypatch.setattr(chapters["01"], "array", watch)
     build(chapters["01"], tmp_path, texts(20_000))
-    assert len(seen) == 200
-    assert max(seen[20:]) - seen[20] < 4, seen
+    assert len(seen) == 20_000
+    assert max(seen[4000:]) - seen[4000] < 4, (seen[4000], max(seen[4000:]))

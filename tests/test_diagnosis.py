@@ -38,11 +38,6 @@ def test_the_published_table_has_all_faults_and_no_false_alarm():
         assert all(row["right"] for row in runs), fault
 
 
-def test_watching_takes_less_than_a_hundredth_of_a_step():
-    shares = json.loads((RESULTS / "watching-cpu-2cores.json").read_text())["shares"]
-    assert 0 < sum(shares.values()) < 0.01
-
-
 def test_every_fault_is_known_by_all():
     """The script, what is expected of the tools, and the README have the same faults."""
     script = (CHAPTER / "train_llm.py").read_text()
@@ -205,7 +200,7 @@ def test_a_full_disk(small_disk, tmp_path):  # noqa: F811
         3,
     ]
     with open(tmp_path / "log", "w") as log:
-        process = torchrun("03", *args, stdout=log, stderr=log)
+        process = torchrun("diagnosing-errors", *args, stdout=log, stderr=log)
         assert process.wait(timeout=200) == 1
     command = [sys.executable, CHAPTER / "whats_wrong.py", small_disk / "run", "--json"]
     done = subprocess.run(

@@ -17,7 +17,8 @@ from chapters import (
 )
 from conftest import ROOT
 
-CHILDREN = [name for name in chapters() if parent_of(name)]
+# Until the tools watch from outside, the lab keeps the script that watches itself.
+CHILDREN = [name for name in chapters() if parent_of(name) and name != "diagnosing-errors"]
 
 
 def both(chapter):

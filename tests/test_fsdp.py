@@ -15,19 +15,16 @@ SETTINGS = {
     "-2": ["--batch-size", 2],  # 4 micro-steps on one rank, 2 on two, 1 on four
     "-1": ["--batch-size", 1],
     "-1-kept": ["--batch-size", 1, "--no-reshard-after-forward"],
-    "-1-unsynced": ["--batch-size", 1, "--no-sync-each-micro-step"],
     "-compiled": ["--compile"],
     "-replicas": ["--replicas", 2],
     "-replicas-1": ["--replicas", 2, "--batch-size", 1],
-    "-replicas-1-unsynced": ["--replicas", 2, "--batch-size", 1, "--no-sync-each-micro-step"],
 }
 BF16 = ["--precision", "bf16"]
 TRIED = {  # by number of ranks: settings, families, precisions besides fp32
     1: ["", "-kept", "-2", "-bf16", "-qwen3"],
-    2: ["", "-kept", "-2", "-1", "-1-kept", "-1-unsynced", "-compiled", "-replicas", "-bf16",
+    2: ["", "-kept", "-2", "-1", "-1-kept", "-compiled", "-replicas", "-bf16",
         "-gpt2", "-qwen3", "-mistral", "-gemma3"],
-    4: ["", "-kept", "-1", "-1-unsynced", "-replicas", "-replicas-1", "-replicas-1-unsynced",
-        "-gpt2", "-qwen3"],
+    4: ["", "-kept", "-1", "-replicas", "-replicas-1", "-gpt2", "-qwen3"],
 }  # fmt: skip
 RUNS = [f"04@{ranks}{name}" for ranks, names in TRIED.items() for name in names]
 
@@ -99,7 +96,7 @@ LAYER = 4 * (128**2 * 4 + 3 * 128 * 352 + 2 * 128)  # bytes of a layer's weights
 ROOT_GROUP = 4 * (2 * 384 * 128 + 128)  # of all that is in no layer
 MODEL = LAYERS * LAYER + ROOT_GROUP
 ALL = [(ranks, name) for ranks in (2, 4) for name in ("as it is", "layers kept")]
-ALL += [(ranks, f"2 micro-steps{how}") for ranks in (2, 4) for how in ("", ", unsynced")]
+ALL += [(2, "2 micro-steps"), (4, "2 micro-steps")]
 ALL += [(4, "2 replicas"), (4, "2 replicas, 2 micro-steps")]
 
 
@@ -120,10 +117,9 @@ def test_communication_is_what_the_readme_says(costs, ranks, setting):
     times = 2 if "micro-steps" in setting else 1
     again = 0 if setting == "layers kept" else LAYERS - 1  # for the backward, but for the last
     gathers = [times * (1 + LAYERS + again), times * (MODEL + again * LAYER)]
-    reduced = 1 if "unsynced" in setting else times
     expected = {
         "all-gather": gathers,
-        "reduce-scatter": [reduced * (1 + LAYERS), reduced * MODEL],
+        "reduce-scatter": [times * (1 + LAYERS), times * MODEL],
         "all-reduce": [1 + LAYERS, MODEL * replicas // ranks],
     }
     if replicas == 1:

@@ -130,8 +130,22 @@ def test_all_flags_of_the_chapter_are_understood(planner, tmp_path):
     declared = dict.fromkeys(flags(SCRIPTS["05"].read_text()))
     assert {names[-1] for names, _ in planner.flags_of(SCRIPTS["05"])} == declared.keys()
     (tmp_path / "some.args").write_text("--lr 1e-5  # slow\n--compile\n--recompute full\n")
-    args = planner.parse_args([f"@{tmp_path}/some.args", "--rank-logs", "-e", "name"])
-    assert (args.lr, args.compile, args.recompute) == (1e-5, True, "full")
+    args = planner.parse_args([f"@{tmp_path}/some.args", "--warmup-steps", "0", "-e", "name"])
+    assert (args.lr, args.compile, args.recompute, args.warmup_steps) == (1e-5, True, "full", 0)
+
+
+def test_a_changed_configuration_is_the_one_that_is_planned(planner):
+    changed = plan(planner, "--config num_hidden_layers=2 hidden_size=64 --lr 1e-5")
+    layer = 4 * 64 * 128 + 3 * 64 * 352 + 2 * 64  # four heads of 32, as before
+    assert changed["model"]["weights"] == 2 * layer + 2 * 384 * 64 + 64
+    assert changed["model"]["source"] == "built in, with num_hidden_layers=2,hidden_size=64"
+    assert "--config num_hidden_layers=2 hidden_size=64 --lr 1e-05" in changed["command"]
+
+
+def test_layers_of_two_kinds_may_become_fewer_or_more(planner, models):
+    for layers in (1, 7):
+        options = f"-m {models / 'gemma3'} -s 64 --config num_hidden_layers={layers}"
+        assert plan(planner, options)["model"]["layers"] == layers
 
 
 def test_accumulation_costs_chapter_02_its_gradients_once_more(planner):
@@ -140,6 +154,32 @@ def test_accumulation_costs_chapter_02_its_gradients_once_more(planner):
         for n in (1, 2)
     )
     assert twice["gpu"]["whole gradients"] == once["state"]["gradients"]
+
+
+def test_offload_waits_for_the_gradients_of_later_micro_steps(planner):
+    # FSDP2 copies the first ones to pinned memory, and adds the others from pageable memory
+    options = "-m meta-llama/Llama-3.1-8B -s 1024 -b 1 --gpus-per-node 8 --cpu-offload --pcie-gbs"
+    settings = (f"{options} 50 --global-batch-size {8 * n}" for n in (1, 2, 5))
+    one, two, five = (plan(planner, each)["asked"] for each in settings)
+    copied = WEIGHTS["llama-3.1-8b"] * 4 / 8 / 1e9  # of a GPU, in GB
+    wait = copied / 6 + 3 * copied / (200 / 8)  # then 12 bytes of each are read or written
+    waits = [each["parts"]["later gradients"][0] for each in (one, two, five)]
+    assert waits == pytest.approx([0, wait, 4 * wait])
+    # what is gathered is copied to the GPU in each micro-step, at the pinned rate
+    pinned = [each["parts"]["GPU to host and back"][0] for each in (one, two, five)]
+    assert pinned[1] - pinned[0] == pytest.approx((pinned[2] - pinned[1]) / 3)
+    assert pinned[1] - pinned[0] < 2 * copied / 50
+    assert two["seconds"][0] > wait + two["parts"]["AdamW"][0]  # nothing hides it
+    unlike = [plan(planner, f"-s 64 -b 1 --global-batch-size {8 * n}")["asked"] for n in (1, 2)]
+    assert [each["parts"]["later gradients"][0] for each in unlike] == [0, 0]
+
+
+def test_one_micro_step_is_advised_under_offload(planner, monkeypatch, capsys):
+    advice = "one micro-step is best under offload"
+    assert main(planner, monkeypatch, "--cpu-offload", "-b", 2) == 0
+    assert advice in capsys.readouterr().out
+    assert main(planner, monkeypatch, "--cpu-offload") == 0
+    assert advice not in capsys.readouterr().out
 
 
 def test_pinned_memory_is_rounded_up(planner):
@@ -201,6 +241,10 @@ BAD = {
     "typo": ("--recomputed full", "unrecognized arguments: --recomputed full"),
     "no GPUs": ("--gpus-per-node 0", "--gpus-per-node: must be at least 1, not 0"),
     "infinite": ("--gpu-memory-gib inf", "--gpu-memory-gib: must be at least 0.0, not inf"),
+    "of the script": ("--lr -1", "--lr: must be at least 0.0, not -1"),
+    "config": ("--config width=8", "--config width=8: key width"),
+    "no value": ("--config num_hidden_layers", "--config num_hidden_layers: "),
+    "no layers": ("--config num_hidden_layers=0", "--model-name tiny: cannot be run on shapes"),
     "choice": ("--recompute some", "--recompute: invalid choice: 'some'"),
     "batch": ("--nodes 5", "--global-batch-size 32 does not divide by 40 ranks; take 40"),
     "replicas": ("--replicas 3", "--replicas 3 does not divide 8 ranks into equal groups"),

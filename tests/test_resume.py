@@ -1,12 +1,23 @@
 """Stop it anywhere and start it again: the curve is that of a run that never stopped."""
 
+import argparse
 import shutil
+import time
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conftest import SHORT, difference, metrics, run_jobs, run_well
+from conftest import (
+    SCRIPTS,
+    SHORT,
+    difference,
+    free_port,
+    metrics,
+    run_jobs,
+    run_well,
+    start_ranks,
+)
 
 LONG = [*SHORT, "--num-steps", 30, "--keep-checkpoints", 9]
 
@@ -15,6 +26,8 @@ def cut(run_dir, step, copy):
     """Copy a run as it was right after the checkpoint of `step`, with some rows more."""
     shutil.copytree(run_dir, copy)
     shutil.rmtree(copy / "model")
+    for finished in copy.glob("finished-*"):
+        finished.unlink()
     for checkpoint in (copy / "checkpoints").iterdir():
         if int(checkpoint.name[5:]) > step:
             shutil.rmtree(checkpoint)
@@ -122,9 +135,8 @@ def test_killed_before_the_model_was_written(finished, tmp_path):
     run_dir, args = finished
     older = (run_dir / "model").rename(run_dir / "older")
     (run_dir / "model").mkdir()
-    import os
-
-    os.utime(run_dir / "model", (1, 1))
+    (run_dir / "model/config.json").touch()
+    (run_dir / "finished-30").rename(run_dir / "finished-20")
     run_well(1, [("01", args)], tmp_path / "jobs")
     written, expected = (folder / "model.safetensors" for folder in (run_dir / "model", older))
     assert written.read_bytes() == expected.read_bytes()
@@ -148,25 +160,6 @@ def test_changed_settings_of_the_optimizer_hold(finished, tmp_path):
     assert decays == [0.05, 0.0]
 
 
-def test_killed_while_an_older_model_is_replaced(finished, tmp_path, load):
-    """The old folder is whole under its name or not there at all, so that it is written again."""
-    run_dir, _ = finished
-    chapter, seen = load("01"), []
-
-    def watch(path):
-        seen.append((run_dir / "model/config.json").exists())
-        seen.append((run_dir / "model/model.safetensors").exists())
-
-    remove, chapter.shutil.rmtree = chapter.shutil.rmtree, lambda path, **_: watch(path)
-    try:
-        with chapter.whole_folder(run_dir / "model") as folder:
-            for name in ("config.json", "model.safetensors"):
-                (folder / name).write_text("new")
-    finally:
-        chapter.shutil.rmtree = remove
-    assert all(seen) and (run_dir / "model/config.json").read_text() == "new"
-
-
 DAMAGES = {
     "truncated": lambda file: file.write_bytes(file.read_bytes()[:5000]),
     "emptied": lambda file: file.write_bytes(b""),
@@ -188,7 +181,6 @@ def test_broken_checkpoints_are_reported_and_older_ones_used(runs, tmp_path, wor
         run_dir = tmp_path / damage
         assert f"{run_dir}/checkpoints/step-00000020 cannot be read" in ranks[0]["stdout"]
         assert f"continuing from {run_dir}/checkpoints/step-00000010" in ranks[0]["stdout"]
-        assert (run_dir / "checkpoints/step-00000020.broken").is_dir()
         assert difference(metrics(runs / name), metrics(run_dir)) == 0.0
         for rank in ranks[1:]:
             assert rank["stdout"] == ""
@@ -208,34 +200,55 @@ def test_without_any_whole_checkpoint_it_stops(runs, tmp_path, world_size, chapt
     assert (tmp_path / "run/metrics.jsonl").read_text() == before
 
 
-def test_metrics_are_cut_back_even_if_a_kill_tore_the_last_line(runs, tmp_path):
-    cut(runs / "01", 20, tmp_path / "run")
-    rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "run/metrics.jsonl").write_text("".join(rows[:21]) + rows[21][:9])
-    run_well(1, [("01", [*LONG, "--save-dir", tmp_path, "-e", "run"])], tmp_path / "jobs")
-    assert difference(metrics(runs / "01"), metrics(tmp_path / "run")) == 0.0
-
-
-def test_pruning_keeps_the_newest_and_never_counts_broken_ones(runs, tmp_path):
+def test_pruning_keeps_the_newest_and_leaves_nothing_of_a_kill(runs, tmp_path):
+    """A later checkpoint that could not be read does not count, until it is saved anew."""
     cut(runs / "01", 10, tmp_path / "run")
     checkpoints = tmp_path / "run/checkpoints"
-    (checkpoints / "step-00000005.broken").mkdir()
-    (checkpoints / ".step-00000099").mkdir()  # what a killed save leaves
+    (checkpoints / ".partial").mkdir()  # what a killed save leaves
+    (checkpoints / "step-00000030").mkdir()
     args = [*LONG, "--keep-checkpoints", 2, "--checkpoint-every", 5, "--save-dir", tmp_path]
-    run_well(1, [("01", [*args, "-e", "run"])], tmp_path / "jobs")
+    [[result]] = run_well(1, [("01", [*args, "-e", "run"])], tmp_path / "jobs")
+    assert "step-00000030 cannot be read" in result["stdout"]
     names = sorted(folder.name for folder in checkpoints.iterdir())
-    assert names == ["step-00000005.broken", "step-00000025", "step-00000030"]
+    assert names == ["step-00000025", "step-00000030"]
 
 
-def test_resume_does_not_take_longer_in_later_steps(load):
-    """The sampler starts anywhere in the time of one permutation."""
-    import time
+def test_ranks_that_read_different_checkpoints_stop(runs, tmp_path):
+    """In chapters 02 and 03 each rank reads for itself: here one cannot read the newest."""
+    cut(runs / "02@2", 20, tmp_path / "run")
+    script = tmp_path / "one_blind.py"
+    script.write_text(BLIND.format(script=SCRIPTS["02"]))
+    command = [script, *LONG, "--save-dir", tmp_path, "-e", "run"]
+    ranks = start_ranks(2, command, tmp_path, MASTER_PORT=str(free_port()))
+    assert [rank.wait(timeout=120) for rank in ranks] == [2, 2]
+    said = (tmp_path / "rank0.log").read_text()
+    assert "cannot read the same checkpoint: they would continue from steps [20, 10]" in said
 
-    sampler = load("01").ResumableSampler
-    times = []
-    for position in (0, 10**6, 10**12):
+
+BLIND = """
+import os, runpy, torch
+
+load = torch.load
+
+def load_or_not(path, *args, **options):
+    if os.environ["RANK"] == "1" and "step-00000020" in str(path):
+        raise OSError("blind")
+    return load(path, *args, **options)
+
+torch.load = load_or_not
+runpy.run_path("{script}", run_name="__main__")
+"""
+
+
+def test_a_resume_does_not_take_longer_in_later_steps(load):
+    """Any batch takes the time of one permutation."""
+    chapter = load("01")
+    args = argparse.Namespace(seed=0, accumulation=1, micro_batch_size=4, device="cpu")
+    samples, times = torch.zeros(100_000, 2, dtype=torch.int32), []
+    for step in (1, 10**6, 10**12):
+        chapter.order_of.cache_clear()
         start = time.perf_counter()
-        next(iter(sampler(100_000, 0, position)))
+        chapter.batch_at(args, samples, step, 0, torch.device("cpu"))
         times.append(time.perf_counter() - start)
     assert times[2] < 20 * times[0] + 0.1
 
@@ -245,7 +258,7 @@ def test_a_continued_run_continues_the_same_wandb_run(tmp_path):
     args = [*SHORT, "--save-dir", tmp_path, "-e", "run", "--wandb", "offline"]
     run_well(1, [("01", args)], tmp_path / "first")
     shutil.rmtree(tmp_path / "run/checkpoints/step-00000020")
-    shutil.rmtree(tmp_path / "run/model")
+    (tmp_path / "run/finished-20").unlink()
     [[result]] = run_well(1, [("01", args)], tmp_path / "second")
     assert "continuing from" in result["stdout"]
     runs = list((tmp_path / "run/wandb").glob("offline-run-*"))

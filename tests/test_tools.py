@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import plot
 from conftest import ROOT
 
 SCRIPT = '''"""A chapter.{parent}"""
@@ -88,6 +89,12 @@ def test_runs_are_drawn_and_compared(tmp_path):
     done = subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "drawn: runs.png; largest difference between losses: 1.0e-06\n"
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_last_row_of_a_step_counts(tmp_path):
+    rows = [{"step": 1, "loss": 9.0}, {"step": 2, "loss": 8.0}, {"step": 1, "loss": 7.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert plot.read_metrics(tmp_path) == [{"step": 1, "loss": 7.0}, {"step": 2, "loss": 8.0}]
 
 
 def test_a_run_that_is_not_there_is_one_line(tmp_path):

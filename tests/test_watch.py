@@ -530,7 +530,7 @@ def test_once_on_a_run_that_is_finished(tmp_path, with_ranks):
     ]
 
 
-def test_once_on_a_run_of_chapter_01(tmp_path):
+def test_once_on_a_run_of_a_chapter(tmp_path):
     write_rows(tmp_path, [{"step": 10, "loss": 2.0, "tokens_per_second": None}])
     done = once(tmp_path)
     assert done.returncode == 0
@@ -673,7 +673,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
 def test_a_rank_that_is_stopped_is_found_within_seconds(tmp_path):
     """Until then nothing is marked, from the start on."""
     options = [*SHORT, "--num-steps", 5000, "--eval-every", 5000, "--checkpoint-every", 5000]
-    run = torchrun("03", *options, "--save-dir", tmp_path, "-e", "run")
+    run = torchrun("diagnosing-errors", *options, "--save-dir", tmp_path, "-e", "run")
     try:
         healthy = []
         deadline = time.monotonic() + 90

@@ -507,7 +507,7 @@ TRAIN = """
 
 @pytest.fixture
 def run(tmp_path):
-    """Start two ranks of a small script that writes no heartbeats, as chapter 02 writes none."""
+    """Start two ranks of a small script that writes no heartbeats, as the chapters write none."""
     script = tmp_path / "train_llm.py"
     script.write_text(textwrap.dedent(TRAIN))
     folder = tmp_path / "outputs/x"

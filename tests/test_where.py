@@ -18,8 +18,8 @@ from where import (
     union,
 )
 
-TINY = "--model-name tiny --seq-length 64 --precision fp32 --num-proc 1".split()
-DELAY = 0.05  # seconds for each of the four samples that a rank takes in a step
+TINY = "--model-name tiny --seq-length 64 --precision fp32".split()
+DELAY = 0.2  # seconds in each step
 
 
 def test_union_merges_what_overlaps_or_touches():
@@ -83,8 +83,8 @@ def test_trace_of_a_cpu_rank(tmp_path):
     trace = write_trace(
         tmp_path / "trace.json",
         (note, "window", 1, 0, 20),
-        (note, "enumerate(DataLoader)#Iter.__next__", 1, 1, 2),
-        ("cpu_op", "aten::stack", 1, 1.5, 1.8),  # the loader's
+        (note, "batch", 1, 1, 2),
+        ("cpu_op", "aten::stack", 1, 1.5, 1.8),  # the batch's
         ("cpu_op", "aten::linear", 1, 2, 5),
         ("cpu_op", "aten::addmm", 1, 3, 4),  # inside of it
         ("cpu_op", "aten::ones", 2, 0, 20),  # in another thread
@@ -106,7 +106,7 @@ def test_trace_of_a_gpu_rank(tmp_path):
         tmp_path / "trace.json",
         ("user_annotation", "window", 1, 0, 20),
         ("gpu_user_annotation", "window", 7, 1, 19),
-        ("user_annotation", "enumerate(DataLoader)#Iter.__next__", 1, 0, 3),
+        ("user_annotation", "batch", 1, 0, 3),
         ("cpu_op", "aten::mm", 1, 3, 4),  # launches, and computes nothing itself
         ("user_annotation", "waiting", 1, 4, 5),  # nccl's, which holds up no host
         ("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 7, 2, 4),
@@ -153,15 +153,11 @@ def test_a_late_batch_is_data_of_one_rank_and_a_wait_of_the_other(tmp_path):
     script = tmp_path / "02-late" / "train_llm.py"
     script.parent.mkdir()
     source = SCRIPTS["02"].read_text()
-    assert source.count("yield from chunk.tolist()") == 1
-    late = (
-        "for sample in chunk.tolist():\n"
-        f"                    time.sleep({DELAY} * self.rank)\n"
-        "                    yield sample"
-    )
-    script.write_text(source.replace("yield from chunk.tolist()", late))
+    line = "    batch = samples[torch.stack(ids)].long()\n"
+    assert source.count(line) == 1
+    late = f"    time.sleep({DELAY} * dist.get_rank())\n"
+    script.write_text(source.replace(line, line + late))
     first, second = map(add_up, run(script, 2, tmp_path / "runs", 1, *TINY))
-    planted = 4 * DELAY
-    assert second["data"] >= planted
-    assert first["data"] < second["data"] - planted / 2
-    assert second["exposed"] < first["exposed"] - planted / 2
+    assert second["data"] >= DELAY
+    assert first["data"] < second["data"] - DELAY / 2
+    assert second["exposed"] < first["exposed"] - DELAY / 2

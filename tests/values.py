@@ -4,10 +4,10 @@ Started once per rank by test_large.py, with a JSON file of cases: the arguments
 What torch has not filled is NaN here, so whatever is forgotten shows.
 """
 
-import importlib.util
 import json
 import os
 import sys
+import types
 from pathlib import Path
 
 import torch
@@ -18,11 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def load(chapter):
-    """Import a chapter's script."""
+    """Import a chapter's script, which exports models to files of 20 KB instead of 5 GB."""
     script = next(ROOT.glob(f"{chapter}-*/train_llm.py"))
-    spec = importlib.util.spec_from_file_location(f"chapter_{chapter}", script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = types.ModuleType(f"chapter_{chapter}")
+    module.__file__ = str(script)
+    source = script.read_text().replace("5_000_000_000", "20_000")
+    exec(compile(source, script, "exec"), module.__dict__)
     return module
 
 
@@ -46,8 +47,9 @@ def same(one, other):
 
 def exported(chapter, args, model):
     """Return what a model of many files, made of the shards, has after it is loaded again."""
-    run_dir, chapter.FILE_BYTES = Path(args.save_dir, Path(args.model_name).name), 20_000
-    chapter.export_model(run_dir, model, ByT5Tokenizer())
+    run_dir = Path(args.save_dir, Path(args.model_name).name)
+    chapter.export_model(args, run_dir, model, ByT5Tokenizer())
+    dist.barrier()  # until rank 0 has made the files
     assert len(list(run_dir.glob("model/*.safetensors"))) > 2
     return named(AutoModelForCausalLM.from_pretrained(run_dir / "model"))
 

@@ -21,6 +21,9 @@ class Captured(io.StringIO):
     def fileno(self):
         return 2
 
+    def reconfigure(self, **_):
+        """A stream to memory has no buffer."""
+
 
 def run(job):
     """Run one job; return its exit status and what it printed."""

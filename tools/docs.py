@@ -70,8 +70,8 @@ def chapter_map():
     for name, script in chapters().items():
         source, folder = script.read_text(), script.parent.name
         sentence = ast.get_docstring(ast.parse(source)).partition(".")[0]
-        size = "none before it"
-        if parent := parent_of(name):
+        size = "none before it" if name == "01" else "a lab, not a diff to read"
+        if (parent := parent_of(name)) and name.isdigit():
             added, removed = diff_size(chapters()[parent], script)
             size = f"+{added} −{removed} against {parent}"
         print(f"| [{folder}]({folder}/README.md) | {sentence} | {source.count(chr(10))} | {size} |")
@@ -223,16 +223,6 @@ def fault(name, file="faults-cpu-2cores.json"):
     fenced("text", [*log[:6], "", *verdict])
 
 
-def watching(file):
-    """Print the sentence on what watching costs."""
-    shares = measured(file, "shares")
-    share, most = sum(shares.values()), max(shares, key=shares.get)
-    print(
-        f"All of this takes {share:.2%} of a step of the tiny model on two CPU ranks; most of it:"
-    )
-    print(f"{most}. [benchmarks/watching.py](../benchmarks/watching.py) measures each part.")
-
-
 def contenders(file, *names):
     """Print the table of who took part in benchmarks/speed.py: all, or those that are named."""
     path = ROOT / "benchmarks/results" / file
@@ -311,8 +301,7 @@ def growth(file, what):
             "02@2 / 01": "{:.2f}",
         },
         "resume": {"steps done": "{:,}", "load_checkpoint": "{:.2f} s", "first_step": "{:.1f} s"},
-        "data": {"bytes": "{:,}", "processes": "{}", "MB per second": "{:.1f}"}
-        | {"memory grows by": "{:,}"},
+        "data": {"bytes": "{:,}", "MB per second": "{:.1f}", "memory grows by": "{:,}"},
     }[what]
     words = {"load_checkpoint": "to load", "first_step": "from the command to the first step's end"}
     print(
@@ -420,7 +409,7 @@ def gpu_checks():
 
 def environments(rank=3):
     """Print the table of what each launcher told one rank, from docs/environments.json."""
-    columns = "launcher", "rank", "ranks in all", "rank on its node", "ranks on its node"
+    columns = "launcher", "rank", "ranks in all", "rank on its node"
     columns += "where to meet", "GPUs", "threads"
     print(f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", sep="\n")
     for launcher, found in json.loads((ROOT / "docs/environments.json").read_text()).items():

@@ -28,14 +28,18 @@ def fail(message):
 
 
 def read_metrics(run):
-    """Return the rows of a run's metrics.jsonl, at least one; a kill may have torn the last."""
+    """Return the rows of a run's metrics.jsonl by step, at least one.
+
+    A run that was stopped logs steps again, of which the last row counts; a kill may tear one.
+    """
     path = run / "metrics.jsonl"
     try:
         lines = path.read_text().splitlines(keepends=True)
         rows = [json.loads(line) for line in lines if line.endswith("\n")]
     except (OSError, ValueError) as error:
         fail(f"cannot read {path}: {error}")
-    return rows or fail(f"{path} is empty: nothing was trained yet")
+    last = {row["step"]: row for row in rows} or fail(f"{path} is empty: nothing was trained yet")
+    return [last[step] for step in sorted(last)]
 
 
 def series(rows, name):

@@ -49,20 +49,20 @@ def marked(work, name):
 def profile_a_step(chapter, trace):
     """Train some steps; leave the last one's trace in a file."""
     args = chapter.parse_args()
-    device = chapter.setup(args)
+    device, _ = chapter.setup(args)
     tokenizer, config = chapter.build_tokenizer_and_config(args)
     train_set, _ = chapter.build_data(args, tokenizer)
     model = chapter.build_model(args, config)
     optimizer = chapter.build_optimizer(args, model)
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    batches = iter(chapter.build_loader(args, train_set, 0))
     chapter.loss_of = marked(chapter.loss_of, "forward")
-    torch.nn.utils.clip_grad_norm_ = marked(torch.nn.utils.clip_grad_norm_, "clip and step")
+    for name in ("get_total_norm", "clip_grads_with_norm_"):
+        setattr(torch.nn.utils, name, marked(getattr(torch.nn.utils, name), "clip and step"))
     optimizer.step = marked(optimizer.step, "clip and step")
     for step in range(1, args.num_steps + 1):
         dist.barrier()
         with profile() as profiler:
-            chapter.train_step(args, model, optimizer, batches, step, device)
+            chapter.train_step(args, model, optimizer, train_set, step, device)
     profiler.export_chrome_trace(trace)
 
 

@@ -14,7 +14,8 @@ shift
 
 options=(-H "$hosts" --bind-to none)
 [[ $(id -u) != 0 ]] || options+=(--allow-run-as-root)
-for name in OMP_NUM_THREADS HF_HOME HF_HUB_OFFLINE NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME; do
+for name in OMP_NUM_THREADS HF_HOME HF_HUB_OFFLINE GLOO_SOCKET_IFNAME \
+    "${!NCCL_@}" "${!TORCH_NCCL_@}" "${!FI_@}"; do # all that begin so
     [[ -z ${!name+set} ]] || options+=(-x "$name")
 done
 # MPI only starts the ranks, but it needs a network for that as well: MPI_INTERFACE names it.

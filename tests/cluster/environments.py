@@ -34,37 +34,37 @@ SRUN = ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 def names_of_launchers():
-    """Return the chapter's LAUNCHERS: which variables have the four numbers, by launcher."""
+    """Return the rows of the chapter's LAUNCHERS by their first variable, which has the rank."""
     spec = importlib.util.spec_from_file_location("chapter", chapters()["03"])
     chapter = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(chapter)
-    return chapter.LAUNCHERS
+    return {names[0]: names for names in chapter.LAUNCHERS}
 
 
 def commands(folder):
-    """Return how each launcher starts the probe: its kind in LAUNCHERS, a host, and a command.
-
-    The kind sbatch means that the command is of a job.
-    """
+    """Return how each launcher starts the probe: which variable has the rank, and a command."""
     probe = [str(folder / "probe.py")]
     (folder / "hosts.txt").write_text("h1\nh2\n")
     (folder / "slots.txt").write_text("h1 slots=2\nh2 slots=2\n")
     node = ["--nodes=2", "--gpus-per-node=2"]
     meet = ["-genv", "MASTER_ADDR", "h1", "-genv", "MASTER_PORT", "29400"]
     return {
-        "ssh/launch.sh": ("torchrun", [FOLDER / "ssh/launch.sh", folder / "hosts.txt", *probe]),
-        "slurm/train.sbatch": ("torchrun", [*node, FOLDER / "slurm/train.sbatch", *probe]),
+        "ssh/launch.sh": ("RANK", [FOLDER / "ssh/launch.sh", folder / "hosts.txt", *probe]),
+        "slurm/train.sbatch": ("RANK", [*node, FOLDER / "slurm/train.sbatch", *probe]),
         "slurm/srun-direct.sbatch": (
-            "srun",
+            "SLURM_PROCID",
             [*node, "--ntasks-per-node=2", FOLDER / "slurm/srun-direct.sbatch", *probe],
         ),
-        "mpi/launch.sh": ("mpirun (Open MPI)", [FOLDER / "mpi/launch.sh", "h1:2,h2:2", *probe]),
+        "mpi/launch.sh": (
+            "OMPI_COMM_WORLD_RANK",
+            [FOLDER / "mpi/launch.sh", "h1:2,h2:2", *probe],
+        ),
         "MPICH's mpiexec": (
-            "mpirun (MPICH)",
+            "PMI_RANK",
             ["mpiexec.hydra", "-hosts", "h1,h2", "-ppn", "2", *meet, "python", *probe],
         ),
         "deepspeed/launch.sh": (
-            "deepspeed",
+            "RANK",
             [FOLDER / "deepspeed/launch.sh", folder / "slots.txt", *probe],
         ),
     }
@@ -78,7 +78,7 @@ def collect(cluster, folder):
         os.environ.pop(name, None)
     (folder / "probe.py").write_text(PROBE)
     launchers, results = names_of_launchers(), {}
-    for name, (kind, command) in commands(folder).items():
+    for name, (rank_in, command) in commands(folder).items():
         found = folder / name.replace("/", "-")
         found.mkdir()
         if ".sbatch" in name:
@@ -86,13 +86,14 @@ def collect(cluster, folder):
             cluster.wait_for_job(job, "COMPLETED", seconds=120)
         else:
             cluster.run("head", [*command, found], env=env, cwd=folder, timeout=120)
-        wanted = [*launchers[kind], *ALSO, *(SRUN if kind == "srun" else ())]
+        names = launchers[rank_in]
+        wanted = [*names, *ALSO, *(SRUN if rank_in == "SLURM_PROCID" else ())]
         ranks = [json.loads(path.read_text()) for path in found.glob("*.json")]
         for rank in ranks:
             known = rank["variables"]
             rank["variables"] = {name: known[name] for name in wanted if name in known}
-        ranks.sort(key=lambda rank: int(rank["variables"][launchers[kind][0]]))
-        results[name] = {"names": launchers[kind], "ranks": ranks}
+        ranks.sort(key=lambda rank: int(rank["variables"][rank_in]))
+        results[name] = {"names": names, "ranks": ranks}
     return results
 
 

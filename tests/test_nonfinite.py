@@ -1,0 +1,59 @@
+"""A gradient that is not finite reaches neither a weight nor a checkpoint, and ends the run."""
+
+import re
+
+import pytest
+import torch
+
+from conftest import ROOT, SCRIPTS, SHORT, free_port, start_ranks
+
+LINE = [*SHORT, "--num-steps", "12", "--log-every", "5", "--checkpoint-every", "3"]
+
+
+@pytest.mark.parametrize("chapter", ["01", "02", "04", pytest.param("05", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_run_ends_at_the_next_line_or_save(chapter, what, tmp_path):
+    """One rank's loss or gradient is not finite in step 8; the save of step 6 is the last."""
+    command = [ROOT / "tests/broken.py", what, 8, SCRIPTS[chapter], *LINE]
+    command += ["--save-dir", tmp_path, "-e", "run"]
+    ranks = 1 if chapter == "01" else 2
+    started = start_ranks(ranks, command, tmp_path, MASTER_PORT=str(free_port()))
+    try:
+        statuses = [process.wait(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    said = "".join(path.read_text() for path in sorted(tmp_path.glob("rank*.log")))
+    assert set(statuses) == {2}, said
+    line = "train_llm.py: error: a gradient in steps 7 to 9 was not finite; nothing was saved"
+    assert re.findall(line, said) and "Traceback" not in said, said
+    names = sorted(path.name for path in tmp_path.glob("run/checkpoints/*"))
+    assert names == ["step-00000003", "step-00000006"]
+
+
+def test_from_then_on_no_step_changes_anything(load, monkeypatch):
+    """Neither weights nor moments, nor the number of steps that AdamW corrects its bias by."""
+    chapter = load("01")
+    monkeypatch.setattr("sys.argv", ["train_llm.py", *LINE])
+    args = chapter.parse_args()
+    tokenizer, config = chapter.build_tokenizer_and_config(args)
+    train_set, _ = chapter.build_data(args, tokenizer)
+    model = chapter.build_model(args, config)
+    optimizer = chapter.build_optimizer(args, model)
+    device = torch.device("cpu")
+    chapter.train_step(args, model, optimizer, train_set, 1, device)
+    before = [tensor.clone() for tensor in tensors_of(model, optimizer)]
+    loss_of = chapter.loss_of
+    monkeypatch.setattr(chapter, "loss_of", lambda *given: loss_of(*given) * float("nan"))
+    chapter.train_step(args, model, optimizer, train_set, 2, device)
+    monkeypatch.setattr(chapter, "loss_of", loss_of)
+    _, norm = chapter.train_step(args, model, optimizer, train_set, 3, device)
+    assert norm.isfinite() and optimizer.found_inf
+    after = tensors_of(model, optimizer)
+    assert all(map(torch.equal, before, after)) and len(before) == len(after) > 100
+
+
+def tensors_of(model, optimizer):
+    """Return all tensors that training changes."""
+    moments = [state[name] for state in optimizer.state.values() for name in sorted(state)]
+    return [*model.state_dict().values(), *moments]
