@@ -79,14 +79,18 @@ train: install  ## train chapter 02 on all GPUs, or on two CPU processes; show h
 # Tests run side by side, on small machines too: many wait, for Slurm or for other ranks.
 .PHONY: test
 test: install  ## run the core tests
-	$(PY) -m pytest -n 2 -m "not slow"
+	$(PY) -m pytest -n 2 -m "not slow and not exhaustive"
 
 .PHONY: test-slow
-test-slow: install  ## run the slow tests
-	$(PY) -m pytest -n 3 -m slow
+test-slow: install  ## run the slow tests that a change of a chapter can break
+	$(PY) -m pytest -n 3 -m "slow and not exhaustive"
+
+.PHONY: test-exhaustive
+test-exhaustive: install  ## run the rest: many kills, all faults, the tools and benchmarks
+	$(PY) -m pytest -n 3 -m exhaustive
 
 .PHONY: test-all
-test-all: test test-slow  ## run all tests
+test-all: test test-slow test-exhaustive  ## run all tests
 
 .PHONY: cluster
 cluster:  ## practise Slurm: a shell on a cluster of two nodes, all on this machine (needs root)
@@ -118,6 +122,7 @@ bench: install  ## measure the chapters next to other trainers; make tables and 
 	$(PIP) -r benchmarks/requirements.txt
 	@set -ex; out=benchmarks/results; \
 	$(PY) benchmarks/speed.py --output $$out/speed.json || missed=$$?; \
+	$(PY) benchmarks/floor.py --output $$out/floor.json; \
 	$(PY) benchmarks/growth.py --output $$out/growth.json; \
 	$(PY) benchmarks/large.py saves --output $$out/large.json; \
 	$(PY) benchmarks/where.py --output $$out/where.json --plot docs/where.png; \

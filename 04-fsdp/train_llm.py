@@ -12,6 +12,7 @@ import ctypes
 import functools
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -111,7 +112,7 @@ def parse_args():
     if args.device == "auto":
         args.device = "cuda" if has_gpu() else "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
-        fail(f"torch {torch.__version__} finds no GPU that works here; take --device cpu without")
+        fail(f"torch {torch.__version__} finds no GPU that works; to do without, pass --device cpu")
     if args.precision == "auto":  # GPUs before 8.0 have no units for bf16 and emulate it slowly
         fast = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
         args.precision = "bf16" if fast else "fp32"
@@ -288,7 +289,7 @@ def build_model(args, config):
             args.model_name, config=config, dtype=torch.float32
         )
     else:
-        with no_init_weights():  # constructors may draw too; what they set stays
+        with no_init_weights():  # what constructors draw is drawn below; what they set stays
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.init_weights()
     if not layers_of(model):
@@ -474,6 +475,7 @@ def evaluate(args, model, held_out, device):
 
 
 # ---- checkpoint ------------------------------------------------------------------------------
+@rank_first()
 def partial_of(folder):
     """Return an empty folder in which to write what shall appear as `folder`."""
     partial = folder.with_name(".partial")
@@ -535,7 +537,9 @@ def weights_of(model):
 def load_checkpoint(args, run_dir, model, optimizer):
     """Restore the newest checkpoint that can be read; return its step, which is 0 for a new run."""
     checkpoints = sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)
-    dist.broadcast_object_list(found := [checkpoints], group=patient_group())
+    logging.getLogger().setLevel(logging.ERROR)  # DCP logs pages on what fits on a line
+    found = [checkpoints]
+    dist.broadcast_object_list(found, group=patient_group())
     for checkpoint in found[0]:  # DDP: all ranks try those that rank 0 has found
         try:
             about = {"args": ""}
@@ -616,7 +620,8 @@ def measure(args, model, step, loss, grad_norm, since):
     first, then = since
     tokens = (step - first) * args.global_batch_size * args.seq_length
     speed = tokens / (time.perf_counter() - then) if then else None
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KiB; bytes on a Mac
+    unit = 1 if sys.platform == "darwin" else 1024  # of the next line, in bytes
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     if args.device == "cuda":
         memory = torch.cuda.max_memory_allocated()
     row |= {"lr": lr_at(args, step), "tokens_per_second": speed, "mfu": mfu(args, model, speed)}
@@ -645,7 +650,7 @@ def main():
     args.num_weights = model.num_parameters()
     optimizer = build_optimizer(args, model)
     start = load_checkpoint(args, run_dir, model, optimizer)
-    if (run_dir / f"finished-{args.num_steps}").exists():
+    if start >= args.num_steps and (run_dir / f"finished-{start}").exists():
         print(f"{run_dir} is finished: it has {start} steps")
         return
 
@@ -660,19 +665,19 @@ def main():
         loss, grad_norm = train_step(args, model, optimizer, train_set, step, device)
         last = step == args.num_steps
         evaluating = last or step % args.eval_every == 0
-        logging = evaluating or step % args.log_every == 0
+        reporting = evaluating or step % args.log_every == 0
         stop = next(stops)
         saving = last or step % args.checkpoint_every == 0 or stop
-        if (logging or saving) and optimizer.found_inf:
+        if (reporting or saving) and optimizer.found_inf:
             fail(f"a gradient in steps {since[0] + 1} to {step} was not finite; nothing was saved")
-        if logging:
+        if reporting:
             row = measure(args, model, step, loss, grad_norm, since)
             if evaluating:
                 row["val_loss"] = evaluate(args, model, held_out, device)
             log(run_dir, run, row)
         if saving:
             save_checkpoint(args, run_dir, model, optimizer, step)
-        if logging or saving:
+        if reporting or saving:
             since = step, time.perf_counter()
         if stop and not last:
             print(f"stopped at step {step}: the same command continues")

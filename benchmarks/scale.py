@@ -77,6 +77,7 @@ ASSUMPTIONS = [
     "FSDP2 pads each tensor's first dimension to a multiple of the ranks, and sends the padding",
     "DDP reduces one layer at a time, which are larger buckets than its own",
     "offloaded shards are copied in line with their collective; AdamW then runs on the host",
+    "there a rank waits for the gradients of later micro-steps, which are copied and added up",
     "memory is the planner's, with its fragmentation and overhead; DDP recomputes as the others do",
 ]
 
@@ -187,10 +188,10 @@ class Step:
             self.sent["network"] += sent * nodes / ranks
         return self.add(stream, seconds + copied, after, sent)
 
-    def copy(self, numbers, gbs):
-        """Return the seconds that it takes to copy a shard of what is offloaded."""
+    def copy(self, numbers, seconds):
+        """Return the seconds that a shard of what is offloaded takes, of which 1 GB takes these."""
         size = numbers * self.setting.weight_bytes / self.setting.shards
-        return size / gbs / 1e9 if self.setting.offload else 0.0
+        return size / 1e9 * seconds if self.setting.offload else 0.0
 
     def adam(self):
         """Step the optimizer when all is there: 10 numbers of each weight are read or written."""
@@ -230,16 +231,18 @@ class Step:
     def gather(self, group, after):
         """Gather a group; return when it is there. What is offloaded comes from the host first."""
         numbers = self.numbers(group)
-        copied = self.copy(numbers, self.args.pcie_gbs)
+        copied = self.copy(numbers, 1 / self.args.pcie_gbs)
         return self.send("copy", "all-gather", numbers * self.setting.compute_bytes, after, copied)
 
     def reduce(self, group, first, last, after):
         """Reduce a group's gradients to shards, and in the last micro-step those of replicas.
 
-        Those of the first micro-step go to pinned memory; for those of later ones the host waits.
+        Under offload, those of the first micro-step go to pinned memory. For later ones a
+        rank waits until they are copied and added up.
         """
         args, setting, numbers = self.args, self.setting, self.numbers(group)
-        copied = self.copy(numbers, args.pcie_gbs if first else args.pageable_gbs)
+        later = 1 / args.pageable_gbs + 3 * args.gpus_per_node / args.cpu_adam_gbs
+        copied = self.copy(numbers, 1 / args.pcie_gbs if first else later)
         size = numbers * setting.reduce_bytes
         done = self.send("copy", "reduce-scatter", size, after, copied)
         if setting.offload and not first:

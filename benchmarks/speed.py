@@ -179,7 +179,7 @@ class Failed(SystemExit):
 
 
 def call(command, environment, limit):
-    """Run a command for at most `limit` seconds, and leave nothing of it behind."""
+    """Run a command for at most `limit` seconds, and leave nothing of it; return what it said."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, env=environment | ALLOCATOR, **pipes)
     try:
@@ -192,6 +192,7 @@ def call(command, environment, limit):
         raise
     if process.returncode:
         raise Failed(f"{said}\nfailed: {shlex.join(command)}")
+    return said
 
 
 # ---- all of them -----------------------------------------------------------------------------

@@ -34,6 +34,7 @@ def pytest_configure(config):
     # what a shell starts with & ignores Ctrl-C, and so would all that the tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "slow: takes minutes, is random, or needs root")
+    config.addinivalue_line("markers", "exhaustive: what a change of a chapter hardly breaks")
     config.addinivalue_line("markers", "cluster: runs on several hosts, all made on this machine")
 
 
@@ -42,6 +43,9 @@ def pytest_configure(config):
 # What takes longest begins first, so that all workers end at about the same time.
 LONGEST = ["machine", "test_fsdp", "test_large", "test_sharded", "test_launchers", "test_kill"]
 LONGEST += ["kills", "test_diagnosis", "test_readme"]
+# Their slow tests are of tools, which no change of a chapter reaches; `make test-all` runs them.
+TOOLS = {"test_benchmarks", "test_cluster", "test_diagnosis", "test_gpu_check", "test_planner"}
+TOOLS |= {"test_preflight", "test_scale", "test_watch", "test_whats_wrong", "test_where"}
 # no tests there share what they make
 INDEPENDENT = {"test_diagnosis", "test_kill", "test_kubernetes", "test_readme"}
 MACHINE = re.compile(
@@ -80,8 +84,12 @@ def pytest_xdist_make_scheduler(config, log):
     return Groups(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(config, items):
     """Put tests that are to run side by side in order; see that their groups are right."""
+    for item in items:
+        if item.path.stem in TOOLS and item.get_closest_marker("slow"):
+            item.add_marker("exhaustive")
     if not hasattr(config, "workerinput"):
         return
     places = {group: place for place, group in enumerate(LONGEST)}

@@ -184,7 +184,7 @@ def test_no_run_trains_on_a_cpu_because_a_gpu_is_broken(parse, monkeypatch, caps
         parse("")
     assert stop.value.code == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "finds no GPU that works here; take --device cpu" in error
+    assert error.count("\n") == 1 and "no GPU that works; to do without, pass" in error
     assert parse("--device cpu").device == "cpu"
 
 

@@ -6,10 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
+import torch
 
 import contenders
+import floor
 import growth
 import report
 import speed
@@ -53,6 +56,14 @@ def test_the_warm_up_does_not_count_and_the_last_row_of_a_step_does(monkeypatch,
     (tmp_path / "run/timing.json").write_text("{}")
     monkeypatch.setattr(speed, "call", lambda *_: None)
     assert speed.speed_of(speed.run(("01", 0, []), 30, tmp_path, "run")) == 8
+
+
+def test_the_parts_of_a_step_add_up():
+    clock = floor.Clock(torch.device("cpu"))
+    work = clock.timed("forward", lambda: time.sleep(0.02))
+    for _ in range(2):  # of each step anew
+        parts = clock.step(lambda: (work(), work(), time.sleep(0.03)))
+        assert parts == pytest.approx({"forward": 0.04, "the rest": 0.03}, abs=0.02)
 
 
 def test_all_contenders_keep_what_they_free():

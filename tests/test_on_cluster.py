@@ -434,22 +434,22 @@ def test_a_folder_that_is_not_shared(cluster, settings, tmp_path):
     "more, expected",
     [
         ({"GLOO_SOCKET_IFNAME": "eth9"}, "eth9"),
-        ({"MASTER_ADDR": "h9"}, "h9:"),
-        ({"MASTER_PORT": "23456"}, "h1:23456"),
+        ({"MASTER_ADDR": "h9"}, "(h9, "),
+        ({"MASTER_PORT": "23456"}, "(h1, 23456)"),
     ],
     ids=["interface", "host", "port"],
 )
 def test_no_way_to_meet(cluster, settings, tmp_path, more, expected):
-    """A wrong interface, a wrong host and a blocked port end in an error that names them."""
+    """The job's last words are torch's: a wrong interface, host or port is named in them."""
     cluster.block_port("h1", 23456)
     options = ["--nodes=2", "--ntasks-per-node=1", CHAPTER / "slurm/srun-direct.sbatch"]
     job = sbatch(
         cluster, tmp_path, settings | more, *options, *arguments(tmp_path), "--dist-timeout", 10
     )
     ended = cluster.wait_for_job(job, "COMPLETED", "FAILED", seconds=120)
-    text = report(tmp_path)
-    assert ended["JobState"] == "FAILED", text
-    assert any(expected in line for line in text.splitlines() if "Error: " in line), text
+    assert ended["JobState"] == "FAILED", report(tmp_path)
+    said = (tmp_path / f"slurm-{job}.out").read_text().partition("the last errors of its ranks:")[2]
+    assert "Error: " in said and expected in said, report(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,15 @@ def test_links_without_limits_leave_nothing_exposed(strategy):
     assert slow["exposed"] > 0.001
 
 
+def test_offload_waits_for_the_gradients_of_later_micro_steps():
+    fast = dict.fromkeys(("nvlink_gbs", "network_gbs", "pcie_gbs"), math.inf)
+    for micro_steps in (1, 2, 5):
+        args = args_of(f"--latency 0 --micro-steps {micro_steps}", **fast)
+        row = scale.row_of(args, "FSDP, CPU offload", 8, SHARE)
+        later = 4 * WEIGHTS / 8 / 1e9 * (1 / 6 + 3 * 8 / 200)  # copied, then added up
+        assert row["exposed"] == pytest.approx((micro_steps - 1) * later, abs=1e-9)
+
+
 def test_what_nothing_can_hide():
     # before computing, the root and the first layer; after it, the first layer and the root again
     args, sizes = args_of(), [2 * ROOT_WEIGHTS, 2 * LAYER, 4 * LAYER, 4 * ROOT_WEIGHTS]

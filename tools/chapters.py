@@ -125,7 +125,7 @@ def without_comments(lines):
 def noise(before, after):
     """Return what a reader of the diff would learn nothing from: a list of (reason, hunk)."""
     found, all_hunks = [], hunks(before, after)
-    added = ["\n".join(without_comments(new)) for _, new in all_hunks]
+    added = ["\n".join([*without_comments(new), ""]) for _, new in all_hunks]
     for old, new in all_hunks:
         code, new_code = without_comments(old), without_comments(new)
         lines = "\n".join(f"-{line}" for line in old) + "\n".join(f"\n+{line}" for line in new)
@@ -135,7 +135,7 @@ def noise(before, after):
             found.append(("only another indentation", lines))
         elif all(line.startswith("@") for line in code):
             continue  # a function is decorated no more: that says something, wherever another is
-        elif not new_code and any("\n".join(code) in other for other in added):
+        elif not new_code and any("\n".join([*code, ""]) in other for other in added):
             found.append(("only moved", lines))
     return found
 

@@ -288,6 +288,17 @@ def goals(file):
             print(f"| {name} | at least {cells} | {verdict} |")
 
 
+def floor(file):
+    """Print the table of what a step of chapter 01 takes above the bare loop's, part by part."""
+    ours, bare = measured(file, "parts").values()
+    whole = sum(bare.values())
+    print("| part | chapter 01 | bare loop | above it |", "|---|---|---|---|", sep="\n")
+    for part in ours | {"a step": None}:
+        of = [sum(each.values()) if part == "a step" else each[part] for each in (ours, bare)]
+        cells = (f"{share / whole:.1%}" for share in (*of, of[0] - of[1]))
+        print(f"| {part} | {' | '.join(cells)} |")
+
+
 def growth(file, what):
     """Print a table of benchmarks/growth.py: of model, sequence, batch, resume or data."""
     compared = {"to the bare loop": "{:.2f}", "to matrix products": "{:.2f}"}

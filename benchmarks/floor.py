@@ -1,0 +1,125 @@
+"""Name what a step of chapter 01 takes above the bare loop's, part by part.
+
+Here:  python benchmarks/floor.py --output benchmarks/results/floor.json
+
+The chapter's own train_step and a bare step take turns, in one process, on the same 7M Llama and
+the same samples. What each calls is timed; on a GPU each call is waited for. Shares are of the bare
+step, medians over all steps.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from functools import wraps
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from contenders import Race, settle
+from speed import BATCH, SEQ_LENGTH, call, describe_machine, make_model_folder
+
+PARTS = ("batch", "forward", "backward", "norm and clip", "AdamW", "the rest")
+
+
+class Clock:
+    """Adds up the seconds of what it is told to time."""
+
+    def __init__(self, device):
+        self.device, self.seconds = device, Counter()
+
+    def timed(self, name, work):
+        """Return `work` so that the seconds it takes are added to this part's."""
+
+        @wraps(work)
+        def timed_work(*args, **options):
+            begun = time.perf_counter()
+            result = work(*args, **options)
+            settle(self.device)
+            self.seconds[name] += time.perf_counter() - begun
+            return result
+
+        return timed_work
+
+    def step(self, work, *args):
+        """Return the seconds of the parts of a step."""
+        self.seconds.clear()
+        self.timed("step", work)(*args)
+        parts = dict(self.seconds)
+        whole = parts.pop("step")
+        return parts | {"the rest": whole - sum(parts.values())}
+
+
+def bare_step(args, model, optimizer, train_set, step, device):
+    """Take a step as contenders.py's bare loop does, on samples that lie on the device."""
+    batch = train_set[step - 1]
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def measure():
+    """Take steps of both; print the seconds of their parts, which are medians."""
+    race = Race()
+    args, device, chapter, clock = race.args, race.device, race.script, Clock(race.device)
+    model = race.model().to(device)
+    model.set_attn_implementation("causal_sdpa")
+    optimizer, _ = race.optimizer(model)
+    batches = race.samples.to(device).split(args.global_batch_size)
+    for name in ("get_total_norm", "clip_grads_with_norm_", "clip_grad_norm_"):
+        work = clock.timed("norm and clip", getattr(torch.nn.utils, name))
+        setattr(torch.nn.utils, name, work)
+    chapter.batch_at = clock.timed("batch", chapter.batch_at)
+    model.forward = clock.timed("forward", model.forward)
+    torch.Tensor.backward = clock.timed("backward", torch.Tensor.backward)
+    optimizer.step = clock.timed("AdamW", optimizer.step)
+
+    steps = {"chapter 01": (chapter.train_step, race.samples), "bare": (bare_step, batches)}
+    rows = {name: [] for name in steps}
+    for step in range(1, args.num_steps + 1):
+        for name, (take, samples) in steps.items():
+            rows[name].append(clock.step(take, args, model, optimizer, samples, step, device))
+    found = {}
+    for name, some in rows.items():
+        warm = some[len(some) // 4 :]
+        found[name] = {part: median(row.get(part, 0.0) for row in warm) for part in PARTS}
+    print(json.dumps(found))
+
+
+def main():
+    """Measure in a process with the harness's settings; print a row per part."""
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=formatter)
+    parser.add_argument("--steps", type=int, default=60, help="of each; the first quarter warms up")
+    parser.add_argument("--output", type=Path, help="a JSON file for the machine and all rows")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        make_model_folder(f"{folder}/llama")
+        flags = f"""--model-name {folder}/llama --seq-length {SEQ_LENGTH} --precision bf16
+            --global-batch-size {BATCH} --batch-size {BATCH} --num-steps {args.steps}
+            --eval-samples {BATCH} --save-dir {folder}"""
+        command = [sys.executable, __file__, "--measure", *flags.split()]
+        found = json.loads(call(command, os.environ, 1200).splitlines()[-1])
+    ours, bare = found["chapter 01"], found["bare"]
+    whole = sum(bare.values())
+    for part in PARTS:
+        print(f"{part:16} {ours[part] / whole:7.1%} {bare[part] / whole:7.1%}")
+    print(f"{'a step':16} {sum(ours.values()) / whole:7.1%} {1:7.1%}")
+    if args.output:
+        result = {"machine": describe_machine(), "parts": found}
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--measure"]:  # as which it starts itself anew
+        del sys.argv[1]
+        measure()
+    else:
+        main()
