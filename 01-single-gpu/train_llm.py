@@ -19,6 +19,7 @@ import sys
 import time
 import uuid
 from array import array
+from contextlib import suppress
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -444,7 +445,8 @@ def log(run_dir, run, row):
     with open(run_dir / "metrics.jsonl", "a") as file:
         print(json.dumps(row), file=file)
     run.log(row, step=row["step"])
-    tqdm.write("  ".join(f"{name} {n:,.6g}" for name, n in row.items() if n is not None))
+    with suppress(OSError):  # of a terminal that is gone
+        tqdm.write("  ".join(f"{name} {n:,.6g}" for name, n in row.items() if n is not None))
 
 
 def main():

@@ -24,7 +24,7 @@ import sys
 import time
 import uuid
 from array import array
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -190,8 +190,9 @@ def rank_first():
             continue
         try:
             dist.barrier(group=patient_group())
-        except RuntimeError as error:  # DDP: as a traceback, it would hide what that rank has said
-            fail(f"another rank has failed: {error}")
+        except RuntimeError as error:  # DDP: that rank says why, and torchrun ends us meanwhile
+            time.sleep(10)
+            sys.exit(f"another rank has failed: {error}")
 
 
 def check_shared(run_dir):
@@ -570,7 +571,8 @@ def log(run_dir, run, row):
     with open(run_dir / "metrics.jsonl", "a") as file:
         print(json.dumps(row), file=file)
     run.log(row, step=row["step"])
-    tqdm.write("  ".join(f"{name} {n:,.6g}" for name, n in row.items() if n is not None))
+    with suppress(OSError):  # of a terminal that is gone
+        tqdm.write("  ".join(f"{name} {n:,.6g}" for name, n in row.items() if n is not None))
 
 
 @record

@@ -214,8 +214,9 @@ def rank_first():
             continue
         try:
             dist.barrier(group=patient_group())
-        except RuntimeError as error:  # DDP: as a traceback, it would hide what that rank has said
-            fail(f"another rank has failed: {error}")
+        except RuntimeError as error:  # DDP: that rank says why, and torchrun ends us meanwhile
+            time.sleep(10)
+            sys.exit(f"another rank has failed: {error}")
 
 
 def check_shared(run_dir):
@@ -333,7 +334,7 @@ def build_model(args, config):
     return model
 
 
-def chunked_loss(head, logits, labels, **_):
+def chunked_loss(head, logits, labels, *_, **__):
     """Return the mean cross entropy of predicting each label from the hidden states before it.
 
     These are what `head` has let through as if it were logits: [batch, sequence, width]. The true
@@ -746,7 +747,8 @@ def log(run_dir, run, row):
     with open(run_dir / "metrics.jsonl", "a") as file:
         print(json.dumps(row), file=file)
     run.log(row, step=row["step"])
-    tqdm.write("  ".join(f"{name} {n:,.6g}" for name, n in row.items() if n is not None))
+    with suppress(OSError):  # of a terminal that is gone
+        tqdm.write("  ".join(f"{name} {n:,.6g}" for name, n in row.items() if n is not None))
 
 
 @record

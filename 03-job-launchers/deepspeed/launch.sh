@@ -12,11 +12,11 @@ hosts=$1
 shift
 first=$(sed 's/#.*//' "$hosts" | awk 'NF { print $1; exit }')
 
-# It passes on variables whose names begin with PYTHON or NCCL, and those in this file.
+# It passes on variables whose names begin with PYTHON, and those in this file.
 settings=$(mktemp)
 trap 'rm -f "$settings"' EXIT
 for name in OMP_NUM_THREADS HF_HOME HF_HUB_OFFLINE GLOO_SOCKET_IFNAME \
-    "${!TORCH_NCCL_@}" "${!FI_@}"; do
+    "${!NCCL_@}" "${!TORCH_NCCL_@}" "${!FI_@}"; do
     [[ -z ${!name+set} ]] || echo "$name=${!name}" >>"$settings"
 done
 export DS_ENV_FILE=$settings
