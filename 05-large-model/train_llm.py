@@ -406,9 +406,8 @@ def prefetch(args, model, layers):
     """Let each layer start to gather the next ones, in the forward and in the backward."""
     model.set_modules_to_forward_prefetch(layers[: args.prefetch])
     for number, layer in enumerate(layers):
-        after = layers[number + 1 : number + 1 + args.prefetch]
+        layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + args.prefetch])
         before = layers[max(0, number - args.prefetch) : number]
-        layer.set_modules_to_forward_prefetch(after)
         layer.set_modules_to_backward_prefetch(before[::-1])
 
 
