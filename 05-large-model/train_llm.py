@@ -235,7 +235,7 @@ def check_shared(run_dir):
 
 
 def stop_requests(run_dir):
-    """Yield after each step whether a rank was asked to stop: by a signal, or rank 0 by a file.
+    """Yield before each step whether a rank was asked to stop: by a signal, or rank 0 by a file.
 
     All ranks get the same answer, of the exchange that they began a step ago: no rank waits.
     """
@@ -774,11 +774,11 @@ def main():
     steps = range(start + 1, args.num_steps + 1)
     stops = stop_requests(run_dir)
     for step in tqdm(steps, initial=start, total=args.num_steps, file=sys.stdout, disable=None):
+        stop = next(stops)
         loss, grad_norm = train_step(args, model, optimizer, train_set, step, device)
         last = step == args.num_steps
         evaluating = last or step % args.eval_every == 0
         reporting = evaluating or step % args.log_every == 0
-        stop = next(stops)
         saving = last or step % args.checkpoint_every == 0 or stop
         if (reporting or saving) and optimizer.found_inf:
             fail(f"a gradient in steps {since[0] + 1} to {step} was not finite; nothing was saved")

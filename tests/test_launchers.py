@@ -4,6 +4,7 @@ import argparse
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from conftest import (
+    ROOT,
     SCRIPTS,
     SHORT,
     difference,
@@ -144,6 +146,25 @@ def test_all_that_nccl_says_is_shown(load, monkeypatch, tmp_path):
     args = {"device": "cpu", "precision": "fp32", "dist_timeout": 9, "save_dir": tmp_path}
     with pytest.raises(RuntimeError, match="no route"):
         chapter.setup(argparse.Namespace(**args, experiment_name="run"))
+
+
+@pytest.mark.parametrize("job", ["train", "srun-direct"])
+def test_a_jobs_last_words_have_nccls_reason(tmp_path, job):
+    """It is in the last line of NCCL's error, behind one that only announces it."""
+    source = (ROOT / f"03-job-launchers/slurm/{job}.sbatch").read_text()
+    command = re.search(r"^ +(awk '/Last.*?tail -n 5)$", source, re.M | re.S)[1]
+    lines = ["[W123 c10d.cpp] Warning: error: noise", "RuntimeError: NCCL error in: init.cpp"]
+    lines += ["ncclSystemError: System call failed.", "Last error:", "no route to host h2", "end"]
+    (tmp_path / "0.log").write_text("\n".join(lines))
+    done = subprocess.run(
+        ["bash", "-c", command],
+        check=True,
+        env=os.environ | {"logs": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    said = done.stdout.splitlines()
+    assert said == [lines[1], lines[2], "Last error: no route to host h2"]
 
 
 # ---- stopping --------------------------------------------------------------------------------
