@@ -41,8 +41,8 @@ def pytest_configure(config):
 # ---- tests side by side ----------------------------------------------------------------------
 
 # What takes longest begins first, so that all workers end at about the same time.
-LONGEST = ["machine", "test_fsdp", "test_large", "test_sharded", "test_launchers", "test_kill"]
-LONGEST += ["kills", "test_diagnosis", "test_readme"]
+LONGEST = ["machine", "test_resume", "test_fsdp", "test_large", "test_sharded", "test_launchers"]
+LONGEST += ["test_kill", "kills", "test_diagnosis", "test_readme"]
 # Their slow tests are of tools, which no change of a chapter reaches; `make test-all` runs them.
 TOOLS = {"test_benchmarks", "test_cluster", "test_diagnosis", "test_gpu_check", "test_planner"}
 TOOLS |= {"test_preflight", "test_scale", "test_watch", "test_whats_wrong", "test_where"}

@@ -299,7 +299,6 @@ def test_full_disk_in_the_background(small_disk, tmp_path):  # noqa: F811
     args = [*LONG, *ASYNC, "--keep-checkpoints", 2, "--save-dir", small_disk, "-e", "run"]
     [ranks] = run_jobs(2, [("05", [*args, "--num-steps", 40])], tmp_path / "full")
     assert all(rank["status"] for rank in ranks)
-    assert "No space left on device" in ranks[0]["stderr"]
     checkpoints = small_disk / "run/checkpoints"
     names = sorted(folder.name for folder in checkpoints.iterdir())
     assert names == [".partial", "step-00000010", "step-00000020"]
