@@ -46,6 +46,12 @@ LONGEST += ["test_kill", "kills", "test_diagnosis", "test_readme"]
 # Their slow tests are of tools, which no change of a chapter reaches; `make test-all` runs them.
 TOOLS = {"test_benchmarks", "test_cluster", "test_diagnosis", "test_gpu_check", "test_planner"}
 TOOLS |= {"test_preflight", "test_scale", "test_watch", "test_whats_wrong", "test_where"}
+# So are second ways to start, to stop or to fail under launchers that others start, stop and fail.
+SECOND_WAYS = re.compile(
+    r"on_cluster.py::test_(ssh.pdsh|salloc|mpich|variables|environments|by_hand|in_tmux|asked|a_lost"
+    r"|two_jobs|no_way|nothing_is_left|sbatch_of_a_model_split_across_hosts.2)"
+    r"|kubernetes.py::test_(a_drained|a_crash|.*kubeflow)"
+)
 # no tests there share what they make
 INDEPENDENT = {"test_diagnosis", "test_kill", "test_kubernetes", "test_readme"}
 MACHINE = re.compile(
@@ -88,7 +94,8 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_modifyitems(config, items):
     """Put tests that are to run side by side in order; see that their groups are right."""
     for item in items:
-        if item.path.stem in TOOLS and item.get_closest_marker("slow"):
+        of_tools = item.path.stem in TOOLS or SECOND_WAYS.search(item.nodeid)
+        if of_tools and item.get_closest_marker("slow"):
             item.add_marker("exhaustive")
     if not hasattr(config, "workerinput"):
         return
