@@ -36,8 +36,17 @@ def by_name(found):
     return [pytest.param(block, id=block.name) for block in found]
 
 
+def marked(block):
+    """Return a block as a parameter: the exercises of a README take longest, and are a second way
+    to do what its other blocks do. Those of tools are of no chapter."""
+    path, line = block.name.split(":")
+    before = (ROOT / path).read_text().splitlines()[: int(line)]
+    second = "## Try" in before or path.startswith(("benchmarks", "diagnosing-errors"))
+    return pytest.param(block, id=block.name, marks=[pytest.mark.exhaustive] * second)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("block", by_name(filter(runs_here, commands())))
+@pytest.mark.parametrize("block", list(map(marked, filter(runs_here, commands()))))
 def test_commands_run(block, tmp_path):
     """Each block runs, from beginning to end, and prints what the README says it prints."""
     status, output = samples.run(block, tmp_path, timeout=1100)
@@ -106,6 +115,13 @@ def stand_in(models, tmp_path_factory):
     rows = [json.dumps({"text": f"Once upon a time there was number {n}."}) for n in range(100)]
     (data / "train.jsonl").write_text("\n".join(rows))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def allocator(monkeypatch):
+    """The settings that chapter 01's README advises on a CPU: the commands take less time."""
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(2**34))
 
 
 def needs_hub(block):
