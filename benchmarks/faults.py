@@ -1,12 +1,12 @@
-"""Break runs on purpose, let the tools look, and note whether they name what broke, and where.
+"""Break runs on purpose, let whats_wrong.py look, and note whether it names what broke, and where.
 
 Here:    python benchmarks/faults.py --output benchmarks/results/faults-cpu-2cores.json
 Closer:  python benchmarks/faults.py --only hang-data bit-flip --seeds 1
 
-Each run has three ranks under torchrun. A fault of diagnosing-errors/train_llm.py begins at a step
-and on a rank that the seed chooses. As soon as watch.py marks something, or a rank ends, the
-symptom is there; whats_wrong.py is then asked until it has a verdict. Healthy runs, among them
-slow ones, get the same questions, and the right answer is that nothing is wrong.
+Every fault of diagnosing-errors/train_llm.py begins on a rank and in a step that the seed chooses;
+inject.py breaks scripts from outside, which are not changed: one that knows nothing of this guide,
+and chapters 02 and 04. watched.py runs them all. whats_wrong.py is asked until it finds anything,
+and its first finding counts. Of healthy runs, some of them slow, it is to find nothing.
 """
 
 import argparse
@@ -29,7 +29,8 @@ import psutil
 
 from speed import describe_machine
 
-CHAPTER = Path(__file__).resolve().parent.parent / "diagnosing-errors"
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ROOT / "diagnosing-errors"
 KINDS = {  # from fault to the kind that the verdict is to name; None: nothing is wrong
     "crash": "crash",
     "segfault": "segfault",
@@ -53,11 +54,23 @@ KINDS = {  # from fault to the kind that the verdict is to name; None: nothing i
     "healthy": None,
     "slow but healthy": None,
 }
-RANKS = 3
-RUN = """--device cpu --precision fp32 -s 64 --global-batch-size 9 -b 3 --num-steps 5000
-    --log-every 5 --checkpoint-every 10 --eval-every 1000 --eval-samples 9
-    --dist-timeout 30""".split()
-PATIENCE = 60  # seconds until a fault must have shown itself, and again until the verdict
+INSIDE = ("wrong-shape", "wrong-order", "same-data", "loss-spike", "corrupt-checkpoint")
+FLAGS = """--device cpu --precision fp32 -s 64 --global-batch-size 9 -b 3 --num-steps 5000
+    --log-every 5 --checkpoint-every 10 --eval-every 1000 --eval-samples 9""".split()
+SCRIPTS = {  # and on how many ranks, with which flags, which faults
+    "diagnosing-errors/train_llm.py": (3, [*FLAGS, "--dist-timeout", "30"], list(KINDS)),
+    "diagnosing-errors/stranger.py": (
+        2, [], [name for name, kind in KINDS.items() if kind and name not in INSIDE] + ["healthy"]
+    ),
+    "02-ddp/train_llm.py": (
+        3, FLAGS, ["crash", "stop-process", "slow-compute", "nan-gradient", "healthy"]
+    ),
+    "04-fsdp/train_llm.py": (
+        3, FLAGS, ["oom-kill", "stop-process", "slow-compute", "nan-gradient", "healthy"]
+    ),
+}  # fmt: skip
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+PATIENCE = 60  # seconds until a verdict must be there
 
 
 def parse_args():
@@ -66,36 +79,46 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=formatter)
     add = parser.add_argument
     add("--only", nargs="+", choices=KINDS, default=list(KINDS), help="faults")
-    add("--seeds", type=int, default=3, help="runs of each, each with another rank and step")
-    add("--healthy", type=int, default=10, help="runs of each kind in which nothing is wrong")
+    add("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="what is broken")
+    add("--seeds", type=int, default=2, help="runs of each, each with another rank and step")
+    add("--healthy", type=int, default=5, help="runs of each kind in which nothing is wrong")
     add("--output", type=Path, help="a JSON file for the machine and all rows")
     return parser.parse_args()
 
 
-def chosen(fault, seed):
+def chosen(script, fault, seed):
     """Return a rank and a step, other ones for other seeds."""
-    rng = random.Random(f"{fault} {seed}")
+    rng = random.Random(f"{script} {fault} {seed}")
     first = 1 if fault == "same-data" else 0  # whose data are rank 0's anyway
-    return rng.randrange(first, RANKS), rng.randrange(21, 30)  # there are two checkpoints by then
+    return rng.randrange(first, SCRIPTS[script][0]), rng.randrange(21, 30)  # after two checkpoints
 
 
-def flags_of(fault, rank, step):
-    """Return what to tell the script."""
-    if KINDS[fault]:
-        return ["--inject", f"{fault}@rank{rank}:step{step}"]
-    if fault == "healthy":
-        return []
-    # all ranks are slow: two threads where there is one core, and all work in tiny pieces
-    return ["-b", "1", "--global-batch-size", "36", "-s", "128"]
+def words_of(script, fault, rank, step):
+    """Return what to tell watched.py to run."""
+    _, flags, _ = SCRIPTS[script]
+    words = [str(ROOT / script), *flags]
+    where = f"{fault}@rank{rank}:step{step}"
+    if fault == "slow but healthy":
+        # all ranks are slow: two threads where there is one core, and all work in tiny pieces
+        return [*words, "-b", "1", "--global-batch-size", "36", "-s", "128"]
+    if fault == "corrupt-checkpoint":  # which only the next start will read, if none follows it
+        return [*words, "--inject", where, f"hang-data@rank{rank}:step{step}"]
+    if KINDS[fault] is None:
+        return words
+    if script.startswith("diagnosing-errors/train"):
+        return [*words, "--inject", where]
+    return [str(TOOLS / "inject.py"), where, *words]
 
 
 @contextmanager
-def started(folder, *flags):
-    """Give the process of torchrun with three ranks; in the end kill them all."""
+def started(script, folder, words):
+    """Give the process of torchrun with the script's ranks; in the end kill them all."""
     limit = "ulimit -S -n 1024 && exec "  # as many open files as on most machines
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    command += [CHAPTER / "train_llm.py", *RUN, "--save-dir", folder, "-e", "run", *flags]
+    command = [sys.executable, "-m", "torch.distributed.run", "--master-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", SCRIPTS[script][0], "--master-port", free_port()]
+    command += [TOOLS / "watched.py", "--into", folder / "run", "--stall", "15", *words]
+    if "stranger" not in script:
+        command += ["--save-dir", folder, "-e", "run"]
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(
             ["bash", "-c", limit + shlex.join(map(str, command))],
@@ -128,18 +151,11 @@ def remember(process, family):
         family |= {member.pid: member for member in (head, *head.children(recursive=True))}
 
 
-def tool(name, folder, *flags):
-    """Return the exit status of a tool that looks at the run, and what it printed."""
-    command = [sys.executable, CHAPTER / name, folder / "run", *flags]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(command, check=False, text=True, timeout=60, **pipes)
-    return done.returncode, done.stdout
-
-
-def ask(folder):
-    """Return the verdict of whats_wrong.py on a run."""
-    _, printed = tool("whats_wrong.py", folder, "--json", "--log", folder / "log")
-    return json.loads(printed)
+def ask(folder, *flags):
+    """Return what whats_wrong.py prints of a run."""
+    command = [sys.executable, TOOLS / "whats_wrong.py", folder / "run", "--log", folder / "log"]
+    done = subprocess.run([*command, *flags], check=False, text=True, timeout=90, **PIPES)
+    return done.stdout
 
 
 def wait_for(what, seconds, process, family):
@@ -153,22 +169,22 @@ def wait_for(what, seconds, process, family):
     return found, time.monotonic()
 
 
-def break_and_find(fault, seed):
-    """Run with a fault; return what the tools said about it, and after how many seconds."""
-    rank, step = chosen(fault, seed)
-    row = {"fault": fault, "rank": rank, "step": step}
+def break_and_find(script, fault, seed):
+    """Run with a fault; return what was said about it, and after how many seconds."""
+    rank, step = chosen(script, fault, seed)
+    row = {"script": script, "fault": fault, "rank": rank, "step": step}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        flags = flags_of(fault, rank, step)
-        if fault == "corrupt-checkpoint":  # which only the next start will read, if none follows it
-            hang = ["--inject", f"hang-data@rank{rank}:step{step}"]
-            with started(folder, *flags, *hang) as run:
+        words = words_of(script, fault, rank, step)
+        if fault == "corrupt-checkpoint":
+            with started(script, folder, words) as run:
                 wait_for(lambda: broken(folder), 4 * PATIENCE, *run)
                 time.sleep(0.5)
-            flags = []
-        with started(folder, *flags) as run:
-            found = find_nothing if KINDS[fault] is None else find
-            return row | found(fault, rank, folder, *run)
+            words = words_of(script, "healthy", rank, step)
+        with started(script, folder, words) as run:
+            if KINDS[fault] is None:
+                return row | find_nothing(folder, *run)
+            return row | find(row, folder, *run)
 
 
 def broken(folder, words="breaks in step"):
@@ -176,87 +192,63 @@ def broken(folder, words="breaks in step"):
     return words in (folder / "log").read_text()
 
 
-def find(fault, rank, folder, process, family):
-    """Return how long after the fault its symptom was there, and the verdict, and which it was."""
-    log = folder / "log"
-
-    def symptom():
-        if "cannot be read" in log.read_text():
-            return True
-        return process.poll() is not None or tool("watch.py", folder, "--once")[0] == 1
+def find(row, folder, process, family):
+    """Return the first finding, how long after the fault it was there, and whether it is right."""
+    fault = row["fault"]
 
     def verdict():
-        said = ask(folder)
+        said = json.loads(ask(folder, "--json"))
         return said if said["kind"] not in ("healthy", "unknown", "slow-but-healthy") else None
 
     begins = "cannot be read" if fault == "corrupt-checkpoint" else "breaks in step"
     _, begun = wait_for(lambda: broken(folder, begins), 4 * PATIENCE, process, family)
-    row = {"symptom": None, "verdict": None, "said": "nothing", "right": False}
+    found = {"verdict": None, "said": "nothing", "right": False}
     with suppress(TimeoutError):
-        _, seen = wait_for(symptom, PATIENCE, process, family)
-        row["symptom"] = seen - begun
         said, known = wait_for(verdict, PATIENCE, process, family)
-        row |= {"verdict": known - begun, "said": said["kind"], "ranks": said["ranks"]}
-        row |= {"reason": said["reason"], "sure": said["sure"]}
-        row |= {"log": symptoms(log), "text": text_of(folder)}
-        named = set(said["ranks"]) == culprits(fault, rank)
-        row["right"] = said["kind"] == KINDS[fault] and named
-    return row
+        found |= {"verdict": known - begun, "said": said["kind"], "ranks": said["ranks"]}
+        found |= {"reason": said["reason"], "sure": said["sure"]}
+        found["right"] = said["kind"] == KINDS[fault] and set(said["ranks"]) == culprits(row)
+    text = ask(folder).replace(str(folder), "outputs").replace(f"{ROOT}/", "")
+    return found | {"log": symptoms(folder / "log"), "text": text}
 
 
 def symptoms(log):
     """Return the lines by which the ranks, and torchrun, say what is wrong; without repetitions."""
-    telling = r"rank \d+ breaks|warning|train_llm.py: error|(\[rank\d\]: )?\w*(Error|Exception)\b"
+    telling = r".*breaks in step|warning|train_llm.py: error|(\[rank\d\]: )?\w*(Error|Exception)\b"
     telling += r"|  (rank|exitcode) +:"
     lines = [line[:160] for line in log.read_text().splitlines() if re.match(telling, line)]
     return list(dict.fromkeys(lines))
 
 
-def text_of(folder):
-    """Return what whats_wrong.py prints for a person, without the paths of this machine."""
-    _, text = tool("whats_wrong.py", folder, "--log", folder / "log")
-    return text.replace(str(folder), "outputs").replace(f"{CHAPTER.parent}/", "")
-
-
-def culprits(fault, rank):
+def culprits(row):
     """Return the ranks that a verdict is to name."""
-    if fault == "corrupt-checkpoint":  # all ranks read it
+    if row["fault"] == "corrupt-checkpoint":  # all ranks read it
         return set()
-    return {0, rank} if fault == "same-data" else {rank}
+    two = SCRIPTS[row["script"]][0] == 2 and row["fault"] == "bit-flip"  # and nobody can tell whose
+    return {0, row["rank"]} if row["fault"] == "same-data" else {0, 1} if two else {row["rank"]}
 
 
-def find_nothing(fault, rank, folder, process, family):
-    """Return whether the tools left a healthy run alone, asked five times, and what they said."""
-    metrics = folder / "run/metrics.jsonl"
+def find_nothing(folder, process, family):
+    """Return whether the tool left a healthy run alone, asked five times, and what it said."""
 
     def trains():
-        return metrics.exists() and metrics.read_text().count("\n") > 2
+        beats = [path.read_text() for path in folder.glob("run/ranks/0000?.json")]
+        return beats and all('"step_seconds": 0' in beat for beat in beats)
 
     wait_for(trains, 4 * PATIENCE, process, family)
-    row = {"right": True, "said": "nothing"}
     for _ in range(5):
         time.sleep(2)
-        marked, seen = tool("watch.py", folder, "--once")
-        said = ask(folder)
-        if marked or said["kind"] not in ("healthy", "slow-but-healthy"):
-            row = {"right": False, "said": said["kind"], "reason": said["reason"]}
-            row |= {"watch": seen.replace(str(folder), "outputs") if marked else None}
-    return row
-
-
-def show(rows):
-    """Print a line for each fault."""
-    for fault in dict.fromkeys(row["fault"] for row in rows):
-        mine = [row for row in rows if row["fault"] == fault]
-        print(f"{fault:20} {summary(mine)}")
+        said = json.loads(ask(folder, "--json"))
+        if said["kind"] not in ("healthy", "slow-but-healthy"):
+            return {"right": False, "said": said["kind"], "reason": said["reason"]}
+    return {"right": True, "said": "nothing"}
 
 
 def summary(rows):
-    """Return in words how often the tools were right, and how fast."""
+    """Return in words how often the tool was right, and how fast."""
     text = f"{sum(row['right'] for row in rows)} of {len(rows)} right"
-    for what in ("symptom", "verdict"):
-        if times := [row[what] for row in rows if row.get(what) is not None]:
-            text += f", {what} after {statistics.median(times):.0f} s"
+    if times := [row["verdict"] for row in rows if row.get("verdict") is not None]:
+        text += f", after {statistics.median(times):.0f} s"
     wrong = [row for row in rows if not row["right"]]
     return text + "".join(f"; said {row['said']} {row.get('ranks')}" for row in wrong)
 
@@ -266,13 +258,16 @@ def main():
     args = parse_args()
     machine = describe_machine()
     rows = []
-    for fault in args.only:
-        for seed in range(args.seeds if KINDS[fault] else args.healthy):
-            rows.append(break_and_find(fault, seed))
-            print(json.dumps(rows[-1]), flush=True)
-    show(rows)
-    if args.output:
-        args.output.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    for script in args.scripts:
+        for fault in (fault for fault in SCRIPTS[script][2] if fault in args.only):
+            runs = range(args.seeds if KINDS[fault] else args.healthy)
+            mine = [break_and_find(script, fault, seed) for seed in runs]
+            print(f"{script:32} {fault:20} {summary(mine)}", flush=True)
+            rows += mine
+            if args.output:
+                result = {"machine": machine, "rows": rows}
+                args.output.write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(not all(row["right"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -411,36 +411,47 @@ def memory(bench, chapter, flags=""):
     return bench.judged({"planned / peak": (0.9, 1.1)})
 
 
-def watchdog(bench):
-    """What a rank that watches itself tells of its GPU, and what watch.py makes of it."""
-    job, beat = bench.train("diagnosing", f"{TINY} {LONG} --log-every 10"), {}
-
-    def trains():
-        with suppress(OSError, ValueError):
-            beat.update(json.loads((job.folder / "ranks/00000.json").read_text()))
-        return beat.get("step", 0) > 20 and beat.get("step_seconds")
-
-    bench.wait(job, until=trains)
-    tool = ROOT / "diagnosing-errors/watch.py"
-    bench.tool("once", tool, job.folder, "--once")
-    [rank] = json.loads(bench.tool("json", tool, job.folder, "--json"))["ranks"]
-    bench.numbers |= {"step": beat["step"], "step seconds": beat["step_seconds"]}
+def watched(bench):
+    """What watched.py tells of a rank's GPU, and that no step waits for it."""
+    waits = bench.folder / "waits.py"  # the script raises where its host waits for the device
+    script = script_of("01")
+    waits.write_text(WAITS.format(script=str(script)))
+    tool, where = ROOT / "diagnosing-errors/watched.py", bench.folder / "train/run"
+    flags = f"{TINY} --device {bench.device} --num-steps 60 --log-every 1000 --eval-every 1000"
+    flags += f" --checkpoint-every 1000 --save-dir {where.parent} --experiment-name run"
+    job = bench.start("train", [tool, "--into", where, waits, *flags.split()], ranks=0)
+    bench.wait(job)
+    beat = json.loads((where / "ranks/00000.json").read_text())
+    bench.numbers |= {"step": beat["step"], "looks": len(beat["checks"])}
     if bench.device == "cuda":
         bench.numbers["GiB on the device"] = beat["device_memory_gib"]
-        if shutil.which("nvidia-smi"):
-            bench.numbers["nvidia-smi knows its uuid"] = int(rank["gpu"] is not None)
-    goals = {"GiB on the device": (1e-4, math.inf), "nvidia-smi knows its uuid": (1, 1)}
-    return bench.judged(goals, f"on {rank['device']}, {rank['device_uuid']}")
+    goals = {"GiB on the device": (1e-4, math.inf), "looks": (4, 4)}
+    return bench.judged(goals, str(beat["fault"]))
+
+
+WAITS = """
+import runpy, sys, torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+steps = []
+def from_the_second_step_to_the_last(*_):
+    steps.append(1)
+    if torch.cuda.is_initialized():
+        torch.cuda.set_sync_debug_mode("error" if len(steps) < 60 else "default")
+register_optimizer_step_post_hook(from_the_second_step_to_the_last)
+runpy.run_path({script!r}, run_name="__main__")
+"""
 
 
 def fault(bench, name):
     """Whether whats_wrong.py names what was broken on purpose, and the rank."""
     script = ROOT / "diagnosing-errors/train_llm.py"
     flags = f"{TINY} --device {bench.device} --inject {name}@rank0:step12"
-    where = f"--save-dir {bench.folder}/train --experiment-name run"
-    job = bench.start("train", [script, *f"{flags} {where}".split()], ranks=1)
+    run = bench.folder / "train/run"
+    where = f"--save-dir {run.parent} --experiment-name run"
+    command = [script.with_name("watched.py"), "--into", run, script, *f"{flags} {where}".split()]
+    job = bench.start("train", command, ranks=1)
     bench.wait(job, ok=range(1, 256))
-    command = [script.with_name("whats_wrong.py"), job.folder, "--json", "--log", job.log]
+    command = [script.with_name("whats_wrong.py"), run, "--json", "--log", job.log]
     said = json.loads(bench.tool("tool", *command, ok=(0, 1, 3)))
     right = said["kind"] == KINDS[name] and said["ranks"] == [0]
     return {"passed": right, "reason": f"{said['kind']} {said['ranks']}: {said['reason']}"[:400]}
@@ -523,7 +534,7 @@ TOGETHER = {
     "resume-01": (partial(resume, chapter="01"), 30, 150),
     "resume-05-async": (partial(resume, chapter="05", flags="--checkpoint-async"), 40, 150),
     **{f"memory-{n}": (partial(memory, chapter=n[:2], flags=MEMORY[n]), 30, 300) for n in MEMORY},
-    "watchdog": (watchdog, 30, 120),
+    "watched": (watched, 30, 120),
     **{f"fault-{name}": (partial(fault, name=name), 30, 120) for name in KINDS},
 }
 ALONE = {

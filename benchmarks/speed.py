@@ -32,7 +32,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTENDERS = ROOT / "benchmarks/contenders.py"
-CHAPTERS = ("01", "02", "03", "04", "05")
+CHAPTERS = ("01", "02", "04", "05")  # a step of 03 is one of 02
 BATCH, SEQ_LENGTH, WINDOW = 8, 256, 10  # samples a step, tokens a sample, steps a measurement
 NEEDS = {"trainer": "accelerate", "accelerate": "accelerate", "fabric": "lightning_fabric"}
 NEEDS |= {f"zero-{stage}": "deepspeed" for stage in (1, 2, 3)}  # which package is needed by whom
@@ -69,9 +69,9 @@ RATIOS = {  # and the least to be reached; matmul: the speed if a step were matr
 def contenders(ranks):
     """Return who takes part: from name to what contenders.py calls it, its ranks and flags."""
     found = {}
-    for name in ("bare", "trainer", "accelerate", "fabric", "01"):
-        found[name] = (name, 0, [])
-        found[f"{name} compiled"] = (name, 0, ["--compile"])
+    for more, flags in (("", []), (" compiled", ["--compile"])):
+        for name in ("bare", "01", "trainer", "accelerate", "fabric"):  # those with goals in a row
+            found[name + more] = (name, 0, flags)
     found["pure-bf16 compiled"] = ("pure-bf16", 0, ["--compile"])
     for size in ranks:
         for name in CHAPTERS[1:]:
@@ -91,7 +91,7 @@ def parse_args():
     add = parser.add_argument
     add("--rounds", type=int, default=3, help="how often each contender runs")
     add("--steps", type=int, default=30, help=f"of each run; the first {WINDOW} warm it up")
-    ranks = [size for size in (1, 2, 4) if size <= devices]
+    ranks = [size for size in ((1, 2, 4) if ON_GPU else (2,)) if size <= devices]
     add("--ranks", type=int, nargs="+", default=ranks, help="of the chapters from 02 on")
     add("--only", nargs="+", help="who takes part, such as 01 trainer '02@2 compiled'")
     add("--output", type=Path, help="a JSON file for the machine, all speeds and all ratios")

@@ -1,23 +1,20 @@
-"""whats_wrong.py: what it concludes from made-up facts, and from real processes."""
+"""whats_wrong.py: what it concludes from made-up facts, and what it makes of odd files."""
 
 import copy
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
-import textwrap
 import time
 
-import psutil
 import pytest
 
 from chapters import ROOT
-from conftest import free_port
 
 TOOL = ROOT / "diagnosing-errors/whats_wrong.py"
 SCRIPT = "/run/train_llm.py"
+NOW = 1_000_000.0
 
 
 @pytest.fixture(scope="module")
@@ -32,89 +29,72 @@ def tool():
 
 # ---- made-up facts ---------------------------------------------------------------------------
 
-FLAG = ("all_reduce", [[]], 405, "mean_over_ranks")
-BUCKET = ("all_reduce", [[606976]], 746, "train_step")
-GATHER = ("all_gather", [[21]], 412, "from_all_ranks")
+FLAG = ("all_reduce", "[[]]", 405, "measure")
+BUCKET = ("all_reduce", "[[606976]]", 746, "train_step")
+GATHER = ("all_gather", "[[21]]", 412, "gather")
 STEPS = [BUCKET, BUCKET, FLAG, GATHER] * 5
 
 
-def collectives(calls, pending):
-    """Return a flight recorder's dictionary with these calls, of which the last may be pending."""
-    entries = [
-        {
-            "pg_id": 0, "process_group": ["0", "default_pg"], "collective_seq_id": number,
-            "profiling_name": f"gloo:{op}", "input_sizes": sizes, "input_dtypes": ["Float"],
-            "state": "scheduled", "retired": not pending or number < len(calls),
-            "timeout_ms": 600_000, "is_p2p": False,
-            "frames": [{"filename": "/x/site-packages/torch/d.py", "line": 1, "name": "wrapper"},
-                       {"filename": SCRIPT, "line": line, "name": name}],
-        }
-        for number, (op, sizes, line, name) in enumerate(calls, 1)
+def collectives(calls, pending, late=0.0):
+    """Return calls as watched.py writes them, of which the last may be pending, 0.1 s each."""
+    made = [
+        {"group": "gloo 0", "number": n, "name": name, "sizes": sizes, "at": [SCRIPT, line, at],
+         "called": NOW - 50 + n / 10 + late, "milliseconds": None,
+         "pending": pending and n == len(calls), "patient": False}
+        for n, (name, sizes, line, at) in enumerate(calls, 1)
     ]  # fmt: skip
-    last = len(calls)
-    patient = entries[-1] | {"process_group": ["1", "undefined"], "pg_id": 1, "retired": False}
-    patient |= {"timeout_ms": 7 * 24 * 3_600_000, "collective_seq_id": 9}
-    status = {str(group): {"last_enqueued_collective": seq} for group, seq in ((0, last), (1, 9))}
-    return {"pg_status": status, "entries": [*entries, patient]}
+    return [*made, made[-1] | {"group": "gloo 1", "patient": True, "pending": True}]
 
 
 def frames(*own, inner=("/x/site-packages/torch/distributed/distributed_c10d.py", "all_reduce")):
-    """Return a main thread's frames: (line, function, source) of the script, then a package's."""
-    stack = [[SCRIPT, line, name, source] for line, name, source in own]
-    return stack + ([[inner[0], 3252, inner[1], "work.wait()"]] if inner else [])
+    """Return a main thread's frames: (line, function) of the script, then a package's."""
+    stack = [[SCRIPT, line, name] for line, name in own]
+    return stack + ([[inner[0], 3252, inner[1]]] if inner else [])
 
 
-REDUCE = frames((746, "train_step", "loss.backward()"))
-IN_DATA = frames((735, "train_step", "batch = next(batches)"), inner=None)
+REDUCE = frames((746, "train_step"))
+IN_DATA = frames((735, "batch_at"), inner=None)
 
 
 def rank_files(rank, size, since=60.0, calls=STEPS, pending=True, stack=REDUCE, age=1.0, **changes):
     """Return what the files of a rank say that has been in one place for so many seconds."""
-    now = 1_000_000.0
     beat = {
         "rank": rank, "world_size": size, "host": f"h{rank // 8}", "pid": 1000 + rank,
-        "started": now - 500, "time": now, "phase": "compute", "step": 12, "since": now - since,
-        "step_ended": now - since, "step_seconds": 1.0, "data_seconds": 0.1, "local_seconds": 0.5,
-        "host_memory_gib": 0.7, "host_memory_gib_first": 0.69, "open_files": 35, "error": None,
+        "started": NOW - 500, "time": NOW, "written": NOW, "phase": "backward", "step": 12,
+        "since": NOW - since, "step_ended": NOW - since, "step_seconds": 1.0, "shard": "whole",
+        "phases": {"backward": 0.8}, "lines": {"/run/train_llm.py:746 train_step": 0.9},
+        "memory": [0.69, 0.7, 0.7, 0.7, 0.7], "open_files": 35, "files_limit": 1024,
+        "checks": [], "bad": None, "cpu": 0.0, "error": None,
+        "asked_to_end": None, "printed": [], "end": None,
     }  # fmt: skip
-    dump = {
-        "rank": rank, "time": now, "reason": "asked",
-        "stacks": [{"thread": "MainThread", "frames": stack}],
-        "collectives": collectives(calls, pending),
-    }  # fmt: skip
+    late = changes.pop("late", 0.0)
+    dump = {"time": NOW, "reason": "asked", "stacks": {"MainThread": stack}}
+    dump |= {"collectives": collectives(calls, pending, late)}
     beat |= changes.pop("beat", {})
-    return {"beat": beat, "age": age, "dump": dump, "dump_age": age, "crash": ""} | changes
+    return {"beat": beat, "age": age, "dumps": [dump, dump], "crash": ""} | changes
 
 
-def worker(rank, state="S", **changes):
-    """Return what a host says of a rank's process."""
-    return {
-        "rank": rank, "pid": 1000 + rank, "pid_inside": 1000 + rank, "state": state, "cpu": 0.0,
-        "age": 500.0, "files_limit": 1024, "stuck_sockets": [], "frames": [], "no_stack": None,
-        "environment": {"WORLD_SIZE": "4", "MASTER_ADDR": "h0", "MASTER_PORT": "29500"},
-    } | changes  # fmt: skip
-
-
-def facts_of(ranks, gone=(), workers=None, **changes):
+def facts_of(ranks, gone=(), stopped=(), **changes):
     """Return facts about these ranks, all of whose hosts answer; `gone` have no process."""
     hosts = {}
     for rank, files in ranks.items():
-        host = files["beat"]["host"] if files["beat"] else "h0"
-        hosts.setdefault(host, {"host": host, "workers": [], "launchers": [], "hidden": 0,
-                                "interfaces": {"lo": "up", "eth0": "up"}, "kernel": [],
-                                "oom_kills": 0})  # fmt: skip
+        host = files["beat"]["host"]
+        hosts.setdefault(host, {"host": host, "processes": {}})
+        state = {"state": "T" if rank in stopped else "S", "frames": []}
         if rank not in gone:
-            hosts[host]["workers"].append((workers or {}).get(rank) or worker(rank))
-    return {
-        "run": "/run/outputs/x", "notes": [], "text": "", "logs": {}, "rows": [], "rows_age": 5.0,
-        "checkpoints": {}, "exported": False, "ranks": ranks, "hosts": hosts,
-        "disk": {"free": 2**40, "files_free": 10**6, "writable": True},
-    } | changes  # fmt: skip
+            hosts[host]["processes"][str(files["beat"]["pid"])] = state
+    return {"run": "/run/outputs/x", "text": "", "rows": [], "free": 2**40, "ranks": ranks,
+            "hosts": hosts} | changes  # fmt: skip
 
 
 def four(**odd):
     """Return the files of four ranks; of rank 1 with these changes."""
     return {rank: rank_files(rank, 4, **(odd if rank == 1 else {})) for rank in range(4)}
+
+
+def moving(size=4, **changes):
+    """Return the files of ranks that take steps."""
+    return {r: rank_files(r, size, since=1.0, pending=False, **changes) for r in range(size)}
 
 
 def judged(tool, facts):
@@ -130,18 +110,20 @@ def judged(tool, facts):
 
 
 def own_error(text):
-    return {"phase": "failed", "error": f"Traceback (most recent call last):\n{text}"}
+    return {"end": "failed", "error": f"Traceback (most recent call last):\n{text}"}
 
 
 LOST = own_error("RuntimeError: Connection closed by peer [127.0.0.1]:41641. This is typically ...")
+NCCL = """torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, \
+unhandled cuda error, NCCL version 2.27.3
+ncclUnhandledCudaError: Call to CUDA function failed.
+Last error:
+Cuda failure 2 'out of memory'"""
 
 
 # ---- verdicts on made-up facts -----------------------------------------------------------------
-
-
 def test_a_run_that_moves_is_healthy(tool):
-    ranks = {rank: rank_files(rank, 4, since=1.0) for rank in range(4)}
-    assert judged(tool, facts_of(ranks)) == ("healthy", [], "certain")
+    assert judged(tool, facts_of(moving())) == ("healthy", [], "certain")
 
 
 def test_a_rank_without_a_batch_is_named(tool):
@@ -168,7 +150,7 @@ def test_a_skipped_collective(tool, size, sure):
 @pytest.mark.parametrize("size, sure", [(2, "likely"), (4, "certain")])
 @pytest.mark.parametrize(
     "odd",
-    [("all_reduce", [[1000]], 405, "mean_over_ranks"), ("broadcast", [[]], 404, "mean_over_ranks")],
+    [("all_reduce", "[[1000]]", 405, "measure"), ("broadcast", "[[]]", 404, "measure")],
 )
 def test_another_shape_and_another_order(tool, odd, size, sure):
     ranks = {
@@ -184,30 +166,34 @@ def test_where_two_ranks_differ_and_nothing_decides_both_are_named(tool):
 
 
 def test_a_rank_that_left_for_another_group_has_skipped(tool):
-    stack = frames((357, "all_ranks", "dist.all_reduce(answers, group=patient_group())"))
+    stack = frames((357, "agree"))
     facts = facts_of(four(calls=STEPS[:-1], pending=False, stack=stack))
     assert judged(tool, facts)[:2] == ("skipped-collective", [1])
 
 
 def test_a_rank_that_computes_on_while_others_wait(tool):
-    stack = frames((727, "loss_of", "while True: pass"), inner=None)
+    stack = frames((727, "loss_of"), inner=None)
     facts = facts_of(four(calls=STEPS[:-2], pending=False, stack=stack))
     assert judged(tool, facts)[:2] == ("straggler", [1])
 
 
+def test_hooks_of_fsdp_that_pass_through_dynamo_do_not_compile(tool):
+    """A hung run of chapter 04 was once called healthy for that."""
+    inner = ("/x/site-packages/torch/_dynamo/eval_frame.py", "_fn")
+    stack = [*frames((746, "train_step"), inner=inner), *frames()]
+    ranks = {rank: rank_files(rank, 4, stack=stack) for rank in range(4)}
+    ranks[1] = rank_files(1, 4, calls=STEPS[:-2], pending=False, stack=IN_DATA)
+    ranks[1]["beat"]["phase"] = "data"
+    assert judged(tool, facts_of(ranks))[:2] == ("hang-in-data", [1])
+
+
 def test_all_in_one_collective_that_does_not_end(tool):
     facts = facts_of({rank: rank_files(rank, 16) for rank in range(16)})
-    link = {"from": "10.0.0.1", "to": "10.0.0.2", "bytes": 5, "again": 4}
-    facts["hosts"]["h0"]["workers"][0]["stuck_sockets"] = [link]
-    facts["hosts"]["h1"] = {"error": "Connection timed out", "address": "10.0.0.2"}
-    verdict, _ = tool.judge(facts)
-    assert (verdict["kind"], verdict["hosts"]) == ("network", ["h1"])
-    assert "h0, h1" in verdict["reason"]
+    assert judged(tool, facts)[0] == "network"
 
 
 def test_a_stopped_process(tool):
-    workers = {1: worker(1, "T")}
-    facts = facts_of(four(age=40.0, beat={"phase": "start"}), workers=workers)
+    facts = facts_of(four(age=40.0, beat={"phase": "start"}), stopped=[1])
     assert judged(tool, facts) == ("stopped-process", [1], "certain")
 
 
@@ -218,22 +204,27 @@ def test_of_those_that_died_the_first_with_an_error_of_its_own_is_named(tool):
 
 
 @pytest.mark.parametrize(
-    "message, kind, named",
+    "message, kind",
     [
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to", "device-out-of-memory", [1]),
-        ("OSError: [Errno 24] Too many open files: 'x'", "too-many-open-files", [1]),
-        ("cannot write x: [Errno 28] No space left on device", "disk-full", [1]),
-        ("MemoryError", "host-memory-leak", [1]),
-        ("the gradient is not finite, because the loss of rank 3 on h2 is not", "not-finite", [3]),
-        ("step 5: the weights of rank 0 on h1, rank 2 on h2 differ", "replicas-differ", [0, 2]),
-        ("h1 cannot meet the other ranks at h0:29400: timed out", "rendezvous", [1]),
-        ("RuntimeError: Unable to find address for: eth9", "rendezvous", [1]),
-        ("no checkpoint in x/checkpoints can be read; delete them", "corrupt-checkpoint", [1]),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to", "device-out-of-memory"),
+        ("RuntimeError: CUDA error: out of memory", "device-out-of-memory"),
+        (NCCL, "device-out-of-memory"),
+        ("OSError: [Errno 24] Too many open files: 'x'", "too-many-open-files"),
+        ("OSError: [Errno 28] No space left on device", "disk-full"),
+        ("MemoryError", "host-memory-leak"),
+        ("SystemExit: error: a gradient in steps 1 to 5 was not finite", "not-finite"),
+        ("RuntimeError: Unable to find address for: eth9", "rendezvous"),
+        ("SystemExit: error: no checkpoint in x/checkpoints can be read", "corrupt-checkpoint"),
     ],
 )  # fmt: skip
-def test_an_error_tells_its_kind(tool, message, kind, named):
-    facts = facts_of(four(age=31.0, beat={"phase": "failed", "error": message}), gone=[1])
-    assert judged(tool, facts)[:2] == (kind, named)
+def test_an_error_tells_its_kind(tool, message, kind):
+    facts = facts_of(four(age=31.0, beat={"end": "failed", "error": message}), gone=[1])
+    assert judged(tool, facts)[:2] == (kind, [1])
+
+
+def test_the_reason_that_nccl_gives_last_is_shown_first(tool):
+    facts = facts_of(four(age=31.0, beat={"end": "failed", "error": NCCL}), gone=[1])
+    assert tool.judge(facts)[0]["reason"].split(": ")[1].startswith("Cuda failure 2")
 
 
 def test_a_rank_that_vanished_was_killed_and_the_others_lost_it(tool):
@@ -244,8 +235,12 @@ def test_a_rank_that_vanished_was_killed_and_the_others_lost_it(tool):
     failed = "  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)"
     facts["text"] = f"Root Cause (first observed failure):\n{failed}"
     assert judged(tool, facts) == ("killed", [1], "certain")
-    facts["hosts"]["h0"]["kernel"] = [(31.0, "Out of memory: Killed process 1001 (python)")]
-    assert "kernel" in tool.judge(facts)[0]["reason"]
+
+
+def test_who_was_asked_to_end_has_not_killed_the_run(tool):
+    ranks = {rank: rank_files(rank, 4, age=30.0, beat={"asked_to_end": NOW}) for rank in range(4)}
+    ranks[1] = rank_files(1, 4, age=31.5)
+    assert judged(tool, facts_of(ranks, gone=range(4)))[:2] == ("killed", [1])
 
 
 def test_a_segfault_is_told_by_the_crash_file(tool):
@@ -257,14 +252,24 @@ def test_a_segfault_is_told_by_the_crash_file(tool):
     assert "train_llm.py:778 break_now" in tool.judge(facts)[0]["reason"]
 
 
+ABORTED = "Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n"
+ABORTED += '  File "/x/torch/distributed/distributed_c10d.py", line 3252 in all_reduce\n'
+
+
 def test_gloo_aborts_on_another_size_and_the_survivor_tells(tool):
-    crash = "Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n"
-    crash += '  File "/x/torch/distributed/distributed_c10d.py", line 3252 in all_reduce\n'
-    odd = ("all_reduce", [[1000]], 405, "mean_over_ranks")
+    odd = ("all_reduce", "[[1000]]", 405, "measure")
     survivor = {"beat": LOST, "calls": [*STEPS, BUCKET, BUCKET, odd]}
-    ranks = {0: rank_files(0, 2, age=31.0, crash=crash, dump=None)}
+    ranks = {0: rank_files(0, 2, age=31.0, crash=ABORTED, dumps=[])}
     ranks[1] = rank_files(1, 2, age=30.0, **survivor)
     assert judged(tool, facts_of(ranks, gone=(0, 1))) == ("mismatched-collective", [1], "likely")
+
+
+def test_the_watchdog_of_nccl_aborts_the_innocent_and_the_dumps_know_who_hung(tool):
+    beat = {"phase": "data"}
+    ranks = {rank: rank_files(rank, 4, age=30.0, crash=ABORTED) for rank in range(4)}
+    ranks[1] = rank_files(1, 4, calls=STEPS[:-2], pending=False, stack=IN_DATA, beat=beat)
+    facts = facts_of(ranks, gone=(0, 2, 3))
+    assert judged(tool, facts)[:2] == ("hang-in-data", [1])
 
 
 def test_a_timeout_of_all_is_explained_by_their_dumps(tool):
@@ -275,77 +280,96 @@ def test_a_timeout_of_all_is_explained_by_their_dumps(tool):
     assert judged(tool, facts_of(ranks, gone=range(4)))[:2] == ("hang-in-data", [1])
 
 
-@pytest.mark.parametrize("name, value", [("local", 0.95), ("data", 0.95)])
+@pytest.mark.parametrize("phase, task", [("data", "waiting for data"), ("forward", "itself")])
 @pytest.mark.parametrize("size", [2, 4])
-def test_stragglers(tool, size, name, value):
-    ranks = {rank: rank_files(rank, size, since=1.0) for rank in range(size)}
-    ranks[1]["beat"] |= {"local_seconds": 0.95, f"{name}_seconds": value}
-    rows = [{"step": step, "skew": 0.3, "slowest_rank": 1} for step in range(12)]
-    rows[0] |= {"skew": 0.01}
-    facts = facts_of(ranks, rows=rows)
-    assert judged(tool, facts) == ("straggler", [1], "certain")
-    passing = [row | {"skew": 0.3 * (row["step"] > 5)} for row in rows]
-    assert judged(tool, facts_of(ranks, rows=passing))[0] == "healthy"
-    told = "waiting for data" if name == "data" else "computing"
-    assert told in tool.judge(facts)[0]["reason"]
+def test_stragglers(tool, size, phase, task):
+    """Rank 1 comes 60 of 100 ms late to each collective; it is said if both dumps show it."""
+    ranks = moving(size)
+    line = {"/run/train_llm.py:99 read": 0.6}
+    slow = {"since": 1.0, "pending": False, "beat": {"phases": {phase: 0.7}, "lines": line}}
+    ranks[1] = rank_files(1, size, late=0.06, **slow)
+    verdict, _ = tool.judge(facts_of(ranks))
+    assert judged(tool, facts_of(ranks)) == ("straggler", [1], "certain")
+    assert task in verdict["reason"] and "train_llm.py:99 read (+60%)" in verdict["reason"]
+    ranks[1]["dumps"] = [moving(size)[0]["dumps"][0], ranks[1]["dumps"][1]]
+    assert judged(tool, facts_of(ranks))[0] == "healthy"
+
+
+def test_clocks_of_hosts_that_differ_make_no_straggler(tool):
+    ranks = moving(16)
+    for rank in range(8, 16):
+        ranks[rank] = rank_files(rank, 16, since=1.0, pending=False, late=7.0)
+        ranks[rank]["beat"] |= {"time": NOW + 7, "since": NOW + 6}
+    assert judged(tool, facts_of(ranks))[0] == "healthy"
 
 
 def test_all_slow_alike_is_no_finding(tool):
-    slow = {"step_seconds": 90.0, "local_seconds": 89.0}
-    ranks = {rank: rank_files(rank, 4, since=60.0, beat=slow) for rank in range(4)}
-    assert judged(tool, facts_of(ranks))[0] == "healthy"
     rows = [{"step": n, "loss": 3.0, "tokens_per_second": 100 if n < 9 else 40} for n in range(12)]
-    assert judged(tool, facts_of(ranks, rows=rows))[0] == "slow-but-healthy"
+    assert judged(tool, facts_of(moving(), rows=rows))[0] == "slow-but-healthy"
+    ranks = {rank: rank_files(rank, 4, beat={"step_seconds": 90.0}) for rank in range(4)}
+    assert judged(tool, facts_of(ranks))[0] == "healthy"
 
 
-@pytest.mark.parametrize("phase", ["start", "evaluation", "checkpoint", "export"])
+@pytest.mark.parametrize("phase", ["start", "compile", "evaluation", "checkpoint", "export"])
 def test_what_takes_long_is_no_fault_while_a_rank_works(tool, phase):
-    ranks = {rank: rank_files(rank, 4, since=900.0, beat={"phase": phase}) for rank in range(4)}
-    facts = facts_of(ranks, workers={0: worker(0, cpu=0.5)})
-    assert judged(tool, facts)[0] == "slow-but-healthy"
+    beat = {"phase": phase, "cpu": 0.5}
+    ranks = {rank: rank_files(rank, 4, since=900.0, beat=beat) for rank in range(4)}
+    assert judged(tool, facts_of(ranks))[0] == "slow-but-healthy"
+
+
+def checks(data=(1, 2), weights=7, losses=(3.0, 3.1)):
+    """Return what a rank saw in two steps."""
+    return [{"step": 10 * n, "data": x, "weights": weights, "losses": [*losses]}
+            for n, x in enumerate(data, 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "odd, size, kind, ranks",
+    [
+        ({"bad": {"step": 12, "loss": float("inf"), "gradients": 1}}, 4, "not-finite", [1]),
+        ({"bad": {"step": 12, "loss": 3.0, "gradients": 1}}, 4, "not-finite", [1]),
+        ({"checks": checks(weights=8)}, 4, "replicas-differ", [1]),
+        ({"checks": checks(weights=8)}, 2, "replicas-differ", [0, 1]),
+        ({"checks": checks(weights=8), "shard": "0: 1"}, 2, "healthy", []),
+        ({"checks": checks(data=(100, 200))}, 4, "same-data", [0, 1]),
+        ({"checks": checks(losses=(5.5, 5.6))}, 4, "loss-spike", [1]),
+        ({"memory": [0.7, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7]}, 4, "host-memory-leak", [1]),
+        ({"memory": [0.7, 0.7, 0.7, 1.7, 1.7, 1.7, 1.7]}, 4, "healthy", []),
+        ({"open_files": 900}, 4, "too-many-open-files", [1]),
+        ({"printed": ["x/step-20 cannot be read, so the one before is tried"]}, 4,
+         "corrupt-checkpoint", []),
+    ],
+)  # fmt: skip
+def test_numbers(tool, odd, size, kind, ranks):
+    files = moving(size)
+    for rank in files:
+        files[rank]["beat"]["checks"] = checks(data=(rank * 100, rank * 100 + 50))
+    if kind == "same-data":
+        files[0]["beat"]["checks"] = odd["checks"]
+    files[1]["beat"] |= odd
+    assert judged(tool, facts_of(files))[:2] == (kind, ranks)
 
 
 @pytest.mark.parametrize(
     "rows, kind",
     [
-        ([{"step": n, "loss": 3.0 if n < 9 else float("nan")} for n in range(10)], "not-finite"),
         ([{"step": n, "loss": 3.0 + n % 2 / 10 + 4 * (n == 9)} for n in range(10)], "loss-spike"),
         ([{"step": n, "loss": 6.0 - n / 4} for n in range(9)], "healthy"),
-        ([{"step": 0, "val_loss": 5.9}, {"loss": "?"}, {"step": 1, "loss": 5.9}], "healthy"),
+        ([{"step": 0, "val_loss": 5.9}, {"step": 2, "loss": "?"}], "healthy"),
     ],
-)  # fmt: skip
+)
 def test_losses(tool, rows, kind):
-    ranks = {rank: rank_files(rank, 4, since=1.0) for rank in range(4)}
-    assert judged(tool, facts_of(ranks, rows=rows))[0] == kind
+    assert judged(tool, facts_of(moving(), rows=rows))[0] == kind
 
 
-@pytest.mark.parametrize(
-    "changes, kind",
-    [
-        ({"host_memory_gib": 2.5}, "host-memory-leak"),
-        ({"open_files": 900}, "too-many-open-files"),
-        ({"warning": "step 5: the same losses, so the same data: rank 1 on h0"}, "same-data"),
-    ],
-)  # fmt: skip
-def test_what_grows_or_was_warned_of(tool, changes, kind):
-    facts = facts_of(four(since=1.0, beat=changes))
-    for rank in (0, 2, 3):
-        facts["ranks"][rank]["beat"]["since"] += 59
-    assert judged(tool, facts)[:2] == (kind, [1])
+def test_a_full_disk(tool):
+    assert judged(tool, facts_of(moving(), free=4096))[0] == "disk-full"
 
 
-def test_disk_and_checkpoints(tool):
-    ranks = {rank: rank_files(rank, 4, since=1.0) for rank in range(4)}
-    full = {"free": 4096, "files_free": 10**6, "writable": True}
-    assert judged(tool, facts_of(ranks, disk=full))[0] == "disk-full"
-    broken = {"step-00000050.broken": 100.0, "step-00000040": 900.0}
-    assert judged(tool, facts_of(ranks, checkpoints=broken))[0] == "corrupt-checkpoint"
-    assert judged(tool, facts_of(ranks, checkpoints={"step-00000050.broken": 9e9}))[0] == "healthy"
-
-
-@pytest.mark.parametrize("phase, kind", [("finished", "finished"), ("stopped", "interrupted")])
-def test_a_run_that_ended_as_it_should(tool, phase, kind):
-    ranks = {rank: rank_files(rank, 4, age=9e5, beat={"phase": phase}) for rank in range(4)}
+@pytest.mark.parametrize("asked, kind", [(None, "finished"), (NOW, "interrupted")])
+def test_a_run_that_ended_as_it_should(tool, asked, kind):
+    beat = {"end": "finished", "asked_to_end": asked}
+    ranks = {rank: rank_files(rank, 4, age=9e5, beat=beat) for rank in range(4)}
     assert judged(tool, facts_of(ranks, gone=range(4)))[0] == kind
 
 
@@ -358,36 +382,11 @@ def test_hosts_that_do_not_answer(tool):
     assert judged(tool, facts) == ("host-unreachable", list(range(8, 16)), "a guess")
 
 
-def test_files_of_an_earlier_start_are_ignored(tool):
-    ranks = {rank: rank_files(rank, 2, since=1.0) for rank in range(2)}
-    ranks |= {rank: rank_files(rank, 4, age=5000.0) for rank in (2, 3)}
-    facts = facts_of(ranks, gone=(2, 3))
-    assert judged(tool, facts)[0] == "healthy"
-    assert "earlier start" in tool.judge(facts)[0]["notes"][0]
-
-
-def test_ranks_that_do_not_meet(tool):
-    stack = frames((259, "join_group", "x"), (1, "init_process_group", "y"))
-    workers = {rank: worker(rank, age=60.0, frames=stack) for rank in range(3)}
-    facts = facts_of({rank: {"beat": None} for rank in range(3)}, workers=workers) | {"ranks": {}}
+def test_ranks_that_never_came(tool):
+    stack = frames((259, "setup"), (1, "init_process_group"))
+    beat = {"phase": "start", "step_seconds": None, "cpu": 0.0}
+    facts = facts_of({r: rank_files(r, 4, stack=stack, beat=beat, calls=[FLAG]) for r in range(3)})
     assert judged(tool, facts)[:2] == ("rendezvous", [3])
-    workers[2]["environment"] |= {"MASTER_ADDR": "h9"}
-    assert judged(tool, facts)[:2] == ("rendezvous", [2])
-    workers[2]["environment"] |= {"MASTER_ADDR": "h0", "GLOO_SOCKET_IFNAME": "eth9"}
-    assert judged(tool, facts)[:2] == ("rendezvous", [2])
-
-
-def test_garbage_is_survived(tool):
-    good = rank_files(0, 4, since=1.0)
-    junk = ["x", 5, None, [], {}, {"entries": 7}, {"pg_status": {}, "entries": [{}, 3]}, [[["a"]]]]
-    ranks = {0: good, 1: {"beat": None, "age": 1.0, "dump": None, "dump_age": None, "crash": ""}}
-    for number, some in enumerate(junk, 2):
-        dump = {"stacks": some, "collectives": some, "reason": some}
-        beat = {"step": some, "step_seconds": some, "since": some, "started": some, "warning": some}
-        ranks[number] = rank_files(number, 4, since=1.0, dump=dump, beat=beat)
-    verdict, _ = tool.judge(facts_of(ranks))
-    assert verdict["kind"] in tool.KINDS
-    assert any("cannot be read" in note for note in verdict["notes"])
 
 
 def test_thousands_of_ranks_are_judged_in_seconds(tool):
@@ -402,11 +401,8 @@ def test_thousands_of_ranks_are_judged_in_seconds(tool):
     facts = facts_of(ranks)
     began = time.process_time()
     verdict, _ = tool.judge(facts)
-    assert (verdict["kind"], verdict["ranks"], verdict["hosts"]) == (
-        "hang-in-data",
-        [1234],
-        ["h154"],
-    )
+    named = verdict["kind"], verdict["ranks"], verdict["hosts"]
+    assert named == ("hang-in-data", [1234], ["h154"])
     assert time.process_time() - began < 8
 
 
@@ -415,22 +411,7 @@ def test_spans(tool):
     assert tool.spans([]) == ""
 
 
-def test_only_what_trains_into_the_folder_is_a_worker(tool):
-    python, script = "/venv/bin/python3.11", "03-job-launchers/train_llm.py"
-    run, rank = "/w/outputs/x", {"RANK": "1"}
-    inside = lambda *words: tool.belongs(list(words), tool.script_in(list(words)), rank, "/w", run)  # noqa: E731
-    assert inside(python, "-u", script, "-e", "x")
-    assert inside(python, script, "--experiment-name=x", "--save-dir", "/w/outputs")
-    assert not inside(python, script)
-    assert not inside(python, script, "-e", "x", "--save-dir", "/tmp")
-    assert tool.script_in([python, "-c", "from multiprocessing import x", "a.py"]) is None
-    assert tool.script_in(["bash", "train_llm.py"]) is None
-    assert tool.script_in([python, str(TOOL), run]) is None
-
-
 # ---- the command ---------------------------------------------------------------------------------
-
-
 def whats_wrong(*args, timeout=60):
     """Run the tool; return its exit status, verdict and errors."""
     command = [sys.executable, TOOL, *args, "--json"]
@@ -442,24 +423,19 @@ def whats_wrong(*args, timeout=60):
 
 
 @pytest.mark.parametrize("args", [["nowhere"], [".", "--hosts", "nowhere"], ["."] * 2, []])
-def test_wrong_arguments_take_one_line(args):
+def test_wrong_arguments_are_told(args):
     status, _, errors = whats_wrong(*args)
     assert status == 2
-    assert errors.count("\n") == 1 and errors.startswith("whats_wrong.py: error: ")
+    assert "whats_wrong.py: error: " in errors
 
 
-def test_a_folder_without_ranks_or_processes(tmp_path):
+def test_a_folder_without_ranks(tmp_path):
     status, verdict, _ = whats_wrong(tmp_path)
     assert (status, verdict["kind"]) == (3, "unknown")
     log = tmp_path / "log"
     log.write_text("[rank1]: ValueError: bad\n[rank0]: RuntimeError: Connection reset by peer\n")
     status, verdict, _ = whats_wrong(tmp_path, "--log", log)
     assert (status, verdict["kind"], verdict["ranks"]) == (1, "crash", [1])
-    (tmp_path / "model").mkdir()
-    (tmp_path / "error.json").write_text('{"message": {"message": "MemoryError: x"}}')
-    status, verdict, _ = whats_wrong(tmp_path, "--error-files", tmp_path)
-    assert (status, verdict["kind"]) == (1, "host-memory-leak")
-    assert whats_wrong(tmp_path)[1]["kind"] == "finished"
 
 
 def test_half_written_files(tmp_path):
@@ -472,108 +448,14 @@ def test_half_written_files(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n{"st')
     status, verdict, errors = whats_wrong(tmp_path)
     assert (status, verdict["kind"], errors) == (3, "unknown", "")
-    assert "0-1 cannot be read" in verdict["notes"][0]
 
 
-# ---- real processes ------------------------------------------------------------------------------
-
-TRAIN = """
-    import os, sys, time, signal, json
-    import torch, torch.distributed as dist
-    from datetime import timedelta
-
-    def batches(fault):
-        step = 0
-        while True:
-            step += 1
-            if fault == "hang" and step == 3:
-                time.sleep(1e6)
-            yield step
-
-    def train_step(batches):
-        step = next(batches)
-        if fault == "stop" and step == 3:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(0.05)
-        dist.all_reduce(torch.zeros(1))
-
-    fault = sys.argv[1] if os.environ["RANK"] == "1" else "none"
-    dist.init_process_group("gloo", timeout=timedelta(seconds=100))
-    data = batches(fault)
-    while True:
-        train_step(data)
-"""
-
-
-@pytest.fixture
-def run(tmp_path):
-    """Start two ranks of a small script that writes no heartbeats, as the chapters write none."""
-    script = tmp_path / "train_llm.py"
-    script.write_text(textwrap.dedent(TRAIN))
-    folder = tmp_path / "outputs/x"
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text('{"step": 2, "loss": 3.0}\n')
-    started = []
-
-    def start(fault):
-        meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        for rank in "01":
-            environment = os.environ | meet | {"RANK": rank, "LOCAL_RANK": rank}
-            command = [sys.executable, script, fault, "-e", "x"]
-            started.append(subprocess.Popen(command, cwd=tmp_path, env=environment))
-        return folder, started
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait(timeout=20)
-
-
-def until_it_waits(processes, timeout=60):
-    """Wait until rank 0 is in a collective, and rank 1 is not going to come."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        before = sum(sum(psutil.Process(p.pid).cpu_times()[:2]) for p in processes)
-        time.sleep(2)
-        after = sum(sum(psutil.Process(p.pid).cpu_times()[:2]) for p in processes)
-        if before > 2 and after - before < 0.05:
-            return
-    pytest.fail("the ranks do not come to rest")
-
-
-def collected(folder):
-    """Return what a host shows, asked as over ssh: the tool comes from standard input."""
-    command = ["python3", "-", "--collect", folder]
-    told = {"input": TOOL.read_text(), "capture_output": True, "text": True}
-    return json.loads(subprocess.run(command, **told, timeout=30, cwd="/", check=True).stdout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault, kind", [("hang", "hang-in-data"), ("stop", "stopped-process")])
-def test_processes_alone_tell_a_fault(run, fault, kind):
-    folder, processes = run(fault)
-    until_it_waits(processes)
-    fact = collected(folder)
-    assert sorted(one["rank"] for one in fact["workers"]) == [0, 1]
-    assert {one["pid"] for one in fact["workers"]} == {process.pid for process in processes}
-    old = time.time() - 300
-    os.utime(folder / "metrics.jsonl", (old, old))
-    deadline = time.monotonic() + 60  # a process must have been there for a while
-    while (found := whats_wrong(folder))[1]["kind"] != kind and time.monotonic() < deadline:
-        time.sleep(2)
-    status, verdict, _ = found
-    assert (status, verdict["kind"], verdict["ranks"]) == (1, kind, [1])
-
-
-@pytest.mark.slow
-def test_it_looks_at_processes_only_and_leaves_them_alone(run):
-    folder, processes = run("none")
-    time.sleep(15)
-    status, verdict, _ = whats_wrong(folder)
-    assert (status, verdict["kind"]) == (0, "healthy")
-    assert all(process.poll() is None for process in processes)
-    for process in processes:
-        assert psutil.Process(process.pid).status() != psutil.STATUS_STOPPED
-        process.send_signal(signal.SIGKILL)
-        process.wait(timeout=20)
-    assert whats_wrong(folder)[0] == 3
+def test_files_of_an_earlier_start_are_ignored(tool, tmp_path):
+    (tmp_path / "ranks").mkdir()
+    for rank, age in ((0, 1), (1, 1), (2, 5000)):
+        beat = rank_files(rank, 2)["beat"] | {"time": time.time() - age}
+        beat["started"] = time.time() - age - 100
+        path = tmp_path / f"ranks/{rank:05}.json"
+        path.write_text(json.dumps(beat))
+        os.utime(path, (time.time() - age,) * 2)
+    assert sorted(tool.read_ranks(tmp_path)) == [0, 1]

@@ -70,8 +70,8 @@ def chapter_map():
     for name, script in chapters().items():
         source, folder = script.read_text(), script.parent.name
         sentence = ast.get_docstring(ast.parse(source)).partition(".")[0]
-        size = "none before it" if name == "01" else "a lab, not a diff to read"
-        if (parent := parent_of(name)) and name.isdigit():
+        size = "none before it"
+        if parent := parent_of(name):
             added, removed = diff_size(chapters()[parent], script)
             size = f"+{added} −{removed} against {parent}"
         print(f"| [{folder}]({folder}/README.md) | {sentence} | {source.count(chr(10))} | {size} |")
@@ -203,16 +203,19 @@ def plan(config):
 
 
 def faults(file):
-    """Print the table of what the tools found in runs that were broken on purpose."""
-    print("| fault | you see it after | the verdict is there after | right verdicts |")
-    print("|---|---|---|---|")
+    """Print the table of what was found in runs that were broken on purpose, a column a script."""
     rows = measured(file, "rows")
+    scripts = list(dict.fromkeys(row["script"] for row in rows))
+    print("| fault | " + " | ".join(f"`{script}`" for script in scripts) + " |")
+    print("|---" * (len(scripts) + 1) + "|")
     for name in dict.fromkeys(row["fault"] for row in rows):
-        runs = [row for row in rows if row["fault"] == name]
-        right = f"{sum(row['right'] for row in runs)} of {len(runs)}"
-        times = [[row[what] for row in runs if row.get(what)] for what in ("symptom", "verdict")]
-        after = [f"{median(some):.0f} s" if some else "" for some in times]
-        print(f"| {name} | {after[0]} | {after[1]} | {right} |")
+        cells = []
+        for script in scripts:
+            runs = [row for row in rows if (row["fault"], row["script"]) == (name, script)]
+            times = [row["verdict"] for row in runs if row.get("verdict")]
+            right = f"{sum(row['right'] for row in runs)} of {len(runs)}" if runs else ""
+            cells.append(right + (f", after {median(times):.0f} s" if times else ""))
+        print(f"| {name} | " + " | ".join(cells) + " |")
 
 
 def fault(name, file="faults-cpu-2cores.json"):
@@ -221,6 +224,14 @@ def fault(name, file="faults-cpu-2cores.json"):
     verdict = row["text"].rstrip().rpartition("\n\n")[2].splitlines()
     log = [line for line in row["log"] if "ChildFailedError" not in line]
     fenced("text", [*log[:6], "", *verdict])
+
+
+def watching(file):
+    """Print what watched.py costs a step of chapter 01."""
+    print("| | a step, to that of the script alone |")
+    print("|---|---|")
+    for name, shares in measured(file, "shares").items():
+        print(f"| {name} | {median(shares):.3f} ({min(shares):.3f} – {max(shares):.3f}) |")
 
 
 def contenders(file, *names):
