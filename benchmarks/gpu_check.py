@@ -413,6 +413,7 @@ def memory(bench, chapter, flags=""):
 
 def watched(bench):
     """What watched.py tells of a rank's GPU, and that no step waits for it."""
+    bench.folder.mkdir(parents=True, exist_ok=True)
     waits = bench.folder / "waits.py"  # the script raises where its host waits for the device
     script = script_of("01")
     waits.write_text(WAITS.format(script=str(script)))

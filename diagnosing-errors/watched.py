@@ -112,9 +112,9 @@ def harmless(work):
 
 
 class Steps:
-    """Counts optimizer steps; on every tenth it looks at losses, gradients, weights and inputs.
+    """Counts optimizer steps, and looks at losses and gradients; in every tenth also at weights.
 
-    What it sees lies on the device until it is there by itself: no step waits for it.
+    What it sees comes to the host when the device has done it: no step waits.
     """
 
     def __init__(self, every):
@@ -123,9 +123,9 @@ class Steps:
         self.count, self.before = 0, 0  # steps of this start, and those of earlier starts
         self.ended = deque(maxlen=11)  # unix times
         self.optimizer = None
-        self.loss, self.broken, self.data, self.rows = 0.0, 0, 0, []
-        self.pending = deque(maxlen=8)
-        self.checks = deque(maxlen=4)
+        self.loss, self.broken, self.data = 0.0, 0, 0
+        self.pending = deque(maxlen=1000)
+        self.losses, self.checks = deque(maxlen=3), deque(maxlen=4)
         self.bad = self.shard = self.device_memory = None
         watcher, backward, embed = self, torch.autograd.backward, torch.nn.Embedding.forward
 
@@ -168,25 +168,21 @@ class Steps:
         if optimizer is self.optimizer:
             self.count += 1
             self.ended.append(time.time())
-            self.rows.append((self.loss, self.broken))
-            self.loss, self.broken = 0.0, 0
+            seen, self.loss, self.broken = [self.loss, self.broken], 0.0, 0
             if self.count == 1 or self.count % self.every == 0:
-                self.look()
+                weights = [p for group in optimizer.param_groups for p in group["params"]]
+                self.shard = self.shard or shard_of(weights)
+                state = next(iter(optimizer.state.values()), {})
+                seen += [state.get("step", self.count), self.data, checksum(weights)]
+                self.data = 0
+            self.send(seen)
 
-    @harmless
-    def look(self):
-        """Send what was seen since the last look to the host, with a checksum of the weights."""
-        weights = [p for group in self.optimizer.param_groups for p in group["params"]]
-        lone = next((value for row in self.rows for value in row if torch.is_tensor(value)), None)
-        device = weights[0].device if lone is None else lone.device
-        if self.shard is None:
-            self.shard = shard_of(weights)
-        state = next(iter(self.optimizer.state.values()), {})
-        seen = [state.get("step", self.count), self.data, checksum(weights)]
-        seen += [value for row in self.rows for value in row]
+    def send(self, seen):
+        """Send numbers, some of them on the device, to the host; wait for nothing."""
+        device = next((value.device for value in seen if torch.is_tensor(value)), "cpu")
         seen = [torch.as_tensor(value, dtype=torch.float64) for value in seen]
         seen = torch.stack([value.to(device, non_blocking=True) for value in seen])
-        on_gpu = device.type == "cuda"
+        on_gpu = seen.is_cuda
         host = torch.empty(len(seen), dtype=torch.float64, pin_memory=on_gpu)
         host.copy_(seen, non_blocking=True)
         arrived = torch.cuda.Event() if on_gpu else None
@@ -194,22 +190,21 @@ class Steps:
             arrived.record()
             self.device_memory = torch.cuda.memory_allocated() / 2**30
         self.pending.append((self.count, host, arrived))
-        self.rows, self.data = [], 0
 
     @harmless
     def take(self):
         """Take over what has come to the host by now; the thread calls this."""
         while self.pending and (self.pending[0][2] is None or self.pending[0][2].query()):
             count, host, _ = self.pending.popleft()
-            step, data, weights, *rows = host.tolist()
-            self.before = max(0, int(step) - count)
-            losses, broken = rows[::2], rows[1::2]
-            for at, (loss, times) in enumerate(zip(losses, broken, strict=True)):
-                if self.bad is None and not (abs(loss) < float("inf") and times == 0):
-                    step = self.before + count - len(losses) + 1 + at
-                    self.bad = {"step": step, "loss": loss, "gradients": times}
-            self.checks.append({"step": self.before + count, "data": data, "weights": weights,
-                                "losses": losses[-3:]})  # fmt: skip
+            loss, broken, *more = host.tolist()
+            self.losses.append(loss)
+            if more:
+                step, data, weights = more
+                self.before = max(0, int(step) - count)
+                told = {"step": self.before + count, "data": data, "weights": weights}
+                self.checks.append(told | {"losses": list(self.losses)})
+            if self.bad is None and not (abs(loss) < float("inf") and broken == 0):
+                self.bad = {"step": self.before + count, "loss": loss, "gradients": broken}
 
 
 def checksum(weights):
@@ -305,8 +300,9 @@ class Watch:
         told = 0.0
         while True:
             self.look()
+            bad = self.steps.bad
             self.steps.take()
-            if time.monotonic() - told > BEAT:
+            if time.monotonic() - told > BEAT or self.steps.bad is not bad:
                 told = time.monotonic()
                 self.tell()
                 self.dump_if_due()
@@ -349,7 +345,7 @@ class Watch:
             "end": self.end,
             "phase": self.phase,
             "since": self.since,
-            "step": steps.before + steps.count + (self.end is None),
+            "step": steps.before + steps.count + (self.end != "finished"),
             "step_ended": ended[-1] if ended else None,
             "step_seconds": median(took) if took else None,
             "error": self.error,
@@ -414,8 +410,6 @@ class Watch:
         """Tell how the script has ended."""
         self.error = self.error or error
         self.spare.close()
-        if self.steps.rows:
-            self.steps.look()
         until = time.monotonic() + 1
         while self.steps.pending and time.monotonic() < until:
             self.steps.take()  # what a device that has failed never sends is not waited for

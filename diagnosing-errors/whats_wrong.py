@@ -227,7 +227,7 @@ def read_ranks(run):
     return {rank: files for rank, files in found.items() if files["age"] < newest + 30}
 
 
-def ask_for_dumps(run, ranks, patience=5.0):
+def ask_for_dumps(run, ranks, patience=4.0):
     """Ask the ranks that live for their stacks and collectives; add what they write to `ranks`."""
     folder = run / "ranks"
     living = {rank for rank, files in ranks.items() if files["age"] < STALE
@@ -279,7 +279,8 @@ def gather(args):
     ranks = read_ranks(args.run)
     shown = look_at_hosts(args, ranks)
     ask_for_dumps(args.run, ranks)
-    if any(files["beat"].get("step_seconds") for files in ranks.values()):
+    beats = [files["beat"] for files in ranks.values()]
+    if any(beat["step_seconds"] for beat in beats) and not any(beat["end"] for beat in beats):
         time.sleep(PAUSE)
         ask_for_dumps(args.run, ranks)
     for rank, files in read_ranks(args.run).items():
@@ -730,7 +731,7 @@ def unusual(some):
 
 def predicted(history):
     """Return the call that followed the last time when the latest ones came in this order."""
-    for context in (6, 3, 2, 1):
+    for context in (64, 32, 16, 8, 4, 2, 1):
         latest = history[-context:]
         for end in range(len(history) - 1, context - 1, -1):
             if latest and history[end - context : end] == latest:

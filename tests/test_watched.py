@@ -269,7 +269,7 @@ def test_the_main_thread_reads_nothing_from_the_device(steps, monkeypatch):
     thread = threading.Thread(target=steps.take)
     thread.start()
     thread.join()
-    assert [check["step"] for check in steps.checks] == [1, 2, 4] and read == ["tolist"] * 3
+    assert [check["step"] for check in steps.checks] == [1, 2, 4] and read == ["tolist"] * 4
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
