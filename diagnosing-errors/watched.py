@@ -71,7 +71,7 @@ def stack(frame):
 
 
 @functools.cache
-def clue_of(file, function):
+def told_by(file, function):
     """Return the number of the phase that a function tells of."""
     at = f"{file} {function}"
     return next((n for n, (_, clue) in enumerate(PHASES) if re.search(clue, at)), len(PHASES))
@@ -79,7 +79,7 @@ def clue_of(file, function):
 
 def phase_of(frames):
     """Return what a stack is busy with."""
-    number = min((clue_of(file, function) for file, _, function in frames), default=len(PHASES))
+    number = min((told_by(file, function) for file, _, function in frames), default=len(PHASES))
     return [*(phase for phase, _ in PHASES), "other"][number]
 
 
@@ -87,12 +87,6 @@ def phase_of(frames):
 def is_own(file):
     """Return whether a file is of the user's own code, and not Python's, a package's or ours."""
     return not FOREIGN.search(file)
-
-
-def own_line(frames):
-    """Return the innermost line of the user's own code, as text."""
-    own = next((frame for frame in reversed(frames) if is_own(frame[0])), ("?", 0, "?"))
-    return "{}:{} {}".format(*own)
 
 
 # ---- steps, losses, gradients, weights ---------------------------------------------------------
@@ -124,7 +118,7 @@ class Steps:
         self.ended = deque(maxlen=11)  # unix times
         self.optimizer = None
         self.loss, self.broken, self.data = 0.0, 0, 0
-        self.pending = deque(maxlen=1000)
+        self.pending, self.host = deque(maxlen=999), None
         self.losses, self.checks = deque(maxlen=3), deque(maxlen=4)
         self.bad = self.shard = self.device_memory = None
         watcher, backward, embed = self, torch.autograd.backward, torch.nn.Embedding.forward
@@ -175,28 +169,33 @@ class Steps:
                 state = next(iter(optimizer.state.values()), {})
                 seen += [state.get("step", self.count), self.data, checksum(weights)]
                 self.data = 0
+                if torch.cuda.is_initialized():
+                    self.device_memory = torch.cuda.memory_allocated() / 2**30
             self.send(seen)
 
     def send(self, seen):
-        """Send numbers, some of them on the device, to the host; wait for nothing."""
-        device = next((value.device for value in seen if torch.is_tensor(value)), "cpu")
-        seen = [torch.as_tensor(value, dtype=torch.float64) for value in seen]
-        seen = torch.stack([value.to(device, non_blocking=True) for value in seen])
-        on_gpu = seen.is_cuda
-        host = torch.empty(len(seen), dtype=torch.float64, pin_memory=on_gpu)
-        host.copy_(seen, non_blocking=True)
-        arrived = torch.cuda.Event() if on_gpu else None
-        if on_gpu:
+        """Send numbers that lie on the device to the host; wait for nothing."""
+        tensors = [value for value in seen if torch.is_tensor(value)]
+        device = next((value.device for value in tensors if value.is_cuda), torch.device("cpu"))
+        there = [value for value in tensors if value.device == device]
+        known = [None if any(value is one for one in there) else float(value) for value in seen]
+        if self.host is None:  # rows for those of a thousand steps, made once
+            self.host = torch.empty(1000, 8, dtype=torch.float64, pin_memory=device.type == "cuda")
+        row, arrived = self.host[self.count % 1000, : len(there)], None
+        if there:
+            row.copy_(torch.stack([value.double() for value in there]), non_blocking=True)
+        if device.type == "cuda":
+            arrived = torch.cuda.Event()
             arrived.record()
-            self.device_memory = torch.cuda.memory_allocated() / 2**30
-        self.pending.append((self.count, host, arrived))
+        self.pending.append((self.count, known, row, arrived))
 
     @harmless
     def take(self):
         """Take over what has come to the host by now; the thread calls this."""
-        while self.pending and (self.pending[0][2] is None or self.pending[0][2].query()):
-            count, host, _ = self.pending.popleft()
-            loss, broken, *more = host.tolist()
+        while self.pending and (self.pending[0][3] is None or self.pending[0][3].query()):
+            count, known, row, _ = self.pending.popleft()
+            came = iter(row.tolist())
+            loss, broken, *more = (next(came) if value is None else value for value in known)
             self.losses.append(loss)
             if more:
                 step, data, weights = more
@@ -245,9 +244,11 @@ class Watch:
 
     def __init__(self, folder, steps, stall):
         self.folder, self.steps = folder, steps
+        rank = int(next((os.environ[name] for name in RANK if name in os.environ), 0))
+        self.path = folder / f"{rank:05}"
         self.main = threading.main_thread().ident
         self.about = {
-            "rank": int(next((os.environ[name] for name in RANK if name in os.environ), 0)),
+            "rank": rank,
             "world_size": int(next((os.environ[name] for name in SIZE if name in os.environ), 1)),
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -256,16 +257,15 @@ class Watch:
             "files_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         }
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob(f"{self.about['rank']:05}.*"):  # of an earlier start
+        for path in folder.glob(f"{rank:05}.*"):  # of an earlier start
             path.unlink(missing_ok=True)
-        self.crash = open(self.file("crash"), "w")
+        self.crash = open(self.path.with_suffix(".crash"), "w")
         faulthandler.enable(self.crash)
-        self.spare = open(os.devnull)  # gives its descriptor to the last words, if there is none
         self.phase, self.mark, self.since = "start", None, time.time()
         self.end = self.error = self.asked_to_end = None
         self.lines, self.phases = Counter(), Counter()
         self.memory, self.beats, self.keep = [], 0, 1
-        self.asked = self.dumped = self.cpu = 0.0
+        self.told = self.asked = self.dumped = self.cpu = 0.0
         self.lock = threading.Lock()
         self.stalled_in = None  # the step in which this rank wrote that it stands still
         sys.stdout = self.out = Printed(sys.stdout)
@@ -291,25 +291,23 @@ class Watch:
         )
         return reader
 
-    def file(self, ending):
-        """Return the path of this rank's file of a kind."""
-        return self.folder / f"{self.about['rank']:05}.{ending}"
-
     def run(self):
-        """Look, and tell."""
-        told = 0.0
+        """Look, and tell, whatever happens."""
         while True:
-            self.look()
-            bad = self.steps.bad
-            self.steps.take()
-            if time.monotonic() - told > BEAT or self.steps.bad is not bad:
-                told = time.monotonic()
-                self.tell()
-                self.dump_if_due()
-            if select.select([self.signals], [], [], TICK)[0]:
-                with suppress(BlockingIOError):
-                    if signal.SIGTERM in os.read(self.signals, 64):
-                        self.told_to_end()
+            try:
+                self.look()
+                bad = self.steps.bad
+                self.steps.take()
+                if time.monotonic() - self.told > BEAT or self.steps.bad is not bad:
+                    self.told = time.monotonic()
+                    self.tell()
+                    self.dump_if_due()
+                came = select.select([self.signals], [], [], TICK)[0]
+                if came and signal.SIGTERM in os.read(self.signals, 64):
+                    self.told_to_end()
+            except Exception:
+                self.steps.fault = traceback.format_exc()
+                time.sleep(TICK)
 
     def look(self):
         """Note where the main thread is, and since when."""
@@ -318,7 +316,8 @@ class Watch:
         if phase == "other" and not self.steps.count:
             phase = "start"
         self.phases[phase] += 1
-        self.lines[own_line(frames)] += 1
+        own = next((frame for frame in reversed(frames) if is_own(frame[0])), ("?", 0, "?"))
+        self.lines["{}:{} {}".format(*own)] += 1
         if (self.steps.count, phase) != self.mark:
             self.mark, self.since = (self.steps.count, phase), time.time()
         self.phase = phase
@@ -366,7 +365,7 @@ class Watch:
         if samples > 10 / TICK:
             self.phases.clear()
             self.lines.clear()
-        self.write("json", beat)
+        self.write(".json", beat)
 
     def remember(self, now):
         """Return GiB of host memory at up to 32 moments spread evenly over the run, and now."""
@@ -379,10 +378,10 @@ class Watch:
 
     def write(self, ending, content):
         """Replace a file, so that nobody reads half of it; a full disk is for others to report."""
-        path = self.file(ending)
+        new = self.path.with_suffix(".new")
         with self.lock, suppress(OSError):  # the main thread writes too, when it ends
-            path.with_suffix(".new").write_text(json.dumps(content, default=str))
-            path.with_suffix(".new").rename(path)
+            new.write_text(json.dumps(content, default=str))
+            new.rename(self.path.with_suffix(ending))
 
     def dump_if_due(self):
         """Say where each thread stands, if somebody asks or no step ends."""
@@ -399,20 +398,16 @@ class Watch:
         """Write where each thread stands, and which collectives were called."""
         self.dumped = time.time()
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        stacks = {
-            names.get(thread, str(thread)): stack(frame)
-            for thread, frame in sys._current_frames().items()
-        }
-        told = {"time": self.dumped, "reason": reason, "step": self.steps.before + self.steps.count}
-        self.write("dump.json", told | {"stacks": stacks, "collectives": collectives()})
+        frames = sys._current_frames().items()
+        stacks = {names.get(thread, str(thread)): stack(frame) for thread, frame in frames}
+        told = {"time": self.dumped, "reason": reason, "stacks": stacks}
+        self.write(".dump.json", told | {"collectives": collectives()})
 
     def leave(self, end, error=None):
         """Tell how the script has ended."""
         self.error = self.error or error
-        self.spare.close()
-        until = time.monotonic() + 1
+        until = time.monotonic() + 1  # what a device that has failed never sends is not waited for
         while self.steps.pending and time.monotonic() < until:
-            self.steps.take()  # what a device that has failed never sends is not waited for
             time.sleep(0.01)
         self.tell(end)
         if error and self.stalled_in != self.steps.count:  # that dump tells more
@@ -443,9 +438,9 @@ def collectives():
     """Return the last 500 collectives of gloo and of NCCL that torch's Flight Recorder knows."""
     found, dumps = [], torch._C._distributed_c10d
     for recorder in ("_dump_fr_trace", "_dump_nccl_trace"):
-        with suppress(AttributeError, RuntimeError, EOFError):  # inner parts of torch
-            entries = pickle.loads(getattr(dumps, recorder)()).get("entries", [])[-500:]
-            found += [call_of(entry) for entry in entries if not entry["is_p2p"]]
+        with suppress(Exception):  # inner parts of torch; one of them is in builds for GPUs alone
+            entries = pickle.loads(getattr(dumps, recorder)())["entries"]
+            found += [call_of(entry) for entry in entries[-500:] if not entry["is_p2p"]]
     return found
 
 
@@ -473,7 +468,7 @@ def main():
     add("--into", type=Path, default="outputs/watched", help="the run's folder, for its ranks/")
     add("--stall", type=float, default=60, help="seconds without a step, after which ranks dump")
     add("--every", type=int, default=10, help="steps between looks at losses and weights")
-    add("script")
+    add("script", help="with its arguments after it")
     add("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     if not Path(args.script).is_file():
