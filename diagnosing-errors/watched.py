@@ -261,6 +261,7 @@ class Watch:
             path.unlink(missing_ok=True)
         self.crash = open(self.path.with_suffix(".crash"), "w")
         faulthandler.enable(self.crash)
+        faulthandler.enable = lambda *_, **__: None  # torch's @record would send it elsewhere
         self.phase, self.mark, self.since = "start", None, time.time()
         self.end = self.error = self.asked_to_end = None
         self.lines, self.phases = Counter(), Counter()

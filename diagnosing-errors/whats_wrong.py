@@ -711,7 +711,7 @@ def of_difference(number, calls, history):
     reason = f"{key_text(odd)} as number {number}, where the others call {key_text(usual)}"
     if odd != usual and odd == predicted([*history, usual]):
         return Finding("skipped-collective", wrong, f"went on without calling one: {reason}", sure)
-    sizes = odd[0][0] == usual[0][0] and odd[1] == usual[1]
+    sizes = odd[0][0] == usual[0][0] and odd[0] != usual[0]
     what = "sizes differ" if sizes else "the order differs"
     return Finding("mismatched-collective", wrong, f"{what}: {reason}", sure)
 

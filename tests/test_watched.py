@@ -153,7 +153,12 @@ def test_what_it_forks_ends_by_sigterm(script, tmp_path):
 
 
 def test_a_crash_in_c_tells_its_line(script, tmp_path):
-    assert run(tmp_path, script("import ctypes\nctypes.string_at(0)")).returncode == -11
+    text = """
+        import ctypes
+        from torch.distributed.elastic.multiprocessing.errors import record
+        record(lambda: ctypes.string_at(0))()
+    """
+    assert run(tmp_path, script(text)).returncode == -11
     assert "some_script.py" in (tmp_path / "ranks/00000.crash").read_text()
 
 
