@@ -47,6 +47,7 @@ def watch(folder, *args, columns=100):
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 200])
 def test_a_healthy_run(run, columns):
     status, text = watch(run(), "--once", columns=columns)
@@ -69,6 +70,7 @@ def test_no_run(tmp_path):
     assert status == 2 and "is no folder" in text
 
 
+@pytest.mark.slow
 def test_live_until_ctrl_c(run):
     command = [sys.executable, WATCH, run()]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

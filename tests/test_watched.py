@@ -200,11 +200,13 @@ def watched_run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_no_loss_is_another(watched_run):
     alone, watched = metrics(watched_run / "alone"), metrics(watched_run / "watched")
     assert difference(alone, watched) == 0
 
 
+@pytest.mark.slow
 def test_what_a_heartbeat_tells(watched_run):
     beats = [beat_of(watched_run / "watched", rank) for rank in (0, 1)]
     for rank, beat in enumerate(beats):
@@ -220,6 +222,7 @@ def test_what_a_heartbeat_tells(watched_run):
     assert means == pytest.approx([told[step]["loss"] for step in (18, 19, 20)], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_counting(watched_run):
     args = [*SHORT, "--num-steps", 30, "--save-dir", watched_run, "-e", "watched"]
     command = command_of(watched_run / "watched", "--every", 5, SCRIPTS["02"], *args, ranks=2)
