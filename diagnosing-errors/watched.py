@@ -268,6 +268,7 @@ class Watch:
         self.memory, self.beats, self.keep = [], 0, 1
         self.told = self.asked = self.dumped = self.cpu = 0.0
         self.lock = threading.Lock()
+        self.spare = open(os.devnull)  # gives its descriptor to the last words, if there is none
         self.stalled_in = None  # the step in which this rank wrote that it stands still
         sys.stdout = self.out = Printed(sys.stdout)
         sys.stderr = self.errors = Printed(sys.stderr)
@@ -407,6 +408,7 @@ class Watch:
     def leave(self, end, error=None):
         """Tell how the script has ended."""
         self.error = self.error or error
+        self.spare.close()
         until = time.monotonic() + 1  # what a device that has failed never sends is not waited for
         while self.steps.pending and time.monotonic() < until:
             time.sleep(0.01)

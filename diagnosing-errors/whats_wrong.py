@@ -495,6 +495,9 @@ def died(facts, everyone):
     hang = []
     if len(together) == len(everyone) > 1 and min(one.quiet - one.age for one in together) > 10:
         hang = blocked([one for one in everyone if one.calls], "had")  # somebody lost patience
+    files = many_files(everyone)
+    if files and first.rank in files.ranks:  # it could not write a last word
+        return [files]
     return hang or [of_vanished(facts, together, codes)]
 
 
@@ -553,9 +556,7 @@ def of_vanished(facts, gone, codes):
         said = text.splitlines()[0] if text else "ended by signal 11 (SIGSEGV)"
         reason = f"{said}, at {traceback_place(text) or 'an unknown line'} ({last})"
         return Finding("segfault", [x.rank for x in crashed] or ranks, reason, "certain")
-    if (files := many_files(gone)) or facts["free"] < 2**24:
-        if files:
-            return files
+    if facts["free"] < 2**24:
         reason = f"it ended without a word, and its disk has {facts['free'] / 2**20:.0f} MiB free"
         return Finding("disk-full", ranks, f"{reason} ({last})")
     why = "killed by signal 9 (SIGKILL): its process is gone and left no error"
@@ -1083,6 +1084,10 @@ def main():
     args = parse_args()
     facts = gather(args)
     verdict, ranks = judge(facts)
+    if verdict["sure"] == "a guess":  # some rank may be about to say why it ends
+        time.sleep(STALE / 2)
+        facts = gather(args)
+        verdict, ranks = judge(facts)
     if args.json:
         print(json.dumps(verdict, indent=1))
     else:
