@@ -330,6 +330,7 @@ class Watch:
         if signal.getsignal(signal.SIGTERM) is nothing_more:
             self.error = "SIGTERM, from the launcher or a person"
             self.tell("failed")
+            self.dump("ended")
             ctypes.CDLL(None).signal(int(signal.SIGTERM), None)  # only C may, in a thread
             os.kill(os.getpid(), signal.SIGTERM)
         self.tell()
@@ -398,6 +399,8 @@ class Watch:
 
     def dump(self, reason):
         """Write where each thread stands, and which collectives were called."""
+        if reason in ("failed", "ended") and self.stalled_in == self.steps.count:
+            return  # what it wrote when it stood still tells more
         self.dumped = time.time()
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames().items()
@@ -413,7 +416,7 @@ class Watch:
         while self.steps.pending and time.monotonic() < until:
             time.sleep(0.01)
         self.tell(end)
-        if error and self.stalled_in != self.steps.count:  # that dump tells more
+        if error:
             self.dump("failed")
 
 

@@ -84,7 +84,7 @@ CLUES = {  # what errors say, in the order in which to look
 # Who says this suffers from what happened elsewhere.
 VICTIM = (
     r"[Cc]onnection (closed|reset|refused)|Socket Timeout|[Tt]imed out|[Tt]imeout|Broken pipe"
-    r"|NCCL|DistBackendError|Read error|another rank has failed|SIGTERM|pair closure|watchdog"
+    r"|NCCL|DistBackendError|Read error|ChildFailedError|another rank has failed|SIGTERM|pair closure|watchdog"
 )
 
 
@@ -781,7 +781,8 @@ def loads_data(one):
 def waited_for(still, late):
     """Return in what the other ranks wait, as the end of a sentence."""
     others = [one for one in still if one not in late and waits(one)]
-    return f"; ranks {spans(o.rank for o in others)} wait at {where(others[0])}" if others else ""
+    who = f"ranks {spans(o.rank for o in others)} wait" if others[1:] else "the other waits"
+    return f"; {who} at {where(others[0])}" if others else ""
 
 
 def of_late(late, still, verb):
