@@ -412,6 +412,9 @@ class Watch:
         """Tell how the script has ended."""
         self.error = self.error or error
         self.spare.close()
+        with suppress(BlockingIOError):  # the thread may not have come to it
+            if signal.SIGTERM in os.read(self.signals, 64):
+                self.asked_to_end = time.time()
         until = time.monotonic() + 1  # what a device that has failed never sends is not waited for
         while self.steps.pending and time.monotonic() < until:
             time.sleep(0.01)

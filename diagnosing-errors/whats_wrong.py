@@ -84,7 +84,8 @@ CLUES = {  # what errors say, in the order in which to look
 # Who says this suffers from what happened elsewhere.
 VICTIM = (
     r"[Cc]onnection (closed|reset|refused)|Socket Timeout|[Tt]imed out|[Tt]imeout|Broken pipe"
-    r"|NCCL|DistBackendError|Read error|ChildFailedError|another rank has failed|SIGTERM|pair closure|watchdog"
+    r"|NCCL|DistBackendError|ChildFailedError|Read error|another rank has failed|SIGTERM"
+    r"|pair closure|watchdog"
 )
 
 
