@@ -79,6 +79,8 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--measure"]:  # as which it starts itself anew
-        measure(sys.argv.pop(2) if sys.argv.pop(1) else None)
+        folder = sys.argv[2]
+        del sys.argv[1:3]
+        measure(folder)
     else:
         main()

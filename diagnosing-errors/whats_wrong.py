@@ -924,15 +924,20 @@ def same_data(everyone):
     return None
 
 
+def odd_losses(checks):
+    """Return the mean losses of ranks for which they are far above those of most ranks."""
+    means = {rank: statistics.mean(check["losses"]) for rank, check in checks.items()}
+    usual = statistics.median_low(means.values())
+    odd = {rank: mean for rank, mean in means.items() if mean - usual > max(0.5, 0.25 * usual)}
+    return odd if 2 * len(odd) < len(means) else {}
+
+
 def spike(facts, everyone):
     """Return the finding of a loss far above those before it, or a rank's above the others'."""
-    losses = {one.rank: one.checks[-1]["losses"] for one in everyone if one.lives and one.checks}
-    means = {rank: statistics.mean(some) for rank, some in losses.items() if some}
-    usual = statistics.median_low(means.values()) if means else 0
-    ranks = [rank for rank, mean in means.items() if mean - usual > max(0.5, 0.25 * usual)]
-    if ranks and 2 * len(ranks) < len(means):
-        reason = f"a loss of {max(means.values()):.4g} in the last steps, usual is {usual:.4g}"
-        return Finding("loss-spike", ranks, reason)
+    found = [odd_losses(checks) for _, checks in sorted(checks_of(everyone).items())[-2:]]
+    if len(found) == 2 and (ranks := set(found[0]) & set(found[1])):
+        reason = f"a loss of {max(found[1].values()):.4g}, in two looks far above other ranks'"
+        return Finding("loss-spike", sorted(ranks), reason)
     known = [row["loss"] for row in facts["rows"] if isinstance(row.get("loss"), (int, float))]
     for at in range(max(4, len(known) - 30), len(known)):
         before = known[max(0, at - 10) : at]
