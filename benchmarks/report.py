@@ -44,7 +44,8 @@ def draw_speed(results, path):
     axes.set_ylim(-0.7, len(names) - 0.3)
     words = {"floor": "nothing around the loop", "chapter": "the chapters", "peer": "others"}
     handles = [Patch(color=COLORS[name], label=word) for name, word in words.items()]
-    axes.legend(handles=handles, frameon=False, loc="lower right")
+    below = {"loc": "upper center", "bbox_to_anchor": (0.4, -0.07), "ncols": 3}
+    axes.legend(handles=handles, frameon=False, **below)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
 

@@ -848,6 +848,11 @@ def lateness(living, which):
             ended = max(ended, at[last])
         span = ended - min(called[0].values())
         late = {rank: sum(sorted(some)[:-2]) for rank, some in waits.items()}
+        spent = {one.rank: [calls[n]["milliseconds"] for n in common]
+                 for one, calls in members.items()}  # fmt: skip
+        if all(None not in some for some in spent.values()):  # NCCL's: who comes last waits least
+            longest = max(map(sum, spent.values()))
+            late = {rank: (longest - sum(some)) / 1000 for rank, some in spent.items()}
         shares = {rank: seconds / span for rank, seconds in late.items() if span > 1}
         if max(shares.values(), default=0) > max(most.values(), default=0):
             most = shares

@@ -295,6 +295,15 @@ def test_stragglers(tool, size, phase, task):
     assert judged(tool, facts_of(ranks))[0] == "healthy"
 
 
+def test_on_a_gpu_who_comes_last_is_who_waits_least(tool):
+    """The host only queues NCCL's collectives, at the same moments on all ranks."""
+    ranks = moving(4)
+    for rank, files in ranks.items():
+        for call in files["dumps"][0]["collectives"]:
+            call["milliseconds"] = 5.0 if rank == 2 else 65.0
+    assert judged(tool, facts_of(ranks)) == ("straggler", [2], "certain")
+
+
 def test_clocks_of_hosts_that_differ_make_no_straggler(tool):
     ranks = moving(16)
     for rank in range(8, 16):
