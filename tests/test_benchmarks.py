@@ -83,7 +83,7 @@ raise SystemExit(libc.sbrk(0) - before < 2**25)
 @pytest.mark.parametrize(
     "args, part",
     [
-        (["--only", "nobody"], "--only nobody: there is bare, bare compiled, trainer"),
+        (["--only", "nobody"], "--only nobody: there is bare, 01, trainer"),
         (["--steps", "15"], "2, 3, 4 ... times 10 steps"),
         (["--ranks", "3"], "--ranks 3 does not divide the 8 samples of a step"),
     ],
