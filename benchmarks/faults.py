@@ -69,6 +69,26 @@ SCRIPTS = {  # and on how many ranks, with which flags, which faults
         3, FLAGS, ["oom-kill", "stop-process", "slow-compute", "nan-gradient", "healthy"]
     ),
 }  # fmt: skip
+STEP = ("crash", "segfault", "oom-device", "stop-process", "slow-compute")  # where inject.py does
+LINES = {  # of scripts, and of chapters: the code of the line that the verdict is to name
+    "diagnosing-errors/train_llm.py": {
+        "crash": "raise RuntimeError",
+        "segfault": "ctypes.string_at",
+        "oom-device": "torch.empty(2**50",
+        "stop-process": "signal.SIGSTOP",
+        "hang-data": "time.sleep(1e6)",
+        "wrong-shape": "dist.all_reduce(torch.zeros(1000",
+        "wrong-order": "dist.broadcast(loss, 0)",
+        "slow-compute": "time.sleep(1.0)",
+        "slow-data": "time.sleep(1)",
+    },
+    "diagnosing-errors/stranger.py": {
+        **dict.fromkeys(STEP, "opt.step()"),
+        **dict.fromkeys(["hang-data", "slow-data"], "enumerate(loader)"),
+        "skip-collective": "dist.all_reduce(mean",
+    },
+    "": dict.fromkeys(STEP, "optimizer.step()"),
+}
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 PATIENCE = 60  # seconds until a verdict must be there
 
@@ -206,10 +226,24 @@ def find(row, folder, process, family):
     with suppress(TimeoutError):
         said, known = wait_for(verdict, PATIENCE, process, family)
         found |= {"verdict": known - begun, "said": said["kind"], "ranks": said["ranks"]}
-        found |= {"reason": said["reason"], "sure": said["sure"]}
+        found |= {"reason": without_paths(said["reason"], folder), "sure": said["sure"]}
         found["right"] = said["kind"] == KINDS[fault] and set(said["ranks"]) == culprits(row)
-    text = ask(folder).replace(str(folder), "outputs").replace(f"{ROOT}/", "")
-    return found | {"log": symptoms(folder / "log"), "text": text}
+        found["right"] = found["right"] and line_of(row) in said["reason"]
+    log = [without_paths(line, folder) for line in symptoms(folder / "log")]
+    return found | {"log": log, "text": without_paths(ask(folder), folder)}
+
+
+def without_paths(text, folder):
+    """Return text without the paths of this machine."""
+    return text.replace(str(folder), "outputs").replace(f"{ROOT}/", "")
+
+
+def line_of(row):
+    """Return what of a verdict says the line: file:number; nothing where no line is to blame."""
+    code = LINES.get(row["script"], LINES[""]).get(row["fault"])
+    lines = (ROOT / row["script"]).read_text().splitlines()
+    numbers = [number for number, line in enumerate(lines, 1) if code and code in line]
+    return f"{Path(row['script']).name}:{numbers[0]} " if numbers else ""
 
 
 def symptoms(log):

@@ -439,7 +439,7 @@ def batch_at(args, samples, step, micro_step, device):
 def loss_of(args, model, batch):
     """Return the mean loss of predicting each token of `batch` from those before it."""
     if "slow-compute" in BROKEN:
-        time.sleep(1)
+        time.sleep(1.0)
     with torch.autocast(batch.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
     if "nan-data" in BROKEN:

@@ -34,6 +34,7 @@ def test_the_culprit_is_named(script, fault):
 def test_the_published_table_has_all_faults_and_no_false_alarm():
     rows = json.loads((RESULTS / "faults-cpu-2cores.json").read_text())["rows"]
     assert all(row["right"] for row in rows)
+    assert all(faults.line_of(row) in row["reason"] for row in rows if "reason" in row)
     for script, fault in CASES:
         runs = [row for row in rows if (row["script"], row["fault"]) == (script, fault)]
         assert len({(row["rank"], row["step"]) for row in runs}) >= 2, (script, fault)
