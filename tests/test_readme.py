@@ -37,11 +37,15 @@ def by_name(found):
 
 
 def marked(block):
-    """Return a block as a parameter: the exercises of a README take longest, and are a second way
-    to do what its other blocks do. Those of tools are of no chapter."""
+    """Return a block as a parameter: what a README checks, test_parity.py and others check too, its
+    exercises are a second way to do what other blocks do, and those of tools are of no chapter."""
     path, line = block.name.split(":")
     before = (ROOT / path).read_text().splitlines()[: int(line)]
-    second = "## Try" in before or path.startswith(("benchmarks", "diagnosing-errors"))
+    second = (
+        "## Check it" in before
+        or "## Try" in before
+        or path.startswith(("benchmarks", "diagnosing-errors"))
+    )
     return pytest.param(block, id=block.name, marks=[pytest.mark.exhaustive] * second)
 
 
