@@ -166,6 +166,12 @@ def hosts_of(args):
         return {socket.gethostname(): None}
     nodes = limited(["squeue", "--noheader", "--format=%N", f"--jobs={args.slurm_job}"], 5)[1]
     names = limited(["scontrol", "show", "hostnames", nodes.strip()], 5)[1].split()
+    if not names:
+        told = (
+            f"Slurm knows no hosts of job {args.slurm_job}; if it is over, name them with --hosts"
+        )
+        print(f"whats_wrong.py: error: {told}", file=sys.stderr)
+        sys.exit(2)
     srun = ["srun", f"--jobid={args.slurm_job}", "--overlap", "--nodes=1", "--ntasks=1"]
     return {name: [*srun, f"--nodelist={name}"] for name in names}
 

@@ -431,7 +431,10 @@ def whats_wrong(*args, timeout=60):
     return done.returncode, verdict, done.stderr
 
 
-@pytest.mark.parametrize("args", [["nowhere"], [".", "--hosts", "nowhere"], ["."] * 2, []])
+@pytest.mark.parametrize(
+    "args",
+    [["nowhere"], [".", "--hosts", "nowhere"], ["."] * 2, [], [".", "--slurm-job", "no-such-job"]],
+)
 def test_wrong_arguments_are_told(args):
     status, _, errors = whats_wrong(*args)
     assert status == 2
