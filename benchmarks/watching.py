@@ -2,8 +2,8 @@
 
 Here:  python benchmarks/watching.py --output benchmarks/results/watching.json
 
-The 7M Llama of the other benchmarks; ten steps each, in turn. A share is of the median step of a
-block to the mean of the blocks before and after it.
+The 7M Llama of the other benchmarks; ten steps each, in turn. A block counts as its mean step
+without the fastest and the slowest, as a share of the blocks before and after it.
 """
 
 import argparse
