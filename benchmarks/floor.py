@@ -1,10 +1,12 @@
 """Name what a step of chapter 01 takes above the bare loop's, part by part.
 
 Here:  python benchmarks/floor.py --output benchmarks/results/floor.json
+       python benchmarks/floor.py --compile
 
-The chapter's own train_step and a bare step take turns, in one process, on the same 7M Llama and
-the same samples. What each calls is timed; on a GPU each call is waited for. Shares are of the bare
-step, medians over all steps.
+The chapter's own train_step and a bare step take turns, in one process, each on a 7M Llama of its
+own, on the same samples. What each calls is timed; on a GPU each call is waited for. Shares are of
+the bare step, medians over all steps. Compiled, the bare loop's model is one graph, and the
+chapter's one per layer.
 """
 
 import argparse
@@ -14,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from statistics import median
 
@@ -54,11 +56,11 @@ class Clock:
         return parts | {"the rest": whole - sum(parts.values())}
 
 
-def bare_step(args, model, optimizer, train_set, step, device):
+def bare_step(forward, args, model, optimizer, samples, step, device):
     """Take a step as contenders.py's bare loop does, on samples that lie on the device."""
-    batch = train_set[step - 1]
+    batch = samples.split(args.global_batch_size)[step - 1]
     with torch.autocast(device.type, torch.bfloat16):
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss = forward(input_ids=batch, labels=batch, use_cache=False).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     optimizer.step()
@@ -69,23 +71,26 @@ def measure():
     """Take steps of both; print the seconds of their parts, which are medians."""
     race = Race()
     args, device, chapter, clock = race.args, race.device, race.script, Clock(race.device)
-    model = race.model().to(device)
-    model.set_attn_implementation("causal_sdpa")
-    optimizer, _ = race.optimizer(model)
-    batches = race.samples.to(device).split(args.global_batch_size)
+    ours = chapter.build_model(args, race.config).to(device)
+    bare = race.model().to(device)
+    bare.set_attn_implementation("causal_sdpa")
+    forward = clock.timed("forward", torch.compile(bare) if args.compile else bare)
+    ours.forward = clock.timed("forward", ours.forward)
     for name in ("get_total_norm", "clip_grads_with_norm_", "clip_grad_norm_"):
         work = clock.timed("norm and clip", getattr(torch.nn.utils, name))
         setattr(torch.nn.utils, name, work)
     chapter.batch_at = clock.timed("batch", chapter.batch_at)
-    model.forward = clock.timed("forward", model.forward)
     torch.Tensor.backward = clock.timed("backward", torch.Tensor.backward)
-    optimizer.step = clock.timed("AdamW", optimizer.step)
 
-    steps = {"chapter 01": (chapter.train_step, race.samples), "bare": (bare_step, batches)}
-    rows = {name: [] for name in steps}
+    steps = {"chapter 01": (chapter.train_step, ours), "bare": (partial(bare_step, forward), bare)}
+    optimizers = {name: race.optimizer(model)[0] for name, (_, model) in steps.items()}
+    for optimizer in optimizers.values():
+        optimizer.step = clock.timed("AdamW", optimizer.step)
+    samples, rows = race.samples.to(device), {name: [] for name in steps}
     for step in range(1, args.num_steps + 1):
-        for name, (take, samples) in steps.items():
-            rows[name].append(clock.step(take, args, model, optimizer, samples, step, device))
+        for name, (take, model) in steps.items():
+            inputs = args, model, optimizers[name], samples, step, device
+            rows[name].append(clock.step(take, *inputs))
     found = {}
     for name, some in rows.items():
         warm = some[len(some) // 4 :]
@@ -98,6 +103,7 @@ def main():
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=formatter)
     parser.add_argument("--steps", type=int, default=60, help="of each; the first quarter warms up")
+    parser.add_argument("--compile", action="store_true", help="both, as chapter 01 and as one")
     parser.add_argument("--output", type=Path, help="a JSON file for the machine and all rows")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -106,6 +112,7 @@ def main():
             --global-batch-size {BATCH} --batch-size {BATCH} --num-steps {args.steps}
             --eval-samples {BATCH} --save-dir {folder}"""
         command = [sys.executable, __file__, "--measure", *flags.split()]
+        command += ["--compile"] * args.compile
         found = json.loads(call(command, os.environ, 1200).splitlines()[-1])
     ours, bare = found["chapter 01"], found["bare"]
     whole = sum(bare.values())

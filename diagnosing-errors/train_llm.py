@@ -51,7 +51,7 @@ LAUNCHERS = [  # the variables in which each tells a process its rank, world siz
     ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],  # mpirun of MPICH
     ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],  # srun
 ]
-FAULTS = {  # what --inject knows, in the order of the README
+FAULTS = {  # what --inject knows, in the order of faults.md
     "crash": "an error in Python",
     "segfault": "an error in C",
     "oom-kill": "the system kills the process, as when memory runs out",

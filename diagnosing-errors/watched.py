@@ -6,8 +6,7 @@ For real:  any launcher, any script: put `watched.py --into FOLDER` before the s
 
 A thread writes FOLDER/ranks/00001.json every two seconds: what rank 1 does. 00001.dump.json has its
 stacks and last collectives: when somebody touches FOLDER/ranks/dump, when no step ends for
-`--stall` seconds, and when an exception ends it. 00001.crash is faulthandler's. The thread ends
-with the process, so a file that is not renewed tells something too. Nothing here waits for a GPU.
+`--stall` seconds, and when an exception ends it. 00001.crash is faulthandler's.
 """
 
 import argparse
@@ -22,7 +21,6 @@ import resource
 import runpy
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -55,6 +53,7 @@ PHASES = (  # the first of these that a function of the stack tells of, by "file
     ("backward", r"/autograd/__init__.py backward"),
     ("optimizer", r"/torch/optim/"),
     ("forward", r"/nn/modules/module.py"),
+    ("other", r""),
 )  # fmt: skip
 FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watched|inject)\.py$")
 TELLING = re.compile(r"\b([Ww]arning|[Ee]rror|[Cc]annot)\b")
@@ -63,99 +62,78 @@ TELLING = re.compile(r"\b([Ww]arning|[Ee]rror|[Cc]annot)\b")
 # ---- where the main thread is ------------------------------------------------------------------
 def stack(frame):
     """Return (file, line, function) of a frame and of its callers, outermost first."""
-    found = []
-    while frame:
-        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return found[::-1]
+    calls = [(one.f_code, line) for one, line in traceback.walk_stack(frame)]
+    return [(code.co_filename, line, code.co_name) for code, line in reversed(calls)]
 
 
 @functools.cache
 def told_by(file, function):
     """Return the number of the phase that a function tells of."""
     at = f"{file} {function}"
-    return next((n for n, (_, clue) in enumerate(PHASES) if re.search(clue, at)), len(PHASES))
+    return next(number for number, (_, clue) in enumerate(PHASES) if re.search(clue, at))
 
 
 def phase_of(frames):
     """Return what a stack is busy with."""
-    number = min((told_by(file, function) for file, _, function in frames), default=len(PHASES))
-    return [*(phase for phase, _ in PHASES), "other"][number]
+    return PHASES[min(told_by(file, function) for file, _, function in frames)][0]
 
 
-@functools.cache
-def is_own(file):
-    """Return whether a file is of the user's own code, and not Python's, a package's or ours."""
-    return not FOREIGN.search(file)
+def own_of(frames):
+    """Return the innermost frame of the user's own code, and not of Python, a package or ours."""
+    return next((frame for frame in reversed(frames) if not FOREIGN.search(frame[0])), None)
 
 
 # ---- steps, losses, gradients, weights ---------------------------------------------------------
-def harmless(work):
-    """Return `work` so that an error of it ends what it looks after, and not the training."""
-
-    @functools.wraps(work)
-    def guarded(self, *args):
-        if self.fault is None:
-            try:
-                return work(self, *args)
-            except Exception:
-                self.fault = traceback.format_exc()
-        return None
-
-    return guarded
-
-
 class Steps:
-    """Counts optimizer steps, and looks at losses and gradients; in every tenth also at weights.
-
-    What it sees comes to the host when the device has done it: no step waits.
-    """
+    """Counts optimizer steps; looks at losses, gradients and weights, and lets no step wait."""
 
     def __init__(self, every):
-        self.every = every
-        self.fault = None
+        self.every, self.fault = every, None
         self.count, self.before = 0, 0  # steps of this start, and those of earlier starts
         self.ended = deque(maxlen=11)  # unix times
-        self.optimizer = None
         self.loss, self.broken, self.data = 0.0, 0, 0
         self.pending, self.host = deque(maxlen=999), None
         self.losses, self.checks = deque(maxlen=3), deque(maxlen=4)
-        self.bad = self.shard = self.device_memory = None
+        self.optimizer = self.bad = self.shard = self.device_memory = None
         watcher, backward, embed = self, torch.autograd.backward, torch.nn.Embedding.forward
 
         def watched_backward(tensors, *args, **options):
-            watcher.note_loss(tensors)
+            watcher.safely(watcher.note_loss, tensors)
             return backward(tensors, *args, **options)
 
         def watched_embed(self, *args, **options):
             output = embed(self, *args, **options)
             if not torch.compiler.is_compiling() and output.requires_grad:
-                watcher.note_input(args, output)
+                watcher.safely(watcher.note_input, args, output)
             return output
 
         torch.autograd.backward, torch.nn.Embedding.forward = watched_backward, watched_embed
-        register_optimizer_step_post_hook(lambda optimizer, *_: self.note_step(optimizer))
+        register_optimizer_step_post_hook(lambda one, *_: self.safely(self.note_step, one))
 
-    @harmless
+    def safely(self, look, *args):
+        """Look at something; an error of that ends all looks, and not the training."""
+        try:
+            if self.fault is None:
+                look(*args)
+        except Exception:
+            self.fault = traceback.format_exc()
+
     def note_loss(self, tensors):
         """Add up this rank's own loss."""
         if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
             self.loss = self.loss + tensors.detach().float().reshape(())
 
-    @harmless
     def note_input(self, args, output):
         """Look at the tokens that come in, and at the gradient that comes back, not yet reduced."""
-        output.register_hook(self.note_gradient)
+        output.register_hook(lambda gradient: self.safely(self.note_gradient, gradient))
         if (self.count + 1) % self.every == 0:
             ids = args[0].long()
             self.data = self.data + (ids * (ids + 7919)).sum()
 
-    @harmless
     def note_gradient(self, gradient):
         """Count the micro-steps in which it was not finite."""
         self.broken = self.broken + ~gradient.isfinite().all()
 
-    @harmless
     def note_step(self, optimizer):
         """Count a step of the script's first optimizer."""
         self.optimizer = self.optimizer or optimizer
@@ -169,39 +147,33 @@ class Steps:
                 state = next(iter(optimizer.state.values()), {})
                 seen += [state.get("step", self.count), self.data, checksum(weights)]
                 self.data = 0
-                if torch.cuda.is_initialized():
-                    self.device_memory = torch.cuda.memory_allocated() / 2**30
+                self.device_memory = torch.cuda.memory_allocated() / 2**30
             self.send(seen)
 
     def send(self, seen):
-        """Send numbers that lie on the device to the host; wait for nothing."""
-        tensors = [value for value in seen if torch.is_tensor(value)]
-        device = next((value.device for value in tensors if value.is_cuda), torch.device("cpu"))
-        there = [value for value in tensors if value.device == device]
-        known = [None if any(value is one for one in there) else float(value) for value in seen]
+        """Send numbers, some of which lie on the device, to the host; wait for nothing."""
+        device = next((x.device for x in seen if torch.is_tensor(x) and x.is_cuda), "cpu")
+        there = torch.zeros(len(seen), dtype=torch.float64, device=device)
+        for slot, value in zip(there, seen, strict=True):  # no copy from pageable memory: it waits
+            slot.fill_(value)
         if self.host is None:  # rows for those of a thousand steps, made once
-            self.host = torch.empty(1000, 8, dtype=torch.float64, pin_memory=device.type == "cuda")
-        row, arrived = self.host[self.count % 1000, : len(there)], None
-        if there:
-            row.copy_(torch.stack([value.double() for value in there]), non_blocking=True)
-        if device.type == "cuda":
-            arrived = torch.cuda.Event()
-            arrived.record()
-        self.pending.append((self.count, known, row, arrived))
+            self.host = torch.empty(1000, 8, dtype=torch.float64, pin_memory=there.is_cuda)
+        row = self.host[self.count % 1000, : len(seen)]
+        row.copy_(there, non_blocking=True)
+        arrived = torch.cuda.current_stream().record_event() if there.is_cuda else None
+        self.pending.append((self.count, row, arrived))
 
-    @harmless
     def take(self):
         """Take over what has come to the host by now; the thread calls this."""
-        while self.pending and (self.pending[0][3] is None or self.pending[0][3].query()):
-            count, known, row, _ = self.pending.popleft()
-            came = iter(row.tolist())
-            loss, broken, *more = (next(came) if value is None else value for value in known)
+        while self.pending and (self.pending[0][2] is None or self.pending[0][2].query()):
+            count, row, _ = self.pending.popleft()
+            loss, broken, *more = row.tolist()
             self.losses.append(loss)
             if more:
                 step, data, weights = more
                 self.before = max(0, int(step) - count)
-                told = {"step": self.before + count, "data": data, "weights": weights}
-                self.checks.append(told | {"losses": list(self.losses)})
+                check = {"step": self.before + count, "data": data, "weights": weights}
+                self.checks.append(check | {"losses": list(self.losses)})
             if self.bad is None and not (abs(loss) < float("inf") and broken == 0):
                 self.bad = {"step": self.before + count, "loss": loss, "gradients": broken}
 
@@ -243,17 +215,15 @@ class Watch:
     """Writes what this rank does, in a thread of its own."""
 
     def __init__(self, folder, steps, stall):
-        self.folder, self.steps = folder, steps
+        self.folder, self.steps, self.stall = folder, steps, stall
         rank = int(next((os.environ[name] for name in RANK if name in os.environ), 0))
         self.path = folder / f"{rank:05}"
-        self.main = threading.main_thread().ident
         self.about = {
             "rank": rank,
             "world_size": int(next((os.environ[name] for name in SIZE if name in os.environ), 1)),
-            "host": socket.gethostname(),
+            "host": os.uname().nodename,
             "pid": os.getpid(),
             "started": time.time(),
-            "stall_after": stall,
             "files_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         }
         folder.mkdir(parents=True, exist_ok=True)
@@ -262,30 +232,23 @@ class Watch:
         self.crash = open(self.path.with_suffix(".crash"), "w")
         faulthandler.enable(self.crash)
         faulthandler.enable = lambda *_, **__: None  # torch's @record would send it elsewhere
-        self.phase, self.mark, self.since = "start", None, time.time()
-        self.end = self.error = self.asked_to_end = None
+        self.mark, self.since = (0, "start"), time.time()
+        self.end = self.error = self.asked_to_end = self.stalled_in = None
         self.lines, self.phases = Counter(), Counter()
-        self.memory, self.beats, self.keep = [], 0, 1
+        self.memory, self.noted = deque(maxlen=6), 0.0
         self.told = self.asked = self.dumped = self.cpu = 0.0
-        self.lock = threading.Lock()
         self.spare = open(os.devnull)  # gives its descriptor to the last words, if there is none
-        self.stalled_in = None  # the step in which this rank wrote that it stands still
         sys.stdout = self.out = Printed(sys.stdout)
         sys.stderr = self.errors = Printed(sys.stderr)
         self.signals = self.follow_signals()
         threading.Thread(target=self.run, daemon=True, name="watched").start()
 
     def follow_signals(self):
-        """Return a file to which signals come, even while the main thread is in C.
-
-        With a handler SIGTERM no longer ends a process by itself: `told_to_end` does it. What the
-        script itself makes of the signal stays, and processes that it forks end as ever.
-        """
+        """Return a pipe to which signals come, even while the main thread is in C."""
         reader, writer = os.pipe()
-        os.set_blocking(reader, False)
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, nothing_more)
+        signal.signal(signal.SIGTERM, nothing_more)  # `told_to_end` ends the process instead
         os.register_at_fork(  # SIGTERM waits until a child follows it in its own way
             before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]),
             after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]),
@@ -298,9 +261,8 @@ class Watch:
         while True:
             try:
                 self.look()
-                bad = self.steps.bad
                 self.steps.take()
-                if time.monotonic() - self.told > BEAT or self.steps.bad is not bad:
+                if time.monotonic() - self.told > BEAT:
                     self.told = time.monotonic()
                     self.tell()
                     self.dump_if_due()
@@ -313,16 +275,13 @@ class Watch:
 
     def look(self):
         """Note where the main thread is, and since when."""
-        frames = stack(sys._current_frames().get(self.main))
+        frames = stack(sys._current_frames()[threading.main_thread().ident])
         phase = phase_of(frames)
-        if phase == "other" and not self.steps.count:
-            phase = "start"
+        phase = "start" if phase == "other" and not self.steps.count else phase
         self.phases[phase] += 1
-        own = next((frame for frame in reversed(frames) if is_own(frame[0])), ("?", 0, "?"))
-        self.lines["{}:{} {}".format(*own)] += 1
+        self.lines["{}:{} {}".format(*own_of(frames) or "?0?")] += 1
         if (self.steps.count, phase) != self.mark:
             self.mark, self.since = (self.steps.count, phase), time.time()
-        self.phase = phase
 
     def told_to_end(self):
         """Note that another has asked this rank to end; unless the script handles that, end it."""
@@ -339,16 +298,17 @@ class Watch:
         """Write what this rank does, or how it has ended."""
         self.end = self.end or end
         steps, samples = self.steps, max(1, sum(self.phases.values()))
-        ended = list(steps.ended)
-        took = [then - before for before, then in pairwise(ended)]
+        took = [then - before for before, then in pairwise(list(steps.ended))]
         cpu, (memory, files) = time.process_time(), used()
+        if steps.count and time.time() - self.about["started"] > 1.03 * self.noted:
+            self.noted = time.time() - self.about["started"]  # moments ever further apart
+            self.memory.append(memory)
         beat = self.about | {
             "time": time.time(),
             "end": self.end,
-            "phase": self.phase,
+            "phase": self.mark[1],
             "since": self.since,
             "step": steps.before + steps.count + (self.end != "finished"),
-            "step_ended": ended[-1] if ended else None,
             "step_seconds": median(took) if took else None,
             "error": self.error,
             "asked_to_end": self.asked_to_end,
@@ -358,7 +318,7 @@ class Watch:
             "checks": list(steps.checks),
             "bad": steps.bad,
             "shard": steps.shard,
-            "memory": self.remember(round(memory, 3)),
+            "memory": [*self.memory, memory],
             "device_memory_gib": steps.device_memory,
             "open_files": files,
             "cpu": (cpu - self.cpu) / BEAT,
@@ -366,34 +326,23 @@ class Watch:
         }
         self.cpu = cpu
         if samples > 10 / TICK:
-            self.phases.clear()
-            self.lines.clear()
+            self.lines, self.phases = Counter(), Counter()
         self.write(".json", beat)
-
-    def remember(self, now):
-        """Return GiB of host memory at up to 32 moments spread evenly over the run, and now."""
-        if self.beats % self.keep == 0 and self.steps.count:
-            self.memory.append(now)
-        self.beats += 1
-        if len(self.memory) == 32:
-            self.memory, self.keep = self.memory[::2], 2 * self.keep
-        return [*self.memory, now]
 
     def write(self, ending, content):
         """Replace a file, so that nobody reads half of it; a full disk is for others to report."""
-        new = self.path.with_suffix(".new")
-        with self.lock, suppress(OSError):  # the main thread writes too, when it ends
+        new = self.path.with_suffix(f".new-{threading.get_native_id()}")
+        with suppress(OSError):
             new.write_text(json.dumps(content, default=str))
             new.rename(self.path.with_suffix(ending))
 
     def dump_if_due(self):
         """Say where each thread stands, if somebody asks or no step ends."""
         with suppress(OSError):  # nobody has asked yet
-            asked = (self.folder / "dump").stat().st_mtime
-            if asked != self.asked:
-                self.asked = asked
+            before, self.asked = self.asked, (self.folder / "dump").stat().st_mtime
+            if self.asked != before:
                 self.dump("asked")
-        if time.time() - max(self.since, self.dumped) > self.about["stall_after"]:
+        if time.time() - max(self.since, self.dumped) > self.stall:
             self.stalled_in = self.steps.count
             self.dump("stall")
 
@@ -408,18 +357,20 @@ class Watch:
         told = {"time": self.dumped, "reason": reason, "stacks": stacks}
         self.write(".dump.json", told | {"collectives": collectives()})
 
-    def leave(self, end, error=None):
-        """Tell how the script has ended."""
-        self.error = self.error or error
+    def leave(self, error):
+        """Tell how the script has ended: with an error, or with none."""
+        if isinstance(error, SystemExit):
+            said = error.code if isinstance(error.code, str) else " ".join(self.errors.telling)
+            told = f"SystemExit: {said}" if error.code else None
+        else:
+            told = error and "".join(traceback.format_exception(error))
+        self.error = self.error or told
         self.spare.close()
-        with suppress(BlockingIOError):  # the thread may not have come to it
-            if signal.SIGTERM in os.read(self.signals, 64):
-                self.asked_to_end = time.time()
         until = time.monotonic() + 1  # what a device that has failed never sends is not waited for
         while self.steps.pending and time.monotonic() < until:
             time.sleep(0.01)
-        self.tell(end)
-        if error:
+        self.tell("failed" if told else "finished")
+        if told:
             self.dump("failed")
 
 
@@ -439,7 +390,7 @@ def used():
     """Return GiB of host memory and the number of open files, which only Linux tells."""
     with suppress(OSError):
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * resource.getpagesize() / 2**30, len(os.listdir("/proc/self/fd"))
+        return round(pages * resource.getpagesize() / 2**30, 3), len(os.listdir("/proc/self/fd"))
     return 0.0, None
 
 
@@ -456,13 +407,13 @@ def collectives():
 def call_of(entry):
     """Return what the tools need of a Flight Recorder's entry."""
     backend, _, name = entry["profiling_name"].partition(":")
-    own = [frame for frame in entry["frames"] if is_own(frame["filename"])][:1]
+    frames = [(frame["filename"], frame["line"], frame["name"]) for frame in entry["frames"]]
     return {
         "group": f"{backend} {entry['process_group'][0]}",
         "number": entry["collective_seq_id"],
         "name": name,
         "sizes": f"{entry['input_sizes']} {' '.join(entry['input_dtypes'])}",
-        "at": [own[0]["filename"], own[0]["line"], own[0]["name"]] if own else None,
+        "at": own_of(frames[::-1]),
         "called": entry["time_created_ns"] / 1e9,
         "milliseconds": entry.get("duration_ms"),
         "pending": not entry["retired"] and entry["state"] != "completed",
@@ -485,17 +436,14 @@ def main():
     sys.argv = [args.script, *args.arguments]
     sys.path[0] = str(Path(args.script).resolve().parent)
     watch = Watch(args.into.resolve() / "ranks", Steps(args.every), args.stall)
+    error = None
     try:
         runpy.run_path(args.script, run_name="__main__")
-    except SystemExit as stop:
-        good = stop.code in (None, 0)
-        said = stop.code if isinstance(stop.code, str) else " ".join(watch.errors.telling)
-        watch.leave("finished" if good else "failed", None if good else f"SystemExit: {said}")
+    except BaseException as problem:
+        error = problem
         raise
-    except BaseException:
-        watch.leave("failed", traceback.format_exc())
-        raise
-    watch.leave("finished")
+    finally:
+        watch.leave(error)
 
 
 if __name__ == "__main__":

@@ -168,8 +168,9 @@ SMALL = (
 class Pods:
     """Two pods on this machine: the command, variables and rules are those of a manifest."""
 
-    def __init__(self, folder, *script, kubeflow=False):
-        found = objects(TRAIN, *SMALL, *script, gpus=0, options=["--kubeflow"] * kubeflow)
+    def __init__(self, folder, *script, before=(), kubeflow=False):
+        script = [*before, TRAIN, *SMALL, *script]
+        found = objects(*script, gpus=0, options=["--kubeflow"] * kubeflow)
         self.folder, self.kubeflow = folder, kubeflow
         self.container, self.port = container_of(found), str(free_port())
         self.rules = job_of(found)["podFailurePolicy"]["rules"]
@@ -250,9 +251,12 @@ def pods(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kubeflow", [False, True], ids=["job", "kubeflow"])
 def test_the_command_of_the_pods_trains(pods, kubeflow):
-    """Two pods give the losses of two ranks of one node."""
-    both = pods("--num-steps", "10", kubeflow=kubeflow)
+    """Two pods give the losses of two ranks of one node; with `watched.py` before the script too."""
+    before = ["diagnosing-errors/watched.py", "--into", "/shared/outputs/train-llm"] * kubeflow
+    both = pods("--num-steps", "10", before=before, kubeflow=kubeflow)
     assert both.statuses() == {0: 0, 1: 0}, both.logs()
+    beats = [json.loads(path.read_text()) for path in sorted(both.run_dir.glob("ranks/*.json"))]
+    assert [beat["end"] for beat in beats] == ["finished", "finished"] * kubeflow
     args = [*SMALL, "--num-steps", 10, "-e", "one-node", "--save-dir", both.folder / "outputs"]
     alone = torchrun("03", *args)
     assert alone.wait(timeout=120) == 0, alone.communicate()

@@ -18,6 +18,7 @@ from test_cluster import gone, mounts, related, traces
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]
 CHAPTER = ROOT / "03-job-launchers"
+LAB = ROOT / "diagnosing-errors"
 SCRIPT = str(SCRIPTS["03"])
 MINUTE = [*SHORT, "--seq-length", 32, "--num-steps", 400, "--eval-every", 400]
 MINUTE += ["--checkpoint-every", 350]
@@ -166,6 +167,51 @@ def test_deepspeed(cluster, settings, curve, tmp_path):
     command = [CHAPTER / "deepspeed/launch.sh", slots, *arguments(tmp_path)]
     cluster.run("head", command, timeout=240, env=settings)
     assert difference(curve, metrics(tmp_path / "run")) < 1e-5
+
+
+def watched(tmp_path, script, *more):
+    return [LAB / "watched.py", "--into", tmp_path / "run", *arguments(tmp_path, script=script), *more]
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpi"])
+def test_watched(cluster, settings, curve, tmp_path, launcher):
+    """`watched.py --into FOLDER` before the script's name, and nothing else."""
+    command = watched(tmp_path, SCRIPT)
+    if launcher == "srun":
+        options = ["--nodes=2", "--gpus-per-node=2", "--ntasks-per-node=2"]
+        job = sbatch(
+            cluster, tmp_path, settings, *options, CHAPTER / "slurm/srun-direct.sbatch", *command
+        )
+        finished(cluster, job, tmp_path)
+    else:
+        command = [CHAPTER / "mpi/launch.sh", "h1:2,h2:2", *command]
+        cluster.run("h1", command, timeout=240, env=settings | {"MPI_INTERFACE": "eth0"})
+    assert difference(curve, metrics(tmp_path / "run")) < 1e-5
+    beats = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("run/ranks/*.json"))]
+    told = [(beat["rank"], beat["world_size"], beat["host"], beat["end"]) for beat in beats]
+    assert told == [(rank, 4, f"h{rank // 2 + 1}", "finished") for rank in range(4)]
+
+
+def test_what_is_wrong_with_a_slurm_job(cluster, settings, tmp_path):
+    """Its hosts are asked by srun, beside the ranks that run there."""
+    options = ["--nodes=2", "--gpus-per-node=2", "--ntasks-per-node=2"]
+    options += [CHAPTER / "slurm/srun-direct.sbatch"]
+    command = watched(tmp_path, LAB / "train_llm.py", "--inject", "stop-process@rank3:step10")
+    job = sbatch(cluster, tmp_path, settings, *options, *command)
+    wait_for_step(tmp_path / "run", 9)
+    ask = ["python", LAB / "whats_wrong.py", tmp_path / "run", "--slurm-job", job, "--json"]
+    verdicts = []
+
+    def found():
+        done = cluster.run("head", ask, timeout=60, env=settings, check=False)
+        verdicts.append(done.stdout + done.stderr)
+        return done.returncode == 1
+
+    until(found, 90, "a verdict")
+    cluster.run("head", ["scancel", "--signal=KILL", job])
+    verdict = json.loads(verdicts[-1])
+    assert (verdict["kind"], verdict["ranks"]) == ("stopped-process", [3]), verdict
+    assert verdict["hosts"] == ["h2"] and "train_llm.py" in verdict["reason"]
 
 
 @pytest.mark.parametrize(

@@ -309,18 +309,6 @@ def test_phases(module):
     assert at(("/w/train.py", "main")) == "other"
 
 
-def test_memory_is_kept_at_moments_over_the_whole_run(module):
-    class Told(module.Watch):
-        def __init__(self):
-            self.memory, self.beats, self.keep = [], 0, 1
-            self.steps = type("Steps", (), {"count": 1})
-
-    watch = Told()
-    for _ in range(500):
-        values = watch.remember(1.0)
-    assert 16 <= len(values) <= 33 and watch.keep == 32
-
-
 def test_one_rank_alone_needs_no_launcher(tmp_path):
     script = [SCRIPTS["01"], *SHORT, "--save-dir", tmp_path, "-e", "run"]
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
