@@ -173,7 +173,7 @@ def remember(process, family):
 
 def ask(folder, *flags):
     """Return what whats_wrong.py prints of a run."""
-    command = [sys.executable, TOOLS / "whats_wrong.py", folder / "run", "--log", folder / "log"]
+    command = [sys.executable, TOOLS / "whats_wrong.py", folder / "run"]
     done = subprocess.run([*command, *flags], check=False, text=True, timeout=90, **PIPES)
     return done.stdout
 

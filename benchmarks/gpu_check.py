@@ -452,7 +452,7 @@ def fault(bench, name):
     command = [script.with_name("watched.py"), "--into", run, script, *f"{flags} {where}".split()]
     job = bench.start("train", command, ranks=1)
     bench.wait(job, ok=range(1, 256))
-    command = [script.with_name("whats_wrong.py"), run, "--json", "--log", job.log]
+    command = [script.with_name("whats_wrong.py"), run, "--json"]
     said = json.loads(bench.tool("tool", *command, ok=(0, 1, 3)))
     right = said["kind"] == KINDS[name] and said["ranks"] == [0]
     return {"passed": right, "reason": f"{said['kind']} {said['ranks']}: {said['reason']}"[:400]}

@@ -9,9 +9,11 @@ run, 3 cannot tell.
 """
 
 import argparse
-import math
+import json
 import sys
 import time
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from statistics import median
 
@@ -22,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 EVERY = 2  # seconds from look to look
-ASK = 10  # seconds from dump to dump: each costs the ranks some milliseconds
+ASK = 5  # pictures from dump to dump: each costs the ranks some milliseconds
 COLUMNS = ["rank", "host", "phase", "step", "for", "step s", "data", "GiB", "GPU GiB", "files"]
 STYLES = {"alive": "", "finished": "green"}
 
@@ -39,7 +41,7 @@ def parse_args():
     args = parser.parse_args()
     if not args.run.is_dir():
         parser.error(f"{args.run} is no folder; give that of a run, such as outputs/02-ddp")
-    args.hosts, args.slurm_job, args.log, args.patience = None, None, [], 8.0
+    args.reach = {whats_wrong.HERE: []}
     return args
 
 
@@ -51,14 +53,23 @@ def span(seconds):
     return f"{seconds:.0f} s"
 
 
-def headline(facts, everyone):
+def last_row(run):
+    """Return the last values in metrics.jsonl, if the script writes such a file."""
+    row = {}
+    for line in whats_wrong.tail(Path(run, "metrics.jsonl"), 10_000).splitlines():
+        with suppress(ValueError, AttributeError):  # the first line may be half a line
+            row |= {name: value for name, value in json.loads(line).items() if value is not None}
+    return row
+
+
+def headline(run, everyone):
     """Return the step, the last metrics and the time left, as far as they are known."""
     steps = [one.step_seconds for one in everyone if one.step_seconds]
-    parts = [facts["run"], f"{len(everyone)} of {everyone[0].world_size} ranks"]
+    parts = [run, f"{len(everyone)} of {everyone[0].world_size} ranks"]
     if steps:
         parts.append(f"{median(steps):.3g} s a step")
-    row = {name: value for row in facts["rows"] for name, value in row.items() if value is not None}
     names = ("step", "loss", "val_loss", "grad_norm", "tokens_per_second", "mfu")
+    row = last_row(run)
     parts += [f"{name} {row[name]:,.4g}" for name in names if name in row]
     return "  ".join(parts)
 
@@ -97,7 +108,7 @@ def picture(facts, most):
     for rank, row in sorted(rows.items()):
         kept = [cell for cell, has_values in zip(row, used, strict=True) if has_values]
         table.add_row(*kept, style="bold" if rank in named else "")
-    lines = [Text(headline(facts, everyone)), table]
+    lines = [Text(headline(facts["run"], everyone)), table]
     if len(everyone) > most:
         lines.append(Text(f"and {len(everyone) - most} more ranks"))
     fault = verdict["kind"] not in whats_wrong.NO_FAULT
@@ -111,20 +122,10 @@ def picture(facts, most):
 
 def watch_live(args, console):
     """Show the run until Ctrl-C."""
-    asked, dumps = -math.inf, {}
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
-        while True:
-            ranks = whats_wrong.read_ranks(args.run)
-            if time.monotonic() - asked > ASK:
-                asked = time.monotonic()
-                whats_wrong.ask_for_dumps(args.run, ranks)
-                for rank, files in ranks.items():
-                    dumps[rank] = [*dumps.get(rank, []), *files["dumps"]][-2:]
-            for rank, files in ranks.items():
-                files["dumps"] = dumps.get(rank, [])
-            hosts = whats_wrong.look_at_hosts(args, ranks)
-            shown, _ = picture(whats_wrong.facts_of(args.run, ranks, hosts), args.most)
-            live.update(shown, refresh=True)
+        for turn in count():
+            facts = whats_wrong.gather(args, ask=turn % ASK == 0)
+            live.update(picture(facts, args.most)[0], refresh=True)
             time.sleep(EVERY)
 
 

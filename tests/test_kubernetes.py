@@ -251,7 +251,7 @@ def pods(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kubeflow", [False, True], ids=["job", "kubeflow"])
 def test_the_command_of_the_pods_trains(pods, kubeflow):
-    """Two pods give the losses of two ranks of one node; with `watched.py` before the script too."""
+    """Two pods give the losses of two ranks of one node; with watched.py before the script too."""
     before = ["diagnosing-errors/watched.py", "--into", "/shared/outputs/train-llm"] * kubeflow
     both = pods("--num-steps", "10", before=before, kubeflow=kubeflow)
     assert both.statuses() == {0: 0, 1: 0}, both.logs()

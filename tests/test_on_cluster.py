@@ -170,7 +170,8 @@ def test_deepspeed(cluster, settings, curve, tmp_path):
 
 
 def watched(tmp_path, script, *more):
-    return [LAB / "watched.py", "--into", tmp_path / "run", *arguments(tmp_path, script=script), *more]
+    into = [LAB / "watched.py", "--into", tmp_path / "run"]
+    return [*into, *arguments(tmp_path, script=script), *more]
 
 
 @pytest.mark.parametrize("launcher", ["srun", "mpi"])

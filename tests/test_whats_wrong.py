@@ -71,7 +71,7 @@ def rank_files(rank, size, since=60.0, calls=STEPS, pending=True, stack=REDUCE, 
     dump = {"time": NOW, "reason": "asked", "stacks": {"MainThread": stack}}
     dump |= {"collectives": collectives(calls, pending, late)}
     beat |= changes.pop("beat", {})
-    return {"beat": beat, "age": age, "dumps": [dump, dump], "crash": ""} | changes
+    return {"beat": beat, "age": age, "dump": dump, "crash": ""} | changes
 
 
 def facts_of(ranks, gone=(), stopped=(), **changes):
@@ -79,12 +79,10 @@ def facts_of(ranks, gone=(), stopped=(), **changes):
     hosts = {}
     for rank, files in ranks.items():
         host = files["beat"]["host"]
-        hosts.setdefault(host, {"host": host, "processes": {}})
-        state = {"state": "T" if rank in stopped else "S", "frames": []}
+        hosts.setdefault(host, {"host": host, "states": {}, "stacks": {}})
         if rank not in gone:
-            hosts[host]["processes"][str(files["beat"]["pid"])] = state
-    return {"run": "/run/outputs/x", "text": "", "rows": [], "free": 2**40, "ranks": ranks,
-            "hosts": hosts} | changes  # fmt: skip
+            hosts[host]["states"][str(files["beat"]["pid"])] = "T" if rank in stopped else "S"
+    return {"run": "/run/outputs/x", "free": 2**40, "ranks": ranks, "hosts": hosts} | changes
 
 
 def four(**odd):
@@ -103,7 +101,8 @@ def judged(tool, facts):
     verdict, ranks = tool.judge(facts)
     assert json.loads(json.dumps(verdict)) == verdict
     assert facts == before, "judging changes no fact"
-    assert verdict["section"].endswith("#" + tool.KINDS[verdict["kind"]])
+    title = verdict["kind"].replace("-", " ").capitalize()
+    assert f"\n### {title}\n" in (TOOL.parent / "faults.md").read_text()
     assert "\n" not in verdict["reason"]
     tool.show(facts, verdict, ranks)
     return verdict["kind"], verdict["ranks"], verdict["sure"]
@@ -232,9 +231,6 @@ def test_a_rank_that_vanished_was_killed_and_the_others_lost_it(tool):
     ranks[1] = rank_files(1, 4, age=31.5)
     facts = facts_of(ranks, gone=range(4))
     assert judged(tool, facts) == ("killed", [1], "likely")
-    failed = "  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)"
-    facts["text"] = f"Root Cause (first observed failure):\n{failed}"
-    assert judged(tool, facts) == ("killed", [1], "certain")
 
 
 def test_who_was_asked_to_end_has_not_killed_the_run(tool):
@@ -259,7 +255,7 @@ ABORTED += '  File "/x/torch/distributed/distributed_c10d.py", line 3252 in all_
 def test_gloo_aborts_on_another_size_and_the_survivor_tells(tool):
     odd = ("all_reduce", "[[1000]]", 405, "measure")
     survivor = {"beat": LOST, "calls": [*STEPS, BUCKET, BUCKET, odd]}
-    ranks = {0: rank_files(0, 2, age=31.0, crash=ABORTED, dumps=[])}
+    ranks = {0: rank_files(0, 2, age=31.0, crash=ABORTED, dump=None)}
     ranks[1] = rank_files(1, 2, age=30.0, **survivor)
     assert judged(tool, facts_of(ranks, gone=(0, 1))) == ("mismatched-collective", [1], "likely")
 
@@ -283,23 +279,25 @@ def test_a_timeout_of_all_is_explained_by_their_dumps(tool):
 @pytest.mark.parametrize("phase, task", [("data", "waiting for data"), ("forward", "itself")])
 @pytest.mark.parametrize("size", [2, 4])
 def test_stragglers(tool, size, phase, task):
-    """Rank 1 comes 60 of 100 ms late to each collective; it is said if both dumps show it."""
-    ranks = moving(size)
+    """Rank 1 comes 60 of 100 ms late to each collective, and not only to the last ones."""
+    ranks = moving(size, calls=STEPS * 2)
     line = {"/run/train_llm.py:99 read": 0.6}
-    slow = {"since": 1.0, "pending": False, "beat": {"phases": {phase: 0.7}, "lines": line}}
+    slow = {"since": 1.0, "pending": False, "calls": STEPS * 2}
+    slow["beat"] = {"phases": {phase: 0.7}, "lines": line}
     ranks[1] = rank_files(1, size, late=0.06, **slow)
     verdict, _ = tool.judge(facts_of(ranks))
     assert judged(tool, facts_of(ranks)) == ("straggler", [1], "certain")
     assert task in verdict["reason"] and "train_llm.py:99 read (+60%)" in verdict["reason"]
-    ranks[1]["dumps"] = [moving(size)[0]["dumps"][0], ranks[1]["dumps"][1]]
+    prompt, late = (ranks[rank]["dump"]["collectives"] for rank in (0, 1))
+    ranks[1]["dump"]["collectives"] = prompt[:25] + late[25:]
     assert judged(tool, facts_of(ranks))[0] == "healthy"
 
 
 def test_on_a_gpu_who_comes_last_is_who_waits_least(tool):
     """The host only queues NCCL's collectives, at the same moments on all ranks."""
-    ranks = moving(4)
+    ranks = moving(4, calls=STEPS * 2)
     for rank, files in ranks.items():
-        for call in files["dumps"][0]["collectives"]:
+        for call in files["dump"]["collectives"]:
             call["milliseconds"] = 5.0 if rank == 2 else 65.0
     assert judged(tool, facts_of(ranks)) == ("straggler", [2], "certain")
 
@@ -313,8 +311,6 @@ def test_clocks_of_hosts_that_differ_make_no_straggler(tool):
 
 
 def test_all_slow_alike_is_no_finding(tool):
-    rows = [{"step": n, "loss": 3.0, "tokens_per_second": 100 if n < 9 else 40} for n in range(12)]
-    assert judged(tool, facts_of(moving(), rows=rows))[0] == "slow-but-healthy"
     ranks = {rank: rank_files(rank, 4, beat={"step_seconds": 90.0}) for rank in range(4)}
     assert judged(tool, facts_of(ranks))[0] == "healthy"
 
@@ -357,18 +353,6 @@ def test_numbers(tool, odd, size, kind, ranks):
         files[0]["beat"]["checks"] = odd["checks"]
     files[1]["beat"] |= odd
     assert judged(tool, facts_of(files))[:2] == (kind, ranks)
-
-
-@pytest.mark.parametrize(
-    "rows, kind",
-    [
-        ([{"step": n, "loss": 3.0 + n % 2 / 10 + 4 * (n == 9)} for n in range(10)], "loss-spike"),
-        ([{"step": n, "loss": 6.0 - n / 4} for n in range(9)], "healthy"),
-        ([{"step": 0, "val_loss": 5.9}, {"step": 2, "loss": "?"}], "healthy"),
-    ],
-)
-def test_losses(tool, rows, kind):
-    assert judged(tool, facts_of(moving(), rows=rows))[0] == kind
 
 
 def test_a_full_disk(tool):
@@ -444,10 +428,6 @@ def test_wrong_arguments_are_told(args):
 def test_a_folder_without_ranks(tmp_path):
     status, verdict, _ = whats_wrong(tmp_path)
     assert (status, verdict["kind"]) == (3, "unknown")
-    log = tmp_path / "log"
-    log.write_text("[rank1]: ValueError: bad\n[rank0]: RuntimeError: Connection reset by peer\n")
-    status, verdict, _ = whats_wrong(tmp_path, "--log", log)
-    assert (status, verdict["kind"], verdict["ranks"]) == (1, "crash", [1])
 
 
 def test_half_written_files(tmp_path):
@@ -457,7 +437,6 @@ def test_half_written_files(tmp_path):
     (ranks / "00000.dump.json").write_bytes(b"\xff\x00{")
     (ranks / "00001.json").write_text("[1]")
     (ranks / "x.json").write_text("{}")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n{"st')
     status, verdict, errors = whats_wrong(tmp_path)
     assert (status, verdict["kind"], errors) == (3, "unknown", "")
 
