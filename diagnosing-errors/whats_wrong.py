@@ -326,10 +326,10 @@ def find(facts, ranks):
     found += [] if ended or stuck else slowed(everyone)
     kinds = [each.kind for each in found]
     found = [each for at, each in enumerate(found) if each.kind not in kinds[:at]]
+    down = [name for name, fact in facts["hosts"].items() if "error" in fact]
     for each in found:
-        each.hosts = each.hosts or sorted(
-            {ranks[rank].host for rank in each.ranks if rank in ranks}
-        )
+        hosts = {ranks[rank].host for rank in each.ranks if rank in ranks}
+        each.hosts = down if each.kind == "network" else sorted(hosts)
     return found or [at_rest(facts, everyone)]
 
 
@@ -818,7 +818,8 @@ def full_disk(facts):
 def at_rest(facts, everyone):
     """Return what is the case where nothing is wrong, or that this cannot be told."""
     if not everyone:
-        reason = f"no rank has written to {facts['run']}/ranks; was the script run by watched.py?"
+        reason = f"no rank has written to {facts['run']}/ranks: was the script run by watched.py? "
+        reason += "Did the launchers meet? preflight.py tells"
         return Finding("unknown", [], reason)
     ranks = [one.rank for one in everyone]
     if all(one.end == "finished" for one in everyone):
