@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-from speed import describe_machine
+from speed import describe_machine, in_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ROOT / "diagnosing-errors"
@@ -300,7 +300,7 @@ def main():
             rows += mine
             if args.output:
                 result = {"machine": machine, "rows": rows}
-                args.output.write_text(json.dumps(result, indent=1) + "\n")
+                args.output.write_text(in_rows(result) + "\n")
     sys.exit(not all(row["right"] for row in rows))
 
 

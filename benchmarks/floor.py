@@ -23,7 +23,7 @@ from statistics import median
 import torch
 
 from contenders import Race, settle
-from speed import BATCH, SEQ_LENGTH, call, describe_machine, make_model_folder
+from speed import BATCH, SEQ_LENGTH, call, describe_machine, in_rows, make_model_folder
 
 PARTS = ("batch", "forward", "backward", "norm and clip", "AdamW", "the rest")
 
@@ -121,7 +121,7 @@ def main():
     print(f"{'a step':16} {sum(ours.values()) / whole:7.1%} {1:7.1%}")
     if args.output:
         result = {"machine": describe_machine(), "parts": found}
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        args.output.write_text(in_rows(result) + "\n")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import ByT5Tokenizer, LlamaConfig
 
-from speed import describe_machine
+from speed import describe_machine, in_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {name: next(ROOT.glob(f"{name}-*/train_llm.py")) for name in ("02", "03", "04")}
@@ -312,7 +312,7 @@ def main():
                 args, folder
             )
         if args.output:
-            args.output.write_text(json.dumps(results, indent=1) + "\n")
+            args.output.write_text(in_rows(results) + "\n")
 
 
 if __name__ == "__main__":

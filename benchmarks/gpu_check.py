@@ -39,7 +39,7 @@ import torch
 import transformers
 
 from contenders import matmul_rate, with_labels
-from speed import describe_machine
+from speed import describe_machine, in_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -636,7 +636,7 @@ class Session:
             print(f"{verdict:8} {row['name']:18} {row['seconds']:4.0f} s  {told}", flush=True)
             self.rows[row["name"]] = row
             rows = [self.rows[name] for name in CHECKS if name in self.rows]
-            text = json.dumps({"machine": machine, **head, "rows": rows}, indent=1)
+            text = in_rows({"machine": machine, **head, "rows": rows})
             self.output.parent.mkdir(parents=True, exist_ok=True)
             self.output.with_suffix(".new").write_text(text + "\n")
             self.output.with_suffix(".new").replace(self.output)

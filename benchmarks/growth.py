@@ -29,7 +29,16 @@ from transformers import LlamaConfig
 
 from contenders import load
 from large import Peak
-from speed import ALLOCATOR, WINDOW, contenders, describe_machine, make_model_folder, run, speed_of
+from speed import (
+    ALLOCATOR,
+    WINDOW,
+    contenders,
+    describe_machine,
+    in_rows,
+    make_model_folder,
+    run,
+    speed_of,
+)
 
 MODELS = {"2M": (128, 4), "7M": (256, 6), "25M": (512, 8)}  # width and layers
 LENGTHS = {256: 8, 512: 4, 1024: 2}  # tokens a sample, and samples a step
@@ -253,7 +262,7 @@ def main():
     if args.output:
         before = json.loads(args.output.read_text()) if args.output.exists() else {}
         result = before | {"machine": describe_machine()} | found
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        args.output.write_text(in_rows(result) + "\n")
 
 
 if __name__ == "__main__":

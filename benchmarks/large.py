@@ -24,7 +24,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig
 
 from fsdp import ROOT, torchrun
-from speed import describe_machine
+from speed import describe_machine, in_rows
 
 SCRIPTS = {name: next(ROOT.glob(f"{name}-*/train_llm.py")) for name in ("04", "05")}
 
@@ -279,7 +279,7 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             results[what] = measures[what](args, folder)
         if args.output:
-            args.output.write_text(json.dumps(results, indent=1) + "\n")
+            args.output.write_text(in_rows(results) + "\n")
 
 
 if __name__ == "__main__":

@@ -267,6 +267,20 @@ def describe_machine(gpus=True):
     }
 
 
+def in_rows(value, depth=2, indent=""):
+    """Return JSON with a line for each row of a table: what lies deeper than `depth` is in one."""
+    if depth == 0 or not value or not isinstance(value, (dict, list)):
+        return json.dumps(value, ensure_ascii=False)
+    inner = indent + " "
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(k)}: {in_rows(v, depth - 1, inner)}" for k, v in value.items()]
+    else:
+        parts = [in_rows(each, depth - 1, inner) for each in value]
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    body = f",\n{inner}".join(parts)
+    return f"{first}\n{inner}{body}\n{indent}{last}"
+
+
 def show(machine, speeds, ratios):
     """Print machine, speeds and ratios: medians over the rounds, then the lowest and highest."""
     print(*(f"{name:12} {value}" for name, value in machine.items()), "", sep="\n")
@@ -320,7 +334,7 @@ def main():
             ratios = compare(speeds)
             results = {"machine": machine, "ratios": ratios, "speeds": speeds}
             if args.output:
-                text = json.dumps(results | {"details": details(rounds)}, indent=1)
+                text = in_rows(results | {"details": details(rounds)})
                 args.output.write_text(text + "\n")
     show(machine, speeds, ratios)
     failed = [name for name in asked if name not in names]

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from contenders import ROOT, Race, settle
-from speed import BATCH, SEQ_LENGTH, call, describe_machine, make_model_folder
+from speed import BATCH, SEQ_LENGTH, call, describe_machine, in_rows, make_model_folder
 
 BLOCK = 10  # steps; in each block watched.py looks at losses and weights once
 
@@ -74,7 +74,7 @@ def main():
         print(f"{name:8} {median(some):.3f}   {min(some):.3f} – {max(some):.3f}")
     if args.output:
         told = {"machine": describe_machine(), "shares": result}
-        args.output.write_text(json.dumps(told, indent=1) + "\n")
+        args.output.write_text(in_rows(told) + "\n")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch.profiler import profile, record_function
 
-from speed import BATCH, ROOT, SEQ_LENGTH, call, describe_machine, make_model_folder
+from speed import BATCH, ROOT, SEQ_LENGTH, call, describe_machine, in_rows, make_model_folder
 
 SCRIPTS = {path.parent.name[:2]: path for path in sorted(ROOT.glob("0*/train_llm.py"))}
 COLORS = {"compute": "#1f3b5c", "exposed": "#e08a3c", "data": "#5aa9a3", "host": "#c9c4bb"}
@@ -312,7 +312,7 @@ def keep(folder, target):
 def write(rows, machine, args):
     """Write and draw what there is so far, where that is wanted."""
     if args.output:
-        args.output.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+        args.output.write_text(in_rows({"machine": machine, "rows": rows}) + "\n")
     if args.plot:
         draw(rows, args.plot)
 
