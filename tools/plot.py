@@ -1,4 +1,4 @@
-"""Draw the loss, the validation loss and the speed of one or several runs into one PNG.
+"""Draw the loss and the validation loss of one or several runs into one PNG.
 
 Here:  python tools/plot.py outputs/one outputs/two --output parity.png
 """
@@ -58,27 +58,23 @@ def largest_difference(runs):
 
 
 def draw(runs, path):
-    """Write a PNG with the losses and the speed of `runs`, which are rows by name.
+    """Write a PNG with the losses of `runs`, which are rows by name.
 
     Later curves are thinner, so that of curves that coincide each can be seen.
     """
-    figure = Figure(figsize=(11, 4.4), dpi=150, layout="constrained")
-    losses, speeds = figure.subplots(1, 2, width_ratios=[3, 2])
+    figure = Figure(figsize=(8, 4), dpi=100, layout="constrained")
+    axes = figure.subplots()
     for number, (run, rows) in enumerate(runs.items()):
         color, width = COLORS[number % len(COLORS)], 1.5 + 3 * (len(runs) - 1 - number)
-        losses.plot(*series(rows, "loss"), color=color, lw=width, label=f"{run}: training")
+        axes.plot(*series(rows, "loss"), color=color, lw=width, label=f"{run}: training")
         style = {"ls": "", "marker": "o", "ms": 6 + width, "mec": "white"}
-        losses.plot(*series(rows, "val_loss"), color=color, label=f"{run}: held out", **style)
-        speeds.plot(*series(rows, "tokens_per_second"), color=color, lw=1.5, label=run)
+        axes.plot(*series(rows, "val_loss"), color=color, label=f"{run}: held out", **style)
     difference = largest_difference(runs)
     coincide = "" if difference is None else f", largest difference {difference:.1e}"
-    losses.set(title=f"loss{coincide}", xlabel="optimizer step", ylabel="nats per token")
-    speeds.set(title="speed", xlabel="optimizer step", ylabel="tokens per second")
-    speeds.set_ylim(bottom=0)
-    for axes in (losses, speeds):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#e6e6e6")
-        axes.legend(frameon=False)
+    axes.set(title=f"loss{coincide}", xlabel="optimizer step", ylabel="nats per token")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#e6e6e6")
+    axes.legend(frameon=False)
     figure.savefig(path)
 
 
