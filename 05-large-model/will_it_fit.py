@@ -12,6 +12,7 @@ stand for the rest.
 """
 
 import argparse
+import contextlib
 import copy
 import functools
 import json
@@ -24,6 +25,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import huggingface_hub
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as checkpointing
@@ -54,7 +56,7 @@ LAST = "05 --cpu-offload --recompute full"  # which takes the least of a GPU
 TRACED = ["cast weights", "activations", "logits"]
 PARTS = ["parameters", "gradients", "optimizer state", "gathered weights", "whole gradients"]
 PARTS += [*TRACED, "communication"]  # of a GPU's memory, from what lasts to what comes and goes
-NO_BYTES = (  # flags of train_llm.py that may be in a file of its arguments, and change no size
+IGNORED = (  # flags of train_llm.py on which no size depends; a file of its arguments has some
     "--dataset-subset --text-column --num-steps --lr --warmup-steps --weight-decay --max-grad-norm "
     "--seed --save-dir --checkpoint-every --keep-checkpoints --eval-every --eval-samples "
     "--log-every --wandb --dist-timeout"
@@ -123,7 +125,7 @@ def add_training_flags(parser):
     add("--compile", action="store_true")
     add("-d", "--dataset-name")
     add("-e", "--experiment-name")
-    for name in NO_BYTES.split():
+    for name in IGNORED.split():
         add(name)
 
 
@@ -176,8 +178,8 @@ def load_config(args):
     try:
         config, source = find_config(args.model_name)
     except Exception as error:  # transformers has dozens of kinds
-        told = f"{first_line(error)} Is it a folder, a config.json or a hub id?"
-        fail(f"--model-name {args.model_name}: {told}")
+        told = first_line(error).rstrip(".:")
+        fail(f"--model-name {args.model_name}: {told}; is it a folder, a config.json or a hub id?")
     if not args.config:
         return config, source
     changes = ",".join(args.config)
@@ -203,11 +205,14 @@ def find_config(name):
         return AutoConfig.from_pretrained(name), name
     if name.endswith(".json"):
         fail(f"--model-name {name}: there is no such file")
+    with contextlib.suppress(OSError, ValueError):
+        return AutoConfig.from_pretrained(name, local_files_only=True), "the cache of the hub"
     for shape in HERE.glob("configs/*.json"):
         if name.rpartition("/")[2].lower().startswith(shape.stem):
             source = f"{shape.relative_to(HERE.parent)}; the hub was not asked"
             return AutoConfig.from_pretrained(shape), source
-    return AutoConfig.from_pretrained(name), "the hub, or its cache"
+    huggingface_hub.model_info(name, timeout=4)  # fails at once, where transformers retries
+    return AutoConfig.from_pretrained(name), "the hub"
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, which makes it a key of a cache
@@ -488,11 +493,6 @@ class Setting:
         """Return whether each operation casts float32 weights for itself, and gradients back."""
         return self.chapter == "02" and self.bf16 and self.weight_bytes == 4
 
-    @property
-    def offloaded(self):
-        """Return whether shards lie in another memory than what is gathered from them."""
-        return self.offload and self.cuda
-
     def trace(self, model):
         """Return the segments of this setting's forward and backward."""
         dtype = torch.bfloat16 if self.bf16 and not self.autocast else torch.float32
@@ -661,7 +661,8 @@ class ShardedStep(Step):
 
     def play(self):
         """Play the first micro-step and, if there is one, another, which finds gradients there."""
-        if not self.setting.offloaded:
+        self.shards_here = not (self.setting.offload and self.setting.cuda)
+        if self.shards_here:
             self.held.update({name: self.state[name] for name in ("parameters", "optimizer state")})
         self.has_shards = set()
         for _ in range(min(2, self.setting.accumulation)):
@@ -736,7 +737,7 @@ class ShardedStep(Step):
         shard = self.reduced // self.setting.shards
         gloo = 0 if self.setting.cuda or self.setting.shards == 1 else self.reduced
         self.look(f"reduce-scatter of {name_of(group)}", communication=shard + gloo)
-        if group not in self.has_shards and not self.setting.offloaded:
+        if group not in self.has_shards and self.shards_here:
             self.held["gradients"] += shard
         self.has_shards.add(group)
 
@@ -887,7 +888,7 @@ def show_memory(args, asked):
     show_rows(asked["host"] | {"overhead": overhead, "margin": asked["host_margin"]})
     print(f"\na checkpoint: {asked['checkpoint'] / 1e9:,.4g} GB")
     if args.cpu_offload and args.chapter == "05" and args.accumulation > 1:
-        print("one micro-step is best under offload: a rank waits for the gradients of later ones")
+        print("one micro-step is best under offload: a rank waits for later ones' gradients")
 
 
 def show_rows(rows):

@@ -228,10 +228,7 @@ BAD = {
 }
 
 
-SLOW = pytest.param("no model", marks=pytest.mark.slow)  # where there is no network, it is tried
-
-
-@pytest.mark.parametrize("name", [SLOW if name == "no model" else name for name in BAD])
+@pytest.mark.parametrize("name", BAD)
 def test_bad_input(planner, name, tmp_path, monkeypatch, capsys):
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "half.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
