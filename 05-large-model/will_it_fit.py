@@ -4,83 +4,70 @@ Here:  python 05-large-model/will_it_fit.py --model-name tiny --nodes 1 --gpus-p
 Big:   python 05-large-model/will_it_fit.py @05-large-model/configs/llama-3.1-405b.args \
            --nodes 8 --gpus-per-node 8 --gpu-memory-gib 80 --host-memory-gib 1000
 
-Neither weights nor a GPU are needed. Weights, gradients and optimizer state follow from the shapes.
-What a layer keeps for its backward is found by running one layer on tensors that have shapes and no
-data. Then one training step is played in slow motion, and the fullest moment is what has to fit.
-All bytes are of tensors; what else takes memory is in --gpu-overhead-gib and --fragmentation.
+It needs neither weights nor a GPU. The sizes of weights, gradients and optimizer state follow from
+their shapes. To find what a layer keeps for its backward, two layers run on fake tensors, which
+have shapes but no data. From these a training step is played through, layer by layer; its fullest
+moment has to fit. This counts the bytes of tensors only: --gpu-overhead-gib and --fragmentation
+stand for the rest.
 """
 
 import argparse
-import ast
 import contextlib
 import copy
 import functools
 import json
-import logging
 import math
-import os
 import shlex
 import sys
-import urllib.error
-import urllib.request
 import warnings
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import huggingface_hub
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint as checkpointing
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    ByT5Tokenizer,
-    LlamaConfig,
-)
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 HERE = Path(__file__).resolve().parent
 GIB = 2**30
-SETTINGS = {  # what to try first: each gathers, copies or computes more than those before
-    "02": ("02", {}),
-    "04 --no-reshard-after-forward": ("04", {"reshard_after_forward": False}),
-    "04": ("04", {}),
-    "05": ("05", {}),
-    "05 --recompute selective": ("05", {"recompute": "selective"}),
-    "05 --recompute full": ("05", {"recompute": "full"}),
-    "05 --cpu-offload": ("05", {"cpu_offload": True}),
-    "05 --cpu-offload --recompute selective": (
-        "05",
-        {"cpu_offload": True, "recompute": "selective"},
-    ),
-    "05 --cpu-offload --recompute full": ("05", {"cpu_offload": True, "recompute": "full"}),
+CHUNK = 1024  # tokens whose logits exist at the same time, as in train_llm.py
+# Flags that a setting decides, and what they are otherwise.
+DECIDED = {"reshard_after_forward": True, "recompute": "none", "cpu_offload": False}
+SETTINGS = {  # in the order to try them: each gathers, copies or recomputes more than those before
+    "02": {},
+    "04 --no-reshard-after-forward": {"reshard_after_forward": False},
+    "04": {},
+    "05": {},
+    "05 --recompute selective": {"recompute": "selective"},
+    "05 --recompute full": {"recompute": "full"},
+    "05 --cpu-offload": {"cpu_offload": True},
+    "05 --cpu-offload --recompute selective": {"cpu_offload": True, "recompute": "selective"},
+    "05 --cpu-offload --recompute full": {"cpu_offload": True, "recompute": "full"},
 }
-DECIDED = {"reshard_after_forward": True, "recompute": "none", "cpu_offload": False}  # by a setting
-PARTS = [  # of a GPU's memory, from what lasts to what comes and goes
-    "parameters",
-    "gradients",
-    "optimizer state",
-    "gathered weights",
-    "whole gradients",
-    "cast weights",
-    "activations",
-    "logits",
-    "communication",
-]
-KINDS = ["cast weights", "activations", "logits"]  # of what is traced, besides gradients
+LAST = "05 --cpu-offload --recompute full"  # which takes the least of a GPU
+TRACED = ["cast weights", "activations", "logits"]
+PARTS = ["parameters", "gradients", "optimizer state", "gathered weights", "whole gradients"]
+PARTS += [*TRACED, "communication"]  # of a GPU's memory, from what lasts to what comes and goes
+IGNORED = (  # flags of train_llm.py on which no size depends; a file of its arguments has some
+    "--dataset-subset --text-column --num-steps --lr --warmup-steps --weight-decay --max-grad-norm "
+    "--seed --save-dir --checkpoint-every --keep-checkpoints --eval-every --eval-samples "
+    "--log-every --wandb --dist-timeout"
+)
 
 
 # ---- command line ----------------------------------------------------------------------------
 
 
 def parse_args(argv=None):
-    """Return the plan's arguments, together with those of the chapter's script."""
+    """Return the arguments, with the number of ranks and the batch split as the scripts do."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
         epilog="all flags of this chapter's train_llm.py are understood, also from @FILE",
@@ -91,19 +78,16 @@ def parse_args(argv=None):
     parser.convert_arg_line_to_args = lambda line: shlex.split(line, comments=True)
     parser.error = fail
     add_plan_flags(parser)
-    add = parser.add_argument_group("the chapter's flags").add_argument
-    for names, options in flags_of(script_of("05")):
-        add(*names, **options)
+    add_training_flags(parser)
     args = parser.parse_args(argv)
-    args.precision = {"auto": "fp32" if args.device == "cpu" else "bf16"}.get(
-        args.precision, args.precision
-    )
+    if args.precision == "auto":
+        args.precision = "fp32" if args.device == "cpu" else "bf16"
     check(args)
     return args
 
 
 def add_plan_flags(parser):
-    """Declare what the plan needs to know of machines, and of itself."""
+    """Declare what the plan needs to know of the machines, and what to print."""
     add = parser.add_argument_group("machines").add_argument
     add("--nodes", type=at_least(1), default=1, help="hosts")
     add("--gpus-per-node", type=at_least(1), default=8, help="on each host, one rank each")
@@ -111,66 +95,38 @@ def add_plan_flags(parser):
     add("--host-memory-gib", type=at_least(0.0), default=1000.0, help="of each host")
     add("--gpu-overhead-gib", type=at_least(0.0), default=3.0, help="CUDA context, NCCL, cuBLAS")
     add("--host-overhead-gib", type=at_least(0.0), default=4.0, help="of each rank: its libraries")
-    add("--fragmentation", type=at_least(0.0), default=0.05, help="lost by the allocator, a part")
-
-    add = parser.add_argument_group("speeds, of which the estimate of time is made").add_argument
-    add("--gpu-tflops", type=at_least(0.001), default=989.0, help="dense bf16 TFLOP/s of a GPU")
-    add("--gpu-fp32-tflops", type=at_least(0.001), default=67.0, help="the same, in float32")
-    add("--gpu-efficiency", type=at_least(0.001), nargs=2, default=[0.5, 0.75],
-        metavar=("LOW", "HIGH"), help="part of it that matrix products reach")  # fmt: skip
-    add("--gpu-bandwidth-gbs", type=at_least(0.001), default=3350.0, help="of a GPU's own memory")
-    add("--nvlink-gbs", type=at_least(0.001), default=400.0, help="a GPU sends inside its node")
-    add("--network-gbs", type=at_least(0.001), default=50.0, help="a GPU's share of the network")
-    add("--pcie-gbs", type=at_least(0.001), default=50.0, help="between a GPU and its host")
-    add("--pageable-gbs", type=at_least(0.001), default=6.0, help="to host memory that is pageable")
-    add("--cpu-adam-gbs", type=at_least(0.001), default=200.0, help="a host's memory, in AdamW")
-    add("--disk-gbs", type=at_least(0.001), default=5.0, help="all ranks together write")
+    add("--fragmentation", type=at_least(0.0), default=0.05, help="share lost by the allocator")
 
     add = parser.add_argument_group("the plan").add_argument
     add("--chapter", choices=["02", "04", "05"], default="05", help="whose exit status it is")
-    add("--weights-dtype", choices=["fp32", "bf16"], default="fp32",
-        help="bf16: weights, gradients and moments in 2 bytes, which no chapter does")  # fmt: skip
-    add("--json", action="store_true", help="print all numbers, in bytes and seconds, as JSON")
-    add("--brief", action="store_true", help="print one line, of the asked setting")
-    add("--plot", metavar="FILE.png", help="draw what each setting takes")
+    weights_help = "bf16: weights, gradients and moments in 2 bytes, which no chapter does"
+    add("--weights-dtype", choices=["fp32", "bf16"], default="fp32", help=weights_help)
+    add("--json", action="store_true", help="print all numbers, in bytes, as JSON")
+    add("--brief", action="store_true", help="print one line, of the chosen setting")
 
 
-def flags_of(script):
-    """Return the flags that a chapter's script declares: a list of (names, argparse's options)."""
-    try:
-        nodes = list(ast.walk(ast.parse(script.read_text())))
-    except (OSError, SyntaxError) as error:
-        fail(f"cannot read the flags of {script}: {error}")
-    [may_be_zero] = (
-        ast.literal_eval(node.value)
-        for node in nodes
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "may_be_zero"
-    )
-    calls = (each for each in nodes if isinstance(each, ast.Call))
-    calls = [each for each in calls if getattr(each.func, "id", None) == "add"]
-    return [([word.value for word in call.args], options_of(call, may_be_zero)) for call in calls]
-
-
-def options_of(call, may_be_zero):
-    """Return the options of one flag; those that only a run of the script could say are left out.
-
-    Numbers are at least 1, but for those of these names.
-    """
-    options = {"help": argparse.SUPPRESS}  # train_llm.py --help has it
-    flag = call.args[-1].value
-    for word in call.keywords:
-        if word.arg == "action":
-            named = isinstance(word.value, ast.Name)
-            options["action"] = argparse.BooleanOptionalAction if named else word.value.value
-        elif word.arg == "type":
-            least = flag.removeprefix("--").replace("-", "_") not in may_be_zero
-            options["type"] = at_least({"int": int, "float": float}[word.value.id](least))
-        elif word.arg != "help":
-            with contextlib.suppress(ValueError):
-                options[word.arg] = ast.literal_eval(word.value)
-    if flag == "--device":
-        options["default"] = "cuda"  # which need not be here
-    return options
+def add_training_flags(parser):
+    """Declare the flags of train_llm.py; their help is in its own --help."""
+    add = functools.partial(parser.add_argument, help=argparse.SUPPRESS)
+    add("-m", "--model-name", default="tiny")
+    add("--config", nargs="+", default=[])
+    add("-s", "--seq-length", type=at_least(2), default=256)
+    add("--global-batch-size", type=at_least(1), default=32)
+    add("-b", "--batch-size", type=at_least(1), default=8)
+    add("--device", choices=["auto", "cpu", "cuda"], default="cuda")  # which need not be here
+    add("--precision", choices=["auto", "bf16", "fp32"], default="auto")
+    add("--reshard-after-forward", action=argparse.BooleanOptionalAction, default=True)
+    add("--replicas", type=at_least(1), default=1)
+    add("--cpu-offload", action="store_true")
+    add("--recompute", choices=["none", "full", "selective"], default="none")
+    add("--prefetch", type=at_least(0), default=1)
+    add("--checkpoint-async", action="store_true")
+    add("--pretrained", action="store_true")
+    add("--compile", action="store_true")
+    add("-d", "--dataset-name")
+    add("-e", "--experiment-name")
+    for name in IGNORED.split():
+        add(name)
 
 
 def at_least(minimum):
@@ -182,15 +138,8 @@ def at_least(minimum):
             raise argparse.ArgumentTypeError(f"must be at least {minimum}, not {text}")
         return value
 
-    number.__name__ = type(minimum).__name__  # which argparse shows for what is no number at all
+    number.__name__ = type(minimum).__name__  # argparse's word for what is not a number
     return number
-
-
-def script_of(chapter, nodes=1):
-    """Return the path of a chapter's script; on several nodes, chapter 03 stands for 02."""
-    name = "03" if chapter == "02" and nodes > 1 else chapter
-    found = [HERE / "train_llm.py"] if name == "05" else HERE.parent.glob(f"{name}-*/train_llm.py")
-    return next(iter(found), HERE.parent / f"{name}-*/train_llm.py")
 
 
 def check(args):
@@ -204,14 +153,10 @@ def check(args):
         )
     if args.ranks % args.replicas:
         fail(f"--replicas {args.replicas} does not divide {args.ranks} ranks into equal groups")
-    if args.gpu_efficiency != sorted(args.gpu_efficiency) or args.gpu_efficiency[1] > 1:
-        fail("--gpu-efficiency takes two numbers, LOW and HIGH, and 1 is all of --gpu-tflops")
-    if args.plot and Path(args.plot).suffix not in (".png", ".svg", ".pdf"):
-        fail(f"--plot {args.plot}: name a .png, .svg or .pdf file")
     if args.weights_dtype == "bf16" and args.precision == "fp32":
         fail("--weights-dtype bf16 with --precision fp32: weights of 2 bytes compute in 2 bytes")
-    batches = [n for n in range(1, min(per_rank, args.batch_size) + 1) if per_rank % n == 0]
-    args.micro_batch_size, args.accumulation = batches[-1], per_rank // batches[-1]
+    args.micro_batch_size = max(n for n in range(1, args.batch_size + 1) if per_rank % n == 0)
+    args.accumulation = per_rank // args.micro_batch_size
 
 
 def fail(message):
@@ -220,12 +165,21 @@ def fail(message):
     sys.exit(2)
 
 
+def first_line(error):
+    """Return the first line of an error's message, as some messages fill a page."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 # ---- the model's shapes ----------------------------------------------------------------------
 
 
 def load_config(args):
-    """Return the configuration of `--model-name`, changed by `--config`, and from where it is."""
-    config, source = find_config(args.model_name)
+    """Return the configuration of `--model-name`, changed by `--config`, and where it is from."""
+    try:
+        config, source = find_config(args.model_name)
+    except Exception as error:  # transformers has dozens of kinds
+        told = first_line(error).rstrip(".:")
+        fail(f"--model-name {args.model_name}: {told}; is it a folder, a config.json or a hub id?")
     if not args.config:
         return config, source
     changes = ",".join(args.config)
@@ -233,86 +187,51 @@ def load_config(args):
         config.update_from_string(changes)
         values = config.to_dict()
         values.pop("layer_types", None)  # which follow from the number of layers
-        config = config.from_dict(values)
+        return config.from_dict(values), f"{source}, with {changes}"
     except Exception as error:  # each wrong type in a configuration has a kind of its own
         fail(f"--config {changes}: {first_line(error)}")
-    return config, f"{source}, with {changes}"
 
 
 def find_config(name):
-    """Return the configuration of `--model-name`, and from where it is; no weights are read."""
-    path = Path(name)
-    if name == "tiny":
-        return tiny_config(), "built in"
-    if path.suffix == ".json" and not path.exists():
+    """Return the configuration that `name` stands for, and where it is from; no weights are read.
+
+    A shape under configs/ comes before the hub, so that planning needs neither network nor login.
+    """
+    if name == "tiny":  # as in the chapters
+        shape = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
+        shape |= {"num_attention_heads": 4, "vocab_size": len(transformers.ByT5Tokenizer())}
+        return transformers.LlamaConfig(**shape), "built in"
+    if Path(name).exists():
+        return AutoConfig.from_pretrained(name), name
+    if name.endswith(".json"):
         fail(f"--model-name {name}: there is no such file")
-    if path.exists():
-        return read_config(name, path), str(path)
     with contextlib.suppress(OSError, ValueError):
-        return read_config(name, name, local_files_only=True), "the cache of the hub"
-    if (shape := shipped_shape(name)) is not None:
-        where = f"{shape.relative_to(HERE.parent)}, the published shape; the hub was not asked"
-        return read_config(name, shape), where
-    check_hub(name)
-    return read_config(name, name), "the hub"
+        return AutoConfig.from_pretrained(name, local_files_only=True), "the cache of the hub"
+    for shape in HERE.glob("configs/*.json"):
+        if name.rpartition("/")[2].lower().startswith(shape.stem):
+            source = f"{shape.relative_to(HERE.parent)}; the hub was not asked"
+            return AutoConfig.from_pretrained(shape), source
+    huggingface_hub.model_info(name, timeout=4)  # fails at once, where transformers retries
+    return AutoConfig.from_pretrained(name), "the hub"
 
 
-def check_hub(name):
-    """Stop within seconds if the hub cannot be reached: its own client tries for half a minute."""
-    if os.environ.get("HF_HUB_OFFLINE", "0") != "0":
-        return
-    try:
-        urllib.request.urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=4)
-    except urllib.error.HTTPError:
-        return  # it answers
-    except (OSError, ValueError) as error:
-        fail(
-            f"--model-name {name}: it is no folder and not in the cache, and the hub cannot be "
-            f"reached: {error}; name a folder or a config.json"
-        )
-
-
-def read_config(name, path, **options):
-    """Return the configuration at `path`; unless only the cache is asked, errors end the plan."""
-    try:
-        return AutoConfig.from_pretrained(path, **options)
-    except Exception as error:  # transformers has dozens of kinds
-        if options:
-            raise OSError from error
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        fail(f"--model-name {name}: {first} Is it a folder, a config.json or a hub id?")
-
-
-def tiny_config():
-    """Return the configuration that the chapters call `tiny`."""
-    shape = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
-    return LlamaConfig(**shape, num_attention_heads=4, vocab_size=len(ByT5Tokenizer()))
-
-
-def shipped_shape(name):
-    """Return the file among configs/ whose model a hub id names, or None."""
-    wanted = name.rpartition("/")[2].lower()
-    shapes = sorted(HERE.glob("configs/*.json"), key=lambda path: -len(path.stem))
-    return next((path for path in shapes if wanted.startswith(path.stem)), None)
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # compared by identity, which makes it a key of a cache
 class Model:
-    """The shapes of a model's weights: a list per layer, and one of the root, which is the rest."""
+    """The shapes of a model's weights."""
 
     config: transformers.PretrainedConfig
-    layers: list
-    root: list
-    head: int  # numbers in the output layer's matrix
-    tied: bool  # whether that is the embedding, too
-    width: int  # of all attention heads together
-    vocabulary: int
-    layer_class: str
+    layers: list  # of each layer, the shapes of its weights
+    root: list  # the shapes of those outside of layers, which FSDP shards as one more group
+
+    @property
+    def shapes(self):
+        """Return the shapes of all weights."""
+        return [shape for group in (*self.layers, self.root) for shape in group]
 
     @property
     def weights(self):
         """Return how many numbers the model has."""
-        return sum(map(numbers, [*self.layers, self.root]))
+        return numbers(self.shapes)
 
 
 def numbers(shapes):
@@ -334,31 +253,26 @@ def model_of(config):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     layers = layers_of(model)
-    inside = [[tuple(weight.shape) for weight in layer.parameters()] for layer in layers]
-    ids = {id(weight) for layer in layers for weight in layer.parameters()}
-    rest = [tuple(weight.shape) for weight in model.parameters() if id(weight) not in ids]
-    head = model.get_output_embeddings().weight
-    heads = config.num_attention_heads
+    inside = {weight for layer in layers for weight in layer.parameters()}
     return Model(
         config=config,
-        layers=inside,
-        root=rest,
-        head=head.numel(),
-        tied=head is model.get_input_embeddings().weight,
-        width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
-        vocabulary=config.vocab_size,
-        layer_class=type(layers[0]).__name__,
+        layers=[shapes_of(layer.parameters()) for layer in layers],
+        root=shapes_of(weight for weight in model.parameters() if weight not in inside),
     )
+
+
+def shapes_of(tensors):
+    """Return the shapes of tensors, as tuples."""
+    return [tuple(tensor.shape) for tensor in tensors]
 
 
 def layers_of(model):
     """Return the decoder layers: transformers names their class as one not to be split."""
-    return [
-        part for part in model.modules() if type(part).__name__ in (model._no_split_modules or ())
-    ]
+    classes = model._no_split_modules or ()
+    return [part for part in model.modules() if type(part).__name__ in classes]
 
 
-# ---- activations: two layers, run on shapes alone --------------------------------------------
+# ---- activations: two layers, run on fake tensors --------------------------------------------
 
 
 @dataclass
@@ -368,20 +282,21 @@ class Segment:
     start: Counter = field(default_factory=Counter)
     most: Counter = field(default_factory=Counter)
     most_besides: Counter = field(default_factory=Counter)  # all but finished gradients
-    traffic: int = 0  # bytes that all but matrix products read and write
 
 
 class Recorder(TorchDispatchMode):
     """Counts the bytes of all tensors that operations make, until nothing refers to them.
 
-    What is a view of another tensor has the same storage, and is not counted again.
+    A view has the storage of the tensor that it is a view of, and is not counted again.
     """
 
     def __init__(self):
         super().__init__()
-        self.kinds, self.weights, self.live = {}, {}, Counter()
-        self.segments, self.now, self.kind = {}, Segment(), "activations"
-        self.fresh = True
+        self.weights = set()  # storages, which are not counted
+        self.kinds = {}  # of the storages that are
+        self.live = Counter()
+        self.segments = {}
+        self.begin("before")
 
     def begin(self, name, kind="activations"):
         """From here on, count for the segment `name`; new tensors are of this kind."""
@@ -391,32 +306,25 @@ class Recorder(TorchDispatchMode):
 
     def look(self):
         """Remember the fullest moments."""
-        total = sum(self.live.values())
-        besides = total - self.live["gradients"]
-        if total > sum(self.now.most.values()):
+        besides = Counter({kind: size for kind, size in self.live.items() if kind != "gradients"})
+        if self.live.total() > self.now.most.total():
             self.now.most = +self.live
-        if besides > sum(self.now.most_besides.values()):
-            self.now.most_besides = self.live - Counter(gradients=self.live["gradients"])
+        if besides.total() > self.now.most_besides.total():
+            self.now.most_besides = besides
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self.fresh:  # by now, what the last segment was called with is forgotten
             self.now.start, self.fresh = +self.live, False
         out = func(*args, **(kwargs or {}))
-        storages = [tensor.untyped_storage() for tensor in self.tensors(out)]
-        new = [each for each in storages if each._cdata not in self.kinds | self.weights]
-        taken = [tensor.untyped_storage() for tensor in self.tensors((args, kwargs))]
-        cast = func.name() == "aten::_to_copy" and taken[0]._cdata in self.weights
+        counted = self.kinds.keys() | self.weights
+        new = [each for each in storages(out) if each._cdata not in counted]
+        read = storages((args, kwargs))
+        cast = func.name() == "aten::_to_copy" and read[0]._cdata in self.weights
         for storage in new:
             self.count(storage, "cast weights" if cast else self.kind)
         if new:
             self.look()
-            if not any(word in func.name() for word in ("mm", "attention")):
-                self.now.traffic += sum(each.nbytes() for each in {*new, *taken})
         return out
-
-    def tensors(self, tree):
-        """Return the tensors among arguments or results."""
-        return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
     def count(self, storage, kind):
         """Count a storage from now on, until it is gone."""
@@ -428,12 +336,17 @@ class Recorder(TorchDispatchMode):
         self.live[self.kinds.pop(key)] -= size
 
     def rename(self, tensor, kind):
-        """Let a tensor that was counted as something else be of this kind."""
-        storage = tensor.untyped_storage()
-        if storage._cdata in self.kinds:
-            self.live[self.kinds[storage._cdata]] -= storage.nbytes()
-            self.kinds[storage._cdata] = kind
-            self.live[kind] += storage.nbytes()
+        """Count a tensor that was counted already as of this kind instead."""
+        key, size = tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()
+        if key in self.kinds:
+            self.live[self.kinds[key]] -= size
+            self.live[kind] += size
+            self.kinds[key] = kind
+
+
+def storages(tree):
+    """Return the storages of the tensors among arguments or results."""
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @functools.cache
@@ -441,9 +354,9 @@ def trace(model, batch, length, dtype, autocast, recompute, chunked):
     """Return the segments of a step of the model with two layers, from name to Segment.
 
     `batch` samples of `length` tokens; weights of type `dtype`, as FSDP hands them to the layer, or
-    float32 under `autocast`. Tensors are fake: torch knows their shapes and types, and that is all.
+    float32 under `autocast`.
     """
-    with FakeTensorMode(), warnings_off():
+    with FakeTensorMode():
         small = small_model(model.config, length, dtype, recompute, chunked)
         ids = torch.zeros(batch, length, dtype=torch.long)
         record = Recorder()
@@ -456,18 +369,6 @@ def trace(model, batch, length, dtype, autocast, recompute, chunked):
             loss.backward()
             record.begin("end")
     return record.segments
-
-
-@contextlib.contextmanager
-def warnings_off():
-    """Let torch and transformers say nothing: what fails is reported in one line."""
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def small_model(config, length, dtype, recompute, chunked):
@@ -489,32 +390,37 @@ def small_model(config, length, dtype, recompute, chunked):
         head = model.get_output_embeddings()
         head.forward = lambda hidden: hidden
         model.loss_function = functools.partial(chunked_loss, head)
-    for layer in layers_of(model) if recompute != "none" else ():
-        layer.forward = functools.partial(recomputed, layer.forward, recompute)
+    if recompute != "none":
+        contexts = checkpointing.create_selective_checkpoint_contexts
+        keep = functools.partial(contexts, keep_products)
+        options = {"context_fn": keep} if recompute == "selective" else {}
+        for layer in layers_of(model):
+            layer.forward = functools.partial(recomputed, layer.forward, **options)
     return model
 
 
-def recomputed(forward, recompute, *args, **kwargs):
-    """Run a layer's forward, and again in its backward, but for what `selective` keeps."""
-    aten, options = torch.ops.aten, {}
-    if recompute == "selective":
-        attention = ("cudnn", "efficient", "flash")
-        kept = [getattr(aten, f"_scaled_dot_product_{name}_attention") for name in attention]
-        kept += [aten.mm, aten.addmm, aten.bmm, aten._scaled_dot_product_flash_attention_for_cpu]
-        kept = [overloads.default for overloads in kept]
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
-    # fake tensors have no random state to preserve, and it takes no memory worth the name
+def recomputed(function, *args, **options):
+    """Call a function, keep none of its activations, and call it again in the backward.
+
+    Fake tensors have no random state to preserve, and it would take next to no memory.
+    """
     options |= {"use_reentrant": False, "preserve_rng_state": False}
-    return checkpoint(forward, *args, **options, **kwargs)
+    return checkpointing.checkpoint(function, *args, **options)
+
+
+def keep_products(_, operation, *args, **kwargs):
+    """Choose what `--recompute selective` keeps: matrix products and attention are costly."""
+    policy = checkpointing.CheckpointPolicy
+    costly = "mm" in str(operation) or "scaled_dot_product" in str(operation)
+    return policy.MUST_SAVE if costly else policy.PREFER_RECOMPUTE
 
 
 def chunked_loss(head, logits, labels, *_, **__):
     """Return the loss as chapter 05 does: `logits` are hidden states, taken chunk by chunk."""
-    chunk = chunk_size()
     hidden, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     sums = [
-        checkpoint(loss_of_chunk, head, *each, use_reentrant=False, preserve_rng_state=False)
-        for each in zip(hidden.split(chunk), targets.split(chunk), strict=True)
+        recomputed(loss_of_chunk, head, *each)
+        for each in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
     ]
     return torch.stack(sums).sum() / len(targets)
 
@@ -525,19 +431,10 @@ def loss_of_chunk(head, hidden, targets):
     return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 
-@functools.cache
-def chunk_size():
-    """Return how many tokens chapter 05 makes logits of at a time."""
-    body = ast.parse(script_of("05").read_text()).body
-    found = [node.value.value for node in body if isinstance(node, ast.Assign)
-             and node.targets[0].id == "CHUNK"]  # fmt: skip
-    return found[0] if found else 1024
-
-
 def watch(model, record):
     """Let the recorder know where each layer begins and ends, forward and backward."""
-    for name, weight in model.named_parameters():
-        record.weights[weight.untyped_storage()._cdata] = name
+    for weight in model.parameters():
+        record.weights.add(weight.untyped_storage()._cdata)
         weight.register_post_accumulate_grad_hook(lambda w: record.rename(w.grad, "gradients"))
 
     def before(number, _, args, kwargs):
@@ -560,7 +457,7 @@ def watch(model, record):
         layer.register_forward_hook(functools.partial(after, number))
 
 
-# ---- memory: one step in slow motion ---------------------------------------------------------
+# ---- memory: a step, layer by layer ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -571,10 +468,10 @@ class Setting:
     ranks: int
     replicas: int
     bf16: bool
-    weight_bytes: int  # of a number in the shards: 4 in all chapters
-    batch: int
-    length: int
-    accumulation: int
+    weight_bytes: int  # of a number in the shards, and while gradients are reduced
+    batch: int  # samples of a micro-batch
+    length: int  # tokens of a sample
+    accumulation: int  # micro-steps of a step
     reshard: bool
     recompute: str
     offload: bool
@@ -592,11 +489,6 @@ class Setting:
         return 2 if self.bf16 else 4
 
     @property
-    def reduce_bytes(self):
-        """Return the bytes of a number while gradients are reduced: float32, as the shards are."""
-        return self.weight_bytes
-
-    @property
     def autocast(self):
         """Return whether each operation casts float32 weights for itself, and gradients back."""
         return self.chapter == "02" and self.bf16 and self.weight_bytes == 4
@@ -609,7 +501,7 @@ class Setting:
 
 
 def setting_of(args, chapter, changes):
-    """Return the Setting of the arguments, with these changes of what a setting decides."""
+    """Return the Setting of the arguments, with these changes of the flags in DECIDED."""
     flags = DECIDED | changes
     own = chapter == "05"
     return Setting(
@@ -625,7 +517,7 @@ def setting_of(args, chapter, changes):
         recompute=flags["recompute"] if own else "none",
         offload=own and flags["cpu_offload"],
         prefetch=args.prefetch if own else 0,
-        cuda=args.device == "cuda",
+        cuda=args.device != "cpu",
     )
 
 
@@ -634,86 +526,106 @@ def state_bytes(model, setting):
 
     AdamW has two moments of each weight, and of each tensor the number of steps, in 4 bytes.
     """
-    tensors = [shape for shapes in (*model.layers, model.root) for shape in shapes]
-    weights = shard_numbers(tensors, setting.shards) * setting.weight_bytes
-    return {
-        "parameters": weights,
-        "gradients": weights,
-        "optimizer state": 2 * weights + 4 * len(tensors),
-    }
+    weights = shard_numbers(model.shapes, setting.shards) * setting.weight_bytes
+    moments = 2 * weights + 4 * len(model.shapes)
+    return {"parameters": weights, "gradients": weights, "optimizer state": moments}
+
+
+def play(model, setting):
+    """Return the Step of a setting, played: `most` is the bytes by part, `when` the moment."""
+    kind = Step if setting.chapter == "02" else ShardedStep
+    step = kind(model, setting)
+    step.play()
+    return step
 
 
 class Step:
-    """Plays a training step on rank 0, and remembers what was held at its fullest moment."""
+    """Plays a training step on rank 0, and remembers what was held at its fullest moment.
+
+    This is a step of chapters 02 and 03: DDP under autocast. Its buckets of gradients last, but
+    only the last micro-step's gradients are made in them. Those that earlier micro-steps add up
+    are separate tensors until then.
+    """
+
+    growth = 0  # -1, 0 or 1: how many copies of the gradients a micro-step adds to what is held
 
     def __init__(self, model, setting):
         self.model, self.setting = model, setting
         self.segments = setting.trace(model)
         self.state = state_bytes(model, setting)
         self.depth = len(model.layers)
-        self.saved = (
-            self.segments["head"].start - self.segments[f"layer {min(2, self.depth)}"].start
-        )
+        self.saved = self.segments["head"].start - self.segments[traced(self.depth)].start
         self.held, self.most, self.when = Counter(), Counter(), ""
+
+    def play(self):
+        """Play the first micro-step, one more and the last."""
+        self.held.update(self.state)
+        steps = self.setting.accumulation
+        for number in sorted({1, min(2, steps), steps}):
+            if steps > 1:
+                self.growth = 1 if number == 1 else -1 if number == steps else 0
+            self.forward()
+            self.backward()
+        self.look("AdamW")
 
     def look(self, when, **more):
         """Remember this moment if there was no fuller one; `more` is gone right after it."""
-        now = self.held + Counter({name.replace("_", " "): size for name, size in more.items()})
-        if sum(now.values()) > sum(self.most.values()):
+        now = self.held + Counter(more)
+        if now.total() > self.most.total():
             self.most, self.when = now, when
 
-    def before(self, name, number):
-        """Hold the activations that are there before a segment of a layer, or of the whole model.
+    def enter(self, name, number):
+        """Hold the activations that are there before the segment `name` of layer `number`.
 
         Two layers were traced. All above the second keep as much as it does.
         """
         more = max(0, number - 2)
-        for kind in KINDS:
+        for kind in TRACED:
             self.held[kind] = self.segments[name].start[kind] + self.saved[kind] * more
 
     def compute(self, when, name):
-        """Look at the fullest moment of a segment, before which `before` was called."""
+        """Look at the fullest moment of a segment that was entered."""
         segment = self.segments[name]
-        most = segment.most if self.keeps_gradients() else segment.most_besides
-        adds = {kind: most[kind] - segment.start[kind] for kind in KINDS}
-        if self.keeps_gradients():
+        most = segment.most if self.growth == 1 else segment.most_besides
+        adds = {kind: most[kind] - segment.start[kind] for kind in TRACED}
+        if self.growth == 1:
             adds["whole gradients"] = most["gradients"] - segment.start["gradients"]
         self.look(when, **adds)
-
-    def keeps_gradients(self):
-        """Return whether gradients need memory of their own before anything is done with them."""
-        raise NotImplementedError
 
     def forward(self):
         """Play the forward pass and the loss."""
         self.compute("embedding", "embedding")
         for number in range(1, self.depth + 1):
-            name = f"layer {min(2, number)}"
-            self.before(name, number)
+            self.enter(traced(number), number)
             self.before_forward(number)
-            self.compute(f"forward of layer {number}", name)
-            self.after_forward(number)
-        self.before("head", self.depth)
+            self.compute(f"forward of layer {number}", traced(number))
+        self.enter("head", self.depth)
         self.compute("loss", "head")
 
     def backward(self):
         """Play the backward pass."""
-        self.before("head backward", self.depth)
+        self.enter("head backward", self.depth)
         self.compute("backward of the loss", "head backward")
-        name = f"layer {min(2, self.depth)} backward"
+        name = f"{traced(self.depth)} backward"
         of_head = self.segments[name].start["gradients"]
-        self.before(name, self.depth)
-        self.loss_is_done(of_head)
+        self.enter(name, self.depth)
+        self.add_gradients(of_head)
         for number in range(self.depth, 0, -1):
             self.before_backward(number)
             self.compute(f"backward of layer {number}", name)
-            name = f"layer {min(2, number - 1)} backward" if number > 1 else "embedding backward"
-            self.before(name, number - 1)
-            self.after_backward(number, self.gradients_of(number))
+            name = f"{traced(number - 1)} backward" if number > 1 else "embedding backward"
+            self.enter(name, number - 1)
+            self.add_gradients(self.gradients_of(number))
+            self.reduce(number)
         self.compute("backward of the embedding", name)
-        for kind in KINDS:
+        for kind in TRACED:
             self.held[kind] = 0
-        self.end_of_backward(self.gradients_of(0) - of_head, of_head)
+        self.add_gradients(self.gradients_of(0) - of_head)
+        self.reduce(0)
+
+    def add_gradients(self, made):
+        """Hold the gradients that a backward made, if not in memory that is there anyway."""
+        self.held["whole gradients"] += self.growth * made
 
     def shapes(self, group):
         """Return the shapes of a group's weights: 0 is the root, then come the layers."""
@@ -727,51 +639,16 @@ class Step:
     def before_forward(self, number):
         """Do what comes before a layer's forward."""
 
-    def after_forward(self, number):
-        """Do what comes after a layer's forward."""
-
-    def loss_is_done(self, made):
-        """Do what comes after the backward of the loss, which made so many bytes of gradients."""
-
     def before_backward(self, number):
         """Do what comes before a layer's backward."""
 
-    def after_backward(self, number, made):
-        """Do what comes after a layer's backward."""
-
-    def end_of_backward(self, made, made_before):
-        """Do what comes after the last backward, the root's: part of it was made by the loss."""
+    def reduce(self, group):
+        """Add up a group's gradients over the ranks."""
 
 
-class ReplicatedStep(Step):
-    """Chapters 02 and 03: DDP under autocast.
-
-    Its buckets of gradients last, but only the last micro-step's gradients go there. Those that
-    earlier micro-steps add up lie elsewhere until then.
-    """
-
-    def play(self):
-        """Play the first micro-step, one more and the last."""
-        self.held.update(self.state)
-        steps = self.setting.accumulation
-        for number in sorted({1, min(2, steps), steps}):
-            self.growth = 0 if 1 < number < steps or steps == 1 else 1 if number == 1 else -1
-            self.forward()
-            self.backward()
-        self.look("AdamW")
-        return self
-
-    def keeps_gradients(self):
-        return self.growth == 1
-
-    def loss_is_done(self, made):
-        self.held["whole gradients"] += self.growth * made
-
-    def after_backward(self, number, made):
-        self.held["whole gradients"] += self.growth * made
-
-    def end_of_backward(self, made, made_before):
-        self.held["whole gradients"] += self.growth * made
+def traced(number):
+    """Return the traced layer that stands for layer `number`."""
+    return f"layer {min(2, number)}"
 
 
 class ShardedStep(Step):
@@ -780,9 +657,12 @@ class ShardedStep(Step):
     The order in which buffers come and go is that of torch/distributed/fsdp/_fully_shard.
     """
 
+    growth = 1
+
     def play(self):
         """Play the first micro-step and, if there is one, another, which finds gradients there."""
-        if not self.setting.offload or not self.setting.cuda:
+        self.shards_here = not (self.setting.offload and self.setting.cuda)
+        if self.shards_here:
             self.held.update({name: self.state[name] for name in ("parameters", "optimizer state")})
         self.has_shards = set()
         for _ in range(min(2, self.setting.accumulation)):
@@ -790,17 +670,14 @@ class ShardedStep(Step):
             self.gather(0)
             self.copy_out(0, forward=True)
             self.forward()
-            self.after_loss()
+            self.held["communication"] -= self.copied
             self.backward()
+            self.held["communication"] -= self.reduced
         self.look("AdamW")
-        return self
 
     def whole(self, group, size):
         """Return the bytes of a group's whole tensors, padded, with so many bytes a number."""
         return shard_numbers(self.shapes(group), self.setting.shards) * self.setting.shards * size
-
-    def keeps_gradients(self):
-        return True
 
     def gather(self, group):
         """Begin an all-gather: its output is there, its input for a moment only."""
@@ -811,7 +688,7 @@ class ShardedStep(Step):
         own = shard_numbers(self.shapes(group), shards)
         cast = own * size if size != self.setting.weight_bytes or self.setting.offload else 0
         gloo = 0 if self.setting.cuda else out  # which gathers into a copy
-        self.look(f"all-gather of {self.name(group)}", communication=out + cast + gloo)
+        self.look(f"all-gather of {name_of(group)}", communication=out + cast + gloo)
         self.held["communication"] += out
         self.in_flight[group] = out
 
@@ -824,10 +701,12 @@ class ShardedStep(Step):
             self.held["communication"] -= self.copied
         self.held["gathered weights"] += self.whole(group, self.setting.compute_bytes)
         self.gathered.add(group)
-        self.look(f"copy of {self.name(group)}")
+        self.look(f"copy of {name_of(group)}")
         out = self.in_flight.pop(group)
-        self.copied = out if forward else self.copied
-        self.held["communication"] -= 0 if forward else out
+        if forward:
+            self.copied = out
+        else:
+            self.held["communication"] -= out
 
     def free(self, group):
         """Give a group's gathered weights back."""
@@ -835,62 +714,37 @@ class ShardedStep(Step):
             self.held["gathered weights"] -= self.whole(group, self.setting.compute_bytes)
             self.gathered.remove(group)
 
-    def name(self, group):
-        """Return what to call a group."""
-        return f"layer {group}" if group else "embedding, norm and output"
-
     def before_forward(self, number):
+        if self.setting.reshard and number > 1:
+            self.free(number - 1)
         self.copy_out(number, forward=True)
         for ahead in range(number + 1, min(number + self.setting.prefetch, self.depth) + 1):
             self.gather(ahead)
-
-    def after_forward(self, number):
-        if self.setting.reshard and number < self.depth:
-            self.free(number)
-
-    def after_loss(self):
-        """The root's forward, with the loss in it, is over."""
-        self.held["communication"] -= self.copied
-        self.copied = 0
-
-    def loss_is_done(self, made):
-        self.held["whole gradients"] += made
 
     def before_backward(self, number):
         self.copy_out(number, forward=False)
         for ahead in range(number - 1, max(0, number - 1 - max(1, self.setting.prefetch)), -1):
             self.gather(ahead)
 
-    def after_backward(self, number, made):
-        self.held["whole gradients"] += made
-        self.reduce(number, made)
-
-    def end_of_backward(self, made, made_before):
-        self.held["whole gradients"] += made
-        self.reduce(0, made + made_before)
-        self.held["communication"] -= self.reduced
-        self.reduced = 0
-
-    def reduce(self, group, made):
-        """Add up a group's gradients over the ranks; the input buffer lasts until the next one."""
+    def reduce(self, group):
+        """Reduce a group's gradients to shards; the input buffer lasts until the next one."""
         self.free(group)
         self.held["communication"] -= self.reduced
-        self.reduced = self.whole(group, self.setting.reduce_bytes)
+        self.reduced = self.whole(group, self.setting.weight_bytes)
         self.held["communication"] += self.reduced
-        self.look(f"reduce-scatter of {self.name(group)}")
-        self.held["whole gradients"] -= made
+        self.look(f"reduce-scatter of {name_of(group)}")
+        self.held["whole gradients"] -= self.gradients_of(group)
         shard = self.reduced // self.setting.shards
         gloo = 0 if self.setting.cuda or self.setting.shards == 1 else self.reduced
-        self.look(f"reduce-scatter of {self.name(group)}", communication=shard + gloo)
-        if group not in self.has_shards and not (self.setting.offload and self.setting.cuda):
+        self.look(f"reduce-scatter of {name_of(group)}", communication=shard + gloo)
+        if group not in self.has_shards and self.shards_here:
             self.held["gradients"] += shard
         self.has_shards.add(group)
 
 
-def play(model, setting):
-    """Return the played step of a setting."""
-    kind = ReplicatedStep if setting.chapter == "02" else ShardedStep
-    return kind(model, setting).play()
+def name_of(group):
+    """Return what to call a group of weights that are gathered together."""
+    return f"layer {group}" if group else "embedding, norm and output"
 
 
 def host_memory(model, setting, local_ranks, asynchronous):
@@ -902,11 +756,10 @@ def host_memory(model, setting, local_ranks, asynchronous):
     before it writes, but not the copies of a save in the background: _state_dict_stager.py.
     """
     if not setting.cuda:
-        return {}, "the step"  # there is only one memory
-    shards, state = setting.shards, state_bytes(model, setting)
-    tensors = [shape for shapes in (*model.layers, model.root) for shape in shapes]
-    pinned = [shard_numbers([shape], shards) * setting.weight_bytes for shape in tensors]
-    pinned = sum(power_of_two(size) for size in pinned)
+        return {}, "the step"  # a CPU has one memory for all
+    state = state_bytes(model, setting)
+    shards = [shard_numbers([shape], setting.shards) for shape in model.shapes]
+    pinned = sum(power_of_two(shard * setting.weight_bytes) for shard in shards)
     layer = max(map(numbers, model.layers), default=0)
     made = model.weights if setting.chapter != "05" else numbers(model.root) + layer
     start = {"model in the making": made * 4, "parameters": pinned if setting.offload else 0}
@@ -927,138 +780,43 @@ def power_of_two(size):
     return 1 << (size - 1).bit_length() if size else 0
 
 
-# ---- time ------------------------------------------------------------------------------------
+# ---- the plan --------------------------------------------------------------------------------
 
 
-def flops_of(model, setting):
-    """Return the FLOPs of one micro-step on one rank: of the model, and those done again.
-
-    A token takes 6 per weight and 12 × layers × width × sequence length for attention: PaLM,
-    appendix B, https://arxiv.org/abs/2204.02311. Looking up an embedding takes none. A third of
-    that is the forward, which is done again for the layers by `--recompute full`, and for the
-    logits by chapter 05.
-    """
-    tokens = setting.batch * setting.length
-    inside = sum(map(numbers, model.layers))
-    layers = 6 * inside + 12 * len(model.layers) * model.width * setting.length
-    head = 6 * model.head
-    again = (layers / 3 if setting.recompute == "full" else 0) + (
-        head / 3 if setting.chapter == "05" else 0
-    )
-    return (layers + head) * tokens, again * tokens
-
-
-def bytes_sent(model, setting):
-    """Return the bytes of whole tensors that one step gathers and reduces, and of shards copied.
-
-    A dictionary: `shard group` is sent among the ranks of a copy, `replicas` among copies, `pcie`
-    between GPU and host. Chapter 04's README has the formulas. Under offload, FSDP2 copies the
-    gradients of the first micro-step into pinned memory, while it goes on. To those it adds the
-    later ones, `pageable`, for which it waits: foreach_reduce in _fsdp_collectives.py.
-    """
-    steps, size = setting.accumulation, setting.compute_bytes
-    weights, root = model.weights, numbers(model.root)
-    last = numbers(model.layers[-1])
-    if setting.chapter == "02":
-        return {"shard group": 0, "replicas": 2 * 4 * weights, "pcie": 0, "pageable": 0}
-    gathered = 2 * weights - root - last if setting.reshard else weights
-    reduced = steps * weights * setting.reduce_bytes
-    shards = weights * setting.reduce_bytes / setting.shards
-    among_replicas = 2 * (1 - 1 / setting.replicas) * shards
-    offloaded = setting.weight_bytes / setting.shards if setting.offload else 0
+def make_plan(args):
+    """Return the plan as a dictionary: of the chosen setting, of all, and the first that fits."""
+    config, source = load_config(args)
+    longest = getattr(config, "max_position_embeddings", None) or args.seq_length
+    if args.seq_length > longest:
+        fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {longest} tokens")
+    try:
+        model = model_of(config)
+        settings = {name: plan_of(args, model, name[:2], SETTINGS[name]) for name in SETTINGS}
+        asked = plan_of(args, model, args.chapter, {name: getattr(args, name) for name in DECIDED})
+    except Exception as error:  # of any model there is, some compute with values, not shapes alone
+        fail(f"--model-name {args.model_name}: cannot be run on shapes alone: {first_line(error)}")
+    first = next((name for name, plan in settings.items() if plan["fits"]), None)
+    about = {"name": args.model_name, "source": source}
     return {
-        "shard group": (steps * gathered * size + reduced) * (1 - 1 / setting.shards),
-        "replicas": among_replicas,
-        "pcie": (steps * gathered + weights) * offloaded,
-        "pageable": (steps - 1) * weights * offloaded,
+        "model": about | {"weights": model.weights, "layers": len(model.layers)},
+        "asked": asked,
+        "settings": settings,
+        "first": first,
+        "enough_nodes": None if first else enough_nodes(args, model),
     }
-
-
-def links(args, setting):
-    """Return the GB/s at which a rank sends inside a copy of the model, and between copies.
-
-    A ring that spans nodes leaves each node once, through the network links of all its GPUs. Rings
-    of which each GPU of a node has one of its own share these links.
-    """
-    across = min(args.nvlink_gbs, args.gpus_per_node * args.network_gbs)
-    inside = across if setting.shards > args.gpus_per_node else args.nvlink_gbs
-    if args.nodes == 1:
-        return inside, args.nvlink_gbs
-    return inside, across if setting.chapter == "02" else args.network_gbs
-
-
-def peak_of(args, setting):
-    """Return the FLOP/s that a GPU could do at best."""
-    return 1e12 * (args.gpu_tflops if setting.bf16 else args.gpu_fp32_tflops)
-
-
-def seconds_of(args, model, setting):
-    """Return the seconds that each resource works in one step, as (fastest, slowest)."""
-    sent, (inside, between) = bytes_sent(model, setting), links(args, setting)
-    matmul = setting.accumulation * sum(flops_of(model, setting)) / peak_of(args, setting)
-    low, high = args.gpu_efficiency
-    # of each number in the shards, 10 are read or written: 1 for the norm, 2 to clip, 7 by AdamW
-    adam = 10 * setting.weight_bytes * model.weights / setting.shards
-    memory = args.cpu_adam_gbs / args.gpus_per_node if setting.offload else args.gpu_bandwidth_gbs
-    times = {
-        "other operations": traffic(model, setting) / args.gpu_bandwidth_gbs,
-        "inside a copy": sent["shard group"] / inside,
-        "between copies": sent["replicas"] / between,
-        "GPU to host and back": sent["pcie"] / args.pcie_gbs,
-        "later gradients": sent["pageable"] * (1 / args.pageable_gbs + 3 / memory),  # copied, added
-        "AdamW": adam / memory,
-    }
-    rest = {name: (giga / 1e9, giga / 1e9) for name, giga in times.items()}
-    return {"matrix products": (matmul / high, matmul / low)} | rest
-
-
-def traffic(model, setting):
-    """Return the bytes that all but matrix products read and write in one step, uncompiled."""
-    segments = setting.trace(model)
-    inner = f"layer {min(2, len(model.layers))}"
-    times = {inner: len(model.layers), f"{inner} backward": len(model.layers)}
-    outer = ("embedding", "head", "head backward", "embedding backward")
-    times |= dict.fromkeys(outer, 1)
-    return setting.accumulation * sum(segments[name].traffic * n for name, n in times.items())
-
-
-def estimate(args, model, setting):
-    """Return what a step takes: seconds and MFU, each as (best, worst), and where they go.
-
-    Best: all communication hides behind computing or the other way round, but for what a rank
-    waits for. Worst: nothing hides.
-    """
-    parts = seconds_of(args, model, setting)
-    computing, waiting = ("matrix products", "other operations"), ("later gradients", "AdamW")
-    compute, waits = (sum(parts[name][0] for name in names) for names in (computing, waiting))
-    links = [parts[name][0] for name in parts if name not in (*computing, *waiting)]
-    seconds = (max(compute, *links) + waits, sum(slow for _, slow in parts.values()))
-    flops = flops_of(model, setting)[0] * setting.accumulation
-    mfu = [flops / (peak_of(args, setting) * each) for each in seconds]
-    return {"seconds": seconds, "mfu": mfu, "parts": parts}
-
-
-def checkpoint_of(args, model, setting):
-    """Return the bytes of a checkpoint, and the seconds to write it: weights and two moments."""
-    tensors = sum(map(len, model.layers)) + len(model.root)
-    size = 3 * setting.weight_bytes * model.weights + 4 * tensors
-    return {"bytes": size, "seconds": size / args.disk_gbs / 1e9}
-
-
-# ---- report ----------------------------------------------------------------------------------
 
 
 def plan_of(args, model, chapter, changes):
-    """Return all that is known of one setting, as a dictionary."""
+    """Return all that is known of one setting, as a dictionary; sizes are in bytes."""
     setting = setting_of(args, chapter, changes)
     step = play(model, setting)
-    host, when = host_memory(model, setting, args.gpus_per_node, args.checkpoint_async)
-    room = args.gpu_memory_gib * GIB
-    gpu = sum(step.most.values())
+    host, host_when = host_memory(model, setting, args.gpus_per_node, args.checkpoint_async)
+    gpu = step.most.total()
+    room, host_room = args.gpu_memory_gib * GIB, args.host_memory_gib * GIB
     needs = gpu * (1 + args.fragmentation) + args.gpu_overhead_gib * GIB
     host_needs = sum(host.values()) + args.gpus_per_node * args.host_overhead_gib * GIB
     if not setting.cuda:
-        room = args.host_memory_gib * GIB / args.gpus_per_node
+        room = host_room / args.gpus_per_node
         needs = gpu + args.host_overhead_gib * GIB
         host_needs = needs * args.gpus_per_node
     return {
@@ -1069,40 +827,12 @@ def plan_of(args, model, chapter, changes):
         "gpu_margin": room - needs,
         "state": step.state,
         "host": host,
-        "host_when": when,
+        "host_when": host_when,
         "host_needs": host_needs,
-        "host_margin": args.host_memory_gib * GIB - host_needs,
-        "fits": room >= needs and args.host_memory_gib * GIB >= host_needs,
-        **estimate(args, model, setting),
-        "checkpoint": checkpoint_of(args, model, setting),
-    }
-
-
-def asked_setting(args):
-    """Return the chapter and changes that the arguments ask for."""
-    return args.chapter, {name: getattr(args, name) for name in DECIDED}
-
-
-def make_plan(args):
-    """Return the plan as a dictionary: of the asked setting, of all, and the first that fits."""
-    config, source = load_config(args)
-    longest = getattr(config, "max_position_embeddings", None) or args.seq_length
-    if args.seq_length > longest:
-        fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {longest} tokens")
-    try:
-        model = model_of(config)
-        settings = {name: plan_of(args, model, *how) for name, how in SETTINGS.items()}
-        asked = plan_of(args, model, *asked_setting(args))
-    except Exception as error:  # of any model there is, some compute with values, not shapes alone
-        fail(f"--model-name {args.model_name}: cannot be run on shapes alone: {first_line(error)}")
-    first = next((name for name, plan in settings.items() if plan["fits"]), None)
-    return {
-        "model": about(args, model, source),
-        "asked": asked,
-        "settings": settings,
-        "first": first,
-        "command": command_of(args, *SETTINGS[first]) if first else None,
-        "enough_nodes": None if first else enough_nodes(args, model),
+        "host_margin": host_room - host_needs,
+        "fits": room >= needs and host_room >= host_needs,
+        # of all ranks: weights, two moments, and of each tensor the number of steps
+        "checkpoint": 3 * setting.weight_bytes * model.weights + 4 * len(model.shapes),
     }
 
 
@@ -1111,89 +841,25 @@ def enough_nodes(args, model):
     for factor in (2**power for power in range(1, 9)):
         more = copy.copy(args)
         more.nodes, more.ranks = args.nodes * factor, args.ranks * factor
-        if plan_of(more, model, *list(SETTINGS.values())[-1])["fits"]:
+        if plan_of(more, model, LAST[:2], SETTINGS[LAST])["fits"]:
             return more.nodes
     return None
 
 
-def first_line(error):
-    """Return the first line of what an error says, for some say a page."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def about(args, model, source):
-    """Return what the plan is made for."""
-    return {
-        "name": args.model_name,
-        "source": source,
-        "weights": model.weights,
-        "layers": len(model.layers),
-        "ranks": args.ranks,
-        "micro_batch_size": args.micro_batch_size,
-        "accumulation": args.accumulation,
-        "seq_length": args.seq_length,
-        "precision": args.precision,
-    }
-
-
-def command_of(args, chapter, changes):
-    """Return the command that starts a setting, with those of the user's flags that it knows."""
-    script = script_of(chapter, args.nodes)
-    flags = {}
-    for names, options in flags_of(script):
-        name = names[-1].removeprefix("--").replace("-", "_")
-        value = changes.get(name, DECIDED.get(name, getattr(args, name)))
-        flags[names[-1]] = (value, options)
-    where = "--standalone"
-    if args.nodes > 1:
-        where = f"--nnodes {args.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
-    start = (
-        f"torchrun {where} --nproc-per-node {args.gpus_per_node} {script.relative_to(HERE.parent)}"
-    )
-    return shlex.join([*start.split(), *given(flags)])
-
-
-def given(flags):
-    """Return those flags, from name to (value, options), that differ from what they are anyway."""
-    words = []
-    for name, (value, options) in flags.items():
-        default = False if options.get("action") == "store_true" else options.get("default")
-        if name == "--precision" or value == default or value is None:
-            continue
-        if options.get("action") == argparse.BooleanOptionalAction:
-            words.append(name if value else name.replace("--", "--no-", 1))
-        elif isinstance(value, list):
-            words += [name, *value]
-        else:
-            words += [name] if value is True else [name, str(value)]
-    return words
+# ---- report ----------------------------------------------------------------------------------
 
 
 def show(args, plan):
     """Print the plan."""
     show_machine(args, plan["model"])
     show_memory(args, plan["asked"])
-    show_time(args, plan["asked"])
     show_settings(plan["settings"])
     if plan["first"]:
-        print(f"\nthe first that fits:\n\n  {plan['command']}")
+        print(f"\nthe first that fits: {plan['first']}")
     elif plan["enough_nodes"]:
-        print(f"\nnothing fits; {list(SETTINGS)[-1]} would on {plan['enough_nodes']} such nodes")
+        print(f"\nnothing fits; {LAST} would on {plan['enough_nodes']} such nodes")
     else:
         print("\nnothing fits, on any number of nodes: take larger GPUs or a smaller --seq-length")
-
-
-def show_line(args, plan):
-    """Print whether the asked setting fits, and how fast it may be."""
-    asked, machines = plan["asked"], f"{args.nodes} × {args.gpus_per_node} GPUs"
-    best, worst = asked["seconds"]
-    print(
-        f"{plan['model']['name']} on {machines} of {args.gpu_memory_gib:g} GiB: {verdict(asked)}; "
-        f"a GPU {text_of(asked['gpu_total'])} of tensors, {text_of(asked['gpu_needs'])} with all "
-        f"else; a host {text_of(asked['host_needs'])}; "
-        f"{time_of(best)} to {time_of(worst)} a step, MFU {asked['mfu'][1]:.0%} to "
-        f"{asked['mfu'][0]:.0%}"
-    )
 
 
 def show_machine(args, model):
@@ -1205,28 +871,48 @@ def show_machine(args, model):
         f"{args.host_memory_gib:g} GiB"
     )
     print(
-        f"{args.precision}; {model['seq_length']} tokens a sample, {model['micro_batch_size']} "
-        f"samples a micro-batch, micro-steps: {model['accumulation']}"
+        f"{args.precision}; {args.seq_length} tokens a sample, {args.micro_batch_size} samples a "
+        f"micro-batch, micro-steps: {args.accumulation}"
     )
 
 
 def show_memory(args, asked):
-    """Print what the asked setting takes on a GPU and on a host, in GiB."""
+    """Print what the chosen setting takes on a GPU, on a host and on the disk."""
     print(f"\nper GPU, at the fullest moment: {asked['gpu_when']}")
-    overhead = args.gpu_overhead_gib * GIB
     rows = asked["gpu"] | {"all tensors": asked["gpu_total"]}
     rows["fragmentation"] = asked["gpu_total"] * args.fragmentation
-    rows |= {"overhead": overhead, "margin": asked["gpu_margin"]}
-    show_rows(rows)
+    rows["overhead"] = args.gpu_overhead_gib * GIB
+    show_rows(rows | {"margin": asked["gpu_margin"]})
     print(f"\nper host, at the fullest moment: {asked['host_when']}")
     overhead = args.host_overhead_gib * args.gpus_per_node * GIB
     show_rows(asked["host"] | {"overhead": overhead, "margin": asked["host_margin"]})
+    print(f"\na checkpoint: {asked['checkpoint'] / 1e9:,.4g} GB")
+    if args.cpu_offload and args.chapter == "05" and args.accumulation > 1:
+        print("one micro-step is best under offload: a rank waits for later ones' gradients")
 
 
 def show_rows(rows):
     """Print names and bytes."""
     for name, size in rows.items():
         print(f"  {name:20}{text_of(size):>16}")
+
+
+def show_settings(settings):
+    """Print a line per setting: what it takes, and whether it fits."""
+    print(f"\n{'setting':38}{'GPU':>13}{'host':>14}")
+    for name, plan in settings.items():
+        sizes = f"{text_of(plan['gpu_needs']):>13}{text_of(plan['host_needs']):>14}"
+        print(f"{name:38}{sizes}  {verdict(plan)}")
+
+
+def show_line(args, plan):
+    """Print whether the chosen setting fits."""
+    asked, machines = plan["asked"], f"{args.nodes} × {args.gpus_per_node} GPUs"
+    print(
+        f"{args.model_name} on {machines} of {args.gpu_memory_gib:g} GiB: {verdict(asked)}; "
+        f"a GPU {text_of(asked['gpu_total'])} of tensors, {text_of(asked['gpu_needs'])} with all "
+        f"else; a host {text_of(asked['host_needs'])}"
+    )
 
 
 def text_of(size):
@@ -1238,90 +924,18 @@ def text_of(size):
     return f"{size / GIB:,.2f} GiB"
 
 
-def time_of(seconds):
-    """Return seconds as text, or as milliseconds where there are few."""
-    return f"{seconds:.3g} s" if seconds >= 0.1 or not seconds else f"{seconds * 1000:.3g} ms"
-
-
-def show_time(args, asked):
-    """Print the estimate of a step's time, where it goes and what it assumes; and of a save's."""
-    best, worst = asked["seconds"]
-    print(f"\na step: {time_of(best)} if all overlaps that can, {time_of(worst)} if nothing does")
-    print(f"  MFU {asked['mfu'][1]:.0%} to {asked['mfu'][0]:.0%}")
-    for name, (fast, slow) in asked["parts"].items():
-        print(f"  {name:20}{time_of(fast):>16}" + (f" to {time_of(slow)}" if slow > fast else ""))
-    low, high = args.gpu_efficiency
-    print(
-        f"  assumed: {args.gpu_tflops:g} TFLOP/s in bf16, {args.gpu_fp32_tflops:g} in fp32, of "
-        f"which matrix products reach {low:.0%} to {high:.0%};\n"
-        f"  GB/s: {args.gpu_bandwidth_gbs:g} GPU memory, {args.nvlink_gbs:g} NVLink, "
-        f"{args.network_gbs:g} network per GPU, {args.pcie_gbs:g} PCIe,\n"
-        f"  {args.pageable_gbs:g} PCIe to pageable memory, {args.cpu_adam_gbs:g} host memory, "
-        f"{args.disk_gbs:g} disk; no --compile"
-    )
-    if asked["parts"]["later gradients"][0]:
-        print("one micro-step is best under offload: a rank waits for the gradients of later ones")
-    saved = asked["checkpoint"]
-    print(f"a checkpoint: {saved['bytes'] / 1e9:,.4g} GB, {time_of(saved['seconds'])} to write")
-
-
-def show_settings(settings):
-    """Print a line per setting: what it takes, how fast it may be, whether it fits."""
-    print(f"\n{'setting':38}{'GPU':>14}{'host':>14}{'a step':>18}")
-    for name, plan in settings.items():
-        best, worst = plan["seconds"]
-        sizes = f"{text_of(plan['gpu_needs']):>14}{text_of(plan['host_needs']):>14}"
-        print(f"{name:38}{sizes}{f'{time_of(best)} – {time_of(worst)}':>18}  {verdict(plan)}")
-
-
 def verdict(plan):
     """Return whether a setting fits, and what is too small if not."""
     short = [name for name in ("gpu", "host") if plan[f"{name}_margin"] < 0]
-    return f"no: {' and '.join(short).replace('gpu', 'GPU')}" if short else "fits"
-
-
-def draw(args, plan):
-    """Draw two bars per setting, stacked of what it takes on a GPU and on a host."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        fail("--plot needs matplotlib: pip install -r requirements-dev.txt")
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    settings = plan["settings"]
-    draw_bars(left, {name: each["gpu"] for name, each in settings.items()}, args.gpu_memory_gib)
-    draw_bars(right, {name: each["host"] for name, each in settings.items()}, args.host_memory_gib)
-    left.invert_yaxis()
-    left.set(xlabel="GiB of tensors on a GPU")
-    right.set(xlabel="GiB of tensors on a host")
-    handles = {text: handle for axes in (right, left)
-               for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}  # fmt: skip
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=6, fontsize="small")
-    figure.suptitle(f"{args.model_name}, at the fullest moment")
-    try:
-        Path(args.plot).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(args.plot)
-    except OSError as error:
-        fail(f"--plot {args.plot}: {first_line(error)}")
-
-
-def draw_bars(axes, bars, limit):
-    """Draw bars, from name to bytes by part, and a line at `limit` GiB."""
-    left = dict.fromkeys(bars, 0.0)
-    for number, part in enumerate([*PARTS, "model in the making", "copy being saved"]):
-        sizes = [bar.get(part, 0) / GIB for bar in bars.values()]
-        if any(sizes):
-            axes.barh(list(bars), sizes, left=list(left.values()), label=part, color=f"C{number}")
-        left = dict(zip(bars, map(sum, zip(left.values(), sizes, strict=True)), strict=True))
-    axes.axvline(limit, color="black", linestyle="--", label="what there is")
+    return f"no: {', '.join(short).replace('gpu', 'GPU')}" if short else "fits"
 
 
 def main():
-    """Print the plan; exit with 0 if the asked setting fits, and with 1 if not."""
+    """Print the plan; exit with 0 if the chosen setting fits, and with 1 if not."""
     args = parse_args()
+    warnings.simplefilter("ignore")  # what fails is reported in one line
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     plan = make_plan(args)
-    if args.plot:
-        draw(args, plan)
     if args.json:
         print(json.dumps(plan, indent=1))
     elif args.brief:

@@ -4,10 +4,10 @@ Here:  python benchmarks/scale.py --output scale.json --plot scale.png
 Else:  python benchmarks/scale.py -m meta-llama/Llama-3.1-70B --recompute full --network-gbs 25
 
 Nothing is measured. One step is played on streams: one computes, one sends among the ranks of a
-copy of the model, one among copies. Bytes are those that tests count in chapter 04's runs, shapes,
-FLOPs and memory are the planner's, and what a collective takes is nccl's own model. One number is
-fitted: the share of a GPU's peak that computing reaches, at 8 GPUs of a published run. What that
-run did on 128 GPUs is then predicted. All flags of 05-large-model/will_it_fit.py are understood.
+copy of the model, one among copies. Bytes are those that tests count in chapter 04's runs, shapes
+and memory are the planner's, and what a collective takes is nccl's own model. One number is fitted:
+the share of a GPU's peak that computing reaches, at 8 GPUs of a published run. What that run did on
+128 GPUs is then predicted. All flags of 05-large-model/will_it_fit.py are understood.
 """
 
 import argparse
@@ -45,9 +45,16 @@ PUBLISHED = [
     {"run": "compiled", "devices": 128, "tokens_per_second": 6514, "gib": 62.0},
 ]
 
-# What nccl's developers say it reaches on H100s, of 450 and 50 GB/s: a ring inside a node,
+# GB/s of an H100. What nccl's developers say it reaches, of 450 and 50: a ring inside a node,
 # https://github.com/NVIDIA/nccl-tests/issues/212, and a 400 Gb/s adapter, issue 290 there.
-LINKS = "--nvlink-gbs 370 --network-gbs 47"
+SPEEDS = {  # flag: default, help
+    "--nvlink-gbs": (370.0, "a GPU sends inside its node"),
+    "--network-gbs": (47.0, "a GPU's share of the network"),
+    "--gpu-bandwidth-gbs": (3350.0, "of a GPU's own memory"),
+    "--pcie-gbs": (50.0, "between a GPU and its host"),
+    "--pageable-gbs": (6.0, "to host memory that is pageable"),
+    "--cpu-adam-gbs": (200.0, "a host's memory, in AdamW"),
+}
 
 # How nccl itself reckons, src/graph/tuning.cc at b6475625: share of the ring's bandwidth; then
 # microseconds to start, per hop inside a node, per hop between nodes. It takes what is fastest. A
@@ -85,18 +92,22 @@ ASSUMPTIONS = [
 def parse_args(argv=None):
     """Return the planner's arguments together with those of this script."""
     about = __doc__.partition("\n")[0]
-    epilog = f"all flags of will_it_fit.py are understood; given are {SETTINGS} {LINKS}"
+    epilog = f"all flags of will_it_fit.py are understood; given are {SETTINGS}"
     parser = argparse.ArgumentParser(description=about, epilog=epilog, allow_abbrev=False)
     add, number = parser.add_argument, planner().at_least
     add("--devices", type=number(1), nargs="+", default=DEVICES, help="how many there are in all")
     add("--micro-steps", type=number(1), default=1, help="of a step, of --batch-size samples each")
     add("--latency", type=number(0.0), default=1.0, help="of a hop, in multiples of nccl's figure")
+    add("--gpu-tflops", type=number(0.001), default=989.0, help="dense bf16 TFLOP/s of a GPU")
+    add("--gpu-fp32-tflops", type=number(0.001), default=67.0, help="the same, in float32")
+    for name, (speed, what) in SPEEDS.items():
+        add(name, type=number(0.001), default=speed, help=f"GB/s, {what}")
     add("--output", type=Path, help="a JSON file")
     add("--plot", type=Path, help="a PNG file")
     own, others = parser.parse_known_args(argv)
-    args = planner().parse_args([*shlex.split(f"{SETTINGS} {LINKS}"), *others])
+    args = planner().parse_args([*shlex.split(SETTINGS), *others])
     args.micro_batch_size, args.accumulation = args.batch_size, own.micro_steps
-    vars(args).update(vars(own))  # --plot is the planner's, too
+    vars(args).update(vars(own))
     if bad := [n for n in args.devices if n > args.gpus_per_node and n % args.gpus_per_node]:
         parser.error(f"--devices {bad[0]}: no multiple of --gpus-per-node {args.gpus_per_node}")
     return args
@@ -119,6 +130,43 @@ def model_of(name, *changes):
 
 
 # ---- one step, played on streams -------------------------------------------------------------
+
+
+def head_of(model):
+    """Return how many weights the output layer has."""
+    return model.config.vocab_size * model.config.hidden_size
+
+
+def flops_of(model, setting):
+    """Return the FLOPs of one micro-step on one rank: of the layers, and of the output layer.
+
+    A token takes 6 per weight and 12 × layers × width × sequence length for attention: PaLM,
+    appendix B, https://arxiv.org/abs/2204.02311. Looking up an embedding takes none.
+    """
+    tokens, config = setting.batch * setting.length, model.config
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    inside = sum(map(planner().numbers, model.layers))
+    layers = 6 * inside + 12 * len(model.layers) * width * setting.length
+    return layers * tokens, 6 * head_of(model) * tokens
+
+
+def peak_of(args, setting):
+    """Return the FLOP/s that a GPU could do at best."""
+    return 1e12 * (args.gpu_tflops if setting.bf16 else args.gpu_fp32_tflops)
+
+
+def links(args, setting):
+    """Return the GB/s at which a rank sends inside a copy of the model, and between copies.
+
+    A ring that spans nodes leaves each node once, through the network links of all its GPUs. Rings
+    of which each GPU of a node has one of its own share these links.
+    """
+    across = min(args.nvlink_gbs, args.gpus_per_node * args.network_gbs)
+    inside = across if setting.shards > args.gpus_per_node else args.nvlink_gbs
+    if args.nodes == 1:
+        return inside, args.nvlink_gbs
+    return inside, across if setting.chapter == "02" else args.network_gbs
 
 
 def collective(args, kind, size, ranks, nodes, gbs):
@@ -151,10 +199,8 @@ class Step:
         self.free, self.busy, self.sent = defaultdict(float), Counter(), Counter()
         self.depth = len(self.model.layers)
         self.back = 3 if self.setting.recompute == "full" else 2  # times as long as forward
-        tokens = self.setting.batch * self.setting.length
-        rate = planner().peak_of(self.args, self.setting) * share
-        head = 6 * self.model.head * tokens
-        layers = planner().flops_of(self.model, self.setting)[0] - head
+        rate = peak_of(self.args, self.setting) * share
+        layers, head = flops_of(self.model, self.setting)
         self.head, self.layer = head / 3 / rate, layers / 3 / rate / self.depth  # forward seconds
 
     def add(self, stream, seconds, after=0.0, sent=0.0):
@@ -170,7 +216,7 @@ class Step:
     def ring(self, stream):
         """Return the ranks of a stream's ring, the nodes that it spans, and its GB/s."""
         setting = self.setting
-        inside, between = planner().links(self.args, setting)
+        inside, between = links(self.args, setting)
         if stream == "replicas":  # one rank of each node
             return setting.replicas, setting.replicas, between
         if setting.chapter == "02":
@@ -215,7 +261,8 @@ class Step:
         """Play a micro-step of DDP: the last one's gradients are reduced while more are made."""
         self.add("compute", self.depth * self.layer + self.head)
         numbers, model = planner().numbers, self.model
-        parts = [(2 * self.head, 0 if model.tied else model.head)]
+        tied = model.config.tie_word_embeddings
+        parts = [(2 * self.head, 0 if tied else head_of(model))]
         parts += [(self.back * self.layer, numbers(layer)) for layer in reversed(model.layers)]
         parts += [(0.0, numbers(model.root) - parts[0][1])]
         for seconds, weights in parts:
@@ -243,7 +290,7 @@ class Step:
         args, setting, numbers = self.args, self.setting, self.numbers(group)
         later = 1 / args.pageable_gbs + 3 * args.gpus_per_node / args.cpu_adam_gbs
         copied = self.copy(numbers, 1 / args.pcie_gbs if first else later)
-        size = numbers * setting.reduce_bytes
+        size = numbers * setting.weight_bytes
         done = self.send("copy", "reduce-scatter", size, after, copied)
         if setting.offload and not first:
             self.free["compute"] = max(self.free["compute"], done)

@@ -1,6 +1,5 @@
 """Chapter 05's planner: bytes that are known, verdicts that make sense, real runs, bad input."""
 
-import argparse
 import importlib.util
 import json
 import os
@@ -83,7 +82,8 @@ def test_full_recomputation_keeps_the_layers_inputs_only(planner):
     args = planner.parse_args("-s 128 -b 4 --global-batch-size 32".split())
     model = planner.model_of(planner.load_config(args)[0])
     setting = planner.setting_of(args, "05", {"recompute": "full"})
-    assert planner.Step(model, setting).saved == {"activations": 4 * 128 * model.width * 2}
+    per_layer = 4 * 128 * 128 * 2  # samples, tokens, width, bytes
+    assert planner.Step(model, setting).saved == {"activations": per_layer}
 
 
 def test_less_memory_from_setting_to_setting(planner):
@@ -96,50 +96,42 @@ def test_less_memory_from_setting_to_setting(planner):
             without = settings[name.replace(" --cpu-offload", "")]
             assert each["gpu_total"] < without["gpu_total"]
             assert each["host_needs"] > without["host_needs"]
-            assert each["seconds"] > without["seconds"]
 
 
-def test_the_first_setting_that_fits(planner):
-    for memory, first in ((400, "02"), (70, "04 --no-reshard-after-forward"), (55, "04")):
-        options = f"-m meta-llama/Llama-3.1-8B -s 4096 -b 1 --gpu-memory-gib {memory}"
-        assert plan(planner, options)["first"] == first
-    small = "-m meta-llama/Llama-3.1-8B -s 4096 -b 1 --gpu-memory-gib 14"
-    assert plan(planner, small)["first"] == "05 --cpu-offload --recompute full"
-    assert plan(planner, f"{small} --host-memory-gib 100")["first"] is None
-    assert plan(planner, f"{small} --host-memory-gib 100")["enough_nodes"] == 2
+SMALL = "-m meta-llama/Llama-3.1-8B -s 4096 -b 1 --gpu-memory-gib"
 
 
-def test_the_command_is_one_that_the_chapter_takes(planner):
-    options = "-m meta-llama/Llama-3.1-8B -s 4096 -b 1 --lr 1e-5 --no-reshard-after-forward"
-    for memory, chapter in ((400, "02"), (55, "04"), (14, "05")):
-        words = shlex.split(plan(planner, f"{options} --gpu-memory-gib {memory}")["command"])
-        script = next(word for word in words if word.endswith("train_llm.py"))
-        assert ROOT / script == SCRIPTS[chapter]
-        parser = argparse.ArgumentParser(allow_abbrev=False)
-        for names, settings in planner.flags_of(SCRIPTS[chapter]):
-            parser.add_argument(*names, **settings)
-        args = parser.parse_args(words[words.index(script) + 1 :])
-        assert (args.seq_length, args.batch_size, args.lr) == (4096, 1, 1e-5)
-        assert getattr(args, "reshard_after_forward", True), "the setting decides on this"
-    several = plan(planner, "--nodes 2 --gpu-memory-gib 80")["command"]
-    assert "--nnodes 2" in several
-    assert "03-job-launchers/train_llm.py" in several
+@pytest.mark.parametrize(
+    ("memory", "first", "nodes"),
+    [
+        ("400", "02", None),
+        ("70", "04 --no-reshard-after-forward", None),
+        ("55", "04", None),
+        ("14", "05 --cpu-offload --recompute full", None),
+        ("14 --host-memory-gib 100", None, 2),
+    ],
+)
+def test_the_first_setting_that_fits_or_on_how_many_nodes(planner, memory, first, nodes):
+    planned = plan(planner, f"{SMALL} {memory}")
+    assert (planned["first"], planned["enough_nodes"]) == (first, nodes)
 
 
-def test_all_flags_of_the_chapter_are_understood(planner, tmp_path):
-    declared = dict.fromkeys(flags(SCRIPTS["05"].read_text()))
-    assert {names[-1] for names, _ in planner.flags_of(SCRIPTS["05"])} == declared.keys()
+def test_flags_and_chunks_are_those_of_the_chapter(planner, tmp_path):
+    source, ours = SCRIPTS["05"].read_text(), vars(planner.parse_args([]))
+    for flag, declared in flags(source).items():
+        value = ours[flag.removeprefix("--").replace("-", "_")]
+        assert not value or f"default={value!r}" in declared or flag in ("--device", "--precision")
+    assert f"\nCHUNK = {planner.CHUNK} " in source
     (tmp_path / "some.args").write_text("--lr 1e-5  # slow\n--compile\n--recompute full\n")
     args = planner.parse_args([f"@{tmp_path}/some.args", "--warmup-steps", "0", "-e", "name"])
-    assert (args.lr, args.compile, args.recompute, args.warmup_steps) == (1e-5, True, "full", 0)
+    assert (args.lr, args.compile, args.recompute) == ("1e-5", True, "full")
 
 
 def test_a_changed_configuration_is_the_one_that_is_planned(planner):
-    changed = plan(planner, "--config num_hidden_layers=2 hidden_size=64 --lr 1e-5")
+    changed = plan(planner, "--config num_hidden_layers=2 hidden_size=64")
     layer = 4 * 64 * 128 + 3 * 64 * 352 + 2 * 64  # four heads of 32, as before
     assert changed["model"]["weights"] == 2 * layer + 2 * 384 * 64 + 64
     assert changed["model"]["source"] == "built in, with num_hidden_layers=2,hidden_size=64"
-    assert "--config num_hidden_layers=2 hidden_size=64 --lr 1e-05" in changed["command"]
 
 
 def test_layers_of_two_kinds_may_become_fewer_or_more(planner, models):
@@ -155,24 +147,6 @@ def test_accumulation_costs_chapter_02_its_gradients_once_more(planner):
         for n in (1, 2)
     )
     assert twice["gpu"]["whole gradients"] == once["state"]["gradients"]
-
-
-def test_offload_waits_for_the_gradients_of_later_micro_steps(planner):
-    # FSDP2 copies the first ones to pinned memory, and adds the others from pageable memory
-    options = "-m meta-llama/Llama-3.1-8B -s 1024 -b 1 --gpus-per-node 8 --cpu-offload --pcie-gbs"
-    settings = (f"{options} 50 --global-batch-size {8 * n}" for n in (1, 2, 5))
-    one, two, five = (plan(planner, each)["asked"] for each in settings)
-    copied = WEIGHTS["llama-3.1-8b"] * 4 / 8 / 1e9  # of a GPU, in GB
-    wait = copied / 6 + 3 * copied / (200 / 8)  # then 12 bytes of each are read or written
-    waits = [each["parts"]["later gradients"][0] for each in (one, two, five)]
-    assert waits == pytest.approx([0, wait, 4 * wait])
-    # what is gathered is copied to the GPU in each micro-step, at the pinned rate
-    pinned = [each["parts"]["GPU to host and back"][0] for each in (one, two, five)]
-    assert pinned[1] - pinned[0] == pytest.approx((pinned[2] - pinned[1]) / 3)
-    assert pinned[1] - pinned[0] < 2 * copied / 50
-    assert two["seconds"][0] > wait + two["parts"]["AdamW"][0]  # nothing hides it
-    unlike = [plan(planner, f"-s 64 -b 1 --global-batch-size {8 * n}")["asked"] for n in (1, 2)]
-    assert [each["parts"]["later gradients"][0] for each in unlike] == [0, 0]
 
 
 def test_one_micro_step_is_advised_under_offload(planner, monkeypatch, capsys):
@@ -191,8 +165,6 @@ def test_405b_as_reported(planner):
     # 52.9 GB were reported for 64 GPUs of 80 GB, most likely with weights and states in bf16
     as_reported = plan(planner, f"{PAPER} --weights-dtype bf16")["asked"]
     assert as_reported["gpu_total"] == pytest.approx(52.9e9, rel=0.1)
-    low, high = as_reported["seconds"]
-    assert low < 30 < high
     ours = plan(planner, PAPER)
     assert ours["asked"]["fits"]
     assert ours["asked"]["gpu_total"] > as_reported["gpu_total"]
@@ -210,8 +182,8 @@ def test_405b_takes_seconds_and_says_where_the_shape_is_from():
     used -= before.children_user + before.children_system
     assert min(used, took) < 10  # other work on the machine is none of the planner's
     assert done.returncode == 0, done.stderr
-    assert "the published shape; the hub was not asked" in done.stdout
-    assert "torchrun --nnodes 8" in done.stdout
+    assert "configs/llama-3.1-405b.json; the hub was not asked" in done.stdout
+    assert "the first that fits: 05 --cpu-offload --recompute full" in done.stdout
 
 
 def main(planner, monkeypatch, *options):
@@ -222,11 +194,9 @@ def main(planner, monkeypatch, *options):
     return stop.value.code
 
 
-def test_exit_status_says_whether_the_asked_setting_fits(planner, tmp_path, monkeypatch, capsys):
-    picture = tmp_path / "new/plan.png"
-    assert main(planner, monkeypatch, "--json", "--plot", picture) == 0
+def test_exit_status_says_whether_the_chosen_setting_fits(planner, monkeypatch, capsys):
+    assert main(planner, monkeypatch, "--json") == 0
     assert json.loads(capsys.readouterr().out)["asked"]["fits"]
-    assert picture.read_bytes().startswith(b"\x89PNG")
     assert main(planner, monkeypatch, "--gpu-memory-gib", 1) == 1
     assert "nothing fits" in capsys.readouterr().out
 
@@ -242,7 +212,6 @@ BAD = {
     "typo": ("--recomputed full", "unrecognized arguments: --recomputed full"),
     "no GPUs": ("--gpus-per-node 0", "--gpus-per-node: must be at least 1, not 0"),
     "infinite": ("--gpu-memory-gib inf", "--gpu-memory-gib: must be at least 0.0, not inf"),
-    "of the script": ("--lr -1", "--lr: must be at least 0.0, not -1"),
     "config": ("--config width=8", "--config width=8: key width"),
     "no value": ("--config num_hidden_layers", "--config num_hidden_layers: "),
     "no layers": ("--config num_hidden_layers=0", "--model-name tiny: cannot be run on shapes"),
@@ -255,17 +224,11 @@ BAD = {
     "no json": ("-m {folder}/broken.json", "broken.json:"),
     "half a json": ("-m {folder}/half.json", "half.json"),
     "arguments file": ("@nosuch.args", "'nosuch.args'"),
-    "picture": ("--plot plan.txt", "--plot plan.txt: name a .png, .svg or .pdf file"),
-    "picture's folder": ("--plot {folder}/half.json/plan.png", "half.json/plan.png"),
-    "efficiency": ("--gpu-efficiency 0.9 0.5", "--gpu-efficiency takes two numbers"),
     "types": ("--precision fp32 --weights-dtype bf16", "--weights-dtype bf16 with"),
 }
 
 
-SLOW = pytest.param("no model", marks=pytest.mark.slow)  # where there is no network, it is tried
-
-
-@pytest.mark.parametrize("name", [SLOW if name == "no model" else name for name in BAD])
+@pytest.mark.parametrize("name", BAD)
 def test_bad_input(planner, name, tmp_path, monkeypatch, capsys):
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "half.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
