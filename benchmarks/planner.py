@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import ByT5Tokenizer, LlamaConfig
 
 from fsdp import bytes_of, torchrun
-from speed import describe_machine
+from speed import describe_machine, in_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANNER = ROOT / "05-large-model/will_it_fit.py"
@@ -247,7 +247,7 @@ def main():
         )
     if args.output:
         result = {"machine": describe_machine(), "rows": rows}
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        args.output.write_text(in_rows(result) + "\n")
 
 
 if __name__ == "__main__":

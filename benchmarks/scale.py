@@ -16,13 +16,14 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
-import json
 import shlex
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
 from matplotlib.figure import Figure
+
+from speed import in_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANNER = ROOT / "05-large-model/will_it_fit.py"
@@ -423,27 +424,19 @@ def curves(axes, rows, x, y, title, label):
 
 
 def draw(results, path):
-    """Write a PNG: speed, waiting and memory."""
-    figure = Figure(figsize=(13, 8), dpi=120, layout="constrained")
-    (speed, fast, memory), (wait, waits, swept) = figure.subplots(2, 3)
-    scenes = {scene: [r for r in results["rows"] if r["scene"] == scene] for scene in SCENES}
-    large, small = scenes["as published"], scenes["2048 tokens"]
-    most = max(row["devices"] for row in large if row["devices"] <= max(SWEPT, large[0]["devices"]))
-    some = [r for tokens in TOKENS for r in scenes[f"{tokens} tokens"] if r["devices"] == most]
+    """Write a PNG: speed against the number of devices, with many tokens each and with few."""
+    figure = Figure(figsize=(8.3, 4.4), dpi=100, layout="constrained")
+    speed, fast = figure.subplots(1, 2)
+    large, small = ([row for row in results["rows"] if row["scene"] == scene]
+                    for scene in ("as published", "2048 tokens"))  # fmt: skip
     each, per_second = f"{large[0]['tokens']:,} tokens each", "tokens per second and device"
-    curves(speed, large, "devices", "tokens_per_second", f"speed, {each}", per_second)
-    curves(fast, small, "devices", "tokens_per_second", "speed, 2,048 tokens each", per_second)
-    curves(memory, large, "devices", "gib", f"memory, {each}", "GiB per device")
-    curves(wait, large, "devices", "share", f"waiting, {each}", "share of a step")
-    curves(waits, small, "devices", "share", "waiting, 2,048 tokens each", "share of a step")
-    curves(swept, some, "tokens", "share", f"waiting, {most} devices", "share of a step")
-    memory.axhline(80, color="black", ls=":")
-    memory.text(most, 84, "80 GiB: an H100")
+    curves(speed, large, "devices", "tokens_per_second", each, per_second)
+    curves(fast, small, "devices", "tokens_per_second", "2,048 tokens each", "")
     speed.set_ylim(0.9 * min(row["tokens_per_second"] for row in large))
     if results["machine"]["model_name"] in SETTINGS:
         mark(speed, results["published"])
     handles, labels = speed.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     figure.savefig(path)
 
 
@@ -474,7 +467,7 @@ def main():
     results |= {"published": compare(shares), "rows": all_rows(sys.argv[1:], shares["compiled"])}
     show(results)
     if args.output:
-        args.output.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+        args.output.write_text(in_rows(results) + "\n")
     if args.plot:
         draw(results, args.plot)
 
