@@ -122,7 +122,10 @@ bench: install  ## measure the chapters next to other trainers; make tables and 
 	$(PIP) -r benchmarks/requirements.txt
 	@set -ex; out=benchmarks/results; \
 	$(PY) benchmarks/speed.py --output $$out/speed.json || missed=$$?; \
+	$(PY) benchmarks/speed.py --rounds 5 --only bare 01 "bare compiled" "01 compiled" \
+		--output $$out/speed-bare.json || missed=$$?; \
 	$(PY) benchmarks/floor.py --output $$out/floor.json; \
+	$(PY) benchmarks/floor.py --compile --output $$out/floor-compiled.json; \
 	$(PY) benchmarks/growth.py --output $$out/growth.json; \
 	$(PY) benchmarks/large.py saves --output $$out/large.json; \
 	$(PY) benchmarks/where.py --output $$out/where.json --plot docs/where.png; \
