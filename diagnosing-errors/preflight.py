@@ -437,7 +437,7 @@ def checks(args, world_size):
               "start chronyd or ntpd there; see timedatectl", "{:+.1f} s"),
         Check("--save-dir", NO_GO, is_not(SHARED), "take one that all hosts share and can write"),
         Check("disk free", NO_GO, lambda value, _: value < 3 * args.checkpoint_gb,
-              "needs room for two checkpoints, and one in the making", "{:.1f} GB"),
+              f"needs {3 * args.checkpoint_gb:g} GB: three checkpoints for a moment", "{:.1f} GB"),
         Check("matmul", NO_GO, below(SLOW_DEVICE[args.device]), busy, "{:.3g} TFLOP/s"),
         Check("all-reduce", NO_GO, lambda *_: False, "", "{:.3g} GB/s"),  # one number for all
         Check("link inside a host", NO_GO, below(SLOW_LINK[args.device]), link, "{:.3g} GB/s"),
