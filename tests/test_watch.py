@@ -28,7 +28,7 @@ def run(tmp_path):
             beat |= {name: beat[name] + shift for name in ("time", "started", "since")}
             beat |= {"pid": os.getpid(), "host": os.uname().nodename, "step_seconds": 10.0}
             (tmp_path / f"ranks/{rank:05}.json").write_text(json.dumps(beat))
-            dump = files["dumps"][0] | {"time": now}
+            dump = files["dump"] | {"time": now}
             (tmp_path / f"ranks/{rank:05}.dump.json").write_text(json.dumps(dump))
         row = {"step": 10, "loss": 3.21, "tokens_per_second": 1234}
         (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
