@@ -301,6 +301,11 @@ class Finding:
     hosts: list = field(default_factory=list)
 
 
+def found_in(kind, some, reason, sure="certain"):
+    """Return the finding of these ranks, or nothing if there are none."""
+    return Finding(kind, numbers(some), reason, sure) if some else None
+
+
 def find(facts, everyone):
     """Return the findings, one of a kind; the first explains the others."""
     ended = died(facts, everyone)
@@ -389,7 +394,7 @@ def of_victims(everyone, some):
         return None  # the others may be about to say why, or be the reason
     said = cause_of(some[0].error or "aborted in a collective")[1][:200]
     reason = f"no rank has an error of its own; all that failed lost the others: {said}"
-    return Finding("network", numbers(some), reason)
+    return Finding("network", numbers(some), reason, "a guess")
 
 
 def of_vanished(facts, everyone, gone):
@@ -412,12 +417,10 @@ def of_vanished(facts, everyone, gone):
 def unreachable(facts, everyone):
     """Return the finding of ranks of which nothing is heard any more, nor of their processes."""
     lost = [one for one in everyone if one.state == "silent"]
-    if not lost:
-        return None
     down = [f"{x} does not answer" for x, fact in facts["hosts"].items() if "error" in fact]
     told = "; ".join(down[:4]) or "their hosts were not looked at: give --hosts or --slurm-job"
-    reason = f"silent for {max(one.age for one in lost):.0f} s; {told}"
-    return Finding("host-unreachable", numbers(lost), reason, "certain" if down else "a guess")
+    reason = f"silent for {max((one.age for one in lost), default=0):.0f} s; {told}"
+    return found_in("host-unreachable", lost, reason, "certain" if down else "a guess")
 
 
 # ---- a run that stands still -------------------------------------------------------------------
@@ -478,7 +481,8 @@ def blocked(still):
         kind = "unknown" if late[0].phase == "checkpoint" else "straggler"
         return Finding(kind, some, f"has not come to where the others wait, {where}")
     if still and all(waits(one) for one in still):
-        return Finding("network", [], f"a collective that all are in does not end, {where}")
+        sure = "likely" if any(one.calls for one in still) else "a guess"
+        return Finding("network", [], f"a collective that all are in does not end, {where}", sure)
     return None
 
 
@@ -638,15 +642,12 @@ def shift(one, everyone):
 # ---- wrong numbers -----------------------------------------------------------------------------
 def not_finite(everyone):
     """Return the finding of the ranks whose own loss or gradient was the first not to be finite."""
-    bad = [one for one in everyone if one.bad]
-    if not bad:
-        return None
-    step = min(one.bad["step"] for one in bad)
-    first = [one for one in bad if one.bad["step"] == step]
+    step = min((one.bad["step"] for one in everyone if one.bad), default=0)
+    first = [one for one in everyone if one.bad and one.bad["step"] == step]
     losses = [one for one in first if not math.isfinite(one.bad["loss"])]
-    what, ranks = "loss" if losses else "gradient", numbers(losses or first)
-    reason = f"step {step}: the {what} of rank {spans(ranks)} was not finite, before it was reduced"
-    return Finding("not-finite", ranks, reason, "certain")
+    what = "loss" if losses else "gradient"
+    reason = f"step {step}: this rank's own {what} was not finite, before it was reduced"
+    return found_in("not-finite", losses or first, reason)
 
 
 def checks_of(everyone):
@@ -662,15 +663,14 @@ def replicas(everyone):
     """Return the finding of weights that differ on ranks which have the same part of the model."""
     for step, checks in checks_of(everyone).items():
         for part in {one.shard for one in checks}:
-            sums = {x.rank: check["weights"] for x, check in checks.items() if x.shard == part}
+            sums = {one: check["weights"] for one, check in checks.items() if one.shard == part}
             usual, count = Counter(sums.values()).most_common(1)[0]
-            ranks = [rank for rank, value in sums.items() if value != usual]
-            if ranks:
-                told = " from those of their replicas"
-                if count <= len(ranks):
-                    ranks, told = list(sums), ": one of them is wrong"
-                reason = f"step {step}: the weights of rank {spans(ranks)} differ{told}"
-                return Finding("replicas-differ", ranks, reason, "certain")
+            some = [one for one, value in sums.items() if value != usual]
+            reason = f"step {step}: these weights differ from those of their replicas"
+            if some and count <= len(some):
+                some, reason = list(sums), f"step {step}: one of these replicas has wrong weights"
+            if some:
+                return found_in("replicas-differ", some, reason)
     return None
 
 
@@ -679,34 +679,28 @@ def same_data(everyone):
     checks = [each for each in checks_of(everyone).values() if len(each) == len(everyone)][-2:]
     shown = defaultdict(list)
     for one in everyone if len(checks) == 2 else ():
-        shown[tuple(check[one]["data"] for check in checks)].append(one.rank)
-    for inputs, ranks in shown.items():
-        if len(ranks) > 1 and all(inputs):
-            reason = f"ranks {spans(ranks)} get the same tokens"
-            return Finding("same-data", ranks, reason, "certain")
-    return None
+        shown[tuple(check[one]["data"] for check in checks)].append(one)
+    alike = [some for inputs, some in shown.items() if len(some) > 1 and all(inputs)]
+    return found_in("same-data", alike[0] if alike else [], "they get the same tokens")
 
 
 def spike(everyone):
     """Return the finding of ranks whose loss was far above that of most, in two looks."""
-    odd = []
+    looks = Counter()
     for checks in list(checks_of(everyone).values())[-2:]:
-        means = {one.rank: mean(check["losses"]) for one, check in checks.items()}
+        means = {one: mean(check["losses"]) for one, check in checks.items()}
         usual = median_low(means.values())
-        limit = usual + max(0.5, 0.25 * usual)
-        odd.append({rank for rank, loss in means.items() if loss > limit})
-    ranks = sorted(set.intersection(*odd)) if len(odd) == 2 else []
-    if not ranks or 2 * len(ranks) >= len(everyone):
-        return None
-    return Finding("loss-spike", ranks, "a loss far above other ranks', in two looks")
+        looks.update(x for x, loss in means.items() if loss > usual + max(0.5, 0.25 * usual))
+    some = [one for one in everyone if looks[one] == 2]
+    few = some if 2 * len(some) < len(everyone) else []
+    return found_in("loss-spike", few, "a loss far above other ranks', in two looks", "likely")
 
 
 def unread(everyone):
     """Return the finding of a checkpoint that this start of the run could not read."""
-    for line in (line for one in everyone for line in one.printed):
-        if re.search(CLUES["corrupt-checkpoint"], line):
-            return Finding("corrupt-checkpoint", [], line[:300], "certain")
-    return None
+    printed = [line for one in everyone for line in one.printed]
+    lines = [line for line in printed if re.search(CLUES["corrupt-checkpoint"], line)]
+    return Finding("corrupt-checkpoint", [], lines[0][:300], "certain") if lines else None
 
 
 # ---- what is used up ---------------------------------------------------------------------------
@@ -719,30 +713,22 @@ def leak(everyone):
         by = values[-1] - values[0]
         if len(rises) > 2 and sum(rises) >= len(rises) - 1 and by > max(LEAK, 0.5 * values[0]):
             grown.append(one)
-    if not grown:
-        return None
-    reason = f"the host memory of rank {grown[0].rank} grows and grows: {grown[0].memory[-6:]} GiB"
-    return Finding("host-memory-leak", numbers(grown), reason)
+    told = grown[0].memory[-6:] if grown else []
+    return found_in("host-memory-leak", grown, f"memory grows and grows: {told} GiB", "likely")
 
 
 def many_files(everyone):
     """Return the finding of ranks with so many open files that soon no other can be opened."""
-    count = {one: one.open_files or 0 for one in everyone}
-    usual = min(count.values(), default=0) + 400
-    many = [one for one in count if count[one] > min(0.8 * one.files_limit, usual)]
-    if not many:
-        return None
-    one = many[0]
-    reason = f"rank {one.rank} has {count[one]} files open, of {one.files_limit} at most"
-    return Finding("too-many-open-files", numbers(many), reason)
+    usual = min((one.open_files or 0 for one in everyone), default=0) + 400
+    many = [x for x in everyone if (x.open_files or 0) > min(0.8 * x.files_limit, usual)]
+    told = [f"{one.open_files} files are open, of {one.files_limit} at most" for one in many[:1]]
+    return found_in("too-many-open-files", many, "".join(told), "likely")
 
 
 def full_disk(facts):
     """Return the finding of a disk with no room for a checkpoint."""
-    if facts["free"] >= FULL:
-        return None
     reason = f"{facts['run']} has {facts['free'] / 2**20:.0f} MiB free"
-    return Finding("disk-full", [], reason, "certain")
+    return Finding("disk-full", [], reason, "certain") if facts["free"] < FULL else None
 
 
 # ---- nothing wrong -----------------------------------------------------------------------------
@@ -762,8 +748,9 @@ def at_rest(facts, everyone):
         return Finding("slow-but-healthy", [], reason)
     compiles = any(one.phase == "compile" for one in everyone)
     if ended or (longest > limit_of(everyone) and not compiles):
-        reason = f"{len(ended)} ranks have ended, some do nothing for {longest:.0f} s, and no file "
-        return Finding("unknown", numbers(ended), reason + "says why")
+        reason = f"some ranks have not got on for {longest:.0f} s, and nothing shows why"
+        reason = "these ranks have ended, and the others not yet: ask again" if ended else reason
+        return Finding("unknown", numbers(ended), reason)
     steps = [one.step_seconds for one in everyone if one.step_seconds]
     pace = f", in {median(steps):.3g} s each" if steps else ""
     reason = f"the ranks take steps, now {max(one.step for one in everyone)}{pace}"
