@@ -1,6 +1,6 @@
 """What each launcher of chapter 03 tells its ranks: on two hosts with two ranks each, for real.
 
-Here:  make environments     write docs/environments.json, from which the README's table is made
+Here:  make environments     write docs/environments.json, from which environments.md is made
 
 Needs root, the packages of packages.sh, and DeepSpeed.
 """
