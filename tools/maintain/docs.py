@@ -1,7 +1,7 @@
 """Make the parts of the READMEs that come from files: diffs, samples of output, tables.
 
 Here:  make docs                       make them anew
-       python tools/docs.py --check    say which are not as they would be made
+       python tools/maintain/docs.py --check    say which are not as they would be made
 
 Where a README says so, in a comment, cog calls one of these functions and puts in what it prints.
 """
@@ -105,8 +105,8 @@ def chapter_map():
 
 
 def sample(name, head=None, tail=0):
-    """Print what a command has printed, from docs/samples: all, or its first and last lines."""
-    lines = (ROOT / "docs/samples" / f"{name}.txt").read_text().splitlines()
+    """Print what a command has printed, from assets/samples: all, or its first and last lines."""
+    lines = (ROOT / "assets/samples" / f"{name}.txt").read_text().splitlines()
     if head is not None:
         lines = [*lines[:head], *(["..."] if head else []), *lines[len(lines) - tail :]]
     fenced("text", lines)
@@ -209,7 +209,7 @@ def planner(file):
 
 def plan(config):
     """Print, as comments, what the planner has said of a file under configs."""
-    text = (ROOT / "docs/samples/05-plans.txt").read_text()
+    text = (ROOT / "assets/samples/05-plans.txt").read_text()
     for line in text.splitlines():
         name, told = line.split(" on ", 1)
         if name.lower().endswith(config):
@@ -444,11 +444,13 @@ def gpu_checks():
 
 
 def environments(rank=3):
-    """Print the table of what each launcher told one rank, from docs/environments.json."""
+    """Print the table of what each launcher told one rank."""
     columns = "launcher", "rank", "ranks in all", "rank on its node"
     columns += "where to meet", "GPUs", "threads"
     print(f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", sep="\n")
-    for launcher, found in json.loads((ROOT / "docs/environments.json").read_text()).items():
+    for launcher, found in json.loads(
+        (ROOT / "benchmarks/results/environments.json").read_text()
+    ).items():
         told = found["ranks"][rank]["variables"]
         groups = [[name] for name in found["names"]]
         groups.append([name for name in told if name.startswith(("MASTER", "SLURM_STEP_NODE"))])
