@@ -22,7 +22,7 @@ from fork_server import Server, settings
 from readme import commands
 
 SCRIPTS = chapters()
-SERVER = Server(SCRIPTS.values())
+SERVER = Server()
 # A run of seconds: 20 steps, every one of them logged.
 SHORT = (
     "--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8 "
@@ -109,11 +109,10 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def environment(tmp_path_factory):
-    """One thread a process, quick starts, no hub, and a data cache for all tests of the session."""
+    """One thread a process, no hub, and a data cache for all tests of the session."""
     cache = tmp_path_factory.mktemp("cache")
     os.environ.update(
         OMP_NUM_THREADS="1",
-        PYTHONPATH=str(ROOT / "tests/quick_start"),
         HF_HUB_OFFLINE="1",
         HF_HOME=str(cache / "hf"),
         WANDB_DIR=str(cache),
@@ -121,8 +120,6 @@ def environment(tmp_path_factory):
         TOKENIZERS_PARALLELISM="false",
     )
     SERVER.settings = settings()
-    yield
-    SERVER.stop()
 
 
 def free_port():
@@ -149,7 +146,7 @@ def run_jobs(world_size, jobs, folder, timeout=1000, shares=1):
         ]
         if listed:
             (folder / f"jobs{share}.json").write_text(json.dumps(listed))
-            command = [ROOT / "tests/worker.py", folder, share]
+            command = [ROOT / "tests/support/worker.py", folder, share]
             started += start_ranks(world_size, command, folder, f"-{share}")
     try:
         deadline = time.monotonic() + timeout
