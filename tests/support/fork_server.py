@@ -18,12 +18,11 @@ from contextlib import suppress
 from multiprocessing import forkserver
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["torch", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "datasets"]
-    + ["transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama"]
-    + ["transformers.models.auto.tokenization_auto", "torch.distributed.checkpoint.staging"]
-    + ["transformers.integrations.sdpa_attention", "pydoc_data.topics", "tqdm", "wandb"]
-)
+IMPORTED = "torch torch.distributed.checkpoint.staging torch.distributed.checkpoint.state_dict "
+IMPORTED += "torch.distributed.fsdp datasets transformers.integrations.sdpa_attention tqdm wandb "
+IMPORTED += "transformers.models.auto.modeling_auto transformers.models.auto.tokenization_auto "
+IMPORTED += "transformers.models.llama.modeling_llama pydoc_data.topics"
+FORKS.set_forkserver_preload(IMPORTED.split())
 
 
 class Server:
