@@ -188,7 +188,7 @@ def workers(process):
     return [child for child in children if any("train_llm.py" in word for word in child.cmdline())]
 
 
-FURTHER = {"05": ["--checkpoint-async", "--checkpoint-every", 3]}  # so that a stop meets a save
+FURTHER = {"05": ["--checkpoint-async", "--checkpoint-every", 8]}  # so that a stop meets a save
 
 
 @pytest.fixture(scope="module")
