@@ -245,7 +245,7 @@ def faults(file):
 def fault(name, file="faults-cpu-2cores.json"):
     """Print what one broken run showed: lines of its log, and the verdict of whats_wrong.py."""
     rows = [row for row in measured(file, "rows") if row["fault"] == name and row["right"]]
-    row = next(row for row in rows if row["said"].upper() in row["text"])  # when asked once more too
+    row = next(row for row in rows if row["said"].upper() in row["text"])  # asked once more, too
     verdict = row["text"].rstrip().rpartition("\n\n")[2].splitlines()
     log = [line for line in row["log"] if "ChildFailedError" not in line]
     fenced("text", [*log[:6], "", *verdict])
