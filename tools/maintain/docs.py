@@ -16,7 +16,7 @@ from statistics import median
 
 from cogapp import Cog
 
-from chapters import ROOT, chapters, diff, diff_size, parent_of, parts
+from chapters import ROOT, chapters, diff, diff_size, flags, parent_of, parts
 from readme import readmes
 
 
@@ -102,6 +102,16 @@ def chapter_map():
             added, removed = diff_size(chapters()[parent], script)
             size = f"+{added} −{removed} against {parent}"
         print(f"| [{folder}]({folder}/README.md) | {sentence} | {source.count(chr(10))} | {size} |")
+
+
+def defaults(chapter, *names):
+    """Print the table of flags of a chapter: what each is without being given, and its help."""
+    declared = flags(chapters()[chapter].read_text())
+    print("| flag | default | |", "|---|---|---|", sep="\n")
+    for name in names:
+        options = ast.parse(declared[f"--{name}"]).body[0].value.keywords
+        told = {option.arg: option.value.value for option in options if option.arg != "type"}
+        print(f"| `--{name}` | {told['default']} | {told['help']} |")
 
 
 def sample(name, head=None, tail=0):
@@ -234,7 +244,8 @@ def faults(file):
 
 def fault(name, file="faults-cpu-2cores.json"):
     """Print what one broken run showed: lines of its log, and the verdict of whats_wrong.py."""
-    row = next(row for row in measured(file, "rows") if row["fault"] == name and row["right"])
+    rows = [row for row in measured(file, "rows") if row["fault"] == name and row["right"]]
+    row = next(row for row in rows if row["said"].upper() in row["text"])  # asked once more, too
     verdict = row["text"].rstrip().rpartition("\n\n")[2].splitlines()
     log = [line for line in row["log"] if "ChildFailedError" not in line]
     fenced("text", [*log[:6], "", *verdict])

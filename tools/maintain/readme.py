@@ -30,7 +30,7 @@ def readmes(root=ROOT):
 
 def words(path, made=True):
     """Return the number of words of a README: all, or of its prose: none that is made, no code."""
-    text = path.read_text()
+    text = re.sub(r'<a id="[\w-]+"></a>', "", path.read_text())
     if not made:
         text = re.sub(
             r"<!-- \[\[\[cog.*?\[\[\[end\]\]\]|<!--.*?-->|```.*?```", "", text, flags=re.S
