@@ -130,7 +130,7 @@ bench: install  ## measure the chapters next to other trainers; make tables and 
 	$(PY) benchmarks/growth.py --output $$out/growth.json; \
 	$(PY) benchmarks/large.py saves --output $$out/large.json; \
 	$(PY) benchmarks/where.py --output $$out/where.json --plot assets/where.png; \
-	$(PY) benchmarks/scale.py --output $$out/scale.json --plot assets/scale.png; \
+	$(PY) benchmarks/scale.py --plot assets/scale.png; \
 	$(PY) benchmarks/report.py $$out assets; \
 	$(PY) tools/maintain/docs.py; \
 	exit $${missed:-0}

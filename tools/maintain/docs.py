@@ -7,6 +7,8 @@ Where a README says so, in a comment, cog calls one of these functions and puts 
 """
 
 import ast
+import functools
+import importlib
 import json
 import re
 import sys
@@ -349,11 +351,18 @@ def growth(file, what):
         print(f"| {' | '.join(form.format(row[name]) for name, form in shown.items())} |")
 
 
-def scale(file, scene="as published", devices=(8, 64, 512, 4096)):
+@functools.cache
+def predicted():
+    """Return what benchmarks/scale.py predicts."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    return importlib.import_module("scale").predict([])
+
+
+def scale(scene="as published", devices=(8, 64, 512, 4096)):
     """Print the table of a scene: tokens/s per device, share of a step that waits, GiB if known."""
     print(f"| | {' | '.join(f'{number:,} devices' for number in devices)} |")
     print(f"|{'---|' * (len(devices) + 1)}")
-    rows = [row for row in measured(file, "rows") if row["scene"] == scene]
+    rows = [row for row in predicted()["rows"] if row["scene"] == scene]
     for name in dict.fromkeys(row["strategy"] for row in rows):
         cells = {
             row["devices"]: f"{row['tokens_per_second']:,.0f}, {row['share']:.1%}"
@@ -364,9 +373,9 @@ def scale(file, scene="as published", devices=(8, 64, 512, 4096)):
         print(f"| {name} | {' | '.join(cells[number] for number in devices)} |")
 
 
-def scale_lessons(file):
+def scale_lessons():
     """Print what the scenes of benchmarks/scale.py teach, with their numbers."""
-    found = {(row["scene"], row["strategy"], row["devices"]): row for row in measured(file, "rows")}
+    found = {(row["scene"], row["strategy"], row["devices"]): row for row in predicted()["rows"]}
     fsdp, hybrid, offload = "FSDP, gathered twice", "hybrid", "FSDP, CPU offload"
     few, many = "2048 tokens", "8 × 4096 tokens, 100 Gb/s"
 
@@ -405,11 +414,11 @@ def scale_lessons(file):
     )
 
 
-def scale_published(file):
+def scale_published():
     """Print the table of what a published run reached, and what benchmarks/scale.py says of it."""
     print("| run | GPUs | tokens/s per GPU, published | predicted | GiB, published | predicted |")
     print("|---|---|---|---|---|---|")
-    for row in measured(file, "published"):
+    for row in predicted()["published"]:
         how = "fitted" if row["fitted"] else f"{row['error']:+.1%}"
         speeds = f"{row['tokens_per_second']:,} | {row['predicted']:,.0f} ({how})"
         gib = f"{row['gib']:.1f} | {row['predicted_gib']:.1f}"
