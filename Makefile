@@ -116,6 +116,7 @@ samples: install  ## run the commands whose output the READMEs show, keep it in 
 timeline: install  ## draw assets/timeline.png: what two ranks do in one step
 	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node 2 tools/maintain/timeline.py \
 		assets/timeline.png
+	$(PY) tools/maintain/docs.py
 
 # A missed goal is told at the end, when all else is measured too.
 .PHONY: bench

@@ -276,7 +276,7 @@ def show(row):
 
 def draw(rows, path):
     """Write a PNG: a bar for each run; under it, what is hidden ends where the rest is exposed."""
-    figure = Figure(figsize=(9, 0.62 * len(rows) + 1.3), dpi=150, layout="constrained")
+    figure = Figure(figsize=(9, 0.5 * len(rows) + 1.3), dpi=100, layout="constrained")
     axes = figure.subplots()
     thin = {"facecolor": "white", "edgecolor": COLORS["exposed"], "hatch": "/////", "linewidth": 0}
     for place, row in enumerate(rows):
