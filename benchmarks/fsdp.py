@@ -36,9 +36,9 @@ BATCH, SEQ_LENGTH = 8, 64
 SETTINGS = {  # of each number of ranks
     "as it is": "",
     "layers kept": "--no-reshard-after-forward",
-    "2 micro-steps": "--batch-size {half}",
+    "2 micro-batches": "--batch-size {half}",
     "2 replicas": "--replicas 2",
-    "2 replicas, 2 micro-steps": "--replicas 2 --batch-size {half}",
+    "2 replicas, 2 micro-batches": "--replicas 2 --batch-size {half}",
 }
 
 
@@ -104,7 +104,7 @@ def measure_costs(chapter, args, device):
     _, config = chapter.build_tokenizer_and_config(args)
     model = chapter.shard(args, chapter.build_model(args, config), device)
     optimizer = chapter.build_optimizer(args, model)
-    found = {"gathered": 0, "process between micro-steps": 0}
+    found = {"gathered": 0, "process between micro-batches": 0}
     samples = torch.randint(config.vocab_size, (BATCH, args.seq_length), dtype=torch.int32)
 
     def look(*_):
@@ -113,7 +113,7 @@ def measure_costs(chapter, args, device):
 
     def look_at_process(*_):
         taken = own_memory() - before
-        found["process between micro-steps"] = max(found["process between micro-steps"], taken)
+        found["process between micro-batches"] = max(found["process between micro-batches"], taken)
 
     def look_at_shards(*_):
         found["weights"] = bytes_of(model.parameters())

@@ -107,8 +107,8 @@ def test_a_changed_configuration_is_the_one_that_is_planned(planner):
     assert changed["model"]["source"] == "built in, with num_hidden_layers=2,hidden_size=64"
 
 
-def test_one_micro_step_is_advised_under_offload(planner, monkeypatch, capsys):
-    advice = "one micro-step is best under offload"
+def test_one_micro_batch_is_advised_under_offload(planner, monkeypatch, capsys):
+    advice = "one micro-batch is best under offload"
     assert main(planner, monkeypatch, "--cpu-offload", "-b", 2) == 0
     assert advice in capsys.readouterr().out
     assert main(planner, monkeypatch, "--cpu-offload") == 0
