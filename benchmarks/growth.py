@@ -11,7 +11,6 @@ data      megabytes of text a second that are tokenized, and the memory that it 
           and a large corpus, both made on the spot
 """
 
-import argparse
 import json
 import os
 import random
@@ -34,8 +33,9 @@ from speed import (
     WINDOW,
     contenders,
     describe_machine,
-    in_rows,
+    keep,
     make_model_folder,
+    parser_of,
     run,
     speed_of,
 )
@@ -50,14 +50,12 @@ DONE = (10, 10_000, 1_000_000)  # steps
 
 def parse_args():
     """Return the arguments."""
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=formatter)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="what to measure")
     add("--rounds", type=int, default=3, help="of all but data")
     add("--steps", type=int, default=20, help=f"of each run; the first {WINDOW} warm it up")
     add("--corpus-mb", type=int, default=500, help="size of the large corpus")
-    add("--output", type=Path, help="a JSON file that gets or replaces what is measured")
     return parser.parse_args()
 
 
@@ -259,10 +257,7 @@ def main():
             found[what] = MEASURES[what](args, folder)
         for row in found[what]:
             print(what, json.dumps(row), flush=True)
-    if args.output:
-        before = json.loads(args.output.read_text()) if args.output.exists() else {}
-        result = before | {"machine": describe_machine()} | found
-        args.output.write_text(in_rows(result) + "\n")
+    keep(args.output, describe_machine(), found)
 
 
 if __name__ == "__main__":

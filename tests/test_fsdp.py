@@ -1,11 +1,12 @@
 """Chapter 04: the curve of the chapters before, from weights that no rank holds whole."""
 
 import argparse
-import importlib
 
 import pytest
 
-from conftest import ROOT, curves_of, difference, free_port, start_ranks
+import fsdp
+import on_ranks
+from conftest import curves_of, difference, free_port, start_ranks
 
 pytestmark = pytest.mark.slow
 FAMILIES = ["gpt2", "qwen3", "mistral", "gemma3"]  # and tiny, a Llama
@@ -69,10 +70,8 @@ def costs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("costs")
     args = argparse.Namespace(layers=LAYERS, width=128, ranks=[2, 4])
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
-        benchmark = importlib.import_module("fsdp")
-        patch.setattr(benchmark, "torchrun", forked)  # it would start 32 ranks
-        rows = benchmark.costs(args, folder)
+        patch.setattr(on_ranks, "torchrun", forked)  # it would start 32 ranks
+        rows = fsdp.costs(args, folder)
     return {(row["ranks"], row["setting"]): row for row in rows}
 
 
