@@ -8,16 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conftest import (
-    SCRIPTS,
-    SHORT,
-    difference,
-    free_port,
-    metrics,
-    run_jobs,
-    run_well,
-    start_ranks,
-)
+from conftest import SCRIPTS, SHORT, difference, free_port, metrics, run_jobs, run_well, start_ranks
 
 LONG = [*SHORT, "--num-steps", 30, "--keep-checkpoints", 9]
 
@@ -94,13 +85,7 @@ def test_resume_is_bit_identical(runs, run, on):
 
 @pytest.mark.parametrize(
     "run, on",
-    [
-        ("02@4", "02@4"),
-        ("02@2", "02@1"),
-        ("02@1", "02@2"),
-        ("01", "02@2"),
-        ("02@2", "01@1"),
-    ],
+    [("02@4", "02@4"), ("02@2", "02@1"), ("02@1", "02@2"), ("01", "02@2"), ("02@2", "01@1")],
 )
 def test_resume_on_another_number_of_ranks(runs, run, on):
     one, other = metrics(runs / run), metrics(runs / f"{run}-on-{on}")

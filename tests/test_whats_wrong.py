@@ -148,8 +148,7 @@ def test_a_skipped_collective(tool, size, sure):
 
 @pytest.mark.parametrize("size, sure", [(2, "likely"), (4, "certain")])
 @pytest.mark.parametrize(
-    "odd",
-    [("all_reduce", "[[1000]]", 405, "measure"), ("broadcast", "[[]]", 404, "measure")],
+    "odd", [("all_reduce", "[[1000]]", 405, "measure"), ("broadcast", "[[]]", 404, "measure")]
 )
 def test_another_shape_and_another_order(tool, odd, size, sure):
     ranks = {

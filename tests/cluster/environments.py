@@ -56,10 +56,7 @@ def commands(folder):
             "SLURM_PROCID",
             [*node, "--ntasks-per-node=2", FOLDER / "slurm/srun-direct.sbatch", *probe],
         ),
-        "mpi/launch.sh": (
-            "OMPI_COMM_WORLD_RANK",
-            [FOLDER / "mpi/launch.sh", "h1:2,h2:2", *probe],
-        ),
+        "mpi/launch.sh": ("OMPI_COMM_WORLD_RANK", [FOLDER / "mpi/launch.sh", "h1:2,h2:2", *probe]),
         "MPICH's mpiexec": (
             "PMI_RANK",
             ["mpiexec.hydra", "-hosts", "h1,h2", "-ppn", "2", *meet, "python", *probe],
