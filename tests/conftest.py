@@ -47,8 +47,8 @@ TOOLS = {"test_benchmarks", "test_cluster", "test_diagnosis", "test_gpu_check", 
 TOOLS |= {"test_preflight", "test_scale", "test_watch", "test_whats_wrong", "test_where"}
 # So are second ways to start, to stop or to fail under launchers that others start, stop and fail.
 SECOND_WAYS = re.compile(
-    r"on_cluster.py::test_(ssh.pdsh|salloc|mpich|variables|environments|by_hand|in_tmux|asked|a_lost"
-    r"|two_jobs|no_way|nothing_is_left|sbatch_of_a_model_split_across_hosts.2)"
+    r"on_cluster.py::test_(one_curve.(pdsh|salloc|MPICH)|variables|environments|by_hand|in_tmux"
+    r"|asked|a_lost|two_jobs|no_way|sbatch_of_a_model_split_across_hosts.2)"
     r"|kubernetes.py::test_(a_drained|a_crash|.*kubeflow)"
 )
 # no tests there share what they make

@@ -34,6 +34,23 @@ ALSO = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 SRUN = ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
+TWO = "--nodes=2 --gpus-per-node=2"
+TYPED = {  # the variable with the rank, and what is typed before a script to start four ranks
+    "ssh/launch.sh": ("RANK", "{chapter}/ssh/launch.sh {folder}/hosts.txt"),
+    "slurm/train.sbatch": ("RANK", f"sbatch {TWO} {{chapter}}/slurm/train.sbatch"),
+    "slurm/srun-direct.sbatch": (
+        "SLURM_PROCID",
+        f"sbatch {TWO} --ntasks-per-node=2 {{chapter}}/slurm/srun-direct.sbatch",
+    ),
+    "mpi/launch.sh": ("OMPI_COMM_WORLD_RANK", "{chapter}/mpi/launch.sh h1:2,h2:2"),
+    "MPICH's mpiexec": (
+        "PMI_RANK",
+        "mpiexec.hydra -hosts h1,h2 -ppn 2 -genv MASTER_ADDR h1 -genv MASTER_PORT 29400 python",
+    ),
+    "deepspeed/launch.sh": ("RANK", "{chapter}/deepspeed/launch.sh {folder}/slots.txt"),
+}
+
+
 def names_of_launchers():
     """Return the rows of the chapter's LAUNCHERS by their first variable, which has the rank."""
     spec = importlib.util.spec_from_file_location("chapter", chapters()["03"])
@@ -42,30 +59,18 @@ def names_of_launchers():
     return {names[0]: names for names in chapter.LAUNCHERS}
 
 
-def commands(folder):
-    """Return how each launcher starts the probe: which variable has the rank, and a command."""
-    probe = [str(folder / "probe.py")]
-    (folder / "hosts.txt").write_text("h1\nh2\n")
+def launch(cluster, folder, typed, words, env):
+    """Type this before a script and its arguments; return what is printed, of sbatch the job."""
+    (folder / "hosts.txt").write_text("# two nodes\nh1\nh2\n")
     (folder / "slots.txt").write_text("h1 slots=2\nh2 slots=2\n")
-    node = ["--nodes=2", "--gpus-per-node=2"]
-    meet = ["-genv", "MASTER_ADDR", "h1", "-genv", "MASTER_PORT", "29400"]
-    return {
-        "ssh/launch.sh": ("RANK", [FOLDER / "ssh/launch.sh", folder / "hosts.txt", *probe]),
-        "slurm/train.sbatch": ("RANK", [*node, FOLDER / "slurm/train.sbatch", *probe]),
-        "slurm/srun-direct.sbatch": (
-            "SLURM_PROCID",
-            [*node, "--ntasks-per-node=2", FOLDER / "slurm/srun-direct.sbatch", *probe],
-        ),
-        "mpi/launch.sh": ("OMPI_COMM_WORLD_RANK", [FOLDER / "mpi/launch.sh", "h1:2,h2:2", *probe]),
-        "MPICH's mpiexec": (
-            "PMI_RANK",
-            ["mpiexec.hydra", "-hosts", "h1,h2", "-ppn", "2", *meet, "python", *probe],
-        ),
-        "deepspeed/launch.sh": (
-            "RANK",
-            [FOLDER / "deepspeed/launch.sh", folder / "slots.txt", *probe],
-        ),
-    }
+    typed = typed.format(chapter=FOLDER, folder=folder).split()
+    if typed[0] != "sbatch":
+        return cluster.run("head", [*typed, *words], cwd=folder, env=env, timeout=240).stdout
+    job = cluster.sbatch(*typed[1:], *map(str, words), cwd=folder, env=env)
+    ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+    state = cluster.wait_for_job(job, *ended, seconds=240)["JobState"]
+    assert state == "COMPLETED", (folder / f"slurm-{job}.out").read_text()
+    return job
 
 
 def collect(cluster, folder):
@@ -76,14 +81,10 @@ def collect(cluster, folder):
         os.environ.pop(name, None)
     (folder / "probe.py").write_text(PROBE)
     launchers, results = names_of_launchers(), {}
-    for name, (rank_in, command) in commands(folder).items():
+    for name, (rank_in, typed) in TYPED.items():
         found = folder / name.replace("/", "-")
         found.mkdir()
-        if ".sbatch" in name:
-            job = cluster.sbatch(*command, found, env=env, cwd=folder)
-            cluster.wait_for_job(job, "COMPLETED", seconds=120)
-        else:
-            cluster.run("head", [*command, found], env=env, cwd=folder, timeout=120)
+        launch(cluster, folder, typed, [folder / "probe.py", found], env)
         names = launchers[rank_in]
         wanted = [*names, *ALSO, *(SRUN if rank_in == "SLURM_PROCID" else ())]
         ranks = [json.loads(path.read_text()) for path in found.glob("*.json")]
