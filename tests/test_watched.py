@@ -1,6 +1,5 @@
 """watched.py: what it writes, that nothing waits for it, that scripts end as they would without."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -13,6 +12,7 @@ import time
 import psutil
 import pytest
 import torch
+import watched
 
 from conftest import ROOT, SCRIPTS, SHORT, difference, free_port, metrics
 
@@ -48,15 +48,6 @@ def script(tmp_path):
         return tmp_path / "some_script.py"
 
     return write
-
-
-@pytest.fixture(scope="module")
-def module():
-    """watched.py as a module."""
-    spec = importlib.util.spec_from_file_location("watched", WATCHED)
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
 
 
 # ---- it ends as it would -----------------------------------------------------------------------
@@ -241,15 +232,15 @@ class Tokens(torch.nn.Module):
 
 
 @pytest.fixture
-def steps(module):
+def steps():
     """Steps that watch this process; in the end torch is as it was."""
     before = torch.autograd.backward, torch.nn.Embedding.forward
     handles = []
-    register = module.register_optimizer_step_post_hook
-    module.register_optimizer_step_post_hook = lambda hook: handles.append(register(hook))
-    yield module.Steps(2)
+    register = watched.register_optimizer_step_post_hook
+    watched.register_optimizer_step_post_hook = lambda hook: handles.append(register(hook))
+    yield watched.Steps(2)
     torch.autograd.backward, torch.nn.Embedding.forward = before
-    module.register_optimizer_step_post_hook = register
+    watched.register_optimizer_step_post_hook = register
     handles[0].remove()
 
 
@@ -288,15 +279,15 @@ def test_the_first_step_that_is_not_finite_is_kept(steps, make):
     assert steps.bad["step"] == 3 and steps.bad["loss"] == float("inf")
 
 
-def test_an_error_of_its_own_ends_its_looks_and_not_the_training(steps, module, monkeypatch):
-    monkeypatch.delattr(module, "checksum")
+def test_an_error_of_its_own_ends_its_looks_and_not_the_training(steps, monkeypatch):
+    monkeypatch.delattr(watched, "checksum")
     model = Tokens()
     train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert "NameError" in steps.fault and steps.count == 1
 
 
-def test_phases(module):
-    at = lambda *names: module.phase_of([(file, 1, name) for file, name in names])  # noqa: E731
+def test_phases():
+    at = lambda *names: watched.phase_of([(file, 1, name) for file, name in names])  # noqa: E731
     layer = ("/x/site-packages/torch/nn/modules/module.py", "_call_impl")
     hook = ("/x/site-packages/torch/_dynamo/eval_frame.py", "_fn")
     reduce = ("/x/site-packages/torch/distributed/distributed_c10d.py", "all_reduce")
