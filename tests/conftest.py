@@ -207,6 +207,13 @@ def torchrun(chapter, *args, launcher=(), **options):
     return subprocess.Popen([*command, str(SCRIPTS[chapter]), *map(str, args)], **options)
 
 
+def printed(*command, check=False, **options):
+    """Run a script of Python's, or a command, to its end; return it with what it printed."""
+    command = [sys.executable] * str(command[0]).endswith(".py") + list(map(str, command))
+    options = {"capture_output": True, "text": True, "timeout": 300} | options
+    return subprocess.run(command, check=check, **options)
+
+
 def metrics(run_dir):
     """Return a run's metrics: a dictionary from step to row, the last of each step."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -12,7 +12,7 @@ import whats_wrong
 
 import faults
 from cluster.cluster import until
-from conftest import ROOT, SERVER, SHORT, free_port
+from conftest import ROOT, SERVER, SHORT, free_port, printed
 from test_bad_input import small_disk  # noqa: F401
 from test_watched import command_of
 
@@ -195,6 +195,5 @@ def test_a_full_disk(small_disk, tmp_path):  # noqa: F811
     with open(tmp_path / "log", "w") as log:
         command = command_of(run, script, *args, ranks=2)
         assert subprocess.run(command, check=False, stdout=log, stderr=log, timeout=200).returncode
-    command = [sys.executable, CHAPTER / "whats_wrong.py", run, "--json"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = printed(CHAPTER / "whats_wrong.py", run, "--json")
     assert json.loads(done.stdout)["kind"] == "disk-full", done.stdout

@@ -4,8 +4,6 @@ import argparse
 import contextlib
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ from conftest import (
     difference,
     free_port,
     metrics,
+    printed,
     run_jobs,
     run_well,
     start_ranks,
@@ -225,9 +224,8 @@ def test_broken_weights_train_nothing(hub, tmp_path):
 
 def test_reading_takes_the_memory_of_a_share_and_a_tensor(tmp_path):
     """As the README says, and not that of the model, on one rank as on two."""
-    command = [sys.executable, ROOT / "benchmarks/large.py", "reading", "--layers", "2"]
-    command += ["--ranks", "1", "2", "--output", tmp_path / "reading.json"]
-    subprocess.run(command, check=True, timeout=300)
+    command = [ROOT / "benchmarks/large.py", "reading", "--layers", 2, "--ranks", 1, 2]
+    printed(*command, "--output", tmp_path / "reading.json", check=True)
     rows = json.loads((tmp_path / "reading.json").read_text())["reading"]
     rows = {row["ranks"]: row for row in rows if row["chapter"] == "05"}
     for row in rows.values():

@@ -22,6 +22,7 @@ from conftest import (
     difference,
     free_port,
     metrics,
+    printed,
     run_well,
     start_ranks,
     torchrun,
@@ -144,15 +145,8 @@ def test_a_jobs_last_words_have_nccls_reason(tmp_path, job):
     lines = ["[W123 c10d.cpp] Warning: error: noise", "RuntimeError: NCCL error in: init.cpp"]
     lines += ["ncclSystemError: System call failed.", "Last error:", "no route to host h2", "end"]
     (tmp_path / "0.log").write_text("\n".join(lines))
-    done = subprocess.run(
-        ["bash", "-c", command],
-        check=True,
-        env=os.environ | {"logs": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    said = done.stdout.splitlines()
-    assert said == [lines[1], lines[2], "Last error: no route to host h2"]
+    done = printed("bash", "-c", command, env=os.environ | {"logs": str(tmp_path)})
+    assert done.stdout.splitlines() == [lines[1], lines[2], "Last error: no route to host h2"]
 
 
 # ---- stopping --------------------------------------------------------------------------------

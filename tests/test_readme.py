@@ -5,15 +5,13 @@ import functools
 import json
 import math
 import re
-import subprocess
-import sys
 
 import pytest
 from markdown_it import MarkdownIt
 
 import samples
 from cluster.cluster import obstacle
-from conftest import ROOT
+from conftest import ROOT, printed
 from readme import Block, blocks, commands, readmes, shown, words
 
 READMES = [pytest.param(path, id=str(path.relative_to(ROOT))) for path in readmes()]
@@ -162,8 +160,7 @@ def test_the_practice_cluster(tmp_path):
 
 def test_made_parts_are_up_to_date():
     """No table, diff or sample was edited, and no script since they were made."""
-    command = [sys.executable, "tools/maintain/docs.py", "--check"]
-    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+    done = printed(ROOT / "tools/maintain/docs.py", "--check", cwd=ROOT)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}\n`make docs` makes them again"
 
 

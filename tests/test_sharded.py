@@ -3,15 +3,13 @@
 import argparse
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import ROOT, difference, metrics, run_jobs, run_well
+from conftest import ROOT, difference, metrics, printed, run_jobs, run_well
 from test_bad_input import check
 from test_resume import LONG, cut
 
@@ -152,9 +150,8 @@ def test_the_finished_model_has_the_weights_of_all_shards(runs, run, load):
 def test_a_checkpoint_becomes_a_model_with_one_command(runs, tmp_path, run):
     """The last one gives the model of the run, an earlier one its own weights."""
     for step in (20, 30):
-        command = [sys.executable, ROOT / "04-fsdp/to_transformers.py"]
-        command += [runs / run / f"checkpoints/step-{step:08}", tmp_path / str(step)]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+        checkpoint = runs / run / f"checkpoints/step-{step:08}"
+        done = printed(ROOT / "04-fsdp/to_transformers.py", checkpoint, tmp_path / str(step))
         assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
         assert done.stdout.strip().endswith(f"step-{step:08}")
         model = AutoModelForCausalLM.from_pretrained(tmp_path / str(step))
@@ -165,8 +162,7 @@ def test_a_checkpoint_becomes_a_model_with_one_command(runs, tmp_path, run):
 
 
 def test_what_is_no_checkpoint_becomes_no_model(tmp_path):
-    command = [sys.executable, ROOT / "04-fsdp/to_transformers.py", tmp_path, tmp_path / "model"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    done = printed(ROOT / "04-fsdp/to_transformers.py", tmp_path, tmp_path / "model")
     assert done.returncode == 1 and not (tmp_path / "model").exists()
     [line] = done.stderr.splitlines()
     assert line.startswith(f"to_transformers.py: error: cannot read {tmp_path}: ")

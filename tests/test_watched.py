@@ -14,7 +14,7 @@ import pytest
 import torch
 import watched
 
-from conftest import ROOT, SCRIPTS, SHORT, difference, free_port, metrics
+from conftest import ROOT, SCRIPTS, SHORT, difference, free_port, metrics, printed
 
 WATCHED = ROOT / "diagnosing-errors/watched.py"
 
@@ -28,10 +28,9 @@ def command_of(folder, *words, ranks=0):
     return list(map(str, [*launcher, WATCHED, "--into", folder, *words]))
 
 
-def run(*args, seconds=120, **options):
+def run(*args, **options):
     """Run to the end; return the finished process with what it printed."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.run(command_of(*args, **options), check=False, timeout=seconds, **pipes)
+    return printed(*command_of(*args, **options))
 
 
 def beat_of(folder, rank=0):

@@ -3,14 +3,12 @@
 import copy
 import json
 import os
-import subprocess
-import sys
 import time
 
 import pytest
 import whats_wrong
 
-from chapters import ROOT
+from conftest import ROOT, printed
 
 TOOL = ROOT / "diagnosing-errors/whats_wrong.py"
 SCRIPT = "/run/train_llm.py"
@@ -394,12 +392,9 @@ def test_spans():
 
 
 # ---- the command ---------------------------------------------------------------------------------
-def ask(*args, timeout=60):
+def ask(*args):
     """Run the tool; return its exit status, verdict and errors."""
-    command = [sys.executable, TOOL, *args, "--json"]
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=timeout, check=False
-    )
+    done = printed(TOOL, *args, "--json")
     verdict = json.loads(done.stdout) if done.stdout else None
     return done.returncode, verdict, done.stderr
 
