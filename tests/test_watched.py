@@ -9,7 +9,6 @@ import textwrap
 import threading
 import time
 
-import psutil
 import pytest
 import torch
 import watched
@@ -155,24 +154,6 @@ def test_a_crash_in_c_tells_its_line(script, tmp_path):
 def test_wrong_arguments(tmp_path):
     done = run(tmp_path, "nowhere.py")
     assert done.returncode == 2 and "there is no script nowhere.py" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_stop_request_of_chapter_03_saves_as_without(tmp_path):
-    args = [*SHORT, "--num-steps", 5000, "--log-every", 5, "--save-dir", tmp_path, "-e", "run"]
-    command = command_of(tmp_path / "run", SCRIPTS["03"], *args, ranks=2)
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        rows = tmp_path / "run/metrics.jsonl"
-        deadline = time.monotonic() + 120
-        while not (rows.exists() and rows.read_text().count("\n") > 3):
-            assert time.monotonic() < deadline, (tmp_path / "log").read_text()
-            time.sleep(0.2)
-        worker = psutil.Process(beat_of(tmp_path / "run", 1)["pid"])
-        worker.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0, (tmp_path / "log").read_text()
-    assert "the same command continues" in (tmp_path / "log").read_text()
-    assert beat_of(tmp_path / "run", 1)["end"] == "finished"
 
 
 # ---- what it writes ----------------------------------------------------------------------------
