@@ -26,7 +26,7 @@ from conftest import (
 from on_ranks import make_model_folder, torchrun
 from test_bad_input import check
 from test_resume import LONG, cut
-from test_sharded import weights_of
+from test_sharded import loaded, weights_of
 from worker import Captured
 
 pytestmark = pytest.mark.slow
@@ -107,11 +107,7 @@ def test_bf16_agrees(root, run):
 @pytest.mark.parametrize("run", ["05@2", "05@4", "05@2-qwen3", "05@2-gpt2"])
 def test_the_finished_model_is_that_of_the_last_checkpoint(root, run):
     """It loads by its folder alone, in float32, with a config that names its class."""
-    folder = root / run / "model"
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    expected = weights_of(root / run, 20)
-    assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
+    folder, model = root / run / "model", loaded(root / run, 20)
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == [type(model).__name__] and config["dtype"] == "float32"
     assert not [path for path in folder.iterdir() if path.is_dir()]

@@ -32,6 +32,15 @@ def weights_of(run_dir, step):
     return weights | {name: weights[source] for name, source in tied.items()}
 
 
+def loaded(run_dir, step):
+    """Return a finished run's model, loaded by its folder alone: it has a checkpoint's weights."""
+    model, info = AutoModelForCausalLM.from_pretrained(run_dir / "model", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    expected = weights_of(run_dir, step)
+    assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
+    return model
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, models):
     """Whole runs on 1, 2 and 4 ranks."""
@@ -131,15 +140,11 @@ def test_the_settings_of_the_command_hold_after_a_resume(runs, tmp_path):
 @pytest.mark.parametrize("run", ["on1", "on2", "on4", "tied", "dropout"])
 def test_the_finished_model_has_the_weights_of_all_shards(runs, run, load):
     """It loads by its folder alone, and has the validation loss that the ranks logged last."""
-    folder = runs / run / "model"
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    model = loaded(runs / run, 30)
     assert not type(model).__name__.startswith("FSDP")
     assert all(weight.dtype == torch.float32 for weight in model.parameters())
-    expected = weights_of(runs / run, 30)
-    assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
     args = json.loads(read(runs / run / "checkpoints/step-00000030", {"args": ""})["args"])
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(runs / run / "model")
     _, held_out = load("01").build_data(argparse.Namespace(**args), tokenizer)
     with torch.no_grad():
         loss = model(input_ids=held_out.long(), labels=held_out.long()).loss.item()

@@ -228,7 +228,7 @@ def fault(name):
     row = next(row for row in rows if row["fault"] == name and row["right"])
     verdict = row["text"].rstrip().rpartition("\n\n")[2].splitlines()
     log = [line for line in row["log"] if "ChildFailedError" not in line]
-    fenced("text", [*log[:6], "", *verdict])
+    fenced("text", [*log[:3], "", *verdict])
 
 
 def watching(file):
