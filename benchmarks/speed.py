@@ -285,10 +285,14 @@ def measured_apart(script, steps, *more):
 
 
 def in_rows(value, depth=2, indent=""):
-    """Return JSON with a line for each row of a table: what lies deeper than `depth` is in one."""
-    if depth == 0 or not value or not isinstance(value, (dict, list)):
+    """Return JSON with a line for each row of a table: what lies deeper than `depth` is in one.
+
+    So are plain values that belong together, such as the facts about a machine.
+    """
+    inner, nested = indent + " ", (dict, list)
+    parts = value.values() if isinstance(value, dict) else value
+    if depth == 0 or not isinstance(value, nested) or not any(isinstance(x, nested) for x in parts):
         return json.dumps(value, ensure_ascii=False)
-    inner = indent + " "
     if isinstance(value, dict):
         parts = [f"{json.dumps(k)}: {in_rows(v, depth - 1, inner)}" for k, v in value.items()]
     else:
