@@ -144,7 +144,7 @@ gpu-check: install  ## prove on this machine's GPUs what a CPU cannot: ONLY="par
 
 .PHONY: environments
 environments: install  ## ask each launcher anew what it tells its ranks (needs root)
-	$(PY) tests/cluster/environments.py
+	$(PY) tools/maintain/environments.py
 	$(PY) tools/maintain/docs.py
 
 A ?= 01

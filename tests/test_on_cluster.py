@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import environments
+import environments
 from cluster.cluster import until
 from conftest import ROOT, SCRIPTS, SHORT, difference, metrics, run_well
 

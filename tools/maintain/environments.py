@@ -2,7 +2,7 @@
 
 Here:  make environments     write benchmarks/results/environments.json, which environments.md shows
 
-Needs root, the packages of packages.sh, and DeepSpeed.
+Needs root, the packages of tests/cluster/packages.sh, and DeepSpeed.
 """
 
 import importlib.util
@@ -12,13 +12,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-if __name__ == "__main__":
-    sys.path[:1] = [str(ROOT / "tests"), str(ROOT / "tools/maintain"), str(ROOT / "benchmarks")]
+from chapters import ROOT, chapters
 
-from chapters import chapters  # noqa: E402
-from cluster.cluster import Cluster  # noqa: E402
-from speed import in_rows  # noqa: E402
+if __name__ == "__main__":
+    sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+
+from cluster.cluster import Cluster
+from speed import in_rows
 
 FOLDER = ROOT / "03-job-launchers"
 RESULT = ROOT / "benchmarks/results/environments.json"
