@@ -214,6 +214,14 @@ def printed(*command, check=False, **options):
     return subprocess.run(command, check=check, **options)
 
 
+def refused(capsys, work, *args):
+    """Return what is said when arguments are refused, with exit status 2."""
+    with pytest.raises(SystemExit) as stop:
+        work(*args)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
 def metrics(run_dir):
     """Return a run's metrics: a dictionary from step to row, the last of each step."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

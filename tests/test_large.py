@@ -276,8 +276,13 @@ def test_adamw_steps_on_all_cores_of_the_host(load, monkeypatch, tmp_path):
     chapter, threads = load("05"), []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(chapter.os, "sched_getaffinity", lambda _: range(96))
-    for name in ("init_process_group", "get_rank", "get_world_size", "all_gather_object"):
-        monkeypatch.setattr(chapter.dist, name, PRETENDED[name])
+
+    def gather(hosts, mine, group):  # eight of sixteen ranks are on this host
+        hosts[:] = [mine] * 8 + ["another"] * 8
+
+    monkeypatch.setattr(chapter.dist, "all_gather_object", gather)
+    for name, value in {"init_process_group": None, "get_rank": 0, "get_world_size": 16}.items():
+        monkeypatch.setattr(chapter.dist, name, lambda *_, value=value, **__: value)
     for name in ("patient_group", "check_shared"):
         monkeypatch.setattr(chapter, name, lambda *_: None)
     args = {"device": "cpu", "precision": "fp32", "cpu_offload": True, "dist_timeout": 9}
@@ -287,16 +292,3 @@ def test_adamw_steps_on_all_cores_of_the_host(load, monkeypatch, tmp_path):
         with contextlib.redirect_stdout(Captured()):
             chapter.setup(args)
         assert threads.pop() == expected
-
-
-def gather(hosts, mine, group):
-    """Pretend that eight of sixteen ranks are on this host."""
-    hosts[:] = [mine] * 8 + ["another"] * 8
-
-
-PRETENDED = {
-    "init_process_group": lambda *_, **__: None,
-    "get_rank": lambda: 0,
-    "get_world_size": lambda: 16,
-    "all_gather_object": gather,
-}

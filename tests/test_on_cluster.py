@@ -14,6 +14,7 @@ import pytest
 import environments
 from cluster.cluster import until
 from conftest import ROOT, SCRIPTS, SHORT, difference, metrics, run_well
+from environments import finished, report
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]
 CHAPTER = ROOT / "03-job-launchers"
@@ -50,13 +51,6 @@ def arguments(tmp_path, options=SHORT, script=SCRIPT):
     return [script, *map(str, options), "--save-dir", str(tmp_path), "-e", "run"]
 
 
-def report(folder):
-    """Return all that jobs have written, for the message of a failure."""
-    texts = [f"{path}:\n{path.read_text()}" for path in sorted(Path(folder).rglob("*.log"))]
-    texts += [f"{path}:\n{path.read_text()}" for path in sorted(Path(folder).glob("*.out"))]
-    return "\n".join(texts)[-6000:]
-
-
 def has_stopped(folder, job):
     """Return whether the ranks of a job were asked to stop, and have saved."""
     logs = (folder / f"logs/job-{job}").glob("*.log")
@@ -66,14 +60,6 @@ def has_stopped(folder, job):
 def sbatch(cluster, folder, settings, *options):
     """Submit a job from a folder; return its id."""
     return cluster.sbatch(*map(str, options), cwd=folder, env=settings)
-
-
-def finished(cluster, job, folder, seconds=240):
-    """Wait until a job has ended; it must have ended well."""
-    ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-    found = cluster.wait_for_job(job, *ended, seconds=seconds)
-    assert found["JobState"] == "COMPLETED", report(folder)
-    return found
 
 
 def wait_for_step(run_dir, step, seconds=150):

@@ -5,6 +5,7 @@ import math
 import pytest
 
 import scale
+from conftest import refused
 
 WEIGHTS, LAYERS, ROOT_WEIGHTS = 8_030_261_248, 32, 2 * 128_256 * 4096 + 4096
 LAYER = (WEIGHTS - ROOT_WEIGHTS) // LAYERS
@@ -92,7 +93,5 @@ def test_published_on_128_gpus_is_predicted_within_4_percent():
 
 
 def test_devices_that_fill_no_nodes_are_named(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        scale.parse_args(["--devices", "8", "12"])
-    assert stopped.value.code == 2
-    assert "--devices 12: no multiple of --gpus-per-node 8" in capsys.readouterr().err
+    said = refused(capsys, scale.parse_args, ["--devices", "8", "12"])
+    assert "--devices 12: no multiple of --gpus-per-node 8" in said

@@ -67,10 +67,22 @@ def launch(cluster, folder, typed, words, env):
     if typed[0] != "sbatch":
         return cluster.run("head", [*typed, *words], cwd=folder, env=env, timeout=240).stdout
     job = cluster.sbatch(*typed[1:], *map(str, words), cwd=folder, env=env)
-    ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-    state = cluster.wait_for_job(job, *ended, seconds=240)["JobState"]
-    assert state == "COMPLETED", (folder / f"slurm-{job}.out").read_text()
+    finished(cluster, job, folder)
     return job
+
+
+def finished(cluster, job, folder, seconds=240):
+    """Wait until a job has ended; it must have ended well. Return what Slurm knows of it."""
+    ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+    found = cluster.wait_for_job(job, *ended, seconds=seconds)
+    assert found["JobState"] == "COMPLETED", report(folder)
+    return found
+
+
+def report(folder):
+    """Return all that jobs have written, for the message of a failure."""
+    logs = [*sorted(folder.rglob("*.log")), *sorted(folder.glob("*.out"))]
+    return "\n".join(f"{path}:\n{path.read_text()}" for path in logs)[-6000:]
 
 
 def collect(cluster, folder):
