@@ -7,6 +7,7 @@ import time
 
 import pytest
 import whats_wrong
+from facts import read_ranks
 
 from conftest import ROOT, printed
 
@@ -385,4 +386,4 @@ def test_files_of_an_earlier_start_are_ignored(tmp_path):
         path = tmp_path / f"ranks/{rank:05}.json"
         path.write_text(json.dumps(beat))
         os.utime(path, (time.time() - age,) * 2)
-    assert sorted(whats_wrong.read_ranks(tmp_path)) == [0, 1]
+    assert sorted(read_ranks(tmp_path)) == [0, 1]
