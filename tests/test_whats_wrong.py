@@ -222,7 +222,7 @@ def test_an_error_tells_its_kind(message, kind):
     facts = facts_of(files_of(odd=odd), gone=[1])
     assert judged(facts)[:2] == (kind, [1])
     reason = whats_wrong.judge(facts)[0]["reason"]
-    assert "DistBackendError: Cuda failure 2" in reason or message != NCCL
+    assert "Error: Cuda failure 2" in reason or message != NCCL
 
 
 def test_a_segfault_is_told_by_the_crash_file():
