@@ -131,7 +131,7 @@ def test_only_the_slow_host_measures_a_slow_link(monkeypatch, hosts):
         met.append(partner := work.args[1] if work is not bool else None)
         return 100.0 if 2 in (rank, partner) else 1.0
 
-    monkeypatch.setattr("timed", pretended)
+    monkeypatch.setattr(preflight, "timed", pretended)
     rates, rounds = [], []
     for rank in range(hosts):
         met.clear()
