@@ -11,7 +11,6 @@ data      megabytes of text a second that are tokenized, and the memory that it 
           and a large corpus, both made on the spot
 """
 
-import argparse
 import json
 import os
 import random
@@ -34,8 +33,9 @@ from speed import (
     WINDOW,
     contenders,
     describe_machine,
-    in_rows,
+    keep,
     make_model_folder,
+    parser_of,
     run,
     speed_of,
 )
@@ -44,20 +44,17 @@ MODELS = {"2M": (128, 4), "7M": (256, 6), "25M": (512, 8)}  # width and layers
 LENGTHS = {256: 8, 512: 4, 1024: 2}  # tokens a sample, and samples a step
 BATCHES = (8, 32)  # samples a step
 PAIRS = (("01 compiled", "pure-bf16 compiled"), ("02@2", "01"))  # what a larger step brings closer
-RACERS = {"bare": "bare", "chapter 01": "01"}
 DONE = (10, 10_000, 1_000_000)  # steps
 
 
 def parse_args():
     """Return the arguments."""
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=formatter)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="what to measure")
     add("--rounds", type=int, default=3, help="of all but data")
     add("--steps", type=int, default=20, help=f"of each run; the first {WINDOW} warm it up")
     add("--corpus-mb", type=int, default=500, help="size of the large corpus")
-    add("--output", type=Path, help="a JSON file that gets or replaces what is measured")
     return parser.parse_args()
 
 
@@ -80,74 +77,72 @@ def make_models(folder):
     return sizes
 
 
-def race(folder, label, steps, *flags):
-    """Return tokens a second, the share of matrix products' rate, and GiB, of each racer."""
-    found = {}
-    for name, contender in RACERS.items():
-        where = f"{label}-{contender}-{time.time():.0f}"
-        one = run((contender, 0, ["--compile"]), steps, folder, where, *flags)
-        last = one["rows"][-1]
-        found[name] = {"speed": speed_of(one), "gib": last["peak_memory_gib"]}
-        found["matmul"] = last.get("matmul", found.get("matmul"))
-    return found
+def in_turns(args, settings, names):
+    """Return rounds of speeds, GiB and rates of matrix products, for each setting.
+
+    A setting is a folder with a model, and flags. Of each, all contenders run in each round.
+    """
+    rounds, everyone = {name: [] for name in settings}, contenders([2])
+    for number in range(args.rounds):
+        for setting, (folder, *flags) in settings.items():
+            found = {}
+            for name in names:
+                where = f"{setting}-{name.replace(' ', '-')}-{number}"
+                one = run(everyone[name], args.steps, folder, where, *flags)
+                last = one["rows"][-1]
+                found[name] = {"speed": speed_of(one), "gib": last["peak_memory_gib"]}
+                found["matmul"] = last.get("matmul", found.get("matmul"))
+            rounds[setting].append(found)
+    return rounds
 
 
-def summed_up(rounds):
-    """Return the medians of rounds, and the ratios in the same round."""
-    ratio = median(each["chapter 01"]["speed"] / each["bare"]["speed"] for each in rounds)
-    share = median(each["chapter 01"]["speed"] / each["matmul"] for each in rounds)
+def race(args, settings):
+    """Return the medians of chapter 01, compiled, and of ratios in the same round, by setting."""
+    rounds, ours = in_turns(args, settings, ["bare compiled", "01 compiled"]), "01 compiled"
     return {
-        "tokens per second": median(each["chapter 01"]["speed"] for each in rounds),
-        "to the bare loop": ratio,
-        "to matrix products": share,
-        "peak memory": median(each["chapter 01"]["gib"] for each in rounds),
+        setting: {
+            "tokens per second": median(each[ours]["speed"] for each in found),
+            "to the bare loop": median(
+                each[ours]["speed"] / each["bare compiled"]["speed"] for each in found
+            ),
+            "to matrix products": median(each[ours]["speed"] / each["matmul"] for each in found),
+            "peak memory": median(each[ours]["gib"] for each in found),
+        }
+        for setting, found in rounds.items()
     }
 
 
 def measure_model(args, folder):
     """Return a row for each size."""
     sizes = make_models(folder)
-    rounds = {name: [] for name in MODELS}
-    for _ in range(args.rounds):
-        for name, found in rounds.items():
-            found.append(race(f"{folder}/{name}", "size", args.steps))
-    return [{"weights": sizes[name]} | summed_up(found) for name, found in rounds.items()]
+    found = race(args, {name: [f"{folder}/{name}"] for name in MODELS})
+    return [{"weights": sizes[name]} | row for name, row in found.items()]
 
 
 def measure_sequence(args, folder):
     """Return a row for each length."""
     make_model_folder(f"{folder}/llama")
-    rounds = {length: [] for length in LENGTHS}
-    for _ in range(args.rounds):
-        for length, found in rounds.items():
-            flags = ["--seq-length", str(length), *batch_flags(LENGTHS[length])]
-            found.append(race(folder, f"length-{length}", args.steps, *flags))
-    return [{"sequence": length} | summed_up(found) for length, found in rounds.items()]
+    flags = {n: ["--seq-length", str(n), *batch_flags(LENGTHS[n])] for n in LENGTHS}
+    found = race(args, {length: [folder, *some] for length, some in flags.items()})
+    return [{"sequence": length} | row for length, row in found.items()]
 
 
 def batch_flags(samples):
     """Return the flags of a step on so many samples, all at once."""
-    number = str(samples)
-    return ["--global-batch-size", number, "--batch-size", number, "--eval-samples", number]
+    return f"--global-batch-size {samples} --batch-size {samples} --eval-samples {samples}".split()
 
 
 def measure_batch(args, folder):
-    """Return a row for each size of a step: the medians of PAIRS' ratios, and all rounds."""
+    """Return a row for each size of a step: the medians of PAIRS' ratios."""
     make_model_folder(f"{folder}/llama")
-    names, everyone = dict.fromkeys(name for pair in PAIRS for name in pair), contenders([2])
-    rounds = {samples: [] for samples in BATCHES}
-    for number in range(args.rounds):
-        for samples, found in rounds.items():
-            speeds = {}
-            for name in names:
-                where = f"{name.replace(' ', '-')}-{samples}-{number}"
-                one = run(everyone[name], args.steps, folder, where, *batch_flags(samples))
-                speeds[name] = speed_of(one)
-            found.append({f"{one} / {other}": speeds[one] / speeds[other] for one, other in PAIRS})
+    settings = {samples: [folder, *batch_flags(samples)] for samples in BATCHES}
+    rounds = in_turns(args, settings, dict.fromkeys(name for pair in PAIRS for name in pair))
     return [
         {"samples": samples}
-        | {pair: median(each[pair] for each in found) for pair in found[0]}
-        | {"rounds": found}
+        | {
+            f"{one} / {other}": median(each[one]["speed"] / each[other]["speed"] for each in found)
+            for one, other in PAIRS
+        }
         for samples, found in rounds.items()
     ]
 
@@ -259,10 +254,7 @@ def main():
             found[what] = MEASURES[what](args, folder)
         for row in found[what]:
             print(what, json.dumps(row), flush=True)
-    if args.output:
-        before = json.loads(args.output.read_text()) if args.output.exists() else {}
-        result = before | {"machine": describe_machine()} | found
-        args.output.write_text(in_rows(result) + "\n")
+    keep(args.output, describe_machine(), found)
 
 
 if __name__ == "__main__":
