@@ -1,11 +1,8 @@
-"""Measure how costs of training grow: with model, sequence, batch, steps already done, and data.
+"""Measure what a start costs: with the steps already done, and with the data.
 
 All:     python benchmarks/growth.py --output benchmarks/results/growth.json
-Closer:  python benchmarks/growth.py --only model --rounds 5
+Closer:  python benchmarks/growth.py --only resume --rounds 5
 
-model     speed and memory of a bare loop and chapter 01, compiled, for models of three sizes
-sequence  the same with longer samples, and as many tokens in a step
-batch     how chapter 01 relates to weights in bf16, and two ranks to one process, in larger steps
 resume    how long a start takes until its first step has ended, by the steps already done
 data      megabytes of text a second that are tokenized, and the memory that it takes, for a small
           and a large corpus, both made on the spot
@@ -24,26 +21,11 @@ from pydoc_data.topics import topics
 from statistics import median
 
 import torch
-from transformers import LlamaConfig
 
 from contenders import load
 from large import Peak
-from speed import (
-    ALLOCATOR,
-    WINDOW,
-    contenders,
-    describe_machine,
-    keep,
-    make_model_folder,
-    parser_of,
-    run,
-    speed_of,
-)
+from speed import ALLOCATOR, describe_machine, keep, make_model_folder, parser_of, run
 
-MODELS = {"2M": (128, 4), "7M": (256, 6), "25M": (512, 8)}  # width and layers
-LENGTHS = {256: 8, 512: 4, 1024: 2}  # tokens a sample, and samples a step
-BATCHES = (8, 32)  # samples a step
-PAIRS = (("01 compiled", "pure-bf16 compiled"), ("02@2", "01"))  # what a larger step brings closer
 DONE = (10, 10_000, 1_000_000)  # steps
 
 
@@ -52,99 +34,9 @@ def parse_args():
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="what to measure")
-    add("--rounds", type=int, default=3, help="of all but data")
-    add("--steps", type=int, default=20, help=f"of each run; the first {WINDOW} warm it up")
+    add("--rounds", type=int, default=3, help="of resume")
     add("--corpus-mb", type=int, default=500, help="size of the large corpus")
     return parser.parse_args()
-
-
-# ---- model, sequence and batch ---------------------------------------------------------------
-
-
-def make_models(folder):
-    """Write folders of models of all sizes that share one tokenizer; return their weights."""
-    sizes = {}
-    for name, (width, layers) in MODELS.items():
-        path = f"{folder}/{name}/llama"
-        make_model_folder(path)
-        config = LlamaConfig.from_pretrained(path)
-        config.update({"hidden_size": width, "num_hidden_layers": layers, "head_dim": 64})
-        config.update({"intermediate_size": 11 * width // 4, "num_attention_heads": width // 64})
-        config.update({"num_key_value_heads": width // 64})
-        config.save_pretrained(path)
-        width_of_all = 4 * width**2 + 3 * width * config.intermediate_size + 2 * width
-        sizes[name] = layers * width_of_all + 2 * width * config.vocab_size + width
-    return sizes
-
-
-def in_turns(args, settings, names):
-    """Return rounds of speeds, GiB and rates of matrix products, for each setting.
-
-    A setting is a folder with a model, and flags. Of each, all contenders run in each round.
-    """
-    rounds, everyone = {name: [] for name in settings}, contenders([2])
-    for number in range(args.rounds):
-        for setting, (folder, *flags) in settings.items():
-            found = {}
-            for name in names:
-                where = f"{setting}-{name.replace(' ', '-')}-{number}"
-                one = run(everyone[name], args.steps, folder, where, *flags)
-                last = one["rows"][-1]
-                found[name] = {"speed": speed_of(one), "gib": last["peak_memory_gib"]}
-                found["matmul"] = last.get("matmul", found.get("matmul"))
-            rounds[setting].append(found)
-    return rounds
-
-
-def race(args, settings):
-    """Return the medians of chapter 01, compiled, and of ratios in the same round, by setting."""
-    rounds, ours = in_turns(args, settings, ["bare compiled", "01 compiled"]), "01 compiled"
-    return {
-        setting: {
-            "tokens per second": median(each[ours]["speed"] for each in found),
-            "to the bare loop": median(
-                each[ours]["speed"] / each["bare compiled"]["speed"] for each in found
-            ),
-            "to matrix products": median(each[ours]["speed"] / each["matmul"] for each in found),
-            "peak memory": median(each[ours]["gib"] for each in found),
-        }
-        for setting, found in rounds.items()
-    }
-
-
-def measure_model(args, folder):
-    """Return a row for each size."""
-    sizes = make_models(folder)
-    found = race(args, {name: [f"{folder}/{name}"] for name in MODELS})
-    return [{"weights": sizes[name]} | row for name, row in found.items()]
-
-
-def measure_sequence(args, folder):
-    """Return a row for each length."""
-    make_model_folder(f"{folder}/llama")
-    flags = {n: ["--seq-length", str(n), *batch_flags(LENGTHS[n])] for n in LENGTHS}
-    found = race(args, {length: [folder, *some] for length, some in flags.items()})
-    return [{"sequence": length} | row for length, row in found.items()]
-
-
-def batch_flags(samples):
-    """Return the flags of a step on so many samples, all at once."""
-    return f"--global-batch-size {samples} --batch-size {samples} --eval-samples {samples}".split()
-
-
-def measure_batch(args, folder):
-    """Return a row for each size of a step: the medians of PAIRS' ratios."""
-    make_model_folder(f"{folder}/llama")
-    settings = {samples: [folder, *batch_flags(samples)] for samples in BATCHES}
-    rounds = in_turns(args, settings, dict.fromkeys(name for pair in PAIRS for name in pair))
-    return [
-        {"samples": samples}
-        | {
-            f"{one} / {other}": median(each[one]["speed"] / each[other]["speed"] for each in found)
-            for one, other in PAIRS
-        }
-        for samples, found in rounds.items()
-    ]
 
 
 # ---- resume ----------------------------------------------------------------------------------
@@ -237,9 +129,6 @@ def measure_data(args, folder):
 
 
 MEASURES = {
-    "model": measure_model,
-    "sequence": measure_sequence,
-    "batch": measure_batch,
     "resume": measure_resume,
     "data": measure_data,
 }

@@ -308,17 +308,8 @@ def floor(file):
 
 
 def growth(file, what):
-    """Print a table of benchmarks/growth.py: of model, sequence, batch, resume or data."""
-    compared = {"to the bare loop": "{:.2f}", "to matrix products": "{:.2f}"}
-    compared |= {"peak memory": "{:.2f} GiB"}
+    """Print a table of benchmarks/growth.py: of resume or data."""
     shown = {
-        "model": {"weights": "{:,.0f}"} | compared,
-        "sequence": {"sequence": "{:,}"} | compared,
-        "batch": {
-            "samples": "{}",
-            "01 compiled / pure-bf16 compiled": "{:.2f}",
-            "02@2 / 01": "{:.2f}",
-        },
         "resume": {"steps done": "{:,}", "load_checkpoint": "{:.2f} s", "first_step": "{:.1f} s"},
         "data": {"bytes": "{:,}", "MB per second": "{:.1f}", "memory grows by": "{:,}"},
     }[what]
