@@ -488,6 +488,8 @@ def split_matrices(model, parts, mesh):
         elif list(part.parameters(recurse=False)):
             style = STYLES.get(style, style) or SequenceParallel(use_local_output=True)
             parallelize_module(part, mesh, style, src_data_rank=None)
+        if part is ends[0]:  # a compiled layer loses the gradient of a tensor still on its way
+            part.register_forward_hook(lambda _part, _ids, hidden: hidden.clone())
         if names[part] in blocks:
             part.register_forward_pre_hook(functools.partial(gather, mesh), with_kwargs=True)
 
