@@ -98,23 +98,24 @@ cluster:  ## practise Slurm: a shell on a cluster of two nodes, all on this mach
 
 .PHONY: lint
 lint: install  ## check the style of all Python and shell files
+	$(PIP) -r requirements-lint.txt
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	{ printf '.ci/run\0'; git ls-files -z '*.sh' '*.sbatch'; } | xargs -0 .venv/bin/shellcheck
 
 .PHONY: docs
 docs: install  ## make the READMEs' diffs, samples and tables anew from the files they show
-	$(PY) tools/docs.py
+	$(PY) tools/maintain/docs.py
 
 .PHONY: samples
-samples: install  ## run the commands whose output the READMEs show, keep it in docs/samples
-	$(PY) tools/samples.py $(ONLY)
-	$(PY) tools/docs.py
+samples: install  ## run the commands whose output the READMEs show, keep it in assets/samples
+	$(PY) tools/maintain/samples.py $(ONLY)
+	$(PY) tools/maintain/docs.py
 
 .PHONY: timeline
-timeline: install  ## draw docs/timeline.png: what two ranks do in one step
-	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node 2 tools/timeline.py \
-		docs/timeline.png
+timeline: install  ## draw assets/timeline.png: what two ranks do in one step
+	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node 2 tools/maintain/timeline.py \
+		assets/timeline.png
 
 # A missed goal is told at the end, when all else is measured too.
 .PHONY: bench
@@ -128,10 +129,10 @@ bench: install  ## measure the chapters next to other trainers; make tables and 
 	$(PY) benchmarks/floor.py --compile --output $$out/floor-compiled.json; \
 	$(PY) benchmarks/growth.py --output $$out/growth.json; \
 	$(PY) benchmarks/large.py saves --output $$out/large.json; \
-	$(PY) benchmarks/where.py --output $$out/where.json --plot docs/where.png; \
-	$(PY) benchmarks/scale.py --output $$out/scale.json --plot docs/scale.png; \
-	$(PY) benchmarks/report.py $$out docs; \
-	$(PY) tools/docs.py; \
+	$(PY) benchmarks/where.py --output $$out/where.json --plot assets/where.png; \
+	$(PY) benchmarks/scale.py --output $$out/scale.json --plot assets/scale.png; \
+	$(PY) benchmarks/report.py $$out assets; \
+	$(PY) tools/maintain/docs.py; \
 	exit $${missed:-0}
 
 .PHONY: gpu-check
@@ -143,13 +144,13 @@ gpu-check: install  ## prove on this machine's GPUs what a CPU cannot: ONLY="par
 .PHONY: environments
 environments: install  ## ask each launcher anew what it tells its ranks (needs root)
 	$(PY) tests/cluster/environments.py
-	$(PY) tools/docs.py
+	$(PY) tools/maintain/docs.py
 
 A ?= 01
 B ?= 02
 .PHONY: diff
 diff: install  ## show two chapters side by side, such as: make diff A=01 B=02
-	@a=$$($(PY) tools/chapters.py $(A)) && b=$$($(PY) tools/chapters.py $(B)) \
+	@a=$$($(PY) tools/maintain/chapters.py $(A)) && b=$$($(PY) tools/maintain/chapters.py $(B)) \
 		&& .venv/bin/icdiff --unified=3 --line-numbers \
 			--cols="$$(tput cols 2>/dev/null || echo 200)" "$$a" "$$b" \
 		|| [ $$? = 1 ]  # which says that they differ
@@ -157,8 +158,8 @@ diff: install  ## show two chapters side by side, such as: make diff A=01 B=02
 FROM ?= 01
 .PHONY: carry
 carry: install  ## merge a change of a chapter into all that grew out of it: make carry FROM=01
-	$(PY) tools/carry.py $(FROM)
-	$(PY) tools/docs.py
+	$(PY) tools/maintain/carry.py $(FROM)
+	$(PY) tools/maintain/docs.py
 	$(PY) -m pytest -q tests/test_diff.py
 
 .PHONY: clean

@@ -1,6 +1,6 @@
 """Draw what speed.py and growth.py have measured.
 
-python benchmarks/report.py benchmarks/results docs
+python benchmarks/report.py benchmarks/results assets
 """
 
 import json
@@ -86,9 +86,9 @@ def draw_growth(results, path):
 
 def main():
     """Draw both."""
-    results, docs = map(Path, sys.argv[1:])
-    draw_speed(json.loads((results / "speed.json").read_text()), docs / "speed.png")
-    draw_growth(json.loads((results / "growth.json").read_text()), docs / "growth.png")
+    results, pictures = map(Path, sys.argv[1:])
+    draw_speed(json.loads((results / "speed.json").read_text()), pictures / "speed.png")
+    draw_growth(json.loads((results / "growth.json").read_text()), pictures / "growth.png")
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ PHASES = (  # the first of these that a function of the stack tells of, by "file
     ("other", r""),
 )  # fmt: skip
 FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watched|inject)\.py$")
+UNEVEN = ("gather", "scatter", "all_to_all", "alltoall")  # sizes may differ from rank to rank
 TELLING = re.compile(r"\b([Ww]arning|[Ee]rror|[Cc]annot)\b")
 
 
@@ -352,8 +353,7 @@ class Watch:
             return  # what it wrote when it stood still tells more
         self.dumped = time.time()
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        frames = sys._current_frames().items()
-        stacks = {names.get(thread, str(thread)): stack(frame) for thread, frame in frames}
+        stacks = {names.get(x, str(x)): stack(frame) for x, frame in sys._current_frames().items()}
         told = {"time": self.dumped, "reason": reason, "stacks": stacks}
         self.write(".dump.json", told | {"collectives": collectives()})
 
@@ -407,13 +407,13 @@ def collectives():
 def call_of(entry):
     """Return what the tools need of a Flight Recorder's entry."""
     backend, _, name = entry["profiling_name"].partition(":")
-    frames = [(frame["filename"], frame["line"], frame["name"]) for frame in entry["frames"]]
+    frames = [(each["filename"], each["line"], each["name"]) for each in entry["frames"][::-1]]
+    at = os.path.basename("{}:{} {}".format(*own_of(frames) or "?0?"))
+    sizes = f" {entry['input_sizes']} {' '.join(entry['input_dtypes'])}"
     return {
         "group": f"{backend} {entry['process_group'][0]}",
         "number": entry["collective_seq_id"],
-        "name": name,
-        "sizes": f"{entry['input_sizes']} {' '.join(entry['input_dtypes'])}",
-        "at": own_of(frames[::-1]),
+        "call": f"{name}{'' if name.startswith(UNEVEN) else sizes} at {at}",
         "called": entry["time_created_ns"] / 1e9,
         "milliseconds": entry.get("duration_ms"),
         "pending": not entry["retired"] and entry["state"] != "completed",

@@ -233,7 +233,7 @@ def test_variables_reach_all_ranks(cluster, settings, hosts, tmp_path, launcher)
 
 @needs_deepspeed
 def test_environments(cluster, tmp_path, monkeypatch):
-    """What the launchers tell their ranks is what the README shows, but for ports and job ids."""
+    """What the launchers tell their ranks is in environments.md, but for ports and job ids."""
     monkeypatch.setenv("PATH", os.environ["PATH"])  # and what else is changed comes back
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
@@ -353,12 +353,16 @@ def test_a_killed_worker(cluster, settings, long_curve, tmp_path):
     assert difference(long_curve, metrics(tmp_path / "run")) == 0.0
 
 
-def test_fewer_hosts(cluster, settings, long_curve, tmp_path):
-    """One of two hosts dies, and torchrun goes on with the other, on the same curve."""
+def elastic(tmp_path, *more):
+    """Return what is typed on each of one or two hosts, to train on those that are there."""
     typed = "torchrun --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d"
     typed += " --rdzv-id elastic --rdzv-endpoint h1:29400"
-    command = [*typed.split(), *arguments(tmp_path, MINUTE), "--checkpoint-every", "20"]
-    env = settings | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return [*typed.split(), *more, *arguments(tmp_path, MINUTE), "--checkpoint-every", "20"]
+
+
+def test_fewer_hosts(cluster, settings, long_curve, tmp_path):
+    """One of two hosts dies, and torchrun goes on with the other, on the same curve."""
+    command, env = elastic(tmp_path), settings | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with open(tmp_path / "h1.log", "w+") as log:
         first = cluster.popen("h1", command, env=env, stdout=log, stderr=log)
         cluster.popen("h2", command, env=env)
@@ -372,6 +376,35 @@ def test_fewer_hosts(cluster, settings, long_curve, tmp_path):
     assert difference(one, other, names=["loss", "val_loss"]) < 1e-5
     assert difference(one, other, names=["grad_norm"], relative=True) < 1e-5  # norms reach 5 here
     assert difference(long_curve, curve) < 1e-3  # over hundreds of steps rounding adds up
+
+
+def test_more_hosts(cluster, settings, long_curve, tmp_path):
+    """A second host joins: torchrun stops the first one's rank, which saves; both go on from there.
+
+    That rank is suspended until the second host is there, so that it does not finish before.
+    """
+    command = elastic(tmp_path, "--rdzv-conf", "last_call_timeout=1")  # h1 does not wait for h2
+    env = settings | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    path = tmp_path / "h1.log"
+    with open(path, "w") as log:
+        verbose = env | {"LOGLEVEL": "INFO"}  # then torchrun says that it sees a new host
+        first = cluster.popen("h1", command, env=verbose, stdout=log, stderr=log)
+        wait_for_step(tmp_path / "run", 20)
+        cluster.run("h1", ["pkill", "-STOP", "-f", RANKS])
+        second = cluster.popen("h2", command, env=env)
+        until(lambda: "Detected 1 new nodes" in path.read_text(), 90, "h1 sees h2")
+        cluster.run("h1", ["pkill", "-CONT", "-f", RANKS])
+        assert [host.wait(timeout=300) for host in (first, second)] == [0, 0], report(tmp_path)
+    text = path.read_text()
+    [stopped] = re.findall(r"^stopped at step (\d+): ", text, re.M)
+    [start] = re.findall(r"^continuing from \S+/step-(\d+)$", text, re.M)
+    assert start.lstrip("0") == stopped, text
+    assert "micro_batch_size was 8, is 4" in text, text  # two ranks share the 8 samples of a step
+    curve, near = metrics(tmp_path / "run"), int(start) + 20
+    one, other = ({step: rows[step] for step in range(near + 1)} for rows in (long_curve, curve))
+    losses = ["loss", "val_loss"]
+    assert difference(one, other, names=losses) < 1e-5
+    assert difference(long_curve, curve, names=losses) < 1e-3  # rounding adds up
 
 
 def test_in_tmux(cluster, settings, hosts, tmp_path):

@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 import samples
 from cluster.cluster import obstacle
 from conftest import ROOT
-from readme import Block, blocks, commands, readmes
+from readme import Block, blocks, commands, readmes, words
 
 READMES = [pytest.param(path, id=str(path.relative_to(ROOT))) for path in readmes()]
 MEASURED = {"tokens_per_second", "second", "peak_memory_gib", "mfu"}  # another one in every run
@@ -161,16 +161,25 @@ def test_the_practice_cluster(tmp_path):
 
 def test_made_parts_are_up_to_date():
     """No table, diff or sample was edited, and no script since they were made."""
-    command = [sys.executable, "tools/docs.py", "--check"]
+    command = [sys.executable, "tools/maintain/docs.py", "--check"]
     done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}\n`make docs` makes them again"
 
 
 def test_nothing_that_could_be_made_is_written_by_hand():
-    """All diffs and samples of a run are made: they stand between cog's markers."""
+    """All diffs, code and samples of a run are made: they stand between cog's markers."""
     for path in readmes():
         made = re.sub(r"\[\[\[cog.*?\[\[\[end\]\]\]", "", path.read_text(), flags=re.S)
-        assert "```diff" not in made and "```text" not in made, path
+        assert not re.search("```(diff|python|text)", made), path
+
+
+@pytest.mark.parametrize("path", readmes(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_an_evening_is_enough(path):
+    """A chapter's README: 1,100 words of prose, and 2,300 with all that is made."""
+    most, most_prose = 2300, 1100
+    if path.parent == ROOT or path.parent.name in ("diagnosing-errors", "benchmarks"):
+        most, most_prose = 3500, 1800 if path.name == "faults.md" else 1600
+    assert words(path) <= most and words(path, made=False) <= most_prose
 
 
 @functools.cache
@@ -274,4 +283,4 @@ def test_links_lead_somewhere(path):
 @pytest.mark.parametrize("path", READMES)
 def test_blocks_are_of_a_kind_that_is_checked(path):
     kinds = {block.kind for block in blocks(path)}
-    assert kinds <= {"bash", "text", "diff", "mermaid"}, "what is python, say, would not be run"
+    assert kinds <= {"bash", "text", "diff", "python", "mermaid"}, "what is yaml, say, is not run"

@@ -40,7 +40,7 @@ def change(guide, folder, old, new):
 
 
 def carry(guide, chapter):
-    command = [sys.executable, str(ROOT / "tools/carry.py"), chapter, "--root", str(guide)]
+    command = [sys.executable, str(ROOT / "tools/maintain/carry.py"), chapter, "--root", str(guide)]
     return subprocess.run(command, check=False, capture_output=True, text=True)
 
 

@@ -38,7 +38,7 @@ STEPS = [BUCKET, BUCKET, FLAG, GATHER] * 5
 def collectives(calls, pending, late=0.0):
     """Return calls as watched.py writes them, of which the last may be pending, 0.1 s each."""
     made = [
-        {"group": "gloo 0", "number": n, "name": name, "sizes": sizes, "at": [SCRIPT, line, at],
+        {"group": "gloo 0", "number": n, "call": f"{name} {sizes} at train_llm.py:{line} {at}",
          "called": NOW - 50 + n / 10 + late, "milliseconds": None,
          "pending": pending and n == len(calls), "patient": False}
         for n, (name, sizes, line, at) in enumerate(calls, 1)

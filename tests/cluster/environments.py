@@ -1,6 +1,6 @@
 """What each launcher of chapter 03 tells its ranks: on two hosts with two ranks each, for real.
 
-Here:  make environments     write docs/environments.json, from which the README's table is made
+Here:  make environments     write benchmarks/results/environments.json, which environments.md shows
 
 Needs root, the packages of packages.sh, and DeepSpeed.
 """
@@ -14,13 +14,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
-    sys.path[:1] = [str(ROOT / "tests"), str(ROOT / "tools")]
+    sys.path[:1] = [str(ROOT / "tests"), str(ROOT / "tools/maintain")]
 
 from chapters import chapters  # noqa: E402
 from cluster.cluster import Cluster  # noqa: E402
 
 FOLDER = ROOT / "03-job-launchers"
-RESULT = ROOT / "docs/environments.json"
+RESULT = ROOT / "benchmarks/results/environments.json"
 # Run by every launcher in place of a chapter.
 PROBE = """
 import json, os, pathlib, socket, sys
@@ -98,7 +98,7 @@ def collect(cluster, folder):
 
 
 def main():
-    """Write docs/environments.json anew."""
+    """Write benchmarks/results/environments.json anew."""
     with Cluster(hosts=2) as cluster, tempfile.TemporaryDirectory() as folder:
         results = collect(cluster, Path(folder))
     RESULT.write_text(json.dumps(results, indent=1) + "\n")

@@ -1,7 +1,7 @@
-"""Run the commands whose output a README shows; keep what they print, and draw, under docs.
+"""Run the commands whose output a README shows; keep what they print, and draw, under assets.
 
 Here:  make samples                       all of them
-       python tools/samples.py 02-run     those of these names
+       python tools/maintain/samples.py 02-run     those of these names
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 from chapters import ROOT
 from readme import Block, commands, script_of, workplace
 
-SAMPLES = ROOT / "docs/samples"
+SAMPLES = ROOT / "assets/samples"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
 
 
@@ -53,7 +53,7 @@ def practise(folder, timeout=None):
 
 
 def main():
-    """Write docs/samples anew."""
+    """Write assets/samples anew."""
     wanted = sys.argv[1:]
     if unknown := set(wanted) - {block.sample for block in commands()}:
         sys.exit(f"samples.py: error: no block of a README has the sample {min(unknown)}")
@@ -65,7 +65,7 @@ def main():
             practice = block.needs.startswith(PRACTICE)
             status, output = practise(folder) if practice else run(block, folder)
             for picture in Path(folder).glob("outputs/*.png"):
-                shutil.copy(picture, ROOT / "docs")
+                shutil.copy(picture, ROOT / "assets")
         if status:
             sys.exit(f"{output}\nfailed with status {status}: {block.text}")
         SAMPLES.mkdir(parents=True, exist_ok=True)

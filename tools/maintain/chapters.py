@@ -1,6 +1,6 @@
 """What the chapters are, and what differs between two of them: read from the scripts themselves.
 
-Here:  python tools/chapters.py 01     prints the path of that chapter's script
+Here:  python tools/maintain/chapters.py 01     prints the path of that chapter's script
 """
 
 import ast
@@ -10,7 +10,7 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def chapters(root=ROOT):

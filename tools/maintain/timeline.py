@@ -1,6 +1,6 @@
 """Draw what two ranks of chapter 02 do in one optimizer step, as the profiler saw it.
 
-Here:  make timeline      which runs this with torchrun, and writes docs/timeline.png
+Here:  make timeline      which runs this with torchrun, and writes assets/timeline.png
 """
 
 import importlib.util

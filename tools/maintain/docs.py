@@ -1,7 +1,7 @@
 """Make the parts of the READMEs that come from files: diffs, samples of output, tables.
 
 Here:  make docs                       make them anew
-       python tools/docs.py --check    say which are not as they would be made
+       python tools/maintain/docs.py --check    say which are not as they would be made
 
 Where a README says so, in a comment, cog calls one of these functions and puts in what it prints.
 """
@@ -32,8 +32,31 @@ def fenced(kind, lines):
     print(f"```{kind}", *lines, "```", sep="\n")
 
 
-def hunk(*names, context=3):
-    """Print how functions differ from those of the parent chapter; `context` lines stay around."""
+def code(*names, only=""):
+    """Print functions of the chapter's script: their first lines, and those that match `only`."""
+    _, script, _ = this_chapter()
+    source, lines = script.read_text(), []
+    for name in names:
+        found = [source.splitlines()[number - 1] for number in parts(source)[name]]
+        lines += ["", ""] if lines else []
+        left_out = False
+        for line in found:
+            if not line.startswith("def ") and not re.search(only, line):
+                left_out = True
+                continue
+            if left_out:
+                lines.append(" " * (len(line) - len(line.lstrip())) + "...")
+            lines.append(line)
+            left_out = False
+        lines += ["    ..."] if left_out else []
+    fenced("python", lines)
+
+
+def hunk(*names, context=3, only=""):
+    """Print how functions differ from those of the parent chapter; `context` lines stay around.
+
+    With `only`, a pattern, the changed lines that it matches.
+    """
     _, script, parent = this_chapter()
     before, after = parts(parent.read_text()), parts(script.read_text())
     lines = []
@@ -44,9 +67,13 @@ def hunk(*names, context=3):
             for mark, line, old, new in diff(parent, script)
             if (mark != "-" and new in ours) or (mark == "-" and old in theirs)
         ]
-        changed = [number for number, (mark, _) in enumerate(part) if mark != " "]
+        changed = [
+            number
+            for number, (mark, line) in enumerate(part)
+            if mark != " " and re.search(only, line)
+        ]
         if not changed:
-            raise ValueError(f"{name} is as in the parent chapter: there is nothing to show")
+            raise ValueError(f"{name}: no changed line is to be shown")
         shown = sorted(
             {
                 number
@@ -78,24 +105,11 @@ def chapter_map():
 
 
 def sample(name, head=None, tail=0):
-    """Print what a command has printed, from docs/samples: all, or its first and last lines."""
-    lines = (ROOT / "docs/samples" / f"{name}.txt").read_text().splitlines()
+    """Print what a command has printed, from assets/samples: all, or its first and last lines."""
+    lines = (ROOT / "assets/samples" / f"{name}.txt").read_text().splitlines()
     if head is not None:
         lines = [*lines[:head], *(["..."] if head else []), *lines[len(lines) - tail :]]
     fenced("text", lines)
-
-
-def speed_ratio(name, one, other):
-    """Print how much faster one of a sample's runs was than another, and what their losses say."""
-    text, speeds = (ROOT / "docs/samples" / f"{name}.txt").read_text(), {}
-    for part in text.split("step 0 ")[1:]:
-        run = re.search(r"finished: outputs/([\w-]+)", part)[1]
-        found = re.findall(r"tokens_per_second ([\d,.]+)", part)
-        speeds[run] = median(float(speed.replace(",", "")) for speed in found)
-    times = f"{speeds[one] / speeds[other]:.1f} times as fast as {other}"
-    difference = re.search(r"largest difference between losses: (\S+)", text)[1]
-    print(f"On two CPU cores, one thread each, {one} processes ran {times}, and no loss differed")
-    print(f"by more than {difference} ([below](#check-it)).")
 
 
 def ratios(file, rows):
@@ -195,7 +209,7 @@ def planner(file):
 
 def plan(config):
     """Print, as comments, what the planner has said of a file under configs."""
-    text = (ROOT / "docs/samples/05-plans.txt").read_text()
+    text = (ROOT / "assets/samples/05-plans.txt").read_text()
     for line in text.splitlines():
         name, told = line.split(" on ", 1)
         if name.lower().endswith(config):
@@ -430,11 +444,13 @@ def gpu_checks():
 
 
 def environments(rank=3):
-    """Print the table of what each launcher told one rank, from docs/environments.json."""
+    """Print the table of what each launcher told one rank."""
     columns = "launcher", "rank", "ranks in all", "rank on its node"
     columns += "where to meet", "GPUs", "threads"
     print(f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", sep="\n")
-    for launcher, found in json.loads((ROOT / "docs/environments.json").read_text()).items():
+    for launcher, found in json.loads(
+        (ROOT / "benchmarks/results/environments.json").read_text()
+    ).items():
         told = found["ranks"][rank]["variables"]
         groups = [[name] for name in found["names"]]
         groups.append([name for name in told if name.startswith(("MASTER", "SLURM_STEP_NODE"))])

@@ -19,13 +19,21 @@ class Block:
     kind: str
     text: str
     needs: str = ""
-    sample: str = ""  # the file under docs/samples that holds what it printed
+    sample: str = ""  # the file under assets/samples that holds what it printed
 
 
 def readmes(root=ROOT):
     """Return the paths of all READMEs, the top one first."""
     found = (path for path in root.glob("**/*.md") if not SKIPPED & set(path.parts))
     return sorted(found, key=lambda path: (len(path.parts), path))
+
+
+def words(path, made=True):
+    """Return the number of words of a README: all, or of its prose: none that is made, no code."""
+    text = path.read_text()
+    if not made:
+        text = re.sub(r"<!-- \[\[\[cog.*?\[\[\[end\]\]\]|<!--.*?-->|```.*?```", "", text, flags=re.S)
+    return len(re.findall(r"[A-Za-z0-9][\w'’.-]*", text))
 
 
 def blocks(path):
