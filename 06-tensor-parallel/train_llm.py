@@ -35,6 +35,7 @@ import datasets
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.tensor.parallel as tp
 import torch.nn.functional as F
 import transformers
 import wandb
@@ -45,12 +46,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
@@ -66,12 +61,12 @@ LAUNCHERS = [  # the variables in which each tells a process its rank, world siz
     ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],  # srun
 ]
 STYLES = {  # how a matrix is split, by the names that transformers' plans have for it
-    "colwise": ColwiseParallel(),
-    "rowwise": RowwiseParallel(output_layouts=Shard(1)),
-    "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
-    "rowwise_split_input": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "embedding_rowwise": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "replicated_with_grad_allreduce": SequenceParallel(use_local_output=True),  # norms of heads
+    "colwise": tp.ColwiseParallel(),
+    "rowwise": tp.RowwiseParallel(output_layouts=Shard(1)),
+    "colwise_gather_output": tp.ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "embedding_rowwise": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "replicated_with_grad_allreduce": tp.SequenceParallel(use_local_output=True),  # norms of heads
 }
 CHUNK = 1024  # tokens whose logits exist at the same time
 SAVES = []  # at most one, which goes on in the background
@@ -361,39 +356,38 @@ def build_model(args, config):
 
 def check_plan(args, model):
     """Stop if transformers does not say how to split all of the model, or it cannot be split so."""
-    size, plan, config = args.tensor_parallel_size, model.tp_plan or {}, model.config
+    size, config, styles = args.tensor_parallel_size, model.config, styles_of(model)
     this = f"--tensor-parallel-size {size}: {args.model_name}"
-    if unknown := set(plan.values()) - set(STYLES):
-        fail(f"{this} needs {', '.join(sorted(unknown))}, which this chapter does not have")
+    for name, part in model.named_modules():
+        if styles[part] is None and list(part.parameters(recurse=False)):
+            fail(f"{this} has weights in {name}, which this chapter cannot split")
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if heads % size:
         fail(f"{this} has {heads} key-value heads, which {size} ranks cannot share equally")
     if config._attn_implementation != "causal_sdpa":
-        fail(f"{this} attends with a mask, for which a rank would need the whole sequence")
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
+        fail(f"{this} attends with a mask, which takes whole sequences, of which ranks have parts")
+
+
+def styles_of(model):
+    """Return how to split each module's weights; None where transformers' plan does not say."""
+    styles, plan = {}, model.tp_plan or {}
     for name, part in model.named_modules():
-        known = general(name) in plan or part in ends or "Norm" in type(part).__name__
-        if not known and list(part.parameters(recurse=False)):
-            fail(
-                f"{this} has weights in {name}, which transformers' plan does not say how to split"
-            )
-
-
-def general(name):
-    """Return a module's name as transformers' plans have it: with * for the layer's number."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        norm = "replicated_with_grad_allreduce" if "Norm" in type(part).__name__ else None
+        general = re.sub(r"\.\d+(?=\.|$)", ".*", name)  # plans have * for the layer's number
+        styles[part] = STYLES.get(plan.get(general, norm))
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    return styles | dict.fromkeys(ends, STYLES["embedding_rowwise"])  # a row is a token's
 
 
 def chunked_loss(head, logits, labels, *_, **__):
     """Return the mean cross entropy of predicting each label from the hidden states before it.
 
-    These are what `head` has let through as if it were logits: [batch, sequence, width], with this
-    rank's part of the sequence. The true logits, [tokens, vocabulary], exist only for a chunk of
-    the tokens at a time.
+    These are what `head` has let through as if it were logits: [batch, sequence, width]. The true
+    logits, [tokens, vocabulary], exist only for a chunk of the tokens at a time.
     """
     mesh, length = getattr(head.weight, "device_mesh", None), logits.shape[1]
-    first = 1 + length * (mesh.get_local_rank() if mesh else 0)
-    targets = labels[:, first : first + length]  # TP: the last token of all predicts none
+    first = 1 + length * (mesh.get_local_rank() if mesh else 0)  # TP: of this rank's tokens
+    targets = labels[:, first : first + length]  # one less on the last rank
     hidden, targets = logits[:, : targets.shape[1]].flatten(0, 1), targets.flatten()
     weights = whole(head.weight), whole(head.bias)
     total = 0.0
@@ -405,9 +399,8 @@ def chunked_loss(head, logits, labels, *_, **__):
 
 def whole(weight):
     """Return all rows of a weight that is split; from each rank comes a part of its gradient."""
-    if not isinstance(weight, DTensor):
-        return weight
-    return weight.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    split = isinstance(weight, DTensor)
+    return weight.full_tensor(grad_placements=[Partial()]) if split else weight
 
 
 def loss_of_chunk(weights, hidden, targets):
@@ -459,7 +452,8 @@ def shard(args, model, device):
 
     model.apply(materialize)
     inside = {part for layer in layers for part in layer.modules()}
-    split_matrices(model, set(model.modules()) - inside, mesh["tensor"])
+    outside = [part for part in model.modules() if part not in inside]
+    split_matrices(model, outside, mesh["tensor"])
     model.tie_weights()
     fully_shard(model, reshard_after_forward=False, **options)  # FSDP: what is in no layer
     prefetch(args, model, layers)
@@ -471,26 +465,23 @@ def shard(args, model, device):
 def split_matrices(model, parts, mesh):
     """Split the weights of some modules over the ranks of a tensor-parallel group, in place.
 
-    Between blocks, which are the parents of what is split by columns, a rank has its part of each
-    sequence; the weights there are those of norms, which all ranks have.
+    Inside a block, which is what has matrices split by columns, a rank has its part of the heads or
+    of the width. Between blocks it has its part of each sequence, and whole weights of norms.
     """
     if mesh.size() == 1:
         return
-    plan, ends = model.tp_plan, [model.get_input_embeddings(), model.get_output_embeddings()]
-    names = {part: general(name) for name, part in model.named_modules()}
-    blocks = {name.rpartition(".")[0] for name in plan if plan[name].startswith("colwise")} - {""}
+    styles, head = styles_of(model), model.get_output_embeddings()
     for part in parts:
-        style = STYLES["embedding_rowwise"] if part is ends[0] else plan.get(names[part])
-        if part is ends[1]:  # it has no forward of its own: the loss uses its weights
-            for name, weight in list(part.named_parameters(recurse=False)):
+        weights = dict(part.named_parameters(recurse=False))
+        if part is head:  # it has no forward of its own: the loss uses its weights
+            for name, weight in weights.items():
                 rows = distribute_tensor(weight.data, mesh, [Shard(0)], src_data_rank=None)
                 part.register_parameter(name, torch.nn.Parameter(rows))
-        elif list(part.parameters(recurse=False)):
-            style = STYLES.get(style, style) or SequenceParallel(use_local_output=True)
-            parallelize_module(part, mesh, style, src_data_rank=None)
-        if part is ends[0]:  # a compiled layer loses the gradient of a tensor still on its way
+        elif weights:
+            tp.parallelize_module(part, mesh, styles[part], src_data_rank=None)
+        if isinstance(part, torch.nn.Embedding):  # compiled layers cannot wait for what is sent
             part.register_forward_hook(lambda _part, _ids, hidden: hidden.clone())
-        if names[part] in blocks:
+        if any(isinstance(styles[child], tp.ColwiseParallel) for child in part.children()):
             part.register_forward_pre_hook(functools.partial(gather, mesh), with_kwargs=True)
 
 
@@ -630,10 +621,10 @@ def data_rank(args):
 # ---- one step --------------------------------------------------------------------------------
 def loss_of(args, model, batch):
     """Return the mean loss of predicting each token of `batch` from those before it."""
-    places = None
-    if args.tensor_parallel_size > 1:  # TP: a rank's part of a sequence does not tell its length
-        places = {"position_ids": torch.arange(batch.shape[1], device=batch.device)[None]}
-    return model(input_ids=batch, labels=batch, use_cache=False, **(places or {})).loss
+    more = {}
+    if args.tensor_parallel_size > 1:  # TP: from a part of a sequence, positions cannot be told
+        more["position_ids"] = torch.arange(batch.shape[1], device=batch.device)[None]
+    return model(input_ids=batch, labels=batch, use_cache=False, **more).loss
 
 
 def train_step(args, model, optimizer, train_set, step, device):
