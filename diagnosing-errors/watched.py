@@ -262,8 +262,9 @@ class Watch:
         while True:
             try:
                 self.look()
+                bad = self.steps.bad
                 self.steps.take()
-                if time.monotonic() - self.told > BEAT:
+                if time.monotonic() - self.told > BEAT or self.steps.bad is not bad:  # told at once
                     self.told = time.monotonic()
                     self.tell()
                     self.dump_if_due()
@@ -359,11 +360,10 @@ class Watch:
 
     def leave(self, error):
         """Tell how the script has ended: with an error, or with none."""
+        told = "".join(traceback.format_exception(error)) if error else None
         if isinstance(error, SystemExit):
             said = error.code if isinstance(error.code, str) else " ".join(self.errors.telling)
             told = f"SystemExit: {said}" if error.code else None
-        else:
-            told = error and "".join(traceback.format_exception(error))
         self.error = self.error or told
         self.spare.close()
         until = time.monotonic() + 1  # what a device that has failed never sends is not waited for

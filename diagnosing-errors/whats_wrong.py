@@ -357,15 +357,15 @@ def died(facts, everyone):
     ago = {one: one.age + (3 if one.error or one.crash.strip() else 0) for one in own + vanished}
     first = max(ago, key=ago.get)
     if first.error:
-        return of_error(facts, first, own)
+        return of_error(facts, everyone, first, own)
     return of_vanished(facts, everyone, [one for one in vanished if ago[first] - ago[one] < 4])
 
 
-def of_error(facts, first, own):
+def of_error(facts, everyone, first, own):
     """Return the finding of an error that is a rank's own."""
     kind, said = cause_of(first.error)
-    if kind == "not-finite" and (bad := not_finite(own)):
-        return bad  # all stop for it
+    if kind == "not-finite" and (bad := not_finite(everyone)):
+        return bad  # all stop for it, and some may have had no time to say so
     same = [one for one in own if cause_of(one.error)[0] == kind]
     if kind == "crash":
         same = [one for one in same if cause_of(one.error)[1] == said]

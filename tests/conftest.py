@@ -13,7 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from chapters import ROOT, chapters
@@ -22,7 +21,7 @@ from fork_server import Server, settings
 from readme import commands
 
 SCRIPTS = chapters()
-SERVER = Server(SCRIPTS.values())
+SERVER = Server()
 # A run of seconds: 20 steps, every one of them logged.
 SHORT = (
     "--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8 "
@@ -109,11 +108,10 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def environment(tmp_path_factory):
-    """One thread a process, quick starts, no hub, and a data cache for all tests of the session."""
+    """One thread a process, no hub, and a data cache for all tests of the session."""
     cache = tmp_path_factory.mktemp("cache")
     os.environ.update(
         OMP_NUM_THREADS="1",
-        PYTHONPATH=str(ROOT / "tests/quick_start"),
         HF_HUB_OFFLINE="1",
         HF_HOME=str(cache / "hf"),
         WANDB_DIR=str(cache),
@@ -121,8 +119,6 @@ def environment(tmp_path_factory):
         TOKENIZERS_PARALLELISM="false",
     )
     SERVER.settings = settings()
-    yield
-    SERVER.stop()
 
 
 def free_port():
@@ -149,7 +145,7 @@ def run_jobs(world_size, jobs, folder, timeout=1000, shares=1):
         ]
         if listed:
             (folder / f"jobs{share}.json").write_text(json.dumps(listed))
-            command = [ROOT / "tests/worker.py", folder, share]
+            command = [ROOT / "tests/support/worker.py", folder, share]
             started += start_ranks(world_size, command, folder, f"-{share}")
     try:
         deadline = time.monotonic() + timeout
@@ -192,29 +188,23 @@ def run_well(world_size, jobs, *args, **options):
     return results
 
 
-def torchrun(chapter, *args, processes=2, **options):
-    """Start a chapter under torchrun, or chapter 01 by itself; return the process."""
-    launcher = [sys.executable]
-    if chapter != "01":
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-        launcher += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+def curves_of(root, runs):
+    """Run (chapter, arguments) by name, for each world size; return all metrics by name."""
+    for world_size, by_name in runs.items():
+        jobs = [
+            (chapter, [*SHORT, *args, "--save-dir", root, "-e", name])
+            for name, (chapter, args) in by_name.items()
+        ]
+        run_well(world_size, jobs, root / f"ranks{world_size}", shares=2 if world_size == 1 else 1)
+    return {folder.parent.name: metrics(folder.parent) for folder in root.glob("*/metrics.jsonl")}
+
+
+def torchrun(chapter, *args, launcher=(), **options):
+    """Start a chapter under torchrun on two ranks; return the process."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *launcher]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
-    return subprocess.Popen([*launcher, str(SCRIPTS[chapter]), *map(str, args)], **options)
-
-
-def family(process):
-    """Return a process and all its descendants, though torchrun's have sessions of their own."""
-    return [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-
-
-def kill_all(process, victims):
-    """kill -9 all of a family at once; wait until they are gone."""
-    for victim in victims:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            victim.send_signal(signal.SIGKILL)
-    psutil.wait_procs(victims, timeout=20)
-    process.communicate()
-    assert not [victim for victim in victims if victim.is_running()]
+    return subprocess.Popen([*command, str(SCRIPTS[chapter]), *map(str, args)], **options)
 
 
 def metrics(run_dir):

@@ -15,14 +15,12 @@ def files(tmp_path_factory, models):
     """Files and folders with one thing wrong in each."""
     folder = tmp_path_factory.mktemp("files")
     (folder / "empty.jsonl").touch()
-    (folder / "empty.txt").touch()
     (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (folder / "numbers.jsonl").write_text('{"text": 1}\n{"text": 2}\n')
     (folder / "columns.csv").write_text("title,body\na,b\n")
     (folder / "short.txt").write_text("too short")
     (folder / "few.txt").write_text("x" * 64 * 10)
     (folder / "picture.png").write_bytes(b"\x89PNG")
-    (folder / "not-parquet.parquet").write_text("text")
     (folder / "folder-without-data").mkdir()
     (folder / "bad.args").write_text("--num-steps 5 # fine\n--nosuch 1\n")
     shutil.copytree(models / "gpt2", folder / "small-embedding")
@@ -35,9 +33,7 @@ def files(tmp_path_factory, models):
 
 CASES = {
     "zero": ("--num-steps 0", "--num-steps 0: must be at least 1"),
-    "negative": ("--batch-size -3", "--batch-size -3: must be at least 1"),
     "nan": ("--lr nan", "--lr nan: must be at least 0"),
-    "word": ("--seq-length many", "argument -s/--seq-length: invalid int value: 'many'"),
     "length": ("--seq-length 1", "--seq-length 1: must be at least 2"),
     "change": ("--config nosuch=1", "tiny nosuch=1: key nosuch isn't in the original config"),
     "changed type": (
@@ -64,9 +60,7 @@ CASES = {
     "other file": ("-d {files}/picture.png", "picture.png: "),
     "folder without data": ("-d {files}/folder-without-data", "folder-without-data:"),
     "empty": ("-d {files}/empty.jsonl", "empty.jsonl: it is empty"),
-    "empty text": ("-d {files}/empty.txt", "empty.txt: "),
     "malformed": ("-d {files}/broken.jsonl", "broken.jsonl: JSON parse error"),
-    "malformed parquet": ("-d {files}/not-parquet.parquet", "not-parquet.parquet:"),
     "numbers": ("-d {files}/numbers.jsonl", "--text-column text: not a column of text"),
     "no such column": (
         "-d {files}/columns.csv",
@@ -176,11 +170,14 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "world_size, chapter", [(1, "01"), pytest.param(2, "02", marks=pytest.mark.slow)]
+    "chapter", ["01", *(pytest.param(name, marks=pytest.mark.slow) for name in ("02", "04", "05"))]
 )
-def test_full_disk_during_a_save(small_disk, tmp_path, world_size, chapter):
+def test_full_disk_during_a_save(small_disk, tmp_path, chapter):
     """Nothing that was saved is lost, and when there is room the run goes on from there."""
-    args = [*SHORT, "--num-steps", 30, "--save-dir", small_disk, "-e", "run"]
+    world_size = 1 if chapter == "01" else 2
+    steps = 40 if chapter == "05" else 30  # in the background: it learns of it at its next save
+    args = [*SHORT, "--num-steps", steps, "--save-dir", small_disk, "-e", "run"]
+    args += ["--checkpoint-async"] * (chapter == "05")
     [ranks] = run_jobs(world_size, [(chapter, args)], tmp_path / "full")
     assert all(rank["status"] for rank in ranks)
     checkpoints = small_disk / "run/checkpoints"
@@ -190,4 +187,4 @@ def test_full_disk_during_a_save(small_disk, tmp_path, world_size, chapter):
     subprocess.run(["mount", "-o", "remount,size=80m", str(small_disk)], check=True)
     [ranks] = run_well(world_size, [(chapter, args)], tmp_path / "again")
     assert f"continuing from {checkpoints}/step-00000020" in ranks[0]["stdout"]
-    assert sorted(metrics(small_disk / "run")) == list(range(31))
+    assert sorted(metrics(small_disk / "run")) == list(range(steps + 1))

@@ -12,9 +12,6 @@ from conftest import ROOT
 
 FOLDER = ROOT / "03-job-launchers/containers"
 BIN = Path(sys.executable).parent
-# https://apptainer.org/docs/user/latest/definition_files.html
-SECTIONS = "pre setup files post environment test runscript startscript labels help".split()
-SCRIPTS = {"post", "environment", "test", "runscript"}
 
 
 def definition():
@@ -24,13 +21,7 @@ def definition():
     return dict(line.split(": ") for line in lines), dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-def test_the_definition_has_known_sections():
-    header, sections = definition()
-    assert header.keys() == {"Bootstrap", "From"} and header["Bootstrap"] == "docker"
-    assert set(sections) <= set(SECTIONS) and set(sections) >= SCRIPTS
-
-
-@pytest.mark.parametrize("section", sorted(SCRIPTS))
+@pytest.mark.parametrize("section", ["post", "environment", "test", "runscript"])
 def test_the_definition_has_sound_scripts(section):
     check = [BIN / "shellcheck", "--shell=sh", "-"]
     text = definition()[1][section]
@@ -43,12 +34,6 @@ def test_the_dockerfile_is_sound():
         [BIN / "hadolint", FOLDER / "Dockerfile"], check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
-
-
-def test_a_bad_dockerfile_is_seen(tmp_path):
-    bad = tmp_path / "Dockerfile"
-    bad.write_text((FOLDER / "Dockerfile").read_text().replace("RUN pip", "RUNN pip"))
-    assert subprocess.run([BIN / "hadolint", bad], check=False, capture_output=True).returncode
 
 
 def test_both_images_have_the_same_in_them():

@@ -15,7 +15,6 @@ from chapters import (
     parts,
     text_of,
 )
-from conftest import ROOT
 
 CHILDREN = [name for name in chapters() if parent_of(name)]
 
@@ -133,16 +132,3 @@ def test_noise_is_seen(reason, old, new, tmp_path):
     before.write_text(SCRIPT)
     after.write_text(changed)
     assert [found for found, _ in noise(before, after)] == [reason]
-
-
-def test_a_lesson_is_no_noise(tmp_path):
-    before, after = tmp_path / "before.py", tmp_path / "after.py"
-    before.write_text(SCRIPT)
-    after.write_text(SCRIPT.replace("value + 1", "value + 2  # two"))
-    assert noise(before, after) == []
-
-
-def test_tools_read_this_repository():
-    assert chapters()["01"] == ROOT / "01-single-gpu/train_llm.py"
-    assert parent_of("01") is None and parent_of("02") == "01"
-    assert "--seq-length" in flags(chapters()["01"].read_text())

@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 
-from conftest import ROOT, SHORT, difference, free_port, metrics, run_well, start_ranks
+from conftest import ROOT, curves_of, difference, free_port, start_ranks
 
 pytestmark = pytest.mark.slow
 FAMILIES = ["gpt2", "qwen3", "mistral", "gemma3"]  # and tiny, a Llama
@@ -31,21 +31,15 @@ RUNS = [f"04@{ranks}{name}" for ranks, names in TRIED.items() for name in names]
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory, models):
-    """Every run's metrics, by name; one set of processes for each world size."""
-    root = tmp_path_factory.mktemp("fsdp")
+    """Every run's metrics, by name."""
     options = SETTINGS | {"-bf16": BF16} | {f"-{name}": ["-m", models / name] for name in FAMILIES}
-    for world_size, names in TRIED.items():
-        runs = {f"04@{world_size}{name}": ("04", options[name]) for name in names}
-        if world_size == 1:
-            runs |= {f"01-{name}": ("01", options[f"-{name}"]) for name in ("bf16", *FAMILIES)}
-            runs["01"] = ("01", [])
-        jobs = [
-            (chapter, [*SHORT, *args, "--save-dir", root, "-e", name])
-            for name, (chapter, args) in runs.items()
-        ]
-        shares = 2 if world_size == 1 else 1
-        run_well(world_size, jobs, root / f"ranks{world_size}", shares=shares)
-    return {folder.parent.name: metrics(folder.parent) for folder in root.glob("*/metrics.jsonl")}
+    runs = {
+        ranks: {f"04@{ranks}{name}": ("04", options[name]) for name in names}
+        for ranks, names in TRIED.items()
+    }
+    runs[1] |= {f"01-{name}": ("01", options[f"-{name}"]) for name in ("bf16", *FAMILIES)}
+    runs[1]["01"] = ("01", [])
+    return curves_of(tmp_path_factory.mktemp("fsdp"), runs)
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run[4:] in SETTINGS])

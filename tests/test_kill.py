@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 
-import psutil
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -17,145 +16,89 @@ from conftest import (
     SCRIPTS,
     SHORT,
     difference,
-    family,
     free_port,
-    kill_all,
     metrics,
     run_well,
     start_ranks,
-    torchrun,
 )
 
 EVERY = 3
 ARGS = [*SHORT, "--seq-length", 32, "--checkpoint-every", EVERY, "--eval-every", 50]
-# torchrun takes seconds to start, so most runs start without it. In these of the twenty
-# kills it is there: they are of one rank, two of them during a save, and torchrun ends the other.
-LAUNCHED = (2, 7, 14)
 
 
 def newest_step(run_dir):
     """Return the newest checkpoint's step; all that are named so must load."""
     steps = [0]
     for checkpoint in (run_dir / "checkpoints").glob("step-*"):
-        assert checkpoint.suffix == ""
         whole = checkpoint / "state.pt"
         if not whole.exists():  # the shards of all ranks: each of them is read
             whole = run_dir / "all-shards.pt"
             dcp_to_torch_save(checkpoint, whole)
-        state = torch.load(whole, weights_only=True)
-        [step] = {int(of["step"]) for of in moments(state)}
+        adam = torch.load(whole, weights_only=True)["optimizer"]
+        [step] = {int(moments["step"]) for moments in adam.get("state", adam).values()}
         assert f"step-{step:08}" == checkpoint.name
         steps.append(step)
     return max(steps)
 
 
-def moments(state):
-    """Return AdamW's state of each weight, which has the number of the step too."""
-    adam = state["optimizer"]
-    return adam.get("state", adam).values()
-
-
 def last_row(run_dir):
     """Return the last whole row's step."""
-    with contextlib.suppress(FileNotFoundError), open(run_dir / "metrics.jsonl", "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))  # more than two rows: it is read often
-        rows = file.read().split(b"\n")[:-1]
-        return json.loads(rows[-1])["step"] if rows else 0
-    return 0
+    path = run_dir / "metrics.jsonl"
+    rows = path.read_text().split("\n")[:-1] if path.exists() else []
+    return json.loads(rows[-1])["step"] if rows else 0
 
 
 def all_run(processes):
     return all([process.poll() is None for process in processes])
 
 
-def wait_for(condition, *processes, seconds=120):
+def wait_for(condition, processes, seconds=120):
     """Wait until `condition` holds or a process has ended; say whether all still run."""
     deadline = time.monotonic() + seconds
-    while not condition():
+    while all_run(processes) and not condition():
         assert time.monotonic() < deadline, "nothing happened"
-        if not all_run(processes):
-            return False
         time.sleep(0.001)
     return all_run(processes)
 
 
-def ended(process):
-    """Return the status of a process whose fellows end: without them it may wait for ever."""
-    try:
-        return process.wait(timeout=20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
-
-
-def start(chapter, args, folder, launched):
-    """Start a run; return its launcher, or else its ranks, started as a launcher would."""
-    folder.mkdir(exist_ok=True)
-    if launched:
-        with open(folder / "rank.log", "w") as log:
-            return [torchrun(chapter, *args, stdout=log, stderr=log)]
-    world_size = 1 if chapter == "01" else 2
-    command = [SCRIPTS[chapter], *args]
-    return start_ranks(world_size, command, folder, MASTER_PORT=str(free_port()))
-
-
-def kill_together(processes):
-    """Kill all processes of a run at once."""
+def kill_one(processes, draw):
+    """Kill one rank, and end the others as torchrun would."""
+    draw.choice(processes).kill()
+    time.sleep(0.1)  # this often torchrun looks after its ranks
     for process in processes:
-        process.send_signal(signal.SIGSTOP)  # or it starts one that is in no list
-    members = []
+        process.send_signal(signal.SIGTERM)
     for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
-            members += family(process)
-    for process in processes:
-        kill_all(process, members)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=5)  # torchrun waits for 30 s before it kills
 
 
-def is_rank(process):
-    """Return whether torchrun has started this process to train."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return "train_llm.py" in " ".join(process.cmdline()[:3])
-
-
-def kill_one(processes, launched, draw):
-    """Kill one rank; its launcher ends the others, or else the test does as torchrun would."""
-    ranks = []
-    while not ranks:  # torchrun may have started none yet
-        members = [member for process in processes for member in family(process)]
-        ranks = [member for member in members if not launched or is_rank(member)]
-    draw.choice(ranks).kill()
-    if launched:
-        _, alive = psutil.wait_procs(members, timeout=60)
-        assert not alive
-    else:
-        time.sleep(0.1)  # this often torchrun looks after its ranks
-        for process in processes:
-            process.send_signal(signal.SIGTERM)
-        psutil.wait_procs(members, timeout=5)  # torchrun waits for 30 s before it kills
-
-
-def kill_once(chapter, args, run_dir, before, draw, in_a_save, one_rank=False, launched=False):
+def kill_once(chapter, args, run_dir, before, draw, in_a_save, one_rank):
     """Start the run, kill it at some moment, check what is left; return the newest step of that.
 
     Or None, if there was nothing to kill any more.
     """
     logs = run_dir.with_name("logs")
-    processes = start(chapter, args, logs, launched)
+    logs.mkdir(exist_ok=True)
+    command, port = [SCRIPTS[chapter], *args], str(free_port())
+    processes = start_ranks(1 if chapter == "01" else 2, command, logs, MASTER_PORT=port)
     after = before + draw.randint(2, 5 * EVERY)  # in steps: the machine's speed does not matter
-    if not wait_for(lambda: last_row(run_dir) >= after, *processes):
-        statuses = [ended(process) for process in processes]
+    if not wait_for(lambda: last_row(run_dir) >= after, processes):
+        statuses = [process.wait(timeout=20) for process in processes]
         output = "\n".join(path.read_text() for path in sorted(logs.glob("rank*.log")))
         assert not any(statuses), f"it failed, and nobody had killed it:\n{output}"
         return None
     time.sleep(draw.uniform(0, 0.02))
     if in_a_save:
         checkpoints = run_dir / "checkpoints"
-        wait_for((checkpoints / ".partial").exists, *processes)
+        wait_for((checkpoints / ".partial").exists, processes)
         time.sleep(draw.uniform(0, 0.01))
     running = all_run(processes)
     if one_rank and running:
-        kill_one(processes, launched, draw)
-    kill_together(processes)
+        kill_one(processes, draw)
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait(timeout=20)
     newest = newest_step(run_dir)
     assert newest >= before
     lost = 2 * EVERY if "--checkpoint-async" in args else EVERY  # the newest may be on its way
@@ -174,9 +117,8 @@ def kill_often(chapter, times, tmp_path, num_steps):
     run_dir, kills, hit_a_save, newest = tmp_path / "killed", 0, 0, 0
     while kills < times or (not hit_a_save and kills < times + 5):
         in_a_save, one_rank = kills % 2 == 0, chapter in ("04", "05", "06") and kills % 4 > 1
-        launched = one_rank and kills in LAUNCHED
         command = [*args, "-e", "killed"]
-        newest = kill_once(chapter, command, run_dir, newest, draw, in_a_save, one_rank, launched)
+        newest = kill_once(chapter, command, run_dir, newest, draw, in_a_save, one_rank)
         assert newest is not None, f"it finished after {kills} kills: lengthen the run"
         kills += 1
         hit_a_save += (run_dir / "checkpoints/.partial").exists()

@@ -1,6 +1,7 @@
 """Chapter 03: who started it does not matter, and it may be stopped, restarted and left alone."""
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -9,22 +10,21 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from unittest.mock import Mock
 
 import psutil
 import pytest
 
+from cluster.cluster import until
 from conftest import (
     ROOT,
     SCRIPTS,
     SHORT,
     difference,
-    family,
     free_port,
-    kill_all,
     metrics,
     run_well,
+    start_ranks,
+    torchrun,
 )
 from worker import Captured
 
@@ -44,7 +44,6 @@ SRUN = {
     "SLURM_STEP_ID": "0",
     "SLURM_STEP_NODELIST": "gpu[03-07,12],big1",
 }
-PREFIXES = ("SLURM", "OMPI", "PMI", "MPI", "MASTER")
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ def launched(load, monkeypatch):
     """Return a function that sets these variables alone, and lets the chapter read them."""
     chapter = load("03")
     for name in list(os.environ):
-        if name.startswith(PREFIXES) or name in TORCHRUN:
+        if name.startswith(("SLURM", "OMPI", "PMI", "MPI", "MASTER")) or name in TORCHRUN:
             monkeypatch.delenv(name)
 
     def adopt(variables):
@@ -137,17 +136,6 @@ def device_of_local_rank_1(chapter, monkeypatch, tmp_path, gpus, torchrun):
     return taken.pop()
 
 
-def test_all_that_nccl_says_is_shown(load, monkeypatch, tmp_path):
-    """Its reason is in the last line of its error."""
-    chapter = load("03")
-    error = RuntimeError("NCCL error in: init.cpp, remote process exited\nLast error:\nno route")
-    monkeypatch.setattr(chapter.dist, "init_process_group", Mock(side_effect=error))
-    monkeypatch.setattr(sys, "stdout", Captured())
-    args = {"device": "cpu", "precision": "fp32", "dist_timeout": 9, "save_dir": tmp_path}
-    with pytest.raises(RuntimeError, match="no route"):
-        chapter.setup(argparse.Namespace(**args, experiment_name="run"))
-
-
 @pytest.mark.parametrize("job", ["train", "srun-direct"])
 def test_a_jobs_last_words_have_nccls_reason(tmp_path, job):
     """It is in the last line of NCCL's error, behind one that only announces it."""
@@ -174,20 +162,24 @@ LONG = [*SHORT, "--seq-length", 32, "--num-steps", 60]
 LONG += ["--checkpoint-every", 50, "--eval-every", 60]
 
 
-def start(*args, launcher=(), chapter="03", **options):
-    """Start a chapter under torchrun on two ranks; return the process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", *launcher]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | options
-    return subprocess.Popen([*command, str(SCRIPTS[chapter]), *map(str, args)], **options)
+@contextlib.contextmanager
+def running(run_dir, step, chapter, *args, **options):
+    """A chapter under torchrun, once a step is logged; in the end nothing is left of it."""
+    process = torchrun(chapter, *args, stderr=subprocess.STDOUT, **options)
+    path = run_dir / "metrics.jsonl"
+    try:
+        until(lambda: process.poll() is not None or logged(path, step), 150, f"step {step}")
+        yield process
+    finally:
+        alive = process.poll() is None  # torchrun's ranks have sessions of their own
+        for left in psutil.Process(process.pid).children(recursive=True) if alive else []:
+            left.kill()
+        process.kill()
+        process.communicate()
 
 
-def wait_for_step(run_dir, step, process):
-    """Wait until a step is logged."""
-    path, deadline = run_dir / "metrics.jsonl", time.monotonic() + 150
-    while not (path.exists() and f'"step": {step},' in path.read_text()):
-        assert time.monotonic() < deadline and process.poll() is None, "it never got there"
-        time.sleep(0.05)
+def logged(path, step):
+    return path.exists() and f'"step": {step},' in path.read_text()
 
 
 def workers(process):
@@ -216,9 +208,8 @@ def ask(how, process, run_dir):
     """Ask a run to stop."""
     if how == "SIGTERM to torchrun":
         process.send_signal(signal.SIGTERM)
-    elif how == "SIGUSR1 to rank 1":
-        last = max(workers(process), key=lambda worker: int(worker.environ()["RANK"]))
-        last.send_signal(signal.SIGUSR1)
+    elif how == "SIGUSR1 to a rank":
+        workers(process)[-1].send_signal(signal.SIGUSR1)
     else:
         (run_dir / "stop").touch()
 
@@ -227,7 +218,7 @@ def ask(how, process, run_dir):
     "chapter, how",
     [
         ("03", "SIGTERM to torchrun"),
-        pytest.param("03", "SIGUSR1 to rank 1", marks=pytest.mark.slow),
+        pytest.param("03", "SIGUSR1 to a rank", marks=pytest.mark.slow),
         pytest.param("03", "a file", marks=pytest.mark.slow),
         pytest.param("04", "SIGTERM to torchrun", marks=pytest.mark.slow),
         pytest.param("05", "SIGTERM to torchrun", marks=pytest.mark.slow),
@@ -237,13 +228,9 @@ def test_stopped_and_continued(chapter, how, whole, tmp_path):
     """All ranks stop at one step, whose checkpoint is there; the curve goes on bit by bit."""
     args, run_dir = [*LONG, "--save-dir", tmp_path, "-e", "run"], tmp_path / "run"
     args += FURTHER.get(chapter, [])
-    process = start(*args, chapter=chapter)
-    try:
-        wait_for_step(run_dir, 5, process)
+    with running(run_dir, 5, chapter, *args) as process:
         ask(how, process, run_dir)
         output, _ = process.communicate(timeout=60)
-    finally:
-        kill_all(process, family(process) if process.poll() is None else [])
     [line] = [line for line in output.splitlines() if line.startswith("stopped at step")]
     step = int(line.split()[3].rstrip(":"))
     assert step < 60 and (run_dir / f"checkpoints/step-{step:08}").exists()
@@ -284,10 +271,9 @@ def test_nobody_waits_to_agree(tmp_path):
             dist.destroy_process_group()
         """)
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", str(free_port()), str(script), str(SCRIPTS["03"]), str(tmp_path)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    port, log = str(free_port()), tmp_path / "rank0.log"
+    ranks = start_ranks(2, [script, SCRIPTS["03"], tmp_path], tmp_path, MASTER_PORT=port)
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0], log.read_text()
     for rank in (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)):
         assert rank["took"] < 0.5, "it waited for the other"
         assert rank["answers"] == [False, False, True, True, True]
@@ -301,44 +287,29 @@ def test_no_worker_outlives_its_launcher(tmp_path, chapter, whole):
     """kill -9 of torchrun alone, and at once the same command again: one run, the same curve."""
     args, run_dir = [*LONG, "--save-dir", tmp_path, "-e", "run"], tmp_path / "run"
     args += ["--checkpoint-every", 10]
-    process = start(*args, chapter=chapter)
-    try:
-        wait_for_step(run_dir, 15, process)
+    with running(run_dir, 15, chapter, *args) as process:
         members = workers(process)
         assert len(members) == 2
         process.kill()
-        again = start(*args, chapter=chapter)
-        _, alive = psutil.wait_procs(members, timeout=3)
-        assert not [member for member in alive if member.status() != psutil.STATUS_ZOMBIE]
-        output, _ = again.communicate(timeout=150)
-    finally:
-        for started in (process, again):
-            kill_all(started, family(started) if started.poll() is None else [])
+        with running(run_dir, 15, chapter, *args) as again:
+            _, alive = psutil.wait_procs(members, timeout=3)
+            assert not [member for member in alive if member.status() != psutil.STATUS_ZOMBIE]
+            output, _ = again.communicate(timeout=150)
     assert again.returncode == 0 and "continuing from" in output, output
     assert difference(whole(chapter), metrics(run_dir)) == 0.0
 
 
-def killed_and_restarted(tmp_path, name):
-    """Kill a worker with -9; torchrun starts all again, and the run ends well. Return metrics."""
-    args = [*LONG, "--checkpoint-every", 20, "--num-steps", 60, "--save-dir", tmp_path, "-e", name]
-    settings = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    process = start(*args, launcher=["--max-restarts", "3"], env=settings)
-    try:
-        wait_for_step(tmp_path / name, 30, process)
+@pytest.mark.slow
+def test_a_killed_worker_is_restarted(tmp_path, whole):
+    """kill -9 of a worker: torchrun starts all again, and the run ends well."""
+    args, run_dir = [*LONG, "--save-dir", tmp_path, "-e", "run"], tmp_path / "run"
+    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    options = {"launcher": ["--max-restarts", "3"], "env": env}
+    with running(run_dir, 30, "03", *args, "--checkpoint-every", 20, **options) as process:
         workers(process)[-1].kill()
         output, _ = process.communicate(timeout=150)
-    finally:
-        kill_all(process, family(process) if process.poll() is None else [])
-    assert process.returncode == 0, output
-    assert "continuing from" in output
-    return metrics(tmp_path / name)
-
-
-@pytest.mark.slow
-def test_a_killed_worker_is_restarted_three_times_out_of_three(tmp_path):
-    runs = [killed_and_restarted(tmp_path, f"run-{number}") for number in range(3)]
-    assert sorted(runs[0]) == list(range(61))
-    assert all(difference(runs[0], other) == 0.0 for other in runs[1:])
+    assert process.returncode == 0 and "continuing from" in output, output
+    assert difference(whole("03"), metrics(run_dir)) == 0.0
 
 
 # ---- flags -----------------------------------------------------------------------------------
@@ -346,16 +317,10 @@ def test_a_killed_worker_is_restarted_three_times_out_of_three(tmp_path):
 
 def test_who_does_not_come_is_waited_for_as_long_as_the_flag_says(tmp_path):
     """With half of the ranks missing, the others give up after --dist-timeout."""
-    settings = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    settings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, str(SCRIPTS["03"]), *map(str, SHORT), "--dist-timeout", "3"]
-    done = subprocess.run(
-        [*command, "--save-dir", str(tmp_path / "runs")],
-        check=False,
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 1 and "1/2 clients joined" in done.stderr, done.stderr
+    args = [*SHORT, "--dist-timeout", 3, "--save-dir", tmp_path / "runs"]
+    port = str(free_port())
+    first, second = start_ranks(2, [SCRIPTS["03"], *args], tmp_path, MASTER_PORT=port)
+    second.kill()
+    said = tmp_path / "rank0.log"
+    assert first.wait(timeout=120) == 1 and "1/2 clients joined" in said.read_text()
     assert not [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]

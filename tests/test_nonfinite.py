@@ -14,7 +14,7 @@ LINE = [*SHORT, "--num-steps", "12", "--log-every", "5", "--checkpoint-every", "
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_a_run_ends_at_the_next_line_or_save(chapter, what, tmp_path):
     """One rank's loss or gradient is not finite in step 8; the save of step 6 is the last."""
-    command = [ROOT / "tests/broken.py", what, 8, SCRIPTS[chapter], *LINE]
+    command = [ROOT / "tests/support/broken.py", what, 8, SCRIPTS[chapter], *LINE]
     command += ["--save-dir", tmp_path, "-e", "run"]
     ranks = 1 if chapter == "01" else 2
     started = start_ranks(ranks, command, tmp_path, MASTER_PORT=str(free_port()))

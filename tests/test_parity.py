@@ -2,7 +2,7 @@
 
 import pytest
 
-from conftest import SHORT, difference, metrics, run_well
+from conftest import curves_of, difference
 
 # What each world size runs: name -> (chapter, further arguments).
 ACCUMULATION = {"": [], "-2": ["--batch-size", 4], "-4": ["--batch-size", 2]}
@@ -15,37 +15,22 @@ RUNS += ["06@2", "06@4"]  # and in test_tensor.py
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory, models):
-    """Every run's metrics, by name; one set of processes for each world size."""
-    root = tmp_path_factory.mktemp("parity")
+    """Every run's metrics, by name."""
     families = {name: ["-m", models / name] for name in ("gpt2", "qwen3")}
-    for world_size in (1, 2, 4):
-        runs = {
-            f"02@{world_size}{name}": ("02", args)
-            for name, args in ACCUMULATION.items()
-            if len(name) == 0 or 8 // world_size % int(name[1:]) == 0
-        }
-        runs[f"02@{world_size}-bf16"] = ("02", BF16)
-        for family, args in families.items():
-            runs[f"02@{world_size}-{family}"] = ("02", args)
-        runs |= {f"{chapter}@{world_size}": (chapter, []) for chapter in ("03", "04")}
-        if world_size == 2:
-            runs["04@2-qwen3"] = ("04", families["qwen3"])
-            runs["05@2"] = ("05", ["--cpu-offload", "--recompute", "full", "--checkpoint-async"])
-            runs["06@2"] = ("06", ["--tensor-parallel-size", 2])
-        if world_size == 4:
-            runs["06@4"] = ("06", ["--tensor-parallel-size", 2])
-            runs["04@4-replicas"] = ("04", ["--replicas", 2])
-        if world_size == 1:
-            runs |= {f"01{name}": ("01", args) for name, args in ACCUMULATION.items()}
-            runs |= {f"01-{family}": ("01", args) for family, args in families.items()}
-            runs["01-bf16"] = ("01", BF16)
-        jobs = [
-            (chapter, [*SHORT, *args, "--save-dir", root, "-e", name])
-            for name, (chapter, args) in runs.items()
-        ]
-        shares = 2 if world_size == 1 else 1
-        run_well(world_size, jobs, root / f"ranks{world_size}", shares=shares)
-    return {folder.parent.name: metrics(folder.parent) for folder in root.glob("*/metrics.jsonl")}
+    both = {"-bf16": BF16} | {f"-{name}": args for name, args in families.items()}
+    runs = {}
+    for ranks in (1, 2, 4):
+        runs[ranks] = {f"{chapter}@{ranks}": (chapter, []) for chapter in ("02", "03", "04")}
+        runs[ranks] |= {f"02@{ranks}{name}": ("02", args) for name, args in both.items()}
+    for ranks in (1, 2):
+        runs[ranks] |= {f"02@{ranks}{name}": ("02", args) for name, args in ACCUMULATION.items()}
+    runs[1] |= {f"01{name}": ("01", args) for name, args in (ACCUMULATION | both).items()}
+    runs[2]["04@2-qwen3"] = ("04", families["qwen3"])
+    runs[2]["05@2"] = ("05", ["--cpu-offload", "--recompute", "full", "--checkpoint-async"])
+    runs[2]["06@2"] = ("06", ["--tensor-parallel-size", 2])
+    runs[4]["06@4"] = ("06", ["--tensor-parallel-size", 2])
+    runs[4]["04@4-replicas"] = ("04", ["--replicas", 2])
+    return curves_of(tmp_path_factory.mktemp("parity"), runs)
 
 
 def test_accumulation_changes_nothing(curves):

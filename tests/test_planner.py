@@ -50,13 +50,6 @@ def plan(planner, options):
     return planner.make_plan(planner.parse_args(shlex.split(options)))
 
 
-def test_shards_are_chunks_of_the_first_dimension_padded_to_the_first(planner):
-    assert planner.shard_numbers([(8, 3)], 2) == 12
-    assert planner.shard_numbers([(5, 3)], 2) == 9  # rank 0 has 3 rows, rank 1 has 2
-    assert planner.shard_numbers([(5, 3)], 4) == 6  # 2, 2, 1, 0 rows
-    assert planner.shard_numbers([(3,), (1, 7)], 8) == 8  # 1 number, and a row of 7
-
-
 @pytest.mark.parametrize(("name", "weights"), WEIGHTS.items())
 def test_shapes_that_come_along_have_as_many_weights_as_published(planner, name, weights):
     args = planner.parse_args(["-m", str(PLANNER.parent / f"configs/{name}.json")])
@@ -76,26 +69,6 @@ def test_bytes_of_tiny_by_hand(planner):
     assert state["parameters"] == weights * 4 / 2
     state = plan(planner, "--device cpu --gpus-per-node 4 --chapter 02")["asked"]["state"]
     assert state["parameters"] == weights * 4
-
-
-def test_full_recomputation_keeps_the_layers_inputs_only(planner):
-    args = planner.parse_args("-s 128 -b 4 --global-batch-size 32".split())
-    model = planner.model_of(planner.load_config(args)[0])
-    setting = planner.setting_of(args, "05", {"recompute": "full"})
-    per_layer = 4 * 128 * 128 * 2  # samples, tokens, width, bytes
-    assert planner.Step(model, setting).saved == {"activations": per_layer}
-
-
-def test_less_memory_from_setting_to_setting(planner):
-    settings = plan(planner, "-m meta-llama/Llama-3.1-8B -s 2048")["settings"]
-    gpu = [each["gpu_total"] for each in settings.values()]
-    assert gpu[:6] == sorted(gpu[:6], reverse=True)  # 02, kept, 04, 05, selective, full
-    assert gpu[6:] == sorted(gpu[6:], reverse=True)  # the same with offload
-    for name, each in settings.items():
-        if "--cpu-offload" in name:
-            without = settings[name.replace(" --cpu-offload", "")]
-            assert each["gpu_total"] < without["gpu_total"]
-            assert each["host_needs"] > without["host_needs"]
 
 
 SMALL = "-m meta-llama/Llama-3.1-8B -s 4096 -b 1 --gpu-memory-gib"
@@ -134,31 +107,12 @@ def test_a_changed_configuration_is_the_one_that_is_planned(planner):
     assert changed["model"]["source"] == "built in, with num_hidden_layers=2,hidden_size=64"
 
 
-def test_layers_of_two_kinds_may_become_fewer_or_more(planner, models):
-    for layers in (1, 7):
-        options = ["-m", str(models / "gemma3"), "--config", f"num_hidden_layers={layers}"]
-        config, _ = planner.load_config(planner.parse_args(options))
-        assert len(planner.model_of(config).layers) == layers
-
-
-def test_accumulation_costs_chapter_02_its_gradients_once_more(planner):
-    once, twice = (
-        plan(planner, f"--chapter 02 -s 16 --global-batch-size {8 * n} -b 1")["asked"]
-        for n in (1, 2)
-    )
-    assert twice["gpu"]["whole gradients"] == once["state"]["gradients"]
-
-
 def test_one_micro_step_is_advised_under_offload(planner, monkeypatch, capsys):
     advice = "one micro-step is best under offload"
     assert main(planner, monkeypatch, "--cpu-offload", "-b", 2) == 0
     assert advice in capsys.readouterr().out
     assert main(planner, monkeypatch, "--cpu-offload") == 0
     assert advice not in capsys.readouterr().out
-
-
-def test_pinned_memory_is_rounded_up(planner):
-    assert [planner.power_of_two(size) for size in (0, 1, 4, 5)] == [0, 1, 4, 8]
 
 
 def test_405b_as_reported(planner):
@@ -203,26 +157,24 @@ def test_exit_status_says_whether_the_chosen_setting_fits(planner, monkeypatch, 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "mistral", "gemma3", "gemma3-window"])
 def test_other_families(planner, models, family):
-    asked = plan(planner, f"-m {models / family} -s 64")["asked"]
+    options = f"-m {models / family} -s 64 --config num_hidden_layers=3"
+    config, _ = planner.load_config(planner.parse_args(options.split()))
+    assert len(planner.model_of(config).layers) == 3
+    asked = plan(planner, options)["asked"]
     assert asked["fits"]
     assert asked["gpu"]["activations"] > 0
 
 
 BAD = {
-    "typo": ("--recomputed full", "unrecognized arguments: --recomputed full"),
     "no GPUs": ("--gpus-per-node 0", "--gpus-per-node: must be at least 1, not 0"),
-    "infinite": ("--gpu-memory-gib inf", "--gpu-memory-gib: must be at least 0.0, not inf"),
     "config": ("--config width=8", "--config width=8: key width"),
     "no value": ("--config num_hidden_layers", "--config num_hidden_layers: "),
-    "no layers": ("--config num_hidden_layers=0", "--model-name tiny: cannot be run on shapes"),
-    "choice": ("--recompute some", "--recompute: invalid choice: 'some'"),
     "batch": ("--nodes 5", "--global-batch-size 32 does not divide by 40 ranks; take 40"),
     "replicas": ("--replicas 3", "--replicas 3 does not divide 8 ranks into equal groups"),
     "too long": ("-s 100000", "--seq-length 100000: tiny takes at most 2048 tokens"),
     "no file": ("-m nosuch.json", "--model-name nosuch.json: there is no such file"),
     "no model": ("-m nosuch/model", "--model-name nosuch/model:"),
     "no json": ("-m {folder}/broken.json", "broken.json:"),
-    "half a json": ("-m {folder}/half.json", "half.json"),
     "arguments file": ("@nosuch.args", "'nosuch.args'"),
     "types": ("--precision fp32 --weights-dtype bf16", "--weights-dtype bf16 with"),
 }
@@ -231,7 +183,6 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(planner, name, tmp_path, monkeypatch, capsys):
     (tmp_path / "broken.json").write_text("{")
-    (tmp_path / "half.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
     options, message = BAD[name]
     words = options.format(folder=tmp_path).split()
     assert main(planner, monkeypatch, *words) == 2

@@ -12,7 +12,6 @@ RESULTS = json.loads((ROOT / "benchmarks/results/scale.json").read_text())
 WEIGHTS, LAYERS, ROOT_WEIGHTS = 8_030_261_248, 32, 2 * 128_256 * 4096 + 4096
 LAYER = (WEIGHTS - ROOT_WEIGHTS) // LAYERS
 SHARE = 0.4
-SHARDED = [name for name in scale.STRATEGIES if name != "DDP"]
 
 
 def args_of(flags="", **changes):
@@ -44,12 +43,6 @@ def test_bytes_are_those_of_the_closed_formulas(strategy, devices, micro_steps):
     assert step.sent["copy"] == pytest.approx(closed(strategy, ranks, micro_steps), rel=1e-12)
 
 
-def test_padding_adds_bytes_where_rows_are_fewer_than_ranks():
-    # of 1024 rows, as many heads' keys have, each of 4096 ranks gets one: four times as many
-    padded = step_of("FSDP, gathered twice", 4096).sent["copy"]
-    assert 1.1 < padded / closed("FSDP, gathered twice", 4096, 1) < 1.3
-
-
 @pytest.mark.parametrize("micro_steps", [1, 8])
 def test_between_nodes_hybrid_sends_shards_of_gradients_once_a_step(micro_steps):
     flags, nodes = f"--micro-steps {micro_steps}", 8
@@ -78,49 +71,7 @@ def test_links_without_limits_leave_nothing_exposed(strategy):
     assert row["exposed"] == pytest.approx(0, abs=1e-9)
     slow = scale.row_of(args_of(), strategy, 512, SHARE)
     assert slow["exposed"] > 0.001
-
-
-def test_offload_waits_for_the_gradients_of_later_micro_steps():
-    fast = dict.fromkeys(("nvlink_gbs", "network_gbs", "pcie_gbs"), math.inf)
-    for micro_steps in (1, 2, 5):
-        args = args_of(f"--latency 0 --micro-steps {micro_steps}", **fast)
-        row = scale.row_of(args, "FSDP, CPU offload", 8, SHARE)
-        later = 4 * WEIGHTS / 8 / 1e9 * (1 / 6 + 3 * 8 / 200)  # copied, then added up
-        assert row["exposed"] == pytest.approx((micro_steps - 1) * later, abs=1e-9)
-
-
-def test_what_nothing_can_hide():
-    # before computing, the root and the first layer; after it, the first layer and the root again
-    args, sizes = args_of(), [2 * ROOT_WEIGHTS, 2 * LAYER, 4 * LAYER, 4 * ROOT_WEIGHTS]
-    kinds = ["all-gather", "all-gather", "reduce-scatter", "reduce-scatter"]
-    for devices in (8, 64):
-        times = [
-            scale.collective(args, kind, size, devices, devices // 8, 370)[0]
-            for kind, size in zip(kinds, sizes, strict=True)
-        ]
-        for strategy in ("FSDP, gathered twice", "FSDP, layers kept"):
-            row = scale.row_of(args, strategy, devices, SHARE)
-            assert row["exposed"] == pytest.approx(sum(times))
-
-
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_where_computing_takes_no_time_a_step_is_what_is_sent(strategy):
-    step = step_of(strategy, 64, gpu_tflops=1e30, gpu_bandwidth_gbs=math.inf)
-    sending = step.busy["copy"] + step.busy["host"]
-    tail = step.busy["replicas"]  # its last part only has to wait for the last reduce-scatter
-    assert sending - 1e-9 <= step.seconds <= sending + tail + 1e-9
-    if strategy != "hybrid":
-        assert step.seconds == pytest.approx(sending)
-
-
-@pytest.mark.parametrize("strategy", scale.STRATEGIES)
-@pytest.mark.parametrize("flags", ["", "--seq-length 512", "--network-gbs 3 --micro-steps 4"])
-def test_a_step_is_computing_and_waiting(strategy, flags):
-    for devices in (8, 512):
-        row = scale.row_of(args_of(flags), strategy, devices, SHARE)
-        assert 0 <= row["exposed"] <= row["step"]
-        assert row["compute"] + row["host"] + row["exposed"] == pytest.approx(row["step"])
-        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["step"])
+    assert slow["compute"] + slow["host"] + slow["exposed"] == pytest.approx(slow["step"])
 
 
 def test_collectives_by_hand():
@@ -134,26 +85,6 @@ def test_collectives_by_hand():
     gather = scale.collective(args_of(), "all-gather", 2**20, 4096, 512, 370)[0]
     reduce = scale.collective(args_of(), "all-reduce", 2**20, 4096, 512, 370)[0]
     assert gather > 4095 * 1.9e-6 > 10 * reduce
-
-
-def test_more_devices_wait_longer_and_more_tokens_shorter():
-    def waits(devices, flags=""):
-        return [scale.row_of(args_of(flags), s, devices, SHARE)["share"] for s in ("DDP", *SHARDED)]
-
-    small, large = waits(64, "--seq-length 1024"), waits(4096, "--seq-length 1024")
-    assert all(few < many for few, many in zip(small, large, strict=True))
-    assert all(more < less for more, less in zip(waits(512), waits(512, "-s 1024"), strict=True))
-    slower = waits(512, "--network-gbs 6")
-    assert all(fast < slow for fast, slow in zip(waits(512), slower, strict=True))
-
-
-def test_memory_shrinks_as_the_planner_says():
-    args = args_of()
-    few, many = (scale.gib_of(args, "FSDP, gathered twice", n) for n in (8, 128))
-    assert few < 80 < scale.gib_of(args, "DDP", 8) == scale.gib_of(args, "DDP", 128)
-    # weights and moments, which are 12 bytes a weight, and what the allocator loses
-    assert few - many == pytest.approx(12 * WEIGHTS * (1 / 8 - 1 / 128) / 2**30 * 1.05, rel=0.05)
-    assert scale.gib_of(args, "hybrid", 128) == pytest.approx(few)
 
 
 def test_published_on_128_gpus_is_predicted_within_4_percent():

@@ -69,16 +69,6 @@ def test_a_conflict_is_shown_and_the_others_go_on(guide):
     assert "return 10" in (guide / "other" / "train_llm.py").read_text()
 
 
-def test_nothing_to_carry(guide):
-    done = carry(guide, "02")
-    assert done.stdout.splitlines() == ["02 -> 03: nothing to do", "02 -> other: nothing to do"]
-
-
-def test_an_unknown_chapter_is_one_error(guide):
-    done = carry(guide, "07")
-    assert done.returncode == 2 and "07: the chapters are 01, 02, 03, other" in done.stderr
-
-
 def test_runs_are_drawn_and_compared(tmp_path):
     for name, shift in [("one", 0.0), ("two", 1e-6)]:
         (tmp_path / name).mkdir()

@@ -4,67 +4,10 @@ import json
 
 import pytest
 
-from where import (
-    COLORS,
-    SCRIPTS,
-    clip,
-    parts_of,
-    row_of,
-    run,
-    shares_of,
-    split,
-    tails_of,
-    total,
-    union,
-)
+from where import COLORS, SCRIPTS, parts_of, run
 
 TINY = "--model-name tiny --seq-length 64 --precision fp32".split()
 DELAY = 0.2  # seconds in each step
-
-
-def test_union_merges_what_overlaps_or_touches():
-    assert union([(5, 6), (0, 2), (1, 3), (3, 4), (1.5, 1.6)]) == [(0, 4), (5, 6)]
-    assert union([]) == []
-
-
-def test_total_counts_time_once():
-    assert total([(0, 4), (1, 2), (3, 5), (7, 8)]) == 6
-    assert total([]) == 0
-
-
-def test_clip_keeps_what_lies_in_a_frame():
-    assert clip([(0, 2), (3, 9)], (1, 4), (8, 10)) == [(1, 2), (3, 4), (8, 9)]
-    assert clip([(0, 2)]) == []
-
-
-def test_parts_of_a_window_add_up():
-    spans = {
-        "compute": [(1, 4), (2, 3), (6, 7)],
-        "exposed": [(3.5, 6)],
-        "data": [(-1, 1), (9.5, 12)],
-        "flight": [(3, 6)],
-    }
-    parts = split((0, 10), spans, ("data", "compute", "exposed"))
-    expected = {"data": 1.5, "compute": 4, "exposed": 2, "host": 2.5, "hidden": 1}
-    assert parts == pytest.approx(expected)
-
-
-def test_where_parts_overlap_the_first_has_the_time():
-    spans = {"compute": [(0, 6)], "exposed": [], "data": [(4, 8)], "flight": []}
-    assert split((0, 8), spans, ("compute", "exposed", "data"))["data"] == 2
-    assert split((0, 8), spans, ("data", "compute", "exposed"))["compute"] == 4
-
-
-def test_all_communication_may_be_hidden_or_none():
-    spans = {"compute": [(0, 6)], "exposed": [], "data": [], "flight": [(1, 3), (2, 5)]}
-    assert split((0, 8), spans, ("compute",))["hidden"] == 4
-    spans |= {"flight": [(6, 8)], "exposed": [(6, 8)]}
-    assert split((0, 8), spans, ("compute", "exposed"))["hidden"] == 0
-
-
-def test_the_tail_of_a_backward_begins_after_its_last_node():
-    assert tails_of([(0, 10), (20, 30)], [(1, 3), (4, 7), (21, 22)]) == [(7, 10), (22, 30)]
-    assert tails_of([(0, 10)], []) == []
 
 
 def write_trace(path, *events):
@@ -118,18 +61,6 @@ def test_trace_of_a_gpu_rank(tmp_path):
     )
     expected = {"compute": 10, "exposed": 4, "data": 2, "host": 4, "hidden": 2, "step": 20}
     assert parts_of(trace) == pytest.approx(expected)
-
-
-def test_shares_are_medians_that_add_up():
-    parts = {"exposed": 0.2, "data": 0.1, "host": 0.1, "hidden": 0.3}
-    rows = [{"wall": 1, "step": 1, "compute": 0.6} | parts for _ in range(2)]
-    rows += [{"wall": 9, "step": 9, "compute": 0.6} | parts | {"host": 8}]  # a disturbed window
-    shares = shares_of([*rows, {"wall": 0.8}])
-    assert sum(shares[name] for name in COLORS) == pytest.approx(1)
-    assert shares["compute"] == pytest.approx(0.6)
-    assert shares["tracing"] == pytest.approx(1.25)
-    row = row_of("02", "eager", [[*rows, {"wall": 0.8}]] * 2)
-    assert row["ranks"] == 2 and row["hidden"] == pytest.approx(0.3)
 
 
 def add_up(rows):

@@ -137,29 +137,23 @@ def processes_in(spaces):
 
 def held(folder):
     """Return whether a guardian holds the lock of a cluster's folder."""
-    try:
-        with open(folder / LOCK) as lock:
+    with contextlib.suppress(FileNotFoundError), open(folder / LOCK) as lock:
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
+        except BlockingIOError:
+            return True
     return False
 
 
 class Cluster:
     """The hosts head, h1, h2, ... on one network; all but head are nodes of Slurm."""
 
-    def __init__(self, hosts=2, slurm=True, gpus=2, folder=None):
-        """Prepare; `up` or `with` starts it, with so many nodes, and fake GPUs on each.
+    def __init__(self, hosts=2, folder=None):
+        """Prepare; `up` or `with` starts it, with so many nodes, and two fake GPUs on each.
 
         All its files go to `folder`, which must not exist: by default a fresh one.
         """
-        if not 1 <= hosts <= 200 or not 0 <= gpus <= 16:
-            raise ClusterError(f"hosts must be 1 to 200, not {hosts}; GPUs 0 to 16, not {gpus}")
         self.hosts = ["head", *(f"h{number}" for number in range(1, hosts + 1))]
-        self.slurm = slurm
-        self.gpus = gpus
         unique = f"cluster-{os.getpid()}-{secrets.token_hex(4)}"
         self.folder = Path(folder or Path(tempfile.gettempdir()) / unique).absolute()
         self._guardian = None
@@ -169,10 +163,9 @@ class Cluster:
     def attach(cls, folder):
         """Return the cluster that another process keeps in `folder`."""
         folder = Path(folder).absolute()
-        if not held(folder) or not (folder / "shape").exists():
+        if not held(folder) or not (folder / "up").exists():
             raise ClusterError(f"no cluster is up in {folder}")
-        hosts, slurm, gpus = (folder / "shape").read_text().split()
-        return cls(int(hosts), slurm == "yes", int(gpus), folder)
+        return cls(len(list(folder.glob("h[0-9]*"))), folder)
 
     def __enter__(self):
         self.up()
@@ -181,20 +174,20 @@ class Cluster:
     def __exit__(self, *_):
         self.down()
 
-    def up(self, owner=None):
-        """Start all hosts; the cluster ends with the process `owner`: this one, or 0 for none."""
+    def up(self):
+        """Start all hosts; the cluster ends with this process."""
         if reason := obstacle():
             raise ClusterError(reason)
         if self.folder.exists():
             raise ClusterError(f"{self.folder} exists; a cluster makes its folder itself")
         try:
-            self._start_guardian(os.getpid() if owner is None else owner)
+            self._start_guardian()
             self._write_files()
             starting = [self._start(host) for host in self.hosts]
             for process in starting:
                 self._finish(process)
             self._wait_for_nodes(self.hosts[1:])
-            self._write_shape()
+            (self.folder / "up").touch()
         except BaseException:
             self.down()
             raise
@@ -203,10 +196,7 @@ class Cluster:
         """End all processes of all hosts, and remove all files; calling it again is harmless."""
         if self._guardian:
             self._guardian.terminate()
-        elif held(self.folder):
-            os.kill(self._guardian_pid(), signal.SIGTERM)
-        until(lambda: self._reap() and not held(self.folder), 20, "the guardian has ended")
-        if self._guardian:
+            until(lambda: self._reap() and not held(self.folder), 20, "the guardian has ended")
             self._guardian.wait(timeout=20)
         # If the guardian was killed, the files are left. A folder without the lock is
         # no cluster's, and not touched.
@@ -280,13 +270,12 @@ class Cluster:
         """Pull a host's network cable, or put it back."""
         self._on_switch(["ip", "link", "set", host, "up" if up else "down"])
 
-    def block_port(self, host, port, reject=False):
-        """Drop what comes to a TCP port from other hosts, or refuse it."""
-        verdict = "reject with tcp reset" if reject else "drop"
+    def block_port(self, host, port):
+        """Drop what comes to a TCP port from other hosts."""
         rules = (
             "add table inet faults",
             "add chain inet faults input { type filter hook input priority 0; }",
-            f"add rule inet faults input iifname eth0 tcp dport {port} {verdict}",
+            f"add rule inet faults input iifname eth0 tcp dport {port} drop",
         )
         self.run(host, ["nft", "; ".join(rules)])
 
@@ -313,9 +302,8 @@ class Cluster:
             self.link(host, up=True)
             self.slow_link(host)
             self.unblock(host)
-        if self.slurm:
-            self.run("head", "scancel --full --signal=KILL --user=root; scancel --user=root")
-            until(lambda: not self.run("head", ["squeue", "-h"]).stdout, 60, "no job is left")
+        self.run("head", "scancel --full --signal=KILL --user=root; scancel --user=root")
+        until(lambda: not self.run("head", ["squeue", "-h"]).stdout, 60, "no job is left")
         for host in self.hosts:
             self._end_strays(host)
         self._wait_for_nodes(self.hosts[1:])
@@ -349,10 +337,10 @@ class Cluster:
 
     # How it is made
 
-    def _start_guardian(self, owner):
+    def _start_guardian(self):
         command = ["unshare", "--net", "--pid", sys.executable, "-I", "-S", __file__, "guard"]
         self._guardian = subprocess.Popen(
-            [*command, self.folder, str(owner)],
+            [*command, self.folder, str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -363,12 +351,6 @@ class Cluster:
         )
         expect(self._guardian, "guarding", 20)
         self._guardian.stdout.close()
-
-    def _write_shape(self):
-        """Write what `attach` reads: whole, and last, as a sign that the cluster is up."""
-        text = f"{len(self.hosts) - 1} {'yes' if self.slurm else 'no'} {self.gpus}"
-        (self.folder / "shape.new").write_text(text)
-        (self.folder / "shape.new").rename(self.folder / "shape")
 
     def _write_files(self):
         etc = self.folder / "etc"
@@ -401,13 +383,11 @@ class Cluster:
             shutil.copy(HERE / "etc" / name, folder)
 
     def _write_slurm(self, folder):
-        gres = f" Gres=gpu:{self.gpus}" if self.gpus else ""
-        lines = [f"NodeName={host} CPUs=4 RealMemory=4000{gres}" for host in self.hosts[1:]]
+        lines = [f"NodeName={host} CPUs=4 RealMemory=4000 Gres=gpu:2" for host in self.hosts[1:]]
         lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE")
         text = (HERE / "etc" / "slurm.conf").read_text() + "\n".join(lines) + "\n"
         (folder / "slurm.conf").write_text(text)
-        devices = f"Name=gpu File=/run/gpu[0-{self.gpus - 1}]\n" if self.gpus else ""
-        (folder / "gres.conf").write_text(devices)
+        (folder / "gres.conf").write_text("Name=gpu File=/run/gpu[0-1]\n")
 
     def _start(self, host):
         """Boot a host as far as can be without waiting; return its outermost process."""
@@ -415,7 +395,6 @@ class Cluster:
             (self.folder / host / kind).mkdir(parents=True, exist_ok=True)
         spaces = "--net --uts --ipc --mount --pid --fork --kill-child --mount-proc".split()
         boot = ["sh", HERE / "host.sh", host, self.address(host), self.folder]
-        boot += ["yes" if self.slurm else "no", str(self.gpus)]
         with born_in(f"/proc/{self._guardian_pid()}/ns/pid_for_children"):
             process = subprocess.Popen(
                 ["unshare", *spaces, *boot],
@@ -443,19 +422,15 @@ class Cluster:
         process.stdout.close()
 
     def _wait_for_nodes(self, nodes):
-        if self.slurm:
-            good = {"idle", "mixed", "allocated"}
-            until(
-                lambda: all(state in good for state in map(self.nodes().get, nodes)),
-                60,
-                f"{', '.join(nodes)} answer to Slurm",
-            )
+        def good():
+            known = self.nodes()
+            return all(known.get(node) in {"idle", "mixed", "allocated"} for node in nodes)
+
+        until(good, 60, f"{', '.join(nodes)} answer to Slurm")
 
     def _whole(self, host):
         """Return whether a host has its first process and all its daemons."""
-        wanted = {"sleep", "sshd"}
-        if self.slurm:
-            wanted |= {"munged", "slurmctld" if host == "head" else "slurmd"}
+        wanted = {"sleep", "sshd", "munged", "slurmctld" if host == "head" else "slurmd"}
         return wanted <= {self._status(pid).get("Name") for pid in self.pids(host)}
 
     def _end_strays(self, host):
@@ -538,8 +513,8 @@ def guard(folder, owner):
     try:
         subprocess.run("ip link add switch type bridge".split(), check=True)
         subprocess.run("ip link set switch up".split(), check=True)
-        watched = [os.pidfd_open(pid) for pid in (first.pid, owner) if pid]
-        if owner and os.getppid() != owner:
+        watched = [os.pidfd_open(pid) for pid in (first.pid, owner)]
+        if os.getppid() != owner:
             return
         print("guarding", flush=True)
         select.select(watched, [], [])
@@ -584,64 +559,23 @@ def shell(cluster):
     return status
 
 
-def show(cluster):
-    """Print which hosts are up, how many processes they have, and what Slurm says."""
-    for host in cluster.hosts:
-        count = len(cluster.pids(host))
-        print(f"{host:8} {cluster.address(host):12} {f'{count} processes' if count else 'dead'}")
-    if cluster.slurm and cluster.pids("head"):
-        print(cluster.run("head", ["sinfo", "--Node", "--long"]).stdout, end="")
-
-
-def parse(arguments):
-    """Return the parsed command line."""
+def act(arguments):
+    """Do what the command line says; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--folder", type=Path, help="where its files are, for more than one cluster"
-    )
+    parser.add_argument("--folder", type=Path, help="where the cluster's files are")
     actions = parser.add_subparsers(dest="action", required=True)
-    for name, text in {
-        "shell": "start a cluster, open a shell on head, end the cluster with it",
-        "up": "start a cluster that stays until `down`",
-    }.items():
-        action = actions.add_parser(name, help=text)
-        action.add_argument("--hosts", type=int, default=2, help="how many, besides head")
-        action.add_argument("--gpus", type=int, default=2, help="fake GPUs of each host")
-        action.add_argument("--no-slurm", action="store_true", help="only a network and ssh")
-    actions.add_parser("down", help="end the cluster")
-    actions.add_parser("status", help="show the hosts and the nodes")
-    action = actions.add_parser("exec", help="run a command on a host")
-    action.add_argument("host")
-    action.add_argument("command", nargs=argparse.REMAINDER)
+    actions.add_parser("shell", help="start a cluster, open a shell on head, end it with that")
     for name, text in {"kill": "kill a host", "revive": "boot a killed host"}.items():
         actions.add_parser(name, help=text).add_argument("host")
-    return parser.parse_args(arguments)
-
-
-def act(args):
-    """Do what the command line says; return the exit status."""
-    folder = args.folder or Path(tempfile.gettempdir()) / "small-cluster"
+    args = parser.parse_args(arguments)
     if args.action == "shell":
-        with Cluster(args.hosts, not args.no_slurm, args.gpus, args.folder) as cluster:
+        with Cluster(folder=args.folder) as cluster:
             return shell(cluster)
-    if args.action == "up":
-        if (folder / LOCK).exists() and not held(folder):
-            shutil.rmtree(folder)  # left by a guardian that was killed
-        Cluster(args.hosts, not args.no_slurm, args.gpus, folder).up(owner=0)
-        return 0
-    if args.action == "down" and (folder / LOCK).exists():
-        Cluster(folder=folder).down()  # also one that is only half up, and what was left of one
-        return 0
-    cluster = Cluster.attach(folder)
-    if args.action == "exec":
-        status = cluster.popen(args.host, args.command).wait()
-        return status if status >= 0 else 128 - status
-    if args.action == "status":
-        show(cluster)
-    elif args.action == "kill":
-        cluster.kill_host(args.host)
-    elif args.action == "revive":
-        cluster.revive(args.host)
+    if not args.folder:
+        parser.error("--folder: which cluster? its shell has said it")
+    cluster = Cluster.attach(args.folder)
+    change = cluster.kill_host if args.action == "kill" else cluster.revive
+    change(args.host)
     return 0
 
 
@@ -650,7 +584,7 @@ def main(arguments):
     if arguments[:1] == ["guard"]:
         return guard(Path(arguments[1]), int(arguments[2]))
     try:
-        return act(parse(arguments))
+        return act(arguments)
     except ClusterError as error:
         print(f"cluster.py: error: {error}", file=sys.stderr)
         return 2

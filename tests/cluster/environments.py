@@ -14,10 +14,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
-    sys.path[:1] = [str(ROOT / "tests"), str(ROOT / "tools/maintain")]
+    sys.path[:1] = [str(ROOT / "tests"), str(ROOT / "tools/maintain"), str(ROOT / "benchmarks")]
 
 from chapters import chapters  # noqa: E402
 from cluster.cluster import Cluster  # noqa: E402
+from speed import in_rows  # noqa: E402
 
 FOLDER = ROOT / "03-job-launchers"
 RESULT = ROOT / "benchmarks/results/environments.json"
@@ -101,7 +102,7 @@ def main():
     """Write benchmarks/results/environments.json anew."""
     with Cluster(hosts=2) as cluster, tempfile.TemporaryDirectory() as folder:
         results = collect(cluster, Path(folder))
-    RESULT.write_text(json.dumps(results, indent=1) + "\n")
+    RESULT.write_text(in_rows(results, 3) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 #!/bin/sh
 # The first process of a host, in namespaces of its own: what booting is on a real machine.
-#   host.sh NAME ADDRESS FOLDER SLURM GPUS     SLURM is yes or no
+#   host.sh NAME ADDRESS FOLDER
 # It reads one line when the network cable is in, and writes one at each stage that it reaches.
 set -eu
-name=$1 address=$2 folder=$3 slurm=$4 gpus=$5
+name=$1 address=$2 folder=$3
 
 hostname "$name"
 for file in hosts nsswitch.conf shadow ssh munge slurm; do
@@ -24,15 +24,10 @@ ip link set eth0 up
 
 mkdir -p /run/sshd /run/munge /run/lock /var/spool/slurmctld /var/spool/slurmd
 /usr/sbin/sshd
-if [ "$slurm" = yes ]; then
-    munged --force --seed-file=/run/munge/seed --log-file=/var/log/munged.log
-    gpu=0
-    while [ "$gpu" -lt "$gpus" ]; do
-        mknod "/run/gpu$gpu" c 1 3
-        gpu=$((gpu + 1))
-    done
-    if [ "$name" = head ]; then slurmctld; else slurmd; fi
-fi
+munged --force --seed-file=/run/munge/seed --log-file=/var/log/munged.log
+mknod /run/gpu0 c 1 3
+mknod /run/gpu1 c 1 3
+if [ "$name" = head ]; then slurmctld; else slurmd; fi
 echo up
 # With this signal ignored, the kernel reaps what is left to the first process.
 exec env --ignore-signal=CHLD sleep infinity </dev/null >/dev/null 2>&1

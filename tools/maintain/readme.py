@@ -32,7 +32,9 @@ def words(path, made=True):
     """Return the number of words of a README: all, or of its prose: none that is made, no code."""
     text = path.read_text()
     if not made:
-        text = re.sub(r"<!-- \[\[\[cog.*?\[\[\[end\]\]\]|<!--.*?-->|```.*?```", "", text, flags=re.S)
+        text = re.sub(
+            r"<!-- \[\[\[cog.*?\[\[\[end\]\]\]|<!--.*?-->|```.*?```", "", text, flags=re.S
+        )
     return len(re.findall(r"[A-Za-z0-9][\w'’.-]*", text))
 
 
