@@ -393,8 +393,9 @@ def chunked_loss(head, logits, labels, *_, **__):
     total = 0.0
     for some, wanted in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
         total += recompute(loss_of_chunk, weights, some, wanted, use_reentrant=False)
-    mean = total / labels[:, 1:].numel()
-    return DTensor.from_local(mean, mesh, [Partial()]).full_tensor() if mesh else mean
+    if mesh:
+        total = DTensor.from_local(total, mesh, [Partial()]).full_tensor()
+    return total / labels[:, 1:].numel()
 
 
 def whole(weight):
@@ -428,7 +429,8 @@ def shard(args, model, device):
     """
     size, names = args.tensor_parallel_size, ("replicate", "shard", "tensor")
     shape = (args.replicas, dist.get_world_size() // args.replicas // size, size)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)  # TP: neighbours split most
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)  # TP: of neighbours
+    mesh["shard", "tensor"]._flatten()  # so that the gradient norm takes one all-reduce for both
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = {
         "mesh": mesh["replicate", "shard"] if args.replicas > 1 else mesh["shard"],
@@ -452,8 +454,7 @@ def shard(args, model, device):
 
     model.apply(materialize)
     inside = {part for layer in layers for part in layer.modules()}
-    outside = [part for part in model.modules() if part not in inside]
-    split_matrices(model, outside, mesh["tensor"])
+    split_matrices(model, [part for part in model.modules() if part not in inside], mesh["tensor"])
     model.tie_weights()
     fully_shard(model, reshard_after_forward=False, **options)  # FSDP: what is in no layer
     prefetch(args, model, layers)
