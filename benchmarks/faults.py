@@ -267,7 +267,7 @@ def find_nothing(folder, process, family):
 
     def trains():
         beats = [path.read_text() for path in folder.glob("run/ranks/0000?.json")]
-        return beats and all('"step_seconds": 0' in beat for beat in beats)
+        return beats and not any('"step_seconds": null' in beat for beat in beats)
 
     wait_for(trains, 4 * PATIENCE, process, family)
     for _ in range(5):

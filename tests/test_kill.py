@@ -61,6 +61,15 @@ def wait_for(condition, processes, seconds=120):
     return all_run(processes)
 
 
+def ended(process):
+    """Return the status of a process whose fellows end: without them it may wait for ever."""
+    try:
+        return process.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait(timeout=20)
+
+
 def kill_one(processes, draw):
     """Kill one rank, and end the others as torchrun would."""
     draw.choice(processes).kill()
@@ -83,7 +92,7 @@ def kill_once(chapter, args, run_dir, before, draw, in_a_save, one_rank):
     processes = start_ranks(1 if chapter == "01" else 2, command, logs, MASTER_PORT=port)
     after = before + draw.randint(2, 5 * EVERY)  # in steps: the machine's speed does not matter
     if not wait_for(lambda: last_row(run_dir) >= after, processes):
-        statuses = [process.wait(timeout=20) for process in processes]
+        statuses = [ended(process) for process in processes]
         output = "\n".join(path.read_text() for path in sorted(logs.glob("rank*.log")))
         assert not any(statuses), f"it failed, and nobody had killed it:\n{output}"
         return None

@@ -158,8 +158,8 @@ def test_a_jobs_last_words_have_nccls_reason(tmp_path, job):
 # ---- stopping --------------------------------------------------------------------------------
 
 
-LONG = [*SHORT, "--seq-length", 32, "--num-steps", 60]
-LONG += ["--checkpoint-every", 50, "--eval-every", 60]
+LONG = [*SHORT, "--seq-length", 32, "--num-steps", 150]
+LONG += ["--checkpoint-every", 100, "--eval-every", 150]
 
 
 @contextlib.contextmanager
@@ -233,7 +233,7 @@ def test_stopped_and_continued(chapter, how, whole, tmp_path):
         output, _ = process.communicate(timeout=60)
     [line] = [line for line in output.splitlines() if line.startswith("stopped at step")]
     step = int(line.split()[3].rstrip(":"))
-    assert step < 60 and (run_dir / f"checkpoints/step-{step:08}").exists()
+    assert step < 150 and (run_dir / f"checkpoints/step-{step:08}").exists()
     assert not (run_dir / "model").exists()
     assert process.returncode == (1 if how == "SIGTERM to torchrun" else 0)  # 1 is torchrun's own
     assert "terminate called" not in output

@@ -72,10 +72,14 @@ def test_no_run(tmp_path):
 
 @pytest.mark.slow
 def test_live_until_ctrl_c(run):
-    command = [sys.executable, WATCH, run()]
+    folder = run()
+    command = [sys.executable, WATCH, folder]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, **pipes)
-    time.sleep(8)  # for four, it waits for dumps, which nobody writes here
+    deadline = time.monotonic() + 60
+    while not (folder / "ranks/clock").exists():  # it begins the second picture
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=20)
     assert process.returncode == 0 and "healthy" in said and "Traceback" not in said

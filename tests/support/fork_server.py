@@ -55,7 +55,7 @@ class Forked(FORKS.Process):
     def wait(self, timeout=None):
         self.join(timeout)
         if self.exitcode is None:
-            raise subprocess.TimeoutExpired(self._args[0], timeout)
+            raise subprocess.TimeoutExpired(self.name, timeout)
         return self.exitcode
 
     communicate = wait
