@@ -66,7 +66,7 @@ STYLES = {  # how a matrix is split, by the names that transformers' plans have 
     "colwise_gather_output": tp.ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "embedding_rowwise": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "replicated_with_grad_allreduce": tp.SequenceParallel(use_local_output=True),  # norms of heads
+    "replicated_with_grad_allreduce": tp.SequenceParallel(use_local_output=True),  # norms
 }
 CHUNK = 1024  # tokens whose logits exist at the same time
 SAVES = []  # at most one, which goes on in the background
@@ -109,8 +109,8 @@ def parse_args():
     add("--replicas", type=int, default=1, help="groups of ranks that each hold a whole model")
     add("--cpu-offload", action="store_true", help="shards live on the host, where AdamW steps")
     add("--recompute", choices=["none", "full", "selective"], default="none", help="activations")
-    add("--tensor-parallel-size", type=int, default=1, help="ranks that split each matrix")
     add("--prefetch", type=int, default=1, help="layers gathered ahead; 0: FSDP's own way")
+    add("--tensor-parallel-size", type=int, default=1, help="ranks that split each matrix")
 
     add("-e", "--experiment-name", default=chapter, help="the run's folder under --save-dir")
     add("--save-dir", default="outputs", help="where runs are kept")
@@ -142,15 +142,15 @@ def parse_args():
         fail("start this with a launcher; mpirun needs -x MASTER_ADDR=... -x MASTER_PORT=... too")
     world_size, size = int(os.environ["WORLD_SIZE"]), args.tensor_parallel_size
     if world_size % size or args.seq_length % size:
-        told = f"{world_size} ranks and --seq-length {args.seq_length} must divide by it"
-        fail(f"--tensor-parallel-size {size}: {told}")
+        told = f"must divide {world_size} ranks and --seq-length {args.seq_length}"
+        fail(f"--tensor-parallel-size {size} {told}")
     world_size //= size  # TP: the ranks that split a matrix take the same samples
+    ranks = f"{world_size} ranks" if size == 1 else f"{world_size} groups of {size} ranks"
     samples, rest = divmod(args.global_batch_size, world_size)
     if rest:
-        ranks = f"{world_size} ranks" if size == 1 else f"{world_size} groups of {size} ranks"
         fail(f"--global-batch-size {args.global_batch_size} does not divide by {ranks}")
     if world_size % args.replicas:
-        fail(f"--replicas {args.replicas} does not divide {world_size} ranks into equal groups")
+        fail(f"--replicas {args.replicas} does not divide {ranks} into equal groups")
     args.micro_batch_size = max(n for n in range(1, args.batch_size + 1) if samples % n == 0)
     args.accumulation = samples // args.micro_batch_size
     args.wandb_id = uuid.uuid4().hex[:8]
@@ -399,7 +399,7 @@ def chunked_loss(head, logits, labels, *_, **__):
 
 
 def whole(weight):
-    """Return all rows of a weight that is split; from each rank comes a part of its gradient."""
+    """Return all rows of a weight that may be split; each rank has a part of their gradient."""
     split = isinstance(weight, DTensor)
     return weight.full_tensor(grad_placements=[Partial()]) if split else weight
 
@@ -466,8 +466,7 @@ def shard(args, model, device):
 def split_matrices(model, parts, mesh):
     """Split the weights of some modules over the ranks of a tensor-parallel group, in place.
 
-    Inside a block, which is what has matrices split by columns, a rank has its part of the heads or
-    of the width. Between blocks it has its part of each sequence, and whole weights of norms.
+    In a block (attention, MLP) a rank has its heads or columns; outside, its part of each sequence.
     """
     if mesh.size() == 1:
         return
@@ -480,7 +479,7 @@ def split_matrices(model, parts, mesh):
                 part.register_parameter(name, torch.nn.Parameter(rows))
         elif weights:
             tp.parallelize_module(part, mesh, styles[part], src_data_rank=None)
-        if isinstance(part, torch.nn.Embedding):  # compiled layers cannot wait for what is sent
+        if isinstance(part, torch.nn.Embedding):  # clone() waits for what compiled layers would not
             part.register_forward_hook(lambda _part, _ids, hidden: hidden.clone())
         if any(isinstance(styles[child], tp.ColwiseParallel) for child in part.children()):
             part.register_forward_pre_hook(functools.partial(gather, mesh), with_kwargs=True)
@@ -488,7 +487,7 @@ def split_matrices(model, parts, mesh):
 
 def gather(mesh, block, args, kwargs):
     """Give a block the hidden states of whole sequences; their gradients are added up."""
-    [part] = args[:1] or [kwargs["hidden_states"]]
+    part = args[0] if args else kwargs["hidden_states"]
     hidden = DTensor.from_local(part, mesh, [Shard(1)]).redistribute(placements=[Replicate()])
     return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 

@@ -256,11 +256,11 @@ REFUSED = {
     ),
     "window": ("window", TWO, "window attends with a mask, which takes whole sequences"),
     "heads": ("one-head", TWO, "has 1 key-value heads, which 2 ranks cannot share equally"),
-    "ranks": ("llama", FOUR, "--tensor-parallel-size 4: 2 ranks and --seq-length 64 must divide"),
+    "ranks": ("llama", FOUR, "--tensor-parallel-size 4 must divide 2 ranks and --seq-length 64"),
     "length": (
         "llama",
         [*TWO, "--seq-length", 63],
-        "2 ranks and --seq-length 63 must divide by it",
+        "must divide 2 ranks and --seq-length 63",
     ),
     "zero": (
         "llama",
