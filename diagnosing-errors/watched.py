@@ -127,13 +127,15 @@ class Steps:
     def note_input(self, args, output):
         """Look at the tokens that come in, and at the gradient that comes back, not yet reduced."""
         output.register_hook(lambda gradient: self.safely(self.note_gradient, gradient))
-        if (self.count + 1) % self.every == 0:
+        meant = hasattr(args[0], "_local_tensor")  # ranks that split a matrix take the same samples
+        if (self.count + 1) % self.every == 0 and not meant:
             ids = args[0].long()
             self.data = self.data + (ids * (ids + 7919)).sum()
 
     def note_gradient(self, gradient):
         """Count the micro-steps in which it was not finite."""
-        self.broken = self.broken + ~gradient.isfinite().all()
+        own = getattr(gradient, "_local_tensor", gradient)
+        self.broken = self.broken + ~own.isfinite().all()
 
     def note_step(self, optimizer):
         """Count a step of the script's first optimizer."""

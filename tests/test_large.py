@@ -182,7 +182,7 @@ def test_weights_are_those_of_chapter_01(models, hub, tmp_path, world_size):
     (tmp_path / "cases.json").write_text(
         json.dumps({name: list(map(str, [*common, *args])) for name, args in cases.items()})
     )
-    command = [ROOT / "tests/support/values.py", tmp_path / "cases.json", tmp_path / "done"]
+    command = [ROOT / "tests/support/values.py", tmp_path / "cases.json", tmp_path / "done", "05"]
     ranks = start_ranks(world_size, command, tmp_path, MASTER_PORT=str(free_port()))
     statuses = [rank.wait(timeout=200) for rank in ranks]
     assert statuses == [0] * world_size, (tmp_path / "rank0.log").read_text()

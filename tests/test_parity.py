@@ -10,6 +10,7 @@ BF16 = ["--precision", "bf16"]
 RUNS = ["02@1", "02@1-2", "02@1-4", "02@2", "02@2-2", "02@2-4", "02@4", "03@1", "03@2", "03@4"]
 RUNS += ["04@1", "04@2", "04@4", "04@4-replicas"]  # and many more in test_fsdp.py
 RUNS += ["05@2"]  # and in test_large.py
+RUNS += ["06@2", "06@4"]  # and in test_tensor.py
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +27,8 @@ def curves(tmp_path_factory, models):
     runs[1] |= {f"01{name}": ("01", args) for name, args in (ACCUMULATION | both).items()}
     runs[2]["04@2-qwen3"] = ("04", families["qwen3"])
     runs[2]["05@2"] = ("05", ["--cpu-offload", "--recompute", "full", "--checkpoint-async"])
+    runs[2]["06@2"] = ("06", ["--tensor-parallel-size", 2])
+    runs[4]["06@4"] = ("06", ["--tensor-parallel-size", 2])
     runs[4]["04@4-replicas"] = ("04", ["--replicas", 2])
     return curves_of(tmp_path_factory.mktemp("parity"), runs)
 

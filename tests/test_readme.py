@@ -17,7 +17,7 @@ from readme import Block, blocks, commands, readmes, shown, words
 
 READMES = [pytest.param(path, id=str(path.relative_to(ROOT))) for path in readmes()]
 MEASURED = {"tokens_per_second", "second", "peak_memory_gib", "mfu"}  # another one in every run
-LIVE = {"diagnosing-hang", "diagnosing-preflight"}  # nearly all there is measured
+LIVE = {"06-apart", "diagnosing-hang", "diagnosing-preflight"}  # nearly all there is measured
 HUB = {"Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B", "roneneldan/TinyStories"}
 ADDERS = {"add", "add_argument"}  # how scripts declare their flags
 SMALL = (

@@ -1,6 +1,7 @@
-"""Compare the weights and buffers that chapter 05 starts with, on any ranks, with chapter 01's.
+"""Compare the weights and buffers that a chapter starts with, on any ranks, with chapter 01's.
 
-Started once per rank by test_large.py, with a JSON file of cases: the arguments of both chapters.
+Started once per rank by test_large.py and test_tensor.py, with a JSON file of cases, which are the
+arguments of both chapters, the chapter, and arguments that chapter 01 has not.
 What torch has not filled is NaN here, so whatever is forgotten shows.
 """
 
@@ -56,11 +57,11 @@ def exported(chapter, args, model):
 
 def main():
     """Build each case's model both ways; rank 0 writes down what differs."""
-    first, last = load("01"), load("05")
-    cases, result = sys.argv[1:]
+    cases, result, chapter, *more = sys.argv[1:]
+    first, last = load("01"), load(chapter)
     differing = {}
     for name, given in json.loads(Path(cases).read_text()).items():
-        sys.argv = ["train_llm.py", *given]
+        sys.argv = ["train_llm.py", *given, *more]
         args = last.parse_args()
         if not dist.is_initialized():
             last.setup(args)
