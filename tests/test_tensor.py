@@ -187,7 +187,7 @@ def test_weights_are_those_of_chapter_01(families, tmp_path, layout):
     common = ["--device", "cpu", "--save-dir", tmp_path, "--seq-length", 64]
     cases = {name: list(map(str, [*common, *args])) for name, args in cases.items()}
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    command = [ROOT / "tests/values.py", tmp_path / "cases.json", tmp_path / "done", "06", *flags]
+    command = [ROOT / "tests/support/values.py", tmp_path / "cases.json", tmp_path / "done", "06", *flags]
     ranks = start_ranks(world_size, list(map(str, command)), tmp_path, MASTER_PORT=str(free_port()))
     statuses = [rank.wait(timeout=200) for rank in ranks]
     assert statuses == [0] * world_size, (tmp_path / "rank0.log").read_text()
