@@ -42,16 +42,16 @@ BF16 = ["--precision", "bf16"]
 KINDS = ["all_gather_into", "reduce_scatter"]
 SPLIT = {"tp2": (2, TWO), "dp2tp2": (4, TWO), "replicas": (4, REPLICAS), "tp4": (4, FOUR)}
 TRIED = {  # by layout: settings, families, precisions besides fp32
-    "tp2": ["", "-4", "-bf16", "-qwen3", "-gpt_neox", "-gemma", "-odd"],
-    "dp2tp2": ["", "-1"],
-    "replicas": ["", "-1"],
-    "tp4": ["", "-odd"],
+    "tp2": ["-4", "-bf16", "-qwen3", "-gpt_neox", "-gemma"],
+    "dp2tp2": ["-1"],
+    "replicas": ["-1"],
+    "tp4": ["-odd"],
 }
 MATRIX = {
-    "tp2": ["-1", "-compiled", "-offload", "-long", "-llama"],
-    "dp2tp2": ["-4", "-offload", "-long", "-bf16", *(f"-{name}" for name in FAMILIES)],
-    "replicas": ["-4", "-offload", "-qwen3", "-odd"],
-    "tp4": ["-1", "-offload", "-long", "-bf16", *(f"-{name}" for name in FAMILIES[:4])],
+    "tp2": ["", "-1", "-compiled", "-offload", "-long", "-llama", "-odd"],
+    "dp2tp2": ["", "-4", "-offload", "-long", "-bf16", *(f"-{name}" for name in FAMILIES)],
+    "replicas": ["", "-4", "-offload", "-qwen3", "-odd"],
+    "tp4": ["", "-1", "-offload", "-long", "-bf16", *(f"-{name}" for name in FAMILIES[:4])],
 }
 
 
@@ -171,7 +171,7 @@ def test_the_finished_model_is_what_was_evaluated(curves, root, families, load, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp2", "dp2tp2"])
+@pytest.mark.parametrize("layout", [pytest.param("tp2", marks=pytest.mark.exhaustive), "dp2tp2"])
 def test_weights_are_those_of_chapter_01(families, tmp_path, layout):
     """Drawn or read, bit for bit, with the buffers, and nothing is left as memory was."""
     world_size, flags = SPLIT[layout]
@@ -253,7 +253,7 @@ def whole(tmp_path_factory):
     return root / "run"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # test_kill.py has two ranks
 def test_resume_is_bit_identical(whole, tmp_path):
     again = carry_on("06", 4, whole, tmp_path / "again", 10, *TWO)
     assert difference(metrics(whole), metrics(again)) == 0.0
@@ -261,17 +261,22 @@ def test_resume_is_bit_identical(whole, tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+OFFLOAD = ["--cpu-offload"]
+WAYS = {  # chapter, ranks, and step from which on they continue
+    "05 and back": [("05", 2, 10, OFFLOAD), ("06", 2, 20, TWO)],
+    "all layouts": [("06", 4, 10, []), ("05", 2, 15, OFFLOAD), ("06", 2, 20, TWO)],
+}
+WAYS["all layouts"].append(("06", 4, 25, REPLICAS))
+
+
 @pytest.mark.slow
-def test_the_curve_goes_on_in_other_layouts_and_in_chapter_05_and_back(whole, tmp_path):
+@pytest.mark.parametrize(
+    "way", ["05 and back", pytest.param("all layouts", marks=pytest.mark.exhaustive)]
+)
+def test_the_curve_goes_on_in_other_layouts(whole, tmp_path, way):
     """Each time, ranks find their parts of weights and moments, whoever has written them."""
-    steps = [
-        ("06", 4, 10, []),
-        ("05", 2, 15, ["--cpu-offload"]),
-        ("06", 2, 20, TWO),
-        ("06", 4, 25, REPLICAS),
-    ]
     before = whole
-    for chapter, world_size, step, args in steps:
+    for chapter, world_size, step, args in WAYS[way]:
         folder = tmp_path / f"from{step}"
         before = carry_on(chapter, world_size, before, folder, step, "--checkpoint-every", 5, *args)
     assert difference(metrics(whole), metrics(before)) < 1e-5
@@ -337,7 +342,7 @@ def test_one_line_says_why_it_cannot_be_split(begin, families, capsys, case):
 
 @pytest.mark.slow
 def test_on_two_ranks_both_end_and_nothing_is_written(families, tmp_path):
-    args = [*SHORT, *TWO, "--save-dir", tmp_path / "runs", "-m", families / "mixtral"]
+    args = [*SHORT, *TWO, "--save-dir", tmp_path / "runs", "-m", families / "gpt2"]
     [ranks] = run_jobs(2, [("06", args)], tmp_path / "jobs", timeout=100)
     assert all(rank["status"] for rank in ranks)  # the other may see no more than rank 0's end
     check(ranks[0], "--tensor-parallel-size 2: ")
