@@ -25,7 +25,7 @@ from conftest import (
 from test_bad_input import check
 from test_families import MODERN, small
 from test_resume import LONG, cut
-from test_sharded import weights_of
+from test_sharded import loaded, weights_of
 
 TWO, FOUR = ["--tensor-parallel-size", 2], ["--tensor-parallel-size", 4]
 REPLICAS = [*TWO, "--replicas", 2]
@@ -156,15 +156,10 @@ def test_the_finished_model_is_what_was_evaluated(curves, root, families, load, 
     monkeypatch.setattr(sys, "argv", ["train_llm.py", *map(str, args)])
     args = chapter.parse_args()
     _, held_out = chapter.build_data(args, chapter.build_tokenizer_and_config(args)[0])
-    model, info = AutoModelForCausalLM.from_pretrained(
-        root / run / "model", output_loading_info=True
-    )
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    model = loaded(root / run, 20)
     with torch.no_grad():
         loss = model(input_ids=held_out.long(), labels=held_out.long()).loss.item()
     assert abs(loss - curves[run][20]["val_loss"]) < 1e-5
-    expected = weights_of(root / run, 20)
-    assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
 
 
 # ---- where it starts -------------------------------------------------------------------------
@@ -187,7 +182,8 @@ def test_weights_are_those_of_chapter_01(families, tmp_path, layout):
     common = ["--device", "cpu", "--save-dir", tmp_path, "--seq-length", 64]
     cases = {name: list(map(str, [*common, *args])) for name, args in cases.items()}
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    command = [ROOT / "tests/values.py", tmp_path / "cases.json", tmp_path / "done", "06", *flags]
+    files = tmp_path / "cases.json", tmp_path / "done"
+    command = [ROOT / "tests/support/values.py", *files, "06", *flags]
     ranks = start_ranks(world_size, list(map(str, command)), tmp_path, MASTER_PORT=str(free_port()))
     statuses = [rank.wait(timeout=200) for rank in ranks]
     assert statuses == [0] * world_size, (tmp_path / "rank0.log").read_text()
@@ -208,7 +204,7 @@ def traffic(tmp_path_factory):
     cases["once"] = ["--batch-size", 4]
     cases = {name: list(map(str, [*common, *args])) for name, args in cases.items()}
     (folder / "cases.json").write_text(json.dumps(cases))
-    command = [ROOT / "tests/traffic.py", folder / "cases.json", folder / "done"]
+    command = [ROOT / "tests/support/traffic.py", folder / "cases.json", folder / "done"]
     ranks = start_ranks(4, list(map(str, command)), folder, MASTER_PORT=str(free_port()))
     statuses = [rank.wait(timeout=200) for rank in ranks]
     assert statuses == [0] * 4, (folder / "rank0.log").read_text()
