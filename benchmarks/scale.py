@@ -526,13 +526,9 @@ def machine_of(args, shares):
 def predict(argv):
     """Return all that is predicted with these arguments, and what is assumed."""
     args, shares = parse_args(argv), {run: fit(run) for run in ("eager", "compiled")}
-    rows = all_rows(argv, shares["compiled"])
-    return {
-        "machine": machine_of(args, shares),
-        "published": compare(shares),
-        "layers": layer_rows(shares["compiled"]),
-        "rows": rows,
-    }
+    share = shares["compiled"]
+    results = {"machine": machine_of(args, shares), "published": compare(shares)}
+    return results | {"layers": layer_rows(share), "rows": all_rows(argv, share)}
 
 
 def main():
