@@ -307,14 +307,6 @@ def floor(file):
         print(f"| {part} | {' | '.join(cells)} |")
 
 
-def preparing(file):
-    """Print the table of benchmarks/preparing.py."""
-    heading("| bytes of text | MB per second | memory grows by |")
-    for row in measured(file, "corpora"):
-        speed = row["bytes"] / 1e6 / row["seconds"]
-        print(f"| {row['bytes']:,} | {speed:.1f} | {row['memory grows by'] / 1e6:,.0f} MB |")
-
-
 @functools.cache
 def predicted():
     """Return what benchmarks/scale.py predicts."""
