@@ -743,8 +743,12 @@ def loss_of(args, model, batch):
 def run_schedule(args, model, batch):
     """Take a batch through all stages and, in training, back; the mean over ranks is its loss."""
     labels = F.pad(batch, (0, 0, 0, args.micro_batch_size - len(batch)), value=-100)  # not counted
-    run, losses = model.schedule.step if model.training else model.schedule.eval, []
-    run(labels.clamp(min=0), target=labels, losses=losses, return_outputs=False)
+    train = model.training or args.pipeline_schedule == "zbv"  # which torch cannot evaluate with
+    run, losses = model.schedule.step if train else model.schedule.eval, []
+    with torch.set_grad_enabled(train):
+        run(labels.clamp(min=0), target=labels, losses=losses, return_outputs=False)
+    if not model.training:
+        model.zero_grad()  # of zbv
     share = args.pipeline_parallel_size * len(labels) / len(batch) / args.micro_batches
     return share * sum((loss.detach() for loss in losses), torch.zeros((), device=batch.device))
 

@@ -238,21 +238,11 @@ def parse(load, monkeypatch):
     return parse
 
 
-LAYERS = {  # by layers and stages; embedding and head count as a layer each
-    (4, 2): [2, 2],
-    (4, 4): [1, 1, 1, 1],
-    (5, 2): [2, 3],
-    (8, 8): [1] * 8,
-    (16, 4): [4, 4, 4, 4],
-    (32, 4): [8, 8, 8, 8],
-    (80, 8): [9, 11, 10, 10, 10, 10, 11, 9],
-    (126, 16): [7, *[8] * 14, 7],
-}
-
-
-@pytest.mark.parametrize("layers, stages", LAYERS)
+@pytest.mark.parametrize(
+    "layers, stages", [(4, 2), (4, 4), (5, 2), (8, 8), (32, 4), (80, 8), (126, 16), (126, 64)]
+)
 def test_layers_are_spread_evenly(load, capsys, layers, stages):
-    """The first stage has the embedding too, the last the norm and the head."""
+    """The first stage has the embedding too, the last norm and head: each counts as a layer."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             transformers.LlamaConfig(hidden_size=32, num_hidden_layers=layers, vocab_size=384)
@@ -263,7 +253,10 @@ def test_layers_are_spread_evenly(load, capsys, layers, stages):
     ends = [model.model.embed_tokens, model.model.norm, model.lm_head]
     found = [[part for part in stage if part not in ends] for stage in parts]
     assert [part for stage in found for part in stage] == [*model.model.layers]
-    assert list(map(len, found)) == LAYERS[layers, stages]
+    counts = list(map(len, found))
+    assert min(counts) > 0
+    counts[0], counts[-1] = counts[0] + 1, counts[-1] + 1
+    assert max(counts) - min(counts) == (1 if (layers + 2) % stages else 0)
     assert ends[0] in parts[0] and ends[1] in parts[-1] and ends[2] in parts[-1]
     line = capsys.readouterr().out
     assert line.startswith(f"layers of the stages: 0-{len(found[0]) - 1} ")
