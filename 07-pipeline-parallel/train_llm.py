@@ -500,6 +500,7 @@ def shard(args, model, device):
         fully_shard(stage, reshard_after_forward=False, **options)  # FSDP: what is in no layer
         prefetch(args, stage, layers_of(stage))
     if args.stages > 1:
+        model.tie_weights()  # PP: to what FSDP has made of the first stage's
         model.schedule = build_schedule(args, model, stages, device, mesh.get_group("pipeline"))
     if args.pretrained:
         read_weights(args, model)
