@@ -8,13 +8,14 @@ It needs neither weights nor a GPU. The sizes of weights, gradients and optimize
 their shapes. To find what a layer keeps for its backward, two layers run on fake tensors, which
 have shapes but no data. From these a training step is played through, layer by layer; its fullest
 moment has to fit. This counts the bytes of tensors only: --gpu-overhead-gib and --fragmentation
-stand for the rest.
+stand for the rest. With --tensor-parallel-size, chapter 06's own script splits these layers.
 """
 
 import argparse
 import contextlib
 import copy
 import functools
+import importlib.util
 import json
 import math
 import shlex
@@ -27,10 +28,14 @@ from pathlib import Path
 
 import huggingface_hub
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint as checkpointing
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
@@ -98,7 +103,7 @@ def add_plan_flags(parser):
     add("--fragmentation", type=at_least(0.0), default=0.05, help="share lost by the allocator")
 
     add = parser.add_argument_group("the plan").add_argument
-    add("--chapter", choices=["02", "04", "05"], default="05", help="whose exit status it is")
+    add("--chapter", choices=["02", "04", "05", "06"], default="05", help="whose exit status it is")
     weights_help = "bf16: weights, gradients and moments in 2 bytes, which no chapter does"
     add("--weights-dtype", choices=["fp32", "bf16"], default="fp32", help=weights_help)
     add("--json", action="store_true", help="print all numbers, in bytes, as JSON")
@@ -120,6 +125,7 @@ def add_training_flags(parser):
     add("--cpu-offload", action="store_true")
     add("--recompute", choices=["none", "full", "selective"], default="none")
     add("--prefetch", type=at_least(0), default=1)
+    add("--tensor-parallel-size", type=at_least(1), default=1)
     add("--checkpoint-async", action="store_true")
     add("--pretrained", action="store_true")
     add("--compile", action="store_true")
@@ -144,15 +150,20 @@ def at_least(minimum):
 
 def check(args):
     """Stop where the script would, and split the batch as it does."""
-    args.ranks = args.nodes * args.gpus_per_node
-    per_rank, rest = divmod(args.global_batch_size, args.ranks)
+    args.ranks, size = args.nodes * args.gpus_per_node, args.tensor_parallel_size
+    if args.ranks % size or args.seq_length % size:
+        told = f"must divide {args.ranks} ranks and --seq-length {args.seq_length}"
+        fail(f"--tensor-parallel-size {size} {told}")
+    groups, args.chapter = args.ranks // size, "06" if size > 1 else args.chapter
+    ranks = f"{groups} ranks" if size == 1 else f"{groups} groups of {size} ranks"
+    per_rank, rest = divmod(args.global_batch_size, groups)
     if rest:
         fail(
-            f"--global-batch-size {args.global_batch_size} does not divide by {args.ranks} ranks; "
-            f"take {(per_rank + 1) * args.ranks}"
+            f"--global-batch-size {args.global_batch_size} does not divide by {ranks}; "
+            f"take {(per_rank + 1) * groups}"
         )
-    if args.ranks % args.replicas:
-        fail(f"--replicas {args.replicas} does not divide {args.ranks} ranks into equal groups")
+    if groups % args.replicas:
+        fail(f"--replicas {args.replicas} does not divide {ranks} into equal groups")
     if args.weights_dtype == "bf16" and args.precision == "fp32":
         fail("--weights-dtype bf16 with --precision fp32: weights of 2 bytes compute in 2 bytes")
     args.micro_batch_size = max(n for n in range(1, args.batch_size + 1) if per_rank % n == 0)
@@ -248,10 +259,11 @@ def shard_numbers(shapes, ranks):
     return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in shapes)
 
 
-def model_of(config):
-    """Return the shapes of a configuration's model, which is built without memory for weights."""
+def model_of(config, size=1):
+    """Return the shapes of a model, built without memory; of a rank's part if `size` split it."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    split(model, size)
     layers = layers_of(model)
     inside = {weight for layer in layers for weight in layer.parameters()}
     return Model(
@@ -261,9 +273,41 @@ def model_of(config):
     )
 
 
+@functools.cache
+def part_of(model, size):
+    """Return the shapes of a model of which `size` ranks split the weights."""
+    return model if size == 1 else model_of(model.config, size)
+
+
 def shapes_of(tensors):
     """Return the shapes of tensors, as tuples."""
-    return [tuple(tensor.shape) for tensor in tensors]
+    return [tuple(local(tensor).shape) for tensor in tensors]
+
+
+def local(tensor):
+    """Return what the first rank has of a tensor that may be split."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@functools.cache
+def chapter_06(size):
+    """Return chapter 06's script as a module, and a mesh of `size` ranks that need not be there."""
+    script = HERE.parent / "06-tensor-parallel/train_llm.py"
+    spec = importlib.util.spec_from_file_location("chapter_06", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.fail, module.recompute = fail, recomputed
+    if not dist.is_initialized():
+        dist.init_process_group("fake", rank=0, world_size=4096, store=FakeStore())
+    return module, DeviceMesh("cpu", list(range(size)))
+
+
+def split(model, size):
+    """Split the weights of a model over `size` ranks in place, as chapter 06 does."""
+    if size > 1:
+        chapter, mesh = chapter_06(size)
+        chapter.split_matrices(model, model.modules(), mesh)
+        model.tie_weights()
 
 
 def layers_of(model):
@@ -313,6 +357,8 @@ class Recorder(TorchDispatchMode):
             self.now.most_besides = besides
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
+            return NotImplemented  # it comes again, with what this rank has of the tensors
         if self.fresh:  # by now, what the last segment was called with is forgotten
             self.now.start, self.fresh = +self.live, False
         out = func(*args, **(kwargs or {}))
@@ -337,7 +383,8 @@ class Recorder(TorchDispatchMode):
 
     def rename(self, tensor, kind):
         """Count a tensor that was counted already as of this kind instead."""
-        key, size = tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()
+        storage = local(tensor).untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
         if key in self.kinds:
             self.live[self.kinds[key]] -= size
             self.live[kind] += size
@@ -350,20 +397,25 @@ def storages(tree):
 
 
 @functools.cache
-def trace(model, batch, length, dtype, autocast, recompute, chunked):
+def trace(model, batch, length, dtype, autocast, recompute, chunked, size):
     """Return the segments of a step of the model with two layers, from name to Segment.
 
     `batch` samples of `length` tokens; weights of type `dtype`, as FSDP hands them to the layer, or
-    float32 under `autocast`.
+    float32 under `autocast`; `size` ranks split them.
     """
     with FakeTensorMode():
-        small = small_model(model.config, length, dtype, recompute, chunked)
+        small = small_model(model.config, length, dtype, recompute, chunked, size)
         ids = torch.zeros(batch, length, dtype=torch.long)
+        given = {"input_ids": ids, "labels": ids, "use_cache": False}
+        if size > 1:
+            given["position_ids"] = torch.arange(length)[None]
+            small(**given).loss.backward()  # at first, DTensor tries operations to learn the shapes
+            small.zero_grad()
         record = Recorder()
         watch(small, record)
         with record, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             record.begin("embedding")
-            loss = small(input_ids=ids, labels=ids, use_cache=False).loss
+            loss = small(**given).loss
         with record:
             record.begin("head backward", "logits")
             loss.backward()
@@ -371,7 +423,7 @@ def trace(model, batch, length, dtype, autocast, recompute, chunked):
     return record.segments
 
 
-def small_model(config, length, dtype, recompute, chunked):
+def small_model(config, length, dtype, recompute, chunked, size):
     """Return a model with two layers, changed as the chapters' `build_model` changes theirs."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = min(2, config.num_hidden_layers)
@@ -386,10 +438,15 @@ def small_model(config, length, dtype, recompute, chunked):
         model.set_attn_implementation("causal_sdpa")
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
+    if size > 1:
+        given = argparse.Namespace(tensor_parallel_size=size, model_name=config.model_type)
+        chapter_06(size)[0].check_plan(given, model)
+    split(model, size)
     if chunked:
         head = model.get_output_embeddings()
         head.forward = lambda hidden: hidden
-        model.loss_function = functools.partial(chunked_loss, head)
+        loss = chapter_06(size)[0].chunked_loss if size > 1 else chunked_loss
+        model.loss_function = functools.partial(loss, head)
     if recompute != "none":
         contexts = checkpointing.create_selective_checkpoint_contexts
         keep = functools.partial(contexts, keep_products)
@@ -434,7 +491,7 @@ def loss_of_chunk(head, hidden, targets):
 def watch(model, record):
     """Let the recorder know where each layer begins and ends, forward and backward."""
     for weight in model.parameters():
-        record.weights.add(weight.untyped_storage()._cdata)
+        record.weights.add(local(weight).untyped_storage()._cdata)
         weight.register_post_accumulate_grad_hook(lambda w: record.rename(w.grad, "gradients"))
 
     def before(number, _, args, kwargs):
@@ -477,11 +534,12 @@ class Setting:
     offload: bool
     prefetch: int
     cuda: bool
+    size: int  # of a group that splits layers
 
     @property
     def shards(self):
-        """Return over how many ranks a copy of the model is split."""
-        return 1 if self.chapter == "02" else self.ranks // self.replicas
+        """Return over how many ranks FSDP splits a copy of the model, or a group's part of it."""
+        return 1 if self.chapter == "02" else self.ranks // self.replicas // self.size
 
     @property
     def compute_bytes(self):
@@ -496,14 +554,14 @@ class Setting:
     def trace(self, model):
         """Return the segments of this setting's forward and backward."""
         dtype = torch.bfloat16 if self.bf16 and not self.autocast else torch.float32
-        chunked = self.chapter == "05"
-        return trace(model, self.batch, self.length, dtype, self.autocast, self.recompute, chunked)
+        how = self.autocast, self.recompute, self.chapter >= "05", self.size
+        return trace(model, self.batch, self.length, dtype, *how)
 
 
 def setting_of(args, chapter, changes):
     """Return the Setting of the arguments, with these changes of the flags in DECIDED."""
     flags = DECIDED | changes
-    own = chapter == "05"
+    own = chapter >= "05"
     return Setting(
         chapter=chapter,
         ranks=args.ranks,
@@ -518,6 +576,7 @@ def setting_of(args, chapter, changes):
         offload=own and flags["cpu_offload"],
         prefetch=args.prefetch if own else 0,
         cuda=args.device != "cpu",
+        size=args.tensor_parallel_size if chapter == "06" else 1,
     )
 
 
@@ -526,8 +585,9 @@ def state_bytes(model, setting):
 
     AdamW has two moments of each weight, and of each tensor the number of steps, in 4 bytes.
     """
-    weights = shard_numbers(model.shapes, setting.shards) * setting.weight_bytes
-    moments = 2 * weights + 4 * len(model.shapes)
+    shapes = part_of(model, setting.size).shapes
+    weights = shard_numbers(shapes, setting.shards) * setting.weight_bytes
+    moments = 2 * weights + 4 * len(shapes)
     return {"parameters": weights, "gradients": weights, "optimizer state": moments}
 
 
@@ -550,7 +610,7 @@ class Step:
     growth = 0  # -1, 0 or 1: how many copies of the gradients a micro-step adds to what is held
 
     def __init__(self, model, setting):
-        self.model, self.setting = model, setting
+        self.model, self.setting = part_of(model, setting.size), setting
         self.segments = setting.trace(model)
         self.state = state_bytes(model, setting)
         self.depth = len(model.layers)
@@ -652,7 +712,7 @@ def traced(number):
 
 
 class ShardedStep(Step):
-    """Chapters 04 and 05: FSDP2 gathers a layer for its forward and backward, reduces after it.
+    """Chapters 04 to 06: FSDP2 gathers a layer for its forward and backward, reduces after it.
 
     The order in which buffers come and go is that of torch/distributed/fsdp/_fully_shard.
     """
@@ -750,7 +810,7 @@ def name_of(group):
 def host_memory(model, setting, local_ranks, asynchronous):
     """Return what a host holds at its fullest, by part, in bytes, and when that is.
 
-    To start, chapters 02 to 04 make the whole model in each rank's memory, and chapter 05 the root
+    To start, chapters 02 to 04 make the whole model in each rank's memory, and later ones the root
     and one layer at a time. What is offloaded to a CPU for a GPU lies in pinned memory, of which
     torch takes a power of two for each tensor: CachingHostAllocator.h. So does what a save copies
     before it writes, but not the copies of a save in the background: _state_dict_stager.py.
@@ -758,16 +818,17 @@ def host_memory(model, setting, local_ranks, asynchronous):
     if not setting.cuda:
         return {}, "the step"  # a CPU has one memory for all
     state = state_bytes(model, setting)
-    shards = [shard_numbers([shape], setting.shards) for shape in model.shapes]
+    shapes = part_of(model, setting.size).shapes
+    shards = [shard_numbers([shape], setting.shards) for shape in shapes]
     pinned = sum(power_of_two(shard * setting.weight_bytes) for shard in shards)
     layer = max(map(numbers, model.layers), default=0)
-    made = model.weights if setting.chapter != "05" else numbers(model.root) + layer
+    made = model.weights if setting.chapter < "05" else numbers(model.root) + layer
     start = {"model in the making": made * 4, "parameters": pinned if setting.offload else 0}
     train = {}
     if setting.offload:
         train |= {"parameters": pinned, "gradients": pinned}
         train["optimizer state"] = state["optimizer state"]
-    if asynchronous and setting.chapter == "05":
+    if asynchronous and setting.chapter >= "05":
         train["copy being saved"] = state["parameters"] + state["optimizer state"]
     elif not setting.offload and setting.chapter != "02":  # DCP holds it until the file is closed
         train["copy being saved"] = pinned + 2 * pinned
@@ -791,7 +852,10 @@ def make_plan(args):
         fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {longest} tokens")
     try:
         model = model_of(config)
-        settings = {name: plan_of(args, model, name[:2], SETTINGS[name]) for name in SETTINGS}
+        tried = SETTINGS
+        if args.chapter == "06":  # in which a rank takes other samples than in those before
+            tried = {f"06{name[2:]}": SETTINGS[name] for name in SETTINGS if name >= "05"}
+        settings = {name: plan_of(args, model, name[:2], tried[name]) for name in tried}
         asked = plan_of(args, model, args.chapter, {name: getattr(args, name) for name in DECIDED})
     except Exception as error:  # of any model there is, some compute with values, not shapes alone
         fail(f"--model-name {args.model_name}: cannot be run on shapes alone: {first_line(error)}")
@@ -841,7 +905,7 @@ def enough_nodes(args, model):
     for factor in (2**power for power in range(1, 9)):
         more = copy.copy(args)
         more.nodes, more.ranks = args.nodes * factor, args.ranks * factor
-        if plan_of(more, model, LAST[:2], SETTINGS[LAST])["fits"]:
+        if plan_of(more, model, max(args.chapter, LAST[:2]), SETTINGS[LAST])["fits"]:
             return more.nodes
     return None
 
@@ -857,7 +921,8 @@ def show(args, plan):
     if plan["first"]:
         print(f"\nthe first that fits: {plan['first']}")
     elif plan["enough_nodes"]:
-        print(f"\nnothing fits; {LAST} would on {plan['enough_nodes']} such nodes")
+        last = list(plan["settings"])[-1]
+        print(f"\nnothing fits; {last} would on {plan['enough_nodes']} such nodes")
     else:
         print("\nnothing fits, on any number of nodes: take larger GPUs or a smaller --seq-length")
 
@@ -887,7 +952,7 @@ def show_memory(args, asked):
     overhead = args.host_overhead_gib * args.gpus_per_node * GIB
     show_rows(asked["host"] | {"overhead": overhead, "margin": asked["host_margin"]})
     print(f"\na checkpoint: {asked['checkpoint'] / 1e9:,.4g} GB")
-    if args.cpu_offload and args.chapter == "05" and args.accumulation > 1:
+    if args.cpu_offload and args.chapter >= "05" and args.accumulation > 1:
         print("one micro-step is best under offload: a rank waits for later ones' gradients")
 
 

@@ -48,9 +48,14 @@ CASES = {  # chapter, ranks, what is different from SMALL, flags besides COMMON
     "05 full bf16": ("05", 4, {"layers": 6}, "-s 512 -b 2 --recompute full --precision bf16"),
     "05 selective": ("05", 2, {"layers": 6}, "-s 256 -b 4 --recompute selective"),
     "05 offload": ("05", 2, {"tied": True}, "-s 128 -b 2 --cpu-offload --recompute full"),
+    "06": ("06", 2, {}, "-s 256 -b 4 --tensor-parallel-size 2"),
+    "06 groups": ("06", 4, {"tied": True}, "-s 256 -b 2 --tensor-parallel-size 2"),
+    "06 bf16": ("06", 4, {}, "-s 512 -b 4 --tensor-parallel-size 4 --precision bf16"),
+    "06 full": ("06", 4, {"layers": 6}, "-s 512 -b 4 --tensor-parallel-size 2 --recompute full"),
 }
 STEPS = 8
 COMMON = "--device cpu --global-batch-size 8"
+GLOO = ("c10d::", "_c10d_functional::", "gloo:")  # what collectives' names begin with
 EXACT = ("parameters", "gradients", "optimizer state")
 
 
@@ -127,7 +132,7 @@ def unseen_releases(events):
         if address in own and size > 0:  # it is given out again
             unseen.add(own[address])
         own.pop(address, None)
-        if size > 0 and any(name.startswith(("c10d::", "gloo:")) for name in names):
+        if size > 0 and any(name.startswith(GLOO) for name in names):
             own[address] = number
     return unseen | set(own.values())
 

@@ -4,8 +4,9 @@ Here:  python benchmarks/scale.py --output scale.json --plot scale.png
 Else:  python benchmarks/scale.py -m meta-llama/Llama-3.1-70B --recompute full --network-gbs 25
 
 Nothing is measured. One step is played on streams: one computes, one sends among the ranks of a
-copy of the model, one among copies. Bytes are those that tests count in chapter 04's runs, shapes
-and memory are the planner's, and what a collective takes is nccl's own model. One number is fitted:
+copy of the model, one among copies, and one among the ranks that split a layer, for which the first
+one waits. Bytes are those that tests count in runs of chapters 04 and 06, shapes and memory are the
+planner's, and what a collective takes is nccl's own model. One number is fitted:
 the share of a GPU's peak that computing reaches, at 8 GPUs of a published run. What that run did on
 128 GPUs is then predicted. All flags of 05-large-model/will_it_fit.py are understood.
 """
@@ -46,6 +47,8 @@ PUBLISHED = [
     {"run": "compiled", "devices": 128, "tokens_per_second": 6514, "gib": 62.0},
 ]
 
+AGAIN = 7  # collectives of a split layer's backward that recomputes: 4, and all but one of 4 again
+
 # GB/s of an H100. What nccl's developers say it reaches, of 450 and 50: a ring inside a node,
 # https://github.com/NVIDIA/nccl-tests/issues/212, and a 400 Gb/s adapter, issue 290 there.
 SPEEDS = {  # flag: default, help
@@ -74,8 +77,10 @@ STRATEGIES = {  # chapter, what the planner calls it, a replica in each node; co
     "FSDP, gathered twice": ("05", {}, False, "#1f3b5c", 2.2, "-"),
     "hybrid": ("05", {}, True, "#e08a3c", 2.2, "-"),
     "FSDP, CPU offload": ("05", {"cpu_offload": True}, False, "#c8553d", 2, (0, (4, 2))),
+    "tensor parallel": ("06", {}, False, "#6b4c9a", 2.2, "-"),  # in each node; FSDP across nodes
 }
 FITTED = "FSDP, gathered twice"  # what was published
+LAYERS_OF = [f"meta-llama/Llama-3.{size}" for size in ("2-1B", "1-8B", "1-70B", "1-405B")]
 ASSUMPTIONS = [
     "weak scaling: each device takes the same number of tokens, whatever their number",
     "no device waits for a slower one or for data; nothing else uses the links",
@@ -86,6 +91,8 @@ ASSUMPTIONS = [
     "DDP reduces one layer at a time, which are larger buckets than its own",
     "offloaded shards are copied in line with their collective; AdamW then runs on the host",
     "there a rank waits for the gradients of later micro-steps, which are copied and added up",
+    "layers are split among the devices of a node, which together take as many samples as alone",
+    "nothing hides what they send one another for that",
     "memory is the planner's, with its fragmentation and overhead; DDP recomputes as the others do",
 ]
 
@@ -103,6 +110,8 @@ def parse_args(argv=None):
     add("--gpu-fp32-tflops", type=number(0.001), default=67.0, help="the same, in float32")
     for name, (speed, what) in SPEEDS.items():
         add(name, type=number(0.001), default=speed, help=f"GB/s, {what}")
+    ways = {"nargs": "+", "choices": STRATEGIES, "default": list(STRATEGIES)}
+    add("--strategies", **ways, help="ways to split the model")
     add("--output", type=Path, help="a JSON file")
     add("--plot", type=Path, help="a PNG file")
     own, others = parser.parse_known_args(argv)
@@ -163,8 +172,9 @@ def links(args, setting):
     A ring that spans nodes leaves each node once, through the network links of all its GPUs. Rings
     of which each GPU of a node has one of its own share these links.
     """
-    across = min(args.nvlink_gbs, args.gpus_per_node * args.network_gbs)
-    inside = across if setting.shards > args.gpus_per_node else args.nvlink_gbs
+    here = args.gpus_per_node // setting.size  # ranks of a ring in a node
+    across = min(args.nvlink_gbs, here * args.network_gbs)
+    inside = across if setting.shards > here else args.nvlink_gbs
     if args.nodes == 1:
         return inside, args.nvlink_gbs
     return inside, across if setting.chapter == "02" else args.network_gbs
@@ -201,7 +211,7 @@ class Step:
         self.depth = len(self.model.layers)
         self.back = 3 if self.setting.recompute == "full" else 2  # times as long as forward
         rate = peak_of(self.args, self.setting) * share
-        layers, head = flops_of(self.model, self.setting)
+        layers, head = (flops / self.setting.size for flops in flops_of(self.model, self.setting))
         self.head, self.layer = head / 3 / rate, layers / 3 / rate / self.depth  # forward seconds
 
     def add(self, stream, seconds, after=0.0, sent=0.0):
@@ -222,7 +232,7 @@ class Step:
             return setting.replicas, setting.replicas, between
         if setting.chapter == "02":
             return setting.ranks, self.args.nodes, between
-        return setting.shards, -(-setting.shards // self.args.gpus_per_node), inside
+        return setting.shards, -(-setting.shards * setting.size // self.args.gpus_per_node), inside
 
     def send(self, stream, kind, size, after, copied=0.0):
         """Put a collective on a stream once `after` has come; return when it is done.
@@ -235,6 +245,17 @@ class Step:
             self.sent["network"] += sent * nodes / ranks
         return self.add(stream, seconds + copied, after, sent)
 
+    def among(self, times, numbers):
+        """Let what is computed next wait for collectives among the ranks that split a layer.
+
+        So many all-gathers or reduce-scatters of so many numbers, in the precision of the forward.
+        """
+        args, setting = self.args, self.setting
+        size = numbers * setting.compute_bytes
+        seconds, sent = collective(args, "all-gather", size, setting.size, 1, args.nvlink_gbs)
+        after = self.free["compute"]
+        self.free["compute"] = self.add("group", times * seconds, after, times * sent)
+
     def copy(self, numbers, seconds):
         """Return the seconds that a shard of what is offloaded takes, of which 1 GB takes these."""
         size = numbers * self.setting.weight_bytes / self.setting.shards
@@ -243,7 +264,7 @@ class Step:
     def adam(self):
         """Step the optimizer when all is there: 10 numbers of each weight are read or written."""
         args, setting = self.args, self.setting
-        numbers = 10 * setting.weight_bytes * self.model.weights / setting.shards
+        numbers = 10 * setting.weight_bytes * self.model.weights / setting.shards / setting.size
         ready = max(self.free.values())
         if setting.offload:
             host = args.cpu_adam_gbs / args.gpus_per_node
@@ -273,7 +294,8 @@ class Step:
 
     def numbers(self, group):
         """Return the numbers of a group's tensors, padded: 0 is the root, then come the layers."""
-        shapes = self.model.layers[group - 1] if group else self.model.root
+        part = planner().part_of(self.model, self.setting.size)
+        shapes = part.layers[group - 1] if group else part.root
         return planner().shard_numbers(shapes, self.setting.shards) * self.setting.shards
 
     def gather(self, group, after):
@@ -300,18 +322,25 @@ class Step:
 
     def sharded(self, first, last):
         """Play a micro-step of FSDP: each group is there when it computes, one comes ahead."""
+        setting = self.setting
+        hidden = setting.batch * setting.length * self.model.config.hidden_size
         here = {0: self.gather(0, self.free["compute"])}
         here[1] = self.gather(1, 0.0)
+        self.among(1, hidden)  # of the embedding
         for number in range(1, self.depth + 1):
             done = self.add("compute", self.layer, here[number])
+            self.among(4, hidden)
             if number < self.depth:
                 here[number + 1] = self.gather(number + 1, done - self.layer)
+        self.among(2, head_of(self.model))  # its weights, and their gradient
         self.add("compute", 3 * self.head)  # forward and backward
         for number in range(self.depth, 0, -1):
             done = self.add("compute", self.back * self.layer, here[number])
-            if number > 1 and self.setting.reshard:
+            self.among(4 if setting.recompute == "none" else AGAIN, hidden)
+            if number > 1 and setting.reshard:
                 here[number - 1] = self.gather(number - 1, done - self.back * self.layer)
-            self.reduce(number, first, last, done)
+            self.reduce(number, first, last, self.free["compute"])
+        self.among(1, hidden)
         self.reduce(0, first, last, self.free["compute"])
 
 
@@ -320,6 +349,8 @@ def at_scale(args, strategy, devices):
     args, (chapter, changes, hybrid, *_) = copy.copy(args), STRATEGIES[strategy]
     args.ranks, args.nodes = devices, max(1, devices // args.gpus_per_node)
     args.replicas = args.nodes if hybrid else 1
+    args.tensor_parallel_size = min(devices, args.gpus_per_node) if chapter == "06" else 1
+    args.micro_batch_size *= args.tensor_parallel_size
     setting = planner().setting_of(args, chapter, changes)
     return args, dataclasses.replace(setting, recompute=args.recompute)
 
@@ -332,8 +363,8 @@ def row_of(args, strategy, devices, share):
     step = Step(args, strategy, devices, share).play()
     busy, setting, seconds = step.busy, step.setting, step.seconds
     exposed = max(0.0, seconds - busy["compute"] - busy["host"])
-    hidden = max(0.0, busy["copy"] + busy["replicas"] - exposed)
-    tokens = setting.batch * setting.length * setting.accumulation
+    hidden = max(0.0, busy["copy"] + busy["replicas"] + busy["group"] - exposed)
+    tokens = setting.batch * setting.length * setting.accumulation // setting.size
     row = {"strategy": strategy, "devices": devices, "tokens": tokens, "step": seconds}
     row |= {"compute": busy["compute"], "host": busy["host"], "exposed": exposed, "hidden": hidden}
     row |= {"share": exposed / seconds, "network_gb": step.sent["network"] / 1e9}
@@ -376,9 +407,36 @@ def all_rows(argv, share):
     rows = []
     for scene, flags in SCENES.items():
         args = parse_args([*argv, *shlex.split(flags)])
-        for strategy, devices in itertools.product(STRATEGIES, args.devices):
+        for strategy, devices in itertools.product(args.strategies, args.devices):
             row = {"scene": scene} | row_of(args, strategy, devices, share)
             rows.append(row | ({} if flags else {"gib": gib_of(args, strategy, devices)}))
+    return rows
+
+
+def layer_rows(share):
+    """Return of a layer of several models how long a device computes and sends, and what, in GB.
+
+    What FSDP sends does not depend on the tokens. With fewer than `pays below` it takes longer for
+    that than tensor parallelism takes to compute and to send; FSDP across its groups comes to more
+    than that with even fewer.
+    """
+    rows = []
+    for name, devices in itertools.product(LAYERS_OF, (8, SWEPT)):
+        args = parse_args(["-m", name, "--recompute", "none", *SCENES["1024 tokens"].split()])
+        alone, split = (Step(args, way, devices, share) for way in (FITTED, "tensor parallel"))
+        for step in (alone, split):
+            step.gather(1, 0.0)
+            step.gather(1, 0.0)
+            step.reduce(1, True, True, 0.0)
+        width, tokens = split.model.config.hidden_size, args.seq_length
+        split.among(8, split.setting.batch * tokens * width)
+        row = {"model": name, "devices": devices, "width": width, "tokens": tokens}
+        row |= {"compute": 3 * split.layer}
+        row |= {"group": split.busy["group"], "group_gb": split.sent["group"] / 1e9}
+        row |= {"FSDP": alone.busy["copy"], "FSDP_gb": alone.sent["copy"] / 1e9}
+        row |= {"across": split.busy["copy"], "across_gb": split.sent["copy"] / 1e9}
+        row["pays below"] = row["FSDP"] / (row["compute"] + row["group"]) * tokens
+        rows.append(row)
     return rows
 
 
@@ -394,6 +452,12 @@ def show(results):
             f"tokens/s per GPU, {row['gib']:.1f} GiB; predicted {row['predicted']:,.0f} ({how}), "
             f"{row['predicted_gib']:.1f} GiB"
         )
+    names, tokens = "compute group FSDP across".split(), results["layers"][0]["tokens"]
+    print(f"\na layer, {tokens:,} tokens: ms to compute, in a group, of FSDP, of it across groups")
+    for row in results["layers"]:
+        times = "".join(f"{1e3 * row[name]:9.2f}" for name in names)
+        pays = f"splitting it pays below {row['pays below']:,.0f} tokens"
+        print(f"{row['model']:26}{row['devices']:5}{times}  {pays}")
     print("\nof each device: tokens/s, share of a step that waits, GB that it sends between nodes")
     shown = sorted({row["devices"] for row in results["rows"]} & set(SHOWN))
     for scene, rows in itertools.groupby(results["rows"], lambda row: row["scene"]):
@@ -464,7 +528,8 @@ def main():
     args, shares = parse_args(), {run: fit(run) for run in ("eager", "compiled")}
     command = shlex.join(["python", "benchmarks/scale.py", *sys.argv[1:]])
     results = {"machine": machine_of(args, shares), "command": command}
-    results |= {"published": compare(shares), "rows": all_rows(sys.argv[1:], shares["compiled"])}
+    results |= {"published": compare(shares), "layers": layer_rows(shares["compiled"])}
+    results["rows"] = all_rows(sys.argv[1:], shares["compiled"])
     show(results)
     if args.output:
         args.output.write_text(in_rows(results) + "\n")

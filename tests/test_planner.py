@@ -36,9 +36,9 @@ def planner():
     spec.loader.exec_module(module)
     made, make = {}, module.model_of
 
-    def model_of(config):
-        key = config.to_json_string()
-        made[key] = made.get(key) or make(config)
+    def model_of(config, *size):
+        key = config.to_json_string(), size
+        made[key] = made.get(key) or make(config, *size)
         return made[key]
 
     module.model_of = model_of
@@ -90,7 +90,7 @@ def test_the_first_setting_that_fits_or_on_how_many_nodes(planner, memory, first
 
 
 def test_flags_and_chunks_are_those_of_the_chapter(planner, tmp_path):
-    source, ours = SCRIPTS["05"].read_text(), vars(planner.parse_args([]))
+    source, ours = SCRIPTS["06"].read_text(), vars(planner.parse_args([]))  # 05's, and one more
     for flag, declared in flags(source).items():
         value = ours[flag.removeprefix("--").replace("-", "_")]
         assert not value or f"default={value!r}" in declared or flag in ("--device", "--precision")
@@ -98,6 +98,36 @@ def test_flags_and_chunks_are_those_of_the_chapter(planner, tmp_path):
     (tmp_path / "some.args").write_text("--lr 1e-5  # slow\n--compile\n--recompute full\n")
     args = planner.parse_args([f"@{tmp_path}/some.args", "--warmup-steps", "0", "-e", "name"])
     assert (args.lr, args.compile, args.recompute) == ("1e-5", True, "full")
+
+
+SPLIT = "--device cpu --gpus-per-node 4 --tensor-parallel-size"
+
+
+def test_bytes_of_tiny_by_hand_where_layers_are_split(planner):
+    """Two ranks have half of each matrix, and all of each norm."""
+    layer = (4 * 128 * 128 + 3 * 128 * 352) / 2 + 2 * 128
+    weights = 4 * layer + 2 * 384 * 128 / 2 + 128
+    planned = plan(planner, f"{SPLIT} 2")
+    state = planned["asked"]["state"]
+    assert state["parameters"] == state["gradients"] == weights * 4 / 2
+    assert state["optimizer state"] == 2 * weights * 4 / 2 + 4 * (4 * 9 + 3)
+    state = plan(planner, f"{SPLIT} 2 --replicas 2")["asked"]["state"]
+    assert state["parameters"] == weights * 4
+    assert len(planned["settings"]) == 6 and all(name[:2] == "06" for name in planned["settings"])
+    assert planned["asked"] == planned["settings"]["06"]
+
+
+def test_what_splitting_layers_does_to_a_step(planner):
+    """Of as many tokens per device, whole groups gather a part of each layer, and keep it all."""
+    options = "-m meta-llama/Llama-3.1-8B -s 4096 --global-batch-size 64 --nodes 8"
+    one = plan(planner, f"{options} -b 1")["asked"]["gpu"]
+    eight = plan(planner, f"{options} -b 8 --tensor-parallel-size 8")["asked"]["gpu"]
+    assert one["gathered weights"] / 8.1 < eight["gathered weights"] < one["gathered weights"] / 7.9
+    whole = 4 * 8 * 4096 * 4096 * 32  # bytes: of each layer, what its two blocks gather is kept
+    more = eight["activations"] - one["activations"]
+    assert more == pytest.approx(whole * 7 / 8, rel=0.01)  # of which each device had its part
+    few = plan(planner, f"{options} -b 1 --tensor-parallel-size 8")["asked"]["gpu"]
+    assert few["activations"] == pytest.approx(eight["activations"] / 8, rel=0.01)
 
 
 def test_a_changed_configuration_is_the_one_that_is_planned(planner):
@@ -171,6 +201,16 @@ BAD = {
     "no value": ("--config num_hidden_layers", "--config num_hidden_layers: "),
     "batch": ("--nodes 5", "--global-batch-size 32 does not divide by 40 ranks; take 40"),
     "replicas": ("--replicas 3", "--replicas 3 does not divide 8 ranks into equal groups"),
+    "groups": ("--tensor-parallel-size 3", "3 must divide 8 ranks and --seq-length 256"),
+    "length": ("--tensor-parallel-size 8 -s 250", "8 must divide 8 ranks and --seq-length 250"),
+    "samples": (
+        "--nodes 5 --tensor-parallel-size 8 --config num_attention_heads=8 num_key_value_heads=8",
+        "--global-batch-size 32 does not divide by 5 groups of 8 ranks; take 35",
+    ),
+    "heads": (
+        "--tensor-parallel-size 8",
+        "llama has 4 key-value heads, which 8 ranks cannot share",
+    ),
     "too long": ("-s 100000", "--seq-length 100000: tiny takes at most 2048 tokens"),
     "no file": ("-m nosuch.json", "--model-name nosuch.json: there is no such file"),
     "no model": ("-m nosuch/model", "--model-name nosuch/model:"),

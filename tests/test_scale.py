@@ -30,9 +30,13 @@ def closed(strategy, ranks, micro_steps):
     """Return the bytes that a rank sends among those with the same copy, as the READMEs have it."""
     if strategy == "DDP":  # chapter 02
         return 2 * (ranks - 1) / ranks * 4 * WEIGHTS
+    layer, root = LAYER, ROOT_WEIGHTS
+    if strategy == "tensor parallel":  # all but norms' weights is split
+        layer, root = (layer - 2 * 4096) // 8 + 2 * 4096, (root - 4096) // 8 + 4096
+    weights = LAYERS * layer + root
     kept = strategy == "FSDP, layers kept"  # chapter 04, with B = 2 W
-    gathered = 2 * WEIGHTS if kept else 2 * (2 * WEIGHTS - ROOT_WEIGHTS - LAYER)
-    return micro_steps * (gathered + 4 * WEIGHTS) * (ranks - 1) / ranks
+    gathered = 2 * weights if kept else 2 * (2 * weights - root - layer)
+    return micro_steps * (gathered + 4 * weights) * (ranks - 1) / ranks
 
 
 @pytest.mark.parametrize("strategy", scale.STRATEGIES)
@@ -40,7 +44,32 @@ def closed(strategy, ranks, micro_steps):
 def test_bytes_are_those_of_the_closed_formulas(strategy, devices, micro_steps):
     step = step_of(strategy, devices, f"--micro-steps {micro_steps}")
     ranks = 8 if strategy == "hybrid" else devices
+    ranks = devices // 8 if strategy == "tensor parallel" else ranks
     assert step.sent["copy"] == pytest.approx(closed(strategy, ranks, micro_steps), rel=1e-12)
+
+
+@pytest.mark.parametrize("devices", [8, 64])
+def test_a_group_sends_hidden_states_as_chapter_06_counts_them(devices):
+    for flags, times in (("--recompute none", 8), ("", 8 + 3)):
+        step = step_of("tensor parallel", devices, flags)
+        hidden, head = 2 * 8 * 2 * 8192 * 4096, 2 * 128_256 * 4096  # bytes: 8 × 2 samples of 8,192
+        formula = 7 / 8 * ((LAYERS * times + 2) * hidden + 2 * head)
+        assert step.sent["group"] == pytest.approx(formula, rel=1e-12)
+        assert step.busy["group"] > formula / 370e9
+
+
+def test_a_layer_by_hand():
+    rows = {(row["model"][-3:], row["devices"]): row for row in scale.layer_rows(SHARE)}
+    one, many = rows["-8B", 8], rows["-8B", 512]
+    assert one["FSDP_gb"] == pytest.approx(7 / 8 * 8 * LAYER / 1e9)
+    assert one["group_gb"] == many["group_gb"] == pytest.approx(7 / 8 * 16 * 8 * 1024 * 4096 / 1e9)
+    assert one["across"] == one["across_gb"] == 0
+    # of a node's links each of its devices has one eighth, and for it an eighth of the layer
+    assert many["across_gb"] == pytest.approx(63 / 64 * LAYER / 1e9, rel=1e-3)
+    assert many["across"] == pytest.approx(many["across_gb"] / 47, rel=0.5)
+    for row in rows.values():
+        ends = row["compute"] + row["group"], row["FSDP"]
+        assert (row["pays below"] > 1024) == (ends[0] < ends[1])
 
 
 @pytest.mark.parametrize("micro_steps", [1, 8])

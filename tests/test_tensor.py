@@ -39,6 +39,7 @@ SETTINGS = {
     "-long": ["--seq-length", 256, "--batch-size", 8],  # two chunks of the loss on each rank
 }
 BF16 = ["--precision", "bf16"]
+KINDS = ["all_gather_into", "reduce_scatter"]
 SPLIT = {"tp2": (2, TWO), "dp2tp2": (4, TWO), "replicas": (4, REPLICAS), "tp4": (4, FOUR)}
 TRIED = {  # by layout: settings, families, precisions besides fp32
     "tp2": ["", "-4", "-bf16", "-qwen3", "-gpt_neox", "-gemma", "-odd"],
@@ -193,6 +194,42 @@ def test_weights_are_those_of_chapter_01(families, tmp_path, layout):
     different = json.loads((tmp_path / "done").read_text())
     assert different.keys() >= cases.keys() and not any(different.values()), different
     assert "published, exported" in different
+
+
+# ---- what it sends ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def traffic(tmp_path_factory):
+    """What `traffic.py` counts on two groups of two ranks, by setting."""
+    folder = tmp_path_factory.mktemp("traffic")
+    common = [*SHORT, *TWO, "--save-dir", folder, "--batch-size", 2]
+    cases = {name: ["--recompute", name] for name in ("none", "full", "selective")}
+    cases["once"] = ["--batch-size", 4]
+    cases = {name: list(map(str, [*common, *args])) for name, args in cases.items()}
+    (folder / "cases.json").write_text(json.dumps(cases))
+    command = [ROOT / "tests/traffic.py", folder / "cases.json", folder / "done"]
+    ranks = start_ranks(4, list(map(str, command)), folder, MASTER_PORT=str(free_port()))
+    statuses = [rank.wait(timeout=200) for rank in ranks]
+    assert statuses == [0] * 4, (folder / "rank0.log").read_text()
+    return json.loads((folder / "done").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["none", "full", "selective", "once"])
+def test_communication_is_what_the_readme_says(traffic, setting):
+    """A layer gathers and reduce-scatters its hidden states, T d numbers, four times each.
+
+    Besides, the embedding and the output layer do each once: hidden states, and weights.
+    """
+    layers, width, vocabulary, length = 4, 128, 384, 64
+    samples, times = (4, 1) if setting == "once" else (2, 2)
+    hidden, head = samples * length * width * 4, vocabulary * width * 4
+    again = 2 * layers if setting in ("full", "selective") else 0  # as a backward starts with them
+    gathers, reductions = (traffic[setting][f"{kind}_tensor"] for kind in KINDS)
+    assert gathers == {str(hidden): times * (4 * layers + 1 + again), str(head): times}
+    again = layers if again else 0  # the last one of a layer is not needed again
+    assert reductions == {str(hidden): times * (4 * layers + 1 + again), str(head): times}
 
 
 # ---- where it goes on ------------------------------------------------------------------------

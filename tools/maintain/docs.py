@@ -364,10 +364,26 @@ def scale(file, scene="as published", devices=(8, 64, 512, 4096)):
         print(f"| {name} | {' | '.join(cells[number] for number in devices)} |")
 
 
+def scale_layers(file):
+    """Print the table of what a layer takes if FSDP gathers it and if tensor parallelism splits it.
+
+    In each cell: milliseconds, and GB that a device sends.
+    """
+    names = ["computing", "in the group", "FSDP alone", "FSDP across groups", "TP pays below"]
+    print(f"| model | devices | {' | '.join(names)} |")
+    print(f"|{'---|' * 7}")
+    for row in measured(file, "layers"):
+        ways = [("group", "group_gb"), ("FSDP", "FSDP_gb"), ("across", "across_gb")]
+        sent = " | ".join(f"{1e3 * row[time]:.1f} ms, {row[gb]:.1f} GB" for time, gb in ways)
+        model, pays = row["model"].rpartition("/")[2], f"{row['pays below']:,.0f} tokens"
+        print(f"| {model} | {row['devices']} | {1e3 * row['compute']:.1f} ms | {sent} | {pays} |")
+
+
 def scale_lessons(file):
     """Print what the scenes of benchmarks/scale.py teach, with their numbers."""
     found = {(row["scene"], row["strategy"], row["devices"]): row for row in measured(file, "rows")}
     fsdp, hybrid, offload = "FSDP, gathered twice", "hybrid", "FSDP, CPU offload"
+    split, least = "tensor parallel", "512 tokens"
     few, many = "2048 tokens", "8 × 4096 tokens, 100 Gb/s"
 
     def speed(scene, strategy, devices):
@@ -385,6 +401,8 @@ def scale_lessons(file):
     slow = speed(many, hybrid, 512) / speed(many, fsdp, 512) - 1
     one = many.removeprefix("8 × ")
     alone, ddp = found["as published", offload, 8], found["as published", "DDP", 8]["gib"]
+    splits = [(least, 8), (least, 4096), (few, 8)]
+    splits = [speed(scene, split, n) / speed(scene, fsdp, n) for scene, n in splits]
     cost = [
         1 - speed("as published", offload, n) / speed("as published", fsdp, n) for n in (8, 512)
     ]
@@ -399,6 +417,9 @@ def scale_lessons(file):
   tokens and 512 devices, a GPU sends {sent(many, hybrid):.1f} GB between nodes instead of
   {sent(many, fsdp):.1f}, and is {slow:.0%} faster. With one micro-step it sends about as much as
   FSDP ({sent(one, hybrid):.1f} and {sent(one, fsdp):.1f} GB), and is slower.
+- **Tensor parallel pays** with few tokens per device: with 512, a device is {splits[0]:.1f} times
+  as fast as with FSDP in one node, and {splits[1]:.1f} times among 4,096. With 2,048 in one node it
+  reaches {splits[2]:.0%} of FSDP's speed.
 - **Offload** costs {cost[0]:.0%} on one node, where the host's AdamW takes {alone["host"]:.1f} of
   {alone["step"]:.1f} s, and {cost[1]:.0%} on 512 devices, which share that work.
 """.strip()
