@@ -28,7 +28,7 @@ import uuid
 from array import array
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -179,12 +179,11 @@ def plan_schedule(args, samples):
     args.stages = ranks * len(SCHEDULES[args.pipeline_schedule][1](0, ranks))
     step = ranks if args.pipeline_schedule == "interleaved-1f1b" else 1
     sizes = range(1, 1 + min(args.batch_size, samples // ranks))
-    sizes = [size for size in sizes if samples % size == 0 and samples // size % step == 0]
+    sizes = [size for size in sizes if samples % (size * step) == 0]
     if args.micro_batch_size not in sizes:
         advice = f"--batch-size {sizes[-1]}" if sizes else "a larger --global-batch-size"
-        told = f"{args.micro_batches} micro-batches do not fill {ranks} ranks"
-        fail(f"--pipeline-schedule {args.pipeline_schedule}: {told}; take {advice}")
-    args.micro_batch_size, args.accumulation = samples, 1
+        fail(f"{args.micro_batches} micro-batches do not fill {ranks} ranks; take {advice}")
+    args.micro_batch_size, args.accumulation, args.reshard_after_forward = samples, 1, False
 
 
 def adopt_launcher():
@@ -476,8 +475,7 @@ def shard(args, model, device):
         parts, (_, numbers_at) = spread(args, model), SCHEDULES[args.pipeline_schedule]
         numbers = numbers_at(mesh.get_local_rank("pipeline"), args.pipeline_parallel_size)
         stages = {number: build_stage(args, model, parts, number) for number in numbers}
-        elsewhere = {part for of_stage in parts for part in of_stage}
-        elsewhere -= {part for number in numbers for part in parts[number]}
+        elsewhere = {*chain(*parts)} - {part for number in numbers for part in parts[number]}
 
     def materialize(part):
         """Give values to one module, whose own parts have theirs already; split it if a layer."""
@@ -489,7 +487,6 @@ def shard(args, model, device):
         elif part in layers:
             split_matrices(model, part.modules(), mesh["tensor"])
             free = args.reshard_after_forward and part is not layers[-1]  # its backward comes next
-            free = free and args.stages == 1  # PP: layers stay gathered for all micro-batches
             fully_shard(part, reshard_after_forward=free, **options)
 
     model.apply(materialize)
@@ -532,25 +529,20 @@ def spread(args, model):
 
 
 def build_stage(args, model, parts, number):
-    """Return a model that shares a stage's modules with `model`: from hidden states to such.
-
-    Before these, stand-ins put in what was received; after them, others take out what is sent.
-    """
-    hidden, before, after = {}, torch.nn.Module(), torch.nn.Module()
-    before.forward = lambda *_, **__: hidden["in"]
-    after.forward = lambda out, *_, **__: hidden.setdefault("out", out)
-    places = {}
-    for other, of_stage in enumerate(parts):
-        place = before if other < number else after
-        places |= {id(part): part if part in parts[number] else place for part in of_stage}
-    stage = copy.deepcopy(model, places)  # copies all but these
-    whole = stage.forward
+    """Return a model that shares one stage's modules with `model`: from hidden states to such."""
+    hidden, before, after = {}, torch.nn.Module(), torch.nn.Module()  # stand for all others
+    before.forward = lambda *_, **__: hidden["in"]  # lets in what was received
+    after.forward = lambda out, *_, **__: hidden.setdefault("out", out)  # keeps what is to be sent
+    memo = {id(part): after if n > number else before for n, of in enumerate(parts) for part in of}
+    memo |= {id(part): part for part in parts[number]}
+    stage = copy.deepcopy(model, memo)  # copies all but these
+    run = stage.forward
 
     def forward(received):
         stage.train(model.training)
         hidden["in"], name = received, "inputs_embeds" if number else "input_ids"
         positions = torch.arange(args.seq_length, device=received.device)[None]
-        out = whole(**{name: received}, position_ids=positions, use_cache=False)
+        out = run(**{name: received}, position_ids=positions, use_cache=False)
         return hidden.pop("out", out.logits)  # which are hidden states, see build_model
 
     stage.forward = forward
@@ -632,9 +624,8 @@ def read_weights(args, model):
 
 def build_optimizer(args, model):
     """Return AdamW, which decays the matrices and leaves norms and biases alone."""
-    weights = [weight for weight in model.parameters() if not weight.is_meta]  # PP: of its stages
-    matrices = [weight for weight in weights if weight.ndim >= 2]
-    vectors = [weight for weight in weights if weight.ndim < 2]
+    matrices = [weight for weight in model.parameters() if weight.ndim >= 2 and not weight.is_meta]
+    vectors = [weight for weight in model.parameters() if weight.ndim < 2 and not weight.is_meta]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(
         groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
@@ -746,10 +737,9 @@ def run_schedule(args, model, batch):
     labels = F.pad(batch, (0, 0, 0, args.micro_batch_size - len(batch)), value=-100)  # not counted
     train = model.training or args.pipeline_schedule == "zbv"  # which torch cannot evaluate with
     run, losses = model.schedule.step if train else model.schedule.eval, []
+    model.zero_grad()  # from an evaluation with zbv
     with torch.set_grad_enabled(train):
         run(labels.clamp(min=0), target=labels, losses=losses, return_outputs=False)
-    if not model.training:
-        model.zero_grad()  # of zbv
     share = args.pipeline_parallel_size * len(labels) / len(batch) / args.micro_batches
     return share * sum((loss.detach() for loss in losses), torch.zeros((), device=batch.device))
 

@@ -49,7 +49,7 @@ class Inputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         ctx.work("input gradient")
-        return gradient, None
+        return gradient.contiguous(), None  # to be sent
 
 
 class Weights(torch.autograd.Function):
@@ -168,7 +168,9 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
         command = [Path(__file__).resolve(), "--on-this-rank", args.seconds, path]
-        torchrun(RANKS, [*command, *(args.only or [])], folder)
+        done = torchrun(RANKS, [*command, *(args.only or [])], folder)
+        if done.returncode:
+            sys.exit(done.stderr)
         rows = json.loads(path.read_text())
     for row in rows:
         told = f"idle {row['bubble']:.3f}, formula {row['formula']:.3f}"

@@ -396,11 +396,11 @@ REFUSED = {
     "schedule": (["--pipeline-schedule", "2f2b"], "invalid choice: '2f2b'"),
     "micro-batches": (
         TWO,
-        "--pipeline-schedule 1f1b: 1 micro-batches do not fill 2 ranks; take --batch-size 4",
+        "error: 1 micro-batches do not fill 2 ranks; take --batch-size 4",
     ),
     "rounds": (
         [*TWO, "--pipeline-schedule", "interleaved-1f1b", "--global-batch-size", 12, "-b", 4],
-        "interleaved-1f1b: 3 micro-batches do not fill 2 ranks; take --batch-size 3",
+        "error: 3 micro-batches do not fill 2 ranks; take --batch-size 3",
     ),
     "samples": (
         [*TWO, "--global-batch-size", 1],
