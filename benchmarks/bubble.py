@@ -131,7 +131,8 @@ def run_on_this_rank():
         events = [rank for _, rank in found]
         row = {"schedule": name, "micro_batches": micro_batches, "passes": passes}
         row |= {"bubble": 1 - 3 * micro_batches * float(seconds) / taken}
-        row |= {"formula": (RANKS - 1) / (passes * micro_batches + RANKS - 1)}
+        idle, all_turns = RANKS - 1, passes * micro_batches + RANKS - 1
+        row |= {"formula": None if name == "zbv" else idle / all_turns}
         row |= {"in flight": [most_in_flight(rank, passes) for rank in events]}
         rounded = [[[w, round(a, 3), round(b, 3)] for w, a, b in rank] for rank in events]
         rows.append(row | {"events": rounded if micro_batches == 8 else []})
@@ -173,7 +174,7 @@ def main():
             sys.exit(done.stderr)
         rows = json.loads(path.read_text())
     for row in rows:
-        told = f"idle {row['bubble']:.3f}, formula {row['formula']:.3f}"
+        told = f"idle {row['bubble']:.3f}, formula {row['formula'] or 0:.3f}"
         print(f"{row['schedule']}, {row['micro_batches']} micro-batches: {told}", row["in flight"])
     if args.output:
         result = {"machine": describe_machine(), "seconds": args.seconds, "rows": rows}

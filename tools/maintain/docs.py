@@ -207,6 +207,17 @@ def planner(file):
         print(f"| {row['case']} | {row['ranks']} | `{row['flags']}` | {peaks} |")
 
 
+def bubbles(file):
+    """Print the table of how long ranks were idle under each schedule, and what they kept."""
+    print("| schedule | micro-batches | idle | formula | micro-batches kept, rank 0 – 3 |")
+    print("|---|---|---|---|---|")
+    for row in measured(file, "rows"):
+        formula = f"{row['formula']:.3f}" if row["formula"] else "none"
+        kept = ", ".join(f"{number:g}" for number in row["in flight"])
+        cells = f"{row['micro_batches']} | {row['bubble']:.3f} | {formula} | {kept}"
+        print(f"| {row['schedule']} | {cells} |")
+
+
 def plan(config):
     """Print, as comments, what the planner has said of a file under configs."""
     text = (ROOT / "assets/samples/05-plans.txt").read_text()
