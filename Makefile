@@ -116,6 +116,7 @@ samples: install  ## run the commands whose output the READMEs show, keep it in 
 timeline: install  ## draw assets/timeline.png: what two ranks do in one step
 	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node 2 tools/maintain/timeline.py \
 		assets/timeline.png
+	$(PY) tools/maintain/docs.py
 
 # A missed goal is told at the end, when all else is measured too.
 .PHONY: bench
@@ -130,8 +131,8 @@ bench: install  ## measure the chapters next to other trainers; make tables and 
 	$(PY) benchmarks/growth.py --output $$out/growth.json; \
 	$(PY) benchmarks/large.py saves --output $$out/large.json; \
 	$(PY) benchmarks/where.py --output $$out/where.json --plot assets/where.png; \
-	$(PY) benchmarks/scale.py --output $$out/scale.json --plot assets/scale.png; \
-	$(PY) benchmarks/report.py $$out assets; \
+	$(PY) benchmarks/scale.py --plot assets/scale.png; \
+	$(PY) benchmarks/report.py $$out/speed.json assets/speed.png; \
 	$(PY) tools/maintain/docs.py; \
 	exit $${missed:-0}
 
@@ -143,7 +144,7 @@ gpu-check: install  ## prove on this machine's GPUs what a CPU cannot: ONLY="par
 
 .PHONY: environments
 environments: install  ## ask each launcher anew what it tells its ranks (needs root)
-	$(PY) tests/cluster/environments.py
+	$(PY) tools/maintain/environments.py
 	$(PY) tools/maintain/docs.py
 
 A ?= 01

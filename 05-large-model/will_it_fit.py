@@ -936,8 +936,8 @@ def show_machine(args, model):
         f"{args.host_memory_gib:g} GiB"
     )
     print(
-        f"{args.precision}; {args.seq_length} tokens a sample, {args.micro_batch_size} samples a "
-        f"micro-batch, micro-steps: {args.accumulation}"
+        f"{args.precision}; {args.seq_length} tokens a sample, micro-batch size "
+        f"{args.micro_batch_size}, micro-batches per step: {args.accumulation}"
     )
 
 
@@ -953,7 +953,7 @@ def show_memory(args, asked):
     show_rows(asked["host"] | {"overhead": overhead, "margin": asked["host_margin"]})
     print(f"\na checkpoint: {asked['checkpoint'] / 1e9:,.4g} GB")
     if args.cpu_offload and args.chapter >= "05" and args.accumulation > 1:
-        print("one micro-step is best under offload: a rank waits for later ones' gradients")
+        print("one micro-batch is best under offload: a rank waits for later ones' gradients")
 
 
 def show_rows(rows):

@@ -30,10 +30,15 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 STARTED = float(os.environ.get("BENCHMARK_STARTED", str(time.time())))  # unix time of the command
 
 
-def load(chapter):
-    """Return a chapter's script as a module."""
-    path = next(ROOT.glob(f"{chapter}*/train_llm.py"))
-    spec = importlib.util.spec_from_file_location("train_llm", path)
+def script_of(chapter):
+    """Return the path of a chapter's script."""
+    return next(ROOT.glob(f"{chapter}-*/train_llm.py"))
+
+
+def load(script):
+    """Return a script as a module: a chapter's, by its number, or any by its path."""
+    path = script if str(script).endswith(".py") else script_of(script)
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

@@ -9,14 +9,12 @@ and chapters 02 and 04. watched.py runs them all. whats_wrong.py is asked until 
 and its first finding counts. Of healthy runs, some of them slow, it is to find nothing.
 """
 
-import argparse
 import json
 import os
 import random
 import re
 import shlex
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -27,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from speed import describe_machine, in_rows
+from speed import describe_machine, free_port, keep, parser_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ROOT / "diagnosing-errors"
@@ -95,14 +93,12 @@ PATIENCE = 60  # seconds until a verdict must be there
 
 def parse_args():
     """Return the arguments."""
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=formatter)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--only", nargs="+", choices=KINDS, default=list(KINDS), help="faults")
     add("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="what is broken")
     add("--seeds", type=int, default=2, help="runs of each, each with another rank and step")
     add("--healthy", type=int, default=5, help="runs of each kind in which nothing is wrong")
-    add("--output", type=Path, help="a JSON file for the machine and all rows")
     return parser.parse_args()
 
 
@@ -155,13 +151,6 @@ def started(script, folder, words):
             with suppress(psutil.NoSuchProcess):
                 member.send_signal(signal.SIGKILL)
         process.wait()
-
-
-def free_port():
-    """Return a port that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def remember(process, family):
@@ -298,9 +287,7 @@ def main():
             mine = [break_and_find(script, fault, seed) for seed in runs]
             print(f"{script:32} {fault:20} {summary(mine)}", flush=True)
             rows += mine
-            if args.output:
-                result = {"machine": machine, "rows": rows}
-                args.output.write_text(in_rows(result) + "\n")
+            keep(args.output, machine, {"rows": rows})
     sys.exit(not all(row["right"] for row in rows))
 
 

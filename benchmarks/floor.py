@@ -9,21 +9,17 @@ the bare step, medians over all steps. Compiled, the bare loop's model is one gr
 chapter's one per layer.
 """
 
-import argparse
 import json
-import os
 import sys
-import tempfile
 import time
 from collections import Counter
 from functools import partial, wraps
-from pathlib import Path
 from statistics import median
 
 import torch
 
 from contenders import Race, settle
-from speed import BATCH, SEQ_LENGTH, call, describe_machine, in_rows, make_model_folder
+from speed import describe_machine, keep, measured_apart, parser_of
 
 PARTS = ("batch", "forward", "backward", "norm and clip", "AdamW", "the rest")
 
@@ -100,28 +96,17 @@ def measure():
 
 def main():
     """Measure in a process with the harness's settings; print a row per part."""
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=formatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=60, help="of each; the first quarter warms up")
     parser.add_argument("--compile", action="store_true", help="both, as chapter 01 and as one")
-    parser.add_argument("--output", type=Path, help="a JSON file for the machine and all rows")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        make_model_folder(f"{folder}/llama")
-        flags = f"""--model-name {folder}/llama --seq-length {SEQ_LENGTH} --precision bf16
-            --global-batch-size {BATCH} --batch-size {BATCH} --num-steps {args.steps}
-            --eval-samples {BATCH} --save-dir {folder}"""
-        command = [sys.executable, __file__, "--measure", *flags.split()]
-        command += ["--compile"] * args.compile
-        found = json.loads(call(command, os.environ, 1200).splitlines()[-1])
+    found = measured_apart(__file__, args.steps, *["--compile"] * args.compile)
     ours, bare = found["chapter 01"], found["bare"]
     whole = sum(bare.values())
     for part in PARTS:
         print(f"{part:16} {ours[part] / whole:7.1%} {bare[part] / whole:7.1%}")
     print(f"{'a step':16} {sum(ours.values()) / whole:7.1%} {1:7.1%}")
-    if args.output:
-        result = {"machine": describe_machine(), "parts": found}
-        args.output.write_text(in_rows(result) + "\n")
+    keep(args.output, describe_machine(), {"parts": found})
 
 
 if __name__ == "__main__":

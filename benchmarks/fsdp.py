@@ -9,13 +9,6 @@ checkpoints  seconds and bytes of saving and loading the same model in chapters 
 largest      the largest model that trains in a fixed memory per rank in chapters 03 and 04
 """
 
-import argparse
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -26,33 +19,32 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import ByT5Tokenizer, LlamaConfig
+from transformers import ByT5Tokenizer
 
-from speed import describe_machine, in_rows
+from contenders import script_of
+from on_ranks import make_model_folder, measure_all, on_ranks, torchrun
+from speed import describe_machine, parser_of
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {name: next(ROOT.glob(f"{name}-*/train_llm.py")) for name in ("02", "03", "04")}
 BATCH, SEQ_LENGTH = 8, 64
+COMMON = f"--seq-length {SEQ_LENGTH} --global-batch-size {BATCH}"
 SETTINGS = {  # of each number of ranks
     "as it is": "",
     "layers kept": "--no-reshard-after-forward",
-    "2 micro-steps": "--batch-size {half}",
+    "2 micro-batches": "--batch-size {half}",
     "2 replicas": "--replicas 2",
-    "2 replicas, 2 micro-steps": "--replicas 2 --batch-size {half}",
+    "2 replicas, 2 micro-batches": "--replicas 2 --batch-size {half}",
 }
 
 
 def parse_args():
     """Return the arguments."""
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=formatter)
+    parser = parser_of(__doc__)
     add = parser.add_argument
-    add("what", nargs="+", choices=["costs", "checkpoints", "largest"])
+    add("what", nargs="+", choices=MEASURES)
     add("--layers", type=int, default=16, help="of the model whose costs are measured")
     add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="on which costs are measured")
     add("--width", type=int, default=512, help="of all models but the one that checkpoints save")
     add("--gib", type=float, default=2.0, help="memory a rank may take in `largest`")
-    add("--output", type=Path, help="a JSON file that gets or replaces what is measured")
     return parser.parse_args()
 
 
@@ -104,7 +96,7 @@ def measure_costs(chapter, args, device):
     _, config = chapter.build_tokenizer_and_config(args)
     model = chapter.shard(args, chapter.build_model(args, config), device)
     optimizer = chapter.build_optimizer(args, model)
-    found = {"gathered": 0, "process between micro-steps": 0}
+    found = {"gathered": 0, "process between micro-batches": 0}
     samples = torch.randint(config.vocab_size, (BATCH, args.seq_length), dtype=torch.int32)
 
     def look(*_):
@@ -113,7 +105,7 @@ def measure_costs(chapter, args, device):
 
     def look_at_process(*_):
         taken = own_memory() - before
-        found["process between micro-steps"] = max(found["process between micro-steps"], taken)
+        found["process between micro-batches"] = max(found["process between micro-batches"], taken)
 
     def look_at_shards(*_):
         found["weights"] = bytes_of(model.parameters())
@@ -167,71 +159,7 @@ def measure_checkpoint(chapter, args, device):
     return found | {"bytes": sum(file.st_size for file in files)}
 
 
-def run_on_this_rank():
-    """Measure as a rank that torchrun started; rank 0 leaves the result in the run's folder."""
-    what, script, result = sys.argv[1:4]
-    del sys.argv[1:4]
-    spec = importlib.util.spec_from_file_location("chapter", script)
-    chapter = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(chapter)
-    args = chapter.parse_args()
-    device, _ = chapter.setup(args)
-    measure = {"costs": measure_costs, "checkpoints": measure_checkpoint}[what]
-    found = measure(chapter, args, device)
-    if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 # ---- all ranks -------------------------------------------------------------------------------
-
-
-def make_model_folder(folder, layers, width):
-    """Write the configuration of a Llama, and a tokenizer of bytes; return the folder."""
-    tokenizer = ByT5Tokenizer()
-    LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=width * 11 // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        max_position_embeddings=SEQ_LENGTH,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    ).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def torchrun(ranks, command, folder, limit=None):
-    """Run a command on so many ranks, each with at most `limit` bytes of data; return how it went.
-
-    Both cores of a small machine are enough for all: what is measured is no speed.
-    """
-    prefix = ["prlimit", f"--data={limit}"] if limit else []
-    prefix += [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    settings = {"OMP_NUM_THREADS": "1", "HF_HOME": f"{folder}/hf", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [*prefix, f"--nproc-per-node={ranks}", *map(str, command)],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=os.environ | settings,
-    )
-
-
-def measure_on_ranks(what, chapter, ranks, model, folder, options=""):
-    """Return what rank 0 found."""
-    result = Path(folder, "result.json")
-    result.unlink(missing_ok=True)
-    command = [__file__, "as-a-rank", what, SCRIPTS[chapter], result, "--model-name", model]
-    command += f"--device cpu --seq-length {SEQ_LENGTH} --global-batch-size {BATCH}".split()
-    command += ["--save-dir", folder, *options.split()]
-    done = torchrun(ranks, command, folder)
-    if not result.exists():
-        sys.exit(f"{done.stdout}{done.stderr}\nno result of {what}, chapter {chapter}")
-    return json.loads(result.read_text())
 
 
 def costs(args, folder):
@@ -243,7 +171,7 @@ def costs(args, folder):
             if "--replicas 2" in options and ranks < 4:
                 continue
             given = options.format(half=BATCH // ranks // 2)
-            found = measure_on_ranks("costs", "04", ranks, model, folder, given)
+            found = on_ranks(measure_costs, "04", ranks, model, folder, f"{COMMON} {given}")
             print(ranks, name, found, flush=True)
             rows.append({"ranks": ranks, "setting": name, "layers": args.layers} | found)
     return rows
@@ -255,8 +183,8 @@ def checkpoints(args, folder, rounds=3):
     rows = []
     for number in range(rounds):
         for chapter in ("02", "04"):
-            name = f"--experiment-name {chapter}-{number}"
-            found = measure_on_ranks("checkpoints", chapter, 2, model, folder, name)
+            options = f"{COMMON} --experiment-name {chapter}-{number}"
+            found = on_ranks(measure_checkpoint, chapter, 2, model, folder, options)
             print(chapter, found, flush=True)
             rows.append({"chapter": chapter, "round": number} | found)
     return rows
@@ -269,7 +197,7 @@ def trains(chapter, ranks, layers, args, folder):
         --num-steps 2 --eval-samples 4 --save-dir {folder} --model-name {model}
         --checkpoint-every 99 --experiment-name {chapter}-{ranks}-{layers}"""
     limit = int(args.gib * 2**30)
-    done = torchrun(ranks, [SCRIPTS[chapter], *options.split()], folder, limit)
+    done = torchrun(ranks, [script_of(chapter), *options.split()], folder, limit)
     # after its last step it saves: that the step was logged is what counts here
     metrics = Path(folder, f"{chapter}-{ranks}-{layers}/metrics.jsonl")
     fits = metrics.exists() and '"step": 2,' in metrics.read_text()
@@ -300,24 +228,7 @@ def largest(args, folder):
     return rows
 
 
-def main():
-    """Measure what was asked for; with --output, write it down beside what is there."""
-    args = parse_args()
-    known = args.output and args.output.exists()
-    results = json.loads(args.output.read_text()) if known else {}
-    results["machine"] = describe_machine()
-    for what in args.what:
-        with tempfile.TemporaryDirectory() as folder:
-            results[what] = {"costs": costs, "checkpoints": checkpoints, "largest": largest}[what](
-                args, folder
-            )
-        if args.output:
-            args.output.write_text(in_rows(results) + "\n")
-
+MEASURES = {"costs": costs, "checkpoints": checkpoints, "largest": largest}
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["as-a-rank"]:  # as which torchrun starts this script, for each rank
-        del sys.argv[1]
-        run_on_this_rank()
-    else:
-        main()
+    measure_all(MEASURES, parse_args(), describe_machine())

@@ -1,17 +1,13 @@
-"""Measure how costs of training grow: with model, sequence, batch, steps already done, and data.
+"""Measure what a start costs: with the steps already done, and with the data.
 
 All:     python benchmarks/growth.py --output benchmarks/results/growth.json
-Closer:  python benchmarks/growth.py --only model --rounds 5
+Closer:  python benchmarks/growth.py --only resume --rounds 5
 
-model     speed and memory of a bare loop and chapter 01, compiled, for models of three sizes
-sequence  the same with longer samples, and as many tokens in a step
-batch     how chapter 01 relates to weights in bf16, and two ranks to one process, in larger steps
 resume    how long a start takes until its first step has ended, by the steps already done
 data      megabytes of text a second that are tokenized, and the memory that it takes, for a small
           and a large corpus, both made on the spot
 """
 
-import argparse
 import json
 import os
 import random
@@ -25,131 +21,22 @@ from pydoc_data.topics import topics
 from statistics import median
 
 import torch
-from transformers import LlamaConfig
 
 from contenders import load
 from large import Peak
-from speed import (
-    ALLOCATOR,
-    WINDOW,
-    contenders,
-    describe_machine,
-    in_rows,
-    make_model_folder,
-    run,
-    speed_of,
-)
+from speed import ALLOCATOR, describe_machine, keep, make_model_folder, parser_of, run
 
-MODELS = {"2M": (128, 4), "7M": (256, 6), "25M": (512, 8)}  # width and layers
-LENGTHS = {256: 8, 512: 4, 1024: 2}  # tokens a sample, and samples a step
-BATCHES = (8, 32)  # samples a step
-PAIRS = (("01 compiled", "pure-bf16 compiled"), ("02@2", "01"))  # what a larger step brings closer
-RACERS = {"bare": "bare", "chapter 01": "01"}
 DONE = (10, 10_000, 1_000_000)  # steps
 
 
 def parse_args():
     """Return the arguments."""
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=formatter)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="what to measure")
-    add("--rounds", type=int, default=3, help="of all but data")
-    add("--steps", type=int, default=20, help=f"of each run; the first {WINDOW} warm it up")
+    add("--rounds", type=int, default=3, help="of resume")
     add("--corpus-mb", type=int, default=500, help="size of the large corpus")
-    add("--output", type=Path, help="a JSON file that gets or replaces what is measured")
     return parser.parse_args()
-
-
-# ---- model, sequence and batch ---------------------------------------------------------------
-
-
-def make_models(folder):
-    """Write folders of models of all sizes that share one tokenizer; return their weights."""
-    sizes = {}
-    for name, (width, layers) in MODELS.items():
-        path = f"{folder}/{name}/llama"
-        make_model_folder(path)
-        config = LlamaConfig.from_pretrained(path)
-        config.update({"hidden_size": width, "num_hidden_layers": layers, "head_dim": 64})
-        config.update({"intermediate_size": 11 * width // 4, "num_attention_heads": width // 64})
-        config.update({"num_key_value_heads": width // 64})
-        config.save_pretrained(path)
-        width_of_all = 4 * width**2 + 3 * width * config.intermediate_size + 2 * width
-        sizes[name] = layers * width_of_all + 2 * width * config.vocab_size + width
-    return sizes
-
-
-def race(folder, label, steps, *flags):
-    """Return tokens a second, the share of matrix products' rate, and GiB, of each racer."""
-    found = {}
-    for name, contender in RACERS.items():
-        where = f"{label}-{contender}-{time.time():.0f}"
-        one = run((contender, 0, ["--compile"]), steps, folder, where, *flags)
-        last = one["rows"][-1]
-        found[name] = {"speed": speed_of(one), "gib": last["peak_memory_gib"]}
-        found["matmul"] = last.get("matmul", found.get("matmul"))
-    return found
-
-
-def summed_up(rounds):
-    """Return the medians of rounds, and the ratios in the same round."""
-    ratio = median(each["chapter 01"]["speed"] / each["bare"]["speed"] for each in rounds)
-    share = median(each["chapter 01"]["speed"] / each["matmul"] for each in rounds)
-    return {
-        "tokens per second": median(each["chapter 01"]["speed"] for each in rounds),
-        "to the bare loop": ratio,
-        "to matrix products": share,
-        "peak memory": median(each["chapter 01"]["gib"] for each in rounds),
-    }
-
-
-def measure_model(args, folder):
-    """Return a row for each size."""
-    sizes = make_models(folder)
-    rounds = {name: [] for name in MODELS}
-    for _ in range(args.rounds):
-        for name, found in rounds.items():
-            found.append(race(f"{folder}/{name}", "size", args.steps))
-    return [{"weights": sizes[name]} | summed_up(found) for name, found in rounds.items()]
-
-
-def measure_sequence(args, folder):
-    """Return a row for each length."""
-    make_model_folder(f"{folder}/llama")
-    rounds = {length: [] for length in LENGTHS}
-    for _ in range(args.rounds):
-        for length, found in rounds.items():
-            flags = ["--seq-length", str(length), *batch_flags(LENGTHS[length])]
-            found.append(race(folder, f"length-{length}", args.steps, *flags))
-    return [{"sequence": length} | summed_up(found) for length, found in rounds.items()]
-
-
-def batch_flags(samples):
-    """Return the flags of a step on so many samples, all at once."""
-    number = str(samples)
-    return ["--global-batch-size", number, "--batch-size", number, "--eval-samples", number]
-
-
-def measure_batch(args, folder):
-    """Return a row for each size of a step: the medians of PAIRS' ratios, and all rounds."""
-    make_model_folder(f"{folder}/llama")
-    names, everyone = dict.fromkeys(name for pair in PAIRS for name in pair), contenders([2])
-    rounds = {samples: [] for samples in BATCHES}
-    for number in range(args.rounds):
-        for samples, found in rounds.items():
-            speeds = {}
-            for name in names:
-                where = f"{name.replace(' ', '-')}-{samples}-{number}"
-                one = run(everyone[name], args.steps, folder, where, *batch_flags(samples))
-                speeds[name] = speed_of(one)
-            found.append({f"{one} / {other}": speeds[one] / speeds[other] for one, other in PAIRS})
-    return [
-        {"samples": samples}
-        | {pair: median(each[pair] for each in found) for pair in found[0]}
-        | {"rounds": found}
-        for samples, found in rounds.items()
-    ]
 
 
 # ---- resume ----------------------------------------------------------------------------------
@@ -242,9 +129,6 @@ def measure_data(args, folder):
 
 
 MEASURES = {
-    "model": measure_model,
-    "sequence": measure_sequence,
-    "batch": measure_batch,
     "resume": measure_resume,
     "data": measure_data,
 }
@@ -259,10 +143,7 @@ def main():
             found[what] = MEASURES[what](args, folder)
         for row in found[what]:
             print(what, json.dumps(row), flush=True)
-    if args.output:
-        before = json.loads(args.output.read_text()) if args.output.exists() else {}
-        result = before | {"machine": describe_machine()} | found
-        args.output.write_text(in_rows(result) + "\n")
+    keep(args.output, describe_machine(), found)
 
 
 if __name__ == "__main__":

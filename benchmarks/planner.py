@@ -9,25 +9,19 @@ torch's profiler sees each allocation, and each release but those by gloo's thre
 gets the same flags.
 """
 
-import argparse
 import functools
-import importlib.util
-import json
-import sys
 import tempfile
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch._C._profiler import _EventType
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import ByT5Tokenizer, LlamaConfig
 
-from fsdp import bytes_of, torchrun
-from speed import describe_machine, in_rows
+from contenders import ROOT, load
+from fsdp import bytes_of
+from on_ranks import make_model_folder, on_ranks
+from speed import describe_machine, keep, parser_of
 
-ROOT = Path(__file__).resolve().parent.parent
 PLANNER = ROOT / "05-large-model/will_it_fit.py"
 SMALL = {"layers": 4, "width": 256, "heads": 8, "kv": 4, "vocabulary": 2000, "tied": False}
 CASES = {  # chapter, ranks, what is different from SMALL, flags besides COMMON
@@ -61,11 +55,8 @@ EXACT = ("parameters", "gradients", "optimizer state")
 
 def parse_args():
     """Return the arguments."""
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=formatter)
-    add = parser.add_argument
-    add("--only", nargs="+", choices=CASES, default=list(CASES), help="cases")
-    add("--output", type=Path, help="a JSON file for the machine and all rows")
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="cases")
     return parser.parse_args()
 
 
@@ -152,70 +143,17 @@ def rises(events):
     return list(most.values())
 
 
-def run_on_this_rank():
-    """Measure as a rank that torchrun started; rank 0 writes the result."""
-    script, result = sys.argv[1:3]
-    del sys.argv[1:3]
-    spec = importlib.util.spec_from_file_location("chapter", script)
-    chapter = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(chapter)
-    args = chapter.parse_args()
-    device, _ = chapter.setup(args)
-    found = measure(chapter, args, device)
-    if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 # ---- all cases -------------------------------------------------------------------------------
-
-
-def make_model_folder(folder, layers, width, heads, kv, vocabulary, tied):
-    """Write the configuration of a Llama, and a tokenizer of bytes; return the folder."""
-    tokenizer = ByT5Tokenizer()
-    LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=width * 11 // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv,
-        max_position_embeddings=1024,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    ).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def script_of(chapter):
-    """Return the path of a chapter's script."""
-    return next(ROOT.glob(f"{chapter}-*/train_llm.py"))
 
 
 def measured(name, folder):
     """Return what rank 0 found in a run of a case."""
     chapter, ranks, changes, flags = CASES[name]
     model = make_model_folder(f"{folder}/model", **(SMALL | changes))
-    result = Path(folder, "result.json")
-    result.unlink(missing_ok=True)
-    command = [__file__, "as-a-rank", script_of(chapter), result, "-m", model]
-    command += [*f"{COMMON} {flags}".split(), "--save-dir", folder]
-    done = torchrun(ranks, command, folder)
-    if not result.exists():
-        sys.exit(f"{done.stdout}{done.stderr}\nno result of {name}")
-    return json.loads(result.read_text())
+    return on_ranks(measure, chapter, ranks, model, folder, f"{COMMON} {flags}")
 
 
-@functools.cache
-def planner():
-    """Return the planner as a module."""
-    spec = importlib.util.spec_from_file_location("will_it_fit", PLANNER)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+planner = functools.cache(functools.partial(load, PLANNER))
 
 
 def planned(name, folder):
@@ -250,14 +188,8 @@ def main():
             f"ratio {row['peak ratio']:.3f}, at {row['when']}",
             flush=True,
         )
-    if args.output:
-        result = {"machine": describe_machine(), "rows": rows}
-        args.output.write_text(in_rows(result) + "\n")
+    keep(args.output, describe_machine(), {"rows": rows})
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["as-a-rank"]:  # as which torchrun starts this script, for each rank
-        del sys.argv[1]
-        run_on_this_rank()
-    else:
-        main()
+    main()

@@ -1,6 +1,6 @@
-"""Draw what speed.py and growth.py have measured.
+"""Draw what speed.py has measured.
 
-python benchmarks/report.py benchmarks/results assets
+python benchmarks/report.py benchmarks/results/speed.json assets/speed.png
 """
 
 import json
@@ -57,38 +57,10 @@ def label(name):
     return ", ".join([*parts, *rest])
 
 
-def draw_growth(results, path):
-    """Draw how speed relates to the bare loop and to matrix products, by model and by length."""
-    figure = Figure(figsize=(8.3, 3.4), dpi=100, layout="constrained")
-    for axes, what, by in zip(
-        figure.subplots(1, 2, sharey=True),
-        ("model", "sequence"),
-        ("weights", "sequence"),
-        strict=True,
-    ):
-        rows = results[what]
-        xs = [row[by] / (1e6 if by == "weights" else 1) for row in rows]
-        for name, color in (("to the bare loop", "#2a78d6"), ("to matrix products", "#e0a030")):
-            ys = [row[name] for row in rows]
-            axes.plot(xs, ys, marker="o", color=color, label=f"chapter 01 {name}")
-            for x, y in zip(xs, ys, strict=True):
-                axes.annotate(f"{y:.2f}", (x, y), (0, 6), textcoords="offset points", fontsize=8)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(xs, [f"{x:,.4g}" for x in xs])
-        axes.set(xlabel="millions of weights" if by == "weights" else "tokens a sample")
-        axes.set_ylim(0, 1.2)
-        axes.set_ylabel("ratio of speeds" if what == "model" else "")
-        axes.grid(color="#e6e6e6")
-        axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="center right")
-    figure.savefig(path)
-
-
 def main():
-    """Draw both."""
-    results, pictures = map(Path, sys.argv[1:])
-    draw_speed(json.loads((results / "speed.json").read_text()), pictures / "speed.png")
-    draw_growth(json.loads((results / "growth.json").read_text()), pictures / "growth.png")
+    """Draw it."""
+    results, picture = map(Path, sys.argv[1:])
+    draw_speed(json.loads(results.read_text()), picture)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Predict on paper how each chapter's way to split scales from 8 to 4096 GPUs: speed and memory.
 
-Here:  python benchmarks/scale.py --output scale.json --plot scale.png
+Here:  python benchmarks/scale.py --plot scale.png
 Else:  python benchmarks/scale.py -m meta-llama/Llama-3.1-70B --recompute full --network-gbs 25
 
 Nothing is measured. One step is played on streams: one computes, one sends among the ranks of a
@@ -523,13 +523,17 @@ def machine_of(args, shares):
     return machine | {"fitted shares of gpu_tflops": shares, "nccl": nccl, "assumed": ASSUMPTIONS}
 
 
+def predict(argv):
+    """Return all that is predicted with these arguments, and what is assumed."""
+    args, shares = parse_args(argv), {run: fit(run) for run in ("eager", "compiled")}
+    share = shares["compiled"]
+    results = {"machine": machine_of(args, shares), "published": compare(shares)}
+    return results | {"layers": layer_rows(share), "rows": all_rows(argv, share)}
+
+
 def main():
     """Predict, print, and write down what was asked for."""
-    args, shares = parse_args(), {run: fit(run) for run in ("eager", "compiled")}
-    command = shlex.join(["python", "benchmarks/scale.py", *sys.argv[1:]])
-    results = {"machine": machine_of(args, shares), "command": command}
-    results |= {"published": compare(shares), "layers": layer_rows(shares["compiled"])}
-    results["rows"] = all_rows(sys.argv[1:], shares["compiled"])
+    args, results = parse_args(), predict(sys.argv[1:])
     show(results)
     if args.output:
         args.output.write_text(in_rows(results) + "\n")

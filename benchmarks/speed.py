@@ -83,18 +83,24 @@ def contenders(ranks):
     return found
 
 
+def parser_of(about):
+    """Return a benchmark's parser, with what it says about itself and the flag that all have."""
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=about.split("\n")[0], formatter_class=formatter)
+    parser.add_argument("--output", type=Path, help="a JSON file for machine and results")
+    return parser
+
+
 def parse_args():
     """Return the arguments."""
     devices = torch.cuda.device_count() if ON_GPU else os.cpu_count()
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=formatter)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--rounds", type=int, default=3, help="how often each contender runs")
     add("--steps", type=int, default=30, help=f"of each run; the first {WINDOW} warm it up")
     ranks = [size for size in ((1, 2, 4) if ON_GPU else (2,)) if size <= devices]
     add("--ranks", type=int, nargs="+", default=ranks, help="of the chapters from 02 on")
     add("--only", nargs="+", help="who takes part, such as 01 trainer '02@2 compiled'")
-    add("--output", type=Path, help="a JSON file for the machine, all speeds and all ratios")
     args = parser.parse_args()
     if args.rounds < 1 or args.steps < 2 * WINDOW or args.steps % WINDOW:
         parser.error(f"it takes one round or more, and 2, 3, 4 ... times {WINDOW} steps")
@@ -267,11 +273,26 @@ def describe_machine(gpus=True):
     }
 
 
+def measured_apart(script, steps, *more):
+    """Return what a script measures in a process with the settings and the model of all."""
+    with tempfile.TemporaryDirectory() as folder:
+        make_model_folder(f"{folder}/llama")
+        flags = f"""--model-name {folder}/llama --seq-length {SEQ_LENGTH} --precision bf16
+            --global-batch-size {BATCH} --batch-size {BATCH} --num-steps {steps}
+            --eval-samples {BATCH} --save-dir {folder}"""
+        command = [sys.executable, script, "--measure", *flags.split(), *more]
+        return json.loads(call(command, os.environ, LONGEST).splitlines()[-1])
+
+
 def in_rows(value, depth=2, indent=""):
-    """Return JSON with a line for each row of a table: what lies deeper than `depth` is in one."""
-    if depth == 0 or not value or not isinstance(value, (dict, list)):
+    """Return JSON with a line for each row of a table: what lies deeper than `depth` is in one.
+
+    So are plain values that belong together, such as the facts about a machine.
+    """
+    inner, nested = indent + " ", (dict, list)
+    parts = value.values() if isinstance(value, dict) else value
+    if depth == 0 or not isinstance(value, nested) or not any(isinstance(x, nested) for x in parts):
         return json.dumps(value, ensure_ascii=False)
-    inner = indent + " "
     if isinstance(value, dict):
         parts = [f"{json.dumps(k)}: {in_rows(v, depth - 1, inner)}" for k, v in value.items()]
     else:
@@ -279,6 +300,13 @@ def in_rows(value, depth=2, indent=""):
     first, last = "{}" if isinstance(value, dict) else "[]"
     body = f",\n{inner}".join(parts)
     return f"{first}\n{inner}{body}\n{indent}{last}"
+
+
+def keep(output, machine, results):
+    """Write results down, if somewhere, beside what is there."""
+    if output:
+        before = json.loads(output.read_text()) if output.exists() else {}
+        output.write_text(in_rows(before | {"machine": machine} | results) + "\n")
 
 
 def show(machine, speeds, ratios):
@@ -332,10 +360,8 @@ def main():
             rounds = [{name: runs[name] for name in names} for runs in rounds]
             speeds = [speeds_of(runs) for runs in rounds]
             ratios = compare(speeds)
-            results = {"machine": machine, "ratios": ratios, "speeds": speeds}
-            if args.output:
-                text = in_rows(results | {"details": details(rounds)})
-                args.output.write_text(text + "\n")
+            results = {"ratios": ratios, "speeds": speeds, "details": details(rounds)}
+            keep(args.output, machine, results)
     show(machine, speeds, ratios)
     failed = [name for name in asked if name not in names]
     missed = [name for name, ratio in ratios.items() if ratio["median"] < (ratio["goal"] or 0)]

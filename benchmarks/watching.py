@@ -6,22 +6,19 @@ The 7M Llama of the other benchmarks; ten steps each, in turn. A block counts as
 without the fastest and the slowest, as a share of the blocks before and after it.
 """
 
-import argparse
 import json
-import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 from statistics import fmean, median
 
 from contenders import ROOT, Race, settle
-from speed import BATCH, SEQ_LENGTH, call, describe_machine, in_rows, make_model_folder
+from speed import describe_machine, keep, measured_apart, parser_of
 
 BLOCK = 10  # steps; in each block watched.py looks at losses and weights once
 
 
-def measure(folder):
+def measure():
     """Take steps, watched and not; print the seconds of the median step of each block."""
     sys.path.insert(0, str(ROOT / "diagnosing-errors"))
     import watched
@@ -31,7 +28,7 @@ def measure(folder):
     model = race.model().to(device)
     optimizer, _ = race.optimizer(model)
     steps = watched.Steps(BLOCK)
-    watch = watched.Watch(Path(folder, "ranks"), steps, 60)
+    watch = watched.Watch(Path(args.save_dir, "ranks"), steps, 60)
     working = {name: getattr(watch, name) for name in ("look", "tell", "dump_if_due")}
     medians = []
     for block in range(args.num_steps // BLOCK):
@@ -51,19 +48,11 @@ def measure(folder):
 
 def main():
     """Measure in a process with the harness's settings; print the shares."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--blocks", type=int, default=25, help="of ten steps each; the first warms up"
-    )
-    parser.add_argument("--output", type=Path, help="a JSON file for the machine and the shares")
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--blocks", type=int, default=25, help="of ten steps each; the first warms up")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        make_model_folder(f"{folder}/llama")
-        flags = f"""--model-name {folder}/llama --seq-length {SEQ_LENGTH} --precision bf16
-            --global-batch-size {BATCH} --batch-size {BATCH} --num-steps {args.blocks * BLOCK}
-            --eval-samples {BATCH} --save-dir {folder}"""
-        command = [sys.executable, __file__, "--measure", folder, *flags.split()]
-        found = json.loads(call(command, os.environ, 1200).splitlines()[-1])
+    found = measured_apart(__file__, args.blocks * BLOCK)
     if not found["seen"]:
         sys.exit(f"watching.py: error: it watched nothing: {found['fault']}")
     blocks = found["medians"]
@@ -72,15 +61,12 @@ def main():
     result = {"watched": shares[1::2], "alone": shares[::2]}
     for name, some in result.items():
         print(f"{name:8} {median(some):.3f}   {min(some):.3f} – {max(some):.3f}")
-    if args.output:
-        told = {"machine": describe_machine(), "shares": result}
-        args.output.write_text(in_rows(told) + "\n")
+    keep(args.output, describe_machine(), {"shares": result})
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--measure"]:  # as which it starts itself anew
-        folder = sys.argv[2]
-        del sys.argv[1:3]
-        measure(folder)
+        del sys.argv[1]
+        measure()
     else:
         main()

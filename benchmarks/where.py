@@ -16,9 +16,7 @@ a GPU copies from and to the host count as compute. No part is a sum of events: 
 are merged before they are measured. --trace keeps what https://ui.perfetto.dev can show.
 """
 
-import argparse
 import functools
-import importlib.util
 import json
 import os
 import shutil
@@ -37,7 +35,17 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch.profiler import profile, record_function
 
-from speed import BATCH, ROOT, SEQ_LENGTH, call, describe_machine, in_rows, make_model_folder
+from contenders import load
+from speed import (
+    BATCH,
+    ROOT,
+    SEQ_LENGTH,
+    call,
+    describe_machine,
+    keep,
+    make_model_folder,
+    parser_of,
+)
 
 SCRIPTS = {path.parent.name[:2]: path for path in sorted(ROOT.glob("0*/train_llm.py"))}
 COLORS = {"compute": "#1f3b5c", "exposed": "#e08a3c", "data": "#5aa9a3", "host": "#c9c4bb"}
@@ -48,13 +56,11 @@ OPERATORS = ("aten::", "fsdp::", "mkldnn::", "torch::distributed::reducer", "## 
 
 def parse_args():
     """Return the arguments."""
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=formatter)
-    add, modes = parser.add_argument, ["eager", "compiled"]
+    parser, modes = parser_of(__doc__), ["eager", "compiled"]
+    add = parser.add_argument
     add("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="which chapters")
     add("--modes", nargs="+", choices=modes, default=modes, help="without --compile, and with it")
     add("--windows", type=int, default=5, help=f"of {WINDOW} steps, to be traced in each run")
-    add("--output", type=Path, help="a JSON file for the machine and all rows")
     add("--plot", type=Path, help="a PNG of the shares")
     add("--trace", type=Path, metavar="FOLDER", help="keep each rank's last traced window there")
     args = parser.parse_args()
@@ -198,9 +204,7 @@ class Tracer:
 
 def on_a_rank(folder, script):
     """Run a chapter's script on the arguments that are left, and trace it."""
-    spec = importlib.util.spec_from_file_location("chapter", script)
-    sys.modules["chapter"] = chapter = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(chapter)
+    chapter = load(script)
     tracer, train_step = Tracer(folder), chapter.train_step
 
     @functools.wraps(train_step)
@@ -276,7 +280,7 @@ def show(row):
 
 def draw(rows, path):
     """Write a PNG: a bar for each run; under it, what is hidden ends where the rest is exposed."""
-    figure = Figure(figsize=(9, 0.62 * len(rows) + 1.3), dpi=150, layout="constrained")
+    figure = Figure(figsize=(9, 0.5 * len(rows) + 1.3), dpi=100, layout="constrained")
     axes = figure.subplots()
     thin = {"facecolor": "white", "edgecolor": COLORS["exposed"], "hatch": "/////", "linewidth": 0}
     for place, row in enumerate(rows):
@@ -301,20 +305,12 @@ def draw(rows, path):
     figure.savefig(path)
 
 
-def keep(folder, target):
+def keep_traces(folder, target):
     """Copy the traces of a run's ranks to a folder."""
     target.mkdir(parents=True, exist_ok=True)
     for trace in sorted(folder.glob("rank*.json")):
         kept = shutil.copy(trace, target / f"{folder.name}-{trace.name}")
         print(f"open this at https://ui.perfetto.dev: {kept}")
-
-
-def write(rows, machine, args):
-    """Write and draw what there is so far, where that is wanted."""
-    if args.output:
-        args.output.write_text(in_rows({"machine": machine, "rows": rows}) + "\n")
-    if args.plot:
-        draw(rows, args.plot)
 
 
 def main():
@@ -330,9 +326,11 @@ def main():
             rows.append(row_of(chapter, mode, found))
             show(rows[-1])
             rows.sort(key=itemgetter("chapter"))  # those of a chapter stay in order
-            write(rows, machine, args)
+            keep(args.output, machine, {"rows": rows})
+            if args.plot:
+                draw(rows, args.plot)
             if args.trace:
-                keep(folder, args.trace)
+                keep_traces(folder, args.trace)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 
 import whats_wrong
+from facts import HERE, gather, tail
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -41,7 +42,7 @@ def parse_args():
     args = parser.parse_args()
     if not args.run.is_dir():
         parser.error(f"{args.run} is no folder; give that of a run, such as outputs/02-ddp")
-    args.reach = {whats_wrong.HERE: []}
+    args.reach = {HERE: []}
     return args
 
 
@@ -56,7 +57,7 @@ def span(seconds):
 def last_row(run):
     """Return the last values in metrics.jsonl, if the script writes such a file."""
     row = {}
-    for line in whats_wrong.tail(Path(run, "metrics.jsonl"), 10_000).splitlines():
+    for line in tail(Path(run, "metrics.jsonl"), 10_000).splitlines():
         with suppress(ValueError, AttributeError):  # the first line may be half a line
             row |= {name: value for name, value in json.loads(line).items() if value is not None}
     return row
@@ -124,7 +125,7 @@ def watch_live(args, console):
     """Show the run until Ctrl-C."""
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
         for turn in count():
-            facts = whats_wrong.gather(args, ask=turn % ASK == 0)
+            facts = gather(args, ask=turn % ASK == 0)
             live.update(picture(facts, args.most)[0], refresh=True)
             time.sleep(EVERY)
 
@@ -138,7 +139,7 @@ def main():
             watch_live(args, console)
         except KeyboardInterrupt:
             return
-    shown, verdict = picture(whats_wrong.gather(args), args.most)
+    shown, verdict = picture(gather(args), args.most)
     console.print(shown)
     known = int(verdict["kind"] not in whats_wrong.NO_FAULT)
     sys.exit(3 if verdict["kind"] == "unknown" else known)

@@ -45,11 +45,14 @@ LONGEST += ["test_kill", "kills", "test_diagnosis", "test_readme"]
 # Their slow tests are of tools, which no change of a chapter reaches; `make test-all` runs them.
 TOOLS = {"test_benchmarks", "test_cluster", "test_diagnosis", "test_gpu_check", "test_planner"}
 TOOLS |= {"test_preflight", "test_scale", "test_watch", "test_whats_wrong", "test_where"}
-# So are second ways to start, to stop or to fail under launchers that others start, stop and fail.
+# So are second ways to start, to stop or to fail under launchers that others start, stop and fail,
+# and what measures rather than checks.
 SECOND_WAYS = re.compile(
-    r"on_cluster.py::test_(ssh.pdsh|salloc|mpich|variables|environments|by_hand|in_tmux|asked|a_lost"
-    r"|two_jobs|no_way|nothing_is_left|sbatch_of_a_model_split_across_hosts.2)"
+    r"on_cluster.py::test_(one_curve.(pdsh|salloc|MPICH)|variables|environments|by_hand|in_tmux"
+    r"|asked|a_lost|two_jobs|no_way|sbatch_of_a_model_split_across_hosts.2"
+    r"|fewer_hosts|more_hosts|a_dead_host|a_killed_worker|srun_direct_out_of_time)"
     r"|kubernetes.py::test_(a_drained|a_crash|.*kubeflow)"
+    r"|large.py::test_(what_chapter_04|reading)|waiting.py::test_compiled_layers_stay"
 )
 # no tests there share what they make
 INDEPENDENT = {"test_diagnosis", "test_kill", "test_kubernetes", "test_readme"}
@@ -205,6 +208,21 @@ def torchrun(chapter, *args, launcher=(), **options):
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
     return subprocess.Popen([*command, str(SCRIPTS[chapter]), *map(str, args)], **options)
+
+
+def printed(*command, check=False, **options):
+    """Run a script of Python's, or a command, to its end; return it with what it printed."""
+    command = [sys.executable] * str(command[0]).endswith(".py") + list(map(str, command))
+    options = {"capture_output": True, "text": True, "timeout": 300} | options
+    return subprocess.run(command, check=check, **options)
+
+
+def refused(capsys, work, *args):
+    """Return what is said when arguments are refused, with exit status 2."""
+    with pytest.raises(SystemExit) as stop:
+        work(*args)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
 
 
 def metrics(run_dir):

@@ -3,11 +3,10 @@
 import json
 import shutil
 import subprocess
-import sys
 
 import pytest
 
-from conftest import SCRIPTS, SHORT, metrics, run_jobs, run_well, torchrun
+from conftest import SCRIPTS, SHORT, metrics, printed, run_jobs, run_well, torchrun
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +150,7 @@ def test_under_torchrun_one_rank_says_it(tmp_path, arguments, expected):
 
 
 def test_without_torchrun_chapter_02_says_how_to_start_it():
-    command = [sys.executable, str(SCRIPTS["02"])]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    done = printed(SCRIPTS["02"])
     check({"status": done.returncode, "stderr": done.stderr}, "start this with torchrun: torchrun")
 
 
@@ -161,8 +159,7 @@ def small_disk(tmp_path):
     """A disk of 30 MiB, on which two of the tiny model's checkpoints fit and three do not."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", str(disk)]
-    mounted = subprocess.run(command, check=False, capture_output=True, text=True)
+    mounted = printed(*"mount -t tmpfs -o size=30m tmpfs".split(), disk)
     if mounted.returncode:
         pytest.skip(f"cannot mount a small disk here: {mounted.stderr.strip()}")
     yield disk

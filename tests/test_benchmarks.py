@@ -10,7 +10,7 @@ import pytest
 
 import contenders
 import speed
-from conftest import ROOT
+from conftest import ROOT, printed, refused
 
 
 def test_all_that_is_compared_takes_part():
@@ -63,9 +63,7 @@ raise SystemExit(libc.sbrk(0) - before < 2**25)
 )
 def test_bad_arguments_are_told_in_one_line(monkeypatch, capsys, args, part):
     monkeypatch.setattr(sys, "argv", ["speed.py", *args])
-    with pytest.raises(SystemExit) as end:
-        speed.parse_args()
-    assert end.value.code == 2 and part in capsys.readouterr().err
+    assert part in refused(capsys, speed.parse_args)
 
 
 @pytest.mark.slow
@@ -78,10 +76,8 @@ def test_the_same_work_and_a_chapter_that_waits_in_each_step(tmp_path):
     assert source.count(line) == 1
     script.write_text(source.replace(line, f"{line}    time.sleep(2)\n"))
     options = ["--rounds", 1, "--steps", 20, "--output", tmp_path / "found.json"]
-    command = [sys.executable, "benchmarks/speed.py", "--only", "bare", "01", *map(str, options)]
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, cwd=tmp_path, timeout=600
-    )
+    command = ["benchmarks/speed.py", "--only", "bare", "01", *options]
+    done = printed(*command, cwd=tmp_path, timeout=600)
     assert done.returncode == 1 and "missed: 01 / bare" in done.stderr, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["ratios"]["01 / bare"]["median"] < 0.85

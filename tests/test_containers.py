@@ -1,14 +1,13 @@
 """The images' recipes are sound and agree, as far as one can tell without building them."""
 
 import re
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, printed
 
 FOLDER = ROOT / "03-job-launchers/containers"
 BIN = Path(sys.executable).parent
@@ -23,16 +22,12 @@ def definition():
 
 @pytest.mark.parametrize("section", ["post", "environment", "test", "runscript"])
 def test_the_definition_has_sound_scripts(section):
-    check = [BIN / "shellcheck", "--shell=sh", "-"]
-    text = definition()[1][section]
-    done = subprocess.run(check, check=False, input=text, capture_output=True, text=True)
+    done = printed(BIN / "shellcheck", "--shell=sh", "-", input=definition()[1][section])
     assert done.returncode == 0, done.stdout
 
 
 def test_the_dockerfile_is_sound():
-    done = subprocess.run(
-        [BIN / "hadolint", FOLDER / "Dockerfile"], check=False, capture_output=True, text=True
-    )
+    done = printed(BIN / "hadolint", FOLDER / "Dockerfile")
     assert done.returncode == 0, done.stdout
 
 
@@ -70,10 +65,7 @@ def outside(tmp_path):
 
 
 def apptainer(cwd, env, *args):
-    command = [FOLDER / "apptainer.sh", *args]
-    return subprocess.run(
-        command, check=False, cwd=cwd, env=env, capture_output=True, text=True, timeout=20
-    )
+    return printed(FOLDER / "apptainer.sh", *args, cwd=cwd, env=env)
 
 
 def test_apptainer_gets_all_folders_and_the_command(outside, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import random
 from argparse import Namespace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -44,14 +45,10 @@ def ids_at(chapters, monkeypatch):
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
-@pytest.mark.parametrize("world_size", [None, 1, 2, 4, 8])
-def test_ranks_together_draw_the_seeded_permutations(
-    chapters, ids_at, world_size, micro_batch_size
-):
+@pytest.mark.parametrize("ranks", [None, 1, 2, 4, 8])
+def test_ranks_together_draw_the_seeded_permutations(chapters, ids_at, ranks, micro_batch_size):
     """The stream is the same for any number of ranks and split, across the ends of epochs too."""
-    stream = [
-        sample for step in range(1, 14) for sample in ids_at(step, world_size, micro_batch_size)
-    ]
+    stream = [sample for step in range(1, 14) for sample in ids_at(step, ranks, micro_batch_size)]
     for epoch in range(3):  # an epoch is a permutation, and another one each time
         generator = torch.Generator().manual_seed(chapters["01"].mix(7, epoch))
         expected = torch.randperm(103, generator=generator).tolist()
@@ -60,9 +57,7 @@ def test_ranks_together_draw_the_seeded_permutations(
 
 def test_seeds_are_mixed_not_added(chapters):
     mix = chapters["01"].mix
-    seeds = {
-        mix(seed, step, rank) for seed in range(10) for step in range(10) for rank in range(10)
-    }
+    seeds = {mix(*numbers) for numbers in product(range(10), repeat=3)}
     assert len(seeds) == 1000
     assert all(0 <= seed < 2**64 for seed in seeds)
 

@@ -1,6 +1,5 @@
 """Runs that are broken on purpose: is what broke named, and the rank? Is the text true?"""
 
-import importlib.util
 import json
 import os
 import re
@@ -9,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import whats_wrong
 
 import faults
 from cluster.cluster import until
-from conftest import ROOT, SERVER, SHORT, free_port
+from conftest import ROOT, SERVER, SHORT, free_port, printed
 from test_bad_input import small_disk  # noqa: F401
 from test_watched import command_of
 
@@ -53,13 +53,11 @@ def test_every_fault_is_known_by_all():
 
 
 def test_every_verdict_has_a_section():
-    spec = importlib.util.spec_from_file_location("whats_wrong", CHAPTER / "whats_wrong.py")
-    sys.modules[spec.name] = tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
     kinds = re.findall(r'Finding\("([a-z-]+)"', (CHAPTER / "whats_wrong.py").read_text())
     headings = re.findall(r"^#+ (.*)$", (CHAPTER / "faults.md").read_text(), re.M)
     anchors = {heading.lower().replace(" ", "-") for heading in headings}
-    assert "hang-in-data" in kinds and anchors >= {*kinds, *tool.CLUES, *tool.NO_FAULT}
+    known = {*kinds, *whats_wrong.CLUES, *whats_wrong.NO_FAULT}
+    assert "hang-in-data" in known and anchors >= known
 
 
 DDP = """
@@ -197,6 +195,5 @@ def test_a_full_disk(small_disk, tmp_path):  # noqa: F811
     with open(tmp_path / "log", "w") as log:
         command = command_of(run, script, *args, ranks=2)
         assert subprocess.run(command, check=False, stdout=log, stderr=log, timeout=200).returncode
-    command = [sys.executable, CHAPTER / "whats_wrong.py", run, "--json"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = printed(CHAPTER / "whats_wrong.py", run, "--json")
     assert json.loads(done.stdout)["kind"] == "disk-full", done.stdout

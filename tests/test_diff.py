@@ -114,9 +114,7 @@ NOISE = {
         ("    return total", "\n    return total"),
     ],
     "only another indentation": [("        print(item)", "            print(item)")],
-    "only moved": [
-        ("    total = value + 1  # one more\n", ""),
-    ],
+    "only moved": [("    total = value + 1  # one more\n", "")],
 }
 
 

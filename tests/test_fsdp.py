@@ -1,18 +1,19 @@
 """Chapter 04: the curve of the chapters before, from weights that no rank holds whole."""
 
 import argparse
-import importlib
 
 import pytest
 
-from conftest import ROOT, curves_of, difference, free_port, start_ranks
+import fsdp
+import on_ranks
+from conftest import curves_of, difference, free_port, start_ranks
 
 pytestmark = pytest.mark.slow
 FAMILIES = ["gpt2", "qwen3", "mistral", "gemma3"]  # and tiny, a Llama
 SETTINGS = {
     "": [],
     "-kept": ["--no-reshard-after-forward"],
-    "-2": ["--batch-size", 2],  # 4 micro-steps on one rank, 2 on two, 1 on four
+    "-2": ["--batch-size", 2],  # 4 micro-batches on one rank, 2 on two, 1 on four
     "-1": ["--batch-size", 1],
     "-1-kept": ["--batch-size", 1, "--no-reshard-after-forward"],
     "-compiled": ["--compile"],
@@ -69,10 +70,8 @@ def costs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("costs")
     args = argparse.Namespace(layers=LAYERS, width=128, ranks=[2, 4])
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
-        benchmark = importlib.import_module("fsdp")
-        patch.setattr(benchmark, "torchrun", forked)  # it would start 32 ranks
-        rows = benchmark.costs(args, folder)
+        patch.setattr(on_ranks, "torchrun", forked)  # it would start 32 ranks
+        rows = fsdp.costs(args, folder)
     return {(row["ranks"], row["setting"]): row for row in rows}
 
 
@@ -90,8 +89,8 @@ LAYER = 4 * (128**2 * 4 + 3 * 128 * 352 + 2 * 128)  # bytes of a layer's weights
 ROOT_GROUP = 4 * (2 * 384 * 128 + 128)  # of all that is in no layer
 MODEL = LAYERS * LAYER + ROOT_GROUP
 ALL = [(ranks, name) for ranks in (2, 4) for name in ("as it is", "layers kept")]
-ALL += [(2, "2 micro-steps"), (4, "2 micro-steps")]
-ALL += [(4, "2 replicas"), (4, "2 replicas, 2 micro-steps")]
+ALL += [(2, "2 micro-batches"), (4, "2 micro-batches")]
+ALL += [(4, "2 replicas"), (4, "2 replicas, 2 micro-batches")]
 
 
 @pytest.mark.parametrize("ranks, setting", ALL)
@@ -108,7 +107,7 @@ def test_memory_is_what_the_readme_says(costs, ranks, setting):
 def test_communication_is_what_the_readme_says(costs, ranks, setting):
     """How many collectives of each kind a step takes, and how large what they move is in all."""
     row, replicas = costs[ranks, setting], 2 if "replicas" in setting else 1
-    times = 2 if "micro-steps" in setting else 1
+    times = 2 if "micro-batches" in setting else 1
     again = 0 if setting == "layers kept" else LAYERS - 1  # for the backward, but for the last
     gathers = [times * (1 + LAYERS + again), times * (MODEL + again * LAYER)]
     expected = {

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from cluster.cluster import ClusterError, until
-from conftest import ROOT, difference, free_port, metrics, torchrun
+from conftest import ROOT, difference, free_port, metrics, printed, torchrun
 
 FOLDER = ROOT / "03-job-launchers/kubernetes"
 VERSIONS = ["1.31", kubernetes_validate.latest_version()]  # 1.31 is the first that has all we use
@@ -25,8 +25,7 @@ SIZES = [(1, 8), (2, 0), (16, 8)]
 
 def manifest(*args):
     """Run manifest.py; return what came of it."""
-    command = [sys.executable, FOLDER / "manifest.py", *map(str, args)]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    return printed(FOLDER / "manifest.py", *args)
 
 
 def objects(*script, nodes=2, gpus=8, options=()):

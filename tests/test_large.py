@@ -2,11 +2,8 @@
 
 import argparse
 import contextlib
-import importlib
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,18 +12,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import (
     ROOT,
+    SCRIPTS,
     SHORT,
     curves_of,
     difference,
     free_port,
     metrics,
+    printed,
     run_jobs,
     run_well,
     start_ranks,
 )
+from on_ranks import make_model_folder, torchrun
 from test_bad_input import check
 from test_resume import LONG, cut
-from test_sharded import weights_of
+from test_sharded import loaded, weights_of
 from worker import Captured
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,6 @@ TRIED = {  # by number of ranks: settings, families, precisions besides fp32
         "-gemma3"],
     4: ["", "-long", "-selective", "-all", "-qwen3"],
 }  # fmt: skip
-LAYERS = 16  # of a model that chapter 04 has no room for
 RUNS = [f"05@{ranks}{name}" for ranks, names in TRIED.items() for name in names]
 
 
@@ -108,11 +107,7 @@ def test_bf16_agrees(root, run):
 @pytest.mark.parametrize("run", ["05@2", "05@4", "05@2-qwen3", "05@2-gpt2"])
 def test_the_finished_model_is_that_of_the_last_checkpoint(root, run):
     """It loads by its folder alone, in float32, with a config that names its class."""
-    folder = root / run / "model"
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    expected = weights_of(root / run, 20)
-    assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
+    folder, model = root / run / "model", loaded(root / run, 20)
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == [type(model).__name__] and config["dtype"] == "float32"
     assert not [path for path in folder.iterdir() if path.is_dir()]
@@ -187,7 +182,7 @@ def test_weights_are_those_of_chapter_01(models, hub, tmp_path, world_size):
     (tmp_path / "cases.json").write_text(
         json.dumps({name: list(map(str, [*common, *args])) for name, args in cases.items()})
     )
-    command = [ROOT / "tests/values.py", tmp_path / "cases.json", tmp_path / "done", "05"]
+    command = [ROOT / "tests/support/values.py", tmp_path / "cases.json", tmp_path / "done", "05"]
     ranks = start_ranks(world_size, command, tmp_path, MASTER_PORT=str(free_port()))
     statuses = [rank.wait(timeout=200) for rank in ranks]
     assert statuses == [0] * world_size, (tmp_path / "rank0.log").read_text()
@@ -225,9 +220,8 @@ def test_broken_weights_train_nothing(hub, tmp_path):
 
 def test_reading_takes_the_memory_of_a_share_and_a_tensor(tmp_path):
     """As the README says, and not that of the model, on one rank as on two."""
-    command = [sys.executable, ROOT / "benchmarks/large.py", "reading", "--layers", "2"]
-    command += ["--ranks", "1", "2", "--output", tmp_path / "reading.json"]
-    subprocess.run(command, check=True, timeout=300)
+    command = [ROOT / "benchmarks/large.py", "reading", "--layers", 2, "--ranks", 1, 2]
+    printed(*command, "--output", tmp_path / "reading.json", check=True)
     rows = json.loads((tmp_path / "reading.json").read_text())["reading"]
     rows = {row["ranks"]: row for row in rows if row["chapter"] == "05"}
     for row in rows.values():
@@ -235,12 +229,17 @@ def test_reading_takes_the_memory_of_a_share_and_a_tensor(tmp_path):
     assert rows[2]["share"] * 2 == rows[1]["share"] == rows[1]["model"]
 
 
-def test_what_chapter_04_cannot_hold_trains_here(monkeypatch, tmp_path):
-    """One model on two ranks that may have 3 GiB each."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    large, limit = importlib.import_module("large"), argparse.Namespace(gib=3.0)
-    assert not large.trains("chapter 04", LAYERS, limit, tmp_path)
-    assert large.trains("chapter 05, `--recompute full`", LAYERS, limit, tmp_path)
+def test_what_chapter_04_cannot_hold_trains_here(tmp_path):
+    """One model of 16 layers on two ranks that may have 3 GiB each."""
+    model, peaks = make_model_folder(tmp_path / "model", 16, 512, vocabulary=16_384), {}
+    for chapter, more in (("04", []), ("05", ["--recompute", "full"])):
+        args = ["--device", "cpu", "-s", 512, "--global-batch-size", 8, "-b", 4, "--num-steps", 2]
+        args += ["--log-every", 1, "--checkpoint-every", 99, "--eval-every", 99]
+        args += ["--eval-samples", 4, "-m", model, "--save-dir", tmp_path, "-e", chapter]
+        done = torchrun(2, [SCRIPTS[chapter], *args, *more], tmp_path)
+        assert done.returncode == 0, done.stderr
+        peaks[chapter] = metrics(tmp_path / chapter)[2]["peak_memory_gib"]
+    assert peaks["05"] <= 3 < peaks["04"]
 
 
 # ---- saves in the background -----------------------------------------------------------------
@@ -277,8 +276,13 @@ def test_adamw_steps_on_all_cores_of_the_host(load, monkeypatch, tmp_path):
     chapter, threads = load("05"), []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(chapter.os, "sched_getaffinity", lambda _: range(96))
-    for name in ("init_process_group", "get_rank", "get_world_size", "all_gather_object"):
-        monkeypatch.setattr(chapter.dist, name, PRETENDED[name])
+
+    def gather(hosts, mine, group):  # eight of sixteen ranks are on this host
+        hosts[:] = [mine] * 8 + ["another"] * 8
+
+    monkeypatch.setattr(chapter.dist, "all_gather_object", gather)
+    for name, value in {"init_process_group": None, "get_rank": 0, "get_world_size": 16}.items():
+        monkeypatch.setattr(chapter.dist, name, lambda *_, value=value, **__: value)
     for name in ("patient_group", "check_shared"):
         monkeypatch.setattr(chapter, name, lambda *_: None)
     args = {"device": "cpu", "precision": "fp32", "cpu_offload": True, "dist_timeout": 9}
@@ -288,16 +292,3 @@ def test_adamw_steps_on_all_cores_of_the_host(load, monkeypatch, tmp_path):
         with contextlib.redirect_stdout(Captured()):
             chapter.setup(args)
         assert threads.pop() == expected
-
-
-def gather(hosts, mine, group):
-    """Pretend that eight of sixteen ranks are on this host."""
-    hosts[:] = [mine] * 8 + ["another"] * 8
-
-
-PRETENDED = {
-    "init_process_group": lambda *_, **__: None,
-    "get_rank": lambda: 0,
-    "get_world_size": lambda: 16,
-    "all_gather_object": gather,
-}

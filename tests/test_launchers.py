@@ -22,6 +22,8 @@ from conftest import (
     difference,
     free_port,
     metrics,
+    printed,
+    refused,
     run_well,
     start_ranks,
     torchrun,
@@ -30,20 +32,11 @@ from worker import Captured
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 RENDEZVOUS = {"MASTER_ADDR": "h1", "MASTER_PORT": "29400"}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
+OPEN_MPI |= {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
-SRUN = {
-    "SLURM_PROCID": "3",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_LOCALID": "1",
-    "SLURM_JOB_ID": "77",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "gpu[03-07,12],big1",
-}
+SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
+SRUN |= {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[03-07,12],big1"}
 
 
 @pytest.fixture
@@ -97,10 +90,7 @@ def test_no_launcher_or_no_place_to_meet_is_an_error(
     monkeypatch.setattr(chapter.time, "sleep", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["train_llm.py", "--device", "cpu"])
     launched(variables)
-    with pytest.raises(SystemExit) as stop:
-        chapter.parse_args()
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
+    error = refused(capsys, chapter.parse_args)
     assert error.count("\n") == 1 and "start this with a launcher; mpirun needs -x MAS" in error
 
 
@@ -112,10 +102,8 @@ def test_a_task_may_see_but_one_gpu(load, monkeypatch, tmp_path, gpus, torchrun,
 
 @pytest.mark.parametrize("name", ["02", "03"])
 def test_a_rank_without_a_gpu_says_so(load, monkeypatch, tmp_path, capsys, name):
-    with pytest.raises(SystemExit) as stop:
-        device_of_local_rank_1(load(name), monkeypatch, tmp_path, 1, True)
-    assert stop.value.code == 2
-    assert "error: local rank 1 has no GPU: torch sees 1 here" in capsys.readouterr().err
+    said = refused(capsys, device_of_local_rank_1, load(name), monkeypatch, tmp_path, 1, True)
+    assert "error: local rank 1 has no GPU: torch sees 1 here" in said
 
 
 def device_of_local_rank_1(chapter, monkeypatch, tmp_path, gpus, torchrun):
@@ -144,15 +132,8 @@ def test_a_jobs_last_words_have_nccls_reason(tmp_path, job):
     lines = ["[W123 c10d.cpp] Warning: error: noise", "RuntimeError: NCCL error in: init.cpp"]
     lines += ["ncclSystemError: System call failed.", "Last error:", "no route to host h2", "end"]
     (tmp_path / "0.log").write_text("\n".join(lines))
-    done = subprocess.run(
-        ["bash", "-c", command],
-        check=True,
-        env=os.environ | {"logs": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    said = done.stdout.splitlines()
-    assert said == [lines[1], lines[2], "Last error: no route to host h2"]
+    done = printed("bash", "-c", command, env=os.environ | {"logs": str(tmp_path)})
+    assert done.stdout.splitlines() == [lines[1], lines[2], "Last error: no route to host h2"]
 
 
 # ---- stopping --------------------------------------------------------------------------------
@@ -188,7 +169,7 @@ def workers(process):
     return [child for child in children if any("train_llm.py" in word for word in child.cmdline())]
 
 
-FURTHER = {"05": ["--checkpoint-async", "--checkpoint-every", 3]}  # so that a stop meets a save
+FURTHER = {"05": ["--checkpoint-async", "--checkpoint-every", 8]}  # so that a stop meets a save
 
 
 @pytest.fixture(scope="module")

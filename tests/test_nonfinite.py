@@ -11,12 +11,12 @@ LINE = [*SHORT, "--num-steps", "12", "--log-every", "5", "--checkpoint-every", "
 
 
 @pytest.mark.parametrize("chapter", ["01", "02", "04", pytest.param("05", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_a_run_ends_at_the_next_line_or_save(chapter, what, tmp_path):
+@pytest.mark.parametrize("fault", ["nan-data", "nan-gradient"])
+def test_a_run_ends_at_the_next_line_or_save(chapter, fault, tmp_path):
     """One rank's loss or gradient is not finite in step 8; the save of step 6 is the last."""
-    command = [ROOT / "tests/support/broken.py", what, 8, SCRIPTS[chapter], *LINE]
-    command += ["--save-dir", tmp_path, "-e", "run"]
     ranks = 1 if chapter == "01" else 2
+    command = [ROOT / "diagnosing-errors/inject.py", f"{fault}@rank{ranks - 1}:step7"]
+    command += [SCRIPTS[chapter], *LINE, "--save-dir", tmp_path, "-e", "run"]
     started = start_ranks(ranks, command, tmp_path, MASTER_PORT=str(free_port()))
     try:
         statuses = [process.wait(timeout=120) for process in started]

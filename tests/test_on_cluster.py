@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster import environments
-from cluster.cluster import Cluster, until
+import environments
+from cluster.cluster import until
 from conftest import ROOT, SCRIPTS, SHORT, difference, metrics, run_well
-from test_cluster import gone, mounts, related, traces
+from environments import finished, report
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]
 CHAPTER = ROOT / "03-job-launchers"
@@ -51,13 +51,6 @@ def arguments(tmp_path, options=SHORT, script=SCRIPT):
     return [script, *map(str, options), "--save-dir", str(tmp_path), "-e", "run"]
 
 
-def report(folder):
-    """Return all that jobs have written, for the message of a failure."""
-    texts = [f"{path}:\n{path.read_text()}" for path in sorted(Path(folder).rglob("*.log"))]
-    texts += [f"{path}:\n{path.read_text()}" for path in sorted(Path(folder).glob("*.out"))]
-    return "\n".join(texts)[-6000:]
-
-
 def has_stopped(folder, job):
     """Return whether the ranks of a job were asked to stop, and have saved."""
     logs = (folder / f"logs/job-{job}").glob("*.log")
@@ -67,14 +60,6 @@ def has_stopped(folder, job):
 def sbatch(cluster, folder, settings, *options):
     """Submit a job from a folder; return its id."""
     return cluster.sbatch(*map(str, options), cwd=folder, env=settings)
-
-
-def finished(cluster, job, folder, seconds=240):
-    """Wait until a job has ended; it must have ended well."""
-    ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-    found = cluster.wait_for_job(job, *ended, seconds=seconds)
-    assert found["JobState"] == "COMPLETED", report(folder)
-    return found
 
 
 def wait_for_step(run_dir, step, seconds=150):
@@ -93,80 +78,37 @@ def hosts(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("options", [[], ["--pdsh"]], ids=["ssh", "pdsh"])
-def test_ssh(cluster, settings, curve, hosts, tmp_path, options):
-    command = [CHAPTER / "ssh/launch.sh", *options, hosts, *arguments(tmp_path)]
-    done = cluster.run("head", command, timeout=240, env=settings)
-    assert difference(curve, metrics(tmp_path / "run")) < 1e-5
-    assert "h1: finished: " in done.stdout
+needs_deepspeed = pytest.mark.skipif(
+    not Path(sys.executable).with_name("deepspeed").exists(),
+    reason="no DeepSpeed: pip install -r 03-job-launchers/deepspeed/requirements.txt",
+)
+SALLOC = "salloc --nodes 2 --gpus-per-node 2 --ntasks-per-node 2 srun --kill-on-bad-exit=1 python"
+TYPED = {name: typed for name, (_, typed) in environments.TYPED.items()}
+TYPED |= {"pdsh": "{chapter}/ssh/launch.sh --pdsh {folder}/hosts.txt", "salloc": SALLOC}
+MARKS = {"deepspeed/launch.sh": needs_deepspeed}
+LAUNCHERS = [pytest.param(name, marks=MARKS.get(name, ())) for name in TYPED]
 
 
-def test_sbatch_with_torchrun(cluster, settings, curve, tmp_path):
-    options = ["--nodes=2", "--gpus-per-node=2", CHAPTER / "slurm/train.sbatch"]
-    job = sbatch(cluster, tmp_path, settings, *options, *arguments(tmp_path))
-    finished(cluster, job, tmp_path)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_one_curve(cluster, settings, curve, tmp_path, launcher):
+    """That of four ranks on one host, whoever starts them on two."""
+    env = settings | {"MPI_INTERFACE": "eth0"}
+    said = environments.launch(cluster, tmp_path, TYPED[launcher], arguments(tmp_path), env)
     assert difference(curve, metrics(tmp_path / "run")) < 1e-5
-    assert {path.name for path in (tmp_path / f"logs/job-{job}").iterdir()} == {"h1.log", "h2.log"}
+    assert "h1: finished: " in said or "ssh" not in TYPED[launcher]
+    if launcher == "slurm/train.sbatch":
+        logs = {path.name for path in (tmp_path / f"logs/job-{said}").iterdir()}
+        assert logs == {"h1.log", "h2.log"}
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_sbatch_of_a_model_split_across_hosts(cluster, settings, curve, tmp_path, replicas):
     """Chapter 04, sharded across both hosts, or inside of each, on the curve of chapter 03."""
-    options = ["--nodes=2", "--gpus-per-node=2", CHAPTER / "slurm/train.sbatch"]
     given = arguments(tmp_path, [*SHORT, "--replicas", replicas], str(SCRIPTS["04"]))
-    job = sbatch(cluster, tmp_path, settings, *options, *given)
-    finished(cluster, job, tmp_path)
+    environments.launch(cluster, tmp_path, TYPED["slurm/train.sbatch"], given, settings)
     assert difference(curve, metrics(tmp_path / "run")) < 1e-5
-    checkpoint = tmp_path / "run/checkpoints/step-00000020"
-    assert {path.name for path in checkpoint.glob("*.distcp")} == {
-        f"__{rank}_0.distcp" for rank in range(4)
-    }
-
-
-def test_srun_direct(cluster, settings, curve, tmp_path):
-    options = ["--nodes=2", "--gpus-per-node=2", "--ntasks-per-node=2"]
-    options += [CHAPTER / "slurm/srun-direct.sbatch"]
-    job = sbatch(cluster, tmp_path, settings, *options, *arguments(tmp_path))
-    finished(cluster, job, tmp_path)
-    assert difference(curve, metrics(tmp_path / "run")) < 1e-5
-
-
-def test_salloc(cluster, settings, curve, tmp_path):
-    """Nodes first, then srun: what one types to try something out."""
-    command = "salloc --nodes 2 --gpus-per-node 2 --ntasks-per-node 2 srun --kill-on-bad-exit=1"
-    cluster.run(
-        "head", [*command.split(), "python", *arguments(tmp_path)], timeout=240, env=settings
-    )
-    assert difference(curve, metrics(tmp_path / "run")) < 1e-5
-
-
-def test_mpirun(cluster, settings, curve, tmp_path):
-    command = [CHAPTER / "mpi/launch.sh", "h1:2,h2:2", *arguments(tmp_path)]
-    more = settings | {"MPI_INTERFACE": "eth0"}
-    cluster.run("h1", command, timeout=240, env=more)
-    assert difference(curve, metrics(tmp_path / "run")) < 1e-5
-
-
-def test_mpich(cluster, settings, curve, tmp_path):
-    meet = ["-genv", "MASTER_ADDR", "h1", "-genv", "MASTER_PORT", "29400"]
-    command = ["mpiexec.hydra", "-hosts", "h1,h2", "-ppn", "2", *meet, "python"]
-    cluster.run("head", [*command, *arguments(tmp_path)], timeout=240, env=settings)
-    assert difference(curve, metrics(tmp_path / "run")) < 1e-5
-
-
-needs_deepspeed = pytest.mark.skipif(
-    not Path(sys.executable).with_name("deepspeed").exists(),
-    reason="no DeepSpeed: pip install -r 03-job-launchers/deepspeed/requirements.txt",
-)
-
-
-@needs_deepspeed
-def test_deepspeed(cluster, settings, curve, tmp_path):
-    slots = tmp_path / "slots.txt"
-    slots.write_text("h1 slots=2\nh2 slots=2\n")
-    command = [CHAPTER / "deepspeed/launch.sh", slots, *arguments(tmp_path)]
-    cluster.run("head", command, timeout=240, env=settings)
-    assert difference(curve, metrics(tmp_path / "run")) < 1e-5
+    shards = (tmp_path / "run/checkpoints/step-00000020").glob("*.distcp")
+    assert {path.name for path in shards} == {f"__{rank}_0.distcp" for rank in range(4)}
 
 
 def watched(tmp_path, script, *more):
@@ -174,19 +116,11 @@ def watched(tmp_path, script, *more):
     return [*into, *arguments(tmp_path, script=script), *more]
 
 
-@pytest.mark.parametrize("launcher", ["srun", "mpi"])
+@pytest.mark.parametrize("launcher", ["slurm/srun-direct.sbatch", "mpi/launch.sh"])
 def test_watched(cluster, settings, curve, tmp_path, launcher):
     """`watched.py --into FOLDER` before the script's name, and nothing else."""
-    command = watched(tmp_path, SCRIPT)
-    if launcher == "srun":
-        options = ["--nodes=2", "--gpus-per-node=2", "--ntasks-per-node=2"]
-        job = sbatch(
-            cluster, tmp_path, settings, *options, CHAPTER / "slurm/srun-direct.sbatch", *command
-        )
-        finished(cluster, job, tmp_path)
-    else:
-        command = [CHAPTER / "mpi/launch.sh", "h1:2,h2:2", *command]
-        cluster.run("h1", command, timeout=240, env=settings | {"MPI_INTERFACE": "eth0"})
+    env = settings | {"MPI_INTERFACE": "eth0"}
+    environments.launch(cluster, tmp_path, TYPED[launcher], watched(tmp_path, SCRIPT), env)
     assert difference(curve, metrics(tmp_path / "run")) < 1e-5
     beats = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("run/ranks/*.json"))]
     told = [(beat["rank"], beat["world_size"], beat["host"], beat["end"]) for beat in beats]
@@ -249,25 +183,35 @@ def test_environments(cluster, tmp_path, monkeypatch):
     assert comparable(environments.collect(cluster, tmp_path)) == comparable(shown)
 
 
-def test_by_hand(cluster, settings, curve, tmp_path):
-    """One torchrun per node, typed on each."""
-    typed = "torchrun --nnodes 2 --nproc-per-node 2 --node-rank {rank} --master-addr h1".split()
+def by_hand(cluster, settings, tmp_path, ranks):
+    """Type torchrun on each of two hosts; return the exit statuses, and what was printed."""
+    typed = f"torchrun --nnodes 2 --nproc-per-node {ranks} --master-addr h1 --node-rank".split()
+    logs = [open(tmp_path.with_name(f"{tmp_path.name}-h{rank}.log"), "w+") for rank in range(2)]
     processes = [
-        cluster.popen(f"h{rank + 1}", [word.format(rank=rank) for word in typed]
-                      + arguments(tmp_path), env=settings)
-        for rank in range(2)
+        cluster.popen(f"h{rank + 1}", [*typed, str(rank), *arguments(tmp_path)],
+                      env=settings, stdout=log, stderr=log)
+        for rank, log in enumerate(logs)
     ]  # fmt: skip
-    assert [process.wait(timeout=240) for process in processes] == [0, 0]
+    statuses = [process.wait(timeout=240) for process in processes]
+    return statuses, [Path(log.name).read_text() for log in logs]
+
+
+def test_by_hand(cluster, settings, curve, tmp_path):
+    statuses, said = by_hand(cluster, settings, tmp_path, ranks=2)
+    assert statuses == [0, 0], said
     assert difference(curve, metrics(tmp_path / "run")) < 1e-5
 
 
 # ---- stopped, requeued, killed ---------------------------------------------------------------
 
 
-def two_ranks(tmp_path):
-    """Return what sbatch takes to train on two hosts with a rank each, for half a minute."""
-    options = ["--nodes=2", "--gpus-per-node=1", CHAPTER / "slurm/train.sbatch"]
-    return [*options, *arguments(tmp_path, MINUTE)]
+def two_ranks(cluster, settings, tmp_path, step, *more, file="train"):
+    """Train on two hosts with a rank each, for half a minute; return the job, in this step."""
+    options = ["--time=60", "--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1"]
+    words = [CHAPTER / f"slurm/{file}.sbatch", *arguments(tmp_path, MINUTE), *more]
+    job = sbatch(cluster, tmp_path, settings | {"RANKS_PER_NODE": "1"}, *options, *words)
+    wait_for_step(tmp_path / "run", step)
+    return job
 
 
 RANKS = "^[^ ]*python[^ ]* (-u )?[^ ]*train_llm.py"  # launchers begin with another word
@@ -292,11 +236,10 @@ def out_of_time(cluster, job, folder):
     cluster.run("head", ["scontrol", "update", f"JobId={job}", "TimeLimit=60"])
 
 
-def test_out_of_time(cluster, settings, long_curve, tmp_path):
+@pytest.mark.parametrize("file", ["train", "srun-direct"])
+def test_out_of_time(cluster, settings, long_curve, tmp_path, file):
     """Signalled before its limit, the job saves, requeues itself, and ends as if it never had."""
-    one = settings | {"RANKS_PER_NODE": "1"}
-    job = sbatch(cluster, tmp_path, one, "--time=60", *two_ranks(tmp_path))
-    wait_for_step(tmp_path / "run", 20)
+    job = two_ranks(cluster, settings, tmp_path, 20, file=file)
     out_of_time(cluster, job, tmp_path)
     finished(cluster, job, tmp_path)
     assert has_stopped(tmp_path, job)
@@ -305,9 +248,7 @@ def test_out_of_time(cluster, settings, long_curve, tmp_path):
 
 def test_scancel(cluster, settings, tmp_path):
     """It saves and does not come back."""
-    one = settings | {"RANKS_PER_NODE": "1"}
-    job = sbatch(cluster, tmp_path, one, *two_ranks(tmp_path))
-    wait_for_step(tmp_path / "run", 20)
+    job = two_ranks(cluster, settings, tmp_path, 20)
     cluster.run("head", ["scancel", job])
     ended = cluster.wait_for_job(job, "CANCELLED", "COMPLETED", "FAILED", seconds=60)
     assert ended["JobState"] == "CANCELLED"
@@ -319,10 +260,7 @@ def test_scancel(cluster, settings, tmp_path):
 
 def test_a_dead_host(cluster, settings, long_curve, tmp_path):
     """A host is killed outright: the job is requeued, and finishes when the host is back."""
-    one = settings | {"RANKS_PER_NODE": "1"}
-    options = two_ranks(tmp_path)
-    job = sbatch(cluster, tmp_path, one, *options, "--checkpoint-every", 20)
-    wait_for_step(tmp_path / "run", 50)
+    job = two_ranks(cluster, settings, tmp_path, 50, "--checkpoint-every", 20)
     cluster.kill_host("h2")
     until(lambda: int(cluster.job(job)["Restarts"]) >= 1, 90, "the job is requeued")
     cluster.revive("h2")
@@ -330,23 +268,9 @@ def test_a_dead_host(cluster, settings, long_curve, tmp_path):
     assert difference(long_curve, metrics(tmp_path / "run")) == 0.0
 
 
-def test_srun_direct_out_of_time(cluster, settings, long_curve, tmp_path):
-    """It is requeued too, and goes on."""
-    options = ["--time=60", "--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1"]
-    options += [CHAPTER / "slurm/srun-direct.sbatch"]
-    job = sbatch(cluster, tmp_path, settings, *options, *arguments(tmp_path, MINUTE))
-    wait_for_step(tmp_path / "run", 20)
-    out_of_time(cluster, job, tmp_path)
-    finished(cluster, job, tmp_path)
-    assert has_stopped(tmp_path, job)
-    assert difference(long_curve, metrics(tmp_path / "run")) == 0.0
-
-
 def test_a_killed_worker(cluster, settings, long_curve, tmp_path):
     """kill -9 of one rank of a job: all its torchruns start their ranks again, in the same job."""
-    one = settings | {"RANKS_PER_NODE": "1"}
-    job = sbatch(cluster, tmp_path, one, *two_ranks(tmp_path), "--checkpoint-every", 20)
-    wait_for_step(tmp_path / "run", 50)
+    job = two_ranks(cluster, settings, tmp_path, 50, "--checkpoint-every", 20)
     cluster.run("h2", ["pkill", "-KILL", "-f", RANKS])
     found = finished(cluster, job, tmp_path, seconds=300)
     assert found["Restarts"] == "0"
@@ -476,9 +400,9 @@ def test_two_jobs_at_once(cluster, settings, curve, tmp_path):
     jobs = {}
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        options = ["--nodes=2", "--gpus-per-node=1", CHAPTER / "slurm/train.sbatch"]
-        one = settings | {"RANKS_PER_NODE": "2"}
-        jobs[name] = sbatch(cluster, tmp_path / name, one, *options, *arguments(tmp_path / name))
+        words = [CHAPTER / "slurm/train.sbatch", *arguments(tmp_path / name)]
+        options = ["--nodes=2", "--gpus-per-node=1"]
+        jobs[name] = sbatch(cluster, tmp_path / name, settings, *options, *words)
     for name, job in jobs.items():
         finished(cluster, job, tmp_path / name)
         assert difference(curve, metrics(tmp_path / name / "run")) < 1e-5
@@ -491,21 +415,9 @@ def test_a_folder_that_is_not_shared(cluster, settings, tmp_path):
     """Every host has a disk of its own where the run's folder should be: h2 is named."""
     for host in ("h1", "h2"):
         cluster.run(host, ["mount", "-t", "tmpfs", "tmpfs", str(tmp_path)])
-    typed = "torchrun --nnodes 2 --nproc-per-node 1 --node-rank {rank} --master-addr h1".split()
-    logs = [open(tmp_path.with_name(f"{tmp_path.name}-h{rank}.log"), "w+") for rank in range(2)]
-    processes = [
-        cluster.popen(
-            f"h{rank + 1}",
-            [word.format(rank=rank) for word in typed] + arguments(tmp_path),
-            env=settings,
-            stdout=logs[rank],
-            stderr=logs[rank],
-        )
-        for rank in range(2)
-    ]
-    assert [process.wait(timeout=120) for process in processes] == [1, 1]
-    texts = [Path(log.name).read_text() for log in logs]
-    assert "--save-dir: h2 cannot see what rank 0 writes to" in texts[0], texts
+    statuses, said = by_hand(cluster, settings, tmp_path, ranks=1)
+    assert statuses == [1, 1], said
+    assert "--save-dir: h2 cannot see what rank 0 writes to" in said[0], said
     for host in ("h1", "h2"):
         cluster.run(host, ["umount", str(tmp_path)])
 
@@ -550,42 +462,3 @@ def test_no_way_to_meet_over_ssh(cluster, settings, hosts, tmp_path, second, sta
     done = cluster.run("head", command, timeout=120, check=False, env=env)
     assert done.returncode == status, done.stdout
     assert expected in done.stdout + done.stderr
-
-
-# ---- what remains of it ----------------------------------------------------------------------
-
-
-def test_nothing_is_left_of_a_killed_test(cluster, tmp_path):
-    """kill -9 of pytest while one of these tests trains: all of it ends, and all files go."""
-    name = "test_sbatch_with_torchrun"
-    inner = tmp_path / "tmp"
-    inner.mkdir()
-    before = mounts()
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        f"{__file__}::{name}",
-    ]
-    process = subprocess.Popen(
-        [*command, "--basetemp", tmp_path / "base"],
-        env=os.environ | {"TMPDIR": str(inner)},
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        trains = f"{name}*/run/metrics.jsonl"
-        until(lambda: list((tmp_path / "base").glob(trains)), 240, f"{name} trains")
-        [folder] = inner.glob("cluster-*")
-        found = traces(Cluster.attach(folder))
-        assert related(tmp_path / "base")
-    finally:
-        process.kill()
-        process.wait()
-    until(lambda: gone(folder, found), 20, "the cluster is gone")
-    until(lambda: not related(tmp_path / "base"), 20, "all processes are gone")
-    assert mounts() == before

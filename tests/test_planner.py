@@ -4,14 +4,13 @@ import importlib.util
 import json
 import os
 import shlex
-import subprocess
 import sys
 import time
 
 import pytest
 
 from chapters import flags
-from conftest import ROOT, SCRIPTS
+from conftest import ROOT, SCRIPTS, printed
 
 PLANNER = ROOT / "05-large-model/will_it_fit.py"
 MEASURED = ROOT / "benchmarks/results/planner-cpu-2cores.json"
@@ -137,8 +136,8 @@ def test_a_changed_configuration_is_the_one_that_is_planned(planner):
     assert changed["model"]["source"] == "built in, with num_hidden_layers=2,hidden_size=64"
 
 
-def test_one_micro_step_is_advised_under_offload(planner, monkeypatch, capsys):
-    advice = "one micro-step is best under offload"
+def test_one_micro_batch_is_advised_under_offload(planner, monkeypatch, capsys):
+    advice = "one micro-batch is best under offload"
     assert main(planner, monkeypatch, "--cpu-offload", "-b", 2) == 0
     assert advice in capsys.readouterr().out
     assert main(planner, monkeypatch, "--cpu-offload") == 0
@@ -159,8 +158,7 @@ def test_405b_as_reported(planner):
 
 def test_405b_takes_seconds_and_says_where_the_shape_is_from():
     before, start = os.times(), time.monotonic()
-    command = [sys.executable, PLANNER, *PAPER.split()]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = printed(PLANNER, *PAPER.split())
     after, took = os.times(), time.monotonic() - start
     used = after.children_user + after.children_system
     used -= before.children_user + before.children_system
@@ -248,9 +246,9 @@ def test_measured_runs_were_as_planned():
 
 @pytest.mark.slow
 def test_runs_are_as_planned(tmp_path):
-    cases = ["02 bf16", "04 kept", "05 selective"]
-    command = [sys.executable, ROOT / "benchmarks/planner.py", "--output", tmp_path / "rows.json"]
-    done = subprocess.run([*command, "--only", *cases], check=False, capture_output=True, text=True)
+    cases = ["02 bf16", "04 kept", "05 selective", "06 full"]
+    command = [ROOT / "benchmarks/planner.py", "--output", tmp_path / "rows.json", "--only"]
+    done = printed(*command, *cases)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["case"] for row in rows] == cases

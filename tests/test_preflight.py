@@ -1,7 +1,6 @@
 """preflight.py: healthy machines get a go, and each planted fault a line that says where it is."""
 
 import argparse
-import importlib.util
 import os
 import signal
 import subprocess
@@ -9,22 +8,13 @@ import sys
 import time
 from types import SimpleNamespace
 
+import preflight
 import pytest
 
 from cluster.cluster import until
-from conftest import ROOT, free_port
+from conftest import ROOT, free_port, refused
 
 TOOL = ROOT / "diagnosing-errors/preflight.py"
-
-
-@pytest.fixture(scope="module")
-def preflight():
-    """The tool as a module."""
-    spec = importlib.util.spec_from_file_location("preflight", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 # ---- comparison ------------------------------------------------------------------------------
 
@@ -48,14 +38,14 @@ def report_of(rank, local_rank, host):
     return report
 
 
-def findings(preflight, reports, device="cuda", network_gbs=0.0):
+def findings(reports, device="cuda", network_gbs=0.0):
     args = argparse.Namespace(device=device, network_gbs=network_gbs, checkpoint_gb=40.0)
     return preflight.compare(args, reports)[1]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_thousand_healthy_ranks(preflight, device):
-    assert findings(preflight, healthy(), device) == []
+def test_a_thousand_healthy_ranks(device):
+    assert findings(healthy(), device) == []
 
 
 FAULTS = {  # what rank 16, the first of h2, reports: which level, and in which words
@@ -84,34 +74,34 @@ FAULTS = {  # what rank 16, the first of h2, reports: which level, and in which 
 
 
 @pytest.mark.parametrize("check", FAULTS)
-def test_one_rank_of_a_thousand(preflight, capsys, check):
+def test_one_rank_of_a_thousand(capsys, check):
     value, level, words = FAULTS[check]
     reports = healthy()
     reports[16][check] = value
-    [finding] = findings(preflight, reports)
+    [finding] = findings(reports)
     preflight.print_finding(finding)
     first, advice = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{level:8} {check}: rank 16 on h2: {words}")
     assert advice.strip()
 
 
-def test_a_slow_host_is_one_finding(preflight):
+def test_a_slow_host_is_one_finding():
     reports = healthy(24)
     for rank in range(8, 16):
         reports[rank]["link between hosts"] /= 10
-    [finding] = findings(preflight, reports)
+    [finding] = findings(reports)
     assert finding.where == "ranks 8, 9, 10, 11, 12, 13, 14, 15 on h1"
 
 
-def test_two_slow_hosts_need_a_number(preflight):
+def test_two_slow_hosts_need_a_number():
     """Nothing says which of two hosts is slow, or that they are, but --network-gbs."""
     reports = healthy(2, per_host=1)
-    assert findings(preflight, reports) == []
-    found = findings(preflight, reports, network_gbs=100.0)
+    assert findings(reports) == []
+    found = findings(reports, network_gbs=100.0)
     assert [each.where for each in found] == ["rank 0 on h0", "rank 1 on h1"]
 
 
-def test_what_cannot_be_read_is_not_known(preflight):
+def test_what_cannot_be_read_is_not_known():
     report = report_of(0, 0, "h0")
     del report["GPU ECC errors"], report["locked memory"]
     args = argparse.Namespace(device="cuda", network_gbs=0.0, checkpoint_gb=0.0)
@@ -120,20 +110,20 @@ def test_what_cannot_be_read_is_not_known(preflight):
     assert "locked memory" not in dict(rows)  # there is no InfiniBand that needs it
 
 
-def test_many_names(preflight):
+def test_many_names():
     assert preflight.listed(range(20), 3) == "0, 1, 2 and 17 more"
 
 
 # ---- reading ---------------------------------------------------------------------------------
 
 
-def test_rings(preflight):
+def test_rings():
     inside, between = preflight.rings(["a", "a", "b", "b", "c"]).values()
     assert (inside, between) == ([[0, 1], [2, 3], [4]], [[0, 2, 4], [1, 3]])
 
 
 @pytest.mark.parametrize("hosts", [3, 4, 8, 33])
-def test_only_the_slow_host_measures_a_slow_link(preflight, monkeypatch, hosts):
+def test_only_the_slow_host_measures_a_slow_link(monkeypatch, hosts):
     """Each meets two others at least, and both of a pair in the same round."""
     met = []
 
@@ -155,7 +145,7 @@ def test_only_the_slow_host_measures_a_slow_link(preflight, monkeypatch, hosts):
         assert all(rounds[each][number] == rank for number, each in pairs)
 
 
-def test_gpu_through_a_pretended_nvidia_smi(preflight, monkeypatch, tmp_path):
+def test_gpu_through_a_pretended_nvidia_smi(monkeypatch, tmp_path):
     """The names that are asked for are those of NVIDIA's manual: no GPU was there to ask."""
     tool = tmp_path / "nvidia-smi"
     cells = "NVIDIA H100, 580.82.07, 512, [N/A], Active, Not Active"
@@ -169,7 +159,7 @@ def test_gpu_through_a_pretended_nvidia_smi(preflight, monkeypatch, tmp_path):
     assert preflight.read_gpu(1) == wanted
 
 
-def test_more_ranks_than_gpus(preflight, monkeypatch, capsys):
+def test_more_ranks_than_gpus(monkeypatch, capsys):
     monkeypatch.setattr(preflight.torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(preflight.os, "_exit", sys.exit)
     for name, value in {"RANK": "9", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}.items():
@@ -190,12 +180,10 @@ def test_more_ranks_than_gpus(preflight, monkeypatch, capsys):
         ([], "start this with a launcher"),
     ],
 )
-def test_bad_arguments(preflight, monkeypatch, capsys, args, words):
+def test_bad_arguments(monkeypatch, capsys, args, words):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(SystemExit, match="2"):
-        preflight.parse_args(args)
-    assert words in capsys.readouterr().err
+    assert words in refused(capsys, preflight.parse_args, args)
 
 
 # ---- runs on this machine --------------------------------------------------------------------

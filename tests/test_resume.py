@@ -8,16 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conftest import (
-    SCRIPTS,
-    SHORT,
-    difference,
-    free_port,
-    metrics,
-    run_jobs,
-    run_well,
-    start_ranks,
-)
+from conftest import SCRIPTS, SHORT, difference, free_port, metrics, run_jobs, run_well, start_ranks
 
 LONG = [*SHORT, "--num-steps", 30, "--keep-checkpoints", 9]
 
@@ -33,54 +24,38 @@ def cut(run_dir, step, copy):
             shutil.rmtree(checkpoint)
 
 
+# whose run is continued by which chapter on how many ranks: bit by bit, and nearly
+SAME = [("01", "01@1"), ("01-dropout", "01@1"), ("01-bf16", "01@1"), ("02@2", "02@2")]
+SAME += [("02@2-dropout", "02@2"), ("04@2", "04@2")]
+NEAR = [("02@4", "02@4"), ("02@2", "02@1"), ("02@1", "02@2"), ("01", "02@2"), ("02@2", "01@1")]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, models):
-    """Whole runs and continued ones: a name such as 02@2-from-1 says who continued whose run."""
+    """Whole runs and continued ones: a name such as 02@2-on-02@1 says who continued whose run."""
     root = tmp_path_factory.mktemp("resume")
     dropout = ["-m", models / "gpt2-dropout"]
-    extra = {"": [], "-dropout": dropout, "-bf16": ["--precision", "bf16"]}
+    extra = {"": [], "dropout": dropout, "bf16": ["--precision", "bf16"]}
 
-    def job(chapter, name, kind=""):
-        return chapter, [*LONG, *extra[kind], "--save-dir", root, "-e", name]
+    def run_all(names, kind):
+        for ranks in (1, 2, 4):
+            jobs = []
+            for name, on in names:
+                chapter, _, size = on.partition("@")
+                if int(size or 1) == ranks:
+                    more = extra[name.partition("-on-")[0].partition("-")[2]]
+                    jobs.append((chapter, [*LONG, *more, "--save-dir", root, "-e", name]))
+            yield from run_well(ranks, jobs, root / f"{kind}{ranks}", shares=1 + (ranks == 1))
 
-    whole = {1: [job("01", f"01{kind}", kind) for kind in extra] + [job("02", "02@1")]}
-    whole[2] = [job("02", "02@2"), job("02", "02@2-dropout", "-dropout"), job("04", "04@2")]
-    whole[4] = [job("02", "02@4")]
-    for world_size, jobs in whole.items():
-        shares = 2 if world_size == 1 else 1
-        run_well(world_size, jobs, root / f"whole{world_size}", shares=shares)
-
-    later = {1: [], 2: [], 4: []}
-    for name, chapter, world_size, kind in [
-        ("01", "01", 1, ""),
-        ("01-dropout", "01", 1, "-dropout"),
-        ("01-bf16", "01", 1, "-bf16"),
-        ("02@2", "02", 2, ""),
-        ("02@2-dropout", "02", 2, "-dropout"),
-        ("02@4", "02", 4, ""),
-        ("02@2", "02", 1, ""),
-        ("02@1", "02", 2, ""),
-        ("01", "02", 2, ""),
-        ("02@2", "01", 1, ""),
-        ("04@2", "04", 2, ""),
-    ]:
-        copy = f"{name}-on-{chapter}@{world_size}"
-        cut(root / name, 10, root / copy)
-        later[world_size].append(job(chapter, copy, kind))
-    for world_size, jobs in later.items():
-        shares = 2 if world_size == 1 else 1
-        results = run_well(world_size, jobs, root / f"later{world_size}", shares=shares)
-        for ranks in results:
-            assert "continuing from" in ranks[0]["stdout"]
-            assert "step-00000010" in ranks[0]["stdout"]
+    list(run_all([(name, name.partition("-")[0]) for name in dict(SAME + NEAR)], "whole"))
+    for name, on in SAME + NEAR:
+        cut(root / name, 10, root / f"{name}-on-{on}")
+    for ranks in run_all([(f"{name}-on-{on}", on) for name, on in SAME + NEAR], "later"):
+        assert "continuing from" in ranks[0]["stdout"] and "step-00000010" in ranks[0]["stdout"]
     return root
 
 
-@pytest.mark.parametrize(
-    "run, on",
-    [("01", "01@1"), ("01-dropout", "01@1"), ("01-bf16", "01@1"), ("02@2", "02@2"),
-     ("02@2-dropout", "02@2"), ("04@2", "04@2")],
-)  # fmt: skip
+@pytest.mark.parametrize("run, on", SAME)
 def test_resume_is_bit_identical(runs, run, on):
     one, other = metrics(runs / run), metrics(runs / f"{run}-on-{on}")
     assert sorted(one) == list(range(31))
@@ -92,16 +67,7 @@ def test_resume_is_bit_identical(runs, run, on):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-@pytest.mark.parametrize(
-    "run, on",
-    [
-        ("02@4", "02@4"),
-        ("02@2", "02@1"),
-        ("02@1", "02@2"),
-        ("01", "02@2"),
-        ("02@2", "01@1"),
-    ],
-)
+@pytest.mark.parametrize("run, on", NEAR)
 def test_resume_on_another_number_of_ranks(runs, run, on):
     one, other = metrics(runs / run), metrics(runs / f"{run}-on-{on}")
     assert difference(one, other, after=10) < 1e-5

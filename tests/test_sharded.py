@@ -3,15 +3,13 @@
 import argparse
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import ROOT, difference, metrics, run_jobs, run_well
+from conftest import ROOT, difference, metrics, printed, run_jobs, run_well
 from test_bad_input import check
 from test_resume import LONG, cut
 
@@ -32,6 +30,15 @@ def weights_of(run_dir, step):
     weights = {name: weight for name, weight in weights.items() if name not in tied}
     read(run_dir / f"checkpoints/step-{step:08}", {"model": weights})
     return weights | {name: weights[source] for name, source in tied.items()}
+
+
+def loaded(run_dir, step):
+    """Return a finished run's model, loaded by its folder alone: it has a checkpoint's weights."""
+    model, info = AutoModelForCausalLM.from_pretrained(run_dir / "model", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    expected = weights_of(run_dir, step)
+    assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -133,15 +140,11 @@ def test_the_settings_of_the_command_hold_after_a_resume(runs, tmp_path):
 @pytest.mark.parametrize("run", ["on1", "on2", "on4", "tied", "dropout"])
 def test_the_finished_model_has_the_weights_of_all_shards(runs, run, load):
     """It loads by its folder alone, and has the validation loss that the ranks logged last."""
-    folder = runs / run / "model"
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    model = loaded(runs / run, 30)
     assert not type(model).__name__.startswith("FSDP")
     assert all(weight.dtype == torch.float32 for weight in model.parameters())
-    expected = weights_of(runs / run, 30)
-    assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
     args = json.loads(read(runs / run / "checkpoints/step-00000030", {"args": ""})["args"])
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(runs / run / "model")
     _, held_out = load("01").build_data(argparse.Namespace(**args), tokenizer)
     with torch.no_grad():
         loss = model(input_ids=held_out.long(), labels=held_out.long()).loss.item()
@@ -152,9 +155,8 @@ def test_the_finished_model_has_the_weights_of_all_shards(runs, run, load):
 def test_a_checkpoint_becomes_a_model_with_one_command(runs, tmp_path, run):
     """The last one gives the model of the run, an earlier one its own weights."""
     for step in (20, 30):
-        command = [sys.executable, ROOT / "04-fsdp/to_transformers.py"]
-        command += [runs / run / f"checkpoints/step-{step:08}", tmp_path / str(step)]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+        checkpoint = runs / run / f"checkpoints/step-{step:08}"
+        done = printed(ROOT / "04-fsdp/to_transformers.py", checkpoint, tmp_path / str(step))
         assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
         assert done.stdout.strip().endswith(f"step-{step:08}")
         model = AutoModelForCausalLM.from_pretrained(tmp_path / str(step))
@@ -165,8 +167,7 @@ def test_a_checkpoint_becomes_a_model_with_one_command(runs, tmp_path, run):
 
 
 def test_what_is_no_checkpoint_becomes_no_model(tmp_path):
-    command = [sys.executable, ROOT / "04-fsdp/to_transformers.py", tmp_path, tmp_path / "model"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    done = printed(ROOT / "04-fsdp/to_transformers.py", tmp_path, tmp_path / "model")
     assert done.returncode == 1 and not (tmp_path / "model").exists()
     [line] = done.stderr.splitlines()
     assert line.startswith(f"to_transformers.py: error: cannot read {tmp_path}: ")

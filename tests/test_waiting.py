@@ -1,18 +1,15 @@
 """Between two log lines, a step neither waits for the device nor talks more than DDP must."""
 
-import os
 import re
-import subprocess
-import sys
 from argparse import Namespace
 
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from torch.profiler import profile
 
 from conftest import SCRIPTS, free_port
+from on_ranks import make_model_folder, torchrun
 
 
 @pytest.fixture(scope="module")
@@ -87,30 +84,18 @@ def test_only_ddps_buckets_are_reduced_and_once_a_step(load, group):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", ["torch._dynamo.config.optimize_ddp = False", "pass"])
-def test_compiled_layers_stay_in_one_piece(tmp_path, line):
+def test_compiled_layers_stay_in_one_piece(monkeypatch, tmp_path, line):
     """Without chapter 02's line torch cuts a layer that has more than a first bucket's MiB."""
-    wide = transformers.LlamaConfig(
-        vocab_size=384, hidden_size=256, num_hidden_layers=2, bos_token_id=None, eos_token_id=1
-    )
-    wide.update({"intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 4})
-    wide.save_pretrained(tmp_path / "wide")
-    transformers.ByT5Tokenizer().save_pretrained(tmp_path / "wide")
     source = SCRIPTS["02"].read_text()
     assert source.count("torch._dynamo.config.optimize_ddp = False") == 1
     script = tmp_path / "train_llm.py"
     script.write_text(source.replace("torch._dynamo.config.optimize_ddp = False", line))
-    flags = f"""-m {tmp_path}/wide --compile --seq-length 64 --global-batch-size 4 --num-steps 2
+    model = make_model_folder(tmp_path / "wide", 2, 256)
+    flags = f"""-m {model} --compile --seq-length 64 --global-batch-size 4 --num-steps 2
         --eval-samples 4 --save-dir {tmp_path}"""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
-    launcher += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", str(script)]
-    done = subprocess.run(
-        [*launcher, *flags.split()],
-        check=True,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=300,
-        env=os.environ | {"TORCH_LOGS": "ddp_graphs"},
-    )
+    monkeypatch.setenv("TORCH_LOGS", "ddp_graphs")
+    done = torchrun(1, [script, *flags.split()], tmp_path)
+    assert done.returncode == 0, done.stderr
     assert ("split graph" in done.stderr) == (line == "pass")
 
 

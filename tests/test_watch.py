@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, printed
 from test_whats_wrong import rank_files
 
 WATCH = ROOT / "diagnosing-errors/watch.py"
@@ -39,12 +39,9 @@ def run(tmp_path):
 
 def watch(folder, *args, columns=100):
     """Return the exit status and what was printed."""
-    done = subprocess.run(
-        [sys.executable, WATCH, folder, *args],
-        env=os.environ | {"COLUMNS": str(columns), "TERM": "dumb"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    return done.returncode, done.stdout
+    env = os.environ | {"COLUMNS": str(columns), "TERM": "dumb"}
+    done = printed(WATCH, folder, *args, env=env)
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.slow

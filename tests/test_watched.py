@@ -1,6 +1,5 @@
 """watched.py: what it writes, that nothing waits for it, that scripts end as they would without."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -10,11 +9,11 @@ import textwrap
 import threading
 import time
 
-import psutil
 import pytest
 import torch
+import watched
 
-from conftest import ROOT, SCRIPTS, SHORT, difference, free_port, metrics
+from conftest import ROOT, SCRIPTS, SHORT, difference, free_port, metrics, printed
 
 WATCHED = ROOT / "diagnosing-errors/watched.py"
 
@@ -28,10 +27,9 @@ def command_of(folder, *words, ranks=0):
     return list(map(str, [*launcher, WATCHED, "--into", folder, *words]))
 
 
-def run(*args, seconds=120, **options):
+def run(*args, **options):
     """Run to the end; return the finished process with what it printed."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.run(command_of(*args, **options), check=False, timeout=seconds, **pipes)
+    return printed(*command_of(*args, **options))
 
 
 def beat_of(folder, rank=0):
@@ -48,15 +46,6 @@ def script(tmp_path):
         return tmp_path / "some_script.py"
 
     return write
-
-
-@pytest.fixture(scope="module")
-def module():
-    """watched.py as a module."""
-    spec = importlib.util.spec_from_file_location("watched", WATCHED)
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
 
 
 # ---- it ends as it would -----------------------------------------------------------------------
@@ -167,24 +156,6 @@ def test_wrong_arguments(tmp_path):
     assert done.returncode == 2 and "there is no script nowhere.py" in done.stderr
 
 
-@pytest.mark.slow
-def test_a_stop_request_of_chapter_03_saves_as_without(tmp_path):
-    args = [*SHORT, "--num-steps", 5000, "--log-every", 5, "--save-dir", tmp_path, "-e", "run"]
-    command = command_of(tmp_path / "run", SCRIPTS["03"], *args, ranks=2)
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        rows = tmp_path / "run/metrics.jsonl"
-        deadline = time.monotonic() + 120
-        while not (rows.exists() and rows.read_text().count("\n") > 3):
-            assert time.monotonic() < deadline, (tmp_path / "log").read_text()
-            time.sleep(0.2)
-        worker = psutil.Process(beat_of(tmp_path / "run", 1)["pid"])
-        worker.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0, (tmp_path / "log").read_text()
-    assert "the same command continues" in (tmp_path / "log").read_text()
-    assert beat_of(tmp_path / "run", 1)["end"] == "finished"
-
-
 # ---- what it writes ----------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def watched_run(tmp_path_factory):
@@ -241,15 +212,15 @@ class Tokens(torch.nn.Module):
 
 
 @pytest.fixture
-def steps(module):
+def steps():
     """Steps that watch this process; in the end torch is as it was."""
     before = torch.autograd.backward, torch.nn.Embedding.forward
     handles = []
-    register = module.register_optimizer_step_post_hook
-    module.register_optimizer_step_post_hook = lambda hook: handles.append(register(hook))
-    yield module.Steps(2)
+    register = watched.register_optimizer_step_post_hook
+    watched.register_optimizer_step_post_hook = lambda hook: handles.append(register(hook))
+    yield watched.Steps(2)
     torch.autograd.backward, torch.nn.Embedding.forward = before
-    module.register_optimizer_step_post_hook = register
+    watched.register_optimizer_step_post_hook = register
     handles[0].remove()
 
 
@@ -288,15 +259,15 @@ def test_the_first_step_that_is_not_finite_is_kept(steps, make):
     assert steps.bad["step"] == 3 and steps.bad["loss"] == float("inf")
 
 
-def test_an_error_of_its_own_ends_its_looks_and_not_the_training(steps, module, monkeypatch):
-    monkeypatch.delattr(module, "checksum")
+def test_an_error_of_its_own_ends_its_looks_and_not_the_training(steps, monkeypatch):
+    monkeypatch.delattr(watched, "checksum")
     model = Tokens()
     train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert "NameError" in steps.fault and steps.count == 1
 
 
-def test_phases(module):
-    at = lambda *names: module.phase_of([(file, 1, name) for file, name in names])  # noqa: E731
+def test_phases():
+    at = lambda *names: watched.phase_of([(file, 1, name) for file, name in names])  # noqa: E731
     layer = ("/x/site-packages/torch/nn/modules/module.py", "_call_impl")
     hook = ("/x/site-packages/torch/_dynamo/eval_frame.py", "_fn")
     reduce = ("/x/site-packages/torch/distributed/distributed_c10d.py", "all_reduce")

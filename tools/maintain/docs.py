@@ -7,6 +7,8 @@ Where a README says so, in a comment, cog calls one of these functions and puts 
 """
 
 import ast
+import functools
+import importlib
 import json
 import re
 import sys
@@ -15,8 +17,9 @@ from pathlib import Path
 from statistics import median
 
 from cogapp import Cog
+from PIL import Image
 
-from chapters import ROOT, chapters, diff, diff_size, parent_of, parts
+from chapters import ROOT, chapters, diff, diff_size, flags, parent_of, parts
 from readme import readmes
 
 
@@ -68,20 +71,12 @@ def hunk(*names, context=3, only=""):
             if (mark != "-" and new in ours) or (mark == "-" and old in theirs)
         ]
         changed = [
-            number
-            for number, (mark, line) in enumerate(part)
-            if mark != " " and re.search(only, line)
+            n for n, (mark, line) in enumerate(part) if mark != " " and re.search(only, line)
         ]
         if not changed:
             raise ValueError(f"{name}: no changed line is to be shown")
-        shown = sorted(
-            {
-                number
-                for change in changed
-                for number in range(change - context, change + context + 1)
-                if 0 <= number < len(part)
-            }
-        )
+        near = (range(n - context, n + context + 1) for n in changed)
+        shown = sorted(set().union(*near) & set(range(len(part))))
         lines.append(f"@@ {name} @@")
         for number, following in pairwise([*shown, None]):
             lines.append("".join(part[number]).rstrip())
@@ -90,10 +85,14 @@ def hunk(*names, context=3, only=""):
     fenced("diff", lines)
 
 
+def heading(line):
+    """Print the first two lines of a table."""
+    print(line, f"|{'---|' * (line.count('|') - 1)}", sep="\n")
+
+
 def chapter_map():
     """Print the table of all chapters, each in its docstring's words, and their diffs' sizes."""
-    print("| chapter | what its script does | lines | diff against its parent |")
-    print("|---|---|---|---|")
+    heading("| chapter | what its script does | lines | diff against its parent |")
     for name, script in chapters().items():
         source, folder = script.read_text(), script.parent.name
         sentence = ast.get_docstring(ast.parse(source)).partition(".")[0]
@@ -102,6 +101,16 @@ def chapter_map():
             added, removed = diff_size(chapters()[parent], script)
             size = f"+{added} −{removed} against {parent}"
         print(f"| [{folder}]({folder}/README.md) | {sentence} | {source.count(chr(10))} | {size} |")
+
+
+def defaults(chapter, *names):
+    """Print the table of flags of a chapter: what each is without being given, and its help."""
+    declared = flags(chapters()[chapter].read_text())
+    print("| flag | default | |", "|---|---|---|", sep="\n")
+    for name in names:
+        options = ast.parse(declared[f"--{name}"]).body[0].value.keywords
+        told = {option.arg: option.value.value for option in options if option.arg != "type"}
+        print(f"| `--{name}` | {told['default']} | {told['help']} |")
 
 
 def sample(name, head=None, tail=0):
@@ -117,8 +126,8 @@ def ratios(file, rows):
 
     `rows` gives the name of each ratio in that file, and what to call it here.
     """
-    results = json.loads((ROOT / "benchmarks/results" / file).read_text())["ratios"]
-    print("| tokens per second | ratio | lowest – highest |", "|---|---|---|", sep="\n")
+    results = measured(file, "ratios")
+    heading("| tokens per second | ratio | lowest – highest |")
     for name, words in rows.items():
         result = results[name]
         low, high = min(result["rounds"]), max(result["rounds"])
@@ -133,8 +142,7 @@ def measured(file, what):
 def largest(file):
     """Print the table of the largest models that trained in a fixed memory per rank."""
     rows = measured(file, "largest")
-    print(f"| ranks, of {rows[0]['gib']:g} GiB each | chapter 03 | chapter 04 | ratio |")
-    print("|---|---|---|---|")
+    heading(f"| ranks, of {rows[0]['gib']:g} GiB each | chapter 03 | chapter 04 | ratio |")
     weights = {(row["ranks"], row["chapter"]): row["weights"] / 1e6 for row in rows}
     for ranks in sorted({row["ranks"] for row in rows}):
         ddp, fsdp = weights[ranks, "03"], weights[ranks, "04"]
@@ -146,9 +154,8 @@ def memory(file):
     """Print the table of what a rank holds, in MB, by number of ranks and setting."""
     names = {"weights": "weights", "gradients": "gradients", "optimizer": "moments"}
     names |= {"gathered": "most gathered at once", "process at the step": "process"}
-    names |= {"process between micro-steps": "process, before a forward"}
-    print(f"| ranks | setting | {' | '.join(names.values())} |")
-    print(f"|{'---|' * (len(names) + 2)}")
+    names |= {"process between micro-batches": "process, before a forward"}
+    heading(f"| ranks | setting | {' | '.join(names.values())} |")
     for row in measured(file, "costs"):
         cells = " | ".join(f"{row[name] / 1e6:.0f}" for name in names)
         print(f"| {row['ranks']} | {row['setting']} | {cells} |")
@@ -157,7 +164,7 @@ def memory(file):
 def checkpoints(file):
     """Print the table of what saving and loading cost, chapter by chapter."""
     rows = measured(file, "checkpoints")
-    print("| | chapter 02 | chapter 04 | ratio |", "|---|---|---|---|", sep="\n")
+    heading("| | chapter 02 | chapter 04 | ratio |")
     for name, words in (("save", "save"), ("load", "load"), ("bytes", "bytes on disk")):
         one, other = (
             median(row[name] for row in rows if row["chapter"] == chapter)
@@ -171,8 +178,7 @@ def checkpoints(file):
 
 def reading(file):
     """Print the table of the host memory that reading weights takes, in MB."""
-    print("| ranks | this rank's share | largest tensor | chapter 04 | chapter 05 |")
-    print("|---|---|---|---|---|")
+    heading("| ranks | this rank's share | largest tensor | chapter 04 | chapter 05 |")
     rows = {(row["ranks"], row["chapter"]): row for row in measured(file, "reading")}
     for ranks in sorted({ranks for ranks, _ in rows}):
         four, five = rows[ranks, "04"], rows[ranks, "05"]
@@ -183,12 +189,10 @@ def reading(file):
 def saves(file):
     """Print the table of how long saves take, in the background and not."""
     found = measured(file, "saves")
-    names = {
-        "plain": "a save that is waited for",
-        "stall": "`--checkpoint-async`, until it trains on",
-    }
+    names = {"plain": "a save that is waited for"}
+    names |= {"stall": "`--checkpoint-async`, until it trains on"}
     names |= {"in the background": "`--checkpoint-async`, until it is on the disk"}
-    print(f"| of {found['bytes'] / 1e9:.2f} GB | ratio to the first |", "|---|---|", sep="\n")
+    heading(f"| of {found['bytes'] / 1e9:.2f} GB | ratio to the first |")
     for name, words in names.items():
         ratio = median(row[name] / row["plain"] for row in found["rounds"])
         print(f"| {words} | {ratio:.2f} |")
@@ -196,11 +200,7 @@ def saves(file):
 
 def planner(file):
     """Print the table of planned and measured peaks; fail if not all shards are as planned."""
-    print(
-        "| chapter and case | ranks | flags | measured | planned |",
-        "|---|---|---|---|---|",
-        sep="\n",
-    )
+    heading("| chapter and case | ranks | flags | measured | planned |")
     for row in measured(file, "rows"):
         assert row["exact"], row["case"]
         peaks = " | ".join(f"{row[name]['peak'] / 1e6:.2f}" for name in ("measured", "planned"))
@@ -243,37 +243,34 @@ def faults(file):
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 
-def fault(name, file="faults-cpu-2cores.json"):
+def fault(name):
     """Print what one broken run showed: lines of its log, and the verdict of whats_wrong.py."""
-    row = next(row for row in measured(file, "rows") if row["fault"] == name and row["right"])
+    rows = measured("faults-cpu-2cores.json", "rows")
+    rows = [row for row in rows if row["fault"] == name and row["right"]]
+    row = next(row for row in rows if row["said"].upper() in row["text"])  # asked once more, too
     verdict = row["text"].rstrip().rpartition("\n\n")[2].splitlines()
     log = [line for line in row["log"] if "ChildFailedError" not in line]
-    fenced("text", [*log[:6], "", *verdict])
+    fenced("text", [*log[:3], "", *verdict])
 
 
 def watching(file):
     """Print what watched.py costs a step of chapter 01."""
-    print("| | a step, to that of the script alone |")
-    print("|---|---|")
+    heading("| | a step, to that of the script alone |")
     for name, shares in measured(file, "shares").items():
         print(f"| {name} | {median(shares):.3f} ({min(shares):.3f} – {max(shares):.3f}) |")
 
 
-def contenders(file, *names):
-    """Print the table of who took part in benchmarks/speed.py: all, or those that are named."""
-    path = ROOT / "benchmarks/results" / file
-    results = json.loads(path.read_text())
-    rounds, details = results["speeds"], results["details"]
-    print("| who | speed, of chapter 01 | first step after | peak memory | a save | last loss |")
-    print("|---|---|---|---|---|---|")
+def contenders(file):
+    """Print the table of who took part in benchmarks/speed.py, the fastest first."""
+    rounds, details = measured(file, "speeds"), measured(file, "details")
+    heading("| who | speed, of chapter 01 | first step after | peak memory | a save | last loss |")
     order = sorted(details, key=lambda name: -median(told[name] / told["01"] for told in rounds))
-    for name in names or order:
+    for name in order:
         told, shares = details[name], [speeds[name] / speeds["01"] for speeds in rounds]
         speed = f"{median(shares):.2f} ({min(shares):.2f} – {max(shares):.2f})"
-        first = f"{told['first step']:.0f} s"
+        costs = f"{told['first step']:.0f} s | {told['peak memory']:.2f} GiB"
         save = f"{told['save_checkpoint']:.2f} s" if "save_checkpoint" in told else ""
-        loss = f"{told['loss']:.4f}"
-        print(f"| {name} | {speed} | {first} | {told['peak memory']:.2f} GiB | {save} | {loss} |")
+        print(f"| {name} | {speed} | {costs} | {save} | {told['loss']:.4f} |")
 
 
 def same_work(file):
@@ -291,32 +288,18 @@ def same_work(file):
     print(f" The others: {', '.join(far)}." if far else "")
 
 
-def note(file):
-    """Print what is to be known of a file of results that was put together from several runs."""
-    told = json.loads((ROOT / "benchmarks/results" / file).read_text()).get("note")
-    print(f"({told})" if told else "")
-
-
-def evaluation(file, who="01", samples=8):
-    """Print the sentence on what an evaluation costs, in steps on as many samples."""
-    results = json.loads((ROOT / "benchmarks/results" / file).read_text())
-    speed = median(speeds[who] for speeds in results["speeds"])
-    steps = results["details"][who]["evaluate"] * speed / (samples * 256)
-    print(
-        f"In chapter {who}, an evaluation of {samples} samples takes {steps:.2f} times as long as"
-    )
+def evaluation(file):
+    """Print the sentence on what an evaluation of 8 samples costs chapter 01, in steps on 8."""
+    speed = median(speeds["01"] for speeds in measured(file, "speeds"))
+    steps = measured(file, "details")["01"]["evaluate"] * speed / (8 * 256)
+    print(f"In chapter 01, an evaluation of 8 samples takes {steps:.2f} times as long as")
     print("a training step on as many.")
 
 
 def goals(file):
     """Print the table of the ratios that have a goal, and whether it is reached."""
-    found = json.loads((ROOT / "benchmarks/results" / file).read_text())["ratios"]
-    print(
-        "| ratio of speeds | goal | median | lowest – highest | |",
-        "|---|---|---|---|---|",
-        sep="\n",
-    )
-    for name, ratio in found.items():
+    heading("| ratio of speeds | goal | median | lowest – highest | |")
+    for name, ratio in measured(file, "ratios").items():
         if ratio["goal"]:
             verdict = "reached" if ratio["median"] >= ratio["goal"] else "**missed**"
             low, high = min(ratio["rounds"]), max(ratio["rounds"])
@@ -328,7 +311,7 @@ def floor(file):
     """Print the table of what a step of chapter 01 takes above the bare loop's, part by part."""
     ours, bare = measured(file, "parts").values()
     whole = sum(bare.values())
-    print("| part | chapter 01 | bare loop | above it |", "|---|---|---|---|", sep="\n")
+    heading("| part | chapter 01 | bare loop | above it |")
     for part in ours | {"a step": None}:
         of = [sum(each.values()) if part == "a step" else each[part] for each in (ours, bare)]
         cells = (f"{share / whole:.1%}" for share in (*of, of[0] - of[1]))
@@ -336,35 +319,28 @@ def floor(file):
 
 
 def growth(file, what):
-    """Print a table of benchmarks/growth.py: of model, sequence, batch, resume or data."""
-    compared = {"to the bare loop": "{:.2f}", "to matrix products": "{:.2f}"}
-    compared |= {"peak memory": "{:.2f} GiB"}
+    """Print a table of benchmarks/growth.py: of resume or data."""
     shown = {
-        "model": {"weights": "{:,.0f}"} | compared,
-        "sequence": {"sequence": "{:,}"} | compared,
-        "batch": {
-            "samples": "{}",
-            "01 compiled / pure-bf16 compiled": "{:.2f}",
-            "02@2 / 01": "{:.2f}",
-        },
         "resume": {"steps done": "{:,}", "load_checkpoint": "{:.2f} s", "first_step": "{:.1f} s"},
         "data": {"bytes": "{:,}", "MB per second": "{:.1f}", "memory grows by": "{:,}"},
     }[what]
     words = {"load_checkpoint": "to load", "first_step": "from the command to the first step's end"}
-    print(
-        f"| {' | '.join(words.get(name, name) for name in shown)} |",
-        f"|{'---|' * len(shown)}",
-        sep="\n",
-    )
+    heading(f"| {' | '.join(words.get(name, name) for name in shown)} |")
     for row in measured(file, what):
         print(f"| {' | '.join(form.format(row[name]) for name, form in shown.items())} |")
 
 
-def scale(file, scene="as published", devices=(8, 64, 512, 4096)):
+@functools.cache
+def predicted():
+    """Return what benchmarks/scale.py predicts."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    return importlib.import_module("scale").predict([])
+
+
+def scale(scene="as published", devices=(8, 64, 512, 4096)):
     """Print the table of a scene: tokens/s per device, share of a step that waits, GiB if known."""
-    print(f"| | {' | '.join(f'{number:,} devices' for number in devices)} |")
-    print(f"|{'---|' * (len(devices) + 1)}")
-    rows = [row for row in measured(file, "rows") if row["scene"] == scene]
+    heading(f"| | {' | '.join(f'{number:,} devices' for number in devices)} |")
+    rows = [row for row in predicted()["rows"] if row["scene"] == scene]
     for name in dict.fromkeys(row["strategy"] for row in rows):
         cells = {
             row["devices"]: f"{row['tokens_per_second']:,.0f}, {row['share']:.1%}"
@@ -375,7 +351,7 @@ def scale(file, scene="as published", devices=(8, 64, 512, 4096)):
         print(f"| {name} | {' | '.join(cells[number] for number in devices)} |")
 
 
-def scale_layers(file):
+def scale_layers():
     """Print the table of what a layer takes if FSDP gathers it and if tensor parallelism splits it.
 
     In each cell: milliseconds, and GB that a device sends.
@@ -383,16 +359,16 @@ def scale_layers(file):
     names = ["computing", "in the group", "FSDP alone", "FSDP across groups", "TP pays below"]
     print(f"| model | devices | {' | '.join(names)} |")
     print(f"|{'---|' * 7}")
-    for row in measured(file, "layers"):
+    for row in predicted()["layers"]:
         ways = [("group", "group_gb"), ("FSDP", "FSDP_gb"), ("across", "across_gb")]
         sent = " | ".join(f"{1e3 * row[time]:.1f} ms, {row[gb]:.1f} GB" for time, gb in ways)
         model, pays = row["model"].rpartition("/")[2], f"{row['pays below']:,.0f} tokens"
         print(f"| {model} | {row['devices']} | {1e3 * row['compute']:.1f} ms | {sent} | {pays} |")
 
 
-def scale_lessons(file):
+def scale_lessons():
     """Print what the scenes of benchmarks/scale.py teach, with their numbers."""
-    found = {(row["scene"], row["strategy"], row["devices"]): row for row in measured(file, "rows")}
+    found = {(row["scene"], row["strategy"], row["devices"]): row for row in predicted()["rows"]}
     fsdp, hybrid, offload = "FSDP, gathered twice", "hybrid", "FSDP, CPU offload"
     split, least = "tensor parallel", "512 tokens"
     few, many = "2048 tokens", "8 × 4096 tokens, 100 Gb/s"
@@ -411,12 +387,11 @@ def scale_lessons(file):
     gain = speed(few, hybrid, 4096) / speed(few, fsdp, 4096)
     slow = speed(many, hybrid, 512) / speed(many, fsdp, 512) - 1
     one = many.removeprefix("8 × ")
-    alone, ddp = found["as published", offload, 8], found["as published", "DDP", 8]["gib"]
+    full = "as published"
+    alone, ddp = found[full, offload, 8], found[full, "DDP", 8]["gib"]
+    cost = [1 - speed(full, offload, n) / speed(full, fsdp, n) for n in (8, 512)]
     splits = [(least, 8), (least, 4096), (few, 8)]
     splits = [speed(scene, split, n) / speed(scene, fsdp, n) for scene, n in splits]
-    cost = [
-        1 - speed("as published", offload, n) / speed("as published", fsdp, n) for n in (8, 512)
-    ]
     print(
         f"""
 - **Many tokens hide the network.** On 512 devices FSDP waits {told.format(*waits)}.
@@ -424,9 +399,9 @@ def scale_lessons(file):
   a device is {mid:.2f} times as fast among 256 as among 8, and {most:.2f} times among 4,096.
 - **DDP has a tree and keeps its speed**, but does not fit: {ddp:.0f} GiB.
 - **Hybrid pays** where those hops show: with 2,048 tokens from {ahead:,} devices on, on 4,096
-  {gain:.1f} times as fast. It pays with accumulation, too: on 100 Gb/s, 8 micro-steps of 4,096
+  {gain:.1f} times as fast. It pays with accumulation, too: on 100 Gb/s, 8 micro-batches of 4,096
   tokens and 512 devices, a GPU sends {sent(many, hybrid):.1f} GB between nodes instead of
-  {sent(many, fsdp):.1f}, and is {slow:.0%} faster. With one micro-step it sends about as much as
+  {sent(many, fsdp):.1f}, and is {slow:.0%} faster. With one micro-batch it sends about as much as
   FSDP ({sent(one, hybrid):.1f} and {sent(one, fsdp):.1f} GB), and is slower.
 - **Tensor parallel pays** with few tokens per device: with 512, a device is {splits[0]:.1f} times
   as fast as with FSDP in one node, and {splits[1]:.1f} times among 4,096. With 2,048 in one node it
@@ -437,11 +412,10 @@ def scale_lessons(file):
     )
 
 
-def scale_published(file):
+def scale_published():
     """Print the table of what a published run reached, and what benchmarks/scale.py says of it."""
-    print("| run | GPUs | tokens/s per GPU, published | predicted | GiB, published | predicted |")
-    print("|---|---|---|---|---|---|")
-    for row in measured(file, "published"):
+    heading("| run | GPUs | tokens/s per GPU, published | predicted | GiB, published | predicted |")
+    for row in predicted()["published"]:
         how = "fitted" if row["fitted"] else f"{row['error']:+.1%}"
         speeds = f"{row['tokens_per_second']:,} | {row['predicted']:,.0f} ({how})"
         gib = f"{row['gib']:.1f} | {row['predicted_gib']:.1f}"
@@ -451,7 +425,7 @@ def scale_published(file):
 def where(file):
     """Print the table of where the time of a step goes, in percents of it."""
     names = ("compute", "exposed", "data", "host", "hidden")
-    print(f"| chapter | ranks | {' | '.join(names)} |", f"|{'---|' * 7}", sep="\n")
+    heading(f"| chapter | ranks | {' | '.join(names)} |")
     for row in measured(file, "rows"):
         compiled = " `--compile`" if row["compiled"] else ""
         cells = " | ".join(f"{row[name]:.1%}" for name in names)
@@ -465,7 +439,8 @@ def gpu_checks():
     found = [path for path in found if path.stem != "gpu-check-cpu"]  # which only tries the code
     for path in found:
         machine(path.name)
-        print("", "| check | result | numbers | |", "|---|---|---|---|", sep="\n")
+        print()
+        heading("| check | result | numbers | |")
         for row in measured(path.name, "rows"):
             numbers = ", ".join(f"{name} {value:.4g}" for name, value in row["numbers"].items())
             reason = row["reason"].replace("|", "/").replace("\n", " ")
@@ -477,12 +452,11 @@ def gpu_checks():
 
 def environments(rank=3):
     """Print the table of what each launcher told one rank."""
-    columns = "launcher", "rank", "ranks in all", "rank on its node"
-    columns += "where to meet", "GPUs", "threads"
-    print(f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", sep="\n")
-    for launcher, found in json.loads(
-        (ROOT / "benchmarks/results/environments.json").read_text()
-    ).items():
+    heading(
+        "| launcher | rank | ranks in all | rank on its node | where to meet | GPUs | threads |"
+    )
+    results = json.loads((ROOT / "benchmarks/results/environments.json").read_text())
+    for launcher, found in results.items():
         told = found["ranks"][rank]["variables"]
         groups = [[name] for name in found["names"]]
         groups.append([name for name in told if name.startswith(("MASTER", "SLURM_STEP_NODE"))])
@@ -494,7 +468,7 @@ def environments(rank=3):
 
 def machine(file):
     """Print in a sentence on what a file under benchmarks/results was measured."""
-    facts = json.loads((ROOT / "benchmarks/results" / file).read_text())["machine"]
+    facts = measured(file, "machine")
     versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "transformers"))
     gpus = facts.get("gpus", "")
     if gpus and not isinstance(gpus, str):  # as benchmarks/gpu_check.py has them
@@ -503,8 +477,17 @@ def machine(file):
     print(f"{gpus and f'{gpus}, '}{cpu}, {versions}.")
 
 
+def shrink_pictures():
+    """Give pictures a palette of 64 colours: plots look the same in a quarter of the bytes."""
+    for path in sorted(ROOT.glob("assets/*.png")):
+        if (picture := Image.open(path)).mode != "P":
+            picture.convert("RGB").quantize(64).save(path, optimize=True)
+
+
 def main():
     """Have cog make all parts, or with --check none; the exit status says whether all is well."""
+    if "--check" not in sys.argv:
+        shrink_pictures()
     files = [*readmes(), *sorted(ROOT.glob("*/configs/*.args"))]
     options = ["--check", "--diff"] if sys.argv[1:] == ["--check"] else ["-r"]
     command = ["cog", *options, "-P", "-p", "from docs import *", *map(str, files)]

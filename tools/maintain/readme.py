@@ -8,6 +8,7 @@ from markdown_it import MarkdownIt
 
 from chapters import ROOT
 
+SAMPLE = r'\bsample\("([\w-]+)"(?:, head=(\d+), tail=(\d+))?'
 SKIPPED = {".venv", "outputs", ".pytest_cache"}  # folders of this checkout that are none of ours
 
 
@@ -20,6 +21,7 @@ class Block:
     text: str
     needs: str = ""
     sample: str = ""  # the file under assets/samples that holds what it printed
+    shown: tuple = ()  # how many of its first and last lines the README shows; (): all
 
 
 def readmes(root=ROOT):
@@ -30,7 +32,7 @@ def readmes(root=ROOT):
 
 def words(path, made=True):
     """Return the number of words of a README: all, or of its prose: none that is made, no code."""
-    text = path.read_text()
+    text = re.sub(r'<a id="[\w-]+"></a>', "", path.read_text())
     if not made:
         text = re.sub(
             r"<!-- \[\[\[cog.*?\[\[\[end\]\]\]|<!--.*?-->|```.*?```", "", text, flags=re.S
@@ -49,8 +51,10 @@ def blocks(path):
         if token.type == "html_block":
             marker = re.match(r"<!-- needs: (.*?) -->", token.content)
             needs = marker[1] if marker else needs
-            if sample := re.search(r'\bsample\("([\w-]+)"', token.content):
-                [block for block in found if block.kind == "bash"][-1].sample = sample[1]
+            if asked := re.search(SAMPLE, token.content):
+                block = [block for block in found if block.kind == "bash"][-1]
+                block.sample, *shown = asked.groups()
+                block.shown = tuple(map(int, filter(None, shown)))
         elif token.type == "fence":
             name = f"{path.relative_to(ROOT)}:{token.map[0] + 1}"
             found.append(Block(name, token.info, token.content, needs))
@@ -61,6 +65,16 @@ def blocks(path):
 def commands():
     """Return all blocks in bash, of all READMEs."""
     return [block for path in readmes() for block in blocks(path) if block.kind == "bash"]
+
+
+def shown(sample, output):
+    """Return what READMEs show of an output: all, or its first and last lines."""
+    parts = [block.shown for block in commands() if block.sample == sample]
+    if () in parts:
+        return output
+    head, tail = map(max, zip(*parts, strict=True))
+    lines = output.splitlines(keepends=True)
+    return "".join([*lines[:head], "...\n", *lines[max(head, len(lines) - tail) :]])
 
 
 def workplace(folder):

@@ -1,4 +1,5 @@
-"""Run the commands whose output a README shows; keep what they print, and draw, under assets.
+"""Run the commands whose output a README shows; keep what it shows, and what they
+draw, under assets.
 
 Here:  make samples                       all of them
        python tools/maintain/samples.py 02-run     those of these names
@@ -12,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from chapters import ROOT
-from readme import Block, commands, script_of, workplace
+from readme import Block, commands, script_of, shown, workplace
 
 SAMPLES = ROOT / "assets/samples"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
@@ -69,7 +70,7 @@ def main():
         if status:
             sys.exit(f"{output}\nfailed with status {status}: {block.text}")
         SAMPLES.mkdir(parents=True, exist_ok=True)
-        (SAMPLES / f"{block.sample}.txt").write_text(output)
+        (SAMPLES / f"{block.sample}.txt").write_text(shown(block.sample, output))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 Here:  make timeline      which runs this with torchrun, and writes assets/timeline.png
 """
 
-import importlib.util
 import json
 import os
 import sys
@@ -15,35 +14,18 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import profile, record_function
+from torch.profiler import profile
 
-from chapters import ROOT, chapters
+from chapters import ROOT
 
-COLORS = {
-    "forward": "#5aa9a3",
-    "backward": "#1f3b5c",
-    "all-reduce": "#e08a3c",
-    "clip and step": "#8d6cab",
-}
+sys.path.append(str(ROOT / "benchmarks"))
+
+from contenders import load
+from where import marked
+
+COLORS = {"forward": "#5aa9a3", "backward": "#1f3b5c"}
+COLORS |= {"all-reduce": "#e08a3c", "clip and step": "#8d6cab"}
 ARGUMENTS = "--num-steps 8 --global-batch-size 16 --batch-size 8 --device cpu --save-dir"
-
-
-def load(script):
-    """Return a chapter's script as a module."""
-    spec = importlib.util.spec_from_file_location("chapter", script)
-    chapter = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(chapter)
-    return chapter
-
-
-def marked(work, name):
-    """Return `work` so that the profiler shows it under `name`."""
-
-    def marked_work(*args, **options):
-        with record_function(name):
-            return work(*args, **options)
-
-    return marked_work
 
 
 def profile_a_step(chapter, trace):
@@ -107,13 +89,8 @@ def draw(ranks, path):
     axes.set_xlabel("milliseconds")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.legend(
-        handles=[Patch(color=color, label=name) for name, color in COLORS.items()],
-        ncols=len(COLORS),
-        loc="lower center",
-        bbox_to_anchor=(0.5, 1.0),
-        frameon=False,
-    )
+    handles = [Patch(color=color, label=name) for name, color in COLORS.items()]
+    figure.legend(handles=handles, ncols=len(COLORS), loc="outside upper center", frameon=False)
     figure.savefig(path)
 
 
@@ -123,7 +100,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         sys.argv[1:] = [*ARGUMENTS.split(), folder]
         trace = f"{folder}/trace.json"
-        profile_a_step(load(chapters()["02"]), trace)
+        profile_a_step(load("02"), trace)
         ranks = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, spans_of(trace))
     if os.environ["RANK"] == "0":

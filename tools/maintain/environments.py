@@ -2,7 +2,7 @@
 
 Here:  make environments     write benchmarks/results/environments.json, which environments.md shows
 
-Needs root, the packages of packages.sh, and DeepSpeed.
+Needs root, the packages of tests/cluster/packages.sh, and DeepSpeed.
 """
 
 import importlib.util
@@ -12,13 +12,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-if __name__ == "__main__":
-    sys.path[:1] = [str(ROOT / "tests"), str(ROOT / "tools/maintain"), str(ROOT / "benchmarks")]
+from chapters import ROOT, chapters
 
-from chapters import chapters  # noqa: E402
-from cluster.cluster import Cluster  # noqa: E402
-from speed import in_rows  # noqa: E402
+if __name__ == "__main__":
+    sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+
+from cluster.cluster import Cluster
+from speed import in_rows
 
 FOLDER = ROOT / "03-job-launchers"
 RESULT = ROOT / "benchmarks/results/environments.json"
@@ -34,6 +34,23 @@ ALSO = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 SRUN = ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
+TWO = "--nodes=2 --gpus-per-node=2"
+TYPED = {  # the variable with the rank, and what is typed before a script to start four ranks
+    "ssh/launch.sh": ("RANK", "{chapter}/ssh/launch.sh {folder}/hosts.txt"),
+    "slurm/train.sbatch": ("RANK", f"sbatch {TWO} {{chapter}}/slurm/train.sbatch"),
+    "slurm/srun-direct.sbatch": (
+        "SLURM_PROCID",
+        f"sbatch {TWO} --ntasks-per-node=2 {{chapter}}/slurm/srun-direct.sbatch",
+    ),
+    "mpi/launch.sh": ("OMPI_COMM_WORLD_RANK", "{chapter}/mpi/launch.sh h1:2,h2:2"),
+    "MPICH's mpiexec": (
+        "PMI_RANK",
+        "mpiexec.hydra -hosts h1,h2 -ppn 2 -genv MASTER_ADDR h1 -genv MASTER_PORT 29400 python",
+    ),
+    "deepspeed/launch.sh": ("RANK", "{chapter}/deepspeed/launch.sh {folder}/slots.txt"),
+}
+
+
 def names_of_launchers():
     """Return the rows of the chapter's LAUNCHERS by their first variable, which has the rank."""
     spec = importlib.util.spec_from_file_location("chapter", chapters()["03"])
@@ -42,33 +59,30 @@ def names_of_launchers():
     return {names[0]: names for names in chapter.LAUNCHERS}
 
 
-def commands(folder):
-    """Return how each launcher starts the probe: which variable has the rank, and a command."""
-    probe = [str(folder / "probe.py")]
-    (folder / "hosts.txt").write_text("h1\nh2\n")
+def launch(cluster, folder, typed, words, env):
+    """Type this before a script and its arguments; return what is printed, of sbatch the job."""
+    (folder / "hosts.txt").write_text("# two nodes\nh1\nh2\n")
     (folder / "slots.txt").write_text("h1 slots=2\nh2 slots=2\n")
-    node = ["--nodes=2", "--gpus-per-node=2"]
-    meet = ["-genv", "MASTER_ADDR", "h1", "-genv", "MASTER_PORT", "29400"]
-    return {
-        "ssh/launch.sh": ("RANK", [FOLDER / "ssh/launch.sh", folder / "hosts.txt", *probe]),
-        "slurm/train.sbatch": ("RANK", [*node, FOLDER / "slurm/train.sbatch", *probe]),
-        "slurm/srun-direct.sbatch": (
-            "SLURM_PROCID",
-            [*node, "--ntasks-per-node=2", FOLDER / "slurm/srun-direct.sbatch", *probe],
-        ),
-        "mpi/launch.sh": (
-            "OMPI_COMM_WORLD_RANK",
-            [FOLDER / "mpi/launch.sh", "h1:2,h2:2", *probe],
-        ),
-        "MPICH's mpiexec": (
-            "PMI_RANK",
-            ["mpiexec.hydra", "-hosts", "h1,h2", "-ppn", "2", *meet, "python", *probe],
-        ),
-        "deepspeed/launch.sh": (
-            "RANK",
-            [FOLDER / "deepspeed/launch.sh", folder / "slots.txt", *probe],
-        ),
-    }
+    typed = typed.format(chapter=FOLDER, folder=folder).split()
+    if typed[0] != "sbatch":
+        return cluster.run("head", [*typed, *words], cwd=folder, env=env, timeout=240).stdout
+    job = cluster.sbatch(*typed[1:], *map(str, words), cwd=folder, env=env)
+    finished(cluster, job, folder)
+    return job
+
+
+def finished(cluster, job, folder, seconds=240):
+    """Wait until a job has ended; it must have ended well. Return what Slurm knows of it."""
+    ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+    found = cluster.wait_for_job(job, *ended, seconds=seconds)
+    assert found["JobState"] == "COMPLETED", report(folder)
+    return found
+
+
+def report(folder):
+    """Return all that jobs have written, for the message of a failure."""
+    logs = [*sorted(folder.rglob("*.log")), *sorted(folder.glob("*.out"))]
+    return "\n".join(f"{path}:\n{path.read_text()}" for path in logs)[-6000:]
 
 
 def collect(cluster, folder):
@@ -79,14 +93,10 @@ def collect(cluster, folder):
         os.environ.pop(name, None)
     (folder / "probe.py").write_text(PROBE)
     launchers, results = names_of_launchers(), {}
-    for name, (rank_in, command) in commands(folder).items():
+    for name, (rank_in, typed) in TYPED.items():
         found = folder / name.replace("/", "-")
         found.mkdir()
-        if ".sbatch" in name:
-            job = cluster.sbatch(*command, found, env=env, cwd=folder)
-            cluster.wait_for_job(job, "COMPLETED", seconds=120)
-        else:
-            cluster.run("head", [*command, found], env=env, cwd=folder, timeout=120)
+        launch(cluster, folder, typed, [folder / "probe.py", found], env)
         names = launchers[rank_in]
         wanted = [*names, *ALSO, *(SRUN if rank_in == "SLURM_PROCID" else ())]
         ranks = [json.loads(path.read_text()) for path in found.glob("*.json")]

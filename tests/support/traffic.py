@@ -18,7 +18,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SCRIPT = next(Path(__file__).resolve().parent.parent.glob("06-*/train_llm.py"))
+SCRIPT = next(Path(__file__).resolve().parents[2].glob("06-*/train_llm.py"))
 
 
 class Traffic(TorchDispatchMode):

@@ -1,0 +1,157 @@
+"""The Python on docs/your-own-script.md does what the page says, and its checks notice mistakes."""
+
+import ast
+import contextlib
+import io
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+
+from conftest import ROOT, fast_byte_tokenizer
+from readme import blocks
+
+PAGE = ROOT / "docs/your-own-script.md"
+CODE = "\n".join(block.text for block in blocks(PAGE) if block.kind == "python")
+SIZE = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZE |= {"intermediate_size": 64, "max_position_embeddings": 128, "num_key_value_heads": 1}
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**SIZE),
+    "tied": transformers.Qwen3Config(**SIZE, head_dim=16, tie_word_embeddings=True),
+    "mixtral": transformers.MixtralConfig(**SIZE, num_local_experts=4),
+}
+
+
+def page(old="", new=""):
+    """Return what the page defines, after a replacement."""
+    assert not old or CODE.count(old) == 1
+    module = types.ModuleType("page")
+    exec(CODE.replace(old, new) if old else CODE, module.__dict__)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of published models, one for each configuration."""
+    root = tmp_path_factory.mktemp("published")
+    for name, config in CONFIGS.items():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(root / name)
+        fast_byte_tokenizer().save_pretrained(root / name)
+    return root
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of this process; new memory is NaN, so what is forgotten shows."""
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch.use_deterministic_algorithms(False)
+
+
+def checked(code, folder):
+    """Return the names that the page's check prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code.check(folder, "cpu")
+    return ast.literal_eval(said.getvalue().removeprefix("different: "))
+
+
+@pytest.mark.parametrize("name", ["llama", "tied"])
+def test_a_model_built_on_the_meta_device(name, folders, alone):
+    """It equals the one that is built on the CPU, bit for bit."""
+    assert checked(page(), folders / name) == []
+
+
+@pytest.mark.parametrize(
+    "forgotten, told", [("model.init_weights()", "inv_freq"), ("dcp.load(weights, ", "weight")]
+)
+def test_a_forgotten_line_is_named(forgotten, told, folders, alone):
+    names = checked(page(forgotten, "dict(" if forgotten.endswith(" ") else ""), folders / "llama")
+    assert names and all(each.endswith(told) for each in names), names
+
+
+def test_lost_ties_are_named(folders, alone, monkeypatch):
+    monkeypatch.setattr(transformers.Qwen3ForCausalLM, "tie_weights", lambda *_, **__: None)
+    with pytest.raises(dcp.CheckpointException, match=r"Missing key.*: lm_head\.weight"):
+        checked(page(), folders / "tied")
+
+
+def test_weights_under_other_names(folders, alone, tmp_path):
+    """Mixtral's cannot be read shard by shard, and can be after they were written out."""
+    code = page()
+    with pytest.raises(dcp.CheckpointException, match="Missing key"):
+        code.load_sharded(folders / "mixtral", "cpu")
+    code.write_out(folders / "mixtral", tmp_path / "written")
+    expected = transformers.AutoModelForCausalLM.from_pretrained(
+        folders / "mixtral", dtype=torch.float32
+    )
+    torch.use_deterministic_algorithms(True)
+    assert code.different(code.load_sharded(tmp_path / "written", "cpu"), expected) == []
+
+
+# ---- resume ----------------------------------------------------------------------------------
+STEPS, SAVED = 20, 10
+SAMPLES = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Model(torch.nn.Sequential):
+    """Returns a loss, with dropout on the way."""
+
+    def forward(self, inputs):
+        return (super().forward(inputs) - inputs.roll(1, 1)).pow(2).mean()
+
+
+def run(code, path, steps):
+    """Train from the checkpoint, if there is one; return losses and the line of each step."""
+    torch.manual_seed(1)
+    model = Model(torch.nn.Linear(8, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        losses = code.train(model, optimizer, schedule, SAMPLES, path, steps, SAVED)
+    lines = [line.split("  ") for line in said.getvalue().splitlines()]
+    found = {int(line[0].split()[1]): dict(word.split() for word in line[1:]) for line in lines}
+    return losses, found
+
+
+def test_a_resume_is_exact(tmp_path):
+    """Not one bit of the losses after it differs, nor anything that is printed."""
+    losses, lines = run(page(), tmp_path / "whole", STEPS)
+    run(page(), tmp_path / "killed", SAVED + 3)
+    after, shown = run(page(), tmp_path / "killed", STEPS)
+    assert list(after) == list(range(SAVED, STEPS))
+    assert all(after[step] == losses[step] and shown[step] == lines[step] for step in after)
+
+
+@pytest.mark.parametrize(
+    "old, new, lost",
+    [
+        ('optimizer.load_state_dict(state["optimizer"])', "pass", {"moments"}),
+        ('schedule.load_state_dict(state["schedule"])', "pass", {"lr"}),
+        ("batches(dataset, batch, seed, done,", "batches(dataset, batch, seed, 0,", {"samples"}),
+        ("torch.manual_seed(hash((seed, step, rank)))", "torch.rand(())", {"random"}),
+    ],
+)
+def test_what_is_lost_is_named(old, new, lost, tmp_path):
+    """Of the line for the first step after the resume, only what was lost is another."""
+    code = page(old, new)
+    losses, lines = run(code, tmp_path / "whole", STEPS)
+    run(code, tmp_path / "killed", SAVED)
+    after, shown = run(code, tmp_path / "killed", STEPS)
+    differ = {name for name in lines[SAVED] if shown[SAVED][name] != lines[SAVED][name]}
+    assert differ == lost
+    assert any(after[step] != losses[step] for step in after)
+
+
+def test_ranks_share_a_pass(tmp_path):
+    """Together they read each sample once, from any step on."""
+    code, data = page(), torch.arange(24)
+    first = [iter(code.batches(data, 8, 0, 1, rank, 2)) for rank in range(2)]
+    read = torch.cat([next(each) for _ in range(2) for each in first])
+    before = next(iter(code.batches(data, 8, 0, 0)))
+    assert sorted(torch.cat([before, read]).tolist()) == list(range(24))
