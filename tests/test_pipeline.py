@@ -214,7 +214,7 @@ def test_weights_are_those_of_chapter_01(families, tmp_path, layout, schedule):
     common = ["--device", "cpu", "--save-dir", tmp_path, "--seq-length", 64, "--batch-size", 2]
     cases = {name: list(map(str, [*common, *args])) for name, args in cases.items()}
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    command = [ROOT / "tests/values.py", tmp_path / "cases.json", tmp_path / "done", "07"]
+    command = [ROOT / "tests/support/values.py", tmp_path / "cases.json", tmp_path / "done", "07"]
     command += [*flags, "--pipeline-schedule", schedule]
     ranks = start_ranks(world_size, list(map(str, command)), tmp_path, MASTER_PORT=str(free_port()))
     statuses = [rank.wait(timeout=200) for rank in ranks]
@@ -322,7 +322,7 @@ def test_a_step_gathers_each_layer_once(tmp_path):
     """However many micro-batches it has; so does an evaluation. And it reduces once."""
     args = [*SHORT, *TWO, "--batch-size", 1, "--num-steps", 3, "--eval-samples", 8]
     args += ["--save-dir", tmp_path, "-e", "run"]
-    command = [ROOT / "tests/gathers.py", tmp_path, SCRIPTS["07"], *args]
+    command = [ROOT / "tests/support/gathers.py", tmp_path, SCRIPTS["07"], *args]
     ranks = start_ranks(4, list(map(str, command)), tmp_path, MASTER_PORT=str(free_port()))
     statuses = [rank.wait(timeout=200) for rank in ranks]
     assert statuses == [0] * 4, (tmp_path / "rank0.log").read_text()
