@@ -377,7 +377,7 @@ def test_the_curve_goes_on_in_other_layouts_and_in_chapters_05_and_06(whole, fam
     assert all(torch.allclose(one[name], other[name], rtol=0, atol=1e-4) for name in one)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_evaluation_has_no_dropout(families, tmp_path):
     """In no part of a stage: the loss before the first step is that without any."""
     args = [*SHORT, *SETTINGS[""], "--num-steps", 1, "--save-dir", tmp_path, "-e"]
@@ -436,7 +436,7 @@ def test_one_line_says_why_it_cannot_be_a_pipeline(parse, load, families, capsys
     check({"stderr": capsys.readouterr().err, "status": stop.value.code}, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_on_two_ranks_both_end_and_nothing_is_written(families, tmp_path):
     args = [*SHORT, *TWO, "-b", 2, "--save-dir", tmp_path / "runs", "-m", families / "opt"]
     [ranks] = run_jobs(2, [("07", args)], tmp_path / "jobs", timeout=100)
