@@ -243,7 +243,7 @@ class Watch:
         self.spare = open(os.devnull)  # gives its descriptor to the last words, if there is none
         sys.stdout = self.out = Printed(sys.stdout)
         sys.stderr = self.errors = Printed(sys.stderr)
-        self.signals = self.follow_signals()
+        self.signals, self.telling = self.follow_signals(), threading.Lock()
         threading.Thread(target=self.run, daemon=True, name="watched").start()
 
     def follow_signals(self):
@@ -299,15 +299,24 @@ class Watch:
         self.tell()
 
     def tell(self, end=None):
-        """Write what this rank does, or how it has ended."""
+        """Write what this rank does, or how it has ended; two at once might leave the older one."""
         self.end = self.end or end
+        alone = self.telling.acquire(timeout=1)  # no longer: a process is forked with the lock held
+        try:
+            self.write(".json", self.beat())
+        finally:
+            if alone:
+                self.telling.release()
+
+    def beat(self):
+        """Return what this rank does, or how it has ended."""
         steps, samples = self.steps, max(1, sum(self.phases.values()))
         took = [then - before for before, then in pairwise(list(steps.ended))]
         cpu, (memory, files) = time.process_time(), used()
         if steps.count and time.time() - self.about["started"] > 1.03 * self.noted:
             self.noted = time.time() - self.about["started"]  # moments ever further apart
             self.memory.append(memory)
-        beat = self.about | {
+        beat = {
             "time": time.time(),
             "end": self.end,
             "phase": self.mark[1],
@@ -331,7 +340,7 @@ class Watch:
         self.cpu = cpu
         if samples > 10 / TICK:
             self.lines, self.phases = Counter(), Counter()
-        self.write(".json", beat)
+        return self.about | beat
 
     def write(self, ending, content):
         """Replace a file, so that nobody reads half of it; a full disk is for others to report."""

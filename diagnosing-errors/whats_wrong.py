@@ -399,11 +399,11 @@ def slowed(everyone):
 def lateness(living):
     """Return for each rank the share of the time that others waited for it, or nothing, twice.
 
-    First in the older half of the last 100 collectives, then in the newer one.
+    First in the older half of the last 200 collectives, then in the newer one.
     """
     most = {}, {}
     for members in groups_of(living):
-        common = sorted(set.intersection(*map(set, members.values())))[-100:]
+        common = sorted(set.intersection(*map(set, members.values())))[-200:]
         if len(members) > 1 and len(common) >= 20:
             older, newer = common[: len(common) // 2], common[len(common) // 2 :]
             halves = shares_of(members, older), shares_of(members, newer)

@@ -95,6 +95,9 @@ def train(root, families, tried):
     for layout, names in tried.items():
         world_size, flags = SPLIT[layout]
         runs[world_size] |= {f"{layout}{name}": ("06", [*options[name], *flags]) for name in names}
+    for world_size, jobs in runs.items():  # what was compiled remembers the groups of a job before
+        for name in [name for name, (_, flags) in jobs.items() if "--compile" in flags]:
+            curves_of(root, {world_size: {name: jobs.pop(name)}})
     return curves_of(root, runs)
 
 

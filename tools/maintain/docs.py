@@ -357,8 +357,7 @@ def scale_layers():
     In each cell: milliseconds, and GB that a device sends.
     """
     names = ["computing", "in the group", "FSDP alone", "FSDP across groups", "TP pays below"]
-    print(f"| model | devices | {' | '.join(names)} |")
-    print(f"|{'---|' * 7}")
+    heading(f"| model | devices | {' | '.join(names)} |")
     for row in predicted()["layers"]:
         ways = [("group", "group_gb"), ("FSDP", "FSDP_gb"), ("across", "across_gb")]
         sent = " | ".join(f"{1e3 * row[time]:.1f} ms, {row[gb]:.1f} GB" for time, gb in ways)
@@ -389,9 +388,9 @@ def scale_lessons():
     one = many.removeprefix("8 × ")
     full = "as published"
     alone, ddp = found[full, offload, 8], found[full, "DDP", 8]["gib"]
-    cost = [1 - speed(full, offload, n) / speed(full, fsdp, n) for n in (8, 512)]
     splits = [(least, 8), (least, 4096), (few, 8)]
     splits = [speed(scene, split, n) / speed(scene, fsdp, n) for scene, n in splits]
+    cost = [1 - speed(full, offload, n) / speed(full, fsdp, n) for n in (8, 512)]
     print(
         f"""
 - **Many tokens hide the network.** On 512 devices FSDP waits {told.format(*waits)}.
