@@ -21,7 +21,7 @@ def args_of(flags="", **changes):
 
 def step_of(strategy, devices, flags="", share=SHARE, **changes):
     """Return a step that was played."""
-    return scale.Step(args_of(flags, **changes), strategy, devices, share).play()
+    return scale.Step(*scale.at_scale(args_of(flags, **changes), strategy, devices), share).play()
 
 
 def closed(strategy, ranks, micro_steps):
