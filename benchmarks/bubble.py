@@ -30,7 +30,7 @@ COLORS = {"forward": "#5aa9a3", "input gradient": "#1f3b5c", "weight gradient": 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=0.1, help="of a rank's forward")
+    parser.add_argument("--seconds", type=float, default=0.2, help="of a rank's forward")
     parser.add_argument("--only", nargs="+", help="schedules")
     parser.add_argument("--output", type=Path, help="where to write the results")
     parser.add_argument("--plot", type=Path, help="where to draw those of eight micro-batches")
@@ -67,11 +67,11 @@ class Weights(torch.autograd.Function):
 
 
 class Stage(torch.nn.Module):
-    """Has one weight; what it does is noted in a list of [what, first, last second]."""
+    """Has one weight; what it does, in `seconds`, is noted as [what, first, last second]."""
 
-    def __init__(self, seconds, done):
+    def __init__(self, done):
         super().__init__()
-        self.weight, self.seconds, self.done = torch.nn.Parameter(torch.ones(())), seconds, done
+        self.weight, self.done = torch.nn.Parameter(torch.ones(())), done
 
     def work(self, what):
         start = time.monotonic()
@@ -85,11 +85,11 @@ class Stage(torch.nn.Module):
 
 
 def run(chapter, name, micro_batches, seconds):
-    """Take two steps; return what this rank did in the second, by seconds since it began."""
+    """Take two steps; return what this rank did in the last, by seconds since it began."""
     rank, done = dist.get_rank(), []
     _, numbers_at = chapter.SCHEDULES[name]
     numbers = numbers_at(rank, RANKS)
-    parts = {number: Stage(seconds / len(numbers), done) for number in numbers}
+    parts = {number: Stage(done) for number in numbers}
     args = {"pipeline_schedule": name, "stages": RANKS * len(numbers), "precision": "fp32"}
     args |= {"micro_batches": micro_batches, "micro_batch_size": micro_batches, "seq_length": 2}
     args = SimpleNamespace(**args, tensor_parallel_size=1)
@@ -97,7 +97,9 @@ def run(chapter, name, micro_batches, seconds):
     model = SimpleNamespace(config=SimpleNamespace(hidden_size=1), loss_function=loss)
     schedule = chapter.build_schedule(args, model, parts, torch.device("cpu"), dist.group.WORLD)
     batch = torch.zeros(micro_batches, 2, dtype=torch.int64)
-    for _ in range(2):
+    for number in range(2):  # in the first, which takes no time, ranks connect
+        for part in parts.values():
+            part.seconds = seconds / len(numbers) if number else 0.0
         done.clear()
         dist.barrier()
         start = time.monotonic()
@@ -131,8 +133,9 @@ def run_on_this_rank():
         events = [rank for _, rank in found]
         row = {"schedule": name, "micro_batches": micro_batches, "passes": passes}
         row |= {"bubble": 1 - 3 * micro_batches * float(seconds) / taken}
-        idle, all_turns = RANKS - 1, passes * micro_batches + RANKS - 1
-        row |= {"formula": None if name == "zbv" else idle / all_turns}
+        # with zbv, a third of a turn is as long as one of the three parts of a stage's work
+        turns = passes * micro_batches * (3 if name == "zbv" else 1)
+        row |= {"formula": (RANKS - 1) / (turns + RANKS - 1)}
         row |= {"in flight": [most_in_flight(rank, passes) for rank in events]}
         rounded = [[[w, round(a, 3), round(b, 3)] for w, a, b in rank] for rank in events]
         rows.append(row | {"events": rounded if micro_batches == 8 else []})
@@ -174,7 +177,7 @@ def main():
             sys.exit(done.stderr)
         rows = json.loads(path.read_text())
     for row in rows:
-        told = f"idle {row['bubble']:.3f}, formula {row['formula'] or 0:.3f}"
+        told = f"idle {row['bubble']:.3f}, formula {row['formula']:.3f}"
         print(f"{row['schedule']}, {row['micro_batches']} micro-batches: {told}", row["in flight"])
     if args.output:
         result = {"machine": describe_machine(), "seconds": args.seconds, "rows": rows}

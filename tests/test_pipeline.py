@@ -18,6 +18,7 @@ from conftest import (
     difference,
     free_port,
     metrics,
+    printed,
     run_jobs,
     run_well,
     start_ranks,
@@ -51,19 +52,19 @@ LAYOUTS = {
     "pp2tp2": (4, [*TWO, *TP]),
     "pp2dp2tp2": (8, [*TWO, *TP]),
 }
-TRIED = {
-    "pp2": ["", "-gpipe", "-interleaved", "-zbv", "-bf16", "-qwen3", "-gpt_neox", "-gpt2", "-olmo"],
-    "pp2dp2": ["-qwen3"],
+TRIED = {  # by layout: settings and families
+    "pp2": ["-gpipe", "-qwen3"],
     "pp2tp2": ["-interleaved"],
-    "pp4": ["-8"],
+    "pp2dp2": ["-zbv"],
 }
 MATRIX = {
-    "pp2": ["-8", "-2", "-compiled", "-offload", "-five", "-zbv-bf16", "-llama"],
-    "pp2dp2": ["", "-8", "-gpipe", "-interleaved", "-zbv", "-offload", "-replicas", "-bf16"],
+    "pp2": ["", "-8", "-2", "-interleaved", "-zbv", "-compiled", "-offload", "-five", "-bf16"],
+    "pp2dp2": ["", "-8", "-gpipe", "-interleaved", "-offload", "-replicas", "-bf16", "-qwen3"],
     "pp2tp2": ["", "-8", "-gpipe", "-zbv", "-offload", "-bf16", "-llama", "-qwen3", "-gpt_neox"],
-    "pp4": ["", "-gpipe", "-five", "-bf16", "-qwen3", "-gpt_neox", "-gpt2", "-olmo"],
+    "pp4": ["", "-8", "-gpipe", "-five", "-bf16", *(f"-{name}" for name in FAMILIES[1:])],
     "pp2dp2tp2": ["-qwen3"],
 }
+MATRIX["pp2"] += ["-zbv-bf16", *(f"-{name}" for name in FAMILIES if name != "qwen3")]
 
 
 def runs_of(tried):
@@ -108,6 +109,9 @@ def train(root, families, tried):
     for layout, names in tried.items():
         world_size, flags = LAYOUTS[layout]
         runs[world_size] |= {f"{layout}{name}": ("07", [*options[name], *flags]) for name in names}
+    for world_size, jobs in runs.items():  # what was compiled remembers the groups of a job before
+        for name in [name for name, (_, flags) in jobs.items() if "--compile" in flags]:
+            curves_of(root, {world_size: {name: jobs.pop(name)}})
     return curves_of(root, {ranks: by_name for ranks, by_name in runs.items() if by_name})
 
 
@@ -163,7 +167,7 @@ def test_all_settings_together(more_curves, run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", ["pp2-interleaved", "pp2-qwen3", "pp2tp2-interleaved"])
+@pytest.mark.parametrize("run", ["pp2-qwen3", "pp2tp2-interleaved", "pp2dp2-zbv"])
 def test_the_finished_model_is_what_was_evaluated(curves, root, load, monkeypatch, families, run):
     """transformers loads it by its folder alone, and finds the validation loss that was logged."""
     chapter, args = load("01"), [*SHORT, "--save-dir", str(root)]
@@ -182,7 +186,7 @@ def test_the_finished_model_is_what_was_evaluated(curves, root, load, monkeypatc
     assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_rank_in_the_pipeline_is_chapter_06(tmp_path):
     """Bit for bit, whatever schedule is named."""
     args = [*SHORT, *TP, "--batch-size", 2, "--save-dir", tmp_path, "-e"]
@@ -196,13 +200,13 @@ def test_one_rank_in_the_pipeline_is_chapter_06(tmp_path):
 # ---- where it starts -------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout, schedule", [("pp2", "zbv"), ("pp4", "1f1b")])
 def test_weights_are_those_of_chapter_01(families, tmp_path, layout, schedule):
     """Drawn or read, bit for bit, with the buffers, and nothing is left as memory was."""
     world_size, flags = LAYOUTS[layout]
     tried = FAMILIES if schedule == "1f1b" else ["llama", "gpt_neox"]
-    published = "qwen3" if schedule == "1f1b" else "llama"
+    published = "qwen3" if schedule == "1f1b" else "gpt_neox"
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(
         transformers.AutoConfig.from_pretrained(families / published)
@@ -317,7 +321,7 @@ def test_a_pipeline_takes_the_samples_of_one_rank(parse, given, world_size, size
     assert args.stages == args.pipeline_parallel_size * (2 if given == "zbv" else 1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_step_gathers_each_layer_once(tmp_path):
     """However many micro-batches it has; so does an evaluation. And it reduces once."""
     args = [*SHORT, *TWO, "--batch-size", 1, "--num-steps", 3, "--eval-samples", 8]
@@ -352,7 +356,7 @@ def whole(tmp_path_factory, families):
     return root / "run"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # test_kill.py has two ranks
 def test_resume_is_bit_identical(whole, families, tmp_path):
     args = [*SETTINGS[""], *TWO, *TP, "-m", families / "qwen3"]
     again = carry_on("07", 4, whole, tmp_path / "again", 10, *args)
@@ -362,8 +366,19 @@ def test_resume_is_bit_identical(whole, families, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_curve_goes_on_in_other_layouts_and_in_chapters_05_and_06(whole, families, tmp_path):
-    """Each time, ranks find their parts of weights and moments, whoever has written them."""
+def test_one_curve_through_chapters_06_07_and_05(families, tmp_path):
+    """It is chapter 01's: ranks find their parts of weights and moments, whoever wrote them."""
+    args = [*LONG, *SETTINGS[""], "-m", families / "qwen3", "--save-dir", tmp_path, "-e"]
+    run_well(1, [("01", [*args, "whole"])], tmp_path / "jobs1", timeout=200)
+    run_well(4, [("06", [*args, "first", *TP])], tmp_path / "jobs4", timeout=200)
+    given = [*SETTINGS[""], "-m", families / "qwen3"]
+    split = carry_on("07", 4, tmp_path / "first", tmp_path / "second", 10, *given, *TWO, *TP)
+    last = carry_on("05", 1, split, tmp_path / "last", 20, *given)
+    assert difference(metrics(tmp_path / "whole"), metrics(last)) < 1e-5
+
+
+@pytest.mark.exhaustive
+def test_the_curve_goes_on_in_other_layouts(whole, families, tmp_path):
     interleaved = [*SETTINGS["-interleaved"], *TWO]
     steps = [("06", 4, 10, TP), ("07", 2, 15, interleaved), ("05", 1, 20, [])]
     steps += [("07", 4, 25, [*SETTINGS[""], *TWO])]
@@ -443,3 +458,18 @@ def test_on_two_ranks_both_end_and_nothing_is_written(families, tmp_path):
     assert all(rank["status"] for rank in ranks)  # the other may see no more than rank 0's end
     check(ranks[0], "--pipeline-parallel-size 2: ")
     assert not [path for path in tmp_path.glob("runs/**/*") if path.is_file()]
+
+
+# ---- how long ranks are idle -----------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zbv"])
+def test_the_bubble_is_that_of_the_formula(tmp_path, schedule):
+    """With layers that sleep for so long that what else the ranks do does not matter."""
+    command = [ROOT / "benchmarks/bubble.py", "--output", tmp_path / "rows.json"]
+    printed(*command, "--seconds", 0.4, "--only", schedule, check=True)
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert len(rows) == (3 if schedule == "1f1b" else 1)
+    for row in rows:
+        assert abs(row["bubble"] - row["formula"]) < 0.03, row

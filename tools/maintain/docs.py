@@ -212,9 +212,8 @@ def bubbles(file):
     print("| schedule | micro-batches | idle | formula | micro-batches kept, rank 0 – 3 |")
     print("|---|---|---|---|---|")
     for row in measured(file, "rows"):
-        formula = f"{row['formula']:.3f}" if row["formula"] else "none"
         kept = ", ".join(f"{number:g}" for number in row["in flight"])
-        cells = f"{row['micro_batches']} | {row['bubble']:.3f} | {formula} | {kept}"
+        cells = f"{row['micro_batches']} | {row['bubble']:.3f} | {row['formula']:.3f} | {kept}"
         print(f"| {row['schedule']} | {cells} |")
 
 
@@ -366,7 +365,7 @@ def scale_layers():
 
 
 def scale_first():
-    """Print the table of the fastest layout that fits of each way to split, in tokens/s a device."""
+    """Print the table of the fastest layouts that fit, for each way to split: tokens/s a device."""
     rows = predicted()["first"]
     ways = ["FSDP", "TP", "PP", "TP and PP"]
     heading("| model | devices | FSDP alone | and TP | and PP | and both | fastest |")
