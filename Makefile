@@ -128,7 +128,7 @@ bench: install  ## measure the chapters next to other trainers; make tables and 
 		--output $$out/speed-bare.json || missed=$$?; \
 	$(PY) benchmarks/floor.py --output $$out/floor.json; \
 	$(PY) benchmarks/floor.py --compile --output $$out/floor-compiled.json; \
-	$(PY) benchmarks/growth.py --output $$out/growth.json; \
+	$(PY) benchmarks/preparing.py --output $$out/preparing.json; \
 	$(PY) benchmarks/large.py saves --output $$out/large.json; \
 	$(PY) benchmarks/where.py --output $$out/where.json --plot assets/where.png; \
 	$(PY) benchmarks/scale.py --plot assets/scale.png; \

@@ -69,7 +69,7 @@ FAULTS = {  # what --inject knows, in the order of faults.md
     "same-data": "this rank reads the samples of another",
     "loss-spike": "its samples are noise",
     "memory-leak": "host memory grows with every step",
-    "file-leak": "so do the open files",
+    "file-leak": "every step opens files and closes none",
     "corrupt-checkpoint": "the newest checkpoint loses its second half",
 }
 BROKEN = set()  # the faults that have begun on this rank

@@ -202,6 +202,24 @@ def curves_of(root, runs):
     return {folder.parent.name: metrics(folder.parent) for folder in root.glob("*/metrics.jsonl")}
 
 
+def tried(runs, quick):
+    """Return runs as parameters; those not in `quick` are exhaustive."""
+    return [pytest.param(run, marks=[pytest.mark.exhaustive] * (run not in quick)) for run in runs]
+
+
+def wanted(request, runs):
+    """Return the runs by world size without those, named CHAPTER@..., that no test is to take."""
+    names = {
+        item.callspec.params.get("run")
+        for item in request.session.items
+        if hasattr(item, "callspec")
+    }
+    return {
+        world_size: {name: job for name, job in jobs.items() if "@" not in name or name in names}
+        for world_size, jobs in runs.items()
+    }
+
+
 def torchrun(chapter, *args, launcher=(), **options):
     """Start a chapter under torchrun on two ranks; return the process."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *launcher]

@@ -6,7 +6,7 @@ import pytest
 
 import fsdp
 import on_ranks
-from conftest import curves_of, difference, free_port, start_ranks
+from conftest import curves_of, difference, free_port, start_ranks, tried, wanted
 
 pytestmark = pytest.mark.slow
 FAMILIES = ["gpt2", "qwen3", "mistral", "gemma3"]  # and tiny, a Llama
@@ -28,11 +28,12 @@ TRIED = {  # by number of ranks: settings, families, precisions besides fp32
     4: ["", "-kept", "-1", "-replicas", "-replicas-1", "-gpt2", "-qwen3"],
 }  # fmt: skip
 RUNS = [f"04@{ranks}{name}" for ranks, names in TRIED.items() for name in names]
+QUICK = ["04@1-2", "04@2-1-kept", "04@2-compiled", "04@2-bf16", "04@2-qwen3", "04@4-replicas-1"]
 
 
 @pytest.fixture(scope="module")
-def curves(tmp_path_factory, models):
-    """Every run's metrics, by name."""
+def curves(request, tmp_path_factory, models):
+    """The metrics of every run that is to be looked at, by name."""
     options = SETTINGS | {"-bf16": BF16} | {f"-{name}": ["-m", models / name] for name in FAMILIES}
     runs = {
         ranks: {f"04@{ranks}{name}": ("04", options[name]) for name in names}
@@ -40,20 +41,20 @@ def curves(tmp_path_factory, models):
     }
     runs[1] |= {f"01-{name}": ("01", options[f"-{name}"]) for name in ("bf16", *FAMILIES)}
     runs[1]["01"] = ("01", [])
-    return curves_of(tmp_path_factory.mktemp("fsdp"), runs)
+    return curves_of(tmp_path_factory.mktemp("fsdp"), wanted(request, runs))
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if run[4:] in SETTINGS])
+@pytest.mark.parametrize("run", tried([run for run in RUNS if run[4:] in SETTINGS], QUICK))
 def test_settings_change_nothing(curves, run):
     assert difference(curves["01"], curves[run]) < 1e-5
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if run[5:] in FAMILIES])
+@pytest.mark.parametrize("run", tried([run for run in RUNS if run[5:] in FAMILIES], QUICK))
 def test_families_agree(curves, run):
     assert difference(curves[f"01-{run[5:]}"], curves[run]) < 1e-5
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if run.endswith("bf16")])
+@pytest.mark.parametrize("run", tried([run for run in RUNS if run.endswith("bf16")], QUICK))
 def test_bf16_agrees(curves, run):
     one, other = curves["01-bf16"], curves[run]
     assert difference(one, other, names=["loss", "val_loss"]) < 5e-3

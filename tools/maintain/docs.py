@@ -317,16 +317,12 @@ def floor(file):
         print(f"| {part} | {' | '.join(cells)} |")
 
 
-def growth(file, what):
-    """Print a table of benchmarks/growth.py: of resume or data."""
-    shown = {
-        "resume": {"steps done": "{:,}", "load_checkpoint": "{:.2f} s", "first_step": "{:.1f} s"},
-        "data": {"bytes": "{:,}", "MB per second": "{:.1f}", "memory grows by": "{:,}"},
-    }[what]
-    words = {"load_checkpoint": "to load", "first_step": "from the command to the first step's end"}
-    heading(f"| {' | '.join(words.get(name, name) for name in shown)} |")
-    for row in measured(file, what):
-        print(f"| {' | '.join(form.format(row[name]) for name, form in shown.items())} |")
+def preparing(file):
+    """Print the table of benchmarks/preparing.py."""
+    heading("| bytes of text | MB per second | memory grows by |")
+    for row in measured(file, "corpora"):
+        speed = row["bytes"] / 1e6 / row["seconds"]
+        print(f"| {row['bytes']:,} | {speed:.1f} | {row['memory grows by'] / 1e6:,.0f} MB |")
 
 
 @functools.cache
