@@ -76,6 +76,7 @@ def test_a_pipeline_waits_as_the_formula_says_and_sends_hidden_states(schedule, 
     assert most <= step.busy["compute"] < 1.05 * (most + 3 * step.head * count)
 
 
+@pytest.mark.slow
 def test_what_is_fastest():
     """Splitting is for more devices than samples; and nothing is said of what does not fit."""
     rows = {(row["model"][-4:], row["devices"]): row for row in scale.first_rows(SHARE)}
