@@ -47,7 +47,6 @@ CASES = {  # chapter, ranks, what is different from SMALL, flags besides COMMON
     "06 bf16": ("06", 4, {}, "-s 512 -b 4 --tensor-parallel-size 4 --precision bf16"),
     "06 full": ("06", 4, {"layers": 6}, "-s 512 -b 4 --tensor-parallel-size 2 --recompute full"),
     "07": ("07", 2, {}, "-s 256 -b 2 --pipeline-parallel-size 2"),
-    "07 groups": ("07", 4, {}, "-s 256 -b 1 --pipeline-parallel-size 2 --pipeline-schedule gpipe"),
 }
 STEPS = 8
 COMMON = "--device cpu --global-batch-size 8"

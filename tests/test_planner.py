@@ -298,7 +298,7 @@ def test_measured_runs_were_as_planned():
 
 @pytest.mark.slow
 def test_runs_are_as_planned(tmp_path):
-    cases = ["02 bf16", "04 kept", "05 selective", "06 full"]
+    cases = ["02 bf16", "04 kept", "05 selective", "06 full", "07"]
     command = [ROOT / "benchmarks/planner.py", "--output", tmp_path / "rows.json", "--only"]
     done = printed(*command, *cases)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
