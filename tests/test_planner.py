@@ -300,7 +300,7 @@ def test_measured_runs_were_as_planned():
 def test_runs_are_as_planned(tmp_path):
     cases = ["02 bf16", "04 kept", "05 selective", "06 full", "07"]
     command = [ROOT / "benchmarks/planner.py", "--output", tmp_path / "rows.json", "--only"]
-    done = printed(*command, *cases)
+    done = printed(*command, *cases, timeout=900)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["case"] for row in rows] == cases

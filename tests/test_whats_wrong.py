@@ -307,6 +307,18 @@ def test_numbers(odd, size, kind, ranks):
     assert judged(facts_of(files))[:2] == (kind, ranks)
 
 
+@pytest.mark.parametrize("told, kind", [(2, "replicas-differ"), (1, "healthy")])
+def test_replicas_are_judged_when_all_have_told(told, kind):
+    """Of two that differ, a third says which is wrong: one bit had changed, and both were named."""
+    files = moving(3)
+    for rank in files:
+        files[rank]["beat"]["checks"] = checks(data=(rank * 100, rank * 100 + 50))
+    files[1]["beat"]["checks"] = checks(data=(5, 6), weights=8)
+    if told == 1:
+        files[2]["beat"]["checks"] = []
+    assert judged(facts_of(files))[:2] == (kind, [1] * (told == 2))
+
+
 @pytest.mark.parametrize("asked, kind", [(None, "finished"), (NOW, "interrupted")])
 def test_a_run_that_ended_as_it_should(asked, kind):
     beat = {"end": "finished", "asked_to_end": asked}
