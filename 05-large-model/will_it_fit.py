@@ -8,7 +8,8 @@ It needs neither weights nor a GPU. The sizes of weights, gradients and optimize
 their shapes. To find what a layer keeps for its backward, two layers run on fake tensors, which
 have shapes but no data. From these a training step is played through, layer by layer; its fullest
 moment has to fit. This counts the bytes of tensors only: --gpu-overhead-gib and --fragmentation
-stand for the rest. With --tensor-parallel-size, chapter 06's own script splits these layers.
+stand for the rest. With --tensor-parallel-size or --pipeline-parallel-size, chapter 07's own script
+splits these layers or spreads all over stages, of which the fullest has to fit.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import contextlib
 import copy
 import functools
 import importlib.util
+import itertools
 import json
 import math
 import shlex
@@ -103,7 +105,7 @@ def add_plan_flags(parser):
     add("--fragmentation", type=at_least(0.0), default=0.05, help="share lost by the allocator")
 
     add = parser.add_argument_group("the plan").add_argument
-    add("--chapter", choices=["02", "04", "05", "06"], default="05", help="whose exit status it is")
+    add("--chapter", choices="02 04 05 06 07".split(), default="05", help="whose exit status it is")
     weights_help = "bf16: weights, gradients and moments in 2 bytes, which no chapter does"
     add("--weights-dtype", choices=["fp32", "bf16"], default="fp32", help=weights_help)
     add("--json", action="store_true", help="print all numbers, in bytes, as JSON")
@@ -122,13 +124,13 @@ def add_training_flags(parser):
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto")
     add("--reshard-after-forward", action=argparse.BooleanOptionalAction, default=True)
     add("--replicas", type=at_least(1), default=1)
-    add("--cpu-offload", action="store_true")
     add("--recompute", choices=["none", "full", "selective"], default="none")
     add("--prefetch", type=at_least(0), default=1)
     add("--tensor-parallel-size", type=at_least(1), default=1)
-    add("--checkpoint-async", action="store_true")
-    add("--pretrained", action="store_true")
-    add("--compile", action="store_true")
+    add("--pipeline-parallel-size", type=at_least(1), default=1)
+    add("--pipeline-schedule", choices=["gpipe", "1f1b", "interleaved-1f1b", "zbv"], default="1f1b")
+    for name in ("--cpu-offload", "--checkpoint-async", "--pretrained", "--compile"):
+        add(name, action="store_true")
     add("-d", "--dataset-name")
     add("-e", "--experiment-name")
     for name in IGNORED.split():
@@ -154,7 +156,10 @@ def check(args):
     if args.ranks % size or args.seq_length % size:
         told = f"must divide {args.ranks} ranks and --seq-length {args.seq_length}"
         fail(f"--tensor-parallel-size {size} {told}")
-    groups, args.chapter = args.ranks // size, "06" if size > 1 else args.chapter
+    args.chapter, size = "06" if size > 1 else args.chapter, size * args.pipeline_parallel_size
+    if args.ranks % size:
+        fail(f"--pipeline-parallel-size: groups of {size} ranks must divide {args.ranks} ranks")
+    groups = args.ranks // size
     ranks = f"{groups} ranks" if size == 1 else f"{groups} groups of {size} ranks"
     per_rank, rest = divmod(args.global_batch_size, groups)
     if rest:
@@ -168,6 +173,9 @@ def check(args):
         fail("--weights-dtype bf16 with --precision fp32: weights of 2 bytes compute in 2 bytes")
     args.micro_batch_size = max(n for n in range(1, args.batch_size + 1) if per_rank % n == 0)
     args.accumulation = per_rank // args.micro_batch_size
+    if args.pipeline_parallel_size > 1:  # which stops if these are too few
+        args.chapter = "07"
+        chapter_07(args.tensor_parallel_size)[0].plan_schedule(copy.copy(args), per_rank)
 
 
 def fail(message):
@@ -233,6 +241,7 @@ class Model:
     config: transformers.PretrainedConfig
     layers: list  # of each layer, the shapes of its weights
     root: list  # the shapes of those outside of layers, which FSDP shards as one more group
+    built: torch.nn.Module  # which has these weights, without memory
 
     @property
     def shapes(self):
@@ -264,19 +273,65 @@ def model_of(config, size=1):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     split(model, size)
-    layers = layers_of(model)
+    return shapes_in(model, model.modules())
+
+
+def shapes_in(model, modules):
+    """Return the shapes of some of a model's modules, as a Model."""
+    modules, layers = list(modules), layers_of(model)
+    layers = [part for part in modules if part in layers]
     inside = {weight for layer in layers for weight in layer.parameters()}
+    own = dict.fromkeys(weight for part in modules for weight in part.parameters(recurse=False))
     return Model(
-        config=config,
+        config=model.config,
         layers=[shapes_of(layer.parameters()) for layer in layers],
-        root=shapes_of(weight for weight in model.parameters() if weight not in inside),
+        root=shapes_of(weight for weight in own if weight not in inside),
+        built=model,
     )
 
 
 @functools.cache
-def part_of(model, size):
+def split_of(model, size):
     """Return the shapes of a model of which `size` ranks split the weights."""
     return model if size == 1 else model_of(model.config, size)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How layers are spread over ranks, in chapter 07's names; over one without a pipeline."""
+
+    model_name: str
+    pipeline_parallel_size: int
+    pipeline_schedule: str
+    stages: int
+    recompute: str
+    compile: bool
+
+
+@functools.cache
+def parts_of(model, size, pipeline):
+    """Return the shapes of what each rank of a pipeline has of weights that `size` ranks split."""
+    whole, ranks = split_of(model, size), pipeline.pipeline_parallel_size
+    if ranks == 1:
+        return [whole]
+    chapter, _ = chapter_07(size)
+    with contextlib.redirect_stdout(None):
+        stages = chapter.spread(pipeline, whole.built)
+    numbers_at = chapter.SCHEDULES[pipeline.pipeline_schedule][1]
+    of_ranks = ((stages[n] for n in numbers_at(rank, ranks)) for rank in range(ranks))
+    return [shapes_in(whole.built, itertools.chain(*stages)) for stages in of_ranks]
+
+
+def in_flight(schedule, rank, ranks, count):
+    """Return of how many micro-batches, of `count`, a rank keeps the activations at once."""
+    most = {"gpipe": count, "1f1b": ranks - rank, "zbv": ranks}
+    return min(count, most.get(schedule, (3 * ranks - 1) / 2 - rank))
+
+
+def bubble(schedule, ranks, count):
+    """Return during which share of a step the ranks of a pipeline are idle: chapter 07's README."""
+    turns = {"interleaved-1f1b": 2, "zbv": 6}.get(schedule, 1) * count
+    return (ranks - 1) / (turns + ranks - 1)
 
 
 def shapes_of(tensors):
@@ -290,10 +345,10 @@ def local(tensor):
 
 
 @functools.cache
-def chapter_06(size):
-    """Return chapter 06's script as a module, and a mesh of `size` ranks that need not be there."""
-    script = HERE.parent / "06-tensor-parallel/train_llm.py"
-    spec = importlib.util.spec_from_file_location("chapter_06", script)
+def chapter_07(size):
+    """Return chapter 07's script as a module, and a mesh of `size` ranks that need not be there."""
+    script = HERE.parent / "07-pipeline-parallel/train_llm.py"
+    spec = importlib.util.spec_from_file_location("chapter_07", script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.fail, module.recompute = fail, recomputed
@@ -303,9 +358,9 @@ def chapter_06(size):
 
 
 def split(model, size):
-    """Split the weights of a model over `size` ranks in place, as chapter 06 does."""
+    """Split the weights of a model over `size` ranks in place, as chapters 06 and 07 do."""
     if size > 1:
-        chapter, mesh = chapter_06(size)
+        chapter, mesh = chapter_07(size)
         chapter.split_matrices(model, model.modules(), mesh)
         model.tie_weights()
 
@@ -440,12 +495,12 @@ def small_model(config, length, dtype, recompute, chunked, size):
         weight.data = weight.data.to(dtype)
     if size > 1:
         given = argparse.Namespace(tensor_parallel_size=size, model_name=config.model_type)
-        chapter_06(size)[0].check_plan(given, model)
+        chapter_07(size)[0].check_plan(given, model)
     split(model, size)
     if chunked:
         head = model.get_output_embeddings()
         head.forward = lambda hidden: hidden
-        loss = chapter_06(size)[0].chunked_loss if size > 1 else chunked_loss
+        loss = chapter_07(size)[0].chunked_loss if size > 1 else chunked_loss
         model.loss_function = functools.partial(loss, head)
     if recompute != "none":
         contexts = checkpointing.create_selective_checkpoint_contexts
@@ -535,11 +590,13 @@ class Setting:
     prefetch: int
     cuda: bool
     size: int  # of a group that splits layers
+    pipeline: Pipeline
 
     @property
     def shards(self):
         """Return over how many ranks FSDP splits a copy of the model, or a group's part of it."""
-        return 1 if self.chapter == "02" else self.ranks // self.replicas // self.size
+        ranks = self.ranks // self.replicas // self.size // self.pipeline.pipeline_parallel_size
+        return 1 if self.chapter == "02" else ranks
 
     @property
     def compute_bytes(self):
@@ -561,7 +618,9 @@ class Setting:
 def setting_of(args, chapter, changes):
     """Return the Setting of the arguments, with these changes of the flags in DECIDED."""
     flags = DECIDED | changes
-    own = chapter >= "05"
+    own, ranks = chapter >= "05", args.pipeline_parallel_size if chapter == "07" else 1
+    recompute, schedule = flags["recompute"] if own else "none", args.pipeline_schedule
+    stages = ranks * (2 if schedule in ("interleaved-1f1b", "zbv") else 1)
     return Setting(
         chapter=chapter,
         ranks=args.ranks,
@@ -571,32 +630,34 @@ def setting_of(args, chapter, changes):
         batch=args.micro_batch_size,
         length=args.seq_length,
         accumulation=args.accumulation,
-        reshard=flags["reshard_after_forward"],
-        recompute=flags["recompute"] if own else "none",
+        reshard=flags["reshard_after_forward"] and ranks == 1,
+        recompute=recompute,
         offload=own and flags["cpu_offload"],
         prefetch=args.prefetch if own else 0,
         cuda=args.device != "cpu",
-        size=args.tensor_parallel_size if chapter == "06" else 1,
+        size=args.tensor_parallel_size if chapter >= "06" else 1,
+        pipeline=Pipeline(args.model_name, ranks, schedule, stages, recompute, args.compile),
     )
 
 
-def state_bytes(model, setting):
-    """Return the bytes of weights, gradients and optimizer state that rank 0 holds.
+def state_bytes(part, setting):
+    """Return the bytes of weights, gradients and optimizer state that a rank holds of its part.
 
     AdamW has two moments of each weight, and of each tensor the number of steps, in 4 bytes.
     """
-    shapes = part_of(model, setting.size).shapes
-    weights = shard_numbers(shapes, setting.shards) * setting.weight_bytes
-    moments = 2 * weights + 4 * len(shapes)
+    weights = shard_numbers(part.shapes, setting.shards) * setting.weight_bytes
+    moments = 2 * weights + 4 * len(part.shapes)
     return {"parameters": weights, "gradients": weights, "optimizer state": moments}
 
 
 def play(model, setting):
-    """Return the Step of a setting, played: `most` is the bytes by part, `when` the moment."""
-    kind = Step if setting.chapter == "02" else ShardedStep
-    step = kind(model, setting)
-    step.play()
-    return step
+    """Return the fullest rank's Step, played: `most` is the bytes by part, `when` the moment."""
+    ranks = setting.pipeline.pipeline_parallel_size
+    kind = Step if setting.chapter == "02" else PipelineStep if ranks > 1 else ShardedStep
+    steps = [kind(model, setting, rank) for rank in range(ranks)]
+    for step in steps:
+        step.play()
+    return max(steps, key=lambda step: step.most.total())
 
 
 class Step:
@@ -608,13 +669,14 @@ class Step:
     """
 
     growth = 0  # -1, 0 or 1: how many copies of the gradients a micro-step adds to what is held
+    has_head, others = True, 0  # micro-batches whose activations are kept besides
 
-    def __init__(self, model, setting):
-        self.model, self.setting = part_of(model, setting.size), setting
+    def __init__(self, model, setting, rank=0):
+        self.model, self.setting = parts_of(model, setting.size, setting.pipeline)[rank], setting
         self.segments = setting.trace(model)
-        self.state = state_bytes(model, setting)
-        self.depth = len(model.layers)
-        self.saved = self.segments["head"].start - self.segments[traced(self.depth)].start
+        self.state = state_bytes(self.model, setting)
+        self.depth, self.traced = len(self.model.layers), min(2, len(model.layers))
+        self.saved = self.segments["head"].start - self.segments[f"layer {self.traced}"].start
         self.held, self.most, self.when = Counter(), Counter(), ""
 
     def play(self):
@@ -639,9 +701,11 @@ class Step:
 
         Two layers were traced. All above the second keep as much as it does.
         """
-        more = max(0, number - 2)
+        more = number - (self.traced if "head" in name else min(2, number))
         for kind in TRACED:
+            kept = self.segments["head"].start[kind] + self.saved[kind] * (self.depth - self.traced)
             self.held[kind] = self.segments[name].start[kind] + self.saved[kind] * more
+            self.held[kind] += int(self.others * kept)
 
     def compute(self, when, name):
         """Look at the fullest moment of a segment that was entered."""
@@ -659,15 +723,17 @@ class Step:
             self.enter(traced(number), number)
             self.before_forward(number)
             self.compute(f"forward of layer {number}", traced(number))
-        self.enter("head", self.depth)
-        self.compute("loss", "head")
+        if self.has_head:
+            self.enter("head", self.depth)
+            self.compute("loss", "head")
 
     def backward(self):
         """Play the backward pass."""
-        self.enter("head backward", self.depth)
-        self.compute("backward of the loss", "head backward")
-        name = f"{traced(self.depth)} backward"
-        of_head = self.segments[name].start["gradients"]
+        name, of_head = f"{traced(self.depth)} backward", 0
+        if self.has_head:
+            self.enter("head backward", self.depth)
+            self.compute("backward of the loss", "head backward")
+            of_head = self.segments[f"layer {self.traced} backward"].start["gradients"]
         self.enter(name, self.depth)
         self.add_gradients(of_head)
         for number in range(self.depth, 0, -1):
@@ -717,7 +783,7 @@ class ShardedStep(Step):
     The order in which buffers come and go is that of torch/distributed/fsdp/_fully_shard.
     """
 
-    growth = 1
+    growth, rounds = 1, 2
 
     def play(self):
         """Play the first micro-step and, if there is one, another, which finds gradients there."""
@@ -725,7 +791,7 @@ class ShardedStep(Step):
         if self.shards_here:
             self.held.update({name: self.state[name] for name in ("parameters", "optimizer state")})
         self.has_shards = set()
-        for _ in range(min(2, self.setting.accumulation)):
+        for _ in range(min(self.rounds, self.setting.accumulation)):
             self.gathered, self.in_flight, self.copied, self.reduced = set(), {}, 0, 0
             self.gather(0)
             self.copy_out(0, forward=True)
@@ -802,12 +868,37 @@ class ShardedStep(Step):
         self.has_shards.add(group)
 
 
+class PipelineStep(ShardedStep):
+    """Chapter 07, where a rank of a pipeline gathers its weights and reduces gradients once a step.
+
+    Played is a micro-batch while most others are kept and the gradients of earlier ones are there.
+    What is received has a buffer for each micro-batch: torch/distributed/pipelining/stage.py.
+    """
+
+    rounds = 1
+
+    def __init__(self, model, setting, rank):
+        super().__init__(model, setting, rank)
+        count, schedule = setting.accumulation, setting.pipeline.pipeline_schedule
+        ranks = setting.pipeline.pipeline_parallel_size
+        self.has_head = rank == (0 if schedule == "zbv" else ranks - 1)
+        self.others = in_flight(schedule, rank, ranks, count) - 1
+        received = count * (2 * setting.pipeline.stages // ranks - (rank == 0) - self.has_head)
+        hidden = setting.batch * setting.length * model.config.hidden_size // setting.size
+        self.held["communication"] = received * hidden * setting.compute_bytes
+        self.held["whole gradients"] = self.model.weights * setting.weight_bytes
+
+    def reduce(self, group):
+        """Add a group's gradients to those that are there; in the end, they are reduced."""
+        self.held["whole gradients"] -= self.gradients_of(group)
+
+
 def name_of(group):
     """Return what to call a group of weights that are gathered together."""
     return f"layer {group}" if group else "embedding, norm and output"
 
 
-def host_memory(model, setting, local_ranks, asynchronous):
+def host_memory(model, part, setting, local_ranks, asynchronous):
     """Return what a host holds at its fullest, by part, in bytes, and when that is.
 
     To start, chapters 02 to 04 make the whole model in each rank's memory, and later ones the root
@@ -817,10 +908,9 @@ def host_memory(model, setting, local_ranks, asynchronous):
     """
     if not setting.cuda:
         return {}, "the step"  # a CPU has one memory for all
-    state = state_bytes(model, setting)
-    shapes = part_of(model, setting.size).shapes
-    shards = [shard_numbers([shape], setting.shards) for shape in shapes]
-    pinned = sum(power_of_two(shard * setting.weight_bytes) for shard in shards)
+    state = state_bytes(part, setting)
+    shards = [shard_numbers([shape], setting.shards) for shape in part.shapes]
+    pinned = sum(1 << (shard * setting.weight_bytes - 1).bit_length() for shard in shards)
     layer = max(map(numbers, model.layers), default=0)
     made = model.weights if setting.chapter < "05" else numbers(model.root) + layer
     start = {"model in the making": made * 4, "parameters": pinned if setting.offload else 0}
@@ -836,11 +926,6 @@ def host_memory(model, setting, local_ranks, asynchronous):
     return {name: size * local_ranks for name, size in fullest.items() if size}, when
 
 
-def power_of_two(size):
-    """Return the smallest power of two that is not below `size`."""
-    return 1 << (size - 1).bit_length() if size else 0
-
-
 # ---- the plan --------------------------------------------------------------------------------
 
 
@@ -853,8 +938,10 @@ def make_plan(args):
     try:
         model = model_of(config)
         tried = SETTINGS
-        if args.chapter == "06":  # in which a rank takes other samples than in those before
-            tried = {f"06{name[2:]}": SETTINGS[name] for name in SETTINGS if name >= "05"}
+        if args.chapter >= "06":  # in which a rank takes other samples than in those before
+            zbv = args.pipeline_schedule == "zbv" and args.pipeline_parallel_size > 1
+            tried = [name for name in SETTINGS if name >= "05" and not (zbv and "rec" in name)]
+            tried = {f"{args.chapter}{name[2:]}": SETTINGS[name] for name in tried}
         settings = {name: plan_of(args, model, name[:2], tried[name]) for name in tried}
         asked = plan_of(args, model, args.chapter, {name: getattr(args, name) for name in DECIDED})
     except Exception as error:  # of any model there is, some compute with values, not shapes alone
@@ -874,7 +961,7 @@ def plan_of(args, model, chapter, changes):
     """Return all that is known of one setting, as a dictionary; sizes are in bytes."""
     setting = setting_of(args, chapter, changes)
     step = play(model, setting)
-    host, host_when = host_memory(model, setting, args.gpus_per_node, args.checkpoint_async)
+    host, when = host_memory(model, step.model, setting, args.gpus_per_node, args.checkpoint_async)
     gpu = step.most.total()
     room, host_room = args.gpu_memory_gib * GIB, args.host_memory_gib * GIB
     needs = gpu * (1 + args.fragmentation) + args.gpu_overhead_gib * GIB
@@ -891,7 +978,7 @@ def plan_of(args, model, chapter, changes):
         "gpu_margin": room - needs,
         "state": step.state,
         "host": host,
-        "host_when": host_when,
+        "host_when": when,
         "host_needs": host_needs,
         "host_margin": host_room - host_needs,
         "fits": room >= needs and host_room >= host_needs,
@@ -931,14 +1018,15 @@ def show_machine(args, model):
     """Print what is planned."""
     print(f"{model['name']}: {model['weights']:,} weights in {model['layers']} layers")
     print(f"shape from: {model['source']}")
-    print(
-        f"{args.nodes} × {args.gpus_per_node} GPUs of {args.gpu_memory_gib:g} GiB, hosts of "
-        f"{args.host_memory_gib:g} GiB"
-    )
+    gpus = f"{args.nodes} × {args.gpus_per_node} GPUs of {args.gpu_memory_gib:g} GiB"
+    print(f"{gpus}, hosts of {args.host_memory_gib:g} GiB")
     print(
         f"{args.precision}; {args.seq_length} tokens a sample, micro-batch size "
         f"{args.micro_batch_size}, micro-batches per step: {args.accumulation}"
     )
+    if args.pipeline_parallel_size > 1:
+        how = args.pipeline_schedule, args.pipeline_parallel_size, args.accumulation
+        print(f"a pipeline of {how[1]}, {how[0]}: idle for {bubble(*how):.1%} of a step at least")
 
 
 def show_memory(args, asked):
@@ -952,7 +1040,7 @@ def show_memory(args, asked):
     overhead = args.host_overhead_gib * args.gpus_per_node * GIB
     show_rows(asked["host"] | {"overhead": overhead, "margin": asked["host_margin"]})
     print(f"\na checkpoint: {asked['checkpoint'] / 1e9:,.4g} GB")
-    if args.cpu_offload and args.chapter >= "05" and args.accumulation > 1:
+    if args.cpu_offload and "05" <= args.chapter < "07" and args.accumulation > 1:
         print("one micro-batch is best under offload: a rank waits for later ones' gradients")
 
 

@@ -513,8 +513,8 @@ def read_weights(args, model):
         fail(f"--pretrained --model-name {args.model_name}: its weights are quantized")
     weights = dict(model.named_parameters())
     prefix = f"{model.base_model_prefix}."  # files of a model without a head have names without
-    for name in weights.keys() - saved.keys():
-        weights[name.removeprefix(prefix)] = weights.pop(name)
+    for name in weights.keys() - saved.keys():  # and GPT-NeoX's files call its head embed_out
+        weights[name.removeprefix(prefix).replace("lm_head", "embed_out")] = weights.pop(name)
     dcp.load(weights, storage_reader=reader, process_group=patient_group())
     with suppress(OSError):  # which not every model has
         model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)

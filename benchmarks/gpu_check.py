@@ -43,11 +43,12 @@ from speed import describe_machine, in_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 
-CHAPTERS = ("01", "02", "03", "04", "05", "06")
+CHAPTERS = ("01", "02", "03", "04", "05", "06", "07")
 TINY = """--seq-length 64 --global-batch-size 8 --batch-size 4 --num-steps 20 --log-every 1
     --eval-every 10 --eval-samples 10 --checkpoint-every 10"""
 LONG = "--num-steps 1000000 --eval-every 1000000 --checkpoint-every 1000000 --eval-samples 2"
 ONE_RANK = "--json --nodes 1 --gpus-per-node 1"  # for the planner
+SPREAD = "--batch-size 2 --pipeline-parallel-size"  # four micro-batches
 WINDOW, WINDOWS = 3, 3  # steps in a measurement of speed; measurements after a first, left out
 WITHIN = (0, 1e-4)  # losses in float32 on unlike devices
 KINDS = {"nan-data": "not-finite", "oom-device": "device-out-of-memory"}  # what is to be found
@@ -359,14 +360,14 @@ def parity(bench, chapter):
     return bench.judged(dict.fromkeys(bench.numbers, WITHIN))
 
 
-def split_layers(bench):
-    """Chapter 06's losses in float32 where GPUs split each layer, against a process on the CPU."""
+def split_layers(bench, chapter, flag):
+    """Losses in float32 where GPUs split layers or spread them, against a process on the CPU."""
     size = math.gcd(bench.count, 4)  # of tiny's heads each has as many
     if size == 1:
         raise Skip("one GPU, or an odd number of them, splits nothing")
     flags = f"{TINY} --precision fp32"
-    whole = bench.train("06", flags, "whole", "cpu")
-    split = bench.train("06", f"{flags} --tensor-parallel-size {size}", "split", None, size)
+    whole = bench.train(chapter, flags, "whole", "cpu")
+    split = bench.train(chapter, f"{flags} {flag} {size}", "split", None, size)
     rows, others = bench.wait(split).rows(), bench.wait(whole).rows()
     bench.numbers |= {"ranks": size, "difference": difference(rows, others)}
     return bench.judged({"difference": WITHIN})
@@ -544,7 +545,8 @@ MEMORY |= {"05-selective": "--recompute selective"}
 # what it does, the seconds without which it does not begin, and those it may take
 TOGETHER = {
     **{f"parity-{name}": (partial(parity, chapter=name), 30, 150) for name in CHAPTERS},
-    "split-layers": (split_layers, 30, 150),
+    "split-layers": (partial(split_layers, chapter="06", flag="--tensor-parallel-size"), 30, 150),
+    "spread-layers": (partial(split_layers, chapter="07", flag=SPREAD), 30, 150),
     "no-sync": (no_sync, 20, 100),
     "resume-01": (partial(resume, chapter="01"), 30, 150),
     "resume-05-async": (partial(resume, chapter="05", flags="--checkpoint-async"), 40, 150),

@@ -46,6 +46,7 @@ CASES = {  # chapter, ranks, what is different from SMALL, flags besides COMMON
     "06 groups": ("06", 4, {"tied": True}, "-s 256 -b 2 --tensor-parallel-size 2"),
     "06 bf16": ("06", 4, {}, "-s 512 -b 4 --tensor-parallel-size 4 --precision bf16"),
     "06 full": ("06", 4, {"layers": 6}, "-s 512 -b 4 --tensor-parallel-size 2 --recompute full"),
+    "07": ("07", 2, {}, "-s 256 -b 2 --pipeline-parallel-size 2"),
 }
 STEPS = 8
 COMMON = "--device cpu --global-batch-size 8"
@@ -85,9 +86,10 @@ def measure(chapter, args, device):
         samples = torch.randint(vocabulary, (8, args.seq_length), dtype=torch.int32)
 
         def look(*_):
-            states = (optimizer.state[weight].values() for weight in model.parameters())
-            found["parameters"] = bytes_of(model.parameters())
-            found["gradients"] = bytes_of(weight.grad for weight in model.parameters())
+            weights = [weight for weight in model.parameters() if not weight.is_meta]
+            states = (optimizer.state[weight].values() for weight in weights)
+            found["parameters"] = bytes_of(weights)
+            found["gradients"] = bytes_of(weight.grad for weight in weights)
             found["optimizer state"] = bytes_of(each for state in states for each in state)
 
         optimizer.register_step_post_hook(look)

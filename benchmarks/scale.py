@@ -5,10 +5,11 @@ Else:  python benchmarks/scale.py -m meta-llama/Llama-3.1-70B --recompute full -
 
 Nothing is measured. One step is played on streams: one computes, one sends among the ranks of a
 copy of the model, one among copies, and one among the ranks that split a layer, for which the first
-one waits. Bytes are those that tests count in runs of chapters 04 and 06, shapes and memory are the
-planner's, and what a collective takes is nccl's own model. One number is fitted:
-the share of a GPU's peak that computing reaches, at 8 GPUs of a published run. What that run did on
-128 GPUs is then predicted. All flags of 05-large-model/will_it_fit.py are understood.
+one waits. A pipeline is idle as the formula of chapter 07 says. Bytes are those that tests count in
+runs of chapters 04 to 07, shapes and memory are the planner's, and what a collective takes is
+nccl's own model. One number is fitted: the share of a GPU's peak that computing reaches, at 8 GPUs
+of a published run. What that run did on 128 GPUs is then predicted. All flags of
+05-large-model/will_it_fit.py are understood.
 """
 
 import argparse
@@ -78,8 +79,23 @@ STRATEGIES = {  # chapter, what the planner calls it, a replica in each node; co
     "hybrid": ("05", {}, True, "#e08a3c", 2.2, "-"),
     "FSDP, CPU offload": ("05", {"cpu_offload": True}, False, "#c8553d", 2, (0, (4, 2))),
     "tensor parallel": ("06", {}, False, "#6b4c9a", 2.2, "-"),  # in each node; FSDP across nodes
+    "pipeline": (
+        "07",
+        {},
+        False,
+        "#4d8b3d",
+        2.2,
+        "-",
+    ),  # across nodes, up to 8 stages; FSDP in each
 }
 FITTED = "FSDP, gathered twice"  # what was published
+WAYS = {  # devices that split a layer, and stages, of which the fastest number is taken
+    "FSDP": ([1], [1]),
+    "TP": ([8], [1]),
+    "PP": ([1], [2, 4, 8, 16, 32]),
+    "TP and PP": ([8], [2, 4, 8, 16, 32]),
+}
+STEP = "--global-batch-size 1024 --seq-length 4096"  # in which these are compared
 LAYERS_OF = [f"meta-llama/Llama-3.{size}" for size in ("2-1B", "1-8B", "1-70B", "1-405B")]
 ASSUMPTIONS = [
     "weak scaling: each device takes the same number of tokens, whatever their number",
@@ -93,6 +109,8 @@ ASSUMPTIONS = [
     "there a rank waits for the gradients of later micro-steps, which are copied and added up",
     "layers are split among the devices of a node, which together take as many samples as alone",
     "nothing hides what they send one another for that",
+    "a pipeline gathers once a step, reduces at its end, and is as fast as its slowest stage",
+    "what stages send hides behind computing, if it takes less time",
     "memory is the planner's, with its fragmentation and overhead; DDP recomputes as the others do",
 ]
 
@@ -204,9 +222,11 @@ def collective(args, kind, size, ranks, nodes, gbs):
 class Step:
     """Plays one step of a strategy on one rank; `share` of the GPU's peak is reached."""
 
-    def __init__(self, args, strategy, devices, share):
-        self.args, self.setting = at_scale(args, strategy, devices)
+    def __init__(self, args, setting, share):
+        self.args, self.setting = args, setting
         self.model = model_of(args.model_name, *args.config)
+        self.stages = planner().parts_of(self.model, setting.size, setting.pipeline)
+        self.part = self.stages[0]  # whose weights are sent
         self.free, self.busy, self.sent = defaultdict(float), Counter(), Counter()
         self.depth = len(self.model.layers)
         self.back = 3 if self.setting.recompute == "full" else 2  # times as long as forward
@@ -265,6 +285,7 @@ class Step:
         """Step the optimizer when all is there: 10 numbers of each weight are read or written."""
         args, setting = self.args, self.setting
         numbers = 10 * setting.weight_bytes * self.model.weights / setting.shards / setting.size
+        numbers /= len(self.stages)
         ready = max(self.free.values())
         if setting.offload:
             host = args.cpu_adam_gbs / args.gpus_per_node
@@ -274,8 +295,10 @@ class Step:
     def play(self):
         """Play the step, and return it."""
         play = self.replicated if self.setting.chapter == "02" else self.sharded
-        for number in range(self.setting.accumulation):
+        for number in range(self.setting.accumulation if len(self.stages) == 1 else 0):
             play(first=number == 0, last=number == self.setting.accumulation - 1)
+        if len(self.stages) > 1:
+            self.pipelined()
         self.seconds = self.adam()
         return self
 
@@ -294,8 +317,7 @@ class Step:
 
     def numbers(self, group):
         """Return the numbers of a group's tensors, padded: 0 is the root, then come the layers."""
-        part = planner().part_of(self.model, self.setting.size)
-        shapes = part.layers[group - 1] if group else part.root
+        shapes = self.part.layers[group - 1] if group else self.part.root
         return planner().shard_numbers(shapes, self.setting.shards) * self.setting.shards
 
     def gather(self, group, after):
@@ -343,6 +365,33 @@ class Step:
         self.among(1, hidden)
         self.reduce(0, first, last, self.free["compute"])
 
+    def pipelined(self):
+        """Play a step of the stages that compute longest; when the last ends, all reduce."""
+        setting, ranks, count = self.setting, len(self.stages), self.setting.accumulation
+        layers = [len(part.layers) * (1 + self.back) * self.layer for part in self.stages]
+        head = 0 if setting.pipeline.pipeline_schedule == "zbv" else -1
+        layers[head] += 3 * self.head
+        rank = max(range(ranks), key=layers.__getitem__)
+        self.part, hidden = self.stages[rank], setting.batch * setting.length
+        hidden *= self.model.config.hidden_size
+        depth, passes = len(self.part.layers), setting.pipeline.stages // ranks
+        size = 2 * passes * count * hidden * setting.compute_bytes / setting.size
+        sent = self.add("stages", size / self.args.network_gbs / 1e9, sent=size)
+        self.sent["network"] += size
+        here = [self.gather(group, 0.0) for group in range(depth + 1)]
+        for number in range(1, depth + 1):  # the first forward
+            self.add("compute", self.layer, here[number])
+        start = self.free["compute"] - depth * self.layer
+        self.add("compute", count * layers[rank] - depth * self.layer)
+        again = 4 if setting.recompute == "none" else AGAIN
+        self.among(count * depth * (4 + again), hidden)
+        self.among(count * 2 if rank == head % ranks else 0, head_of(self.model))
+        share = planner().bubble(setting.pipeline.pipeline_schedule, ranks, count)
+        self.free["compute"] += (self.free["compute"] - start) * share / (1 - share)
+        self.free["compute"] = max(self.free["compute"], sent)
+        for group in range(depth, -1, -1):
+            self.reduce(group, True, True, self.free["compute"])
+
 
 def at_scale(args, strategy, devices):
     """Return the arguments for so many devices, and the planner's setting; all recompute alike."""
@@ -351,6 +400,10 @@ def at_scale(args, strategy, devices):
     args.replicas = args.nodes if hybrid else 1
     args.tensor_parallel_size = min(devices, args.gpus_per_node) if chapter == "06" else 1
     args.micro_batch_size *= args.tensor_parallel_size
+    if chapter == "07":  # the stages' samples are as many micro-batches as they would take alone
+        depth = len(model_of(args.model_name, *args.config).layers)
+        args.pipeline_parallel_size = min(args.nodes, 8, 1 << (depth.bit_length() - 1))
+        args.accumulation *= args.pipeline_parallel_size
     setting = planner().setting_of(args, chapter, changes)
     return args, dataclasses.replace(setting, recompute=args.recompute)
 
@@ -360,11 +413,13 @@ def at_scale(args, strategy, devices):
 
 def row_of(args, strategy, devices, share):
     """Return what a step takes, in seconds, and what of it waits for what is sent."""
-    step = Step(args, strategy, devices, share).play()
+    step = Step(*at_scale(args, strategy, devices), share).play()
     busy, setting, seconds = step.busy, step.setting, step.seconds
     exposed = max(0.0, seconds - busy["compute"] - busy["host"])
-    hidden = max(0.0, busy["copy"] + busy["replicas"] + busy["group"] - exposed)
+    sends = sum(busy[stream] for stream in ("copy", "replicas", "group", "stages"))
+    hidden = max(0.0, sends - exposed)
     tokens = setting.batch * setting.length * setting.accumulation // setting.size
+    tokens //= len(step.stages)
     row = {"strategy": strategy, "devices": devices, "tokens": tokens, "step": seconds}
     row |= {"compute": busy["compute"], "host": busy["host"], "exposed": exposed, "hidden": hidden}
     row |= {"share": exposed / seconds, "network_gb": step.sent["network"] / 1e9}
@@ -374,7 +429,11 @@ def row_of(args, strategy, devices, share):
 def gib_of(args, strategy, devices):
     """Return what the planner says a GPU must have, in GiB."""
     model = model_of(args.model_name, *args.config)
-    step = planner().play(model, at_scale(args, strategy, devices)[1])
+    return gib(args, planner().play(model, at_scale(args, strategy, devices)[1]))
+
+
+def gib(args, step):
+    """Return what a GPU must have for a step of the planner's, in GiB."""
     tensors = sum(step.most.values()) / planner().GIB
     return tensors * (1 + args.fragmentation) + args.gpu_overhead_gib
 
@@ -423,7 +482,8 @@ def layer_rows(share):
     rows = []
     for name, devices in itertools.product(LAYERS_OF, (8, SWEPT)):
         args = parse_args(["-m", name, "--recompute", "none", *SCENES["1024 tokens"].split()])
-        alone, split = (Step(args, way, devices, share) for way in (FITTED, "tensor parallel"))
+        ways = (at_scale(args, way, devices) for way in (FITTED, "tensor parallel"))
+        alone, split = (Step(*way, share) for way in ways)
         for step in (alone, split):
             step.gather(1, 0.0)
             step.gather(1, 0.0)
@@ -436,6 +496,57 @@ def layer_rows(share):
         row |= {"FSDP": alone.busy["copy"], "FSDP_gb": alone.sent["copy"] / 1e9}
         row |= {"across": split.busy["copy"], "across_gb": split.sent["copy"] / 1e9}
         row["pays below"] = row["FSDP"] / (row["compute"] + row["group"]) * tokens
+        rows.append(row)
+    return rows
+
+
+def layouts(args, devices, size, ranks):
+    """Return settings of so many devices, for a step of the global batch, that need not fit."""
+    groups = devices // size // ranks
+    if not groups or args.global_batch_size % groups:
+        return
+    samples = args.global_batch_size // groups  # of a step, for each group
+    ways = itertools.product({1, size}, {groups, max(1, 8 // size)}, ("selective", "full"))
+    for batch, shards, recompute in ways:
+        if samples < batch * ranks or groups % shards:
+            continue
+        args = copy.copy(args)
+        args.ranks, args.nodes = devices, max(1, devices // args.gpus_per_node)
+        args.replicas, args.tensor_parallel_size = groups // shards, size
+        args.pipeline_parallel_size = ranks
+        args.micro_batch_size, args.accumulation = batch, samples // batch
+        yield args, planner().setting_of(args, "07", {"recompute": recompute})
+
+
+def seconds_of(args, setting, share):
+    """Return what a step takes; of many micro-steps, all but the first and last take as long."""
+    count = setting.accumulation
+    if setting.pipeline.stages > 1 or count < 4:
+        return Step(args, setting, share).play().seconds
+    few = (dataclasses.replace(setting, accumulation=number) for number in (2, 3))
+    two, three = (Step(args, some, share).play().seconds for some in few)
+    return three + (count - 3) * (three - two)
+
+
+def first_rows(share):
+    """Return the fastest layout that fits of each way to split, from 8 to 4,096 devices."""
+    rows = []
+    for name, devices in itertools.product(LAYERS_OF[1:], SHOWN):
+        args, model = parse_args(["-m", name, *shlex.split(STEP)]), model_of(name)
+        row = {"model": name, "devices": devices}
+        for way, (sizes, pipelines) in WAYS.items():
+            found = []
+            for size, ranks in itertools.product(sizes, pipelines):
+                found += [
+                    (seconds_of(*each, share), len(found) + number, each)
+                    for number, each in enumerate(layouts(args, devices, size, ranks))
+                ]
+            for seconds, _, (_, setting) in sorted(found, key=lambda each: each[:2]):
+                if gib(args, planner().play(model, setting)) <= args.gpu_memory_gib:
+                    tokens = args.global_batch_size * args.seq_length / seconds / devices
+                    ranks = setting.pipeline.pipeline_parallel_size
+                    row[way] = {"tokens_per_second": tokens, "stages": ranks}
+                    break
         rows.append(row)
     return rows
 
@@ -528,7 +639,8 @@ def predict(argv):
     args, shares = parse_args(argv), {run: fit(run) for run in ("eager", "compiled")}
     share = shares["compiled"]
     results = {"machine": machine_of(args, shares), "published": compare(shares)}
-    return results | {"layers": layer_rows(share), "rows": all_rows(argv, share)}
+    results |= {"layers": layer_rows(share), "first": first_rows(share)}
+    return results | {"rows": all_rows(argv, share)}
 
 
 def main():

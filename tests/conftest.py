@@ -319,6 +319,7 @@ def models(tmp_path_factory):
         "gpt2-dropout": transformers.GPT2Config(**gpt2),
         "qwen3": transformers.Qwen3Config(**common, head_dim=16, tie_word_embeddings=True),
         "mistral": transformers.MistralConfig(**common, head_dim=16),
+        "gpt_neox": transformers.GPTNeoXConfig(**common),
         "gemma3": transformers.Gemma3TextConfig(**common, head_dim=16),
         "gemma3-window": transformers.Gemma3TextConfig(**common, head_dim=16, sliding_window=32),
     }

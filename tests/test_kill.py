@@ -121,11 +121,12 @@ def kill_often(chapter, times, tmp_path, num_steps):
     print(f"KILL_SEED={seed} repeats these moments as far as the machine does")
     draw = random.Random(seed)
     args = [*ARGS, "--num-steps", num_steps, "--save-dir", tmp_path]
-    args += ["--checkpoint-async"] if chapter in ("05", "06") else []
+    args += ["--checkpoint-async"] if chapter in ("05", "06", "07") else []
     args += ["--tensor-parallel-size", 2] if chapter == "06" else []
+    args += ["--pipeline-parallel-size", 2, "--batch-size", 4] if chapter == "07" else []
     run_dir, kills, hit_a_save, newest = tmp_path / "killed", 0, 0, 0
     while kills < times or (not hit_a_save and kills < times + 5):
-        in_a_save, one_rank = kills % 2 == 0, chapter in ("04", "05", "06") and kills % 4 > 1
+        in_a_save, one_rank = kills % 2 == 0, chapter in ("04", "05", "06", "07") and kills % 4 > 1
         command = [*args, "-e", "killed"]
         newest = kill_once(chapter, command, run_dir, newest, draw, in_a_save, one_rank)
         assert newest is not None, f"it finished after {kills} kills: lengthen the run"
@@ -143,13 +144,13 @@ def test_killed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chapter", ["02", "04", "05", "06"])
+@pytest.mark.parametrize("chapter", ["02", "04", "05", "06", "07"])
 def test_killed_four_times(tmp_path, chapter):
     """All processes at once; from 04 on also one of the ranks, after which the others are ended."""
     kill_often(chapter, 4, tmp_path, num_steps=150)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("chapter", ["01", "02", "04", "05", "06"])
+@pytest.mark.parametrize("chapter", ["01", "02", "04", "05", "06", "07"])
 def test_killed_twenty_times(tmp_path, chapter):
     kill_often(chapter, 20, tmp_path, num_steps=400)

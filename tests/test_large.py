@@ -173,6 +173,7 @@ def hub(models, tmp_path_factory):
         "float32": published(models, root, "gemma3", "20KB", torch.float32),
         "tied": published(models, root, "qwen3", "20KB"),
         "no head": published(models, root, "gpt2", headless=True),
+        "old names": published(models, root, "gpt_neox"),
     }
 
 

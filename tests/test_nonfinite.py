@@ -10,13 +10,19 @@ from conftest import ROOT, SCRIPTS, SHORT, free_port, start_ranks
 LINE = [*SHORT, "--num-steps", "12", "--log-every", "5", "--checkpoint-every", "3"]
 
 
-@pytest.mark.parametrize("chapter", ["01", "02", "04", pytest.param("05", marks=pytest.mark.slow)])
+LATER = [pytest.param("05", marks=pytest.mark.slow)]
+LATER += [pytest.param("07", marks=pytest.mark.exhaustive)]
+STAGES = ["--pipeline-parallel-size", "2", "--batch-size", "4"]
+
+
+@pytest.mark.parametrize("chapter", ["01", "02", "04", *LATER])
 @pytest.mark.parametrize("fault", ["nan-data", "nan-gradient"])
 def test_a_run_ends_at_the_next_line_or_save(chapter, fault, tmp_path):
     """One rank's loss or gradient is not finite in step 8; the save of step 6 is the last."""
     ranks = 1 if chapter == "01" else 2
     command = [ROOT / "diagnosing-errors/inject.py", f"{fault}@rank{ranks - 1}:step7"]
     command += [SCRIPTS[chapter], *LINE, "--save-dir", tmp_path, "-e", "run"]
+    command += STAGES * (chapter == "07")
     started = start_ranks(ranks, command, tmp_path, MASTER_PORT=str(free_port()))
     try:
         statuses = [process.wait(timeout=120) for process in started]

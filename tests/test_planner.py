@@ -89,7 +89,7 @@ def test_the_first_setting_that_fits_or_on_how_many_nodes(planner, memory, first
 
 
 def test_flags_and_chunks_are_those_of_the_chapter(planner, tmp_path):
-    source, ours = SCRIPTS["06"].read_text(), vars(planner.parse_args([]))  # 05's, and one more
+    source, ours = SCRIPTS["07"].read_text(), vars(planner.parse_args([]))  # 05's, and three more
     for flag, declared in flags(source).items():
         value = ours[flag.removeprefix("--").replace("-", "_")]
         assert not value or f"default={value!r}" in declared or flag in ("--device", "--precision")
@@ -127,6 +127,51 @@ def test_what_splitting_layers_does_to_a_step(planner):
     assert more == pytest.approx(whole * 7 / 8, rel=0.01)  # of which each device had its part
     few = plan(planner, f"{options} -b 1 --tensor-parallel-size 8")["asked"]["gpu"]
     assert few["activations"] == pytest.approx(eight["activations"] / 8, rel=0.01)
+
+
+STAGES = "--device cpu --gpus-per-node 4 --batch-size 2 --pipeline-parallel-size"
+
+
+def test_bytes_of_tiny_by_hand_in_stages(planner):
+    """Two of four layers, and one end: the first stage's embedding, or the last one's head."""
+    layer = 4 * 128 * 128 + 3 * 128 * 352 + 2 * 128
+    planned = plan(planner, f"{STAGES} 2")
+    state, gpu = planned["asked"]["state"], planned["asked"]["gpu"]
+    weights = 2 * layer + 384 * 128  # of the first, which keeps more
+    assert state["parameters"] == weights * 4 / 2
+    assert state["optimizer state"] == 2 * weights * 4 / 2 + 4 * (2 * 9 + 1)
+    assert gpu["gathered weights"] == weights * 4
+    assert weights * 4 < gpu["whole gradients"] < weights * 4 + 2 * layer * 4
+    assert gpu["communication"] == 8 * 2 * 256 * 128 * 4  # gradients of eight micro-batches
+    assert len(planned["settings"]) == 6 and all(name[:2] == "07" for name in planned["settings"])
+    zbv = plan(planner, f"{STAGES} 2 --pipeline-schedule zbv")
+    assert list(zbv["settings"]) == ["07", "07 --cpu-offload"]
+    split = plan(planner, f"{STAGES} 2 --tensor-parallel-size 2")["asked"]["state"]
+    halves = weights - 2 * 2 * 128  # all but norms
+    assert split["parameters"] == (halves / 2 + 2 * 2 * 128) * 4
+
+
+def test_activations_are_those_of_the_micro_batches_in_flight(planner):
+    """Of eight; each of two ranks has three layers."""
+    kept = {}
+    for schedule in ("gpipe", "1f1b", "interleaved-1f1b"):
+        options = f"{STAGES} 2 --config num_hidden_layers=6 --pipeline-schedule {schedule}"
+        kept[schedule] = plan(planner, options)["asked"]["gpu"]["activations"]
+    assert kept["gpipe"] / kept["1f1b"] == pytest.approx(8 / 2, rel=0.1)
+    assert kept["interleaved-1f1b"] / kept["1f1b"] == pytest.approx(2.5 / 2, rel=0.1)
+
+
+BUBBLES = json.loads((ROOT / "benchmarks/results/bubble.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize("row", BUBBLES, ids=lambda row: f"{row['schedule']}, {row['formula']}")
+def test_schedules_were_measured_as_planned(planner, row):
+    """What ranks kept, exactly, and for how long they were idle."""
+    schedule, count, kept = row["schedule"], row["micro_batches"], row["in flight"]
+    ranks = len(kept)
+    assert kept == [planner.in_flight(schedule, rank, ranks, count) for rank in range(ranks)]
+    idle = planner.bubble(schedule, ranks, count)
+    assert row["formula"] == pytest.approx(idle) and abs(row["bubble"] - idle) < 0.03
 
 
 def test_a_changed_configuration_is_the_one_that_is_planned(planner):
@@ -209,6 +254,13 @@ BAD = {
         "--tensor-parallel-size 8",
         "llama has 4 key-value heads, which 8 ranks cannot share",
     ),
+    "stages": ("--pipeline-parallel-size 16", "-size: groups of 16 ranks must divide 8 ranks"),
+    "few": ("--pipeline-parallel-size 8 -b 8", "8 ranks; take --batch-size 4"),
+    "few layers": ("--pipeline-parallel-size 8 -b 4", "tiny has 4 layers, fewer than 8 stages"),
+    "zbv": (
+        "--pipeline-parallel-size 2 -b 4 --pipeline-schedule zbv --recompute full",
+        "tiny: zbv has no --compile, no --recompute",
+    ),
     "too long": ("-s 100000", "--seq-length 100000: tiny takes at most 2048 tokens"),
     "no file": ("-m nosuch.json", "--model-name nosuch.json: there is no such file"),
     "no model": ("-m nosuch/model", "--model-name nosuch/model:"),
@@ -246,7 +298,7 @@ def test_measured_runs_were_as_planned():
 
 @pytest.mark.slow
 def test_runs_are_as_planned(tmp_path):
-    cases = ["02 bf16", "04 kept", "05 selective", "06 full"]
+    cases = ["02 bf16", "04 kept", "05 selective", "06 full", "07"]
     command = [ROOT / "benchmarks/planner.py", "--output", tmp_path / "rows.json", "--only"]
     done = printed(*command, *cases, timeout=900)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"

@@ -21,7 +21,7 @@ def args_of(flags="", **changes):
 
 def step_of(strategy, devices, flags="", share=SHARE, **changes):
     """Return a step that was played."""
-    return scale.Step(args_of(flags, **changes), strategy, devices, share).play()
+    return scale.Step(*scale.at_scale(args_of(flags, **changes), strategy, devices), share).play()
 
 
 def closed(strategy, ranks, micro_steps):
@@ -41,6 +41,9 @@ def closed(strategy, ranks, micro_steps):
 @pytest.mark.parametrize(("devices", "micro_steps"), [(8, 1), (64, 1), (64, 3)])
 def test_bytes_are_those_of_the_closed_formulas(strategy, devices, micro_steps):
     step = step_of(strategy, devices, f"--micro-steps {micro_steps}")
+    if strategy == "pipeline" and devices > 8:  # of eight stages, the largest has five layers
+        assert step.sent["copy"] == pytest.approx(7 / 8 * 6 * 5 * LAYER, rel=1e-12)  # once a step
+        return
     ranks = 8 if strategy == "hybrid" else devices
     ranks = devices // 8 if strategy == "tensor parallel" else ranks
     assert step.sent["copy"] == pytest.approx(closed(strategy, ranks, micro_steps), rel=1e-12)
@@ -54,6 +57,37 @@ def test_a_group_sends_hidden_states_as_chapter_06_counts_them(devices):
         formula = 7 / 8 * ((LAYERS * times + 2) * hidden + 2 * head)
         assert step.sent["group"] == pytest.approx(formula, rel=1e-12)
         assert step.busy["group"] > formula / 370e9
+
+
+@pytest.mark.parametrize(("schedule", "micro_steps", "idle"), [
+    ("1f1b", 1, 7 / 15), ("1f1b", 8, 7 / 71), ("interleaved-1f1b", 8, 7 / 135), ("zbv", 8, 7 / 391)
+])  # fmt: skip
+def test_a_pipeline_waits_as_the_formula_says_and_sends_hidden_states(schedule, micro_steps, idle):
+    flags = f"--micro-steps {micro_steps} --pipeline-schedule {schedule} --recompute none"
+    step = step_of("pipeline", 64, flags)
+    stages = [len(part.layers) for part in step.stages]
+    assert sum(stages) == LAYERS and len(stages) == 8
+    passes, count = 1 if schedule == "1f1b" else 2, 8 * micro_steps
+    hidden = 2 * 2 * 8192 * 4096  # bytes of a micro-batch of 2 samples
+    assert step.sent["stages"] == 2 * passes * count * hidden
+    row = scale.row_of(args_of(flags), "pipeline", 64, SHARE)
+    assert idle < row["share"] < idle + 0.02  # besides, what is reduced at the end
+    most = max(stages) * 3 * step.layer * count
+    assert most <= step.busy["compute"] < 1.05 * (most + 3 * step.head * count)
+
+
+@pytest.mark.slow
+def test_what_is_fastest():
+    """Splitting is for more devices than samples; and nothing is said of what does not fit."""
+    rows = {(row["model"][-4:], row["devices"]): row for row in scale.first_rows(SHARE)}
+    fastest = {}
+    for key, row in rows.items():
+        speeds = {way: row[way]["tokens_per_second"] for way in scale.WAYS if way in row}
+        fastest[key] = max(speeds, key=speeds.get, default=None)
+    assert fastest["405B", 8] is fastest["405B", 64] is None  # 6 TB of state
+    assert fastest["1-8B", 8] == fastest["1-8B", 512] == fastest["-70B", 512] == "FSDP"
+    assert "FSDP" not in rows["1-8B", 4096]  # of 1,024 samples
+    assert fastest["-70B", 4096] == fastest["405B", 4096] == "TP and PP"
 
 
 def test_a_layer_by_hand():
@@ -95,7 +129,9 @@ def test_one_node_sends_nothing_to_another_and_one_device_nothing_at_all(strateg
 def test_links_without_limits_leave_nothing_exposed(strategy):
     fast = dict.fromkeys(("nvlink_gbs", "network_gbs", "pcie_gbs"), math.inf)
     row = scale.row_of(args_of("--latency 0", **fast), strategy, 512, SHARE)
-    assert row["exposed"] == pytest.approx(0, abs=1e-9)
+    idle = 7 / (8 + 7) if strategy == "pipeline" else 0  # eight micro-batches in as many stages
+    assert row["share"] == pytest.approx(idle, abs=1e-3)
+    assert (row["exposed"] < 1e-9) == (idle == 0)
     slow = scale.row_of(args_of(), strategy, 512, SHARE)
     assert slow["exposed"] > 0.001
     assert slow["compute"] + slow["host"] + slow["exposed"] == pytest.approx(slow["step"])

@@ -1,7 +1,7 @@
 """Compare the weights and buffers that a chapter starts with, on any ranks, with chapter 01's.
 
-Started once per rank by test_large.py and test_tensor.py, with a JSON file of cases, which are the
-arguments of both chapters, the chapter, and arguments that chapter 01 has not.
+Started once per rank by test_large.py, test_tensor.py and test_pipeline.py, with a JSON file of
+cases, which are the arguments of both chapters, the chapter, and arguments that 01 has not.
 What torch has not filled is NaN here, so whatever is forgotten shows.
 """
 
@@ -29,8 +29,9 @@ def load(chapter):
 
 
 def named(model):
-    """Return all parameters and buffers by name, whole."""
+    """Return the parameters and buffers that this rank has a part of, by name, whole."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
     return {
         name: getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)().detach().clone()
         for name, tensor in tensors.items()
@@ -40,6 +41,15 @@ def named(model):
 def different(one, other):
     """Return the names of what is not the same, bit for bit; NaN is never the same."""
     return [name for name in one.keys() | other.keys() if not same(one.get(name), other.get(name))]
+
+
+def on_any_rank(whole, split):
+    """Return the names of what is not the same on the ranks that have it, or is on none of them."""
+    found = [None] * dist.get_world_size()
+    mine = {name: tensor for name, tensor in whole.items() if name in split}
+    dist.all_gather_object(found, ([*split], different(mine, split)))
+    somewhere = {name for names, _ in found for name in names}
+    return [*whole.keys() - somewhere, *(name for _, names in found for name in names)]
 
 
 def same(one, other):
@@ -71,7 +81,7 @@ def main():
         split = named(model)
         torch.use_deterministic_algorithms(False)
         whole = named(first.build_model(args, config))
-        differing[name] = different(whole, split)
+        differing[name] = on_any_rank(whole, split)
         if args.pretrained:
             differing[f"{name}, exported"] = different(whole, exported(last, args, model))
     if os.environ["RANK"] == "0":

@@ -207,6 +207,16 @@ def planner(file):
         print(f"| {row['case']} | {row['ranks']} | `{row['flags']}` | {peaks} |")
 
 
+def bubbles(file):
+    """Print the table of how long ranks were idle under each schedule, and what they kept."""
+    print("| schedule | micro-batches | idle | formula | micro-batches kept, rank 0 – 3 |")
+    print("|---|---|---|---|---|")
+    for row in measured(file, "rows"):
+        kept = ", ".join(f"{number:g}" for number in row["in flight"])
+        cells = f"{row['micro_batches']} | {row['bubble']:.3f} | {row['formula']:.3f} | {kept}"
+        print(f"| {row['schedule']} | {cells} |")
+
+
 def plan(config):
     """Print, as comments, what the planner has said of a file under configs."""
     text = (ROOT / "assets/samples/05-plans.txt").read_text()
@@ -342,6 +352,23 @@ def scale_layers():
         print(f"| {model} | {row['devices']} | {1e3 * row['compute']:.1f} ms | {sent} | {pays} |")
 
 
+def scale_first():
+    """Print the table of the fastest layouts that fit, for each way to split: tokens/s a device."""
+    rows = predicted()["first"]
+    ways = ["FSDP", "TP", "PP", "TP and PP"]
+    heading("| model | devices | FSDP alone | and TP | and PP | and both | fastest |")
+    for row in rows:
+        speeds = {way: row[way]["tokens_per_second"] for way in ways if way in row}
+        cells = []
+        for way in ways:
+            stages = row[way]["stages"] if way in row else 1
+            speed = f"{speeds[way]:,.0f}" if way in row else "–"
+            cells.append(speed + (f" ({stages} stages)" if stages > 1 else ""))
+        best = max(speeds, key=speeds.get, default="does not fit")
+        model = row["model"].rpartition("/")[2]
+        print(f"| {model} | {row['devices']:,} | {' | '.join(cells)} | {best} |")
+
+
 def scale_lessons():
     """Print what the scenes of benchmarks/scale.py teach, with their numbers."""
     found = {(row["scene"], row["strategy"], row["devices"]): row for row in predicted()["rows"]}
@@ -365,6 +392,8 @@ def scale_lessons():
     one = many.removeprefix("8 × ")
     full = "as published"
     alone, ddp = found[full, offload, 8], found[full, "DDP", 8]["gib"]
+    staged = speed(many, "pipeline", 512) / speed(many, fsdp, 512) - 1, sent(many, "pipeline")
+    alike = found[full, "pipeline", 512]["share"]
     splits = [(least, 8), (least, 4096), (few, 8)]
     splits = [speed(scene, split, n) / speed(scene, fsdp, n) for scene, n in splits]
     cost = [1 - speed(full, offload, n) / speed(full, fsdp, n) for n in (8, 512)]
@@ -382,6 +411,9 @@ def scale_lessons():
 - **Tensor parallel pays** with few tokens per device: with 512, a device is {splits[0]:.1f} times
   as fast as with FSDP in one node, and {splits[1]:.1f} times among 4,096. With 2,048 in one node it
   reaches {splits[2]:.0%} of FSDP's speed.
+- **Pipeline** needs many micro-batches. On 100 Gb/s, with 64 in 8 stages, a GPU sends
+  {staged[1]:.1f} GB between nodes, and is {staged[0]:.0%} faster than with FSDP. With 8, as many as
+  stages, it is idle for {alike:.0%} of a step.
 - **Offload** costs {cost[0]:.0%} on one node, where the host's AdamW takes {alone["host"]:.1f} of
   {alone["step"]:.1f} s, and {cost[1]:.0%} on 512 devices, which share that work.
 """.strip()
