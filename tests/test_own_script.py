@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import io
+import itertools
 import types
 
 import pytest
@@ -96,6 +97,34 @@ def test_weights_under_other_names(folders, alone, tmp_path):
     assert code.different(code.load_sharded(tmp_path / "written", "cpu"), expected) == []
 
 
+def stepped(model, optimizer, steps=2):
+    """Return the losses of a few steps on the same tokens."""
+    losses, ids = [], torch.arange(32).view(2, 16)
+    for _ in range(steps):
+        losses.append(model(input_ids=ids, labels=ids, use_cache=False).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.item() for loss in losses]
+
+
+@pytest.mark.parametrize("name", ["llama", "tied"])
+def test_shards_are_saved_loaded_and_made_a_folder(name, folders, alone, tmp_path):
+    """Weights and moments: the losses go on as if nothing had been."""
+    code, models = page(), []
+    for _ in range(2):
+        models.append(code.load_sharded(folders / name, "cpu"))
+        models.append(torch.optim.AdamW(models[-1].parameters(), lr=1e-2))
+    one, adam, other, its_adam = models
+    stepped(one, adam)
+    code.save_shards(tmp_path / "shards", one, adam)
+    code.load_shards(tmp_path / "shards", other, its_adam)
+    code.to_folder(tmp_path / "shards", folders / name, tmp_path / "folder")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    assert code.different(one, loaded) == []
+    assert stepped(one, adam) == stepped(other, its_adam)
+
+
 # ---- resume ----------------------------------------------------------------------------------
 STEPS, SAVED = 20, 10
 SAMPLES = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
@@ -108,14 +137,15 @@ class Model(torch.nn.Sequential):
         return (super().forward(inputs) - inputs.roll(1, 1)).pow(2).mean()
 
 
-def run(code, path, steps):
+def run(code, path, steps, stops=None):
     """Train from the checkpoint, if there is one; return losses and the line of each step."""
     torch.manual_seed(1)
     model = Model(torch.nn.Linear(8, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    stops = stops or itertools.repeat(False)
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        losses = code.train(model, optimizer, schedule, SAMPLES, path, steps, SAVED)
+        losses = code.train(model, optimizer, schedule, SAMPLES, path, steps, SAVED, stops)
     lines = [line.split("  ") for line in said.getvalue().splitlines()]
     found = {int(line[0].split()[1]): dict(word.split() for word in line[1:]) for line in lines}
     return losses, found
@@ -128,6 +158,15 @@ def test_a_resume_is_exact(tmp_path):
     after, shown = run(page(), tmp_path / "killed", STEPS)
     assert list(after) == list(range(SAVED, STEPS))
     assert all(after[step] == losses[step] and shown[step] == lines[step] for step in after)
+
+
+def test_a_stop_loses_no_step(tmp_path):
+    """The run ends after the step in which it was asked, and continues exactly."""
+    losses, _ = run(page(), tmp_path / "whole", STEPS)
+    asked = iter([False] * 3 + [True])
+    before, _ = run(page(), tmp_path / "asked", STEPS, stops=asked)
+    after, _ = run(page(), tmp_path / "asked", STEPS)
+    assert list(before) == [0, 1, 2, 3] and before | after == losses
 
 
 @pytest.mark.parametrize(
