@@ -133,7 +133,7 @@ def free_port():
             return port
 
 
-def run_jobs(world_size, jobs, folder, timeout=1000, shares=1):
+def run_jobs(world_size, jobs, folder, timeout=None, shares=1):
     """Run (chapter, arguments) pairs on `world_size` ranks; return each job's results by rank.
 
     Each rank runs one after the other. With more `shares` than one, so many such groups of ranks
@@ -151,7 +151,7 @@ def run_jobs(world_size, jobs, folder, timeout=1000, shares=1):
             command = [ROOT / "tests/support/worker.py", folder, share]
             started += start_ranks(world_size, command, folder, f"-{share}")
     try:
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + (timeout or 900 + 60 * len(jobs))
         for process in started:
             process.wait(timeout=max(0.1, deadline - time.monotonic()))
     finally:
