@@ -249,9 +249,10 @@ class Watch:
     def follow_signals(self):
         """Return a pipe to which signals come, even while the main thread is in C."""
         reader, writer = os.pipe()
+        os.set_blocking(reader, False)
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, nothing_more)  # `told_to_end` ends the process instead
+        signal.signal(signal.SIGTERM, nothing_more)  # `end_as_asked` ends the process instead
         os.register_at_fork(  # SIGTERM waits until a child follows it in its own way
             before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]),
             after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]),
@@ -261,18 +262,20 @@ class Watch:
 
     def run(self):
         """Look, and tell, whatever happens."""
+        came = True
         while True:
             try:
                 self.look()
                 bad = self.steps.bad
                 self.steps.take()
-                if time.monotonic() - self.told > BEAT or self.steps.bad is not bad:  # told at once
+                late = time.monotonic() - self.told > BEAT
+                if came or late or self.steps.bad is not bad:
                     self.told = time.monotonic()
                     self.tell()
                     self.dump_if_due()
+                if self.asked_to_end and signal.getsignal(signal.SIGTERM) is nothing_more:
+                    self.end_as_asked()
                 came = select.select([self.signals], [], [], TICK)[0]
-                if came and signal.SIGTERM in os.read(self.signals, 64):
-                    self.told_to_end()
             except Exception:
                 self.steps.fault = traceback.format_exc()
                 time.sleep(TICK)
@@ -287,22 +290,22 @@ class Watch:
         if (self.steps.count, phase) != self.mark:
             self.mark, self.since = (self.steps.count, phase), time.time()
 
-    def told_to_end(self):
-        """Note that another has asked this rank to end; unless the script handles that, end it."""
-        self.asked_to_end = time.time()
-        if signal.getsignal(signal.SIGTERM) is nothing_more:
-            self.error = "SIGTERM, from the launcher or a person"
-            self.tell("failed")
-            self.dump("ended")
-            ctypes.CDLL(None).signal(int(signal.SIGTERM), None)  # only C may, in a thread
-            os.kill(os.getpid(), signal.SIGTERM)
-        self.tell()
+    def end_as_asked(self):
+        """End this rank by SIGTERM, as it would end unwatched: the script does not handle it."""
+        self.error = "SIGTERM, from the launcher or a person"
+        self.tell("failed")
+        self.dump("ended")
+        ctypes.CDLL(None).signal(int(signal.SIGTERM), None)  # only C may, in a thread
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def tell(self, end=None):
         """Write what this rank does, or how it has ended; two at once might leave the older one."""
         self.end = self.end or end
         alone = self.telling.acquire(timeout=1)  # no longer: a process is forked with the lock held
         try:
+            with suppress(BlockingIOError):  # no signal has come
+                if signal.SIGTERM in os.read(self.signals, 64):
+                    self.asked_to_end = time.time()
             self.write(".json", self.beat())
         finally:
             if alone:

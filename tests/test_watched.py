@@ -120,6 +120,7 @@ def test_a_handler_of_the_scripts_own_stays(script, tmp_path):
         import signal, time, sys
         def stop(*_): print("saving"); sys.exit(7)
         signal.signal(signal.SIGTERM, stop)
+        sys.setswitchinterval(10)  # the thread that watches gets no turn before the script ends
         print("ready", flush=True)
         time.sleep(1e6)
     """
