@@ -117,8 +117,11 @@ def test_shards_are_saved_loaded_and_made_a_folder(name, folders, alone, tmp_pat
         models.append(torch.optim.AdamW(models[-1].parameters(), lr=1e-2))
     one, adam, other, its_adam = models
     stepped(one, adam)
-    code.save_shards(tmp_path / "shards", one, adam)
-    code.load_shards(tmp_path / "shards", other, its_adam)
+    for _ in range(2):  # a kill has left the first
+        saving = code.start_save(tmp_path / "shards", one, adam, 2, None)
+        saving.result()
+    code.finish_save(saving, tmp_path / "shards")
+    assert code.load_shards(tmp_path / "shards", other, its_adam) == 2
     code.to_folder(tmp_path / "shards", folders / name, tmp_path / "folder")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
     assert code.different(one, loaded) == []
@@ -137,7 +140,7 @@ class Model(torch.nn.Sequential):
         return (super().forward(inputs) - inputs.roll(1, 1)).pow(2).mean()
 
 
-def run(code, path, steps, stops=None):
+def run(code, path, steps, stops=None, **options):
     """Train from the checkpoint, if there is one; return losses and the line of each step."""
     torch.manual_seed(1)
     model = Model(torch.nn.Linear(8, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 8))
@@ -145,7 +148,8 @@ def run(code, path, steps, stops=None):
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     stops = stops or itertools.repeat(False)
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        losses = code.train(model, optimizer, schedule, SAMPLES, path, steps, SAVED, stops)
+        args = model, optimizer, schedule, SAMPLES, path, steps, SAVED, stops
+        losses = code.train(*args, **options)
     lines = [line.split("  ") for line in said.getvalue().splitlines()]
     found = {int(line[0].split()[1]): dict(word.split() for word in line[1:]) for line in lines}
     return losses, found
@@ -174,7 +178,7 @@ def test_a_stop_loses_no_step(tmp_path):
     [
         ('optimizer.load_state_dict(state["optimizer"])', "pass", {"moments"}),
         ('schedule.load_state_dict(state["schedule"])', "pass", {"lr"}),
-        ("batches(dataset, batch, seed, done,", "batches(dataset, batch, seed, 0,", {"samples"}),
+        ("micro, seed, done,", "micro, seed, 0,", {"samples"}),
         ("torch.manual_seed(hash((seed, step, rank)))", "torch.rand(())", {"random"}),
     ],
 )
@@ -189,10 +193,31 @@ def test_what_is_lost_is_named(old, new, lost, tmp_path):
     assert any(after[step] != losses[step] for step in after)
 
 
+def test_micro_batches_change_no_loss(tmp_path):
+    code = page("torch.manual_seed(hash((seed, step, rank)))", "model.eval()")  # no dropout
+    whole, _ = run(code, tmp_path / "whole", STEPS, micro=8)
+    parts, _ = run(code, tmp_path / "parts", STEPS, micro=2)
+    assert parts == pytest.approx(whole, abs=1e-6)
+
+
+def test_ranks_load_in_turn(alone, monkeypatch):
+    turns = []
+    for rank in "01":
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        barrier = lambda _: turns.append("wait")  # noqa: E731
+        monkeypatch.setattr(dist, "barrier", barrier)
+        load = lambda: turns.append("load") or torch.nn.Linear(1, 1)  # noqa: E731
+        page().load_in_turn(load, "cpu", None)
+    assert turns == ["load", "wait", "wait", "wait", "load", "wait"]
+
+
 def test_ranks_share_a_pass(tmp_path):
     """Together they read each sample once, from any step on."""
     code, data = page(), torch.arange(24)
-    first = [iter(code.batches(data, 8, 0, 1, rank, 2)) for rank in range(2)]
-    read = torch.cat([next(each) for _ in range(2) for each in first])
-    before = next(iter(code.batches(data, 8, 0, 0)))
+    first = [code.batches(data, 8, 2, 0, 1, rank, 2) for rank in range(2)]
+    read = torch.cat([next(each) for _ in range(4) for each in first])
+    before = next(code.batches(data, 8, 8, 0, 0))
+    with pytest.raises(AssertionError, match="3 ranks × 2 do not divide 8 samples"):
+        code.batches(data, 8, 2, 0, 1, 0, 3)
     assert sorted(torch.cat([before, read]).tolist()) == list(range(24))
