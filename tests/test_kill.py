@@ -151,6 +151,7 @@ def test_killed_four_times(tmp_path, chapter):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("chapter", ["01", "02", "04", "05", "06", "07"])
+@pytest.mark.parametrize("chapter", ["01", "02", "04", "05"])
 def test_killed_twenty_times(tmp_path, chapter):
+    """Later chapters save as 05 does."""
     kill_often(chapter, 20, tmp_path, num_steps=400)
