@@ -118,11 +118,13 @@ def test_shards_are_saved_loaded_and_made_a_folder(name, folders, alone, tmp_pat
     one, adam, other, its_adam = models
     stepped(one, adam)
     for _ in range(2):  # a kill has left the first
-        saving = code.start_save(tmp_path / "shards", one, adam, 2, None)
+        saving = code.start_save(tmp_path / "step-00000002", one, adam, 2, None)
         saving.result()
-    code.finish_save(saving, tmp_path / "shards")
-    assert code.load_shards(tmp_path / "shards", other, its_adam) == 2
-    code.to_folder(tmp_path / "shards", folders / name, tmp_path / "folder")
+    assert code.newest(tmp_path, None) is None
+    code.finish_save(saving, tmp_path / "step-00000002")
+    shards = code.newest(tmp_path, None)
+    assert code.load_shards(shards, other, its_adam, None) == 2
+    code.to_folder(shards, folders / name, tmp_path / "folder")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
     assert code.different(one, loaded) == []
     assert stepped(one, adam) == stepped(other, its_adam)
@@ -149,16 +151,18 @@ def run(code, path, steps, stops=None, **options):
     stops = stops or itertools.repeat(False)
     with contextlib.redirect_stdout(io.StringIO()) as said:
         args = model, optimizer, schedule, SAMPLES, path, steps, SAVED, stops
-        losses = code.train(*args, **options)
+        losses = code.train(*args, shown=range(steps), **options)
     lines = [line.split("  ") for line in said.getvalue().splitlines()]
     found = {int(line[0].split()[1]): dict(word.split() for word in line[1:]) for line in lines}
-    return losses, found
+    return {step: loss.item() for step, loss in losses.items()}, found
 
 
 def test_a_resume_is_exact(tmp_path):
     """Not one bit of the losses after it differs, nor anything that is printed."""
     losses, lines = run(page(), tmp_path / "whole", STEPS)
-    run(page(), tmp_path / "killed", SAVED + 3)
+    asked = (1 / (SAVED + 3 - step) < 0 for step in range(STEPS))  # which ends in an error
+    with pytest.raises(ZeroDivisionError):
+        run(page(), tmp_path / "killed", STEPS, stops=asked)
     after, shown = run(page(), tmp_path / "killed", STEPS)
     assert list(after) == list(range(SAVED, STEPS))
     assert all(after[step] == losses[step] and shown[step] == lines[step] for step in after)
@@ -195,9 +199,18 @@ def test_what_is_lost_is_named(old, new, lost, tmp_path):
 
 def test_micro_batches_change_no_loss(tmp_path):
     code = page("torch.manual_seed(hash((seed, step, rank)))", "model.eval()")  # no dropout
-    whole, _ = run(code, tmp_path / "whole", STEPS, micro=8)
-    parts, _ = run(code, tmp_path / "parts", STEPS, micro=2)
+    whole, _ = run(code, tmp_path / "whole", STEPS, most=8)
+    parts, _ = run(code, tmp_path / "parts", STEPS, most=3)
     assert parts == pytest.approx(whole, abs=1e-6)
+
+
+def test_a_file_that_only_some_ranks_see_is_refused(alone, monkeypatch, tmp_path):
+    def gather(seen, mine):
+        seen[:] = [mine, not mine]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    with pytest.raises(AssertionError, match="only some ranks see"):
+        page().load(tmp_path / "state.pt", None, None, None)
 
 
 def test_ranks_load_in_turn(alone, monkeypatch):
@@ -218,6 +231,7 @@ def test_ranks_share_a_pass(tmp_path):
     first = [code.batches(data, 8, 2, 0, 1, rank, 2) for rank in range(2)]
     read = torch.cat([next(each) for _ in range(4) for each in first])
     before = next(code.batches(data, 8, 8, 0, 0))
-    with pytest.raises(AssertionError, match="3 ranks × 2 do not divide 8 samples"):
-        code.batches(data, 8, 2, 0, 1, 0, 3)
+    assert code.split(24, 5, 2) == (4, 3)
+    with pytest.raises(AssertionError, match="8 samples do not divide by 3 ranks"):
+        code.split(8, 2, 3)
     assert sorted(torch.cat([before, read]).tolist()) == list(range(24))

@@ -254,7 +254,7 @@ def fault(name):
 
 def watching(file):
     """Print what watched.py costs a step of chapter 01."""
-    heading("| | a step, to that of the script alone |")
+    heading("| | time of a step, to that of its neighbours without watched.py |")
     for name, shares in measured(file, "shares").items():
         print(f"| {name} | {median(shares):.3f} ({min(shares):.3f} – {max(shares):.3f}) |")
 
