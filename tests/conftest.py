@@ -262,20 +262,13 @@ def difference(one, other, after=0, names=("loss", "grad_norm", "val_loss"), rel
     return worst
 
 
-@pytest.fixture(scope="session")
-def session_cluster():
-    """Two hosts with Slurm, for the whole session."""
+@pytest.fixture
+def cluster():
+    """Two hosts with Slurm, which are up in a second, so that each test has its own."""
     if reason := obstacle():
         pytest.skip(reason)
     with Cluster(hosts=2) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def cluster(session_cluster):
-    """The session's two hosts, as new: without the jobs, processes and faults of other tests."""
-    session_cluster.reset()
-    return session_cluster
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cluster.cluster import Cluster, ClusterError, obstacle, until
@@ -47,42 +48,9 @@ with Cluster(folder=sys.argv[1]) as cluster:
 """
 
 
-def traces(cluster):
-    """Return all namespaces of a living cluster, opened, so that nothing else gets their names."""
-    pids = [pid for host in cluster.hosts for pid in cluster.pids(host)]
-    pids.append(int((cluster.folder / "guardian").read_text()))
-    found = {}
-    for pid in pids:
-        for name, path in namespaces(pid).items():
-            if name not in namespaces("self") and name not in found:
-                found[name] = open(path)
-    assert len(pids) > 12 and len(found) == 1 + 1 + 5 * len(cluster.hosts)
-    return found
-
-
-def namespaces(pid):
-    """Return a process's namespaces: a dictionary from name to path, empty if it has ended."""
-    kinds = ("net", "uts", "ipc", "mnt", "pid", "pid_for_children")
-    paths = [f"/proc/{pid}/ns/{kind}" for kind in kinds]
-    try:
-        return {os.readlink(path): path for path in paths}
-    except OSError:
-        return {}
-
-
 def mounts():
     """Return the machine's mounts and network devices, which a cluster leaves as they are."""
     return Path("/proc/self/mounts").read_text(), sorted(os.listdir("/sys/class/net"))
-
-
-def gone(folder, found):
-    """Return whether no process, namespace, mount or file of a cluster is left."""
-    used = {name for pid in filter(str.isdigit, os.listdir("/proc")) for name in namespaces(pid)}
-    if used & found.keys() or folder.exists() or related(folder):
-        return False
-    for file in found.values():
-        file.close()
-    return True
 
 
 def related(folder):
@@ -113,15 +81,17 @@ def owner(tmp_path):
 def test_nothing_is_left(owner, tmp_path, victim):
     before, folder = mounts(), tmp_path / "state"
     assert owner.stdout.readline() == "up\n"
-    found = traces(Cluster.attach(folder))
+    found = psutil.Process(owner.pid).children(recursive=True)
+    assert len(found) > 12
     if victim == "guardian":
         os.kill(int((folder / "guardian").read_text()), signal.SIGKILL)
         owner.send_signal(signal.SIGINT)  # only then are the files left to the owner
     else:
         owner.send_signal(signal.SIGINT if victim == "owner, asked" else signal.SIGKILL)
     owner.wait(timeout=30)
-    until(lambda: gone(folder, found), 10, "all is gone")
-    assert mounts() == before
+    _, alive = psutil.wait_procs(found, timeout=10)
+    until(lambda: not folder.exists() and not related(folder), 10, "all is gone")
+    assert not alive and mounts() == before
 
 
 @pytest.mark.parametrize("moment", [0.15, 0.3, 0.5])

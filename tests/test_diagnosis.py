@@ -156,7 +156,7 @@ class TestOnCluster:
         start, ask = two_hosts
         start()
         trains(tmp_path)
-        cluster.link("h2", up=False)
+        cluster.unplug("h2")
         said = ask("network", "host-unreachable")
         assert "h2" in said["hosts"], said
 

@@ -16,7 +16,6 @@ All hosts see the machine's files, so that every folder is a shared one, except 
 import argparse
 import contextlib
 import ctypes
-import fcntl
 import os
 import secrets
 import select
@@ -35,10 +34,8 @@ COMMANDS = (
     "setpriv tmux mpiexec.hydra"
 ).split()
 NETWORK = "10.77.0"
-LOCK = "cluster.lock"
 # Daemons get a clean environment, as at boot; what is run on a host inherits the caller's.
 BOOT_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-DAEMONS = {"sshd", "munged", "slurmd", "slurmctld", "slurmscriptd"}
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -135,16 +132,6 @@ def processes_in(spaces):
     return found
 
 
-def held(folder):
-    """Return whether a guardian holds the lock of a cluster's folder."""
-    with contextlib.suppress(FileNotFoundError), open(folder / LOCK) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
 class Cluster:
     """The hosts head, h1, h2, ... on one network; all but head are nodes of Slurm."""
 
@@ -163,7 +150,7 @@ class Cluster:
     def attach(cls, folder):
         """Return the cluster that another process keeps in `folder`."""
         folder = Path(folder).absolute()
-        if not held(folder) or not (folder / "up").exists():
+        if not (folder / "up").exists():
             raise ClusterError(f"no cluster is up in {folder}")
         return cls(len(list(folder.glob("h[0-9]*"))), folder)
 
@@ -196,11 +183,10 @@ class Cluster:
         """End all processes of all hosts, and remove all files; calling it again is harmless."""
         if self._guardian:
             self._guardian.terminate()
-            until(lambda: self._reap() and not held(self.folder), 20, "the guardian has ended")
-            self._guardian.wait(timeout=20)
-        # If the guardian was killed, the files are left. A folder without the lock is
+            until(lambda: self._reap() and self._guardian.poll() is not None, 20, "all has ended")
+        # If the guardian was killed, the files are left. A folder without its id is
         # no cluster's, and not touched.
-        if (self.folder / LOCK).exists():
+        if (self.folder / "guardian").exists():
             shutil.rmtree(self.folder, ignore_errors=True)
 
     # What happens on a host
@@ -247,7 +233,7 @@ class Cluster:
         """Return the ids, outside, of all processes on a host, daemons' too; none if it is dead."""
         return processes_in(spaces_of(self.folder / host))
 
-    # Faults, and the end of them
+    # Faults
 
     def kill_host(self, host, silently=True):
         """Kill all processes of a host at once. Silently: no peer is told, as with a power cut."""
@@ -266,9 +252,9 @@ class Cluster:
         self._finish(self._start(host))
         self._wait_for_nodes(self.hosts[1:] if host == "head" else [host])
 
-    def link(self, host, up):
-        """Pull a host's network cable, or put it back."""
-        self._on_switch(["ip", "link", "set", host, "up" if up else "down"])
+    def unplug(self, host):
+        """Pull a host's network cable."""
+        self._on_switch(["ip", "link", "set", host, "down"])
 
     def block_port(self, host, port):
         """Drop what comes to a TCP port from other hosts."""
@@ -279,34 +265,11 @@ class Cluster:
         )
         self.run(host, ["nft", "; ".join(rules)])
 
-    def unblock(self, host):
-        """Let traffic to all ports of a host through again."""
-        self.run(host, ["nft", "add table inet faults; delete table inet faults"])
-
-    def slow_link(self, host, rate=None):
-        """Limit what a host sends and receives to a rate such as `10mbit`; None: no limit."""
-        shape = ["tbf", "rate", rate, "burst", "64kb", "latency", "400ms"] if rate else []
-        verb = "replace" if rate else "delete"
-        here, there = (["tc", "qdisc", verb, "dev", end, "root"] for end in ("eth0", host))
-        # There is nothing to delete if there was no limit.
-        self.run(host, here + shape, check=bool(rate))
-        self._on_switch(there + shape, check=bool(rate))
-
-    def reset(self):
-        """Undo all faults, cancel all jobs, end all that is no daemon, and revive those."""
-        for host in self.hosts:
-            if not self._whole(host):
-                with contextlib.suppress(ClusterError):
-                    self.kill_host(host)
-                self.revive(host)
-            self.link(host, up=True)
-            self.slow_link(host)
-            self.unblock(host)
-        self.run("head", "scancel --full --signal=KILL --user=root; scancel --user=root")
-        until(lambda: not self.run("head", ["squeue", "-h"]).stdout, 60, "no job is left")
-        for host in self.hosts:
-            self._end_strays(host)
-        self._wait_for_nodes(self.hosts[1:])
+    def slow_link(self, host, rate):
+        """Limit what a host sends and receives to a rate such as `10mbit`."""
+        shape = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
+        self.run(host, ["tc", "qdisc", "replace", "dev", "eth0", *shape])
+        self._on_switch(["tc", "qdisc", "replace", "dev", host, *shape])
 
     # Slurm
 
@@ -428,39 +391,6 @@ class Cluster:
 
         until(good, 60, f"{', '.join(nodes)} answer to Slurm")
 
-    def _whole(self, host):
-        """Return whether a host has its first process and all its daemons."""
-        wanted = {"sleep", "sshd", "munged", "slurmctld" if host == "head" else "slurmd"}
-        return wanted <= {self._status(pid).get("Name") for pid in self.pids(host)}
-
-    def _end_strays(self, host):
-        """Kill all that is on a host but its first process and its daemons."""
-
-        def strays():
-            return [pid for pid in self.pids(host) if not self._belongs(host, pid)]
-
-        def killed():
-            for pid in strays():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            return self._reap() and not strays()
-
-        until(killed, 20, f"only daemons are left on {host}")
-
-    def _belongs(self, host, pid):
-        """Return whether a process is a host's first, or one of its daemons, or has ended."""
-        status = self._status(pid)
-        first = status.get("NSpid", "1").split()[-1] == "1"
-        return first or pid == self._pid(host) or status["Name"] in DAEMONS
-
-    def _status(self, pid):
-        """Return what the kernel says of a process: a dictionary, empty if it has ended."""
-        try:
-            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        except OSError:
-            return {}
-        return {name: value.strip() for name, value in (line.split(":", 1) for line in lines)}
-
     def _reap(self):
         """Reap what has ended, for a namespace ends only when its last process is reaped."""
         self._children = [child for child in self._children if child.poll() is None]
@@ -471,12 +401,7 @@ class Cluster:
         return f"{NETWORK}.{1 if host == 'head' else 10 + int(host[1:])}"
 
     def _guardian_pid(self):
-        if self._guardian:
-            return self._guardian.pid
-        try:
-            return int((self.folder / "guardian").read_text())
-        except FileNotFoundError:
-            return None
+        return int((self.folder / "guardian").read_text())
 
     def _pid(self, host):
         if host not in self.hosts:
@@ -499,8 +424,6 @@ def guard(folder, owner):
     """Hold a cluster until its owner, the first process or this one ends; then remove all of it."""
     folder.mkdir(mode=0o700)
     (folder / "guardian").write_text(str(os.getpid()))
-    lock = open(folder / LOCK, "w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     # It is born into the PID namespace made for this guardian's children, as the first there: when
     # it ends, the kernel kills all others. If the guardian is killed, it is killed too.
