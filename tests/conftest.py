@@ -1,7 +1,6 @@
 """What the tests share: running scripts on several ranks, reading their metrics, tiny models."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import random
@@ -169,11 +168,8 @@ def run_jobs(world_size, jobs, folder, timeout=None, shares=1):
 
 def start_ranks(world_size, command, folder, log="", **variables):
     """Start a script and its arguments on `world_size` ranks, as a launcher would."""
-    variables |= {
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-    }
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | variables
+    variables |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     started = []
     for rank in map(str, range(world_size)):
         with open(folder / f"rank{rank}{log}.log", "w") as file:
@@ -235,6 +231,19 @@ def printed(*command, check=False, **options):
     return subprocess.run(command, check=check, **options)
 
 
+def prepared(chapter, *words):
+    """Return the arguments of a command line, with the model, optimizer and samples they make."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train_llm.py", *map(str, words)])
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+            patch.setenv(name, value)
+        args = chapter.parse_args()
+    tokenizer, config = chapter.build_tokenizer_and_config(args)
+    model = chapter.build_model(args, config)
+    optimizer = chapter.build_optimizer(args, model)
+    return args, model, optimizer, *chapter.build_data(args, tokenizer)
+
+
 def refused(capsys, work, *args):
     """Return what is said when arguments are refused, with exit status 2."""
     with pytest.raises(SystemExit) as stop:
@@ -274,19 +283,13 @@ def cluster():
 @pytest.fixture(scope="session")
 def load():
     """Import a chapter's script as a module, for tests of its functions."""
+    import contenders
 
-    def load_script(chapter):
-        spec = importlib.util.spec_from_file_location(f"chapter_{chapter}", SCRIPTS[chapter])
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        return module
-
-    return load_script
+    return lambda chapter: contenders.load(SCRIPTS[chapter])
 
 
 def fast_byte_tokenizer():
-    """Return a tokenizer of bytes, of the kind that Mistral's folders must have."""
+    """Return a tokenizer of bytes, of the kind that Mistral's and Mixtral's folders must have."""
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
@@ -312,6 +315,7 @@ def models(tmp_path_factory):
         "gpt2-dropout": transformers.GPT2Config(**gpt2),
         "qwen3": transformers.Qwen3Config(**common, head_dim=16, tie_word_embeddings=True),
         "mistral": transformers.MistralConfig(**common, head_dim=16),
+        "mixtral": transformers.MixtralConfig(**common, num_local_experts=4),
         "gpt_neox": transformers.GPTNeoXConfig(**common),
         "gemma3": transformers.Gemma3TextConfig(**common, head_dim=16),
         "gemma3-window": transformers.Gemma3TextConfig(**common, head_dim=16, sliding_window=32),
@@ -319,6 +323,7 @@ def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     for name, config in configs.items():
         config.save_pretrained(root / name)
-        tokenizer = fast_byte_tokenizer() if name == "mistral" else transformers.ByT5Tokenizer()
+        fast = name in ("mistral", "mixtral")
+        tokenizer = fast_byte_tokenizer() if fast else transformers.ByT5Tokenizer()
         tokenizer.save_pretrained(root / name)
     return root

@@ -77,31 +77,23 @@ def owner(tmp_path):
         process.kill()
 
 
-@pytest.mark.parametrize("victim", ["owner, asked", "owner", "guardian"])
-def test_nothing_is_left(owner, tmp_path, victim):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("moment", [0.15, 0.3, 0.5, None])
+def test_nothing_is_left(owner, tmp_path, moment, number):
+    """Of a cluster that is half made or up, but for files if its owner was killed outright."""
     before, folder = mounts(), tmp_path / "state"
-    assert owner.stdout.readline() == "up\n"
-    found = psutil.Process(owner.pid).children(recursive=True)
-    assert len(found) > 12
-    if victim == "guardian":
-        os.kill(int((folder / "guardian").read_text()), signal.SIGKILL)
-        owner.send_signal(signal.SIGINT)  # only then are the files left to the owner
+    if moment:
+        time.sleep(moment)
     else:
-        owner.send_signal(signal.SIGINT if victim == "owner, asked" else signal.SIGKILL)
+        assert owner.stdout.readline() == "up\n"
+    found = psutil.Process(owner.pid).children(recursive=True)
+    assert moment or len(found) > 12
+    owner.send_signal(number)
     owner.wait(timeout=30)
     _, alive = psutil.wait_procs(found, timeout=10)
-    until(lambda: not folder.exists() and not related(folder), 10, "all is gone")
-    assert not alive and mounts() == before
-
-
-@pytest.mark.parametrize("moment", [0.15, 0.3, 0.5])
-def test_nothing_is_left_of_half_a_cluster(owner, tmp_path, moment):
-    before, folder = mounts(), tmp_path / "state"
-    time.sleep(moment)
-    owner.kill()
-    owner.wait(timeout=10)
-    until(lambda: not folder.exists() and not related(folder), 10, "all is gone")
-    assert mounts() == before
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    until(lambda: not related(folder), 10, "all is gone")
+    assert mounts() == before and (number == signal.SIGKILL or not folder.exists())
 
 
 def test_a_folder_that_exists_is_left_alone(cluster, tmp_path):

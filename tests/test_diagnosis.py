@@ -12,7 +12,7 @@ import whats_wrong
 
 import faults
 from cluster.cluster import until
-from conftest import ROOT, SERVER, SHORT, free_port, printed
+from conftest import ROOT, SHORT, printed, start_ranks
 from test_bad_input import small_disk  # noqa: F401
 from test_watched import command_of
 
@@ -83,23 +83,15 @@ dist.destroy_process_group()
         ("INFO", "ddp", 0, ""),
     ],
 )
-def test_what_the_debug_level_does(detail, what, status, words, tmp_path):
+def test_what_the_debug_level_does(detail, what, status, words, tmp_path, monkeypatch):
     """What the README says of it: a new torch may have mended the segfault."""
     script = tmp_path / "script.py"
     script.write_text(DDP)
-    variables = {"TORCH_DISTRIBUTED_DEBUG": detail, "MASTER_PORT": str(free_port())}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, script, what],
-            env=SERVER.settings | variables | {"RANK": rank},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    said = [process.communicate(timeout=60)[1] for process in started]
-    assert {process.returncode for process in started} == {status}, said
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", detail)
+    started = start_ranks(2, [script, what], tmp_path)
+    statuses = {process.wait(timeout=200) for process in started}
+    said = [path.read_text() for path in tmp_path.glob("rank*.log")]
+    assert statuses == {status}, said
     assert all(words in text for text in said)
 
 

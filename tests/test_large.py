@@ -16,7 +16,6 @@ from conftest import (
     SHORT,
     curves_of,
     difference,
-    free_port,
     metrics,
     printed,
     run_jobs,
@@ -189,7 +188,7 @@ def test_weights_are_those_of_chapter_01(models, hub, tmp_path, world_size):
         json.dumps({name: list(map(str, [*common, *args])) for name, args in cases.items()})
     )
     command = [ROOT / "tests/support/values.py", tmp_path / "cases.json", tmp_path / "done", "05"]
-    ranks = start_ranks(world_size, command, tmp_path, MASTER_PORT=str(free_port()))
+    ranks = start_ranks(world_size, command, tmp_path)
     statuses = [rank.wait(timeout=200) for rank in ranks]
     assert statuses == [0] * world_size, (tmp_path / "rank0.log").read_text()
     different = json.loads((tmp_path / "done").read_text())

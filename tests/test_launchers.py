@@ -20,7 +20,6 @@ from conftest import (
     SCRIPTS,
     SHORT,
     difference,
-    free_port,
     metrics,
     printed,
     refused,
@@ -252,8 +251,8 @@ def test_nobody_waits_to_agree(tmp_path):
             dist.destroy_process_group()
         """)
     )
-    port, log = str(free_port()), tmp_path / "rank0.log"
-    ranks = start_ranks(2, [script, SCRIPTS["03"], tmp_path], tmp_path, MASTER_PORT=port)
+    ranks = start_ranks(2, [script, SCRIPTS["03"], tmp_path], tmp_path)
+    log = tmp_path / "rank0.log"
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0], log.read_text()
     for rank in (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)):
         assert rank["took"] < 0.5, "it waited for the other"
@@ -299,8 +298,7 @@ def test_a_killed_worker_is_restarted(tmp_path, whole):
 def test_who_does_not_come_is_waited_for_as_long_as_the_flag_says(tmp_path):
     """With half of the ranks missing, the others give up after --dist-timeout."""
     args = [*SHORT, "--dist-timeout", 3, "--save-dir", tmp_path / "runs"]
-    port = str(free_port())
-    first, second = start_ranks(2, [SCRIPTS["03"], *args], tmp_path, MASTER_PORT=port)
+    first, second = start_ranks(2, [SCRIPTS["03"], *args], tmp_path)
     second.kill()
     said = tmp_path / "rank0.log"
     assert first.wait(timeout=120) == 1 and "1/2 clients joined" in said.read_text()

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from conftest import ROOT, SCRIPTS, SHORT, free_port, start_ranks
+from conftest import ROOT, SCRIPTS, SHORT, prepared, start_ranks
 
 LINE = [*SHORT, "--num-steps", "12", "--log-every", "5", "--checkpoint-every", "3"]
 
@@ -23,7 +23,7 @@ def test_a_run_ends_at_the_next_line_or_save(chapter, fault, tmp_path):
     command = [ROOT / "diagnosing-errors/inject.py", f"{fault}@rank{ranks - 1}:step7"]
     command += [SCRIPTS[chapter], *LINE, "--save-dir", tmp_path, "-e", "run"]
     command += STAGES * (chapter == "07")
-    started = start_ranks(ranks, command, tmp_path, MASTER_PORT=str(free_port()))
+    started = start_ranks(ranks, command, tmp_path)
     try:
         statuses = [process.wait(timeout=120) for process in started]
     finally:
@@ -40,12 +40,7 @@ def test_a_run_ends_at_the_next_line_or_save(chapter, fault, tmp_path):
 def test_from_then_on_no_step_changes_anything(load, monkeypatch):
     """Neither weights nor moments, nor the number of steps that AdamW corrects its bias by."""
     chapter = load("01")
-    monkeypatch.setattr("sys.argv", ["train_llm.py", *LINE])
-    args = chapter.parse_args()
-    tokenizer, config = chapter.build_tokenizer_and_config(args)
-    train_set, _ = chapter.build_data(args, tokenizer)
-    model = chapter.build_model(args, config)
-    optimizer = chapter.build_optimizer(args, model)
+    args, model, optimizer, train_set, _ = prepared(chapter, *LINE)
     device = torch.device("cpu")
     chapter.train_step(args, model, optimizer, train_set, 1, device)
     before = [tensor.clone() for tensor in tensors_of(model, optimizer)]

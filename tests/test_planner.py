@@ -1,6 +1,5 @@
 """Chapter 05's planner: bytes that are known, verdicts that make sense, real runs, bad input."""
 
-import importlib.util
 import json
 import os
 import shlex
@@ -9,6 +8,7 @@ import time
 
 import pytest
 
+import contenders
 from chapters import flags
 from conftest import ROOT, SCRIPTS, printed
 
@@ -29,10 +29,7 @@ WEIGHTS = {  # as published
 @pytest.fixture(scope="module")
 def planner():
     """The planner as a module, which makes each model once, and so traces each setting once."""
-    spec = importlib.util.spec_from_file_location("will_it_fit", PLANNER)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = contenders.load(PLANNER)
     made, make = {}, module.model_of
 
     def model_of(config, *size):

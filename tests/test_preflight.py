@@ -110,10 +110,6 @@ def test_what_cannot_be_read_is_not_known():
     assert "locked memory" not in dict(rows)  # there is no InfiniBand that needs it
 
 
-def test_many_names():
-    assert preflight.listed(range(20), 3) == "0, 1, 2 and 17 more"
-
-
 # ---- reading ---------------------------------------------------------------------------------
 
 

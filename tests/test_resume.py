@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conftest import SCRIPTS, SHORT, difference, free_port, metrics, run_jobs, run_well, start_ranks
+from conftest import SCRIPTS, SHORT, difference, metrics, run_jobs, run_well, start_ranks
 
 LONG = [*SHORT, "--num-steps", 30, "--keep-checkpoints", 9]
 
@@ -187,7 +187,7 @@ def test_ranks_that_read_different_checkpoints_stop(runs, tmp_path):
     script = tmp_path / "one_blind.py"
     script.write_text(BLIND.format(script=SCRIPTS["02"]))
     command = [script, *LONG, "--save-dir", tmp_path, "-e", "run"]
-    ranks = start_ranks(2, command, tmp_path, MASTER_PORT=str(free_port()))
+    ranks = start_ranks(2, command, tmp_path)
     assert [rank.wait(timeout=120) for rank in ranks] == [2, 2]
     said = (tmp_path / "rank0.log").read_text()
     assert "cannot read the same checkpoint: they would continue from steps [20, 10]" in said

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import SHORT, difference, metrics, run_well
+from conftest import SHORT, difference, metrics, prepared, run_well
 
 FAMILIES = ["tiny", "gpt2", "qwen3", "gemma3", "gemma3-window"]
 
@@ -94,19 +94,15 @@ def moved(before, after):
 
 
 @pytest.mark.slow
-def test_weights_in_bf16_would_lose_small_updates(load, monkeypatch):
+def test_weights_in_bf16_would_lose_small_updates(load):
     """What the README of chapter 01 says: 100 steps at 3e-5, 29% of bf16 weights ever moved."""
     chapter = load("01")
     line = "--lr 3e-5 --warmup-steps 0 --precision bf16 --device cpu -s 64 --global-batch-size 8"
-    monkeypatch.setattr("sys.argv", ["train_llm.py", *line.split(), "--eval-samples", "8"])
-    args = chapter.parse_args()
-    tokenizer, config = chapter.build_tokenizer_and_config(args)
-    train_set, _ = chapter.build_data(args, tokenizer)
     shares, losses = [], []
     for dtype in (torch.float32, torch.bfloat16):
-        model = chapter.build_model(args, config).to(dtype)
+        args, model, _, train_set, _ = prepared(chapter, *line.split(), "--eval-samples", 8)
+        optimizer = chapter.build_optimizer(args, model.to(dtype))
         start = {name: weight.clone() for name, weight in model.state_dict().items()}
-        optimizer = chapter.build_optimizer(args, model)
         for step in range(1, 101):
             loss, _ = chapter.train_step(
                 args, model, optimizer, train_set, step, torch.device("cpu")

@@ -5,9 +5,9 @@
         print(cluster.run("head", ["srun", "--nodes=2", "hostname"]).stdout)
 
 A host is a set of namespaces (network, names, mounts, processes) that no name or file keeps alive:
-it lasts as long as its first process does. A guardian starts the first process of all, inside whose
-process namespace all hosts are. When the guardian's owner is gone, however it went, the guardian
-kills that one process, and the kernel ends the rest: all processes, mounts and network devices.
+it lasts as long as its first process does. The switch between them is a process too, inside whose
+process namespace all hosts are. When the cluster's owner is gone, however it went, the kernel ends
+the switch, and with it the rest: all processes, mounts and network devices.
 
 All hosts see the machine's files, so that every folder is a shared one, except for
 /run, /dev/shm, /var/log, /var/spool and some files in /etc. They see no network but their own.
@@ -143,14 +143,14 @@ class Cluster:
         self.hosts = ["head", *(f"h{number}" for number in range(1, hosts + 1))]
         unique = f"cluster-{os.getpid()}-{secrets.token_hex(4)}"
         self.folder = Path(folder or Path(tempfile.gettempdir()) / unique).absolute()
-        self._guardian = None
         self._children = []
 
     @classmethod
     def attach(cls, folder):
         """Return the cluster that another process keeps in `folder`."""
         folder = Path(folder).absolute()
-        if not (folder / "up").exists():
+        up = folder / "up"
+        if not up.exists() or up.read_text() != str(sorted(spaces_of(folder))):
             raise ClusterError(f"no cluster is up in {folder}")
         return cls(len(list(folder.glob("h[0-9]*"))), folder)
 
@@ -167,27 +167,26 @@ class Cluster:
             raise ClusterError(reason)
         if self.folder.exists():
             raise ClusterError(f"{self.folder} exists; a cluster makes its folder itself")
+        self.folder.mkdir(mode=0o700)
         try:
-            self._start_guardian()
+            self._start_switch()
             self._write_files()
             starting = [self._start(host) for host in self.hosts]
             for process in starting:
                 self._finish(process)
             self._wait_for_nodes(self.hosts[1:])
-            (self.folder / "up").touch()
+            (self.folder / "up").write_text(str(sorted(spaces_of(self.folder))))
         except BaseException:
             self.down()
             raise
 
     def down(self):
-        """End all processes of all hosts, and remove all files; calling it again is harmless."""
-        if self._guardian:
-            self._guardian.terminate()
-            until(lambda: self._reap() and self._guardian.poll() is not None, 20, "all has ended")
-        # If the guardian was killed, the files are left. A folder without its id is
-        # no cluster's, and not touched.
-        if (self.folder / "guardian").exists():
-            shutil.rmtree(self.folder, ignore_errors=True)
+        """End all processes of all hosts, and remove all files."""
+        with kept([self.folder, *(self.folder / host for host in self.hosts)]) as spaces:
+            for process in self._children:
+                process.kill()
+            until(lambda: self._reap() and not processes_in(spaces), 20, "all has ended")
+        shutil.rmtree(self.folder)
 
     # What happens on a host
 
@@ -300,11 +299,23 @@ class Cluster:
 
     # How it is made
 
-    def _start_guardian(self):
-        command = ["unshare", "--net", "--pid", sys.executable, "-I", "-S", __file__, "guard"]
-        self._guardian = subprocess.Popen(
-            [*command, self.folder, str(os.getpid())],
-            stdin=subprocess.DEVNULL,
+    def _start_switch(self):
+        """Start what joins the hosts; it ends with this process, and they with it."""
+        # Nothing begins if this process ended before the kernel was told so.
+        owned = f'[ $PPID = {os.getpid()} ] && exec "$@"'
+        boot = "ip link add switch type bridge; ip link set switch up; echo up; "
+        boot += "exec env --ignore-signal=CHLD sleep infinity </dev/null >/dev/null 2>&1"
+        command = ["setpriv", "--pdeathsig=KILL", "sh", "-c", owned, "sh"]
+        command += "unshare --net --pid --fork --kill-child sh -ec".split()
+        process = self._boot([*command, boot])
+        (self.folder / "pid").write_text(str(process.pid))
+        self._finish(process)
+
+    def _boot(self, command):
+        """Start the outermost process of a host, or the switch; what it reads and says is lines."""
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -312,8 +323,8 @@ class Cluster:
             env=BOOT_ENVIRONMENT,
             start_new_session=True,
         )
-        expect(self._guardian, "guarding", 20)
-        self._guardian.stdout.close()
+        self._children.append(process)
+        return process
 
     def _write_files(self):
         etc = self.folder / "etc"
@@ -358,18 +369,8 @@ class Cluster:
             (self.folder / host / kind).mkdir(parents=True, exist_ok=True)
         spaces = "--net --uts --ipc --mount --pid --fork --kill-child --mount-proc".split()
         boot = ["sh", HERE / "host.sh", host, self.address(host), self.folder]
-        with born_in(f"/proc/{self._guardian_pid()}/ns/pid_for_children"):
-            process = subprocess.Popen(
-                ["unshare", *spaces, *boot],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                cwd="/",
-                env=BOOT_ENVIRONMENT,
-                start_new_session=True,
-            )
-        self._children.append(process)
+        with born_in(f"/proc/{self._pid()}/ns/pid_for_children"):
+            process = self._boot(["unshare", *spaces, *boot])
         expect(process, "named", 20)
         (self.folder / host / "pid").write_text(str(process.pid))
         cable = ["ip", "link", "add", host, "type", "veth"]
@@ -400,11 +401,9 @@ class Cluster:
         """Return a host's address on the cluster's network."""
         return f"{NETWORK}.{1 if host == 'head' else 10 + int(host[1:])}"
 
-    def _guardian_pid(self):
-        return int((self.folder / "guardian").read_text())
-
-    def _pid(self, host):
-        if host not in self.hosts:
+    def _pid(self, host=""):
+        """Return the id of a host's outermost process, or of the switch's."""
+        if host and host not in self.hosts:
             raise ClusterError(f"there is no host {host}; the hosts are {' '.join(self.hosts)}")
         try:
             return int((self.folder / host / "pid").read_text())
@@ -412,42 +411,12 @@ class Cluster:
             raise ClusterError(f"{host} is not up") from None
 
     def _on_switch(self, command, check=True):
-        network = f"--net=/proc/{self._guardian_pid()}/ns/net"
+        network = f"--net=/proc/{self._pid()}/ns/net"
         done = subprocess.run(
             ["nsenter", network, *command], check=False, capture_output=True, text=True
         )
         if check and done.returncode:
             raise ClusterError(f"{' '.join(command)}: {done.stderr.strip()}")
-
-
-def guard(folder, owner):
-    """Hold a cluster until its owner, the first process or this one ends; then remove all of it."""
-    folder.mkdir(mode=0o700)
-    (folder / "guardian").write_text(str(os.getpid()))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    # It is born into the PID namespace made for this guardian's children, as the first there: when
-    # it ends, the kernel kills all others. If the guardian is killed, it is killed too.
-    first = subprocess.Popen(
-        ["setpriv", "--pdeathsig=KILL", "env", "--ignore-signal=CHLD", "sleep", "infinity"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        subprocess.run("ip link add switch type bridge".split(), check=True)
-        subprocess.run("ip link set switch up".split(), check=True)
-        watched = [os.pidfd_open(pid) for pid in (first.pid, owner)]
-        if os.getppid() != owner:
-            return
-        print("guarding", flush=True)
-        select.select(watched, [], [])
-    finally:
-        with kept([pid.parent for pid in folder.glob("*/pid")]) as spaces:
-            first.kill()
-            # Not `first.wait()`: it ends when all others are reaped, which others have to do.
-            with contextlib.suppress(ClusterError):
-                until(lambda: not processes_in(spaces), 10, "all processes have ended")
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 BANNER = """
@@ -492,6 +461,7 @@ def act(arguments):
         actions.add_parser(name, help=text).add_argument("host")
     args = parser.parse_args(arguments)
     if args.action == "shell":
+        signal.signal(signal.SIGHUP, lambda *_: sys.exit())  # its terminal is closed
         with Cluster(folder=args.folder) as cluster:
             return shell(cluster)
     if not args.folder:
@@ -503,9 +473,7 @@ def act(arguments):
 
 
 def main(arguments):
-    """Run the command line, or be the guardian of a cluster."""
-    if arguments[:1] == ["guard"]:
-        return guard(Path(arguments[1]), int(arguments[2]))
+    """Run the command line; return the exit status."""
     try:
         return act(arguments)
     except ClusterError as error:
