@@ -53,9 +53,9 @@ def obstacle():
         return f"no {', no '.join(absent)}; install them with {os.path.relpath(PACKAGES)}"
     attempt = ["unshare", "--net", "--mount", "--pid", "--fork", "true"]
     allowed = subprocess.run(attempt, check=False, capture_output=True, text=True)
-    return (
-        f"no namespaces can be made here: {allowed.stderr.strip()}" if allowed.returncode else None
-    )
+    if allowed.returncode:
+        return f"no namespaces can be made here: {allowed.stderr.strip()}"
+    return None
 
 
 def until(condition, seconds, what):
@@ -97,28 +97,20 @@ def enter(space):
         raise OSError(error, f"setns {space.name}: {os.strerror(error)}")
 
 
-def spaces_of(folder):
-    """Return the names of what makes a host, the one with this folder; none if it is dead."""
-    # What is born into its process namespace may not have reached its network yet, and what runs in
-    # a container on it may have a process namespace of its own.
-    try:
-        spaces = f"/proc/{(folder / 'pid').read_text()}/ns"
-        return {os.readlink(f"{spaces}/{kind}") for kind in ("net", "pid_for_children")}
-    except OSError:
-        return set()
-
-
 @contextlib.contextmanager
 def kept(folders):
-    """Yield the names of what makes these hosts; no other namespaces can get them meanwhile."""
+    """Yield the numbers of what makes these hosts, and keep them; a dead host has none."""
+    # What is born into its process namespace may not have reached its network yet, and what runs in
+    # a container on it may have a process namespace of its own.
+    spaces = set()
     with contextlib.ExitStack() as stack:
         for folder in folders:
-            # A host that is dead has none.
             with contextlib.suppress(OSError):
-                spaces = f"/proc/{(folder / 'pid').read_text()}/ns"
+                pid = (folder / "pid").read_text()
                 for kind in ("net", "pid_for_children"):
-                    stack.enter_context(open(f"{spaces}/{kind}"))
-        yield set().union(*map(spaces_of, folders))
+                    space = stack.enter_context(open(f"/proc/{pid}/ns/{kind}"))
+                    spaces.add(os.fstat(space.fileno()).st_ino)
+        yield spaces
 
 
 def processes_in(spaces):
@@ -127,7 +119,7 @@ def processes_in(spaces):
     for entry in filter(str.isdigit, os.listdir("/proc")):
         # A process that ends meanwhile, and a zombie, have no namespaces.
         with contextlib.suppress(OSError):
-            if spaces & {os.readlink(f"/proc/{entry}/ns/{kind}") for kind in ("net", "pid")}:
+            if spaces & {os.stat(f"/proc/{entry}/ns/{kind}").st_ino for kind in ("net", "pid")}:
                 found.append(int(entry))
     return found
 
@@ -150,8 +142,9 @@ class Cluster:
         """Return the cluster that another process keeps in `folder`."""
         folder = Path(folder).absolute()
         up = folder / "up"
-        if not up.exists() or up.read_text() != str(sorted(spaces_of(folder))):
-            raise ClusterError(f"no cluster is up in {folder}")
+        with kept([folder]) as spaces:
+            if not up.exists() or up.read_text() != str(sorted(spaces)):
+                raise ClusterError(f"no cluster is up in {folder}")
         return cls(len(list(folder.glob("h[0-9]*"))), folder)
 
     def __enter__(self):
@@ -175,7 +168,8 @@ class Cluster:
             for process in starting:
                 self._finish(process)
             self._wait_for_nodes(self.hosts[1:])
-            (self.folder / "up").write_text(str(sorted(spaces_of(self.folder))))
+            with kept([self.folder]) as spaces:
+                (self.folder / "up").write_text(str(sorted(spaces)))
         except BaseException:
             self.down()
             raise
@@ -230,7 +224,8 @@ class Cluster:
 
     def pids(self, host):
         """Return the ids, outside, of all processes on a host, daemons' too; none if it is dead."""
-        return processes_in(spaces_of(self.folder / host))
+        with kept([self.folder / host]) as spaces:
+            return processes_in(spaces)
 
     # Faults
 
@@ -271,13 +266,6 @@ class Cluster:
         self._on_switch(["tc", "qdisc", "replace", "dev", host, *shape])
 
     # Slurm
-
-    def nodes(self):
-        """Return the state of each node as sinfo prints it: a dictionary from name to state."""
-        query = ["sinfo", "--noheader", "--Node", "--format=%N %T"]
-        # No controller, no states.
-        listed = self.run("head", query, check=False).stdout
-        return dict(map(str.split, listed.splitlines()))
 
     def sbatch(self, *arguments, **options):
         """Submit a job from head; return its id."""
@@ -387,7 +375,9 @@ class Cluster:
 
     def _wait_for_nodes(self, nodes):
         def good():
-            known = self.nodes()
+            query = ["sinfo", "--noheader", "--Node", "--format=%N %T"]
+            # No controller, no states.
+            known = dict(map(str.split, self.run("head", query, check=False).stdout.splitlines()))
             return all(known.get(node) in {"idle", "mixed", "allocated"} for node in nodes)
 
         until(good, 60, f"{', '.join(nodes)} answer to Slurm")
@@ -451,7 +441,7 @@ def shell(cluster):
     return status
 
 
-def act(arguments):
+def main(arguments):
     """Do what the command line says; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, help="where the cluster's files are")
@@ -472,14 +462,9 @@ def act(arguments):
     return 0
 
 
-def main(arguments):
-    """Run the command line; return the exit status."""
+if __name__ == "__main__":
     try:
-        return act(arguments)
+        sys.exit(main(sys.argv[1:]))
     except ClusterError as error:
         print(f"cluster.py: error: {error}", file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+        sys.exit(2)
