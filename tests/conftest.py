@@ -133,7 +133,7 @@ def free_port():
 
 
 def run_jobs(world_size, jobs, folder, timeout=None, shares=1):
-    """Run (chapter, arguments) pairs on `world_size` ranks; return each job's results by rank.
+    """Run (chapter or script, arguments) on `world_size` ranks; return each job's results by rank.
 
     Each rank runs one after the other. With more `shares` than one, so many such groups of ranks
     run at once, and divide the jobs among them.
@@ -142,8 +142,8 @@ def run_jobs(world_size, jobs, folder, timeout=None, shares=1):
     started = []
     for share in range(shares):
         listed = [
-            {"script": str(SCRIPTS[chapter]), "args": list(map(str, args)), "port": free_port()}
-            for chapter, args in jobs[share::shares]
+            {"script": str(SCRIPTS.get(name, name)), "args": [*map(str, args)], "port": free_port()}
+            for name, args in jobs[share::shares]
         ]
         if listed:
             (folder / f"jobs{share}.json").write_text(json.dumps(listed))
@@ -258,6 +258,12 @@ def metrics(run_dir):
     return {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
 
 
+def logged(run_dir, step):
+    """Return whether a run has logged a step."""
+    path = run_dir / "metrics.jsonl"
+    return path.exists() and f'"step": {step},' in path.read_text()
+
+
 def difference(one, other, after=0, names=("loss", "grad_norm", "val_loss"), relative=False):
     """Return the largest difference between two runs' metrics in the steps after `after`."""
     assert one.keys() == other.keys()
@@ -286,6 +292,20 @@ def load():
     import contenders
 
     return lambda chapter: contenders.load(SCRIPTS[chapter])
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of this process."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():  # by the planner, for ranks that are not there
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch.use_deterministic_algorithms(False)  # which a test may have changed
 
 
 def fast_byte_tokenizer():

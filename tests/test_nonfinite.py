@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from conftest import ROOT, SCRIPTS, SHORT, prepared, start_ranks
+from conftest import ROOT, SCRIPTS, SHORT, prepared, run_jobs
 
 LINE = [*SHORT, "--num-steps", "12", "--log-every", "5", "--checkpoint-every", "3"]
 
@@ -20,17 +20,11 @@ STAGES = ["--pipeline-parallel-size", "2", "--batch-size", "4"]
 def test_a_run_ends_at_the_next_line_or_save(chapter, fault, tmp_path):
     """One rank's loss or gradient is not finite in step 8; the save of step 6 is the last."""
     ranks = 1 if chapter == "01" else 2
-    command = [ROOT / "diagnosing-errors/inject.py", f"{fault}@rank{ranks - 1}:step7"]
-    command += [SCRIPTS[chapter], *LINE, "--save-dir", tmp_path, "-e", "run"]
-    command += STAGES * (chapter == "07")
-    started = start_ranks(ranks, command, tmp_path)
-    try:
-        statuses = [process.wait(timeout=120) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    said = "".join(path.read_text() for path in sorted(tmp_path.glob("rank*.log")))
-    assert set(statuses) == {2}, said
+    args = [f"{fault}@rank{ranks - 1}:step7", SCRIPTS[chapter], *LINE]
+    args += [*STAGES * (chapter == "07"), "--save-dir", tmp_path, "-e", "run"]
+    [done] = run_jobs(ranks, [(ROOT / "diagnosing-errors/inject.py", args)], tmp_path / "jobs")
+    said = "".join(rank["stdout"] + rank["stderr"] for rank in done)
+    assert {rank["status"] for rank in done} == {2}, said
     line = "train_llm.py: error: a gradient in steps 7 to 9 was not finite; nothing was saved"
     assert re.findall(line, said) and "Traceback" not in said, said
     names = sorted(path.name for path in tmp_path.glob("run/checkpoints/*"))

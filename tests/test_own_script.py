@@ -8,7 +8,6 @@ import types
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 
@@ -33,17 +32,6 @@ def folders(models, tmp_path_factory):
     """Folders of published models by name; qwen3's embeddings are tied."""
     root = tmp_path_factory.mktemp("published")
     return {name: published(models, root, name) for name in ("mistral", "qwen3", "mixtral")}
-
-
-@pytest.fixture
-def alone(tmp_path):
-    """A process group of this process; new memory is NaN, so what is forgotten shows."""
-    if dist.is_initialized():  # by the planner, for ranks that are not there
-        dist.destroy_process_group()
-    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    torch.use_deterministic_algorithms(False)
 
 
 def checked(code, folder):

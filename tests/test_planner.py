@@ -247,10 +247,7 @@ BAD = {
         "--nodes 5 --tensor-parallel-size 8 --config num_attention_heads=8 num_key_value_heads=8",
         "--global-batch-size 32 does not divide by 5 groups of 8 ranks; take 35",
     ),
-    "heads": (
-        "--tensor-parallel-size 8",
-        "llama has 4 key-value heads, which 8 ranks cannot share",
-    ),
+    "heads": ("--tensor-parallel-size 8", "4 key-value heads, which 8 ranks cannot share"),
     "stages": ("--pipeline-parallel-size 16", "-size: groups of 16 ranks must divide 8 ranks"),
     "few": ("--pipeline-parallel-size 8 -b 8", "8 ranks; take --batch-size 4"),
     "few layers": ("--pipeline-parallel-size 8 -b 4", "tiny has 4 layers, fewer than 8 stages"),

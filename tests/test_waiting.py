@@ -4,22 +4,10 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.profiler import profile
 
-from conftest import SCRIPTS, free_port, prepared
+from conftest import SCRIPTS, prepared
 from on_ranks import make_model_folder, torchrun
-
-
-@pytest.fixture(scope="module")
-def group():
-    if dist.is_initialized():  # by the planner, for ranks that are not there
-        dist.destroy_process_group()
-    store = dist.TCPStore("127.0.0.1", free_port(), 1, is_master=True)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
 
 LINE = "--device cpu --precision bf16 --seq-length 64 --eval-samples 5 --batch-size 2".split()
 
@@ -60,7 +48,7 @@ def test_no_value_is_read_from_the_device(load, models, name):
     assert [event for event in events if READS.match(event)] == []
 
 
-def test_only_ddps_buckets_are_reduced_and_once_a_step(load, group):
+def test_only_ddps_buckets_are_reduced_and_once_a_step(load, alone):
     events, ddp = events_of_steps(load("02"), "--global-batch-size", 8)
     buckets = len(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(","))
     reductions = [event for event in events if event == "c10d::allreduce_"]
@@ -89,7 +77,7 @@ def test_compiled_layers_stay_in_one_piece(monkeypatch, tmp_path, line):
 
 
 @pytest.mark.slow
-def test_compiled_layers_keep_ddps_overlap(load, group):
+def test_compiled_layers_keep_ddps_overlap(load, alone):
     """Each layer's backward is its own graph, so that one bucket is sent while others compute."""
     chapter = load("02")
     args, model, *_ = prepared(chapter, *LINE, "--compile")
