@@ -33,13 +33,11 @@ def parse(chapter, monkeypatch):
 
 def test_arguments_may_come_from_a_file(parse, tmp_path):
     file = tmp_path / "run.args"
-    file.write_text(
-        "# a comment\n--num-steps 7\n-d 'my file.jsonl'  # and one behind\n\n--compile\n"
-    )
+    text = "# a comment\n--num-steps 7\n-d 'my file.jsonl'  # and one behind\n\n--compile\n"
+    file.write_text(text)
     args = parse(f"@{file} --seed 3")
-    assert (args.num_steps, args.dataset_name, args.compile, args.seed) == (
-        7, "my file.jsonl", True, 3
-    )  # fmt: skip
+    found = args.num_steps, args.dataset_name, args.compile, args.seed
+    assert found == (7, "my file.jsonl", True, 3)
 
 
 @pytest.mark.parametrize("chapter", SCRIPTS, indirect=True)

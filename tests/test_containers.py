@@ -44,11 +44,6 @@ def test_both_images_have_the_same_in_them():
     assert sections["files"].split() == ["requirements.txt", "/opt/requirements.txt"]
 
 
-def test_enroot_is_asked_for_gpus():
-    given = re.findall(r"^ENV (.*)", (FOLDER / "Dockerfile").read_text(), flags=re.M)
-    assert given == ["NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility"]
-
-
 @pytest.fixture
 def outside(tmp_path):
     """An environment in which `apptainer` prints its arguments, then runs the command."""

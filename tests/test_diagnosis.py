@@ -12,7 +12,7 @@ import whats_wrong
 
 import faults
 from cluster.cluster import until
-from conftest import ROOT, SERVER, SHORT, free_port, printed
+from conftest import ROOT, SHORT, logged, printed, start_ranks
 from test_bad_input import small_disk  # noqa: F401
 from test_watched import command_of
 
@@ -83,23 +83,15 @@ dist.destroy_process_group()
         ("INFO", "ddp", 0, ""),
     ],
 )
-def test_what_the_debug_level_does(detail, what, status, words, tmp_path):
+def test_what_the_debug_level_does(detail, what, status, words, tmp_path, monkeypatch):
     """What the README says of it: a new torch may have mended the segfault."""
     script = tmp_path / "script.py"
     script.write_text(DDP)
-    variables = {"TORCH_DISTRIBUTED_DEBUG": detail, "MASTER_PORT": str(free_port())}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, script, what],
-            env=SERVER.settings | variables | {"RANK": rank},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    said = [process.communicate(timeout=60)[1] for process in started]
-    assert {process.returncode for process in started} == {status}, said
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", detail)
+    started = start_ranks(2, [script, what], tmp_path)
+    statuses = {process.wait(timeout=200) for process in started}
+    said = [path.read_text() for path in tmp_path.glob("rank*.log")]
+    assert statuses == {status}, said
     assert all(words in text for text in said)
 
 
@@ -126,47 +118,43 @@ def two_hosts(cluster, tmp_path):
         started = {"stdout": log, "stderr": log, "env": env | variables}
         return cluster.popen("head", list(map(str, command)), **started)
 
-    def ask(*kinds, seconds=90):
-        """Ask until the verdict is of one of these kinds; return it."""
-        command = [sys.executable, CHAPTER / "whats_wrong.py", tmp_path / "run", "--json"]
-        command += ["--hosts", tmp_path / "hosts"]
-        said = {}
-
-        def named():
-            done = cluster.run("head", list(map(str, command)), 60, check=False, env=env)
-            said.update(json.loads(done.stdout))
-            return said["kind"] in kinds
-
-        until(named, seconds, f"a verdict of {kinds}: {said}")
-        return said
+    def ask(*kinds):
+        return verdict_of(cluster, tmp_path / "run", env, kinds, "--hosts", tmp_path / "hosts")
 
     return start, ask
 
 
+def verdict_of(cluster, run, env, kinds, *where):
+    """Ask the tool until its verdict is of one of these kinds; return it."""
+    command, said = [sys.executable, CHAPTER / "whats_wrong.py", run, "--json", *where], {}
+
+    def named():
+        done = cluster.run("head", command, 60, check=False, env=env)
+        said.update(json.loads(done.stdout))
+        return said["kind"] in kinds
+
+    until(named, 90, f"a verdict of {kinds}: {said}")
+    return said
+
+
 def trains(folder):
     """Wait until a run takes steps."""
-    metrics = folder / "run/metrics.jsonl"
-    until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, 90, "some steps")
+    until(lambda: logged(folder / "run", 10), 90, "some steps")
 
 
 @pytest.mark.slow
 @pytest.mark.cluster
 class TestOnCluster:
-    def test_a_dead_link(self, cluster, two_hosts, tmp_path):
+    @pytest.mark.parametrize("fault", ["unplug", "kill_host"])
+    def test_a_host_that_is_cut_off_or_dies(self, cluster, two_hosts, tmp_path, fault):
         start, ask = two_hosts
         start()
         trains(tmp_path)
-        cluster.link("h2", up=False)
-        said = ask("network", "host-unreachable")
+        getattr(cluster, fault)("h2")
+        said = ask("host-unreachable", *["network"] * (fault == "unplug"))
         assert "h2" in said["hosts"], said
-
-    def test_a_host_that_dies(self, cluster, two_hosts, tmp_path):
-        start, ask = two_hosts
-        start()
-        trains(tmp_path)
-        cluster.kill_host("h2")
-        said = ask("host-unreachable")
-        assert said["hosts"] == ["h2"] and said["ranks"] == [1], said
+        if fault == "kill_host":
+            assert said["hosts"] == ["h2"] and said["ranks"] == [1], said
 
     @pytest.mark.parametrize(
         "variables, kind, words",

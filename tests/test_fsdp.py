@@ -6,12 +6,11 @@ import pytest
 
 import fsdp
 import on_ranks
-from conftest import curves_of, difference, free_port, start_ranks, tried, wanted
+from conftest import curves_of, difference, start_ranks, tried, wanted
 
 pytestmark = pytest.mark.slow
 FAMILIES = ["gpt2", "qwen3", "mistral", "gemma3"]  # and tiny, a Llama
 SETTINGS = {
-    "": [],
     "-kept": ["--no-reshard-after-forward"],
     "-2": ["--batch-size", 2],  # 4 micro-batches on one rank, 2 on two, 1 on four
     "-1": ["--batch-size", 1],
@@ -22,10 +21,10 @@ SETTINGS = {
 }
 BF16 = ["--precision", "bf16"]
 TRIED = {  # by number of ranks: settings, families, precisions besides fp32
-    1: ["", "-kept", "-2", "-bf16", "-qwen3"],
-    2: ["", "-kept", "-2", "-1", "-1-kept", "-compiled", "-replicas", "-bf16",
+    1: ["-kept", "-2", "-bf16", "-qwen3"],
+    2: ["-kept", "-2", "-1", "-1-kept", "-compiled", "-replicas", "-bf16",
         "-gpt2", "-qwen3", "-mistral", "-gemma3"],
-    4: ["", "-kept", "-1", "-replicas", "-replicas-1", "-gpt2", "-qwen3"],
+    4: ["-kept", "-1", "-replicas-1", "-gpt2", "-qwen3"],
 }  # fmt: skip
 RUNS = [f"04@{ranks}{name}" for ranks, names in TRIED.items() for name in names]
 QUICK = ["04@1-2", "04@2-1-kept", "04@2-compiled", "04@2-bf16", "04@2-qwen3", "04@4-replicas-1"]
@@ -78,7 +77,7 @@ def costs(tmp_path_factory):
 
 def forked(ranks, command, folder):
     """Run a command on so many ranks, as the benchmark's `torchrun` does, without its imports."""
-    processes = start_ranks(ranks, command, folder, MASTER_PORT=str(free_port()))
+    processes = start_ranks(ranks, command, folder)
     for process in processes:
         process.wait(timeout=100)
     logs = "".join(path.read_text() for path in sorted(folder.glob("rank*.log")))

@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 
 import gpu_check
-from conftest import ROOT, SCRIPTS
+from conftest import ROOT, SCRIPTS, printed, refused
 
 # As a script of its own: the chapters of another folder are checked, and one check gets no time.
 BROKEN = """
@@ -24,14 +23,8 @@ gpu_check.main()
 def run(command, output, *names):
     """Run checks on the CPU; return the exit status, rows by name, and what was printed."""
     flags = ["--device", "cpu", "--output", output, "--only", *names]
-    done = subprocess.run(
-        [sys.executable, *map(str, [*command, *flags])],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")},
-    )
+    env = os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")}
+    done = printed(sys.executable, *command, *flags, timeout=600, env=env)
     assert output.exists(), done.stderr
     rows = {row["name"]: row for row in json.loads(output.read_text())["rows"]}
     return done.returncode, rows, done.stdout
@@ -47,23 +40,20 @@ def run(command, output, *names):
 def test_one_line_says_why_nothing_is_checked(monkeypatch, capsys, args, part):
     monkeypatch.setattr(gpu_check.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", *args])
-    with pytest.raises(SystemExit) as stop:
-        gpu_check.main()
-    assert stop.value.code == 2
-    [line] = capsys.readouterr().err.splitlines()
+    [line] = refused(capsys, gpu_check.main).splitlines()
     assert line.startswith("gpu_check.py: error: ") and part in line
 
 
 @pytest.mark.slow
 def test_checks_run_without_a_gpu(tmp_path):
     names = ["parity-01", "no-sync", "speed-01"]
-    status, rows, printed = run(["benchmarks/gpu_check.py"], tmp_path / "result.json", *names)
-    assert status == 0, printed
-    assert [rows[name]["passed"] for name in names] == [True, None, True], printed
+    status, rows, said = run(["benchmarks/gpu_check.py"], tmp_path / "result.json", *names)
+    assert status == 0, said
+    assert [rows[name]["passed"] for name in names] == [True, None, True], said
     assert rows["parity-01"]["numbers"]["difference, ranks: 1"] == 0
     assert rows["no-sync"]["reason"] == "a CPU is not waited for"
     assert rows["speed-01"]["numbers"]["tokens/s"] > 0
-    assert "3 checks, 0 failed, 1 skipped" in printed
+    assert "3 checks, 0 failed, 1 skipped" in said
 
 
 @pytest.mark.slow
@@ -76,12 +66,12 @@ def test_what_is_broken_or_hangs_is_a_failed_row(tmp_path):
         (root / chapter).mkdir(parents=True)
         (root / chapter / "train_llm.py").write_text(text)
     names = ["parity-01", "parity-02", "no-sync"]
-    status, rows, printed = run(["-c", BROKEN, root], tmp_path / "result.json", *names)
+    status, rows, said = run(["-c", BROKEN, root], tmp_path / "result.json", *names)
     assert status == 1
-    assert [rows[name]["passed"] for name in names] == [False] * 3, printed
+    assert [rows[name]["passed"] for name in names] == [False] * 3, said
     assert rows["parity-01"]["numbers"]["difference, ranks: 1"] > 1e-4
     assert "not within 0 and 0.0001" in rows["parity-01"]["reason"]
     assert "ended with status 1: " in rows["parity-02"]["reason"]
     assert "OSError: 7" in rows["parity-02"]["reason"]
     assert "was not done in time" in rows["no-sync"]["reason"]
-    assert "3 checks, 3 failed, 0 skipped" in printed
+    assert "3 checks, 3 failed, 0 skipped" in said

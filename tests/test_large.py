@@ -1,7 +1,5 @@
 """Chapter 05: the curve of the chapters before, from a model that is whole nowhere and never."""
 
-import argparse
-import contextlib
 import json
 import shutil
 
@@ -16,7 +14,6 @@ from conftest import (
     SHORT,
     curves_of,
     difference,
-    free_port,
     metrics,
     printed,
     run_jobs,
@@ -27,9 +24,9 @@ from conftest import (
 )
 from on_ranks import make_model_folder, torchrun
 from test_bad_input import check
+from test_launchers import set_up
 from test_resume import LONG, cut
 from test_sharded import loaded, weights_of
-from worker import Captured
 
 pytestmark = pytest.mark.slow
 FAMILIES = ["gpt2", "qwen3", "mistral", "gemma3"]  # and tiny, a Llama
@@ -189,7 +186,7 @@ def test_weights_are_those_of_chapter_01(models, hub, tmp_path, world_size):
         json.dumps({name: list(map(str, [*common, *args])) for name, args in cases.items()})
     )
     command = [ROOT / "tests/support/values.py", tmp_path / "cases.json", tmp_path / "done", "05"]
-    ranks = start_ranks(world_size, command, tmp_path, MASTER_PORT=str(free_port()))
+    ranks = start_ranks(world_size, command, tmp_path)
     statuses = [rank.wait(timeout=200) for rank in ranks]
     assert statuses == [0] * world_size, (tmp_path / "rank0.log").read_text()
     different = json.loads((tmp_path / "done").read_text())
@@ -254,11 +251,8 @@ def test_what_chapter_04_cannot_hold_trains_here(tmp_path):
 def test_a_save_in_the_background_is_what_a_save_is(tmp_path):
     """Bit for bit, although the training has gone on; and a run continues from either."""
     args = [*LONG, "--save-dir", tmp_path, "--keep-checkpoints", 9, "-e"]
-    run_well(
-        2,
-        [("05", [*args, "plain"]), ("05", [*args, "async", "--checkpoint-async"])],
-        tmp_path / "jobs",
-    )
+    jobs = [("05", [*args, "plain"]), ("05", [*args, "async", "--checkpoint-async"])]
+    run_well(2, jobs, tmp_path / "jobs")
     for step in (10, 20, 30):
         one, other = (weights_of(tmp_path / name, step) for name in ("plain", "async"))
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -287,14 +281,8 @@ def test_adamw_steps_on_all_cores_of_the_host(load, monkeypatch, tmp_path):
         hosts[:] = [mine] * 8 + ["another"] * 8
 
     monkeypatch.setattr(chapter.dist, "all_gather_object", gather)
-    for name, value in {"init_process_group": None, "get_rank": 0, "get_world_size": 16}.items():
-        monkeypatch.setattr(chapter.dist, name, lambda *_, value=value, **__: value)
-    for name in ("patient_group", "check_shared"):
-        monkeypatch.setattr(chapter, name, lambda *_: None)
-    args = {"device": "cpu", "precision": "fp32", "cpu_offload": True, "dist_timeout": 9}
-    args = argparse.Namespace(**args, save_dir=tmp_path, experiment_name="run")
+    args = {"device": "cpu", "precision": "fp32", "cpu_offload": True}
     for own, expected in ((1, 12), (16, 16)):
         monkeypatch.setattr(torch, "get_num_threads", lambda own=own: own)
-        with contextlib.redirect_stdout(Captured()):
-            chapter.setup(args)
+        set_up(chapter, monkeypatch, tmp_path, **args)
         assert threads.pop() == expected

@@ -20,7 +20,7 @@ from conftest import (
     SCRIPTS,
     SHORT,
     difference,
-    free_port,
+    logged,
     metrics,
     printed,
     refused,
@@ -58,8 +58,12 @@ def launched(load, monkeypatch):
         os.environ.pop(name, None)
 
 
-@pytest.mark.parametrize("variables", [TORCHRUN, OPEN_MPI, MPICH])
+UNDER_SRUN = SRUN | {"SLURM_PROCID": "0"} | TORCHRUN
+
+
+@pytest.mark.parametrize("variables", [TORCHRUN, UNDER_SRUN, OPEN_MPI, MPICH])
 def test_ranks_come_from_the_launcher(launched, variables):
+    """Torchrun under srun is torchrun."""
     assert launched(variables | RENDEZVOUS) == TORCHRUN | RENDEZVOUS
 
 
@@ -75,11 +79,6 @@ def test_srun_says_where_to_meet(launched):
 )
 def test_first_node(launched, nodes, first):
     assert launched(SRUN | {"SLURM_STEP_NODELIST": nodes})["MASTER_ADDR"] == first
-
-
-def test_torchrun_under_srun_is_torchrun(launched):
-    found = launched(SRUN | {"SLURM_PROCID": "0"} | TORCHRUN | RENDEZVOUS)
-    assert found == TORCHRUN | RENDEZVOUS
 
 
 @pytest.mark.parametrize("variables", [{}, OPEN_MPI, RENDEZVOUS])
@@ -111,17 +110,23 @@ def device_of_local_rank_1(chapter, monkeypatch, tmp_path, gpus, torchrun):
     taken = []
     monkeypatch.setattr(chapter.torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(chapter.torch.cuda, "set_device", lambda device: taken.append(device.index))
-    monkeypatch.setattr(chapter.dist, "init_process_group", lambda *_, **__: None)
-    monkeypatch.setattr(chapter.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(chapter, "check_shared", lambda _: None, raising=False)
-    monkeypatch.setattr(sys, "stdout", Captured())
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if torchrun:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "77")
-    args = {"device": "cuda", "precision": "bf16", "dist_timeout": 9, "save_dir": tmp_path}
-    chapter.setup(argparse.Namespace(**args, experiment_name="run"))
+    set_up(chapter, monkeypatch, tmp_path, device="cuda", precision="bf16")
     return taken.pop()
+
+
+def set_up(chapter, monkeypatch, tmp_path, **args):
+    """Call a chapter's `setup` as rank 0 of 16 that seem to be there."""
+    for name, value in {"init_process_group": None, "get_rank": 0, "get_world_size": 16}.items():
+        monkeypatch.setattr(chapter.dist, name, lambda *_, value=value, **__: value)
+    for name in ("patient_group", "check_shared"):
+        monkeypatch.setattr(chapter, name, lambda *_: None, raising=False)
+    args |= {"dist_timeout": 9, "save_dir": tmp_path, "experiment_name": "run"}
+    with contextlib.redirect_stdout(Captured()):
+        chapter.setup(argparse.Namespace(**args))
 
 
 @pytest.mark.parametrize("job", ["train", "srun-direct"])
@@ -147,9 +152,8 @@ LONG += ["--checkpoint-every", 100, "--eval-every", 150]
 def running(run_dir, step, chapter, *args, **options):
     """A chapter under torchrun, once a step is logged; in the end nothing is left of it."""
     process = torchrun(chapter, *args, stderr=subprocess.STDOUT, **options)
-    path = run_dir / "metrics.jsonl"
     try:
-        until(lambda: process.poll() is not None or logged(path, step), 150, f"step {step}")
+        until(lambda: process.poll() is not None or logged(run_dir, step), 150, f"step {step}")
         yield process
     finally:
         alive = process.poll() is None  # torchrun's ranks have sessions of their own
@@ -157,10 +161,6 @@ def running(run_dir, step, chapter, *args, **options):
             left.kill()
         process.kill()
         process.communicate()
-
-
-def logged(path, step):
-    return path.exists() and f'"step": {step},' in path.read_text()
 
 
 def workers(process):
@@ -252,8 +252,8 @@ def test_nobody_waits_to_agree(tmp_path):
             dist.destroy_process_group()
         """)
     )
-    port, log = str(free_port()), tmp_path / "rank0.log"
-    ranks = start_ranks(2, [script, SCRIPTS["03"], tmp_path], tmp_path, MASTER_PORT=port)
+    ranks = start_ranks(2, [script, SCRIPTS["03"], tmp_path], tmp_path)
+    log = tmp_path / "rank0.log"
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0], log.read_text()
     for rank in (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)):
         assert rank["took"] < 0.5, "it waited for the other"
@@ -299,8 +299,7 @@ def test_a_killed_worker_is_restarted(tmp_path, whole):
 def test_who_does_not_come_is_waited_for_as_long_as_the_flag_says(tmp_path):
     """With half of the ranks missing, the others give up after --dist-timeout."""
     args = [*SHORT, "--dist-timeout", 3, "--save-dir", tmp_path / "runs"]
-    port = str(free_port())
-    first, second = start_ranks(2, [SCRIPTS["03"], *args], tmp_path, MASTER_PORT=port)
+    first, second = start_ranks(2, [SCRIPTS["03"], *args], tmp_path)
     second.kill()
     said = tmp_path / "rank0.log"
     assert first.wait(timeout=120) == 1 and "1/2 clients joined" in said.read_text()

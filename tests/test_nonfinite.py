@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from conftest import ROOT, SCRIPTS, SHORT, free_port, start_ranks
+from conftest import ROOT, SCRIPTS, SHORT, prepared, run_jobs
 
 LINE = [*SHORT, "--num-steps", "12", "--log-every", "5", "--checkpoint-every", "3"]
 
@@ -20,17 +20,11 @@ STAGES = ["--pipeline-parallel-size", "2", "--batch-size", "4"]
 def test_a_run_ends_at_the_next_line_or_save(chapter, fault, tmp_path):
     """One rank's loss or gradient is not finite in step 8; the save of step 6 is the last."""
     ranks = 1 if chapter == "01" else 2
-    command = [ROOT / "diagnosing-errors/inject.py", f"{fault}@rank{ranks - 1}:step7"]
-    command += [SCRIPTS[chapter], *LINE, "--save-dir", tmp_path, "-e", "run"]
-    command += STAGES * (chapter == "07")
-    started = start_ranks(ranks, command, tmp_path, MASTER_PORT=str(free_port()))
-    try:
-        statuses = [process.wait(timeout=120) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    said = "".join(path.read_text() for path in sorted(tmp_path.glob("rank*.log")))
-    assert set(statuses) == {2}, said
+    args = [f"{fault}@rank{ranks - 1}:step7", SCRIPTS[chapter], *LINE]
+    args += [*STAGES * (chapter == "07"), "--save-dir", tmp_path, "-e", "run"]
+    [done] = run_jobs(ranks, [(ROOT / "diagnosing-errors/inject.py", args)], tmp_path / "jobs")
+    said = "".join(rank["stdout"] + rank["stderr"] for rank in done)
+    assert {rank["status"] for rank in done} == {2}, said
     line = "train_llm.py: error: a gradient in steps 7 to 9 was not finite; nothing was saved"
     assert re.findall(line, said) and "Traceback" not in said, said
     names = sorted(path.name for path in tmp_path.glob("run/checkpoints/*"))
@@ -40,12 +34,7 @@ def test_a_run_ends_at_the_next_line_or_save(chapter, fault, tmp_path):
 def test_from_then_on_no_step_changes_anything(load, monkeypatch):
     """Neither weights nor moments, nor the number of steps that AdamW corrects its bias by."""
     chapter = load("01")
-    monkeypatch.setattr("sys.argv", ["train_llm.py", *LINE])
-    args = chapter.parse_args()
-    tokenizer, config = chapter.build_tokenizer_and_config(args)
-    train_set, _ = chapter.build_data(args, tokenizer)
-    model = chapter.build_model(args, config)
-    optimizer = chapter.build_optimizer(args, model)
+    args, model, optimizer, train_set, _ = prepared(chapter, *LINE)
     device = torch.device("cpu")
     chapter.train_step(args, model, optimizer, train_set, 1, device)
     before = [tensor.clone() for tensor in tensors_of(model, optimizer)]

@@ -8,22 +8,15 @@ import types
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 
-from conftest import ROOT, fast_byte_tokenizer
+from conftest import ROOT
 from readme import blocks
+from test_large import published
 
 PAGE = ROOT / "docs/your-own-script.md"
 CODE = "\n".join(block.text for block in blocks(PAGE) if block.kind == "python")
-SIZE = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-SIZE |= {"intermediate_size": 64, "max_position_embeddings": 128, "num_key_value_heads": 1}
-CONFIGS = {
-    "llama": transformers.LlamaConfig(**SIZE),
-    "tied": transformers.Qwen3Config(**SIZE, head_dim=16, tie_word_embeddings=True),
-    "mixtral": transformers.MixtralConfig(**SIZE, num_local_experts=4),
-}
 
 
 def page(old="", new=""):
@@ -35,26 +28,10 @@ def page(old="", new=""):
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Folders of published models, one for each configuration."""
+def folders(models, tmp_path_factory):
+    """Folders of published models by name; qwen3's embeddings are tied."""
     root = tmp_path_factory.mktemp("published")
-    for name, config in CONFIGS.items():
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(root / name)
-        fast_byte_tokenizer().save_pretrained(root / name)
-    return root
-
-
-@pytest.fixture
-def alone(tmp_path):
-    """A process group of this process; new memory is NaN, so what is forgotten shows."""
-    if dist.is_initialized():  # by the planner, for ranks that are not there
-        dist.destroy_process_group()
-    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    torch.use_deterministic_algorithms(False)
+    return {name: published(models, root, name) for name in ("mistral", "qwen3", "mixtral")}
 
 
 def checked(code, folder):
@@ -64,34 +41,34 @@ def checked(code, folder):
     return ast.literal_eval(said.getvalue().removeprefix("different: "))
 
 
-@pytest.mark.parametrize("name", ["llama", "tied"])
+@pytest.mark.parametrize("name", ["mistral", "qwen3"])
 def test_a_model_built_on_the_meta_device(name, folders, alone):
     """It equals the one that is built on the CPU, bit for bit."""
-    assert checked(page(), folders / name) == []
+    assert checked(page(), folders[name]) == []
 
 
 @pytest.mark.parametrize(
     "forgotten, told", [("model.init_weights()", "inv_freq"), ("dcp.load(weights, ", "weight")]
 )
 def test_a_forgotten_line_is_named(forgotten, told, folders, alone):
-    names = checked(page(forgotten, "dict(" if forgotten.endswith(" ") else ""), folders / "llama")
+    names = checked(page(forgotten, "dict(" if forgotten.endswith(" ") else ""), folders["mistral"])
     assert names and all(each.endswith(told) for each in names), names
 
 
 def test_lost_ties_are_named(folders, alone, monkeypatch):
     monkeypatch.setattr(transformers.Qwen3ForCausalLM, "tie_weights", lambda *_, **__: None)
     with pytest.raises(dcp.CheckpointException, match=r"Missing key.*: lm_head\.weight"):
-        checked(page(), folders / "tied")
+        checked(page(), folders["qwen3"])
 
 
 def test_weights_under_other_names(folders, alone, tmp_path):
     """Mixtral's cannot be read shard by shard, and can be after they were written out."""
     code = page()
     with pytest.raises(dcp.CheckpointException, match="Missing key"):
-        code.load_sharded(folders / "mixtral", "cpu")
-    code.write_out(folders / "mixtral", tmp_path / "written")
+        code.load_sharded(folders["mixtral"], "cpu")
+    code.write_out(folders["mixtral"], tmp_path / "written")
     expected = transformers.AutoModelForCausalLM.from_pretrained(
-        folders / "mixtral", dtype=torch.float32
+        folders["mixtral"], dtype=torch.float32
     )
     torch.use_deterministic_algorithms(True)
     assert code.different(code.load_sharded(tmp_path / "written", "cpu"), expected) == []
@@ -108,12 +85,12 @@ def stepped(model, optimizer, steps=2):
     return [loss.item() for loss in losses]
 
 
-@pytest.mark.parametrize("name", ["llama", "tied"])
+@pytest.mark.parametrize("name", ["mistral", "qwen3"])
 def test_shards_are_saved_loaded_and_made_a_folder(name, folders, alone, tmp_path):
     """Weights and moments: the losses go on as if nothing had been."""
     code, models = page(), []
     for _ in range(2):
-        models.append(code.load_sharded(folders / name, "cpu"))
+        models.append(code.load_sharded(folders[name], "cpu"))
         models.append(torch.optim.AdamW(models[-1].parameters(), lr=1e-2))
     one, adam, other, its_adam = models
     stepped(one, adam)
@@ -124,7 +101,7 @@ def test_shards_are_saved_loaded_and_made_a_folder(name, folders, alone, tmp_pat
     code.finish_save(saving, tmp_path / "step-00000002")
     shards = code.newest(tmp_path, None)
     assert code.load_shards(shards, other, its_adam, None) == 2
-    code.to_folder(shards, folders / name, tmp_path / "folder")
+    code.to_folder(shards, folders[name], tmp_path / "folder")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
     assert code.different(one, loaded) == []
     assert stepped(one, adam) == stepped(other, its_adam)

@@ -1,6 +1,5 @@
 """Chapter 05's planner: bytes that are known, verdicts that make sense, real runs, bad input."""
 
-import importlib.util
 import json
 import os
 import shlex
@@ -9,6 +8,7 @@ import time
 
 import pytest
 
+import contenders
 from chapters import flags
 from conftest import ROOT, SCRIPTS, printed
 
@@ -29,10 +29,7 @@ WEIGHTS = {  # as published
 @pytest.fixture(scope="module")
 def planner():
     """The planner as a module, which makes each model once, and so traces each setting once."""
-    spec = importlib.util.spec_from_file_location("will_it_fit", PLANNER)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = contenders.load(PLANNER)
     made, make = {}, module.model_of
 
     def model_of(config, *size):
@@ -250,10 +247,7 @@ BAD = {
         "--nodes 5 --tensor-parallel-size 8 --config num_attention_heads=8 num_key_value_heads=8",
         "--global-batch-size 32 does not divide by 5 groups of 8 ranks; take 35",
     ),
-    "heads": (
-        "--tensor-parallel-size 8",
-        "llama has 4 key-value heads, which 8 ranks cannot share",
-    ),
+    "heads": ("--tensor-parallel-size 8", "4 key-value heads, which 8 ranks cannot share"),
     "stages": ("--pipeline-parallel-size 16", "-size: groups of 16 ranks must divide 8 ranks"),
     "few": ("--pipeline-parallel-size 8 -b 8", "8 ranks; take --batch-size 4"),
     "few layers": ("--pipeline-parallel-size 8 -b 4", "tiny has 4 layers, fewer than 8 stages"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conftest import SCRIPTS, SHORT, difference, free_port, metrics, run_jobs, run_well, start_ranks
+from conftest import SCRIPTS, SHORT, difference, metrics, run_jobs, run_well
 
 LONG = [*SHORT, "--num-steps", 30, "--keep-checkpoints", 9]
 
@@ -186,11 +186,11 @@ def test_ranks_that_read_different_checkpoints_stop(runs, tmp_path):
     cut(runs / "02@2", 20, tmp_path / "run")
     script = tmp_path / "one_blind.py"
     script.write_text(BLIND.format(script=SCRIPTS["02"]))
-    command = [script, *LONG, "--save-dir", tmp_path, "-e", "run"]
-    ranks = start_ranks(2, command, tmp_path, MASTER_PORT=str(free_port()))
-    assert [rank.wait(timeout=120) for rank in ranks] == [2, 2]
-    said = (tmp_path / "rank0.log").read_text()
-    assert "cannot read the same checkpoint: they would continue from steps [20, 10]" in said
+    args = [*LONG, "--save-dir", tmp_path, "-e", "run"]
+    [ranks] = run_jobs(2, [(script, args)], tmp_path / "jobs")
+    assert [rank["status"] for rank in ranks] == [2, 2]
+    expected = "cannot read the same checkpoint: they would continue from steps [20, 10]"
+    assert expected in ranks[0]["stderr"]
 
 
 BLIND = """

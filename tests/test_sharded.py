@@ -1,17 +1,17 @@
 """Chapter 04's checkpoints: written by all ranks, read by any number of them, whole or not used."""
 
-import argparse
 import json
 import shutil
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from conftest import ROOT, difference, metrics, printed, run_jobs, run_well
 from test_bad_input import check
 from test_resume import LONG, cut
+from test_weights import validation_loss
 
 pytestmark = pytest.mark.slow
 
@@ -41,44 +41,38 @@ def loaded(run_dir, step):
     return model
 
 
+RANKS = {"on1": 1, "on2": 2, "dropout": 2, "tied": 2, "on4": 4, "replicas": 4}
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, models):
+def options(models):
+    """What runs are started with."""
+    options = {name: [] for name in RANKS} | {"replicas": ["--replicas", 2]}
+    return options | {"dropout": ["-m", models / "gpt2-dropout"], "tied": ["-m", models / "qwen3"]}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, options):
     """Whole runs on 1, 2 and 4 ranks."""
     root = tmp_path_factory.mktemp("sharded")
-    dropout = ["-m", models / "gpt2-dropout"]
     args = [*LONG, "--save-dir", root, "-e"]
-    for world_size in (1, 2, 4):
-        jobs = [("04", [*args, f"on{world_size}"])]
-        if world_size == 2:
-            jobs += [("04", [*args, "dropout", *dropout]), ("02", [*args, "whole"])]
-            jobs += [("04", [*args, "tied", "-m", models / "qwen3"])]
-        if world_size == 4:
-            jobs += [("04", [*args, "replicas", "--replicas", 2])]
-        run_well(world_size, jobs, root / f"ranks{world_size}")
+    for size in (1, 2, 4):
+        names = [name for name, ranks in RANKS.items() if ranks == size]
+        jobs = [("04", [*args, name, *options[name]]) for name in names]
+        run_well(size, jobs + [("02", [*args, "whole"])] * (size == 2), root / f"ranks{size}")
     return root
 
 
-def test_resume_is_bit_identical(runs, models, tmp_path):
+@pytest.mark.parametrize("name", ["dropout", "tied", "on4", "replicas"])
+def test_resume_is_bit_identical(runs, options, tmp_path, name):
     """On as many ranks as before, for weights and losses, with dropout too."""
-    names = {"dropout": ["-m", models / "gpt2-dropout"], "tied": ["-m", models / "qwen3"]}
-    for name in names:
-        cut(runs / name, 10, tmp_path / name)
-    jobs = [
-        ("04", [*LONG, "--save-dir", tmp_path, "-e", name, *args]) for name, args in names.items()
-    ]
-    for name, ranks in zip(names, run_well(2, jobs, tmp_path / "jobs"), strict=True):
-        assert f"continuing from {tmp_path / name}/checkpoints/step-00000010" in ranks[0]["stdout"]
-        assert difference(metrics(runs / name), metrics(tmp_path / name)) == 0.0
-        one, other = (weights_of(folder / name, 30) for folder in (runs, tmp_path))
-        assert all(torch.equal(one[key], other[key]) for key in one)
-
-
-@pytest.mark.parametrize("before, now", [("on4", []), ("replicas", ["--replicas", 2])])
-def test_resume_on_four_ranks_is_bit_identical(runs, tmp_path, before, now):
-    cut(runs / before, 10, tmp_path / before)
-    args = [*LONG, "--save-dir", tmp_path, "-e", before, *now]
-    run_well(4, [("04", args)], tmp_path / "jobs")
-    assert difference(metrics(runs / before), metrics(tmp_path / before)) == 0.0
+    cut(runs / name, 10, tmp_path / name)
+    args = [*LONG, "--save-dir", tmp_path, "-e", name, *options[name]]
+    [ranks] = run_well(RANKS[name], [("04", args)], tmp_path / "jobs")
+    assert f"continuing from {tmp_path / name}/checkpoints/step-00000010" in ranks[0]["stdout"]
+    assert difference(metrics(runs / name), metrics(tmp_path / name)) == 0.0
+    one, other = (weights_of(folder / name, 30) for folder in (runs, tmp_path))
+    assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_the_curve_goes_on_from_four_ranks_to_two_to_one_to_four(runs, tmp_path):
@@ -100,15 +94,13 @@ def test_what_is_of_another_run_stays_as_it_is(runs, models, tmp_path):
     """A checkpoint of chapter 02, another seed, and another model under the same name."""
     model = tmp_path / "model"
     shutil.copytree(models / "qwen3", model)
-    run_well(
-        2, [("04", [*LONG, "--save-dir", tmp_path, "-e", "qwen", "-m", model])], tmp_path / "q"
-    )
+    args = [*LONG, "--save-dir", tmp_path, "-e"]
+    run_well(2, [("04", [*args, "qwen", "-m", model])], tmp_path / "q")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
     cut(runs / "whole", 10, tmp_path / "whole")
-    run_well(2, [("04", [*LONG, "--save-dir", tmp_path, "-e", "seed"])], tmp_path / "s")
+    cut(runs / "on2", 30, tmp_path / "seed")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/checkpoints/**/*")}
-    args = [*LONG, "--save-dir", tmp_path, "-e"]
     cases = {
         "whole": ([], "no checkpoint in "),
         "seed": (["--seed", 1], "step-00000030: seed was 0, is 1; choose another"),
@@ -144,10 +136,7 @@ def test_the_finished_model_has_the_weights_of_all_shards(runs, run, load):
     assert not type(model).__name__.startswith("FSDP")
     assert all(weight.dtype == torch.float32 for weight in model.parameters())
     args = json.loads(read(runs / run / "checkpoints/step-00000030", {"args": ""})["args"])
-    tokenizer = AutoTokenizer.from_pretrained(runs / run / "model")
-    _, held_out = load("01").build_data(argparse.Namespace(**args), tokenizer)
-    with torch.no_grad():
-        loss = model(input_ids=held_out.long(), labels=held_out.long()).loss.item()
+    loss = validation_loss(model, runs / run, args, load("01"))
     assert abs(loss - metrics(runs / run)[30]["val_loss"]) < 1e-5
 
 

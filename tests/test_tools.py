@@ -50,11 +50,7 @@ def test_a_fix_reaches_all_descendants(guide):
     for folder in ("02-b", "03-c", "other"):
         assert "return 10" in (guide / folder / "train_llm.py").read_text()
     assert "return 30" in (guide / "03-c" / "train_llm.py").read_text()
-    assert done.stdout.splitlines() == [
-        "01 -> 02: merged",
-        "02 -> 03: merged",
-        "02 -> other: merged",
-    ]
+    assert done.stdout == "01 -> 02: merged\n02 -> 03: merged\n02 -> other: merged\n"
 
 
 def test_a_conflict_is_shown_and_the_others_go_on(guide):

@@ -1,42 +1,20 @@
 """Between two log lines, a step neither waits for the device nor talks more than DDP must."""
 
 import re
-from argparse import Namespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.profiler import profile
 
-from conftest import SCRIPTS, free_port
+from conftest import SCRIPTS, prepared
 from on_ranks import make_model_folder, torchrun
 
-
-@pytest.fixture(scope="module")
-def group():
-    if dist.is_initialized():  # by the planner, for ranks that are not there
-        dist.destroy_process_group()
-    store = dist.TCPStore("127.0.0.1", free_port(), 1, is_master=True)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+LINE = "--device cpu --precision bf16 --seq-length 64 --eval-samples 5 --batch-size 2".split()
 
 
-def events_of_steps(chapter, args, model_name, accumulation):
+def events_of_steps(chapter, *words):
     """Return the names of all operations of three train steps, and the chapter's DDP model."""
-    args = Namespace(
-        **args,
-        model_name=model_name,
-        pretrained=False,
-        compile=False,
-        accumulation=accumulation,
-        micro_batch_size=2,
-        global_batch_size=2 * accumulation,
-    )
-    tokenizer, config = chapter.build_tokenizer_and_config(args)
-    train_set, _ = chapter.build_data(args, tokenizer)
-    model = chapter.build_model(args, config)
-    optimizer = chapter.build_optimizer(args, model)
+    args, model, optimizer, train_set, _ = prepared(chapter, *LINE, *words)
     if hasattr(chapter, "DistributedDataParallel"):
         model = chapter.DistributedDataParallel(model, gradient_as_bucket_view=True)
         model.broadcast_buffers = False
@@ -56,9 +34,6 @@ def in_optimizer(event):
     return event is not None
 
 
-ARGS = {"dataset_name": "pydoc", "dataset_subset": None, "text_column": "text", "config": []}
-ARGS |= {"seq_length": 64, "eval_samples": 5, "seed": 0, "precision": "bf16", "device": "cpu"}
-ARGS |= {"lr": 1e-3, "weight_decay": 0.1, "warmup_steps": 0, "num_steps": 9, "max_grad_norm": 1.0}
 READS = re.compile("aten::(_local_scalar_dense|item|nonzero|is_nonzero)$")
 REDUCTION = {"gloo:all_reduce", "c10d::allreduce_"}  # one and the same, seen at two levels
 COLLECTIVES = re.compile("gloo:|nccl:|c10d::")
@@ -68,13 +43,13 @@ COLLECTIVES = re.compile("gloo:|nccl:|c10d::")
 def test_no_value_is_read_from_the_device(load, models, name):
     """What reads a number of a tensor on a GPU makes the host wait for it."""
     name = name if name == "tiny" else str(models / name)
-    events, _ = events_of_steps(load("01"), ARGS, name, accumulation=2)
+    events, _ = events_of_steps(load("01"), "--model-name", name, "--global-batch-size", 4)
     assert "aten::mm" in events  # the profiler did look
     assert [event for event in events if READS.match(event)] == []
 
 
-def test_only_ddps_buckets_are_reduced_and_once_a_step(load, group):
-    events, ddp = events_of_steps(load("02"), ARGS, "tiny", accumulation=4)
+def test_only_ddps_buckets_are_reduced_and_once_a_step(load, alone):
+    events, ddp = events_of_steps(load("02"), "--global-batch-size", 8)
     buckets = len(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(","))
     reductions = [event for event in events if event == "c10d::allreduce_"]
     others = [event for event in events if COLLECTIVES.match(event) and event not in REDUCTION]
@@ -102,12 +77,11 @@ def test_compiled_layers_stay_in_one_piece(monkeypatch, tmp_path, line):
 
 
 @pytest.mark.slow
-def test_compiled_layers_keep_ddps_overlap(load, group):
+def test_compiled_layers_keep_ddps_overlap(load, alone):
     """Each layer's backward is its own graph, so that one bucket is sent while others compute."""
     chapter = load("02")
-    args = Namespace(**ARGS, model_name="tiny", pretrained=False, compile=True)
-    _, config = chapter.build_tokenizer_and_config(args)
-    model = chapter.DistributedDataParallel(chapter.build_model(args, config), bucket_cap_mb=1)
+    args, model, *_ = prepared(chapter, *LINE, "--compile")
+    model = chapter.DistributedDataParallel(model, bucket_cap_mb=1)
     order = []
     for name, weight in model.module.named_parameters():
         weight.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from cluster.cluster import until
 from conftest import ROOT, printed
 from test_whats_wrong import rank_files
 
@@ -73,10 +74,7 @@ def test_live_until_ctrl_c(run):
     command = [sys.executable, WATCH, folder]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, **pipes)
-    deadline = time.monotonic() + 60
-    while not (folder / "ranks/clock").exists():  # it begins the second picture
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
+    until((folder / "ranks/clock").exists, 60, "it begins the second picture")
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=20)
     assert process.returncode == 0 and "healthy" in said and "Traceback" not in said

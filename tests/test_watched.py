@@ -1,7 +1,6 @@
 """watched.py: what it writes, that nothing waits for it, that scripts end as they would without."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -279,10 +278,3 @@ def test_phases():
     assert at(("/x/site-packages/torch/utils/data/dataloader.py", "__next__")) == "data"
     assert at(layer, ("/x/site-packages/torch/_dynamo/convert_frame.py", "compile")) == "compile"
     assert at(("/w/train.py", "main")) == "other"
-
-
-def test_one_rank_alone_needs_no_launcher(tmp_path):
-    script = [SCRIPTS["01"], *SHORT, "--save-dir", tmp_path, "-e", "run"]
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    subprocess.run(command_of(tmp_path / "run", *script), check=True, env=environment, timeout=200)
-    assert beat_of(tmp_path / "run")["step"] == 20

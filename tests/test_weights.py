@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import SHORT, difference, metrics, run_well
+from conftest import SHORT, difference, metrics, prepared, run_well
 
 FAMILIES = ["tiny", "gpt2", "qwen3", "gemma3", "gemma3-window"]
 
@@ -39,6 +39,14 @@ COMPILED = ["tiny-compiled", "tiny-ddp-compiled"]
 RUNS = [*FAMILIES, *(pytest.param(run, marks=pytest.mark.slow) for run in COMPILED)]
 
 
+def validation_loss(model, run_dir, args, chapter):
+    """Return the loss of a finished run's model on the samples that were held out."""
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "model")
+    _, held_out = chapter.build_data(argparse.Namespace(**args), tokenizer)
+    with torch.no_grad():
+        return model(input_ids=held_out.long(), labels=held_out.long()).loss.item()
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_finished_model_has_the_logged_validation_loss(request, run, load):
     """Loaded by its folder alone, tokenizer included; checkpoints have the plain model's names."""
@@ -50,10 +58,7 @@ def test_finished_model_has_the_logged_validation_loss(request, run, load):
     assert all(weight.dtype == torch.float32 for weight in model.parameters())
     state = torch.load(run_dir / "checkpoints/step-00000020/state.pt", weights_only=True)
     assert state["model"].keys() == model.state_dict().keys()
-    args = argparse.Namespace(**state["args"])
-    _, held_out = load("01").build_data(args, AutoTokenizer.from_pretrained(folder))
-    with torch.no_grad():
-        loss = model(input_ids=held_out.long(), labels=held_out.long()).loss.item()
+    loss = validation_loss(model, run_dir, state["args"], load("01"))
     assert loss == pytest.approx(metrics(run_dir)[20]["val_loss"], abs=1e-5)
 
 
@@ -80,9 +85,8 @@ def test_attention_is_transformers_own_and_causal(load, models, family):
             assert torch.allclose(ours(batch).logits, theirs(batch).logits, atol=1e-5)
             changed = batch.clone()
             changed[:, -1] = 5
-            assert torch.allclose(
-                ours(changed).logits[:, :-1], ours(batch).logits[:, :-1], atol=1e-5
-            )
+            earlier, same = (ours(each).logits[:, :-1] for each in (batch, changed))
+            assert torch.allclose(earlier, same, atol=1e-5)
 
 
 def moved(before, after):
@@ -94,23 +98,17 @@ def moved(before, after):
 
 
 @pytest.mark.slow
-def test_weights_in_bf16_would_lose_small_updates(load, monkeypatch):
+def test_weights_in_bf16_would_lose_small_updates(load):
     """What the README of chapter 01 says: 100 steps at 3e-5, 29% of bf16 weights ever moved."""
     chapter = load("01")
     line = "--lr 3e-5 --warmup-steps 0 --precision bf16 --device cpu -s 64 --global-batch-size 8"
-    monkeypatch.setattr("sys.argv", ["train_llm.py", *line.split(), "--eval-samples", "8"])
-    args = chapter.parse_args()
-    tokenizer, config = chapter.build_tokenizer_and_config(args)
-    train_set, _ = chapter.build_data(args, tokenizer)
-    shares, losses = [], []
+    shares, losses, device = [], [], torch.device("cpu")
     for dtype in (torch.float32, torch.bfloat16):
-        model = chapter.build_model(args, config).to(dtype)
+        args, model, _, train_set, _ = prepared(chapter, *line.split(), "--eval-samples", 8)
+        optimizer = chapter.build_optimizer(args, model.to(dtype))
         start = {name: weight.clone() for name, weight in model.state_dict().items()}
-        optimizer = chapter.build_optimizer(args, model)
         for step in range(1, 101):
-            loss, _ = chapter.train_step(
-                args, model, optimizer, train_set, step, torch.device("cpu")
-            )
+            loss, _ = chapter.train_step(args, model, optimizer, train_set, step, device)
             losses += [loss.item()] if step in (1, 100) else []
         shares.append(moved(start, model.state_dict()))
     assert shares[0] > 0.99 and shares[1] == pytest.approx(0.29, abs=0.02)

@@ -5,9 +5,9 @@
         print(cluster.run("head", ["srun", "--nodes=2", "hostname"]).stdout)
 
 A host is a set of namespaces (network, names, mounts, processes) that no name or file keeps alive:
-it lasts as long as its first process does. A guardian starts the first process of all, inside whose
-process namespace all hosts are. When the guardian's owner is gone, however it went, the guardian
-kills that one process, and the kernel ends the rest: all processes, mounts and network devices.
+it lasts as long as its first process does. The switch between them is a process too, inside whose
+process namespace all hosts are. When the cluster's owner is gone, however it went, the kernel ends
+the switch, and with it the rest: all processes, mounts and network devices.
 
 All hosts see the machine's files, so that every folder is a shared one, except for
 /run, /dev/shm, /var/log, /var/spool and some files in /etc. They see no network but their own.
@@ -16,7 +16,6 @@ All hosts see the machine's files, so that every folder is a shared one, except 
 import argparse
 import contextlib
 import ctypes
-import fcntl
 import os
 import secrets
 import select
@@ -35,10 +34,8 @@ COMMANDS = (
     "setpriv tmux mpiexec.hydra"
 ).split()
 NETWORK = "10.77.0"
-LOCK = "cluster.lock"
 # Daemons get a clean environment, as at boot; what is run on a host inherits the caller's.
 BOOT_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-DAEMONS = {"sshd", "munged", "slurmd", "slurmctld", "slurmscriptd"}
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -56,9 +53,9 @@ def obstacle():
         return f"no {', no '.join(absent)}; install them with {os.path.relpath(PACKAGES)}"
     attempt = ["unshare", "--net", "--mount", "--pid", "--fork", "true"]
     allowed = subprocess.run(attempt, check=False, capture_output=True, text=True)
-    return (
-        f"no namespaces can be made here: {allowed.stderr.strip()}" if allowed.returncode else None
-    )
+    if allowed.returncode:
+        return f"no namespaces can be made here: {allowed.stderr.strip()}"
+    return None
 
 
 def until(condition, seconds, what):
@@ -100,28 +97,20 @@ def enter(space):
         raise OSError(error, f"setns {space.name}: {os.strerror(error)}")
 
 
-def spaces_of(folder):
-    """Return the names of what makes a host, the one with this folder; none if it is dead."""
-    # What is born into its process namespace may not have reached its network yet, and what runs in
-    # a container on it may have a process namespace of its own.
-    try:
-        spaces = f"/proc/{(folder / 'pid').read_text()}/ns"
-        return {os.readlink(f"{spaces}/{kind}") for kind in ("net", "pid_for_children")}
-    except OSError:
-        return set()
-
-
 @contextlib.contextmanager
 def kept(folders):
-    """Yield the names of what makes these hosts; no other namespaces can get them meanwhile."""
+    """Yield the numbers of what makes these hosts, and keep them; a dead host has none."""
+    # What is born into its process namespace may not have reached its network yet, and what runs in
+    # a container on it may have a process namespace of its own.
+    spaces = set()
     with contextlib.ExitStack() as stack:
         for folder in folders:
-            # A host that is dead has none.
             with contextlib.suppress(OSError):
-                spaces = f"/proc/{(folder / 'pid').read_text()}/ns"
+                pid = (folder / "pid").read_text()
                 for kind in ("net", "pid_for_children"):
-                    stack.enter_context(open(f"{spaces}/{kind}"))
-        yield set().union(*map(spaces_of, folders))
+                    space = stack.enter_context(open(f"/proc/{pid}/ns/{kind}"))
+                    spaces.add(os.fstat(space.fileno()).st_ino)
+        yield spaces
 
 
 def processes_in(spaces):
@@ -130,19 +119,9 @@ def processes_in(spaces):
     for entry in filter(str.isdigit, os.listdir("/proc")):
         # A process that ends meanwhile, and a zombie, have no namespaces.
         with contextlib.suppress(OSError):
-            if spaces & {os.readlink(f"/proc/{entry}/ns/{kind}") for kind in ("net", "pid")}:
+            if spaces & {os.stat(f"/proc/{entry}/ns/{kind}").st_ino for kind in ("net", "pid")}:
                 found.append(int(entry))
     return found
-
-
-def held(folder):
-    """Return whether a guardian holds the lock of a cluster's folder."""
-    with contextlib.suppress(FileNotFoundError), open(folder / LOCK) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 class Cluster:
@@ -156,15 +135,16 @@ class Cluster:
         self.hosts = ["head", *(f"h{number}" for number in range(1, hosts + 1))]
         unique = f"cluster-{os.getpid()}-{secrets.token_hex(4)}"
         self.folder = Path(folder or Path(tempfile.gettempdir()) / unique).absolute()
-        self._guardian = None
         self._children = []
 
     @classmethod
     def attach(cls, folder):
         """Return the cluster that another process keeps in `folder`."""
         folder = Path(folder).absolute()
-        if not held(folder) or not (folder / "up").exists():
-            raise ClusterError(f"no cluster is up in {folder}")
+        up = folder / "up"
+        with kept([folder]) as spaces:
+            if not up.exists() or up.read_text() != str(sorted(spaces)):
+                raise ClusterError(f"no cluster is up in {folder}")
         return cls(len(list(folder.glob("h[0-9]*"))), folder)
 
     def __enter__(self):
@@ -180,28 +160,27 @@ class Cluster:
             raise ClusterError(reason)
         if self.folder.exists():
             raise ClusterError(f"{self.folder} exists; a cluster makes its folder itself")
+        self.folder.mkdir(mode=0o700)
         try:
-            self._start_guardian()
+            self._start_switch()
             self._write_files()
             starting = [self._start(host) for host in self.hosts]
             for process in starting:
                 self._finish(process)
             self._wait_for_nodes(self.hosts[1:])
-            (self.folder / "up").touch()
+            with kept([self.folder]) as spaces:
+                (self.folder / "up").write_text(str(sorted(spaces)))
         except BaseException:
             self.down()
             raise
 
     def down(self):
-        """End all processes of all hosts, and remove all files; calling it again is harmless."""
-        if self._guardian:
-            self._guardian.terminate()
-            until(lambda: self._reap() and not held(self.folder), 20, "the guardian has ended")
-            self._guardian.wait(timeout=20)
-        # If the guardian was killed, the files are left. A folder without the lock is
-        # no cluster's, and not touched.
-        if (self.folder / LOCK).exists():
-            shutil.rmtree(self.folder, ignore_errors=True)
+        """End all processes of all hosts, and remove all files."""
+        with kept([self.folder, *(self.folder / host for host in self.hosts)]) as spaces:
+            for process in self._children:
+                process.kill()
+            until(lambda: self._reap() and not processes_in(spaces), 20, "all has ended")
+        shutil.rmtree(self.folder)
 
     # What happens on a host
 
@@ -245,9 +224,10 @@ class Cluster:
 
     def pids(self, host):
         """Return the ids, outside, of all processes on a host, daemons' too; none if it is dead."""
-        return processes_in(spaces_of(self.folder / host))
+        with kept([self.folder / host]) as spaces:
+            return processes_in(spaces)
 
-    # Faults, and the end of them
+    # Faults
 
     def kill_host(self, host, silently=True):
         """Kill all processes of a host at once. Silently: no peer is told, as with a power cut."""
@@ -266,9 +246,9 @@ class Cluster:
         self._finish(self._start(host))
         self._wait_for_nodes(self.hosts[1:] if host == "head" else [host])
 
-    def link(self, host, up):
-        """Pull a host's network cable, or put it back."""
-        self._on_switch(["ip", "link", "set", host, "up" if up else "down"])
+    def unplug(self, host):
+        """Pull a host's network cable."""
+        self._on_switch(["ip", "link", "set", host, "down"])
 
     def block_port(self, host, port):
         """Drop what comes to a TCP port from other hosts."""
@@ -279,43 +259,13 @@ class Cluster:
         )
         self.run(host, ["nft", "; ".join(rules)])
 
-    def unblock(self, host):
-        """Let traffic to all ports of a host through again."""
-        self.run(host, ["nft", "add table inet faults; delete table inet faults"])
-
-    def slow_link(self, host, rate=None):
-        """Limit what a host sends and receives to a rate such as `10mbit`; None: no limit."""
-        shape = ["tbf", "rate", rate, "burst", "64kb", "latency", "400ms"] if rate else []
-        verb = "replace" if rate else "delete"
-        here, there = (["tc", "qdisc", verb, "dev", end, "root"] for end in ("eth0", host))
-        # There is nothing to delete if there was no limit.
-        self.run(host, here + shape, check=bool(rate))
-        self._on_switch(there + shape, check=bool(rate))
-
-    def reset(self):
-        """Undo all faults, cancel all jobs, end all that is no daemon, and revive those."""
-        for host in self.hosts:
-            if not self._whole(host):
-                with contextlib.suppress(ClusterError):
-                    self.kill_host(host)
-                self.revive(host)
-            self.link(host, up=True)
-            self.slow_link(host)
-            self.unblock(host)
-        self.run("head", "scancel --full --signal=KILL --user=root; scancel --user=root")
-        until(lambda: not self.run("head", ["squeue", "-h"]).stdout, 60, "no job is left")
-        for host in self.hosts:
-            self._end_strays(host)
-        self._wait_for_nodes(self.hosts[1:])
+    def slow_link(self, host, rate):
+        """Limit what a host sends and receives to a rate such as `10mbit`."""
+        shape = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
+        self.run(host, ["tc", "qdisc", "replace", "dev", "eth0", *shape])
+        self._on_switch(["tc", "qdisc", "replace", "dev", host, *shape])
 
     # Slurm
-
-    def nodes(self):
-        """Return the state of each node as sinfo prints it: a dictionary from name to state."""
-        query = ["sinfo", "--noheader", "--Node", "--format=%N %T"]
-        # No controller, no states.
-        listed = self.run("head", query, check=False).stdout
-        return dict(map(str.split, listed.splitlines()))
 
     def sbatch(self, *arguments, **options):
         """Submit a job from head; return its id."""
@@ -337,11 +287,23 @@ class Cluster:
 
     # How it is made
 
-    def _start_guardian(self):
-        command = ["unshare", "--net", "--pid", sys.executable, "-I", "-S", __file__, "guard"]
-        self._guardian = subprocess.Popen(
-            [*command, self.folder, str(os.getpid())],
-            stdin=subprocess.DEVNULL,
+    def _start_switch(self):
+        """Start what joins the hosts; it ends with this process, and they with it."""
+        # Nothing begins if this process ended before the kernel was told so.
+        owned = f'[ $PPID = {os.getpid()} ] && exec "$@"'
+        boot = "ip link add switch type bridge; ip link set switch up; echo up; "
+        boot += "exec env --ignore-signal=CHLD sleep infinity </dev/null >/dev/null 2>&1"
+        command = ["setpriv", "--pdeathsig=KILL", "sh", "-c", owned, "sh"]
+        command += "unshare --net --pid --fork --kill-child sh -ec".split()
+        process = self._boot([*command, boot])
+        (self.folder / "pid").write_text(str(process.pid))
+        self._finish(process)
+
+    def _boot(self, command):
+        """Start the outermost process of a host, or the switch; what it reads and says is lines."""
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -349,8 +311,8 @@ class Cluster:
             env=BOOT_ENVIRONMENT,
             start_new_session=True,
         )
-        expect(self._guardian, "guarding", 20)
-        self._guardian.stdout.close()
+        self._children.append(process)
+        return process
 
     def _write_files(self):
         etc = self.folder / "etc"
@@ -395,18 +357,8 @@ class Cluster:
             (self.folder / host / kind).mkdir(parents=True, exist_ok=True)
         spaces = "--net --uts --ipc --mount --pid --fork --kill-child --mount-proc".split()
         boot = ["sh", HERE / "host.sh", host, self.address(host), self.folder]
-        with born_in(f"/proc/{self._guardian_pid()}/ns/pid_for_children"):
-            process = subprocess.Popen(
-                ["unshare", *spaces, *boot],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                cwd="/",
-                env=BOOT_ENVIRONMENT,
-                start_new_session=True,
-            )
-        self._children.append(process)
+        with born_in(f"/proc/{self._pid()}/ns/pid_for_children"):
+            process = self._boot(["unshare", *spaces, *boot])
         expect(process, "named", 20)
         (self.folder / host / "pid").write_text(str(process.pid))
         cable = ["ip", "link", "add", host, "type", "veth"]
@@ -423,43 +375,12 @@ class Cluster:
 
     def _wait_for_nodes(self, nodes):
         def good():
-            known = self.nodes()
+            query = ["sinfo", "--noheader", "--Node", "--format=%N %T"]
+            # No controller, no states.
+            known = dict(map(str.split, self.run("head", query, check=False).stdout.splitlines()))
             return all(known.get(node) in {"idle", "mixed", "allocated"} for node in nodes)
 
         until(good, 60, f"{', '.join(nodes)} answer to Slurm")
-
-    def _whole(self, host):
-        """Return whether a host has its first process and all its daemons."""
-        wanted = {"sleep", "sshd", "munged", "slurmctld" if host == "head" else "slurmd"}
-        return wanted <= {self._status(pid).get("Name") for pid in self.pids(host)}
-
-    def _end_strays(self, host):
-        """Kill all that is on a host but its first process and its daemons."""
-
-        def strays():
-            return [pid for pid in self.pids(host) if not self._belongs(host, pid)]
-
-        def killed():
-            for pid in strays():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            return self._reap() and not strays()
-
-        until(killed, 20, f"only daemons are left on {host}")
-
-    def _belongs(self, host, pid):
-        """Return whether a process is a host's first, or one of its daemons, or has ended."""
-        status = self._status(pid)
-        first = status.get("NSpid", "1").split()[-1] == "1"
-        return first or pid == self._pid(host) or status["Name"] in DAEMONS
-
-    def _status(self, pid):
-        """Return what the kernel says of a process: a dictionary, empty if it has ended."""
-        try:
-            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        except OSError:
-            return {}
-        return {name: value.strip() for name, value in (line.split(":", 1) for line in lines)}
 
     def _reap(self):
         """Reap what has ended, for a namespace ends only when its last process is reaped."""
@@ -470,16 +391,9 @@ class Cluster:
         """Return a host's address on the cluster's network."""
         return f"{NETWORK}.{1 if host == 'head' else 10 + int(host[1:])}"
 
-    def _guardian_pid(self):
-        if self._guardian:
-            return self._guardian.pid
-        try:
-            return int((self.folder / "guardian").read_text())
-        except FileNotFoundError:
-            return None
-
-    def _pid(self, host):
-        if host not in self.hosts:
+    def _pid(self, host=""):
+        """Return the id of a host's outermost process, or of the switch's."""
+        if host and host not in self.hosts:
             raise ClusterError(f"there is no host {host}; the hosts are {' '.join(self.hosts)}")
         try:
             return int((self.folder / host / "pid").read_text())
@@ -487,44 +401,12 @@ class Cluster:
             raise ClusterError(f"{host} is not up") from None
 
     def _on_switch(self, command, check=True):
-        network = f"--net=/proc/{self._guardian_pid()}/ns/net"
+        network = f"--net=/proc/{self._pid()}/ns/net"
         done = subprocess.run(
             ["nsenter", network, *command], check=False, capture_output=True, text=True
         )
         if check and done.returncode:
             raise ClusterError(f"{' '.join(command)}: {done.stderr.strip()}")
-
-
-def guard(folder, owner):
-    """Hold a cluster until its owner, the first process or this one ends; then remove all of it."""
-    folder.mkdir(mode=0o700)
-    (folder / "guardian").write_text(str(os.getpid()))
-    lock = open(folder / LOCK, "w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    # It is born into the PID namespace made for this guardian's children, as the first there: when
-    # it ends, the kernel kills all others. If the guardian is killed, it is killed too.
-    first = subprocess.Popen(
-        ["setpriv", "--pdeathsig=KILL", "env", "--ignore-signal=CHLD", "sleep", "infinity"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        subprocess.run("ip link add switch type bridge".split(), check=True)
-        subprocess.run("ip link set switch up".split(), check=True)
-        watched = [os.pidfd_open(pid) for pid in (first.pid, owner)]
-        if os.getppid() != owner:
-            return
-        print("guarding", flush=True)
-        select.select(watched, [], [])
-    finally:
-        with kept([pid.parent for pid in folder.glob("*/pid")]) as spaces:
-            first.kill()
-            # Not `first.wait()`: it ends when all others are reaped, which others have to do.
-            with contextlib.suppress(ClusterError):
-                until(lambda: not processes_in(spaces), 10, "all processes have ended")
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 BANNER = """
@@ -559,7 +441,7 @@ def shell(cluster):
     return status
 
 
-def act(arguments):
+def main(arguments):
     """Do what the command line says; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, help="where the cluster's files are")
@@ -569,6 +451,7 @@ def act(arguments):
         actions.add_parser(name, help=text).add_argument("host")
     args = parser.parse_args(arguments)
     if args.action == "shell":
+        signal.signal(signal.SIGHUP, lambda *_: sys.exit())  # its terminal is closed
         with Cluster(folder=args.folder) as cluster:
             return shell(cluster)
     if not args.folder:
@@ -579,16 +462,9 @@ def act(arguments):
     return 0
 
 
-def main(arguments):
-    """Run the command line, or be the guardian of a cluster."""
-    if arguments[:1] == ["guard"]:
-        return guard(Path(arguments[1]), int(arguments[2]))
+if __name__ == "__main__":
     try:
-        return act(arguments)
+        sys.exit(main(sys.argv[1:]))
     except ClusterError as error:
         print(f"cluster.py: error: {error}", file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+        sys.exit(2)
