@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 
