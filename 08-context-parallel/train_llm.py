@@ -625,7 +625,7 @@ def gather(mesh, block, args, kwargs):
     return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
 
-def attend_to_all(mesh, module, query, key, value, _mask, **options):
+def attend_to_all(mesh, module, query, key, value, attention_mask, **options):
     """Attend from this rank's tokens to those of all: [batch, heads, sequence, width]."""
     end = query.shape[2] * (mesh.get_local_rank() + 1)
     parts = (DTensor.from_local(part, mesh, [Shard(2)]) for part in (key, value))
@@ -634,7 +634,7 @@ def attend_to_all(mesh, module, query, key, value, _mask, **options):
     return sdpa_attention_forward(module, query, key, value, mask, **options)
 
 
-def attend_by_heads(mesh, module, query, key, value, _mask, **options):
+def attend_by_heads(mesh, module, query, key, value, attention_mask, **options):
     """Attend with some of the heads, for the tokens of all ranks: arxiv.org/abs/2309.14509."""
     parts = (swap(mesh, part) for part in (query, key, value))
     out, weights = sdpa_attention_forward(module, *parts, None, **options)
