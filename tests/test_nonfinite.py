@@ -11,8 +11,9 @@ LINE = [*SHORT, "--num-steps", "12", "--log-every", "5", "--checkpoint-every", "
 
 
 LATER = [pytest.param("05", marks=pytest.mark.slow)]
-LATER += [pytest.param("07", marks=pytest.mark.exhaustive)]
-STAGES = ["--pipeline-parallel-size", "2", "--batch-size", "4"]
+LATER += [pytest.param(chapter, marks=pytest.mark.exhaustive) for chapter in ("07", "08")]
+SPLIT = {"07": ["--pipeline-parallel-size", "2", "--batch-size", "4"]}
+SPLIT |= {"08": ["--context-parallel-size", "2"]}
 
 
 @pytest.mark.parametrize("chapter", ["01", "02", "04", *LATER])
@@ -22,7 +23,7 @@ def test_a_run_ends_at_the_next_line_or_save(chapter, fault, tmp_path):
     ranks = 1 if chapter == "01" else 2
     command = [ROOT / "diagnosing-errors/inject.py", f"{fault}@rank{ranks - 1}:step7"]
     command += [SCRIPTS[chapter], *LINE, "--save-dir", tmp_path, "-e", "run"]
-    command += STAGES * (chapter == "07")
+    command += SPLIT.get(chapter, [])
     started = start_ranks(ranks, command, tmp_path, MASTER_PORT=str(free_port()))
     try:
         statuses = [process.wait(timeout=120) for process in started]
