@@ -1,10 +1,10 @@
-"""Train a causal language model on split sequences. Parent: 07-pipeline-parallel.
+"""Train a causal language model on sequences that devices share. Parent: 07-pipeline-parallel.
 
 Here:      torchrun --standalone --nproc-per-node 2 08-context-parallel/train_llm.py \
                --context-parallel-size 2
 For real:  sbatch --nodes 4 --gpus-per-node 8 03-job-launchers/slurm/train.sbatch \
-               08-context-parallel/train_llm.py -m meta-llama/Llama-3.1-8B --pretrained \
-               --seq-length 131072 --context-parallel-size 8 --batch-size 1 --recompute full
+               08-context-parallel/train_llm.py @05-large-model/configs/llama-3.1-8b.args \
+               --seq-length 131072 --context-parallel-size 8 --recompute full
 """
 
 import argparse
@@ -411,8 +411,8 @@ def check_attention(args, model):
     parts = f"{getattr(config, 'layer_types', '')} {getattr(config, 'rope_parameters', '')}"
     other = re.search("conv|mamba|linear_attention|dynamic|longrope", parts)
     if other or config._attn_implementation != "causal_sdpa":
-        other = other[0] if other else "attention with a mask or a window"
-        fail(f"{this}: {args.model_name} has {other}, which takes whole sequences")
+        other = f"{other[0]} layers or positions" if other else "attention with a mask or a window"
+        fail(f"{this}: {args.model_name} needs whole sequences for its {other}")
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     ranks = args.context_parallel_size * args.tensor_parallel_size
     if args.context_parallel_style == "ulysses" and heads % ranks:
