@@ -8,8 +8,9 @@ It needs neither weights nor a GPU. The sizes of weights, gradients and optimize
 their shapes. To find what a layer keeps for its backward, two layers run on fake tensors, which
 have shapes but no data. From these a training step is played through, layer by layer; its fullest
 moment has to fit. This counts the bytes of tensors only: --gpu-overhead-gib and --fragmentation
-stand for the rest. With --tensor-parallel-size or --pipeline-parallel-size, chapter 07's own script
-splits these layers or spreads all over stages, of which the fullest has to fit.
+stand for the rest. With --tensor-parallel-size, --pipeline-parallel-size or
+--context-parallel-size, chapter 08's own script splits these layers, spreads all over stages, or
+splits sequences; the fullest rank has to fit.
 """
 
 import argparse
@@ -34,7 +35,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint as checkpointing
 import transformers
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -105,7 +106,8 @@ def add_plan_flags(parser):
     add("--fragmentation", type=at_least(0.0), default=0.05, help="share lost by the allocator")
 
     add = parser.add_argument_group("the plan").add_argument
-    add("--chapter", choices="02 04 05 06 07".split(), default="05", help="whose exit status it is")
+    chapters = "02 04 05 06 07 08".split()
+    add("--chapter", choices=chapters, default="05", help="whose exit status it is")
     weights_help = "bf16: weights, gradients and moments in 2 bytes, which no chapter does"
     add("--weights-dtype", choices=["fp32", "bf16"], default="fp32", help=weights_help)
     add("--json", action="store_true", help="print all numbers, in bytes, as JSON")
@@ -129,6 +131,8 @@ def add_training_flags(parser):
     add("--tensor-parallel-size", type=at_least(1), default=1)
     add("--pipeline-parallel-size", type=at_least(1), default=1)
     add("--pipeline-schedule", choices=["gpipe", "1f1b", "interleaved-1f1b", "zbv"], default="1f1b")
+    add("--context-parallel-size", type=at_least(1), default=1)
+    add("--context-parallel-style", choices=["gather", "ulysses"], default="gather")
     for name in ("--cpu-offload", "--checkpoint-async", "--pretrained", "--compile"):
         add(name, action="store_true")
     add("-d", "--dataset-name")
@@ -153,10 +157,13 @@ def at_least(minimum):
 def check(args):
     """Stop where the script would, and split the batch as it does."""
     args.ranks, size = args.nodes * args.gpus_per_node, args.tensor_parallel_size
+    told = f"must divide {args.ranks} ranks and --seq-length {args.seq_length}"
     if args.ranks % size or args.seq_length % size:
-        told = f"must divide {args.ranks} ranks and --seq-length {args.seq_length}"
         fail(f"--tensor-parallel-size {size} {told}")
-    args.chapter, size = "06" if size > 1 else args.chapter, size * args.pipeline_parallel_size
+    args.chapter, size = "06" if size > 1 else args.chapter, size * args.context_parallel_size
+    if args.ranks % size or args.seq_length % size:
+        fail(f"--context-parallel-size: groups of {size} ranks {told}")
+    size *= args.pipeline_parallel_size
     if args.ranks % size:
         fail(f"--pipeline-parallel-size: groups of {size} ranks must divide {args.ranks} ranks")
     groups = args.ranks // size
@@ -175,7 +182,8 @@ def check(args):
     args.accumulation = per_rank // args.micro_batch_size
     if args.pipeline_parallel_size > 1:  # which stops if these are too few
         args.chapter = "07"
-        chapter_07(args.tensor_parallel_size)[0].plan_schedule(copy.copy(args), per_rank)
+        last_chapter(args.tensor_parallel_size)[0].plan_schedule(copy.copy(args), per_rank)
+    args.chapter = "08" if args.context_parallel_size > 1 else args.chapter
 
 
 def fail(message):
@@ -314,7 +322,7 @@ def parts_of(model, size, pipeline):
     whole, ranks = split_of(model, size), pipeline.pipeline_parallel_size
     if ranks == 1:
         return [whole]
-    chapter, _ = chapter_07(size)
+    chapter, _ = last_chapter(size)
     with contextlib.redirect_stdout(None):
         stages = chapter.spread(pipeline, whole.built)
     numbers_at = chapter.SCHEDULES[pipeline.pipeline_schedule][1]
@@ -345,22 +353,37 @@ def local(tensor):
 
 
 @functools.cache
-def chapter_07(size):
-    """Return chapter 07's script as a module, and a mesh of `size` ranks that need not be there."""
-    script = HERE.parent / "07-pipeline-parallel/train_llm.py"
-    spec = importlib.util.spec_from_file_location("chapter_07", script)
+def last_chapter(size):
+    """Return chapter 08's script as a module, and a mesh of `size` ranks that need not be there."""
+    script = HERE.parent / "08-context-parallel/train_llm.py"
+    spec = importlib.util.spec_from_file_location("chapter_08", script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.fail, module.recompute = fail, recomputed
+    # on GPUs no mask is made; and an all-to-all gives back as many numbers as it takes
+    module.causal_lower_right = lambda *shape: torch.zeros(()).expand(shape)
+    module.swap = lambda mesh, part: torch.cat(part.chunk(mesh.size(), 1), 2)
     if not dist.is_initialized():
         dist.init_process_group("fake", rank=0, world_size=4096, store=FakeStore())
     return module, DeviceMesh("cpu", list(range(size)))
 
 
+def split_attention(model, size, context):
+    """Let a model attend as the last of the ranks that have parts of each sequence."""
+    given = argparse.Namespace(tensor_parallel_size=size, model_name=model.config.model_type)
+    given.context_parallel_size, given.context_parallel_style = context
+    chapter, _ = last_chapter(size)
+    chapter.check_attention(given, model)
+    attend = {"gather": chapter.attend_to_all, "ulysses": chapter.attend_by_heads}[context[1]]
+    with unset_fake_temporarily():
+        mesh = DeviceMesh("cpu", [*range(1, context[0]), 0])  # rank 0, which this is, comes last
+    AttentionInterface.register("causal_sdpa", functools.partial(attend, mesh))
+
+
 def split(model, size):
     """Split the weights of a model over `size` ranks in place, as chapters 06 and 07 do."""
     if size > 1:
-        chapter, mesh = chapter_07(size)
+        chapter, mesh = last_chapter(size)
         chapter.split_matrices(model, model.modules(), mesh)
         model.tie_weights()
 
@@ -452,18 +475,18 @@ def storages(tree):
 
 
 @functools.cache
-def trace(model, batch, length, dtype, autocast, recompute, chunked, size):
+def trace(model, batch, length, dtype, autocast, recompute, chunked, size, context):
     """Return the segments of a step of the model with two layers, from name to Segment.
 
     `batch` samples of `length` tokens; weights of type `dtype`, as FSDP hands them to the layer, or
-    float32 under `autocast`; `size` ranks split them.
+    float32 under `autocast`; `size` ranks split them, and those of `context` each sequence.
     """
     with FakeTensorMode():
-        small = small_model(model.config, length, dtype, recompute, chunked, size)
+        small = small_model(model.config, length, dtype, recompute, chunked, size, context)
         ids = torch.zeros(batch, length, dtype=torch.long)
-        given = {"input_ids": ids, "labels": ids, "use_cache": False}
-        if size > 1:
-            given["position_ids"] = torch.arange(length)[None]
+        given = {"input_ids": ids[:, : length // context[0]], "labels": ids, "use_cache": False}
+        if size * context[0] > 1:
+            given["position_ids"] = torch.arange(length // context[0])[None]
             small(**given).loss.backward()  # at first, DTensor tries operations to learn the shapes
             small.zero_grad()
         record = Recorder()
@@ -478,7 +501,7 @@ def trace(model, batch, length, dtype, autocast, recompute, chunked, size):
     return record.segments
 
 
-def small_model(config, length, dtype, recompute, chunked, size):
+def small_model(config, length, dtype, recompute, chunked, size, context):
     """Return a model with two layers, changed as the chapters' `build_model` changes theirs."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = min(2, config.num_hidden_layers)
@@ -491,16 +514,18 @@ def small_model(config, length, dtype, recompute, chunked, size):
     if plain and length <= window:
         AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
         model.set_attn_implementation("causal_sdpa")
+    if context[0] > 1:
+        split_attention(model, size, context)
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
     if size > 1:
         given = argparse.Namespace(tensor_parallel_size=size, model_name=config.model_type)
-        chapter_07(size)[0].check_plan(given, model)
+        last_chapter(size)[0].check_plan(given, model)
     split(model, size)
     if chunked:
         head = model.get_output_embeddings()
         head.forward = lambda hidden: hidden
-        loss = chapter_07(size)[0].chunked_loss if size > 1 else chunked_loss
+        loss = last_chapter(size)[0].chunked_loss if size * context[0] > 1 else chunked_loss
         model.loss_function = functools.partial(loss, head)
     if recompute != "none":
         contexts = checkpointing.create_selective_checkpoint_contexts
@@ -590,6 +615,7 @@ class Setting:
     prefetch: int
     cuda: bool
     size: int  # of a group that splits layers
+    context: tuple  # how many ranks split each sequence, and how they attend
     pipeline: Pipeline
 
     @property
@@ -611,14 +637,14 @@ class Setting:
     def trace(self, model):
         """Return the segments of this setting's forward and backward."""
         dtype = torch.bfloat16 if self.bf16 and not self.autocast else torch.float32
-        how = self.autocast, self.recompute, self.chapter >= "05", self.size
+        how = self.autocast, self.recompute, self.chapter >= "05", self.size, self.context
         return trace(model, self.batch, self.length, dtype, *how)
 
 
 def setting_of(args, chapter, changes):
     """Return the Setting of the arguments, with these changes of the flags in DECIDED."""
     flags = DECIDED | changes
-    own, ranks = chapter >= "05", args.pipeline_parallel_size if chapter == "07" else 1
+    own, ranks = chapter >= "05", args.pipeline_parallel_size if chapter >= "07" else 1
     recompute, schedule = flags["recompute"] if own else "none", args.pipeline_schedule
     stages = ranks * (2 if schedule in ("interleaved-1f1b", "zbv") else 1)
     return Setting(
@@ -636,6 +662,7 @@ def setting_of(args, chapter, changes):
         prefetch=args.prefetch if own else 0,
         cuda=args.device != "cpu",
         size=args.tensor_parallel_size if chapter >= "06" else 1,
+        context=(args.context_parallel_size, args.context_parallel_style),
         pipeline=Pipeline(args.model_name, ranks, schedule, stages, recompute, args.compile),
     )
 
@@ -778,7 +805,7 @@ def traced(number):
 
 
 class ShardedStep(Step):
-    """Chapters 04 to 06: FSDP2 gathers a layer for its forward and backward, reduces after it.
+    """Chapters 04 to 08: FSDP2 gathers a layer for its forward and backward, reduces after it.
 
     The order in which buffers come and go is that of torch/distributed/fsdp/_fully_shard.
     """
@@ -884,7 +911,8 @@ class PipelineStep(ShardedStep):
         self.has_head = rank == (0 if schedule == "zbv" else ranks - 1)
         self.others = in_flight(schedule, rank, ranks, count) - 1
         received = count * (2 * setting.pipeline.stages // ranks - (rank == 0) - self.has_head)
-        hidden = setting.batch * setting.length * model.config.hidden_size // setting.size
+        tokens = setting.batch * setting.length // setting.context[0] // setting.size
+        hidden = tokens * model.config.hidden_size
         self.held["communication"] = received * hidden * setting.compute_bytes
         self.held["whole gradients"] = self.model.weights * setting.weight_bytes
 

@@ -141,8 +141,8 @@ def parse_args():
     if not {"LOCAL_RANK", "MASTER_ADDR"} <= os.environ.keys():
         fail("start this with a launcher; mpirun needs -x MASTER_ADDR=... -x MASTER_PORT=... too")
     world_size, size = int(os.environ["WORLD_SIZE"]), args.tensor_parallel_size
+    told = f"must divide {world_size} ranks and --seq-length {args.seq_length}"
     if world_size % size or args.seq_length % size:
-        told = f"must divide {world_size} ranks and --seq-length {args.seq_length}"
         fail(f"--tensor-parallel-size {size} {told}")
     world_size //= size  # TP: the ranks that split a matrix take the same samples
     ranks = f"{world_size} ranks" if size == 1 else f"{world_size} groups of {size} ranks"

@@ -151,8 +151,8 @@ def parse_args():
     if not {"LOCAL_RANK", "MASTER_ADDR"} <= os.environ.keys():
         fail("start this with a launcher; mpirun needs -x MASTER_ADDR=... -x MASTER_PORT=... too")
     world_size, size = int(os.environ["WORLD_SIZE"]), args.tensor_parallel_size
+    told = f"must divide {world_size} ranks and --seq-length {args.seq_length}"
     if world_size % size or args.seq_length % size:
-        told = f"must divide {world_size} ranks and --seq-length {args.seq_length}"
         fail(f"--tensor-parallel-size {size} {told}")
     size *= args.pipeline_parallel_size  # PP: the same samples go through all stages
     if world_size % size:

@@ -43,11 +43,12 @@ from speed import describe_machine, in_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 
-CHAPTERS = ("01", "02", "03", "04", "05", "06", "07")
+CHAPTERS = ("01", "02", "03", "04", "05", "06", "07", "08")
 TINY = """--seq-length 64 --global-batch-size 8 --batch-size 4 --num-steps 20 --log-every 1
     --eval-every 10 --eval-samples 10 --checkpoint-every 10"""
 LONG = "--num-steps 1000000 --eval-every 1000000 --checkpoint-every 1000000 --eval-samples 2"
 ONE_RANK = "--json --nodes 1 --gpus-per-node 1"  # for the planner
+CONTEXT = "--context-parallel-size"
 SPREAD = "--batch-size 2 --pipeline-parallel-size"  # four micro-batches
 WINDOW, WINDOWS = 3, 3  # steps in a measurement of speed; measurements after a first, left out
 WITHIN = (0, 1e-4)  # losses in float32 on unlike devices
@@ -547,6 +548,7 @@ TOGETHER = {
     **{f"parity-{name}": (partial(parity, chapter=name), 30, 150) for name in CHAPTERS},
     "split-layers": (partial(split_layers, chapter="06", flag="--tensor-parallel-size"), 30, 150),
     "spread-layers": (partial(split_layers, chapter="07", flag=SPREAD), 30, 150),
+    "split-sequences": (partial(split_layers, chapter="08", flag=CONTEXT), 30, 150),
     "no-sync": (no_sync, 20, 100),
     "resume-01": (partial(resume, chapter="01"), 30, 150),
     "resume-05-async": (partial(resume, chapter="05", flags="--checkpoint-async"), 40, 150),

@@ -121,12 +121,13 @@ def kill_often(chapter, times, tmp_path, num_steps):
     print(f"KILL_SEED={seed} repeats these moments as far as the machine does")
     draw = random.Random(seed)
     args = [*ARGS, "--num-steps", num_steps, "--save-dir", tmp_path]
-    args += ["--checkpoint-async"] if chapter in ("05", "06", "07") else []
+    args += ["--checkpoint-async"] if chapter in ("05", "06", "07", "08") else []
     args += ["--tensor-parallel-size", 2] if chapter == "06" else []
     args += ["--pipeline-parallel-size", 2, "--batch-size", 4] if chapter == "07" else []
+    args += ["--context-parallel-size", 2] if chapter == "08" else []
     run_dir, kills, hit_a_save, newest = tmp_path / "killed", 0, 0, 0
     while kills < times or (not hit_a_save and kills < times + 5):
-        in_a_save, one_rank = kills % 2 == 0, chapter in ("04", "05", "06", "07") and kills % 4 > 1
+        in_a_save, one_rank = kills % 2 == 0, chapter > "03" and kills % 4 > 1
         command = [*args, "-e", "killed"]
         newest = kill_once(chapter, command, run_dir, newest, draw, in_a_save, one_rank)
         assert newest is not None, f"it finished after {kills} kills: lengthen the run"

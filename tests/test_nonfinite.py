@@ -11,8 +11,9 @@ LINE = [*SHORT, "--num-steps", "12", "--log-every", "5", "--checkpoint-every", "
 
 
 LATER = [pytest.param("05", marks=pytest.mark.slow)]
-LATER += [pytest.param("07", marks=pytest.mark.exhaustive)]
-STAGES = ["--pipeline-parallel-size", "2", "--batch-size", "4"]
+LATER += [pytest.param(chapter, marks=pytest.mark.exhaustive) for chapter in ("07", "08")]
+SPLIT = {"07": ["--pipeline-parallel-size", "2", "--batch-size", "4"]}
+SPLIT |= {"08": ["--context-parallel-size", "2"]}
 
 
 @pytest.mark.parametrize("chapter", ["01", "02", "04", *LATER])
@@ -21,7 +22,7 @@ def test_a_run_ends_at_the_next_line_or_save(chapter, fault, tmp_path):
     """One rank's loss or gradient is not finite in step 8; the save of step 6 is the last."""
     ranks = 1 if chapter == "01" else 2
     args = [f"{fault}@rank{ranks - 1}:step7", SCRIPTS[chapter], *LINE]
-    args += [*STAGES * (chapter == "07"), "--save-dir", tmp_path, "-e", "run"]
+    args += [*SPLIT.get(chapter, []), "--save-dir", tmp_path, "-e", "run"]
     [done] = run_jobs(ranks, [(ROOT / "diagnosing-errors/inject.py", args)], tmp_path / "jobs")
     said = "".join(rank["stdout"] + rank["stderr"] for rank in done)
     assert {rank["status"] for rank in done} == {2}, said

@@ -12,6 +12,7 @@ RUNS += ["04@1", "04@2", "04@4", "04@4-replicas"]  # and many more in test_fsdp.
 RUNS += ["05@2"]  # and in test_large.py
 RUNS += ["06@2", "06@4"]  # and in test_tensor.py
 RUNS += ["07@2"]  # and in test_pipeline.py
+RUNS += ["08@2"]  # and in test_context.py
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,7 @@ def curves(tmp_path_factory, models):
     runs[2]["05@2"] = ("05", ["--cpu-offload", "--recompute", "full", "--checkpoint-async"])
     runs[2]["06@2"] = ("06", ["--tensor-parallel-size", 2])
     runs[2]["07@2"] = ("07", ["--pipeline-parallel-size", 2, "--batch-size", 2])
+    runs[2]["08@2"] = ("08", ["--context-parallel-size", 2])
     runs[4]["06@4"] = ("06", ["--tensor-parallel-size", 2])
     runs[4]["04@4-replicas"] = ("04", ["--replicas", 2])
     return curves_of(tmp_path_factory.mktemp("parity"), runs)

@@ -86,7 +86,7 @@ def test_the_first_setting_that_fits_or_on_how_many_nodes(planner, memory, first
 
 
 def test_flags_and_chunks_are_those_of_the_chapter(planner, tmp_path):
-    source, ours = SCRIPTS["07"].read_text(), vars(planner.parse_args([]))  # 05's, and three more
+    source, ours = SCRIPTS["08"].read_text(), vars(planner.parse_args([]))  # 05's, and five more
     for flag, declared in flags(source).items():
         value = ours[flag.removeprefix("--").replace("-", "_")]
         assert not value or f"default={value!r}" in declared or flag in ("--device", "--precision")
@@ -146,6 +146,23 @@ def test_bytes_of_tiny_by_hand_in_stages(planner):
     split = plan(planner, f"{STAGES} 2 --tensor-parallel-size 2")["asked"]["state"]
     halves = weights - 2 * 2 * 128  # all but norms
     assert split["parameters"] == (halves / 2 + 2 * 2 * 128) * 4
+
+
+PARTS = "--device cpu --gpus-per-node 4 --batch-size 4 -s 512 --context-parallel-size"
+
+
+def test_ranks_that_share_sequences_keep_their_parts(planner):
+    """And with gathering, besides, keys and values of all tokens: of four layers, 128 wide."""
+    one, two = plan(planner, f"{PARTS} 1")["asked"]["gpu"], plan(planner, f"{PARTS} 2")
+    assert len(two["settings"]) == 6 and all(name[:2] == "08" for name in two["settings"])
+    assert two["asked"]["state"] == plan(planner, f"{PARTS} 1")["asked"]["state"]
+    swapped = plan(planner, f"{PARTS} 2 --context-parallel-style ulysses")["asked"]["gpu"]
+    assert swapped["activations"] == pytest.approx(one["activations"] / 2, rel=0.05)
+    whole = 4 * 2 * 4 * 512 * 128 * 4  # bytes, of which each rank had half before
+    gathered = two["asked"]["gpu"]["activations"]
+    assert gathered == pytest.approx(one["activations"] / 2 + whole / 2, rel=0.02)
+    halves = plan(planner, f"{PARTS} 2 --pipeline-parallel-size 2")["asked"]["gpu"]
+    assert halves["communication"] == 8 * 4 * 256 * 128 * 4  # of eight micro-batches
 
 
 def test_activations_are_those_of_the_micro_batches_in_flight(planner):
@@ -248,6 +265,11 @@ BAD = {
         "--global-batch-size 32 does not divide by 5 groups of 8 ranks; take 35",
     ),
     "heads": ("--tensor-parallel-size 8", "4 key-value heads, which 8 ranks cannot share"),
+    "parts": ("--context-parallel-size 3", "groups of 3 ranks must divide 8 ranks and --seq"),
+    "parts, heads": (
+        "--context-parallel-size 8 --context-parallel-style ulysses",
+        "4 key-value heads, which 8 ranks cannot share",
+    ),
     "stages": ("--pipeline-parallel-size 16", "-size: groups of 16 ranks must divide 8 ranks"),
     "few": ("--pipeline-parallel-size 8 -b 8", "8 ranks; take --batch-size 4"),
     "few layers": ("--pipeline-parallel-size 8 -b 4", "tiny has 4 layers, fewer than 8 stages"),

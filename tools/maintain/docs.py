@@ -217,6 +217,25 @@ def bubbles(file):
         print(f"| {row['schedule']} | {cells} |")
 
 
+def activations(file):
+    """Print the table of what ranks of chapter 08 keep for the backward, in MB, by length."""
+    rows = measured(file, "rows")
+    heading(f"| tokens | {' | '.join(row['case'] for row in rows)} |")
+    for length in rows[0]["bytes"]:
+        cells = " | ".join(f"{row['bytes'][length] / 1e6:.0f}" for row in rows)
+        print(f"| {int(length):,} | {cells} |")
+
+
+def exam(file):
+    """Print the table of layouts that have continued one another's run; fail if one left it."""
+    heading("| layout, on ranks | steps | largest difference |")
+    for row in measured(file, "rows"):
+        assert row["difference"] < 1e-5, row
+        name = f"chapter {row['to']}" if row["to"] == row["chapter"] else row["to"]
+        first, last = row["steps"]
+        print(f"| {name}, {row['ranks']} | {first} – {last} | {row['difference']:.1e} |")
+
+
 def plan(config):
     """Print, as comments, what the planner has said of a file under configs."""
     text = (ROOT / "assets/samples/05-plans.txt").read_text()
