@@ -21,17 +21,21 @@ from conftest import SCRIPTS, SHORT, curves_of, difference, free_port, metrics, 
 from conftest import start_ranks as start
 from test_kill import last_row, newest_step, wait_for
 
-LANES, SHARDS, BLOCK = 4, 10, 8
+LANES, SHARDS, BLOCK = 4, 10, 8  # the last in records
+LINE = len(json.dumps({"url": "", "text": "1000"})) + 1
 SIZES = [60 - 5 * shard for shard in range(SHARDS)]  # records; some shards end in half a block
 
 
-class Words:
-    """A tokenizer for texts that are numbers: one of them becomes up to seven equal tokens."""
+def bytes_read():
+    return int(Path("/proc/self/io").read_text().split()[1])
 
-    eos_token_id = 0
 
-    def __call__(self, text, **_):
-        return {"input_ids": [int(text[:3])] * (1 + int(text[:3]) % 7)}
+def words(text, **_):
+    """Tokenize a text that begins with a number, which becomes up to seven equal tokens."""
+    return {"input_ids": [int(text[:4])] * (1 + int(text[:4]) % 7)}
+
+
+words.eos_token_id = 0
 
 
 def write(path, texts):
@@ -44,9 +48,9 @@ def write(path, texts):
 
 
 def fill(folder, kind):
-    """Write shards of which shard n has the records 100 n + 100, 100 n + 101 and so on."""
+    """Write shards of which shard n has the records 1000 + 100 n, 1001 + 100 n and so on."""
     for shard, size in enumerate(SIZES):
-        write(folder / f"{shard}.{kind}", [str(100 + 100 * shard + n) for n in range(size)])
+        write(folder / f"{shard}.{kind}", [str(1000 + 100 * shard + n) for n in range(size)])
 
 
 @pytest.fixture(params=["json.gz", "jsonl", "parquet"])
@@ -57,7 +61,7 @@ def folder(request, tmp_path):
 
 @pytest.fixture
 def script(load, monkeypatch):
-    """The script, in which a shard that cannot be read is tried again without a wait."""
+    """The script, in which no try waits for the one before."""
     script = load("streaming")
     monkeypatch.setattr(script.time, "sleep", Mock())
     monkeypatch.setenv("RANK", "0")
@@ -72,10 +76,10 @@ def stream(script, monkeypatch):
         monkeypatch.setattr(dist, "get_rank", lambda: rank)
         monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
         args = {"dataset_name": str(folder), "dataset_subset": None, "text_column": "text"}
-        args |= {"lanes": LANES, "shuffle_block": BLOCK, "seed": 7, "seq_length": 16}
+        args |= {"lanes": LANES, "shuffle_block": BLOCK * LINE - 1, "seed": 7, "seq_length": 16}
         args |= {"eval_samples": 2, "skip_bad_shards": False, "device": "cpu"}
         args |= {"micro_batch_size": 6, "accumulation": 4 // ranks}
-        return script.Stream(Namespace(**args | changes), Words()).split()
+        return script.Stream(Namespace(**args | changes), words).split()
 
     return make
 
@@ -97,7 +101,7 @@ def test_an_epoch_has_every_record_once(folder, stream):
     made, held_out = stream(folder)
     first, second = epochs(made)
     assert first == second and set(first.values()) == {1}
-    missing = {100 + 100 * n + i for n, size in enumerate(SIZES) for i in range(size)} - {*first}
+    missing = {1000 + 100 * n + i for n, size in enumerate(SIZES) for i in range(size)} - {*first}
     assert len(missing) == BLOCK and set(held_out.flatten().tolist()) <= {0, *missing}
 
 
@@ -110,7 +114,7 @@ def test_samples_are_the_records_joined_and_cut(folder, stream, script):
         generator = torch.Generator().manual_seed(script.mix(7, 1, *at[:2]))
         order = torch.randperm(len(texts), generator=generator).tolist()
         orders.add(tuple(order))
-        expected += [n for i in order for n in [*Words()(texts[i])["input_ids"], 0]]
+        expected += [n for i in order for n in [*words(texts[i])["input_ids"], 0]]
     number = min(len(tokens), len(expected))
     assert number > 1000 and tokens[:number] == expected[:number] and len(orders) > 30
 
@@ -136,46 +140,28 @@ def test_ranks_read_one_stream(folder, stream):
         first = [read(rank, before, 0, 4 // before) for rank in range(before)]
         positions = {lane: at for _, some in first for lane, at in some.items()}
         rest = [read(rank, after, 1, 8 // after, positions) for rank in range(after)]
-        # ranks take turns
         again = [torch.stack([ids for ids, _ in some], 1).flatten(0, 1) for some in (first, rest)]
         assert torch.equal(torch.cat(again), one)
 
 
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="reads /proc")
-@pytest.mark.parametrize(
-    "kind, least, most", [("jsonl", 0, 2), ("parquet", 0, 2), ("json.gz", 50, 101)]
-)
-def test_a_resume_reads_a_block_again(kind, least, most, stream, tmp_path):
+@pytest.mark.parametrize("kind, share", [("jsonl", 2), ("parquet", 2), ("json.gz", 101)])
+def test_a_resume_reads_a_block_again(kind, share, stream, tmp_path):
     """Of a hundred: and of .gz all that is before it."""
-    texts = [f"123{random.randbytes(10_000).hex()}" for _ in range(100 * BLOCK)]
+    texts = [f"1234{random.randbytes(10_000).hex()}" for _ in range(100 * BLOCK)]
     write(tmp_path / f"0.{kind}", texts)
-    made, _ = stream(tmp_path, lanes=1)
-    line = len(json.dumps({"url": "", "text": texts[0]})) + 1
-    position = [0, 70 if kind == "parquet" else 70 * BLOCK * line, 0, 3, 1]
+    size = BLOCK * (LINE + 20_000)
+    made, _ = stream(tmp_path, lanes=1, shuffle_block=size - 1)
     before = bytes_read()
-    next(made.samples_of(0, position))
-    block = (tmp_path / f"0.{kind}").stat().st_size / 100
-    assert least < (bytes_read() - before) / block < most
-
-
-def bytes_read():
-    """Return how many bytes this process has read so far."""
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
-def cut(data):
-    return data[: len(data) // 2]
-
-
-def flipped(data):
-    return cut(data) + bytes(255 - byte for byte in data[len(cut(data)) :])
+    next(made.samples_of(0, [0, 70 if kind == "parquet" else 70 * size, 0, 3, 1]))
+    blocks = (bytes_read() - before) / (tmp_path / f"0.{kind}").stat().st_size * 100
+    assert share * 0.5 < blocks < share
 
 
 DAMAGES = {  # the kind of shard, what befalls it, and what is said
-    "truncated": ("json.gz", cut, "EOFError"),
-    "corrupt": ("json.gz", flipped, "rror"),
-    "half a line": ("jsonl", lambda data: data[:700], "JSONDecodeError"),
-    "no footer": ("parquet", cut, "ArrowInvalid"),
+    "truncated": ("json.gz", lambda data: data[:100], "EOFError"),
+    "corrupt": ("json.gz", lambda data: data[:100] + bytes(50) + data[150:], "rror"),
+    "half a line": ("jsonl", lambda data: data[:701], "JSONDecodeError"),
+    "no footer": ("parquet", lambda data: data[:100], "ArrowInvalid"),
     "another column": ("jsonl", lambda data: data.replace(b'"text"', b'"body"'), "KeyError"),
     "gone": ("jsonl", None, "FileNotFoundError"),
 }
@@ -197,7 +183,7 @@ def test_a_bad_shard_is_named_or_skipped(damage, script, stream, tmp_path, capsy
     made.args.skip_bad_shards = True
     first, second = epochs(made)
     assert first == second and set(first.values()) == {1}
-    assert sum(n // 100 - 1 != 2 for n in first) == sum(SIZES) - SIZES[2] - BLOCK
+    assert sum(n // 100 != 12 for n in first) == sum(SIZES) - SIZES[2] - BLOCK
     assert capsys.readouterr().err.count(f"skipped column text of {bad}, from ") >= 2
     ends = [list(islice(made.samples_of(lane, [0] * 5), 300))[-1][1] for lane in range(LANES)]
     assert sum(skipped for _, _, skipped, *_ in ends) >= 1
@@ -220,12 +206,12 @@ def test_what_fails_once_is_read_again(folder, script, stream, monkeypatch):
 
 
 REFUSED = {
-    "ranks": ({"lanes": 3, "ranks": 2}, "--lanes 3 does not suit 2 ranks and 10 shards"),
-    "shards": ({"lanes": 12}, "--lanes 12 does not suit 1 ranks and 10 shards"),
+    "ranks": ({"lanes": 3, "ranks": 2}, "--lanes 3 does not suit 2 ranks and 11 shards"),
+    "shards": ({"lanes": 12}, "--lanes 12 does not suit 1 ranks and 11 shards"),
     "column": ({"text_column": "body"}, "cannot read column body of "),
     "held out": ({"eval_samples": 99}, "--eval-samples 99: the first block has less"),
-    "no data": ({"folder": "nosuch/data"}, "--dataset-name nosuch/data: "),
-    "nothing left": ({"lanes": 1, "shuffle_block": 999}, "lane 0 has found nothing to train on"),
+    "no data": ({"folder": "nosuch"}, "nosuch: "),
+    "nothing left": ({"folder": "one", "lanes": 1}, "--lanes 1: lane 0 has found nothing to train"),
 }
 
 
@@ -233,10 +219,10 @@ REFUSED = {
 def test_a_mistake_is_an_error_at_the_start(case, stream, tmp_path, capsys):
     changes, told = REFUSED[case]
     fill(tmp_path, "jsonl")
-    for shard in range(1, SHARDS if case == "nothing left" else 1):
-        (tmp_path / f"{shard}.jsonl").unlink()
-    train = lambda: next(stream(**{"folder": tmp_path} | changes)[0].read_ahead(0))  # noqa: E731
-    assert told in refused(capsys, train)
+    (tmp_path / "one").mkdir()
+    write(tmp_path / "one/0.jsonl", ["1000"] * BLOCK)
+    changes = changes | {"folder": tmp_path / changes.get("folder", "")}
+    assert told in refused(capsys, lambda: next(stream(**changes)[0].read_ahead(0)))
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +232,7 @@ def command(tmp_path_factory):
     texts = [part for text in topics.values() for part in text.split("\n\n") if part.strip()]
     for shard in range(8):
         write(folder / f"{shard}.json.gz", texts[shard::8])
-    return [*SHORT, "-d", folder, "--stream", "--shuffle-block", 20]
+    return [*SHORT, "-d", folder, "--stream", "--shuffle-block", 4000]
 
 
 @pytest.mark.slow
@@ -261,13 +247,11 @@ def test_one_curve(command, tmp_path):
     assert not any(path.stat().st_size for path in new if path.is_file())
 
 
-@pytest.mark.parametrize(
-    "times, steps",
-    [
-        pytest.param(3, 30, marks=pytest.mark.slow),
-        pytest.param(20, 200, marks=pytest.mark.exhaustive),
-    ],
-)
+FEW = pytest.param(3, 30, marks=pytest.mark.slow)
+MANY = pytest.param(20, 200, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("times, steps", [FEW, MANY])
 def test_killed(times, steps, command, tmp_path):
     """Each time on another number of ranks, and then compared with a run that never stopped."""
     draw, run_dir = random.Random(), tmp_path / "killed"
@@ -282,17 +266,19 @@ def test_killed(times, steps, command, tmp_path):
             process.kill()
             process.wait(timeout=20)
     run_well(1, [("streaming", [*args, name]) for name in ("killed", "whole")], tmp_path / "jobs")
-    assert difference(metrics(tmp_path / "whole"), metrics(run_dir)) < 1e-5
+    whole, names = metrics(tmp_path / "whole"), ["loss", "val_loss"]
+    assert difference(whole, metrics(run_dir), names=names) < 1e-5
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_memory_stays_flat_over_a_gigabyte(stream, tmp_path):
     for shard in range(8):
-        write(tmp_path / f"{shard}.jsonl", [str(n) * 600 for n in range(100, 900)] * 90)
-    made, _ = stream(tmp_path, lanes=8, shuffle_block=1000)
-    made.tokenizer = Mock(side_effect=lambda *_, **__: {"input_ids": [1] * 159}, eos_token_id=0)
-    seen, number = [], 8 * 72_000 * 160 // 16 // 6  # micro-batches in an epoch of 1.04 GB
+        write(tmp_path / f"{shard}.jsonl", [str(n) * 450 for n in range(1000, 1800)] * 90)
+    made, _ = stream(tmp_path, lanes=8, shuffle_block=2_000_000)
+    seen, number = (
+        [],
+        8 * 72_000 * 5 // 16 // 6,
+    )  # an epoch of 1.05 GB, in micro-batches
     for _ in islice(made.read_ahead(0), 0, number, number // 100):
         status = Path("/proc/self/status").read_text()
         seen.append(int(status.split("RssAnon:")[1].split()[0]) / 1024)

@@ -80,7 +80,7 @@ def parse_args():
     add("-s", "--seq-length", type=int, default=256, help="tokens per sample")
     add("--stream", action="store_true", help="read shards while training, prepare nothing")
     add("--lanes", type=int, default=8, help="parts of the shards, a multiple of the ranks")
-    add("--shuffle-block", type=int, default=1000, help="records that --stream shuffles at a time")
+    add("--shuffle-block", type=int, default=2_000_000, help="bytes of JSON lines to shuffle among")
     add("--skip-bad-shards", action="store_true", help="count what --stream cannot read, go on")
 
     add("--global-batch-size", type=int, default=32, help="samples per optimizer step")
@@ -430,9 +430,9 @@ def blocks_in(args, shard, place):
                 yield table.read_row_group(group, [args.text_column]).to_pylist(), group + 1
             return
         file.seek(place)  # at once; but to get there, .gz is unpacked from its beginning
-        while lines := list(islice(file, args.shuffle_block)):
-            place += sum(map(len, lines))
-            yield [json.loads(line) for line in lines if line.strip()], place
+        while data := file.read(args.shuffle_block) + file.readline():  # up to the end of a record
+            place += len(data)
+            yield [json.loads(line) for line in data.splitlines() if line.strip()], place
 
 
 class Stream:
