@@ -35,13 +35,13 @@ from pydoc_data.topics import topics
 
 import datasets
 import fsspec
-import pyarrow.parquet
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 import wandb
 from datasets.fingerprint import Hasher
+from pyarrow import parquet
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -425,7 +425,7 @@ def blocks_in(args, shard, place):
     """Yield blocks of records, each with the place of the next: a byte, or a row group."""
     with fsspec.open(shard, compression="infer") as file:
         if shard.endswith(".parquet"):
-            table = pyarrow.parquet.ParquetFile(file)
+            table = parquet.ParquetFile(file)
             for group in range(place, table.num_row_groups):
                 yield table.read_row_group(group, [args.text_column]).to_pylist(), group + 1
             return
