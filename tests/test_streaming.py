@@ -16,18 +16,8 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 
-from conftest import (
-    SCRIPTS,
-    SHORT,
-    curves_of,
-    difference,
-    free_port,
-    metrics,
-    printed,
-    refused,
-    run_well,
-    start_ranks,
-)
+import conftest
+from conftest import SCRIPTS, SHORT, difference, metrics, refused, run_well
 from test_kill import last_row, newest_step, wait_for
 
 LANES, SHARDS, BLOCK = 4, 10, 8  # the last in records
@@ -58,7 +48,7 @@ def write(path, texts):
 
 
 def fill(folder, kind):
-    """Write shards of which shard n has the records 1000 + 100 n, 1001 + 100 n and so on."""
+    """Write shards; shard n has the records 1000 + 100 n, 1001 + 100 n and so on."""
     for shard, size in enumerate(SIZES):
         write(folder / f"{shard}.{kind}", [str(1000 + 100 * shard + n) for n in range(size)])
 
@@ -70,17 +60,11 @@ def folder(request, tmp_path):
 
 
 @pytest.fixture
-def script(load, monkeypatch):
-    """The script, in which no try waits for the one before."""
+def stream(load, monkeypatch):
+    """Return a function that makes what one rank of several reads from a folder."""
     script = load("streaming")
     monkeypatch.setattr(script.time, "sleep", Mock())
     monkeypatch.setenv("RANK", "0")
-    return script
-
-
-@pytest.fixture
-def stream(script, monkeypatch):
-    """Return a function that makes what one rank of several reads from a folder."""
 
     def make(folder, rank=0, ranks=1, **changes):
         monkeypatch.setattr(dist, "get_rank", lambda: rank)
@@ -91,6 +75,7 @@ def stream(script, monkeypatch):
         args |= {"micro_batch_size": 6, "accumulation": 4 // ranks}
         return script.Stream(Namespace(**args | changes), words).split()
 
+    make.script = script
     return make
 
 
@@ -115,13 +100,13 @@ def test_an_epoch_has_every_record_once(folder, stream):
     assert len(missing) == BLOCK and set(held_out.flatten().tolist()) <= {0, *missing}
 
 
-def test_samples_are_the_records_joined_and_cut(folder, stream, script):
+def test_samples_are_the_records_joined_and_cut(folder, stream):
     """Shuffled in blocks, in another order in each epoch, and across the epochs' ends."""
     made, _ = stream(folder)
     tokens = torch.cat([sample for sample, _ in islice(made.samples_of(1, [0] * 5), 100)]).tolist()
     expected, orders = [], set()
     for at, texts in islice(made.blocks_of(1, 0, 0, 0), 40):
-        generator = torch.Generator().manual_seed(script.mix(7, 1, *at[:2]))
+        generator = torch.Generator().manual_seed(stream.script.mix(7, 1, *at[:2]))
         order = torch.randperm(len(texts), generator=generator).tolist()
         orders.add(tuple(order))
         expected += [n for i in order for n in [*words(texts[i])["input_ids"], 0]]
@@ -178,7 +163,7 @@ DAMAGES = {  # the kind of shard, what befalls it, and what is said
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_bad_shard_is_named_or_skipped(damage, script, stream, tmp_path, capsys):
+def test_a_bad_shard_is_named_or_skipped(damage, stream, tmp_path, capsys):
     """After three more tries; what was read before the damage counts."""
     kind, spoil, told = DAMAGES[damage]
     fill(tmp_path, kind)
@@ -187,7 +172,7 @@ def test_a_bad_shard_is_named_or_skipped(damage, script, stream, tmp_path, capsy
     bad.write_bytes(spoil(bad.read_bytes())) if spoil else bad.unlink()
     said = refused(capsys, epochs, made)
     assert f"train_llm.py: error: cannot read column text of {bad}, from " in said and told in said
-    waits = [call.args[0] for call in script.time.sleep.mock_calls]
+    waits = [call.args[0] for call in stream.script.time.sleep.mock_calls]
     assert waits == ([0] * 4 if damage == "another column" else [1, 4, 16, 0])
 
     made.args.skip_bad_shards = True
@@ -199,10 +184,10 @@ def test_a_bad_shard_is_named_or_skipped(damage, script, stream, tmp_path, capsy
     assert sum(skipped for _, _, skipped, *_ in ends) >= 1
 
 
-def test_what_fails_once_is_read_again(folder, script, stream, monkeypatch):
+def test_what_fails_once_is_read_again(folder, stream, monkeypatch):
     """From the block on in which it failed: no record is lost, and none comes twice."""
     made, _ = stream(folder)
-    whole, read, failed = epochs(made), script.blocks_in, set()
+    whole, read, failed = epochs(made), stream.script.blocks_in, set()
 
     def read_or_fail(args, shard, place):
         for number, block in enumerate(read(args, shard, place)):
@@ -211,7 +196,7 @@ def test_what_fails_once_is_read_again(folder, script, stream, monkeypatch):
                 raise ConnectionError("reset by peer")
             yield block
 
-    monkeypatch.setattr(script, "blocks_in", read_or_fail)
+    monkeypatch.setattr(stream.script, "blocks_in", read_or_fail)
     assert epochs(made) == whole and len(failed) == SHARDS
 
 
@@ -239,21 +224,25 @@ def test_a_mistake_is_an_error_at_the_start(case, stream, tmp_path, capsys):
 def command(tmp_path_factory):
     """Training on the documentation of Python, a paragraph a record, in eight shards."""
     folder = tmp_path_factory.mktemp("shards")
-    printed(SCRIPTS["streaming"].with_name("shards.py"), folder, check=True)
+    conftest.printed(SCRIPTS["streaming"].with_name("shards.py"), folder, check=True)
     return [*SHORT, "-d", folder, "--stream", "--shuffle-block", 4000]
 
 
 @pytest.mark.slow
 def test_one_curve(command, tmp_path):
-    """On 1, 2 and 4 ranks; and nothing is prepared."""
+    """On 1, 2 and 4 ranks; nothing is prepared. Without --stream, the curve is chapter 04's."""
     before = set(Path(os.environ["HF_HOME"]).rglob("*"))
-    curves = curves_of(tmp_path, {n: {f"on-{n}": ("streaming", command)} for n in (1, 2, 4)})
+    runs = {ranks: {f"on-{ranks}": ("streaming", command)} for ranks in (1, 2, 4)}
+    curves = conftest.curves_of(tmp_path, runs)
+    new = set(Path(os.environ["HF_HOME"]).rglob("*")) - before
+    assert not any(path.stat().st_size for path in new if path.is_file())
     for ranks in ("on-2", "on-4"):
         assert difference(curves["on-1"], curves[ranks], names=LOSSES) < 1e-5
         assert difference(curves["on-1"], curves[ranks], names=["grad_norm"], relative=True) < 1e-4
     assert curves["on-1"][20]["loss"] < curves["on-1"][1]["loss"] - 1
-    new = set(Path(os.environ["HF_HOME"]).rglob("*")) - before
-    assert not any(path.stat().st_size for path in new if path.is_file())
+    runs = {2: {name: (name, []) for name in ("04", "streaming")}}
+    curves = conftest.curves_of(tmp_path / "plain", runs)
+    assert difference(curves["04"], curves["streaming"]) == 0.0
 
 
 FEW = pytest.param(3, 30, marks=pytest.mark.slow)
@@ -267,7 +256,8 @@ def test_killed(times, steps, command, tmp_path):
     args = [*command, "--checkpoint-every", 3, "--num-steps", steps, "--save-dir", tmp_path, "-e"]
     for ranks in islice(cycle([2, 4, 1]), times):
         after, line = newest_step(run_dir) + draw.randint(2, 9), [SCRIPTS["streaming"], *args]
-        processes = start_ranks(ranks, [*line, "killed"], tmp_path, MASTER_PORT=str(free_port()))
+        port = str(conftest.free_port())
+        processes = conftest.start_ranks(ranks, [*line, "killed"], tmp_path, MASTER_PORT=port)
         running = wait_for(lambda: last_row(run_dir) >= after, processes)  # noqa: B023
         assert running, (tmp_path / "rank0.log").read_text()
         time.sleep(draw.uniform(0, 0.05))
@@ -283,10 +273,7 @@ def test_memory_stays_flat_over_a_gigabyte(stream, tmp_path):
     for shard in range(8):
         write(tmp_path / f"{shard}.jsonl", [str(n) * 450 for n in range(1000, 1800)] * 90)
     made, _ = stream(tmp_path, lanes=8, shuffle_block=2_000_000)
-    seen, number = (
-        [],
-        8 * 72_000 * 5 // 16 // 6,
-    )  # an epoch of 1.05 GB, in micro-batches
+    seen, number = [], 8 * 72_000 * 5 // 16 // 6  # all 1.05 GB, in micro-batches
     for _ in islice(made.read_ahead(0), 0, number, number // 100):
         status = Path("/proc/self/status").read_text()
         seen.append(int(status.split("RssAnon:")[1].split()[0]) / 1024)
