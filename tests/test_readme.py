@@ -16,9 +16,16 @@ from conftest import ROOT, printed
 from readme import Block, blocks, commands, readmes, shown, words
 
 READMES = [pytest.param(path, id=str(path.relative_to(ROOT))) for path in readmes()]
-MEASURED = {"tokens_per_second", "second", "peak_memory_gib", "mfu"}  # another one in every run
+MEASURED = {
+    "tokens_per_second",
+    "data_wait",
+    "second",
+    "peak_memory_gib",
+    "mfu",
+}  # in no two runs the same
 LIVE = {"06-apart", "diagnosing-hang", "diagnosing-preflight"}  # nearly all there is measured
-HUB = {"Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B", "roneneldan/TinyStories"}
+MODELS = {"Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"}
+HUB = {*MODELS, "roneneldan/TinyStories", "allenai/c4"}
 ADDERS = {"add", "add_argument"}  # how scripts declare their flags
 SMALL = (
     " --num-steps 2 --seq-length 32 --global-batch-size 4 --batch-size 2 --eval-samples 4"
@@ -114,13 +121,16 @@ def test_a_wrong_sample_is_seen(line, same):
 def stand_in(models, tmp_path_factory):
     """A folder in which the hub's names that the READMEs use are local folders."""
     folder = tmp_path_factory.mktemp("hub")
-    *stand_ins, data = (folder / name for name in sorted(HUB))
-    for model in stand_ins:
-        model.parent.mkdir()
-        model.symlink_to(models / "qwen3")
-    data.mkdir(parents=True)
+    for name in MODELS:
+        (folder / name).parent.mkdir()
+        (folder / name).symlink_to(models / "qwen3")
     rows = [json.dumps({"text": f"Once upon a time there was number {n}."}) for n in range(100)]
-    (data / "train.jsonl").write_text("\n".join(rows))
+    files = {"roneneldan/TinyStories/train.jsonl": rows}
+    files |= {f"allenai/c4/en/{n}.jsonl": rows for n in range(64)}
+    files["allenai/c4/README.md"] = ["---", "configs: [{config_name: en, data_files: en/*}]", "---"]
+    for name, lines in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("\n".join(lines))
     return folder
 
 

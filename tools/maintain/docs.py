@@ -94,7 +94,7 @@ def chapter_map():
     """Print the table of all chapters, each in its docstring's words, and their diffs' sizes."""
     heading("| chapter | what its script does | lines | diff against its parent |")
     for name, script in chapters().items():
-        source, folder = script.read_text(), script.parent.name
+        source, folder = script.read_text(), script.parent.relative_to(ROOT)
         sentence = ast.get_docstring(ast.parse(source)).partition(".")[0]
         size = "none before it"
         if parent := parent_of(name):
