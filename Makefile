@@ -147,6 +147,10 @@ environments: install  ## ask each launcher anew what it tells its ranks (needs 
 	$(PY) tools/maintain/environments.py
 	$(PY) tools/maintain/docs.py
 
+.PHONY: site
+site: install  ## make pages in site/ on which chapters are read side by side: open site/index.html
+	$(PY) tools/maintain/pages.py
+
 A ?= 01
 B ?= 02
 .PHONY: diff
@@ -165,5 +169,5 @@ carry: install  ## merge a change of a chapter into all that grew out of it: mak
 
 .PHONY: clean
 clean:  ## remove .venv, the caches, and outputs with all its runs
-	rm -rf .venv outputs wandb .pytest_cache .ruff_cache
+	rm -rf .venv outputs site wandb .pytest_cache .ruff_cache
 	find . -name .git -prune -o -name __pycache__ -prune -exec rm -rf {} +
