@@ -1,8 +1,4 @@
-"""Build the site: all READMEs, and beside each chapter's the diff of its script.
-
-Here:  make site
-       python tools/maintain/pages.py --output /tmp/site --no-plans    faster: no planner's table
-"""
+"""Build the site: READMEs, and beside each chapter's the diff of its script. Here: make site"""
 
 import argparse
 import functools
@@ -12,9 +8,8 @@ import os
 import re
 import shutil
 import sys
-import warnings
 from difflib import SequenceMatcher
-from html import escape
+from html import escape, unescape
 from itertools import accumulate, groupby, product, zip_longest
 from pathlib import Path
 from urllib.parse import quote
@@ -29,20 +24,9 @@ from chapters import ROOT, chapters, diff, parent_of, parts
 from readme import readmes, slug
 
 HERE = Path(__file__).with_suffix("")
-NODES = 1, 2, 4, 8, 16, 32, 64  # of eight GPUs each
 MARKDOWN = MarkdownIt("gfm-like", {"linkify": False})
 # The colours of tokens, by Pygments' short name of their type or by its first letter.
-KINDS = {
-    "c": "c",
-    "s": "s",
-    "m": "m",
-    "k": "k",
-    "ow": "k",
-    "nb": "k",
-    "nf": "f",
-    "nc": "f",
-    "nd": "f",
-}
+KINDS = {"ow": "k", "nb": "k", "nf": "f", "nc": "f", "nd": "f"} | {kind: kind for kind in "cksm"}
 
 
 # ---- scripts ---------------------------------------------------------------------------------
@@ -69,93 +53,74 @@ def html_of(line, changed=()):
     return html
 
 
-@functools.cache
-def compare(before, after):
-    """Return how alike two lines are and, if they are, the positions at which each differs."""
+def align(removed, added):
+    """Yield the rows of a hunk as pairs of numbers: lines that begin alike are in the same row."""
+    starts = [[re.match(r"\W*\w*", line)[0] for line in side] for side in (removed, added)]
+    for _, a, b, c, d in SequenceMatcher(None, *starts, autojunk=False).get_opcodes():
+        yield from zip_longest(range(a, b), range(c, d))
+
+
+def changes(before, after):
+    """Return the positions at which each of two lines differs, if they are much alike."""
     words = [re.findall(r"\w+|\s+|.", line) for line in (before, after)]
     ends = [[0, *accumulate(map(len, side))] for side in words]
     matcher = SequenceMatcher(None, *words, autojunk=False)
-    found = [], []
-    for kind, a, b, c, d in matcher.get_opcodes():
-        if kind != "equal" and matcher.ratio() > 0.6:
-            found[0].extend(range(ends[0][a], ends[0][b]))
-            found[1].extend(range(ends[1][c], ends[1][d]))
-    return matcher.ratio(), *found
+    spans = [s for kind, *s in matcher.get_opcodes() if kind != "equal" and matcher.ratio() > 0.6]
+    old = {n for a, b, *_ in spans for n in range(ends[0][a], ends[0][b])}
+    return old, {n for *_, c, d in spans for n in range(ends[1][c], ends[1][d])}
 
 
-def align(removed, added):
-    """Yield the rows of a hunk as pairs of numbers: each line beside the one most like it."""
-    pairs, done = [], (0, 0)
-    for old, line in enumerate(removed):
-        free = range(pairs[-1][1] + 1 if pairs else 0, len(added))
-        likeness, new = max(((compare(line, added[n])[0], -n) for n in free), default=(0, 0))
-        pairs += [(old, -new)] if likeness > 0.6 else []
-    for pair in [*pairs, (len(removed), len(added))]:
-        yield from zip_longest(*map(range, done, pair))
-        yield from [pair] if pair in pairs else []
-        done = pair[0] + 1, pair[1] + 1
-
-
-@functools.cache
-def compared(chapter):
-    """Return the lines of a chapter's diff against its parent; a first chapter changes nothing."""
-    script, parent = chapters()[chapter], parent_of(chapter)
-    lines = enumerate(script.read_text().splitlines(), 1)
-    return diff(chapters()[parent], script) if parent else [(" ", line, n, n) for n, line in lines]
+def sides(chapter):
+    """Return the paths of the two scripts that a chapter's diff compares."""
+    return chapters().get(parent_of(chapter), Path(os.devnull)), chapters()[chapter]
 
 
 @functools.cache
 def origins(chapter):
     """Return for each line of a script the number of the chapter that brought it."""
-    parent, lines = parent_of(chapter), [line for line in compared(chapter) if line[0] != "-"]
+    kept = origins(parent_of(chapter)) if parent_of(chapter) else []
+    lines = [line for line in diff(*sides(chapter)) if line[0] != "-"]
     own = list(chapters()).index(chapter)
-    kept = origins(parent) if parent else [own] * len(lines)
     return [own if mark == "+" else kept[old - 1] for mark, _, old, _ in lines]
 
 
 def run_of(lines, colours, origin):
-    """Return the HTML of lines that are all changed, or all not.
-
-    Those of the left side come first: the unified view has but to put them in one column.
-    """
+    """Return the HTML of lines that are all changed, or all not: the left side comes first."""
     left, right = ([line for line in lines if line[0] in marks] for marks in ("- ", "+ "))
-    before, after, changed = "", "", lines[0][0] != " "
-    pairs = ((n, n) for n in range(len(lines)))
-    if changed:
-        pairs = align([line[1] for line in left], [line[1] for line in right])
+    texts, changed = [[line[1] for line in side] for side in (left, right)], lines[0][0] != " "
+    pairs = align(*texts) if changed else zip(range(len(left)), range(len(right)), strict=True)
+    before = after = ""
     for row, (old, new) in enumerate(pairs, 1):
         both = old is not None and new is not None
-        marks = compare(left[old][1], right[new][1]) if both else ((), (), ())
+        marks = changes(texts[0][old], texts[1][new]) if both else ((), ())
         if old is not None:
             n, tag = left[old][2], "del" if changed else "b"
-            text = html_of(colours[0][n - 1], marks[1])
-            before += f"<{tag} data-n={n} style=--r:{row}>{text}</{tag}>"
+            line = html_of(colours[0][n - 1], marks[0])
+            before += f"<{tag} data-n={n} style=--r:{row}>{line}</{tag}>"
         if new is not None:
             n, tag = right[new][3], "ins" if changed else "span"
-            text = html_of(colours[1][n - 1], marks[2])
-            after += f"<{tag} data-n={n} style=--r:{row};--b:{origin[n - 1]}>{text}</{tag}>"
+            line = html_of(colours[1][n - 1], marks[1])
+            after += f"<{tag} data-n={n} style=--r:{row};--b:{origin[n - 1]}>{line}</{tag}>"
     return f"<div>{before}{after}</div>"
 
 
 def script_of(chapter):
     """Return the parts of a script in order, each with the HTML of its diff."""
-    texts = [chapters()[name].read_text() for name in (parent_of(chapter) or chapter, chapter)]
+    texts = [path.read_text() for path in sides(chapter)]
     colours, found = [highlight(text) for text in texts], []
     old, new = ({n: name for name, span in parts(text).items() for n in span} for text in texts)
 
-    for name, group in groupby(
-        compared(chapter),
-        key=lambda line: old.get(line[2], "") if line[0] == "-" else new.get(line[3], ""),
-    ):
+    def part(line):
+        return old.get(line[2], "") if line[0] == "-" else new.get(line[3], "")
+
+    for name, group in groupby(diff(*sides(chapter)), key=part):
         lines = list(group)
         runs = groupby(lines, key=lambda line: line[0] != " ")
         html = "".join(run_of(list(run), colours, origins(chapter)) for _, run in runs)
-        marks = [line[0] for line in lines]
-        size = f"+{marks.count('+')} −{marks.count('-')}", f"{len(lines)} lines"
-        changed = set(marks) != {" "}
-        new_id = f"f-{name}" if name and name not in [part["name"] for part in found] else ""
-        part = dict(name=name, html=html, size=size[not changed], changed=changed, id=new_id)
-        found.append(part)
+        plus, minus = (sum(line[0] == mark for line in lines) for mark in "+-")
+        size = f"+{plus} −{minus}" if plus + minus else f"{len(lines)} lines"
+        id_ = f"f-{name}" if name and name not in [part["name"] for part in found] else ""
+        found.append(dict(name=name, html=html, size=size, changed=plus + minus, id=id_))
     return found
 
 
@@ -188,22 +153,23 @@ class Page:
 
     def __init__(self, path, parts):
         self.path, self.names = path, {part["name"] for part in parts} - {""}
-        self.linked, self.seen, self.sections = set(), set(), []  # a section: anchor, title, text
+        self.linked, self.seen = set(), set()
         tokens = MARKDOWN.parse(path.read_text())
         for n, token in enumerate(tokens):
             if token.type == "heading_open":
-                title = tokens[n + 1].content.replace("`", "")
-                token.attrSet("id", slug(title))
-                self.sections.append([slug(title), title, ""])
+                token.attrSet("id", slug(tokens[n + 1].content))
             elif token.type == "inline":
-                text = [piece.content for piece in token.children if piece.type != "html_inline"]
-                self.sections[-1][-1] += " ".join([*text, ""])
                 self.inline(token.children)
             elif token.type == "fence":
                 token.type, token.content = "html_block", self.block(token.info, token.content)
         html = MARKDOWN.renderer.render(tokens, MARKDOWN.options, {})
         html = html.replace("<table>", "<div class=scroll tabindex=0><table>")
         self.html = html.replace("</table>", "</table></div>")
+
+    def sections(self):
+        """Return anchor, title and text of each section."""
+        found = re.findall(r'<h\d id="(.*?)">(.*?)</h\d>(.*?)(?=<h\d |\Z)', self.html, re.S)
+        return [(anchor, *map(plain, told)) for anchor, *told in found]
 
     def link(self, target):
         """Return where a link leads on the site."""
@@ -227,29 +193,26 @@ class Page:
                 piece.attrSet("id", slug(pieces[n + 1].content.rstrip(".")))
             html = ""
             if piece.type == "code_inline" and not linked:
-                html = self.mention(piece.content, f"<code>{escape(piece.content)}</code>")
+                html = self.name(f"`{piece.content}`", f"<code>{escape(piece.content)}</code>")
             elif piece.type == "text" and not linked:
                 some = re.split(rf"(?i)\b({words})(?=s?\b)(?!-)", piece.content)
-                html = "".join(self.term(word.lower(), escape(word)) for word in some)
+                html = "".join(self.name(word.lower(), escape(word)) for word in some)
             if html:
                 piece.type, piece.content = "html_inline", html
 
-    def mention(self, name, html):
-        """Return the name of a part of the script as a link there, with an anchor to come back."""
-        if name not in self.names:
-            return self.term(f"`{name}`", html)
-        anchor = f"id=m-{name}" if f"m-{name}" not in self.seen else ""
-        self.seen.add(f"m-{name}")
-        return f'<a {anchor} href="#f-{name}">{html}</a>'
-
-    def term(self, name, html):
-        """Return a term of the glossary as a link with its meaning, once a page."""
+    def name(self, name, html):
+        """Return a name as a link: to that part of the script, or once to the glossary's term."""
+        part, file = name.strip("`"), os.path.relpath(ROOT / "docs/glossary.md", self.path.parent)
+        if "`" in name and part in self.names:
+            anchor = f"id=m-{part}" if f"m-{part}" not in self.seen else ""
+            self.seen.add(f"m-{part}")
+            return f'<a {anchor} href="#f-{part}">{html}</a>'
         if name in self.seen or name not in glossary() or self.path.name == "glossary.md":
             return html
         self.seen.add(name)
         anchor, told = glossary()[name]
-        file = os.path.relpath(ROOT / "docs/glossary.md", self.path.parent)
-        return f'<a class=term href="{self.link(f"{file}#{anchor}")}" aria-description="{told}">{html}</a>'
+        link = self.link(f"{file}#{anchor}")
+        return f'<a class=term href="{link}" aria-description="{told}">{html}</a>'
 
     def block(self, kind, text):
         """Return a fenced block as HTML."""
@@ -262,8 +225,13 @@ class Page:
         for line, colours in zip(text.splitlines(), code, strict=True):
             tag = {"+": "ins", "-": "del", "@": "b"}.get(line[:1], "span")
             name = re.match(r"@@ (\w+)|", line)[1]
-            html += f"<{tag}>{self.mention(name, line) if name else html_of(colours)}</{tag}>"
+            html += f"<{tag}>{self.name(f'`{name}`', line) if name else html_of(colours)}</{tag}>"
         return f"<pre class=diff>{html}</pre>"
+
+
+def plain(html):
+    """Return HTML as text."""
+    return " ".join(unescape(re.sub("<[^>]*>", " ", html)).split())
 
 
 def source_html(text, name):
@@ -275,7 +243,7 @@ def source_html(text, name):
 def beside(page):
     """Return the sections of a README as HTML for a page in its folder or in one beside it."""
     there = f"../{page.path.parent.name}/"
-    html = re.sub(r'(<(?:h\d|a) )id=[^ >]* ?', r"\1", page.html)
+    html = re.sub(r"(<(?:h\d|a) )id=[^ >]* ?", r"\1", page.html)
     html = re.sub(r'(href|src)="#', rf'\1="{there}index.html#', html)
     return re.split("(?=<h2)", re.sub(r'(href|src)="(?!\w+:|\.\.)', rf'\1="{there}', html))
 
@@ -289,36 +257,35 @@ def plans():
     sys.path.insert(0, str(folder))
     planner = importlib.import_module("will_it_fit")
     planner.trace = functools.cache(planner.trace)  # the same on any number of nodes
-    warnings.simplefilter("ignore")
     for file in sorted(folder.glob("configs/*.args")):
         model = None
-        for size, nodes in product((1, 8), NODES):
+        for size, nodes in product((1, 8), (1, 2, 4, 8, 16, 32, 64)):
             flags = [f"@{file}", f"--nodes={nodes}", f"--tensor-parallel-size={size}"]
             args = planner.parse_args([*flags, f"--global-batch-size={8 * nodes}"])
             model = model or planner.model_of(planner.load_config(args)[0])
             for name, changes in planner.SETTINGS.items():
-                if size > 1 and name < "05":
-                    continue
-                chapter = args.chapter if size > 1 else name[:2]
-                plan = planner.plan_of(args, model, chapter, changes)
-                setting = f"{chapter}{f' {flags[-1]}' * (size > 1)}{name[2:]}"
-                sizes = (f"{plan[key] / 2**30:.1f}" for key in ("gpu_needs", "host_needs"))
-                yield file.stem, nodes, setting, *sizes
+                if size == 1 or name >= "05":
+                    chapter = args.chapter if size > 1 else name[:2]
+                    plan = planner.plan_of(args, model, chapter, changes)
+                    setting = f"{chapter}{f' {flags[-1]}' * (size > 1)}{name[2:]}"
+                    sizes = (f"{plan[of] / 2**30:.1f}" for of in ("gpu_needs", "host_needs"))
+                    yield file.stem, nodes, setting, *sizes
 
 
 def main():
-    """Write all pages to a folder that is made anew."""
+    """Write all pages to a folder."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=ROOT / "site")
     parser.add_argument("--no-plans", action="store_true")
     args = parser.parse_args()
-    shutil.rmtree(args.output, ignore_errors=True)
-    loader = jinja2.FileSystemLoader(HERE)
-    template = jinja2.Environment(loader=loader, trim_blocks=True).get_template("page.html")
+    copy = functools.partial(shutil.copytree, dirs_exist_ok=True)
+    copy(HERE, args.output, ignore=shutil.ignore_patterns("page.html"))
+    copy(ROOT / "assets", args.output / "assets", ignore=shutil.ignore_patterns("*.txt"))
+    template = jinja2.Template((HERE / "page.html").read_text(), trim_blocks=True)
     names = {script.with_name("README.md"): name for name, script in chapters().items()}
     scripts = {path: script_of(name) for path, name in names.items()}
     pages = {path: Page(path, scripts.get(path, ())) for path in readmes()}
-    menu = {place_of(path): page.sections[0][1] for path, page in pages.items()}
+    menu = {place_of(path): page.sections()[0][1] for path, page in pages.items()}
     index = []
 
     def write(place, **more):
@@ -328,32 +295,23 @@ def main():
         (args.output / place).write_text(html)
 
     for path, page in pages.items():
-        place, name, parts, more = place_of(path), names.get(path), scripts.get(path, ()), {}
-        title = menu[place]
-        index += [[f"{place}#{anchor}", title, *told] for anchor, *told in page.sections]
-        if name:
-            parent = parent_of(name)
-            more = dict(chapter=name, parent=parent, origins=origins(name), parts=parts)
+        place, name, parts = place_of(path), names.get(path), scripts.get(path, ())
+        title, parent = menu[place], name and parent_of(name)
+        more = dict(chapter=name, parent=parent, origins=name and origins(name), parts=parts)
         write(place, title=title, page=page, **more)
-        if name and parent:
+        if parent:
             before = pages[chapters()[parent].with_name("README.md")]
             pairs = zip_longest(beside(before), beside(page), fillvalue="")
             write(place.with_name("readmes.html"), title=title, chapter=name, pairs=pairs)
-        for part in parts:
-            if part["id"] and (part["changed"] or not parent):
-                text = re.sub("<[^>]*>", " ", part["html"])
-                index.append([f"{place}#{part['id']}", title, part["name"], text])
-    for path in set().union(*(page.linked for page in pages.values())) - set(pages):
-        where, name = args.output / place_of(path), str(path.relative_to(ROOT))
-        if path.suffix == ".png":
-            where.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, where)
-        elif path not in chapters().values():
-            files = "\n".join(sorted(os.listdir(path))) if path.is_dir() else path.read_text()
-            write(place_of(path), title=name, source=source_html(files, name))
+        index += [[f"{place}#{anchor}", title, *told] for anchor, *told in page.sections()]
+        own = [part for part in parts if part["id"] and part["changed"]]
+        index += [[f"{place}#{p['id']}", title, p["name"], plain(p["html"])] for p in own]
+    for path in set().union(*(page.linked for page in pages.values())):
+        if path.suffix not in (".md", ".png") and path not in chapters().values():
+            title = str(path.relative_to(ROOT))
+            text = "\n".join(sorted(os.listdir(path))) if path.is_dir() else path.read_text()
+            write(place_of(path), title=title, source=source_html(text, title))
     write(Path("planner.html"), title="Will it fit?", plans=[] if args.no_plans else [*plans()])
-    for name in ("site.css", "site.js"):
-        shutil.copy(HERE / name, args.output)
     (args.output / "search.js").write_text(f"INDEX = {json.dumps(index, ensure_ascii=False)}")
     print(f"open {args.output / 'index.html'}")
 
