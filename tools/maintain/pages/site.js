@@ -11,7 +11,6 @@ function fold(open) {
   all(".part > details").forEach((part) => (part.open = open || "changed" in part.dataset));
   $("#fold").setAttribute("aria-pressed", open);
 }
-
 // How far a part is below the top of what can be seen; on a phone, the whole page scrolls
 const scroller = () => (getComputedStyle(script).overflowY === "auto" ? script : document.scrollingElement);
 const edge = () => (scroller() === script ? script.getBoundingClientRect().top : 0);
@@ -21,13 +20,14 @@ const below = (part, side = "top") => part.getBoundingClientRect()[side] - edge(
 function place() {
   const first = parts.findIndex((part) => below(part, "bottom") > 1), part = parts[first];
   const names = parts.slice(0, first + 1).map((part) => part.dataset.name).reverse();
-  const above = part && below(part) < innerHeight ? -below(part) / part.offsetHeight : 0;
-  return new URLSearchParams({ view: document.body.className, above: Math.max(above, 0), at: names.slice(0, 9) });
+  const above = part && below(part) < innerHeight ? Math.max(-below(part) / part.offsetHeight, 0) : 0;
+  return new URLSearchParams({ view: document.body.className, above, open: !!part?.querySelector("[open]"), at: names.slice(0, 9) });
 }
 if (script) {
   show(asked.get("view") ?? "split");
   const there = (asked.get("at") ?? "").split(",").map((name) => $(`[data-name="${name}"]`)), to = there.find(Boolean);
-  if (to && asked.get("at")) scroller().scrollBy(0, below(to) + (to === there[0]) * asked.get("above") * to.offsetHeight);
+  if (to && to === there[0]) to.querySelector("details").open ||= asked.get("open") === "true";
+  if (to) scroller().scrollBy(0, below(to) + (to === there[0]) * asked.get("above") * to.offsetHeight);
   on("[data-view]", "click", (button) => show(button.dataset.view));
   on("nav a", "click", (link) => (link.search = place()));
   on('[href^="#f-"]', "click", (link) => ($(link.hash).parentElement.open = true));
