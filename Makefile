@@ -87,6 +87,8 @@ test-slow: install  ## run the slow tests that a change of a chapter can break
 
 .PHONY: test-exhaustive
 test-exhaustive: install  ## run the rest: many kills, all faults, the tools and benchmarks
+	$(PIP) playwright==1.65.2 \
+		|| echo "make: without playwright no browser opens the site" >&2
 	$(PY) -m pytest -n 3 -m exhaustive
 
 .PHONY: test-all
@@ -149,6 +151,11 @@ environments: install  ## ask each launcher anew what it tells its ranks (needs 
 	$(PY) tools/maintain/environments.py
 	$(PY) tools/maintain/docs.py
 
+.PHONY: site
+site: install  ## make pages in site/ on which chapters are read side by side: open site/index.html
+	rm -rf site
+	$(PY) tools/maintain/pages.py
+
 A ?= 01
 B ?= 02
 .PHONY: diff
@@ -166,6 +173,6 @@ carry: install  ## merge a change of a chapter into all that grew out of it: mak
 	$(PY) -m pytest -q tests/test_diff.py
 
 .PHONY: clean
-clean:  ## remove .venv, the caches, and outputs with all its runs
-	rm -rf .venv outputs wandb .pytest_cache .ruff_cache
+clean:  ## remove .venv, the caches, site, and outputs with all its runs
+	rm -rf .venv outputs site wandb .pytest_cache .ruff_cache
 	find . -name .git -prune -o -name __pycache__ -prune -exec rm -rf {} +

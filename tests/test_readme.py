@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 import samples
 from cluster.cluster import obstacle
 from conftest import ROOT, printed
-from readme import Block, blocks, commands, readmes, shown, words
+from readme import Block, blocks, commands, readmes, shown, slug, words
 
 READMES = [pytest.param(path, id=str(path.relative_to(ROOT))) for path in readmes()]
 MEASURED = {
@@ -259,11 +259,6 @@ def test_scripts_have_the_flags_that_they_are_given(block):
 )
 def test_a_wrong_flag_is_seen(text, unknown):
     assert [flag for _, flag in unknown_flags(text)] == unknown
-
-
-def slug(heading):
-    """Return the anchor that GitHub gives a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def tokens(path):

@@ -40,6 +40,11 @@ def words(path, made=True):
     return len(re.findall(r"[A-Za-z0-9][\w'’.-]*", text))
 
 
+def slug(heading):
+    """Return the anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
 def blocks(path):
     """Return the blocks of a README.
 

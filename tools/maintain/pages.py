@@ -1,0 +1,320 @@
+"""Build the site: READMEs, and beside each chapter's the diff of its script. Here: make site"""
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import re
+import shutil
+import sys
+from difflib import SequenceMatcher
+from html import escape, unescape
+from itertools import accumulate, groupby, product, zip_longest
+from pathlib import Path
+from urllib.parse import quote
+
+import jinja2
+import merman
+from markdown_it import MarkdownIt
+from pygments.lexers import PythonLexer, TextLexer, find_lexer_class_for_filename
+from pygments.token import STANDARD_TYPES
+
+from chapters import ROOT, chapters, diff, parent_of, parts
+from readme import readmes, slug
+
+HERE = Path(__file__).with_suffix("")
+MARKDOWN = MarkdownIt("gfm-like", {"linkify": False})
+# The colours of tokens, by Pygments' short name of their type or by its first letter.
+KINDS = {"ow": "k", "nb": "k", "nf": "f", "nc": "f", "nd": "f"} | {kind: kind for kind in "cksm"}
+
+
+# ---- scripts ---------------------------------------------------------------------------------
+
+
+def highlight(text, lexer=PythonLexer):
+    """Return the lines of a text, each a list of (colour, letter)."""
+    lines = [[]]
+    for token, value in lexer(stripnl=False).get_tokens(text):
+        short = STANDARD_TYPES.get(token, "")
+        kind = KINDS.get(short) or KINDS.get(short[:1], "")
+        for letter in value:
+            lines.append([]) if letter == "\n" else lines[-1].append((kind, letter))
+    return lines[:-1]
+
+
+def html_of(line, changed=()):
+    """Return a line of `highlight` as HTML, with the letters marked whose positions are given."""
+    html, letters = "", [(kind, n in changed, letter) for n, (kind, letter) in enumerate(line)]
+    for (kind, marked), group in groupby(letters, key=lambda letter: letter[:2]):
+        text = escape("".join(letter for *_, letter in group), quote=False)
+        text = f"<mark>{text}</mark>" if marked else text
+        html += f"<i class={kind}>{text}</i>" if kind else text
+    return html
+
+
+def align(removed, added):
+    """Yield the rows of a hunk as pairs of numbers: lines that begin alike are in the same row."""
+    starts = [[re.match(r"\W*\w*", line)[0] for line in side] for side in (removed, added)]
+    for _, a, b, c, d in SequenceMatcher(None, *starts, autojunk=False).get_opcodes():
+        yield from zip_longest(range(a, b), range(c, d))
+
+
+def changes(before, after):
+    """Return the positions at which each of two lines differs, if they are much alike."""
+    words = [re.findall(r"\w+|\s+|.", line) for line in (before, after)]
+    ends = [[0, *accumulate(map(len, side))] for side in words]
+    matcher = SequenceMatcher(None, *words, autojunk=False)
+    spans = [s for kind, *s in matcher.get_opcodes() if kind != "equal" and matcher.ratio() > 0.6]
+    old = {n for a, b, *_ in spans for n in range(ends[0][a], ends[0][b])}
+    return old, {n for *_, c, d in spans for n in range(ends[1][c], ends[1][d])}
+
+
+def sides(chapter):
+    """Return the paths of the two scripts that a chapter's diff compares."""
+    return chapters().get(parent_of(chapter), Path(os.devnull)), chapters()[chapter]
+
+
+@functools.cache
+def origins(chapter):
+    """Return for each line of a script the number of the chapter that brought it."""
+    kept = origins(parent_of(chapter)) if parent_of(chapter) else []
+    lines = [line for line in diff(*sides(chapter)) if line[0] != "-"]
+    own = list(chapters()).index(chapter)
+    return [own if mark == "+" else kept[old - 1] for mark, _, old, _ in lines]
+
+
+def run_of(lines, colours, origin):
+    """Return the HTML of lines that are all changed, or all not: the left side comes first."""
+    left, right = ([line for line in lines if line[0] in marks] for marks in ("- ", "+ "))
+    texts, changed = [[line[1] for line in side] for side in (left, right)], lines[0][0] != " "
+    pairs = align(*texts) if changed else zip(range(len(left)), range(len(right)), strict=True)
+    before = after = ""
+    for row, (old, new) in enumerate(pairs, 1):
+        both = old is not None and new is not None
+        marks = changes(texts[0][old], texts[1][new]) if both else ((), ())
+        if old is not None:
+            n, tag = left[old][2], "del" if changed else "b"
+            line = html_of(colours[0][n - 1], marks[0])
+            before += f"<{tag} data-n={n} style=--r:{row}>{line}</{tag}>"
+        if new is not None:
+            n, tag = right[new][3], "ins" if changed else "span"
+            line = html_of(colours[1][n - 1], marks[1])
+            after += f"<{tag} data-n={n} style=--r:{row};--b:{origin[n - 1]}>{line}</{tag}>"
+    return f"<div>{before}{after}</div>"
+
+
+def script_of(chapter):
+    """Return the parts of a script in order, each with the HTML of its diff."""
+    texts = [path.read_text() for path in sides(chapter)]
+    colours, found = [highlight(text) for text in texts], []
+    old, new = ({n: name for name, span in parts(text).items() for n in span} for text in texts)
+
+    def part(line):
+        return old.get(line[2], "") if line[0] == "-" else new.get(line[3], "")
+
+    for name, group in groupby(diff(*sides(chapter)), key=part):
+        lines = list(group)
+        runs = groupby(lines, key=lambda line: line[0] != " ")
+        html = "".join(run_of(list(run), colours, origins(chapter)) for _, run in runs)
+        plus, minus = (sum(line[0] == mark for line in lines) for mark in "+-")
+        size = f"+{plus} −{minus}" if plus + minus else f"{len(lines)} lines"
+        id_ = f"f-{name}" if name and name not in [part["name"] for part in found] else ""
+        found.append(dict(name=name, html=html, size=size, changed=plus + minus, id=id_))
+    return found
+
+
+# ---- READMEs ---------------------------------------------------------------------------------
+
+
+def place_of(path):
+    """Return the path of a file's page on the site; of a picture, that of its copy."""
+    if path.name == "README.md" or path in chapters().values():
+        return path.relative_to(ROOT).with_name("index.html")
+    suffix = {".png": ".png", ".md": ".html"}.get(path.suffix, f"{path.suffix}.html")
+    return path.relative_to(ROOT).with_suffix(suffix)
+
+
+@functools.cache
+def glossary():
+    """Return anchor and meaning of the glossary's terms and, in backticks, its symbols."""
+    text, found = (ROOT / "docs/glossary.md").read_text(), {}
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    for names, told in re.findall(r"^\*\*(.+?)\.\*\* (.+?)\n(?:\n|\Z)", text, re.M | re.S):
+        plain = escape(re.sub("[`*]", "", told).replace("\n", " "))
+        found |= {name.lower(): (slug(names), plain) for name in names.split(" and ")}
+    for name, told in re.findall(r"^\| (`\w`) \| (.+) \|$", text, re.M):
+        found[name] = "symbols", f"the number of {told.replace('`', '')}"
+    return found
+
+
+class Page:
+    """A README as HTML; `parts` are those of the script beside it."""
+
+    def __init__(self, path, parts):
+        self.path, self.names = path, {part["name"] for part in parts} - {""}
+        self.linked, self.seen = set(), set()
+        tokens = MARKDOWN.parse(path.read_text())
+        for n, token in enumerate(tokens):
+            if token.type == "heading_open":
+                token.attrSet("id", slug(tokens[n + 1].content))
+            elif token.type == "inline":
+                self.inline(token.children)
+            elif token.type == "fence":
+                token.type, token.content = "html_block", self.block(token.info, token.content)
+        html = MARKDOWN.renderer.render(tokens, MARKDOWN.options, {})
+        html = html.replace("<table>", "<div class=scroll tabindex=0><table>")
+        self.html = html.replace("</table>", "</table></div>")
+
+    def sections(self):
+        """Return anchor, title and text of each section."""
+        found = re.findall(r'<h\d id="(.*?)">(.*?)</h\d>(.*?)(?=<h\d |\Z)', self.html, re.S)
+        return [(anchor, *map(plain, told)) for anchor, *told in found]
+
+    def link(self, target):
+        """Return where a link leads on the site."""
+        file, _, anchor = target.partition("#")
+        if "://" in file or not file:
+            return target
+        path = (self.path.parent / file).resolve()
+        self.linked.add(path)
+        anchor = "script" if path in chapters().values() else anchor
+        place = os.path.relpath(place_of(path), place_of(self.path).parent)
+        return f"{place}#{anchor}" if anchor else place
+
+    def inline(self, pieces):
+        """Make links of a paragraph lead somewhere, and names and terms links."""
+        linked, words = False, "|".join(sorted(glossary(), key=len, reverse=True))
+        for n, piece in enumerate(pieces):
+            linked = piece.type == "link_open" or (linked and piece.type != "link_close")
+            for name in {"href", "src"} & set(piece.attrs):
+                piece.attrSet(name, self.link(piece.attrs[name]))
+            if piece.type == "strong_open" and self.path.name == "glossary.md":
+                piece.attrSet("id", slug(pieces[n + 1].content.rstrip(".")))
+            html = ""
+            if piece.type == "code_inline" and not linked:
+                html = self.name(f"`{piece.content}`", f"<code>{escape(piece.content)}</code>")
+            elif piece.type == "text" and not linked:
+                some = re.split(rf"(?i)\b({words})(?=s?\b)(?!-)", piece.content)
+                html = "".join(self.name(word.lower(), escape(word)) for word in some)
+            if html:
+                piece.type, piece.content = "html_inline", html
+
+    def name(self, name, html):
+        """Return a name as a link: to that part of the script, or once to the glossary's term."""
+        part, file = name.strip("`"), os.path.relpath(ROOT / "docs/glossary.md", self.path.parent)
+        if "`" in name and part in self.names:
+            anchor = f"id=m-{part}" if f"m-{part}" not in self.seen else ""
+            self.seen.add(f"m-{part}")
+            return f'<a {anchor} href="#f-{part}">{html}</a>'
+        if name in self.seen or name not in glossary() or self.path.name == "glossary.md":
+            return html
+        self.seen.add(name)
+        anchor, told = glossary()[name]
+        link = self.link(f"{file}#{anchor}")
+        return f'<a class=term href="{link}" aria-description="{told}">{html}</a>'
+
+    def block(self, kind, text):
+        """Return a fenced block as HTML."""
+        if kind == "mermaid":
+            drawn = quote(merman.Merman().render_svg(text, None))
+            return f'<img alt="{escape(text)}" src="data:image/svg+xml,{drawn}">'
+        if kind != "diff":
+            return source_html(text, f"x.{kind}")
+        html, code = "", highlight(re.sub("(?m)^.", "", text))
+        for line, colours in zip(text.splitlines(), code, strict=True):
+            tag = {"+": "ins", "-": "del", "@": "b"}.get(line[:1], "span")
+            name = re.match(r"@@ (\w+)|", line)[1]
+            html += f"<{tag}>{self.name(f'`{name}`', line) if name else html_of(colours)}</{tag}>"
+        return f"<pre class=diff>{html}</pre>"
+
+
+def plain(html):
+    """Return HTML as text."""
+    return " ".join(unescape(re.sub("<[^>]*>", " ", html)).split())
+
+
+def source_html(text, name):
+    """Return the text of a file as HTML, in the colours that its name calls for."""
+    lexer = find_lexer_class_for_filename(name) or TextLexer
+    return f"<pre>{chr(10).join(map(html_of, highlight(text, lexer)))}</pre>"
+
+
+def beside(page):
+    """Return the sections of a README as HTML for a page in its folder or in one beside it."""
+    there = f"../{page.path.parent.name}/"
+    html = re.sub(r"(<(?:h\d|a) )id=[^ >]* ?", r"\1", page.html)
+    html = re.sub(r'(href|src)="#', rf'\1="{there}index.html#', html)
+    return re.split("(?=<h2)", re.sub(r'(href|src)="(?!\w+:|\.\.)', rf'\1="{there}', html))
+
+
+# ---- pages -----------------------------------------------------------------------------------
+
+
+def plans():
+    """Yield the rows of the planner's table: sizes × clusters × settings."""
+    folder = ROOT / "05-large-model"
+    sys.path.insert(0, str(folder))
+    planner = importlib.import_module("will_it_fit")
+    planner.trace = functools.cache(planner.trace)  # the same on any number of nodes
+    for file in sorted(folder.glob("configs/*.args")):
+        model = None
+        for size, nodes in product((1, 8), (1, 2, 4, 8, 16, 32, 64)):
+            flags = [f"@{file}", f"--nodes={nodes}", f"--tensor-parallel-size={size}"]
+            args = planner.parse_args([*flags, f"--global-batch-size={8 * nodes}"])
+            model = model or planner.model_of(planner.load_config(args)[0])
+            for name, changes in planner.SETTINGS.items():
+                if size == 1 or name >= "05":
+                    chapter = args.chapter if size > 1 else name[:2]
+                    plan = planner.plan_of(args, model, chapter, changes)
+                    setting = f"{chapter}{f' {flags[-1]}' * (size > 1)}{name[2:]}"
+                    sizes = (f"{plan[of] / 2**30:.1f}" for of in ("gpu_needs", "host_needs"))
+                    yield file.stem, nodes, setting, *sizes
+
+
+def main():
+    """Write all pages to a folder."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, default=ROOT / "site")
+    parser.add_argument("--no-plans", action="store_true")
+    args = parser.parse_args()
+    copy = functools.partial(shutil.copytree, dirs_exist_ok=True)
+    copy(HERE, args.output, ignore=shutil.ignore_patterns("page.html"))
+    copy(ROOT / "assets", args.output / "assets", ignore=shutil.ignore_patterns("*.txt"))
+    template = jinja2.Template((HERE / "page.html").read_text(), trim_blocks=True)
+    names = {script.with_name("README.md"): name for name, script in chapters().items()}
+    scripts = {path: script_of(name) for path, name in names.items()}
+    pages = {path: Page(path, scripts.get(path, ())) for path in readmes()}
+    menu = {place_of(path): page.sections()[0][1] for path, page in pages.items()}
+    index = []
+
+    def write(place, **more):
+        (args.output / place).parent.mkdir(parents=True, exist_ok=True)
+        root = "../" * (len(place.parts) - 1)
+        html = template.render(root=root, names=names, menu=menu, **more)
+        (args.output / place).write_text(html)
+
+    for path, page in pages.items():
+        place, name, parts = place_of(path), names.get(path), scripts.get(path, ())
+        title, parent = menu[place], name and parent_of(name)
+        more = dict(chapter=name, parent=parent, origins=name and origins(name), parts=parts)
+        write(place, title=title, page=page, **more)
+        if parent:
+            before = pages[chapters()[parent].with_name("README.md")]
+            pairs = zip_longest(beside(before), beside(page), fillvalue="")
+            write(place.with_name("readmes.html"), title=title, chapter=name, pairs=pairs)
+        index += [[f"{place}#{anchor}", title, *told] for anchor, *told in page.sections()]
+        own = [part for part in parts if part["id"] and part["changed"]]
+        index += [[f"{place}#{p['id']}", title, p["name"], plain(p["html"])] for p in own]
+    for path in set().union(*(page.linked for page in pages.values())):
+        if path.suffix not in (".md", ".png") and path not in chapters().values():
+            title = str(path.relative_to(ROOT))
+            text = "\n".join(sorted(os.listdir(path))) if path.is_dir() else path.read_text()
+            write(place_of(path), title=title, source=source_html(text, title))
+    write(Path("planner.html"), title="Will it fit?", plans=[] if args.no_plans else [*plans()])
+    (args.output / "search.js").write_text(f"INDEX = {json.dumps(index, ensure_ascii=False)}")
+    print(f"open {args.output / 'index.html'}")
+
+
+if __name__ == "__main__":
+    main()
