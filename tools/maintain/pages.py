@@ -310,7 +310,7 @@ def main():
         if path.suffix not in (".md", ".png") and path not in chapters().values():
             title = str(path.relative_to(ROOT))
             text = "\n".join(sorted(os.listdir(path))) if path.is_dir() else path.read_text()
-            write(place_of(path), title=title, source=source_html(text, title))
+            write(place_of(path), title=title, source=f"<pre>{escape(text, quote=False)}</pre>")
     write(Path("planner.html"), title="Will it fit?", plans=[] if args.no_plans else [*plans()])
     (args.output / "search.js").write_text(f"INDEX = {json.dumps(index, ensure_ascii=False)}")
     print(f"open {args.output / 'index.html'}")
