@@ -137,9 +137,9 @@ def test_folding_names_terms_and_colours(page):
     page.locator("[data-name=evaluate] .back").click()
     assert 0 < page.locator("#m-evaluate").bounding_box()["y"] < 1000
     page.keyboard.press("l")
-    assert (
-        "02: " in page.locator("#legend").inner_text() and not page.locator("del:visible").count()
-    )
+    assert "02: " in page.locator("#legend").inner_text()
+    assert page.locator("article del").first.is_visible()
+    assert not page.locator("#script del:visible").count()
     page.locator("a.term", has_text="DDP").first.focus()
     tip = page.evaluate("getComputedStyle(document.activeElement, '::after').content")
     assert "Distributed data parallel" in tip
@@ -154,6 +154,12 @@ def test_search_and_the_planner(page):
     page.keyboard.type("require_backward_grad_sync")
     page.locator("#search a", has_text="train_step").first.click()
     page.wait_for_url("**/02-ddp/index.html#f-train_step")
+    page.open(f"{PLACES['03']}#f-rank_first")  # which is the same in both, and folded
+    assert page.locator("[data-name=rank_first] details[open]").count()
+    page.keyboard.press("/")
+    page.keyboard.type("check_shared")
+    page.locator("#search a", has_text="check_shared").first.click()
+    assert not page.locator("#search").is_visible()
     page.open("planner.html")
     page.locator("#plans select").first.select_option("llama-3.1-70b")
     page.locator("#plans select").nth(1).select_option("4")

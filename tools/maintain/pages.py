@@ -230,7 +230,8 @@ class Page:
 
 
 def plain(html):
-    """Return HTML as text."""
+    """Return HTML as text, without spaces where a word is only part of a link or coloured."""
+    html = re.sub(r"</?(?:a|i|code|em|mark|strong)\b[^>]*>", "", html)
     return " ".join(unescape(re.sub("<[^>]*>", " ", html)).split())
 
 
@@ -240,12 +241,12 @@ def source_html(text, name):
     return f"<pre>{chr(10).join(map(html_of, highlight(text, lexer)))}</pre>"
 
 
-def beside(page):
-    """Return the sections of a README as HTML for a page in its folder or in one beside it."""
-    there = f"../{page.path.parent.name}/"
+def beside(page, place):
+    """Return the sections of a README as HTML for another page."""
+    there = os.path.relpath(page.path.parent, (ROOT / place).parent)
     html = re.sub(r"(<(?:h\d|a) )id=[^ >]* ?", r"\1", page.html)
-    html = re.sub(r'(href|src)="#', rf'\1="{there}index.html#', html)
-    return re.split("(?=<h2)", re.sub(r'(href|src)="(?!\w+:|\.\.)', rf'\1="{there}', html))
+    html = re.sub(r'(href|src)="(?!\w+:|#)', rf'\1="{there}/', html)
+    return re.split("(?=<h2)", re.sub('href="#', f'href="{there}/index.html#', html))
 
 
 # ---- pages -----------------------------------------------------------------------------------
@@ -291,7 +292,8 @@ def main():
     def write(place, **more):
         (args.output / place).parent.mkdir(parents=True, exist_ok=True)
         root = "../" * (len(place.parts) - 1)
-        html = template.render(root=root, names=names, menu=menu, **more)
+        walk = {place_of(path): name for path, name in names.items()}
+        html = template.render(root=root, names=walk, menu=menu, **more)
         (args.output / place).write_text(html)
 
     for path, page in pages.items():
@@ -301,7 +303,7 @@ def main():
         write(place, title=title, page=page, **more)
         if parent:
             before = pages[chapters()[parent].with_name("README.md")]
-            pairs = zip_longest(beside(before), beside(page), fillvalue="")
+            pairs = zip_longest(beside(before, place), beside(page, place), fillvalue="")
             write(place.with_name("readmes.html"), title=title, chapter=name, pairs=pairs)
         index += [[f"{place}#{anchor}", title, *told] for anchor, *told in page.sections()]
         own = [part for part in parts if part["id"] and part["changed"]]

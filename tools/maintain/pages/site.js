@@ -30,7 +30,9 @@ if (script) {
   if (to) scroller().scrollBy(0, below(to) + (to === there[0]) * asked.get("above") * to.offsetHeight);
   on("[data-view]", "click", (button) => show(button.dataset.view));
   on("nav a", "click", (link) => (link.search = place()));
-  on('[href^="#f-"]', "click", (link) => ($(link.hash).parentElement.open = true));
+  const reach = (hash) => hash.startsWith("#f-") && ($(hash).parentElement.open = true);
+  on('[href^="#f-"]', "click", (link) => reach(link.hash)), onhashchange = () => reach(location.hash);
+  reach(location.hash) || $("article").focus({ preventScroll: true }); // for keys that scroll
   on("#fold", "click", (button) => fold(button.ariaPressed === "false"));
   on("#walk", "change", (slider) => all("nav a")[slider.value].click());
 }
@@ -44,6 +46,7 @@ on("#find", "click", () => {
   const onload = () => $("#search input").dispatchEvent(new Event("input")), src = root + "search.js";
   if (!window.INDEX) document.body.append(Object.assign(document.createElement("script"), { src, onload }));
 });
+on("#search ol", "click", () => $("#search").close());
 on("#search input", "input", (input) => {
   const words = input.value.toLowerCase().match(/\S+/g) ?? [" "], rank = (entry) => entry[2].toLowerCase().includes(words[0]);
   const found = (window.INDEX ?? []).filter((entry) => words.every((word) => entry.join(" ").toLowerCase().includes(word)));
