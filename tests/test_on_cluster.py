@@ -238,6 +238,18 @@ def test_out_of_time(cluster, settings, long_curve, tmp_path, file):
     assert difference(long_curve, metrics(tmp_path / "run")) == 0.0
 
 
+@pytest.mark.parametrize("file", ["train", "srun-direct"])
+def test_preempted(cluster, settings, long_curve, tmp_path, file):
+    """An urgent job needs its nodes: it saves, waits for them, and ends as if it never had."""
+    job = two_ranks(cluster, settings, tmp_path, 20, file=file)
+    urgent = ["--partition=urgent", "--nodes=2", "--cpus-per-task=4", "--time=1", "--wrap=true"]
+    sbatch(cluster, tmp_path, settings, *urgent)
+    until(lambda: int(cluster.job(job)["Restarts"]) >= 1, 60, "the job is requeued")
+    finished(cluster, job, tmp_path)
+    assert has_stopped(tmp_path, job)
+    assert difference(long_curve, metrics(tmp_path / "run")) == 0.0
+
+
 def test_scancel(cluster, settings, tmp_path):
     """It saves and does not come back."""
     job = two_ranks(cluster, settings, tmp_path, 20)

@@ -135,7 +135,7 @@ def run(code, path, steps, stops=None, **options):
     return {step: loss.item() for step, loss in losses.items()}, found
 
 
-def test_a_resume_is_exact(tmp_path):
+def test_a_resume_is_exact(alone, tmp_path):
     """Not one bit of the losses after it differs, nor anything that is printed."""
     losses, lines = run(page(), tmp_path / "whole", STEPS)
     asked = (1 / (SAVED + 3 - step) < 0 for step in range(STEPS))  # which ends in an error
@@ -146,7 +146,7 @@ def test_a_resume_is_exact(tmp_path):
     assert all(after[step] == losses[step] and shown[step] == lines[step] for step in after)
 
 
-def test_a_stop_loses_no_step(tmp_path):
+def test_a_stop_loses_no_step(alone, tmp_path):
     """The run ends after the step in which it was asked, and continues exactly."""
     losses, _ = run(page(), tmp_path / "whole", STEPS)
     asked = iter([False] * 3 + [True])
@@ -164,7 +164,7 @@ def test_a_stop_loses_no_step(tmp_path):
         ("torch.manual_seed(hash((seed, step, rank)))", "torch.rand(())", {"random"}),
     ],
 )
-def test_what_is_lost_is_named(old, new, lost, tmp_path):
+def test_what_is_lost_is_named(old, new, lost, alone, tmp_path):
     """Of the line for the first step after the resume, only what was lost is another."""
     code = page(old, new)
     losses, lines = run(code, tmp_path / "whole", STEPS)
@@ -175,7 +175,7 @@ def test_what_is_lost_is_named(old, new, lost, tmp_path):
     assert any(after[step] != losses[step] for step in after)
 
 
-def test_micro_batches_change_no_loss(tmp_path):
+def test_micro_batches_change_no_loss(alone, tmp_path):
     code = page("torch.manual_seed(hash((seed, step, rank)))", "model.eval()")  # no dropout
     whole, _ = run(code, tmp_path / "whole", STEPS, most=8)
     parts, _ = run(code, tmp_path / "parts", STEPS, most=3)

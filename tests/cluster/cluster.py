@@ -346,7 +346,9 @@ class Cluster:
 
     def _write_slurm(self, folder):
         lines = [f"NodeName={host} CPUs=4 RealMemory=4000 Gres=gpu:2" for host in self.hosts[1:]]
-        lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE")
+        lines.append("PartitionName=DEFAULT Nodes=ALL MaxTime=INFINITE GraceTime=60")
+        lines.append("PartitionName=main Default=YES PriorityTier=1")
+        lines.append("PartitionName=urgent PriorityTier=2")
         text = (HERE / "etc" / "slurm.conf").read_text() + "\n".join(lines) + "\n"
         (folder / "slurm.conf").write_text(text)
         (folder / "gres.conf").write_text("Name=gpu File=/run/gpu[0-1]\n")
