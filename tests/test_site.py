@@ -14,7 +14,9 @@ import pytest
 from chapters import chapters, diff, parent_of
 from conftest import ROOT, printed
 
-PLACES = {name: f"{script.parent.name}/index.html" for name, script in chapters().items()}
+PLACES = {
+    name: f"{script.parent.relative_to(ROOT)}/index.html" for name, script in chapters().items()
+}
 CHILDREN = [name for name in chapters() if parent_of(name)]
 browsing = pytest.mark.exhaustive
 PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
