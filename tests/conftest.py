@@ -33,6 +33,7 @@ def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "slow: takes minutes, is random, or needs root")
     config.addinivalue_line("markers", "exhaustive: what a change of a chapter hardly breaks")
+    config.addinivalue_line("markers", "alone: compares speeds, so nothing may run beside it")
     config.addinivalue_line("markers", "cluster: runs on several hosts, all made on this machine")
 
 

@@ -21,10 +21,12 @@ RESULTS = ROOT / "benchmarks/results"
 
 
 CASES = [(script, fault) for script, (_, _, some) in faults.SCRIPTS.items() for fault in some]
+# beside other work a healthy run may well have a rank that is slow
+MARKED = [pytest.param(*case, marks=[pytest.mark.alone] * ("healthy" in case[1])) for case in CASES]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script, fault", CASES)
+@pytest.mark.parametrize("script, fault", MARKED)
 def test_the_culprit_is_named(script, fault):
     """Once, on a rank and in a step that the published table does not have."""
     row = faults.break_and_find(script, fault, seed=100)

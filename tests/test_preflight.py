@@ -271,6 +271,7 @@ def test_a_rank_that_stops_or_dies(environment, tmp_path, number):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.skipif(os.cpu_count() < 2, reason="needs two CPUs")
 def test_a_busy_core(environment, tmp_path):
     """Loops run on the CPU to which rank 1 is bound: it is named."""
