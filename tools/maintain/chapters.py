@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def chapters(root=ROOT):
     """Return the scripts in the order in which they are read, by short name: 01, 02 and so on."""
-    scripts = sorted([*root.glob("*/train_llm.py"), *root.glob("related-topics/*/train_llm.py")])
+    scripts = sorted([*root.glob("*/train_llm.py"), *root.glob("[a-z]*-*/*/train_llm.py")])
     return {re.match(r"\d\d|.*", script.parent.name)[0]: script for script in scripts}
 
 
