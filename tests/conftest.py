@@ -50,7 +50,7 @@ TOOLS |= {"test_preflight", "test_scale", "test_watch", "test_whats_wrong", "tes
 SECOND_WAYS = re.compile(
     r"on_cluster.py::test_(one_curve.(pdsh|salloc|MPICH)|variables|environments|by_hand|in_tmux"
     r"|asked|a_lost|no_way|sbatch_of_a_model_split_across_hosts.2"
-    r"|fewer_hosts|more_hosts|a_dead_host|(out_of_time|preempted).srun)"
+    r"|fewer_hosts|more_hosts|a_dead_host|a_job_script|(out_of_time|preempted).srun)"
     r"|kubernetes.py::test_(a_drained|a_crash|.*kubeflow)"
     r"|large.py::test_(what_chapter_04|reading)|waiting.py::test_compiled_layers_stay"
 )

@@ -15,6 +15,7 @@ import environments
 from cluster.cluster import until
 from conftest import ROOT, SCRIPTS, SHORT, difference, logged, metrics, run_well
 from environments import finished, report
+from readme import blocks
 from test_diagnosis import verdict_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -200,7 +201,7 @@ def test_by_hand(cluster, settings, curve, tmp_path):
 def two_ranks(cluster, settings, tmp_path, step, *more, file="train"):
     """Train on two hosts with a rank each, for half a minute; return the job, in this step."""
     options = ["--time=60", "--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1"]
-    words = [CHAPTER / f"slurm/{file}.sbatch", *arguments(tmp_path, MINUTE), *more]
+    words = [CHAPTER / "slurm" / f"{file}.sbatch", *arguments(tmp_path, MINUTE), *more]
     job = sbatch(cluster, tmp_path, settings | {"RANKS_PER_NODE": "1"}, *options, *words)
     wait_for_step(tmp_path / "run", step)
     return job
@@ -235,6 +236,19 @@ def test_out_of_time(cluster, settings, long_curve, tmp_path, file):
     out_of_time(cluster, job, tmp_path)
     finished(cluster, job, tmp_path)
     assert has_stopped(tmp_path, job)
+    assert difference(long_curve, metrics(tmp_path / "run")) == 0.0
+
+
+def test_a_job_script_of_ones_own(cluster, settings, long_curve, tmp_path):
+    """That of the README does this, too."""
+    (text,) = (block.text for block in blocks(CHAPTER / "slurm/README.md") if "#SB" in block.text)
+    for old, new in ((" 8 ", " 1 "), ("train.py", '"$@"'), (" --cpus-per-task=96", "")):
+        text = text.replace(old, new)
+    (tmp_path / "own.sbatch").write_text(text)
+    job = two_ranks(cluster, settings, tmp_path, 20, file=tmp_path / "own")
+    out_of_time(cluster, job, tmp_path)
+    finished(cluster, job, tmp_path)
+    assert "stopped at step" in (tmp_path / f"slurm-{job}.out").read_text()
     assert difference(long_curve, metrics(tmp_path / "run")) == 0.0
 
 

@@ -1,4 +1,4 @@
-"""The Python on docs/your-own-script.md does what the page says, and its checks notice mistakes."""
+"""The Python on docs/your-own-*.md does what the pages say, and its checks notice mistakes."""
 
 import ast
 import contextlib
@@ -16,13 +16,13 @@ from conftest import ROOT
 from readme import blocks
 from test_large import published
 
-PAGE = ROOT / "docs/your-own-script.md"
-CODE = "\n".join(block.text for block in blocks(PAGE) if block.kind == "python")
+PAGES = [ROOT / f"docs/your-own-{name}.md" for name in ("script", "large-model")]
+CODE = "\n".join(block.text for page in PAGES for block in blocks(page) if block.kind == "python")
 
 
 def page(old="", new=""):
-    """Return what the page defines, after a replacement."""
-    assert not old or CODE.count(old) == 1
+    """Return what the pages define, after a replacement."""
+    assert not old or old in CODE
     module = types.ModuleType("page")
     exec(CODE.replace(old, new) if old else CODE, module.__dict__)
     return module
@@ -91,21 +91,33 @@ def test_shards_are_saved_loaded_and_made_a_folder(name, folders, alone, tmp_pat
     """Weights and moments: the losses go on as if nothing had been."""
     code, models = page(), []
     for _ in range(2):
-        models.append(code.load_sharded(folders[name], "cpu"))
-        models.append(torch.optim.AdamW(models[-1].parameters(), lr=1e-2))
-    one, adam, other, its_adam = models
-    stepped(one, adam)
-    for _ in range(2):  # a kill has left the first
-        saving = code.start_save(tmp_path / "step-00000002", one, adam, 2, None)
-        saving.result()
-    assert code.newest(tmp_path, None) is None
-    code.finish_save(saving, tmp_path / "step-00000002")
-    shards = code.newest(tmp_path, None)
-    assert code.load_shards(shards, other, its_adam, None) == 2
-    code.to_folder(shards, folders[name], tmp_path / "folder")
+        model = code.load_sharded(folders[name], "cpu")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        models.append((model, optimizer, schedule))
+    one, other = models
+    stepped(*one[:2])
+    run = tmp_path / "run"
+    (run / "step-00000001").mkdir(parents=True)
+    (run / "step-00000003.partial").mkdir()  # which a kill has left
+    for step in (2, 3):
+        code.save_shards(run, *one, step)
+    names = sorted(path.name for path in run.iterdir())
+    assert names[:2] == ["step-00000001", "step-00000002"] and names[2].endswith(".partial")
+    code.finish_save()
+    assert sorted(path.name for path in run.iterdir()) == ["step-00000002", "step-00000003"]
+    assert code.load_shards(run, *other) == 3
+    code.to_folder(run / "step-00000003", folders[name], tmp_path / "folder")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
-    assert code.different(one, loaded) == []
-    assert stepped(one, adam) == stepped(other, its_adam)
+    assert code.different(one[0], loaded) == []
+    assert stepped(*one[:2]) == stepped(*other[:2])
+
+
+def test_buffers_move_alone(folders, alone):
+    code, model = page(), transformers.AutoModelForCausalLM.from_pretrained(folders["mistral"])
+    code.buffers_to(model, "meta")
+    assert all(buffer.is_meta for buffer in model.buffers()) and list(model.buffers())
+    assert not any(weight.is_meta for weight in model.parameters())
 
 
 # ---- resume ----------------------------------------------------------------------------------
@@ -120,28 +132,35 @@ class Model(torch.nn.Sequential):
         return (super().forward(inputs) - inputs.roll(1, 1)).pow(2).mean()
 
 
-def run(code, path, steps, stops=None, **options):
+def run(code, path, steps, stops=None, shards=False, **options):
     """Train from the checkpoint, if there is one; return losses and the line of each step."""
     torch.manual_seed(1)
     model = Model(torch.nn.Linear(8, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 8))
+    if shards:
+        code.fully_shard(model)
+        options |= {"load": code.load_shards, "save": code.save_shards}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     stops = stops or itertools.repeat(False)
     with contextlib.redirect_stdout(io.StringIO()) as said:
         args = model, optimizer, schedule, SAMPLES, path, steps, SAVED, stops
         losses = code.train(*args, shown=range(steps), **options)
+    code.finish_save()
     lines = [line.split("  ") for line in said.getvalue().splitlines()]
     found = {int(line[0].split()[1]): dict(word.split() for word in line[1:]) for line in lines}
     return {step: loss.item() for step, loss in losses.items()}, found
 
 
-def test_a_resume_is_exact(alone, tmp_path):
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_resume_is_exact(shards, alone, tmp_path):
     """Not one bit of the losses after it differs, nor anything that is printed."""
-    losses, lines = run(page(), tmp_path / "whole", STEPS)
+    code = page()
+    losses, lines = run(code, tmp_path / "whole", STEPS, shards=shards)
     asked = (1 / (SAVED + 3 - step) < 0 for step in range(STEPS))  # which ends in an error
     with pytest.raises(ZeroDivisionError):
-        run(page(), tmp_path / "killed", STEPS, stops=asked)
-    after, shown = run(page(), tmp_path / "killed", STEPS)
+        run(code, tmp_path / "killed", STEPS, stops=asked, shards=shards)
+    code.finish_save()
+    after, shown = run(code, tmp_path / "killed", STEPS, shards=shards)
     assert list(after) == list(range(SAVED, STEPS))
     assert all(after[step] == losses[step] and shown[step] == lines[step] for step in after)
 
@@ -213,3 +232,13 @@ def test_ranks_share_a_pass(tmp_path):
     with pytest.raises(AssertionError, match="8 samples do not divide by 3 ranks"):
         code.split(8, 2, 3)
     assert sorted(torch.cat([before, read]).tolist()) == list(range(24))
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_all_ranks_end_together(others, monkeypatch):
+    def reduce(answer, operation):
+        assert operation == dist.ReduceOp.MIN
+        answer.clamp_(max=others)
+
+    monkeypatch.setattr(dist, "all_reduce", reduce)
+    assert [page().all_have(more, "cpu") for more in (True, False)] == [bool(others), False]

@@ -85,23 +85,19 @@ def origins(chapter):
 
 
 def run_of(lines, colours, origin):
-    """Return the HTML of lines that are all changed, or all not: the left side comes first."""
-    left, right = ([line for line in lines if line[0] in marks] for marks in ("- ", "+ "))
-    texts, changed = [[line[1] for line in side] for side in (left, right)], lines[0][0] != " "
-    pairs = align(*texts) if changed else zip(range(len(left)), range(len(right)), strict=True)
-    before = after = ""
-    for row, (old, new) in enumerate(pairs, 1):
-        both = old is not None and new is not None
-        marks = changes(texts[0][old], texts[1][new]) if both else ((), ())
-        if old is not None:
-            n, tag = left[old][2], "del" if changed else "b"
-            line = html_of(colours[0][n - 1], marks[0])
-            before += f"<{tag} data-n={n} style=--r:{row}>{line}</{tag}>"
-        if new is not None:
-            n, tag = right[new][3], "ins" if changed else "span"
-            line = html_of(colours[1][n - 1], marks[1])
-            after += f"<{tag} data-n={n} style=--r:{row};--b:{origin[n - 1]}>{line}</{tag}>"
-    return f"<div>{before}{after}</div>"
+    """Return the HTML of lines of one origin: if they are unchanged, only of the right side."""
+    old, new, same = ([line for line in lines if line[0] == mark] for mark in "-+ ")
+    html = "".join(f"<span>{html_of(colours[1][line[3] - 1])}</span>" for line in same)
+    after, texts = "", [[line[1] for line in side] for side in (old, new)]
+    for row, (a, b) in enumerate(align(*texts), 1):
+        marks = changes(texts[0][a], texts[1][b]) if None not in (a, b) else ((), ())
+        if a is not None:
+            html += f"<del style=--r:{row}>{html_of(colours[0][old[a][2] - 1], marks[0])}</del>"
+        if b is not None:
+            after += f"<ins style=--r:{row}>{html_of(colours[1][new[b][3] - 1], marks[1])}</ins>"
+    mark, _, o, n = lines[0]
+    start = f"counter-set:o {o - (mark != '+')} n {n - (mark != '-')}"
+    return f'<div style="--b:{origin};{start}">{html}{after}</div>'
 
 
 def script_of(chapter):
@@ -113,10 +109,11 @@ def script_of(chapter):
     def part(line):
         return old.get(line[2], "") if line[0] == "-" else new.get(line[3], "")
 
+    own, origin = list(chapters()).index(chapter), origins(chapter)
     for name, group in groupby(diff(*sides(chapter)), key=part):
         lines = list(group)
-        runs = groupby(lines, key=lambda line: line[0] != " ")
-        html = "".join(run_of(list(run), colours, origins(chapter)) for _, run in runs)
+        runs = groupby(lines, key=lambda line: origin[line[3] - 1] if line[0] == " " else own)
+        html = "".join(run_of(list(run), colours, brought) for brought, run in runs)
         plus, minus = (sum(line[0] == mark for line in lines) for mark in "+-")
         size = f"+{plus} −{minus}" if plus + minus else f"{len(lines)} lines"
         id_ = f"f-{name}" if name and name not in [part["name"] for part in found] else ""
@@ -299,12 +296,12 @@ def main():
     for path, page in pages.items():
         place, name, parts = place_of(path), names.get(path), scripts.get(path, ())
         title, parent = menu[place], name and parent_of(name)
-        more = dict(chapter=name, parent=parent, origins=name and origins(name), parts=parts)
-        write(place, title=title, page=page, **more)
+        more = dict(title=title, chapter=name, parent=parent)
+        write(place, page=page, origins=name and origins(name), parts=parts, **more)
         if parent:
             before = pages[chapters()[parent].with_name("README.md")]
             pairs = zip_longest(beside(before, place), beside(page, place), fillvalue="")
-            write(place.with_name("readmes.html"), title=title, chapter=name, pairs=pairs)
+            write(place.with_name("readmes.html"), pairs=pairs, **more)
         index += [[f"{place}#{anchor}", title, *told] for anchor, *told in page.sections()]
         own = [part for part in parts if part["id"] and part["changed"]]
         index += [[f"{place}#{p['id']}", title, p["name"], plain(p["html"])] for p in own]

@@ -2,10 +2,11 @@ const $ = (query) => document.querySelector(query), all = (query) => [...documen
 const on = (query, event, act) => all(query).forEach((node) => node.addEventListener(event, () => act(node)));
 const parts = all(".part"), script = $("#script"), root = document.documentElement.dataset.root, asked = new URLSearchParams(location.search);
 
+let unfolded = asked.get("unfolded") === "true";
 function show(view) {
+  if ([view, document.body.className].includes("lessons")) fold(view === "lessons" || unfolded);
   document.body.className = view;
   all("[data-view]").forEach((button) => button.setAttribute("aria-pressed", button.dataset.view === view));
-  if (view === "lessons") fold(true);
 }
 function fold(open) {
   all(".part > details").forEach((part) => (part.open = open || "changed" in part.dataset));
@@ -21,10 +22,11 @@ function place() {
   const first = parts.findIndex((part) => below(part, "bottom") > 1), part = parts[first];
   const names = parts.slice(0, first + 1).map((part) => part.dataset.name).reverse();
   const above = part && below(part) < innerHeight ? Math.max(-below(part) / part.offsetHeight, 0) : 0;
-  return new URLSearchParams({ view: document.body.className, above, open: !!part?.querySelector("[open]"), at: names.slice(0, 9) });
+  return new URLSearchParams({ view: document.body.className, unfolded, above, open: !!part?.querySelector("[open]"), at: names.slice(0, 9) });
 }
 if (script) {
-  show(asked.get("view") ?? "split");
+  all("#script pre > div > span").forEach((line) => line.before(Object.assign(document.createElement("b"), { innerHTML: line.innerHTML })));
+  fold(unfolded), show(asked.get("view") ?? "split");
   const there = (asked.get("at") ?? "").split(",").map((name) => $(`[data-name="${name}"]`)), to = there.find(Boolean);
   if (to && to === there[0]) to.querySelector("details").open ||= asked.get("open") === "true";
   if (to) scroller().scrollBy(0, below(to) + (to === there[0]) * asked.get("above") * to.offsetHeight);
@@ -33,10 +35,11 @@ if (script) {
   const reach = (hash) => hash.startsWith("#f-") && ($(hash).parentElement.open = true);
   on('[href^="#f-"]', "click", (link) => reach(link.hash)), onhashchange = () => reach(location.hash);
   reach(location.hash) || $("article").focus({ preventScroll: true }); // for keys that scroll
-  on("#fold", "click", (button) => fold(button.ariaPressed === "false"));
+  on("#fold", "click", (button) => fold((unfolded = button.ariaPressed === "false")));
   on("#walk", "change", (slider) => all("nav a")[slider.value].click());
 }
 addEventListener("keydown", (event) => {
+  if (event.key === "Escape") $("#menu").open = false;
   const button = all("[data-key]").find((button) => button.dataset.key === event.key);
   if (!button || event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select")) return;
   event.preventDefault(), button.click();
@@ -61,10 +64,10 @@ on("#search input", "input", (input) => {
 function filter() {
   const [model, nodes, setting, gpu, host, fits] = $("#plans").elements;
   const rows = all("#planned tbody tr").filter((row) => {
-    const cells = [...row.cells].map((cell) => cell.textContent), yes = +cells[3] <= +gpu.value && +cells[4] <= +host.value;
+    const cells = [...row.cells].map((cell) => cell.textContent), yes = [gpu, host].every((limit, n) => !limit.value || +cells[3 + n] <= +limit.value);
     row.cells[5].textContent = yes ? "yes" : "no";
     const chosen = [model, nodes].every((select, n) => !select.value || select.value === cells[n]);
-    row.hidden = !(chosen && cells[2].includes(setting.value) && (yes || !fits.checked));
+    row.hidden = !(chosen && cells[2].toLowerCase().includes(setting.value.toLowerCase()) && (yes || !fits.checked));
     return !row.hidden;
   });
   $("#plans output").textContent = `${rows.length} rows`;
