@@ -102,8 +102,7 @@ def test_shards_are_saved_loaded_and_made_a_folder(name, folders, alone, tmp_pat
     (run / "step-00000003.partial").mkdir()  # which a kill has left
     for step in (2, 3):
         code.save_shards(run, *one, step)
-    names = sorted(path.name for path in run.iterdir())
-    assert names[:2] == ["step-00000001", "step-00000002"] and names[2].endswith(".partial")
+    assert (run / "step-00000002").exists() and not (run / "step-00000003").exists()
     code.finish_save()
     assert sorted(path.name for path in run.iterdir()) == ["step-00000002", "step-00000003"]
     assert code.load_shards(run, *other) == 3
