@@ -304,7 +304,8 @@ def main():
             write(place.with_name("readmes.html"), pairs=pairs, **more)
         index += [[f"{place}#{anchor}", title, *told] for anchor, *told in page.sections()]
         own = [part for part in parts if part["id"] and part["changed"]]
-        index += [[f"{place}#{p['id']}", title, p["name"], plain(p["html"])] for p in own]
+        texts = (plain(" ".join(re.findall("<ins.*?</ins>", p["html"]))) for p in own)
+        index += [[f"{place}#{p['id']}", title, p["name"], text] for p, text in zip(own, texts)]
     for path in set().union(*(page.linked for page in pages.values())):
         if path.suffix not in (".md", ".png") and path not in chapters().values():
             title = str(path.relative_to(ROOT))
