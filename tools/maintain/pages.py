@@ -303,9 +303,9 @@ def main():
             pairs = zip_longest(beside(before, place), beside(page, place), fillvalue="")
             write(place.with_name("readmes.html"), pairs=pairs, **more)
         index += [[f"{place}#{anchor}", title, *told] for anchor, *told in page.sections()]
-        own = [part for part in parts if part["id"] and part["changed"]]
-        texts = (plain(" ".join(re.findall("<ins.*?</ins>", p["html"]))) for p in own)
-        index += [[f"{place}#{p['id']}", title, p["name"], text] for p, text in zip(own, texts)]
+        for part in (part for part in parts if part["id"] and part["changed"]):
+            added = plain(" ".join(re.findall("<ins.*?</ins>", part["html"])))
+            index.append([f"{place}#{part['id']}", title, part["name"], added])
     for path in set().union(*(page.linked for page in pages.values())):
         if path.suffix not in (".md", ".png") and path not in chapters().values():
             title = str(path.relative_to(ROOT))
