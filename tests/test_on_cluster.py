@@ -242,7 +242,8 @@ def test_out_of_time(cluster, settings, long_curve, tmp_path, file):
 def test_a_job_script_of_ones_own(cluster, settings, long_curve, tmp_path):
     """That of the README does this, too."""
     (text,) = (block.text for block in blocks(CHAPTER / "slurm/README.md") if "#SB" in block.text)
-    for old, new in ((" 8 ", " 1 "), ("train.py", '"$@"'), (" --cpus-per-task=96", "")):
+    changes = {" 8 ": " 1 ", "=12 ": "=1 ", "train.py": '"$@"', " --cpus-per-task=96": ""}
+    for old, new in changes.items():
         text = text.replace(old, new)
     (tmp_path / "own.sbatch").write_text(text)
     job = two_ranks(cluster, settings, tmp_path, 20, file=tmp_path / "own")
