@@ -140,9 +140,10 @@ def main():
     """Train the grid, then what the rules ask for; say which rule lost how much."""
     args = parse_args()
     rows = json.loads(args.output.read_text())["rows"] if args.output.exists() else []
+    if any(row["samples"] != args.samples for row in rows):
+        fail(f"{args.output} has runs on {rows[0]['samples']} samples; choose another --output")
     sweep(args, list(product(args.batch_sizes, args.lrs)), rows)
-    asked = {batch: losses_of(rows)[batch] for batch in args.batch_sizes}
-    by_rule = scaled(asked)
+    by_rule = scaled(losses_of(rows))
     sweep(args, [cell for rates in by_rule.values() for cell in rates.items()], rows)
     losses = losses_of(rows)
     for rule, rates in by_rule.items():

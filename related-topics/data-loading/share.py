@@ -54,6 +54,14 @@ class Far(Dataset):
         return self.samples[number].long()
 
 
+def ids_from(args, order_of, num_samples, step, rank=0, ranks=1):
+    """Yield the ids of this rank's micro-batches from a step on, as the chapters' `batch_at`."""
+    size = args.micro_batch_size * ranks
+    for first in itertools.count((step - 1) * args.global_batch_size, size):
+        places = [divmod(at, num_samples) for at in range(first + rank, first + size, ranks)]
+        yield [int(order_of(args.seed, epoch, num_samples)[place]) for epoch, place in places]
+
+
 def measure(steps, workers=None, seconds=0.0):
     """Return the seconds of so many steps, and those in which they waited for their batches.
 
@@ -67,8 +75,9 @@ def measure(steps, workers=None, seconds=0.0):
     optimizer = chapter.build_optimizer(args, model)
     get, waited = chapter.batch_at, []
     if workers is not None:
-        loader = DataLoader(Far(train_set, seconds), BATCH, shuffle=True, num_workers=workers)
-        batches = itertools.chain.from_iterable(itertools.repeat(loader))
+        ids = ids_from(args, chapter.order_of, len(train_set), step=1)
+        far = Far(train_set, seconds)
+        batches = iter(DataLoader(far, batch_sampler=ids, num_workers=workers))
 
     def timed(*place):
         begun = time.perf_counter()
