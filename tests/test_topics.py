@@ -84,6 +84,12 @@ def test_what_was_trained_is_not_trained_again(sweep):
     assert len(sweep.trained) == 2 * number and {seed for *_, seed in sweep.trained} == {0, 1}
 
 
+def test_a_rate_that_one_seed_lacks_does_not_count(sweep):
+    cells = [(4, 1e-3, 0, 2.0), (4, 1e-3, 1, 4.0), (4, 2e-3, 0, 1.0)]
+    rows = [dict(zip(("batch", "lr", "seed", "val_loss"), cell, strict=True)) for cell in cells]
+    assert sweep.module.losses_of(rows) == {4: {1e-3: 3.0}}
+
+
 def test_runs_are_on_as_many_tokens(sweep, capsys):
     said = refused(capsys, sweep, "--samples", 100, "--batch-sizes", 8)
     assert "--samples 100 does not divide by a batch of 8" in said

@@ -86,14 +86,17 @@ def sweep(args, cells, rows):
 
 # ---- what they say ---------------------------------------------------------------------------
 def losses_of(rows):
-    """Return the mean validation loss by batch and rate, infinite where a seed diverged."""
-    found = {}
+    """Return the mean validation loss by batch and rate, infinite where a seed diverged.
+
+    A rate that only some seeds were trained with is left out.
+    """
+    found, seeds = {}, {row["seed"] for row in rows}
     for row in rows:
         loss = float("inf") if row["val_loss"] is None else row["val_loss"]
         found.setdefault(row["batch"], {}).setdefault(row["lr"], []).append(loss)
     return {
-        batch: {lr: fmean(found[batch][lr]) for lr in sorted(found[batch])}
-        for batch in sorted(found)
+        batch: {lr: fmean(by_rate[lr]) for lr in sorted(by_rate) if len(by_rate[lr]) == len(seeds)}
+        for batch, by_rate in sorted(found.items())
     }
 
 
@@ -114,20 +117,20 @@ def draw(losses, path):
     for color, (batch, by_rate) in zip(COLORS, losses.items(), strict=False):
         rates = [lr for lr in by_rate if by_rate[lr] < float("inf")]
         best = min(by_rate, key=by_rate.get)
-        label = f"{batch} samples a step"
+        label = f"{batch} samples per step"
         left.plot(rates, [by_rate[lr] for lr in rates], color=color, marker=".", label=label)
         left.plot(best, by_rate[best], color=color, marker="o", ms=9)
     left.set(xscale="log", xlabel="learning rate", ylabel="validation loss, nats per token")
     left.set_title("each batch size has a rate of its own", fontsize=10)
     best = {batch: min(by_rate, key=by_rate.get) for batch, by_rate in losses.items()}
-    curves = scaled(losses) | {"best of all tried": best}
-    for color, (rule, rates) in zip(COLORS, curves.items(), strict=False):
-        style = {"color": "black", "ls": ":"} if rule.startswith("best") else {"color": color}
+    styles = [("gray", "-"), (COLORS[4], "-"), ("black", "--"), ("black", ":")]
+    curves = scaled(losses) | {"best of all rates": best}
+    for (color, style), (rule, rates) in zip(styles, curves.items(), strict=True):
         values = [losses[batch][lr] for batch, lr in rates.items()]
-        right.plot(list(rates), values, marker=".", label=rule, **style)
-    right.set(xscale="log", xlabel="samples in a step, of as many tokens in all")
+        right.plot(list(rates), values, marker=".", color=color, ls=style, label=rule)
+    right.set(xscale="log", xlabel="samples per step; all runs take as many in total")
     right.set_xticks(list(losses), list(losses), minor=False)
-    right.set_title("the smallest batch's rate, scaled by three rules", fontsize=10)
+    right.set_title("the smallest batch's best rate, scaled by three rules", fontsize=10)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="#e6e6e6")

@@ -105,7 +105,7 @@ def main():
     for workers in args.workers:
         took, waited = measure(args.steps, workers, seconds)
         rows.append({"workers": workers, "cost": args.cost, "share": waited / took})
-        print(f"DataLoader, {workers} workers  {rows[-1]['share']:6.1%} of a step", flush=True)
+        print(f"DataLoader, workers: {workers} {rows[-1]['share']:6.1%} of a step", flush=True)
     if args.output:
         keep(args.output, machine, {"rows": rows})
 
