@@ -23,7 +23,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 from contenders import load  # noqa: E402
 from speed import describe_machine, keep  # noqa: E402
 
-BATCH, WARM_UP = 8, 3  # samples a step, steps that do not count
+BATCH = 8  # samples per step
+WARM_UP = 3  # steps that do not count
 MOST = 30  # steps in which to measure how long one computes
 SETTINGS = f"--device cpu --precision fp32 -s 64 --global-batch-size {BATCH} --batch-size {BATCH}"
 
