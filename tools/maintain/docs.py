@@ -477,6 +477,69 @@ def gpu_checks():
         print("No GPU has been at hand yet: these checks have run with `--device cpu` only.")
 
 
+def loaded(path):
+    """Return a script of a related topic as a module."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    return importlib.import_module("contenders").load(str(ROOT / "related-topics" / path))
+
+
+def listing(path, name):
+    """Print a function of a related topic's script."""
+    source = (ROOT / "related-topics" / path).read_text()
+    fenced("python", [source.splitlines()[number - 1] for number in parts(source)[name]])
+
+
+def batch_sizes(file):
+    """Print the table of losses by batch size: the best of all rates, and those of three rules."""
+    sweep, rows = loaded("batch-size-and-lr/sweep.py"), measured(file, "rows")
+    losses = sweep.losses_of(rows)
+    by_rule = sweep.scaled(losses)
+    heading(f"| samples per step | steps | best of all rates | {' | '.join(by_rule)} |")
+    for batch, by_rate in losses.items():
+        rates = [min(by_rate, key=by_rate.get), *(rates[batch] for rates in by_rule.values())]
+        cells = (f"{by_rate[lr]:.3f} at {lr:g}" for lr in rates)
+        print(f"| {batch} | {rows[0]['samples'] // batch:,} | {' | '.join(cells)} |")
+
+
+def same_bits(file):
+    """Print the table of which runs have the same bits."""
+    told = loaded("determinism/bits.py").told
+    heading("| chapter and layout | the same command twice | stopped and resumed | against 01 |")
+    for row in measured(file, "rows"):
+        cells = (told(row[name]) for name in ("twice", "resumed", "norm"))
+        print(f"| {row['layout']} | {' | '.join(cells)} |")
+
+
+def waits(file):
+    """Print the table of the share of a step that waits for data."""
+    heading("| data | share of a step that waits for it | predicted |")
+    for row in measured(file, "rows"):
+        if row["workers"] is None:
+            print(f"| memory-mapped tokens, as in the chapters | {row['share']:.1%} | |")
+            continue
+        ahead, cost = row["workers"], row["cost"]
+        predicted = max(0, 1 - ahead / cost) if ahead else cost / (cost + 1)
+        processes = f"{ahead} worker{'s' * (ahead != 1)}" if ahead else "no workers"
+        print(f"| `DataLoader`, {processes} | {row['share']:.1%} | {predicted:.0%} |")
+
+
+def sizes(file):
+    """Print the table of sizes for --config, and what each of them needs."""
+    shapes = loaded("own-architecture/sizes.py").SHAPES
+    names = ["size", "width × layers", "heads, of keys and values", "weights", "embeddings"]
+    names += ["tokens at 20 per weight", "GPU hours", "on 1 GPU", "on 8 GPUs"]
+    heading(f"| {' | '.join(names)} |")
+    for row in measured(file, "rows"):
+        hours = row["gpu_hours"]
+        width, layers, heads, kv_heads, *_ = shapes[row["size"]]
+        share = f"{row['embeddings'] / row['weights']:.0%}"
+        cells = [f"{width} × {layers}", f"{heads}, {kv_heads}", f"{row['weights']:,}", share]
+        cells += [f"{row['tokens'] / 1e9:.3g} billion", f"{hours:,.{2 if hours < 1 else 0}f}"]
+        for gpus in ("1 GPUs", "8 GPUs"):
+            cells.append(f"{row[gpus]['setting']}: {row[gpus]['gib']:.0f} GiB")
+        print(f"| {row['size']} | {' | '.join(cells)} |")
+
+
 def environments(rank=3):
     """Print the table of what each launcher told one rank."""
     heading(

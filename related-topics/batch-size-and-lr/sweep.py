@@ -1,0 +1,161 @@
+"""Train a small Llama in chapter 01 with several batch sizes and rates, on as many tokens each.
+
+Here:  python related-topics/batch-size-and-lr/sweep.py --samples 512 --batch-sizes 8 32 --lrs 2e-3
+Ours:  python related-topics/batch-size-and-lr/sweep.py \
+           --output benchmarks/results/batch-size-and-lr.json --plot assets/batch-size-and-lr.png
+
+First come all batch sizes with all rates. Then three rules scale the smallest batch's best rate to
+the other batches; what they ask for and the grid does not have is trained too. Each result is
+written down at once, and what is written down is not trained again.
+"""
+
+import argparse
+import json
+import sys
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
+
+from contenders import load  # noqa: E402
+from plot import COLORS, fail  # noqa: E402
+from speed import describe_machine, keep  # noqa: E402
+
+SEQ_LENGTH, HELD_OUT = 64, 512  # tokens in a sample, samples
+MODEL = "hidden_size=64 intermediate_size=176 num_hidden_layers=2 head_dim=16"  # a smaller tiny
+RULES = {"the same rate": 0, "square root": 0.5, "linear": 1}  # rate = lr * growth of batch ** this
+
+
+def parse_args():
+    """Return the arguments; each batch size must divide the samples."""
+    formatter, about = argparse.ArgumentDefaultsHelpFormatter, __doc__.partition("\n")[0]
+    parser = argparse.ArgumentParser(description=about, formatter_class=formatter)
+    add, rates = parser.add_argument, [1e-3, 2e-3, 4e-3, 8e-3, 16e-3]
+    sizes = [4, 16, 64, 256]
+    add("--batch-sizes", nargs="+", type=int, default=sizes, help="samples per optimizer step")
+    add("--lrs", nargs="+", type=float, default=rates, help="learning rates for each of them")
+    add("--samples", type=int, default=4096, help="that each run trains on, whatever its batch")
+    add("--seeds", type=int, default=1, help="runs of each cell; their mean counts")
+    add("--output", type=Path, default=Path("outputs/sweep.json"), help="machine and results")
+    add("--plot", type=Path, help="a PNG of the results")
+    args = parser.parse_args()
+    args.batch_sizes.sort()
+    args.machine = describe_machine()  # now, as a run has a command line of its own
+    for size in args.batch_sizes:
+        if args.samples % size:
+            fail(f"--samples {args.samples} does not divide by a batch of {size}")
+    return args
+
+
+# ---- runs ------------------------------------------------------------------------------------
+def train(samples, batch, lr, seed):
+    """Return the validation loss after a run of chapter 01, or None if it diverged."""
+    chapter, steps = load("01"), samples // batch
+    settings = f"""--device cpu --precision fp32 --seq-length {SEQ_LENGTH} --batch-size 64
+        --global-batch-size {batch} --num-steps {steps} --warmup-steps {max(1, steps // 10)}
+        --lr {lr} --seed {seed} --eval-samples {HELD_OUT} --config {MODEL}"""
+    sys.argv = ["train_llm.py", *settings.split()]
+    args, device = chapter.parse_args(), torch.device("cpu")
+    tokenizer, config = chapter.build_tokenizer_and_config(args)
+    train_set, held_out = chapter.build_data(args, tokenizer)
+    model = chapter.build_model(args, config)
+    optimizer = chapter.build_optimizer(args, model)
+    for step in range(1, steps + 1):
+        chapter.train_step(args, model, optimizer, train_set, step, device)
+    return None if optimizer.found_inf else chapter.evaluate(args, model, held_out, device)
+
+
+def sweep(args, cells, rows):
+    """Train the (batch, rate) pairs that have no row yet, seed by seed; write each down."""
+    for seed, (batch, lr) in product(range(args.seeds), cells):
+        cell = {"samples": args.samples, "batch": batch, "lr": lr, "seed": seed}
+        if any(cell.items() <= row.items() for row in rows):
+            continue
+        rows.append(cell | {"val_loss": train(**cell)})
+        told = rows[-1]["val_loss"]
+        loss = "diverged" if told is None else f"val_loss {told:.4f}"
+        print(f"batch {batch:<4} steps {args.samples // batch:<5} lr {lr:<7g} {loss}", flush=True)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        keep(args.output, args.machine, {"rows": rows})
+
+
+# ---- what they say ---------------------------------------------------------------------------
+def losses_of(rows):
+    """Return the mean validation loss by batch and rate, infinite where a seed diverged.
+
+    A rate that only some seeds were trained with is left out.
+    """
+    found, seeds = {}, {row["seed"] for row in rows}
+    for row in rows:
+        loss = float("inf") if row["val_loss"] is None else row["val_loss"]
+        found.setdefault(row["batch"], {}).setdefault(row["lr"], []).append(loss)
+    return {
+        batch: {lr: fmean(by_rate[lr]) for lr in sorted(by_rate) if len(by_rate[lr]) == len(seeds)}
+        for batch, by_rate in sorted(found.items())
+    }
+
+
+def scaled(losses):
+    """Return the rate of each rule and batch: the smallest batch's best rate, scaled."""
+    base = min(losses)
+    best = min(losses[base], key=losses[base].get)
+    return {
+        rule: {batch: float(f"{best * (batch / base) ** power:.3g}") for batch in losses}
+        for rule, power in RULES.items()
+    }
+
+
+def draw(losses, path):
+    """Write a PNG: loss over rate for each batch, and over the batch for each rule."""
+    figure = Figure(figsize=(9, 4), dpi=100, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for color, (batch, by_rate) in zip(COLORS, losses.items(), strict=False):
+        rates = [lr for lr in by_rate if by_rate[lr] < float("inf")]
+        best = min(by_rate, key=by_rate.get)
+        label = f"{batch} samples per step"
+        left.plot(rates, [by_rate[lr] for lr in rates], color=color, marker=".", label=label)
+        left.plot(best, by_rate[best], color=color, marker="o", ms=9)
+    left.set(xscale="log", xlabel="learning rate", ylabel="validation loss, nats per token")
+    left.set_title("each batch size has a rate of its own", fontsize=10)
+    best = {batch: min(by_rate, key=by_rate.get) for batch, by_rate in losses.items()}
+    styles = [("gray", "-"), (COLORS[4], "-"), ("black", "--"), ("black", ":")]
+    curves = scaled(losses) | {"best of all rates": best}
+    for (color, style), (rule, rates) in zip(styles, curves.items(), strict=True):
+        values = [losses[batch][lr] for batch, lr in rates.items()]
+        right.plot(list(rates), values, marker=".", color=color, ls=style, label=rule)
+    right.set(xscale="log", xlabel="samples per step; all runs take as many in total")
+    right.set_xticks(list(losses), list(losses), minor=False)
+    right.set_title("the smallest batch's best rate, scaled by three rules", fontsize=10)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#e6e6e6")
+        axes.legend(frameon=False, fontsize=8)
+    right.minorticks_off()
+    figure.savefig(path)
+
+
+def main():
+    """Train the grid, then what the rules ask for; say which rule lost how much."""
+    args = parse_args()
+    rows = json.loads(args.output.read_text())["rows"] if args.output.exists() else []
+    if any(row["samples"] != args.samples for row in rows):
+        fail(f"{args.output} has runs on {rows[0]['samples']} samples; choose another --output")
+    sweep(args, list(product(args.batch_sizes, args.lrs)), rows)
+    by_rule = scaled(losses_of(rows))
+    sweep(args, [cell for rates in by_rule.values() for cell in rates.items()], rows)
+    losses = losses_of(rows)
+    for rule, rates in by_rule.items():
+        told = "  ".join(f"{batch}: {losses[batch][lr]:.4f}" for batch, lr in rates.items())
+        print(f"{rule:14} {told}")
+    if args.plot:
+        draw(losses, args.plot)
+        print(f"drawn: {args.plot}")
+
+
+if __name__ == "__main__":
+    main()
