@@ -1,4 +1,4 @@
-"""Train a causal language model and track it: all ranks, nodes or one. Parent: 03-job-launchers.
+"""Train a causal language model, tracked by rank 0, each node or all. Parent: 03-job-launchers.
 
 Here:      torchrun --standalone --nproc-per-node 2 related-topics/tracking/train_llm.py \
                --wandb offline --wandb-ranks all
