@@ -42,7 +42,7 @@ def test_the_cells_run(tmp_path):
     """With `gpu` processes being two, and a smaller file of arguments; the curves are one."""
     lines = []
     for source in cells():
-        lines.append(f"({source.removeprefix('%%bash')})")
+        lines.append(f"({source.removeprefix('%%bash')}\n)")
         if "cat > try.args" in source:
             lines.append(f"printf '%s\\n' {SMALL!r} >> try.args")
     text = "\n".join(lines).replace("--nproc-per-node gpu", "--nproc-per-node 2")
