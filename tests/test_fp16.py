@@ -6,7 +6,17 @@ import re
 import pytest
 import torch
 
-from conftest import ROOT, SCRIPTS, SHORT, difference, metrics, prepared, run_jobs, run_well
+from conftest import (
+    ROOT,
+    SCRIPTS,
+    SHORT,
+    curves_of,
+    difference,
+    metrics,
+    prepared,
+    run_jobs,
+    run_well,
+)
 from test_nonfinite import tensors_of
 from test_resume import cut
 
@@ -24,7 +34,8 @@ def script(load, alone):
 
 def one_step(script, *words):
     """Return what a first step leaves: all tensors, its gradient norm, and the optimizer."""
-    args, model, optimizer, train_set, _ = prepared(script, *LINE, *words)
+    words = [*LINE, "--config", "num_hidden_layers=1", *words]
+    args, model, optimizer, train_set, _ = prepared(script, *words)
     before = [tensor.clone() for tensor in tensors_of(model, optimizer)]
     _, norm = script.train_step(args, model, optimizer, train_set, 1, DEVICE)
     return args, model, optimizer, train_set, before, norm
@@ -60,7 +71,7 @@ def test_small_gradients_do_not_become_zero(script):
     """Which is what the scale is for: without it fp16 loses some that fp32 has."""
     zeros = []
     for words in ([], FP16, [*FP16, "--init-scale", 1.0]):
-        _, model, optimizer, *_ = one_step(script, *words)
+        _, model, optimizer, *_ = one_step(script, *words, "--config", "num_hidden_layers=4")
         moments = [optimizer.state[weight]["exp_avg"] for weight in model.parameters()]
         zeros.append(sum(int((moment == 0).sum()) for moment in moments))
     assert zeros[0] == zeros[1] < zeros[2] - 20, zeros
@@ -103,50 +114,31 @@ def test_without_fp16_it_is_chapter_02(script):
 
 
 # ---- whole runs ------------------------------------------------------------------------------
-RUNS = {
-    "fp16@1": ["fp16", "--init-scale", 2.0**12],  # at which nothing overflows
-    "fp16@2": ["fp16", "--init-scale", 2.0**12],
-    "bf16@2": ["bf16"],
-    "fp32@2": ["fp32"],
-    "overflow@2": ["fp16", *TOO_LARGE],
-}
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """All runs, in folders of these names, and in `resumed` one that is continued."""
-    root = tmp_path_factory.mktemp("fp16")
-
-    def job(folder, name):
-        return "fp16", [*LINE, "--precision", *RUNS[name], "--save-dir", root, "-e", folder]
-
-    for ranks in (1, 2):
-        names = [name for name in RUNS if name.endswith(f"@{ranks}")]
-        run_well(ranks, [job(name, name) for name in names], root / f"jobs{ranks}")
-    cut(root / "overflow@2", 6, root / "resumed")
-    [[first, _]] = run_well(2, [job("resumed", "overflow@2")], root / "later")
-    assert "step-00000006" in first["stdout"]
-    return root
-
-
-@pytest.mark.slow
-def test_its_curve_is_that_of_other_precisions(runs):
+@pytest.mark.exhaustive
+def test_its_curve_is_that_of_other_precisions(tmp_path):
     """Nearer to fp32 than bf16 is: fp16 has three more bits for the digits of a number."""
-    curves = {name: metrics(runs / name) for name in RUNS}
+    fp16 = ("fp16", [*LINE, *FP16, "--init-scale", 2.0**12])  # at which nothing overflows
+    others = {name: ("fp16", [*LINE, "--precision", name]) for name in ("bf16", "fp32")}
+    curves = curves_of(tmp_path, {1: {"one": fp16}, 2: {"two": fp16} | others})
     losses = {"names": ["loss", "val_loss"]}
-    assert difference(curves["fp16@1"], curves["fp16@2"], **losses) < 5e-4
-    assert difference(curves["fp16@2"], curves["fp32@2"], **losses) < 5e-4
-    assert difference(curves["bf16@2"], curves["fp32@2"], **losses) < 5e-3
-    assert [row["loss_scale"] for row in list(curves["fp16@2"].values())[1:]] == [2.0**12] * 12
-    assert curves["fp16@2"][12]["loss"] < curves["fp16@2"][1]["loss"] - 0.5
+    assert difference(curves["one"], curves["two"], **losses) < 5e-4
+    assert difference(curves["two"], curves["fp32"], **losses) < 5e-4
+    assert difference(curves["bf16"], curves["fp32"], **losses) < 5e-3
+    assert [row["loss_scale"] for row in list(curves["two"].values())[1:]] == [2.0**12] * 12
+    assert curves["two"][12]["loss"] < curves["two"][1]["loss"] - 0.5
 
 
 @pytest.mark.slow
-def test_a_resume_is_bit_identical(runs):
+def test_a_resume_is_bit_identical(tmp_path):
     """The scale goes on as it was: if it began anew, the steps from 7 on would be skipped."""
-    whole, resumed = metrics(runs / "overflow@2"), metrics(runs / "resumed")
+    args = [*LINE, *FP16, *TOO_LARGE, "--save-dir", tmp_path, "-e"]
+    run_well(2, [("fp16", [*args, "whole"])], tmp_path / "jobs")
+    cut(tmp_path / "whole", 6, tmp_path / "later")
+    [[first, _]] = run_well(2, [("fp16", [*args, "later"])], tmp_path / "jobs")
+    assert "step-00000006" in first["stdout"]
+    whole, later = metrics(tmp_path / "whole"), metrics(tmp_path / "later")
     assert min(skipped(whole)) <= 6 < max(skipped(whole))
-    assert difference(whole, resumed, after=6, names=["loss", "val_loss", "loss_scale"]) == 0.0
+    assert difference(whole, later, after=6, names=["loss", "val_loss", "loss_scale"]) == 0.0
 
 
 def skipped(rows):
@@ -166,7 +158,7 @@ def test_all_ranks_skip_what_overflows_on_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cause", ["loss", "gradient"])
+@pytest.mark.parametrize("cause", ["loss", pytest.param("gradient", marks=pytest.mark.exhaustive)])
 def test_the_run_ends_at_the_next_line(tmp_path, cause):
     """On both ranks, though only rank 1 has what is not finite; step 3 is the last one saved."""
     args = [*LINE, *FP16, "--log-every", 5, "--checkpoint-every", 3, "--save-dir", tmp_path]

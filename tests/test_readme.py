@@ -23,7 +23,12 @@ MEASURED = {
     "peak_memory_gib",
     "mfu",
 }  # in no two runs the same
-LIVE = {"06-apart", "diagnosing-hang", "diagnosing-preflight"}  # nearly all there is measured
+LIVE = {
+    "06-apart",
+    "diagnosing-hang",
+    "diagnosing-preflight",
+    "fp16-check",
+}  # nearly all there is measured
 MODELS = {"Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"}
 HUB = {*MODELS, "roneneldan/TinyStories", "allenai/c4"}
 ADDERS = {"add", "add_argument"}  # how scripts declare their flags
