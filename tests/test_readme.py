@@ -24,6 +24,7 @@ MEASURED = {
     "mfu",
 }  # in no two runs the same
 LIVE = {"06-apart", "data-loading-watch", "diagnosing-hang", "diagnosing-preflight"}  # measured
+LIVE |= {"fp16-check"}
 MODELS = {"Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"}
 HUB = {*MODELS, "roneneldan/TinyStories", "allenai/c4"}
 ADDERS = {"add", "add_argument"}  # how scripts declare their flags
