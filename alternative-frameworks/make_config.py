@@ -9,6 +9,7 @@ It prints a file, or writes it with --output. It needs nothing but Python: a log
 
 import argparse
 import json
+import os
 import re
 import shlex
 import sys
@@ -38,9 +39,9 @@ def parse_args(words=None):
     add("--nodes", type=int, default=1, help="how many machines")
     add("--gpus-per-node", type=int, default=8, help="and ranks on each")
     add("--cpus-per-node", type=int, default=0, help="cores for them; 0: do not say")
-    add("--time-limit", default="24:00:00", help="days-hours:minutes:seconds")
-    add("--save-seconds", type=int, default=100, help="what a save may take at the end")
-    add("command", nargs="+", metavar="-- SCRIPT [ARGUMENTS]", help="what each rank runs")
+    add("--time-limit", help="of the whole job: hours:minutes:seconds, with days- before it or not")
+    add("--save-seconds", type=int, default=100, help="of these, for the last save")
+    add("run", nargs="+", metavar="SCRIPT", help="what each rank runs, and its arguments, after --")
 
     parser = argparse.ArgumentParser(**formatter)
     parser.error = fail
@@ -88,7 +89,7 @@ def flags_of_deepspeed(add):
 
 
 def deepspeed(args):
-    """Return DeepSpeed's JSON."""
+    """Write DeepSpeed's JSON."""
     if args.offload_optimizer != "none" and args.stage == 0:
         fail("--offload-optimizer: stage 0 splits nothing, so it offloads nothing; take 1, 2 or 3")
     if args.offload_params != "none" and args.stage != 3:
@@ -111,14 +112,94 @@ def deepspeed(args):
 
 
 # ---- launchers -------------------------------------------------------------------------------
+def seconds_of(args):
+    """Return --time-limit in seconds; Slurm would take 48:00 for minutes, which nobody means."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", args.time_limit)
+    if not found:
+        fail(f"--time-limit {args.time_limit}: write hours:minutes:seconds, such as 48:00:00")
+    days, hours, minutes, seconds = (int(number or 0) for number in found.groups())
+    limit = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if limit <= args.save_seconds + 20:
+        fail(f"--time-limit {args.time_limit}: --save-seconds {args.save_seconds} leaves no time")
+    return limit
+
+
+def checked(args):
+    """Return the command that each rank runs, in words of bash."""
+    if not Path(args.run[0]).is_file():
+        fail(f"{args.run[0]}: there is no such script; write -- SCRIPT ARGUMENTS at the end")
+    return shlex.join(args.run)
+
+
+def flags_of_launch(add):
+    """Declare what only commands that are typed need."""
+    add("--hosts", nargs="+", metavar="NAME", help="the machines, the first of them with rank 0")
+    add("--port", type=int, default=29400, help="where they meet, on the first")
+    launchers = ["torchrun", "deepspeed", "accelerate"]
+    add("--launcher", choices=launchers, default="torchrun", help="what starts the ranks")
+
+
 def launch(args):
-    """Return the commands that start a script on each node, by torchrun."""
-    raise NotImplementedError
+    """Print the commands that start a script on several machines."""
+    run, gpus = checked(args), args.gpus_per_node
+    hosts = args.hosts or [f"node{number + 1}" for number in range(args.nodes)]
+    before = []
+    if args.cpus_per_node:
+        before += [f"OMP_NUM_THREADS={max(1, args.cpus_per_node // gpus)}"]
+    if args.launcher == "deepspeed":
+        if args.time_limit:
+            fail("--time-limit: DeepSpeed's launcher passes no SIGTERM on; take another --launcher")
+        slots = shlex.join(f"{host} slots={gpus}" for host in hosts)
+        script = os.path.relpath(ROOT / "03-job-launchers/deepspeed/launch.sh")
+        command = " ".join([*before, f"MASTER_PORT={args.port}", script, "slots.txt", run])
+        return f"# on {hosts[0]}\nprintf '%s\\n' {slots} >slots.txt\n{command}\n"
+    before += ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]  # a restart may fail with a shared store
+    if args.time_limit:  # both launchers pass SIGTERM on, at which the ranks save and stop
+        before += [f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={args.save_seconds}"]
+        before += [f"timeout --signal=TERM {seconds_of(args) - args.save_seconds - 20}"]
+    if args.launcher == "torchrun":
+        meet = f"--nnodes {len(hosts)} --rdzv-backend c10d --rdzv-endpoint {hosts[0]}:{args.port}"
+        command = ["torchrun", meet if len(hosts) > 1 else "--standalone"]
+        command += [f"--nproc-per-node {gpus} --max-restarts 3", run]
+        return f"# on {', '.join(hosts)}\n{' '.join([*before, *command])}\n"
+    text = ""
+    for number, host in enumerate(hosts):
+        command = ["accelerate launch", f"--num_processes {len(hosts) * gpus}"]
+        if len(hosts) > 1:
+            command += [f"--num_machines {len(hosts)} --machine_rank {number}"]
+            command += [f"--main_process_ip {hosts[0]} --main_process_port {args.port}"]
+        text += f"# on {host}\n{' '.join([*before, *command, run])}\n"
+    return text
+
+
+def flags_of_slurm(add):
+    """Declare what only Slurm wants to know."""
+    add("--account", help="who pays")
+    add("--partition", help="which nodes")
+    add("--qos", help="which limits")
 
 
 def slurm(args):
-    """Return a job script for sbatch."""
-    raise NotImplementedError
+    """Write a job script for sbatch: train.sbatch, with its options filled in."""
+    args.time_limit = args.time_limit or "24:00:00"
+    seconds_of(args)
+    run, job = checked(args), os.path.relpath(SLURM)
+    options = {"nodes": args.nodes, "gpus-per-node": args.gpus_per_node}
+    options |= {"cpus-per-task": args.cpus_per_node, "time": args.time_limit}
+    options |= {name: getattr(args, name) for name in ("account", "partition", "qos")}
+    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
+    lines += re.findall(r"^#SBATCH .*", SLURM.read_text(), re.M)  # sbatch reads those of this file
+    lines = [
+        re.sub(r"(--signal=\S+@)\d+", rf"\g<1>{args.save_seconds + 20}", line) for line in lines
+    ]
+    return f"""\
+#!/usr/bin/env bash
+# Submit it with sbatch from this folder: the paths below begin here.
+{chr(10).join(lines)}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={args.save_seconds}
+exec bash {job} \\
+    {run}
+"""
 
 
 def main():
