@@ -23,6 +23,7 @@ import socket
 import sys
 import time
 import uuid
+import warnings
 from array import array
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -125,23 +126,25 @@ def parse_args():
 
 
 def settings_of(args):
-    """Return DeepSpeed's settings; a file must say of the batch and of bf16 what the flags say."""
-    settings = {"zero_optimization": {"stage": 2}, "torch_autocast": {"dtype": "bfloat16"}}
-    settings["torch_autocast"]["enabled"] = args.precision == "bf16"
-    batch = {"train_batch_size": args.global_batch_size, "gradient_clipping": args.max_grad_norm}
-    batch["train_micro_batch_size_per_gpu"] = args.micro_batch_size
-    batch["gradient_accumulation_steps"] = args.accumulation
+    """Return DeepSpeed's settings: those of the file, which must agree with the flags."""
+    autocast = {"enabled": args.precision == "bf16", "dtype": "bfloat16"}
+    settings = {"zero_optimization": {"stage": 2}, "torch_autocast": autocast}
     if args.deepspeed_config:
         try:
             settings = json.loads(Path(args.deepspeed_config).read_text())
         except (OSError, ValueError) as error:
             fail(f"--deepspeed-config {args.deepspeed_config}: {error}")
-    kinds = [settings.get(name, {}) for name in ("bf16", "torch_autocast")]
-    told = {"bf16": any(kind.get("enabled") for kind in kinds)} | settings
-    told["bf16"] = any(kind.get("enabled") for kind in kinds)
-    for name, value in (batch | {"bf16": args.precision == "bf16"}).items():
-        if told.get(name, value) != value:
-            fail(f"{args.deepspeed_config}: {name} is {told[name]}, but by the flags {value}")
+    batch = {"train_batch_size": args.global_batch_size, "gradient_clipping": args.max_grad_norm}
+    batch["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+    batch["gradient_accumulation_steps"] = args.accumulation
+    kinds = [settings.get(kind, {}) for kind in ("bf16", "torch_autocast")]
+    found = settings | {"precision": "bf16" if any(k.get("enabled") for k in kinds) else "fp32"}
+    for name, value in (batch | {"precision": args.precision}).items():
+        if found.get(name, value) != value:
+            told = f"{name} is {found[name]}, and by the flags {value}"
+            fail(f"--deepspeed-config {args.deepspeed_config}: {told}; write it anew with them")
+    if not settings.get("zero_optimization", {}).get("stage"):
+        fail(f"--deepspeed-config {args.deepspeed_config}: stage 0 tells no gradient norm; take 1")
     return settings | batch
 
 
@@ -175,6 +178,7 @@ def setup(args):
     if not sys.stderr.isatty():  # in a file, progress bars are noise
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, for what DeepSpeed calls
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # fail() reports its errors
     run_dir = Path(args.save_dir, args.experiment_name)
     try:
@@ -184,7 +188,8 @@ def setup(args):
     device = torch.device(args.device)
     if args.device != get_accelerator().device_name():
         fail(f"--device {args.device}: DeepSpeed needs DS_ACCELERATOR={args.device} to know of it")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # for CPUs: or it compiles it
+    if args.device == "cpu":  # or the first start would compile an all-reduce, for minutes
+        deepspeed.ops.__compatible_ops__ = {}
     if args.device == "cuda":
         index, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -194,7 +199,7 @@ def setup(args):
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)  # DDP: or else all ranks would put something on GPU 0
     backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.dist_timeout))
+    deepspeed.init_distributed(backend, timeout=timedelta(seconds=args.dist_timeout))
     if dist.get_rank() != 0:  # DDP: rank 0 speaks for all
         sys.stdout, args.wandb = open(os.devnull, "w"), "disabled"
     check_shared(run_dir)
