@@ -29,6 +29,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import SimpleNamespace
 
 import datasets
 import deepspeed
@@ -38,6 +39,7 @@ import transformers
 import wandb
 from datasets.fingerprint import Hasher
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
@@ -505,26 +507,43 @@ def load_checkpoint(args, run_dir, engine):
     checkpoints = sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)
     found = [checkpoints]
     dist.broadcast_object_list(found, group=patient_group())
+    settings = [dict(group) for group in engine.optimizer.param_groups]
     for checkpoint in found[0]:  # DDP: all ranks try those that rank 0 has found
+        compare_args(args, json.loads((checkpoint / "args.json").read_text()), checkpoint)
+        tag = "zero"
+        if len(list(checkpoint.glob("zero/*_optim_states.pt"))) != dist.get_world_size():
+            tag = to_universal(checkpoint)
+        engine._config.load_universal_checkpoint = tag != "zero"
         errors = [None] * dist.get_world_size()
         try:
-            before, error = json.loads((checkpoint / "args.json").read_text()), None
-            settings = [dict(group) for group in engine.optimizer.param_groups]
-            engine.load_checkpoint(checkpoint, "zero")
-        except Exception as reason:  # broken files raise many kinds
-            error = repr(reason)
+            error = engine.load_checkpoint(checkpoint, tag) and None
+        except Exception as broken:  # files that are broken raise many kinds
+            error = repr(broken)
         dist.all_gather_object(errors, error, group=patient_group())
         if any(errors):
             print(f"{checkpoint} cannot be read, so the one before is tried: {errors!r:.200}")
             continue
-        compare_args(args, before, checkpoint)
         for group, ours in zip(engine.optimizer.param_groups, settings, strict=True):
             group.update(ours, params=group["params"])  # as the command says, not as they were
+        engine.optimizer.clip_grad = args.max_grad_norm
         print(f"continuing from {checkpoint}")
         return int(checkpoint.name.removeprefix("step-"))
     if checkpoints:
         fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete them all to start anew")
     return 0
+
+
+@rank_first()
+def to_universal(checkpoint):
+    """Write a checkpoint anew for another number of ranks: a file per weight; return its tag."""
+    partial, universal = checkpoint / ".partial", checkpoint / "universal"
+    if not universal.exists():  # ZeRO: or else each rank finds but what had its number
+        options = {"input_folder": str(checkpoint / "zero"), "output_folder": str(partial)}
+        options |= {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+        shutil.rmtree(partial, ignore_errors=True)
+        ds_to_universal.main(SimpleNamespace(**options, strict=True, inject_missing_state=True))
+        partial.rename(universal)
+    return universal.name
 
 
 def compare_args(args, before, checkpoint):
