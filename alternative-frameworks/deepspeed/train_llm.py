@@ -145,7 +145,8 @@ def settings_of(args):
         if found.get(name, value) != value:
             told = f"{name} is {found[name]}, and by the flags {value}"
             fail(f"--deepspeed-config {args.deepspeed_config}: {told}; write it anew with them")
-    if not settings.get("zero_optimization", {}).get("stage"):
+    args.zero_stage = settings.get("zero_optimization", {}).get("stage", 0)
+    if args.zero_stage == 0:
         fail(f"--deepspeed-config {args.deepspeed_config}: stage 0 tells no gradient norm; take 1")
     return settings | batch
 
@@ -509,10 +510,11 @@ def load_checkpoint(args, run_dir, engine):
     dist.broadcast_object_list(found, group=patient_group())
     settings = [dict(group) for group in engine.optimizer.param_groups]
     for checkpoint in found[0]:  # DDP: all ranks try those that rank 0 has found
-        compare_args(args, json.loads((checkpoint / "args.json").read_text()), checkpoint)
-        tag = "zero"
-        if len(list(checkpoint.glob("zero/*_optim_states.pt"))) != dist.get_world_size():
-            tag = to_universal(checkpoint)
+        before = json.loads((checkpoint / "args.json").read_text())
+        compare_args(args, before, checkpoint)
+        ranks = len(list(checkpoint.glob("zero/*_optim_states.pt")))
+        same = [ranks, before["zero_stage"]] == [dist.get_world_size(), args.zero_stage]
+        tag = "zero" if same else to_universal(checkpoint)
         engine._config.load_universal_checkpoint = tag != "zero"
         errors = [None] * dist.get_world_size()
         try:
@@ -526,6 +528,8 @@ def load_checkpoint(args, run_dir, engine):
         for group, ours in zip(engine.optimizer.param_groups, settings, strict=True):
             group.update(ours, params=group["params"])  # as the command says, not as they were
         engine.optimizer.clip_grad = args.max_grad_norm
+        for state in engine.optimizer.optimizer.state.values():  # universal ZeRO-3 shares a counter
+            state["step"] = state["step"].clone()
         print(f"continuing from {checkpoint}")
         return int(checkpoint.name.removeprefix("step-"))
     if checkpoints:
