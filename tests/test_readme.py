@@ -51,7 +51,7 @@ def marked(block):
     second = (
         "## Check it" in before
         or "## Try" in before
-        or path.startswith(("benchmarks", "diagnosing-errors"))
+        or path.startswith(("alternative-frameworks", "benchmarks", "diagnosing-errors"))
         or not path.endswith("README.md")
     )
     return pytest.param(block, id=block.name, marks=[pytest.mark.exhaustive] * second)
