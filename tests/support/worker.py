@@ -41,6 +41,9 @@ def run(job):
             status = 1
     if dist.is_initialized():  # a job that failed left it, as a process that ends does
         dist.destroy_process_group()
+    if "deepspeed" in sys.modules:  # it would go on with the groups of this job
+        sys.modules["deepspeed.comm.comm"].cdb = None
+        sys.modules["deepspeed.utils.groups"]._release_process_group_references()
     return {"status": status, "stdout": out.getvalue(), "stderr": err.getvalue()}
 
 
