@@ -1,0 +1,217 @@
+"""Write what DeepSpeed, launchers and Slurm want to read, from the guide's own flags.
+
+Here:  python alternative-frameworks/make_config.py deepspeed --stage 2 --ranks 2
+       python alternative-frameworks/make_config.py launch --nodes 2 -- 04-fsdp/train_llm.py
+       python alternative-frameworks/make_config.py slurm --nodes 4 -- 04-fsdp/train_llm.py
+
+It prints a file, or writes it with --output. It needs nothing but Python: a login node will do.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SLURM = ROOT / "03-job-launchers/slurm/train.sbatch"
+
+
+def parse_args(words=None):
+    """Return the arguments of the subcommand, checked."""
+    formatter = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter, "allow_abbrev": False}
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("-o", "--output", help="the file to write; without it, print it")
+
+    # the guide's flags that a framework reads from a file
+    training = argparse.ArgumentParser(add_help=False, parents=[shared])
+    add = training.add_argument
+    add("--ranks", type=int, default=1, help="how many will train")
+    add("--global-batch-size", type=int, default=32, help="samples per optimizer step")
+    add("-b", "--batch-size", type=int, default=8, help="most samples per forward pass")
+    add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to it; 0: never")
+    add("--precision", choices=["bf16", "fp32"], default="bf16", help="of the forward pass")
+
+    machines = argparse.ArgumentParser(add_help=False, parents=[shared])
+    add = machines.add_argument
+    add("--nodes", type=int, default=1, help="how many machines")
+    add("--gpus-per-node", type=int, default=8, help="and ranks on each")
+    add("--cpus-per-node", type=int, default=0, help="cores for them; 0: do not say")
+    add("--time-limit", help="of the whole job: hours:minutes:seconds, with days- before it or not")
+    add("--save-seconds", type=int, default=100, help="of these, for the last save")
+    add("run", nargs="+", metavar="SCRIPT", help="what each rank runs, and its arguments, after --")
+
+    parser = argparse.ArgumentParser(**formatter)
+    parser.error = fail
+    commands = parser.add_subparsers(dest="write", required=True)
+    for write, parent in {deepspeed: training, launch: machines, slurm: machines}.items():
+        told = write.__doc__.partition("\n")[0]
+        command = commands.add_parser(
+            write.__name__, parents=[parent], help=told, description=told, **formatter
+        )
+        command.error = fail
+        command.set_defaults(write=write)
+        add_flags = globals().get(f"flags_of_{write.__name__}")
+        if add_flags:
+            add_flags(command.add_argument)
+    args = parser.parse_args(words)
+    for name, value in vars(args).items():
+        least = 0 if name in ("max_grad_norm", "stage", "cpus_per_node") else 1
+        if type(value) in (int, float) and not value >= least:
+            fail(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+    return args
+
+
+def fail(message):
+    """Stop because of what the user gave us: one line on stderr, exit status 2."""
+    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def split_batch(args):
+    """Return samples per forward pass and passes per step, as the chapters derive them."""
+    samples, rest = divmod(args.global_batch_size, args.ranks)
+    if rest:
+        fail(f"--global-batch-size {args.global_batch_size} does not divide by {args.ranks} ranks")
+    micro_batch_size = max(n for n in range(1, args.batch_size + 1) if samples % n == 0)
+    return micro_batch_size, samples // micro_batch_size
+
+
+# ---- frameworks ------------------------------------------------------------------------------
+def flags_of_deepspeed(add):
+    """Declare what only DeepSpeed has."""
+    add("--stage", type=int, choices=range(4), default=2, help="of ZeRO: what is split")
+    add("--offload-optimizer", choices=["none", "cpu"], default="none", help="states and step")
+    add("--offload-params", choices=["none", "cpu"], default="none", help="weights; stage 3 only")
+    add("--recompute", choices=["none", "full"], default="none", help="activations")
+
+
+def deepspeed(args):
+    """Write DeepSpeed's JSON."""
+    if args.offload_optimizer != "none" and args.stage == 0:
+        fail("--offload-optimizer: stage 0 splits nothing, so it offloads nothing; take 1, 2 or 3")
+    if args.offload_params != "none" and args.stage != 3:
+        fail(f"--offload-params: stage {args.stage} keeps all weights on each GPU; take 3")
+    micro_batch_size, accumulation = split_batch(args)
+    zero = {"stage": args.stage}
+    if args.offload_optimizer != "none":
+        zero["offload_optimizer"] = {"device": args.offload_optimizer}
+    if args.offload_params != "none":
+        zero["offload_param"] = {"device": args.offload_params}
+    config = {
+        "train_batch_size": args.global_batch_size,
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": args.max_grad_norm,
+        "bf16": {"enabled": args.precision == "bf16"},
+        "zero_optimization": zero,
+    }
+    return json.dumps(config, indent=2) + "\n"
+
+
+# ---- launchers -------------------------------------------------------------------------------
+def seconds_of(args):
+    """Return --time-limit in seconds; Slurm would take 48:00 for minutes, which nobody means."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", args.time_limit)
+    if not found:
+        fail(f"--time-limit {args.time_limit}: write hours:minutes:seconds, such as 48:00:00")
+    days, hours, minutes, seconds = (int(number or 0) for number in found.groups())
+    limit = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if limit <= args.save_seconds + 20:
+        fail(f"--time-limit {args.time_limit}: --save-seconds {args.save_seconds} leaves no time")
+    return limit
+
+
+def checked(args):
+    """Return the command that each rank runs, in words of bash."""
+    if not Path(args.run[0]).is_file():
+        fail(f"{args.run[0]}: there is no such script; write -- SCRIPT ARGUMENTS at the end")
+    return shlex.join(args.run)
+
+
+def flags_of_launch(add):
+    """Declare what only commands that are typed need."""
+    add("--hosts", nargs="+", metavar="NAME", help="the machines, the first of them with rank 0")
+    add("--port", type=int, default=29400, help="where they meet, on the first")
+    launchers = ["torchrun", "deepspeed", "accelerate"]
+    add("--launcher", choices=launchers, default="torchrun", help="what starts the ranks")
+
+
+def launch(args):
+    """Print the commands that start a script on several machines."""
+    run, gpus = checked(args), args.gpus_per_node
+    hosts = args.hosts or [f"node{number + 1}" for number in range(args.nodes)]
+    before = []
+    if args.cpus_per_node:
+        before += [f"OMP_NUM_THREADS={max(1, args.cpus_per_node // gpus)}"]
+    if args.launcher == "deepspeed":
+        if args.time_limit:
+            fail("--time-limit: DeepSpeed's launcher passes no SIGTERM on; take another --launcher")
+        slots = shlex.join(f"{host} slots={gpus}" for host in hosts)
+        script = os.path.relpath(ROOT / "03-job-launchers/deepspeed/launch.sh")
+        command = " ".join([*before, f"MASTER_PORT={args.port}", script, "slots.txt", run])
+        return f"# on {hosts[0]}\nprintf '%s\\n' {slots} >slots.txt\n{command}\n"
+    before += ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]  # a restart may fail with a shared store
+    if args.time_limit:  # both launchers pass SIGTERM on, at which the ranks save and stop
+        before += [f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={args.save_seconds}"]
+        before += [f"timeout --signal=TERM {seconds_of(args) - args.save_seconds - 20}"]
+    if args.launcher == "torchrun":
+        meet = f"--nnodes {len(hosts)} --rdzv-backend c10d --rdzv-endpoint {hosts[0]}:{args.port}"
+        command = ["torchrun", meet if len(hosts) > 1 else "--standalone"]
+        command += [f"--nproc-per-node {gpus} --max-restarts 3", run]
+        return f"# on {', '.join(hosts)}\n{' '.join([*before, *command])}\n"
+    text = ""
+    for number, host in enumerate(hosts):
+        command = ["accelerate launch", f"--num_processes {len(hosts) * gpus}"]
+        if len(hosts) > 1:
+            command += [f"--num_machines {len(hosts)} --machine_rank {number}"]
+            command += [f"--main_process_ip {hosts[0]} --main_process_port {args.port}"]
+        text += f"# on {host}\n{' '.join([*before, *command, run])}\n"
+    return text
+
+
+def flags_of_slurm(add):
+    """Declare what only Slurm wants to know."""
+    add("--account", help="who pays")
+    add("--partition", help="which nodes")
+    add("--qos", help="which limits")
+
+
+def slurm(args):
+    """Write a job script for sbatch: train.sbatch, with its options filled in."""
+    args.time_limit = args.time_limit or "24:00:00"
+    seconds_of(args)
+    run, job = checked(args), os.path.relpath(SLURM)
+    options = {"nodes": args.nodes, "gpus-per-node": args.gpus_per_node}
+    options |= {"cpus-per-task": args.cpus_per_node, "time": args.time_limit}
+    options |= {name: getattr(args, name) for name in ("account", "partition", "qos")}
+    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
+    lines += re.findall(r"^#SBATCH .*", SLURM.read_text(), re.M)  # sbatch reads those of this file
+    lines = [
+        re.sub(r"(--signal=\S+@)\d+", rf"\g<1>{args.save_seconds + 20}", line) for line in lines
+    ]
+    return f"""\
+#!/usr/bin/env bash
+# Submit it with sbatch from this folder: the paths below begin here.
+{chr(10).join(lines)}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={args.save_seconds}
+exec bash {job} \\
+    {run}
+"""
+
+
+def main():
+    """Write what the subcommand makes."""
+    args = parse_args()
+    text = args.write(args)
+    if args.output:
+        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.output).write_text(text)
+    else:
+        print(text, end="")
+
+
+if __name__ == "__main__":
+    main()
