@@ -144,9 +144,6 @@ def adopt_config(args):
         except Exception as error:
             fail(f"--accelerate-config {args.accelerate_config}: {error}")
         os.environ |= prepare_multi_gpu_env(config)
-        os.environ["ACCELERATE_USE_DEEPSPEED"] = str(config.use_deepspeed).lower()
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        fail("Accelerate was told to use DeepSpeed: take alternative-frameworks/deepspeed for it")
     told = os.environ.get("ACCELERATE_MIXED_PRECISION", "none")
     meant = {"bf16": "bf16", "no": "fp32", "none": args.precision}.get(told)
     if meant is None or args.precision not in ("auto", meant):

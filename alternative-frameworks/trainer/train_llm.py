@@ -138,9 +138,6 @@ def adopt_config(args):
         except Exception as error:
             fail(f"--accelerate-config {args.accelerate_config}: {error}")
         os.environ |= prepare_multi_gpu_env(config)
-        os.environ["ACCELERATE_USE_DEEPSPEED"] = str(config.use_deepspeed).lower()
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        fail("Accelerate was told to use DeepSpeed: take alternative-frameworks/deepspeed for it")
     told = os.environ.get("ACCELERATE_MIXED_PRECISION", "none")
     meant = {"bf16": "bf16", "no": "fp32", "none": args.precision}.get(told)
     if meant is None or args.precision not in ("auto", meant):
@@ -427,19 +424,19 @@ class Guide(transformers.TrainerCallback):
     def __init__(self, args, run_dir, run, start):
         self.args, self.run_dir, self.run = args, run_dir, run
         self.since = start, None  # the speed of the first interval is unknown, as it compiles
-        self.stops, self.fresh = stop_requests(run_dir), True
+        self.stops, self.reported = stop_requests(run_dir), False
 
     def on_train_begin(self, args, state, control, optimizer, lr_scheduler, **_):
         """Take the settings from the command: the Trainer has restored those of the checkpoint."""
         state.compute_steps(args, args.max_steps)
         lr_scheduler.base_lrs = [args.learning_rate for _ in lr_scheduler.base_lrs]
-        for group, factor in zip(optimizer.param_groups, lr_scheduler.lr_lambdas, strict=True):
-            group["lr"] = args.learning_rate * factor(lr_scheduler.last_epoch)
-            group["weight_decay"] = args.weight_decay if group["weight_decay"] else 0.0
+        factor = lr_scheduler.lr_lambdas[0](lr_scheduler.last_epoch)
+        for group, decay in zip(optimizer.param_groups, [args.weight_decay, 0.0], strict=True):
+            group |= {"lr": args.learning_rate * factor, "weight_decay": decay}
 
     def on_step_begin(self, _, state, control, **__):
-        if not self.fresh:
-            self.since, self.fresh = (state.global_step, time.perf_counter()), True
+        if self.reported:
+            self.since, self.reported = (state.global_step, time.perf_counter()), False
         self.stop, self.loss = next(self.stops), torch.zeros((), device=self.args.device)
         torch.manual_seed(mix(self.args.seed, state.global_step + 1, dist.get_rank()))
 
@@ -455,7 +452,7 @@ class Guide(transformers.TrainerCallback):
                 fail(f"{told} was not finite; nothing was saved")
             logs = logs | {"step": state.global_step, "loss": self.loss}
             self.row = measure(self.args, model, logs, self.since)
-            self.fresh = False
+            self.reported = True
         elif "eval_loss" in logs:
             row = {"step": state.global_step} if state.global_step == 0 else self.row
             self.row = row | {"val_loss": logs["eval_loss"]}
@@ -473,7 +470,11 @@ def build_trainer(args, run_dir, guide, model, train_set, held_out):
     sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     if args.device == "cpu":  # where Accelerate would do DDP instead, and not say so
         kind = DistributedType.MULTI_GPU if sharded else DistributedType.MULTI_CPU
-        kind = DistributedType.DEEPSPEED if args.deepspeed_config else kind
+        if args.deepspeed_config:
+            import deepspeed
+
+            kind = DistributedType.DEEPSPEED
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it compiles it
         PartialState(cpu=True).distributed_type = kind
     most, ranks = args.micro_batch_size, dist.get_world_size()
     settings = transformers.TrainingArguments(
@@ -592,6 +593,7 @@ def export_model(args, run_dir, trainer, tokenizer):
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if dist.get_rank() != 0:
         return
+    trainer.model.config.use_cache = True  # Trainer: it has turned that off, for generation too
     trainer.model.save_pretrained(partial, state_dict=weights)
     tokenizer.save_pretrained(partial)
     publish(args, partial, run_dir / "model")
