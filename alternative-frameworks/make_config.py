@@ -85,31 +85,41 @@ def split_batch(args):
 def flags_of_deepspeed(add):
     """Declare what only DeepSpeed has."""
     add("--stage", type=int, choices=range(4), default=2, help="of ZeRO: what is split")
-    add("--offload-optimizer", choices=["none", "cpu"], default="none", help="states and step")
+    add("--weights", choices=["fp32", "bf16"], default="fp32", help="on the device, under bf16")
+    add("--offload-optimizer", choices=["none", "cpu"], default="none", help="its states and step")
     add("--offload-params", choices=["none", "cpu"], default="none", help="weights; stage 3 only")
     add("--recompute", choices=["none", "full"], default="none", help="activations")
 
 
 def deepspeed(args):
     """Write DeepSpeed's JSON."""
-    if args.offload_optimizer != "none" and args.stage == 0:
-        fail("--offload-optimizer: stage 0 splits nothing, so it offloads nothing; take 1, 2 or 3")
-    if args.offload_params != "none" and args.stage != 3:
-        fail(f"--offload-params: stage {args.stage} keeps all weights on each GPU; take 3")
+    if args.stage == 0:
+        fail("--stage 0: that is DDP, of which DeepSpeed tells no gradient norm; take 1, or 02-ddp")
+    if args.offload_params == "cpu" and args.stage != 3:
+        fail(f"--offload-params cpu: stage {args.stage} leaves all weights on each GPU; take 3")
+    if args.weights == "bf16" and args.precision != "bf16":
+        fail("--weights bf16: the forward pass would be in bf16 too; add --precision bf16")
     micro_batch_size, accumulation = split_batch(args)
-    zero = {"stage": args.stage}
-    if args.offload_optimizer != "none":
-        zero["offload_optimizer"] = {"device": args.offload_optimizer}
-    if args.offload_params != "none":
-        zero["offload_param"] = {"device": args.offload_params}
     config = {
         "train_batch_size": args.global_batch_size,
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": args.max_grad_norm,
-        "bf16": {"enabled": args.precision == "bf16"},
-        "zero_optimization": zero,
+        "zero_optimization": {"stage": args.stage},
     }
+    if args.weights == "bf16":  # the optimizer keeps fp32 weights
+        config["bf16"] = {"enabled": True}
+        if args.stage > 1:  # stage 1 would write checkpoints that zero_to_fp32 cannot read
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
+    elif args.precision == "bf16":
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    if args.offload_optimizer == "cpu":
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        config["zero_force_ds_cpu_optimizer"] = False  # torch's AdamW, which need not be compiled
+    if args.offload_params == "cpu":
+        config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    if args.recompute == "full":
+        config["activation_checkpointing"] = {"partition_activations": False}
     return json.dumps(config, indent=2) + "\n"
 
 

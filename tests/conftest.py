@@ -20,6 +20,8 @@ from fork_server import Server, settings
 from readme import commands
 
 SCRIPTS = chapters()
+# Chapters in a framework that may not be installed: test_frameworks_*.py test them.
+FRAMEWORKS = {name for name, path in SCRIPTS.items() if "alternative-frameworks" in path.parts}
 SERVER = Server()
 # A run of seconds: 20 steps, every one of them logged.
 SHORT = (

@@ -1,0 +1,684 @@
+"""Train a causal language model with DeepSpeed's ZeRO. Parent: 03-job-launchers.
+
+Here:      torchrun --standalone --nproc-per-node 2 alternative-frameworks/deepspeed/train_llm.py
+For real:  sbatch --nodes 4 --gpus-per-node 8 03-job-launchers/slurm/train.sbatch \
+               alternative-frameworks/deepspeed/train_llm.py --deepspeed-config zero3.json \
+               -m meta-llama/Llama-3.2-1B -d roneneldan/TinyStories \
+               -s 2048 --global-batch-size 64 --num-steps 5000 --compile
+"""
+
+import argparse
+import ctypes
+import functools
+import hashlib
+import json
+import math
+import os
+import re
+import resource
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import time
+import uuid
+import warnings
+from array import array
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from pydoc_data.topics import topics
+from types import SimpleNamespace
+
+import datasets
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+import wandb
+from datasets.fingerprint import Hasher
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from torch.distributed.elastic.multiprocessing.errors import record
+from tqdm import tqdm
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.initialization import no_init_weights
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+LAUNCHERS = [  # the variables in which each tells a process its rank, world size and local rank
+    ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun, deepspeed
+    [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK")],  # mpirun of Open MPI
+    ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],  # mpirun of MPICH
+    ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],  # srun
+]
+
+
+def parse_args():
+    """Return the arguments, checked as far as that needs no data, and the batch split up."""
+    adopt_launcher()
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(formatter_class=formatter, fromfile_prefix_chars="@")
+    parser.allow_abbrev = False
+    parser.convert_arg_line_to_args = lambda line: shlex.split(line, comments=True)
+    parser.error = fail
+    chapter = Path(__file__).resolve().parent.name
+    add = parser.add_argument
+
+    add("-m", "--model-name", default="tiny", help="hub id, folder, or tiny: a built-in Llama")
+    add("--config", nargs="+", default=[], metavar="NAME=VALUE", help="change its configuration")
+    add("--pretrained", action="store_true", help="start from published weights, not random ones")
+
+    add("-d", "--dataset-name", default="pydoc", help="hub id, folder, .txt/.jsonl/.csv/.parquet")
+    add("--dataset-subset", help="the configuration, of a hub dataset that has several")
+    add("--text-column", default="text", help="the column that holds the text")
+    add("-s", "--seq-length", type=int, default=256, help="tokens per sample")
+
+    add("--global-batch-size", type=int, default=32, help="samples per optimizer step")
+    add("-b", "--batch-size", type=int, default=8, help="most samples per forward pass")
+    add("--num-steps", type=int, default=100, help="optimizer steps in the whole run")
+    add("--lr", type=float, default=1e-3, help="learning rate after the warmup")
+    add("--warmup-steps", type=int, default=10, help="steps in which the learning rate rises")
+    add("--weight-decay", type=float, default=0.1, help="for matrices, not for vectors")
+    add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to it; 0: never")
+    add("--seed", type=int, default=0, help="for weights, data order and dropout")
+
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if there")
+    add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 on cuda")
+    add("--compile", action="store_true", help="compile the layers and the loss")
+    add("--deepspeed-config", help="what make_config.py deepspeed has written; without it, ZeRO-2")
+
+    add("-e", "--experiment-name", default=chapter, help="the run's folder under --save-dir")
+    add("--save-dir", default="outputs", help="where runs are kept")
+    add("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
+    add("--keep-checkpoints", type=int, default=2, help="how many stay on disk")
+    add("--eval-every", type=int, default=50, help="steps between evaluations")
+    add("--eval-samples", type=int, default=64, help="how many samples are held out for them")
+    add("--log-every", type=int, default=10, help="steps between log lines")
+    add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="mode")
+    add("--dist-timeout", type=int, default=600, help="seconds that a rank waits for the others")
+
+    args = parser.parse_args()
+    may_be_zero = ["lr", "warmup_steps", "weight_decay", "max_grad_norm", "seed"]
+    for name, value in vars(args).items():
+        least = 0 if name in may_be_zero else 2 if name == "seq_length" else 1
+        if type(value) in (int, float) and not value >= least:  # in this form it refuses NaN too
+            fail(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+    if args.pretrained and args.model_name == "tiny":
+        fail("--pretrained: there are no published weights of tiny; name a model with -m")
+    if args.device == "auto":
+        args.device = "cuda" if has_gpu() else "cpu"
+    if args.device == "cuda" and not torch.cuda.is_available():
+        fail(f"torch {torch.__version__} finds no GPU that works; to do without, pass --device cpu")
+    if args.precision == "auto":  # GPUs before 8.0 have no units for bf16 and emulate it slowly
+        fast = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+        args.precision = "bf16" if fast else "fp32"
+    if not {"LOCAL_RANK", "MASTER_ADDR"} <= os.environ.keys():
+        fail("start this with a launcher; mpirun needs -x MASTER_ADDR=... -x MASTER_PORT=... too")
+    world_size = int(os.environ["WORLD_SIZE"])
+    samples, rest = divmod(args.global_batch_size, world_size)
+    if rest:
+        fail(f"--global-batch-size {args.global_batch_size} does not divide by {world_size} ranks")
+    args.micro_batch_size = max(n for n in range(1, args.batch_size + 1) if samples % n == 0)
+    args.accumulation = samples // args.micro_batch_size
+    args.wandb_id = uuid.uuid4().hex[:8]
+    args.deepspeed = settings_of(args)
+    return args
+
+
+def settings_of(args):
+    """Return DeepSpeed's settings: those of the file, which must agree with the flags."""
+    autocast = {"enabled": args.precision == "bf16", "dtype": "bfloat16"}
+    settings = {"zero_optimization": {"stage": 2}, "torch_autocast": autocast}
+    if args.deepspeed_config:
+        try:
+            settings = json.loads(Path(args.deepspeed_config).read_text())
+        except (OSError, ValueError) as error:
+            fail(f"--deepspeed-config {args.deepspeed_config}: {error}")
+    batch = {"train_batch_size": args.global_batch_size, "gradient_clipping": args.max_grad_norm}
+    batch["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+    batch["gradient_accumulation_steps"] = args.accumulation
+    kinds = [settings.get(kind, {}) for kind in ("bf16", "torch_autocast")]
+    found = settings | {"precision": "bf16" if any(k.get("enabled") for k in kinds) else "fp32"}
+    for name, value in (batch | {"precision": args.precision}).items():
+        if found.get(name, value) != value:
+            told = f"{name} is {found[name]}, and by the flags {value}"
+            fail(f"--deepspeed-config {args.deepspeed_config}: {told}; write it anew with them")
+    if not settings.get("zero_optimization", {}).get("stage"):
+        fail(f"--deepspeed-config {args.deepspeed_config}: stage 0 tells no gradient norm; take 1")
+    return settings | batch
+
+
+def adopt_launcher():
+    """Set the variables that torchrun sets to what another launcher tells this process."""
+    for names in LAUNCHERS:
+        if all(name in os.environ for name in names):
+            os.environ |= zip(LAUNCHERS[0], [os.environ[name] for name in names], strict=True)
+            break
+    if "SLURM_STEP_NODELIST" in os.environ:  # rank 0 is on the first of nodes like gpu[03-07,12]
+        nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
+        step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
+        os.environ.setdefault("MASTER_ADDR", nodes.split(",")[0])
+        os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))  # of this step alone
+
+
+def has_gpu():
+    """Return whether this process was given a GPU, even if torch cannot use it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible in ("", "-1"):
+        return False  # hidden on purpose
+    driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
+    return driver or visible or "SLURM_GPUS_ON_NODE" in os.environ or torch.cuda.is_available()
+
+
+def setup(args):
+    """Join the process group; return this rank's device and the run's folder."""
+    if sys.platform == "linux":  # DDP: no rank outlives torchrun, or two runs would share a folder
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    sys.stdout.reconfigure(line_buffering=True)
+    if not sys.stderr.isatty():  # in a file, progress bars are noise
+        datasets.disable_progress_bars()
+        transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, for what DeepSpeed calls
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # fail() reports its errors
+    run_dir = Path(args.save_dir, args.experiment_name)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--save-dir {args.save_dir}: {error}")
+    device = torch.device(args.device)
+    if args.device != get_accelerator().device_name():
+        fail(f"--device {args.device}: DeepSpeed needs DS_ACCELERATOR={args.device} to know of it")
+    if args.device == "cpu":  # or the first start would compile an all-reduce, for minutes
+        deepspeed.ops.__compatible_ops__ = {}
+    if args.device == "cuda":
+        index, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+            index = 0  # srun --gpus-per-task=1 shows each task a GPU of its own, and no other
+        if index >= gpus:
+            fail(f"local rank {index} has no GPU: torch sees {gpus} here")
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)  # DDP: or else all ranks would put something on GPU 0
+    backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
+    deepspeed.init_distributed(backend, timeout=timedelta(seconds=args.dist_timeout))
+    if dist.get_rank() != 0:  # DDP: rank 0 speaks for all
+        sys.stdout, args.wandb = open(os.devnull, "w"), "disabled"
+    check_shared(run_dir)
+    print(f"training on {device} in {args.precision}")
+    return device, run_dir
+
+
+@functools.cache
+def patient_group():
+    """Return a group of all ranks for waits that may take hours; others give up in minutes."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
+
+
+@contextmanager
+def rank_first():
+    """Let rank 0 do this first, then one rank of each node, then the rest: they find it done."""
+    turn = 0 if dist.get_rank() == 0 else 1 if os.environ["LOCAL_RANK"] == "0" else 2
+    for number in range(3):
+        if number == turn:
+            yield
+            continue
+        try:
+            dist.barrier(group=patient_group())
+        except RuntimeError as error:  # DDP: that rank says why, and torchrun ends us meanwhile
+            time.sleep(10)
+            sys.exit(f"another rank has failed: {error}")
+
+
+def check_shared(run_dir):
+    """Stop if a node does not see what rank 0 writes to the run's folder."""
+    probe = [run_dir / f".probe-{uuid.uuid4().hex}"]
+    if dist.get_rank() == 0:
+        probe[0].touch()
+    dist.broadcast_object_list(probe, group=patient_group())
+    here = None if probe[0].exists() else socket.gethostname()
+    blind = [None] * dist.get_world_size()
+    dist.all_gather_object(blind, here, group=patient_group())
+    if dist.get_rank() == 0:
+        probe[0].unlink()
+    if hosts := set(blind) - {None}:
+        fail(f"--save-dir: {', '.join(hosts)} cannot see what rank 0 writes to {run_dir.resolve()}")
+
+
+def stop_requests(run_dir):
+    """Yield before each step whether a rank was asked to stop: by a signal, or rank 0 by a file.
+
+    All ranks get the same answer, of the exchange that they began a step ago: no rank waits.
+    """
+    received = []
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, lambda number, _: received.append(number))
+    (run_dir / "stop").unlink(missing_ok=True)  # it was meant for the run before
+    stop = False
+    while True:
+        asked = received or (dist.get_rank() == 0 and (run_dir / "stop").exists())
+        answer = torch.tensor(bool(asked), dtype=torch.int32)
+        exchange = dist.all_reduce(answer, dist.ReduceOp.MAX, patient_group(), async_op=True)
+        yield stop
+        exchange.wait()
+        stop = bool(answer)
+
+
+def fail(message):
+    """Stop because of what the user gave us: one line on stderr, exit status 2."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(10)  # DDP: rank 0 says it and torchrun ends us, or only we have this fault
+    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def mix(*numbers):
+    """Return one 64-bit seed made of several numbers; sums would collide, as 1 + 2 and 2 + 1."""
+    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little")
+
+
+# ---- model -----------------------------------------------------------------------------------
+@rank_first()
+def build_tokenizer_and_config(args):
+    """Return the tokenizer and the configuration of `--model-name`, changed by `--config`."""
+    try:
+        if args.model_name == "tiny":
+            tokenizer = transformers.ByT5Tokenizer()  # a token is a byte, so it needs no files
+            shape = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
+            shape |= {"num_attention_heads": 4, "vocab_size": len(tokenizer)}
+            ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+            config = transformers.LlamaConfig(**shape, **ids)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+            config = AutoConfig.from_pretrained(args.model_name)
+        if args.config:
+            config.update_from_string(",".join(args.config))
+            values = config.to_dict()
+            values.pop("layer_types", None)  # which follow from the number of layers
+            config = config.from_dict(values)
+    except Exception as error:  # each wrong type in a configuration has a kind of its own
+        fail(f"--model-name {' '.join([args.model_name, *args.config])}: {error}")
+    longest = getattr(config, "max_position_embeddings", None) or args.seq_length
+    if args.seq_length > longest:
+        fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {longest} tokens")
+    if tokenizer.eos_token_id is None or not 1 < len(tokenizer) <= config.vocab_size:
+        told = f"{len(tokenizer)} tokens for {config.vocab_size} embeddings"
+        fail(f"--model-name {args.model_name}: its tokenizer has no end of text, or {told}")
+    return tokenizer, config
+
+
+def build_model(args, config):
+    """Return the model with float32 weights on the CPU, equal for equal seeds on any device."""
+    torch.manual_seed(args.seed)
+    if args.pretrained:
+        model = AutoModelForCausalLM.from_pretrained(
+            args.model_name, config=config, dtype=torch.float32
+        )
+    else:
+        with no_init_weights():  # what constructors draw is drawn below; what they set stays
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.init_weights()
+    if not layers_of(model):
+        fail(f"--model-name {args.model_name}: transformers does not say which its layers are")
+    model.train()
+
+    # To build a mask, transformers makes the host wait for the device in every forward pass, and
+    # for an attention under a name of our own it builds none: plain causal attention needs none.
+    window = getattr(config, "sliding_window", None) or args.seq_length
+    plain = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
+    if plain and args.seq_length <= window:
+        AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
+        model.set_attn_implementation("causal_sdpa")
+
+    if "activation_checkpointing" in args.deepspeed:
+        deepspeed.checkpointing.configure(None, deepspeed_config=args.deepspeed)
+        model._set_gradient_checkpointing(True, deepspeed.checkpointing.checkpoint)
+    if args.compile:  # in place, so that the weights keep their names; each shape by itself
+        for layer in layers_of(model):
+            layer.compile(dynamic=False)
+        model.loss_function = torch.compile(model.loss_function, dynamic=False)
+    return model
+
+
+def layers_of(model):
+    """Return the decoder layers: transformers names their class as one not to be split."""
+    return [part for part in model.modules() if type(part).__name__ in model._no_split_modules]
+
+
+def build_optimizer(args, model):
+    """Return AdamW, which decays the matrices and leaves norms and biases alone."""
+    matrices = [weight for weight in model.parameters() if weight.ndim >= 2]
+    vectors = [weight for weight in model.parameters() if weight.ndim < 2]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
+    )
+
+
+def lr_at(args, step):
+    """Return the learning rate of `step` (1 is the first): linear warmup, cosine to a tenth."""
+    if step <= args.warmup_steps:
+        return args.lr * step / args.warmup_steps
+    progress = (step - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
+    return args.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+# ---- data ------------------------------------------------------------------------------------
+@rank_first()
+def build_data(args, tokenizer):
+    """Return training and held-out samples, int32 of [samples, `--seq-length`], memory-mapped."""
+    path = token_file(args, tokenizer)
+    num_samples = path.stat().st_size // 4 // args.seq_length
+    training = num_samples - args.eval_samples
+    if training < 1:
+        made = f"{args.dataset_name} makes {num_samples} samples of {args.seq_length} tokens"
+        fail(f"--dataset-name {made}, too few to hold {args.eval_samples} out and train on others")
+    tokens = torch.from_file(str(path), size=num_samples * args.seq_length, dtype=torch.int32)
+    return tokens.view(num_samples, -1).split([training, args.eval_samples])
+
+
+def token_file(args, tokenizer):
+    """Return a file of all tokens, int32: the documents, with an end-of-text token after each."""
+    documents = load_documents(args)
+    key = Hasher.hash([documents.cache_files, args.text_column, tokenizer])
+    path = Path(datasets.config.HF_DATASETS_CACHE, f"{key}.tokens")
+    if path.exists():
+        return path
+    partial = path.with_suffix(f".{uuid.uuid4().hex}")
+    with open(partial, "wb") as file:
+        for batch in tqdm(documents.iter(1000), "tokenizing", disable=None):
+            texts = [text or "" for text in batch[args.text_column]]
+            for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+                array("i", [*ids, tokenizer.eos_token_id]).tofile(file)
+    return partial.rename(path)
+
+
+def load_documents(args):
+    """Return a dataset with a document per row."""
+    name = args.dataset_name
+    formats = {".txt": "text", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+    reader = formats.get(Path(name).suffix)
+    options = {"data_files": name} if reader else {"name": args.dataset_subset}
+    if reader == "text" or any(Path(name).glob("*.txt")):
+        options["sample_by"] = "paragraph"  # blank lines separate documents
+    try:
+        if name == "pydoc":
+            documents = datasets.Dataset.from_generator(
+                lambda: ({"text": text} for text in topics.values())
+            )
+        else:
+            documents = datasets.load_dataset(reader or name, split="train", **options)
+    except Exception as error:  # datasets has dozens of kinds, many with the reason in the cause
+        fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'it is empty'}")
+    types = {column: str(getattr(of, "dtype", of)) for column, of in documents.features.items()}
+    if types.get(args.text_column) not in ("string", "large_string"):
+        fail(f"--text-column {args.text_column}: not a column of text; {name} has {types}")
+    return documents
+
+
+@functools.lru_cache(maxsize=2)
+def order_of(seed, epoch, num_samples):
+    """Return the order of all samples in an epoch: another one in each."""
+    generator = torch.Generator().manual_seed(mix(seed, epoch))
+    return torch.randperm(num_samples, generator=generator)
+
+
+def batch_at(args, samples, step, micro_step, device):
+    """Return a micro-batch, int64 of [samples, `--seq-length`]: the step alone says which."""
+    size = args.micro_batch_size * dist.get_world_size()
+    first = ((step - 1) * args.accumulation + micro_step) * size
+    positions = range(first + dist.get_rank(), first + size, dist.get_world_size())
+    places = [divmod(position, len(samples)) for position in positions]
+    ids = [order_of(args.seed, epoch, len(samples))[place] for epoch, place in places]
+    batch = samples[torch.stack(ids)].long()
+    return batch.pin_memory().to(device, non_blocking=True) if args.device == "cuda" else batch
+
+
+# ---- one step --------------------------------------------------------------------------------
+def loss_of(args, model, batch):
+    """Return the mean loss of predicting each token of `batch` from those before it."""
+    return model(input_ids=batch, labels=batch, use_cache=False).loss
+
+
+def train_step(args, engine, train_set, step, device):
+    """Take one optimizer step; return loss and gradient norm as they lie on the device."""
+    torch.manual_seed(mix(args.seed, step, dist.get_rank()))
+    total = torch.zeros((), device=device)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr_at(args, step)
+    for micro_step in range(args.accumulation):
+        batch = batch_at(args, train_set, step, micro_step, device)
+        loss = loss_of(args, engine, batch)
+        total += engine.backward(loss).detach()  # ZeRO: divides by the number of micro-batches
+        engine.step()  # ZeRO: only with the last of them it reduces, clips and updates
+    return total, torch.as_tensor(engine.get_global_grad_norm())
+
+
+@torch.no_grad()
+def evaluate(args, model, held_out, device):
+    """Return the mean loss of the held-out samples."""
+    model.eval()
+    total = torch.zeros((), device=device)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rounds = math.ceil(len(held_out) / (args.micro_batch_size * world_size))
+    for batch in held_out.tensor_split(rounds * world_size)[rank::world_size]:
+        some = batch if len(batch) else held_out[:1]  # DDP: all ranks do as many forward passes
+        total += loss_of(args, model, some.long().to(device)) * len(batch)
+    model.train()
+    dist.all_reduce(total)
+    return (total / len(held_out)).item()
+
+
+# ---- checkpoint ------------------------------------------------------------------------------
+def partial_of(folder):
+    """Return an empty folder in which to write what shall appear as `folder`."""
+    partial = folder.with_name(".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # a kill may have left it
+    partial.mkdir(parents=True, exist_ok=True)
+    return partial
+
+
+def publish(args, partial, folder):
+    """Give a folder its name, once all of it is on the disk; delete the oldest checkpoints."""
+    for path in (*partial.rglob("*"), partial):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    shutil.rmtree(folder, ignore_errors=True)  # it could not be read, or is an older model
+    partial.rename(folder)
+    until_now = [old for old in sorted(folder.parent.glob("step-????????")) if old <= folder]
+    for old in until_now[: -args.keep_checkpoints]:
+        shutil.rmtree(old.rename(partial))  # a kill leaves no half of it under its name
+
+
+def save_checkpoint(args, run_dir, engine, step):
+    """Save all that is not a function of the step."""
+    checkpoint = run_dir / f"checkpoints/step-{step:08}"
+    partial = checkpoint.with_name(".partial")
+    if dist.get_rank() == 0:
+        (partial_of(checkpoint) / "args.json").write_text(json.dumps(vars(args)))
+    engine.save_checkpoint(partial, "zero")  # ZeRO: each rank writes its part, after rank 0
+    if dist.get_rank() == 0:
+        publish(args, partial, checkpoint)
+
+
+def load_checkpoint(args, run_dir, engine):
+    """Restore the newest checkpoint that can be read; return its step, which is 0 for a new run."""
+    checkpoints = sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)
+    found = [checkpoints]
+    dist.broadcast_object_list(found, group=patient_group())
+    settings = [dict(group) for group in engine.optimizer.param_groups]
+    for checkpoint in found[0]:  # DDP: all ranks try those that rank 0 has found
+        compare_args(args, json.loads((checkpoint / "args.json").read_text()), checkpoint)
+        tag = "zero"
+        if len(list(checkpoint.glob("zero/*_optim_states.pt"))) != dist.get_world_size():
+            tag = to_universal(checkpoint)
+        engine._config.load_universal_checkpoint = tag != "zero"
+        errors = [None] * dist.get_world_size()
+        try:
+            error = engine.load_checkpoint(checkpoint, tag) and None
+        except Exception as broken:  # files that are broken raise many kinds
+            error = repr(broken)
+        dist.all_gather_object(errors, error, group=patient_group())
+        if any(errors):
+            print(f"{checkpoint} cannot be read, so the one before is tried: {errors!r:.200}")
+            continue
+        for group, ours in zip(engine.optimizer.param_groups, settings, strict=True):
+            group.update(ours, params=group["params"])  # as the command says, not as they were
+        engine.optimizer.clip_grad = args.max_grad_norm
+        print(f"continuing from {checkpoint}")
+        return int(checkpoint.name.removeprefix("step-"))
+    if checkpoints:
+        fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete them all to start anew")
+    return 0
+
+
+@rank_first()
+def to_universal(checkpoint):
+    """Write a checkpoint anew for another number of ranks: a file per weight; return its tag."""
+    partial, universal = checkpoint / ".partial", checkpoint / "universal"
+    if not universal.exists():  # ZeRO: or else each rank finds but what had its number
+        options = {"input_folder": str(checkpoint / "zero"), "output_folder": str(partial)}
+        options |= {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+        shutil.rmtree(partial, ignore_errors=True)
+        ds_to_universal.main(SimpleNamespace(**options, strict=True, inject_missing_state=True))
+        partial.rename(universal)
+    return universal.name
+
+
+def compare_args(args, before, checkpoint):
+    """Stop if the checkpoint is another run's; else say what has changed since."""
+    args.wandb_id = before["wandb_id"]
+    fixed = ["model_name", "config", "num_weights", "dataset_fingerprint"]
+    fixed += ["seq_length", "global_batch_size", "seed"]
+    for name, value in vars(args).items():
+        if value == before.get(name):
+            continue
+        told = f"{checkpoint}: {name} was {before.get(name)}, is {value}"
+        if name in fixed:
+            fail(f"{told}; choose another --experiment-name")
+        print(told)
+
+
+@rank_first()
+def export_model(args, run_dir, model, tokenizer):
+    """Write the finished model as a folder that `from_pretrained` loads."""
+    if dist.get_rank() != 0:
+        return
+    partial = partial_of(run_dir / "model")
+    last = run_dir / f"checkpoints/step-{args.num_steps:08}"  # ZeRO: a model has but bf16, or parts
+    model.save_pretrained(
+        partial, state_dict=get_fp32_state_dict_from_zero_checkpoint(last, "zero")
+    )
+    tokenizer.save_pretrained(partial)
+    publish(args, partial, run_dir / "model")
+    (run_dir / f"finished-{args.num_steps}").touch()
+
+
+# ---- main ------------------------------------------------------------------------------------
+PEAK_FLOPS = {  # dense bf16 matrix products a second, from the makers' data sheets
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "AMD Instinct MI300X": 1307e12,
+}
+
+
+def mfu(args, model, tokens_per_second):
+    """Return the model FLOPs utilization, or None: PaLM, appendix B, arxiv.org/abs/2204.02311."""
+    peak = PEAK_FLOPS.get(torch.cuda.get_device_name() if args.device == "cuda" else "cpu")
+    if peak is None or tokens_per_second is None or args.precision != "bf16":
+        return None
+    parts = [model.get_output_embeddings(), *layers_of(model)]
+    weights = [weight for part in parts for weight in part.parameters()]
+    weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in weights)
+    config, heads = model.config, model.config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    flops = 6 * weights + 12 * config.num_hidden_layers * width * args.seq_length
+    return tokens_per_second * flops / (peak * dist.get_world_size())
+
+
+def measure(args, model, step, loss, grad_norm, since):
+    """Return the metrics of `step`; to read them, the host waits for the device."""
+    dist.all_reduce(loss, dist.ReduceOp.AVG)
+    row = {"step": step, "loss": loss.item(), "grad_norm": grad_norm.item()}
+    first, then = since
+    tokens = (step - first) * args.global_batch_size * args.seq_length
+    speed = tokens / (time.perf_counter() - then) if then else None
+    unit = 1 if sys.platform == "darwin" else 1024  # of the next line, in bytes
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if args.device == "cuda":
+        memory = torch.cuda.max_memory_allocated()
+    row |= {"lr": lr_at(args, step), "tokens_per_second": speed, "mfu": mfu(args, model, speed)}
+    return row | {"peak_memory_gib": memory / 2**30}
+
+
+def log(run_dir, run, row):
+    """Add a row to metrics.jsonl, where the last row of a step counts, to wandb, and to stdout."""
+    if dist.get_rank() != 0:
+        return
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        print(json.dumps(row), file=file)
+    run.log(row, step=row["step"])
+    with suppress(OSError):  # of a terminal that is gone
+        tqdm.write("  ".join(f"{name} {n:,.6g}" for name, n in row.items() if n is not None))
+
+
+@record
+def main():
+    """Train; started again with the same command, continue from the newest checkpoint."""
+    args = parse_args()
+    device, run_dir = setup(args)
+    tokenizer, config = build_tokenizer_and_config(args)
+    train_set, held_out = build_data(args, tokenizer)
+    args.dataset_fingerprint = mix(len(train_set), train_set[:: 1 + len(train_set) // 100].tolist())
+    model = build_model(args, config)
+    args.num_weights = model.num_parameters()
+    optimizer = build_optimizer(args, model)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=args.deepspeed)
+    start = load_checkpoint(args, run_dir, engine)
+    if start >= args.num_steps and (run_dir / f"finished-{start}").exists():
+        print(f"{run_dir} is finished: it has {start} steps")
+        return
+
+    about = {"id": args.wandb_id, "name": args.experiment_name, "config": vars(args)}
+    run = wandb.init(**about, dir=run_dir, mode=args.wandb, resume="allow")
+    if start == 0:
+        log(run_dir, run, {"step": 0, "val_loss": evaluate(args, engine, held_out, device)})
+    since = start, None  # the speed of the first interval is unknown, as its first step compiles
+    steps = range(start + 1, args.num_steps + 1)
+    stops = stop_requests(run_dir)
+    for step in tqdm(steps, initial=start, total=args.num_steps, file=sys.stdout, disable=None):
+        stop = next(stops)
+        loss, grad_norm = train_step(args, engine, train_set, step, device)
+        last = step == args.num_steps
+        evaluating = last or step % args.eval_every == 0
+        reporting = evaluating or step % args.log_every == 0
+        saving = last or step % args.checkpoint_every == 0 or stop
+        if (reporting or saving) and engine.skipped_steps:
+            fail(f"a gradient in steps {since[0] + 1} to {step} was not finite; nothing was saved")
+        if reporting:
+            row = measure(args, model, step, loss, grad_norm, since)
+            if evaluating:
+                row["val_loss"] = evaluate(args, engine, held_out, device)
+            log(run_dir, run, row)
+        if saving:
+            save_checkpoint(args, run_dir, engine, step)
+        if reporting or saving:
+            since = step, time.perf_counter()
+        if stop and not last:
+            print(f"stopped at step {step}: the same command continues")
+            run.finish()
+            return
+
+    export_model(args, run_dir, model, tokenizer)
+    print(f"finished: {run_dir} has the model, the metrics and the last checkpoints")
+    run.finish()
+
+
+if __name__ == "__main__":
+    main()
+    if dist.is_initialized():  # which it is not after --help
+        dist.barrier(group=patient_group())  # DDP: no rank leaves while another may still need it
+        dist.destroy_process_group()
