@@ -22,6 +22,7 @@ from transformers import (
 import conftest
 from conftest import (
     ROOT,
+    SCRIPTS,
     SHORT,
     curves_of,
     difference,
@@ -41,7 +42,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 FOLDER = ROOT / "alternative-frameworks"
 MAKE = FOLDER / "make_config.py"
-SCRIPTS = {name: FOLDER / name / "train_llm.py" for name in ("accelerate", "trainer")}
+NAMES = ["accelerate", "trainer"]
 LOSSES = ["loss", "val_loss"]
 
 
@@ -102,9 +103,9 @@ def test_killed_continued_and_finished(load, configs, tmp_path):
 
 
 KINDS = ["", "-4", "-fsdp2", "-fsdp2-4", "-recompute", "-gpt2", "-fsdp2-qwen3"]
-FP32 = [f"{name}@2{kind}" for name in SCRIPTS for kind in KINDS]
-FP32 += [f"{name}@1{kind}" for name in SCRIPTS for kind in ("", "-4", "-fsdp2")]
-BF16 = [f"{name}@2{kind}-bf16" for name in SCRIPTS for kind in ("", "-half", "-half-4")]
+FP32 = [f"{name}@2{kind}" for name in NAMES for kind in KINDS]
+FP32 += [f"{name}@1{kind}" for name in NAMES for kind in ("", "-4", "-fsdp2")]
+BF16 = [f"{name}@2{kind}-bf16" for name in NAMES for kind in ("", "-half", "-half-4")]
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +119,9 @@ def curves(tmp_path_factory, configs, models):
         name, *more = run.split("-")
         script, ranks = name.split("@")
         args = itertools.chain.from_iterable(extra[part] for part in more)
-        runs[int(ranks)][run] = (SCRIPTS[script], list(args))
-    for name in SCRIPTS:
-        runs[2][f"{name}-dropout"] = (SCRIPTS[name], extra["gpt2-dropout"])
+        runs[int(ranks)][run] = (script, list(args))
+    for name in NAMES:
+        runs[2][f"{name}-dropout"] = (name, extra["gpt2-dropout"])
     root = tmp_path_factory.mktemp("frameworks")
     return root, curves_of(root, runs)
 
@@ -146,26 +147,26 @@ def test_one_curve_in_bf16(curves, run):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_dropout_follows_from_step_and_rank(curves, name):
     assert on_one_curve(curves[1]["03-dropout"], curves[1][f"{name}-dropout"])
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind, ranks, batch", [("", 2, 1), ("", 1, 8), ("-fsdp2", 1, 2)])
 def test_continued_in_another_layout(curves, configs, tmp_path, name, kind, ranks, batch):
     """On another number of ranks, or with another accumulation."""
     cut(curves[0] / f"{name}@2{kind}", 10, tmp_path / "run")
     args = [*SHORT, "--batch-size", batch, "--save-dir", tmp_path, "-e", "run"]
     args += configs["fsdp2"] if kind else []
-    [[result, *_]] = run_well(ranks, [(SCRIPTS[name], args)], tmp_path / "jobs")
+    [[result, *_]] = run_well(ranks, [(name, args)], tmp_path / "jobs")
     assert "continuing from" in result["stdout"] and "step-00000010" in result["stdout"]
     assert difference(curves[1]["01"], metrics(tmp_path / "run"), after=10) < 1e-5
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_changed_settings_hold(curves, tmp_path, name):
     """A run that is continued with other settings is what chapter 03 makes of it."""
     root = curves[0]
@@ -175,7 +176,7 @@ def test_changed_settings_hold(curves, tmp_path, name):
         folder.rename(tmp_path / folder.name)
     args = ["--lr", 3e-3, "--weight-decay", 0.5, "--num-steps", 25, "--eval-every", 3]
     args = [*SHORT, *args, "--save-dir", tmp_path, "-e"]
-    jobs = [("03", [*args, "03"]), (SCRIPTS[name], [*args, name])]
+    jobs = [("03", [*args, "03"]), (name, [*args, name])]
     run_well(2, jobs, tmp_path / "jobs")
     one, other = metrics(tmp_path / "03"), metrics(tmp_path / name)
     assert difference(one, other, after=10) < 1e-5
@@ -183,7 +184,7 @@ def test_changed_settings_hold(curves, tmp_path, name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("fault", ["nan-data", "nan-gradient"])
 def test_a_gradient_that_is_not_finite(configs, tmp_path, fault, name):
     """As in test_nonfinite.py: the save of step 6 is the last."""
@@ -279,7 +280,7 @@ MOVE |= {"eval_strategy", "per_device_eval_batch_size"}
 def defaults(tmp_path_factory):
     """What is logged with one setting left at its default, by name, and with none."""
     root, args = tmp_path_factory.mktemp("defaults"), [*SHORT, "--batch-size", 2]
-    jobs = [(SCRIPTS["trainer"], [*args, "--save-dir", root, "-e", "none"])]
+    jobs = [("trainer", [*args, "--save-dir", root, "-e", "none"])]
     for name in sorted(MOVE):
         script = root / f"{name}.py"
         script.write_text(WITHOUT.format(name=name, script=SCRIPTS["trainer"]))
@@ -300,7 +301,7 @@ def test_each_default_would_change_the_curve(defaults, name):
 def test_a_row_has_the_loss_of_its_step(curves, tmp_path):
     """The Trainer itself would log the mean of ten steps."""
     args = [*SHORT, "--log-every", 10, "--save-dir", tmp_path, "-e", "run"]
-    run_well(2, [(SCRIPTS["trainer"], args)], tmp_path / "jobs")
+    run_well(2, [("trainer", args)], tmp_path / "jobs")
     rows = metrics(tmp_path / "run")
     assert list(rows) == [0, 10, 20]
     assert difference({step: curves[1]["01"][step] for step in rows}, rows) < 1e-5
@@ -365,7 +366,7 @@ def test_how_many_processes_accelerate_launch_starts(tmp_path, words, ranks):
     assert sorted(re.findall("^rank (.*)", done.stdout, re.M)) == [str(rank) for rank in ranks]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_script_that_accelerate_launch_starts_alone_says_so(load_script, capsys, name):
     """As with `--cpu`: the launcher has set no rank."""
     with patch.dict(os.environ, {"ACCELERATE_MIXED_PRECISION": "no"}):
@@ -387,7 +388,7 @@ def load_script(monkeypatch):
     return load
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_precision_is_what_the_file_says(load_script, capsys, configs, name):
     launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     for words, precision in (([], "bf16"), (["--precision", "bf16"], "bf16")):

@@ -292,9 +292,7 @@ def build_accelerator(args):
             sync_each_batch=plugin is not None,  # or each rank would keep whole gradients meanwhile
         ),
         fsdp_plugin=plugin,
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
-        ],
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
 
 
@@ -646,7 +644,8 @@ def main():
     torch._dynamo.config.optimize_ddp = False  # DDP: or it would cut compiled layers into pieces
     accelerator = build_accelerator(args)
     wrapped, _ = accelerator.prepare(model, optimizer)  # Accelerate: it changes the optimizer too
-    optimizer.found_inf = optimizer.found_inf.to(device)
+    wrapped.broadcast_buffers = False  # DDP: they never change, so no step has to send them
+    optimizer.found_inf = optimizer.found_inf.to(next(model.parameters()).device)
     start = load_checkpoint(args, run_dir, accelerator, optimizer)
     if start >= args.num_steps and (run_dir / f"finished-{start}").exists():
         print(f"{run_dir} is finished: it has {start} steps")

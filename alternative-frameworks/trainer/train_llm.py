@@ -504,7 +504,6 @@ def build_trainer(args, run_dir, guide, model, train_set, held_out):
         prediction_loss_only=True,
         save_steps=args.checkpoint_every,
         ddp_find_unused_parameters=False,
-        ddp_broadcast_buffers=False,
         deepspeed=args.deepspeed_config,
         accelerator_config={
             "use_configured_state": args.device == "cpu",
@@ -616,7 +615,8 @@ def mfu(args, model, tokens_per_second):
     if peak is None or tokens_per_second is None or args.precision != "bf16":
         return None
     parts = [model.get_output_embeddings(), *layers_of(model)]
-    weights = sum(weight.numel() for part in parts for weight in part.parameters())
+    weights = [weight for part in parts for weight in part.parameters()]
+    weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in weights)  # of ZeRO-3
     config, heads = model.config, model.config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     flops = 6 * weights + 12 * config.num_hidden_layers * width * args.seq_length
