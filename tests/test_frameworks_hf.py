@@ -389,7 +389,7 @@ def load_script(monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_precision_is_what_the_file_says(load_script, capsys, configs, name):
+def test_what_the_file_says(load_script, capsys, configs, name):
     launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     for words, precision in (([], "bf16"), (["--precision", "bf16"], "bf16")):
         with patch.dict(os.environ, launcher):
@@ -398,6 +398,9 @@ def test_precision_is_what_the_file_says(load_script, capsys, configs, name):
     with patch.dict(os.environ, launcher):
         script = load_script(name, *configs["half"], "--precision", "fp32")
         assert "--precision fp32, but Accelerate was told" in refused(capsys, script.parse_args)
+    with patch.dict(os.environ, launcher | {"FSDP_OFFLOAD_PARAMS": "true"}):
+        script = load_script(name)
+        assert "there is nothing to offload from" in refused(capsys, script.parse_args)
     with patch.dict(os.environ, launcher):
         script = load_script(name, "--accelerate-config", "nosuch.yaml")
         said = refused(capsys, script.parse_args)

@@ -149,6 +149,8 @@ def adopt_config(args):
     if meant is None or args.precision not in ("auto", meant):
         fail(f"--precision {args.precision}, but Accelerate was told mixed_precision: {told}")
     args.precision = meant
+    if args.device == "cpu" and os.environ.get("FSDP_OFFLOAD_PARAMS") == "true":
+        fail("fsdp_offload_params: true, but without a GPU there is nothing to offload from")
 
 
 def adopt_launcher():

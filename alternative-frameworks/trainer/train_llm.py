@@ -143,6 +143,8 @@ def adopt_config(args):
     if meant is None or args.precision not in ("auto", meant):
         fail(f"--precision {args.precision}, but Accelerate was told mixed_precision: {told}")
     args.precision = meant
+    if args.device == "cpu" and os.environ.get("FSDP_OFFLOAD_PARAMS") == "true":
+        fail("fsdp_offload_params: true, but without a GPU there is nothing to offload from")
 
 
 def adopt_launcher():
@@ -476,9 +478,10 @@ def build_trainer(args, run_dir, guide, model, train_set, held_out):
             kind = DistributedType.DEEPSPEED
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it compiles it
         PartialState(cpu=True).distributed_type = kind
+    model.loss_type = "ForCausalLM"  # or a step of GPT-2, say, would count a token more per sample
     most, ranks = args.micro_batch_size, dist.get_world_size()
     settings = transformers.TrainingArguments(
-        output_dir=partial_of(run_dir / "checkpoints/all"),
+        output_dir=partial_of(run_dir / "model"),
         max_steps=args.num_steps,
         per_device_train_batch_size=args.micro_batch_size,
         gradient_accumulation_steps=args.accumulation,
@@ -557,7 +560,9 @@ def save_checkpoint(args, run_dir, partial, step):
     if dist.get_rank() != 0:
         return
     (partial / "args.json").write_text(json.dumps(vars(args)))
-    publish(args, partial, run_dir / f"checkpoints/step-{step:08}")
+    checkpoint = run_dir / f"checkpoints/step-{step:08}"
+    checkpoint.parent.mkdir(exist_ok=True)
+    publish(args, partial, checkpoint)
 
 
 def load_checkpoint(args, run_dir):
