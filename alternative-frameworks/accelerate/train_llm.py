@@ -282,10 +282,8 @@ def build_accelerator(args):
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         if args.device == "cpu":  # where Accelerate would do DDP instead, and not say so
             state.distributed_type = DistributedType.MULTI_GPU
-        bf16 = MixedPrecisionPolicy(
-            torch.bfloat16, torch.float32
-        )  # or gradients would add up in bf16
-        policy = bf16 if args.precision == "bf16" else None
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # or it would reduce in bf16
+        policy = policy if args.precision == "bf16" else None
         plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
     return Accelerator(
         mixed_precision="bf16" if args.precision == "bf16" else "no",
@@ -548,9 +546,7 @@ def load_checkpoint(args, run_dir, accelerator, optimizer):
             continue
         for group, decay in zip(optimizer.param_groups, decays, strict=True):
             group["weight_decay"] = decay  # as the command says, not as it was
-        accelerator.step = (
-            0  # Accelerate: it counts micro-batches, of which a step may have more now
-        )
+        accelerator.step = 0  # Accelerate: in micro-batches, of which a step may have more now
         print(f"continuing from {checkpoint}")
         return int(checkpoint.name.removeprefix("step-"))
     if checkpoints:

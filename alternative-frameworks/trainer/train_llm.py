@@ -469,14 +469,19 @@ class Guide(transformers.TrainerCallback):
 
 def build_trainer(args, run_dir, guide, model, train_set, held_out):
     """Return the Trainer, with the settings that make it do what chapter 03 does."""
-    sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    if args.device == "cpu":  # where Accelerate would do DDP instead, and not say so
-        kind = DistributedType.MULTI_GPU if sharded else DistributedType.MULTI_CPU
-        if args.deepspeed_config:
-            import deepspeed
+    sharded, zero = os.environ.get("ACCELERATE_USE_FSDP") == "true", None
+    kind = DistributedType.MULTI_GPU if sharded else DistributedType.MULTI_CPU
+    if args.deepspeed_config:
+        import deepspeed
 
-            kind = DistributedType.DEEPSPEED
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it compiles it
+        kind = DistributedType.DEEPSPEED
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+            False  # for CPUs: or it compiles it
+        )
+        zero = json.loads(Path(args.deepspeed_config).read_text())
+        # or it would save the shards of ZeRO-3 twice, and no model
+        zero["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    if args.device == "cpu":  # where Accelerate would do DDP instead, and not say so
         PartialState(cpu=True).distributed_type = kind
     model.loss_type = "ForCausalLM"  # or a step of GPT-2, say, would count a token more per sample
     most, ranks = args.micro_batch_size, dist.get_world_size()
@@ -507,7 +512,7 @@ def build_trainer(args, run_dir, guide, model, train_set, held_out):
         prediction_loss_only=True,
         save_steps=args.checkpoint_every,
         ddp_find_unused_parameters=False,
-        deepspeed=args.deepspeed_config,
+        deepspeed=zero,
         accelerator_config={
             "use_configured_state": args.device == "cpu",
             # or each rank would keep whole gradients while they accumulate
@@ -524,7 +529,7 @@ def build_trainer(args, run_dir, guide, model, train_set, held_out):
     )
     trainer.guide = guide
     trainer.remove_callback(transformers.PrinterCallback)
-    if sharded and args.precision == "bf16":  # or gradients would add up in bf16
+    if sharded and args.precision == "bf16":  # or it would reduce in bf16
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     return trainer
