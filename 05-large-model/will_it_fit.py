@@ -22,6 +22,7 @@ import itertools
 import json
 import math
 import shlex
+import subprocess
 import sys
 import warnings
 import weakref
@@ -45,6 +46,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 HERE = Path(__file__).resolve().parent
+MAKER = HERE.parent / "alternative-frameworks/make_config.py"
 GIB = 2**30
 CHUNK = 1024  # tokens whose logits exist at the same time, as in train_llm.py
 # Flags that a setting decides, and what they are otherwise.
@@ -112,6 +114,8 @@ def add_plan_flags(parser):
     add("--weights-dtype", choices=["fp32", "bf16"], default="fp32", help=weights_help)
     add("--json", action="store_true", help="print all numbers, in bytes, as JSON")
     add("--brief", action="store_true", help="print one line, of the chosen setting")
+    write_help = "if it fits, write the chosen setting for a framework: make_config.py does it"
+    add("--write-config", nargs=2, metavar=("deepspeed", "FILE"), help=write_help)
 
 
 def add_training_flags(parser):
@@ -139,6 +143,23 @@ def add_training_flags(parser):
     add("-e", "--experiment-name")
     for name in IGNORED.split():
         add(name)
+
+
+def config_command(args):
+    """Return the command with which make_config.py writes the chosen setting for a framework."""
+    kind, path = args.write_config
+    words = [kind, "--output", path, "--ranks", args.ranks, "--precision", args.precision]
+    words += ["--global-batch-size", args.global_batch_size, "--batch-size", args.batch_size]
+    words += ["--max-grad-norm", args.max_grad_norm] if args.max_grad_norm else []
+    if kind == "deepspeed":
+        words += ["--stage", 3 if args.reshard_after_forward else 2, "--recompute", args.recompute]
+        words += ["--offload-params", "cpu", "--offload-optimizer", "cpu"] * args.cpu_offload
+    else:
+        fail(f"--write-config {kind}: not a framework that it knows; take deepspeed")
+    split = args.tensor_parallel_size * args.pipeline_parallel_size * args.context_parallel_size
+    if split * args.replicas > 1 or args.recompute == "selective" or args.weights_dtype == "bf16":
+        fail(f"--write-config {kind}: it has no such splits, replicas, --recompute or bf16 moments")
+    return [sys.executable, str(MAKER), *map(str, words)]
 
 
 def at_least(minimum):
@@ -184,6 +205,7 @@ def check(args):
         args.chapter = "07"
         last_chapter(args.tensor_parallel_size)[0].plan_schedule(copy.copy(args), per_rank)
     args.chapter = "08" if args.context_parallel_size > 1 else args.chapter
+    args.write_config = args.write_config and config_command(args)
 
 
 def fail(message):
@@ -1123,6 +1145,8 @@ def main():
         show_line(args, plan)
     else:
         show(args, plan)
+    if args.write_config and plan["asked"]["fits"]:
+        subprocess.run(args.write_config, check=True)
     sys.exit(0 if plan["asked"]["fits"] else 1)
 
 

@@ -16,7 +16,7 @@ import shlex
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).absolute().parents[1]
 SLURM = ROOT / "03-job-launchers/slurm/train.sbatch"
 
 

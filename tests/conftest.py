@@ -113,11 +113,12 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def environment(tmp_path_factory):
-    """One thread a process, no hub, and a data cache for all tests of the session."""
+    """One thread a process, no hub, no GPU for DeepSpeed, and one data cache for the session."""
     cache = tmp_path_factory.mktemp("cache")
     os.environ.update(
         OMP_NUM_THREADS="1",
         HF_HUB_OFFLINE="1",
+        DS_ACCELERATOR="cpu",
         HF_HOME=str(cache / "hf"),
         WANDB_DIR=str(cache),
         TORCHINDUCTOR_CACHE_DIR=str(cache / "inductor"),

@@ -280,6 +280,8 @@ settings = transformers.TrainingArguments
 
 def without(**given):
     given.pop("{name}")
+    if "lr_scheduler_type" not in given:
+        given.pop("lr_scheduler_kwargs")  # which are of that type
     return settings(**given)
 
 transformers.TrainingArguments = without

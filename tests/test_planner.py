@@ -10,7 +10,7 @@ import pytest
 
 import contenders
 from chapters import flags
-from conftest import ROOT, SCRIPTS, printed
+from conftest import ROOT, SCRIPTS, printed, refused
 
 PLANNER = ROOT / "05-large-model/will_it_fit.py"
 MEASURED = ROOT / "benchmarks/results/planner-cpu-2cores.json"
@@ -94,6 +94,22 @@ def test_flags_and_chunks_are_those_of_the_chapter(planner, tmp_path):
     (tmp_path / "some.args").write_text("--lr 1e-5  # slow\n--compile\n--recompute full\n")
     args = planner.parse_args([f"@{tmp_path}/some.args", "--warmup-steps", "0", "-e", "name"])
     assert (args.lr, args.compile, args.recompute) == ("1e-5", True, "full")
+
+
+def test_the_chosen_setting_is_written_for_deepspeed(tmp_path, planner, capsys):
+    """If it fits; what DeepSpeed has not is refused."""
+    line = [PLANNER, "--brief", "--gpus-per-node", 4, "--write-config", "deepspeed"]
+    line += [tmp_path / "zero.json", "--max-grad-norm", 0.5, "--cpu-offload"]
+    printed(*line, check=True)
+    written = json.loads((tmp_path / "zero.json").read_text())
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    assert written["zero_optimization"] == zero and written["gradient_clipping"] == 0.5
+    assert written["train_micro_batch_size_per_gpu"] == 8 and "torch_autocast" in written
+    (tmp_path / "zero.json").unlink()
+    assert printed(*line, "--gpu-memory-gib", 1).returncode == 1
+    assert not (tmp_path / "zero.json").exists()
+    words = f"--write-config deepspeed {tmp_path}/zero.json --recompute selective".split()
+    assert "it has no such" in refused(capsys, planner.parse_args, words)
 
 
 SPLIT = "--device cpu --gpus-per-node 4 --tensor-parallel-size"

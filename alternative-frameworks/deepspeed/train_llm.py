@@ -29,7 +29,6 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from pydoc_data.topics import topics
-from types import SimpleNamespace
 
 import datasets
 import deepspeed
@@ -39,7 +38,6 @@ import transformers
 import wandb
 from datasets.fingerprint import Hasher
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
@@ -145,7 +143,8 @@ def settings_of(args):
         if found.get(name, value) != value:
             told = f"{name} is {found[name]}, and by the flags {value}"
             fail(f"--deepspeed-config {args.deepspeed_config}: {told}; write it anew with them")
-    if not settings.get("zero_optimization", {}).get("stage"):
+    args.zero_stage = settings.get("zero_optimization", {}).get("stage", 0)
+    if args.zero_stage == 0:
         fail(f"--deepspeed-config {args.deepspeed_config}: stage 0 tells no gradient norm; take 1")
     return settings | batch
 
@@ -189,7 +188,7 @@ def setup(args):
         fail(f"--save-dir {args.save_dir}: {error}")
     device = torch.device(args.device)
     if args.device != get_accelerator().device_name():
-        fail(f"--device {args.device}: DeepSpeed needs DS_ACCELERATOR={args.device} to know of it")
+        fail(f"--device {args.device}: set DS_ACCELERATOR={args.device} for DeepSpeed too")
     if args.device == "cpu":  # or the first start would compile an all-reduce, for minutes
         deepspeed.ops.__compatible_ops__ = {}
     if args.device == "cuda":
@@ -330,7 +329,7 @@ def build_model(args, config):
         AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
         model.set_attn_implementation("causal_sdpa")
 
-    if "activation_checkpointing" in args.deepspeed:
+    if "activation_checkpointing" in args.deepspeed:  # ZeRO: nothing but this reads that setting
         deepspeed.checkpointing.configure(None, deepspeed_config=args.deepspeed)
         model._set_gradient_checkpointing(True, deepspeed.checkpointing.checkpoint)
     if args.compile:  # in place, so that the weights keep their names; each shape by itself
@@ -353,6 +352,16 @@ def build_optimizer(args, model):
     return torch.optim.AdamW(
         groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
+
+
+def partition(args, model, device):
+    """Split the weights, one after the other: no device ever holds all of them, as ZeRO-3 wants."""
+    if args.deepspeed.get("bf16", {}).get("enabled"):
+        for weight in model.parameters():
+            weight.data = weight.bfloat16()
+    for buffer in model.buffers():
+        buffer.data = buffer.to(device)
+    deepspeed.zero.Init(model, config_dict_or_path=args.deepspeed)
 
 
 def lr_at(args, step):
@@ -450,7 +459,7 @@ def train_step(args, engine, train_set, step, device):
         batch = batch_at(args, train_set, step, micro_step, device)
         loss = loss_of(args, engine, batch)
         total += engine.backward(loss).detach()  # ZeRO: divides by the number of micro-batches
-        engine.step()  # ZeRO: only with the last of them it reduces, clips and updates
+        engine.step()  # ZeRO: at the last of them it clips and updates; not if one is not finite
     return total, torch.as_tensor(engine.get_global_grad_norm())
 
 
@@ -509,23 +518,33 @@ def load_checkpoint(args, run_dir, engine):
     dist.broadcast_object_list(found, group=patient_group())
     settings = [dict(group) for group in engine.optimizer.param_groups]
     for checkpoint in found[0]:  # DDP: all ranks try those that rank 0 has found
-        compare_args(args, json.loads((checkpoint / "args.json").read_text()), checkpoint)
-        tag = "zero"
-        if len(list(checkpoint.glob("zero/*_optim_states.pt"))) != dist.get_world_size():
-            tag = to_universal(checkpoint)
-        engine._config.load_universal_checkpoint = tag != "zero"
-        errors = [None] * dist.get_world_size()
+        before = json.loads((checkpoint / "args.json").read_text())
+        compare_args(args, before, checkpoint)
+        ranks = len(list(checkpoint.glob("zero/*_optim_states.pt")))
+        tag = "zero" if ranks == dist.get_world_size() else "universal"
+        if not (checkpoint / tag).exists():  # ZeRO: each rank reads what one with its number wrote
+            told = (
+                f"{checkpoint} is of {ranks} ranks; to continue on {dist.get_world_size()}, call "
+            )
+            told += "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state "
+            fail(f"{told} --input_folder {checkpoint}/zero --output_folder {checkpoint}/universal")
+        engine._config.load_universal_checkpoint = tag == "universal"
+        error, errors = None, [None] * dist.get_world_size()
         try:
-            error = engine.load_checkpoint(checkpoint, tag) and None
-        except Exception as broken:  # files that are broken raise many kinds
+            engine.load_checkpoint(checkpoint, tag)
+        except Exception as broken:  # broken files raise many kinds
             error = repr(broken)
-        dist.all_gather_object(errors, error, group=patient_group())
+        dist.all_gather_object(errors, error, group=patient_group())  # ZeRO: each has files to read
         if any(errors):
             print(f"{checkpoint} cannot be read, so the one before is tried: {errors!r:.200}")
             continue
         for group, ours in zip(engine.optimizer.param_groups, settings, strict=True):
             group.update(ours, params=group["params"])  # as the command says, not as they were
         engine.optimizer.clip_grad = args.max_grad_norm
+        for (
+            state
+        ) in engine.optimizer.optimizer.state.values():  # or all would count with one tensor
+            state["step"] = state["step"].clone()
         print(f"continuing from {checkpoint}")
         return int(checkpoint.name.removeprefix("step-"))
     if checkpoints:
@@ -533,24 +552,11 @@ def load_checkpoint(args, run_dir, engine):
     return 0
 
 
-@rank_first()
-def to_universal(checkpoint):
-    """Write a checkpoint anew for another number of ranks: a file per weight; return its tag."""
-    partial, universal = checkpoint / ".partial", checkpoint / "universal"
-    if not universal.exists():  # ZeRO: or else each rank finds but what had its number
-        options = {"input_folder": str(checkpoint / "zero"), "output_folder": str(partial)}
-        options |= {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
-        shutil.rmtree(partial, ignore_errors=True)
-        ds_to_universal.main(SimpleNamespace(**options, strict=True, inject_missing_state=True))
-        partial.rename(universal)
-    return universal.name
-
-
 def compare_args(args, before, checkpoint):
     """Stop if the checkpoint is another run's; else say what has changed since."""
     args.wandb_id = before["wandb_id"]
     fixed = ["model_name", "config", "num_weights", "dataset_fingerprint"]
-    fixed += ["seq_length", "global_batch_size", "seed"]
+    fixed += ["seq_length", "global_batch_size", "seed", "zero_stage"]
     for name, value in vars(args).items():
         if value == before.get(name):
             continue
@@ -566,7 +572,7 @@ def export_model(args, run_dir, model, tokenizer):
     if dist.get_rank() != 0:
         return
     partial = partial_of(run_dir / "model")
-    last = run_dir / f"checkpoints/step-{args.num_steps:08}"  # ZeRO: a model has but bf16, or parts
+    last = run_dir / f"checkpoints/step-{args.num_steps:08}"  # ZeRO: its fp32 weights, put together
     model.save_pretrained(
         partial, state_dict=get_fp32_state_dict_from_zero_checkpoint(last, "zero")
     )
@@ -636,6 +642,8 @@ def main():
     model = build_model(args, config)
     args.num_weights = model.num_parameters()
     optimizer = build_optimizer(args, model)
+    if args.zero_stage == 3:
+        partition(args, model, device)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=args.deepspeed)
     start = load_checkpoint(args, run_dir, engine)
     if start >= args.num_steps and (run_dir / f"finished-{start}").exists():

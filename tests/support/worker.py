@@ -47,6 +47,9 @@ def run(job):
     if states := sys.modules.get("accelerate.state"):  # which keeps what it knows in its classes
         states.AcceleratorState._reset_state(reset_partial_state=True)
         states.GradientState._reset_state()
+    if "deepspeed" in sys.modules:  # it would go on with the groups of this job
+        sys.modules["deepspeed.comm.comm"].cdb = None
+        sys.modules["deepspeed.utils.groups"]._release_process_group_references()
     return {"status": status, "stdout": out.getvalue(), "stderr": err.getvalue()}
 
 

@@ -10,6 +10,7 @@ import ast
 import functools
 import importlib
 import json
+import os
 import re
 import sys
 from itertools import pairwise
@@ -23,9 +24,14 @@ from chapters import ROOT, chapters, diff, diff_size, flags, parent_of, parts
 from readme import readmes
 
 
+def here():
+    """Return the folder of the README that cog is at."""
+    return Path(sys.modules["cog"].inFile).resolve().parent
+
+
 def this_chapter():
     """Return the chapter whose README cog is at, and its script's and its parent's path."""
-    folder = Path(sys.modules["cog"].inFile).resolve().parent
+    folder = here()
     name = next(name for name, script in chapters().items() if script.parent == folder)
     return name, chapters()[name], chapters().get(parent_of(name))
 
@@ -90,17 +96,20 @@ def heading(line):
     print(line, f"|{'---|' * (line.count('|') - 1)}", sep="\n")
 
 
-def chapter_map():
-    """Print the table of all chapters, each in its docstring's words, and their diffs' sizes."""
+def chapter_map(*names):
+    """Print the table of these chapters, or of all: their docstrings' words, their diffs' sizes."""
     heading("| chapter | what its script does | lines | diff against its parent |")
     for name, script in chapters().items():
+        if names and name not in names:
+            continue
         source, folder = script.read_text(), script.parent.relative_to(ROOT)
         sentence = ast.get_docstring(ast.parse(source)).partition(".")[0]
         size = "none before it"
         if parent := parent_of(name):
             added, removed = diff_size(chapters()[parent], script)
             size = f"+{added} −{removed} against {parent}"
-        print(f"| [{folder}]({folder}/README.md) | {sentence} | {source.count(chr(10))} | {size} |")
+        page = os.path.relpath(script.with_name("README.md"), here())
+        print(f"| [{folder}]({page}) | {sentence} | {source.count(chr(10))} | {size} |")
 
 
 def defaults(chapter, *names):

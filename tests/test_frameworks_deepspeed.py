@@ -1,0 +1,316 @@
+"""DeepSpeed trains as the chapters do: one curve, resume, a model that transformers loads."""
+
+import json
+import os
+import shutil
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from conftest import (
+    ROOT,
+    SCRIPTS,
+    SHORT,
+    curves_of,
+    difference,
+    metrics,
+    on_one_curve,
+    printed,
+    run_jobs,
+    run_well,
+    start_ranks,
+)
+from test_bad_input import check
+from test_kill import last_row, wait_for
+from test_resume import cut
+from test_weights import validation_loss
+
+REQUIREMENTS = "alternative-frameworks/deepspeed/requirements.txt"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not Path(sys.executable).with_name("deepspeed").exists(),
+        reason=f"no DeepSpeed: pip install -r {REQUIREMENTS}",
+    ),
+]
+MAKER = ROOT / "alternative-frameworks/make_config.py"
+BF16 = ["--precision", "bf16"]
+
+
+def config(path, *flags, precision="fp32", batch=8):
+    """Write a configuration with the batch of SHORT; return the flags of a run with it."""
+    line = ["--global-batch-size", 8, "--batch-size", batch, "--precision", precision]
+    printed(MAKER, "deepspeed", *line, *flags, "--output", path, check=True)
+    return ["--deepspeed-config", path, "--batch-size", batch, "--precision", precision]
+
+
+def loaded(run_dir, load, within=1e-5):
+    """Return the finished model; it has the validation loss that was logged."""
+    model, info = AutoModelForCausalLM.from_pretrained(run_dir / "model", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    args = json.loads((run_dir / "checkpoints/step-00000020/args.json").read_text())
+    loss = validation_loss(model, run_dir, args, load("01"))
+    assert loss == pytest.approx(metrics(run_dir)[20]["val_loss"], abs=within)
+    return model
+
+
+def test_killed_and_continued_on_the_curve(tmp_path, load):
+    """ZeRO-2 on two ranks: kill -9 after a save, the same command, and chapter 01's losses."""
+    run_well(1, [("01", [*SHORT, "--save-dir", tmp_path, "-e", "one"])], tmp_path / "one")
+    command = [SCRIPTS["deepspeed"], *SHORT, "--save-dir", tmp_path, "-e", "run"]
+    for number, last in enumerate((12, 20)):
+        folder = tmp_path / f"start{number}"
+        folder.mkdir()
+        ranks = start_ranks(2, command, folder)
+        try:
+            wait_for(lambda: last_row(tmp_path / "run") >= last, ranks)  # noqa: B023
+            statuses = [rank.wait(timeout=90) for rank in ranks] if last == 20 else []
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait(timeout=20)
+    said = (folder / "rank0.log").read_text()
+    assert statuses == [0, 0] and "step-00000010" in said.partition("continuing from")[2], said
+    assert on_one_curve(metrics(tmp_path / "one"), metrics(tmp_path / "run"))
+    loaded(tmp_path / "run", load)
+
+
+# ---- every setting ---------------------------------------------------------------------------
+
+OFFLOAD = ["--offload-optimizer", "cpu"]
+ALL = [*OFFLOAD, "--offload-params", "cpu", "--recompute", "full"]
+AUTOCAST, REDUCED = {"precision": "bf16"}, {"precision": "bf16", "flags": ["--weights", "bf16"]}
+# What differs from ZeRO-2 in fp32 without accumulation, by name and number of ranks.
+RUNS = {
+    f"{name}@{ranks}": {"stage": stage, "batch": 2 // ranks if "accumulated" in name else 8, **more}
+    for ranks in (1, 2)
+    for stage in (1, 2, 3)
+    for name, more in {
+        f"zero-{stage}": {},
+        f"zero-{stage}-accumulated": {},
+        f"zero-{stage}-offload": {"flags": ALL if stage == 3 else [*OFFLOAD, *ALL[-2:]]},
+        f"zero-{stage}-bf16": AUTOCAST,
+        f"zero-{stage}-bf16-weights": REDUCED,
+        f"zero-{stage}-accumulated-bf16-weights": REDUCED,
+    }.items()
+}
+
+
+def command(root, name):
+    """Return the chapter and the arguments of a run."""
+    run = {"flags": [], "precision": "fp32"} | RUNS[name]
+    path, flags = root / f"{name}.json", ["--ranks", name[-1], "--stage", run["stage"]]
+    return "deepspeed", config(path, *flags, *run["flags"], **kept(run, "precision", "batch"))
+
+
+def kept(values, *names):
+    return {name: values[name] for name in names}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("deepspeed")
+
+
+@pytest.fixture(scope="module")
+def curves(root):
+    """The metrics of all runs, and of chapter 01."""
+    runs = {ranks: {} for ranks in (1, 2)}
+    runs[1] = {"01": ("01", []), "01-bf16": ("01", BF16)}
+    runs[1]["compiled@1"] = ("deepspeed", ["--compile"])
+    for name in RUNS:
+        runs[int(name[-1])][name] = command(root, name)
+    return curves_of(root, runs)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("run", [*RUNS, "compiled@1"])
+def test_one_curve(curves, root, load, run):
+    """In fp32 within 1e-5; in bf16 within 5e-3, if only the forward pass is in it.
+
+    With weights in bf16 it reads what rounding has left of them, and adds up layers in bf16.
+    """
+    if "bf16" not in run:
+        assert on_one_curve(curves["01"], curves[run])
+        assert difference(curves["01"], curves[run]) < 1e-4  # norms too, which are about 3
+    else:
+        bound = 2e-2 if "weights" in run else 5e-3
+        one = curves["01-bf16"]
+        assert difference(one, curves[run], names=["loss", "val_loss"]) < bound
+        assert difference(one, curves[run], names=["grad_norm"], relative=True) < bound
+    loaded(root / run, load, within=5e-3 if "bf16" in run else 1e-5)
+
+
+FLAGS = {
+    "--stage": ["0", "1", "2", "3"],
+    "--precision": ["fp32", "bf16"],
+    "--weights": ["fp32", "bf16"],
+    "--offload-optimizer": ["none", "cpu"],
+    "--offload-params": ["none", "cpu"],
+    "--recompute": ["none", "full"],
+    "--max-grad-norm": ["0", "1"],
+}
+
+
+@pytest.mark.exhaustive
+def test_every_combination_trains_or_is_refused(tmp_path):
+    """Two steps of two micro-batches each."""
+    jobs, refused = [], 0
+    small = [*SHORT, "--num-steps", 2, "--batch-size", 4, "--eval-samples", 2]
+    for number, values in enumerate(product(*FLAGS.values())):
+        line = [word for pair in zip(FLAGS, values, strict=True) for word in pair]
+        path = tmp_path / f"{number}.json"
+        sizes = ["--global-batch-size", 8, "--batch-size", 4, "--output", path]
+        done = printed(MAKER, "deepspeed", *line, *sizes)
+        if done.returncode:
+            refused += 1
+            assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+            continue
+        given = dict(zip(FLAGS, values, strict=True))
+        same = [word for name in ("--precision", "--max-grad-norm") for word in (name, given[name])]
+        args = [*small, *same, "--deepspeed-config", path]
+        jobs.append(("deepspeed", [*args, "--save-dir", tmp_path, "-e", number]))
+    assert refused > 0 and len(jobs) > 80
+    run_well(1, jobs, tmp_path / "jobs", shares=2)
+    rows = [metrics(tmp_path / str(args[-1]))[2] for _, args in jobs]
+    assert all(5 < row["loss"] < 6 and row["grad_norm"] > 1 for row in rows)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("before, after", [(2, 2), (2, 1), (1, 2)])
+def test_continued(curves, root, tmp_path, stage, before, after):
+    """On as many ranks bit by bit; on others after the command that it prints."""
+    name = f"zero-{stage}@{before}"
+    cut(root / name, 10, tmp_path / "run")
+    _, flags = command(root, f"zero-{stage}@{after}")
+    job = ("deepspeed", [*SHORT, *flags, "--save-dir", tmp_path, "-e", "run"])
+    if before != after:
+        said = run_jobs(after, [job], tmp_path / "asked")[0][0]["stderr"]
+        assert f"is of {before} ranks; to continue on {after}, call python -m" in said
+        convert = said.partition(" call python ")[2].split()
+        printed(sys.executable, *convert, check=True)
+    [[first, *_]] = run_well(after, [job], tmp_path / "jobs")
+    assert "continuing from" in first["stdout"] and "step-00000010" in first["stdout"]
+    if before == after:
+        assert difference(curves[name], metrics(tmp_path / "run")) == 0.0
+    else:
+        assert on_one_curve(curves["01"], metrics(tmp_path / "run"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_checkpoint_that_one_rank_cannot_read_is_left_out(curves, root, tmp_path, stage):
+    """All ranks take the one before it."""
+    name = f"zero-{stage}@2"
+    cut(root / name, 20, tmp_path / "run")
+    [path] = (tmp_path / "run/checkpoints/step-00000020").glob("zero/*pp_rank_1_*optim_states.pt")
+    path.write_bytes(path.read_bytes()[:10_000])
+    job = ("deepspeed", [*SHORT, *command(root, name)[1], "--save-dir", tmp_path, "-e", "run"])
+    [[first, _]] = run_well(2, [job], tmp_path / "jobs")
+    assert "step-00000020 cannot be read, so the one before is tried" in first["stdout"]
+    assert "continuing from" in first["stdout"] and "step-00000010" in first["stdout"]
+    assert difference(curves[name], metrics(tmp_path / "run")) == 0.0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["zero-2@2", "zero-3@1"])
+def test_what_the_command_says_holds(curves, root, tmp_path, name):
+    """DeepSpeed restores weight decay and the limit on norms from a checkpoint; here flags rule."""
+    cut(root / name, 10, tmp_path / "changed")
+    path, new = tmp_path / "new.json", ["--weight-decay", 5, "--max-grad-norm", 0.5]
+    line = ["--stage", name[5], "--ranks", name[-1], "--max-grad-norm", 0.5]
+    job = ("deepspeed", [*SHORT, *config(path, *line), *new, "--save-dir", tmp_path, "-e"])
+    run_well(int(name[-1]), [(job[0], [*job[1], "changed"])], tmp_path / "jobs")
+    cut_01 = tmp_path / "01"
+    run_well(1, [("01", [*SHORT, "--num-steps", 20, "--save-dir", tmp_path, "-e", "01"])],
+             tmp_path / "whole")  # fmt: skip
+    shutil.rmtree(cut_01 / "model")
+    (cut_01 / "finished-20").unlink()
+    shutil.rmtree(cut_01 / "checkpoints/step-00000020")
+    run_well(1, [("01", [*SHORT, *new, "--save-dir", tmp_path, "-e", "01"])], tmp_path / "later")
+    assert on_one_curve(metrics(tmp_path / "01"), metrics(tmp_path / "changed"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("fault", ["nan-data", "nan-gradient"])
+def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path, fault, stage):
+    """At the next line or save, without a save."""
+    line = [*SHORT, "--num-steps", 12, "--log-every", 5, "--checkpoint-every", 3]
+    flags = config(tmp_path / "zero.json", "--stage", stage, "--ranks", 2)
+    args = [f"{fault}@rank1:step7", SCRIPTS["deepspeed"], *line, *flags, "--save-dir", tmp_path]
+    script = ROOT / "diagnosing-errors/inject.py"
+    [done] = run_jobs(2, [(script, [*args, "-e", "run"])], tmp_path / "jobs")
+    said = "".join(rank["stdout"] + rank["stderr"] for rank in done)
+    assert {rank["status"] for rank in done} == {2}, said
+    assert "a gradient in steps 7 to 9 was not finite; nothing was saved" in said
+    names = sorted(path.name for path in tmp_path.glob("run/checkpoints/*"))
+    assert names == ["step-00000003", "step-00000006"]
+
+
+@pytest.mark.exhaustive
+def test_activations_are_computed_again(tmp_path):
+    """A layer runs twice a step, and half the layers' outputs are not kept."""
+    source = SCRIPTS["deepspeed"].read_text()
+    counting = """model.calls = []
+    layers_of(model)[0].mlp.register_forward_hook(lambda *_: model.calls.append(model.training))
+    engine, *_ = deepspeed"""
+    source = source.replace("engine, *_ = deepspeed", counting)
+    source = source.replace(
+        "    export_model(", "    print('calls', sum(model.calls))\n    export_model("
+    )
+    (tmp_path / "train_llm.py").write_text(source)
+    for flags, calls in ((["--recompute", "none"], 20), (["--recompute", "full"], 40)):
+        args = [
+            *SHORT,
+            *config(tmp_path / "zero.json", *flags),
+            "--save-dir",
+            tmp_path,
+            "-e",
+            calls,
+        ]
+        [[done]] = run_well(1, [(tmp_path / "train_llm.py", args)], tmp_path / f"jobs{calls}")
+        assert f"calls {calls}\n" in done["stdout"]
+
+
+# ---- what the user gets wrong ----------------------------------------------------------------
+
+WRONG = {
+    '{"train_batch_size": 16': "train_batch_size is 16, and by the flags 8",
+    '{"train_micro_batch_size_per_gpu": 2': "train_micro_batch_size_per_gpu is 2, and by the flags",
+    '{"gradient_accumulation_steps": 2': "gradient_accumulation_steps is 2, and by the flags 1",
+    '{"gradient_clipping": 0.0': "gradient_clipping is 0.0, and by the flags 1.0",
+    '{"bf16": {"enabled": true}': "precision is bf16, and by the flags fp32",
+    '{"torch_autocast": {"enabled": true}': "precision is bf16, and by the flags fp32",
+    "{": "zero.json: Expecting property name",
+    "": "No such file",
+}
+
+
+@pytest.mark.exhaustive
+def test_a_file_that_contradicts_the_flags(tmp_path):
+    jobs = []
+    for number, text in enumerate([*WRONG, '{"zero_optimization": {"stage": 0}}']):
+        path = tmp_path / f"{number}/zero.json"
+        path.parent.mkdir()
+        if text:
+            path.write_text(text if text in "{" else f"{text.rstrip('}') + '}' * text.count('{')}")
+        args = [*SHORT, "--deepspeed-config", path, "--save-dir", tmp_path, "-e", "run"]
+        jobs.append(("deepspeed", args))
+    results = run_jobs(1, jobs, tmp_path / "jobs")
+    expected = [*WRONG.values(), "stage 0 tells no gradient norm; take 1"]
+    for [result], line in zip(results, expected, strict=True):
+        check(result, line)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.exhaustive
+def test_every_flag_is_explained():
+    """Those of all chapters, and its own."""
+    env = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    shown = printed(SCRIPTS["deepspeed"], "--help", check=True, env=env).stdout
+    assert "--deepspeed-config" in shown and "--dist-timeout" in shown
