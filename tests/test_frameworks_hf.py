@@ -105,6 +105,7 @@ def test_killed_continued_and_finished(load, configs, tmp_path):
 KINDS = ["", "-4", "-fsdp2", "-fsdp2-4", "-recompute", "-gpt2", "-fsdp2-qwen3"]
 FP32 = [f"{name}@2{kind}" for name in NAMES for kind in KINDS]
 FP32 += [f"{name}@1{kind}" for name in NAMES for kind in ("", "-4", "-fsdp2")]
+DROPOUT = {1: "trainer", 2: "accelerate"}  # who is tried on how many ranks
 BF16 = [f"{name}@2{kind}-bf16" for name in NAMES for kind in ("", "-half", "-half-4")]
 
 
@@ -113,15 +114,18 @@ def curves(tmp_path_factory, configs, models):
     """The folder of all runs, and every run's metrics, by name."""
     extra = configs | {"4": ["--batch-size", 1], "bf16": ["--precision", "bf16"]}
     extra |= {name: ["-m", models / name] for name in ("gpt2", "qwen3", "gpt2-dropout")}
-    runs = {1: {"01": ("01", [])}, 2: {"03-dropout": ("03", extra["gpt2-dropout"])}}
+    runs = {1: {"01": ("01", [])}, 2: {}}
     runs[1] |= {f"01-{name}": ("01", extra[name]) for name in ("bf16", "gpt2", "qwen3")}
     for run in [*FP32, *BF16]:
         name, *more = run.split("-")
         script, ranks = name.split("@")
         args = itertools.chain.from_iterable(extra[part] for part in more)
         runs[int(ranks)][run] = (script, list(args))
-    for name in NAMES:
-        runs[2][f"{name}-dropout"] = (name, extra["gpt2-dropout"])
+    for ranks, name in DROPOUT.items():
+        both = {
+            f"{script}-dropout@{ranks}": (script, extra["gpt2-dropout"]) for script in (name, "03")
+        }
+        runs[ranks] |= both
     root = tmp_path_factory.mktemp("frameworks")
     return root, curves_of(root, runs)
 
@@ -147,9 +151,11 @@ def test_one_curve_in_bf16(curves, run):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", NAMES)
-def test_dropout_follows_from_step_and_rank(curves, name):
-    assert on_one_curve(curves[1]["03-dropout"], curves[1][f"{name}-dropout"])
+@pytest.mark.parametrize("ranks", DROPOUT)
+def test_dropout_follows_from_step_and_rank(curves, ranks):
+    """The Trainer deals the samples of a step in another way, which one rank does not see."""
+    name = DROPOUT[ranks]
+    assert on_one_curve(curves[1][f"03-dropout@{ranks}"], curves[1][f"{name}-dropout@{ranks}"])
 
 
 @pytest.mark.exhaustive
@@ -376,14 +382,16 @@ def test_fsdp2_would_sum_gradients_in_bf16():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "words, ranks", [(["--cpu", "--num_processes", 2], [None]), (["--multi_gpu"], ["0", "1"])]
+    "words, ranks", [(["--cpu"], ["None"]), ([], ["None"]), (["--multi_gpu"], ["0", "1"])]
 )
 def test_how_many_processes_accelerate_launch_starts(tmp_path, words, ranks):
-    (tmp_path / "probe.py").write_text("import os\nprint('rank', os.environ.get('RANK'))")
+    """And that it sets mixed_precision to no, if it is not told."""
+    names = "'RANK', 'ACCELERATE_MIXED_PRECISION'"
+    (tmp_path / "probe.py").write_text(f"import os\nprint(*map(os.environ.get, [{names}]))")
     command = [Path(sys.executable).with_name("accelerate"), "launch", "--main_process_port", 0]
     command += [*words, "--num_processes", 2, tmp_path / "probe.py"]
     done = printed(*command, check=True)
-    assert sorted(re.findall("^rank (.*)", done.stdout, re.M)) == [str(rank) for rank in ranks]
+    assert sorted(done.stdout.splitlines()) == [f"{rank} no" for rank in ranks]
 
 
 @pytest.mark.parametrize("name", NAMES)

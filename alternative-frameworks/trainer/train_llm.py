@@ -435,6 +435,7 @@ class Guide(transformers.TrainerCallback):
         factor = lr_scheduler.lr_lambdas[0](lr_scheduler.last_epoch)
         for group, decay in zip(optimizer.param_groups, [args.weight_decay, 0.0], strict=True):
             group |= {"lr": args.learning_rate * factor, "weight_decay": decay}
+        lr_scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]  # which is logged
 
     def on_step_begin(self, _, state, control, **__):
         if self.reported:
@@ -467,22 +468,29 @@ class Guide(transformers.TrainerCallback):
         save_checkpoint(self.args, self.run_dir, partial, state.global_step)
 
 
+def zero_of(args):
+    """Return DeepSpeed's settings, from its file; or None, to train without it."""
+    path = args.deepspeed_config
+    if not path:
+        return None
+    import deepspeed  # which else nobody needs
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or, on a CPU, it compiles it
+    zero = json.loads(Path(path).read_text())
+    said = any(zero.get(name, {}).get("enabled") for name in ("bf16", "torch_autocast"))
+    if said != (args.precision == "bf16"):
+        fail(f"--deepspeed-config {path}: it is not for --precision {args.precision}")
+    # or it would save the shards of ZeRO-3 twice, and no model
+    zero["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    return zero
+
+
 def build_trainer(args, run_dir, guide, model, train_set, held_out):
     """Return the Trainer, with the settings that make it do what chapter 03 does."""
-    sharded, zero = os.environ.get("ACCELERATE_USE_FSDP") == "true", None
-    kind = DistributedType.MULTI_GPU if sharded else DistributedType.MULTI_CPU
-    if args.deepspeed_config:
-        import deepspeed
-
-        kind = DistributedType.DEEPSPEED
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
-            False  # for CPUs: or it compiles it
-        )
-        zero = json.loads(Path(args.deepspeed_config).read_text())
-        # or it would save the shards of ZeRO-3 twice, and no model
-        zero["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    sharded, zero = os.environ.get("ACCELERATE_USE_FSDP") == "true", zero_of(args)
     if args.device == "cpu":  # where Accelerate would do DDP instead, and not say so
-        PartialState(cpu=True).distributed_type = kind
+        kind = DistributedType.MULTI_GPU if sharded else DistributedType.MULTI_CPU
+        PartialState(cpu=True).distributed_type = DistributedType.DEEPSPEED if zero else kind
     model.loss_type = "ForCausalLM"  # or a step of GPT-2, say, would count a token more per sample
     most, ranks = args.micro_batch_size, dist.get_world_size()
     settings = transformers.TrainingArguments(
@@ -500,7 +508,7 @@ def build_trainer(args, run_dir, guide, model, train_set, held_out):
         warmup_steps=args.warmup_steps,
         seed=args.seed,
         use_cpu=args.device == "cpu",
-        bf16=args.precision == "bf16",
+        bf16=args.precision == "bf16" and "torch_autocast" not in (zero or {}),
         logging_steps=args.log_every,
         logging_nan_inf_filter=False,  # or a loss that is not a number would not be seen
         eval_strategy="steps",
