@@ -7,12 +7,14 @@ All train the model of speed.py from the same weights on the same samples, on as
 take turns; a ratio is one of two runs in the same round. Nothing else should run meanwhile.
 """
 
+import argparse
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from statistics import median
 
-from speed import ROOT, WINDOW, describe_machine, keep, make_model_folder, parser_of, run, speed_of
+from speed import ROOT, WINDOW, describe_machine, keep, make_model_folder, run, speed_of
 
 FOLDER = ROOT / "alternative-frameworks"
 BATCH = ["--global-batch-size", "8", "--batch-size", "8"]  # of speed.py
@@ -20,8 +22,9 @@ BATCH = ["--global-batch-size", "8", "--batch-size", "8"]  # of speed.py
 
 def parse_args():
     """Return the arguments."""
-    parser = parser_of(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
+    add("--output", type=Path, help="a JSON file for machine and results")
     add("--rounds", type=int, default=3, help="how often each runs")
     add("--steps", type=int, default=30, help=f"of each run; the first {WINDOW} warm it up")
     add("--ranks", type=int, default=2, help="of each run")

@@ -13,7 +13,7 @@ import pytest
 
 import environments
 from cluster.cluster import until
-from conftest import ROOT, SCRIPTS, SHORT, difference, logged, metrics, run_well
+from conftest import ROOT, SCRIPTS, SHORT, difference, logged, metrics, printed, run_well
 from environments import finished, report
 from test_diagnosis import verdict_of
 
@@ -192,6 +192,52 @@ def test_by_hand(cluster, settings, curve, tmp_path):
     statuses, said = by_hand(cluster, settings, tmp_path, ranks=2)
     assert statuses == [0, 0], said
     assert difference(curve, metrics(tmp_path / "run")) < 1e-5
+
+
+def write(folder, line, script=SCRIPT):
+    """Have make_config.py write what starts a script on two hosts; return the file."""
+    maker, made = ROOT / "alternative-frameworks/make_config.py", folder / "made"
+    words = [*line.split(), "--nodes", 2, "--gpus-per-node", 2, "--output", made]
+    printed(maker, *words, "--", *arguments(folder, script=script), check=True, cwd=folder)
+    return made
+
+
+@pytest.mark.exhaustive
+def test_a_job_script_that_was_written(cluster, settings, curve, tmp_path):
+    """sbatch takes it as it is; the number of ranks is that of the GPUs."""
+    made = write(tmp_path, "slurm --time-limit 0:10:00 --cpus-per-node 2 --save-seconds 30")
+    env = {name: value for name, value in settings.items() if name != "RANKS_PER_NODE"}
+    job = sbatch(cluster, tmp_path, env, made)
+    known = finished(cluster, job, tmp_path)
+    assert (known["TimeLimit"], known["NumNodes"]) == ("00:10:00", "2")
+    assert difference(curve, metrics(tmp_path / "run")) < 1e-5
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("script", ["03", pytest.param("deepspeed", marks=needs_deepspeed)])
+def test_commands_that_were_written(cluster, settings, curve, tmp_path, script):
+    """By torchrun, the same on both hosts."""
+    line = "launch --hosts h1 h2 --time-limit 0:10:00 --cpus-per-node 2"
+    made = write(tmp_path, line, str(SCRIPTS[script]))
+    assert made.read_text().startswith("# on h1, h2\n")
+    logs = [open(tmp_path / f"{host}.log", "w+") for host in ("h1", "h2")]
+    started = [
+        cluster.popen(
+            f"h{n + 1}", ["bash", made], cwd=tmp_path, env=settings, stdout=log, stderr=log
+        )
+        for n, log in enumerate(logs)
+    ]
+    statuses = [process.wait(timeout=240) for process in started]
+    assert statuses == [0, 0], report(tmp_path)
+    assert difference(curve, metrics(tmp_path / "run")) < 1e-4  # norms of about 3 too
+
+
+@needs_deepspeed
+@pytest.mark.exhaustive
+def test_deepspeed_under_its_own_launcher(cluster, settings, curve, tmp_path):
+    made = write(tmp_path, "launch --hosts h1 h2 --launcher deepspeed", str(SCRIPTS["deepspeed"]))
+    cluster.run("head", ["bash", made], cwd=tmp_path, env=settings, timeout=240)
+    assert difference(curve, metrics(tmp_path / "run")) < 1e-4
 
 
 # ---- stopped, requeued, killed ---------------------------------------------------------------

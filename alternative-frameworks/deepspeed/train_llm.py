@@ -515,8 +515,9 @@ def load_checkpoint(args, run_dir, engine):
     """Restore the newest checkpoint that can be read; return its step, which is 0 for a new run."""
     checkpoints = sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)
     found = [checkpoints]
+    if dist.get_rank() == 0:  # ZeRO: or a rank that cannot read its part would leave the others
+        found = [[checkpoint for checkpoint in checkpoints if is_whole(checkpoint)]]
     dist.broadcast_object_list(found, group=patient_group())
-    settings = [dict(group) for group in engine.optimizer.param_groups]
     for checkpoint in found[0]:  # DDP: all ranks try those that rank 0 has found
         before = json.loads((checkpoint / "args.json").read_text())
         compare_args(args, before, checkpoint)
@@ -528,16 +529,9 @@ def load_checkpoint(args, run_dir, engine):
             )
             told += "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state "
             fail(f"{told} --input_folder {checkpoint}/zero --output_folder {checkpoint}/universal")
+        settings = [dict(group) for group in engine.optimizer.param_groups]
         engine._config.load_universal_checkpoint = tag == "universal"
-        error, errors = None, [None] * dist.get_world_size()
-        try:
-            engine.load_checkpoint(checkpoint, tag)
-        except Exception as broken:  # broken files raise many kinds
-            error = repr(broken)
-        dist.all_gather_object(errors, error, group=patient_group())  # ZeRO: each has files to read
-        if any(errors):
-            print(f"{checkpoint} cannot be read, so the one before is tried: {errors!r:.200}")
-            continue
+        engine.load_checkpoint(checkpoint, tag)
         for group, ours in zip(engine.optimizer.param_groups, settings, strict=True):
             group.update(ours, params=group["params"])  # as the command says, not as they were
         engine.optimizer.clip_grad = args.max_grad_norm
@@ -550,6 +544,17 @@ def load_checkpoint(args, run_dir, engine):
     if checkpoints:
         fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete them all to start anew")
     return 0
+
+
+def is_whole(checkpoint):
+    """Return whether all files of a checkpoint can be opened, and say so if not."""
+    try:
+        for path in checkpoint.glob("zero/*.pt"):
+            torch.load(path, "cpu", mmap=True, weights_only=False)
+    except Exception as error:  # broken files raise many kinds
+        print(f"{checkpoint} cannot be read, so the one before is tried: {error!r:.200}")
+        return False
+    return True
 
 
 def compare_args(args, before, checkpoint):
