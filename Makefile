@@ -145,7 +145,7 @@ bench: install  ## measure the chapters next to other trainers; make tables and 
 
 .PHONY: gpu-check
 gpu-check: install  ## prove on this machine's GPUs what a CPU cannot: ONLY="parity speed-01"
-	$(PIP) $$(grep -o '^accelerate==[0-9.]*' benchmarks/requirements.txt) \
+	$(PIP) -r alternative-frameworks/accelerate/requirements.txt \
 		|| echo "make: without accelerate there is no Trainer to compare with" >&2
 	$(PY) benchmarks/gpu_check.py $(if $(ONLY),--only $(ONLY))
 

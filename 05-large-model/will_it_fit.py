@@ -115,7 +115,7 @@ def add_plan_flags(parser):
     add("--json", action="store_true", help="print all numbers, in bytes, as JSON")
     add("--brief", action="store_true", help="print one line, of the chosen setting")
     write_help = "if it fits, write the chosen setting for a framework: make_config.py does it"
-    add("--write-config", nargs=2, metavar=("deepspeed", "FILE"), help=write_help)
+    add("--write-config", nargs=2, metavar=("deepspeed|accelerate", "FILE"), help=write_help)
 
 
 def add_training_flags(parser):
@@ -149,13 +149,17 @@ def config_command(args):
     """Return the command with which make_config.py writes the chosen setting for a framework."""
     kind, path = args.write_config
     words = [kind, "--output", path, "--ranks", args.ranks, "--precision", args.precision]
-    words += ["--global-batch-size", args.global_batch_size, "--batch-size", args.batch_size]
-    words += ["--max-grad-norm", args.max_grad_norm] if args.max_grad_norm else []
+    words += ["--recompute", args.recompute] + ["--offload-params", "cpu"] * args.cpu_offload
     if kind == "deepspeed":
-        words += ["--stage", 3 if args.reshard_after_forward else 2, "--recompute", args.recompute]
-        words += ["--offload-params", "cpu", "--offload-optimizer", "cpu"] * args.cpu_offload
+        words += ["--global-batch-size", args.global_batch_size, "--batch-size", args.batch_size]
+        words += ["--max-grad-norm", args.max_grad_norm] if args.max_grad_norm else []
+        words += ["--stage", 3 if args.reshard_after_forward else 2]
+        words += ["--offload-optimizer", "cpu"] * args.cpu_offload
+    elif kind == "accelerate":
+        words += ["--nodes", args.nodes]
+        words += ["--no-reshard-after-forward"] * (not args.reshard_after_forward)
     else:
-        fail(f"--write-config {kind}: not a framework that it knows; take deepspeed")
+        fail(f"--write-config {kind}: not a framework that it knows; take deepspeed or accelerate")
     split = args.tensor_parallel_size * args.pipeline_parallel_size * args.context_parallel_size
     if split * args.replicas > 1 or args.recompute == "selective" or args.weights_dtype == "bf16":
         fail(f"--write-config {kind}: it has no such splits, replicas, --recompute or bf16 moments")

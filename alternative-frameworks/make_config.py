@@ -1,6 +1,7 @@
-"""Write what DeepSpeed, launchers and Slurm want to read, from the guide's own flags.
+"""Write what DeepSpeed, Accelerate, launchers and Slurm want to read, from the guide's own flags.
 
 Here:  python alternative-frameworks/make_config.py deepspeed --stage 2 --ranks 2
+       python alternative-frameworks/make_config.py accelerate --strategy fsdp2 --ranks 2
        python alternative-frameworks/make_config.py launch --nodes 2 -- 04-fsdp/train_llm.py
        python alternative-frameworks/make_config.py slurm --nodes 4 -- 04-fsdp/train_llm.py
 
@@ -46,7 +47,8 @@ def parse_args(words=None):
     parser = argparse.ArgumentParser(**formatter)
     parser.error = fail
     commands = parser.add_subparsers(dest="write", required=True)
-    for write, parent in {deepspeed: training, launch: machines, slurm: machines}.items():
+    parents = {deepspeed: training, accelerate: shared, launch: machines, slurm: machines}
+    for write, parent in parents.items():
         told = write.__doc__.partition("\n")[0]
         command = commands.add_parser(
             write.__name__, parents=[parent], help=told, description=told, **formatter
@@ -119,6 +121,47 @@ def deepspeed(args):
     if args.recompute == "full":
         config["activation_checkpointing"] = {"partition_activations": False}
     return json.dumps(config, indent=2) + "\n"
+
+
+def flags_of_accelerate(add):
+    """Declare what Accelerate's file says; all else stays a flag of the script."""
+    add("--strategy", choices=["ddp", "fsdp2"], default="fsdp2", help="whole models, or shards")
+    add("--ranks", type=int, default=1, help="how many will train, on all nodes together")
+    add("--nodes", type=int, default=1, help="how many machines")
+    add("--precision", choices=["bf16", "fp32"], default="bf16", help="of the forward pass")
+    reshard = {"action": argparse.BooleanOptionalAction, "default": True}
+    add("--reshard-after-forward", **reshard, help="free a layer's weights until its backward")
+    add("--offload-params", choices=["none", "cpu"], default="none", help="weights and states")
+    add("--recompute", choices=["none", "full"], default="none", help="activations")
+
+
+def accelerate(args):
+    """Write Accelerate's YAML."""
+    if args.ranks % args.nodes:
+        fail(f"--ranks {args.ranks} do not divide by {args.nodes} nodes")
+    config = {"compute_environment": "LOCAL_MACHINE"}
+    # MULTI_GPU is right on CPUs too: MULTI_CPU would start one process
+    config["distributed_type"] = "FSDP" if args.strategy == "fsdp2" else "MULTI_GPU"
+    config["mixed_precision"] = "bf16" if args.precision == "bf16" else "no"
+    config |= {"num_machines": args.nodes, "num_processes": args.ranks, "rdzv_backend": "c10d"}
+    lines = [f"{name}: {json.dumps(value)}" for name, value in config.items()]
+    if args.strategy == "fsdp2":
+        settings = {
+            "version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "reshard_after_forward": args.reshard_after_forward,
+            "offload_params": args.offload_params == "cpu",
+            "activation_checkpointing": args.recompute == "full",
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "cpu_ram_efficient_loading": False,
+        }
+        lines += ["fsdp_config:"]
+        lines += [f"  fsdp_{name}: {json.dumps(value)}" for name, value in settings.items()]
+    elif (
+        args.offload_params != "none" or args.recompute != "none" or not args.reshard_after_forward
+    ):
+        fail("--offload-params, --recompute and --no-reshard-after-forward are for fsdp2 alone")
+    return "\n".join(lines) + "\n"
 
 
 # ---- launchers -------------------------------------------------------------------------------

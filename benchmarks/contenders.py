@@ -103,9 +103,16 @@ def chapter(name):
 
     for note in seconds:
         function = "train_step" if note == "first_step" else note
-        setattr(script, function, timed(getattr(script, function), note))
+        if hasattr(script, function):  # the Trainer has its own
+            setattr(script, function, timed(getattr(script, function), note))
+    if trainer := getattr(script, "Trainer", None):  # which saves, and then the script publishes
+        seconds["by_trainer"] = []
+        trainer._save_checkpoint = timed(trainer._save_checkpoint, "by_trainer")
     args = script.parse_args()
     script.main()
+    if trainer:
+        parts = zip(seconds.pop("by_trainer"), seconds["save_checkpoint"], strict=True)
+        seconds["save_checkpoint"] = [sum(both) for both in parts]
     if dist.is_initialized():
         dist.barrier()
     if RANK == 0:

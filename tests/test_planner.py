@@ -112,6 +112,15 @@ def test_the_chosen_setting_is_written_for_deepspeed(tmp_path, planner, capsys):
     assert "it has no such" in refused(capsys, planner.parse_args, words)
 
 
+def test_the_chosen_setting_is_written_for_accelerate(tmp_path):
+    line = [PLANNER, "--brief", "--gpus-per-node", 4, "--write-config", "accelerate"]
+    line += [tmp_path / "fsdp2.yaml", "--no-reshard-after-forward", "--recompute", "full"]
+    printed(*line, check=True)
+    written = (tmp_path / "fsdp2.yaml").read_text().splitlines()
+    assert {"num_processes: 4", "  fsdp_activation_checkpointing: true"} <= {*written}
+    assert {"  fsdp_reshard_after_forward: false", "  fsdp_offload_params: false"} <= {*written}
+
+
 SPLIT = "--device cpu --gpus-per-node 4 --tensor-parallel-size"
 
 

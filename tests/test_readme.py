@@ -46,7 +46,7 @@ def by_name(found):
 def marked(block):
     """Return a block as a parameter: what a README checks, test_parity.py and others check too, its
     exercises and the pages beside it are second ways to do what other blocks do, and those of tools
-    are of no chapter."""
+    and frameworks are of no chapter."""
     path, line = block.name.split(":")
     before = (ROOT / path).read_text().splitlines()[: int(line)]
     second = (

@@ -27,6 +27,7 @@ class Captured(io.StringIO):
 
 def run(job):
     """Run one job; return its exit status and what it printed."""
+    variables = dict(os.environ)
     os.environ["MASTER_PORT"] = str(job["port"])
     sys.argv = [job["script"], *job["args"]]
     out, err = Captured(), Captured()
@@ -41,6 +42,11 @@ def run(job):
             status = 1
     if dist.is_initialized():  # a job that failed left it, as a process that ends does
         dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(variables)
+    if states := sys.modules.get("accelerate.state"):  # which keeps what it knows in its classes
+        states.AcceleratorState._reset_state(reset_partial_state=True)
+        states.GradientState._reset_state()
     if "deepspeed" in sys.modules:  # it would go on with the groups of this job
         sys.modules["deepspeed.comm.comm"].cdb = None
         sys.modules["deepspeed.utils.groups"]._release_process_group_references()

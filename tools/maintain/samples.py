@@ -17,6 +17,8 @@ from readme import Block, commands, script_of, shown, workplace
 
 SAMPLES = ROOT / "assets/samples"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
+# Accelerate imports DeepSpeed where both are installed, which says what it has found here
+ENVIRONMENT |= {"DS_ACCELERATOR": "cpu"}
 
 
 PRACTICE = "the cluster to practise on"  # how the needs of blocks begin that belong in its shell
