@@ -80,11 +80,11 @@ def test_banners_and_flags_are_the_parents(chapter):
     """New flags and choices may come; what is there means what it meant, in the same words."""
     before, after = both(chapter)
     assert len(banners(before)) == 5 and banners(before) == banners(after)
-    kept = [name for name in flags(after) if name in flags(before)]
-    assert kept == list(flags(before))
-    for name, declared in flags(before).items():
+    old, new = flags(before), flags(after)
+    assert [name for name in new if name in old] == list(old)
+    for name, declared in old.items():
         wider = re.escape(declared).replace(r"'\]", r"'(, '\w+')*\]")  # the choices
-        assert re.fullmatch(wider, flags(after)[name])
+        assert re.fullmatch(wider, new[name])
 
 
 def test_every_chapter_descends_from_the_first():

@@ -19,6 +19,7 @@ from conftest import (
 )
 from test_nonfinite import tensors_of
 from test_resume import cut
+from test_waiting import READS, events_of_steps
 
 FP16 = ["--precision", "fp16"]
 LINE = [*SHORT, "--seq-length", 32, "--global-batch-size", 4, "--num-steps", 12]
@@ -101,6 +102,16 @@ def test_what_no_scale_mends_is_remembered(script, monkeypatch, cause):
     _, norm = script.train_step(args, model, optimizer, train_set, 5, DEVICE)
     assert norm.isfinite() and optimizer.found_inf
     assert all(map(torch.equal, before, tensors_of(model, optimizer)))
+
+
+def test_no_value_is_read_from_the_device(script):
+    """Nor does a step reduce more than gradients and one number."""
+    small = ["--global-batch-size", 4, "--seq-length", 16, "--config", "num_hidden_layers=1"]
+    events, ddp = events_of_steps(script, *FP16, *small)
+    assert "aten::_amp_update_scale_" in events  # the profiler did look
+    assert [event for event in events if READS.match(event)] == []
+    buckets = len(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(","))
+    assert events.count("c10d::allreduce_") == 3 * (buckets + 1)
 
 
 def test_without_fp16_it_is_chapter_02(script):

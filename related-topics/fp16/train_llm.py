@@ -372,8 +372,8 @@ def train_step(args, model, optimizer, train_set, step, device):
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, grad_norm)
     for group in optimizer.param_groups:
         group["lr"] = lr_at(args, step)
+    before = optimizer.found_inf  # fp16: what this step adds may be an overflow, and no more
     # 1 from the first gradient on that is not finite: AdamW then leaves everything as it is
-    before = optimizer.found_inf
     optimizer.found_inf = torch.maximum(optimizer.found_inf, (~grad_norm.isfinite()).float())
     optimizer.step()
     optimizer.zero_grad()
@@ -389,8 +389,7 @@ def update_scale(optimizer, loss):
     """
     scaler = optimizer.scaler
     scaler.update()  # fp16: without scaler.step(), which would delete optimizer.found_inf
-    hopeless = ~loss.isfinite() | (scaler.scale(torch.ones_like(loss)) < 1)
-    hopeless = hopeless.float()
+    hopeless = (~loss.isfinite() | (scaler.scale(torch.ones_like(loss)) < 1)).float()
     dist.all_reduce(hopeless, dist.ReduceOp.MAX)  # gradients are equal on all ranks, losses not
     return hopeless
 
