@@ -98,6 +98,19 @@ def test_runs_are_on_as_many_tokens(sweep, capsys):
     assert "has runs on 4096 samples; choose another --output" in said
 
 
+def test_what_the_page_says_of_rates_was_measured(sweep):
+    losses = sweep.module.losses_of(results("batch-size-and-lr"))
+    rules = sweep.module.scaled(losses)
+    best = {batch: min(by_rate.values()) for batch, by_rate in losses.items()}
+    lost = {
+        rule: [losses[batch][lr] - best[batch] for batch, lr in list(rates.items())[1:]]
+        for rule, rates in rules.items()
+    }
+    assert max(lost["square root"]) < 0.01 and min(lost["linear"]) > 0.1
+    assert lost["the same rate"][-1] > 1 and losses[4][0.004] - losses[4][0.002] < 0.02
+    assert list(best.values()) == sorted(best.values())
+
+
 # ---- determinism -----------------------------------------------------------------------------
 def test_one_bit_is_seen():
     bits, weight = script("determinism/bits.py"), torch.tensor([1.0, 2.0])
@@ -146,14 +159,15 @@ def test_a_sampler_gives_the_batches_of_the_chapters(load, monkeypatch, chapter,
 
 @pytest.mark.exhaustive
 @pytest.mark.alone
-def test_a_step_waits_as_predicted(monkeypatch):
+def test_a_step_waits_as_predicted():
+    """Roughly: 75% of its time without workers, and not at all with as many as it costs steps."""
     share = script("data-loading/share.py")
     took, waited = share.measure(20)
     assert waited / took < 0.05
     seconds = 3 * (took - waited) / 20 / share.BATCH
-    for workers, least, most in ((0, 0.65, 0.85), (1, 0.5, 0.8), (8, 0, 0.25)):
+    for workers, least, most in ((0, 0.5, 0.9), (8, 0, 0.3)):
         took, waited = share.measure(20, workers, seconds)
-        assert least <= waited / took <= most, workers
+        assert least <= waited / took <= most, (workers, waited / took)
 
 
 def test_what_the_page_says_of_waiting_was_measured():

@@ -1,7 +1,7 @@
 """Train a small Llama in chapter 01 with several batch sizes and rates, on as many tokens each.
 
 Here:  python related-topics/batch-size-and-lr/sweep.py --samples 512 --batch-sizes 8 32 --lrs 2e-3
-Ours:  python related-topics/batch-size-and-lr/sweep.py \
+Ours:  python related-topics/batch-size-and-lr/sweep.py --seeds 3 \
            --output benchmarks/results/batch-size-and-lr.json --plot assets/batch-size-and-lr.png
 
 First come all batch sizes with all rates. Then three rules scale the smallest batch's best rate to
@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
+import datasets
 import torch
 from matplotlib.figure import Figure
 
@@ -142,6 +143,7 @@ def draw(losses, path):
 def main():
     """Train the grid, then what the rules ask for; say which rule lost how much."""
     args = parse_args()
+    datasets.disable_progress_bars()
     rows = json.loads(args.output.read_text())["rows"] if args.output.exists() else []
     if any(row["samples"] != args.samples for row in rows):
         fail(f"{args.output} has runs on {rows[0]['samples']} samples; choose another --output")

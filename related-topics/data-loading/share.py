@@ -14,6 +14,7 @@ import time
 import warnings
 from pathlib import Path
 
+import datasets
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -97,6 +98,7 @@ def measure(steps, workers=None, seconds=0.0):
 def main():
     """Measure the tokens, then each number of workers."""
     args, machine = parse_args(), describe_machine(gpus=False)
+    datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more than there are cores
     steps = min(MOST, args.steps)
     took, waited = measure(steps)

@@ -512,10 +512,10 @@ def batch_sizes(file):
 
 def same_bits(file):
     """Print the table of which runs have the same bits."""
-    told = loaded("determinism/bits.py").told
     heading("| chapter and layout | the same command twice | stopped and resumed | against 01 |")
     for row in measured(file, "rows"):
-        cells = (told(row[name]) for name in ("twice", "resumed", "norm"))
+        found = [row[name] for name in ("twice", "resumed", "norm")]
+        cells = ("identical" if one["identical"] else f"{one['difference']:.1e}" for one in found)
         print(f"| {row['layout']} | {' | '.join(cells)} |")
 
 
@@ -536,16 +536,16 @@ def sizes(file):
     """Print the table of sizes for --config, and what each of them needs."""
     shapes = loaded("own-architecture/sizes.py").SHAPES
     names = ["size", "width × layers", "heads, of keys and values", "weights", "embeddings"]
-    names += ["tokens at 20 per weight", "GPU hours", "on 1 GPU", "on 8 GPUs"]
+    names += ["billion tokens", "GPU hours", "on 1 GPU", "on 8 GPUs"]
     heading(f"| {' | '.join(names)} |")
     for row in measured(file, "rows"):
         hours = row["gpu_hours"]
         width, layers, heads, kv_heads, *_ = shapes[row["size"]]
         share = f"{row['embeddings'] / row['weights']:.0%}"
         cells = [f"{width} × {layers}", f"{heads}, {kv_heads}", f"{row['weights']:,}", share]
-        cells += [f"{row['tokens'] / 1e9:.3g} billion", f"{hours:,.{2 if hours < 1 else 0}f}"]
+        cells += [f"{row['tokens'] / 1e9:.1f}", f"{hours:,.{2 if hours < 1 else 0}f}"]
         for gpus in ("1 GPUs", "8 GPUs"):
-            cells.append(f"{row[gpus]['setting']}: {row[gpus]['gib']:.0f} GiB")
+            cells.append(f"{row[gpus]['gib']:.0f} GiB, `{row[gpus]['setting']}`")
         print(f"| {row['size']} | {' | '.join(cells)} |")
 
 
