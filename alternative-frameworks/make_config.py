@@ -215,9 +215,10 @@ def launch(args):
         command = ["torchrun", meet if len(hosts) > 1 else "--standalone"]
         command += [f"--nproc-per-node {gpus} --max-restarts 3", run]
         return f"# on {', '.join(hosts)}\n{' '.join([*before, *command])}\n"
-    text = ""
+    text, ranks = "", len(hosts) * gpus
+    several = " --multi_gpu" if ranks > 1 else ""  # or on one GPU a node it starts one process
     for number, host in enumerate(hosts):
-        command = ["accelerate launch", f"--num_processes {len(hosts) * gpus}"]
+        command = [f"accelerate launch{several} --num_processes {ranks}"]
         if len(hosts) > 1:
             command += [f"--num_machines {len(hosts)} --machine_rank {number}"]
             command += [f"--main_process_ip {hosts[0]} --main_process_port {args.port}"]
