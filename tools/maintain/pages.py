@@ -49,7 +49,7 @@ def html_of(line, changed=()):
     for (kind, marked), group in groupby(letters, key=lambda letter: letter[:2]):
         text = escape("".join(letter for *_, letter in group), quote=False)
         text = f"<mark>{text}</mark>" if marked else text
-        html += f"<i class={kind}>{text}</i>" if kind else text
+        html += f"<i {kind}>{text}</i>" if kind else text
     return html
 
 
@@ -165,7 +165,8 @@ class Page:
 
     def sections(self):
         """Return anchor, title and text of each section."""
-        found = re.findall(r'<h\d id="(.*?)">(.*?)</h\d>(.*?)(?=<h\d |\Z)', self.html, re.S)
+        html = re.sub("<pre class=diff>.*?</pre>", "", self.html, flags=re.S)  # the script's own
+        found = re.findall(r'<h\d id="(.*?)">(.*?)</h\d>(.*?)(?=<h\d |\Z)', html, re.S)
         return [(anchor, *map(plain, told)) for anchor, *told in found]
 
     def link(self, target):

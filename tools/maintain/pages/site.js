@@ -39,7 +39,7 @@ if (script) {
   on("#walk", "change", (slider) => all("nav a")[slider.value].click());
 }
 addEventListener("keydown", (event) => {
-  if (event.key === "Escape") $("#menu").open = false;
+  if (event.key === "Escape") $("#menu")?.removeAttribute("open");
   const button = all("[data-key]").find((button) => button.dataset.key === event.key);
   if (!button || event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select")) return;
   event.preventDefault(), button.click();
