@@ -325,20 +325,17 @@ def zero(race, stage):
     """DeepSpeed's ZeRO: https://www.deepspeed.ai/getting-started/."""
     import deepspeed
 
+    if race.device.type == "cpu":
+        deepspeed.ops.__compatible_ops__ = {}  # or its first start compiles, for minutes
+    maker = load(str(ROOT / "alternative-frameworks/make_config.py"))
+    line = f"deepspeed --stage {stage} --ranks {WORLD_SIZE} --batch-size {race.batch_size} "
+    line += f"--global-batch-size {race.args.global_batch_size} --precision {race.args.precision} "
+    line += f"--max-grad-norm {race.args.max_grad_norm} --weights {race.args.precision}"
+    config = json.loads(maker.deepspeed(maker.parse_args(line.split())))
     model = race.model()
     optimizer, schedule = race.optimizer(model)
     engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=schedule,
-        config={
-            "train_micro_batch_size_per_gpu": race.batch_size,
-            "bf16": {"enabled": race.args.precision == "bf16"},
-            "gradient_clipping": race.args.max_grad_norm,
-            "zero_optimization": {"stage": stage, "overlap_comm": race.device.type == "cuda"},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-        },
+        model=model, optimizer=optimizer, lr_scheduler=schedule, config=config
     )
     if race.args.compile:
         engine.compile()

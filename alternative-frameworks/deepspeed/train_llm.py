@@ -515,29 +515,25 @@ def load_checkpoint(args, run_dir, engine):
     """Restore the newest checkpoint that can be read; return its step, which is 0 for a new run."""
     checkpoints = sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)
     found = [checkpoints]
-    if dist.get_rank() == 0:  # ZeRO: or a rank that cannot read its part would leave the others
+    if dist.get_rank() == 0:  # ZeRO: for a rank that could not read, the others would wait
         found = [[checkpoint for checkpoint in checkpoints if is_whole(checkpoint)]]
     dist.broadcast_object_list(found, group=patient_group())
     for checkpoint in found[0]:  # DDP: all ranks try those that rank 0 has found
         before = json.loads((checkpoint / "args.json").read_text())
         compare_args(args, before, checkpoint)
-        ranks = len(list(checkpoint.glob("zero/*_optim_states.pt")))
-        tag = "zero" if ranks == dist.get_world_size() else "universal"
+        ranks, now = len(list(checkpoint.glob("zero/*_optim_states.pt"))), dist.get_world_size()
+        tag = "zero" if ranks == now else "universal"
         if not (checkpoint / tag).exists():  # ZeRO: each rank reads what one with its number wrote
-            told = (
-                f"{checkpoint} is of {ranks} ranks; to continue on {dist.get_world_size()}, call "
-            )
-            told += "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state "
-            fail(f"{told} --input_folder {checkpoint}/zero --output_folder {checkpoint}/universal")
+            told = f"{checkpoint} is of {ranks} ranks; to continue on {now}, call python -m "
+            told += "deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder"
+            fail(f"{told} {checkpoint}/zero --output_folder {checkpoint}/universal")
         settings = [dict(group) for group in engine.optimizer.param_groups]
         engine._config.load_universal_checkpoint = tag == "universal"
         engine.load_checkpoint(checkpoint, tag)
         for group, ours in zip(engine.optimizer.param_groups, settings, strict=True):
             group.update(ours, params=group["params"])  # as the command says, not as they were
         engine.optimizer.clip_grad = args.max_grad_norm
-        for (
-            state
-        ) in engine.optimizer.optimizer.state.values():  # or all would count with one tensor
+        for state in engine.optimizer.optimizer.state.values():  # or all count with one tensor
             state["step"] = state["step"].clone()
         print(f"continuing from {checkpoint}")
         return int(checkpoint.name.removeprefix("step-"))
@@ -578,9 +574,8 @@ def export_model(args, run_dir, model, tokenizer):
         return
     partial = partial_of(run_dir / "model")
     last = run_dir / f"checkpoints/step-{args.num_steps:08}"  # ZeRO: its fp32 weights, put together
-    model.save_pretrained(
-        partial, state_dict=get_fp32_state_dict_from_zero_checkpoint(last, "zero")
-    )
+    weights = get_fp32_state_dict_from_zero_checkpoint(last, "zero")
+    model.save_pretrained(partial, state_dict=weights)
     tokenizer.save_pretrained(partial)
     publish(args, partial, run_dir / "model")
     (run_dir / f"finished-{args.num_steps}").touch()
