@@ -532,6 +532,20 @@ def waits(file):
         print(f"| `DataLoader`, {processes} | {row['share']:.1%} | {predicted:.0%} |")
 
 
+def frameworks(file):
+    """Print the table of speed, memory and saves of frameworks, as ratios to two chapters."""
+    ratios = measured(file, "ratios")
+    heading("| | tokens per second / 03 | / 04 | peak memory / 03 | / 04 | a save / 03 | / 04 |")
+    for name in dict.fromkeys(ratio.partition(" / ")[0] for ratio in ratios):
+        keys = (
+            f"{name} / {chapter}, {what}"
+            for what in ("speed", "memory", "save")
+            for chapter in ("03", "04")
+        )
+        cells = (f"{ratios[key]['median']:.2f}" if key in ratios else "1" for key in keys)
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
 def sizes(file):
     """Print the table of sizes for --config, and what each of them needs."""
     shapes = loaded("own-architecture/sizes.py").SHAPES
