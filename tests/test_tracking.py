@@ -14,10 +14,11 @@ import pytest
 from conftest import ROOT, SCRIPTS, SHORT, free_port, metrics, printed, run_well, start_ranks
 from test_kill import last_row, wait_for
 
-sys.path.append(sys.path.pop(sys.path.index(str(ROOT / "tools"))))  # it has a tensorboard.py
+TOOLS = str(ROOT / "tools")  # which has a tensorboard.py, and may be there more than once
+sys.path[:] = [*(path for path in sys.path if path != TOOLS), TOOLS]
 sys.path.append(str(SCRIPTS["tracking"].parent))
-import offline
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+import offline  # noqa: E402
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
 TOOL = ROOT / "tools/tensorboard.py"
 LINE = [*SHORT, "--seq-length", 32, "--global-batch-size", 4, "--wandb", "offline"]
