@@ -156,7 +156,7 @@ def died(facts, everyone):
     vanished = [one for one in gone if one not in aborted and not one.asked_to_end]
     if not own and (aborted or not vanished):
         return of_victims(everyone, aborted or [one for one in everyone if one.error])
-    # Who failed has said so at once; who vanished was last heard of up to two seconds before.
+    # Who failed has said so at once; who vanished was last heard from up to two seconds before.
     ago = {one: one.age + (3 if one.error or one.crash.strip() else 0) for one in own + vanished}
     first = max(ago, key=ago.get)
     if first.error:
@@ -202,7 +202,8 @@ def of_victims(everyone, some):
 
 def of_vanished(facts, everyone, gone):
     """Return the finding of ranks that ended without a word."""
-    last = f"last heard of in {gone[0].phase} of step {gone[0].step}"
+    last = f"last heard from in step {gone[0].step}"
+    last += "" if gone[0].phase == "other" else f", {gone[0].phase}"
     if crashed := [one for one in gone if one.crash.strip()]:
         text = crashed[0].crash.strip()
         reason = f"{text.splitlines()[0]}, at {place_of_error(text)} ({last})"
@@ -390,9 +391,9 @@ def slowed(everyone):
         return worst.beat[what].get(name, 0) - usual
 
     line = max(worst.lines, key=lambda line: more("lines", line))
-    task = "waiting for data" if more("phases", "data") > now[worst] / 2 else "what it does itself"
-    reason = f"slow in {task}: the others wait for it {now[worst]:.0%} of the time; more than they "
-    reason += f"it is at {line.rpartition('/')[2]} ({more('lines', line):+.0%})"
+    task = "waiting for data" if more("phases", "data") > now[worst] / 2 else "its own work"
+    reason = f"slow in {task}: the others wait for it {now[worst]:.0%} of the time; it spends more "
+    reason += f"of its time than they do at {line.rpartition('/')[2]} ({more('lines', line):+.0%})"
     return Finding("straggler", [worst.rank], reason, "certain")
 
 

@@ -104,6 +104,11 @@ def test_what_no_scale_mends_is_remembered(script, monkeypatch, cause):
     assert all(map(torch.equal, before, tensors_of(model, optimizer)))
 
 
+def test_no_scale_is_infinite(script):
+    *_, optimizer, _, _, _ = one_step(script, *FP16, "--init-scale", "inf")
+    assert optimizer.found_inf
+
+
 def test_no_value_is_read_from_the_device(script):
     """Nor does a step reduce more than gradients and one number."""
     small = ["--global-batch-size", 4, "--seq-length", 16, "--config", "num_hidden_layers=1"]

@@ -84,6 +84,9 @@ needs_deepspeed = pytest.mark.skipif(
     not Path(sys.executable).with_name("deepspeed").exists(),
     reason="no DeepSpeed: pip install -r 03-job-launchers/deepspeed/requirements.txt",
 )
+needs_accelerate = pytest.mark.skipif(
+    not Path(sys.executable).with_name("accelerate").exists(), reason="accelerate is not installed"
+)
 SALLOC = "salloc --nodes 2 --gpus-per-node 2 --ntasks-per-node 2 srun --kill-on-bad-exit=1 python"
 TYPED = {name: typed for name, (_, typed) in environments.TYPED.items()}
 TYPED |= {"pdsh": "{chapter}/ssh/launch.sh --pdsh {folder}/hosts.txt", "salloc": SALLOC}
@@ -215,19 +218,29 @@ def test_a_job_script_that_was_written(cluster, settings, curve, tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("script", ["03", pytest.param("deepspeed", marks=needs_deepspeed)])
-def test_commands_that_were_written(cluster, settings, curve, tmp_path, script):
-    """By torchrun, the same on both hosts."""
-    line = "launch --hosts h1 h2 --time-limit 0:10:00 --cpus-per-node 2"
-    made = write(tmp_path, line, str(SCRIPTS[script]))
-    assert made.read_text().startswith("# on h1, h2\n")
-    logs = [open(tmp_path / f"{host}.log", "w+") for host in ("h1", "h2")]
+@pytest.mark.parametrize(
+    "launcher, script",
+    [
+        ("torchrun", "03"),
+        pytest.param("torchrun", "deepspeed", marks=needs_deepspeed),
+        pytest.param("accelerate", "accelerate", marks=needs_accelerate),
+    ],
+)
+def test_commands_that_were_written(cluster, settings, curve, tmp_path, launcher, script):
+    """torchrun's is the same on both hosts; accelerate's tells each its number."""
+    line = f"launch --hosts h1 h2 --launcher {launcher} --time-limit 0:10:00 --cpus-per-node 2"
+    text = write(tmp_path, line, str(SCRIPTS[script])).read_text()
+    commands = {
+        host: command
+        for hosts, command in re.findall("# on (.*)\n(.*)", text)
+        for host in hosts.split(", ")
+    }
+    logs = [open(tmp_path / f"{host}.log", "w+") for host in commands]
     started = [
-        cluster.popen(
-            f"h{n + 1}", ["bash", made], cwd=tmp_path, env=settings, stdout=log, stderr=log
-        )
-        for n, log in enumerate(logs)
-    ]
+        cluster.popen(host, ["bash", "-c", command], cwd=tmp_path, env=settings, stdout=log,
+                      stderr=log)
+        for (host, command), log in zip(commands.items(), logs, strict=True)
+    ]  # fmt: skip
     statuses = [process.wait(timeout=240) for process in started]
     assert statuses == [0, 0], report(tmp_path)
     assert difference(curve, metrics(tmp_path / "run")) < 1e-4  # norms of about 3 too

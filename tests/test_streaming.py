@@ -185,19 +185,19 @@ def test_a_bad_shard_is_named_or_skipped(damage, stream, tmp_path, capsys):
 
 
 def test_what_fails_once_is_read_again(folder, stream, monkeypatch):
-    """From the block on in which it failed: no record is lost, and none comes twice."""
+    """From the block on in which it failed, however many do: no record is lost or comes twice."""
     made, _ = stream(folder)
     whole, read, failed = epochs(made), stream.script.blocks_in, set()
 
     def read_or_fail(args, shard, place):
         for number, block in enumerate(read(args, shard, place)):
-            if number == 1 and shard not in failed:
-                failed.add(shard)
+            if number == 1 and (shard, place) not in failed:
+                failed.add((shard, place))
                 raise ConnectionError("reset by peer")
             yield block
 
     monkeypatch.setattr(stream.script, "blocks_in", read_or_fail)
-    assert epochs(made) == whole and len(failed) == SHARDS
+    assert epochs(made) == whole and max(Counter(shard for shard, _ in failed).values()) > 4
 
 
 REFUSED = {

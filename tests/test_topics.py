@@ -84,6 +84,13 @@ def test_what_was_trained_is_not_trained_again(sweep):
     assert len(sweep.trained) == 2 * number and {seed for *_, seed in sweep.trained} == {0, 1}
 
 
+def test_a_file_may_have_more_than_is_asked_for(sweep, capsys):
+    sweep(*GRID, "--seeds", 2)
+    capsys.readouterr()
+    sweep("--batch-sizes", 16, "--lrs", 4e-3)
+    assert capsys.readouterr().out.splitlines()[0].split() == ["the", "same", "rate", "16:", "16.0000"]
+
+
 def test_a_rate_that_one_seed_lacks_does_not_count(sweep):
     cells = [(4, 1e-3, 0, 2.0), (4, 1e-3, 1, 4.0), (4, 2e-3, 0, 1.0)]
     rows = [dict(zip(("batch", "lr", "seed", "val_loss"), cell, strict=True)) for cell in cells]

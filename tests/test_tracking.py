@@ -58,8 +58,8 @@ def test_tensorboard_has_the_last_row_of_each_step(tmp_path):
     add_rows(tmp_path / "one", 3, 4, 5, shift=1.0)
     add_rows(tmp_path / "two", 0, 10)
     for _ in range(2):  # the second time they are written anew, not twice
-        done = printed(TOOL, "one", "two", cwd=tmp_path, check=True)
-        assert done.stdout == "one: 6 steps\ntwo: 2 steps\n"
+        done = printed(TOOL, "one", "nosuch", "two", cwd=tmp_path, check=True)
+        assert done.stdout == "one: 6 steps\ntwo: 2 steps\n" and done.stderr == "nosuch: no run\n"
     for name in ("one", "two"):
         assert in_events(tmp_path / name) == in_metrics(tmp_path / name)
     assert in_events(tmp_path / "one")[4]["loss"] > 1
@@ -114,7 +114,7 @@ def test_who_has_a_run(load, monkeypatch, tmp_path, ranks):
         monkeypatch.setenv("LOCAL_RANK", str(rank % 2))
         args = script.argparse.Namespace(wandb="offline", wandb_ranks=ranks, wandb_id=f"id{rank}")
         args.experiment_name = "run"
-        script.start_tracking(args, tmp_path, 0)
+        script.start_tracking(args, tmp_path, 10)  # metrics.jsonl is gone
         about = script.wandb.init.call_args.kwargs
         assert about["group"] == "run" and about["name"] == about["id"].replace("first", "run")
         assert about["resume"] == "allow" and about["mode"] in ("offline", "disabled")

@@ -232,7 +232,7 @@ def test_a_segfault_is_told_by_the_crash_file():
     assert "train_llm.py:778 break_now" in whats_wrong.judge(facts)[0]["reason"]
 
 
-@pytest.mark.parametrize("phase, task", [("data", "waiting for data"), ("forward", "itself")])
+@pytest.mark.parametrize("phase, task", [("data", "waiting for data"), ("forward", "its own work")])
 @pytest.mark.parametrize("size", [2, 4])
 def test_stragglers(size, phase, task):
     """Rank 1 comes 60 of 100 ms late to each collective, and not only to the last ones."""

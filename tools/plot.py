@@ -6,6 +6,7 @@ Here:  python tools/plot.py outputs/one outputs/two --output parity.png
 import argparse
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -30,14 +31,16 @@ def fail(message):
 def read_metrics(run):
     """Return the rows of a run's metrics.jsonl by step, at least one.
 
-    A run that was stopped logs steps again, of which the last row counts; a kill may tear one.
+    A run that was stopped logs steps again, of which the last row counts; a crash may tear one.
     """
-    path = run / "metrics.jsonl"
+    path, rows = run / "metrics.jsonl", []
     try:
-        lines = path.read_text().splitlines(keepends=True)
-        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        lines = path.read_text().splitlines()
     except (OSError, ValueError) as error:
         fail(f"cannot read {path}: {error}")
+    for line in lines:
+        with suppress(ValueError):
+            rows.append(json.loads(line))
     last = {row["step"]: row for row in rows} or fail(f"{path} is empty: nothing was trained yet")
     return [last[step] for step in sorted(last)]
 

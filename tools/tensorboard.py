@@ -3,7 +3,8 @@
 Here:  python tools/tensorboard.py outputs/02-ddp outputs/04-fsdp
        tensorboard --logdir outputs
 
-With --follow it goes on until Ctrl-C, so that TensorBoard shows runs while they train.
+With --follow it goes on until Ctrl-C, so that TensorBoard shows runs while they train. Of several
+names, such as outputs/*, those that have no metrics are passed over.
 """
 
 import argparse
@@ -56,7 +57,10 @@ class Events:
 def main():
     """Write all runs; with --follow, look again every two seconds."""
     args = parse_args()
-    written = [Events(run) for run in args.runs]
+    runs = [run for run in args.runs if (run / "metrics.jsonl").exists()] or args.runs[:1]
+    for other in set(args.runs) - set(runs):
+        print(f"{other}: no run", file=sys.stderr)
+    written = [Events(run) for run in runs]
     with suppress(KeyboardInterrupt):
         while True:
             for events in written:

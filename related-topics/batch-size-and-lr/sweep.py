@@ -36,19 +36,20 @@ def parse_args():
     """Return the arguments; each batch size must divide the samples."""
     formatter, about = argparse.ArgumentDefaultsHelpFormatter, __doc__.partition("\n")[0]
     parser = argparse.ArgumentParser(description=about, formatter_class=formatter)
-    add, rates = parser.add_argument, [1e-3, 2e-3, 4e-3, 8e-3, 16e-3]
+    add, rates = parser.add_argument, [1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3]
     sizes = [4, 16, 64, 256]
     add("--batch-sizes", nargs="+", type=int, default=sizes, help="samples per optimizer step")
     add("--lrs", nargs="+", type=float, default=rates, help="learning rates for each of them")
     add("--samples", type=int, default=4096, help="that each run trains on, whatever its batch")
     add("--seeds", type=int, default=1, help="runs of each cell; their mean counts")
-    add("--output", type=Path, default=Path("outputs/sweep.json"), help="machine and results")
+    add("--output", type=Path, help="machine and results; outputs/sweep-SAMPLES.json if not given")
     add("--plot", type=Path, help="a PNG of the results")
     args = parser.parse_args()
     args.batch_sizes.sort()
+    args.output = args.output or Path(f"outputs/sweep-{args.samples}.json")
     args.machine = describe_machine()  # now, as a run has a command line of its own
     for size in args.batch_sizes:
-        if args.samples % size:
+        if size < 1 or args.samples % size:
             fail(f"--samples {args.samples} does not divide by a batch of {size}")
     return args
 
@@ -86,6 +87,12 @@ def sweep(args, cells, rows):
 
 
 # ---- what they say ---------------------------------------------------------------------------
+def asked(args, rows):
+    """Return the rows of the batch sizes and seeds that were asked for: a file may have more."""
+    some = range(args.seeds)
+    return [row for row in rows if row["batch"] in args.batch_sizes and row["seed"] in some]
+
+
 def losses_of(rows):
     """Return the mean validation loss by batch and rate, infinite where a seed diverged.
 
@@ -148,9 +155,9 @@ def main():
     if any(row["samples"] != args.samples for row in rows):
         fail(f"{args.output} has runs on {rows[0]['samples']} samples; choose another --output")
     sweep(args, list(product(args.batch_sizes, args.lrs)), rows)
-    by_rule = scaled(losses_of(rows))
+    by_rule = scaled(losses_of(asked(args, rows)))
     sweep(args, [cell for rates in by_rule.values() for cell in rates.items()], rows)
-    losses = losses_of(rows)
+    losses = losses_of(asked(args, rows))
     for rule, rates in by_rule.items():
         told = "  ".join(f"{batch}: {losses[batch][lr]:.4f}" for batch, lr in rates.items())
         print(f"{rule:14} {told}")

@@ -39,7 +39,10 @@ def parse_args():
     add("--cost", type=float, default=3.0, help="of a batch, in times that a step computes")
     add("--steps", type=int, default=MOST, help=f"to measure, after {WARM_UP} more")
     add("--output", type=Path, help="a JSON file for machine and results")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: must be at least 1")
+    return args
 
 
 class Far(Dataset):

@@ -76,6 +76,7 @@ def train(layout, run_dir):
     for process in started:
         process.join(LIMIT)
         process.kill()  # one that is done does not mind
+        process.join()
     if failed := [process.exitcode for process in started if process.exitcode]:
         fail(f"{layout}: a rank ended with status {failed[0]}")
 

@@ -55,7 +55,7 @@ def main():
         ranks = nodes * args.ranks_per_node
         every = math.lcm(every, ranks)
         found = split(args.global_batch_size, ranks, args.batch_size)
-        told = "does not divide" if not found else f"{found[1]} micro-batches of {found[0]}"
+        told = "does not divide" if not found else f"{found[1]} × {found[0]} samples per rank"
         print(f"nodes {nodes:<3} ranks {ranks:<4} {told}")
     near = max(1, round(args.global_batch_size / every)) * every
     print(f"all of them divide the multiples of {every}; nearest to yours: {near}")

@@ -389,7 +389,8 @@ def update_scale(optimizer, loss):
     """
     scaler = optimizer.scaler
     scaler.update()  # fp16: without scaler.step(), which would delete optimizer.found_inf
-    hopeless = (~loss.isfinite() | (scaler.scale(torch.ones_like(loss)) < 1)).float()
+    scale = scaler.scale(torch.ones_like(loss))
+    hopeless = (~loss.isfinite() | (scale < 1) | scale.isinf()).float()
     dist.all_reduce(hopeless, dist.ReduceOp.MAX)  # gradients are equal on all ranks, losses not
     return hopeless
 

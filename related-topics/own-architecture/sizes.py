@@ -23,7 +23,7 @@ SHAPES = {  # width, layers, heads, heads of keys and values, width inside the M
     "340M": (1024, 24, 16, 16, 2816, True),
     "730M": (1536, 24, 12, 12, 4096, True),
     "1.1B": (2048, 24, 16, 4, 5632, True),
-    "2.5B": (2560, 32, 20, 5, 7168, False),
+    "2.5B": (2560, 32, 20, 4, 7168, False),
     "6.7B": (4096, 32, 32, 32, 11008, False),
 }
 STEP = "-m tiny -s 2048 -b 4 --global-batch-size 256 --gpu-memory-gib 80 --nodes 1"

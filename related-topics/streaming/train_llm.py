@@ -515,15 +515,17 @@ class Stream:
 
     def read_shard(self, shard, place):
         """Yield the places and texts of a shard's blocks; no texts, once it cannot be read."""
-        for wait in (1, 4, 16, 0):
+        tries = 0  # to read on from a place
+        while tries < 4:
             try:
                 for records, end in blocks_in(self.args, shard, place):
                     yield place, [record[self.args.text_column] or "" for record in records]
-                    place = end
+                    place, tries = end, 0
                 return
             except Exception as error:  # of a disk, a network, a compression or a format
                 told = f"column {self.args.text_column} of {shard}, from {place} on: {error!r:.200}"
-                time.sleep(0 if isinstance(error, KeyError) else wait)
+                tries += 1
+                time.sleep(0 if isinstance(error, KeyError) or tries == 4 else 4 ** (tries - 1))
         if not self.args.skip_bad_shards:
             fail(f"cannot read {told}")
         print(f"skipped {told}", file=sys.stderr)

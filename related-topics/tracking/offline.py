@@ -5,9 +5,13 @@ Here:  python related-topics/tracking/offline.py outputs/tracking
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from wandb.proto.wandb_internal_pb2 import Record
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+from plot import fail, read_metrics  # noqa: E402
 
 BLOCK, HEADER = 32768, 7  # bytes: https://github.com/google/leveldb/blob/main/doc/log_format.md
 
@@ -33,7 +37,7 @@ def records(path):
 def rows_of(run_folder):
     """Return the rows of all wandb runs below a folder: by the run's name, and by step."""
     runs = {}
-    for path in sorted(run_folder.glob("wandb/offline-run-*/run-*.wandb")):  # in order of time
+    for path in sorted(run_folder.glob("wandb/*run-*/run-*.wandb")):  # in order of time
         for record in records(path):
             if record.HasField("run"):
                 rows = runs.setdefault(record.run.display_name, {})
@@ -49,9 +53,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("run_folder", type=Path, help="such as outputs/tracking")
     folder = parser.parse_args().run_folder
-    kept = [json.loads(line) for line in open(folder / "metrics.jsonl")]
-    kept = {row["step"]: row for row in kept}
-    for name, rows in rows_of(folder).items():
+    kept = {row["step"]: row for row in read_metrics(folder)}
+    runs = rows_of(folder) or fail(f"{folder} has no wandb run: it was trained without --wandb")
+    for name, rows in runs.items():
         same = [step for step in kept if numbers(rows.get(step, {})) == numbers(kept[step])]
         print(f"{name}: {len(rows)} steps, {len(same)} of {len(kept)} as in metrics.jsonl")
 

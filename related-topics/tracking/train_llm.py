@@ -576,8 +576,9 @@ def start_tracking(args, run_dir, start):
     about |= {"mode": args.wandb if tracked[args.wandb_ranks] else "disabled"}
     run = wandb.init(**about, group=args.experiment_name, dir=run_dir, resume="allow")
     run.define_metric("*", step_metric="step")  # tracking: wandb's own count can never go back
-    if rank == 0 and start:
-        for line in open(run_dir / "metrics.jsonl"):  # a kill loses what wandb had not written
+    kept = run_dir / "metrics.jsonl"
+    if rank == 0 and start and kept.exists():
+        for line in open(kept):  # a kill loses what wandb had not written
             with suppress(ValueError):  # of a line that a crash has torn
                 track(run.log, json.loads(line))
     return run

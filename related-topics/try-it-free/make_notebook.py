@@ -21,13 +21,17 @@ this notebook says what such a GPU cannot do.
 
 Replace `ADDRESS` by the clone URL of the repository:""",
     f"""#service
-!git clone {ADDRESS} distributed-training
-%cd distributed-training""",
+import os
+
+if os.path.basename(os.getcwd()) != "distributed-training":  # else this cell has already run
+    !git clone {ADDRESS} distributed-training
+    %cd distributed-training""",
     """The service's own packages stay as they are: the guide's get an environment of their own.
 This takes some minutes.""",
     """#service
 !pip install --quiet virtualenv
-!virtualenv --quiet .venv
+!virtualenv --quiet /tmp/venv  # not in the folder that the service keeps
+!ln -sfn /tmp/venv .venv
 !.venv/bin/pip install --quiet -r requirements.txt matplotlib""",
     """What is here? If torch finds no GPU although `nvidia-smi` shows one, the driver is older than
 torch's build of CUDA needs. Then install that version of torch into `.venv` once more, built for
@@ -63,12 +67,14 @@ cell continues from the last checkpoint; when its run is finished, it says so.""
 
 The same arguments give the same losses, so that only `tokens_per_second` should differ.""",
     """%%bash
+set -e
 .venv/bin/torchrun --standalone --nproc-per-node gpu 02-ddp/train_llm.py @try.args -e ddp
 .venv/bin/python tools/plot.py outputs/one outputs/ddp --output outputs/ddp.png""",
     """## fp16: the units that a T4 does have
 
 The diff against chapter 02 is loss scaling.""",
     """%%bash
+set -e
 diff -u 02-ddp/train_llm.py related-topics/fp16/train_llm.py || true
 .venv/bin/torchrun --standalone --nproc-per-node gpu related-topics/fp16/train_llm.py \\
     @try.args --precision fp16 -e fp16""",
@@ -77,6 +83,7 @@ diff -u 02-ddp/train_llm.py related-topics/fp16/train_llm.py || true
 FSDP keeps half of the weights, gradients and moments on each GPU. It runs in fp32 here, as this
 chapter has no loss scaling.""",
     """%%bash
+set -e
 diff -u 03-job-launchers/train_llm.py 04-fsdp/train_llm.py || true
 .venv/bin/torchrun --standalone --nproc-per-node gpu 04-fsdp/train_llm.py @try.args -e fsdp
 .venv/bin/python tools/plot.py outputs/one outputs/ddp outputs/fsdp outputs/fp16 \\
@@ -90,6 +97,7 @@ Image("outputs/runs.png")""",
 The machine and its disk are gone after the session. Download this file; to go on, unpack it in a
 new clone.""",
     """%%bash
+set -e
 tar -czf outputs.tar.gz outputs
 ls -lh outputs.tar.gz""",
 ]
