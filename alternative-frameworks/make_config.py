@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).absolute().parents[1]
@@ -94,7 +95,7 @@ def flags_of_deepspeed(add):
 def deepspeed(args):
     """Write DeepSpeed's JSON."""
     if args.stage == 0:
-        fail("--stage 0: that is DDP, of which DeepSpeed tells no gradient norm; take 1, or 02-ddp")
+        fail("--stage 0: that is DDP, where DeepSpeed has no gradient norm; take 1, or 02-ddp")
     if args.offload_params == "cpu" and args.stage != 3:
         fail(f"--offload-params cpu: stage {args.stage} leaves all weights on each GPU; take 3")
     if args.weights == "bf16" and args.precision != "bf16":
@@ -112,7 +113,9 @@ def deepspeed(args):
         if args.stage > 1:  # stage 1 would write checkpoints that zero_to_fp32 cannot read
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     elif args.precision == "bf16":
-        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+        # no modules: or gradients of linear layers would be summed in bf16
+        autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+        config["torch_autocast"] = autocast
     if args.offload_optimizer == "cpu":
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         config["zero_force_ds_cpu_optimizer"] = False  # torch's AdamW, which need not be compiled
@@ -195,13 +198,16 @@ def flags_of_launch(add):
 def launch(args):
     """Print the commands that start a script on several machines."""
     run, gpus = checked(args), args.gpus_per_node
-    hosts = args.hosts or [f"node{number + 1}" for number in range(args.nodes)]
+    names = [f"node{number + 1}" for number in range(args.nodes)]
+    hosts = args.hosts or (names if args.nodes > 1 else ["localhost"])
+    if args.nodes not in (1, len(hosts)):
+        fail(f"--nodes {args.nodes}, but --hosts has {len(hosts)}")
     before = []
     if args.cpus_per_node:
         before += [f"OMP_NUM_THREADS={max(1, args.cpus_per_node // gpus)}"]
     if args.launcher == "deepspeed":
         if args.time_limit:
-            fail("--time-limit: DeepSpeed's launcher passes no SIGTERM on; take another --launcher")
+            fail("--time-limit: DeepSpeed's launcher kills ranks whose save takes over 30 s")
         slots = shlex.join(f"{host} slots={gpus}" for host in hosts)
         script = os.path.relpath(ROOT / "03-job-launchers/deepspeed/launch.sh")
         command = " ".join([*before, f"MASTER_PORT={args.port}", script, "slots.txt", run])
@@ -216,9 +222,13 @@ def launch(args):
         command += [f"--nproc-per-node {gpus} --max-restarts 3", run]
         return f"# on {', '.join(hosts)}\n{' '.join([*before, *command])}\n"
     text, ranks = "", len(hosts) * gpus
-    several = " --multi_gpu" if ranks > 1 else ""  # or on one GPU a node it starts one process
+    if ranks == 1:
+        fail("--launcher accelerate: it would tell a single rank nothing; take torchrun")
+    # it tells the ranks a precision in any case
+    precision = "no" if ("--precision", "fp32") in pairwise(args.run) else "bf16"
     for number, host in enumerate(hosts):
-        command = [f"accelerate launch{several} --num_processes {ranks}"]
+        command = [f"accelerate launch --multi_gpu --num_processes {ranks}"]
+        command += [f"--mixed_precision {precision}"]
         if len(hosts) > 1:
             command += [f"--num_machines {len(hosts)} --machine_rank {number}"]
             command += [f"--main_process_ip {hosts[0]} --main_process_port {args.port}"]
@@ -248,7 +258,7 @@ def slurm(args):
     ]
     return f"""\
 #!/usr/bin/env bash
-# Submit it with sbatch from this folder: the paths below begin here.
+# Submit it with sbatch from the folder in which make_config.py was called.
 {chr(10).join(lines)}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={args.save_seconds}
 exec bash {job} \\

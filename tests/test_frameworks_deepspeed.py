@@ -293,6 +293,7 @@ WRONG = {
     '{"gradient_clipping": 0.0': "gradient_clipping is 0.0, and by the flags 1.0",
     '{"bf16": {"enabled": true}': "precision is bf16, and by the flags fp32",
     '{"torch_autocast": {"enabled": true}': "precision is bf16, and by the flags fp32",
+    '{"scheduler": {}': "zero.json: scheduler: leave it to the script",
     "{": "zero.json: Expecting property name",
     "": "No such file",
 }
@@ -309,7 +310,7 @@ def test_a_file_that_contradicts_the_flags(tmp_path):
         args = [*SHORT, "--deepspeed-config", path, "--save-dir", tmp_path, "-e", "run"]
         jobs.append(("deepspeed", args))
     results = run_jobs(1, jobs, tmp_path / "jobs")
-    expected = [*WRONG.values(), "stage 0 tells no gradient norm; take 1"]
+    expected = [*WRONG.values(), "stage 0 has no gradient norm; take 1"]
     for [result], line in zip(results, expected, strict=True):
         check(result, line)
     assert not (tmp_path / "run").exists()

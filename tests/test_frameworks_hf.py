@@ -5,6 +5,7 @@ import os
 import random
 import re
 import sys
+from argparse import Namespace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -231,6 +232,43 @@ def test_the_trainer_with_deepspeed(curves, tmp_path, monkeypatch, stage, precis
     one = curves[1]["01-bf16" if precision == "bf16" else "01"]
     far = difference(one, metrics(tmp_path / "runs/run"), names=LOSSES)
     assert far < (5e-3 if precision == "bf16" else 1e-5)
+
+
+@pytest.mark.exhaustive
+def test_a_step_that_deepspeed_skips_ends_the_run(tmp_path, monkeypatch):
+    """Though the gradients of the steps after it are finite, and so is what is logged."""
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    words = ["--stage", 2, "--ranks", 2, "--precision", "fp32", "--global-batch-size", 8]
+    args = ["nan-data@rank1:step7", SCRIPTS["trainer"], *LINE, "--save-dir", tmp_path, "-e", "run"]
+    args += ["--deepspeed-config", made(tmp_path, "zero.json", "deepspeed", *words)]
+    [done] = run_jobs(2, [(ROOT / "diagnosing-errors/inject.py", args)], tmp_path / "jobs")
+    said = "".join(rank["stdout"] + rank["stderr"] for rank in done)
+    assert re.search(r"a gradient in steps \d+ to 9 was not finite; nothing was saved", said), said
+    assert {rank["status"] for rank in done} == {2}, said
+
+
+WRONG = {
+    "nosuch": "No such file or directory",
+    "{": "Expecting property name",
+    "{}": "it says no stage of ZeRO, 1 to 3",
+    '{"scheduler": {}}': "scheduler: leave it out; this script cannot obey it",
+    '{"activation_checkpointing": {}}': "activation_checkpointing: leave it out",
+    '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}}': "it is not for --precision",
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("text", WRONG)
+def test_the_trainer_refuses_a_file_in_a_line(load_script, capsys, tmp_path, monkeypatch, text):
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    path = tmp_path / "zero.json"
+    if text != "nosuch":
+        path.write_text(text)
+    args = Namespace(deepspeed_config=str(path), precision="fp32")
+    said = refused(capsys, load_script("trainer").zero_of, args)
+    assert f"--deepspeed-config {path}: " in said and WRONG[text] in said
 
 
 # ---- the Trainer's defaults ------------------------------------------------------------------

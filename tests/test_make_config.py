@@ -62,7 +62,9 @@ REFUSED = {
     "slurm --time-limit 48:00 -- {script}": "write hours:minutes:seconds, such as 48:00:00",
     "slurm --time-limit 0:01:00 -- {script}": "--save-seconds 100 leaves no time",
     "slurm -- nothing.py": "nothing.py: there is no such script",
-    "launch --launcher deepspeed --time-limit 1:00:00 -- {script}": "passes no SIGTERM on",
+    "launch --launcher deepspeed --time-limit 1:00:00 -- {script}": "whose save takes over 30 s",
+    "launch --nodes 4 --hosts a b -- {script}": "--nodes 4, but --hosts has 2",
+    "launch --gpus-per-node 1 --launcher accelerate -- {script}": "a single rank",
     "": "the following arguments are required",
 }
 
@@ -104,6 +106,9 @@ def test_arguments_reach_the_script_as_they_were_typed(maker, launcher):
         ranks = [(said[n + 1], host) for n, word in enumerate(said) if word == "--machine_rank"
                  for host in [re.findall("# on (.)", text)[int(said[n + 1])]]]  # fmt: skip
         assert ranks == [("0", "a"), ("1", "b")] and "--num_processes 8 " in text
+        assert text.count("--mixed_precision bf16 ") == 2
+        text = made(maker, line, "--", str(TRAINING), "--precision", "fp32")
+        assert text.count("--mixed_precision no ") == 2
 
 
 def test_a_job_script_has_the_options_of_the_one_that_it_calls(maker):

@@ -128,6 +128,7 @@ def parse_args():
 def settings_of(args):
     """Return DeepSpeed's settings: those of the file, which must agree with the flags."""
     autocast = {"enabled": args.precision == "bf16", "dtype": "bfloat16"}
+    autocast["lower_precision_safe_modules"] = []  # ZeRO: or it would sum their gradients in bf16
     settings = {"zero_optimization": {"stage": 2}, "torch_autocast": autocast}
     if args.deepspeed_config:
         try:
@@ -137,6 +138,8 @@ def settings_of(args):
     batch = {"train_batch_size": args.global_batch_size, "gradient_clipping": args.max_grad_norm}
     batch["train_micro_batch_size_per_gpu"] = args.micro_batch_size
     batch["gradient_accumulation_steps"] = args.accumulation
+    for name in {"optimizer", "scheduler", "fp16"} & settings.keys():
+        fail(f"--deepspeed-config {args.deepspeed_config}: {name}: leave it to the script")
     kinds = [settings.get(kind, {}) for kind in ("bf16", "torch_autocast")]
     found = settings | {"precision": "bf16" if any(k.get("enabled") for k in kinds) else "fp32"}
     for name, value in (batch | {"precision": args.precision}).items():
@@ -145,7 +148,7 @@ def settings_of(args):
             fail(f"--deepspeed-config {args.deepspeed_config}: {told}; write it anew with them")
     args.zero_stage = settings.get("zero_optimization", {}).get("stage", 0)
     if args.zero_stage == 0:
-        fail(f"--deepspeed-config {args.deepspeed_config}: stage 0 tells no gradient norm; take 1")
+        fail(f"--deepspeed-config {args.deepspeed_config}: stage 0 has no gradient norm; take 1")
     return settings | batch
 
 

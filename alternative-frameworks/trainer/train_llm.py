@@ -433,7 +433,7 @@ class Guide(transformers.TrainerCallback):
         state.compute_steps(args, args.max_steps)
         lr_scheduler.base_lrs = [args.learning_rate for _ in lr_scheduler.base_lrs]
         factor = lr_scheduler.lr_lambdas[0](lr_scheduler.last_epoch)
-        for group, decay in zip(optimizer.param_groups, [args.weight_decay, 0.0], strict=True):
+        for group, decay in zip(optimizer.param_groups, [args.weight_decay, 0.0], strict=False):
             group |= {"lr": args.learning_rate * factor, "weight_decay": decay}
         lr_scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]  # which is logged
 
@@ -450,7 +450,8 @@ class Guide(transformers.TrainerCallback):
 
     def on_log(self, _, state, control, logs, model, **__):
         if "loss" in logs:
-            if not math.isfinite(logs["grad_norm"]):
+            skipped = getattr(self.trainer.deepspeed, "skipped_steps", 0)  # ZeRO: it would go on
+            if skipped or not math.isfinite(logs["grad_norm"]):
                 told = f"a gradient in steps {self.since[0] + 1} to {state.global_step}"
                 fail(f"{told} was not finite; nothing was saved")
             logs = logs | {"step": state.global_step, "loss": self.loss}
@@ -476,7 +477,14 @@ def zero_of(args):
     import deepspeed  # which else nobody needs
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or, on a CPU, it compiles it
-    zero = json.loads(Path(path).read_text())
+    try:
+        zero = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        fail(f"--deepspeed-config {path}: {error}")
+    for name in {"optimizer", "scheduler", "fp16", "activation_checkpointing"} & zero.keys():
+        fail(f"--deepspeed-config {path}: {name}: leave it out; this script cannot obey it")
+    if not zero.get("zero_optimization", {}).get("stage"):
+        fail(f"--deepspeed-config {path}: it says no stage of ZeRO, 1 to 3")
     said = any(zero.get(name, {}).get("enabled") for name in ("bf16", "torch_autocast"))
     if said != (args.precision == "bf16"):
         fail(f"--deepspeed-config {path}: it is not for --precision {args.precision}")
@@ -535,7 +543,7 @@ def build_trainer(args, run_dir, guide, model, train_set, held_out):
         eval_dataset=[{"input_ids": row.long(), "labels": row.long()} for row in held_out],
         callbacks=[guide],
     )
-    trainer.guide = guide
+    trainer.guide, guide.trainer = guide, trainer
     trainer.remove_callback(transformers.PrinterCallback)
     if sharded and args.precision == "bf16":  # or it would reduce in bf16
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)

@@ -11,7 +11,7 @@ from pathlib import Path
 from wandb.proto.wandb_internal_pb2 import Record
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
-from plot import fail, read_metrics  # noqa: E402
+from plot import fail, read_metrics
 
 BLOCK, HEADER = 32768, 7  # bytes: https://github.com/google/leveldb/blob/main/doc/log_format.md
 
