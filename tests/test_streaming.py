@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from datasets import Dataset
+from datasets import Dataset, load_dataset
 
 import conftest
 from conftest import SCRIPTS, SHORT, difference, metrics, refused, run_well
@@ -198,6 +198,27 @@ def test_what_fails_once_is_read_again(folder, stream, monkeypatch):
 
     monkeypatch.setattr(stream.script, "blocks_in", read_or_fail)
     assert epochs(made) == whole and max(Counter(shard for shard, _ in failed).values()) > 4
+
+
+def test_what_a_shuffle_buffer_forgets_was_counted(tmp_path):
+    """The README's numbers, of `datasets` with a buffer."""
+    for shard in range(8):
+        write(tmp_path / f"{shard}.jsonl", [str(10_000 * shard + n) for n in range(5000)])
+
+    def read(state=None):
+        made = load_dataset(str(tmp_path), split="train", streaming=True)
+        made = made.shuffle(seed=0, buffer_size=1000)
+        if state:
+            made.load_state_dict(state)
+        for row in made:
+            yield row["text"], made
+
+    whole, first = [text for text, _ in islice(read(), 3000)], list(islice(read(), 1500))
+    *_, (_, stopped) = first
+    second = {text for text, _ in islice(read(stopped.state_dict()), 1500)}
+    lost, again = set(whole[1500:]) - second, set(whole[:1500]) & second
+    page = SCRIPTS["streaming"].with_name("README.md").read_text()
+    assert f"of the next 1,500 records {len(lost)} did not come, and {len(again)} came again" in page
 
 
 REFUSED = {
