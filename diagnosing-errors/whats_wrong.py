@@ -277,16 +277,17 @@ def blocked(still):
     some = numbers(in_data or late)
     where = standing(in_data or late, still)
     if in_data:
-        reason = f"waits for its next batch, {where}"
+        reason = f"waits for its next batch. {where}"
         return Finding("hang-in-data", some, reason, "certain" if late else "likely")
     if late and waits(late[0]):
-        return Finding("skipped-collective", some, f"went on without the others, {where}")
+        return Finding("skipped-collective", some, f"went on without the others. {where}")
     if late:
         kind = "unknown" if late[0].phase == "checkpoint" else "straggler"
-        return Finding(kind, some, f"has not come to where the others wait, {where}")
+        return Finding(kind, some, f"has not come to where the others wait. {where}")
     if still and all(waits(one) for one in still):
         sure = "likely" if any(one.calls for one in still) else "a guess"
-        return Finding("network", [], f"a collective that all are in does not end, {where}", sure)
+        reason = f"all are in the same collective, and it does not end. {where}"
+        return Finding("network", [], reason, sure)
     return None
 
 
@@ -312,9 +313,9 @@ def waits(one):
 def standing(some, still):
     """Return where some ranks stand, and the others that wait: of each the first one's line."""
     others = [one for one in still if one not in some and waits(one)]
-    return "; ".join(
-        f"{spans(numbers(each))} in {each[0].phase} of step {each[0].step} for "
-        f"{each[0].quiet:.0f} s, at {place(each[0].frames)}"
+    return ". ".join(
+        f"Rank{'s' * (len(each) > 1)} {spans(numbers(each))}: {each[0].phase} of step "
+        f"{each[0].step}, for {each[0].quiet:.0f} s at {place(each[0].frames)}"
         for each in (some, others)
         if each
     )
@@ -359,7 +360,7 @@ def of_difference(number, called, usual, history, sure):
     wrong = [rank for rank, call in called.items() if call != usual]
     odd = called[wrong[0]]
     other = usual or next(call for call in called.values() if call != odd)
-    reason = f"{odd} as number {number}, where others call {other}"
+    reason = f"{odd} as collective {number}, where others call {other}"
     if odd == predicted([*history, usual]):
         return Finding("skipped-collective", wrong, f"left one out: {reason}", sure)
     return Finding("mismatched-collective", wrong, f"calls {reason}", sure)
@@ -499,7 +500,7 @@ def spike(everyone):
         looks.update(x for x, loss in means.items() if loss > usual + max(0.5, 0.25 * usual))
     some = [one for one in everyone if looks[one] == 2]
     few = some if 2 * len(some) < len(everyone) else []
-    return found_in("loss-spike", few, "a loss far above other ranks', in two looks", "likely")
+    return found_in("loss-spike", few, "its own loss was far above other ranks', twice", "likely")
 
 
 def unread(everyone):
@@ -520,7 +521,7 @@ def leak(everyone):
         if len(rises) > 2 and sum(rises) >= len(rises) - 1 and by > max(LEAK, 0.5 * values[0]):
             grown.append(one)
     told = grown[0].memory[-6:] if grown else []
-    return found_in("host-memory-leak", grown, f"memory grows and grows: {told} GiB", "likely")
+    return found_in("host-memory-leak", grown, f"memory keeps growing: {told} GiB", "likely")
 
 
 def many_files(everyone):
@@ -550,12 +551,12 @@ def at_rest(facts, everyone):
         return Finding("finished", numbers(everyone), "the run has finished", "certain")
     longest, ended = max(one.quiet for one in everyone), [x for x in everyone if not x.lives]
     if not ended and longest > 20 and takes_long(everyone):
-        reason = f"all ranks are in {everyone[0].phase} for {longest:.0f} s, and work"
+        reason = f"all ranks have been in {everyone[0].phase} for {longest:.0f} s, and work"
         return Finding("slow-but-healthy", [], reason)
     compiles = any(one.phase == "compile" for one in everyone)
     if ended or (longest > limit_of(everyone) and not compiles):
-        reason = f"some ranks have not got on for {longest:.0f} s, and nothing shows why"
-        reason = "these ranks have ended, and the others not yet: ask again" if ended else reason
+        reason = f"some ranks have made no progress for {longest:.0f} s, and nothing shows why"
+        reason = "these ranks have ended, the others have not yet: ask again" if ended else reason
         return Finding("unknown", numbers(ended), reason)
     steps = [one.step_seconds for one in everyone if one.step_seconds]
     pace = f", in {median(steps):.3g} s each" if steps else ""
