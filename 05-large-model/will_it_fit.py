@@ -1063,7 +1063,10 @@ def show(args, plan):
         print(f"\nthe first that fits: {plan['first']}")
     elif plan["enough_nodes"]:
         last = list(plan["settings"])[-1]
-        print(f"\nnothing fits; {last} would on {plan['enough_nodes']} such nodes")
+        groups = args.global_batch_size // (args.micro_batch_size * args.accumulation)
+        groups = groups * plan["enough_nodes"] // args.nodes
+        batch = f", and a batch that divides by {groups}" if args.global_batch_size % groups else ""
+        print(f"\nnothing fits; {last} would on {plan['enough_nodes']} such nodes{batch}")
     else:
         print("\nnothing fits, on any number of nodes: take larger GPUs or a smaller --seq-length")
 

@@ -45,14 +45,18 @@ def output(command, seconds):
         return "", str(error)
 
 
-def look_at(reach, pids, quiet):
-    """Return a host's own name, and of its processes the state, a letter as in ps, and stacks."""
-    files = [f"/proc/{pid}/stat" for pid in pids]
+def look_at(reach, known, quiet):
+    """Return a host's own name, and of its processes the state, a letter as in ps, and stacks.
+
+    `known` are pairs of a process's number, which another may have by now, and when it was started.
+    """
+    files = [f"/proc/{pid}/stat" for pid in {pid for pid, _ in known}]
     out, errors = output([*reach, "cat", "/proc/sys/kernel/hostname", *files], 8)
     if not out:
         return {"error": (errors.strip().splitlines() or ["no answer"])[-1][:200]}
     name, *lines = out.splitlines()
-    found = dict(re.findall(r"^(\d+) \((?:py|pt_).*\) ([^Z]) ", "\n".join(lines), re.M))
+    told = re.findall(r"^(\d+) \(.*\) ([^Z])(?: \S+){18} (\d+) ", "\n".join(lines), re.M)
+    found = {pid: state for pid, state, start in told if (int(pid), int(start)) in known}
     ask = [pid for pid, state in found.items() if state in "Tt" or int(pid) in quiet]
     return {"host": name, "states": found, "stacks": {pid: spy(reach, pid) for pid in ask}}
 
@@ -72,10 +76,10 @@ def spy(reach, pid):
 def gather(args, ask=True):
     """Return all facts: of the run's folder and of its hosts."""
     ranks = read_ranks(args.run, ask)
-    pids = [files["beat"]["pid"] for files in ranks.values()]
+    known = {(files["beat"]["pid"], files["beat"].get("born")) for files in ranks.values()}
     quiet = [files["beat"]["pid"] for files in ranks.values() if files["age"] > STALE / 2]
     with ThreadPoolExecutor(64) as pool:  # all hosts are asked at once
-        asked = {x: pool.submit(look_at, words, pids, quiet) for x, words in args.reach.items()}
+        asked = {x: pool.submit(look_at, words, known, quiet) for x, words in args.reach.items()}
         hosts = {name: answer.result() for name, answer in asked.items()}
     disk = os.statvfs(args.run)
     free = disk.f_bavail * disk.f_frsize

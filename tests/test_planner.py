@@ -85,6 +85,13 @@ def test_the_first_setting_that_fits_or_on_how_many_nodes(planner, memory, first
     assert (planned["first"], planned["enough_nodes"]) == (first, nodes)
 
 
+def test_more_nodes_may_need_a_larger_batch(planner, capsys):
+    words = [*f"{SMALL} 14 --host-memory-gib 100 --global-batch-size 8".split()]
+    args = planner.parse_args(words)
+    planner.show(args, plan(planner, " ".join(words)))
+    assert "would on 2 such nodes, and a batch that divides by 16" in capsys.readouterr().out
+
+
 def test_flags_and_chunks_are_those_of_the_chapter(planner, tmp_path):
     source, ours = SCRIPTS["08"].read_text(), vars(planner.parse_args([]))  # 05's, and five more
     for flag, declared in flags(source).items():

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from watched import born
 
 from cluster.cluster import until
 from conftest import ROOT, printed
@@ -28,6 +29,7 @@ def run(tmp_path):
             shift = now - beat["time"]
             beat |= {name: beat[name] + shift for name in ("time", "started", "since")}
             beat |= {"pid": os.getpid(), "host": os.uname().nodename, "step_seconds": 10.0}
+            beat |= {"born": born()}
             (tmp_path / f"ranks/{rank:05}.json").write_text(json.dumps(beat))
             dump = files["dump"] | {"time": now}
             (tmp_path / f"ranks/{rank:05}.dump.json").write_text(json.dumps(dump))

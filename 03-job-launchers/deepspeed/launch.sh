@@ -12,7 +12,7 @@ hosts=$1
 shift
 first=$(sed 's/#.*//' "$hosts" | awk 'NF { print $1; exit }')
 
-# It passes on variables whose names begin with PYTHON, and those in this file.
+# It passes on few variables, such as those whose names begin with PYTHON, and those in this file.
 settings=$(mktemp)
 trap 'rm -f "$settings"' EXIT
 for name in OMP_NUM_THREADS HF_HOME HF_HUB_OFFLINE GLOO_SOCKET_IFNAME \

@@ -60,7 +60,7 @@ shift
 printf -v command '%q ' env "${settings[@]}" "$(command -v torchrun)" \
     --nnodes "${MIN_NODES:+$MIN_NODES:}${#hosts[@]}" \
     --nproc-per-node "${RANKS_PER_NODE:-gpu}" --max-restarts "${MAX_RESTARTS:-0}" \
-    --rdzv-backend c10d --rdzv-id "$id" --rdzv-endpoint "${hosts[0]}:${MASTER_PORT:-29400}" "$@"
+    --rdzv-backend c10d --rdzv-id "$id" --rdzv-endpoint "${hosts[0]#*@}:${MASTER_PORT:-29400}" "$@"
 printf -v folder '%q' "$PWD"
 command="cd $folder && exec $command"
 

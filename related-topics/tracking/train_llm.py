@@ -289,8 +289,8 @@ def build_model(args, config):
         fail(f"--model-name {args.model_name}: transformers does not say which its layers are")
     model.train()
 
-    # To build a mask, transformers makes the host wait for the device in every forward pass, and
-    # for an attention under a name of our own it builds none: plain causal attention needs none.
+    # To decide on a mask, transformers makes the host wait for the device in each forward pass; for
+    # an attention under a name of our own it does not: plain causal attention needs no mask.
     window = getattr(config, "sliding_window", None) or args.seq_length
     plain = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
     if plain and args.seq_length <= window:
