@@ -1,6 +1,6 @@
 """Train a small Llama in chapter 01 with several batch sizes and rates, on as many tokens each.
 
-Here:  python related-topics/batch-size-and-lr/sweep.py --samples 512 --batch-sizes 8 32 --lrs 2e-3
+Here:  python related-topics/batch-size-and-lr/sweep.py --samples 256 --batch-sizes 8 32 --lrs 4e-3
 Ours:  python related-topics/batch-size-and-lr/sweep.py --seeds 3 \
            --output benchmarks/results/batch-size-and-lr.json --plot assets/batch-size-and-lr.png
 
@@ -36,7 +36,7 @@ def parse_args():
     """Return the arguments; each batch size must divide the samples."""
     formatter, about = argparse.ArgumentDefaultsHelpFormatter, __doc__.partition("\n")[0]
     parser = argparse.ArgumentParser(description=about, formatter_class=formatter)
-    add, rates = parser.add_argument, [1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3]
+    add, rates = parser.add_argument, [1e-3, 2e-3, 4e-3, 8e-3, 16e-3]
     sizes = [4, 16, 64, 256]
     add("--batch-sizes", nargs="+", type=int, default=sizes, help="samples per optimizer step")
     add("--lrs", nargs="+", type=float, default=rates, help="learning rates for each of them")
