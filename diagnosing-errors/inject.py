@@ -76,11 +76,12 @@ def main():
     backward, all_reduce = torch.autograd.backward, dist.all_reduce
 
     def broken_backward(tensors, *args, **options):
+        some = [tensors] if torch.is_tensor(tensors) else list(tensors)  # of a pipeline's stage
         if fault.now("nan-data"):
-            tensors = tensors * float("nan")
+            some = [each * float("nan") for each in some]
         if fault.now("nan-gradient"):
-            tensors.register_hook(lambda gradient: gradient * float("nan"))
-        return backward(tensors, *args, **options)
+            some[0].register_hook(lambda gradient: gradient * float("nan"))
+        return backward(some, *args, **options)
 
     def broken_all_reduce(tensor, *args, **options):
         if tensor.numel() == 1 and not options.get("async_op") and fault.now("skip-collective"):

@@ -4,7 +4,8 @@
 #   03-job-launchers/deepspeed/launch.sh hosts.txt 03-job-launchers/train_llm.py --num-steps 5000
 #
 # The file has a line `NAME slots=RANKS` for each host. DeepSpeed only starts the ranks: the script
-# is the same as ever, and uses nothing else of it. Ctrl-C asks all ranks to save and stop.
+# is the same as ever, and uses nothing else of it. `touch` the file `stop` in the run's
+# folder to have all ranks save and stop.
 set -euo pipefail
 
 [[ $# -gt 1 && -r $1 ]] || { echo "usage: $0 HOSTS_FILE SCRIPT [ARGUMENTS]" >&2; exit 2; }
