@@ -244,7 +244,9 @@ def test_a_step_that_deepspeed_skips_ends_the_run(tmp_path, monkeypatch):
     args += ["--deepspeed-config", made(tmp_path, "zero.json", "deepspeed", *words)]
     [done] = run_jobs(2, [(ROOT / "diagnosing-errors/inject.py", args)], tmp_path / "jobs")
     said = "".join(rank["stdout"] + rank["stderr"] for rank in done)
-    assert re.search(r"a gradient in steps \d+ to \d+ was not finite; nothing was saved", said), said
+    assert re.search(r"a gradient in steps \d+ to \d+ was not finite; nothing was saved", said), (
+        said
+    )
     assert {rank["status"] for rank in done} == {2}, said
 
 
