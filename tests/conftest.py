@@ -43,7 +43,8 @@ def pytest_configure(config):
 
 # What takes longest begins first, so that all workers end at about the same time.
 LONGEST = ["machine", "test_resume", "test_fsdp", "test_large", "test_sharded", "test_launchers"]
-LONGEST += ["test_kill", "kills", "test_diagnosis", "test_readme"]
+LONGEST += ["test_pipeline", "test_frameworks_deepspeed", "test_frameworks_hf", "test_tensor"]
+LONGEST += ["test_context", "test_kill", "kills", "test_diagnosis", "test_readme"]
 # Their slow tests are of tools, which no change of a chapter reaches; `make test-all` runs them.
 TOOLS = {"test_benchmarks", "test_cluster", "test_diagnosis", "test_gpu_check", "test_planner"}
 TOOLS |= {"test_preflight", "test_scale", "test_watch", "test_whats_wrong", "test_where"}
@@ -155,8 +156,10 @@ def run_jobs(world_size, jobs, folder, timeout=None, shares=1):
             started += start_ranks(world_size, command, folder, f"-{share}")
     try:
         deadline = time.monotonic() + (timeout or 900 + 60 * len(jobs))
-        for process in started:
-            process.wait(timeout=max(0.1, deadline - time.monotonic()))
+        while any(process.poll() is None for process in started):
+            if any(process.poll() for process in started) or time.monotonic() > deadline:
+                break  # the others would wait for the one that failed
+            time.sleep(0.05)
     finally:
         for process in started:
             process.kill()

@@ -5,6 +5,7 @@ arguments and a port of its own, as a fresh process would, down to the clean-up 
 """
 
 import contextlib
+import faulthandler
 import io
 import json
 import os
@@ -56,6 +57,7 @@ def run(job):
 def main():
     """Run the jobs of a share, each of which has a file in a folder; write their results there."""
     folder, share = sys.argv[1:]
+    faulthandler.enable()
     with open(f"{folder}/jobs{share}.json") as file:
         done = [run(job) for job in json.load(file)]
     with open(f"{folder}/results{share}-{os.environ['RANK']}.json", "w") as file:

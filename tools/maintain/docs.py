@@ -542,8 +542,14 @@ def frameworks(file):
             for what in ("speed", "memory", "save")
             for chapter in ("03", "04")
         )
-        cells = (f"{ratios[key]['median']:.2f}" if key in ratios else "1" for key in keys)
+        cells = (with_range(ratios[key]["rounds"]) if key in ratios else "1" for key in keys)
         print(f"| {name} | {' | '.join(cells)} |")
+
+
+def with_range(values):
+    """Return the median, and the lowest and highest where these are a fifth of it apart."""
+    low, middle, high = min(values), median(values), max(values)
+    return f"{middle:.2f}" + (f" ({low:.2f} – {high:.2f})" if high - low > middle / 5 else "")
 
 
 def sizes(file):
@@ -579,10 +585,13 @@ def environments(rank=3):
         print(f"| {launcher} | {' | '.join(cell or 'not set' for cell in cells)} |")
 
 
+VERSIONS = ("torch", "transformers", "accelerate", "deepspeed")
+
+
 def machine(file):
     """Print in a sentence on what a file under benchmarks/results was measured."""
     facts = measured(file, "machine")
-    versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "transformers"))
+    versions = ", ".join(f"{name} {facts[name]}" for name in VERSIONS if name in facts)
     gpus = facts.get("gpus", "")
     if gpus and not isinstance(gpus, str):  # as benchmarks/gpu_check.py has them
         gpus = f"{facts['count']} x {gpus[0]['name']}"
