@@ -36,7 +36,7 @@ def parse_args():
     parser = argparse.ArgumentParser(description=about, formatter_class=formatter)
     add, workers = parser.add_argument, [0, 1, 2, 4]
     add("--workers", nargs="+", type=int, default=workers, help="processes that load samples")
-    add("--cost", type=float, default=3.0, help="of a batch, in times that a step computes")
+    add("--cost", type=float, default=3.0, help="of a batch, in times that a step alone computes")
     add("--steps", type=int, default=MOST, help=f"to measure, after {WARM_UP} more")
     add("--output", type=Path, help="a JSON file for machine and results")
     args = parser.parse_args()
@@ -110,7 +110,8 @@ def main():
     seconds = args.cost * (took - waited) / steps / BATCH
     for workers in args.workers:
         took, waited = measure(args.steps, workers, seconds)
-        rows.append({"workers": workers, "cost": args.cost, "share": waited / took})
+        cost = seconds * BATCH / ((took - waited) / args.steps)  # of this run: it computes slower
+        rows.append({"workers": workers, "cost": cost, "share": waited / took})
         print(f"DataLoader, workers: {workers} {rows[-1]['share']:6.1%} of a step", flush=True)
     if args.output:
         keep(args.output, machine, {"rows": rows})

@@ -521,15 +521,15 @@ def same_bits(file):
 
 def waits(file):
     """Print the table of the share of a step that waits for data."""
-    heading("| data | share of a step that waits for it | predicted |")
+    heading("| data | c | share of a step that waits | predicted |")
     for row in measured(file, "rows"):
         if row["workers"] is None:
-            print(f"| memory-mapped tokens, as in the chapters | {row['share']:.1%} | |")
+            print(f"| memory-mapped tokens, as in the chapters | | {row['share']:.1%} | |")
             continue
         ahead, cost = row["workers"], row["cost"]
         predicted = max(0, 1 - ahead / cost) if ahead else cost / (cost + 1)
         processes = f"{ahead} worker{'s' * (ahead != 1)}" if ahead else "no workers"
-        print(f"| `DataLoader`, {processes} | {row['share']:.1%} | {predicted:.0%} |")
+        print(f"| `DataLoader`, {processes} | {cost:.1f} | {row['share']:.1%} | {predicted:.0%} |")
 
 
 def frameworks(file):
@@ -585,13 +585,10 @@ def environments(rank=3):
         print(f"| {launcher} | {' | '.join(cell or 'not set' for cell in cells)} |")
 
 
-VERSIONS = ("torch", "transformers", "accelerate", "deepspeed")
-
-
-def machine(file):
-    """Print in a sentence on what a file under benchmarks/results was measured."""
+def machine(file, *packages):
+    """Print in a sentence on what a file under benchmarks/results was measured, with packages."""
     facts = measured(file, "machine")
-    versions = ", ".join(f"{name} {facts[name]}" for name in VERSIONS if name in facts)
+    versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "transformers", *packages))
     gpus = facts.get("gpus", "")
     if gpus and not isinstance(gpus, str):  # as benchmarks/gpu_check.py has them
         gpus = f"{facts['count']} x {gpus[0]['name']}"
