@@ -195,11 +195,12 @@ def test_weights_are_those_of_chapter_01(models, hub, tmp_path, world_size):
 
 
 def test_broken_weights_train_nothing(hub, tmp_path):
-    """Quantized ones are one line; else torch's error names the tensor or the file."""
+    """Of another kind: one line; else torch's error names the tensor or the file."""
     expected = {
         "missing": "Missing key in checkpoint state_dict",
         "cut": "SafetensorError",
         "quantized": "its weights are quantized",
+        "pickled": "or no safetensors",
     }
     jobs = []
     for name in expected:
@@ -209,6 +210,9 @@ def test_broken_weights_train_nothing(hub, tmp_path):
             second.unlink()
         elif name == "cut":
             second.write_bytes(second.read_bytes()[:-1])
+        elif name == "pickled":
+            for file in folder.glob("*.safetensors*"):
+                file.rename(file.with_suffix(".bin"))
         else:
             small = {"weight": torch.zeros(2, dtype=torch.int8)}
             save_file(small, folder / "model-scales.safetensors")
@@ -216,7 +220,7 @@ def test_broken_weights_train_nothing(hub, tmp_path):
         jobs.append(("05", args))
     for name, ranks in zip(expected, run_jobs(1, jobs, tmp_path / "jobs"), strict=True):
         assert ranks[0]["status"] and expected[name] in ranks[0]["stderr"], ranks[0]["stderr"]
-        if name == "quantized":
+        if name in ("quantized", "pickled"):
             check(ranks[0], expected[name])
     assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
 
