@@ -151,12 +151,14 @@ def config_command(args):
     words = [kind, "--output", path, "--ranks", args.ranks, "--precision", args.precision]
     words += ["--recompute", args.recompute] + ["--offload-params", "cpu"] * args.cpu_offload
     if kind == "deepspeed":
+        if args.chapter == "02":
+            fail("--write-config deepspeed --chapter 02: ZeRO shards, 02 does not; take 04 or 05")
         words += ["--global-batch-size", args.global_batch_size, "--batch-size", args.batch_size]
         words += ["--max-grad-norm", args.max_grad_norm] if args.max_grad_norm else []
         words += ["--stage", 3 if args.reshard_after_forward else 2]
         words += ["--offload-optimizer", "cpu"] * args.cpu_offload
     elif kind == "accelerate":
-        words += ["--nodes", args.nodes]
+        words += ["--nodes", args.nodes, *(["--strategy", "ddp"] if args.chapter == "02" else [])]
         words += ["--no-reshard-after-forward"] * (not args.reshard_after_forward)
     else:
         fail(f"--write-config {kind}: not a framework that it knows; take deepspeed or accelerate")

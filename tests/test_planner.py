@@ -117,6 +117,8 @@ def test_the_chosen_setting_is_written_for_deepspeed(tmp_path, planner, capsys):
     assert not (tmp_path / "zero.json").exists()
     words = f"--write-config deepspeed {tmp_path}/zero.json --recompute selective".split()
     assert "it has no such" in refused(capsys, planner.parse_args, words)
+    words[3:] = ["--chapter", "02"]
+    assert "take 04 or 05" in refused(capsys, planner.parse_args, words)
 
 
 def test_the_chosen_setting_is_written_for_accelerate(tmp_path):
@@ -126,6 +128,9 @@ def test_the_chosen_setting_is_written_for_accelerate(tmp_path):
     written = (tmp_path / "fsdp2.yaml").read_text().splitlines()
     assert {"num_processes: 4", "  fsdp_activation_checkpointing: true"} <= {*written}
     assert {"  fsdp_reshard_after_forward: false", "  fsdp_offload_params: false"} <= {*written}
+    printed(*line[:-3], "--chapter", "02", check=True)
+    written = (tmp_path / "fsdp2.yaml").read_text().splitlines()
+    assert "distributed_type: \"MULTI_GPU\"" in written and "fsdp_config:" not in written
 
 
 SPLIT = "--device cpu --gpus-per-node 4 --tensor-parallel-size"
