@@ -94,8 +94,13 @@ test-exhaustive: install  ## run the rest: many kills, all faults, the tools and
 	$(PY) -m pytest -n 4 -m "exhaustive and not alone"
 	$(PY) -m pytest -m "exhaustive and alone"
 
+.PHONY: extras
+extras: install  ## install what some tests skip without: frameworks and linters
+	$(PIP) -r 03-job-launchers/deepspeed/requirements.txt \
+		-r alternative-frameworks/accelerate/requirements.txt -r requirements-lint.txt
+
 .PHONY: test-all
-test-all: test test-slow test-exhaustive  ## run all tests
+test-all: extras test test-slow test-exhaustive  ## run all tests
 
 .PHONY: cluster
 cluster:  ## practise Slurm: a shell on a cluster of two nodes, all on this machine (needs root)

@@ -665,7 +665,7 @@ def read_weights(args, model):
     reader = dcp.HuggingFaceStorageReader(folder)
     saved = reader.read_metadata().state_dict_metadata
     if not saved or any(tensor.properties.dtype.itemsize < 2 for tensor in saved.values()):
-        fail(f"--pretrained --model-name {args.model_name}: its weights are quantized, or no safetensors")
+        fail(f"--pretrained --model-name {args.model_name}: no safetensors, or quantized ones")
     weights = {name: part for name, part in model.named_parameters() if not part.is_meta}
     prefix = f"{model.base_model_prefix}."  # files of a model without a head have names without
     for name in weights.keys() - saved.keys():  # and GPT-NeoX's files call its head embed_out

@@ -128,6 +128,14 @@ def environment(tmp_path_factory):
     SERVER.settings = settings()
 
 
+def linter(name):
+    """Return the path of a linter; skip the test that needs it where nobody has installed it."""
+    path = Path(sys.executable).parent / name
+    if not path.exists():
+        pytest.skip(f"no {name}: pip install -r requirements-lint.txt")
+    return path
+
+
 def free_port():
     """Return a port that nothing listens on, and that the system gives to no connection either."""
     while True:

@@ -1,16 +1,14 @@
 """The images' recipes are sound and agree, as far as one can tell without building them."""
 
 import re
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from conftest import ROOT, printed
+from conftest import ROOT, linter, printed
 
 FOLDER = ROOT / "03-job-launchers/containers"
-BIN = Path(sys.executable).parent
 
 
 def definition():
@@ -22,12 +20,12 @@ def definition():
 
 @pytest.mark.parametrize("section", ["post", "environment", "test", "runscript"])
 def test_the_definition_has_sound_scripts(section):
-    done = printed(BIN / "shellcheck", "--shell=sh", "-", input=definition()[1][section])
+    done = printed(linter("shellcheck"), "--shell=sh", "-", input=definition()[1][section])
     assert done.returncode == 0, done.stdout
 
 
 def test_the_dockerfile_is_sound():
-    done = printed(BIN / "hadolint", FOLDER / "Dockerfile")
+    done = printed(linter("hadolint"), FOLDER / "Dockerfile")
     assert done.returncode == 0, done.stdout
 
 

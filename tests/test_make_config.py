@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 import contenders
-from conftest import ROOT, printed, refused
+from conftest import ROOT, linter, printed, refused
 
 SCRIPT = ROOT / "alternative-frameworks/make_config.py"
 TRAINING = ROOT / "03-job-launchers/train_llm.py"
@@ -88,8 +88,7 @@ def test_one_line_says_why_not(maker, capsys, line):
 )
 def test_shellcheck_has_nothing_to_say(maker, tmp_path, line):
     (tmp_path / "made.sh").write_text(made(maker, line, "--", str(TRAINING), "--num-steps", "5"))
-    shellcheck = ROOT / ".venv/bin/shellcheck"
-    done = printed(shellcheck, "--shell=bash", tmp_path / "made.sh")
+    done = printed(linter("shellcheck"), "--shell=bash", tmp_path / "made.sh")
     assert (done.returncode, done.stdout) == (0, "")
 
 

@@ -130,7 +130,7 @@ def test_the_chosen_setting_is_written_for_accelerate(tmp_path):
     assert {"  fsdp_reshard_after_forward: false", "  fsdp_offload_params: false"} <= {*written}
     printed(*line[:-3], "--chapter", "02", check=True)
     written = (tmp_path / "fsdp2.yaml").read_text().splitlines()
-    assert "distributed_type: \"MULTI_GPU\"" in written and "fsdp_config:" not in written
+    assert 'distributed_type: "MULTI_GPU"' in written and "fsdp_config:" not in written
 
 
 SPLIT = "--device cpu --gpus-per-node 4 --tensor-parallel-size"
