@@ -122,9 +122,13 @@ def defaults(chapter, *names):
         print(f"| `--{name}` | {told['default']} | {told['help']} |")
 
 
-def sample(name, head=None, tail=0):
-    """Print what a command has printed, from assets/samples: all, or its first and last lines."""
-    lines = (ROOT / "assets/samples" / f"{name}.txt").read_text().splitlines()
+def sample(name, head=None, tail=0, speed=True):
+    """Print what a command has printed, from assets/samples: all, or its first and last lines.
+
+    Without speeds where these would mislead, as runs of other chapters were made on another day.
+    """
+    text = (ROOT / "assets/samples" / f"{name}.txt").read_text()
+    lines = (text if speed else re.sub(r"  tokens_per_second \S+", "", text)).splitlines()
     if head is not None:
         lines = [*lines[:head], *(["..."] if head else []), *lines[len(lines) - tail :]]
     fenced("text", lines)

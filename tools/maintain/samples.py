@@ -67,8 +67,10 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             practice = block.needs.startswith(PRACTICE)
             status, output = practise(folder) if practice else run(block, folder)
+            page = (ROOT / block.name.partition(":")[0]).read_text()
             for picture in Path(folder).glob("outputs/*.png"):
-                shutil.copy(picture, ROOT / "assets")
+                if f"assets/{picture.name})" in page:
+                    shutil.copy(picture, ROOT / "assets")
         if status:
             sys.exit(f"{output}\nfailed with status {status}: {block.text}")
         SAMPLES.mkdir(parents=True, exist_ok=True)
