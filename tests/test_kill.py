@@ -145,7 +145,7 @@ def test_killed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chapter", ["02", "04", "05", "06", "07", "08"])
+@pytest.mark.parametrize("chapter", ["01", "02", "03", "04", "05", "06", "07", "08"])
 def test_killed_four_times(tmp_path, chapter):
     """All processes at once; from 04 on also one of the ranks, after which the others are ended."""
     kill_often(chapter, 4, tmp_path, num_steps=150)

@@ -257,9 +257,9 @@ def test_deepspeed_under_its_own_launcher(cluster, settings, curve, tmp_path):
 # ---- stopped, requeued, killed ---------------------------------------------------------------
 
 
-def two_ranks(cluster, settings, tmp_path, step, *more, file="train"):
+def two_ranks(cluster, settings, tmp_path, step, *more, file="train", nodes=2):
     """Train on two hosts with a rank each, for half a minute; return the job, in this step."""
-    options = ["--time=60", "--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1"]
+    options = ["--time=60", f"--nodes={nodes}", "--gpus-per-node=1", "--ntasks-per-node=1"]
     words = [CHAPTER / "slurm" / f"{file}.sbatch", *arguments(tmp_path, MINUTE), *more]
     job = sbatch(cluster, tmp_path, settings | {"RANKS_PER_NODE": "1"}, *options, *words)
     wait_for_step(tmp_path / "run", step)
@@ -367,6 +367,20 @@ def continued(text, whole, curve):
     # over hundreds of steps rounding adds up
     assert difference(whole, curve, names=["loss", "val_loss"]) < 1e-3
     return int(start), one, other
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2)])
+def test_submitted_again_with_other_nodes(cluster, settings, long_curve, tmp_path, before, after):
+    """A job is cancelled and has saved; another one goes on with more hosts, or with fewer."""
+    job = two_ranks(cluster, settings, tmp_path, 20, nodes=before)
+    cluster.run("head", ["scancel", job])
+    cluster.wait_for_job(job, "CANCELLED", seconds=60)
+    until(lambda: not ranks_of(cluster), 60, "its ranks have saved and ended")
+    job = two_ranks(cluster, settings, tmp_path, 30, nodes=after)
+    finished(cluster, job, tmp_path)
+    text = "".join(path.read_text() for path in (tmp_path / f"logs/job-{job}").glob("*.log"))
+    continued(text, long_curve, metrics(tmp_path / "run"))
 
 
 def test_fewer_hosts(cluster, settings, long_curve, tmp_path):

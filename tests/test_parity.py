@@ -9,10 +9,13 @@ ACCUMULATION = {"": [], "-2": ["--batch-size", 4], "-4": ["--batch-size", 2]}
 BF16 = ["--precision", "bf16"]
 RUNS = ["02@1", "02@1-2", "02@1-4", "02@2", "02@2-2", "02@2-4", "02@4", "03@1", "03@2", "03@4"]
 RUNS += ["04@1", "04@2", "04@4", "04@4-replicas"]  # and many more in test_fsdp.py
-RUNS += ["05@2"]  # and in test_large.py
-RUNS += ["06@2", "06@4"]  # and in test_tensor.py
-RUNS += ["07@2"]  # and in test_pipeline.py
-RUNS += ["08@2"]  # and in test_context.py
+# and in test_large.py, test_tensor.py, test_pipeline.py, test_context.py
+RUNS += [f"{chapter}@{ranks}" for chapter in ("05", "06", "07", "08") for ranks in (1, 2, 4)]
+SPLIT = {
+    "05": "--cpu-offload --recompute full --checkpoint-async",
+    "06": "--tensor-parallel-size 2",
+}
+SPLIT |= {"07": "--pipeline-parallel-size 2 --batch-size 2", "08": "--context-parallel-size 2"}
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +30,9 @@ def curves(tmp_path_factory, models):
     for ranks in (1, 2):
         runs[ranks] |= {f"02@{ranks}{name}": ("02", args) for name, args in ACCUMULATION.items()}
     runs[1] |= {f"01{name}": ("01", args) for name, args in (ACCUMULATION | both).items()}
-    runs[2]["05@2"] = ("05", ["--cpu-offload", "--recompute", "full", "--checkpoint-async"])
-    runs[2]["06@2"] = ("06", ["--tensor-parallel-size", 2])
-    runs[2]["07@2"] = ("07", ["--pipeline-parallel-size", 2, "--batch-size", 2])
-    runs[2]["08@2"] = ("08", ["--context-parallel-size", 2])
-    runs[4]["06@4"] = ("06", ["--tensor-parallel-size", 2])
+    for chapter, flags in SPLIT.items():
+        runs[1][f"{chapter}@1"] = (chapter, [])
+        runs[2][f"{chapter}@2"] = runs[4][f"{chapter}@4"] = (chapter, flags.split())
     runs[4]["04@4-replicas"] = ("04", ["--replicas", 2])
     return curves_of(tmp_path_factory.mktemp("parity"), runs)
 

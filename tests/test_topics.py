@@ -12,6 +12,7 @@ import torch.distributed as dist
 import contenders
 from conftest import ROOT, refused
 from readme import words
+from test_resume import NEAR, SAME
 
 TOPICS = ROOT / "related-topics"
 PAGES = ["batch-size-and-lr", "data-loading", "determinism", "elastic", "own-architecture"]
@@ -142,6 +143,13 @@ def test_what_the_page_says_of_bits_was_measured():
         assert not rows[name]["norm"]["identical"]
     apart = [row[what]["difference"] for row in rows.values() for what in ("resumed", "norm")]
     assert max(apart) < 1e-5
+
+
+def test_the_table_of_resumes_says_what_their_tests_require():
+    same = {row["layout"]: row["resumed"]["identical"] for row in results("determinism")}
+    layouts = {run.replace("@", ", ") + " ranks" * (run != "01") for run, _ in SAME}
+    assert all(same[layout] for layout in layouts & same.keys()) and len(layouts & same.keys()) == 3
+    assert ("02@4", "02@4") in NEAR and not same["02, 4 ranks"]
 
 
 # ---- data loading ----------------------------------------------------------------------------
