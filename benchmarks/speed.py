@@ -39,7 +39,7 @@ NEEDS |= {f"zero-{stage}": "deepspeed" for stage in (1, 2, 3)}  # which package 
 LONGEST = 1200  # seconds that a run may take: the first start of DeepSpeed compiles
 ON_GPU = torch.cuda.is_available()
 # glibc gives large blocks back to the system as soon as they are free, and the system clears each
-# page that it gives out again. So whoever takes part keeps what it frees, as with `make train`.
+# page that it gives out again. So all contenders keep what they free, as with `make train`.
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 RATIOS = {  # and the least to be reached; matmul: the speed if a step were matrix products only
     ("01", "trainer"): 0.97,
@@ -181,7 +181,7 @@ def run(contender, steps, folder, run_name, *more):
 
 
 class Failed(SystemExit):
-    """A command failed, and said this; whoever does not catch it ends with it."""
+    """A command failed and printed this; uncaught, it ends the benchmark with that message."""
 
 
 def call(command, environment, limit):
@@ -251,7 +251,7 @@ def details(rounds):
 
 
 def describe_machine(gpus=True):
-    """Return what the numbers depend on beside the code; to be asked for its name, a GPU wakes."""
+    """Return what the numbers depend on besides the code; `gpus` initializes CUDA for the name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     facts = {name.strip(): value for name, _, value in (line.partition(":") for line in lines)}
@@ -354,7 +354,7 @@ def main():
         make_model_folder(f"{folder}/llama")
         for number in range(1, args.rounds + 1):
             rounds.append(one_round(args, names, folder, number))
-            names = list(rounds[-1])  # whoever fails is left out of all rounds
+            names = list(rounds[-1])  # one that fails is left out of all rounds
             if not names:
                 sys.exit("all have failed")
             rounds = [{name: runs[name] for name in names} for runs in rounds]

@@ -51,7 +51,7 @@ def owner(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("moment", [0.15, 0.3, 0.5, None])
 def test_nothing_is_left(owner, tmp_path, moment, number):
-    """Of a cluster that is half made or up, but for files if its owner was killed outright."""
+    """Stopped while it starts or later, a cluster leaves nothing; after SIGKILL, files at most."""
     before, folder = mounts(), tmp_path / "state"
     if moment:
         time.sleep(moment)

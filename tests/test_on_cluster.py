@@ -96,7 +96,7 @@ LAUNCHERS = [pytest.param(name, marks=MARKS.get(name, ())) for name in TYPED]
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_one_curve(cluster, settings, curve, tmp_path, launcher):
-    """That of four ranks on one host, whoever starts them on two."""
+    """Two hosts have the curve of four ranks on one, under every launcher."""
     env = settings | {"MPI_INTERFACE": "eth0"}
     said = environments.launch(cluster, tmp_path, TYPED[launcher], arguments(tmp_path), env)
     assert difference(curve, metrics(tmp_path / "run")) < 1e-5

@@ -1,4 +1,4 @@
-"""Shards read while training: the same samples whoever reads them, and wherever it stops."""
+"""Shards read while training: the same samples on any number of ranks, and after any stop."""
 
 import gzip
 import json

@@ -274,7 +274,7 @@ WAYS["all layouts"].append(("06", 4, 25, REPLICAS))
     "way", ["05 and back", pytest.param("all layouts", marks=pytest.mark.exhaustive)]
 )
 def test_the_curve_goes_on_in_other_layouts(whole, tmp_path, way):
-    """Each time, ranks find their parts of weights and moments, whoever has written them."""
+    """Each time, ranks find their parts of weights and moments, whichever layout wrote them."""
     before = whole
     for chapter, world_size, step, args in WAYS[way]:
         folder = tmp_path / f"from{step}"
