@@ -76,7 +76,7 @@ def test_resume_is_bit_identical(runs, options, tmp_path, name):
 
 
 def test_the_curve_goes_on_from_four_ranks_to_two_to_one_to_four(runs, tmp_path):
-    """Each time the ranks find their shards of weights and optimizer state, whichever layout wrote them."""
+    """Each time ranks find their shards of weights and moments, whichever layout wrote them."""
     before = runs / "on4"
     for step, world_size, options in [(10, 2, []), (20, 1, []), (25, 4, ["--replicas", 2])]:
         run_dir = tmp_path / f"from{step}"
