@@ -368,7 +368,7 @@ def test_resume_is_bit_identical(whole, families, tmp_path):
 
 @pytest.mark.slow
 def test_one_curve_through_chapters_06_07_and_05(families, tmp_path):
-    """It is chapter 01's: ranks find their parts of weights and moments, as any layout wrote them."""
+    """It is chapter 01's: ranks find their parts of what another layout has saved."""
     args = [*LONG, *SETTINGS[""], "-m", families / "qwen3", "--save-dir", tmp_path, "-e"]
     run_well(1, [("01", [*args, "whole"])], tmp_path / "jobs1", timeout=200)
     run_well(4, [("06", [*args, "first", *TP])], tmp_path / "jobs4", timeout=200)
