@@ -91,7 +91,7 @@ test-slow: install  ## run the slow tests that a change of a chapter can break
 test-exhaustive: install  ## run the rest: many kills, all faults, the tools and benchmarks
 	$(PIP) playwright==1.65.2 \
 		|| echo "make: without playwright no browser opens the site" >&2
-	$(PY) -m pytest -n 4 -m "exhaustive and not alone"
+	$(PY) -m pytest -n 3 -m "exhaustive and not alone"
 	$(PY) -m pytest -m "exhaustive and alone"
 
 .PHONY: extras
