@@ -152,7 +152,7 @@ def test_killed_four_times(tmp_path, chapter):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("chapter", ["01", "02", "04", "05"])
+@pytest.mark.parametrize("chapter", ["02", "05"])
 def test_killed_twenty_times(tmp_path, chapter):
-    """Later chapters save as 05 does."""
+    """One file, and shards; the other chapters save as these do."""
     kill_often(chapter, 20, tmp_path, num_steps=400)

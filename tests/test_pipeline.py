@@ -97,9 +97,10 @@ def families(tmp_path_factory):
     return root
 
 
-def train(root, families, tried):
+def train(root, families, tried, steps=20):
     """Run what is listed, and the same on one rank; return all metrics by name."""
     options = SETTINGS | {f"-{name}": [*SETTINGS[""], "-m", families / name] for name in FAMILIES}
+    options = {name: [*flags, "--num-steps", steps] for name, flags in options.items()}
     whole = sorted({plain(name) for names in tried.values() for name in names})
     runs = {
         1: {f"01{name}": (whole_by(name), options[name]) for name in whole},
@@ -158,7 +159,7 @@ def test_curves_are_those_of_one_rank(curves, run):
 
 @pytest.fixture(scope="module")
 def more_curves(tmp_path_factory, families):
-    return train(tmp_path_factory.mktemp("matrix"), families, MATRIX)
+    return train(tmp_path_factory.mktemp("matrix"), families, MATRIX, steps=10)
 
 
 @pytest.mark.exhaustive

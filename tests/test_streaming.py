@@ -218,7 +218,7 @@ def test_what_a_shuffle_buffer_forgets_was_counted(tmp_path):
     second = {text for text, _ in islice(read(stopped.state_dict()), 1500)}
     lost, again = set(whole[1500:]) - second, set(whole[:1500]) & second
     page = SCRIPTS["streaming"].with_name("README.md").read_text()
-    told = f"of the next 1,500 records {len(lost)} did not come, and {len(again)} came again"
+    told = f"of the next 1,500 records {len(lost)} were missing, and {len(again)} were repeated"
     assert told in page
 
 
