@@ -216,9 +216,7 @@ def bare(race, dtype=torch.float32):
         race.step_ended(loss)
     weights = model.num_parameters() - model.get_input_embeddings().weight.numel()
     flops = flops_per_token(race.config, weights, args.seq_length)
-    race.end(
-        matmul=matmul_rate(device) / flops
-    )  # the tokens per second if a step were matrix products only
+    race.end(matmul=matmul_rate(device) / flops)  # tokens/s if a step were matrix products only
 
 
 def pure_bf16(race):
