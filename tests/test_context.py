@@ -19,6 +19,7 @@ from test_sharded import loaded, weights_of
 TWO, FOUR = ["--context-parallel-size", 2], ["--context-parallel-size", 4]
 ULYSSES = ["--context-parallel-style", "ulysses"]
 TP, PP = ["--tensor-parallel-size", 2], ["--pipeline-parallel-size", 2, "--batch-size", 2]
+STEPS = ["--num-steps", 10]
 FAMILIES = ["llama", "qwen3", "gpt_neox"]
 SETTINGS = {
     "2": ["--batch-size", 2],  # so gradients are accumulated
@@ -73,6 +74,7 @@ def root(tmp_path_factory):
 def curves(request, root, families):
     """Metrics by name of the runs that are looked at, and of the same on one rank."""
     options = SETTINGS | {name: ["-m", families / name] for name in FAMILIES}
+    options = {name: [*STEPS, *flags] for name, flags in options.items()}
     runs = {1: {}, 2: {}, 4: {}}
     for run in RUNS:
         (ranks, flags), name = LAYOUTS[run.partition("@")[0]], run.partition("@")[2]
@@ -80,7 +82,7 @@ def curves(request, root, families):
     runs = wanted(request, runs)
     for name in {run.partition("@")[2] for run in [*runs[2], *runs[4]]}:
         chapter = "05" if name == "bf16" else "01"  # FSDP keeps bf16 between layers
-        runs[1][name] = (chapter, [] if name in ("offload", "compiled") else options[name])
+        runs[1][name] = (chapter, STEPS if name in ("offload", "compiled") else options[name])
     return curves_of(root, {ranks: jobs for ranks, jobs in runs.items() if jobs})
 
 
@@ -105,8 +107,8 @@ def test_the_finished_model_is_what_was_evaluated(curves, root, load, families, 
     args = chapter.parse_args()
     _, held_out = chapter.build_data(args, chapter.build_tokenizer_and_config(args)[0])
     with torch.no_grad():
-        loss = loaded(root / run, 20)(input_ids=held_out.long(), labels=held_out.long()).loss
-    assert abs(loss.item() - curves[run][20]["val_loss"]) < 1e-5
+        loss = loaded(root / run, 10)(input_ids=held_out.long(), labels=held_out.long()).loss
+    assert abs(loss.item() - curves[run][10]["val_loss"]) < 1e-5
 
 
 def same(one, other, step):
