@@ -329,6 +329,18 @@ def alone(tmp_path):
     torch.use_deterministic_algorithms(False)  # which a test may have changed
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 30 MiB, on which two of the tiny model's checkpoints fit and three do not."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = printed(*"mount -t tmpfs -o size=30m tmpfs".split(), disk)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small disk here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
 def fast_byte_tokenizer():
     """Return a tokenizer of bytes, of the kind that Mistral's and Mixtral's folders must have."""
     from tokenizers import Tokenizer, pre_tokenizers

@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from conftest import SCRIPTS, SHORT, metrics, printed, run_jobs, run_well, torchrun
+from runs import check
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +63,6 @@ CASES = {
     "not a folder": ("--save-dir {files}/short.txt", "short.txt"),
     "not writable": ("--save-dir /proc/nosuch", "--save-dir /proc/nosuch: "),
 }
-
-
-def check(result, expected):
-    """Check one rank's result: the line, nothing but the line, and the status."""
-    lines = [line for line in result["stderr"].splitlines() if line.strip()]
-    assert len(lines) == 1, result["stderr"]
-    assert lines[0].startswith("train_llm.py: error: ") and expected in lines[0]
-    assert result["status"] == 2
 
 
 @pytest.fixture(scope="module")
@@ -140,18 +133,6 @@ def test_under_torchrun_one_rank_says_it(tmp_path, arguments, expected):
 def test_without_torchrun_chapter_02_says_how_to_start_it():
     done = printed(SCRIPTS["02"])
     check({"status": done.returncode, "stderr": done.stderr}, "start this with torchrun: torchrun")
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 30 MiB, on which two of the tiny model's checkpoints fit and three do not."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = printed(*"mount -t tmpfs -o size=30m tmpfs".split(), disk)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small disk here: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 @pytest.mark.parametrize(

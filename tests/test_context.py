@@ -11,10 +11,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from conftest import ROOT, SHORT, curves_of, difference, metrics, printed, run_well, tried, wanted
-from test_bad_input import check
-from test_families import ARGS, MODERN, NAMES, small
-from test_resume import LONG, cut
-from test_sharded import loaded, weights_of
+from families import ARGS, MODERN, NAMES, small
+from runs import LONG, check, cut, loaded, weights_of
 
 TWO, FOUR = ["--context-parallel-size", 2], ["--context-parallel-size", 4]
 ULYSSES = ["--context-parallel-style", "ulysses"]

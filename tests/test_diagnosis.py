@@ -13,8 +13,7 @@ import whats_wrong
 import faults
 from cluster.cluster import until
 from conftest import ROOT, SHORT, logged, printed, start_ranks
-from test_bad_input import small_disk  # noqa: F401
-from test_watched import command_of
+from runs import command_of, verdict_of
 
 CHAPTER = ROOT / "diagnosing-errors"
 RESULTS = ROOT / "benchmarks/results"
@@ -126,19 +125,6 @@ def two_hosts(cluster, tmp_path):
     return start, ask
 
 
-def verdict_of(cluster, run, env, kinds, *where):
-    """Ask the tool until its verdict is of one of these kinds; return it."""
-    command, said = [sys.executable, CHAPTER / "whats_wrong.py", run, "--json", *where], {}
-
-    def named():
-        done = cluster.run("head", command, 60, check=False, env=env)
-        said.update(json.loads(done.stdout))
-        return said["kind"] in kinds
-
-    until(named, 90, f"a verdict of {kinds}: {said}")
-    return said
-
-
 def trains(folder):
     """Wait until a run takes steps."""
     until(lambda: logged(folder / "run", 10), 90, "some steps")
@@ -177,7 +163,7 @@ class TestOnCluster:
 
 
 @pytest.mark.slow
-def test_a_full_disk(small_disk, tmp_path):  # noqa: F811
+def test_a_full_disk(small_disk, tmp_path):
     """A checkpoint does not fit: the tool says so, and that is no crash."""
     args = [*SHORT, "--num-steps", 30, "--save-dir", small_disk, "-e", "run"]
     args += ["--checkpoint-every", 3]

@@ -17,9 +17,8 @@ from conftest import (
     run_jobs,
     run_well,
 )
-from test_nonfinite import tensors_of
-from test_resume import cut
-from test_waiting import READS, events_of_steps
+from in_process import READS, events_of_steps, tensors_of
+from runs import cut
 
 FP16 = ["--precision", "fp16"]
 LINE = [*SHORT, "--seq-length", 32, "--global-batch-size", 4, "--num-steps", 12]

@@ -24,10 +24,7 @@ from conftest import (
     start_ranks,
     wanted,
 )
-from test_bad_input import check
-from test_kill import last_row, wait_for
-from test_resume import cut
-from test_weights import validation_loss
+from runs import check, cut, last_row, validation_loss, wait_for
 
 REQUIREMENTS = "alternative-frameworks/deepspeed/requirements.txt"
 pytestmark = [

@@ -35,15 +35,14 @@ from conftest import (
     run_well,
     start_ranks,
 )
-from test_kill import last_row, wait_for
-from test_nonfinite import LINE
-from test_resume import cut
+from runs import cut, last_row, wait_for
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 FOLDER = ROOT / "alternative-frameworks"
 MAKE = FOLDER / "make_config.py"
 NAMES = ["accelerate", "trainer"]
+LINE = [*SHORT, "--num-steps", 12, "--log-every", 5, "--checkpoint-every", 3]
 LOSSES = ["loss", "val_loss"]
 
 

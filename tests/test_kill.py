@@ -1,7 +1,6 @@
 """kill -9 at any moment: what is named a checkpoint is whole, and the curve goes on unchanged."""
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -9,8 +8,6 @@ import subprocess
 import time
 
 import pytest
-import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from conftest import (
     SCRIPTS,
@@ -21,44 +18,10 @@ from conftest import (
     run_well,
     start_ranks,
 )
+from runs import all_run, last_row, newest_step, wait_for
 
 EVERY = 3
 ARGS = [*SHORT, "--seq-length", 32, "--checkpoint-every", EVERY, "--eval-every", 50]
-
-
-def newest_step(run_dir):
-    """Return the newest checkpoint's step; all that are named so must load."""
-    steps = [0]
-    for checkpoint in (run_dir / "checkpoints").glob("step-*"):
-        whole = checkpoint / "state.pt"
-        if not whole.exists():  # the shards of all ranks: each of them is read
-            whole = run_dir / "all-shards.pt"
-            dcp_to_torch_save(checkpoint, whole)
-        adam = torch.load(whole, weights_only=True)["optimizer"]
-        [step] = {int(moments["step"]) for moments in adam.get("state", adam).values()}
-        assert f"step-{step:08}" == checkpoint.name
-        steps.append(step)
-    return max(steps)
-
-
-def last_row(run_dir):
-    """Return the last whole row's step."""
-    path = run_dir / "metrics.jsonl"
-    rows = path.read_text().split("\n")[:-1] if path.exists() else []
-    return json.loads(rows[-1])["step"] if rows else 0
-
-
-def all_run(processes):
-    return all([process.poll() is None for process in processes])
-
-
-def wait_for(condition, processes, seconds=120):
-    """Wait until `condition` holds or a process has ended; say whether all still run."""
-    deadline = time.monotonic() + seconds
-    while all_run(processes) and not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.001)
-    return all_run(processes)
 
 
 def ended(process):

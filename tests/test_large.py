@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import (
     ROOT,
@@ -22,11 +21,10 @@ from conftest import (
     tried,
     wanted,
 )
+from families import published
+from in_process import set_up
 from on_ranks import make_model_folder, torchrun
-from test_bad_input import check
-from test_launchers import set_up
-from test_resume import LONG, cut
-from test_sharded import loaded, weights_of
+from runs import LONG, check, cut, loaded, weights_of
 
 pytestmark = pytest.mark.slow
 FAMILIES = ["gpt2", "qwen3", "mistral", "gemma3"]  # and tiny, a Llama
@@ -147,17 +145,6 @@ def test_models_that_cap_their_logits_are_refused(models, tmp_path):
 
 
 # ---- where weights come from -----------------------------------------------------------------
-
-
-def published(models, root, family, max_shard_size="5GB", dtype=torch.bfloat16, headless=False):
-    """Make a folder as one finds it on the hub; return it."""
-    folder = root / f"{family}-{max_shard_size}-{str(dtype)[6:]}{'-headless' * headless}"
-    torch.manual_seed(1)
-    config = AutoConfig.from_pretrained(models / family)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    shutil.copytree(models / family, folder)
-    (model.base_model if headless else model).save_pretrained(folder, max_shard_size=max_shard_size)
-    return folder
 
 
 @pytest.fixture(scope="module")

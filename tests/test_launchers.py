@@ -1,6 +1,5 @@
 """Chapter 03: who started it does not matter, and it may be stopped, restarted and left alone."""
 
-import argparse
 import contextlib
 import functools
 import json
@@ -28,7 +27,7 @@ from conftest import (
     start_ranks,
     torchrun,
 )
-from worker import Captured
+from in_process import set_up
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 RENDEZVOUS = {"MASTER_ADDR": "h1", "MASTER_PORT": "29400"}
@@ -116,17 +115,6 @@ def device_of_local_rank_1(chapter, monkeypatch, tmp_path, gpus, torchrun):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "77")
     set_up(chapter, monkeypatch, tmp_path, device="cuda", precision="bf16")
     return taken.pop()
-
-
-def set_up(chapter, monkeypatch, tmp_path, **args):
-    """Call a chapter's `setup` as rank 0 of 16 that seem to be there."""
-    for name, value in {"init_process_group": None, "get_rank": 0, "get_world_size": 16}.items():
-        monkeypatch.setattr(chapter.dist, name, lambda *_, value=value, **__: value)
-    for name in ("patient_group", "check_shared"):
-        monkeypatch.setattr(chapter, name, lambda *_: None, raising=False)
-    args |= {"dist_timeout": 9, "save_dir": tmp_path, "experiment_name": "run"}
-    with contextlib.redirect_stdout(Captured()):
-        chapter.setup(argparse.Namespace(**args))
 
 
 @pytest.mark.parametrize("job", ["train", "srun-direct"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from conftest import ROOT, SCRIPTS, SHORT, prepared, run_jobs
+from in_process import tensors_of
 
 LINE = [*SHORT, "--num-steps", "12", "--log-every", "5", "--checkpoint-every", "3"]
 
@@ -47,9 +48,3 @@ def test_from_then_on_no_step_changes_anything(load, monkeypatch):
     assert norm.isfinite() and optimizer.found_inf
     after = tensors_of(model, optimizer)
     assert all(map(torch.equal, before, after)) and len(before) == len(after) > 100
-
-
-def tensors_of(model, optimizer):
-    """Return all tensors that training changes."""
-    moments = [state[name] for state in optimizer.state.values() for name in sorted(state)]
-    return [*model.state_dict().values(), *moments]

@@ -16,7 +16,7 @@ from cluster.cluster import until
 from conftest import ROOT, SCRIPTS, SHORT, difference, logged, metrics, printed, run_well
 from environments import finished, report
 from readme import blocks
-from test_diagnosis import verdict_of
+from runs import verdict_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]
 CHAPTER = ROOT / "03-job-launchers"

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 import transformers
 
 from conftest import ROOT
+from families import published
 from readme import blocks
-from test_large import published
 
 PAGES = [ROOT / f"docs/your-own-{name}.md" for name in ("script", "large-model")]
 CODE = "\n".join(block.text for page in PAGES for block in blocks(page) if block.kind == "python")

@@ -24,10 +24,8 @@ from conftest import (
     run_well,
     start_ranks,
 )
-from test_bad_input import check
-from test_families import MODERN, NAMES, small
-from test_resume import LONG, cut
-from test_sharded import weights_of
+from families import MODERN, NAMES, small
+from runs import LONG, check, cut, weights_of
 
 TWO, FOUR = ["--pipeline-parallel-size", 2], ["--pipeline-parallel-size", 4]
 TP = ["--tensor-parallel-size", 2]

@@ -1,7 +1,5 @@
 """What the READMEs show is what is there: commands run, parts made from files, links lead on."""
 
-import ast
-import functools
 import json
 import math
 import re
@@ -13,6 +11,7 @@ from markdown_it import MarkdownIt
 import samples
 from cluster.cluster import obstacle
 from conftest import ROOT, printed
+from flags import unknown_flags
 from readme import Block, blocks, commands, readmes, shown, slug, words
 
 READMES = [pytest.param(path, id=str(path.relative_to(ROOT))) for path in readmes()]
@@ -27,7 +26,6 @@ LIVE = {"06-apart", "data-loading-watch", "diagnosing-hang", "diagnosing-preflig
 LIVE |= {"fp16-check"}
 MODELS = {"Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"}
 HUB = {*MODELS, "roneneldan/TinyStories", "allenai/c4"}
-ADDERS = {"add", "add_argument"}  # how scripts declare their flags
 SMALL = (
     " --num-steps 2 --seq-length 32 --global-batch-size 4 --batch-size 2 --eval-samples 4"
     " --device cpu --precision fp32"
@@ -201,44 +199,6 @@ def test_an_evening_is_enough(path):
     if "related-topics" in path.parts and path.parent.name != "streaming":
         most_prose = 800
     assert words(path) <= most and words(path, made=False) <= most_prose
-
-
-@functools.cache
-def declared(script):
-    """Return the flags that a script has, as its source declares them."""
-    found = {"-h", "--help"}
-    if script.endswith("/will_it_fit.py"):  # it takes all that its chapter takes
-        found |= declared(script.replace("will_it_fit", "train_llm"))
-    for node in ast.walk(ast.parse((ROOT / script).read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ADDERS:
-            names = [word.value for word in node.args if isinstance(word, ast.Constant)]
-            actions = [option.value for option in node.keywords if option.arg == "action"]
-            if actions and not isinstance(actions[0], ast.Constant):  # BooleanOptionalAction
-                names += [name.replace("--", "--no-", 1) for name in names]
-            found |= set(names)
-    return found
-
-
-def unknown_flags(text):
-    """Return the flags in a block of bash that the Python script before them does not have.
-
-    Those after a variable such as `$train`, and those of a file of arguments, whose lines begin
-    with a flag, must be flags of every chapter that the block names.
-    """
-    text = re.sub(r"(^|\s)#.*", "", text.replace("\\\n", " "), flags=re.M)
-    named = set(re.findall(r"\d\d-[\w-]+/train_llm\.py", text))
-    found = []
-    for command in re.split(r"[\n;&|]", text):
-        scripts = named if command.startswith("-") else set()
-        for quoted in re.findall(r"[^\s()=]+", command):
-            word = quoted.strip("\"'")
-            if word.endswith(".py") and (ROOT / word).exists():
-                scripts = {word}
-            elif re.fullmatch(r"\$[a-z_]+", quoted):  # with quotes it would be no command
-                scripts = scripts or named
-            elif re.match("--?[a-zA-Z]", word):
-                found += [(script, word) for script in scripts if word not in declared(script)]
-    return found
 
 
 @pytest.mark.parametrize("block", by_name(commands()))

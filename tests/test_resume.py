@@ -9,20 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from conftest import SCRIPTS, SHORT, difference, metrics, run_jobs, run_well
-
-LONG = [*SHORT, "--num-steps", 30, "--keep-checkpoints", 9]
-
-
-def cut(run_dir, step, copy):
-    """Copy a run as it was right after the checkpoint of `step`, with some rows more."""
-    shutil.copytree(run_dir, copy)
-    shutil.rmtree(copy / "model")
-    for finished in copy.glob("finished-*"):
-        finished.unlink()
-    for checkpoint in (copy / "checkpoints").iterdir():
-        if int(checkpoint.name[5:]) > step:
-            shutil.rmtree(checkpoint)
-
+from runs import LONG, cut
 
 # whose run is continued by which chapter on how many ranks: bit by bit, and nearly
 SAME = [("01", "01@1"), ("01-dropout", "01@1"), ("01-bf16", "01@1"), ("02@2", "02@2")]

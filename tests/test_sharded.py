@@ -9,36 +9,9 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
 from conftest import ROOT, difference, metrics, printed, run_jobs, run_well
-from test_bad_input import check
-from test_resume import LONG, cut
-from test_weights import validation_loss
+from runs import LONG, check, cut, loaded, read, validation_loss, weights_of
 
 pytestmark = pytest.mark.slow
-
-
-def read(checkpoint, state):
-    """Fill `state` with what a checkpoint has under its names."""
-    dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
-    return state
-
-
-def weights_of(run_dir, step):
-    """Return a checkpoint's weights by name; it has those that are tied only once."""
-    model = AutoModelForCausalLM.from_pretrained(run_dir / "model")
-    tied = model.all_tied_weights_keys
-    weights = {name: torch.full_like(w, torch.nan) for name, w in model.state_dict().items()}
-    weights = {name: weight for name, weight in weights.items() if name not in tied}
-    read(run_dir / f"checkpoints/step-{step:08}", {"model": weights})
-    return weights | {name: weights[source] for name, source in tied.items()}
-
-
-def loaded(run_dir, step):
-    """Return a finished run's model, loaded by its folder alone: it has a checkpoint's weights."""
-    model, info = AutoModelForCausalLM.from_pretrained(run_dir / "model", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    expected = weights_of(run_dir, step)
-    assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
-    return model
 
 
 RANKS = {"on1": 1, "on2": 2, "dropout": 2, "tied": 2, "on4": 4, "replicas": 4}

@@ -18,7 +18,7 @@ from datasets import Dataset, load_dataset
 
 import conftest
 from conftest import SCRIPTS, SHORT, difference, metrics, refused, run_well
-from test_kill import last_row, newest_step, wait_for
+from runs import last_row, newest_step, wait_for
 
 LANES, SHARDS, BLOCK = 4, 10, 8  # the last in records
 LINE = len(json.dumps({"url": "", "text": "1000"})) + 1

@@ -23,10 +23,8 @@ from conftest import (
     run_well,
     start_ranks,
 )
-from test_bad_input import check
-from test_families import MODERN, small
-from test_resume import LONG, cut
-from test_sharded import loaded, weights_of
+from families import MODERN, small
+from runs import LONG, check, cut, loaded, weights_of
 
 TWO, FOUR = ["--tensor-parallel-size", 2], ["--tensor-parallel-size", 4]
 REPLICAS = [*TWO, "--replicas", 2]

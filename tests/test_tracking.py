@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from conftest import ROOT, SCRIPTS, SHORT, free_port, metrics, printed, run_well, start_ranks
-from test_kill import last_row, wait_for
+from runs import last_row, wait_for
 
 TOOLS = str(ROOT / "tools")  # which has a tensorboard.py, and may be there more than once
 sys.path[:] = [*(path for path in sys.path if path != TOOLS), TOOLS]

@@ -6,8 +6,8 @@ import pytest
 import contenders
 import samples
 from conftest import ROOT, metrics, on_one_curve
+from flags import unknown_flags
 from readme import Block
-from test_readme import unknown_flags
 
 FOLDER = ROOT / "related-topics/try-it-free"
 SMALL = "--num-steps 6 --seq-length 32 --global-batch-size 4 --batch-size 2 --eval-samples 4"

@@ -4,37 +4,11 @@ import re
 
 import pytest
 import torch
-from torch.profiler import profile
 
 from conftest import SCRIPTS, prepared
+from in_process import LINE, READS, events_of_steps
 from on_ranks import make_model_folder, torchrun
 
-LINE = "--device cpu --precision bf16 --seq-length 64 --eval-samples 5 --batch-size 2".split()
-
-
-def events_of_steps(chapter, *words):
-    """Return the names of all operations of three train steps, and the chapter's DDP model."""
-    args, model, optimizer, train_set, _ = prepared(chapter, *LINE, *words)
-    if hasattr(chapter, "DistributedDataParallel"):
-        model = chapter.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        model.broadcast_buffers = False
-    device = torch.device("cpu")
-    for step in (1, 2):  # DDP rebuilds its buckets after the first
-        chapter.train_step(args, model, optimizer, train_set, step, device)
-    with profile() as profiled:
-        for step in (3, 4, 5):
-            chapter.train_step(args, model, optimizer, train_set, step, device)
-    return [event.name for event in profiled.events() if not in_optimizer(event)], model
-
-
-def in_optimizer(event):
-    """Return whether AdamW's kernel did it: on a CPU it reads its step counters, on a GPU not."""
-    while event and event.name != "aten::_fused_adamw_":
-        event = event.cpu_parent
-    return event is not None
-
-
-READS = re.compile("aten::(_local_scalar_dense|item|nonzero|is_nonzero)$")
 REDUCTION = {"gloo:all_reduce", "c10d::allreduce_"}  # one and the same, seen at two levels
 COLLECTIVES = re.compile("gloo:|nccl:|c10d::")
 

@@ -12,7 +12,7 @@ from watched import born
 
 from cluster.cluster import until
 from conftest import ROOT, printed
-from test_whats_wrong import rank_files
+from made_up import rank_files
 
 WATCH = ROOT / "diagnosing-errors/watch.py"
 

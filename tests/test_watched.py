@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -12,18 +11,8 @@ import pytest
 import torch
 import watched
 
-from conftest import ROOT, SCRIPTS, SHORT, difference, free_port, metrics, printed
-
-WATCHED = ROOT / "diagnosing-errors/watched.py"
-
-
-def command_of(folder, *words, ranks=0):
-    """Return what runs a script under watched.py, on some ranks under torchrun."""
-    launcher = [sys.executable]
-    if ranks:
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", ranks]
-        launcher += ["--master-addr", "127.0.0.1", "--master-port", free_port()]
-    return list(map(str, [*launcher, WATCHED, "--into", folder, *words]))
+from conftest import SCRIPTS, SHORT, difference, metrics, printed
+from runs import WATCHED, command_of
 
 
 def run(*args, **options):

@@ -1,6 +1,5 @@
 """What a run leaves is a model that transformers loads, and its weights really moved."""
 
-import argparse
 import json
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import SHORT, difference, metrics, prepared, run_well
+from runs import validation_loss
 
 FAMILIES = ["tiny", "gpt2", "qwen3", "gemma3", "gemma3-window"]
 
@@ -37,14 +37,6 @@ def compiled(tmp_path_factory):
 
 COMPILED = ["tiny-compiled", "tiny-ddp-compiled"]
 RUNS = [*FAMILIES, *(pytest.param(run, marks=pytest.mark.slow) for run in COMPILED)]
-
-
-def validation_loss(model, run_dir, args, chapter):
-    """Return the loss of a finished run's model on the samples that were held out."""
-    tokenizer = AutoTokenizer.from_pretrained(run_dir / "model")
-    _, held_out = chapter.build_data(argparse.Namespace(**args), tokenizer)
-    with torch.no_grad():
-        return model(input_ids=held_out.long(), labels=held_out.long()).loss.item()
 
 
 @pytest.mark.parametrize("run", RUNS)
