@@ -4,6 +4,7 @@ import ast
 import contextlib
 import io
 import itertools
+import re
 import types
 
 import pytest
@@ -171,6 +172,18 @@ def test_a_stop_loses_no_step(alone, tmp_path):
     before, _ = run(page(), tmp_path / "asked", STEPS, stops=asked)
     after, _ = run(page(), tmp_path / "asked", STEPS)
     assert list(before) == [0, 1, 2, 3] and before | after == losses
+
+
+def test_the_end_of_a_stream_loses_no_step(alone, monkeypatch, tmp_path):
+    """With the page's line for it; the samples end in the middle of a step, after a save."""
+    [line] = re.findall(r"`(if not all_have.*?; break)`", PAGES[0].read_text())
+    whole, _ = run(page(), tmp_path / "whole", STEPS)
+    code = page("        if step in shown:", f"        {line}\n        if step in shown:")
+    batches, enough = code.batches, 2 * (SAVED + 3) + 1  # two micro-batches a step
+    monkeypatch.setattr(code, "batches", lambda *at: itertools.islice(batches(*at), enough))
+    before, _ = run(code, tmp_path / "ended", STEPS)
+    after, _ = run(page(), tmp_path / "ended", STEPS)
+    assert list(before) == list(range(SAVED + 3)) and before | after == whole
 
 
 @pytest.mark.parametrize(
