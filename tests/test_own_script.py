@@ -5,6 +5,7 @@ import contextlib
 import io
 import itertools
 import re
+import sys
 import types
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 
-from conftest import ROOT
+from conftest import ROOT, printed
 from families import published
 from readme import blocks
 
@@ -172,6 +173,20 @@ def test_a_stop_loses_no_step(alone, tmp_path):
     before, _ = run(page(), tmp_path / "asked", STEPS, stops=asked)
     after, _ = run(page(), tmp_path / "asked", STEPS)
     assert list(before) == [0, 1, 2, 3] and before | after == losses
+
+
+def test_workers_die_of_a_signal_to_all():
+    """And so does the rank, although it handles the signal."""
+    code = """import os, signal
+from torch.utils.data import DataLoader
+os.setpgrp()
+signal.signal(signal.SIGTERM, lambda *_: None)
+for number, _ in enumerate(DataLoader(range(10_000), 2, num_workers=2)):
+    if number == 10:
+        os.killpg(0, signal.SIGTERM)
+"""
+    done = printed(sys.executable, "-c", code)
+    assert done.returncode == 1 and "exited unexpectedly" in done.stderr
 
 
 def test_the_end_of_a_stream_loses_no_step(alone, monkeypatch, tmp_path):

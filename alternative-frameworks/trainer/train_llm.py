@@ -614,6 +614,7 @@ def compare_args(args, before, checkpoint):
 
 def export_model(args, run_dir, trainer, tokenizer):
     """Write the finished model as a folder that `from_pretrained` loads."""
+    dist.barrier(group=patient_group())  # Trainer: it has looked for checkpoints on each rank
     partial = partial_of(run_dir / "model")
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if dist.get_rank() != 0:

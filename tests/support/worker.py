@@ -58,8 +58,14 @@ def main():
     """Run the jobs of a share, each of which has a file in a folder; write their results there."""
     folder, share = sys.argv[1:]
     faulthandler.enable()
+    done = []
     with open(f"{folder}/jobs{share}.json") as file:
-        done = [run(job) for job in json.load(file)]
+        jobs = json.load(file)
+    for job in jobs:
+        result = run(job)
+        if job["well"] and result["status"]:
+            sys.exit(f"{job['script']} {job['args']}\n{result['stdout']}{result['stderr']}")
+        done.append(result)
     with open(f"{folder}/results{share}-{os.environ['RANK']}.json", "w") as file:
         json.dump(done, file)
 
