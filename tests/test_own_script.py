@@ -4,6 +4,7 @@ import ast
 import contextlib
 import io
 import itertools
+import json
 import re
 import sys
 import types
@@ -13,6 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+from datasets import load_dataset
+from datasets.distributed import split_dataset_by_node
+from torch.utils.data import DataLoader
 
 from conftest import ROOT, printed
 from families import published
@@ -199,6 +203,28 @@ def test_the_end_of_a_stream_loses_no_step(alone, monkeypatch, tmp_path):
     before, _ = run(code, tmp_path / "ended", STEPS)
     after, _ = run(page(), tmp_path / "ended", STEPS)
     assert list(before) == list(range(SAVED + 3)) and before | after == whole
+
+
+def test_a_stream_continues_where_its_state_says(tmp_path):
+    """As 01's in-depth page has it; here with a map that makes two samples of each record."""
+    for name in "abcd":
+        rows = [json.dumps({"text": f"{name}{number}"}) for number in range(50)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+
+    def stream():
+        options = {"streaming": True, "split": "train", "cache_dir": str(tmp_path)}
+        found = load_dataset("json", data_files=str(tmp_path / "*.jsonl"), **options)
+        split = split_dataset_by_node(found, 1, 2)
+        twice = {"batched": True, "batch_size": 16}
+        return split.map(lambda rows: {"text": [row * 2 for row in rows["text"] * 2]}, **twice)
+
+    whole, state = [], None
+    for number, batch in enumerate(DataLoader(first := stream(), 3)):
+        whole.append(batch["text"])
+        if number == 7:
+            state = json.dumps(first.state_dict())
+    (later := stream()).load_state_dict(json.loads(state))
+    assert [batch["text"] for batch in DataLoader(later, 3)] == whole[8:] and len(whole) > 60
 
 
 @pytest.mark.parametrize(
