@@ -179,18 +179,23 @@ def test_a_stop_loses_no_step(alone, tmp_path):
     assert list(before) == [0, 1, 2, 3] and before | after == losses
 
 
-def test_workers_die_of_a_signal_to_all():
-    """And so does the rank, although it handles the signal."""
-    code = """import os, signal
-from torch.utils.data import DataLoader
+@pytest.mark.parametrize("options", ["", ", worker_init_fn=stay"], ids=["as it is", "stay"])
+def test_a_signal_to_all_processes(options):
+    """It ends workers, and with them the rank that handles it; those that stay end if it fails."""
+    code = f"""{CODE}
+import subprocess
 os.setpgrp()
 signal.signal(signal.SIGTERM, lambda *_: None)
-for number, _ in enumerate(DataLoader(range(10_000), 2, num_workers=2)):
-    if number == 10:
-        os.killpg(0, signal.SIGTERM)
+batches = iter(DataLoader(range(10_000), 2, num_workers=2{options}))
+some = [next(batches) for _ in range(10)]  # of both workers
+subprocess.run(["kill", "--", f"-{{os.getpgrp()}}"], start_new_session=True)
+print(len(list(itertools.islice(batches, 100))))
+raise ZeroDivisionError
 """
-    done = printed(sys.executable, "-c", code)
-    assert done.returncode == 1 and "exited unexpectedly" in done.stderr
+    done = printed(sys.executable, "-c", code, timeout=60)
+    assert done.returncode == 1
+    assert done.stdout == "100\n" * bool(options), done.stderr
+    assert ("ZeroDivisionError" if options else "_try_get_data") in done.stderr
 
 
 def test_the_end_of_a_stream_loses_no_step(alone, monkeypatch, tmp_path):
