@@ -146,7 +146,8 @@ def test_one_curve(curves, run):
 def test_one_curve_in_bf16(curves, run):
     one, other = reference(curves[1], run), curves[1][run]
     assert difference(one, other, names=LOSSES) < 5e-3
-    assert difference(one, other, names=["grad_norm"], relative=True) < 5e-3
+    few_roundings = 1e-2  # CPUs differ in theirs
+    assert difference(one, other, names=["grad_norm"], relative=True) < few_roundings
     assert 1e-7 < difference(curves[1]["01"], other, names=LOSSES) < 5e-2
 
 
@@ -247,6 +248,29 @@ def test_a_step_that_deepspeed_skips_ends_the_run(tmp_path, monkeypatch):
         said
     )
     assert {rank["status"] for rank in done} == {2}, said
+
+
+LATE = """
+import os, runpy, sys, time
+from transformers import trainer
+looks = trainer.sort_checkpoints
+def late(output_dir, **options):
+    folder = os.open(output_dir, os.O_RDONLY)
+    time.sleep(2 * int(os.environ["RANK"]))
+    assert os.path.samestat(os.fstat(folder), os.stat(output_dir)), "it is another folder"
+    return looks(output_dir, **options)
+trainer.sort_checkpoints = late
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+@pytest.mark.exhaustive
+def test_the_export_waits_for_each_rank(tmp_path):
+    """At its end the Trainer looks for checkpoints, on each rank, in a folder that goes then."""
+    (tmp_path / "late.py").write_text(LATE)
+    args = [SCRIPTS["trainer"], *SHORT, "--num-steps", 2, "--save-dir", tmp_path, "-e", "run"]
+    run_well(2, [(tmp_path / "late.py", args)], tmp_path / "jobs")
+    assert (tmp_path / "run/model").is_dir()
 
 
 WRONG = {
