@@ -32,7 +32,7 @@ def report_of(rank, local_rank, host):
     report |= dict.fromkeys(["GPU hardware slowdown", "GPU thermal slowdown"], "Not Active")
     report |= {"locked memory": "unlimited", "/dev/shm free": 99 * noise, "clock": rank / 1e6}
     report |= {"matmul": 600 * noise, "all-reduce": 300 * noise}
-    report |= {"link inside a host": 200 * noise, "link between hosts": 20 * noise}
+    report |= {"link within a node": 200 * noise, "link between nodes": 20 * noise}
     if local_rank == 0:
         report |= {"--save-dir": "shared", "disk free": 4000.0}
     return report
@@ -49,13 +49,13 @@ def test_a_thousand_healthy_ranks(device):
 
 
 FAULTS = {  # what rank 16, the first of h2, reports: which level, and in which words
-    "python": ("3.12.1", "warning", "3.12.1 (most: 3.11.7)"),
-    "torch": ("2.12.0", "no-go", "2.12.0 (most: 2.13.0)"),
-    "transformers": ("not installed", "no-go", "not installed (most: 5.23.0)"),
+    "python": ("3.12.1", "warning", "3.12.1 (usual: 3.11.7)"),
+    "torch": ("2.12.0", "no-go", "2.12.0 (usual: 2.13.0)"),
+    "transformers": ("not installed", "no-go", "not installed (usual: 5.23.0)"),
     "datasets": ("5.1.0", "warning", "5.1.0"),
     "nccl": ("2.27", "no-go", "2.27"),
     "driver": ("570.1", "warning", "570.1"),
-    "device": ("cpu", "no-go", "cpu (most: cuda)"),
+    "device": ("cpu", "no-go", "cpu (usual: cuda)"),
     "GPU": ("A100", "no-go", "A100"),
     "GPU memory in use": (9000, "no-go", "9000 MiB"),
     "GPU ECC errors": (3, "no-go", "3"),
@@ -68,8 +68,8 @@ FAULTS = {  # what rank 16, the first of h2, reports: which level, and in which 
     "--save-dir": ("not shared", "no-go", "not shared"),
     "disk free": (100.0, "no-go", "100.0 GB"),
     "matmul": (400.0, "no-go", "400 TFLOP/s"),
-    "link inside a host": (90.0, "no-go", "90 GB/s"),
-    "link between hosts": (8.0, "no-go", "8 GB/s"),
+    "link within a node": (90.0, "no-go", "90 GB/s"),
+    "link between nodes": (8.0, "no-go", "8 GB/s"),
 }
 
 
@@ -88,9 +88,9 @@ def test_one_rank_of_a_thousand(capsys, check):
 def test_a_slow_host_is_one_finding():
     reports = healthy(24)
     for rank in range(8, 16):
-        reports[rank]["link between hosts"] /= 10
+        reports[rank]["link between nodes"] /= 10
     [finding] = findings(reports)
-    assert finding.where == "ranks 8, 9, 10, 11, 12, 13, 14, 15 on h1"
+    assert finding.ranks == "ranks 8, 9, 10, 11, 12, 13, 14, 15 on h1"
 
 
 def test_two_slow_hosts_need_a_number():
@@ -98,7 +98,7 @@ def test_two_slow_hosts_need_a_number():
     reports = healthy(2, per_host=1)
     assert findings(reports) == []
     found = findings(reports, network_gbs=100.0)
-    assert [each.where for each in found] == ["rank 0 on h0", "rank 1 on h1"]
+    assert [finding.ranks for finding in found] == ["rank 0 on h0", "rank 1 on h1"]
 
 
 def test_what_cannot_be_read_is_not_known():
@@ -114,8 +114,8 @@ def test_what_cannot_be_read_is_not_known():
 
 
 def test_rings():
-    inside, between = preflight.rings(["a", "a", "b", "b", "c"]).values()
-    assert (inside, between) == ([[0, 1], [2, 3], [4]], [[0, 2, 4], [1, 3]])
+    within, between = preflight.rings_of(["a", "a", "b", "b", "c"]).values()
+    assert (within, between) == ([[0, 1], [2, 3], [4]], [[0, 2, 4], [1, 3]])
 
 
 @pytest.mark.parametrize("hosts", [3, 4, 8, 33])
@@ -124,10 +124,11 @@ def test_only_the_slow_host_measures_a_slow_link(monkeypatch, hosts):
     met = []
 
     def pretended(device, work):
-        met.append(partner := work.args[1] if work is not bool else None)
+        partner = None if work is preflight.do_nothing else work.args[1]
+        met.append(partner)
         return 100.0 if 2 in (rank, partner) else 1.0
 
-    monkeypatch.setattr(preflight, "timed", pretended)
+    monkeypatch.setattr(preflight, "seconds_of", pretended)
     rates, rounds = [], []
     for rank in range(hosts):
         met.clear()
@@ -162,7 +163,7 @@ def test_more_ranks_than_gpus(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match="1"):
         preflight.gpu_index()
-    assert "local rank 1 has no GPU: torch sees 1 there" in capsys.readouterr().err
+    assert "local rank 1 has no GPU: torch sees 1 here" in capsys.readouterr().err
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert preflight.gpu_index() == 0  # the one that srun --gpus-per-task=1 shows
 
@@ -227,18 +228,18 @@ def test_two_ranks(runs):
     assert (status, other, silence, errors, more_errors) == (1, 1, "", "", "")
     rows = dict(line.split("  ", 1) for line in output.splitlines() if "  " in line)
     assert rows["--save-dir"].strip() == "shared"
-    for name in ("matmul", "all-reduce", "link inside a host"):
+    for name in ("matmul", "all-reduce", "link within a node"):
         assert float(rows[name].split()[0]) > 0
     assert "no-go    open files: rank 0 on " in output and ": 256" in output
-    assert output.splitlines()[-1].startswith("no-go: world size 2 on 1 host; open files")
+    assert output.splitlines()[-1].startswith("no-go: world size 2 on 1 node; open files")
     assert list(runs.new.iterdir()) == []
 
 
 def test_ranks_that_never_come(runs):
     status, output, _ = runs.alone
     assert status == 1
-    assert "no-go    all ranks meet: ranks 1, 2: never came to 127.0.0.1:" in output
-    assert "(1 of 3 did, within 5 s)" in output
+    assert "no-go    all ranks connect: ranks 1, 2: did not connect to 127.0.0.1:" in output
+    assert "within 5 s (1 of 3 ranks did)" in output
 
 
 WAYS = {"nobody": "Connection refused", "nowhere": "Name or service not known"}
@@ -315,7 +316,7 @@ class TestOnCluster:
         for expected in (
             "no-go    disk free: rank 1 on h2: ",
             "no-go    --save-dir: rank 1 on h2: not shared",
-            "no-go    link between hosts: rank 1 on h2: ",
+            "no-go    link between nodes: rank 1 on h2: ",
         ):
             assert expected in done.stdout, done.stdout + done.stderr
 
@@ -324,6 +325,6 @@ class TestOnCluster:
         cluster.block_port("h1", 23456)
         done = self.srun(cluster, tmp_path, "--timeout", 15, MASTER_PORT="23456")
         assert done.returncode == 1
-        assert "rank 1: never came to h1:23456" in done.stdout, done.stdout + done.stderr
-        assert "no rank came from h2" in done.stdout
+        assert "rank 1: did not connect to h1:23456" in done.stdout, done.stdout + done.stderr
+        assert "no rank connected from h2" in done.stdout
         assert "rank 1 on h2: cannot reach h1:23456: no answer" in done.stderr
