@@ -107,10 +107,11 @@ cluster:  ## practise Slurm: a shell on a cluster of two nodes, all on this mach
 	@$(PYTHON) tests/cluster/cluster.py shell
 
 .PHONY: lint
-lint: install  ## check the style of all Python and shell files
+lint: install  ## check the style of all Python and shell files, and the English of most
 	$(PIP) -r requirements-lint.txt
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) tools/maintain/english.py
 	{ printf '.ci/run\0'; git ls-files -z '*.sh' '*.sbatch'; } | xargs -0 .venv/bin/shellcheck
 
 .PHONY: docs
