@@ -1,4 +1,4 @@
-"""Print what Kubernetes needs to train on some nodes: JSON, for `kubectl apply -f -`.
+"""Print a Kubernetes manifest that trains on several nodes: JSON for `kubectl apply -f -`.
 
 Here:      python 03-job-launchers/kubernetes/manifest.py --nodes 2 --gpus-per-node 0 \
                --image IMAGE -- 03-job-launchers/train_llm.py
@@ -15,16 +15,17 @@ import re
 import sys
 from pathlib import Path
 
-from pod import AGAIN
+from pod import RETRY_STATUS
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 29500
-SHARED = "/shared"  # where the volume is: its folders are code, outputs and hf
+# The mount point of the volume, which has the folders code, outputs and hf.
+SHARED = "/shared"
 KUBEFLOW = "trainer.kubeflow.org"
 
 
 def parse_args(argv):
-    """Return the arguments, and after them the script's."""
+    """Parse and check the options, and the script's command line after the `--`."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
         usage="%(prog)s [options] -- SCRIPT [its arguments]",
@@ -33,17 +34,17 @@ def parse_args(argv):
     )
     parser.error = fail
     add = parser.add_argument
-    add("--nodes", type=at_least(1), required=True, help="pods")
-    add("--gpus-per-node", type=at_least(0), required=True, help="ranks of a pod; 0: one, no GPU")
-    add("--image", required=True, help="a container image that has requirements.txt installed")
-    add("--name", default="train-llm", help="of the job, and of the run's folder")
+    add("--nodes", type=int, required=True, help="number of nodes; each node runs one pod")
+    add("--gpus-per-node", type=int, required=True, help="one rank per GPU; 0: one rank on a CPU")
+    add("--image", required=True, help="a container image with requirements.txt installed")
+    add("--name", default="train-llm", help="the name of the job and of the run's folder")
     add("--volume", default="shared", help="the claim of a volume that all nodes can write to")
-    add("--cpu", help="CPU cores of a pod, such as 64")
-    add("--memory", help="memory of a pod, such as 512Gi")
-    add("--shm", default="16Gi", help="at most so much of the memory is for /dev/shm")
-    add("--grace", type=at_least(60), default=300, help="seconds to save when asked to stop")
-    add("--restarts", type=at_least(0), default=5, help="times that a pod may fail")
-    add("--kubeflow", action="store_true", help="a TrainJob for Kubeflow Trainer, not a Job")
+    add("--cpu", help="CPU cores per pod, such as 64")
+    add("--memory", help="memory per pod, such as 512Gi")
+    add("--shm", default="16Gi", help="maximum size of /dev/shm, which counts as memory of the pod")
+    add("--grace", type=int, default=300, help="seconds in which a stopped pod can save")
+    add("--restarts", type=int, default=5, help="number of failures that each pod may have")
+    add("--kubeflow", action="store_true", help="print a TrainJob for Kubeflow Trainer, not a Job")
     end = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end])
     args.script = argv[end + 1 :]
@@ -52,79 +53,76 @@ def parse_args(argv):
 
 
 def check(args):
-    """Stop if the cluster would only find out later."""
+    """Refuse arguments that the cluster would refuse later."""
+    for name, minimum in {"nodes": 1, "gpus_per_node": 0, "grace": 60, "restarts": 0}.items():
+        value = getattr(args, name)
+        if value < minimum:
+            fail(f"--{name.replace('_', '-')} {value}: must be at least {minimum}")
     if not args.script:
-        fail("which script? write it and its arguments at the end, after --")
+        fail("no script given; add -- and the script with its arguments to the end")
     if not Path(ROOT, args.script[0]).is_file():
-        fail(f"{args.script[0]}: there is no such script; name it as seen from {ROOT}")
+        fail(f"{args.script[0]}: no such script; give its path relative to {ROOT}")
     for word in args.script:
         if re.match(r"-e|--experiment-name(=|$)|--save-dir(=|$)", word):
-            fail(f"{word}: --name NAME, before the --, says where the run is kept")
-    # with the index of a pod, a name is a host's, and that has 63 letters at most
+            fail(f"{word}: not allowed after the --; choose the run's folder with --name before it")
+    # Kubernetes appends the pod's index, and uses the result as a host name of at most 63 letters.
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?", args.name):
-        fail(f"--name {args.name}: take up to 50 of a-z, 0-9 and -, from a letter on, no - last")
+        rules = "use at most 50 of a-z, 0-9 and -; begin with a letter, and do not end with -"
+        fail(f"--name {args.name}: not a valid name; {rules}")
     for flag, size in (("--memory", args.memory), ("--shm", args.shm), ("--cpu", args.cpu)):
         if size and not re.fullmatch(r"\d+(\.\d+)?([mkMGTP]|[KMGTP]i)?", size):
-            fail(f"{flag} {size}: write a number, and a unit such as Gi")
+            fail(f"{flag} {size}: not a quantity; write a number and a unit, such as 16Gi")
 
 
 def fail(message):
-    """Stop because of what the user gave us: one line on stderr, exit status 2."""
+    """Report a user error in one line on stderr, and exit with status 2."""
     print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
-def at_least(minimum):
-    """Return an argument type: whole numbers that are not below `minimum`."""
-
-    def number(text):
-        if int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}, not {text}")
-        return int(text)
-
-    return number
-
-
 def command(args):
-    """Return what a pod runs: torchrun's arguments, where Kubeflow gives some by variables."""
+    """Return the command of a pod: pod.py with torchrun's arguments, then the script."""
     launch = ["python", "03-job-launchers/kubernetes/pod.py", "--rdzv-conf", "timeout=3600"]
+    # Kubeflow sets these arguments with environment variables.
     if not args.kubeflow:
         launch += ["--nnodes", str(args.nodes), "--nproc-per-node", str(args.gpus_per_node or 1)]
         launch += ["--node-rank", "$(JOB_COMPLETION_INDEX)"]
         launch += ["--master-addr", f"{args.name}-0.{args.name}", "--master-port", str(PORT)]
     script = [*args.script, "--experiment-name", args.name, "--save-dir", f"{SHARED}/outputs"]
-    return launch + [word.replace("$(", "$$(") for word in script]  # $$( is how to write $(
+    # Kubernetes replaces $(NAME) with a variable, and $$( with a plain $(.
+    return launch + [word.replace("$(", "$$(") for word in script]
 
 
 def environment(args):
-    """Return the variables of a pod, as Kubernetes lists them."""
+    """Return the environment variables of a pod, in the form that Kubernetes reads."""
     values = {
         "HF_HOME": f"{SHARED}/hf",
-        "RUN_DIR": f"{SHARED}/outputs/{args.name}",  # where pod.py looks if there is a model
-        # torchrun's patience with its workers; what is left is for torchrun to end in
+        # pod.py looks for the finished model in this folder.
+        "RUN_DIR": f"{SHARED}/outputs/{args.name}",
+        # torchrun kills its workers after this time, and then has 30 seconds left to exit.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(args.grace - 30),
     }
+    variables = [{"name": name, "value": value} for name, value in values.items()]
     secrets = {"HF_TOKEN": "huggingface", "WANDB_API_KEY": "wandb"}
-    found = [{"name": name, "value": value} for name, value in values.items()]
     for name, secret in secrets.items():
         source = {"name": secret, "key": "token", "optional": True}
-        found.append({"name": name, "valueFrom": {"secretKeyRef": source}})
-    return found
+        variables.append({"name": name, "valueFrom": {"secretKeyRef": source}})
+    return variables
 
 
 def container(args):
     """Return the one container of a pod."""
-    wanted = {"cpu": args.cpu, "memory": args.memory}
+    resources = {"cpu": args.cpu, "memory": args.memory}
     if args.gpus_per_node:
-        wanted["nvidia.com/gpu"] = str(args.gpus_per_node)
-    wanted = {name: amount for name, amount in wanted.items() if amount}
+        resources["nvidia.com/gpu"] = str(args.gpus_per_node)
+    resources = {name: amount for name, amount in resources.items() if amount}
     return {
-        "name": "node",  # Kubeflow looks for this name
+        "name": "node",  # Kubeflow requires this name
         "image": args.image,
         "command": command(args),
         "workingDir": f"{SHARED}/code",
         "env": environment(args),
-        "resources": {"requests": wanted, "limits": wanted},
+        "resources": {"requests": resources, "limits": resources},
         "volumeMounts": [
             {"name": "shared", "mountPath": SHARED},
             {"name": "shm", "mountPath": "/dev/shm"},
@@ -134,55 +132,65 @@ def container(args):
 
 def pod(args):
     """Return the specification of a pod."""
-    memory = {"medium": "Memory", "sizeLimit": args.shm}  # NCCL needs more than the usual 64 MiB
+    # NCCL needs a larger /dev/shm than the usual 64 MiB.
+    shm = {"medium": "Memory", "sizeLimit": args.shm}
     return {
-        "restartPolicy": "Never",  # so that the rules below decide, and not the node
+        # The failure policy of the job decides about restarts, not the node.
+        "restartPolicy": "Never",
         "terminationGracePeriodSeconds": args.grace,
         "containers": [container(args)],
         "volumes": [
             {"name": "shared", "persistentVolumeClaim": {"claimName": args.volume}},
-            {"name": "shm", "emptyDir": memory},
+            {"name": "shm", "emptyDir": shm},
         ],
     }
 
 
 def job(args):
-    """Return the specification of a job of numbered pods: which are replaced, and when it ends."""
-    disrupted = [{"type": "DisruptionTarget", "status": "True"}]  # preempted, drained, node lost
+    """Return the specification of a job with numbered pods, which are replaced when they fail."""
+    # A pod has this condition if it was preempted or drained, or if its node was lost.
+    disrupted = [{"type": "DisruptionTarget", "status": "True"}]
     spec = {
         "completionMode": "Indexed",
         "backoffLimitPerIndex": args.restarts,
-        "maxFailedIndexes": 0,  # no pod can train without the others
+        # No pod can train without the others, so one failed index fails the job.
+        "maxFailedIndexes": 0,
         "podFailurePolicy": {
             "rules": [
                 {"action": "Ignore", "onPodConditions": disrupted},
                 {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}},
-                {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [AGAIN]}},
+                {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [RETRY_STATUS]}},
             ]
         },
-        # rank 0 writes the model: the other pods may see it late, and their status says little
+        # Only rank 0's pod knows whether the run is finished, because rank 0 writes the model. The
+        # other pods may see the model late.
         "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
         "template": {"spec": pod(args)},
     }
-    if not args.kubeflow:  # which counts the pods itself, and also names them
+    # Kubeflow sets the number of pods, and their names.
+    if not args.kubeflow:
         spec |= {"completions": args.nodes, "parallelism": args.nodes}
         spec["template"]["spec"]["subdomain"] = args.name
     return spec
 
 
-def plain(args):
-    """Return a job, and the service that gives its pods names: NAME-0.NAME is the first."""
+def plain_objects(args):
+    """Return a Job, and a Service that gives its pods host names; the first is NAME-0.NAME."""
     service = {
         "clusterIP": "None",
         "selector": {"batch.kubernetes.io/job-name": args.name},
-        "publishNotReadyAddresses": True,  # they look for each other before they are ready
+        # The pods look up each other's names before they are ready.
+        "publishNotReadyAddresses": True,
         "ports": [{"name": "rendezvous", "port": PORT}],
     }
-    return [thing("v1", "Service", args, service), thing("batch/v1", "Job", args, job(args))]
+    return [
+        kubernetes_object("v1", "Service", args, service),
+        kubernetes_object("batch/v1", "Job", args, job(args)),
+    ]
 
 
-def kubeflow(args):
-    """Return a runtime, which holds the pod, and a TrainJob that says how many."""
+def kubeflow_objects(args):
+    """Return a TrainingRuntime that describes the pods, and a TrainJob that sets their number."""
     node = {"metadata": {"labels": {f"{KUBEFLOW}/trainjob-ancestor-step": "trainer"}}}
     node["spec"] = job(args)
     runtime = {
@@ -195,20 +203,20 @@ def kubeflow(args):
     }
     version = f"{KUBEFLOW}/v1alpha1"
     return [
-        thing(version, "TrainingRuntime", args, runtime),
-        thing(version, "TrainJob", args, train),
+        kubernetes_object(version, "TrainingRuntime", args, runtime),
+        kubernetes_object(version, "TrainJob", args, train),
     ]
 
 
-def thing(version, kind, args, spec):
-    """Return an object as Kubernetes takes it."""
+def kubernetes_object(version, kind, args, spec):
+    """Return a Kubernetes object with the name of the job."""
     return {"apiVersion": version, "kind": kind, "metadata": {"name": args.name}, "spec": spec}
 
 
 def main():
     """Print all objects as one list."""
     args = parse_args(sys.argv[1:])
-    items = kubeflow(args) if args.kubeflow else plain(args)
+    items = kubeflow_objects(args) if args.kubeflow else plain_objects(args)
     print(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2))
 
 

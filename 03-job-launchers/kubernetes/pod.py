@@ -1,9 +1,9 @@
-"""Run torchrun in a pod, and end with a status that tells Kubernetes what to do next.
+"""Run torchrun in a pod, and exit with a status that tells Kubernetes what to do next.
 
-manifest.py makes this the pods' command. The arguments are torchrun's.
+manifest.py prints a manifest whose pods run this script. Its arguments are torchrun's.
 
-torchrun ends with 1, whatever its workers ended with. And a worker that was asked to stop ends with
-0, as does one that has finished, though only the latter's pod should not be started again.
+torchrun itself exits with 1 for every failure of its workers. It exits with 0 both if a worker has
+finished and if a worker has stopped on request, but in the second case the pod must start again.
 """
 
 import functools
@@ -13,17 +13,20 @@ import sys
 import time
 from pathlib import Path
 
-AGAIN = 75  # sysexits.h calls it EX_TEMPFAIL; manifest.py knows it too
+# The job's rules in manifest.py restart a pod that exits with this status (EX_TEMPFAIL of
+# sysexits.h), and do not count it as a failure.
+RETRY_STATUS = 75
 
 
 def main():
-    """Run torchrun; end as its workers did, or with AGAIN if there is more to train."""
-    # process 1 of a container ignores what it has no handler for; torchrun sets one, but later
+    """Run torchrun; exit with its workers' status, or with RETRY_STATUS if the run continues."""
+    # Process 1 of a container ignores a signal that has no handler, and torchrun sets its handler
+    # late.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     status = torchrun(sys.argv[1:])
-    if status == 0 and not finished(os.environ.get("RUN_DIR")):
-        print("pod.py: another pod was stopped; this one ends to continue with it", file=sys.stderr)
-        status = AGAIN
+    if status == 0 and not is_finished(os.environ.get("RUN_DIR")):
+        print("pod.py: a different pod was stopped; exiting to restart with it", file=sys.stderr)
+        status = RETRY_STATUS
     sys.exit(status)
 
 
@@ -35,48 +38,54 @@ def torchrun(arguments):
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
     from torch.distributed.launcher import api
 
-    StaticTCPRendezvous.next_rendezvous = meet_once(StaticTCPRendezvous.next_rendezvous)
-    # When its workers have ended, torchrun waits 300 s for those of other nodes. A pod that was
-    # told to stop never reports, and our ranks leave together. So 5 s are enough.
+    StaticTCPRendezvous.next_rendezvous = join_once(StaticTCPRendezvous.next_rendezvous)
+    # When its workers have ended, torchrun waits 300 s for the workers of other nodes. A pod that
+    # was stopped never reports, and all ranks exit at the same time, so 5 s are enough.
     api.LocalElasticAgent = functools.partial(api.LocalElasticAgent, exit_barrier_timeout=5)
     try:
         run.main(arguments)
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         status = error.get_first_failure()[1].exitcode
-        return status if status > 0 else 128 - status  # a signal's number is negative
+        # torchrun reports a signal as a negative number, and a shell as 128 + the number.
+        return status if status > 0 else 128 - status
     except SignalException as error:
         return 128 + error.sigval
     return 0
 
 
-def meet_once(meet):
-    """Let a pod meet the others once; a replaced one waits until they have been replaced too.
+def join_once(next_rendezvous):
+    """Make a replaced pod wait at the rendezvous until all other pods have been replaced too.
 
-    The first pod may still serve an attempt that the others will give up only after a time-out. To
-    it, a replaced pod would be the one it replaces.
+    The first pod may still run the rendezvous of the old attempt, which its other pods leave only
+    after a timeout. There, a replaced pod would be taken for the pod that it replaces. So each pod
+    counts itself in the store: a count above 1 means that the store belongs to the old attempt.
 
-    It is called once, as torchrun's own restarts are off.
+    torchrun calls the result once, because its own restarts are off.
     """
 
-    def meet_others(self):
+    def join_new_attempt(self):
         while True:
-            met = meet(self)
+            rendezvous = next_rendezvous(self)
+            # The store raises RuntimeError when the first pod has ended.
             try:
-                if met.store.add(f"pod-{self.rank}", 1) == 1:
-                    return met
+                if rendezvous.store.add(f"pod-{self.rank}", 1) == 1:
+                    return rendezvous
             except RuntimeError:
-                pass  # now the first pod is gone
+                pass
             self._store = None
             time.sleep(1)
 
-    return meet_others
+    return join_new_attempt
 
 
-def finished(run_dir):
-    """Return whether the run's model is newer than its checkpoints, if it has any."""
+def is_finished(run_dir):
+    """Return whether the run's model is newer than its checkpoints.
+
+    Return True for a script that writes no checkpoints, because nothing else is known of its files.
+    """
     if not run_dir or not Path(run_dir, "checkpoints").exists():
-        return True  # we know nothing of this script's files
+        return True
     model = Path(run_dir, "model")
     return model.exists() and model.stat().st_mtime >= Path(run_dir, "checkpoints").stat().st_mtime
 
