@@ -79,9 +79,9 @@ def test_apptainer_gets_all_folders_and_the_command(outside, tmp_path):
     "args, env, message",
     [
         ([], {}, "give an image and a command"),
-        (["nosuch.sif", "true"], {}, "nosuch.sif: there is no such image"),
-        (["train.sif", "true"], {"PATH": "/usr/bin:/bin"}, "there is no apptainer here"),
-        (["train.sif", "true"], {"DATA": "/nosuch"}, "DATA=/nosuch: there is no such folder"),
+        (["nosuch.sif", "true"], {}, "nosuch.sif: no such image"),
+        (["train.sif", "true"], {"PATH": "/usr/bin:/bin"}, "apptainer: command not found"),
+        (["train.sif", "true"], {"DATA": "/nosuch"}, "DATA=/nosuch: no such folder"),
     ],
 )
 def test_a_mistake_costs_one_line(outside, tmp_path, args, env, message):

@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
-# Run a command in an Apptainer image, with the repository, outputs and caches mounted where they
-# are outside, so that all paths stay true:
+# Run a command in an Apptainer image:
+#
 #   03-job-launchers/containers/apptainer.sh train.sif torchrun ... 02-ddp/train_llm.py
-# OUTPUTS names a folder outside of the repository that runs are written to, DATA one with data.
+#
+# The script mounts the repository, the current folder and the caches under the paths that they have
+# outside, so that every path means the same inside. It also mounts these folders, if they are set:
+#   OUTPUTS  a folder outside the repository, for the runs
+#   DATA     a folder with data
 set -euo pipefail
 
 repository=$(cd "$(dirname "$0")/../.." && pwd -P)
@@ -16,9 +20,10 @@ fail() {
 [[ $# -ge 2 ]] || fail "give an image and a command, such as: apptainer.sh train.sif torchrun ..."
 image=$1
 shift
-[[ -e $image ]] || fail "$image: there is no such image; the head of train.def says how to build it"
-apptainer=$(command -v apptainer || command -v singularity) || fail "there is no apptainer here"
-[[ -z ${DATA:-} || -e $DATA ]] || fail "DATA=$DATA: there is no such folder"
+[[ -e $image ]] || fail "$image: no such image; the first line of train.def shows how to build it"
+apptainer=$(command -v apptainer || command -v singularity) ||
+    fail "apptainer: command not found; install it, or load its module"
+[[ -z ${DATA:-} || -e $DATA ]] || fail "DATA=$DATA: no such folder; set DATA to a folder with data"
 
 options=(--pwd "$PWD")
 for folder in "$repository" "$PWD" "$HF_HOME" "${OUTPUTS:-}" "${DATA:-}" "${WANDB_DIR:-}"; do
@@ -26,6 +31,7 @@ for folder in "$repository" "$PWD" "$HF_HOME" "${OUTPUTS:-}" "${DATA:-}" "${WAND
     [[ $folder == "${DATA:-}" ]] || mkdir -p "$folder"
     options+=(--bind "$(cd "$folder" && pwd)")
 done
-[[ -e /dev/nvidiactl ]] && options+=(--nv)  # the node's driver, where there is one
+# On a node with an NVIDIA driver, --nv mounts the driver.
+[[ -e /dev/nvidiactl ]] && options+=(--nv)
 
 exec "$apptainer" exec "${options[@]}" "$image" "$@"
