@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Run a chapter with Open MPI's mpirun, which starts every rank itself.
+# Run a chapter with Open MPI's mpirun, which starts every rank itself:
 #
 #   03-job-launchers/mpi/launch.sh h1:8,h2:8 03-job-launchers/train_llm.py --num-steps 5000
 #
-# The first argument is mpirun's -H: hosts, and how many ranks each gets. Rank 0 is on the first.
-# Under MPICH, `mpiexec -hosts h1,h2 -ppn 8 -genv MASTER_ADDR h1 -genv MASTER_PORT 29400 python ...`
-# does the same.
+# The first argument is mpirun's -H: the hosts, and the number of ranks on each host. Rank 0 runs on
+# the first host. The command for MPICH is
+#   mpiexec -hosts h1,h2 -ppn 8 -genv MASTER_ADDR h1 -genv MASTER_PORT 29400 python ...
 set -euo pipefail
 
 [[ $# -gt 1 ]] || { echo "usage: $0 HOST:RANKS[,HOST:RANKS...] SCRIPT [ARGUMENTS]" >&2; exit 2; }
@@ -14,11 +14,12 @@ shift
 
 options=(-H "$hosts" --bind-to none)
 [[ $(id -u) != 0 ]] || options+=(--allow-run-as-root)
+# The last line of the list adds all variables whose names begin with NCCL_, TORCH_NCCL_ or FI_.
 for name in OMP_NUM_THREADS HF_HOME HF_HUB_OFFLINE GLOO_SOCKET_IFNAME \
-    "${!NCCL_@}" "${!TORCH_NCCL_@}" "${!FI_@}"; do # all that begin so
+    "${!NCCL_@}" "${!TORCH_NCCL_@}" "${!FI_@}"; do
     [[ -z ${!name+set} ]] || options+=(-x "$name")
 done
-# MPI only starts the ranks, but it needs a network for that as well: MPI_INTERFACE names it.
+# MPI only starts the ranks, but for this it needs a network, too. MPI_INTERFACE selects it.
 [[ -z ${MPI_INTERFACE:-} ]] ||
     options+=(--mca oob_tcp_if_include "$MPI_INTERFACE" --mca btl_tcp_if_include "$MPI_INTERFACE")
 exec mpirun "${options[@]}" -x PATH \

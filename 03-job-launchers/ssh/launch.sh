@@ -1,25 +1,31 @@
 #!/usr/bin/env bash
-# Run a chapter on the hosts of a file, one per line, over ssh: one torchrun on each.
+# Run a chapter over ssh, with one torchrun on each host of a file that has one host per line:
 #
 #   RANKS_PER_NODE=8 03-job-launchers/ssh/launch.sh hosts.txt 03-job-launchers/train_llm.py --num-steps 5000
 #
-# All hosts must have this folder and this environment at the same paths. What the hosts print comes
-# here, marked with their names. Ctrl-C asks all ranks to save and stop. The exit status is the
-# worst of all hosts. If one fails, ssh asks the others to stop, unless MIN_NODES says how many are
-# enough to go on with. Before the hosts' file may come
-#   --pdsh  to let pdsh reach the hosts, instead of one ssh for each
-#   --tmux  to run in a session of tmux that outlives this terminal, with a log of its own
+# All hosts need this folder and this Python environment at the same paths. The output of all hosts
+# comes to this terminal, each line marked with its host. Ctrl-C asks all ranks to save and stop. If
+# a host fails, this script asks the other hosts to stop, unless MIN_NODES gives the number of hosts
+# that are enough to continue. The exit status is the highest status of all hosts.
+#
+# Options, before the file's name:
+#   --pdsh  connect to the hosts with pdsh, instead of one ssh for each host
+#   --tmux  run in a session of tmux, which outlives this terminal and writes a log
 set -uo pipefail
 
 usage() {
     echo "usage: $0 [--pdsh] [--tmux] HOSTS_FILE SCRIPT [ARGUMENTS]" >&2
     exit 2
 }
-with=ssh
-again=("$0")
+fail() {
+    echo "$0: error: $*" >&2
+    exit 2
+}
+transport=ssh
+inner_command=("$0")
 while [[ ${1:-} == --* ]]; do
     case $1 in
-        --pdsh) with=pdsh again+=(--pdsh) ;;
+        --pdsh) transport=pdsh inner_command+=(--pdsh) ;;
         --tmux) detach=yes ;;
         *) usage ;;
     esac
@@ -27,54 +33,63 @@ while [[ ${1:-} == --* ]]; do
 done
 [[ $# -gt 1 && -r $1 ]] || usage
 mapfile -t hosts < <(sed 's/#.*//' "$1" | awk 'NF { print $1 }')
-[[ ${#hosts[@]} -gt 0 ]] || { echo "$0: error: $1 names no host" >&2; exit 2; }
-for program in torchrun "$with" ${detach:+tmux}; do
-    hash "$program" 2>/dev/null || { echo "$0: error: there is no $program here" >&2; exit 2; }
+[[ ${#hosts[@]} -gt 0 ]] || fail "$1: no host in this file; write one host per line"
+for program in torchrun "$transport" ${detach:+tmux}; do
+    hash "$program" 2>/dev/null || fail "$program: command not found; install it on this machine"
 done
 id=run-$(date +%s)-$$
 
-# keep NAMES...: add those that are set to `settings`, as NAME=VALUE.
-keep() {
+# keep_variables NAMES...: append NAME=VALUE to `variables` for each name that is set.
+keep_variables() {
     for name in "$@"; do
-        [[ -z ${!name+set} ]] || settings+=("$name=${!name}")
+        [[ -z ${!name+set} ]] || variables+=("$name=${!name}")
     done
 }
-settings=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
-keep OMP_NUM_THREADS HF_HOME HF_HUB_OFFLINE GLOO_SOCKET_IFNAME TORCH_ELASTIC_SHUTDOWN_TIMEOUT \
-    "${!NCCL_@}" "${!TORCH_NCCL_@}" "${!FI_@}" # all that begin so
+# If torchrun shared its store with the ranks, a restart could fail.
+variables=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
+keep_variables OMP_NUM_THREADS HF_HOME HF_HUB_OFFLINE GLOO_SOCKET_IFNAME TORCH_ELASTIC_SHUTDOWN_TIMEOUT
+# Keep all variables whose names begin with NCCL_, TORCH_NCCL_ or FI_.
+keep_variables "${!NCCL_@}" "${!TORCH_NCCL_@}" "${!FI_@}"
 
 if [[ ${detach:-} ]]; then
     mkdir -p logs
-    keep PATH RANKS_PER_NODE MIN_NODES MAX_RESTARTS MASTER_PORT SSH_AUTH_SOCK # tmux has its own otherwise
-    printf -v command '%q ' env "${settings[@]}" "${again[@]}" "$@"
-    # Ctrl-C in the session is for the script alone
+    # A running tmux server has an environment of its own, so pass the variables of this script, too.
+    keep_variables PATH RANKS_PER_NODE MIN_NODES MAX_RESTARTS MASTER_PORT SSH_AUTH_SOCK
+    printf -v command '%q ' env "${variables[@]}" "${inner_command[@]}" "$@"
+    # Ctrl-C in the session must reach only the inner script, so the shell and tee ignore it.
     session="{ trap : INT; $command; echo ended with status \$?; } 2>&1 | tee -i logs/$id.log"
     tmux new-session -d -s "$id" "$session"
-    echo "started in tmux; what it prints is in logs/$id.log too"
+    echo "started in tmux; the output also goes to logs/$id.log"
     echo "watch: tmux attach -t $id    (Ctrl-b d leaves it running)"
     echo "stop:  tmux send-keys -t $id C-c"
     exit
 fi
 shift
 
-printf -v command '%q ' env "${settings[@]}" "$(command -v torchrun)" \
+printf -v command '%q ' env "${variables[@]}" "$(command -v torchrun)" \
     --nnodes "${MIN_NODES:+$MIN_NODES:}${#hosts[@]}" \
     --nproc-per-node "${RANKS_PER_NODE:-gpu}" --max-restarts "${MAX_RESTARTS:-0}" \
     --rdzv-backend c10d --rdzv-id "$id" --rdzv-endpoint "${hosts[0]#*@}:${MASTER_PORT:-29400}" "$@"
 printf -v folder '%q' "$PWD"
 command="cd $folder && exec $command"
 
-# reach HOST COMMAND: run it there, with no question asked.
-reach() {
+# quiet_ssh HOST COMMAND: run a command on a host; fail instead of asking for a password.
+quiet_ssh() {
     ssh -n -o BatchMode=yes -o ConnectTimeout=10 "$@"
 }
-declare -A tries
+declare -A login_pids
 for host in "${hosts[@]}"; do
-    reach "$host" "cd $folder" &
-    tries[$host]=$!
+    quiet_ssh "$host" "cd $folder" &
+    login_pids[$host]=$!
 done
 for host in "${hosts[@]}"; do
-    wait "${tries[$host]}" || { echo "$0: error: no ssh to $host, or no $PWD there" >&2; exit 2; }
+    wait "${login_pids[$host]}"
+    # ssh exits with 255 if it cannot connect, and otherwise with the status of cd.
+    case $? in
+        0) ;;
+        255) fail "no ssh to $host; make 'ssh $host' work without a password or a question" ;;
+        *) fail "no folder $PWD on $host; share it, or copy it there" ;;
+    esac
 done
 
 # shellcheck disable=SC2329  # the trap calls it
@@ -83,42 +98,49 @@ stop() {
     stopping=yes
     echo "launch.sh: asking all ranks to save and stop"
     for host in "${hosts[@]}"; do
-        # the brackets keep the pattern from finding the shell that looks for it
-        reach "$host" "pkill -TERM -f '[r]dzv-id $id'" &
+        # The brackets keep the pattern from matching the remote shell that runs pkill.
+        quiet_ssh "$host" "pkill -TERM -f '[r]dzv-id $id'" &
     done
 }
 trap stop INT TERM USR2
 
-# on MARK COMMAND...: run what reaches a host, or all, and mark its lines. A terminal there, as -tt
-# gives, lets a lost connection hang up on torchrun. setsid: Ctrl-C here is for this script.
-on() {
+# run_marked MARK COMMAND...: run ssh or pdsh, mark each line of its output, and save its status.
+run_marked() {
+    local mark=$1
+    shift
     trap '' INT
-    setsid "${@:2}" </dev/null 2>&1 | sed -u "s/^/$1/; s/\r$//"
+    # setsid keeps Ctrl-C away from ssh, so that only this script handles it.
+    setsid "$@" </dev/null 2>&1 | sed -u "s/^/$mark/; s/\r$//"
     local status=${PIPESTATUS[0]}
-    echo "$status" >>"$ended"
-    if [[ $status != 0 && $1 && ! ${MIN_NODES:-} ]]; then # pdsh does not tell before all have ended
-        echo "launch.sh: ${1}ended with status $status"
+    echo "$status" >>"$status_file"
+    # pdsh has no mark. It returns only after all of its hosts, so there is no host left to stop.
+    if [[ $status != 0 && $mark && ! ${MIN_NODES:-} ]]; then
+        echo "launch.sh: ${mark}ended with status $status"
         kill -USR2 $$
     fi
 }
-ended=$(mktemp)
-trap 'rm -f "$ended"' EXIT
-jobs=()
-if [[ $with == pdsh ]]; then
+status_file=$(mktemp)
+trap 'rm -f "$status_file"' EXIT
+pids=()
+# -tt gives torchrun a terminal, which hangs up when the connection is lost.
+if [[ $transport == pdsh ]]; then
     export PDSH_SSH_ARGS_APPEND="-tt -o BatchMode=yes ${PDSH_SSH_ARGS_APPEND:-}"
-    # -f: all at once; -S: the worst status; %%: one that it does not take for its own
-    on "" pdsh -R ssh -f "${#hosts[@]}" -S -w "$(IFS=, && echo "${hosts[*]}")" "${command//%/%%}" &
-    jobs+=($!)
+    # -f connects to all hosts at the same time, and -S returns the highest status. pdsh replaces
+    # %h and the like in the command, so each % is doubled.
+    host_list=$(IFS=, && echo "${hosts[*]}")
+    run_marked "" pdsh -R ssh -f "${#hosts[@]}" -S -w "$host_list" "${command//%/%%}" &
+    pids+=($!)
 else
     for host in "${hosts[@]}"; do
-        on "$host: " ssh -tt -o BatchMode=yes "$host" "$command" &
-        jobs+=($!)
+        run_marked "$host: " ssh -tt -o BatchMode=yes "$host" "$command" &
+        pids+=($!)
     done
 fi
 
-for job in "${jobs[@]}"; do
-    while kill -0 "$job" 2>/dev/null; do # a trapped signal ends wait, and not what it waits for
-        wait "$job"
+for pid in "${pids[@]}"; do
+    # A trapped signal interrupts `wait`, but the process keeps running.
+    while kill -0 "$pid" 2>/dev/null; do
+        wait "$pid"
     done
 done
-exit "$(sort -n "$ended" | tail -n 1)"
+exit "$(sort -n "$status_file" | tail -n 1)"
