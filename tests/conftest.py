@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from chapters import ROOT, chapters
-from cluster.cluster import Cluster, obstacle
+from cluster.cluster import Cluster, missing_requirement
 from fork_server import Server, settings
 from readme import commands
 
@@ -299,7 +299,7 @@ def on_one_curve(one, other):
 @pytest.fixture
 def cluster():
     """Two hosts with Slurm, which are up in a second, so that each test has its own."""
-    if reason := obstacle():
+    if reason := missing_requirement():
         pytest.skip(reason)
     with Cluster(hosts=2) as cluster:
         yield cluster

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.cluster import Cluster, ClusterError, obstacle, until
+from cluster.cluster import Cluster, ClusterError, missing_requirement, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(240)]
 PROGRAM = Path(__file__).parent / "cluster" / "cluster.py"
@@ -38,7 +38,7 @@ def mounts():
 @pytest.fixture
 def owner(tmp_path):
     """A process that makes a cluster in a folder, and keeps it."""
-    if reason := obstacle():
+    if reason := missing_requirement():
         pytest.skip(reason)
     environment = os.environ | {"PYTHONPATH": str(PROGRAM.parent.parent)}
     command = [sys.executable, "-c", OWNER, tmp_path / "state"]
@@ -89,7 +89,7 @@ def test_ctrl_c_ends_what_runs_in_the_shell_and_no_more(cluster, tmp_path):
     try:
         terminal.stdin.write("sleep 76\n")
         terminal.stdin.flush()
-        until(sleeps, 30, "sleep runs in the shell")
+        wait_until(sleeps, 30, "sleep runs in the shell")
         for action in ("kill", "revive"):
             subprocess.run([*program.split(), action, "h2"], check=True, timeout=60)
             assert bool(Cluster.attach(tmp_path / "state").pids("h2")) == (action == "revive")
@@ -103,7 +103,9 @@ def test_ctrl_c_ends_what_runs_in_the_shell_and_no_more(cluster, tmp_path):
 
 def test_what_is_missing_is_said_in_one_line(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert obstacle() == "a cluster on one machine needs Linux, and root"
+    assert missing_requirement() == "a cluster on one machine needs Linux, and root"
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr("cluster.cluster.COMMANDS", ["sh", "no-such-tool"])
-    assert re.fullmatch("no no-such-tool; install them with .*packages.sh", obstacle())
+    assert re.fullmatch(
+        "no-such-tool: not installed; run bash .*packages.sh", missing_requirement()
+    )

@@ -11,7 +11,7 @@ import pytest
 import whats_wrong
 
 import faults
-from cluster.cluster import until
+from cluster.cluster import wait_until
 from conftest import ROOT, SHORT, logged, printed, start_ranks
 from runs import command_of, verdict_of
 
@@ -127,7 +127,7 @@ def two_hosts(cluster, tmp_path):
 
 def trains(folder):
     """Wait until a run takes steps."""
-    until(lambda: logged(folder / "run", 10), 90, "some steps")
+    wait_until(lambda: logged(folder / "run", 10), 90, "some steps")
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from cluster.cluster import ClusterError, until
+from cluster.cluster import ClusterError, wait_until
 from conftest import ROOT, difference, free_port, metrics, printed, torchrun
 
 FOLDER = ROOT / "03-job-launchers/kubernetes"
@@ -183,10 +183,10 @@ class Pods:
                 return rule["action"]
         return "Succeeded" if status == 0 else "Count"
 
-    def until(self, condition, seconds=120):
+    def wait_until(self, condition, seconds=120):
         """Wait for a condition; a failure tells all that was printed."""
         try:
-            until(condition, seconds, "what is awaited")
+            wait_until(condition, seconds, "what is awaited")
         except ClusterError as error:
             raise AssertionError(self.logs()) from error
 
@@ -196,7 +196,9 @@ class Pods:
 
     def statuses(self, seconds=120):
         """Return the pods' exit statuses when all have ended."""
-        self.until(lambda: all(pod.poll() is not None for pod in self.running.values()), seconds)
+        self.wait_until(
+            lambda: all(pod.poll() is not None for pod in self.running.values()), seconds
+        )
         return {index: pod.returncode for index, pod in sorted(self.running.items())}
 
 
@@ -239,13 +241,13 @@ def test_the_command_of_the_pods_trains(pods, kubeflow):
 def test_a_drained_pod_is_replaced_and_the_others_too(pods, drained):
     """Each pod is started again the moment it has ended, which is sooner than Kubernetes does."""
     both = pods("--num-steps", "60")
-    both.until(lambda: "step 5 " in both.logs())
+    both.wait_until(lambda: "step 5 " in both.logs())
     ended, other = both.running[drained], both.running[1 - drained]
     ended.send_signal(signal.SIGTERM)
-    both.until(lambda: ended.poll() is not None)
+    both.wait_until(lambda: ended.poll() is not None)
     assert ended.returncode == 128 + signal.SIGTERM, both.logs()
     both.start(drained)  # its DisruptionTarget says so, whatever the status
-    both.until(lambda: other.poll() is not None, seconds=30)
+    both.wait_until(lambda: other.poll() is not None, seconds=30)
     assert both.action(other.returncode) == "Ignore", both.logs()
     both.start(1 - drained)
     assert both.statuses() == {0: 0, 1: 0}, both.logs()
@@ -256,7 +258,7 @@ def test_a_drained_pod_is_replaced_and_the_others_too(pods, drained):
 @pytest.mark.slow
 def test_a_bad_argument_fails_the_job(pods):
     both = pods("--lr", "nan")
-    both.until(lambda: both.running[0].poll() is not None)
+    both.wait_until(lambda: both.running[0].poll() is not None)
     assert both.action(both.running[0].returncode) == "FailJob", both.logs()
     assert both.action(both.statuses()[1]) in ("FailJob", "Count"), both.logs()
     assert "--lr nan: must be at least 0" in both.logs()
@@ -266,7 +268,7 @@ def test_a_bad_argument_fails_the_job(pods):
 def test_a_crash_is_counted(pods):
     """One rank is killed: both pods fail, and are to be started again."""
     both = pods("--num-steps", "1000")
-    both.until(lambda: "step 5 " in both.logs())
+    both.wait_until(lambda: "step 5 " in both.logs())
     [rank] = psutil.Process(both.running[1].pid).children()
     rank.kill()
     found = both.statuses()

@@ -13,7 +13,7 @@ import textwrap
 import psutil
 import pytest
 
-from cluster.cluster import until
+from cluster.cluster import wait_until
 from conftest import (
     ROOT,
     SCRIPTS,
@@ -141,7 +141,7 @@ def running(run_dir, step, chapter, *args, **options):
     """A chapter under torchrun, once a step is logged; in the end nothing is left of it."""
     process = torchrun(chapter, *args, stderr=subprocess.STDOUT, **options)
     try:
-        until(lambda: process.poll() is not None or logged(run_dir, step), 150, f"step {step}")
+        wait_until(lambda: process.poll() is not None or logged(run_dir, step), 150, f"step {step}")
         yield process
     finally:
         alive = process.poll() is None  # torchrun's ranks have sessions of their own

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import environments
-from cluster.cluster import until
+from cluster.cluster import wait_until
 from conftest import ROOT, SCRIPTS, SHORT, difference, logged, metrics, printed, run_well
 from environments import finished, report
 from readme import blocks
@@ -66,7 +66,7 @@ def sbatch(cluster, folder, settings, *options):
 
 
 def wait_for_step(run_dir, step, seconds=150):
-    until(lambda: logged(run_dir, step), seconds, f"step {step}")
+    wait_until(lambda: logged(run_dir, step), seconds, f"step {step}")
 
 
 # ---- one curve -------------------------------------------------------------------------------
@@ -281,10 +281,10 @@ def out_of_time(cluster, job, folder):
     cluster.run("head", ["scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}"])
     asked = "asking all ranks to save and stop; requeue: yes"
     out = folder / f"slurm-{job}.out"
-    until(lambda: asked in out.read_text(), 90, "the job is told that its time is up")
+    wait_until(lambda: asked in out.read_text(), 90, "the job is told that its time is up")
     for host in ("h1", "h2"):
         cluster.run(host, ["pkill", "-CONT", "-f", RANKS])
-    until(lambda: int(cluster.job(job)["Restarts"]) >= 1, 90, "the job is requeued")
+    wait_until(lambda: int(cluster.job(job)["Restarts"]) >= 1, 90, "the job is requeued")
     cluster.run("head", ["scontrol", "update", f"JobId={job}", "TimeLimit=60"])
 
 
@@ -318,7 +318,7 @@ def test_preempted(cluster, settings, long_curve, tmp_path, file):
     job = two_ranks(cluster, settings, tmp_path, 20, file=file)
     urgent = ["--partition=urgent", "--nodes=2", "--cpus-per-task=4", "--time=1", "--wrap=true"]
     sbatch(cluster, tmp_path, settings, *urgent)
-    until(lambda: int(cluster.job(job)["Restarts"]) >= 1, 60, "the job is requeued")
+    wait_until(lambda: int(cluster.job(job)["Restarts"]) >= 1, 60, "the job is requeued")
     finished(cluster, job, tmp_path)
     assert has_stopped(tmp_path, job)
     assert difference(long_curve, metrics(tmp_path / "run")) == 0.0
@@ -330,7 +330,7 @@ def test_scancel(cluster, settings, tmp_path):
     cluster.run("head", ["scancel", job])
     ended = cluster.wait_for_job(job, "CANCELLED", "COMPLETED", "FAILED", seconds=60)
     assert ended["JobState"] == "CANCELLED"
-    until(lambda: list((tmp_path / "run/checkpoints").glob("step-*")), 20, "it has saved")
+    wait_until(lambda: list((tmp_path / "run/checkpoints").glob("step-*")), 20, "it has saved")
     time.sleep(8)  # requeued jobs come back within this time
     assert cluster.job(job)["JobState"] == "CANCELLED"
     assert has_stopped(tmp_path, job)
@@ -342,7 +342,7 @@ def test_a_dead_host_or_worker(cluster, settings, long_curve, tmp_path, victim):
     job = two_ranks(cluster, settings, tmp_path, 50, "--checkpoint-every", 20)
     if victim == "host":
         cluster.kill_host("h2")
-        until(lambda: int(cluster.job(job)["Restarts"]) >= 1, 90, "the job is requeued")
+        wait_until(lambda: int(cluster.job(job)["Restarts"]) >= 1, 90, "the job is requeued")
         cluster.revive("h2")
     else:
         cluster.run("h2", ["pkill", "-KILL", "-f", RANKS])
@@ -376,7 +376,7 @@ def test_submitted_again_with_other_nodes(cluster, settings, long_curve, tmp_pat
     job = two_ranks(cluster, settings, tmp_path, 20, nodes=before)
     cluster.run("head", ["scancel", job])
     cluster.wait_for_job(job, "CANCELLED", seconds=60)
-    until(lambda: not ranks_of(cluster), 60, "its ranks have saved and ended")
+    wait_until(lambda: not ranks_of(cluster), 60, "its ranks have saved and ended")
     job = two_ranks(cluster, settings, tmp_path, 30, nodes=after)
     finished(cluster, job, tmp_path)
     text = "".join(path.read_text() for path in (tmp_path / f"logs/job-{job}").glob("*.log"))
@@ -412,7 +412,7 @@ def test_more_hosts(cluster, settings, long_curve, tmp_path):
         wait_for_step(tmp_path / "run", 20)
         cluster.run("h1", ["pkill", "-STOP", "-f", RANKS])
         second = cluster.popen("h2", command, env=env)
-        until(lambda: "Detected 1 new nodes" in path.read_text(), 90, "h1 sees h2")
+        wait_until(lambda: "Detected 1 new nodes" in path.read_text(), 90, "h1 sees h2")
         cluster.run("h1", ["pkill", "-CONT", "-f", RANKS])
         assert [host.wait(timeout=300) for host in (first, second)] == [0, 0], report(tmp_path)
     text = path.read_text()
@@ -429,7 +429,7 @@ def test_in_tmux(cluster, settings, hosts, tmp_path):
     wait_for_step(tmp_path / "run", 20)
     cluster.run("head", said.split("stop:")[1].strip(), cwd=tmp_path, env=one)
     [log] = (tmp_path / "logs").glob("run-*.log")
-    until(lambda: "ended with status" in log.read_text(), 60, "it has stopped")
+    wait_until(lambda: "ended with status" in log.read_text(), 60, "it has stopped")
     assert "h1: stopped at step" in log.read_text()
     assert list((tmp_path / "run/checkpoints").glob("step-*"))
 
@@ -464,8 +464,10 @@ def test_asked_by_hand(cluster, settings, hosts, tmp_path, launcher, number):
         process.wait(timeout=60)
         log.seek(0)
         output = log.read()
-    until(lambda: list((tmp_path / "run/checkpoints").glob("step-*")), 20, f"it saves:\n{output}")
-    until(lambda: not ranks_of(cluster), 20, f"all ranks have ended:\n{output}")
+    wait_until(
+        lambda: list((tmp_path / "run/checkpoints").glob("step-*")), 20, f"it saves:\n{output}"
+    )
+    wait_until(lambda: not ranks_of(cluster), 20, f"all ranks have ended:\n{output}")
 
 
 def test_a_lost_connection(cluster, settings, hosts, tmp_path):
@@ -477,7 +479,7 @@ def test_a_lost_connection(cluster, settings, hosts, tmp_path):
     wait_for_step(tmp_path / "run", 20)
     assert len(ranks_of(cluster).split()) == 2
     cluster.run("head", ["pkill", "-KILL", "-f", "launch.sh|ssh -tt"])
-    until(lambda: not ranks_of(cluster), 30, "all ranks have ended")
+    wait_until(lambda: not ranks_of(cluster), 30, "all ranks have ended")
     assert list((tmp_path / "run/checkpoints").glob("step-*"))
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import preflight
 import pytest
 
-from cluster.cluster import until
+from cluster.cluster import wait_until
 from conftest import ROOT, free_port, refused
 
 TOOL = ROOT / "diagnosing-errors/preflight.py"
@@ -260,7 +260,7 @@ def test_a_rank_that_stops_or_dies(environment, tmp_path, number):
     port, save = free_port(), tmp_path / "save"
     ranks = [start(rank, 3, save, "--timeout", 5, MASTER_PORT=port) for rank in range(3)]
     try:
-        until(save.exists, 60, "they have met")
+        wait_until(save.exists, 60, "they have met")
         time.sleep(0.3)  # now they measure, for some seconds
         ranks[1].send_signal(number)
         (status, output, _), (other, *_) = ended(ranks[0], ranks[2])

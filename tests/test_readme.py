@@ -9,7 +9,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 import samples
-from cluster.cluster import obstacle
+from cluster.cluster import missing_requirement
 from conftest import ROOT, printed
 from flags import unknown_flags
 from readme import Block, blocks, commands, readmes, shown, slug, words
@@ -161,7 +161,7 @@ def test_commands_for_the_hub_run_on_a_stand_in(block, stand_in, tmp_path):
 @pytest.mark.timeout(600)
 def test_the_practice_cluster(tmp_path):
     """Its section, word by word: the job is told to stop, goes on, is cancelled."""
-    if reason := obstacle():
+    if reason := missing_requirement():
         pytest.skip(reason)
     status, output = samples.practise(tmp_path, timeout=560)
     assert status == 0, output

@@ -10,7 +10,7 @@ import time
 import pytest
 from watched import born
 
-from cluster.cluster import until
+from cluster.cluster import wait_until
 from conftest import ROOT, printed
 from made_up import rank_files
 
@@ -76,7 +76,7 @@ def test_live_until_ctrl_c(run):
     command = [sys.executable, WATCH, folder]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, **pipes)
-    until((folder / "ranks/clock").exists, 60, "it begins the second picture")
+    wait_until((folder / "ranks/clock").exists, 60, "it begins the second picture")
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=20)
     assert process.returncode == 0 and "healthy" in said and "Traceback" not in said

@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""A small cluster on one machine: hosts with a network, ssh and Slurm of their own. Needs root.
+"""Start a small cluster on one machine: hosts with their own network, ssh and Slurm. Needs root.
 
     with Cluster(hosts=2) as cluster:
         print(cluster.run("head", ["srun", "--nodes=2", "hostname"]).stdout)
 
-A host is a set of namespaces (network, names, mounts, processes) that no name or file keeps alive:
-it lasts as long as its first process does. The switch between them is a process too, inside whose
-process namespace all hosts are. When the cluster's owner is gone, however it went, the kernel ends
-the switch, and with it the rest: all processes, mounts and network devices.
+A host is a set of namespaces: network, host name, mounts and processes. Only its first process
+keeps these namespaces alive. The switch between the hosts is a process, too, and the process
+namespaces of all hosts are inside the switch's. When the process that owns the cluster ends, for
+any reason, the kernel ends the switch, and with it all processes, mounts and network devices of the
+hosts.
 
-All hosts see the machine's files, so that every folder is a shared one, except for
-/run, /dev/shm, /var/log, /var/spool and some files in /etc. They see no network but their own.
+All hosts see the files of the machine, so they share every folder except /run, /dev/shm, /var/log,
+/var/spool and some files in /etc. They see only the cluster's network.
 """
 
 import argparse
@@ -34,103 +35,111 @@ COMMANDS = (
     "setpriv tmux mpiexec.hydra"
 ).split()
 NETWORK = "10.77.0"
-# Daemons get a clean environment, as at boot; what is run on a host inherits the caller's.
+# Daemons get a clean environment, as at boot. Commands on a host inherit the caller's environment.
 BOOT_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class ClusterError(RuntimeError):
-    """What was asked of the cluster did not work; the message says why, in words for the user."""
+    """An action on the cluster failed; the message gives the user the reason."""
 
 
-def obstacle():
-    """Return in one line why no cluster can be made here, or None if it can."""
+def missing_requirement():
+    """Return in one line why no cluster can start here, or None if it can."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "a cluster on one machine needs Linux, and root"
     path = f"{os.environ.get('PATH', '')}:{BOOT_ENVIRONMENT['PATH']}"
-    absent = [name for name in COMMANDS if not shutil.which(name, path=path)]
-    if absent:
-        return f"no {', no '.join(absent)}; install them with {os.path.relpath(PACKAGES)}"
+    missing = [name for name in COMMANDS if not shutil.which(name, path=path)]
+    if missing:
+        return f"{', '.join(missing)}: not installed; run bash {os.path.relpath(PACKAGES)}"
     attempt = ["unshare", "--net", "--mount", "--pid", "--fork", "true"]
-    allowed = subprocess.run(attempt, check=False, capture_output=True, text=True)
-    if allowed.returncode:
-        return f"no namespaces can be made here: {allowed.stderr.strip()}"
+    result = subprocess.run(attempt, check=False, capture_output=True, text=True)
+    if result.returncode:
+        return f"this machine does not allow new namespaces: {result.stderr.strip()}"
     return None
 
 
-def until(condition, seconds, what):
-    """Return the first true value of `condition()`; raise ClusterError after so many seconds."""
+def wait_until(condition, seconds, description):
+    """Return the first true value of `condition()`; raise ClusterError after `seconds`."""
     deadline, pause = time.monotonic() + seconds, 0.02
     while not (value := condition()):
         if time.monotonic() > deadline:
-            raise ClusterError(f"after {seconds} s still not: {what}")
+            raise ClusterError(f"timed out after {seconds} s, waiting for: {description}")
         time.sleep(pause)
-        pause = min(2 * pause, 0.5)  # to ask Slurm in a tight loop would slow down what is awaited
+        # Requests in a tight loop would slow down Slurm.
+        pause = min(2 * pause, 0.5)
     return value
 
 
-def expect(process, word, seconds):
-    """Read one line of a process that is starting; raise ClusterError if it is another."""
+def expect_line(process, word, seconds):
+    """Read one line of a process that is starting; raise ClusterError unless it is `word`."""
     ready, _, _ = select.select([process.stdout], [], [], seconds)
-    line = process.stdout.readline() if ready else f"nothing within {seconds} s"
+    if not ready:
+        process.kill()
+        raise ClusterError(f"expected {word!r}, but nothing came within {seconds} s")
+    line = process.stdout.readline()
     if line.strip() != word:
         process.kill()
-        raise ClusterError(f"no {word!r} but: {line}{process.stdout.read() if ready else ''}")
+        raise ClusterError(f"expected {word!r}, but got: {line}{process.stdout.read()}")
 
 
 @contextlib.contextmanager
-def born_in(space):
-    """Let the processes that this thread starts begin their lives in another PID namespace."""
-    # Unlike `nsenter --pid`, this puts nothing between: signals to the child reach the child.
-    with open("/proc/thread-self/ns/pid") as here, open(space) as there:
-        enter(there)
+def starting_in(namespace):
+    """Make the processes that this thread starts begin in a different PID namespace."""
+    # `nsenter --pid` would put a process in between, and signals to the child would not reach it.
+    with open("/proc/thread-self/ns/pid") as own, open(namespace) as target:
+        enter(target)
         try:
             yield
         finally:
-            enter(here)
+            enter(own)
 
 
-def enter(space):
-    """Call setns, which Python has from 3.12 on."""
-    if LIBC.setns(space.fileno(), 0):
+def enter(namespace):
+    """Call setns(), which Python itself has only from version 3.12."""
+    if LIBC.setns(namespace.fileno(), 0):
         error = ctypes.get_errno()
-        raise OSError(error, f"setns {space.name}: {os.strerror(error)}")
+        raise OSError(error, f"setns {namespace.name}: {os.strerror(error)}")
 
 
 @contextlib.contextmanager
-def kept(folders):
-    """Yield the numbers of what makes these hosts, and keep them; a dead host has none."""
-    # What is born into its process namespace may not have reached its network yet, and what runs in
-    # a container on it may have a process namespace of its own.
-    spaces = set()
+def open_namespaces(folders):
+    """Open the namespaces of hosts, and yield their inode numbers; a dead host has none.
+
+    While they are open, the kernel cannot give their numbers to new namespaces.
+    """
+    # Each host needs two numbers. A new process is in the host's process namespace before it is in
+    # the host's network namespace, and a container has a process namespace of its own.
+    inodes = set()
     with contextlib.ExitStack() as stack:
         for folder in folders:
             with contextlib.suppress(OSError):
                 pid = (folder / "pid").read_text()
                 for kind in ("net", "pid_for_children"):
-                    space = stack.enter_context(open(f"/proc/{pid}/ns/{kind}"))
-                    spaces.add(os.fstat(space.fileno()).st_ino)
-        yield spaces
+                    namespace = stack.enter_context(open(f"/proc/{pid}/ns/{kind}"))
+                    inodes.add(os.fstat(namespace.fileno()).st_ino)
+        yield inodes
 
 
-def processes_in(spaces):
-    """Return the ids of all living processes that are in one of these namespaces."""
-    found = []
+def processes_in(inodes):
+    """Return the ids of all live processes in any of these namespaces."""
+    pids = []
     for entry in filter(str.isdigit, os.listdir("/proc")):
-        # A process that ends meanwhile, and a zombie, have no namespaces.
+        # Zombies have no namespaces, and a process may end during the search.
         with contextlib.suppress(OSError):
-            if spaces & {os.stat(f"/proc/{entry}/ns/{kind}").st_ino for kind in ("net", "pid")}:
-                found.append(int(entry))
-    return found
+            own_inodes = {os.stat(f"/proc/{entry}/ns/{kind}").st_ino for kind in ("net", "pid")}
+            if inodes & own_inodes:
+                pids.append(int(entry))
+    return pids
 
 
 class Cluster:
-    """The hosts head, h1, h2, ... on one network; all but head are nodes of Slurm."""
+    """The hosts head, h1, h2, ... on one network; all hosts but head are nodes of Slurm."""
 
     def __init__(self, hosts=2, folder=None):
-        """Prepare; `up` or `with` starts it, with so many nodes, and two fake GPUs on each.
+        """Describe a cluster with `hosts` nodes and two fake GPUs each; up() or `with` starts it.
 
-        All its files go to `folder`, which must not exist: by default a fresh one.
+        `folder` must not exist yet; the cluster creates it for all its files, by default in /tmp.
         """
         self.hosts = ["head", *(f"h{number}" for number in range(1, hosts + 1))]
         unique = f"cluster-{os.getpid()}-{secrets.token_hex(4)}"
@@ -139,12 +148,12 @@ class Cluster:
 
     @classmethod
     def attach(cls, folder):
-        """Return the cluster that another process keeps in `folder`."""
+        """Return the cluster that a different process runs in `folder`."""
         folder = Path(folder).absolute()
         up = folder / "up"
-        with kept([folder]) as spaces:
-            if not up.exists() or up.read_text() != str(sorted(spaces)):
-                raise ClusterError(f"no cluster is up in {folder}")
+        with open_namespaces([folder]) as inodes:
+            if not up.exists() or up.read_text() != str(sorted(inodes)):
+                raise ClusterError(f"{folder}: no cluster runs in this folder")
         return cls(len(list(folder.glob("h[0-9]*"))), folder)
 
     def __enter__(self):
@@ -156,10 +165,10 @@ class Cluster:
 
     def up(self):
         """Start all hosts; the cluster ends with this process."""
-        if reason := obstacle():
+        if reason := missing_requirement():
             raise ClusterError(reason)
         if self.folder.exists():
-            raise ClusterError(f"{self.folder} exists; a cluster makes its folder itself")
+            raise ClusterError(f"{self.folder} exists; choose a new folder")
         self.folder.mkdir(mode=0o700)
         try:
             self._start_switch()
@@ -168,36 +177,37 @@ class Cluster:
             for process in starting:
                 self._finish(process)
             self._wait_for_nodes(self.hosts[1:])
-            with kept([self.folder]) as spaces:
-                (self.folder / "up").write_text(str(sorted(spaces)))
+            with open_namespaces([self.folder]) as inodes:
+                (self.folder / "up").write_text(str(sorted(inodes)))
         except BaseException:
             self.down()
             raise
 
     def down(self):
         """End all processes of all hosts, and remove all files."""
-        with kept([self.folder, *(self.folder / host for host in self.hosts)]) as spaces:
+        folders = [self.folder, *(self.folder / host for host in self.hosts)]
+        with open_namespaces(folders) as inodes:
             for process in self._children:
                 process.kill()
-            until(lambda: self._reap() and not processes_in(spaces), 20, "all has ended")
+            self._wait_until_empty(inodes, 20, "all processes of the cluster have ended")
         shutil.rmtree(self.folder)
 
-    # What happens on a host
+    # ---- commands on a host
 
     def popen(self, host, command, env=None, cwd=None, **options):
-        """Start a command (or a line of bash) on a host as `subprocess.Popen` does; return that.
+        """Start a command, or a line of bash, on a host; return its subprocess.Popen.
 
-        Its pid is the process's own, outside. On its host it has another: what a program prints as
-        its pid must be killed there, by `run(host, ["kill", ...])`.
+        Popen has the pid outside the host. A program that prints its own pid prints the pid inside
+        the host, where only `run(host, ["kill", ...])` can use it.
         """
         command = ["bash", "-c", command] if isinstance(command, str) else list(map(str, command))
-        spaces = f"/proc/{self._pid(host)}/ns"
-        kinds = {"net": "net", "uts": "uts", "ipc": "ipc", "mount": "mnt"}
-        enter_all = ["nsenter", *(f"--{kind}={spaces}/{file}" for kind, file in kinds.items())]
-        change = ["env", f"--chdir={cwd or os.getcwd()}", "--"]
-        with born_in(f"{spaces}/pid_for_children"):
+        namespaces = f"/proc/{self._pid(host)}/ns"
+        files = {"net": "net", "uts": "uts", "ipc": "ipc", "mount": "mnt"}
+        enter_all = ["nsenter", *(f"--{kind}={namespaces}/{file}" for kind, file in files.items())]
+        change_folder = ["env", f"--chdir={cwd or os.getcwd()}", "--"]
+        with starting_in(f"{namespaces}/pid_for_children"):
             process = subprocess.Popen(
-                [*enter_all, *change, *command], env=os.environ | (env or {}), **options
+                [*enter_all, *change_folder, *command], env=os.environ | (env or {}), **options
             )
         self._children.append(process)
         return process
@@ -205,7 +215,7 @@ class Cluster:
     def run(self, host, command, timeout=60, check=True, **options):
         """Run a command on a host; return its CompletedProcess, with `stdout` and `stderr` as text.
 
-        Raise ClusterError, with all output, if it fails (with `check`) or takes longer.
+        Raise ClusterError, with all output, after `timeout` seconds, or if `check` and it fails.
         """
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
         process = self.popen(host, command, **streams | {"stderr": subprocess.PIPE} | options)
@@ -215,7 +225,7 @@ class Cluster:
             process.kill()
             process.wait(timeout=10)
             output = b"".join(part for part in (error.stdout, error.stderr) if part).decode()
-            raise ClusterError(f"{host}: {command} ran past {timeout} s:\n{output}") from None
+            raise ClusterError(f"{host}: {command} ran over {timeout} s:\n{output}") from None
         if check and process.returncode:
             raise ClusterError(
                 f"{host}: {command} ended with {process.returncode}:\n{stdout}{stderr}"
@@ -223,35 +233,38 @@ class Cluster:
         return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
     def pids(self, host):
-        """Return the ids, outside, of all processes on a host, daemons' too; none if it is dead."""
-        with kept([self.folder / host]) as spaces:
-            return processes_in(spaces)
+        """Return the ids, outside the host, of all its processes; an empty list if it is dead."""
+        with open_namespaces([self.folder / host]) as inodes:
+            return processes_in(inodes)
 
-    # Faults
+    # ---- faults
 
     def kill_host(self, host, silently=True):
-        """Kill all processes of a host at once. Silently: no peer is told, as with a power cut."""
-        with kept([self.folder / host]) as spaces:
-            if not spaces:
+        """Kill all processes of a host.
+
+        `silently` cuts its network first, so that its peers notice nothing, as in a power cut.
+        """
+        with open_namespaces([self.folder / host]) as inodes:
+            if not inodes:
                 raise ClusterError(f"{host} is not up")
             if silently:
                 self._on_switch(["ip", "link", "delete", host])
             os.kill(self._pid(host), signal.SIGKILL)
-            until(lambda: self._reap() and not processes_in(spaces), 10, f"{host} is dead")
+            self._wait_until_empty(inodes, 10, f"all processes of {host} have ended")
         (self.folder / host / "pid").unlink()
 
     def revive(self, host):
-        """Boot a host that was killed; return when Slurm, if it is there, has it back."""
+        """Boot a host that was killed; return when its Slurm daemon answers again."""
         self._on_switch(["ip", "link", "delete", host], check=False)
         self._finish(self._start(host))
         self._wait_for_nodes(self.hosts[1:] if host == "head" else [host])
 
     def unplug(self, host):
-        """Pull a host's network cable."""
+        """Disconnect a host from the network."""
         self._on_switch(["ip", "link", "set", host, "down"])
 
     def block_port(self, host, port):
-        """Drop what comes to a TCP port from other hosts."""
+        """Drop all packets from other hosts to a TCP port of a host."""
         rules = (
             "add table inet faults",
             "add chain inet faults input { type filter hook input priority 0; }",
@@ -260,36 +273,37 @@ class Cluster:
         self.run(host, ["nft", "; ".join(rules)])
 
     def slow_link(self, host, rate):
-        """Limit what a host sends and receives to a rate such as `10mbit`."""
+        """Limit a host's network traffic, in both directions, to a rate such as `10mbit`."""
         shape = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
         self.run(host, ["tc", "qdisc", "replace", "dev", "eth0", *shape])
         self._on_switch(["tc", "qdisc", "replace", "dev", host, *shape])
 
-    # Slurm
+    # ---- Slurm
 
     def sbatch(self, *arguments, **options):
-        """Submit a job from head; return its id."""
+        """Submit a job on head; return its id."""
         return self.run("head", ["sbatch", "--parsable", *arguments], **options).stdout.strip()
 
     def job(self, job):
-        """Return all that Slurm knows of a job: a dictionary such as {"JobState": "RUNNING"}."""
+        """Return Slurm's record of a job: a dictionary such as {"JobState": "RUNNING"}."""
         text = self.run("head", ["scontrol", "--oneliner", "show", "job", job]).stdout
         return dict(pair.split("=", 1) for pair in text.split() if "=" in pair)
 
     def wait_for_job(self, job, *states, seconds=60):
-        """Wait until a job is in one of the states, such as COMPLETED; return all about it."""
+        """Wait until a job has one of the states, such as COMPLETED; return its record."""
 
-        def arrived():
-            known = self.job(job)
-            return known if known["JobState"] in states else None
+        def record_in_states():
+            record = self.job(job)
+            return record if record["JobState"] in states else None
 
-        return until(arrived, seconds, f"job {job} is {' or '.join(states)}")
+        return wait_until(record_in_states, seconds, f"job {job} is {' or '.join(states)}")
 
-    # How it is made
+    # ---- starting the hosts
 
     def _start_switch(self):
-        """Start what joins the hosts; it ends with this process, and they with it."""
-        # Nothing begins if this process ended before the kernel was told so.
+        """Start the switch, which ends with this process and takes the hosts with it."""
+        # If this process ends before setpriv runs, the kernel sends no signal. Then the parent's id
+        # differs, and the switch does not start.
         owned = f'[ $PPID = {os.getpid()} ] && exec "$@"'
         boot = "ip link add switch type bridge; ip link set switch up; echo up; "
         boot += "exec env --ignore-signal=CHLD sleep infinity </dev/null >/dev/null 2>&1"
@@ -300,7 +314,7 @@ class Cluster:
         self._finish(process)
 
     def _boot(self, command):
-        """Start the outermost process of a host, or the switch; what it reads and says is lines."""
+        """Start the first process of a host or of the switch, with pipes for lines of text."""
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -315,11 +329,12 @@ class Cluster:
         return process
 
     def _write_files(self):
+        """Write the configuration files that the hosts mount into /etc."""
         etc = self.folder / "etc"
         for folder in ("ssh", "slurm", "munge"):
             (etc / folder).mkdir(parents=True)
         (etc / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
-        # Where root's password is locked, sshd would let nobody in: here it is not.
+        # sshd refuses a root user whose password is locked, so this file has an unlocked entry.
         (etc / "shadow").write_text("root:*:19000:0:99999:7:::\n")
         (etc / "munge" / "munge.key").write_bytes(secrets.token_bytes(128))
         (etc / "munge" / "munge.key").chmod(0o400)
@@ -330,7 +345,7 @@ class Cluster:
     def _write_names(self, etc):
         lines = ["127.0.0.1 localhost", "::1 localhost"]
         for host in self.hosts:
-            # Torch looks its peers' addresses up in the longer form, and waits long without it.
+            # torch looks up the IPv6 form of its peers' addresses, and waits long without an entry.
             lines += [f"{self.address(host)} {host}", f"::ffff:{self.address(host)} {host}"]
         (etc / "hosts").write_text("\n".join(lines) + "\n")
 
@@ -354,14 +369,14 @@ class Cluster:
         (folder / "gres.conf").write_text("Name=gpu File=/run/gpu[0-1]\n")
 
     def _start(self, host):
-        """Boot a host as far as can be without waiting; return its outermost process."""
+        """Boot a host without waiting for its daemons; return its first process."""
         for kind in ("log", "spool"):
             (self.folder / host / kind).mkdir(parents=True, exist_ok=True)
-        spaces = "--net --uts --ipc --mount --pid --fork --kill-child --mount-proc".split()
+        options = "--net --uts --ipc --mount --pid --fork --kill-child --mount-proc".split()
         boot = ["sh", HERE / "host.sh", host, self.address(host), self.folder]
-        with born_in(f"/proc/{self._pid()}/ns/pid_for_children"):
-            process = self._boot(["unshare", *spaces, *boot])
-        expect(process, "named", 20)
+        with starting_in(f"/proc/{self._pid()}/ns/pid_for_children"):
+            process = self._boot(["unshare", *options, *boot])
+        expect_line(process, "named", 20)
         (self.folder / host / "pid").write_text(str(process.pid))
         cable = ["ip", "link", "add", host, "type", "veth"]
         self._on_switch([*cable, "peer", "name", "eth0", "netns", str(process.pid)])
@@ -371,93 +386,103 @@ class Cluster:
         return process
 
     def _finish(self, process):
-        """Wait until a host that was started is up."""
-        expect(process, "up", 30)
+        """Wait until a starting host, or the switch, is up."""
+        expect_line(process, "up", 30)
         process.stdout.close()
 
     def _wait_for_nodes(self, nodes):
-        def good():
+        """Wait until Slurm can run jobs on these nodes."""
+
+        def usable():
             query = ["sinfo", "--noheader", "--Node", "--format=%N %T"]
-            # No controller, no states.
-            known = dict(map(str.split, self.run("head", query, check=False).stdout.splitlines()))
-            return all(known.get(node) in {"idle", "mixed", "allocated"} for node in nodes)
+            # sinfo fails while the controller is down.
+            lines = self.run("head", query, check=False).stdout.splitlines()
+            states = dict(map(str.split, lines))
+            return all(states.get(node) in {"idle", "mixed", "allocated"} for node in nodes)
 
-        until(good, 60, f"{', '.join(nodes)} answer to Slurm")
+        wait_until(usable, 60, f"Slurm can use {', '.join(nodes)}")
 
-    def _reap(self):
-        """Reap what has ended, for a namespace ends only when its last process is reaped."""
-        self._children = [child for child in self._children if child.poll() is None]
-        return True
+    def _wait_until_empty(self, inodes, seconds, description):
+        """Wait until no process is in these namespaces."""
+
+        def is_empty():
+            # A namespace ends only when its last process has been reaped, which poll() does.
+            self._children = [child for child in self._children if child.poll() is None]
+            return not processes_in(inodes)
+
+        wait_until(is_empty, seconds, description)
 
     def address(self, host):
         """Return a host's address on the cluster's network."""
         return f"{NETWORK}.{1 if host == 'head' else 10 + int(host[1:])}"
 
     def _pid(self, host=""):
-        """Return the id of a host's outermost process, or of the switch's."""
+        """Return the id of the first process of a host, or of the switch."""
         if host and host not in self.hosts:
-            raise ClusterError(f"there is no host {host}; the hosts are {' '.join(self.hosts)}")
+            raise ClusterError(f"{host}: no such host; the hosts are {' '.join(self.hosts)}")
         try:
             return int((self.folder / host / "pid").read_text())
         except FileNotFoundError:
             raise ClusterError(f"{host} is not up") from None
 
     def _on_switch(self, command, check=True):
+        """Run a command in the network of the switch."""
         network = f"--net=/proc/{self._pid()}/ns/net"
-        done = subprocess.run(
+        result = subprocess.run(
             ["nsenter", network, *command], check=False, capture_output=True, text=True
         )
-        if check and done.returncode:
-            raise ClusterError(f"{' '.join(command)}: {done.stderr.strip()}")
+        if check and result.returncode:
+            raise ClusterError(f"{' '.join(command)}: {result.stderr.strip()}")
 
 
 BANNER = """
-A cluster on this machine: head, where you are now, and the nodes {nodes}, with fake GPUs.
-All see the same files. Try:
-  sinfo                       which nodes there are, and how they are
+This machine now runs a cluster: head, where you are, and the nodes {nodes}, with fake GPUs.
+All of them see the same files. Try:
+  sinfo                       list the nodes and their states
   srun --nodes=2 hostname     run a command on two nodes, and wait for it
   sbatch --nodes=2 --gpus-per-node=2 --wrap="srun env | grep CUDA_; sleep 60"
-                              submit a job; what it prints goes to slurm-JOB.out
-  squeue                      what waits and what runs
+                              submit a job; its output goes to slurm-JOB.out
+  squeue                      list the waiting and the running jobs
   scancel JOB                 end a job
-  scontrol requeue JOB        start a job from its beginning again
+  scontrol requeue JOB        start a job again from its beginning
   ssh h1                      log in to a node
-From another terminal, let a node die, and bring it back:
+In a second terminal, kill a node, and boot it again:
   {program} kill h2
   {program} revive h2
-`exit` ends the cluster with all that runs on it.
+`exit` ends the cluster and everything that runs on it.
 """
 
 
 def shell(cluster):
-    """Open bash on head, and return its exit status; the cluster lasts as long."""
+    """Run bash on head; return its exit status."""
     program = f"python3 {os.path.relpath(__file__)} --folder {cluster.folder}"
     print(BANNER.format(nodes=" ".join(cluster.hosts[1:]), program=program), flush=True)
-    # Ctrl-C is meant for what runs in the shell.
+    # Leave Ctrl-C to the programs in the shell.
     signal.signal(signal.SIGINT, lambda *_: None)
     status = cluster.popen("head", ["bash"]).wait()
     with contextlib.suppress(OSError):
-        # A shell leaves the terminal to its own process group, which is gone.
+        # The terminal still belongs to the shell's process group, which has ended.
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         os.tcsetpgrp(0, os.getpgrp())
     return status
 
 
 def main(arguments):
-    """Do what the command line says; return the exit status."""
+    """Run the action of the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, help="where the cluster's files are")
+    parser.add_argument("--folder", type=Path, help="folder with the cluster's files")
     actions = parser.add_subparsers(dest="action", required=True)
-    actions.add_parser("shell", help="start a cluster, open a shell on head, end it with that")
+    actions.add_parser("shell", help="start a cluster, and run a shell on its head")
     for name, text in {"kill": "kill a host", "revive": "boot a killed host"}.items():
         actions.add_parser(name, help=text).add_argument("host")
     args = parser.parse_args(arguments)
     if args.action == "shell":
-        signal.signal(signal.SIGHUP, lambda *_: sys.exit())  # its terminal is closed
+        # End the cluster in the usual way when its terminal is closed.
+        signal.signal(signal.SIGHUP, lambda *_: sys.exit())
         with Cluster(folder=args.folder) as cluster:
             return shell(cluster)
     if not args.folder:
-        parser.error("--folder: which cluster? its shell has said it")
+        parser.error("--folder: missing; the cluster's shell has printed it")
     cluster = Cluster.attach(args.folder)
     change = cluster.kill_host if args.action == "kill" else cluster.revive
     change(args.host)

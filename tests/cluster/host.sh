@@ -1,7 +1,8 @@
 #!/bin/sh
-# The first process of a host, in namespaces of its own: what booting is on a real machine.
+# Boot a host. This script is its first process, in new namespaces.
 #   host.sh NAME ADDRESS FOLDER
-# It reads one line when the network cable is in, and writes one at each stage that it reaches.
+# It prints "named" when the host name and the mounts are ready. Then it reads one line, which comes
+# when the network interface exists. It prints "up" when all daemons have started.
 set -eu
 name=$1 address=$2 folder=$3
 
@@ -13,7 +14,7 @@ mount --bind "$folder/$name/log" /var/log
 mount --bind "$folder/$name/spool" /var/spool
 mount -t tmpfs -o mode=755 run /run
 mount -t tmpfs -o mode=1777 shm /dev/shm
-# The keys and settings of the machine's own root are none of the cluster's.
+# Hide the ssh keys and settings of the machine's root user.
 [ ! -d /root/.ssh ] || mount -t tmpfs -o mode=700 ssh /root/.ssh
 echo named
 
@@ -25,9 +26,10 @@ ip link set eth0 up
 mkdir -p /run/sshd /run/munge /run/lock /var/spool/slurmctld /var/spool/slurmd
 /usr/sbin/sshd
 munged --force --seed-file=/run/munge/seed --log-file=/var/log/munged.log
+# The fake GPUs are copies of /dev/null.
 mknod /run/gpu0 c 1 3
 mknod /run/gpu1 c 1 3
 if [ "$name" = head ]; then slurmctld; else slurmd; fi
 echo up
-# With this signal ignored, the kernel reaps what is left to the first process.
+# Because the first process ignores SIGCHLD, the kernel reaps its orphaned processes.
 exec env --ignore-signal=CHLD sleep infinity </dev/null >/dev/null 2>&1

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install the Debian packages that the small cluster needs. No service is started by it.
+# Install the Debian packages that the small cluster needs, without starting their services.
 set -euo pipefail
 
 packages=(
@@ -8,31 +8,31 @@ packages=(
     iproute2 nftables procps util-linux tmux
 )
 policy=/usr/sbin/policy-rc.d
-aside=$policy.before-cluster
+saved_policy=$policy.before-cluster
 
-# installed: whether all packages are there.
-installed() {
+# Succeed if all packages are installed.
+all_installed() {
     local states
-    # shellcheck disable=SC2016  # dpkg-query fills this in
+    # shellcheck disable=SC2016  # dpkg-query expands it
     states=$(dpkg-query --show --showformat='${db:Status-Status}\n' "${packages[@]}" 2>/dev/null) \
         && ! grep -qvx installed <<<"$states"
 }
 
-# restore: put the machine's own policy back, or none if it had none.
-restore() {
+# Put the machine's own policy back, if it has one.
+restore_policy() {
     rm -f "$policy"
-    [[ ! -e $aside ]] || mv "$aside" "$policy"
+    [[ ! -e $saved_policy ]] || mv "$saved_policy" "$policy"
 }
 
-! installed || exit 0
+! all_installed || exit 0
 if [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then
-    echo "packages.sh: error: needs root, and a Debian or Ubuntu" >&2
+    echo "packages.sh: error: not root, or no apt-get; run it as root on Debian or Ubuntu" >&2
     exit 2
 fi
-# What was set aside by a run that was killed is the machine's own: keep it.
-[[ ! -e $policy || -e $aside ]] || mv "$policy" "$aside"
-trap restore EXIT
-# Packages ask this script whether they may start their daemons; 101 says no.
+# A killed run may have saved the machine's own policy already. Do not overwrite the saved file.
+[[ ! -e $policy || -e $saved_policy ]] || mv "$policy" "$saved_policy"
+trap restore_policy EXIT
+# A package runs this policy before it starts its daemon. Status 101 forbids the start.
 printf '#!/bin/sh\nexit 101\n' >"$policy"
 chmod +x "$policy"
 apt-get update -qq

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cluster.cluster import until
+from cluster.cluster import wait_until
 from conftest import ROOT, SHORT, free_port
 
 WATCHED = ROOT / "diagnosing-errors/watched.py"
@@ -124,5 +124,5 @@ def verdict_of(cluster, run, env, kinds, *where):
         said.update(json.loads(done.stdout))
         return said["kind"] in kinds
 
-    until(named, 90, f"a verdict of {kinds}: {said}")
+    wait_until(named, 90, f"a verdict of {kinds}: {said}")
     return said
