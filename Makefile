@@ -107,12 +107,12 @@ cluster:  ## practise Slurm: a shell on a cluster of two nodes, all on this mach
 	@$(PYTHON) tests/cluster/cluster.py shell
 
 .PHONY: lint
-lint: install  ## check the style of all Python and shell files, and the English of most
+lint: install  ## check the style of all Python and shell files, and the English
 	$(PIP) -r requirements-lint.txt
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) tools/maintain/english.py
 	{ printf '.ci/run\0'; git ls-files -z '*.sh' '*.sbatch'; } | xargs -0 .venv/bin/shellcheck
+	$(PY) tools/maintain/english.py
 
 .PHONY: docs
 docs: install  ## make the READMEs' diffs, samples and tables anew from the files they show

@@ -64,7 +64,7 @@ RULES = [
     Rule("does not divide by", ALL_TEXT, r"\b(?:does|do|did|doesn't|don't|didn't) (?:not )?divide"
          r"(?: evenly)? by\b|\b(?:that|which) divides?(?: by|(?=[.,;:)]|\Z))",
          "write: is (not) divisible by, or: a multiple of"),
-    Rule("backend name", SENTENCES, r"\b(?-i:nccl|gloo)\b",
+    Rule("backend name", SENTENCES, r"(?<![\w./:\"'-])(?-i:nccl|gloo)\b(?![./:\"-]\w)",
          "write NCCL and Gloo; only the string for init_process_group() is in lower case"),
     Rule("bare pronoun", ALL_TEXT, r"\b(?:than|to|from|of|in|for|as) "
          r"(?:such|all|both|those|each)(?=[.,;:)]|\Z)", "name the noun: both scripts, all ranks"),
@@ -76,7 +76,7 @@ RULES = [
          rf"own|(?:\w+ )?(?:{RANDOM}))\b|\bseed draws\b", "write: sample, shuffle, initialize"),
     Rule("loss", ALL_TEXT, r"\bcurves? of (?:the )?loss(?:es)?\b|\blosses of 0\d\b",
          "write: the loss curve, the loss of chapter 01"),
-    Rule("told, asked", ALL_TEXT, r"\b(?:is|are|was|were) (?:told|asked)\b",
+    Rule("told, asked", ALL_TEXT, r"\b(?:is|are) (?:told|asked)\b",
          "say who does it: the user sets the flag, the rank learns its number"),
     Rule("says so", ALL_TEXT, r"\b(?:says?|said|tells?) so\b|\bsaid to\b",
          "write: reports the error, prints the reason"),
