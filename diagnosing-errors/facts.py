@@ -205,7 +205,7 @@ def state_of(files, host):
     return "alive" if files["age"] < STALE else "stuck" if process else "silent"
 
 
-def place(frames):
+def location_of(frames):
     """Return the innermost line of training code, as text, with the code if its file is at hand."""
     own = [frame for frame in frames if not FOREIGN.search(frame[0])]
     if not own:

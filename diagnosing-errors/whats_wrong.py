@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Say what is wrong with a run that hangs, has died or is slow: what, which rank, which host.
+"""Diagnose a run that hangs, has died or is slow: name the fault, the rank, the host and the line.
 
 Here:     python diagnosing-errors/whats_wrong.py outputs/02-ddp
 By ssh:   python diagnosing-errors/whats_wrong.py outputs/my-run --hosts hosts.txt
 Slurm:    python diagnosing-errors/whats_wrong.py outputs/my-run --slurm-job 123
 
-It judges what facts.py, which must lie beside it, collects from the run's folder and its hosts.
-Exit status: 0 nothing found, 1 a fault was found, 2 wrong arguments, 3 cannot tell.
+facts.py, in the same folder, collects facts from the run's folder and its hosts. This script judges
+these facts. Its exit status is 0 if there is no fault, 1 if there is a fault, 2 if the arguments
+are wrong, and 3 if it cannot find the cause.
 """
 
 import argparse
@@ -21,19 +22,28 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median, median_low
 
-from facts import gather, place, ranks_of, reach_of
+from facts import gather, location_of, ranks_of, reach_of
 
-CATALOGUE = "diagnosing-errors/faults.md"  # has a section for each kind of finding
+# This page has a section for each kind of finding.
+FAULTS_PAGE = "diagnosing-errors/faults.md"
 NO_FAULT = ("healthy", "slow-but-healthy", "finished", "interrupted")
-LATE = 0.2  # the share of its time that the others wait for a rank which is called slow
-LEAK = 0.3  # GiB of host memory that a leak must have grown by, and half of what was there
-FULL = 2**24  # bytes; a disk with fewer free is full
-REST = ("start", "compile", "evaluation", "checkpoint", "export")  # which may take minutes
-CLUES = {  # what errors say, in the order in which to look
+
+# A straggler makes the other ranks wait for at least this share of their time.
+MIN_LATE_SHARE = 0.2
+# A leak adds at least this much host memory, and at least half of the memory at the start.
+MIN_LEAK_GIB = 0.3
+# A disk with fewer free bytes counts as full.
+FULL_DISK_BYTES = 2**24
+# These phases may take minutes in a healthy run.
+LONG_PHASES = ("start", "compile", "evaluation", "checkpoint", "export")
+
+# The first pattern that an error matches decides the kind of the fault.
+CLUES = {
     "not-finite": r"not finite",
+    # For training on a CPU, the CPU is the device whose memory runs out.
     "device-out-of-memory": r"CUDA out of memory|OutOfMemoryError|_ALLOC_FAILED"
     r"|CUDA error: out of memory|Cuda failure \S+ 'out of memory'|cudaErrorMemoryAllocation"
-    r"|DefaultCPUAllocator: can't allocate",  # for training on a CPU, that is the device
+    r"|DefaultCPUAllocator: can't allocate",
     "too-many-open-files": r"[Tt]oo many open files|EMFILE",
     "disk-full": r"No space left on device|[Dd]isk quota exceeded|ENOSPC",
     "host-memory-leak": r"Cannot allocate memory|\bMemoryError|bad_alloc",
@@ -41,10 +51,11 @@ CLUES = {  # what errors say, in the order in which to look
     "rendezvous": r"Unable to find address for|RendezvousTimeout|[Nn]o socket interface"
     r"|client socket has (failed|timed out)|C10d store has failed",
     "corrupt-checkpoint": r"no checkpoint in \S+ can be read|PytorchStreamReader failed"
-    r"|cannot be read, so the one before",
+    r"|step-\d+ cannot be read",
     "interrupted": r"KeyboardInterrupt",
 }
-VICTIM = (  # who says this suffers from what happened elsewhere
+# An error that matches is only a consequence of a fault on a different rank.
+VICTIM = (
     r"[Cc]onnection (closed|reset|refused)|Socket Timeout|[Tt]imed out|[Tt]imeout|Broken pipe"
     r"|NCCL|DistBackendError|ChildFailedError|Read error|another rank has failed|SIGTERM"
     r"|pair closure|watchdog"
@@ -52,28 +63,34 @@ VICTIM = (  # who says this suffers from what happened elsewhere
 
 
 def parse_args():
-    """Return the arguments, checked."""
+    """Parse and check the command line, and find out how to reach each host."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add("run", type=Path, help="the run's folder, which watched.py was told with --into")
-    add("--hosts", type=Path, help="a file that names a host per line, each reached over ssh")
-    add("--slurm-job", help="look on the hosts of this job, by srun --overlap")
+    add("run", type=Path, help="the run's folder, which is the --into of watched.py")
+    add("--hosts", type=Path, help="a file with one host per line; check these hosts over ssh")
+    add("--slurm-job", help="check the hosts of this job, with srun --overlap")
     add("--json", action="store_true", help="print the verdict as JSON")
     args = parser.parse_args()
     if not args.run.is_dir():
-        parser.error(f"{args.run} is no folder; give that of a run, such as outputs/02-ddp")
+        parser.error(f"run {args.run}: not a folder; pass a run's folder, such as outputs/02-ddp")
     if args.hosts and not args.hosts.is_file():
-        parser.error(f"there is no file {args.hosts}")
+        parser.error(f"--hosts {args.hosts}: no such file; pass a file with one host per line")
     args.reach = reach_of(args)
+    if not args.reach and args.hosts:
+        parser.error(f"--hosts {args.hosts}: names no host; write one host per line")
     if not args.reach:
-        parser.error("no host is named there, or Slurm knows none of this job any more")
+        problem = "Slurm lists no host for this job; check its id and state with squeue"
+        parser.error(f"--slurm-job {args.slurm_job}: {problem}")
     return args
 
 
 # ---- from ranks to findings --------------------------------------------------------------------
 @dataclass
 class Finding:
-    """One thing that is wrong, or that nothing is; `sure`: certain, likely or a guess."""
+    """A fault or another state of the run; `ranks` holds the numbers of the ranks to blame.
+
+    `sure` is "certain", "likely" or "a guess".
+    """
 
     kind: str
     ranks: list
@@ -82,292 +99,373 @@ class Finding:
     hosts: list = field(default_factory=list)
 
 
-def found_in(kind, some, reason, sure="certain"):
-    """Return the finding of these ranks, or nothing if there are none."""
-    return Finding(kind, numbers(some), reason, sure) if some else None
+def diagnose(facts, ranks):
+    """Return the findings, at most one of each kind; the first finding explains the others."""
+    failure = find_failure(facts, ranks)
+    hang = None if failure else find_hang(ranks)
+    candidates = [
+        failure,
+        hang,
+        find_unreachable_hosts(facts, ranks),
+        find_nonfinite(ranks),
+        find_differing_replicas(ranks),
+        find_shared_data(ranks),
+        find_loss_spike(ranks),
+        find_corrupt_checkpoint(ranks),
+        find_memory_leak(ranks),
+        find_open_files(ranks),
+        find_full_disk(facts),
+    ]
+    if not failure and not hang:
+        candidates.append(find_straggler(ranks))
+    findings = {}
+    for finding in candidates:
+        if finding:
+            findings.setdefault(finding.kind, finding)
+    return list(findings.values()) or [describe_state(facts, ranks)]
 
 
-def find(facts, everyone):
-    """Return the findings, one of a kind; the first explains the others."""
-    ended = died(facts, everyone)
-    stuck = None if ended else hung(everyone)
-    found = [ended, stuck, unreachable(facts, everyone)]
-    found += [not_finite(everyone), replicas(everyone), same_data(everyone), spike(everyone)]
-    found += [unread(everyone), leak(everyone), many_files(everyone), full_disk(facts)]
-    found += [None if ended or stuck else slowed(everyone)]
-    kinds = {}
-    for each in filter(None, found):
-        kinds.setdefault(each.kind, each)
-    return list(kinds.values()) or [at_rest(facts, everyone)]
+def calls_by_group(ranks):
+    """Return the collectives of each process group: rank -> sequence number -> call."""
+    groups = []
+    for name in sorted({name for rank in ranks for name in rank.calls}):
+        groups.append({rank: rank.calls[name] for rank in ranks if name in rank.calls})
+    return groups
 
 
-def groups_of(some):
-    """Return who has called what, for each process group: rank -> number -> call."""
-    names = sorted({name for one in some for name in one.calls})
-    return [{one: one.calls[name] for one in some if name in one.calls} for name in names]
+def numbers_of(ranks):
+    """Return the numbers of these ranks."""
+    return [rank.rank for rank in ranks]
 
 
-def numbers(some):
-    """Return the numbers of ranks."""
-    return [one.rank for one in some]
-
-
-def spans(ranks):
-    """Return numbers of ranks as a short list: 0-3,5."""
-    parts = []
-    for rank in sorted(ranks):
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
+def format_numbers(numbers):
+    """Return rank numbers as a short text, such as 0-3,5."""
+    spans = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
         else:
-            parts.append([rank, rank])
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)
+            spans.append([number, number])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def name_ranks(numbers):
+    """Return rank numbers as a phrase, such as "rank 5" or "ranks 0-3,5"."""
+    noun = "rank" if len(numbers) == 1 else "ranks"
+    return f"{noun} {format_numbers(numbers)}"
 
 
 # ---- a run that has ended ----------------------------------------------------------------------
 def cause_of(error):
-    """Return the kind of fault that an error tells of, None if of one elsewhere, and its text.
+    """Return the kind of an error, and its text without the traceback.
 
-    That is without the stack of a traceback; NCCL's reason, which it gives last, comes first.
+    The kind is None if the error is only a consequence of a fault on a different rank. NCCL reports
+    the reason last; the returned text starts with it.
     """
-    starts = r"^[\w.]*(Error|Exception|Exit|Interrupt|OutOfMemory)\b"
-    begin = max((found.start() for found in re.finditer(starts, error, re.M)), default=0)
-    start, _, reason = " ".join(error[begin:].split()).partition("Last error: ")
-    said = f"{start.split(':')[0]}: {reason} ({start.strip()})" if reason else start
+    error_names = r"^[\w.]*(Error|Exception|Exit|Interrupt|OutOfMemory)\b"
+    starts = [match.start() for match in re.finditer(error_names, error, re.M)]
+    message = " ".join(error[max(starts, default=0) :].split())
+    text, _, nccl_reason = message.partition("Last error: ")
+    if nccl_reason:
+        text = f"{text.split(':')[0]}: {nccl_reason} ({text.strip()})"
     for kind, clue in CLUES.items():
-        if re.search(clue, said):
-            return kind, said
-    return None if re.search(VICTIM, said) else "crash", said
+        if re.search(clue, text):
+            return kind, text
+    kind = None if re.search(VICTIM, text) else "crash"
+    return kind, text
 
 
-def place_of_error(text):
-    """Return the innermost line of training code in the text of a traceback or of faulthandler."""
-    if "most recent call first" in text:  # the thread that crashed, turned round
+def location_of_error(text):
+    """Return the innermost line of training code in a traceback or in faulthandler's output."""
+    # faulthandler lists the innermost frame first, so reverse the thread that crashed.
+    if "most recent call first" in text:
         threads = [part for part in text.split("\n\n") if "most recent call first" in part]
         current = [part for part in threads if "Current thread" in part] or threads
         text = "\n".join(reversed(current[-1].splitlines()))
-    return place(re.findall(r'File "([^"]+)", line (\d+),? in (\S+)', text))
+    return location_of(re.findall(r'File "([^"]+)", line (\d+),? in (\S+)', text))
 
 
-def died(facts, everyone):
-    """Return what ended the run: the first error that is a rank's own, or the first to vanish."""
-    own = [one for one in everyone if one.error and cause_of(one.error)[0]]
-    gone = [one for one in everyone if one.state == "gone"]
-    aborted = [one for one in gone if "Aborted" in one.crash]  # often because of another rank
-    vanished = [one for one in gone if one not in aborted and not one.asked_to_end]
-    if not own and (aborted or not vanished):
-        return of_victims(everyone, aborted or [one for one in everyone if one.error])
-    # Who failed has said so at once; who vanished was last heard from up to two seconds before.
-    ago = {one: one.age + (3 if one.error or one.crash.strip() else 0) for one in own + vanished}
-    first = max(ago, key=ago.get)
+def find_failure(facts, ranks):
+    """Return the finding of the rank that failed or vanished first, or None."""
+    failed = [rank for rank in ranks if rank.error and cause_of(rank.error)[0]]
+    gone = [rank for rank in ranks if rank.state == "gone"]
+    # A rank often aborts because of a fault on a different rank.
+    aborted = [rank for rank in gone if "Aborted" in rank.crash]
+    vanished = [rank for rank in gone if rank not in aborted and not rank.asked_to_end]
+    if not failed and (aborted or not vanished):
+        return explain_victims(ranks, aborted or [rank for rank in ranks if rank.error])
+    # A failed rank reports its error at once. The last heartbeat of a vanished rank may be two
+    # seconds older than its end, so reported errors get a head start of three seconds.
+    age = {}
+    for rank in failed + vanished:
+        has_report = rank.error or rank.crash.strip()
+        age[rank] = rank.age + (3 if has_report else 0)
+    first = max(age, key=age.get)
     if first.error:
-        return of_error(facts, everyone, first, own)
-    return of_vanished(facts, everyone, [one for one in vanished if ago[first] - ago[one] < 4])
+        return explain_error(facts, ranks, first, failed)
+    return explain_vanished(facts, ranks, [rank for rank in vanished if age[first] - age[rank] < 4])
 
 
-def of_error(facts, everyone, first, own):
-    """Return the finding of an error that is a rank's own."""
-    kind, said = cause_of(first.error)
-    if kind == "not-finite" and (bad := not_finite(everyone)):
-        return bad  # all stop for it, and some may have had no time to say so
-    same = [one for one in own if cause_of(one.error)[0] == kind]
+def explain_error(facts, ranks, first, failed):
+    """Return the finding of the first rank that failed with an error of its own."""
+    kind, text = cause_of(first.error)
+    # All ranks stop for a loss that is not finite, but their checks name the rank to blame.
+    if kind == "not-finite" and (nonfinite := find_nonfinite(ranks)):
+        return nonfinite
+    culprits = [rank for rank in failed if cause_of(rank.error)[0] == kind]
     if kind == "crash":
-        same = [one for one in same if cause_of(one.error)[1] == said]
-        kind = "disk-full" if facts["free"] < FULL else kind
-    reason = f"{said[:300]} (in step {first.step}, at {place_of_error(first.error)})"
-    return Finding(kind, numbers(same), reason, "certain")
+        culprits = [rank for rank in culprits if cause_of(rank.error)[1] == text]
+        if facts["free"] < FULL_DISK_BYTES:
+            kind = "disk-full"
+    reason = f"{text[:300]} (in step {first.step}, at {location_of_error(first.error)})"
+    return Finding(kind, numbers_of(culprits), reason, "certain")
 
 
-def of_victims(everyone, some):
-    """Return why ranks ended none of which has an error of its own.
+def explain_victims(ranks, victims):
+    """Return the finding of a run whose ranks have all ended without an error of their own.
 
-    NCCL's watchdog and gloo, which was sent another size than it waits for, abort innocent ranks.
+    NCCL's watchdog aborts innocent ranks. So does Gloo if it receives a tensor of the wrong size.
     """
-    called = [one for one in everyone if some and one.calls]
-    hang = blocked(called)
+    recorded = [rank for rank in ranks if victims and rank.calls]
+    hang = explain_hang(recorded)
     if hang and hang.kind != "network":
         return hang
-    for members in groups_of(called):
-        if odd := unusual(members):
-            return odd
-    crash = "".join(one.crash for one in some[:1])
+    for group in calls_by_group(recorded):
+        if mismatch := find_unexpected_call(group):
+            return mismatch
+    crash = victims[0].crash if victims else ""
     if "Aborted" in crash and not re.search("torch/distributed|torch/autograd", crash):
-        reason = f"{crash.splitlines()[0]}, at {place_of_error(crash)}"
-        return Finding("crash", numbers(some), reason)
-    if not some or any(one.lives or one.state == "silent" for one in everyone):
-        return None  # the others may be about to say why, or be the reason
-    said = cause_of(some[0].error or "aborted in a collective")[1][:200]
-    reason = f"no rank has an error of its own; all that failed lost the others: {said}"
-    return Finding("network", numbers(some), reason, "a guess")
+        reason = f"{crash.splitlines()[0]}, at {location_of_error(crash)}"
+        return Finding("crash", numbers_of(victims), reason)
+    # A rank that still runs may report the cause soon, and a silent rank may be the cause.
+    if not victims or any(rank.lives or rank.state == "silent" for rank in ranks):
+        return None
+    _, text = cause_of(victims[0].error or "aborted in a collective")
+    reason = f"each failed rank only reports that it lost the other ranks: {text[:200]}"
+    return Finding("network", numbers_of(victims), reason, "a guess")
 
 
-def of_vanished(facts, everyone, gone):
-    """Return the finding of ranks that ended without a word."""
-    last = f"last heard from in step {gone[0].step}"
-    last += "" if gone[0].phase == "other" else f", {gone[0].phase}"
-    if crashed := [one for one in gone if one.crash.strip()]:
-        text = crashed[0].crash.strip()
-        reason = f"{text.splitlines()[0]}, at {place_of_error(text)} ({last})"
-        return Finding("segfault", numbers(crashed), reason, "certain")
-    files = many_files(everyone)
-    if files and set(files.ranks) & set(numbers(gone)):
-        return files  # no file was left for a last word
-    if full := full_disk(facts):
-        return full  # nor room for one
-    reason = f"killed by signal 9 (SIGKILL): the process is gone and left no error ({last}); ask "
-    reason += f"the kernel on {gone[0].host}: dmesg -T | grep -i -E 'out of memory|killed process'"
-    return Finding("killed", numbers(gone), reason)
+def explain_vanished(facts, ranks, vanished):
+    """Return the finding of ranks that ended without an error."""
+    heartbeat = f"last heartbeat in step {vanished[0].step}"
+    if vanished[0].phase != "other":
+        heartbeat += f", phase {vanished[0].phase}"
+    if crashed := [rank for rank in vanished if rank.crash.strip()]:
+        crash = crashed[0].crash.strip()
+        reason = f"{crash.splitlines()[0]}, at {location_of_error(crash)} ({heartbeat})"
+        return Finding("segfault", numbers_of(crashed), reason, "certain")
+    # A rank cannot write its error if it has no descriptor left, or no space on the disk.
+    open_files = find_open_files(ranks)
+    if open_files and set(open_files.ranks) & set(numbers_of(vanished)):
+        return open_files
+    if full_disk := find_full_disk(facts):
+        return full_disk
+    reason = f"the process is gone and left no error, as after SIGKILL ({heartbeat}); read the "
+    reason += f"kernel log of {vanished[0].host}: dmesg -T | grep -i -E "
+    reason += "'out of memory|killed process'"
+    return Finding("killed", numbers_of(vanished), reason)
 
 
-def unreachable(facts, everyone):
-    """Return the finding of ranks of which nothing is heard any more, nor of their processes."""
-    lost = [one for one in everyone if one.state == "silent"]
-    down = [f"{x} does not answer" for x, fact in facts["hosts"].items() if "error" in fact]
-    told = "; ".join(down[:4]) or "their hosts were not looked at: give --hosts or --slurm-job"
-    reason = f"silent for {max((one.age for one in lost), default=0):.0f} s; {told}"
-    return found_in("host-unreachable", lost, reason, "certain" if down else "a guess")
+def find_unreachable_hosts(facts, ranks):
+    """Return the finding of ranks whose heartbeat is old and whose process cannot be seen."""
+    silent = [rank for rank in ranks if rank.state == "silent"]
+    if not silent:
+        return None
+    seconds = max(rank.age for rank in silent)
+    down = unreachable_hosts(facts)
+    if down:
+        hosts = "; ".join(f"{host} does not answer" for host in down[:4])
+    else:
+        hosts = "their hosts were not checked, so pass --hosts or --slurm-job"
+    reason = f"no heartbeat for {seconds:.0f} s; {hosts}"
+    return Finding("host-unreachable", numbers_of(silent), reason, "certain" if down else "a guess")
+
+
+def unreachable_hosts(facts):
+    """Return the names of the hosts that do not answer."""
+    return [host for host, answer in facts["hosts"].items() if "error" in answer]
 
 
 # ---- a run that stands still -------------------------------------------------------------------
-def limit_of(everyone):
-    """Return how many seconds a phase may last before a run counts as standing still."""
-    steps = [one.step_seconds for one in everyone if one.step_seconds]
-    return max(10, 5 * median(steps)) if steps else 45
+def stall_limit(ranks):
+    """Return the time in seconds that a rank may stay in a phase before it counts as hung."""
+    step_seconds = [rank.step_seconds for rank in ranks if rank.step_seconds]
+    return max(10, 5 * median(step_seconds)) if step_seconds else 45
 
 
-def hung(everyone):
-    """Return why the run stands still; nothing if it moves."""
-    if stopped := [one for one in everyone if one.state == "stopped"]:
-        reason = f"the process is stopped, by SIGSTOP or a debugger, at {place(stopped[0].frames)};"
-        reason += f" kill -CONT {stopped[0].pid} lets it go on"
-        return Finding("stopped-process", numbers(stopped), reason, "certain")
-    living = [one for one in everyone if one.lives]
-    if apart := not_met(living):
-        return apart
-    if len(living) < len(everyone) or not living or takes_long(living):
+def find_hang(ranks):
+    """Return the finding of a run that makes no progress, or None."""
+    if stopped := [rank for rank in ranks if rank.state == "stopped"]:
+        reason = "SIGSTOP or a debugger has stopped the process; to continue it, run "
+        reason += f"kill -CONT {stopped[0].pid}. It stopped at {location_of(stopped[0].frames)}"
+        return Finding("stopped-process", numbers_of(stopped), reason, "certain")
+    living = [rank for rank in ranks if rank.lives]
+    if missing := find_missing_ranks(living):
+        return missing
+    if not living or len(living) < len(ranks) or is_long_phase(living):
         return None
-    limit = limit_of(living)
-    moves = any(one.quiet <= limit or one.phase == "compile" for one in living)
-    return None if moves else blocked(living)
-
-
-def takes_long(living):
-    """Return whether all ranks are in something that is no step, and some rank works in it."""
-    works = any((one.cpu or 0) > 0.05 for one in living) or min(x.quiet for x in living) < 60
-    return works and len({one.phase for one in living}) == 1 and living[0].phase in REST
-
-
-def not_met(living):
-    """Return the finding of ranks that others wait for at the start, and which never came."""
-    joining = [one for one in living if any(f[2] == "init_process_group" for f in one.frames)]
-    if not joining or min(one.quiet for one in joining) < 20:
+    limit = stall_limit(living)
+    if any(rank.quiet <= limit or rank.phase == "compile" for rank in living):
         return None
-    missing = sorted(set(range(joining[0].world_size)) - set(numbers(living)))
-    reason = f"the others wait in init_process_group; {len(missing)} never started; "
-    return Finding("rendezvous", missing, f"{reason}preflight.py tells which links work")
+    return explain_hang(living)
 
 
-def blocked(still):
-    """Return why ranks that stand still do: who is not where the others wait, and where it is."""
-    for members in groups_of(still):
-        if found := differing(members):
-            return found
-    late = late_ranks(still)
-    in_data = [one for one in late or still if one.phase == "data" or
-               any("/utils/data/" in frame[0] for frame in one.frames)]  # fmt: skip
-    some = numbers(in_data or late)
-    where = standing(in_data or late, still)
-    if in_data:
-        reason = f"waits for its next batch. {where}"
-        return Finding("hang-in-data", some, reason, "certain" if late else "likely")
-    if late and waits(late[0]):
-        return Finding("skipped-collective", some, f"went on without the others. {where}")
+def is_long_phase(living):
+    """Return whether all ranks are in the same phase that may take minutes, and work in it."""
+    uses_cpu = any((rank.cpu or 0) > 0.05 for rank in living)
+    is_recent = min(rank.quiet for rank in living) < 60
+    phases = {rank.phase for rank in living}
+    return (uses_cpu or is_recent) and len(phases) == 1 and living[0].phase in LONG_PHASES
+
+
+def find_missing_ranks(living):
+    """Return the finding of ranks that never started, while other ranks wait for them."""
+    joining = []
+    for rank in living:
+        if any(function == "init_process_group" for _, _, function in rank.frames):
+            joining.append(rank)
+    if not joining or min(rank.quiet for rank in joining) < 20:
+        return None
+    world_size = joining[0].world_size
+    missing = sorted(set(range(world_size)) - set(numbers_of(living)))
+    reason = f"{len(missing)} of {world_size} ranks never started, and the other ranks wait for "
+    reason += "them in init_process_group; run preflight.py to test the links between the hosts"
+    return Finding("rendezvous", missing, reason)
+
+
+def explain_hang(ranks):
+    """Return the finding of the ranks that hold up the other ranks, or None."""
+    for group in calls_by_group(ranks):
+        if mismatch := find_mismatch(group):
+            return mismatch
+    late = late_ranks(ranks)
+    loading = [rank for rank in late or ranks if is_loading(rank)]
+    culprits = numbers_of(loading or late)
+    names = name_ranks(culprits)
+    positions = describe_positions(loading or late, ranks)
+    if loading:
+        reason = f"the next batch of {names} does not arrive. {positions}"
+        sure = "certain" if late else "likely"
+        return Finding("hang-in-data", culprits, reason, sure)
+    if late and is_waiting(late[0]):
+        reason = f"the other ranks wait in a collective that {names} left out. {positions}"
+        return Finding("skipped-collective", culprits, reason)
     if late:
         kind = "unknown" if late[0].phase == "checkpoint" else "straggler"
-        return Finding(kind, some, f"has not come to where the others wait. {where}")
-    if still and all(waits(one) for one in still):
-        sure = "likely" if any(one.calls for one in still) else "a guess"
-        reason = f"all are in the same collective, and it does not end. {where}"
+        reason = f"the other ranks wait in a collective that {names} did not reach. {positions}"
+        return Finding(kind, culprits, reason)
+    if ranks and all(is_waiting(rank) for rank in ranks):
+        sure = "likely" if any(rank.calls for rank in ranks) else "a guess"
+        reason = f"all ranks are in the same collective, and it does not end. {positions}"
         return Finding("network", [], reason, sure)
     return None
 
 
-def late_ranks(still):
-    """Return the ranks that have not entered the collective which others wait in."""
-    for members in groups_of(still):
-        last = {one: max(calls) for one, calls in members.items()}
-        front = max(last.values())
-        pends = any(calls.get(front, {}).get("pending") for calls in members.values())
-        if pends and min(last.values()) < front:
-            return [one for one in members if last[one] < front]
-    free = [one for one in still if one.frames and not waits(one)]
-    return free if any(waits(one) for one in still) else []
+def late_ranks(ranks):
+    """Return the ranks that have not entered the collective that other ranks wait in."""
+    for group in calls_by_group(ranks):
+        latest = {rank: max(calls) for rank, calls in group.items()}
+        front = max(latest.values())
+        is_pending = any(calls[front]["pending"] for calls in group.values() if front in calls)
+        if is_pending and min(latest.values()) < front:
+            return [rank for rank in group if latest[rank] < front]
+    # Without recorded collectives, the stacks tell which ranks wait.
+    if any(is_waiting(rank) for rank in ranks):
+        return [rank for rank in ranks if rank.frames and not is_waiting(rank)]
+    return []
 
 
-def waits(one):
-    """Return whether a rank waits in a collective, as far as its calls and its stack tell."""
-    pending = any(calls[max(calls)]["pending"] for calls in one.calls.values())
-    names = ("distributed_c10d.py", "_functional_collectives.py", "rendezvous.py")
-    return pending or any(os.path.basename(frame[0]) in names for frame in one.frames[-4:])
+def is_loading(rank):
+    """Return whether a rank waits for its next batch."""
+    return rank.phase == "data" or any("/utils/data/" in file for file, _, _ in rank.frames)
 
 
-def standing(some, still):
-    """Return where some ranks stand, and the others that wait: of each the first one's line."""
-    others = [one for one in still if one not in some and waits(one)]
-    return ". ".join(
-        f"Rank{'s' * (len(each) > 1)} {spans(numbers(each))}: {each[0].phase} of step "
-        f"{each[0].step}, for {each[0].quiet:.0f} s at {place(each[0].frames)}"
-        for each in (some, others)
-        if each
+def is_waiting(rank):
+    """Return whether a rank waits in a collective, according to its calls or its stack."""
+    has_pending_call = any(calls[max(calls)]["pending"] for calls in rank.calls.values())
+    files = [os.path.basename(file) for file, _, _ in rank.frames[-4:]]
+    names = {"distributed_c10d.py", "_functional_collectives.py", "rendezvous.py"}
+    return has_pending_call or not names.isdisjoint(files)
+
+
+def describe_positions(culprits, ranks):
+    """Describe where the culprits are, and where the other ranks wait."""
+    waiting = [rank for rank in ranks if rank not in culprits and is_waiting(rank)]
+    return ". ".join(describe_position(group) for group in (culprits, waiting) if group)
+
+
+def describe_position(ranks):
+    """Describe where a group of ranks is, by the position of its first rank."""
+    first = ranks[0]
+    subject = name_ranks(numbers_of(ranks)).capitalize()
+    verb = "has" if len(ranks) == 1 else "have"
+    step = f"step {first.step}"
+    if first.phase != "other":
+        step = f"the {first.phase} phase of {step}"
+    return (
+        f"{subject} {verb} been in {step} for {first.quiet:.0f} s, at {location_of(first.frames)}"
     )
 
 
 # ---- collectives that differ -------------------------------------------------------------------
-def differing(members):
-    """Return the finding if ranks of a process group called different collectives, else None.
+def find_mismatch(group):
+    """Return the finding of ranks that called a different collective than the rest of their group.
 
-    A call is text: operation, sizes and, after " at ", the line.
+    A call is a text: the operation and the sizes, then " at " and the line of code.
     """
     history = []
-    for number in range(max(map(min, members.values())), max(map(max, members.values())) + 1):
-        made = {one.rank: calls[number] for one, calls in members.items() if number in calls}
-        called = {rank: call["call"] for rank, call in made.items()}
-        pends = any(call["pending"] for call in made.values())
+    # Compare the collectives that are still on record for all ranks.
+    first_number = max(min(calls) for calls in group.values())
+    last_number = max(max(calls) for calls in group.values())
+    for number in range(first_number, last_number + 1):
+        entries = {rank.rank: calls[number] for rank, calls in group.items() if number in calls}
+        called = {rank: entry["call"] for rank, entry in entries.items()}
+        is_pending = any(entry["pending"] for entry in entries.values())
         operations = {call.partition(" at ")[0] for call in called.values()}
-        if len(operations) > 1 or (len(set(called.values())) > 1 and pends):
-            usual, most = Counter(called.values()).most_common(1)[0]
-            if 2 * most > len(called):
-                return of_difference(number, called, usual, history, "certain")
-            return of_difference(number, called, predicted(history), history, "likely")
+        # Ranks may make the same call from different lines. That is a mismatch only if the
+        # collective does not end.
+        if len(operations) > 1 or (is_pending and len(set(called.values())) > 1):
+            usual, count = Counter(called.values()).most_common(1)[0]
+            if 2 * count > len(called):
+                return explain_mismatch(number, called, usual, history, "certain")
+            return explain_mismatch(number, called, predict_call(history), history, "likely")
         history += list(called.values())[:1]
     return None
 
 
-def unusual(members):
-    """Return the finding if the last call of a rank is not what followed before, else nothing."""
-    for one, calls in members.items():
+def find_unexpected_call(group):
+    """Return the finding of a rank whose last call breaks the pattern of its earlier calls."""
+    for rank, calls in group.items():
         *history, last = [call["call"] for _, call in sorted(calls.items())]
-        usual = predicted(history)
+        usual = predict_call(history)
         if usual not in (None, last):
-            called = {one.rank: last, None: usual}
-            return of_difference(max(calls), called, usual, history, "likely")
+            called = {rank.rank: last, None: usual}
+            return explain_mismatch(max(calls), called, usual, history, "likely")
     return None
 
 
-def of_difference(number, called, usual, history, sure):
-    """Return who did not call what is usual; everyone, if no call is."""
+def explain_mismatch(number, called, usual, history, sure):
+    """Return the finding of the ranks that did not make the usual call.
+
+    If no rank made the usual call, blame all ranks.
+    """
     if usual not in called.values():
-        usual, sure = None, "a guess"
-    wrong = [rank for rank, call in called.items() if call != usual]
-    odd = called[wrong[0]]
-    other = usual or next(call for call in called.values() if call != odd)
-    reason = f"{odd} as collective {number}, where others call {other}"
-    if odd == predicted([*history, usual]):
-        return Finding("skipped-collective", wrong, f"left one out: {reason}", sure)
-    return Finding("mismatched-collective", wrong, f"calls {reason}", sure)
+        usual = None
+        sure = "a guess"
+    culprits = [rank for rank, call in called.items() if call != usual]
+    wrong_call = called[culprits[0]]
+    other_call = usual or next(call for call in called.values() if call != wrong_call)
+    names = name_ranks([rank for rank in culprits if called[rank] == wrong_call])
+    reason = f"collective {number} is {wrong_call} on {names}, but {other_call} on other ranks"
+    # A rank that left out one collective makes the call that comes after it.
+    if wrong_call == predict_call([*history, usual]):
+        reason = f"{names} left out a collective: {reason}"
+        return Finding("skipped-collective", culprits, reason, sure)
+    return Finding("mismatched-collective", culprits, reason, sure)
 
 
-def predicted(history):
-    """Return the call that followed the last time when the latest ones came in this order."""
+def predict_call(history):
+    """Return the call that came next the last time when the latest calls came in this order."""
     for context in (64, 32, 16, 8, 4, 2, 1):
         latest = history[-context:]
         for end in range(len(history) - 1, context - 1, -1):
@@ -377,222 +475,313 @@ def predicted(history):
 
 
 # ---- a run that moves --------------------------------------------------------------------------
-def slowed(everyone):
-    """Return the rank that the others waited for in the last collectives, and in those before."""
-    living = [one for one in everyone if one.lives]
-    before, now = lateness(living)
-    worst = max(now, key=now.get, default=None)
-    for shares in (before, now):
-        rest = max((share for one, share in shares.items() if one != worst), default=0)
-        if shares.get(worst, 0) < max(LATE, 3 * rest):
+def find_straggler(ranks):
+    """Return the finding of a rank that keeps the other ranks waiting all the time, or None."""
+    living = [rank for rank in ranks if rank.lives]
+    older, newer = late_shares(living)
+    slowest = max(newer, key=newer.get, default=None)
+    for shares in (older, newer):
+        others = [share for rank, share in shares.items() if rank is not slowest]
+        limit = max(MIN_LATE_SHARE, 3 * max(others, default=0))
+        if shares.get(slowest, 0) < limit:
             return None
 
-    def more(what, name):
-        usual = median(one.beat[what].get(name, 0) for one in living if one is not worst)
-        return worst.beat[what].get(name, 0) - usual
+    def excess(table, name):
+        """Return the slowest rank's share of time minus the median share of the other ranks."""
+        usual = median(rank.beat[table].get(name, 0) for rank in living if rank is not slowest)
+        return slowest.beat[table].get(name, 0) - usual
 
-    line = max(worst.lines, key=lambda line: more("lines", line))
-    task = "waiting for data" if more("phases", "data") > now[worst] / 2 else "its own work"
-    reason = f"slow in {task}: the others wait for it {now[worst]:.0%} of the time; it spends more "
-    reason += f"of its time than they do at {line.rpartition('/')[2]} ({more('lines', line):+.0%})"
-    return Finding("straggler", [worst.rank], reason, "certain")
+    line = max(slowest.lines, key=lambda line: excess("lines", line))
+    is_loading_slowly = excess("phases", "data") > newer[slowest] / 2
+    task = "loads its data slowly" if is_loading_slowly else "is slow in its own work"
+    reason = f"the other ranks wait {newer[slowest]:.0%} of the time for rank {slowest.rank}, "
+    reason += f"because it {task}. "
+    reason += "Compared with them, it spends more of its time at "
+    reason += f"{line.rpartition('/')[2]} ({excess('lines', line):+.0%})"
+    return Finding("straggler", [slowest.rank], reason, "certain")
 
 
-def lateness(living):
-    """Return for each rank the share of the time that others waited for it, or nothing, twice.
+def late_shares(living):
+    """Return two dictionaries: rank -> the share of the time that other ranks waited for it.
 
-    First in the older half of the last 200 collectives, then in the newer one.
+    The first is for the older half of the last 200 collectives, the second for the newer half. Of
+    several process groups, the group with the largest share counts.
     """
-    most = {}, {}
-    for members in groups_of(living):
-        common = sorted(set.intersection(*map(set, members.values())))[-200:]
-        if len(members) > 1 and len(common) >= 20:
-            older, newer = common[: len(common) // 2], common[len(common) // 2 :]
-            halves = shares_of(members, older), shares_of(members, newer)
-            most = max(most, halves, key=lambda each: max(each[1].values(), default=0))
-    return most
+    largest = {}, {}
+    for group in calls_by_group(living):
+        numbers = sorted(set.intersection(*map(set, group.values())))[-200:]
+        if len(group) < 2 or len(numbers) < 20:
+            continue
+        middle = len(numbers) // 2
+        older = shares_of(group, numbers[:middle])
+        newer = shares_of(group, numbers[middle:])
+        if max(newer.values(), default=0) > max(largest[1].values(), default=0):
+            largest = older, newer
+    return largest
 
 
-def shares_of(members, common):
-    """Return for each rank of a group the share of its time that others waited for it.
+def shares_of(group, numbers):
+    """Return the share of the time that the other ranks of a group waited for each rank.
 
-    Who calls a collective last makes the others wait, from when the first of them called it, or
-    from when the collective before it could end. The two longest waits of each rank do not count:
-    it may have saved something. On NCCL, who comes last waits least.
+    The last rank to call a collective makes the others wait. They wait from the first call on, or
+    from the end of the previous collective if that is later.
     """
-    waits, ended = {one: [] for one in members}, 0.0
-    ahead = {one: shift(one, members) for one in members}
-    called = [{one: calls[n]["called"] + ahead[one] for one, calls in members.items()}
-              for n in common]  # fmt: skip
-    for at in called:
-        last = max(at, key=at.get)
-        waits[last].append(max(0, at[last] - max(ended, min(at.values()))))
-        ended = max(ended, at[last])
-    late = {one: sum(sorted(some)[:-2]) for one, some in waits.items()}
-    spent = {one: [calls[n]["milliseconds"] for n in common] for one, calls in members.items()}
-    if all(None not in some for some in spent.values()):
-        longest = max(map(sum, spent.values()))
-        late = {one: (longest - sum(some)) / 1000 for one, some in spent.items()}
-    span = ended - min(called[0].values())
-    return {one: seconds / span for one, seconds in late.items() if span > 1}
+    offsets = clock_offsets(group)
+    waits = {rank: [] for rank in group}
+    begin = None
+    end = 0.0
+    for number in numbers:
+        called = {}
+        for rank, calls in group.items():
+            called[rank] = calls[number]["called"] + offsets[rank.host]
+        first_time = min(called.values())
+        last = max(called, key=called.get)
+        waits[last].append(max(0, called[last] - max(end, first_time)))
+        end = max(end, called[last])
+        if begin is None:
+            begin = first_time
+    # Ignore the two longest waits for each rank, because it may have saved a checkpoint.
+    late = {rank: sum(sorted(seconds)[:-2]) for rank, seconds in waits.items()}
+
+    # NCCL records durations. On the device, the rank that arrives last waits least.
+    durations = {}
+    for rank, calls in group.items():
+        durations[rank] = [calls[number]["milliseconds"] for number in numbers]
+    if all(None not in milliseconds for milliseconds in durations.values()):
+        total = {rank: sum(milliseconds) for rank, milliseconds in durations.items()}
+        longest = max(total.values())
+        late = {rank: (longest - total[rank]) / 1000 for rank in total}
+
+    span = end - begin
+    return {rank: seconds / span for rank, seconds in late.items()} if span > 1 else {}
 
 
-def shift(one, everyone):
-    """Return what to add to a rank's times, so that they are by the clock of the run's folder."""
-    if len({other.host for other in everyone}) == 1:
-        return 0.0
-    return median(x.beat["written"] - x.beat["time"] for x in everyone if x.host == one.host)
+def clock_offsets(ranks):
+    """Return the seconds to add to each host's times, so that all hosts have the same clock.
+
+    This is the clock of the file system that has the run's folder.
+    """
+    offsets = defaultdict(list)
+    for rank in ranks:
+        offsets[rank.host].append(rank.beat["written"] - rank.beat["time"])
+    if len(offsets) == 1:
+        return dict.fromkeys(offsets, 0.0)
+    return {host: median(seconds) for host, seconds in offsets.items()}
 
 
 # ---- wrong numbers -----------------------------------------------------------------------------
-def not_finite(everyone):
-    """Return the finding of the ranks whose own loss or gradient was the first not to be finite."""
-    step = min((one.bad["step"] for one in everyone if one.bad), default=0)
-    first = [one for one in everyone if one.bad and one.bad["step"] == step]
-    losses = [one for one in first if not math.isfinite(one.bad["loss"])]
-    what = "loss" if losses else "gradient"
-    reason = f"step {step}: this rank's own {what} was not finite, before it was reduced"
-    return found_in("not-finite", losses or first, reason)
+def find_nonfinite(ranks):
+    """Return the finding of the ranks whose own loss or gradient was the first to be not finite."""
+    affected = [rank for rank in ranks if rank.bad]
+    if not affected:
+        return None
+    step = min(rank.bad["step"] for rank in affected)
+    first = [rank for rank in affected if rank.bad["step"] == step]
+    with_loss = [rank for rank in first if not math.isfinite(rank.bad["loss"])]
+    quantity = "loss" if with_loss else "gradient"
+    culprits = numbers_of(with_loss or first)
+    reason = (
+        f"in step {step}, the {quantity} of {name_ranks(culprits)} was not finite, even before "
+    )
+    reason += "the average over all ranks"
+    return Finding("not-finite", culprits, reason, "certain")
 
 
-def checks_of(everyone):
-    """Return the checks in the order of steps: step -> rank -> check."""
-    found = defaultdict(dict)
-    for one in everyone:
-        for check in one.checks:
-            found[check["step"]][one] = check
-    return dict(sorted(found.items()))
+def checks_by_step(ranks):
+    """Return the checks in the order of their steps: step -> rank -> check."""
+    checks = defaultdict(dict)
+    for rank in ranks:
+        for check in rank.checks:
+            checks[check["step"]][rank] = check
+    return dict(sorted(checks.items()))
 
 
-def replicas(everyone):
-    """Return the finding of weights that differ on ranks which have the same part of the model."""
-    for step, checks in checks_of(everyone).items():
-        for part in {one.shard for one in checks}:
-            sums = {one: check["weights"] for one, check in checks.items() if one.shard == part}
-            usual, count = Counter(sums.values()).most_common(1)[0]
-            some = [one for one, value in sums.items() if value != usual]
-            reason = f"step {step}: these weights differ from those of their replicas"
-            if some and count <= len(some):
-                if any(one.lives and one.shard == part and one not in sums for one in everyone):
-                    continue  # it will say which of them is wrong
-                some, reason = list(sums), f"step {step}: one of these replicas has wrong weights"
-            if some:
-                return found_in("replicas-differ", some, reason)
+def find_differing_replicas(ranks):
+    """Return the finding of replicas, ranks with the same part of the model, that differ."""
+    for step, checks in checks_by_step(ranks).items():
+        for shard in {rank.shard for rank in checks}:
+            checksums = {}
+            for rank, check in checks.items():
+                if rank.shard == shard:
+                    checksums[rank] = check["weights"]
+            usual, count = Counter(checksums.values()).most_common(1)[0]
+            wrong = [rank for rank, checksum in checksums.items() if checksum != usual]
+            if not wrong:
+                continue
+            if count > len(wrong):
+                culprits = numbers_of(wrong)
+                reason = f"in step {step}, the weights of {name_ranks(culprits)} differ from those "
+                reason += "of most replicas"
+                return Finding("replicas-differ", culprits, reason, "certain")
+            # Wait for a replica that has not checked this step, because it may decide the vote.
+            replicas = [rank for rank in ranks if rank.lives and rank.shard == shard]
+            if all(rank in checksums for rank in replicas):
+                culprits = numbers_of(checksums)
+                reason = f"in step {step}, the weights of {name_ranks(culprits)} differ, although "
+                reason += "these ranks are replicas, and no majority shows which weights are right"
+                return Finding("replicas-differ", culprits, reason, "certain")
     return None
 
 
-def same_data(everyone):
-    """Return the finding of ranks that had the same input in the last two steps looked at."""
-    checks = [each for each in checks_of(everyone).values() if len(each) == len(everyone)][-2:]
-    shown = defaultdict(list)
-    for one in everyone if len(checks) == 2 else ():
-        shown[tuple(check[one]["data"] for check in checks)].append(one)
-    alike = [some for inputs, some in shown.items() if len(some) > 1 and all(inputs)]
-    return found_in("same-data", alike[0] if alike else [], "they get the same tokens")
+def find_shared_data(ranks):
+    """Return the finding of ranks that had the same input in the last two checks."""
+    complete = [check for check in checks_by_step(ranks).values() if len(check) == len(ranks)]
+    if len(complete) < 2:
+        return None
+    ranks_by_input = defaultdict(list)
+    for rank in ranks:
+        hashes = tuple(check[rank]["data"] for check in complete[-2:])
+        ranks_by_input[hashes].append(rank)
+    for hashes, same in ranks_by_input.items():
+        # A hash of 0 means that the input was not seen.
+        if len(same) > 1 and all(hashes):
+            culprits = numbers_of(same)
+            reason = f"{name_ranks(culprits)} train on the same tokens"
+            return Finding("same-data", culprits, reason, "certain")
+    return None
 
 
-def spike(everyone):
-    """Return the finding of ranks whose loss was far above that of most, in two looks."""
-    looks = Counter()
-    for checks in list(checks_of(everyone).values())[-2:]:
-        means = {one: mean(check["losses"]) for one, check in checks.items()}
-        usual = median_low(means.values())
-        looks.update(x for x, loss in means.items() if loss > usual + max(0.5, 0.25 * usual))
-    some = [one for one in everyone if looks[one] == 2]
-    few = some if 2 * len(some) < len(everyone) else []
-    return found_in("loss-spike", few, "its own loss was far above other ranks', twice", "likely")
+def find_loss_spike(ranks):
+    """Return the finding of ranks whose loss was far above that of most ranks in two checks."""
+    spikes = Counter()
+    for checks in list(checks_by_step(ranks).values())[-2:]:
+        losses = {rank: mean(check["losses"]) for rank, check in checks.items()}
+        usual = median_low(losses.values())
+        limit = usual + max(0.5, 0.25 * usual)
+        spikes.update(rank for rank, loss in losses.items() if loss > limit)
+    affected = [rank for rank in ranks if spikes[rank] == 2]
+    if not affected or 2 * len(affected) >= len(ranks):
+        return None
+    culprits = numbers_of(affected)
+    reason = f"the loss of {name_ranks(culprits)} was far above the loss of most ranks, in two "
+    reason += "checks in a row"
+    return Finding("loss-spike", culprits, reason, "likely")
 
 
-def unread(everyone):
+def find_corrupt_checkpoint(ranks):
     """Return the finding of a checkpoint that this start of the run could not read."""
-    printed = [line for one in everyone for line in one.printed]
-    lines = [line for line in printed if re.search(CLUES["corrupt-checkpoint"], line)]
-    return Finding("corrupt-checkpoint", [], lines[0][:300], "certain") if lines else None
+    for rank in ranks:
+        for line in rank.printed:
+            if re.search(CLUES["corrupt-checkpoint"], line):
+                return Finding("corrupt-checkpoint", [], line[:300], "certain")
+    return None
 
 
-# ---- what is used up ---------------------------------------------------------------------------
-def leak(everyone):
-    """Return the finding of ranks whose host memory grows all the time, not just once."""
-    grown = []
-    for one in everyone:
-        values = one.memory[-6:]
-        rises = [after > before + 0.02 for before, after in pairwise(values)]
-        by = values[-1] - values[0]
-        if len(rises) > 2 and sum(rises) >= len(rises) - 1 and by > max(LEAK, 0.5 * values[0]):
-            grown.append(one)
-    told = grown[0].memory[-6:] if grown else []
-    return found_in("host-memory-leak", grown, f"memory keeps growing: {told} GiB", "likely")
+# ---- exhausted resources -----------------------------------------------------------------------
+def find_memory_leak(ranks):
+    """Return the finding of ranks whose host memory grows steadily, and not only once."""
+    leaking = []
+    for rank in ranks:
+        memory = rank.memory[-6:]
+        rises = [after > before + 0.02 for before, after in pairwise(memory)]
+        growth = memory[-1] - memory[0]
+        is_steady = len(rises) > 2 and sum(rises) >= len(rises) - 1
+        if is_steady and growth > max(MIN_LEAK_GIB, 0.5 * memory[0]):
+            leaking.append(rank)
+    if not leaking:
+        return None
+    first = leaking[0]
+    reason = f"the host memory of rank {first.rank} keeps growing; its latest values are "
+    reason += f"{first.memory[-6:]} GiB"
+    return Finding("host-memory-leak", numbers_of(leaking), reason, "likely")
 
 
-def many_files(everyone):
-    """Return the finding of ranks with so many open files that soon no other can be opened."""
-    usual = min((one.open_files or 0 for one in everyone), default=0) + 400
-    many = [x for x in everyone if (x.open_files or 0) > min(0.8 * x.files_limit, usual)]
-    told = [f"{one.open_files} files are open, of {one.files_limit} at most" for one in many[:1]]
-    return found_in("too-many-open-files", many, "".join(told), "likely")
+def find_open_files(ranks):
+    """Return the finding of ranks that will soon have too many open files."""
+    fewest = min((rank.open_files or 0 for rank in ranks), default=0)
+    affected = []
+    for rank in ranks:
+        limit = min(0.8 * rank.files_limit, fewest + 400)
+        if (rank.open_files or 0) > limit:
+            affected.append(rank)
+    if not affected:
+        return None
+    first = affected[0]
+    reason = f"rank {first.rank} has {first.open_files} open files, and its limit is "
+    reason += f"{first.files_limit}"
+    return Finding("too-many-open-files", numbers_of(affected), reason, "likely")
 
 
-def full_disk(facts):
-    """Return the finding of a disk with no room for a checkpoint."""
-    reason = f"{facts['run']} has {facts['free'] / 2**20:.0f} MiB free"
-    return Finding("disk-full", [], reason, "certain") if facts["free"] < FULL else None
+def find_full_disk(facts):
+    """Return the finding of a disk without space for a checkpoint."""
+    if facts["free"] >= FULL_DISK_BYTES:
+        return None
+    reason = f"the disk of {facts['run']} has only {facts['free'] / 2**20:.0f} MiB free"
+    return Finding("disk-full", [], reason, "certain")
 
 
-# ---- nothing wrong -----------------------------------------------------------------------------
-def at_rest(facts, everyone):
-    """Return what is the case where nothing is wrong, or that this cannot be told."""
-    if not everyone:
-        reason = f"no rank has written to {facts['run']}/ranks: was the script run by watched.py? "
-        return Finding("unknown", [], reason + "Did the launchers meet? preflight.py tells")
-    if all(one.end == "finished" for one in everyone):
-        if any(one.asked_to_end for one in everyone):
-            reason = f"stopped at step {everyone[0].step}, as asked; the same command goes on"
-            return Finding("interrupted", numbers(everyone), reason, "certain")
-        return Finding("finished", numbers(everyone), "the run has finished", "certain")
-    longest, ended = max(one.quiet for one in everyone), [x for x in everyone if not x.lives]
-    if not ended and longest > 20 and takes_long(everyone):
-        reason = f"all ranks have been in {everyone[0].phase} for {longest:.0f} s, and work"
+# ---- no fault ----------------------------------------------------------------------------------
+def describe_state(facts, ranks):
+    """Return the state of a run without a fault; `unknown` if a fault may exist."""
+    if not ranks:
+        reason = f"no rank has written to {facts['run']}/ranks; run the script under watched.py, "
+        reason += "or test with preflight.py whether its ranks can connect"
+        return Finding("unknown", [], reason)
+    if all(rank.end == "finished" for rank in ranks):
+        if any(rank.asked_to_end for rank in ranks):
+            reason = f"the run stopped on request in step {ranks[0].step}; the same command "
+            reason += "continues it"
+            return Finding("interrupted", numbers_of(ranks), reason, "certain")
+        return Finding("finished", numbers_of(ranks), "the run has finished", "certain")
+
+    ended = [rank for rank in ranks if not rank.lives]
+    if ended:
+        culprits = numbers_of(ended)
+        reason = f"{name_ranks(culprits)} ended, and no rank has reported why yet; ask again in a "
+        reason += "few seconds"
+        return Finding("unknown", culprits, reason)
+
+    seconds = max(rank.quiet for rank in ranks)
+    if seconds > 20 and is_long_phase(ranks):
+        reason = f"all ranks have been in the {ranks[0].phase} phase for {seconds:.0f} s, and they "
+        reason += "still work"
         return Finding("slow-but-healthy", [], reason)
-    compiles = any(one.phase == "compile" for one in everyone)
-    if ended or (longest > limit_of(everyone) and not compiles):
-        reason = f"some ranks have made no progress for {longest:.0f} s, and nothing shows why"
-        reason = "these ranks have ended, the others have not yet: ask again" if ended else reason
-        return Finding("unknown", numbers(ended), reason)
-    steps = [one.step_seconds for one in everyone if one.step_seconds]
-    pace = f", in {median(steps):.3g} s each" if steps else ""
-    reason = f"the ranks take steps, now {max(one.step for one in everyone)}{pace}"
-    return Finding("healthy", [], reason, "certain" if steps else "likely")
+    is_compiling = any(rank.phase == "compile" for rank in ranks)
+    if seconds > stall_limit(ranks) and not is_compiling:
+        reason = f"some ranks have made no progress for {seconds:.0f} s, and no cause was found"
+        return Finding("unknown", [], reason)
+
+    reason = f"the run is in step {max(rank.step for rank in ranks)}"
+    step_seconds = [rank.step_seconds for rank in ranks if rank.step_seconds]
+    if step_seconds:
+        reason += f", and each step takes {median(step_seconds):.3g} s"
+    return Finding("healthy", [], reason, "certain" if step_seconds else "likely")
 
 
 # ---- report ------------------------------------------------------------------------------------
 def judge(facts):
-    """Return the verdict on collected facts, as a dictionary, and the ranks."""
+    """Judge collected facts; return the verdict as a dictionary, and the ranks by number."""
     ranks = ranks_of(facts)
-    found = find(facts, list(ranks.values()))
-    down = [name for name, fact in facts["hosts"].items() if "error" in fact]
-    for each in found:
-        hosts = {ranks[rank].host for rank in each.ranks if rank in ranks}
-        each.hosts = down if each.kind == "network" else sorted(hosts)
-    first, *others = found
-    more = {"section": f"{CATALOGUE}#{first.kind}", "also": [vars(other) for other in others]}
-    return vars(first) | more, ranks
+    findings = diagnose(facts, list(ranks.values()))
+    for finding in findings:
+        if finding.kind == "network":
+            finding.hosts = unreachable_hosts(facts)
+        else:
+            hosts = {ranks[number].host for number in finding.ranks if number in ranks}
+            finding.hosts = sorted(hosts)
+    first, *others = findings
+    verdict = vars(first) | {"section": f"{FAULTS_PAGE}#{first.kind}"}
+    verdict["also"] = [vars(finding) for finding in others]
+    return verdict, ranks
 
 
 def show(facts, verdict, ranks):
-    """Print the ranks by what they do, and the verdict last."""
+    """Print the state of the ranks, in groups, and the verdict last."""
     groups = defaultdict(list)
-    for one in ranks.values():
-        at = cause_of(one.error)[1][:200] if one.error else f"at {place(one.frames)}"
-        groups[f"{one.state:8} {one.phase:10} step {one.step:<6} {at}"].append(one)
+    for rank in ranks.values():
+        detail = cause_of(rank.error)[1][:200] if rank.error else f"at {location_of(rank.frames)}"
+        state = f"{rank.state:8} {rank.phase:10} step {rank.step:<6} {detail}"
+        groups[state].append(rank)
     print(f"{facts['run']}: {len(ranks)} ranks")
-    for told, some in sorted(groups.items(), key=lambda each: len(each[1]))[:12]:
-        print(f"  {spans(numbers(some)):8} {told}")
-    for one in ranks.values():
-        if one.fault:
-            print(f"note: rank {one.rank} is watched in part: {one.fault.splitlines()[-1]}")
-    for name, fact in facts["hosts"].items():
-        if "error" in fact:
-            print(f"note: {name} does not answer: {fact['error']}")
+    # The smallest groups come first, because the culprit is seldom in a large group.
+    for state, members in sorted(groups.items(), key=lambda item: len(item[1]))[:12]:
+        print(f"  {format_numbers(numbers_of(members)):8} {state}")
+    for rank in ranks.values():
+        if rank.fault:
+            error = rank.fault.splitlines()[-1]
+            print(f"note: rank {rank.rank}: an error stopped some checks of watched.py: {error}")
+    for host in unreachable_hosts(facts):
+        print(f"note: {host} does not answer: {facts['hosts'][host]['error']}")
     for other in verdict["also"]:
         print(f"also: {other['kind']}{who(other)}: {other['reason']}")
     print(f"\n{verdict['kind'].upper()}{who(verdict)} ({verdict['sure']})")
@@ -600,14 +789,21 @@ def show(facts, verdict, ranks):
 
 
 def who(finding):
-    """Return the ranks and hosts of a finding, as text."""
-    ranks, hosts = finding["ranks"], finding["hosts"]
-    text = f" rank{'s' * (len(ranks) > 1)} {spans(ranks)}" if ranks else ""
-    shown = ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")
-    return text + (f" on {shown}" if hosts else "")
+    """Return the ranks and the hosts of a finding as text, with a space before it."""
+    ranks = finding["ranks"]
+    hosts = finding["hosts"]
+    text = ""
+    if ranks:
+        text += f" {name_ranks(ranks)}"
+    if hosts:
+        text += f" on {', '.join(hosts[:8])}"
+    if len(hosts) > 8:
+        text += f" and {len(hosts) - 8} more"
+    return text
 
 
 def main():
+    """Print the verdict on a run, and exit with its status."""
     args = parse_args()
     facts = gather(args)
     verdict, ranks = judge(facts)
@@ -615,7 +811,9 @@ def main():
         print(json.dumps(verdict, indent=1))
     else:
         show(facts, verdict, ranks)
-    sys.exit(3 if verdict["kind"] == "unknown" else int(verdict["kind"] not in NO_FAULT))
+    if verdict["kind"] == "unknown":
+        sys.exit(3)
+    sys.exit(0 if verdict["kind"] in NO_FAULT else 1)
 
 
 if __name__ == "__main__":

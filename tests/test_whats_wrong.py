@@ -1,4 +1,4 @@
-"""whats_wrong.py: what it concludes from made-up facts, and what it makes of odd files."""
+"""Test the verdicts of whats_wrong.py on made-up facts, and its handling of damaged files."""
 
 import copy
 import json
@@ -9,8 +9,8 @@ import pytest
 import whats_wrong
 from facts import read_ranks
 
-from conftest import ROOT, printed
-from made_up import (
+from conftest import ROOT, run_command
+from fake_facts import (
     BUCKET,
     FLAG,
     GATHER,
@@ -22,22 +22,20 @@ from made_up import (
     facts_of,
     files_of,
     frames,
-    moving,
+    moving_ranks,
     rank_files,
 )
 
 TOOL = ROOT / "diagnosing-errors/whats_wrong.py"
 
 
-# ---- made-up facts ---------------------------------------------------------------------------
-
-
+# ---- made-up facts -----------------------------------------------------------------------------
 def judged(facts):
-    """Return kind, ranks and sureness of the verdict; it must be JSON and have a section."""
-    before = copy.deepcopy(facts)
+    """Return the kind, the ranks and the certainty of a verdict; check its form and its section."""
+    facts_before = copy.deepcopy(facts)
     verdict, ranks = whats_wrong.judge(facts)
     assert json.loads(json.dumps(verdict)) == verdict
-    assert facts == before, "judging changes no fact"
+    assert facts == facts_before, "judge() must not change the facts"
     title = verdict["kind"].replace("-", " ").capitalize()
     assert f"\n### {title}\n" in (TOOL.parent / "faults.md").read_text()
     assert "\n" not in verdict["reason"]
@@ -46,6 +44,7 @@ def judged(facts):
 
 
 def own_error(text):
+    """Return the changes to the heartbeat of a rank that failed with this error."""
     return {"end": "failed", "error": f"Traceback (most recent call last):\n{text}"}
 
 
@@ -68,7 +67,7 @@ SHAPE = {"calls": [*STEPS, BUCKET, BUCKET, ("all_reduce", "[[1000]]", 405, "meas
 ORDER = {"calls": [*STEPS, BUCKET, BUCKET, ("broadcast", "[[]]", 404, "measure")]}
 AGREES = {"calls": STEPS[:-1], "pending": False, "stack": frames((357, "agree"))}
 COMPUTES = HANGS | {"stack": frames((727, "loss_of"), inner=None), "beat": {}}
-# FSDP's hooks pass through dynamo and do not compile: such a hang was once called healthy
+# FSDP's hooks pass through dynamo without compiling, so this stack is not in the compile phase.
 DYNAMO = frames((746, "train_step"), inner=("/x/site-packages/torch/_dynamo/eval_frame.py", "_fn"))
 DYNAMO += frames()
 STARTS = {"phase": "start", "step_seconds": None, "cpu": 0.0}
@@ -76,48 +75,48 @@ MEETS = {"stack": frames((259, "setup"), (1, "init_process_group")), "calls": [F
 ABORTED = "Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n"
 ABORTED += '  File "/x/torch/distributed/distributed_c10d.py", line 3252 in all_reduce\n'
 VERDICTS = {
-    "it moves": (facts_of(moving()), "healthy", [], "certain"),
-    "one has no batch": (facts_of(files_of(odd=HANGS)), "hang-in-data", [1], "certain"),
-    "none has a batch": (
+    "training": (facts_of(moving_ranks()), "healthy", [], "certain"),
+    "one rank has no batch": (facts_of(files_of(odd=HANGS)), "hang-in-data", [1], "certain"),
+    "no rank has a batch": (
         facts_of(files_of(2, stack=IN_DATA, beat=DATA, pending=False)), "hang-in-data", [0, 1]
     ),
     **{
-        f"{what}, of {size}": (facts_of(files_of(size, odd, **AHEAD)), kind, [1], sure)
+        f"{fault}, {size} ranks": (facts_of(files_of(size, odd, **AHEAD)), kind, [1], sure)
         for size, sure in ((2, "likely"), (4, "certain"))
-        for what, kind, odd in (
-            ("one left out", "skipped-collective", SKIPPED),
-            ("another shape", "mismatched-collective", SHAPE),
-            ("another order", "mismatched-collective", ORDER),
+        for fault, kind, odd in (
+            ("a collective left out", "skipped-collective", SKIPPED),
+            ("a different shape", "mismatched-collective", SHAPE),
+            ("a different order", "mismatched-collective", ORDER),
         )
     },
-    "nothing decides": (
+    "no majority and no history": (
         facts_of(files_of(2, {"calls": [GATHER]}, calls=[FLAG])),
         "mismatched-collective", [0, 1], "a guess",
     ),
-    "it left for another group": (facts_of(files_of(odd=AGREES)), "skipped-collective", [1]),
-    "it computes on": (facts_of(files_of(odd=COMPUTES)), "straggler", [1]),
-    "through dynamo": (facts_of(files_of(odd=HANGS, stack=DYNAMO)), "hang-in-data", [1]),
-    "all in one collective": (facts_of(files_of(16)), "network"),
-    "stopped": (
+    "waits in a different group": (facts_of(files_of(odd=AGREES)), "skipped-collective", [1]),
+    "still computes": (facts_of(files_of(odd=COMPUTES)), "straggler", [1]),
+    "hooks in dynamo": (facts_of(files_of(odd=HANGS, stack=DYNAMO)), "hang-in-data", [1]),
+    "all ranks in one collective": (facts_of(files_of(16)), "network"),
+    "stopped by SIGSTOP": (
         facts_of(files_of(odd={"age": 40.0, "beat": {"phase": "start"}}), stopped=[1]),
         "stopped-process", [1], "certain",
     ),
-    "the first with an error of its own": (
+    "one error is not a lost connection": (
         facts_of(
-            files_of(odd={"age": 31.0, "beat": CRASHED}, at=2, beat=LOST, age=30.0),
+            files_of(odd={"age": 31.0, "beat": CRASHED}, odd_rank=2, beat=LOST, age=30.0),
             gone=range(4),
         ),
         "crash", [2], "certain",
     ),
-    "vanished, and the others lost it": (
+    "vanished, and the others lost the connection": (
         facts_of(files_of(odd={"age": 31.5}, beat=LOST, age=30.0), gone=range(4)),
         "killed", [1], "likely",
     ),
-    "vanished, and the others were asked to end": (
+    "vanished, and the others received SIGTERM": (
         facts_of(files_of(odd={"age": 31.5}, beat={"asked_to_end": NOW}, age=30.0), gone=range(4)),
         "killed", [1],
     ),
-    "gloo aborts, and the survivor tells": (
+    "Gloo aborts the receiver of a wrong shape": (
         facts_of(
             {0: rank_files(0, 2, age=31.0, crash=ABORTED, dump=None),
              1: rank_files(1, 2, age=30.0, beat=LOST, **SHAPE)},
@@ -125,16 +124,16 @@ VERDICTS = {
         ),
         "mismatched-collective", [1], "likely",
     ),
-    "nccl's watchdog aborts the innocent": (
+    "NCCL's watchdog aborts the waiting ranks": (
         facts_of(files_of(odd=HANGS, age=30.0, crash=ABORTED), gone=(0, 2, 3)), "hang-in-data", [1]
     ),
-    "all timed out": (
+    "all ranks timed out": (
         facts_of(files_of(odd=HANGS | {"beat": DATA | LATE}, beat=LATE), gone=range(4)),
         "hang-in-data", [1],
     ),
-    "all are slow alike": (facts_of(files_of(beat={"step_seconds": 90.0})), "healthy"),
-    "full disk": (facts_of(moving(), free=4096), "disk-full"),
-    "the last never came": (
+    "all ranks equally slow": (facts_of(files_of(beat={"step_seconds": 90.0})), "healthy"),
+    "full disk": (facts_of(moving_ranks(), free=4096), "disk-full"),
+    "the last rank never started": (
         facts_of({rank: rank_files(rank, 4, beat=STARTS, **MEETS) for rank in range(3)}),
         "rendezvous", [3],
     ),
@@ -142,7 +141,7 @@ VERDICTS = {
 
 
 @pytest.mark.parametrize("case", VERDICTS)
-def test_verdicts(case):
+def test_made_up_facts_give_the_expected_verdict(case):
     facts, *expected = VERDICTS[case]
     assert judged(facts)[: len(expected)] == tuple(expected)
 
@@ -161,8 +160,8 @@ def test_verdicts(case):
         ("SystemExit: error: no checkpoint in x/checkpoints can be read", "corrupt-checkpoint"),
     ],
 )  # fmt: skip
-def test_an_error_tells_its_kind(message, kind):
-    """Of NCCL's the reason, which it gives last, is shown first."""
+def test_error_text_decides_the_kind(message, kind):
+    """Check also that the verdict starts with NCCL's reason, which NCCL reports last."""
     odd = {"age": 31.0, "beat": {"end": "failed", "error": message}}
     facts = facts_of(files_of(odd=odd), gone=[1])
     assert judged(facts)[:2] == (kind, [1])
@@ -170,7 +169,7 @@ def test_an_error_tells_its_kind(message, kind):
     assert "Error: Cuda failure 2" in reason or message != NCCL
 
 
-def test_a_segfault_is_told_by_the_crash_file():
+def test_crash_file_gives_the_line_of_a_segfault():
     crash = "Fatal Python error: Segmentation fault\n\n"
     crash += "Current thread 0x1 (most recent call first):"
     crash += f'\n  File "{SCRIPT}", line 778 in break_now\n'
@@ -179,11 +178,11 @@ def test_a_segfault_is_told_by_the_crash_file():
     assert "train_llm.py:778 break_now" in whats_wrong.judge(facts)[0]["reason"]
 
 
-@pytest.mark.parametrize("phase, task", [("data", "waiting for data"), ("forward", "its own work")])
+@pytest.mark.parametrize("phase, task", [("data", "loads its data"), ("forward", "its own work")])
 @pytest.mark.parametrize("size", [2, 4])
-def test_stragglers(size, phase, task):
-    """Rank 1 comes 60 of 100 ms late to each collective, and not only to the last ones."""
-    ranks = moving(size, calls=STEPS * 2)
+def test_rank_that_is_late_for_every_collective_is_a_straggler(size, phase, task):
+    """Rank 1 calls each collective 60 ms late; one collective takes 100 ms."""
+    ranks = moving_ranks(size, calls=STEPS * 2)
     line = {"/run/train_llm.py:99 read": 0.6}
     slow = {"since": 1.0, "pending": False, "calls": STEPS * 2}
     slow["beat"] = {"phases": {phase: 0.7}, "lines": line}
@@ -191,22 +190,24 @@ def test_stragglers(size, phase, task):
     verdict, _ = whats_wrong.judge(facts_of(ranks))
     assert judged(facts_of(ranks)) == ("straggler", [1], "certain")
     assert task in verdict["reason"] and "train_llm.py:99 read (+60%)" in verdict["reason"]
-    prompt, late = (ranks[rank]["dump"]["collectives"] for rank in (0, 1))
+    # A rank that is late only for the newer half of the collectives is no straggler.
+    prompt = ranks[0]["dump"]["collectives"]
+    late = ranks[1]["dump"]["collectives"]
     ranks[1]["dump"]["collectives"] = prompt[:25] + late[25:]
     assert judged(facts_of(ranks))[0] == "healthy"
 
 
-def test_on_a_gpu_who_comes_last_is_who_waits_least():
-    """The host only queues NCCL's collectives, at the same moments on all ranks."""
-    ranks = moving(4, calls=STEPS * 2)
+def test_rank_with_the_shortest_nccl_collectives_is_a_straggler():
+    """On a GPU, all hosts queue a collective at the same time, so only its duration differs."""
+    ranks = moving_ranks(4, calls=STEPS * 2)
     for rank, files in ranks.items():
         for call in files["dump"]["collectives"]:
             call["milliseconds"] = 5.0 if rank == 2 else 65.0
     assert judged(facts_of(ranks)) == ("straggler", [2], "certain")
 
 
-def test_clocks_of_hosts_that_differ_make_no_straggler():
-    ranks = moving(16)
+def test_different_clocks_do_not_make_a_straggler():
+    ranks = moving_ranks(16)
     for rank in range(8, 16):
         ranks[rank] = rank_files(rank, 16, since=1.0, pending=False, late=7.0)
         ranks[rank]["beat"] |= {"time": NOW + 7, "since": NOW + 6}
@@ -214,13 +215,13 @@ def test_clocks_of_hosts_that_differ_make_no_straggler():
 
 
 @pytest.mark.parametrize("phase", ["start", "compile", "evaluation", "checkpoint", "export"])
-def test_what_takes_long_is_no_fault_while_a_rank_works(phase):
+def test_long_phase_is_healthy_while_a_rank_works(phase):
     beat = {"phase": phase, "cpu": 0.5}
     assert judged(facts_of(files_of(since=900.0, beat=beat)))[0] == "slow-but-healthy"
 
 
 def checks(data=(1, 2), weights=7, losses=(3.0, 3.1)):
-    """Return what a rank saw in two steps."""
+    """Return the checks of a rank in two steps."""
     return [{"step": 10 * n, "data": x, "weights": weights, "losses": [*losses]}
             for n, x in enumerate(data, 1)]  # fmt: skip
 
@@ -238,12 +239,12 @@ def checks(data=(1, 2), weights=7, losses=(3.0, 3.1)):
         ({"memory": [0.7, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7]}, 4, "host-memory-leak", [1]),
         ({"memory": [0.7, 0.7, 0.7, 1.7, 1.7, 1.7, 1.7]}, 4, "healthy", []),
         ({"open_files": 900}, 4, "too-many-open-files", [1]),
-        ({"printed": ["x/step-20 cannot be read, so the one before is tried"]}, 4,
+        ({"printed": ["x/step-20 cannot be read; trying the one before"]}, 4,
          "corrupt-checkpoint", []),
     ],
 )  # fmt: skip
-def test_numbers(odd, size, kind, ranks):
-    files = moving(size)
+def test_values_in_heartbeats_give_the_expected_verdict(odd, size, kind, ranks):
+    files = moving_ranks(size)
     for rank in files:
         files[rank]["beat"]["checks"] = checks(data=(rank * 100, rank * 100 + 50))
     if kind == "same-data":
@@ -252,25 +253,25 @@ def test_numbers(odd, size, kind, ranks):
     assert judged(facts_of(files))[:2] == (kind, ranks)
 
 
-@pytest.mark.parametrize("told, kind", [(2, "replicas-differ"), (1, "healthy")])
-def test_replicas_are_judged_when_all_have_told(told, kind):
-    """Of two that differ, a third says which is wrong: one bit had changed, and both were named."""
-    files = moving(3)
+@pytest.mark.parametrize("has_checked, kind", [(True, "replicas-differ"), (False, "healthy")])
+def test_verdict_on_replicas_waits_for_the_third(has_checked, kind):
+    """Two replicas differ; only the third shows which of them is wrong."""
+    files = moving_ranks(3)
     for rank in files:
         files[rank]["beat"]["checks"] = checks(data=(rank * 100, rank * 100 + 50))
     files[1]["beat"]["checks"] = checks(data=(5, 6), weights=8)
-    if told == 1:
+    if not has_checked:
         files[2]["beat"]["checks"] = []
-    assert judged(facts_of(files))[:2] == (kind, [1] * (told == 2))
+    assert judged(facts_of(files))[:2] == (kind, [1] if has_checked else [])
 
 
-@pytest.mark.parametrize("asked, kind", [(None, "finished"), (NOW, "interrupted")])
-def test_a_run_that_ended_as_it_should(asked, kind):
-    beat = {"end": "finished", "asked_to_end": asked}
+@pytest.mark.parametrize("sigterm_time, kind", [(None, "finished"), (NOW, "interrupted")])
+def test_complete_run_is_finished_or_interrupted(sigterm_time, kind):
+    beat = {"end": "finished", "asked_to_end": sigterm_time}
     assert judged(facts_of(files_of(age=9e5, beat=beat), gone=range(4)))[0] == kind
 
 
-def test_hosts_that_do_not_answer():
+def test_silent_ranks_are_on_an_unreachable_host():
     ranks = {rank: rank_files(rank, 16, age=1.0 if rank < 8 else 50.0) for rank in range(16)}
     facts = facts_of(ranks, gone=range(8, 16))
     facts["hosts"]["h1"] = {"error": "No route to host"}
@@ -279,47 +280,61 @@ def test_hosts_that_do_not_answer():
     assert judged(facts) == ("host-unreachable", list(range(8, 16)), "a guess")
 
 
-def test_thousands_of_ranks_are_judged_in_seconds():
+def test_thousands_of_ranks_take_seconds():
     size, calls = 4096, STEPS * 5
-    one = rank_files(0, size, calls=calls, stack=REDUCE * 40)
+    files = rank_files(0, size, calls=calls, stack=REDUCE * 40)
     ranks = {}
     for rank in range(size):
-        beat = one["beat"] | {"rank": rank, "pid": 1000 + rank, "host": f"h{rank // 8}"}
-        ranks[rank] = one | {"beat": beat}
+        beat = files["beat"] | {"rank": rank, "pid": 1000 + rank, "host": f"h{rank // 8}"}
+        ranks[rank] = files | {"beat": beat}
     late = {"calls": calls[:-2], "pending": False, "stack": IN_DATA, "beat": {"phase": "data"}}
     ranks[1234] = rank_files(1234, size, **late)
     facts = facts_of(ranks)
     began = time.process_time()
     verdict, _ = whats_wrong.judge(facts)
-    named = verdict["kind"], verdict["ranks"], verdict["hosts"]
-    assert named == ("hang-in-data", [1234], ["h154"])
+    culprit = verdict["kind"], verdict["ranks"], verdict["hosts"]
+    assert culprit == ("hang-in-data", [1234], ["h154"])
     assert time.process_time() - began < 8
 
 
 # ---- the command ---------------------------------------------------------------------------------
 def ask(*args):
     """Run the tool; return its exit status, verdict and errors."""
-    done = printed(TOOL, *args, "--json")
+    done = run_command(TOOL, *args, "--json")
     verdict = json.loads(done.stdout) if done.stdout else None
     return done.returncode, verdict, done.stderr
 
 
 @pytest.mark.parametrize(
-    "args",
-    [["nowhere"], [".", "--hosts", "nowhere"], ["."] * 2, [], [".", "--slurm-job", "no-such-job"]],
+    "args, problem",
+    [
+        (["nowhere"], "run nowhere: not a folder;"),
+        ([".", "--hosts", "nowhere"], "--hosts nowhere: no such file;"),
+        ([".", "--hosts", os.devnull], "--hosts /dev/null: no such file;"),
+        ([".", "."], "unrecognized arguments: ."),
+        ([], "the following arguments are required: run"),
+        ([".", "--slurm-job", "no-such-job"], "--slurm-job no-such-job: Slurm lists no host"),
+    ],
 )
-def test_wrong_arguments_are_told(args):
+def test_wrong_argument_is_an_error(args, problem):
     status, _, errors = ask(*args)
     assert status == 2
-    assert "whats_wrong.py: error: " in errors
+    assert f"whats_wrong.py: error: {problem}" in errors
 
 
-def test_a_folder_without_ranks(tmp_path):
+def test_hosts_file_without_hosts_is_an_error(tmp_path):
+    (tmp_path / "hosts").write_text("# no host\n")
+    status, _, errors = ask(tmp_path, "--hosts", tmp_path / "hosts")
+    assert status == 2
+    assert "names no host;" in errors
+
+
+def test_folder_without_ranks_is_unknown(tmp_path):
     status, verdict, _ = ask(tmp_path)
     assert (status, verdict["kind"]) == (3, "unknown")
 
 
-def test_half_written_files(tmp_path):
+def test_damaged_files_are_ignored(tmp_path):
     ranks = tmp_path / "ranks"
     ranks.mkdir()
     (ranks / "00000.json").write_text('{"rank": 0, "ti')
