@@ -1,12 +1,18 @@
-"""Run a training script unchanged; write down what each rank does, where the other tools read it.
+"""Run a training script unchanged, and record what each of its ranks does.
 
 Here:      torchrun --standalone --nproc-per-node 2 \
                diagnosing-errors/watched.py --into outputs/02-ddp 02-ddp/train_llm.py
-For real:  any launcher, any script: put `watched.py --into FOLDER` before the script's name.
+For real:  put `watched.py --into FOLDER` before the script's name, under any launcher.
 
-A thread writes FOLDER/ranks/00001.json every two seconds: what rank 1 does. 00001.dump.json has its
-stacks and last collectives: when somebody touches FOLDER/ranks/dump, when no step ends for
-`--stall` seconds, and when an exception ends it. 00001.crash is faulthandler's.
+In each rank, a thread writes a heartbeat every two seconds: rank 1 writes FOLDER/ranks/00001.json.
+whats_wrong.py and watch.py read these files. The thread also dumps the stacks and the latest
+collectives of its rank to 00001.dump.json in each of these cases:
+
+- Somebody touches the file FOLDER/ranks/dump.
+- The rank makes no progress for `--stall` seconds.
+- The script fails, or SIGTERM ends it.
+
+If the process crashes in C code, faulthandler writes the Python stacks to 00001.crash.
 """
 
 import argparse
@@ -14,6 +20,7 @@ import ctypes
 import faulthandler
 import functools
 import json
+import math
 import os
 import pickle
 import re
@@ -31,17 +38,28 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's Flight Recorder, for gloo too
-os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # it then knows how long each one took
+# These variables configure PyTorch's Flight Recorder, so they are set before torch is imported.
+# The recorder keeps the latest 2,000 collectives, and the duration of each NCCL collective.
+os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-BEAT, TICK = 2.0, 0.1  # seconds from heartbeat to heartbeat, and from look to look at the stack
-PATIENT = 24 * 3600 * 1000  # milliseconds: who waits longer in a collective has time
-PHASES = (  # the first of these that a function of the stack tells of, by "file name"
+# Each launcher has its own variables; the first variable that is set counts.
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+# Seconds between two heartbeats, and between two samples of the main thread's stack.
+HEARTBEAT_INTERVAL = 2.0
+SAMPLE_INTERVAL = 0.1
+
+# A collective with a timeout of more than a day is one that ranks may wait in for hours.
+PATIENT_TIMEOUT_MS = 24 * 3600 * 1000
+
+# Each pattern is matched against the text "file function" of every frame of a stack. The phase of
+# the stack is the first phase in this list that any of its frames matches.
+PHASES = (
     ("checkpoint", r" \w*(save|load|write|read)_(checkpoint|state|model)\w*$"
                    r"|/serialization.py (save|load)$|/distributed/checkpoint/"),
     ("export", r" export_\w+$| save_pretrained$"),
@@ -55,413 +73,549 @@ PHASES = (  # the first of these that a function of the stack tells of, by "file
     ("forward", r"/nn/modules/module.py"),
     ("other", r""),
 )  # fmt: skip
+
+# Files of Python, of installed packages and of this tool; all other files are the user's code.
 FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watched|inject)\.py$")
-UNEVEN = ("gather", "scatter", "all_to_all", "alltoall")  # sizes may differ from rank to rank
-TELLING = re.compile(r"\b([Ww]arning|[Ee]rror|[Cc]annot)\b")
+
+# Collectives whose tensors may have a different size on each rank.
+UNEVEN_COLLECTIVES = ("gather", "scatter", "all_to_all", "alltoall")
+
+# A printed line that matches mentions a problem.
+PROBLEM = re.compile(r"\b([Ww]arning|[Ee]rror|[Cc]annot)\b")
 
 
 # ---- where the main thread is ------------------------------------------------------------------
-def stack(frame):
-    """Return (file, line, function) of a frame and of its callers, outermost first."""
-    calls = [(one.f_code, line) for one, line in traceback.walk_stack(frame)]
+def stack_of(frame):
+    """Return the (file, line, function) of a frame and of its callers, outermost first."""
+    calls = [(caller.f_code, line) for caller, line in traceback.walk_stack(frame)]
     return [(code.co_filename, line, code.co_name) for code, line in reversed(calls)]
 
 
 @functools.cache
-def told_by(file, function):
-    """Return the number of the phase that a function tells of."""
-    at = f"{file} {function}"
-    return next(number for number, (_, clue) in enumerate(PHASES) if re.search(clue, at))
+def phase_index(file, function):
+    """Return the index of the first phase whose pattern matches a function."""
+    text = f"{file} {function}"
+    matches = (index for index, (_, pattern) in enumerate(PHASES) if re.search(pattern, text))
+    return next(matches)
 
 
 def phase_of(frames):
-    """Return what a stack is busy with."""
-    return PHASES[min(told_by(file, function) for file, _, function in frames)][0]
+    """Return the name of the phase that a stack is in."""
+    index = min(phase_index(file, function) for file, _, function in frames)
+    return PHASES[index][0]
 
 
-def own_of(frames):
-    """Return the innermost frame of the user's own code, and not of Python, a package or ours."""
-    return next((frame for frame in reversed(frames) if not FOREIGN.search(frame[0])), None)
+def training_line(frames):
+    """Return the innermost line of the user's code as the text `file:line function`."""
+    for file, line, function in reversed(frames):
+        if not FOREIGN.search(file):
+            return f"{file}:{line} {function}"
+    return "?:0 ?"
 
 
 # ---- steps, losses, gradients, weights ---------------------------------------------------------
 class Steps:
-    """Counts optimizer steps; looks at losses, gradients and weights, and lets no step wait."""
+    """Count optimizer steps, and check the losses, gradients, inputs and weights of this rank.
+
+    The checks run on the device, and their results travel to the host asynchronously, so the
+    training never waits for a check.
+    """
 
     def __init__(self, every):
-        self.every, self.fault = every, None
-        self.count, self.before = 0, 0  # steps of this start, and those of earlier starts
-        self.ended = deque(maxlen=11)  # unix times
-        self.loss, self.broken, self.data = 0.0, 0, 0
-        self.pending, self.host = deque(maxlen=999), None
-        self.losses, self.checks = deque(maxlen=3), deque(maxlen=4)
-        self.optimizer = self.bad = self.shard = self.device_memory = None
-        watcher, backward, embed = self, torch.autograd.backward, torch.nn.Embedding.forward
+        self.every = every
+        # The traceback of the first error in a check; after it, no check runs.
+        self.fault = None
+
+        # The steps of this start of the script, and the steps of earlier starts.
+        self.count = 0
+        self.earlier_steps = 0
+        self.end_times = deque(maxlen=11)
+
+        # Sums over the micro-batches of the current step, or since the last check of the inputs.
+        self.loss = 0.0
+        self.nonfinite_gradients = 0
+        self.input_hash = 0
+
+        # Copies from the device that may not have arrived, and the memory that receives them.
+        self.pending = deque(maxlen=999)
+        self.host_rows = None
+
+        self.losses = deque(maxlen=3)
+        self.checks = deque(maxlen=4)
+        self.optimizer = None
+        self.first_nonfinite = None
+        self.shard = None
+        self.device_memory = None
+
+        backward = torch.autograd.backward
+        embedding_forward = torch.nn.Embedding.forward
 
         def watched_backward(tensors, *args, **options):
-            watcher.safely(watcher.note_loss, tensors)
+            self.safely(self.note_loss, tensors)
             return backward(tensors, *args, **options)
 
-        def watched_embed(self, *args, **options):
-            output = embed(self, *args, **options)
+        def watched_forward(embedding, *args, **options):
+            output = embedding_forward(embedding, *args, **options)
             if not torch.compiler.is_compiling() and output.requires_grad:
-                watcher.safely(watcher.note_input, args, output)
+                self.safely(self.note_input, args, output)
             return output
 
-        torch.autograd.backward, torch.nn.Embedding.forward = watched_backward, watched_embed
-        register_optimizer_step_post_hook(lambda one, *_: self.safely(self.note_step, one))
+        torch.autograd.backward = watched_backward
+        torch.nn.Embedding.forward = watched_forward
+        register_optimizer_step_post_hook(lambda opt, *_: self.safely(self.note_step, opt))
 
-    def safely(self, look, *args):
-        """Look at something; an error of that ends all looks, and not the training."""
+    def safely(self, check, *args):
+        """Run a check; if it raises an error, stop all checks and let the training continue."""
         try:
             if self.fault is None:
-                look(*args)
+                check(*args)
         except Exception:
             self.fault = traceback.format_exc()
 
     def note_loss(self, tensors):
-        """Add up this rank's own loss."""
+        """Add the loss of a micro-batch to this rank's loss of the step."""
         if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
             self.loss = self.loss + tensors.detach().float().reshape(())
 
     def note_input(self, args, output):
-        """Look at the tokens that come in, and at the gradient that comes back, not yet reduced."""
+        """Hash the tokens of an embedding, and check the gradient when it arrives there.
+
+        At this point the gradient is this rank's own: it has not been reduced over the ranks.
+        """
         output.register_hook(lambda gradient: self.safely(self.note_gradient, gradient))
-        meant = hasattr(args[0], "_local_tensor")  # ranks that split a matrix take the same samples
-        if (self.count + 1) % self.every == 0 and not meant:
+        # Tensor-parallel ranks pass a DTensor, and share their samples on purpose.
+        is_shared = hasattr(args[0], "_local_tensor")
+        if (self.count + 1) % self.every == 0 and not is_shared:
             ids = args[0].long()
-            self.data = self.data + (ids * (ids + 7919)).sum()
+            # The square tells apart batches whose tokens have the same sum.
+            self.input_hash = self.input_hash + (ids * (ids + 7919)).sum()
 
     def note_gradient(self, gradient):
-        """Count the micro-steps in which it was not finite."""
-        own = getattr(gradient, "_local_tensor", gradient)
-        self.broken = self.broken + ~own.isfinite().all()
+        """Count the micro-batches whose gradient is not finite."""
+        local = getattr(gradient, "_local_tensor", gradient)
+        self.nonfinite_gradients = self.nonfinite_gradients + ~local.isfinite().all()
 
     def note_step(self, optimizer):
-        """Count a step of the script's first optimizer."""
+        """Count a step of the script's first optimizer, and check the weights if it is time."""
         self.optimizer = self.optimizer or optimizer
-        if optimizer is self.optimizer:
-            self.count += 1
-            self.ended.append(time.time())
-            seen, self.loss, self.broken = [self.loss, self.broken], 0.0, 0
-            if self.count == 1 or self.count % self.every == 0:
-                weights = [p for group in optimizer.param_groups for p in group["params"]]
-                self.shard = self.shard or shard_of(weights)
-                state = next(iter(optimizer.state.values()), {})
-                seen += [state.get("step", self.count), self.data, checksum(weights)]
-                self.data = 0
-                self.device_memory = torch.cuda.memory_allocated() / 2**30
-            self.send(seen)
+        if optimizer is not self.optimizer:
+            return
+        self.count += 1
+        self.end_times.append(time.time())
+        values = [self.loss, self.nonfinite_gradients]
+        self.loss = 0.0
+        self.nonfinite_gradients = 0
+        if self.count == 1 or self.count % self.every == 0:
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            self.shard = self.shard or shard_of(weights)
+            # After a resume, the optimizer's own step number includes the earlier starts.
+            state = next(iter(optimizer.state.values()), {})
+            values += [state.get("step", self.count), self.input_hash, checksum(weights)]
+            self.input_hash = 0
+            self.device_memory = torch.cuda.memory_allocated() / 2**30
+        self.send(values)
 
-    def send(self, seen):
-        """Send numbers, some of which lie on the device, to the host; wait for nothing."""
-        device = next((x.device for x in seen if torch.is_tensor(x) and x.is_cuda), "cpu")
-        there = torch.zeros(len(seen), dtype=torch.float64, device=device)
-        for slot, value in zip(there, seen, strict=True):  # no copy from pageable memory: it waits
+    def send(self, values):
+        """Start to copy numbers to the host; some of them are tensors on the device."""
+        devices = [value.device for value in values if torch.is_tensor(value) and value.is_cuda]
+        device = devices[0] if devices else "cpu"
+        row = torch.zeros(len(values), dtype=torch.float64, device=device)
+        # fill_() passes a Python number as an argument. A copy from pageable memory would wait.
+        for slot, value in zip(row, values, strict=True):
             slot.fill_(value)
-        if self.host is None:  # rows for those of a thousand steps, made once
-            self.host = torch.empty(1000, 8, dtype=torch.float64, pin_memory=there.is_cuda)
-        row = self.host[self.count % 1000, : len(seen)]
-        row.copy_(there, non_blocking=True)
-        arrived = torch.cuda.current_stream().record_event() if there.is_cuda else None
-        self.pending.append((self.count, row, arrived))
+        # `pending` holds fewer than 1,000 rows, so no pending row is overwritten.
+        if self.host_rows is None:
+            self.host_rows = torch.empty(1000, 8, dtype=torch.float64, pin_memory=row.is_cuda)
+        host_row = self.host_rows[self.count % 1000, : len(values)]
+        host_row.copy_(row, non_blocking=True)
+        copied = torch.cuda.current_stream().record_event() if row.is_cuda else None
+        self.pending.append((self.count, host_row, copied))
 
-    def take(self):
-        """Take over what has come to the host by now; the thread calls this."""
-        while self.pending and (self.pending[0][2] is None or self.pending[0][2].query()):
+    def collect(self):
+        """Process the numbers that have arrived on the host; the thread calls this."""
+        while self.pending:
+            _, _, copied = self.pending[0]
+            if copied is not None and not copied.query():
+                return
             count, row, _ = self.pending.popleft()
-            loss, broken, *more = row.tolist()
+            loss, bad_gradients, *check_values = row.tolist()
             self.losses.append(loss)
-            if more:
-                step, data, weights = more
-                self.before = max(0, int(step) - count)
-                check = {"step": self.before + count, "data": data, "weights": weights}
+            if check_values:
+                optimizer_step, input_hash, weights = check_values
+                self.earlier_steps = max(0, int(optimizer_step) - count)
+                check = {"step": self.earlier_steps + count, "data": input_hash, "weights": weights}
                 self.checks.append(check | {"losses": list(self.losses)})
-            if self.bad is None and not (abs(loss) < float("inf") and broken == 0):
-                self.bad = {"step": self.before + count, "loss": loss, "gradients": broken}
+            is_finite = math.isfinite(loss) and bad_gradients == 0
+            if self.first_nonfinite is None and not is_finite:
+                step = self.earlier_steps + count
+                self.first_nonfinite = {"step": step, "loss": loss, "gradients": bad_gradients}
 
 
 def checksum(weights):
-    """Return a number that is another one if a bit of this rank's part of the weights is."""
-    ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    local = [getattr(weight, "_local_tensor", weight).detach() for weight in weights]
-    sums = [part.view(ints[part.element_size()]).sum(dtype=torch.int64) for part in local]
+    """Return a checksum of this rank's part of the weights; it changes if one bit changes."""
+    integer_types = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = []
+    for weight in weights:
+        local = getattr(weight, "_local_tensor", weight).detach()
+        bits = local.view(integer_types[local.element_size()])
+        sums.append(bits.sum(dtype=torch.int64))
+    # send() converts to float64, which represents integers of 40 bits exactly.
     return torch.stack(sums).sum() % 2**40
 
 
 def shard_of(weights):
-    """Return which part of the weights this rank has; ranks that say the same are replicas."""
+    """Describe this rank's part of the weights; ranks with the same description are replicas."""
     parts = set()
     for weight in weights:
         if mesh := getattr(weight, "device_mesh", None):
-            places = enumerate(zip(mesh.get_coordinate(), weight.placements, strict=True))
-            parts |= {f"{dim}: {at}" for dim, (at, place) in places if not place.is_replicate()}
+            coordinate = mesh.get_coordinate()
+            for dimension, placement in enumerate(weight.placements):
+                if not placement.is_replicate():
+                    parts.add(f"{dimension}: {coordinate[dimension]}")
     return " ".join(sorted(parts)) or "whole"
 
 
-# ---- what this rank tells ----------------------------------------------------------------------
-class Printed:
-    """A stream that also keeps the last lines which warn of something."""
+# ---- files of this rank ------------------------------------------------------------------------
+class RecordingStream:
+    """Pass text on to a stream, and keep the last three lines that mention a problem."""
 
     def __init__(self, stream):
-        self.stream, self.telling = stream, deque(maxlen=3)
+        self.stream = stream
+        self.problems = deque(maxlen=3)
 
     def write(self, text):
-        self.telling.extend(line[:300] for line in text.splitlines() if TELLING.search(line))
+        self.problems.extend(line[:300] for line in text.splitlines() if PROBLEM.search(line))
         return self.stream.write(text)
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
 
 
-def born():
-    """Return when this process was started, in ticks since the system was: field 22 in proc(5)."""
-    with suppress(OSError):  # only Linux tells
-        return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+def from_environment(names, default):
+    """Return the integer in the first of these environment variables that is set."""
+    for name in names:
+        if name in os.environ:
+            return int(os.environ[name])
+    return default
+
+
+def start_ticks():
+    """Return the start time of this process in clock ticks since boot; None if not on Linux."""
+    with suppress(OSError):
+        # proc(5): the start time is field 22. Field 2, in parentheses, may contain spaces.
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2]
+        return int(after_name.split()[19])
 
 
 class Watch:
-    """Writes what this rank does, in a thread of its own."""
+    """Write this rank's heartbeats and dumps, in a thread of its own."""
 
     def __init__(self, folder, steps, stall):
-        self.folder, self.steps, self.stall = folder, steps, stall
-        rank = int(next((os.environ[name] for name in RANK if name in os.environ), 0))
+        self.folder = folder
+        self.steps = steps
+        self.stall = stall
+        rank = from_environment(RANK_VARIABLES, 0)
         self.path = folder / f"{rank:05}"
-        self.about = {
+        self.identity = {
             "rank": rank,
-            "world_size": int(next((os.environ[name] for name in SIZE if name in os.environ), 1)),
+            "world_size": from_environment(SIZE_VARIABLES, 1),
             "host": os.uname().nodename,
             "pid": os.getpid(),
             "started": time.time(),
-            "born": born(),
+            "born": start_ticks(),
             "files_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         }
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob(f"{rank:05}.*"):  # of an earlier start
+        # Delete the files of an earlier start.
+        for path in folder.glob(f"{rank:05}.*"):
             path.unlink(missing_ok=True)
         self.crash = open(self.path.with_suffix(".crash"), "w")
         faulthandler.enable(self.crash)
-        faulthandler.enable = lambda *_, **__: None  # torch's @record would send it elsewhere
-        self.mark, self.since = (0, "start"), time.time()
-        self.end = self.error = self.asked_to_end = self.stalled_in = None
-        self.lines, self.phases = Counter(), Counter()
-        self.memory, self.noted = deque(maxlen=6), 0.0
-        self.told = self.asked = self.dumped = self.cpu = 0.0
-        self.spare = open(os.devnull)  # gives its descriptor to the last words, if there is none
-        sys.stdout = self.out = Printed(sys.stdout)
-        sys.stderr = self.errors = Printed(sys.stderr)
-        self.signals, self.telling = self.follow_signals(), threading.Lock()
+        # torch's @record would redirect faulthandler to a file of its own.
+        faulthandler.enable = lambda *_, **__: None
+
+        # The step and the phase of the main thread, and the time since which it has been there.
+        self.position = (0, "start")
+        self.position_since = time.time()
+        self.line_counts = Counter()
+        self.phase_counts = Counter()
+
+        self.end = None
+        self.error = None
+        self.sigterm_time = None
+        self.stalled_step = None
+
+        self.memory = deque(maxlen=6)
+        self.memory_age = 0.0
+        self.cpu_seconds = 0.0
+        self.heartbeat_time = 0.0
+        self.dump_time = 0.0
+        self.dump_request_time = 0.0
+
+        # Closing this file frees a descriptor for the last heartbeat if the script has used all.
+        self.spare_file = open(os.devnull)
+        sys.stdout = self.stdout = RecordingStream(sys.stdout)
+        sys.stderr = self.stderr = RecordingStream(sys.stderr)
+        self.signal_pipe = self.open_signal_pipe()
+        self.heartbeat_lock = threading.Lock()
         threading.Thread(target=self.run, daemon=True, name="watched").start()
 
-    def follow_signals(self):
-        """Return a pipe to which signals come, even while the main thread is in C."""
+    def open_signal_pipe(self):
+        """Return the read end of a pipe that receives the number of each signal.
+
+        A signal reaches the pipe even while the main thread is in C code, where no Python handler
+        can run.
+        """
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, nothing_more)  # `end_as_asked` ends the process instead
-        os.register_at_fork(  # SIGTERM waits until a child follows it in its own way
+        signal.signal(signal.SIGTERM, defer_to_thread)
+        # Block SIGTERM during a fork, so that it reaches the child after restore_signals().
+        os.register_at_fork(
             before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]),
             after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]),
-            after_in_child=stop_following,
+            after_in_child=restore_signals,
         )
         return reader
 
     def run(self):
-        """Look, and tell, whatever happens."""
-        came = True
+        """Sample the main thread and write heartbeats until the process ends."""
+        has_signal = True
         while True:
             try:
                 self.look()
-                bad = self.steps.bad
-                self.steps.take()
-                late = time.monotonic() - self.told > BEAT
-                if came or late or self.steps.bad is not bad:
-                    self.told = time.monotonic()
+                first_nonfinite = self.steps.first_nonfinite
+                self.steps.collect()
+                is_due = time.monotonic() - self.heartbeat_time > HEARTBEAT_INTERVAL
+                has_new_problem = self.steps.first_nonfinite is not first_nonfinite
+                if has_signal or is_due or has_new_problem:
+                    self.heartbeat_time = time.monotonic()
                     self.tell()
                     self.dump_if_due()
-                if self.asked_to_end and signal.getsignal(signal.SIGTERM) is nothing_more:
-                    self.end_as_asked()
-                came = select.select([self.signals], [], [], TICK)[0]
+                if self.sigterm_time and signal.getsignal(signal.SIGTERM) is defer_to_thread:
+                    self.end_by_sigterm()
+                has_signal = select.select([self.signal_pipe], [], [], SAMPLE_INTERVAL)[0]
             except Exception:
                 self.steps.fault = traceback.format_exc()
-                time.sleep(TICK)
+                time.sleep(SAMPLE_INTERVAL)
 
     def look(self):
-        """Note where the main thread is, and since when."""
-        frames = stack(sys._current_frames()[threading.main_thread().ident])
+        """Sample the phase and the line of the main thread."""
+        frames = stack_of(sys._current_frames()[threading.main_thread().ident])
         phase = phase_of(frames)
-        phase = "start" if phase == "other" and not self.steps.count else phase
-        self.phases[phase] += 1
-        self.lines["{}:{} {}".format(*own_of(frames) or "?0?")] += 1
-        if (self.steps.count, phase) != self.mark:
-            self.mark, self.since = (self.steps.count, phase), time.time()
+        if phase == "other" and not self.steps.count:
+            phase = "start"
+        self.phase_counts[phase] += 1
+        self.line_counts[training_line(frames)] += 1
+        if (self.steps.count, phase) != self.position:
+            self.position = (self.steps.count, phase)
+            self.position_since = time.time()
 
-    def end_as_asked(self):
-        """End this rank by SIGTERM, as it would end unwatched: the script does not handle it."""
-        self.error = "SIGTERM, from the launcher or a person"
+    def end_by_sigterm(self):
+        """Record SIGTERM, and end the process as if SIGTERM had never been handled."""
+        self.error = "SIGTERM ended this rank; a launcher or a person sent it"
         self.tell("failed")
         self.dump("ended")
-        ctypes.CDLL(None).signal(int(signal.SIGTERM), None)  # only C may, in a thread
+        # Outside the main thread, only C code may restore the default handler.
+        ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def tell(self, end=None):
-        """Write what this rank does, or how it has ended; two at once might leave the older one."""
+        """Write a heartbeat; `end` is "finished" or "failed" if it is the last one."""
         self.end = self.end or end
-        alone = self.telling.acquire(timeout=1)  # no longer: a process is forked with the lock held
+        # Without the lock, the main thread and this thread could leave the older heartbeat. Do not
+        # wait forever: a forked process may inherit the lock while it is held.
+        has_lock = self.heartbeat_lock.acquire(timeout=1)
         try:
-            with suppress(BlockingIOError):  # no signal has come
-                if signal.SIGTERM in os.read(self.signals, 64):
-                    self.asked_to_end = time.time()
-            self.write(".json", self.beat())
+            # The pipe is empty unless a signal has arrived.
+            with suppress(BlockingIOError):
+                if signal.SIGTERM in os.read(self.signal_pipe, 64):
+                    self.sigterm_time = time.time()
+            self.write(".json", self.heartbeat())
         finally:
-            if alone:
-                self.telling.release()
+            if has_lock:
+                self.heartbeat_lock.release()
 
-    def beat(self):
-        """Return what this rank does, or how it has ended."""
-        steps, samples = self.steps, max(1, sum(self.phases.values()))
-        took = [then - before for before, then in pairwise(list(steps.ended))]
-        cpu, (memory, files) = time.process_time(), used()
-        if steps.count and time.time() - self.about["started"] > 1.03 * self.noted:
-            self.noted = time.time() - self.about["started"]  # moments ever further apart
+    def heartbeat(self):
+        """Return the content of a heartbeat."""
+        steps = self.steps
+        samples = max(1, sum(self.phase_counts.values()))
+        end_times = list(steps.end_times)
+        step_seconds = [after - before for before, after in pairwise(end_times)]
+        cpu_seconds = time.process_time()
+        memory, open_files = resource_usage()
+        # Keep a value whenever the run is 3% older, so that the values always span a fixed share
+        # of the run.
+        age = time.time() - self.identity["started"]
+        if steps.count and age > 1.03 * self.memory_age:
+            self.memory_age = age
             self.memory.append(memory)
-        beat = {
+        heartbeat = self.identity | {
             "time": time.time(),
             "end": self.end,
-            "phase": self.mark[1],
-            "since": self.since,
-            "step": steps.before + steps.count + (self.end != "finished"),
-            "step_seconds": median(took) if took else None,
+            "phase": self.position[1],
+            "since": self.position_since,
+            "step": steps.earlier_steps + steps.count + (self.end != "finished"),
+            "step_seconds": median(step_seconds) if step_seconds else None,
             "error": self.error,
-            "asked_to_end": self.asked_to_end,
-            "printed": [*self.out.telling, *self.errors.telling],
-            "phases": {name: round(n / samples, 3) for name, n in self.phases.most_common()},
-            "lines": {name: round(n / samples, 3) for name, n in self.lines.most_common(3)},
+            "asked_to_end": self.sigterm_time,
+            "printed": [*self.stdout.problems, *self.stderr.problems],
+            "phases": {name: round(n / samples, 3) for name, n in self.phase_counts.most_common()},
+            "lines": {name: round(n / samples, 3) for name, n in self.line_counts.most_common(3)},
             "checks": list(steps.checks),
-            "bad": steps.bad,
+            "bad": steps.first_nonfinite,
             "shard": steps.shard,
             "memory": [*self.memory, memory],
             "device_memory_gib": steps.device_memory,
-            "open_files": files,
-            "cpu": (cpu - self.cpu) / BEAT,
+            "open_files": open_files,
+            "cpu": (cpu_seconds - self.cpu_seconds) / HEARTBEAT_INTERVAL,
             "fault": steps.fault,
         }
-        self.cpu = cpu
-        if samples > 10 / TICK:
-            self.lines, self.phases = Counter(), Counter()
-        return self.about | beat
+        self.cpu_seconds = cpu_seconds
+        # Start again after ten seconds, so that the shares of time are recent.
+        if samples > 10 / SAMPLE_INTERVAL:
+            self.line_counts = Counter()
+            self.phase_counts = Counter()
+        return heartbeat
 
-    def write(self, ending, content):
-        """Replace a file, so that nobody reads half of it; a full disk is for others to report."""
-        new = self.path.with_suffix(f".new-{threading.get_native_id()}")
+    def write(self, suffix, content):
+        """Replace one of this rank's files; a reader never sees half a file."""
+        partial = self.path.with_suffix(f".new-{threading.get_native_id()}")
+        # The disk may be full. whats_wrong.py reports that without this file.
         with suppress(OSError):
-            new.write_text(json.dumps(content, default=str))
-            new.rename(self.path.with_suffix(ending))
+            partial.write_text(json.dumps(content, default=str))
+            partial.rename(self.path.with_suffix(suffix))
 
     def dump_if_due(self):
-        """Say where each thread stands, if somebody asks or no step ends."""
-        with suppress(OSError):  # nobody has asked yet
-            before, self.asked = self.asked, (self.folder / "dump").stat().st_mtime
-            if self.asked != before:
+        """Write a dump if somebody requests it, or if the rank makes no progress."""
+        # The file does not exist before the first request.
+        with suppress(OSError):
+            last_request = self.dump_request_time
+            self.dump_request_time = (self.folder / "dump").stat().st_mtime
+            if self.dump_request_time != last_request:
                 self.dump("asked")
-        if time.time() - max(self.since, self.dumped) > self.stall:
-            self.stalled_in = self.steps.count
+        if time.time() - max(self.position_since, self.dump_time) > self.stall:
+            self.stalled_step = self.steps.count
             self.dump("stall")
 
     def dump(self, reason):
-        """Write where each thread stands, and which collectives were called."""
-        if reason in ("failed", "ended") and self.stalled_in == self.steps.count:
-            return  # what it wrote when it stood still tells more
-        self.dumped = time.time()
+        """Write the stacks of all threads and the latest collectives."""
+        if reason in ("failed", "ended") and self.stalled_step == self.steps.count:
+            # Keep the dump of the stall, because it shows where the rank waited.
+            return
+        self.dump_time = time.time()
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        stacks = {names.get(x, str(x)): stack(frame) for x, frame in sys._current_frames().items()}
-        told = {"time": self.dumped, "reason": reason, "stacks": stacks}
-        self.write(".dump.json", told | {"collectives": collectives()})
+        stacks = {}
+        for ident, frame in sys._current_frames().items():
+            stacks[names.get(ident, str(ident))] = stack_of(frame)
+        content = {"time": self.dump_time, "reason": reason, "stacks": stacks}
+        self.write(".dump.json", content | {"collectives": recorded_collectives()})
 
     def leave(self, error):
-        """Tell how the script has ended: with an error, or with none."""
-        told = "".join(traceback.format_exception(error)) if error else None
+        """Write the last heartbeat, and a dump if an error has ended the script."""
+        message = None
         if isinstance(error, SystemExit):
-            said = error.code if isinstance(error.code, str) else " ".join(self.errors.telling)
-            told = f"SystemExit: {said}" if error.code else None
-        self.error = self.error or told
-        self.spare.close()
-        until = time.monotonic() + 1  # what a device that has failed never sends is not waited for
-        while self.steps.pending and time.monotonic() < until:
+            if error.code:
+                has_text = isinstance(error.code, str)
+                text = error.code if has_text else " ".join(self.stderr.problems)
+                message = f"SystemExit: {text}"
+        elif error is not None:
+            message = "".join(traceback.format_exception(error))
+        self.error = self.error or message
+        self.spare_file.close()
+        # Wait for the last numbers, but not forever: a device that has failed never sends them.
+        deadline = time.monotonic() + 1
+        while self.steps.pending and time.monotonic() < deadline:
             time.sleep(0.01)
-        self.tell("failed" if told else "finished")
-        if told:
+        self.tell("failed" if message else "finished")
+        if message:
             self.dump("failed")
 
 
-def nothing_more(*_):
-    """Handle SIGTERM: the thread does it, since the main thread may be in C."""
+def defer_to_thread(*_):
+    """Handle SIGTERM by doing nothing; the thread ends the process, see `end_by_sigterm`."""
 
 
-def stop_following():
-    """Let a process that was forked end by SIGTERM, as it would without this."""
-    if signal.getsignal(signal.SIGTERM) is nothing_more:
+def restore_signals():
+    """Restore the default handling of SIGTERM in a forked process."""
+    if signal.getsignal(signal.SIGTERM) is defer_to_thread:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
-def used():
-    """Return GiB of host memory and the number of open files, which only Linux tells."""
+def resource_usage():
+    """Return GiB of host memory and the number of open files; (0.0, None) if not on Linux."""
     with suppress(OSError):
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return round(pages * resource.getpagesize() / 2**30, 3), len(os.listdir("/proc/self/fd"))
+        memory = round(pages * resource.getpagesize() / 2**30, 3)
+        return memory, len(os.listdir("/proc/self/fd"))
     return 0.0, None
 
 
-def collectives():
-    """Return the last 500 collectives of gloo and of NCCL that torch's Flight Recorder knows."""
-    found, dumps = [], torch._C._distributed_c10d
-    for recorder in ("_dump_fr_trace", "_dump_nccl_trace"):
-        with suppress(Exception):  # inner parts of torch; one of them is in builds for GPUs alone
-            entries = pickle.loads(getattr(dumps, recorder)())["entries"]
-            found += [call_of(entry) for entry in entries[-500:] if not entry["is_p2p"]]
-    return found
+def recorded_collectives():
+    """Return the latest 500 collectives of Gloo, and of NCCL, from PyTorch's Flight Recorder."""
+    collectives = []
+    for function in ("_dump_fr_trace", "_dump_nccl_trace"):
+        # These functions are private to torch, and the second one exists only in GPU builds.
+        with suppress(Exception):
+            trace = getattr(torch._C._distributed_c10d, function)()
+            entries = pickle.loads(trace)["entries"][-500:]
+            collectives += [collective_of(entry) for entry in entries if not entry["is_p2p"]]
+    return collectives
 
 
-def call_of(entry):
-    """Return what the tools need of a Flight Recorder's entry."""
+def collective_of(entry):
+    """Convert an entry of the Flight Recorder to the fields that whats_wrong.py reads."""
     backend, _, name = entry["profiling_name"].partition(":")
-    frames = [(each["filename"], each["line"], each["name"]) for each in entry["frames"][::-1]]
-    at = os.path.basename("{}:{} {}".format(*own_of(frames) or "?0?"))
-    sizes = f" {entry['input_sizes']} {' '.join(entry['input_dtypes'])}"
+    frames = [(frame["filename"], frame["line"], frame["name"]) for frame in entry["frames"]]
+    # The Flight Recorder lists the innermost frame first.
+    line = os.path.basename(training_line(frames[::-1]))
+    call = name
+    if not name.startswith(UNEVEN_COLLECTIVES):
+        call += f" {entry['input_sizes']} {' '.join(entry['input_dtypes'])}"
     return {
         "group": f"{backend} {entry['process_group'][0]}",
         "number": entry["collective_seq_id"],
-        "call": f"{name}{'' if name.startswith(UNEVEN) else sizes} at {at}",
+        "call": f"{call} at {line}",
         "called": entry["time_created_ns"] / 1e9,
         "milliseconds": entry.get("duration_ms"),
         "pending": not entry["retired"] and entry["state"] != "completed",
-        "patient": (entry.get("timeout_ms") or 0) > PATIENT,
+        "patient": (entry.get("timeout_ms") or 0) > PATIENT_TIMEOUT_MS,
     }
 
 
 def main():
-    """Run the script as if it had been started by itself, and watch it."""
+    """Run the script as if it had been started directly, and watch it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--into", type=Path, default="outputs/watched", help="the run's folder, for its ranks/")
-    add("--stall", type=float, default=60, help="seconds without a step, after which ranks dump")
-    add("--every", type=int, default=10, help="steps between looks at losses and weights")
-    add("script", help="with its arguments after it")
-    add("arguments", nargs=argparse.REMAINDER)
+    add(
+        "--into",
+        type=Path,
+        default="outputs/watched",
+        help="the run's folder; its subfolder ranks/ receives the files",
+    )
+    add(
+        "--stall",
+        type=float,
+        default=60,
+        help="seconds without progress after which a rank dumps its stacks",
+    )
+    add("--every", type=int, default=10, help="steps between checks of inputs and weights")
+    add("script", help="the training script")
+    add("arguments", nargs=argparse.REMAINDER, help="the arguments of the training script")
     args = parser.parse_args()
     if not Path(args.script).is_file():
-        parser.error(f"there is no script {args.script}")
+        parser.error(f"script {args.script}: no such file; pass the path of a Python script")
     sys.argv = [args.script, *args.arguments]
     sys.path[0] = str(Path(args.script).resolve().parent)
     watch = Watch(args.into.resolve() / "ranks", Steps(args.every), args.stall)
     error = None
     try:
         runpy.run_path(args.script, run_name="__main__")
-    except BaseException as problem:
-        error = problem
+    except BaseException as exception:
+        error = exception
         raise
     finally:
         watch.leave(error)

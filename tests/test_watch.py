@@ -1,4 +1,4 @@
-"""watch.py: what it shows of heartbeats, at several widths, and how it ends."""
+"""Test the table of watch.py, at several widths, and its exit status."""
 
 import json
 import os
@@ -8,18 +8,18 @@ import sys
 import time
 
 import pytest
-from watched import born
+from watched import start_ticks
 
 from cluster.cluster import wait_until
-from conftest import ROOT, printed
-from made_up import rank_files
+from conftest import ROOT, run_command
+from fake_facts import rank_files
 
 WATCH = ROOT / "diagnosing-errors/watch.py"
 
 
 @pytest.fixture
 def run(tmp_path):
-    """Write the files of four ranks that take steps, as if they did so now; return the folder."""
+    """Return a function that writes the files of four ranks that are training at this moment."""
 
     def write(**odd):
         (tmp_path / "ranks").mkdir()
@@ -29,7 +29,7 @@ def run(tmp_path):
             shift = now - beat["time"]
             beat |= {name: beat[name] + shift for name in ("time", "started", "since")}
             beat |= {"pid": os.getpid(), "host": os.uname().nodename, "step_seconds": 10.0}
-            beat |= {"born": born()}
+            beat |= {"born": start_ticks()}
             (tmp_path / f"ranks/{rank:05}.json").write_text(json.dumps(beat))
             dump = files["dump"] | {"time": now}
             (tmp_path / f"ranks/{rank:05}.dump.json").write_text(json.dumps(dump))
@@ -41,15 +41,15 @@ def run(tmp_path):
 
 
 def watch(folder, *args, columns=100):
-    """Return the exit status and what was printed."""
+    """Run watch.py; return its exit status and its output."""
     env = os.environ | {"COLUMNS": str(columns), "TERM": "dumb"}
-    done = printed(WATCH, folder, *args, env=env)
+    done = run_command(WATCH, folder, *args, env=env)
     return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 200])
-def test_a_healthy_run(run, columns):
+def test_healthy_run_is_shown_in_full(run, columns):
     status, text = watch(run(), "--once", columns=columns)
     assert status == 0, text
     assert "4 of 4 ranks" in text and "loss 3.21" in text and "healthy" in text
@@ -57,26 +57,26 @@ def test_a_healthy_run(run, columns):
     assert sum("backward" in line for line in text.splitlines()) == 4
 
 
-def test_a_fault_is_marked(run):
+def test_rank_with_a_fault_is_shown_first(run):
     status, text = watch(run(beat={"open_files": 900}), "--once", "--most", "1")
     assert status == 1
     assert "too-many-open-files rank 2" in text.replace("\n", " ")
     assert "and 3 more ranks" in text and "whats_wrong.py" in text
 
 
-def test_no_run(tmp_path):
+def test_folder_without_a_run_is_an_error(tmp_path):
     assert watch(tmp_path, "--once")[0] == 3
     status, text = watch(tmp_path / "nowhere", "--once")
     assert status == 2 and "is no folder" in text
 
 
 @pytest.mark.slow
-def test_live_until_ctrl_c(run):
+def test_ctrl_c_ends_the_live_table(run):
     folder = run()
     command = [sys.executable, WATCH, folder]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, **pipes)
-    wait_until((folder / "ranks/clock").exists, 60, "it begins the second picture")
+    wait_until((folder / "ranks/clock").exists, 60, "watch.py draws its second table")
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=20)
-    assert process.returncode == 0 and "healthy" in said and "Traceback" not in said
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 0 and "healthy" in output and "Traceback" not in output

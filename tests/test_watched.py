@@ -1,4 +1,4 @@
-"""watched.py: what it writes, that nothing waits for it, that scripts end as they would without."""
+"""Test that watched.py writes correct files, and that scripts run as they do without it."""
 
 import json
 import signal
@@ -11,23 +11,23 @@ import pytest
 import torch
 import watched
 
-from conftest import SCRIPTS, SHORT, difference, metrics, printed
-from runs import WATCHED, command_of
+from conftest import SCRIPTS, SHORT, difference, metrics, run_command
+from runs import WATCHED, watched_command
 
 
 def run(*args, **options):
-    """Run to the end; return the finished process with what it printed."""
-    return printed(*command_of(*args, **options))
+    """Run a script under watched.py to its end; return the finished process with its output."""
+    return run_command(*watched_command(*args, **options))
 
 
 def beat_of(folder, rank=0):
-    """Return a rank's heartbeat."""
+    """Return the last heartbeat of a rank."""
     return json.loads((folder / f"ranks/{rank:05}.json").read_text())
 
 
 @pytest.fixture
 def script(tmp_path):
-    """Write a script; return its path."""
+    """Return a function that writes a script and returns its path."""
 
     def write(text):
         (tmp_path / "some_script.py").write_text(textwrap.dedent(text))
@@ -36,7 +36,7 @@ def script(tmp_path):
     return write
 
 
-# ---- it ends as it would -----------------------------------------------------------------------
+# ---- scripts run and end as they do without it -------------------------------------------------
 @pytest.mark.parametrize(
     "text, status, end, error",
     [
@@ -48,7 +48,7 @@ def script(tmp_path):
          "SystemExit: x.py: error: bad"),
     ],
 )  # fmt: skip
-def test_the_status_is_the_scripts(script, tmp_path, text, status, end, error):
+def test_exit_status_is_that_of_the_script(script, tmp_path, text, status, end, error):
     done = run(tmp_path, script(text))
     assert done.returncode == status, done.stderr
     beat = beat_of(tmp_path)
@@ -57,8 +57,8 @@ def test_the_status_is_the_scripts(script, tmp_path, text, status, end, error):
     assert done.stdout in ("", "__main__\n")
 
 
-def test_a_script_sees_what_it_would_without(script, tmp_path):
-    """Its arguments, its folder, its __main__, and those of the processes that it starts."""
+def test_script_has_its_own_arguments_folder_and_main(script, tmp_path):
+    """Check also that a process started by the script finds the script's functions."""
     (tmp_path / "neighbour.py").write_text("value = 5\n")
     text = """
         import multiprocessing, pickle, sys
@@ -75,50 +75,53 @@ def test_a_script_sees_what_it_would_without(script, tmp_path):
     assert (done.returncode, done.stdout) == (0, "[10, 15]\n"), done.stderr
 
 
-def starting(tmp_path, *args):
+def start(tmp_path, *args):
     """Start a script under watched.py; return the process once it has printed a line."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command_of(tmp_path, *args), **pipes)
+    process = subprocess.Popen(watched_command(tmp_path, *args), **pipes)
     assert process.stdout.readline() == "ready\n"
     return process
 
 
 IN_C = "import time, torch; print('ready', flush=True); time.sleep(1e6)"
 IN_PYTHON = "print('ready', flush=True)\nwhile True: pass"
-HOLDING = """
+# ctypes releases Python's global lock, but the main thread stays in C code, so no Python handler
+# runs.
+IN_C_FOREVER = """
 import ctypes, signal
 print('ready', flush=True)
-ctypes.CDLL(None).pause()  # ctypes lets go of Python's lock, and a handler in Python never runs
+ctypes.CDLL(None).pause()
 ctypes.CDLL(None).sleep(1000)
 """
 
 
-@pytest.mark.parametrize("text", [IN_C, IN_PYTHON, HOLDING])
-def test_sigterm_ends_it_at_once_and_is_noted(script, tmp_path, text):
-    process = starting(tmp_path, script(text))
-    begun = time.monotonic()
+@pytest.mark.parametrize("text", [IN_C, IN_PYTHON, IN_C_FOREVER])
+def test_sigterm_ends_the_script_at_once_and_is_recorded(script, tmp_path, text):
+    process = start(tmp_path, script(text))
+    start_time = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == -signal.SIGTERM
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - start_time < 3
     assert beat_of(tmp_path)["asked_to_end"] and "SIGTERM" in beat_of(tmp_path)["error"]
 
 
-def test_a_handler_of_the_scripts_own_stays(script, tmp_path):
+def test_sigterm_handler_of_the_script_runs(script, tmp_path):
     text = """
         import signal, time, sys
         def stop(*_): print("saving"); sys.exit(7)
         signal.signal(signal.SIGTERM, stop)
-        sys.setswitchinterval(10)  # the thread that watches gets no turn before the script ends
+        # Keep the watching thread from running before the script ends.
+        sys.setswitchinterval(10)
         print("ready", flush=True)
         time.sleep(1e6)
     """
-    process = starting(tmp_path, script(text))
+    process = start(tmp_path, script(text))
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=20)[0] == "saving\n" and process.returncode == 7
     assert beat_of(tmp_path)["asked_to_end"]
 
 
-def test_what_it_forks_ends_by_sigterm(script, tmp_path):
+def test_sigterm_ends_a_forked_process(script, tmp_path):
     text = """
         import multiprocessing, time
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1e6,))
@@ -130,7 +133,7 @@ def test_what_it_forks_ends_by_sigterm(script, tmp_path):
     assert run(tmp_path, script(text)).stdout == "-15\n"
 
 
-def test_a_crash_in_c_tells_its_line(script, tmp_path):
+def test_crash_in_c_code_writes_the_python_stack(script, tmp_path):
     text = """
         import ctypes
         from torch.distributed.elastic.multiprocessing.errors import record
@@ -140,34 +143,36 @@ def test_a_crash_in_c_tells_its_line(script, tmp_path):
     assert "some_script.py" in (tmp_path / "ranks/00000.crash").read_text()
 
 
-def test_wrong_arguments(tmp_path):
+def test_missing_script_is_an_error(tmp_path):
     done = run(tmp_path, "nowhere.py")
-    assert done.returncode == 2 and "there is no script nowhere.py" in done.stderr
+    assert done.returncode == 2
+    assert "error: script nowhere.py: no such file;" in done.stderr
 
 
-# ---- what it writes ----------------------------------------------------------------------------
+# ---- heartbeats --------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def watched_run(tmp_path_factory):
-    """A run of chapter 02 that was watched, and the folder of one that was not."""
+    """Run chapter 02 with watched.py and without it; return the folder that holds both runs."""
     folder = tmp_path_factory.mktemp("runs")
     for name in ("alone", "watched"):
         args = [SCRIPTS["02"], *SHORT, "--save-dir", folder, "-e", name]
-        command = command_of(folder / name, "--every", 5, *args, ranks=2)
+        command = watched_command(folder / name, "--every", 5, *args, ranks=2)
         if name == "alone":
-            at = command.index(str(WATCHED))
-            del command[at : at + 5]  # with --into and --every
+            # Remove watched.py with its --into and --every.
+            first = command.index(str(WATCHED))
+            del command[first : first + 5]
         subprocess.run(command, check=True, timeout=200)
     return folder
 
 
 @pytest.mark.slow
-def test_no_loss_is_another(watched_run):
+def test_losses_are_the_same_without_watched(watched_run):
     alone, watched = metrics(watched_run / "alone"), metrics(watched_run / "watched")
     assert difference(alone, watched) == 0
 
 
 @pytest.mark.slow
-def test_what_a_heartbeat_tells(watched_run):
+def test_heartbeat_has_steps_checks_and_resources(watched_run):
     beats = [beat_of(watched_run / "watched", rank) for rank in (0, 1)]
     for rank, beat in enumerate(beats):
         assert (beat["rank"], beat["world_size"], beat["end"]) == (rank, 2, "finished")
@@ -175,22 +180,22 @@ def test_what_a_heartbeat_tells(watched_run):
         assert [check["step"] for check in beat["checks"]] == [5, 10, 15, 20]
         assert beat["memory"][-1] > 0.1 and beat["open_files"] > 3
     first, second = (beat["checks"] for beat in beats)
-    assert [one["weights"] for one in first] == [one["weights"] for one in second]
-    assert not {one["data"] for one in first} & {one["data"] for one in second}
-    told = metrics(watched_run / "watched")
+    assert [check["weights"] for check in first] == [check["weights"] for check in second]
+    assert not {check["data"] for check in first} & {check["data"] for check in second}
+    rows = metrics(watched_run / "watched")
     means = [sum(pair) / 2 for pair in zip(first[-1]["losses"], second[-1]["losses"], strict=True)]
-    assert means == pytest.approx([told[step]["loss"] for step in (18, 19, 20)], abs=1e-6)
+    assert means == pytest.approx([rows[step]["loss"] for step in (18, 19, 20)], abs=1e-6)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_counting(watched_run):
+def test_step_number_includes_the_steps_before_a_resume(watched_run):
     args = [*SHORT, "--num-steps", 30, "--save-dir", watched_run, "-e", "watched"]
-    command = command_of(watched_run / "watched", "--every", 5, SCRIPTS["02"], *args, ranks=2)
+    command = watched_command(watched_run / "watched", "--every", 5, SCRIPTS["02"], *args, ranks=2)
     subprocess.run(command, check=True, timeout=200)
     assert beat_of(watched_run / "watched")["step"] == 30
 
 
-# ---- nothing waits for it ----------------------------------------------------------------------
+# ---- checks ------------------------------------------------------------------------------------
 class Tokens(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -202,60 +207,69 @@ class Tokens(torch.nn.Module):
 
 @pytest.fixture
 def steps():
-    """Steps that watch this process; in the end torch is as it was."""
-    before = torch.autograd.backward, torch.nn.Embedding.forward
+    """Count the steps of this process; restore torch's functions after the test."""
+    backward = torch.autograd.backward
+    embedding_forward = torch.nn.Embedding.forward
     handles = []
     register = watched.register_optimizer_step_post_hook
     watched.register_optimizer_step_post_hook = lambda hook: handles.append(register(hook))
     yield watched.Steps(2)
-    torch.autograd.backward, torch.nn.Embedding.forward = before
+    torch.autograd.backward = backward
+    torch.nn.Embedding.forward = embedding_forward
     watched.register_optimizer_step_post_hook = register
     handles[0].remove()
 
 
-def train(model, optimizer, count=4, poison=None):
-    """Take steps on inputs of their own; in step `poison` the gradient is infinite."""
+def train(model, optimizer, count=4, infinite_step=None):
+    """Train for some steps, each on a different batch; one step may have an infinite loss."""
     for step in range(1, count + 1):
         loss = model(torch.arange(8) + step)
-        loss = loss * (torch.inf if step == poison else 1)
+        loss = loss * (torch.inf if step == infinite_step else 1)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def test_the_main_thread_reads_nothing_from_the_device(steps, monkeypatch):
-    """On a GPU each of these would make it wait; the thread may, of what has arrived."""
-    read = []
+def test_main_thread_reads_nothing_from_the_device(steps, monkeypatch):
+    """Each of these functions would make the main thread wait for a GPU.
+
+    The watching thread may call them, because it reads only numbers that have arrived.
+    """
+    calls = []
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy"):
-        work = getattr(torch.Tensor, name)
+        read = getattr(torch.Tensor, name)
         monkeypatch.setattr(
-            torch.Tensor, name, lambda *args, work=work, name=name: read.append(name) or work(*args)
+            torch.Tensor,
+            name,
+            lambda *args, read=read, name=name: calls.append(name) or read(*args),
         )
     model = Tokens()
     train(model, torch.optim.AdamW(model.parameters(), fused=True))
-    assert (steps.fault, read) == (None, [])
-    thread = threading.Thread(target=steps.take)
+    assert (steps.fault, calls) == (None, [])
+    thread = threading.Thread(target=steps.collect)
     thread.start()
     thread.join()
-    assert [check["step"] for check in steps.checks] == [1, 2, 4] and read == ["tolist"] * 4
+    assert [check["step"] for check in steps.checks] == [1, 2, 4]
+    assert calls == ["tolist"] * 4
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
-def test_the_first_step_that_is_not_finite_is_kept(steps, make):
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adam])
+def test_first_step_that_is_not_finite_is_recorded(steps, optimizer_class):
     model = Tokens()
-    train(model, make(model.parameters(), lr=0.1), poison=3)
-    steps.take()
-    assert steps.bad["step"] == 3 and steps.bad["loss"] == float("inf")
+    train(model, optimizer_class(model.parameters(), lr=0.1), infinite_step=3)
+    steps.collect()
+    assert steps.first_nonfinite["step"] == 3
+    assert steps.first_nonfinite["loss"] == float("inf")
 
 
-def test_an_error_of_its_own_ends_its_looks_and_not_the_training(steps, monkeypatch):
+def test_error_in_a_check_does_not_stop_the_training(steps, monkeypatch):
     monkeypatch.delattr(watched, "checksum")
     model = Tokens()
     train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert "NameError" in steps.fault and steps.count == 1
 
 
-def test_phases():
+def test_stack_gives_the_phase():
     at = lambda *names: watched.phase_of([(file, 1, name) for file, name in names])  # noqa: E731
     layer = ("/x/site-packages/torch/nn/modules/module.py", "_call_impl")
     hook = ("/x/site-packages/torch/_dynamo/eval_frame.py", "_fn")
