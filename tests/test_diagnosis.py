@@ -1,4 +1,4 @@
-"""Runs that are broken on purpose: is what broke named, and the rank? Is the text true?"""
+"""Break runs on purpose, and check that the verdict, the rank and faults.md are right."""
 
 import json
 import os
@@ -12,27 +12,32 @@ import whats_wrong
 
 import faults
 from cluster.cluster import wait_until
-from conftest import ROOT, SHORT, logged, printed, start_ranks
-from runs import command_of, verdict_of
+from conftest import ROOT, SHORT, has_logged, run_command, start_ranks
+from runs import wait_for_verdict, watched_command
 
 CHAPTER = ROOT / "diagnosing-errors"
 RESULTS = ROOT / "benchmarks/results"
 
 
-CASES = [(script, fault) for script, (_, _, some) in faults.SCRIPTS.items() for fault in some]
-# beside other work a healthy run may well have a rank that is slow
-MARKED = [pytest.param(*case, marks=[pytest.mark.alone] * ("healthy" in case[1])) for case in CASES]
+CASES = []
+MARKED_CASES = []
+for name, (_, _, script_faults) in faults.SCRIPTS.items():
+    for fault_name in script_faults:
+        # Beside other processes, a healthy run may have a straggler.
+        marks = [pytest.mark.alone] if "healthy" in fault_name else []
+        CASES.append((name, fault_name))
+        MARKED_CASES.append(pytest.param(name, fault_name, marks=marks))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script, fault", MARKED)
-def test_the_culprit_is_named(script, fault):
-    """Once, on a rank and in a step that the published table does not have."""
+@pytest.mark.parametrize("script, fault", MARKED_CASES)
+def test_verdict_names_the_fault_and_the_rank(script, fault):
+    """Use a rank and a step that the published table does not have."""
     row = faults.break_and_find(script, fault, seed=100)
     assert row["right"], json.dumps(row, indent=1)
 
 
-def test_the_published_table_has_all_faults_and_no_false_alarm():
+def test_published_table_has_all_faults_and_no_false_alarm():
     rows = json.loads((RESULTS / "faults-cpu-2cores.json").read_text())["rows"]
     assert all(row["right"] for row in rows)
     assert all(faults.line_of(row) in row["reason"] for row in rows if "reason" in row)
@@ -42,23 +47,23 @@ def test_the_published_table_has_all_faults_and_no_false_alarm():
     assert sum(faults.KINDS[row["fault"]] is None for row in rows) >= 20
 
 
-def test_every_fault_is_known_by_all():
-    """The script, what is expected of the tool, and the text have the same faults."""
+def test_every_fault_is_in_the_script_the_benchmark_and_the_text():
     script = (CHAPTER / "train_llm.py").read_text()
-    named = set(re.findall(r'^    "([a-z-]+)": "', script, re.M))
+    in_script = set(re.findall(r'^    "([a-z-]+)": "', script, re.M))
     text = (CHAPTER / "faults.md").read_text()
-    assert named == {fault for fault, kind in faults.KINDS.items() if kind}
-    assert named == set(re.findall(r'cog fault\("([a-z-]+)"\)', text))
-    inside = set(re.findall(r'^    "([a-z-]+)": ', (CHAPTER / "inject.py").read_text(), re.M))
-    assert inside == named - set(faults.INSIDE)
+    assert in_script == {fault for fault, kind in faults.KINDS.items() if kind}
+    assert in_script == set(re.findall(r'cog fault\("([a-z-]+)"\)', text))
+    injected = set(re.findall(r'^    "([a-z-]+)": ', (CHAPTER / "inject.py").read_text(), re.M))
+    assert injected == in_script - set(faults.INSIDE)
 
 
 def test_every_verdict_has_a_section():
-    kinds = re.findall(r'Finding\("([a-z-]+)"', (CHAPTER / "whats_wrong.py").read_text())
+    literals = re.findall(r'Finding\("([a-z-]+)"', (CHAPTER / "whats_wrong.py").read_text())
+    verdicts = {*literals, *whats_wrong.CLUES, *whats_wrong.NO_FAULT}
     headings = re.findall(r"^#+ (.*)$", (CHAPTER / "faults.md").read_text(), re.M)
     anchors = {heading.lower().replace(" ", "-") for heading in headings}
-    known = {*kinds, *whats_wrong.CLUES, *whats_wrong.NO_FAULT}
-    assert "hang-in-data" in known and anchors >= known
+    assert "hang-in-data" in verdicts
+    assert verdicts <= anchors
 
 
 DDP = """
@@ -77,23 +82,25 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    "detail, what, status, words",
+    "debug_level, mode, status, message",
     [
         ("DETAIL", "mismatch", 1, "Detected mismatch between collectives on ranks"),
         ("DETAIL", "ddp", -11, ""),
         ("INFO", "ddp", 0, ""),
     ],
 )
-def test_what_the_debug_level_does(detail, what, status, words, tmp_path, monkeypatch):
-    """What the README says of it: a new torch may have mended the segfault."""
+def test_debug_level_has_the_documented_effect(
+    debug_level, mode, status, message, tmp_path, monkeypatch
+):
+    """Check faults.md: a new release of torch may no longer end in a segmentation fault."""
     script = tmp_path / "script.py"
     script.write_text(DDP)
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", detail)
-    started = start_ranks(2, [script, what], tmp_path)
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", debug_level)
+    started = start_ranks(2, [script, mode], tmp_path)
     statuses = {process.wait(timeout=200) for process in started}
-    said = [path.read_text() for path in tmp_path.glob("rank*.log")]
-    assert statuses == {status}, said
-    assert all(words in text for text in said)
+    logs = [path.read_text() for path in tmp_path.glob("rank*.log")]
+    assert statuses == {status}, logs
+    assert all(message in log for log in logs)
 
 
 # ---- on two hosts ----------------------------------------------------------------------------
@@ -105,7 +112,7 @@ FAST = """--device cpu --precision fp32 -s 64 --global-batch-size 8 -b 8 --num-s
 
 @pytest.fixture
 def two_hosts(cluster, tmp_path):
-    """What starts a run on a rank of each of two hosts, and what asks the tool about it."""
+    """Return two functions: one starts a run on two hosts, the other waits for a verdict on it."""
     (tmp_path / "hosts").write_text("h1\nh2\n")
     bin_first = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {"PATH": bin_first, "OMP_NUM_THREADS": "1", "RANKS_PER_NODE": "1", "HF_HUB_OFFLINE": "1"}
@@ -120,56 +127,61 @@ def two_hosts(cluster, tmp_path):
         return cluster.popen("head", list(map(str, command)), **started)
 
     def ask(*kinds):
-        return verdict_of(cluster, tmp_path / "run", env, kinds, "--hosts", tmp_path / "hosts")
+        return wait_for_verdict(
+            cluster, tmp_path / "run", env, kinds, "--hosts", tmp_path / "hosts"
+        )
 
     return start, ask
 
 
-def trains(folder):
-    """Wait until a run takes steps."""
-    wait_until(lambda: logged(folder / "run", 10), 90, "some steps")
+def wait_for_steps(folder):
+    """Wait until a run has taken some steps."""
+    wait_until(lambda: has_logged(folder / "run", 10), 90, "some steps")
 
 
 @pytest.mark.slow
 @pytest.mark.cluster
 class TestOnCluster:
     @pytest.mark.parametrize("fault", ["unplug", "kill_host"])
-    def test_a_host_that_is_cut_off_or_dies(self, cluster, two_hosts, tmp_path, fault):
+    def test_lost_host_is_named(self, cluster, two_hosts, tmp_path, fault):
         start, ask = two_hosts
         start()
-        trains(tmp_path)
+        wait_for_steps(tmp_path)
         getattr(cluster, fault)("h2")
-        said = ask("host-unreachable", *["network"] * (fault == "unplug"))
-        assert "h2" in said["hosts"], said
+        allowed = ["host-unreachable", "network"] if fault == "unplug" else ["host-unreachable"]
+        verdict = ask(*allowed)
+        assert "h2" in verdict["hosts"], verdict
         if fault == "kill_host":
-            assert said["hosts"] == ["h2"] and said["ranks"] == [1], said
+            assert verdict["hosts"] == ["h2"] and verdict["ranks"] == [1], verdict
 
     @pytest.mark.parametrize(
-        "variables, kind, words",
+        "variables, kind, word",
         [
             ({"GLOO_SOCKET_IFNAME": "eth9"}, "rendezvous", "eth9"),
             ({"MASTER_PORT": "23456"}, "unknown", "preflight.py"),
         ],
         ids=["wrong interface", "blocked port"],
     )
-    def test_hosts_that_never_meet(self, cluster, two_hosts, tmp_path, variables, kind, words):
-        """Where torchrun's own processes do not meet, no rank is started that could tell."""
+    def test_hosts_that_cannot_connect_get_a_verdict(
+        self, cluster, two_hosts, tmp_path, variables, kind, word
+    ):
+        """If the torchrun processes cannot connect, no rank starts, so the verdict is unknown."""
         start, ask = two_hosts
         (tmp_path / "run").mkdir()
         cluster.block_port("h1", 23456)
         start(**variables).wait(timeout=200)
-        said = ask(kind)
-        assert words in said["reason"], said
+        verdict = ask(kind)
+        assert word in verdict["reason"], verdict
 
 
 @pytest.mark.slow
-def test_a_full_disk(small_disk, tmp_path):
-    """A checkpoint does not fit: the tool says so, and that is no crash."""
+def test_full_disk_is_named(small_disk, tmp_path):
+    """The disk has no space for a checkpoint; the verdict is not a crash."""
     args = [*SHORT, "--num-steps", 30, "--save-dir", small_disk, "-e", "run"]
     args += ["--checkpoint-every", 3]
     run, script = small_disk / "run", CHAPTER / "train_llm.py"
     with open(tmp_path / "log", "w") as log:
-        command = command_of(run, script, *args, ranks=2)
+        command = watched_command(run, script, *args, ranks=2)
         assert subprocess.run(command, check=False, stdout=log, stderr=log, timeout=200).returncode
-    done = printed(CHAPTER / "whats_wrong.py", run, "--json")
+    done = run_command(CHAPTER / "whats_wrong.py", run, "--json")
     assert json.loads(done.stdout)["kind"] == "disk-full", done.stdout
