@@ -513,7 +513,7 @@ def samples_at(args, samples, positions):
 def loss_of(args, model, batch):
     """Return the mean next-token loss of `batch`."""
     if "slow-compute" in ACTIVE_FAULTS:
-        time.sleep(1)
+        time.sleep(1.0)
     with torch.autocast(batch.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
     if "nan-data" in ACTIVE_FAULTS:

@@ -457,9 +457,10 @@ def train_step(args, model, optimizer, train_set, step, device):
 
 
 def update_scale(scaler, loss):
-    """Halve the scale after an overflow; return 1 if a smaller scale cannot help, otherwise 0.
+    """Let the scaler halve or double the scale; return 1 if halving cannot help, otherwise 0.
 
-    A smaller scale cannot help if the loss is not finite, because the forward pass does not use it.
+    Halving cannot help if the scale is already below 1, or if the loss is not finite: the forward
+    pass does not use the scale.
     """
     # Leave out scaler.step(), which would delete optimizer.found_inf.
     scaler.update()
