@@ -1,10 +1,10 @@
 """Train a causal language model with DeepSpeed's ZeRO. Parent: 03-job-launchers.
 
-Here:      torchrun --standalone --nproc-per-node 2 alternative-frameworks/deepspeed/train_llm.py
-For real:  sbatch --nodes 4 --gpus-per-node 8 03-job-launchers/slurm/train.sbatch \
-               alternative-frameworks/deepspeed/train_llm.py --deepspeed-config zero3.json \
-               -m meta-llama/Llama-3.2-1B -d roneneldan/TinyStories \
-               -s 2048 --global-batch-size 64 --num-steps 5000 --compile
+Small:  torchrun --standalone --nproc-per-node 2 alternative-frameworks/deepspeed/train_llm.py
+Real:   sbatch --nodes 4 --gpus-per-node 8 03-job-launchers/slurm/train.sbatch \
+            alternative-frameworks/deepspeed/train_llm.py --deepspeed-config zero3.json \
+            -m meta-llama/Llama-3.2-1B -d roneneldan/TinyStories \
+            -s 2048 --global-batch-size 64 --num-steps 5000 --compile
 """
 
 import argparse
@@ -44,17 +44,19 @@ from tqdm import tqdm
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-LAUNCHERS = [  # the variables in which each tells a process its rank, world size and local rank
-    ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun, deepspeed
-    [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK")],  # mpirun of Open MPI
-    ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],  # mpirun of MPICH
-    ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],  # srun
-]
+# Each launcher passes the rank, the world size and the local rank in these variables.
+LAUNCHER_VARIABLES = {
+    "torchrun": ["RANK", "WORLD_SIZE", "LOCAL_RANK"],
+    "Open MPI": ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],
+    "MPICH": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],
+    "srun": ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],
+}
 
 
 def parse_args():
-    """Return the arguments, checked as far as that needs no data, and the batch split up."""
+    """Parse and check the command line, and split the global batch into micro-batches."""
     adopt_launcher()
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(formatter_class=formatter, fromfile_prefix_chars="@")
@@ -64,148 +66,178 @@ def parse_args():
     chapter = Path(__file__).resolve().parent.name
     add = parser.add_argument
 
-    add("-m", "--model-name", default="tiny", help="hub id, folder, or tiny: a built-in Llama")
-    add("--config", nargs="+", default=[], metavar="NAME=VALUE", help="change its configuration")
-    add("--pretrained", action="store_true", help="start from published weights, not random ones")
+    add("-m", "--model-name", default="tiny", help="hub id, folder, or tiny (a built-in Llama)")
+    add("--config", nargs="+", default=[], metavar="NAME=VALUE", help="override model settings")
+    add("--pretrained", action="store_true", help="start from the published weights")
 
     add("-d", "--dataset-name", default="pydoc", help="hub id, folder, .txt/.jsonl/.csv/.parquet")
-    add("--dataset-subset", help="the configuration, of a hub dataset that has several")
+    add("--dataset-subset", help="the subset to load from a hub dataset that has several")
     add("--text-column", default="text", help="the column that holds the text")
     add("-s", "--seq-length", type=int, default=256, help="tokens per sample")
 
     add("--global-batch-size", type=int, default=32, help="samples per optimizer step")
-    add("-b", "--batch-size", type=int, default=8, help="most samples per forward pass")
-    add("--num-steps", type=int, default=100, help="optimizer steps in the whole run")
-    add("--lr", type=float, default=1e-3, help="learning rate after the warmup")
-    add("--warmup-steps", type=int, default=10, help="steps in which the learning rate rises")
-    add("--weight-decay", type=float, default=0.1, help="for matrices, not for vectors")
-    add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to it; 0: never")
-    add("--seed", type=int, default=0, help="for weights, data order and dropout")
+    add("-b", "--batch-size", type=int, default=8, help="maximum samples per forward pass")
+    add("--num-steps", type=int, default=100, help="total number of optimizer steps")
+    add("--lr", type=float, default=1e-3, help="peak learning rate, reached after the warmup")
+    add("--warmup-steps", type=int, default=10, help="steps over which the learning rate rises")
+    add("--weight-decay", type=float, default=0.1, help="applied to matrices, not to vectors")
+    add("--max-grad-norm", type=float, default=1.0, help="gradient clipping; 0 turns it off")
+    add("--seed", type=int, default=0, help="seed for weights, data order and dropout")
 
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if there")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 on cuda")
     add("--compile", action="store_true", help="compile the layers and the loss")
-    add("--deepspeed-config", help="what make_config.py deepspeed has written; without it, ZeRO-2")
+    add("--deepspeed-config", help="a file from make_config.py deepspeed; without a file, ZeRO-2")
 
     add("-e", "--experiment-name", default=chapter, help="the run's folder under --save-dir")
-    add("--save-dir", default="outputs", help="where runs are kept")
+    add("--save-dir", default="outputs", help="the folder that holds all runs")
     add("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
-    add("--keep-checkpoints", type=int, default=2, help="how many stay on disk")
+    add("--keep-checkpoints", type=int, default=2, help="number of checkpoints to keep")
     add("--eval-every", type=int, default=50, help="steps between evaluations")
-    add("--eval-samples", type=int, default=64, help="how many samples are held out for them")
+    add("--eval-samples", type=int, default=64, help="number of samples to hold out")
     add("--log-every", type=int, default=10, help="steps between log lines")
-    add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="mode")
+    add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="wandb mode")
     add("--dist-timeout", type=int, default=600, help="seconds that a rank waits for the others")
 
     args = parser.parse_args()
     may_be_zero = ["lr", "warmup_steps", "weight_decay", "max_grad_norm", "seed"]
+    minimums = dict.fromkeys(may_be_zero, 0) | {"seq_length": 2}
     for name, value in vars(args).items():
-        least = 0 if name in may_be_zero else 2 if name == "seq_length" else 1
-        if type(value) in (int, float) and not value >= least:  # in this form it refuses NaN too
-            fail(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+        minimum = minimums.get(name, 1)
+        # "not >=" also rejects NaN; "<" would let it through.
+        if type(value) in (int, float) and not value >= minimum:
+            fail(f"--{name.replace('_', '-')} {value}: must be at least {minimum}")
     if args.pretrained and args.model_name == "tiny":
-        fail("--pretrained: there are no published weights of tiny; name a model with -m")
+        fail("--pretrained: tiny has no published weights; choose a model with --model-name")
     if args.device == "auto":
         args.device = "cuda" if has_gpu() else "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
-        fail(f"torch {torch.__version__} finds no GPU that works; to do without, pass --device cpu")
-    if args.precision == "auto":  # GPUs before 8.0 have no units for bf16 and emulate it slowly
-        fast = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
-        args.precision = "bf16" if fast else "fp32"
-    if not {"LOCAL_RANK", "MASTER_ADDR"} <= os.environ.keys():
-        fail("start this with a launcher; mpirun needs -x MASTER_ADDR=... -x MASTER_PORT=... too")
-    world_size = int(os.environ["WORLD_SIZE"])
-    samples, rest = divmod(args.global_batch_size, world_size)
-    if rest:
-        fail(f"--global-batch-size {args.global_batch_size} does not divide by {world_size} ranks")
-    args.micro_batch_size = max(n for n in range(1, args.batch_size + 1) if samples % n == 0)
-    args.accumulation = samples // args.micro_batch_size
+        problem = f"torch {torch.__version__} finds no working GPU"
+        fail(f"--device cuda: {problem}; repair the driver, or pass --device cpu")
+    if args.precision == "auto":
+        # GPUs older than compute capability 8.0 emulate bf16, which is slow.
+        has_bf16 = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+        args.precision = "bf16" if has_bf16 else "fp32"
+    if "LOCAL_RANK" not in os.environ:
+        fail("start this script with a launcher, such as torchrun, srun or mpirun")
+    if "MASTER_ADDR" not in os.environ:
+        fail("MASTER_ADDR is not set; pass it to mpirun: -x MASTER_ADDR=... -x MASTER_PORT=...")
+    num_data_ranks = int(os.environ["WORLD_SIZE"])
+    local_batch_size, remainder = divmod(args.global_batch_size, num_data_ranks)
+    if remainder:
+        problem = f"not divisible by {num_data_ranks} data-parallel ranks; choose a multiple"
+        fail(f"--global-batch-size {args.global_batch_size}: {problem}")
+    sizes = range(1, args.batch_size + 1)
+    args.micro_batch_size = max(size for size in sizes if local_batch_size % size == 0)
+    args.accumulation = local_batch_size // args.micro_batch_size
     args.wandb_id = uuid.uuid4().hex[:8]
-    args.deepspeed = settings_of(args)
+    args.deepspeed = load_settings(args)
     return args
 
 
-def settings_of(args):
-    """Return DeepSpeed's settings: those of the file, which must agree with the flags."""
+def load_settings(args):
+    """Load DeepSpeed's settings from `--deepspeed-config`; refuse any that contradict a flag."""
     autocast = {"enabled": args.precision == "bf16", "dtype": "bfloat16"}
-    autocast["lower_precision_safe_modules"] = []  # ZeRO: or it would sum their gradients in bf16
+    # ZeRO: by default, it would add up the gradients of these modules in bf16.
+    autocast["lower_precision_safe_modules"] = []
     settings = {"zero_optimization": {"stage": 2}, "torch_autocast": autocast}
     if args.deepspeed_config:
         try:
             settings = json.loads(Path(args.deepspeed_config).read_text())
         except (OSError, ValueError) as error:
             fail(f"--deepspeed-config {args.deepspeed_config}: {error}")
-    batch = {"train_batch_size": args.global_batch_size, "gradient_clipping": args.max_grad_norm}
-    batch["train_micro_batch_size_per_gpu"] = args.micro_batch_size
-    batch["gradient_accumulation_steps"] = args.accumulation
     for name in {"optimizer", "scheduler", "fp16"} & settings.keys():
-        fail(f"--deepspeed-config {args.deepspeed_config}: {name}: leave it to the script")
-    kinds = [settings.get(kind, {}) for kind in ("bf16", "torch_autocast")]
-    found = settings | {"precision": "bf16" if any(k.get("enabled") for k in kinds) else "fp32"}
-    for name, value in (batch | {"precision": args.precision}).items():
+        fail(f"--deepspeed-config {args.deepspeed_config}: {name} is not supported; remove it")
+    batch_settings = {
+        "train_batch_size": args.global_batch_size,
+        "train_micro_batch_size_per_gpu": args.micro_batch_size,
+        "gradient_accumulation_steps": args.accumulation,
+        "gradient_clipping": args.max_grad_norm,
+    }
+    has_bf16 = any(settings.get(name, {}).get("enabled") for name in ("bf16", "torch_autocast"))
+    found = settings | {"precision": "bf16" if has_bf16 else "fp32"}
+    for name, value in (batch_settings | {"precision": args.precision}).items():
         if found.get(name, value) != value:
-            told = f"{name} is {found[name]}, and by the flags {value}"
-            fail(f"--deepspeed-config {args.deepspeed_config}: {told}; write it anew with them")
+            problem = f"{name} is {found[name]}, but the flags give {value}"
+            fail(f"--deepspeed-config {args.deepspeed_config}: {problem}; write the file again")
     args.zero_stage = settings.get("zero_optimization", {}).get("stage", 0)
     if args.zero_stage == 0:
-        fail(f"--deepspeed-config {args.deepspeed_config}: stage 0 has no gradient norm; take 1")
-    return settings | batch
+        problem = "stage 0 reports no gradient norm"
+        fail(f"--deepspeed-config {args.deepspeed_config}: {problem}; choose stage 1, 2 or 3")
+    return settings | batch_settings
 
 
 def adopt_launcher():
-    """Set the variables that torchrun sets to what another launcher tells this process."""
-    for names in LAUNCHERS:
+    """Set the variables that torchrun sets, from those of the launcher that started this rank."""
+    for names in LAUNCHER_VARIABLES.values():
         if all(name in os.environ for name in names):
-            os.environ |= zip(LAUNCHERS[0], [os.environ[name] for name in names], strict=True)
+            values = [os.environ[name] for name in names]
+            os.environ |= zip(LAUNCHER_VARIABLES["torchrun"], values, strict=True)
             break
-    if "SLURM_STEP_NODELIST" in os.environ:  # rank 0 is on the first of nodes like gpu[03-07,12]
+    if "SLURM_STEP_NODELIST" in os.environ:
+        # srun: rank 0 runs on the first node of the list; gpu[03-07,12] starts with gpu03.
         nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
-        step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
         os.environ.setdefault("MASTER_ADDR", nodes.split(",")[0])
-        os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))  # of this step alone
+        # srun: derive the port from the step's number, so that two steps do not share a port.
+        step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
+        os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))
 
 
 def has_gpu():
-    """Return whether this process was given a GPU, even if torch cannot use it."""
+    """Return whether this process has a GPU, even one that torch cannot use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible in ("", "-1"):
-        return False  # hidden on purpose
-    driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
-    return driver or visible or "SLURM_GPUS_ON_NODE" in os.environ or torch.cuda.is_available()
+    if visible in ("", "-1"):  # the user has hidden all GPUs
+        return False
+    # Slurm: this variable is set in a job that has asked for GPUs.
+    if "SLURM_GPUS_ON_NODE" in os.environ:
+        return True
+    # The drivers of NVIDIA and of AMD create these files.
+    has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
+    return has_driver or bool(visible) or torch.cuda.is_available()
 
 
 def setup(args):
     """Join the process group; return this rank's device and the run's folder."""
-    if sys.platform == "linux":  # DDP: no rank outlives torchrun, or two runs would share a folder
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    # DDP: let Linux kill this rank when torchrun dies. A rank that survived could write to the
+    # folder of the next run. The 1 is PR_SET_PDEATHSIG.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     sys.stdout.reconfigure(line_buffering=True)
-    if not sys.stderr.isatty():  # in a file, progress bars are noise
+    # Progress bars would clutter a log file.
+    if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, for what DeepSpeed calls
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # fail() reports its errors
+    # ZeRO: DeepSpeed calls functions that torch warns of.
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    # fail() reports the errors of datasets, so datasets itself can stay quiet.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     run_dir = Path(args.save_dir, args.experiment_name)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fail(f"--save-dir {args.save_dir}: {error}")
-    device = torch.device(args.device)
     if args.device != get_accelerator().device_name():
-        fail(f"--device {args.device}: set DS_ACCELERATOR={args.device} for DeepSpeed too")
-    if args.device == "cpu":  # or the first start would compile an all-reduce, for minutes
+        problem = f"DeepSpeed has chosen {get_accelerator().device_name()}"
+        fail(f"--device {args.device}: {problem}; set DS_ACCELERATOR={args.device}")
+    # ZeRO: otherwise the first start on a CPU would spend minutes on compiling an all-reduce.
+    if args.device == "cpu":
         deepspeed.ops.__compatible_ops__ = {}
+    device = torch.device(args.device)
     if args.device == "cuda":
-        index, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-            index = 0  # srun --gpus-per-task=1 shows each task a GPU of its own, and no other
-        if index >= gpus:
-            fail(f"local rank {index} has no GPU: torch sees {gpus} here")
-        device = torch.device("cuda", index)
-        torch.cuda.set_device(device)  # DDP: or else all ranks would put something on GPU 0
+        local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        # srun: with --gpus-per-task=1, each rank sees one GPU, and that is its own.
+        if num_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+            local_rank = 0
+        if local_rank >= num_gpus:
+            fail(f"local rank {local_rank} has no GPU: torch sees {num_gpus}; start fewer ranks")
+        # DDP: without this line, every rank would also allocate memory on GPU 0.
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
     deepspeed.init_distributed(backend, timeout=timedelta(seconds=args.dist_timeout))
-    if dist.get_rank() != 0:  # DDP: rank 0 speaks for all
-        sys.stdout, args.wandb = open(os.devnull, "w"), "disabled"
+    # DDP: only rank 0 prints.
+    if dist.get_rank() != 0:
+        sys.stdout = open(os.devnull, "w")
     check_shared(run_dir)
     print(f"training on {device} in {args.precision}")
     return device, run_dir
@@ -213,129 +245,164 @@ def setup(args):
 
 @functools.cache
 def patient_group():
-    """Return a group of all ranks for waits that may take hours; others give up in minutes."""
+    """Return a group of all ranks that waits for a week; the default group waits for minutes."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
 @contextmanager
 def rank_first():
-    """Let rank 0 do this first, then one rank of each node, then the rest: they find it done."""
-    turn = 0 if dist.get_rank() == 0 else 1 if os.environ["LOCAL_RANK"] == "0" else 2
-    for number in range(3):
-        if number == turn:
-            yield
-            continue
-        try:
-            dist.barrier(group=patient_group())
-        except RuntimeError as error:  # DDP: that rank says why, and torchrun ends us meanwhile
-            time.sleep(10)
-            sys.exit(f"another rank has failed: {error}")
+    """Run the body on rank 0, then on one rank of each other node, then on the remaining ranks.
+
+    Later ranks find the files that earlier ranks have written.
+    """
+    turn = 2
+    if os.environ["LOCAL_RANK"] == "0":
+        turn = 1
+    if dist.get_rank() == 0:
+        turn = 0
+    for _ in range(turn):
+        wait_for_all()
+    yield
+    for _ in range(2 - turn):
+        wait_for_all()
+
+
+def wait_for_all():
+    """Wait until all ranks get here, even if that takes hours."""
+    try:
+        dist.barrier(group=patient_group())
+    except RuntimeError as error:
+        # DDP: wait while the failed rank reports the reason; torchrun then ends this rank.
+        time.sleep(10)
+        sys.exit(f"another rank has failed: {error}")
 
 
 def check_shared(run_dir):
-    """Stop if a node does not see what rank 0 writes to the run's folder."""
+    """Stop if a node does not see the files that rank 0 writes to the run's folder."""
     probe = [run_dir / f".probe-{uuid.uuid4().hex}"]
     if dist.get_rank() == 0:
         probe[0].touch()
     dist.broadcast_object_list(probe, group=patient_group())
-    here = None if probe[0].exists() else socket.gethostname()
-    blind = [None] * dist.get_world_size()
-    dist.all_gather_object(blind, here, group=patient_group())
+    host_without_access = None if probe[0].exists() else socket.gethostname()
+    hosts_without_access = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts_without_access, host_without_access, group=patient_group())
     if dist.get_rank() == 0:
         probe[0].unlink()
-    if hosts := set(blind) - {None}:
-        fail(f"--save-dir: {', '.join(hosts)} cannot see what rank 0 writes to {run_dir.resolve()}")
+    if hosts := set(hosts_without_access) - {None}:
+        problem = f"{', '.join(hosts)} cannot see what rank 0 writes to {run_dir.resolve()}"
+        fail(f"--save-dir: {problem}; choose a folder that all nodes share")
 
 
 def stop_requests(run_dir):
-    """Yield before each step whether a rank was asked to stop: by a signal, or rank 0 by a file.
+    """Yield, before each step, whether the run should stop.
 
-    All ranks get the same answer, of the exchange that they began a step ago: no rank waits.
+    A signal to any rank asks for it, and so does a file named `stop` in the run's folder. All ranks
+    get the same answer from an all-reduce that they started one step earlier, so no rank waits.
     """
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, lambda number, _: received.append(number))
-    (run_dir / "stop").unlink(missing_ok=True)  # it was meant for the run before
+    # A file that is already there was meant for an earlier run.
+    (run_dir / "stop").unlink(missing_ok=True)
     stop = False
     while True:
-        asked = received or (dist.get_rank() == 0 and (run_dir / "stop").exists())
-        answer = torch.tensor(bool(asked), dtype=torch.int32)
-        exchange = dist.all_reduce(answer, dist.ReduceOp.MAX, patient_group(), async_op=True)
+        requested = received or (dist.get_rank() == 0 and (run_dir / "stop").exists())
+        any_requested = torch.tensor(bool(requested), dtype=torch.int32)
+        options = {"op": dist.ReduceOp.MAX, "group": patient_group(), "async_op": True}
+        exchange = dist.all_reduce(any_requested, **options)
         yield stop
         exchange.wait()
-        stop = bool(answer)
+        stop = bool(any_requested)
 
 
 def fail(message):
-    """Stop because of what the user gave us: one line on stderr, exit status 2."""
+    """Report a user error in one line on stderr, and exit with status 2."""
+    # DDP: if all ranks have this error, only rank 0 reports it; torchrun ends the waiting ranks.
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(10)  # DDP: rank 0 says it and torchrun ends us, or only we have this fault
+        time.sleep(10)
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
 
 def mix(*numbers):
-    """Return one 64-bit seed made of several numbers; sums would collide, as 1 + 2 and 2 + 1."""
+    """Hash several numbers into one 64-bit seed; a sum would be the same for (1, 2) and (2, 1)."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little")
 
 
 # ---- model -----------------------------------------------------------------------------------
 @rank_first()
 def build_tokenizer_and_config(args):
-    """Return the tokenizer and the configuration of `--model-name`, changed by `--config`."""
+    """Load the tokenizer and the configuration of `--model-name`, and apply `--config`."""
     try:
         if args.model_name == "tiny":
-            tokenizer = transformers.ByT5Tokenizer()  # a token is a byte, so it needs no files
-            shape = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
-            shape |= {"num_attention_heads": 4, "vocab_size": len(tokenizer)}
-            ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-            config = transformers.LlamaConfig(**shape, **ids)
+            # ByT5's tokens are bytes, so its tokenizer needs no vocabulary file.
+            tokenizer = transformers.ByT5Tokenizer()
+            config = transformers.LlamaConfig(
+                hidden_size=128,
+                intermediate_size=352,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                vocab_size=len(tokenizer),
+                bos_token_id=None,
+                eos_token_id=tokenizer.eos_token_id,
+            )
         else:
             tokenizer = AutoTokenizer.from_pretrained(args.model_name)
             config = AutoConfig.from_pretrained(args.model_name)
         if args.config:
             config.update_from_string(",".join(args.config))
+            # Drop layer_types, so that from_dict() derives it from the new number of layers.
             values = config.to_dict()
-            values.pop("layer_types", None)  # which follow from the number of layers
+            values.pop("layer_types", None)
             config = config.from_dict(values)
-    except Exception as error:  # each wrong type in a configuration has a kind of its own
+    except Exception as error:
+        # transformers raises a different type of exception for each kind of bad value.
         fail(f"--model-name {' '.join([args.model_name, *args.config])}: {error}")
-    longest = getattr(config, "max_position_embeddings", None) or args.seq_length
-    if args.seq_length > longest:
-        fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {longest} tokens")
-    if tokenizer.eos_token_id is None or not 1 < len(tokenizer) <= config.vocab_size:
-        told = f"{len(tokenizer)} tokens for {config.vocab_size} embeddings"
-        fail(f"--model-name {args.model_name}: its tokenizer has no end of text, or {told}")
+    max_length = getattr(config, "max_position_embeddings", None) or args.seq_length
+    if args.seq_length > max_length:
+        fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {max_length} tokens")
+    if len(tokenizer) < 2:
+        fail(f"--model-name {args.model_name}: found no tokenizer; check its files")
+    if tokenizer.eos_token_id is None:
+        fail(f"--model-name {args.model_name}: its tokenizer has no end-of-text token")
+    if len(tokenizer) > config.vocab_size:
+        problem = f"its tokenizer has {len(tokenizer)} tokens"
+        fail(f"--model-name {args.model_name}: {problem} for {config.vocab_size} embeddings")
     return tokenizer, config
 
 
 def build_model(args, config):
-    """Return the model with float32 weights on the CPU, equal for equal seeds on any device."""
+    """Build the model on the CPU in float32, so that a seed gives the same weights everywhere."""
     torch.manual_seed(args.seed)
     if args.pretrained:
         model = AutoModelForCausalLM.from_pretrained(
             args.model_name, config=config, dtype=torch.float32
         )
     else:
-        with no_init_weights():  # what constructors draw is drawn below; what they set stays
+        # Constructors skip random initialization here, and init_weights() does all of it.
+        with no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.init_weights()
     if not layers_of(model):
-        fail(f"--model-name {args.model_name}: transformers does not say which its layers are")
+        fail(f"--model-name {args.model_name}: found no decoder layers in it")
     model.train()
 
-    # To decide on a mask, transformers makes the host wait for the device in each forward pass; for
-    # an attention under a name of our own it does not: plain causal attention needs no mask.
+    # Before it builds a mask, transformers checks in every forward pass whether samples are packed,
+    # and the check makes the host wait for the device. Plain causal attention needs no mask, and
+    # transformers skips the check for an attention function registered under a new name.
     window = getattr(config, "sliding_window", None) or args.seq_length
-    plain = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
-    if plain and args.seq_length <= window:
+    uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
+    if uses_sdpa and args.seq_length <= window:
         AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
         model.set_attn_implementation("causal_sdpa")
 
-    if "activation_checkpointing" in args.deepspeed:  # ZeRO: nothing but this reads that setting
+    # ZeRO: the engine ignores this setting; only deepspeed.checkpointing reads it.
+    if "activation_checkpointing" in args.deepspeed:
         deepspeed.checkpointing.configure(None, deepspeed_config=args.deepspeed)
         model._set_gradient_checkpointing(True, deepspeed.checkpointing.checkpoint)
-    if args.compile:  # in place, so that the weights keep their names; each shape by itself
+
+    # Compiling in place keeps the names of the weights. Each input shape gets its own graph.
+    if args.compile:
         for layer in layers_of(model):
             layer.compile(dynamic=False)
         model.loss_function = torch.compile(model.loss_function, dynamic=False)
@@ -343,14 +410,15 @@ def build_model(args, config):
 
 
 def layers_of(model):
-    """Return the decoder layers: transformers names their class as one not to be split."""
-    return [part for part in model.modules() if type(part).__name__ in model._no_split_modules]
+    """Return the decoder layers, which in transformers share a base class."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def build_optimizer(args, model):
-    """Return AdamW, which decays the matrices and leaves norms and biases alone."""
-    matrices = [weight for weight in model.parameters() if weight.ndim >= 2]
-    vectors = [weight for weight in model.parameters() if weight.ndim < 2]
+    """Build AdamW with weight decay for matrices, but not for norms and biases."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    matrices = [weight for weight in weights if weight.ndim >= 2]
+    vectors = [weight for weight in weights if weight.ndim < 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
@@ -358,7 +426,7 @@ def build_optimizer(args, model):
 
 
 def partition(args, model, device):
-    """Split the weights, one after the other: no device ever holds all of them, as ZeRO-3 wants."""
+    """Split the weights among the ranks, one at a time, so that no device holds all weights."""
     if args.deepspeed.get("bf16", {}).get("enabled"):
         for weight in model.parameters():
             weight.data = weight.bfloat16()
@@ -368,7 +436,7 @@ def partition(args, model, device):
 
 
 def lr_at(args, step):
-    """Return the learning rate of `step` (1 is the first): linear warmup, cosine to a tenth."""
+    """Return the learning rate of `step`, from 1 on: linear warmup, then cosine to a tenth."""
     if step <= args.warmup_steps:
         return args.lr * step / args.warmup_steps
     progress = (step - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
@@ -378,19 +446,20 @@ def lr_at(args, step):
 # ---- data ------------------------------------------------------------------------------------
 @rank_first()
 def build_data(args, tokenizer):
-    """Return training and held-out samples, int32 of [samples, `--seq-length`], memory-mapped."""
+    """Return training and held-out samples: memory-mapped int32 of [samples, seq_length]."""
     path = token_file(args, tokenizer)
     num_samples = path.stat().st_size // 4 // args.seq_length
-    training = num_samples - args.eval_samples
-    if training < 1:
-        made = f"{args.dataset_name} makes {num_samples} samples of {args.seq_length} tokens"
-        fail(f"--dataset-name {made}, too few to hold {args.eval_samples} out and train on others")
+    num_train = num_samples - args.eval_samples
+    if num_train < 1:
+        samples = f"{num_samples} samples of {args.seq_length} tokens"
+        problem = f"{samples} are too few to hold out {args.eval_samples}"
+        fail(f"--dataset-name {args.dataset_name}: {problem}; add text, or lower --seq-length")
     tokens = torch.from_file(str(path), size=num_samples * args.seq_length, dtype=torch.int32)
-    return tokens.view(num_samples, -1).split([training, args.eval_samples])
+    return tokens.view(num_samples, -1).split([num_train, args.eval_samples])
 
 
 def token_file(args, tokenizer):
-    """Return a file of all tokens, int32: the documents, with an end-of-text token after each."""
+    """Tokenize all documents into one int32 file, unless a run has done so; return its path."""
     documents = load_documents(args)
     key = Hasher.hash([documents.cache_files, args.text_column, tokenizer])
     path = Path(datasets.config.HF_DATASETS_CACHE, f"{key}.tokens")
@@ -406,7 +475,7 @@ def token_file(args, tokenizer):
 
 
 def load_documents(args):
-    """Return a dataset with a document per row."""
+    """Return a dataset with one document per row."""
     name = args.dataset_name
     formats = {".txt": "text", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
     reader = formats.get(Path(name).suffix)
@@ -420,164 +489,202 @@ def load_documents(args):
             )
         else:
             documents = datasets.load_dataset(reader or name, split="train", **options)
-    except Exception as error:  # datasets has dozens of kinds, many with the reason in the cause
+    except Exception as error:
+        # datasets raises many types of exception, and often hides the reason in __cause__.
         fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'it is empty'}")
-    types = {column: str(getattr(of, "dtype", of)) for column, of in documents.features.items()}
+    features = documents.features.items()
+    types = {column: str(getattr(feature, "dtype", feature)) for column, feature in features}
     if types.get(args.text_column) not in ("string", "large_string"):
-        fail(f"--text-column {args.text_column}: not a column of text; {name} has {types}")
+        fail(f"--text-column {args.text_column}: not a text column; {name} has {types}")
     return documents
 
 
 @functools.lru_cache(maxsize=2)
 def order_of(seed, epoch, num_samples):
-    """Return the order of all samples in an epoch: another one in each."""
+    """Return a random order of the samples, different in each epoch."""
     generator = torch.Generator().manual_seed(mix(seed, epoch))
     return torch.randperm(num_samples, generator=generator)
 
 
 def batch_at(args, samples, step, micro_step, device):
-    """Return a micro-batch, int64 of [samples, `--seq-length`]: the step alone says which."""
-    size = args.micro_batch_size * dist.get_world_size()
+    """Return the int64 micro-batch of a step; the step number alone determines its samples."""
+    data_rank, num_data_ranks = dist.get_rank(), dist.get_world_size()
+    size = args.micro_batch_size * num_data_ranks
     first = ((step - 1) * args.accumulation + micro_step) * size
-    positions = range(first + dist.get_rank(), first + size, dist.get_world_size())
-    places = [divmod(position, len(samples)) for position in positions]
-    ids = [order_of(args.seed, epoch, len(samples))[place] for epoch, place in places]
-    batch = samples[torch.stack(ids)].long()
+    positions = range(first + data_rank, first + size, num_data_ranks)
+    batch = samples_at(args, samples, positions).long()
     return batch.pin_memory().to(device, non_blocking=True) if args.device == "cuda" else batch
+
+
+def samples_at(args, samples, positions):
+    """Return the samples at some positions in the endless sequence of shuffled epochs."""
+    ids = []
+    for position in positions:
+        epoch, index = divmod(position, len(samples))
+        ids.append(order_of(args.seed, epoch, len(samples))[index])
+    return samples[torch.stack(ids)]
 
 
 # ---- one step --------------------------------------------------------------------------------
 def loss_of(args, model, batch):
-    """Return the mean loss of predicting each token of `batch` from those before it."""
+    """Return the mean next-token loss of `batch`."""
     return model(input_ids=batch, labels=batch, use_cache=False).loss
 
 
-def train_step(args, engine, train_set, step, device):
-    """Take one optimizer step; return loss and gradient norm as they lie on the device."""
-    torch.manual_seed(mix(args.seed, step, dist.get_rank()))
-    total = torch.zeros((), device=device)
-    for group in engine.optimizer.param_groups:
-        group["lr"] = lr_at(args, step)
+def forward_backward(args, engine, train_set, step, device):
+    """Run the engine on the step's micro-batches, and update the weights; return the mean loss."""
+    total_loss = torch.zeros((), device=device)
     for micro_step in range(args.accumulation):
         batch = batch_at(args, train_set, step, micro_step, device)
         loss = loss_of(args, engine, batch)
-        total += engine.backward(loss).detach()  # ZeRO: divides by the number of micro-batches
-        engine.step()  # ZeRO: at the last of them it clips and updates; not if one is not finite
-    return total, torch.as_tensor(engine.get_global_grad_norm())
+        # ZeRO: backward() divides the loss by the number of micro-batches.
+        total_loss += engine.backward(loss).detach()
+        # ZeRO: step() clips and updates after the last micro-batch only, and skips the update if a
+        # gradient is not finite.
+        engine.step()
+    return total_loss
+
+
+def train_step(args, engine, train_set, step, device):
+    """Take one optimizer step; return the loss and the gradient norm as tensors on the device."""
+    torch.manual_seed(mix(args.seed, step, dist.get_rank()))
+    # ZeRO: set the learning rate first, because the engine updates the weights by itself.
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr_at(args, step)
+    loss = forward_backward(args, engine, train_set, step, device)
+    return loss, torch.as_tensor(engine.get_global_grad_norm())
 
 
 @torch.no_grad()
 def evaluate(args, model, held_out, device):
     """Return the mean loss of the held-out samples."""
     model.eval()
-    total = torch.zeros((), device=device)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    rounds = math.ceil(len(held_out) / (args.micro_batch_size * world_size))
-    for batch in held_out.tensor_split(rounds * world_size)[rank::world_size]:
-        some = batch if len(batch) else held_out[:1]  # DDP: all ranks do as many forward passes
-        total += loss_of(args, model, some.long().to(device)) * len(batch)
+    total_loss, num_samples = torch.zeros(2, device=device)
+    data_rank, num_data_ranks = dist.get_rank(), dist.get_world_size()
+    num_rounds = math.ceil(len(held_out) / (args.micro_batch_size * num_data_ranks))
+    for batch in held_out.tensor_split(num_rounds * num_data_ranks)[data_rank::num_data_ranks]:
+        # DDP: a rank with no samples left repeats a sample with weight 0, so that every rank runs
+        # the same number of forward passes.
+        inputs = batch if len(batch) else held_out[:1]
+        total_loss += loss_of(args, model, inputs.long().to(device)) * len(batch)
+        num_samples += len(batch)
     model.train()
-    dist.all_reduce(total)
-    return (total / len(held_out)).item()
+    dist.all_reduce(total_loss)
+    dist.all_reduce(num_samples)
+    return (total_loss / num_samples).item()
 
 
 # ---- checkpoint ------------------------------------------------------------------------------
 def partial_of(folder):
-    """Return an empty folder in which to write what shall appear as `folder`."""
+    """Create an empty temporary folder beside `folder`; publish() renames it to `folder`."""
     partial = folder.with_name(".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # a kill may have left it
+    # A run that was killed during a save may have left its files.
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True, exist_ok=True)
     return partial
 
 
 def publish(args, partial, folder):
-    """Give a folder its name, once all of it is on the disk; delete the oldest checkpoints."""
+    """Flush `partial` to disk, rename it to `folder`, and delete the oldest checkpoints."""
     for path in (*partial.rglob("*"), partial):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    shutil.rmtree(folder, ignore_errors=True)  # it could not be read, or is an older model
+    # A checkpoint that could not be read, or an older model, may have the name.
+    shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
-    until_now = [old for old in sorted(folder.parent.glob("step-????????")) if old <= folder]
-    for old in until_now[: -args.keep_checkpoints]:
-        shutil.rmtree(old.rename(partial))  # a kill leaves no half of it under its name
+    checkpoints = [path for path in sorted(folder.parent.glob("step-????????")) if path <= folder]
+    for checkpoint in checkpoints[: -args.keep_checkpoints]:
+        # Rename it first, so that a kill during the deletion leaves no half-deleted checkpoint.
+        shutil.rmtree(checkpoint.rename(partial))
 
 
 def save_checkpoint(args, run_dir, engine, step):
-    """Save all that is not a function of the step."""
+    """Save everything that cannot be computed from the step number."""
     checkpoint = run_dir / f"checkpoints/step-{step:08}"
     partial = checkpoint.with_name(".partial")
     if dist.get_rank() == 0:
         (partial_of(checkpoint) / "args.json").write_text(json.dumps(vars(args)))
-    engine.save_checkpoint(partial, "zero")  # ZeRO: each rank writes its part, after rank 0
+    # ZeRO: each rank writes its part of the state, and waits for the others before and after.
+    engine.save_checkpoint(partial, "zero")
     if dist.get_rank() == 0:
         publish(args, partial, checkpoint)
 
 
 def load_checkpoint(args, run_dir, engine):
-    """Restore the newest checkpoint that can be read; return its step, which is 0 for a new run."""
+    """Restore the newest readable checkpoint; return its step, or 0 for a new run."""
     checkpoints = sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)
-    found = [checkpoints]
-    if dist.get_rank() == 0:  # ZeRO: for a rank that could not read, the others would wait
-        found = [[checkpoint for checkpoint in checkpoints if is_whole(checkpoint)]]
-    dist.broadcast_object_list(found, group=patient_group())
-    for checkpoint in found[0]:  # DDP: all ranks try those that rank 0 has found
-        before = json.loads((checkpoint / "args.json").read_text())
-        compare_args(args, before, checkpoint)
-        ranks, now = len(list(checkpoint.glob("zero/*_optim_states.pt"))), dist.get_world_size()
-        tag = "zero" if ranks == now else "universal"
-        if not (checkpoint / tag).exists():  # ZeRO: each rank reads what one with its number wrote
-            told = f"{checkpoint} is of {ranks} ranks; to continue on {now}, call python -m "
-            told += "deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder"
-            fail(f"{told} {checkpoint}/zero --output_folder {checkpoint}/universal")
-        settings = [dict(group) for group in engine.optimizer.param_groups]
+    # DDP: all ranks try the checkpoints that rank 0 has found.
+    candidates = [checkpoints]
+    # ZeRO: check all files first, because loading waits for all ranks, even for one that failed.
+    if dist.get_rank() == 0:
+        candidates = [[checkpoint for checkpoint in checkpoints if is_readable(checkpoint)]]
+    dist.broadcast_object_list(candidates, group=patient_group())
+    for checkpoint in candidates[0]:
+        saved_args = json.loads((checkpoint / "args.json").read_text())
+        compare_args(args, saved_args, checkpoint)
+        args.wandb_id = saved_args["wandb_id"]
+        # ZeRO: each rank reads the file that the rank of the same number wrote. A universal
+        # checkpoint has one file per weight, for any number of ranks.
+        saved_ranks = len(list(checkpoint.glob("zero/*_optim_states.pt")))
+        num_ranks = dist.get_world_size()
+        tag = "zero" if saved_ranks == num_ranks else "universal"
+        if not (checkpoint / tag).exists():
+            problem = f"written by {saved_ranks} ranks, and this run has {num_ranks}"
+            command = "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state"
+            folders = f"--input_folder {checkpoint}/zero --output_folder {checkpoint}/universal"
+            fail(f"{checkpoint}: {problem}; convert it: {command} {folders}")
+        param_groups = [dict(group) for group in engine.optimizer.param_groups]
         engine._config.load_universal_checkpoint = tag == "universal"
         engine.load_checkpoint(checkpoint, tag)
-        for group, ours in zip(engine.optimizer.param_groups, settings, strict=True):
-            group.update(ours, params=group["params"])  # as the command says, not as they were
+        # Hyperparameters come from the command line, not from the checkpoint.
+        for group, settings in zip(engine.optimizer.param_groups, param_groups, strict=True):
+            group.update(settings, params=group["params"])
         engine.optimizer.clip_grad = args.max_grad_norm
-        for state in engine.optimizer.optimizer.state.values():  # or all count with one tensor
+        # ZeRO: after a universal checkpoint, all weights would share one counter of steps.
+        for state in engine.optimizer.optimizer.state.values():
             state["step"] = state["step"].clone()
         print(f"continuing from {checkpoint}")
         return int(checkpoint.name.removeprefix("step-"))
     if checkpoints:
-        fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete them all to start anew")
+        fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete them to start again")
     return 0
 
 
-def is_whole(checkpoint):
-    """Return whether all files of a checkpoint can be opened, and say so if not."""
+def is_readable(checkpoint):
+    """Return whether all files of a checkpoint can be opened; if not, print the reason."""
     try:
         for path in checkpoint.glob("zero/*.pt"):
             torch.load(path, "cpu", mmap=True, weights_only=False)
-    except Exception as error:  # broken files raise many kinds
-        print(f"{checkpoint} cannot be read, so the one before is tried: {error!r:.200}")
+    except Exception as error:
+        # A damaged file can raise almost any type of exception.
+        print(f"{checkpoint} cannot be read; trying the one before: {error!r:.200}")
         return False
     return True
 
 
-def compare_args(args, before, checkpoint):
-    """Stop if the checkpoint is another run's; else say what has changed since."""
-    args.wandb_id = before["wandb_id"]
-    fixed = ["model_name", "config", "num_weights", "dataset_fingerprint"]
-    fixed += ["seq_length", "global_batch_size", "seed", "zero_stage"]
+def compare_args(args, saved_args, checkpoint):
+    """Refuse to continue a different run; print the changes that keep it the same run."""
+    must_match = ["model_name", "config", "num_weights", "dataset_fingerprint"]
+    must_match += ["seq_length", "global_batch_size", "seed", "zero_stage"]
     for name, value in vars(args).items():
-        if value == before.get(name):
+        if name == "wandb_id" or value == saved_args.get(name):
             continue
-        told = f"{checkpoint}: {name} was {before.get(name)}, is {value}"
-        if name in fixed:
-            fail(f"{told}; choose another --experiment-name")
-        print(told)
+        change = f"{checkpoint}: {name} was {saved_args.get(name)}, is now {value}"
+        if name in must_match:
+            fail(f"{change}; choose a different --experiment-name")
+        print(change)
 
 
 @rank_first()
 def export_model(args, run_dir, model, tokenizer):
-    """Write the finished model as a folder that `from_pretrained` loads."""
+    """Write the finished model to a folder that `from_pretrained` can load."""
     if dist.get_rank() != 0:
         return
     partial = partial_of(run_dir / "model")
-    last = run_dir / f"checkpoints/step-{args.num_steps:08}"  # ZeRO: its fp32 weights, put together
-    weights = get_fp32_state_dict_from_zero_checkpoint(last, "zero")
+    # ZeRO: put the fp32 weights together from the files of the last checkpoint.
+    checkpoint = run_dir / f"checkpoints/step-{args.num_steps:08}"
+    weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint, "zero")
     model.save_pretrained(partial, state_dict=weights)
     tokenizer.save_pretrained(partial)
     publish(args, partial, run_dir / "model")
@@ -585,7 +692,8 @@ def export_model(args, run_dir, model, tokenizer):
 
 
 # ---- main ------------------------------------------------------------------------------------
-PEAK_FLOPS = {  # dense bf16 matrix products a second, from the makers' data sheets
+# Dense bf16 FLOP/s, from the data sheets of the vendors.
+PEAK_FLOPS = {
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,
@@ -595,48 +703,72 @@ PEAK_FLOPS = {  # dense bf16 matrix products a second, from the makers' data she
 
 
 def mfu(args, model, tokens_per_second):
-    """Return the model FLOPs utilization, or None: PaLM, appendix B, arxiv.org/abs/2204.02311."""
+    """Return the model FLOPs utilization (PaLM, appendix B, arxiv.org/abs/2204.02311).
+
+    Return None if the peak of this device is unknown, or the precision is not bf16.
+    """
     peak = PEAK_FLOPS.get(torch.cuda.get_device_name() if args.device == "cuda" else "cpu")
     if peak is None or tokens_per_second is None or args.precision != "bf16":
         return None
-    parts = [model.get_output_embeddings(), *layers_of(model)]
-    weights = [weight for part in parts for weight in part.parameters()]
-    weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in weights)
+    modules = [model.get_output_embeddings(), *layers_of(model)]
+    weights = [weight for module in modules for weight in module.parameters()]
+    # ZeRO: stage 3 leaves an empty tensor of each weight, and keeps its size in ds_numel.
+    num_weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in weights)
     config, heads = model.config, model.config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    flops = 6 * weights + 12 * config.num_hidden_layers * width * args.seq_length
-    return tokens_per_second * flops / (peak * dist.get_world_size())
+    flops_per_token = 6 * num_weights + 12 * config.num_hidden_layers * width * args.seq_length
+    return tokens_per_second * flops_per_token / (peak * dist.get_world_size())
 
 
-def measure(args, model, step, loss, grad_norm, since):
-    """Return the metrics of `step`; to read them, the host waits for the device."""
+def measure(args, model, step, loss, grad_norm, interval_start):
+    """Return the metrics of `step`; reading them makes the host wait for the device."""
     dist.all_reduce(loss, dist.ReduceOp.AVG)
     row = {"step": step, "loss": loss.item(), "grad_norm": grad_norm.item()}
-    first, then = since
-    tokens = (step - first) * args.global_batch_size * args.seq_length
-    speed = tokens / (time.perf_counter() - then) if then else None
-    unit = 1 if sys.platform == "darwin" else 1024  # of the next line, in bytes
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    start_step, start_time = interval_start
+    tokens = (step - start_step) * args.global_batch_size * args.seq_length
+    speed = tokens / (time.perf_counter() - start_time) if start_time else None
+    # Linux counts ru_maxrss in KiB.
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if args.device == "cuda":
         memory = torch.cuda.max_memory_allocated()
     row |= {"lr": lr_at(args, step), "tokens_per_second": speed, "mfu": mfu(args, model, speed)}
     return row | {"peak_memory_gib": memory / 2**30}
 
 
-def log(run_dir, run, row):
-    """Add a row to metrics.jsonl, where the last row of a step counts, to wandb, and to stdout."""
+def start_tracking(args, run_dir):
+    """Start a wandb run, or continue the run whose id the checkpoint has."""
+    wandb_run = wandb.init(
+        id=args.wandb_id,
+        name=args.experiment_name,
+        config=vars(args),
+        dir=run_dir,
+        mode=args.wandb if dist.get_rank() == 0 else "disabled",
+        resume="allow",
+    )
+    # wandb's own step counter never goes back: wandb would drop the steps that a resume repeats.
+    wandb_run.define_metric("*", step_metric="step")
+    return wandb_run
+
+
+def log(run_dir, wandb_run, row):
+    """Append a row to metrics.jsonl, and send it to wandb and stdout.
+
+    After a resume, a step may have more than one row; the last row counts.
+    """
     if dist.get_rank() != 0:
         return
     with open(run_dir / "metrics.jsonl", "a") as file:
         print(json.dumps(row), file=file)
-    run.log(row, step=row["step"])
-    with suppress(OSError):  # of a terminal that is gone
-        tqdm.write("  ".join(f"{name} {n:,.6g}" for name, n in row.items() if n is not None))
+    wandb_run.log(row)
+    # The terminal may be gone.
+    with suppress(OSError):
+        known = {name: value for name, value in row.items() if value is not None}
+        tqdm.write("  ".join(f"{name} {value:,.6g}" for name, value in known.items()))
 
 
 @record
 def main():
-    """Train; started again with the same command, continue from the newest checkpoint."""
+    """Train; when started again with the same command, continue from the newest checkpoint."""
     args = parse_args()
     device, run_dir = setup(args)
     tokenizer, config = build_tokenizer_and_config(args)
@@ -650,46 +782,49 @@ def main():
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=args.deepspeed)
     start = load_checkpoint(args, run_dir, engine)
     if start >= args.num_steps and (run_dir / f"finished-{start}").exists():
-        print(f"{run_dir} is finished: it has {start} steps")
+        print(f"{run_dir} is already finished, at step {start}")
         return
 
-    about = {"id": args.wandb_id, "name": args.experiment_name, "config": vars(args)}
-    run = wandb.init(**about, dir=run_dir, mode=args.wandb, resume="allow")
+    wandb_run = start_tracking(args, run_dir)
     if start == 0:
-        log(run_dir, run, {"step": 0, "val_loss": evaluate(args, engine, held_out, device)})
-    since = start, None  # the speed of the first interval is unknown, as its first step compiles
+        log(run_dir, wandb_run, {"step": 0, "val_loss": evaluate(args, engine, held_out, device)})
+    # The first interval includes compilation, so it has no start time, and its speed is not logged.
+    interval_start = start, None
     steps = range(start + 1, args.num_steps + 1)
     stops = stop_requests(run_dir)
     for step in tqdm(steps, initial=start, total=args.num_steps, file=sys.stdout, disable=None):
         stop = next(stops)
         loss, grad_norm = train_step(args, engine, train_set, step, device)
-        last = step == args.num_steps
-        evaluating = last or step % args.eval_every == 0
+        is_last = step == args.num_steps
+        evaluating = is_last or step % args.eval_every == 0
         reporting = evaluating or step % args.log_every == 0
-        saving = last or step % args.checkpoint_every == 0 or stop
+        saving = is_last or step % args.checkpoint_every == 0 or stop
         if (reporting or saving) and engine.skipped_steps:
-            fail(f"a gradient in steps {since[0] + 1} to {step} was not finite; nothing was saved")
+            first = interval_start[0] + 1
+            fail(f"a gradient in steps {first} to {step} was not finite; nothing was saved")
         if reporting:
-            row = measure(args, model, step, loss, grad_norm, since)
+            row = measure(args, model, step, loss, grad_norm, interval_start)
             if evaluating:
                 row["val_loss"] = evaluate(args, engine, held_out, device)
-            log(run_dir, run, row)
+            log(run_dir, wandb_run, row)
         if saving:
             save_checkpoint(args, run_dir, engine, step)
         if reporting or saving:
-            since = step, time.perf_counter()
-        if stop and not last:
-            print(f"stopped at step {step}: the same command continues")
-            run.finish()
+            interval_start = step, time.perf_counter()
+        if stop and not is_last:
+            print(f"stopped at step {step}; the same command continues")
+            wandb_run.finish()
             return
 
     export_model(args, run_dir, model, tokenizer)
     print(f"finished: {run_dir} has the model, the metrics and the last checkpoints")
-    run.finish()
+    wandb_run.finish()
 
 
 if __name__ == "__main__":
     main()
-    if dist.is_initialized():  # which it is not after --help
-        dist.barrier(group=patient_group())  # DDP: no rank leaves while another may still need it
+    # DDP: after --help there is no process group.
+    if dist.is_initialized():
+        # DDP: keep every rank alive until all ranks have finished.
+        wait_for_all()
         dist.destroy_process_group()

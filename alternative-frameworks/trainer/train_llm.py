@@ -1,12 +1,12 @@
 """Train with the Hugging Face Trainer, on the guide's data and curve. Parent: 03-job-launchers.
 
-Here:      torchrun --standalone --nproc-per-node 2 alternative-frameworks/trainer/train_llm.py
-For real:  python alternative-frameworks/make_config.py accelerate --strategy fsdp2 --ranks 8 \
-               --output fsdp2.yaml
-           accelerate launch --config_file fsdp2.yaml \
-               alternative-frameworks/trainer/train_llm.py \
-               -m meta-llama/Llama-3.2-1B -d roneneldan/TinyStories \
-               -s 2048 --global-batch-size 64 --num-steps 5000 --compile
+Small:  torchrun --standalone --nproc-per-node 2 alternative-frameworks/trainer/train_llm.py
+Real:   python alternative-frameworks/make_config.py accelerate --strategy fsdp2 --ranks 8 \
+            --output fsdp2.yaml
+        accelerate launch --config_file fsdp2.yaml \
+            alternative-frameworks/trainer/train_llm.py \
+            -m meta-llama/Llama-3.2-1B -d roneneldan/TinyStories \
+            -s 2048 --global-batch-size 64 --num-steps 5000 --compile
 """
 
 import argparse
@@ -46,17 +46,19 @@ from tqdm import tqdm
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-LAUNCHERS = [  # the variables in which each tells a process its rank, world size and local rank
-    ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun, deepspeed
-    [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK")],  # mpirun of Open MPI
-    ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],  # mpirun of MPICH
-    ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],  # srun
-]
+# Each launcher passes the rank, the world size and the local rank in these variables.
+LAUNCHER_VARIABLES = {
+    "torchrun": ["RANK", "WORLD_SIZE", "LOCAL_RANK"],
+    "Open MPI": ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],
+    "MPICH": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],
+    "srun": ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],
+}
 
 
 def parse_args():
-    """Return the arguments, checked as far as that needs no data, and the batch split up."""
+    """Parse and check the command line, and split the global batch into micro-batches."""
     adopt_launcher()
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(formatter_class=formatter, fromfile_prefix_chars="@")
@@ -66,71 +68,81 @@ def parse_args():
     chapter = Path(__file__).resolve().parent.name
     add = parser.add_argument
 
-    add("-m", "--model-name", default="tiny", help="hub id, folder, or tiny: a built-in Llama")
-    add("--config", nargs="+", default=[], metavar="NAME=VALUE", help="change its configuration")
-    add("--pretrained", action="store_true", help="start from published weights, not random ones")
+    add("-m", "--model-name", default="tiny", help="hub id, folder, or tiny (a built-in Llama)")
+    add("--config", nargs="+", default=[], metavar="NAME=VALUE", help="override model settings")
+    add("--pretrained", action="store_true", help="start from the published weights")
 
     add("-d", "--dataset-name", default="pydoc", help="hub id, folder, .txt/.jsonl/.csv/.parquet")
-    add("--dataset-subset", help="the configuration, of a hub dataset that has several")
+    add("--dataset-subset", help="the subset to load from a hub dataset that has several")
     add("--text-column", default="text", help="the column that holds the text")
     add("-s", "--seq-length", type=int, default=256, help="tokens per sample")
 
     add("--global-batch-size", type=int, default=32, help="samples per optimizer step")
-    add("-b", "--batch-size", type=int, default=8, help="most samples per forward pass")
-    add("--num-steps", type=int, default=100, help="optimizer steps in the whole run")
-    add("--lr", type=float, default=1e-3, help="learning rate after the warmup")
-    add("--warmup-steps", type=int, default=10, help="steps in which the learning rate rises")
-    add("--weight-decay", type=float, default=0.1, help="for matrices, not for vectors")
-    add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to it; 0: never")
-    add("--seed", type=int, default=0, help="for weights, data order and dropout")
+    add("-b", "--batch-size", type=int, default=8, help="maximum samples per forward pass")
+    add("--num-steps", type=int, default=100, help="total number of optimizer steps")
+    add("--lr", type=float, default=1e-3, help="peak learning rate, reached after the warmup")
+    add("--warmup-steps", type=int, default=10, help="steps over which the learning rate rises")
+    add("--weight-decay", type=float, default=0.1, help="applied to matrices, not to vectors")
+    add("--max-grad-norm", type=float, default=1.0, help="gradient clipping; 0 turns it off")
+    add("--seed", type=int, default=0, help="seed for weights, data order and dropout")
 
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if there")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 on cuda")
     add("--compile", action="store_true", help="compile the layers and the loss")
-    add("--accelerate-config", help="its file, for launchers other than accelerate launch")
-    add("--deepspeed-config", help="its file, to train with DeepSpeed")
+    add("--accelerate-config", help="Accelerate's file, for launchers other than its own")
+    add("--deepspeed-config", help="DeepSpeed's file; without it, Accelerate wraps the model")
 
     add("-e", "--experiment-name", default=chapter, help="the run's folder under --save-dir")
-    add("--save-dir", default="outputs", help="where runs are kept")
+    add("--save-dir", default="outputs", help="the folder that holds all runs")
     add("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
-    add("--keep-checkpoints", type=int, default=2, help="how many stay on disk")
+    add("--keep-checkpoints", type=int, default=2, help="number of checkpoints to keep")
     add("--eval-every", type=int, default=50, help="steps between evaluations")
-    add("--eval-samples", type=int, default=64, help="how many samples are held out for them")
+    add("--eval-samples", type=int, default=64, help="number of samples to hold out")
     add("--log-every", type=int, default=10, help="steps between log lines")
-    add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="mode")
+    add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="wandb mode")
     add("--dist-timeout", type=int, default=600, help="seconds that a rank waits for the others")
 
     args = parser.parse_args()
     may_be_zero = ["lr", "warmup_steps", "weight_decay", "max_grad_norm", "seed"]
+    minimums = dict.fromkeys(may_be_zero, 0) | {"seq_length": 2}
     for name, value in vars(args).items():
-        least = 0 if name in may_be_zero else 2 if name == "seq_length" else 1
-        if type(value) in (int, float) and not value >= least:  # in this form it refuses NaN too
-            fail(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+        minimum = minimums.get(name, 1)
+        # "not >=" also rejects NaN; "<" would let it through.
+        if type(value) in (int, float) and not value >= minimum:
+            fail(f"--{name.replace('_', '-')} {value}: must be at least {minimum}")
     if args.pretrained and args.model_name == "tiny":
-        fail("--pretrained: there are no published weights of tiny; name a model with -m")
+        fail("--pretrained: tiny has no published weights; choose a model with --model-name")
     if args.device == "auto":
         args.device = "cuda" if has_gpu() else "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
-        fail(f"torch {torch.__version__} finds no GPU that works; to do without, pass --device cpu")
+        problem = f"torch {torch.__version__} finds no working GPU"
+        fail(f"--device cuda: {problem}; repair the driver, or pass --device cpu")
     adopt_config(args)
-    if args.precision == "auto":  # GPUs before 8.0 have no units for bf16 and emulate it slowly
-        fast = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
-        args.precision = "bf16" if fast else "fp32"
-    if not {"LOCAL_RANK", "MASTER_ADDR"} <= os.environ.keys():
-        fail("start this with a launcher; mpirun needs -x MASTER_ADDR=... -x MASTER_PORT=... too")
-    world_size = int(os.environ["WORLD_SIZE"])
-    samples, rest = divmod(args.global_batch_size, world_size)
-    if rest:
-        fail(f"--global-batch-size {args.global_batch_size} does not divide by {world_size} ranks")
-    args.micro_batch_size = max(n for n in range(1, args.batch_size + 1) if samples % n == 0)
-    args.accumulation = samples // args.micro_batch_size
+    if args.precision == "auto":
+        # GPUs older than compute capability 8.0 emulate bf16, which is slow.
+        has_bf16 = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+        args.precision = "bf16" if has_bf16 else "fp32"
+    if "LOCAL_RANK" not in os.environ:
+        fail("start this script with a launcher, such as torchrun, srun or mpirun")
+    if "MASTER_ADDR" not in os.environ:
+        fail("MASTER_ADDR is not set; pass it to mpirun: -x MASTER_ADDR=... -x MASTER_PORT=...")
+    num_data_ranks = int(os.environ["WORLD_SIZE"])
+    local_batch_size, remainder = divmod(args.global_batch_size, num_data_ranks)
+    if remainder:
+        problem = f"not divisible by {num_data_ranks} data-parallel ranks; choose a multiple"
+        fail(f"--global-batch-size {args.global_batch_size}: {problem}")
+    sizes = range(1, args.batch_size + 1)
+    args.micro_batch_size = max(size for size in sizes if local_batch_size % size == 0)
+    args.accumulation = local_batch_size // args.micro_batch_size
     args.wandb_id = uuid.uuid4().hex[:8]
     return args
 
 
 def adopt_config(args):
-    """Set the variables that `accelerate launch` makes of its file, as other launchers do not."""
-    if args.accelerate_config:  # Accelerate: as on one node, whose free port nobody will use
+    """Set the variables that `accelerate launch` derives from its file, and check them."""
+    if args.accelerate_config:
+        # Accelerate: the launcher has placed the ranks, so read the file as if for one node. With
+        # port 0, Accelerate does not check that its default port is free.
         words = ["--num_machines", "1", "--main_process_port", "0"]
         words += ["--config_file", args.accelerate_config, __file__]
         try:
@@ -138,46 +150,61 @@ def adopt_config(args):
         except Exception as error:
             fail(f"--accelerate-config {args.accelerate_config}: {error}")
         os.environ |= prepare_multi_gpu_env(config)
-    told = os.environ.get("ACCELERATE_MIXED_PRECISION", "none")
-    meant = {"bf16": "bf16", "no": "fp32", "none": args.precision}.get(told)
-    if meant is None or args.precision not in ("auto", meant):
-        fail(f"--precision {args.precision}, but Accelerate was told mixed_precision: {told}")
-    args.precision = meant
+    mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if mixed_precision is not None:
+        precision = {"bf16": "bf16", "no": "fp32"}.get(mixed_precision)
+        if precision is None:
+            fail(f"mixed_precision {mixed_precision}: not supported here; choose bf16 or no")
+        if args.precision not in ("auto", precision):
+            problem = f"Accelerate has mixed_precision {mixed_precision}"
+            fail(f"--precision {args.precision}: {problem}; change one of the two")
+        args.precision = precision
     if args.device == "cpu" and os.environ.get("FSDP_OFFLOAD_PARAMS") == "true":
-        fail("fsdp_offload_params: true, but without a GPU there is nothing to offload from")
+        fail("fsdp_offload_params true: found no GPU to offload from; set it to false")
 
 
 def adopt_launcher():
-    """Set the variables that torchrun sets to what another launcher tells this process."""
-    for names in LAUNCHERS:
+    """Set the variables that torchrun sets, from those of the launcher that started this rank."""
+    for names in LAUNCHER_VARIABLES.values():
         if all(name in os.environ for name in names):
-            os.environ |= zip(LAUNCHERS[0], [os.environ[name] for name in names], strict=True)
+            values = [os.environ[name] for name in names]
+            os.environ |= zip(LAUNCHER_VARIABLES["torchrun"], values, strict=True)
             break
-    if "SLURM_STEP_NODELIST" in os.environ:  # rank 0 is on the first of nodes like gpu[03-07,12]
+    if "SLURM_STEP_NODELIST" in os.environ:
+        # srun: rank 0 runs on the first node of the list; gpu[03-07,12] starts with gpu03.
         nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
-        step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
         os.environ.setdefault("MASTER_ADDR", nodes.split(",")[0])
-        os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))  # of this step alone
+        # srun: derive the port from the step's number, so that two steps do not share a port.
+        step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
+        os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))
 
 
 def has_gpu():
-    """Return whether this process was given a GPU, even if torch cannot use it."""
+    """Return whether this process has a GPU, even one that torch cannot use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible in ("", "-1"):
-        return False  # hidden on purpose
-    driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
-    return driver or visible or "SLURM_GPUS_ON_NODE" in os.environ or torch.cuda.is_available()
+    if visible in ("", "-1"):  # the user has hidden all GPUs
+        return False
+    # Slurm: this variable is set in a job that has asked for GPUs.
+    if "SLURM_GPUS_ON_NODE" in os.environ:
+        return True
+    # The drivers of NVIDIA and of AMD create these files.
+    has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
+    return has_driver or bool(visible) or torch.cuda.is_available()
 
 
 def setup(args):
     """Join the process group; return this rank's device and the run's folder."""
-    if sys.platform == "linux":  # DDP: no rank outlives torchrun, or two runs would share a folder
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    # DDP: let Linux kill this rank when torchrun dies. A rank that survived could write to the
+    # folder of the next run. The 1 is PR_SET_PDEATHSIG.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     sys.stdout.reconfigure(line_buffering=True)
-    if not sys.stderr.isatty():  # in a file, progress bars are noise
+    # Progress bars would clutter a log file.
+    if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # fail() reports its errors
+    # fail() reports the errors of datasets, so datasets itself can stay quiet.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     run_dir = Path(args.save_dir, args.experiment_name)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -185,17 +212,20 @@ def setup(args):
         fail(f"--save-dir {args.save_dir}: {error}")
     device = torch.device(args.device)
     if args.device == "cuda":
-        index, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-            index = 0  # srun --gpus-per-task=1 shows each task a GPU of its own, and no other
-        if index >= gpus:
-            fail(f"local rank {index} has no GPU: torch sees {gpus} here")
-        device = torch.device("cuda", index)
-        torch.cuda.set_device(device)  # DDP: or else all ranks would put something on GPU 0
+        local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        # srun: with --gpus-per-task=1, each rank sees one GPU, and that is its own.
+        if num_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+            local_rank = 0
+        if local_rank >= num_gpus:
+            fail(f"local rank {local_rank} has no GPU: torch sees {num_gpus}; start fewer ranks")
+        # DDP: without this line, every rank would also allocate memory on GPU 0.
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=args.dist_timeout))
-    if dist.get_rank() != 0:  # DDP: rank 0 speaks for all
-        sys.stdout, args.wandb = open(os.devnull, "w"), "disabled"
+    # DDP: only rank 0 prints.
+    if dist.get_rank() != 0:
+        sys.stdout = open(os.devnull, "w")
     check_shared(run_dir)
     print(f"training on {device} in {args.precision}")
     return device, run_dir
@@ -203,126 +233,159 @@ def setup(args):
 
 @functools.cache
 def patient_group():
-    """Return a group of all ranks for waits that may take hours; others give up in minutes."""
+    """Return a group of all ranks that waits for a week; the default group waits for minutes."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
 @contextmanager
 def rank_first():
-    """Let rank 0 do this first, then one rank of each node, then the rest: they find it done."""
-    turn = 0 if dist.get_rank() == 0 else 1 if os.environ["LOCAL_RANK"] == "0" else 2
-    for number in range(3):
-        if number == turn:
-            yield
-            continue
-        try:
-            dist.barrier(group=patient_group())
-        except RuntimeError as error:  # DDP: that rank says why, and torchrun ends us meanwhile
-            time.sleep(10)
-            sys.exit(f"another rank has failed: {error}")
+    """Run the body on rank 0, then on one rank of each other node, then on the remaining ranks.
+
+    Later ranks find the files that earlier ranks have written.
+    """
+    turn = 2
+    if os.environ["LOCAL_RANK"] == "0":
+        turn = 1
+    if dist.get_rank() == 0:
+        turn = 0
+    for _ in range(turn):
+        wait_for_all()
+    yield
+    for _ in range(2 - turn):
+        wait_for_all()
+
+
+def wait_for_all():
+    """Wait until all ranks get here, even if that takes hours."""
+    try:
+        dist.barrier(group=patient_group())
+    except RuntimeError as error:
+        # DDP: wait while the failed rank reports the reason; torchrun then ends this rank.
+        time.sleep(10)
+        sys.exit(f"another rank has failed: {error}")
 
 
 def check_shared(run_dir):
-    """Stop if a node does not see what rank 0 writes to the run's folder."""
+    """Stop if a node does not see the files that rank 0 writes to the run's folder."""
     probe = [run_dir / f".probe-{uuid.uuid4().hex}"]
     if dist.get_rank() == 0:
         probe[0].touch()
     dist.broadcast_object_list(probe, group=patient_group())
-    here = None if probe[0].exists() else socket.gethostname()
-    blind = [None] * dist.get_world_size()
-    dist.all_gather_object(blind, here, group=patient_group())
+    host_without_access = None if probe[0].exists() else socket.gethostname()
+    hosts_without_access = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts_without_access, host_without_access, group=patient_group())
     if dist.get_rank() == 0:
         probe[0].unlink()
-    if hosts := set(blind) - {None}:
-        fail(f"--save-dir: {', '.join(hosts)} cannot see what rank 0 writes to {run_dir.resolve()}")
+    if hosts := set(hosts_without_access) - {None}:
+        problem = f"{', '.join(hosts)} cannot see what rank 0 writes to {run_dir.resolve()}"
+        fail(f"--save-dir: {problem}; choose a folder that all nodes share")
 
 
 def stop_requests(run_dir):
-    """Yield before each step whether a rank was asked to stop: by a signal, or rank 0 by a file.
+    """Yield, before each step, whether the run should stop.
 
-    All ranks get the same answer, of the exchange that they began a step ago: no rank waits.
+    A signal to any rank asks for it, and so does a file named `stop` in the run's folder. All ranks
+    get the same answer from an all-reduce that they started one step earlier, so no rank waits.
     """
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, lambda number, _: received.append(number))
-    (run_dir / "stop").unlink(missing_ok=True)  # it was meant for the run before
+    # A file that is already there was meant for an earlier run.
+    (run_dir / "stop").unlink(missing_ok=True)
     stop = False
     while True:
-        asked = received or (dist.get_rank() == 0 and (run_dir / "stop").exists())
-        answer = torch.tensor(bool(asked), dtype=torch.int32)
-        exchange = dist.all_reduce(answer, dist.ReduceOp.MAX, patient_group(), async_op=True)
+        requested = received or (dist.get_rank() == 0 and (run_dir / "stop").exists())
+        any_requested = torch.tensor(bool(requested), dtype=torch.int32)
+        options = {"op": dist.ReduceOp.MAX, "group": patient_group(), "async_op": True}
+        exchange = dist.all_reduce(any_requested, **options)
         yield stop
         exchange.wait()
-        stop = bool(answer)
+        stop = bool(any_requested)
 
 
 def fail(message):
-    """Stop because of what the user gave us: one line on stderr, exit status 2."""
+    """Report a user error in one line on stderr, and exit with status 2."""
+    # DDP: if all ranks have this error, only rank 0 reports it; torchrun ends the waiting ranks.
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(10)  # DDP: rank 0 says it and torchrun ends us, or only we have this fault
+        time.sleep(10)
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
 
 def mix(*numbers):
-    """Return one 64-bit seed made of several numbers; sums would collide, as 1 + 2 and 2 + 1."""
+    """Hash several numbers into one 64-bit seed; a sum would be the same for (1, 2) and (2, 1)."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little")
 
 
 # ---- model -----------------------------------------------------------------------------------
 @rank_first()
 def build_tokenizer_and_config(args):
-    """Return the tokenizer and the configuration of `--model-name`, changed by `--config`."""
+    """Load the tokenizer and the configuration of `--model-name`, and apply `--config`."""
     try:
         if args.model_name == "tiny":
-            tokenizer = transformers.ByT5Tokenizer()  # a token is a byte, so it needs no files
-            shape = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
-            shape |= {"num_attention_heads": 4, "vocab_size": len(tokenizer)}
-            ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-            config = transformers.LlamaConfig(**shape, **ids)
+            # ByT5's tokens are bytes, so its tokenizer needs no vocabulary file.
+            tokenizer = transformers.ByT5Tokenizer()
+            config = transformers.LlamaConfig(
+                hidden_size=128,
+                intermediate_size=352,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                vocab_size=len(tokenizer),
+                bos_token_id=None,
+                eos_token_id=tokenizer.eos_token_id,
+            )
         else:
             tokenizer = AutoTokenizer.from_pretrained(args.model_name)
             config = AutoConfig.from_pretrained(args.model_name)
         if args.config:
             config.update_from_string(",".join(args.config))
+            # Drop layer_types, so that from_dict() derives it from the new number of layers.
             values = config.to_dict()
-            values.pop("layer_types", None)  # which follow from the number of layers
+            values.pop("layer_types", None)
             config = config.from_dict(values)
-    except Exception as error:  # each wrong type in a configuration has a kind of its own
+    except Exception as error:
+        # transformers raises a different type of exception for each kind of bad value.
         fail(f"--model-name {' '.join([args.model_name, *args.config])}: {error}")
-    longest = getattr(config, "max_position_embeddings", None) or args.seq_length
-    if args.seq_length > longest:
-        fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {longest} tokens")
-    if tokenizer.eos_token_id is None or not 1 < len(tokenizer) <= config.vocab_size:
-        told = f"{len(tokenizer)} tokens for {config.vocab_size} embeddings"
-        fail(f"--model-name {args.model_name}: its tokenizer has no end of text, or {told}")
+    max_length = getattr(config, "max_position_embeddings", None) or args.seq_length
+    if args.seq_length > max_length:
+        fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {max_length} tokens")
+    if len(tokenizer) < 2:
+        fail(f"--model-name {args.model_name}: found no tokenizer; check its files")
+    if tokenizer.eos_token_id is None:
+        fail(f"--model-name {args.model_name}: its tokenizer has no end-of-text token")
+    if len(tokenizer) > config.vocab_size:
+        problem = f"its tokenizer has {len(tokenizer)} tokens"
+        fail(f"--model-name {args.model_name}: {problem} for {config.vocab_size} embeddings")
     return tokenizer, config
 
 
 def build_model(args, config):
-    """Return the model with float32 weights on the CPU, equal for equal seeds on any device."""
+    """Build the model on the CPU in float32, so that a seed gives the same weights everywhere."""
     torch.manual_seed(args.seed)
     if args.pretrained:
         model = AutoModelForCausalLM.from_pretrained(
             args.model_name, config=config, dtype=torch.float32
         )
     else:
-        with no_init_weights():  # what constructors draw is drawn below; what they set stays
+        # Constructors skip random initialization here, and init_weights() does all of it.
+        with no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.init_weights()
     if not layers_of(model):
-        fail(f"--model-name {args.model_name}: transformers does not say which its layers are")
+        fail(f"--model-name {args.model_name}: found no decoder layers in it")
     model.train()
 
-    # To decide on a mask, transformers makes the host wait for the device in each forward pass; for
-    # an attention under a name of our own it does not: plain causal attention needs no mask.
+    # Before it builds a mask, transformers checks in every forward pass whether samples are packed,
+    # and the check makes the host wait for the device. Plain causal attention needs no mask, and
+    # transformers skips the check for an attention function registered under a new name.
     window = getattr(config, "sliding_window", None) or args.seq_length
-    plain = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
-    if plain and args.seq_length <= window:
+    uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
+    if uses_sdpa and args.seq_length <= window:
         AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
         model.set_attn_implementation("causal_sdpa")
 
-    if args.compile:  # in place, so that the weights keep their names; each shape by itself
+    # Compiling in place keeps the names of the weights. Each input shape gets its own graph.
+    if args.compile:
         for layer in layers_of(model):
             layer.compile(dynamic=False)
         model.loss_function = torch.compile(model.loss_function, dynamic=False)
@@ -330,26 +393,27 @@ def build_model(args, config):
 
 
 def layers_of(model):
-    """Return the decoder layers: transformers names their class as one not to be split."""
-    return [part for part in model.modules() if type(part).__name__ in model._no_split_modules]
+    """Return the decoder layers, which in transformers share a base class."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 # ---- data ------------------------------------------------------------------------------------
 @rank_first()
 def build_data(args, tokenizer):
-    """Return training and held-out samples, int32 of [samples, `--seq-length`], memory-mapped."""
+    """Return training and held-out samples: memory-mapped int32 of [samples, seq_length]."""
     path = token_file(args, tokenizer)
     num_samples = path.stat().st_size // 4 // args.seq_length
-    training = num_samples - args.eval_samples
-    if training < 1:
-        made = f"{args.dataset_name} makes {num_samples} samples of {args.seq_length} tokens"
-        fail(f"--dataset-name {made}, too few to hold {args.eval_samples} out and train on others")
+    num_train = num_samples - args.eval_samples
+    if num_train < 1:
+        samples = f"{num_samples} samples of {args.seq_length} tokens"
+        problem = f"{samples} are too few to hold out {args.eval_samples}"
+        fail(f"--dataset-name {args.dataset_name}: {problem}; add text, or lower --seq-length")
     tokens = torch.from_file(str(path), size=num_samples * args.seq_length, dtype=torch.int32)
-    return tokens.view(num_samples, -1).split([training, args.eval_samples])
+    return tokens.view(num_samples, -1).split([num_train, args.eval_samples])
 
 
 def token_file(args, tokenizer):
-    """Return a file of all tokens, int32: the documents, with an end-of-text token after each."""
+    """Tokenize all documents into one int32 file, unless a run has done so; return its path."""
     documents = load_documents(args)
     key = Hasher.hash([documents.cache_files, args.text_column, tokenizer])
     path = Path(datasets.config.HF_DATASETS_CACHE, f"{key}.tokens")
@@ -365,7 +429,7 @@ def token_file(args, tokenizer):
 
 
 def load_documents(args):
-    """Return a dataset with a document per row."""
+    """Return a dataset with one document per row."""
     name = args.dataset_name
     formats = {".txt": "text", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
     reader = formats.get(Path(name).suffix)
@@ -379,23 +443,25 @@ def load_documents(args):
             )
         else:
             documents = datasets.load_dataset(reader or name, split="train", **options)
-    except Exception as error:  # datasets has dozens of kinds, many with the reason in the cause
+    except Exception as error:
+        # datasets raises many types of exception, and often hides the reason in __cause__.
         fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'it is empty'}")
-    types = {column: str(getattr(of, "dtype", of)) for column, of in documents.features.items()}
+    features = documents.features.items()
+    types = {column: str(getattr(feature, "dtype", feature)) for column, feature in features}
     if types.get(args.text_column) not in ("string", "large_string"):
-        fail(f"--text-column {args.text_column}: not a column of text; {name} has {types}")
+        fail(f"--text-column {args.text_column}: not a text column; {name} has {types}")
     return documents
 
 
 @functools.lru_cache(maxsize=2)
 def order_of(seed, epoch, num_samples):
-    """Return the order of all samples in an epoch: another one in each."""
+    """Return a random order of the samples, different in each epoch."""
     generator = torch.Generator().manual_seed(mix(seed, epoch))
     return torch.randperm(num_samples, generator=generator)
 
 
-class Packed(torch.utils.data.Dataset):
-    """All samples of the run in their order; the Trainer deals them to the ranks, as one epoch."""
+class OrderedSamples(torch.utils.data.Dataset):
+    """Hold all samples of the run in their order; the Trainer assigns them to ranks and steps."""
 
     def __init__(self, args, samples):
         self.args, self.samples = args, samples
@@ -404,15 +470,22 @@ class Packed(torch.utils.data.Dataset):
         return self.args.num_steps * self.args.global_batch_size
 
     def __getitem__(self, position):
-        epoch, place = divmod(position, len(self.samples))
-        order = order_of(self.args.seed, epoch, len(self.samples))
-        tokens = self.samples[order[place]].long()
+        tokens = samples_at(self.args, self.samples, [position])[0].long()
         return {"input_ids": tokens, "labels": tokens}
 
 
+def samples_at(args, samples, positions):
+    """Return the samples at some positions in the endless sequence of shuffled epochs."""
+    ids = []
+    for position in positions:
+        epoch, index = divmod(position, len(samples))
+        ids.append(order_of(args.seed, epoch, len(samples))[index])
+    return samples[torch.stack(ids)]
+
+
 # ---- one step --------------------------------------------------------------------------------
-class Trainer(transformers.Trainer):
-    """Keeps the loss of a step, where it would log the mean of all since the row before."""
+class StepTrainer(transformers.Trainer):
+    """Keep the loss of each step, because a Trainer logs the mean loss since its last log."""
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
@@ -420,26 +493,30 @@ class Trainer(transformers.Trainer):
         return loss
 
 
-class Guide(transformers.TrainerCallback):
-    """What the guide does around each step of the Trainer: logs, checks, stops, publishes."""
+class GuideCallback(transformers.TrainerCallback):
+    """Log, check for bad gradients, stop on request and save, as chapter 03 does in main()."""
 
-    def __init__(self, args, run_dir, run, start):
-        self.args, self.run_dir, self.run = args, run_dir, run
-        self.since = start, None  # the speed of the first interval is unknown, as it compiles
-        self.stops, self.reported = stop_requests(run_dir), False
+    def __init__(self, args, run_dir, wandb_run, start):
+        self.args, self.run_dir, self.wandb_run = args, run_dir, wandb_run
+        # The first interval includes compilation, so its speed is not logged.
+        self.interval_start = start, None
+        self.stops, self.interval_ended = stop_requests(run_dir), False
 
     def on_train_begin(self, args, state, control, optimizer, lr_scheduler, **_):
-        """Take the settings from the command: the Trainer has restored those of the checkpoint."""
+        """Set the hyperparameters again, because the Trainer has restored the checkpoint's."""
         state.compute_steps(args, args.max_steps)
         lr_scheduler.base_lrs = [args.learning_rate for _ in lr_scheduler.base_lrs]
         factor = lr_scheduler.lr_lambdas[0](lr_scheduler.last_epoch)
-        for group, decay in zip(optimizer.param_groups, [args.weight_decay, 0.0], strict=False):
-            group |= {"lr": args.learning_rate * factor, "weight_decay": decay}
-        lr_scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]  # which is logged
+        decays = [args.weight_decay, 0.0]
+        for group, weight_decay in zip(optimizer.param_groups, decays, strict=False):
+            group |= {"lr": args.learning_rate * factor, "weight_decay": weight_decay}
+        # Trainer: it logs the learning rate that the scheduler has set last.
+        lr_scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
     def on_step_begin(self, _, state, control, **__):
-        if self.reported:
-            self.since, self.reported = (state.global_step, time.perf_counter()), False
+        if self.interval_ended:
+            self.interval_start = state.global_step, time.perf_counter()
+            self.interval_ended = False
         self.stop, self.loss = next(self.stops), torch.zeros((), device=self.args.device)
         torch.manual_seed(mix(self.args.seed, state.global_step + 1, dist.get_rank()))
 
@@ -449,64 +526,78 @@ class Guide(transformers.TrainerCallback):
         control.should_log |= control.should_evaluate or control.should_save
 
     def on_log(self, _, state, control, logs, model, **__):
+        step = state.global_step
         if "loss" in logs:
-            skipped = getattr(self.trainer.deepspeed, "skipped_steps", 0)  # ZeRO: it would go on
+            # ZeRO: DeepSpeed skips a step whose gradient is not finite, and would continue.
+            skipped = getattr(self.trainer.deepspeed, "skipped_steps", 0)
             if skipped or not math.isfinite(logs["grad_norm"]):
-                told = f"a gradient in steps {self.since[0] + 1} to {state.global_step}"
-                fail(f"{told} was not finite; nothing was saved")
-            logs = logs | {"step": state.global_step, "loss": self.loss}
-            self.row = measure(self.args, model, logs, self.since)
-            self.reported = True
+                first = self.interval_start[0] + 1
+                fail(f"a gradient in steps {first} to {step} was not finite; nothing was saved")
+            self.row = measure(self.args, model, step, self.loss, logs, self.interval_start)
+            self.interval_ended = True
         elif "eval_loss" in logs:
-            row = {"step": state.global_step} if state.global_step == 0 else self.row
+            row = self.row if step > 0 else {"step": 0}
             self.row = row | {"val_loss": logs["eval_loss"]}
         if "eval_loss" in logs or ("loss" in logs and not control.should_evaluate):
-            log(self.run_dir, self.run, self.row)
+            log(self.run_dir, self.wandb_run, self.row)
 
     def on_save(self, args, state, control, **_):
-        dist.barrier(group=patient_group())  # each rank has written something
+        # Trainer: each rank writes its own files, so wait for all of them before the rename.
+        wait_for_all()
         partial = Path(args.output_dir, f"checkpoint-{state.global_step}")
         save_checkpoint(self.args, self.run_dir, partial, state.global_step)
 
 
-def zero_of(args):
-    """Return DeepSpeed's settings, from its file; or None, to train without it."""
+def load_zero_settings(args):
+    """Load the settings of DeepSpeed's file; return None if the run does not use DeepSpeed."""
     path = args.deepspeed_config
     if not path:
         return None
-    import deepspeed  # which else nobody needs
+    # ZeRO: import it here, so that runs without DeepSpeed do not need it.
+    import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or, on a CPU, it compiles it
+    # ZeRO: otherwise the first start on a CPU would spend minutes on compiling an all-reduce.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     try:
-        zero = json.loads(Path(path).read_text())
+        settings = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         fail(f"--deepspeed-config {path}: {error}")
-    for name in {"optimizer", "scheduler", "fp16", "activation_checkpointing"} & zero.keys():
-        fail(f"--deepspeed-config {path}: {name}: leave it out; this script cannot obey it")
-    if not zero.get("zero_optimization", {}).get("stage"):
-        fail(f"--deepspeed-config {path}: it says no stage of ZeRO, 1 to 3")
-    said = any(zero.get(name, {}).get("enabled") for name in ("bf16", "torch_autocast"))
-    if said != (args.precision == "bf16"):
-        fail(f"--deepspeed-config {path}: it is not for --precision {args.precision}")
-    # or it would save the shards of ZeRO-3 twice, and no model
-    zero["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    return zero
+    for name in {"optimizer", "scheduler", "fp16", "activation_checkpointing"} & settings.keys():
+        fail(f"--deepspeed-config {path}: {name} is not supported; remove it")
+    if not settings.get("zero_optimization", {}).get("stage"):
+        fail(f"--deepspeed-config {path}: found no stage of ZeRO; choose stage 1, 2 or 3")
+    has_bf16 = any(settings.get(name, {}).get("enabled") for name in ("bf16", "torch_autocast"))
+    precision = "bf16" if has_bf16 else "fp32"
+    if precision != args.precision:
+        problem = f"its precision is {precision}, not {args.precision}"
+        fail(f"--deepspeed-config {path}: {problem}; write the file again")
+    # ZeRO: otherwise stage 3 would save its shards twice, and no model.
+    settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    return settings
 
 
 def build_trainer(args, run_dir, guide, model, train_set, held_out):
-    """Return the Trainer, with the settings that make it do what chapter 03 does."""
-    sharded, zero = os.environ.get("ACCELERATE_USE_FSDP") == "true", zero_of(args)
-    if args.device == "cpu":  # where Accelerate would do DDP instead, and not say so
-        kind = DistributedType.MULTI_GPU if sharded else DistributedType.MULTI_CPU
-        PartialState(cpu=True).distributed_type = DistributedType.DEEPSPEED if zero else kind
-    model.loss_type = "ForCausalLM"  # or a step of GPT-2, say, would count a token more per sample
-    most, ranks = args.micro_batch_size, dist.get_world_size()
+    """Build the Trainer with the settings that reproduce chapter 03."""
+    uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    zero_settings = load_zero_settings(args)
+    if args.device == "cpu":
+        # Accelerate: without these lines, FSDP2 on a CPU would silently become DDP.
+        kind = DistributedType.MULTI_GPU if uses_fsdp else DistributedType.MULTI_CPU
+        kind = DistributedType.DEEPSPEED if zero_settings else kind
+        PartialState(cpu=True).distributed_type = kind
+    # Trainer: otherwise it would count one token too many per sample for GPT-2, for example.
+    model.loss_type = "ForCausalLM"
+    # Trainer: it repeats samples to fill the last batch, so choose a size that fills every batch.
+    num_ranks = dist.get_world_size()
+    sizes = range(1, args.micro_batch_size + 1)
+    eval_sizes = [size for size in sizes if args.eval_samples % (size * num_ranks) == 0]
     settings = transformers.TrainingArguments(
         output_dir=partial_of(run_dir / "model"),
         max_steps=args.num_steps,
         per_device_train_batch_size=args.micro_batch_size,
         gradient_accumulation_steps=args.accumulation,
-        train_sampling_strategy="sequential",  # Packed has shuffled them
+        # OrderedSamples has shuffled the samples.
+        train_sampling_strategy="sequential",
         learning_rate=args.lr,
         adam_beta2=0.95,
         weight_decay=args.weight_decay,
@@ -516,36 +607,37 @@ def build_trainer(args, run_dir, guide, model, train_set, held_out):
         warmup_steps=args.warmup_steps,
         seed=args.seed,
         use_cpu=args.device == "cpu",
-        bf16=args.precision == "bf16" and "torch_autocast" not in (zero or {}),
+        # ZeRO: bf16=True would also keep the weights in bf16, even if the file has torch_autocast.
+        bf16=args.precision == "bf16" and "torch_autocast" not in (zero_settings or {}),
         logging_steps=args.log_every,
-        logging_nan_inf_filter=False,  # or a loss that is not a number would not be seen
+        # Trainer: by default, it hides a loss that is not a number.
+        logging_nan_inf_filter=False,
         eval_strategy="steps",
         eval_steps=args.eval_every,
-        eval_on_start=guide.since[0] == 0,
-        per_device_eval_batch_size=max(  # none of which gets samples twice
-            n for n in range(1, most + 1) if n == 1 or args.eval_samples % (n * ranks) == 0
-        ),
+        eval_on_start=guide.interval_start[0] == 0,
+        per_device_eval_batch_size=max(eval_sizes, default=1),
         prediction_loss_only=True,
         save_steps=args.checkpoint_every,
         ddp_find_unused_parameters=False,
-        deepspeed=zero,
+        deepspeed=zero_settings,
         accelerator_config={
             "use_configured_state": args.device == "cpu",
-            # or each rank would keep whole gradients while they accumulate
-            "gradient_accumulation_kwargs": {"sync_each_batch": sharded},
+            # FSDP2: otherwise each rank would hold the full gradients while it accumulates.
+            "gradient_accumulation_kwargs": {"sync_each_batch": uses_fsdp},
         },
         disable_tqdm=True,
     )
-    trainer = Trainer(
+    trainer = StepTrainer(
         model,
         settings,
-        train_dataset=Packed(args, train_set),
+        train_dataset=OrderedSamples(args, train_set),
         eval_dataset=[{"input_ids": row.long(), "labels": row.long()} for row in held_out],
         callbacks=[guide],
     )
     trainer.guide, guide.trainer = guide, trainer
     trainer.remove_callback(transformers.PrinterCallback)
-    if sharded and args.precision == "bf16":  # or it would reduce in bf16
+    if uses_fsdp and args.precision == "bf16":
+        # Accelerate: by default, FSDP2 would reduce the gradients in bf16.
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     return trainer
@@ -553,31 +645,35 @@ def build_trainer(args, run_dir, guide, model, train_set, held_out):
 
 # ---- checkpoint ------------------------------------------------------------------------------
 def partial_of(folder):
-    """Return an empty folder in which to write what shall appear as `folder`."""
+    """Create an empty temporary folder beside `folder`; publish() renames it to `folder`."""
     partial = folder.with_name(".partial")
     if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # a kill may have left it
+        # A run that was killed during a save may have left its files.
+        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True, exist_ok=True)
-    dist.barrier(group=patient_group())  # Trainer: all ranks write into it
+    # Trainer: all ranks write to this folder, so wait until rank 0 has created it.
+    wait_for_all()
     return partial
 
 
 def publish(args, partial, folder):
-    """Give a folder its name, once all of it is on the disk; delete the oldest checkpoints."""
+    """Flush `partial` to disk, rename it to `folder`, and delete the oldest checkpoints."""
     for path in (*partial.rglob("*"), partial):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    shutil.rmtree(folder, ignore_errors=True)  # it could not be read, or is an older model
+    # A checkpoint that could not be read, or an older model, may have the name.
+    shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
-    until_now = [old for old in sorted(folder.parent.glob("step-????????")) if old <= folder]
-    for old in until_now[: -args.keep_checkpoints]:
-        shutil.rmtree(old.rename(partial))  # a kill leaves no half of it under its name
+    checkpoints = [path for path in sorted(folder.parent.glob("step-????????")) if path <= folder]
+    for checkpoint in checkpoints[: -args.keep_checkpoints]:
+        # Rename it first, so that a kill during the deletion leaves no half-deleted checkpoint.
+        shutil.rmtree(checkpoint.rename(partial))
 
 
 @rank_first()
 def save_checkpoint(args, run_dir, partial, step):
-    """Give what the Trainer has saved its name: a kill may have come while it wrote."""
+    """Publish the files that the Trainer has saved, so that no partial checkpoint has a name."""
     if dist.get_rank() != 0:
         return
     (partial / "args.json").write_text(json.dumps(vars(args)))
@@ -587,39 +683,44 @@ def save_checkpoint(args, run_dir, partial, step):
 
 
 def load_checkpoint(args, run_dir):
-    """Return the newest checkpoint, which the Trainer will read, and its step; or None and 0."""
-    found = [max((run_dir / "checkpoints").glob("step-????????"), default=None)]
-    dist.broadcast_object_list(found, group=patient_group())
-    checkpoint = found[0]
+    """Return the newest checkpoint and its step, or None and 0; the Trainer will read its files."""
+    candidates = [max((run_dir / "checkpoints").glob("step-????????"), default=None)]
+    # DDP: all ranks use the checkpoint that rank 0 has found.
+    dist.broadcast_object_list(candidates, group=patient_group())
+    checkpoint = candidates[0]
     if checkpoint is None:
         return None, 0
-    compare_args(args, json.loads((checkpoint / "args.json").read_text()), checkpoint)
+    saved_args = json.loads((checkpoint / "args.json").read_text())
+    compare_args(args, saved_args, checkpoint)
+    args.wandb_id = saved_args["wandb_id"]
     print(f"continuing from {checkpoint}")
     return checkpoint, int(checkpoint.name.removeprefix("step-"))
 
 
-def compare_args(args, before, checkpoint):
-    """Stop if the checkpoint is another run's; else say what has changed since."""
-    args.wandb_id = before["wandb_id"]
-    fixed = ["model_name", "config", "num_weights", "dataset_fingerprint"]
-    fixed += ["seq_length", "global_batch_size", "seed"]
+def compare_args(args, saved_args, checkpoint):
+    """Refuse to continue a different run; print the changes that keep it the same run."""
+    must_match = ["model_name", "config", "num_weights", "dataset_fingerprint"]
+    must_match += ["seq_length", "global_batch_size", "seed"]
     for name, value in vars(args).items():
-        if value == before.get(name):
+        if name == "wandb_id" or value == saved_args.get(name):
             continue
-        told = f"{checkpoint}: {name} was {before.get(name)}, is {value}"
-        if name in fixed:
-            fail(f"{told}; choose another --experiment-name")
-        print(told)
+        change = f"{checkpoint}: {name} was {saved_args.get(name)}, is now {value}"
+        if name in must_match:
+            fail(f"{change}; choose a different --experiment-name")
+        print(change)
 
 
 def export_model(args, run_dir, trainer, tokenizer):
-    """Write the finished model as a folder that `from_pretrained` loads."""
-    dist.barrier(group=patient_group())  # Trainer: it has looked for checkpoints on each rank
+    """Write the finished model to a folder that `from_pretrained` can load."""
+    # Trainer: at its end, each rank looks for checkpoints in the folder that partial_of() deletes.
+    wait_for_all()
     partial = partial_of(run_dir / "model")
+    # Accelerate: with FSDP2, all ranks gather the weights, and rank 0 gets them.
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if dist.get_rank() != 0:
         return
-    trainer.model.config.use_cache = True  # Trainer: it has turned that off, for generation too
+    # Trainer: it has turned use_cache off, and generation without a cache is slow.
+    trainer.model.config.use_cache = True
     trainer.model.save_pretrained(partial, state_dict=weights)
     tokenizer.save_pretrained(partial)
     publish(args, partial, run_dir / "model")
@@ -627,7 +728,8 @@ def export_model(args, run_dir, trainer, tokenizer):
 
 
 # ---- main ------------------------------------------------------------------------------------
-PEAK_FLOPS = {  # dense bf16 matrix products a second, from the makers' data sheets
+# Dense bf16 FLOP/s, from the data sheets of the vendors.
+PEAK_FLOPS = {
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,
@@ -637,28 +739,32 @@ PEAK_FLOPS = {  # dense bf16 matrix products a second, from the makers' data she
 
 
 def mfu(args, model, tokens_per_second):
-    """Return the model FLOPs utilization, or None: PaLM, appendix B, arxiv.org/abs/2204.02311."""
+    """Return the model FLOPs utilization (PaLM, appendix B, arxiv.org/abs/2204.02311).
+
+    Return None if the peak of this device is unknown, or the precision is not bf16.
+    """
     peak = PEAK_FLOPS.get(torch.cuda.get_device_name() if args.device == "cuda" else "cpu")
     if peak is None or tokens_per_second is None or args.precision != "bf16":
         return None
-    parts = [model.get_output_embeddings(), *layers_of(model)]
-    weights = [weight for part in parts for weight in part.parameters()]
-    weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in weights)  # of ZeRO-3
+    modules = [model.get_output_embeddings(), *layers_of(model)]
+    weights = [weight for module in modules for weight in module.parameters()]
+    # ZeRO: stage 3 leaves an empty tensor of each weight, and keeps its size in ds_numel.
+    num_weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in weights)
     config, heads = model.config, model.config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    flops = 6 * weights + 12 * config.num_hidden_layers * width * args.seq_length
-    return tokens_per_second * flops / (peak * dist.get_world_size())
+    flops_per_token = 6 * num_weights + 12 * config.num_hidden_layers * width * args.seq_length
+    return tokens_per_second * flops_per_token / (peak * dist.get_world_size())
 
 
-def measure(args, model, logs, since):
-    """Return the metrics of a step; to read them, the host waits for the device."""
-    dist.all_reduce(logs["loss"], dist.ReduceOp.AVG)
-    row = {"step": logs["step"], "loss": logs["loss"].item(), "grad_norm": logs["grad_norm"]}
-    first, then = since
-    tokens = (row["step"] - first) * args.global_batch_size * args.seq_length
-    speed = tokens / (time.perf_counter() - then) if then else None
-    unit = 1 if sys.platform == "darwin" else 1024  # of the next line, in bytes
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def measure(args, model, step, loss, logs, interval_start):
+    """Return the metrics of `step`; reading them makes the host wait for the device."""
+    dist.all_reduce(loss, dist.ReduceOp.AVG)
+    row = {"step": step, "loss": loss.item(), "grad_norm": logs["grad_norm"]}
+    start_step, start_time = interval_start
+    tokens = (step - start_step) * args.global_batch_size * args.seq_length
+    speed = tokens / (time.perf_counter() - start_time) if start_time else None
+    # Linux counts ru_maxrss in KiB.
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if args.device == "cuda":
         memory = torch.cuda.max_memory_allocated()
     row |= {"lr": logs["learning_rate"], "tokens_per_second": speed}
@@ -666,20 +772,40 @@ def measure(args, model, logs, since):
     return row | {"peak_memory_gib": memory / 2**30}
 
 
-def log(run_dir, run, row):
-    """Add a row to metrics.jsonl, where the last row of a step counts, to wandb, and to stdout."""
+def start_tracking(args, run_dir):
+    """Start a wandb run, or continue the run whose id the checkpoint has."""
+    wandb_run = wandb.init(
+        id=args.wandb_id,
+        name=args.experiment_name,
+        config=vars(args),
+        dir=run_dir,
+        mode=args.wandb if dist.get_rank() == 0 else "disabled",
+        resume="allow",
+    )
+    # wandb's own step counter never goes back: wandb would drop the steps that a resume repeats.
+    wandb_run.define_metric("*", step_metric="step")
+    return wandb_run
+
+
+def log(run_dir, wandb_run, row):
+    """Append a row to metrics.jsonl, and send it to wandb and stdout.
+
+    After a resume, a step may have more than one row; the last row counts.
+    """
     if dist.get_rank() != 0:
         return
     with open(run_dir / "metrics.jsonl", "a") as file:
         print(json.dumps(row), file=file)
-    run.log(row, step=row["step"])
-    with suppress(OSError):  # of a terminal that is gone
-        tqdm.write("  ".join(f"{name} {n:,.6g}" for name, n in row.items() if n is not None))
+    wandb_run.log(row)
+    # The terminal may be gone.
+    with suppress(OSError):
+        known = {name: value for name, value in row.items() if value is not None}
+        tqdm.write("  ".join(f"{name} {value:,.6g}" for name, value in known.items()))
 
 
 @record
 def main():
-    """Train; started again with the same command, continue from the newest checkpoint."""
+    """Train; when started again with the same command, continue from the newest checkpoint."""
     args = parse_args()
     _, run_dir = setup(args)
     tokenizer, config = build_tokenizer_and_config(args)
@@ -689,28 +815,30 @@ def main():
     args.num_weights = model.num_parameters()
     checkpoint, start = load_checkpoint(args, run_dir)
     if start >= args.num_steps and (run_dir / f"finished-{start}").exists():
-        print(f"{run_dir} is finished: it has {start} steps")
+        print(f"{run_dir} is already finished, at step {start}")
         return
 
-    torch._dynamo.config.optimize_ddp = False  # DDP: or it would cut compiled layers into pieces
-    about = {"id": args.wandb_id, "name": args.experiment_name, "config": vars(args)}
-    run = wandb.init(**about, dir=run_dir, mode=args.wandb, resume="allow")
-    guide = Guide(args, run_dir, run, start)
+    # DDP: otherwise torch.compile would cut the compiled layers at the borders of buckets.
+    torch._dynamo.config.optimize_ddp = False
+    wandb_run = start_tracking(args, run_dir)
+    guide = GuideCallback(args, run_dir, wandb_run, start)
     trainer = build_trainer(args, run_dir, guide, model, train_set, held_out)
     trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     step = trainer.state.global_step
     if step < args.num_steps:
-        print(f"stopped at step {step}: the same command continues")
-        run.finish()
+        print(f"stopped at step {step}; the same command continues")
+        wandb_run.finish()
         return
 
     export_model(args, run_dir, trainer, tokenizer)
     print(f"finished: {run_dir} has the model, the metrics and the last checkpoints")
-    run.finish()
+    wandb_run.finish()
 
 
 if __name__ == "__main__":
     main()
-    if dist.is_initialized():  # which it is not after --help
-        dist.barrier(group=patient_group())  # DDP: no rank leaves while another may still need it
+    # DDP: after --help there is no process group.
+    if dist.is_initialized():
+        # DDP: keep every rank alive until all ranks have finished.
+        wait_for_all()
         dist.destroy_process_group()
