@@ -398,12 +398,13 @@ def check_model(args, model):
     """Stop with the reason if this script cannot train the model."""
     caps = ["final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"]
     has_cap = any(getattr(model.config, cap, None) for cap in caps)
+    name = args.model_name
     problems = [
-        (has_cap, "it caps its logits, and the chunked loss does not"),
+        (has_cap, f"--model-name {name}: it caps its logits, and the chunked loss does not"),
     ]
     for has_problem, problem in problems:
         if has_problem:
-            fail(f"--model-name {args.model_name}: {problem}")
+            fail(problem)
 
 
 def chunked_loss(head, logits, labels, *_, **__):
