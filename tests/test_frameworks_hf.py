@@ -59,7 +59,7 @@ def configs(tmp_path_factory):
     fsdp2 = ["accelerate", "--strategy", "fsdp2", "--ranks", 2, "--precision"]
     words = {"fsdp2": [*fsdp2, "fp32"], "half": [*fsdp2, "bf16"]}
     words["recompute"] = [*fsdp2, "fp32", "--recompute", "full", "--no-reshard-after-forward"]
-    files = {name: made(folder, f"{name}.yaml", *each) for name, each in words.items()}
+    files = {name: made(folder, f"{name}.yaml", *line) for name, line in words.items()}
     return {name: ["--accelerate-config", path] for name, path in files.items()}
 
 
@@ -105,7 +105,8 @@ def test_killed_continued_and_finished(load, configs, tmp_path):
 KINDS = ["", "-4", "-fsdp2", "-fsdp2-4", "-recompute", "-gpt2", "-fsdp2-qwen3"]
 FP32 = [f"{name}@2{kind}" for name in NAMES for kind in KINDS]
 FP32 += [f"{name}@1{kind}" for name in NAMES for kind in ("", "-4", "-fsdp2")]
-DROPOUT = {1: "trainer", 2: "accelerate"}  # who is tried on how many ranks
+# The framework that trains with dropout, by number of ranks.
+DROPOUT = {1: "trainer", 2: "accelerate"}
 BF16 = [f"{name}@2{kind}-bf16" for name in NAMES for kind in ("", "-half", "-half-4")]
 
 
@@ -163,7 +164,7 @@ def test_dropout_follows_from_step_and_rank(curves, ranks):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind, ranks, batch", [("", 2, 1), ("", 1, 8), ("-fsdp2", 1, 2)])
 def test_continued_in_another_layout(curves, configs, tmp_path, name, kind, ranks, batch):
-    """On another number of ranks, or with another accumulation."""
+    """On a different number of ranks, or with a different accumulation."""
     cut(curves[0] / f"{name}@2{kind}", 10, tmp_path / "run")
     args = [*SHORT, "--batch-size", batch, "--save-dir", tmp_path, "-e", "run"]
     args += configs["fsdp2"] if kind else []
@@ -177,13 +178,13 @@ def test_continued_in_another_layout(curves, configs, tmp_path, name, kind, rank
     "kind, file", [("", "model.safetensors"), ("-fsdp2", "pytorch_model_fsdp_0/__1_0.distcp")]
 )
 def test_a_broken_checkpoint(curves, configs, tmp_path, kind, file):
-    """Accelerate's: all ranks take the one before. The Trainer would have to be told."""
+    """With Accelerate, all ranks load the previous checkpoint; the Trainer cannot do that."""
     cut(curves[0] / f"accelerate@2{kind}", 20, tmp_path / "run")
     broken = tmp_path / "run/checkpoints/step-00000020" / file
     broken.write_bytes(broken.read_bytes()[:1000])
     args = [*SHORT, "--save-dir", tmp_path, "-e", "run", *(configs["fsdp2"] if kind else [])]
     [[result, *_]] = run_well(2, [("accelerate", args)], tmp_path / "jobs")
-    assert "step-00000020 cannot be read, so the one before is tried" in result["stdout"]
+    assert "step-00000020 cannot be read; trying the one before" in result["stdout"]
     assert on_one_curve(curves[1]["01"], metrics(tmp_path / "run"))
 
 
@@ -213,9 +214,11 @@ def test_a_gradient_that_is_not_finite(configs, tmp_path, fault, name):
     args = [f"{fault}@rank1:step7", SCRIPTS[name], *LINE, *configs["fsdp2"]]
     args += ["--save-dir", tmp_path, "-e", "run"]
     [done] = run_jobs(2, [(ROOT / "diagnosing-errors/inject.py", args)], tmp_path / "jobs")
-    said = "".join(rank["stdout"] + rank["stderr"] for rank in done)
-    assert {rank["status"] for rank in done} == {2}, said
-    assert re.search(r"a gradient in steps \d+ to 9 was not finite; nothing was saved", said), said
+    output = "".join(rank["stdout"] + rank["stderr"] for rank in done)
+    assert {rank["status"] for rank in done} == {2}, output
+    assert re.search(r"a gradient in steps \d+ to 9 was not finite; nothing was saved", output), (
+        output
+    )
     names = sorted(path.name for path in tmp_path.glob("run/checkpoints/step-*"))
     assert names == ["step-00000003", "step-00000006"]
 
@@ -243,11 +246,11 @@ def test_a_step_that_deepspeed_skips_ends_the_run(tmp_path, monkeypatch):
     args = ["nan-data@rank1:step7", SCRIPTS["trainer"], *LINE, "--save-dir", tmp_path, "-e", "run"]
     args += ["--deepspeed-config", made(tmp_path, "zero.json", "deepspeed", *words)]
     [done] = run_jobs(2, [(ROOT / "diagnosing-errors/inject.py", args)], tmp_path / "jobs")
-    said = "".join(rank["stdout"] + rank["stderr"] for rank in done)
-    assert re.search(r"a gradient in steps \d+ to \d+ was not finite; nothing was saved", said), (
-        said
+    output = "".join(rank["stdout"] + rank["stderr"] for rank in done)
+    assert re.search(r"a gradient in steps \d+ to \d+ was not finite; nothing was saved", output), (
+        output
     )
-    assert {rank["status"] for rank in done} == {2}, said
+    assert {rank["status"] for rank in done} == {2}, output
 
 
 LATE = """
@@ -276,10 +279,10 @@ def test_the_export_waits_for_each_rank(tmp_path):
 WRONG = {
     "nosuch": "No such file or directory",
     "{": "Expecting property name",
-    "{}": "it says no stage of ZeRO, 1 to 3",
-    '{"scheduler": {}}': "scheduler: leave it out; this script cannot obey it",
-    '{"activation_checkpointing": {}}': "activation_checkpointing: leave it out",
-    '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}}': "it is not for --precision",
+    "{}": "found no stage of ZeRO; choose stage 1, 2 or 3",
+    '{"scheduler": {}}': "scheduler is not supported; remove it",
+    '{"activation_checkpointing": {}}': "activation_checkpointing is not supported; remove it",
+    '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}}': "its precision is bf16, not",
 }
 
 
@@ -292,8 +295,8 @@ def test_the_trainer_refuses_a_file_in_a_line(load_script, capsys, tmp_path, mon
     if text != "nosuch":
         path.write_text(text)
     args = Namespace(deepspeed_config=str(path), precision="fp32")
-    said = refused(capsys, load_script("trainer").zero_of, args)
-    assert f"--deepspeed-config {path}: " in said and WRONG[text] in said
+    output = refused(capsys, load_script("trainer").load_zero_settings, args)
+    assert f"--deepspeed-config {path}: " in output and WRONG[text] in output
 
 
 # ---- the Trainer's defaults ------------------------------------------------------------------
@@ -321,7 +324,8 @@ def test_defaults_that_need_no_change(name):
 def test_the_same_weights_decay(models, family):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(models / family))
     weights = dict(model.named_parameters())
-    decay = weights.keys() & Trainer.get_decay_parameter_names(None, model)  # names tied ones too
+    # The Trainer also names tied weights, which named_parameters() leaves out.
+    decay = weights.keys() & Trainer.get_decay_parameter_names(None, model)
     assert decay == {name for name, weight in weights.items() if weight.ndim >= 2}
 
 
@@ -359,7 +363,7 @@ try:
 finally:
     transformers.TrainingArguments = settings
 """
-# those that change what is logged; the others are about speed, checkpoints or errors
+# These settings change what is logged. The others are about speed, checkpoints or errors.
 MOVE = {"learning_rate", "lr_scheduler_type", "warmup_steps", "adam_beta2", "weight_decay"}
 MOVE |= {"train_sampling_strategy", "gradient_accumulation_steps", "max_steps", "logging_steps"}
 MOVE |= {"eval_strategy", "per_device_eval_batch_size"}
@@ -463,7 +467,7 @@ def test_a_script_that_accelerate_launch_starts_alone_says_so(load_script, capsy
     with patch.dict(os.environ, {"ACCELERATE_MIXED_PRECISION": "no"}):
         for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
             os.environ.pop(variable, None)
-        assert "start this with a launcher" in refused(capsys, load_script(name).parse_args)
+        assert "this script with a launcher" in refused(capsys, load_script(name).parse_args)
 
 
 # ---- its file --------------------------------------------------------------------------------
@@ -488,14 +492,14 @@ def test_what_the_file_says(load_script, capsys, configs, name):
             assert args.precision == precision and os.environ["ACCELERATE_USE_FSDP"] == "true"
     with patch.dict(os.environ, launcher):
         script = load_script(name, *configs["half"], "--precision", "fp32")
-        assert "--precision fp32, but Accelerate was told" in refused(capsys, script.parse_args)
+        assert "--precision fp32: Accelerate has" in refused(capsys, script.parse_args)
     with patch.dict(os.environ, launcher | {"FSDP_OFFLOAD_PARAMS": "true"}):
         script = load_script(name)
-        assert "there is nothing to offload from" in refused(capsys, script.parse_args)
+        assert "found no GPU to offload from" in refused(capsys, script.parse_args)
     with patch.dict(os.environ, launcher):
         script = load_script(name, "--accelerate-config", "nosuch.yaml")
-        said = refused(capsys, script.parse_args)
-    assert said.startswith("train_llm.py: error: --accelerate-config nosuch.yaml: The passed")
+        output = refused(capsys, script.parse_args)
+    assert output.startswith("train_llm.py: error: --accelerate-config nosuch.yaml: The passed")
 
 
 FLAGS = {
