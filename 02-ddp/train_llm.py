@@ -102,8 +102,7 @@ def parse_args():
         has_bf16 = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
         args.precision = "bf16" if has_bf16 else "fp32"
     if "LOCAL_RANK" not in os.environ:
-        command = f"torchrun --standalone --nproc-per-node 2 {sys.argv[0]}"
-        fail(f"start this script with torchrun: {command}")
+        fail(f"start this with torchrun: torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
     num_data_ranks = int(os.environ["WORLD_SIZE"])
     local_batch_size, remainder = divmod(args.global_batch_size, num_data_ranks)
     if remainder:
@@ -442,7 +441,8 @@ def evaluate(args, model, held_out, device):
     model.eval()
     total_loss, num_samples = torch.zeros(2, device=device)
     data_rank, num_data_ranks = dist.get_rank(), dist.get_world_size()
-    num_rounds = math.ceil(len(held_out) / (args.micro_batch_size * num_data_ranks))
+    batch_size = args.micro_batch_size
+    num_rounds = math.ceil(len(held_out) / (batch_size * num_data_ranks))
     for batch in held_out.tensor_split(num_rounds * num_data_ranks)[data_rank::num_data_ranks]:
         # DDP: a rank with no samples left repeats a sample with weight 0, so that every rank runs
         # the same number of forward passes.

@@ -73,9 +73,8 @@ STYLES = {
     "colwise_gather_output": tp.ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "embedding_rowwise": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "norm": tp.SequenceParallel(use_local_output=True),
+    "replicated_with_grad_allreduce": tp.SequenceParallel(use_local_output=True),
 }
-STYLES["replicated_with_grad_allreduce"] = STYLES["norm"]
 
 
 def parse_args():
@@ -448,7 +447,7 @@ def styles_of(model):
     for name, module in model.named_modules():
         # A plan has a * in place of the number of a layer.
         plan_name = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-        default = "norm" if "Norm" in type(module).__name__ else None
+        default = "replicated_with_grad_allreduce" if "Norm" in type(module).__name__ else None
         styles[module] = STYLES.get(plan.get(plan_name, default))
     # A row of an embedding belongs to one token of the vocabulary.
     embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -530,7 +529,11 @@ def build_mesh(args, device):
         # TP: the last dimension has neighboring ranks, which are in the same node.
         "tensor": args.tensor_parallel_size,
     }
-    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    # TP: the gradient norm is reduced over both dimensions. This gives them one group; without it,
+    # torch takes two all-reduces and warns on each rank. No public function does the same.
+    mesh["shard", "tensor"]._flatten()
+    return mesh
 
 
 def shard(args, model, device):
@@ -755,8 +758,9 @@ def batch_at(args, samples, step, micro_step, device):
 def data_rank_of(args):
     """Return this rank's data-parallel rank, and the number of data-parallel ranks."""
     # TP: neighboring ranks take the same samples.
-    ranks_per_sample = args.tensor_parallel_size
-    return dist.get_rank() // ranks_per_sample, dist.get_world_size() // ranks_per_sample
+    ranks_per_sequence = args.tensor_parallel_size
+    num_data_ranks = dist.get_world_size() // ranks_per_sequence
+    return dist.get_rank() // ranks_per_sequence, num_data_ranks
 
 
 def samples_at(args, samples, positions):
@@ -825,7 +829,8 @@ def evaluate(args, model, held_out, device):
     model.eval()
     total_loss, num_samples = torch.zeros(2, device=device)
     data_rank, num_data_ranks = data_rank_of(args)
-    num_rounds = math.ceil(len(held_out) / (args.micro_batch_size * num_data_ranks))
+    batch_size = args.micro_batch_size
+    num_rounds = math.ceil(len(held_out) / (batch_size * num_data_ranks))
     for batch in held_out.tensor_split(num_rounds * num_data_ranks)[data_rank::num_data_ranks]:
         # DDP: a rank with no samples left repeats a sample with weight 0, so that every rank runs
         # the same number of forward passes.
