@@ -369,7 +369,8 @@ def evaluate(args, model, held_out, device):
     """Return the mean loss of the held-out samples."""
     model.eval()
     total_loss, num_samples = torch.zeros(2, device=device)
-    num_batches = math.ceil(len(held_out) / args.micro_batch_size)
+    batch_size = args.micro_batch_size
+    num_batches = math.ceil(len(held_out) / batch_size)
     for batch in held_out.tensor_split(num_batches):
         total_loss += loss_of(args, model, batch.long().to(device)) * len(batch)
         num_samples += len(batch)

@@ -221,11 +221,12 @@ def rank_first():
 
     Later ranks find the files that earlier ranks have written.
     """
-    turn = 2
-    if os.environ["LOCAL_RANK"] == "0":
-        turn = 1
     if dist.get_rank() == 0:
         turn = 0
+    elif os.environ["LOCAL_RANK"] == "0":
+        turn = 1
+    else:
+        turn = 2
     for _ in range(turn):
         wait_for_all()
     yield

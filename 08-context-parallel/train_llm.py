@@ -1,10 +1,10 @@
 """Train a causal language model on sequences that devices share. Parent: 07-pipeline-parallel.
 
-Here:      torchrun --standalone --nproc-per-node 2 08-context-parallel/train_llm.py \
-               --context-parallel-size 2
-For real:  sbatch --nodes 4 --gpus-per-node 8 03-job-launchers/slurm/train.sbatch \
-               08-context-parallel/train_llm.py @05-large-model/configs/llama-3.1-8b.args \
-               --seq-length 131072 --context-parallel-size 8 --recompute full
+Small:  torchrun --standalone --nproc-per-node 2 08-context-parallel/train_llm.py \
+            --context-parallel-size 2
+Real:   sbatch --nodes 4 --gpus-per-node 8 03-job-launchers/slurm/train.sbatch \
+            08-context-parallel/train_llm.py @05-large-model/configs/llama-3.1-8b.args \
+            --seq-length 131072 --context-parallel-size 8 --recompute full
 """
 
 import argparse
@@ -42,7 +42,6 @@ import torch.nn.functional as F
 import transformers
 import wandb
 from datasets.fingerprint import Hasher
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -55,34 +54,40 @@ from tqdm import tqdm
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.hub import snapshot_download
 
-LAUNCHERS = [  # the variables in which each tells a process its rank, world size and local rank
-    ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun, deepspeed
-    [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK")],  # mpirun of Open MPI
-    ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],  # mpirun of MPICH
-    ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],  # srun
-]
-STYLES = {  # how a matrix is split, by the names that transformers' plans have for it
+# Each launcher passes the rank, the world size and the local rank in these variables.
+LAUNCHER_VARIABLES = {
+    "torchrun": ["RANK", "WORLD_SIZE", "LOCAL_RANK"],
+    "Open MPI": ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],
+    "MPICH": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],
+    "srun": ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],
+}
+# The number of tokens whose logits exist at the same time.
+CHUNK_SIZE = 1024
+# The asynchronous save that is still being written: one future at most.
+PENDING_SAVES = []
+# How to split a module's weights, by the names that the plans of transformers use. Between blocks,
+# a rank has the hidden states of its part of each sequence: Shard(1).
+STYLES = {
     "colwise": tp.ColwiseParallel(),
     "rowwise": tp.RowwiseParallel(output_layouts=Shard(1)),
     "colwise_gather_output": tp.ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "embedding_rowwise": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "replicated_with_grad_allreduce": tp.SequenceParallel(use_local_output=True),  # norms
+    "replicated_with_grad_allreduce": tp.SequenceParallel(use_local_output=True),
 }
-SCHEDULES = {  # and which stages a rank has
-    "gpipe": (pp.ScheduleGPipe, lambda rank, ranks: [rank]),
-    "1f1b": (pp.Schedule1F1B, lambda rank, ranks: [rank]),
-    "interleaved-1f1b": (pp.ScheduleInterleaved1F1B, lambda rank, ranks: [rank, ranks + rank]),
-    "zbv": (pp.ScheduleZBVZeroBubble, lambda rank, ranks: [rank, 2 * ranks - 1 - rank]),
+# For each schedule, its class and the number of stages that a rank has.
+SCHEDULES = {
+    "gpipe": (pp.ScheduleGPipe, 1),
+    "1f1b": (pp.Schedule1F1B, 1),
+    "interleaved-1f1b": (pp.ScheduleInterleaved1F1B, 2),
 }
-CHUNK = 1024  # tokens whose logits exist at the same time
-SAVES = []  # at most one, which goes on in the background
 
 
 def parse_args():
-    """Return the arguments, checked as far as that needs no data, and the batch split up."""
+    """Parse and check the command line, and split the global batch into micro-batches."""
     adopt_launcher()
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(formatter_class=formatter, fromfile_prefix_chars="@")
@@ -92,137 +97,162 @@ def parse_args():
     chapter = Path(__file__).resolve().parent.name
     add = parser.add_argument
 
-    add("-m", "--model-name", default="tiny", help="hub id, folder, or tiny: a built-in Llama")
-    add("--config", nargs="+", default=[], metavar="NAME=VALUE", help="change its configuration")
-    add("--pretrained", action="store_true", help="start from published weights, not random ones")
+    add("-m", "--model-name", default="tiny", help="hub id, folder, or tiny (a built-in Llama)")
+    add("--config", nargs="+", default=[], metavar="NAME=VALUE", help="override model settings")
+    add("--pretrained", action="store_true", help="start from the published weights")
 
     add("-d", "--dataset-name", default="pydoc", help="hub id, folder, .txt/.jsonl/.csv/.parquet")
-    add("--dataset-subset", help="the configuration, of a hub dataset that has several")
+    add("--dataset-subset", help="the subset to load from a hub dataset that has several")
     add("--text-column", default="text", help="the column that holds the text")
     add("-s", "--seq-length", type=int, default=256, help="tokens per sample")
 
     add("--global-batch-size", type=int, default=32, help="samples per optimizer step")
-    add("-b", "--batch-size", type=int, default=8, help="most samples per forward pass")
-    add("--num-steps", type=int, default=100, help="optimizer steps in the whole run")
-    add("--lr", type=float, default=1e-3, help="learning rate after the warmup")
-    add("--warmup-steps", type=int, default=10, help="steps in which the learning rate rises")
-    add("--weight-decay", type=float, default=0.1, help="for matrices, not for vectors")
-    add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to it; 0: never")
-    add("--seed", type=int, default=0, help="for weights, data order and dropout")
+    add("-b", "--batch-size", type=int, default=8, help="maximum samples per forward pass")
+    add("--num-steps", type=int, default=100, help="total number of optimizer steps")
+    add("--lr", type=float, default=1e-3, help="peak learning rate, reached after the warmup")
+    add("--warmup-steps", type=int, default=10, help="steps over which the learning rate rises")
+    add("--weight-decay", type=float, default=0.1, help="applied to matrices, not to vectors")
+    add("--max-grad-norm", type=float, default=1.0, help="gradient clipping; 0 turns it off")
+    add("--seed", type=int, default=0, help="seed for weights, data order and dropout")
 
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if there")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 on cuda")
     add("--compile", action="store_true", help="compile the layers and the loss")
     switch = argparse.BooleanOptionalAction
     add("--reshard-after-forward", action=switch, default=True, help="free gathered weights early")
-    add("--replicas", type=int, default=1, help="groups of ranks that each hold a whole model")
-    add("--cpu-offload", action="store_true", help="shards live on the host, where AdamW steps")
+    add("--replicas", type=int, default=1, help="groups of ranks that each hold a full model")
+    add("--cpu-offload", action="store_true", help="keep shards and AdamW on the host")
     add("--recompute", choices=["none", "full", "selective"], default="none", help="activations")
-    add("--prefetch", type=int, default=1, help="layers gathered ahead; 0: FSDP's own way")
     add("--tensor-parallel-size", type=int, default=1, help="ranks that split each matrix")
-    add("--pipeline-parallel-size", type=int, default=1, help="ranks over which layers are spread")
+    add("--pipeline-parallel-size", type=int, default=1, help="ranks that share the layers")
     add("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="order of micro-batches")
     add("--context-parallel-size", type=int, default=1, help="ranks that split each sequence")
     add("--context-parallel-style", choices=["gather", "ulysses"], default="gather", help="how")
 
     add("-e", "--experiment-name", default=chapter, help="the run's folder under --save-dir")
-    add("--save-dir", default="outputs", help="where runs are kept")
+    add("--save-dir", default="outputs", help="the folder that holds all runs")
     add("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
-    add("--keep-checkpoints", type=int, default=2, help="how many stay on disk")
+    add("--keep-checkpoints", type=int, default=2, help="number of checkpoints to keep")
     add("--eval-every", type=int, default=50, help="steps between evaluations")
-    add("--eval-samples", type=int, default=64, help="how many samples are held out for them")
+    add("--eval-samples", type=int, default=64, help="number of samples to hold out")
     add("--log-every", type=int, default=10, help="steps between log lines")
-    add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="mode")
+    add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="wandb mode")
     add("--dist-timeout", type=int, default=600, help="seconds that a rank waits for the others")
-    add("--checkpoint-async", action="store_true", help="write them while the training goes on")
+    add("--checkpoint-async", action="store_true", help="write checkpoints in the background")
 
     args = parser.parse_args()
-    may_be_zero = ["lr", "warmup_steps", "weight_decay", "max_grad_norm", "seed", "prefetch"]
+    may_be_zero = ["lr", "warmup_steps", "weight_decay", "max_grad_norm", "seed"]
+    minimums = dict.fromkeys(may_be_zero, 0) | {"seq_length": 2}
     for name, value in vars(args).items():
-        least = 0 if name in may_be_zero else 2 if name == "seq_length" else 1
-        if type(value) in (int, float) and not value >= least:  # in this form it refuses NaN too
-            fail(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+        minimum = minimums.get(name, 1)
+        # "not >=" also rejects NaN; "<" would let it through.
+        if type(value) in (int, float) and not value >= minimum:
+            fail(f"--{name.replace('_', '-')} {value}: must be at least {minimum}")
     if args.pretrained and args.model_name == "tiny":
-        fail("--pretrained: there are no published weights of tiny; name a model with -m")
+        fail("--pretrained: tiny has no published weights; choose a model with --model-name")
     if args.device == "auto":
         args.device = "cuda" if has_gpu() else "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
-        fail(f"torch {torch.__version__} finds no GPU that works; to do without, pass --device cpu")
-    if args.precision == "auto":  # GPUs before 8.0 have no units for bf16 and emulate it slowly
-        fast = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
-        args.precision = "bf16" if fast else "fp32"
-    if not {"LOCAL_RANK", "MASTER_ADDR"} <= os.environ.keys():
-        fail("start this with a launcher; mpirun needs -x MASTER_ADDR=... -x MASTER_PORT=... too")
-    world_size, size = int(os.environ["WORLD_SIZE"]), args.tensor_parallel_size
-    told = f"must divide {world_size} ranks and --seq-length {args.seq_length}"
-    if world_size % size or args.seq_length % size:
-        fail(f"--tensor-parallel-size {size} {told}")
-    size *= args.context_parallel_size  # CP: a part of each sequence is split again for TP
-    if world_size % size or args.seq_length % size:
-        fail(f"--context-parallel-size: groups of {size} ranks {told}")
-    size *= args.pipeline_parallel_size  # PP: the same samples go through all stages
-    if world_size % size:
-        fail(f"--pipeline-parallel-size: groups of {size} ranks must divide {world_size} ranks")
-    world_size //= size  # TP: the ranks that split a matrix take the same samples
-    ranks = f"{world_size} ranks" if size == 1 else f"{world_size} groups of {size} ranks"
-    samples, rest = divmod(args.global_batch_size, world_size)
-    if rest:
-        fail(f"--global-batch-size {args.global_batch_size} does not divide by {ranks}")
-    if world_size % args.replicas:
-        fail(f"--replicas {args.replicas} does not divide {ranks} into equal groups")
-    args.micro_batch_size = max(n for n in range(1, args.batch_size + 1) if samples % n == 0)
-    args.accumulation = samples // args.micro_batch_size
-    plan_schedule(args, samples)
+        problem = f"torch {torch.__version__} finds no working GPU"
+        fail(f"--device cuda: {problem}; repair the driver, or pass --device cpu")
+    if args.precision == "auto":
+        # GPUs older than compute capability 8.0 emulate bf16, which is slow.
+        has_bf16 = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+        args.precision = "bf16" if has_bf16 else "fp32"
+    if "LOCAL_RANK" not in os.environ:
+        fail("start this script with a launcher, such as torchrun, srun or mpirun")
+    if "MASTER_ADDR" not in os.environ:
+        fail("MASTER_ADDR is not set; pass it to mpirun: -x MASTER_ADDR=... -x MASTER_PORT=...")
+    world_size = int(os.environ["WORLD_SIZE"])
+    # TP: the ranks that split a matrix take the same samples, and each has a part of the sequence.
+    ranks_per_sample = args.tensor_parallel_size
+    layout = f"--tensor-parallel-size {args.tensor_parallel_size}"
+    # CP: each part of a sequence is split again for TP.
+    ranks_per_sample *= args.context_parallel_size
+    layout += f" --context-parallel-size {args.context_parallel_size}"
+    if args.seq_length % ranks_per_sample:
+        problem = f"not divisible by {ranks_per_sample}, the ranks of a sequence ({layout})"
+        fail(f"--seq-length {args.seq_length}: {problem}; choose a multiple")
+    # PP: all stages take the same samples.
+    ranks_per_sample *= args.pipeline_parallel_size
+    layout += f" --pipeline-parallel-size {args.pipeline_parallel_size}"
+    if world_size % ranks_per_sample:
+        problem = f"{world_size} ranks are not divisible by {ranks_per_sample}"
+        fail(f"{layout}: {problem}; start a multiple")
+    num_data_ranks = world_size // ranks_per_sample
+    local_batch_size, remainder = divmod(args.global_batch_size, num_data_ranks)
+    if remainder:
+        problem = f"not divisible by {num_data_ranks} data-parallel ranks; choose a multiple"
+        fail(f"--global-batch-size {args.global_batch_size}: {problem}")
+    if num_data_ranks % args.replicas:
+        problem = f"{num_data_ranks} data-parallel ranks are not divisible by it"
+        fail(f"--replicas {args.replicas}: {problem}; choose a divisor")
+    sizes = range(1, args.batch_size + 1)
+    args.micro_batch_size = max(size for size in sizes if local_batch_size % size == 0)
+    args.accumulation = local_batch_size // args.micro_batch_size
+    args.num_stages = args.pipeline_parallel_size * SCHEDULES[args.pipeline_schedule][1]
+    check_schedule(args)
     args.wandb_id = uuid.uuid4().hex[:8]
     return args
 
 
-def plan_schedule(args, samples):
-    """Let the schedule split a step's samples into micro-batches; stop if these are too few."""
-    ranks, args.stages, args.micro_batches = args.pipeline_parallel_size, 1, args.accumulation
-    if ranks == 1:
+def check_schedule(args):
+    """Stop if the micro-batches of a step do not suit the pipeline schedule."""
+    ranks, micro_batches = args.pipeline_parallel_size, args.accumulation
+    # The interleaved schedule takes micro-batches in groups of one per rank.
+    group_size = ranks if args.pipeline_schedule == "interleaved-1f1b" else 1
+    if micro_batches >= ranks and micro_batches % group_size == 0:
         return
-    args.stages = ranks * len(SCHEDULES[args.pipeline_schedule][1](0, ranks))
-    step = ranks if args.pipeline_schedule == "interleaved-1f1b" else 1
-    sizes = range(1, 1 + min(args.batch_size, samples // ranks))
-    sizes = [size for size in sizes if samples % (size * step) == 0]
-    if args.micro_batch_size not in sizes:
-        advice = f"--batch-size {sizes[-1]}" if sizes else "a larger --global-batch-size"
-        fail(f"{args.micro_batches} micro-batches do not fill {ranks} ranks; take {advice}")
-    args.micro_batch_size, args.accumulation, args.reshard_after_forward = samples, 1, False
+    samples = micro_batches * args.micro_batch_size
+    sizes = range(1, min(args.batch_size, samples // ranks) + 1)
+    good_sizes = [size for size in sizes if samples % (size * group_size) == 0]
+    fix = f"--batch-size {good_sizes[-1]}" if good_sizes else "a larger --global-batch-size"
+    problem = f"{micro_batches} micro-batches do not fill {args.pipeline_schedule}"
+    fail(f"--pipeline-parallel-size {ranks}: {problem}; choose {fix}")
 
 
 def adopt_launcher():
-    """Set the variables that torchrun sets to what another launcher tells this process."""
-    for names in LAUNCHERS:
+    """Set the variables that torchrun sets, from those of the launcher that started this rank."""
+    for names in LAUNCHER_VARIABLES.values():
         if all(name in os.environ for name in names):
-            os.environ |= zip(LAUNCHERS[0], [os.environ[name] for name in names], strict=True)
+            values = [os.environ[name] for name in names]
+            os.environ |= zip(LAUNCHER_VARIABLES["torchrun"], values, strict=True)
             break
-    if "SLURM_STEP_NODELIST" in os.environ:  # rank 0 is on the first of nodes like gpu[03-07,12]
+    if "SLURM_STEP_NODELIST" in os.environ:
+        # srun: rank 0 runs on the first node of the list; gpu[03-07,12] starts with gpu03.
         nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
-        step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
         os.environ.setdefault("MASTER_ADDR", nodes.split(",")[0])
-        os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))  # of this step alone
+        # srun: derive the port from the step's number, so that two steps do not share a port.
+        step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
+        os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))
 
 
 def has_gpu():
-    """Return whether this process was given a GPU, even if torch cannot use it."""
+    """Return whether this process has a GPU, even one that torch cannot use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible in ("", "-1"):
-        return False  # hidden on purpose
-    driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
-    return driver or visible or "SLURM_GPUS_ON_NODE" in os.environ or torch.cuda.is_available()
+    if visible in ("", "-1"):  # the user has hidden all GPUs
+        return False
+    # Slurm: this variable is set in a job that has asked for GPUs.
+    if "SLURM_GPUS_ON_NODE" in os.environ:
+        return True
+    # The drivers of NVIDIA and of AMD create these files.
+    has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
+    return has_driver or bool(visible) or torch.cuda.is_available()
 
 
 def setup(args):
     """Join the process group; return this rank's device and the run's folder."""
-    if sys.platform == "linux":  # DDP: no rank outlives torchrun, or two runs would share a folder
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    # DDP: let Linux kill this rank when torchrun dies. A rank that survived could write to the
+    # folder of the next run. The 1 is PR_SET_PDEATHSIG.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     sys.stdout.reconfigure(line_buffering=True)
-    if not sys.stderr.isatty():  # in a file, progress bars are noise
+    # Progress bars would clutter a log file.
+    if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # fail() reports its errors
+    # fail() reports the errors of datasets, so datasets itself can stay quiet.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     run_dir = Path(args.save_dir, args.experiment_name)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -230,262 +260,368 @@ def setup(args):
         fail(f"--save-dir {args.save_dir}: {error}")
     device = torch.device(args.device)
     if args.device == "cuda":
-        index, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-            index = 0  # srun --gpus-per-task=1 shows each task a GPU of its own, and no other
-        if index >= gpus:
-            fail(f"local rank {index} has no GPU: torch sees {gpus} here")
-        device = torch.device("cuda", index)
-        torch.cuda.set_device(device)  # DDP: or else all ranks would put something on GPU 0
+        local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        # srun: with --gpus-per-task=1, each rank sees one GPU, and that is its own.
+        if num_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+            local_rank = 0
+        if local_rank >= num_gpus:
+            fail(f"local rank {local_rank} has no GPU: torch sees {num_gpus}; start fewer ranks")
+        # DDP: without this line, every rank would also allocate memory on GPU 0.
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=args.dist_timeout))
-    if dist.get_rank() != 0:  # DDP: rank 0 speaks for all
-        sys.stdout, args.wandb = open(os.devnull, "w"), "disabled"
-    if args.cpu_offload:  # AdamW steps on the host's cores, of which torchrun gives a rank one
-        hosts = [None] * dist.get_world_size()
-        dist.all_gather_object(hosts, socket.gethostname(), group=patient_group())
-        cores = len(os.sched_getaffinity(0)) // hosts.count(socket.gethostname())
-        torch.set_num_threads(max(torch.get_num_threads(), cores))
+    # DDP: only rank 0 prints.
+    if dist.get_rank() != 0:
+        sys.stdout = open(os.devnull, "w")
     check_shared(run_dir)
     print(f"training on {device} in {args.precision}")
     return device, run_dir
 
 
 @functools.cache
-def patient_group(thread="main"):
-    """Return a group of all ranks for waits that may take hours; others give up in minutes."""
+def patient_group():
+    """Return a group of all ranks that waits for a week; the default group waits for minutes."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
+
+
+@functools.cache
+def background_group():
+    """Return a group of all ranks for the collectives of the thread that saves checkpoints."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
 @contextmanager
 def rank_first():
-    """Let rank 0 do this first, then one rank of each node, then the rest: they find it done."""
-    turn = 0 if dist.get_rank() == 0 else 1 if os.environ["LOCAL_RANK"] == "0" else 2
-    for number in range(3):
-        if number == turn:
-            yield
-            continue
-        try:
-            dist.barrier(group=patient_group())
-        except RuntimeError as error:  # DDP: that rank says why, and torchrun ends us meanwhile
-            time.sleep(10)
-            sys.exit(f"another rank has failed: {error}")
+    """Run the body on rank 0, then on one rank of each other node, then on the remaining ranks.
+
+    Later ranks find the files that earlier ranks have written.
+    """
+    if dist.get_rank() == 0:
+        turn = 0
+    elif os.environ["LOCAL_RANK"] == "0":
+        turn = 1
+    else:
+        turn = 2
+    for _ in range(turn):
+        wait_for_all()
+    yield
+    for _ in range(2 - turn):
+        wait_for_all()
+
+
+def wait_for_all():
+    """Wait until all ranks get here, even if that takes hours."""
+    try:
+        dist.barrier(group=patient_group())
+    except RuntimeError as error:
+        # DDP: wait while the failed rank reports the reason; torchrun then ends this rank.
+        time.sleep(10)
+        sys.exit(f"another rank has failed: {error}")
 
 
 def check_shared(run_dir):
-    """Stop if a node does not see what rank 0 writes to the run's folder."""
+    """Stop if a node does not see the files that rank 0 writes to the run's folder."""
     probe = [run_dir / f".probe-{uuid.uuid4().hex}"]
     if dist.get_rank() == 0:
         probe[0].touch()
     dist.broadcast_object_list(probe, group=patient_group())
-    here = None if probe[0].exists() else socket.gethostname()
-    blind = [None] * dist.get_world_size()
-    dist.all_gather_object(blind, here, group=patient_group())
+    host_without_access = None if probe[0].exists() else socket.gethostname()
+    hosts_without_access = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts_without_access, host_without_access, group=patient_group())
     if dist.get_rank() == 0:
         probe[0].unlink()
-    if hosts := set(blind) - {None}:
-        fail(f"--save-dir: {', '.join(hosts)} cannot see what rank 0 writes to {run_dir.resolve()}")
+    if hosts := set(hosts_without_access) - {None}:
+        problem = f"{', '.join(hosts)} cannot see what rank 0 writes to {run_dir.resolve()}"
+        fail(f"--save-dir: {problem}; choose a folder that all nodes share")
 
 
 def stop_requests(run_dir):
-    """Yield before each step whether a rank was asked to stop: by a signal, or rank 0 by a file.
+    """Yield, before each step, whether the run should stop.
 
-    All ranks get the same answer, of the exchange that they began a step ago: no rank waits.
+    A signal to any rank asks for it, and so does a file named `stop` in the run's folder. All ranks
+    get the same answer from an all-reduce that they started one step earlier, so no rank waits.
     """
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, lambda number, _: received.append(number))
-    (run_dir / "stop").unlink(missing_ok=True)  # it was meant for the run before
+    # A file that is already there was meant for an earlier run.
+    (run_dir / "stop").unlink(missing_ok=True)
     stop = False
     while True:
-        asked = received or (dist.get_rank() == 0 and (run_dir / "stop").exists())
-        answer = torch.tensor(bool(asked), dtype=torch.int32)
-        exchange = dist.all_reduce(answer, dist.ReduceOp.MAX, patient_group(), async_op=True)
+        requested = received or (dist.get_rank() == 0 and (run_dir / "stop").exists())
+        any_requested = torch.tensor(bool(requested), dtype=torch.int32)
+        options = {"op": dist.ReduceOp.MAX, "group": patient_group(), "async_op": True}
+        exchange = dist.all_reduce(any_requested, **options)
         yield stop
         exchange.wait()
-        stop = bool(answer)
+        stop = bool(any_requested)
 
 
 def fail(message):
-    """Stop because of what the user gave us: one line on stderr, exit status 2."""
+    """Report a user error in one line on stderr, and exit with status 2."""
+    # DDP: if all ranks have this error, only rank 0 reports it; torchrun ends the waiting ranks.
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(10)  # DDP: rank 0 says it and torchrun ends us, or only we have this fault
+        time.sleep(10)
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
 
 def mix(*numbers):
-    """Return one 64-bit seed made of several numbers; sums would collide, as 1 + 2 and 2 + 1."""
+    """Hash several numbers into one 64-bit seed; a sum would be the same for (1, 2) and (2, 1)."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little")
 
 
 # ---- model -----------------------------------------------------------------------------------
 @rank_first()
 def build_tokenizer_and_config(args):
-    """Return the tokenizer and the configuration of `--model-name`, changed by `--config`."""
+    """Load the tokenizer and the configuration of `--model-name`, and apply `--config`."""
     try:
         if args.model_name == "tiny":
-            tokenizer = transformers.ByT5Tokenizer()  # a token is a byte, so it needs no files
-            shape = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
-            shape |= {"num_attention_heads": 4, "vocab_size": len(tokenizer)}
-            ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-            config = transformers.LlamaConfig(**shape, **ids)
+            # ByT5's tokens are bytes, so its tokenizer needs no vocabulary file.
+            tokenizer = transformers.ByT5Tokenizer()
+            config = transformers.LlamaConfig(
+                hidden_size=128,
+                intermediate_size=352,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                vocab_size=len(tokenizer),
+                bos_token_id=None,
+                eos_token_id=tokenizer.eos_token_id,
+            )
         else:
             tokenizer = AutoTokenizer.from_pretrained(args.model_name)
             config = AutoConfig.from_pretrained(args.model_name)
         if args.config:
             config.update_from_string(",".join(args.config))
+            # Drop layer_types, so that from_dict() derives it from the new number of layers.
             values = config.to_dict()
-            values.pop("layer_types", None)  # which follow from the number of layers
+            values.pop("layer_types", None)
             config = config.from_dict(values)
-    except Exception as error:  # each wrong type in a configuration has a kind of its own
+    except Exception as error:
+        # transformers raises a different type of exception for each kind of bad value.
         fail(f"--model-name {' '.join([args.model_name, *args.config])}: {error}")
-    longest = getattr(config, "max_position_embeddings", None) or args.seq_length
-    if args.seq_length > longest:
-        fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {longest} tokens")
-    if tokenizer.eos_token_id is None or not 1 < len(tokenizer) <= config.vocab_size:
-        told = f"{len(tokenizer)} tokens for {config.vocab_size} embeddings"
-        fail(f"--model-name {args.model_name}: its tokenizer has no end of text, or {told}")
+    max_length = getattr(config, "max_position_embeddings", None) or args.seq_length
+    if args.seq_length > max_length:
+        fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {max_length} tokens")
+    if len(tokenizer) < 2:
+        fail(f"--model-name {args.model_name}: found no tokenizer; check its files")
+    if tokenizer.eos_token_id is None:
+        fail(f"--model-name {args.model_name}: its tokenizer has no end-of-text token")
+    if len(tokenizer) > config.vocab_size:
+        problem = f"its tokenizer has {len(tokenizer)} tokens"
+        fail(f"--model-name {args.model_name}: {problem} for {config.vocab_size} embeddings")
     return tokenizer, config
 
 
 def build_model(args, config):
-    """Return the model without values, in memory that is not in use before `shard` writes to it."""
-    caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-    if any(getattr(config, cap, None) for cap in caps):
-        fail(f"--model-name {args.model_name}: it caps its logits, which this chapter never makes")
+    """Build the model without values; its memory stays unused until shard() fills it."""
     torch.manual_seed(args.seed)
-    with no_init_weights():  # what constructors draw is drawn later; what they set stays
+    # Constructors skip random initialization here, and shard() does all of it, layer by layer.
+    with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if not layers_of(model):
-        fail(f"--model-name {args.model_name}: transformers does not say which its layers are")
+        fail(f"--model-name {args.model_name}: found no decoder layers in it")
     model.train()
 
-    # To decide on a mask, transformers makes the host wait for the device in each forward pass; for
-    # an attention under a name of our own it does not: plain causal attention needs no mask.
+    # Before it builds a mask, transformers checks in every forward pass whether samples are packed,
+    # and the check makes the host wait for the device. Plain causal attention needs no mask, and
+    # transformers skips the check for an attention function registered under a new name.
     window = getattr(config, "sliding_window", None) or args.seq_length
-    plain = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
-    if plain and args.seq_length <= window:
+    uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
+    if uses_sdpa and args.seq_length <= window:
         AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
         model.set_attn_implementation("causal_sdpa")
 
-    if args.tensor_parallel_size > 1:
-        check_plan(args, model)
-    if args.context_parallel_size > 1:
-        check_attention(args, model)
+    check_model(args, model)
+    # The loss applies the head, chunk by chunk, so the head itself passes hidden states through. It
+    # clones them because FSDP warns about modules that return views.
     head = model.get_output_embeddings()
-    head.forward = torch.clone  # of the hidden states: the loss applies it, chunk by chunk
+    head.forward = torch.clone
     model.loss_function = functools.partial(chunked_loss, head)
 
-    if args.recompute != "none":  # inside of what is compiled, and split
-        keep = functools.partial(create_selective_checkpoint_contexts, keep_products)
-        options = {"context_fn": keep} if args.recompute == "selective" else {}
+    # Wrap each layer before it is compiled and sharded.
+    if args.recompute != "none":
+        contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)
+        options = {"context_fn": contexts} if args.recompute == "selective" else {}
         for layer in layers_of(model):
             forward = functools.partial(recompute, layer.forward, use_reentrant=False, **options)
             layer.forward = forward
 
-    if args.compile:  # in place, so that the weights keep their names; each shape by itself
+    # Compiling in place keeps the names of the weights. Each input shape gets its own graph.
+    if args.compile:
         for layer in layers_of(model):
             layer.compile(dynamic=False)
         model.loss_function = torch.compile(model.loss_function, dynamic=False)
     return model
 
 
-def check_plan(args, model):
-    """Stop if transformers does not say how to split all of the model, or it cannot be split so."""
-    size, config, styles = args.tensor_parallel_size, model.config, styles_of(model)
-    this = f"--tensor-parallel-size {size}: {args.model_name}"
-    for name, part in model.named_modules():
-        if styles[part] is None and list(part.parameters(recurse=False)):
-            fail(f"{this} has weights in {name}, which this chapter cannot split")
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if heads % size:
-        fail(f"{this} has {heads} key-value heads, which {size} ranks cannot share equally")
-    if config._attn_implementation != "causal_sdpa":
-        fail(f"{this} attends with a mask, which takes whole sequences, of which ranks have parts")
-
-
-def check_attention(args, model):
-    """Stop if ranks with parts of each sequence would not compute what one with whole ones does."""
-    config, this = model.config, f"--context-parallel-size {args.context_parallel_size}"
-    parts = f"{getattr(config, 'layer_types', '')} {getattr(config, 'rope_parameters', '')}"
-    other = re.search("conv|mamba|linear_attention|dynamic|longrope", parts)
-    if other or config._attn_implementation != "causal_sdpa":
-        other = f"{other[0]} layers or positions" if other else "attention with a mask or a window"
-        fail(f"{this}: {args.model_name} needs whole sequences for its {other}")
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    ranks = args.context_parallel_size * args.tensor_parallel_size
-    if args.context_parallel_style == "ulysses" and heads % ranks:
-        told = f"{heads} key-value heads, which {ranks} ranks cannot share equally"
-        fail(f"{this} --context-parallel-style ulysses: {args.model_name} has {told}")
+def check_model(args, model):
+    """Stop with the reason if this script cannot train the model."""
+    caps = ["final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"]
+    has_cap = any(getattr(model.config, cap, None) for cap in caps)
+    name = args.model_name
+    problems = [
+        (has_cap, f"--model-name {name}: it caps its logits, and the chunked loss does not"),
+    ]
+    tensor_size = args.tensor_parallel_size
+    if tensor_size > 1:
+        flag, heads = f"--tensor-parallel-size {tensor_size}", key_value_heads_of(model.config)
+        module = module_without_style(model)
+        problems += [
+            (module, f"{flag}: the plan of {name} does not say how to split {module}"),
+            (heads % tensor_size, f"{flag}: {name} has {heads} key-value heads; choose a divisor"),
+            (needs_mask(model), f"{flag}: {name} has a mask, which needs full sequences"),
+        ]
+    if args.pipeline_parallel_size > 1:
+        flag, stages = f"--pipeline-parallel-size {args.pipeline_parallel_size}", args.num_stages
+        has_plan = model.config.base_model_pp_plan or model.config.model_type == "gpt2"
+        layers = len(layers_of(model))
+        problems += [
+            (not has_plan, f"{flag}: transformers has no pipeline plan for {name}"),
+            (layers < stages, f"{flag}: {name} has {layers} layers, fewer than {stages} stages"),
+        ]
+    context_size = args.context_parallel_size
+    if context_size > 1:
+        flag, heads = f"--context-parallel-size {context_size}", key_value_heads_of(model.config)
+        head_ranks = context_size * tensor_size if args.context_parallel_style == "ulysses" else 1
+        feature = full_sequence_feature(model.config)
+        problems += [
+            (feature, f"{flag}: {name} needs full sequences, because it has {feature}"),
+            (needs_mask(model), f"{flag}: {name} has a mask, which needs full sequences"),
+            (heads % head_ranks, f"{flag}: {heads} key-value heads for {head_ranks} ranks"),
+        ]
+    for has_problem, problem in problems:
+        if has_problem:
+            fail(problem)
 
 
 def styles_of(model):
-    """Return how to split each module's weights; None where transformers' plan does not say."""
-    styles, plan = {}, model.tp_plan or {}
-    for name, part in model.named_modules():
-        norm = "replicated_with_grad_allreduce" if "Norm" in type(part).__name__ else None
-        general = re.sub(r"\.\d+(?=\.|$)", ".*", name)  # plans have * for the layer's number
-        styles[part] = STYLES.get(plan.get(general, norm))
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    return styles | dict.fromkeys(ends, STYLES["embedding_rowwise"])  # a row is a token's
+    """Return the style of each module's weights, or None if the plan of transformers has none."""
+    plan, styles = model.tp_plan or {}, {}
+    for name, module in model.named_modules():
+        # A plan has a * in place of the number of a layer.
+        plan_name = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        default = "replicated_with_grad_allreduce" if "Norm" in type(module).__name__ else None
+        styles[module] = STYLES.get(plan.get(plan_name, default))
+    # A row of an embedding belongs to one token of the vocabulary.
+    embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return styles | dict.fromkeys(embeddings, STYLES["embedding_rowwise"])
+
+
+def module_without_style(model):
+    """Return the name of a module whose weights have no style, or None."""
+    styles = styles_of(model)
+    for name, module in model.named_modules():
+        if styles[module] is None and list(module.parameters(recurse=False)):
+            return name
+    return None
+
+
+def key_value_heads_of(config):
+    """Return the number of key-value heads; a tensor-parallel rank has some of them."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def full_sequence_feature(config):
+    """Return the kind of layer or position that needs full sequences, or None."""
+    settings = f"{getattr(config, 'layer_types', '')} {getattr(config, 'rope_parameters', '')}"
+    match = re.search("conv|mamba|linear_attention|dynamic|longrope", settings)
+    return match and match[0]
+
+
+def needs_mask(model):
+    """Return whether the model's attention is not plain causal attention; see build_model()."""
+    return model.config._attn_implementation != "causal_sdpa"
 
 
 def chunked_loss(head, logits, labels, *_, **__):
-    """Return the mean cross entropy of predicting each label from the hidden states before it.
+    """Return the summed cross entropy of predicting each label from the hidden states before it.
 
-    These are what `head` has let through as if it were logits: [batch, sequence, width]. The true
-    logits, [tokens, vocabulary], exist only for a chunk of the tokens at a time.
+    `head` has passed hidden states through as `logits`: [batch, sequence, width]. The true logits,
+    [tokens, vocabulary], exist for one chunk of tokens at a time.
     """
-    mesh, length = getattr(head.weight, "device_mesh", None), logits.shape[1]
-    parts = labels.shape[1] // length  # CP: neighbouring ranks have neighbouring parts
-    first = 1 + length * (dist.get_rank() % parts)
-    targets = labels[:, first : first + length]  # one less on the last rank
-    hidden, targets = logits[:, : targets.shape[1]].flatten(0, 1), targets.flatten()
-    weights = whole(head.weight), whole(head.bias)
-    total = 0.0
-    for some, wanted in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
-        total += recompute(loss_of_chunk, weights, some, wanted, use_reentrant=False)
-    if mesh:
-        total = DTensor.from_local(total, mesh, [Partial()]).full_tensor()
-    parts //= mesh.size() if mesh else 1  # CP: the mean over ranks is the sum of the parts
-    return parts * total / labels[:, 1:].numel()
+    # The last position has no next token; cross_entropy() ignores the target -100.
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+    # TP, CP: this rank has the hidden states of one part of each sequence.
+    num_parts = labels.shape[1] // logits.shape[1]
+    targets = targets.chunk(num_parts, dim=1)[dist.get_rank() % num_parts]
+    weights = (full_weight(head.weight), full_weight(head.bias))
+    hidden_chunks = logits.flatten(0, 1).split(CHUNK_SIZE)
+    target_chunks = targets.flatten().split(CHUNK_SIZE)
+    total_loss = 0.0
+    for chunk in zip(hidden_chunks, target_chunks, strict=True):
+        total_loss += recompute(loss_of_chunk, weights, *chunk, use_reentrant=False)
+    # TP: add up the losses of the parts.
+    if isinstance(head.weight, DTensor):
+        mesh = head.weight.device_mesh
+        total_loss = DTensor.from_local(total_loss, mesh, [Partial()]).full_tensor()
+    return total_loss
 
 
-def whole(weight):
-    """Return all rows of a weight that may be split; each rank has a part of their gradient."""
-    split = isinstance(weight, DTensor)
-    return weight.full_tensor(grad_placements=[Partial()]) if split else weight
+def full_weight(weight):
+    """Gather a split weight; its gradient is the sum of the gradients of all ranks."""
+    if isinstance(weight, DTensor):
+        return weight.full_tensor(grad_placements=[Partial()])
+    return weight
 
 
 def loss_of_chunk(weights, hidden, targets):
-    """Return the summed cross entropy of a chunk: hidden states [tokens, width], ids [tokens]."""
+    """Return the summed cross entropy of hidden states [tokens, width] and targets [tokens]."""
     logits = F.linear(hidden, *weights)
     return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 
 def keep_products(_, operation, *args, **kwargs):
-    """Choose what `--recompute selective` keeps: matrix products and attention are costly."""
-    costly = "mm" in str(operation) or "scaled_dot_product" in str(operation)
-    return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
+    """Keep the results of matrix products and attention, which are expensive to recompute."""
+    is_expensive = "mm" in str(operation) or "scaled_dot_product" in str(operation)
+    return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def layers_of(model):
-    """Return the decoder layers: transformers names their class as one not to be split."""
-    return [part for part in model.modules() if type(part).__name__ in model._no_split_modules]
+    """Return the decoder layers, which in transformers share a base class."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def build_mesh(args, device):
+    """Arrange the ranks as replicas of the model, and each replica as its shards."""
+    sizes = {
+        # PP: stages exchange little, so they may be on different nodes.
+        "pipeline": args.pipeline_parallel_size,
+        "replicate": args.replicas,
+        # CP: ranks that share a sequence hold different shards, as data-parallel ranks do.
+        "shard": data_rank_of(args)[1] // args.replicas * args.context_parallel_size,
+        # TP: the last dimension has neighboring ranks, which are in the same node.
+        "tensor": args.tensor_parallel_size,
+    }
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    # TP: the gradient norm is reduced over both dimensions. This gives them one group; without it,
+    # torch takes two all-reduces and warns on each rank. No public function does the same.
+    mesh["shard", "tensor"]._flatten()
+    return mesh
+
+
+def register_attention(args, device):
+    """Replace plain causal attention by attention across the ranks that share a sequence."""
+    ranks_per_sequence = args.context_parallel_size * args.tensor_parallel_size
+    sizes = {
+        "sequences": dist.get_world_size() // ranks_per_sequence,
+        "context": args.context_parallel_size,
+        "tensor": args.tensor_parallel_size,
+    }
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    styles = {"gather": gathered_attention, "ulysses": ulysses_attention}
+    attention = functools.partial(styles[args.context_parallel_style], mesh["context"])
+    AttentionInterface.register("causal_sdpa", attention)
 
 
 def shard(args, model, device):
-    """Give the model its values and split it across the ranks in place; return it.
+    """Initialize the model and split it across the ranks in place, layer by layer; return it.
 
-    Each layer moves to the device by itself and leaves only its shard there. A layer's weights are
-    gathered for its forward and again for its backward, and its gradients are reduced to shards.
+    The host never holds the full model either: a layer gets its values, fully_shard() moves this
+    rank's shard to the device and frees the rest, and only then does the next layer get its values.
     """
-    size, names = args.tensor_parallel_size, ("pipeline", "replicate", "shard", "tensor")
-    parts = (data_rank(args)[1] // args.replicas, args.context_parallel_size)  # CP: FSDP over both
-    shape = (args.pipeline_parallel_size, args.replicas, math.prod(parts), size)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)  # TP: of neighbours
-    mesh["shard", "tensor"]._flatten()  # so that the gradient norm takes one all-reduce for both
+    mesh = build_mesh(args, device)
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = {
         "mesh": mesh["replicate", "shard"] if args.replicas > 1 else mesh["shard"],
@@ -493,202 +629,277 @@ def shard(args, model, device):
     }
     if args.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=args.device == "cuda")
-    if args.context_parallel_size > 1:  # CP: under the name that layers call already
-        attend = {"gather": attend_to_all, "ulysses": attend_by_heads}[args.context_parallel_style]
-        group = mesh._unflatten("shard", parts, ("data", "context"))["context"]
-        AttentionInterface.register("causal_sdpa", functools.partial(attend, group))
+    if args.context_parallel_size > 1:
+        register_attention(args, device)
     layers = layers_of(model)
-    parents = [part for part in model.modules() if isinstance(part, transformers.PreTrainedModel)]
-    owner = {part: parent for parent in parents for part in parent.modules()}  # the innermost one
-    stages, elsewhere = {0: model}, set()
-    if args.stages > 1:  # PP: a model for each stage of this rank, all with modules of this one
-        parts, (_, numbers_at) = spread(args, model), SCHEDULES[args.pipeline_schedule]
-        numbers = numbers_at(mesh.get_local_rank("pipeline"), args.pipeline_parallel_size)
-        stages = {number: build_stage(args, model, parts, number) for number in numbers}
-        elsewhere = {*chain(*parts)} - {part for number in numbers for part in parts[number]}
+    owners = owners_of(model)
+    stages, other_modules = {0: model}, set()
+    if args.pipeline_parallel_size > 1:
+        stages, other_modules = build_stages(args, model, mesh.get_local_rank("pipeline"))
+    # PP: micro-batches take turns, so keep all layers gathered for a step.
+    reshard_layers = args.reshard_after_forward and args.pipeline_parallel_size == 1
 
-    def materialize(part):
-        """Give values to one module, whose own parts have theirs already; split it if a layer."""
-        for weight in part.parameters(recurse=False):
-            weight._is_hf_initialized = args.pretrained  # not to be drawn, as it is read below
-        owner[part]._init_weights(part)
-        if part in elsewhere:  # PP: it was drawn, as what is drawn next depends on it
-            part.to_empty(device="meta")
-        elif part in layers:
-            split_matrices(model, part.modules(), mesh["tensor"])
-            free = args.reshard_after_forward and part is not layers[-1]  # its backward comes next
-            fully_shard(part, reshard_after_forward=free, **options)
+    def initialize_and_shard(module):
+        initialize(args, owners[module], module)
+        if module in other_modules:
+            # PP: this module is on another rank. It got values only because the random numbers of
+            # the modules after it depend on them.
+            module.to_empty(device="meta").requires_grad_(False)
+            return
+        if module in layers:
+            split_matrices(model, module.modules(), mesh["tensor"])
+            # FSDP: keep the last layer gathered, because the backward pass starts with it.
+            reshard = reshard_layers and module is not layers[-1]
+            fully_shard(module, reshard_after_forward=reshard, **options)
 
-    model.apply(materialize)
-    inside = {part for layer in layers for part in layer.modules()}
-    split_matrices(model, [part for part in model.modules() if part not in inside], mesh["tensor"])
+    # apply() takes the children of a module before the module.
+    model.apply(initialize_and_shard)
+    # TP: split the embeddings and the last norm, too.
+    layer_modules = {module for layer in layers for module in layer.modules()}
+    outer_modules = [module for module in model.modules() if module not in layer_modules]
+    split_matrices(model, outer_modules, mesh["tensor"])
     model.tie_weights()
+    # FSDP: this call takes the weights that are outside of the layers.
     for stage in stages.values():
-        fully_shard(stage, reshard_after_forward=False, **options)  # FSDP: what is in no layer
-        prefetch(args, stage, layers_of(stage))
-    if args.stages > 1:
-        model.tie_weights()  # PP: to what FSDP has made of the first stage's
+        fully_shard(stage, reshard_after_forward=False, **options)
+    if args.pipeline_parallel_size > 1:
+        # PP: fully_shard() has replaced the embedding's weight, so tie the head to it again.
+        model.tie_weights()
         model.schedule = build_schedule(args, model, stages, device, mesh.get_group("pipeline"))
     if args.pretrained:
         read_weights(args, model)
     return model
 
 
-def spread(args, model):
-    """Return the modules of each stage: as many layers, if embedding and head count as one each."""
-    layers, stages, config = layers_of(model), args.stages, model.config
-    this = f"--pipeline-parallel-size {args.pipeline_parallel_size}: {args.model_name}"
-    if not config.base_model_pp_plan and config.model_type != "gpt2":
-        fail(f"{this} has no pipeline plan in transformers")
-    if len(layers) < stages:
-        fail(f"{this} has {len(layers)} layers, fewer than {stages} stages")
-    apart = args.compile or args.recompute != "none" or model.all_tied_weights_keys
-    if args.pipeline_schedule == "zbv" and apart:
-        fail(f"{this}: zbv has no --compile, no --recompute and no tied embeddings")
-    ends = [round(n * (len(layers) + 2) / stages) - 1 for n in range(stages + 1)]
-    ends = [max(n, min(end, len(layers) - stages + n)) for n, end in enumerate(ends)]
-    print("layers of the stages:", *(f"{first}-{end - 1}" for first, end in pairwise(ends)))
-    parts = [layers[first:end] for first, end in pairwise(ends)]
-    inside = {part for layer in layers for part in layer.modules()}
-    for part in model.modules():
-        if part not in inside and [*part.parameters(recurse=False)]:
-            parts[0 if isinstance(part, torch.nn.Embedding) else -1].append(part)
-    if model.all_tied_weights_keys:  # train_step adds up the gradients of both ends
-        parts[-1].append(model.get_input_embeddings())
-    return parts
+def build_stages(args, model, pipeline_rank):
+    """Build a model for each stage of this rank.
+
+    Return them by the number of the stage, and the set of modules that only other ranks have.
+    """
+    modules = split_into_stages(args, model)
+    numbers = range(pipeline_rank, args.num_stages, args.pipeline_parallel_size)
+    stages = {number: build_stage(args, model, modules, number) for number in numbers}
+    own_modules = {module for number in numbers for module in modules[number]}
+    return stages, {*chain(*modules)} - own_modules
 
 
-def build_stage(args, model, parts, number):
-    """Return a model that shares one stage's modules with `model`: from hidden states to such."""
-    hidden, before, after = {}, torch.nn.Module(), torch.nn.Module()  # stand for all others
-    before.forward = lambda *_, **__: hidden["in"]  # lets in what was received
-    after.forward = lambda out, *_, **__: hidden.setdefault("out", out)  # keeps what is to be sent
-    memo = {id(part): after if n > number else before for n, of in enumerate(parts) for part in of}
-    memo |= {id(part): part for part in parts[number]}
-    stage = copy.deepcopy(model, memo)  # copies all but these
-    run = stage.forward
+def split_into_stages(args, model):
+    """Return a list of modules for each stage: its layers, and at the ends what is around them."""
+    layers, num_stages = layers_of(model), args.num_stages
+    # The embedding and the head take about as long as a layer each, so they count as one more
+    # before the first layer and one more after the last. Every stage has at least one layer.
+    borders = []
+    for number in range(num_stages + 1):
+        border = round(number * (len(layers) + 2) / num_stages) - 1
+        borders.append(max(number, min(border, len(layers) - num_stages + number)))
+    print("layers of the stages:", *(f"{first}-{end - 1}" for first, end in pairwise(borders)))
+    stages = [layers[first:end] for first, end in pairwise(borders)]
+    layer_modules = {module for layer in layers for module in layer.modules()}
+    for module in model.modules():
+        if module not in layer_modules and list(module.parameters(recurse=False)):
+            stages[0 if isinstance(module, torch.nn.Embedding) else -1].append(module)
+    # The last stage has a copy of a tied embedding; see sum_tied_gradients().
+    if model.all_tied_weights_keys:
+        stages[-1].append(model.get_input_embeddings())
+    return stages
+
+
+class Entry(torch.nn.Module):
+    """Stand in for the modules of earlier stages: return the hidden states that were received."""
+
+    def forward(self, *_, **__):
+        return self.hidden
+
+
+class Exit(torch.nn.Module):
+    """Stand in for the modules of later stages: keep the first hidden states that get here."""
+
+    def forward(self, hidden, *_, **__):
+        if self.hidden is None:
+            self.hidden = hidden
+        return self.hidden
+
+
+def build_stage(args, model, modules, number):
+    """Build a model that shares one stage's modules with `model`, with stand-ins for all others.
+
+    Its forward pass takes token ids in the first stage and hidden states in the others, and returns
+    hidden states.
+    """
+    entry, end = Entry(), Exit()
+    # deepcopy() does not copy a module whose id is in its memo: it takes the object found there.
+    memo = {id(module): entry for module in chain(*modules[:number])}
+    memo |= {id(module): end for module in chain(*modules[number + 1 :])}
+    memo |= {id(module): module for module in modules[number]}
+    stage = copy.deepcopy(model, memo)
+    full_forward = stage.forward
 
     def forward(received):
         stage.train(model.training)
-        hidden["in"], name = received, "inputs_embeds" if number else "input_ids"
-        positions = torch.arange(args.seq_length, device=received.device)[None, part_of(args)]
-        out = run(**{name: received}, position_ids=positions, use_cache=False)
-        return hidden.pop("out", out.logits)  # which are hidden states, see build_model
+        entry.hidden, end.hidden = received, None
+        inputs = {"inputs_embeds" if number else "input_ids": received}
+        positions = torch.arange(args.seq_length, device=received.device)[None]
+        positions = context_part(args, positions)
+        output = full_forward(**inputs, position_ids=positions, use_cache=False)
+        # The head passes hidden states through, so the logits of the last stage are hidden states.
+        return output.logits if end.hidden is None else end.hidden
 
     stage.forward = forward
     return stage
 
 
 def build_schedule(args, model, stages, device, group):
-    """Return what takes micro-batches through the stages, and sends hidden states between them."""
-    size = args.micro_batch_size // args.micro_batches
+    """Build the schedule that takes micro-batches through the stages and back."""
+    # The schedule allocates buffers of these shapes for what stages exchange.
     length = args.seq_length // args.context_parallel_size
-    ids = torch.empty(size, length, dtype=torch.int64, device="meta")
-    shape = size, length // args.tensor_parallel_size, model.config.hidden_size
+    ids = torch.empty(args.micro_batch_size, length, dtype=torch.int64, device="meta")
     dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
+    shape = (args.micro_batch_size, length // args.tensor_parallel_size, model.config.hidden_size)
     hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-    options = {"output_args": hidden, "group": group}
-    runs = [
-        pp.PipelineStage(stage, number, args.stages, device, hidden if number else ids, **options)
-        for number, stage in stages.items()
-    ]
-    schedule, _ = SCHEDULES[args.pipeline_schedule]
-    return schedule(runs if runs[1:] else runs[0], args.micro_batches, loss_fn=model.loss_function)
+    pipeline_stages = []
+    for number, stage in stages.items():
+        options = {"input_args": hidden if number else ids, "output_args": hidden, "group": group}
+        pipeline_stages.append(pp.PipelineStage(stage, number, args.num_stages, device, **options))
+    num_targets = args.accumulation * args.micro_batch_size * (args.seq_length - 1)
+
+    def share_of_loss(hidden, labels):
+        return args.context_parallel_size * model.loss_function(hidden, labels) / num_targets
+
+    schedule, stages_per_rank = SCHEDULES[args.pipeline_schedule]
+    stage = pipeline_stages if stages_per_rank > 1 else pipeline_stages[0]
+    return schedule(stage, args.accumulation, loss_fn=share_of_loss, scale_grads=False)
 
 
-def split_matrices(model, parts, mesh):
-    """Split the weights of some modules over the ranks of a tensor-parallel group, in place.
+def owners_of(model):
+    """Return, for each module, the innermost transformers model that contains it."""
+    owners = {}
+    # modules() lists outer models first, so that inner models overwrite them.
+    for owner in model.modules():
+        if isinstance(owner, transformers.PreTrainedModel):
+            owners |= dict.fromkeys(owner.modules(), owner)
+    return owners
 
-    In a block (attention, MLP) a rank has its heads or columns; outside, its part of each sequence.
+
+def initialize(args, owner, module):
+    """Give a module's own weights the values that they have in chapter 01."""
+    for weight in module.parameters(recurse=False):
+        # transformers leaves weights with this mark alone; read_weights() will fill them.
+        weight._is_hf_initialized = args.pretrained
+    owner._init_weights(module)
+
+
+def split_matrices(model, modules, mesh):
+    """Split the weights of these modules across a tensor-parallel group, in place.
+
+    Inside of a block (attention or MLP), a rank computes with its heads or columns for the full
+    sequence. Between blocks, it has all columns for its part of the sequence.
     """
     if mesh.size() == 1:
         return
     styles, head = styles_of(model), model.get_output_embeddings()
-    for part in parts:
-        weights = dict(part.named_parameters(recurse=False))
-        if part is head:  # it has no forward of its own: the loss uses its weights
+    for module in modules:
+        weights = dict(module.named_parameters(recurse=False))
+        if module is head:
+            # The loss uses the weights of the head, so there is no forward pass to parallelize.
             for name, weight in weights.items():
                 rows = distribute_tensor(weight.data, mesh, [Shard(0)], src_data_rank=None)
-                part.register_parameter(name, torch.nn.Parameter(rows))
+                module.register_parameter(name, torch.nn.Parameter(rows))
         elif weights:
-            tp.parallelize_module(part, mesh, styles[part], src_data_rank=None)
-        if isinstance(part, torch.nn.Embedding):  # clone() waits for what compiled layers would not
-            part.register_forward_hook(lambda _part, _ids, hidden: hidden.clone())
-        if any(isinstance(styles[child], tp.ColwiseParallel) for child in part.children()):
-            part.register_forward_pre_hook(functools.partial(gather, mesh), with_kwargs=True)
+            tp.parallelize_module(module, mesh, styles[module], src_data_rank=None)
+        if isinstance(module, torch.nn.Embedding):
+            # Compiled layers would not wait for the collective that makes it; clone() does.
+            module.register_forward_hook(lambda _module, _ids, hidden: hidden.clone())
+        if any(isinstance(styles[child], tp.ColwiseParallel) for child in module.children()):
+            gather = functools.partial(gather_sequence, mesh)
+            module.register_forward_pre_hook(gather, with_kwargs=True)
 
 
-def gather(mesh, block, args, kwargs):
-    """Give a block the hidden states of whole sequences; their gradients are added up."""
-    part = args[0] if args else kwargs["hidden_states"]
-    hidden = DTensor.from_local(part, mesh, [Shard(1)]).redistribute(placements=[Replicate()])
-    return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
+def gather_sequence(mesh, block, args, kwargs):
+    """Gather the full sequence before a block; the backward pass reduces its gradient again."""
+    local = args[0] if args else kwargs["hidden_states"]
+    hidden = DTensor.from_local(local, mesh, [Shard(1)]).redistribute(placements=[Replicate()])
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": hidden}
 
 
-def attend_to_all(mesh, module, query, key, value, attention_mask, **options):
-    """Attend from this rank's tokens to those of all: [batch, heads, sequence, width]."""
-    end = query.shape[2] * (mesh.get_local_rank() + 1)
-    parts = (DTensor.from_local(part, mesh, [Shard(2)]) for part in (key, value))
-    key, value = (whole(part)[:, :, :end] for part in parts)
-    mask = causal_lower_right(query.shape[2], end)  # the last query attends to all that are left
+def gathered_attention(mesh, module, query, key, value, attention_mask, **options):
+    """Attend from this rank's tokens to those of all ranks up to it.
+
+    query, key and value: [batch, heads, sequence, width].
+    """
+    length = query.shape[2]
+    end = length * (mesh.get_local_rank() + 1)
+    # The gradient of a gathered key is the sum of the gradients of all ranks.
+    key, value = (full_weight(DTensor.from_local(x, mesh, [Shard(2)])) for x in (key, value))
+    # The last query attends to all keys up to `end`, and each query before it to one key less.
+    mask = causal_lower_right(length, end)
+    key, value = key[:, :, :end], value[:, :, :end]
     return sdpa_attention_forward(module, query, key, value, mask, **options)
 
 
-def attend_by_heads(mesh, module, query, key, value, attention_mask, **options):
-    """Attend with some of the heads, for the tokens of all ranks: arxiv.org/abs/2309.14509."""
-    parts = (swap(mesh, part) for part in (query, key, value))
-    out, weights = sdpa_attention_forward(module, *parts, None, **options)
-    return swap(mesh, out), weights  # this is [batch, sequence, heads, width]
+def ulysses_attention(mesh, module, query, key, value, attention_mask, **options):
+    """Attend with some of the heads from all tokens to all tokens (arxiv.org/abs/2309.14509)."""
+    query, key, value = (all_to_all(mesh, tensor) for tensor in (query, key, value))
+    output, weights = sdpa_attention_forward(module, query, key, value, None, **options)
+    # The output is [batch, sequence, heads, width], so this splits the sequence again.
+    return all_to_all(mesh, output), weights
 
 
-def swap(mesh, part):
-    """Split dimension 1 over the ranks instead of dimension 2: an all-to-all."""
-    split = DTensor.from_local(part, mesh, [Shard(2)])
+def all_to_all(mesh, tensor):
+    """Split dimension 1 across the ranks instead of dimension 2."""
+    split = DTensor.from_local(tensor, mesh, [Shard(2)])
     return split.redistribute(placements=[Shard(1)]).to_local()
 
 
-def prefetch(args, model, layers):
-    """Let each layer start to gather the next ones, in the forward and in the backward."""
-    model.set_modules_to_forward_prefetch(layers[: args.prefetch])
-    for number, layer in enumerate(layers):
-        layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + args.prefetch])
-        before = layers[max(0, number - args.prefetch) : number]
-        layer.set_modules_to_backward_prefetch(before[::-1])
-
-
 def read_weights(args, model):
-    """Read this rank's shards, and no more, from the safetensors files of `--model-name`."""
+    """Read this rank's shards, and nothing else, from the safetensors files of `--model-name`."""
     folder = args.model_name
     if not Path(folder).is_dir():
         with rank_first():
             folder = snapshot_download(folder, allow_patterns="model*.safetensors")
     reader = dcp.HuggingFaceStorageReader(folder)
-    saved = reader.read_metadata().state_dict_metadata
-    if not saved or any(tensor.properties.dtype.itemsize < 2 for tensor in saved.values()):
-        fail(f"--pretrained --model-name {args.model_name}: no safetensors, or quantized ones")
-    weights = {name: part for name, part in model.named_parameters() if not part.is_meta}
-    prefix = f"{model.base_model_prefix}."  # files of a model without a head have names without
-    for name in weights.keys() - saved.keys():  # and GPT-NeoX's files call its head embed_out
-        weights[name.removeprefix(prefix).replace("lm_head", "embed_out")] = weights.pop(name)
+    file_metadata = reader.read_metadata().state_dict_metadata
+    if not file_metadata:
+        fail(f"--pretrained: {args.model_name} has no safetensors files")
+    if any(entry.properties.dtype.itemsize < 2 for entry in file_metadata.values()):
+        fail(f"--pretrained: the weights of {args.model_name} are quantized; choose bf16 or fp32")
+    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    prefix = f"{model.base_model_prefix}."
+    for name in weights.keys() - file_metadata.keys():
+        # Files of a model without a head lack the prefix, and GPT-NeoX calls its head embed_out.
+        file_name = name.removeprefix(prefix).replace("lm_head", "embed_out")
+        weights[file_name] = weights.pop(name)
     dcp.load(weights, storage_reader=reader, process_group=patient_group())
-    with suppress(OSError):  # which not every model has
+    # Not every model has a generation config.
+    with suppress(OSError):
         model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
 
 
 def build_optimizer(args, model):
-    """Return AdamW, which decays the matrices and leaves norms and biases alone."""
-    matrices = [weight for weight in model.parameters() if weight.ndim >= 2 and not weight.is_meta]
-    vectors = [weight for weight in model.parameters() if weight.ndim < 2 and not weight.is_meta]
+    """Build AdamW with weight decay for matrices, but not for norms and biases."""
+    # With --cpu-offload, AdamW runs on the host. torchrun gives each rank one thread, so share all
+    # cores between the ranks of this host.
+    if args.cpu_offload:
+        hostnames = [None] * dist.get_world_size()
+        dist.all_gather_object(hostnames, socket.gethostname(), group=patient_group())
+        ranks_on_host = hostnames.count(socket.gethostname())
+        cores_per_rank = len(os.sched_getaffinity(0)) // ranks_on_host
+        torch.set_num_threads(max(torch.get_num_threads(), cores_per_rank))
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    matrices = [weight for weight in weights if weight.ndim >= 2]
+    vectors = [weight for weight in weights if weight.ndim < 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(
         groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    optimizer.found_inf = torch.zeros((), device=matrices[0].device)  # see train_step
+    # Fused AdamW skips its update while found_inf is 1; train_step() sets it.
+    optimizer.found_inf = torch.zeros((), device=matrices[0].device)
     return optimizer
 
 
 def lr_at(args, step):
-    """Return the learning rate of `step` (1 is the first): linear warmup, cosine to a tenth."""
+    """Return the learning rate of `step`, from 1 on: linear warmup, then cosine to a tenth."""
     if step <= args.warmup_steps:
         return args.lr * step / args.warmup_steps
     progress = (step - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
@@ -698,19 +909,20 @@ def lr_at(args, step):
 # ---- data ------------------------------------------------------------------------------------
 @rank_first()
 def build_data(args, tokenizer):
-    """Return training and held-out samples, int32 of [samples, `--seq-length`], memory-mapped."""
+    """Return training and held-out samples: memory-mapped int32 of [samples, seq_length]."""
     path = token_file(args, tokenizer)
     num_samples = path.stat().st_size // 4 // args.seq_length
-    training = num_samples - args.eval_samples
-    if training < 1:
-        made = f"{args.dataset_name} makes {num_samples} samples of {args.seq_length} tokens"
-        fail(f"--dataset-name {made}, too few to hold {args.eval_samples} out and train on others")
+    num_train = num_samples - args.eval_samples
+    if num_train < 1:
+        samples = f"{num_samples} samples of {args.seq_length} tokens"
+        problem = f"{samples} are too few to hold out {args.eval_samples}"
+        fail(f"--dataset-name {args.dataset_name}: {problem}; add text, or lower --seq-length")
     tokens = torch.from_file(str(path), size=num_samples * args.seq_length, dtype=torch.int32)
-    return tokens.view(num_samples, -1).split([training, args.eval_samples])
+    return tokens.view(num_samples, -1).split([num_train, args.eval_samples])
 
 
 def token_file(args, tokenizer):
-    """Return a file of all tokens, int32: the documents, with an end-of-text token after each."""
+    """Tokenize all documents into one int32 file, unless a run has done so; return its path."""
     documents = load_documents(args)
     key = Hasher.hash([documents.cache_files, args.text_column, tokenizer])
     path = Path(datasets.config.HF_DATASETS_CACHE, f"{key}.tokens")
@@ -726,7 +938,7 @@ def token_file(args, tokenizer):
 
 
 def load_documents(args):
-    """Return a dataset with a document per row."""
+    """Return a dataset with one document per row."""
     name = args.dataset_name
     formats = {".txt": "text", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
     reader = formats.get(Path(name).suffix)
@@ -740,274 +952,338 @@ def load_documents(args):
             )
         else:
             documents = datasets.load_dataset(reader or name, split="train", **options)
-    except Exception as error:  # datasets has dozens of kinds, many with the reason in the cause
+    except Exception as error:
+        # datasets raises many types of exception, and often hides the reason in __cause__.
         fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'it is empty'}")
-    types = {column: str(getattr(of, "dtype", of)) for column, of in documents.features.items()}
+    features = documents.features.items()
+    types = {column: str(getattr(feature, "dtype", feature)) for column, feature in features}
     if types.get(args.text_column) not in ("string", "large_string"):
-        fail(f"--text-column {args.text_column}: not a column of text; {name} has {types}")
+        fail(f"--text-column {args.text_column}: not a text column; {name} has {types}")
     return documents
 
 
 @functools.lru_cache(maxsize=2)
 def order_of(seed, epoch, num_samples):
-    """Return the order of all samples in an epoch: another one in each."""
+    """Return a random order of the samples, different in each epoch."""
     generator = torch.Generator().manual_seed(mix(seed, epoch))
     return torch.randperm(num_samples, generator=generator)
 
 
 def batch_at(args, samples, step, micro_step, device):
-    """Return a micro-batch, int64 of [samples, `--seq-length`]: the step alone says which."""
-    rank, world_size = data_rank(args)
-    size = args.micro_batch_size * world_size
+    """Return the int64 micro-batch of a step; the step number alone determines its samples."""
+    data_rank, num_data_ranks = data_rank_of(args)
+    size = args.micro_batch_size * num_data_ranks
     first = ((step - 1) * args.accumulation + micro_step) * size
-    positions = range(first + rank, first + size, world_size)
-    places = [divmod(position, len(samples)) for position in positions]
-    ids = [order_of(args.seed, epoch, len(samples))[place] for epoch, place in places]
-    batch = samples[torch.stack(ids)].long()
+    positions = range(first + data_rank, first + size, num_data_ranks)
+    batch = samples_at(args, samples, positions).long()
     return batch.pin_memory().to(device, non_blocking=True) if args.device == "cuda" else batch
 
 
-def data_rank(args):
-    """Return which part of a batch this rank takes, and how many there are."""
-    size = args.tensor_parallel_size  # TP: neighbours take the same
-    size *= args.context_parallel_size  # CP: but other parts of it
-    parts = dist.get_world_size() // size // args.pipeline_parallel_size  # PP: all stages do
-    return dist.get_rank() // size % parts, parts
+def data_rank_of(args):
+    """Return this rank's data-parallel rank, and the number of data-parallel ranks."""
+    # TP: neighboring ranks take the same samples.
+    # CP: they take different parts of them.
+    ranks_per_sequence = args.tensor_parallel_size * args.context_parallel_size
+    # PP: the ranks of all stages take the same samples.
+    num_data_ranks = dist.get_world_size() // ranks_per_sequence // args.pipeline_parallel_size
+    return dist.get_rank() // ranks_per_sequence % num_data_ranks, num_data_ranks
 
 
-def part_of(args):
-    """Return which tokens of each sequence are this rank's, as a slice."""
-    length = args.seq_length // args.context_parallel_size
-    first = dist.get_rank() // args.tensor_parallel_size % args.context_parallel_size * length
-    return slice(first, first + length)
+def context_part(args, sequences):
+    """Return this rank's part of sequences: [batch, sequence]."""
+    context_rank = dist.get_rank() // args.tensor_parallel_size % args.context_parallel_size
+    return sequences.chunk(args.context_parallel_size, dim=1)[context_rank]
+
+
+def samples_at(args, samples, positions):
+    """Return the samples at some positions in the endless sequence of shuffled epochs."""
+    ids = []
+    for position in positions:
+        epoch, index = divmod(position, len(samples))
+        ids.append(order_of(args.seed, epoch, len(samples))[index])
+    return samples[torch.stack(ids)]
 
 
 # ---- one step --------------------------------------------------------------------------------
 def loss_of(args, model, batch):
-    """Return the mean loss of predicting each token of `batch` from those before it."""
-    if args.stages > 1:
+    """Return the mean next-token loss of `batch`."""
+    if args.pipeline_parallel_size > 1:
         return run_schedule(args, model, batch)
-    more, part = {}, part_of(args)
+    options = {"use_cache": False}
+    # TP, CP: the model would count the positions of one part of a sequence only.
     if args.tensor_parallel_size * args.context_parallel_size > 1:
-        more["position_ids"] = torch.arange(batch.shape[1], device=batch.device)[None, part]
-    return model(input_ids=batch[:, part], labels=batch, use_cache=False, **more).loss
+        positions = torch.arange(batch.shape[1], device=batch.device)[None]
+        options["position_ids"] = context_part(args, positions)
+    # CP: the mean over ranks would count each sequence once per part.
+    total_loss = model(input_ids=context_part(args, batch), labels=batch, **options).loss
+    return args.context_parallel_size * total_loss / batch[:, 1:].numel()
 
 
 def run_schedule(args, model, batch):
-    """Take a batch through all stages and, in training, back; the mean over ranks is its loss."""
-    labels = F.pad(batch, (0, 0, 0, args.micro_batch_size - len(batch)), value=-100)  # not counted
-    train = model.training or args.pipeline_schedule == "zbv"  # which torch cannot evaluate with
-    run, losses = model.schedule.step if train else model.schedule.eval, []
-    model.zero_grad()  # from an evaluation with zbv
-    ids = labels[:, part_of(args)].clamp(min=0)
-    with torch.set_grad_enabled(train):
-        run(ids, target=labels, losses=losses, return_outputs=False)
-    share = args.pipeline_parallel_size * len(labels) / len(batch) / args.micro_batches
-    return share * sum((loss.detach() for loss in losses), torch.zeros((), device=batch.device))
+    """Take a batch through all stages and, in training, back; return its mean loss.
+
+    Only the last stage has a loss. The mean over all ranks is the loss of the batch.
+    """
+    # The schedule takes a fixed number of samples; the loss ignores the target -100 of the padding.
+    num_samples = args.accumulation * args.micro_batch_size
+    labels = F.pad(batch, (0, 0, 0, num_samples - len(batch)), value=-100)
+    run_micro_batches = model.schedule.step if model.training else model.schedule.eval
+    losses = []
+    ids = context_part(args, labels.clamp(min=0))
+    run_micro_batches(ids, target=labels, losses=losses, return_outputs=False)
+    total_loss = sum(losses, torch.zeros((), device=batch.device)).detach()
+    # The schedule has divided by the number of all samples, with the padding.
+    return total_loss * args.pipeline_parallel_size * num_samples / len(batch)
 
 
-def add_tied_gradients(args, model):
-    """Add up the first and the last stage's gradients of a tied weight; return it on the last."""
-    ranks, each = args.pipeline_parallel_size, dist.get_world_size() // args.pipeline_parallel_size
-    place, column = divmod(dist.get_rank(), each)
-    if ranks == 1 or 0 < place < ranks - 1 or not model.all_tied_weights_keys:
-        return None
-    weight = model.get_input_embeddings().weight
-    mine = weight.grad.to_local()
-    theirs, peer = torch.empty_like(mine), (ranks - 1 - place) * each + column
-    swap = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)]
-    for work in dist.batch_isend_irecv(swap):
-        work.wait()
-    mine += theirs
-    return weight if place else None
-
-
-def train_step(args, model, optimizer, train_set, step, device):
-    """Take one optimizer step; return loss and gradient norm as they lie on the device."""
-    torch.manual_seed(mix(args.seed, step, dist.get_rank()))
-    total = torch.zeros((), device=device)
+def forward_backward(args, model, train_set, step, device):
+    """Add up the gradients of the step's micro-batches; return the mean loss on the device."""
+    if args.pipeline_parallel_size > 1:
+        # PP: the schedule takes all micro-batches of the step, forward and backward.
+        micro_steps = range(args.accumulation)
+        batches = [batch_at(args, train_set, step, number, device) for number in micro_steps]
+        return run_schedule(args, model, torch.cat(batches))
+    total_loss = torch.zeros((), device=device)
     for micro_step in range(args.accumulation):
-        if args.stages > 1:  # PP: the schedule takes all micro-batches forward and backward
-            total += loss_of(args, model, batch_at(args, train_set, step, micro_step, device))
-            continue
-        # FSDP: each rank adds up its shard of the gradient; replicas add theirs up once
+        # FSDP: every micro-batch adds to the shards of the gradients. All-reduce them between the
+        # replicas in the last micro-batch only.
         model.set_requires_all_reduce(micro_step == args.accumulation - 1)
         batch = batch_at(args, train_set, step, micro_step, device)
         loss = loss_of(args, model, batch) / args.accumulation
         loss.backward()
-        total += loss.detach()
-    again = add_tied_gradients(args, model)
-    grads = [w.grad for w in model.parameters() if w.grad is not None and w is not again]
-    grad_norm = torch.nn.utils.get_total_norm(grads).full_tensor()  # FSDP: of all shards
-    if args.stages > 1:  # PP: of all stages
+        total_loss += loss.detach()
+    return total_loss
+
+
+def sum_tied_gradients(args, model):
+    """Add up the gradients of a tied weight, which the first and the last stage both hold.
+
+    Return the copy of the last stage on its ranks, and None on all others.
+    """
+    if args.pipeline_parallel_size == 1 or not model.all_tied_weights_keys:
+        return None
+    ranks_per_stage = dist.get_world_size() // args.pipeline_parallel_size
+    pipeline_rank, last = dist.get_rank() // ranks_per_stage, args.pipeline_parallel_size - 1
+    if pipeline_rank not in (0, last):
+        return None
+    peer = (last - pipeline_rank) * ranks_per_stage + dist.get_rank() % ranks_per_stage
+    weight = model.get_input_embeddings().weight
+    grad = weight.grad.to_local()
+    peer_grad = torch.empty_like(grad)
+    exchange = [dist.P2POp(dist.isend, grad, peer), dist.P2POp(dist.irecv, peer_grad, peer)]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    grad += peer_grad
+    return weight if pipeline_rank == last else None
+
+
+def clip_gradients(args, model):
+    """Scale the gradients down to `--max-grad-norm`; return the norm that they had before."""
+    # PP: the first stage counts a tied weight, so the last stage leaves it out.
+    tied_copy = sum_tied_gradients(args, model)
+    weights = [weight for weight in model.parameters() if weight is not tied_copy]
+    grads = [weight.grad for weight in weights if weight.grad is not None]
+    # FSDP: the norm of all shards.
+    grad_norm = torch.nn.utils.get_total_norm(grads).full_tensor()
+    if args.pipeline_parallel_size > 1:
+        # PP: add up the squares of the stages' norms. All ranks of a stage have the same norm.
         dist.all_reduce(grad_norm.square_(), dist.ReduceOp.AVG)
         grad_norm.mul_(args.pipeline_parallel_size).sqrt_()
-    dist.broadcast(grad_norm, 0)  # FSDP: each replica has added up in an order of its own
-    limit = args.max_grad_norm or math.inf
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, grad_norm)
+    # FSDP: replicas may add up in different orders, so all ranks take the norm of rank 0.
+    dist.broadcast(grad_norm, 0)
+    max_norm = args.max_grad_norm or math.inf
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, grad_norm)
+    return grad_norm
+
+
+def train_step(args, model, optimizer, train_set, step, device):
+    """Take one optimizer step; return the loss and the gradient norm as tensors on the device."""
+    torch.manual_seed(mix(args.seed, step, dist.get_rank()))
+    loss = forward_backward(args, model, train_set, step, device)
+    grad_norm = clip_gradients(args, model)
     for group in optimizer.param_groups:
         group["lr"] = lr_at(args, step)
-    # 1 from the first gradient on that is not finite: AdamW then leaves everything as it is
+    # Once a gradient is not finite, found_inf stays 1, and AdamW skips this and all later updates.
     optimizer.found_inf = torch.maximum(optimizer.found_inf, (~grad_norm.isfinite()).float())
     optimizer.step()
     optimizer.zero_grad()
-    return total, grad_norm
+    return loss, grad_norm
 
 
 @torch.no_grad()
 def evaluate(args, model, held_out, device):
     """Return the mean loss of the held-out samples."""
     model.eval()
-    total = torch.zeros((), device=device)
-    rank, world_size = data_rank(args)
-    rounds = math.ceil(len(held_out) / (args.micro_batch_size * world_size))
-    for batch in held_out.tensor_split(rounds * world_size)[rank::world_size]:
-        some = batch if len(batch) else held_out[:1]  # DDP: all ranks do as many forward passes
-        total += loss_of(args, model, some.long().to(device)) * len(batch)
+    total_loss, num_samples = torch.zeros(2, device=device)
+    data_rank, num_data_ranks = data_rank_of(args)
+    batch_size = args.micro_batch_size
+    # PP: the schedule takes the samples of all micro-batches at once.
+    if args.pipeline_parallel_size > 1:
+        batch_size *= args.accumulation
+    num_rounds = math.ceil(len(held_out) / (batch_size * num_data_ranks))
+    for batch in held_out.tensor_split(num_rounds * num_data_ranks)[data_rank::num_data_ranks]:
+        # DDP: a rank with no samples left repeats a sample with weight 0, so that every rank runs
+        # the same number of forward passes.
+        inputs = batch if len(batch) else held_out[:1]
+        total_loss += loss_of(args, model, inputs.long().to(device)) * len(batch)
+        num_samples += len(batch)
     model.train()
-    dist.all_reduce(total)
-    total /= args.pipeline_parallel_size * args.context_parallel_size
-    return (total / args.tensor_parallel_size / len(held_out)).item()
+    dist.all_reduce(total_loss)
+    dist.all_reduce(num_samples)
+    return (total_loss / num_samples).item()
 
 
 # ---- checkpoint ------------------------------------------------------------------------------
 @rank_first()
 def partial_of(folder):
-    """Return an empty folder in which to write what shall appear as `folder`."""
+    """Create an empty temporary folder beside `folder`; publish() renames it to `folder`."""
     partial = folder.with_name(".partial")
     if dist.get_rank() != 0:
         return partial
-    shutil.rmtree(partial, ignore_errors=True)  # a kill may have left it
+    # A run that was killed during a save may have left its files.
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True, exist_ok=True)
     return partial
 
 
 def publish(args, partial, folder):
-    """Give a folder its name, once all of it is on the disk; delete the oldest checkpoints."""
+    """Flush `partial` to disk, rename it to `folder`, and delete the oldest checkpoints."""
     for path in (*partial.rglob("*"), partial):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    shutil.rmtree(folder, ignore_errors=True)  # it could not be read, or is an older model
+    # A checkpoint that could not be read, or an older model, may have the name.
+    shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
-    until_now = [old for old in sorted(folder.parent.glob("step-????????")) if old <= folder]
-    for old in until_now[: -args.keep_checkpoints]:
-        shutil.rmtree(old.rename(partial))  # a kill leaves no half of it under its name
+    checkpoints = [path for path in sorted(folder.parent.glob("step-????????")) if path <= folder]
+    for checkpoint in checkpoints[: -args.keep_checkpoints]:
+        # Rename it first, so that a kill during the deletion leaves no half-deleted checkpoint.
+        shutil.rmtree(checkpoint.rename(partial))
 
 
 class PublishingWriter(dcp.FileSystemWriter):
-    """Gives a checkpoint its name when the shards of all ranks are on the disk."""
+    """Publish a checkpoint once the shards of all ranks are on disk."""
 
     def __init__(self, args, checkpoint):
         super().__init__(partial_of(checkpoint))
         self.args, self.checkpoint = args, checkpoint
 
     def finish(self, metadata, results):
-        super().finish(metadata, results)  # FSDP: rank 0 calls it, when all ranks have written
+        # FSDP: DCP calls this on rank 0, after all ranks have written their shards.
+        super().finish(metadata, results)
         publish(self.args, self.path, self.checkpoint)
 
 
-@functools.cache
-def stager(pinned):
-    """Return what copies a state to the host, into memory that it keeps for the next copy."""
-    return DefaultStager(StagingOptions(pinned, False, False, use_non_blocking_copy=pinned))
-
-
 def finish_saves():
-    """Return when no save is under way on any rank."""
-    while SAVES:
-        SAVES.pop().result()
+    """Wait until the asynchronous save, if there is one, has been published."""
+    while PENDING_SAVES:
+        PENDING_SAVES.pop().result()
 
 
 def save_checkpoint(args, run_dir, model, optimizer, step):
-    """Save all that is not a function of the step."""
+    """Save everything that cannot be computed from the step number."""
     finish_saves()
     checkpoint = run_dir / f"checkpoints/step-{step:08}"
     state = state_of(model, optimizer)
+    # FSDP: save the arguments of rank 0; DCP would take them from any rank.
     if dist.get_rank() == 0:
-        state["args"] = json.dumps(vars(args))  # FSDP: or else DCP would take any rank's
+        state["args"] = json.dumps(vars(args))
     writer = PublishingWriter(args, checkpoint)
     if args.checkpoint_async:
-        copy = {"async_stager": stager(args.device == "cuda")}
-        group = patient_group("saves")  # a thread's collectives must not mix with the main one's
-        SAVES.append(dcp.async_save(state, storage_writer=writer, process_group=group, **copy))
+        options = {"storage_writer": writer, "process_group": background_group()}
+        PENDING_SAVES.append(dcp.async_save(state, **options))
         return
     dcp.save(state, storage_writer=writer, process_group=patient_group())
 
 
 def state_of(model, optimizer):
-    """Return this rank's shards, by names that do not depend on the number of ranks."""
-    weights = weights_of(model)  # first, as it shards again what an evaluation left gathered
-    weights = {name: weight for name, weight in weights.items() if not weight.is_meta}
-    adam = get_optimizer_state_dict(model, optimizer)["state"]  # a new optimizer gets it here
-    return {"model": weights, "optimizer": adam}
+    """Return this rank's shards by names that do not depend on the number of ranks."""
+    # FSDP: state_dict() shards the weights again that an evaluation left gathered, so it is first.
+    weights = own_weights(weights_of(model))
+    # FSDP: this call also creates the state of a new optimizer.
+    optimizer_state = get_optimizer_state_dict(model, optimizer)["state"]
+    return {"model": weights, "optimizer": optimizer_state}
 
 
 def weights_of(model):
-    """Return this rank's shards of the weights by name, tied ones once."""
+    """Return this rank's shards of the weights by name; a tied weight is there once."""
     tied, weights = model.all_tied_weights_keys, model.state_dict()
     return {name: weight for name, weight in weights.items() if name not in tied}
 
 
+def own_weights(weights):
+    """Return the weights that this rank has; those of other stages are on the meta device."""
+    return {name: weight for name, weight in weights.items() if not weight.is_meta}
+
+
 def load_checkpoint(args, run_dir, model, optimizer):
-    """Restore the newest checkpoint that can be read; return its step, which is 0 for a new run."""
+    """Restore the newest readable checkpoint; return its step, or 0 for a new run."""
     checkpoints = sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)
-    logging.getLogger().setLevel(logging.ERROR)  # DCP logs pages on what fits on a line
-    found = [checkpoints]
-    dist.broadcast_object_list(found, group=patient_group())
-    for checkpoint in found[0]:  # DDP: all ranks try those that rank 0 has found
+    # FSDP: DCP would log pages about a checkpoint that cannot be read; the print below says it.
+    logging.getLogger().setLevel(logging.ERROR)
+    # DDP: all ranks try the checkpoints that rank 0 has found.
+    candidates = [checkpoints]
+    dist.broadcast_object_list(candidates, group=patient_group())
+    for checkpoint in candidates[0]:
         try:
-            about = {"args": ""}
-            dcp.load(about, checkpoint_id=checkpoint, process_group=patient_group())
-            compare_args(args, json.loads(about["args"]), checkpoint)
-            state = state_of(model, optimizer)  # FSDP: each rank fills its shards in place
+            saved = {"args": ""}
+            dcp.load(saved, checkpoint_id=checkpoint, process_group=patient_group())
+            saved_args = json.loads(saved["args"])
+            compare_args(args, saved_args, checkpoint)
+            state = state_of(model, optimizer)
+            # FSDP: each rank reads its shards, in place.
             dcp.load(state, checkpoint_id=checkpoint, process_group=patient_group())
-        except (Exception, dcp.CheckpointException) as error:  # FSDP: the same one on all ranks
-            print(f"{checkpoint} cannot be read, so the one before is tried: {error!r:.200}")
+        except (Exception, dcp.CheckpointException) as error:
+            # FSDP: an error on one rank is raised on all ranks.
+            print(f"{checkpoint} cannot be read; trying the one before: {error!r:.200}")
             continue
+        args.wandb_id = saved_args["wandb_id"]
         print(f"continuing from {checkpoint}")
         return int(checkpoint.name.removeprefix("step-"))
     if checkpoints:
-        fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete them all to start anew")
+        fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete them to start again")
     return 0
 
 
-def compare_args(args, before, checkpoint):
-    """Stop if the checkpoint is another run's; else say what has changed since."""
-    args.wandb_id = before["wandb_id"]
-    fixed = ["model_name", "config", "num_weights", "dataset_fingerprint"]
-    fixed += ["seq_length", "global_batch_size", "seed"]
+def compare_args(args, saved_args, checkpoint):
+    """Refuse to continue a different run; print the changes that keep it the same run."""
+    must_match = ["model_name", "config", "num_weights", "dataset_fingerprint"]
+    must_match += ["seq_length", "global_batch_size", "seed"]
     for name, value in vars(args).items():
-        if value == before.get(name):
+        if name == "wandb_id" or value == saved_args.get(name):
             continue
-        told = f"{checkpoint}: {name} was {before.get(name)}, is {value}"
-        if name in fixed:
-            fail(f"{told}; choose another --experiment-name")
-        print(told)
+        change = f"{checkpoint}: {name} was {saved_args.get(name)}, is now {value}"
+        if name in must_match:
+            fail(f"{change}; choose a different --experiment-name")
+        print(change)
 
 
 def export_model(args, run_dir, model, tokenizer):
-    """Write the finished model as a folder that `from_pretrained` loads; no host holds it all."""
+    """Write the finished model to a folder that `from_pretrained` can load."""
     partial, weights = partial_of(run_dir / "model"), weights_of(model)
+    # FSDP: no host holds the full model. Each rank writes its shards, and rank 0 joins them into
+    # files of 5 GB.
     ends = accumulate(weight.numel() * weight.itemsize for weight in weights.values())
     files = {name: 1 + end // 5_000_000_000 for name, end in zip(weights, ends, strict=True)}
     writer = dcp.HuggingFaceStorageWriter(
         partial, files, save_distributed=True, enable_consolidation=True
     )
-    here = {name: weight for name, weight in weights.items() if not weight.is_meta}
-    dcp.save(here, storage_writer=writer, process_group=patient_group())
+    dcp.save(own_weights(weights), storage_writer=writer, process_group=patient_group())
     if dist.get_rank() != 0:
         return
-    shutil.rmtree(partial / "sharded")  # FSDP: the shards, of which rank 0 has made the files
+    shutil.rmtree(partial / "sharded")
+    # FSDP: fully_shard() has changed the name of the model's class.
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    for part in (model.config, model.generation_config, tokenizer):
-        part.save_pretrained(partial)
+    model.config.save_pretrained(partial)
+    model.generation_config.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
     publish(args, partial, run_dir / "model")
     (run_dir / f"finished-{args.num_steps}").touch()
 
 
 # ---- main ------------------------------------------------------------------------------------
-PEAK_FLOPS = {  # dense bf16 matrix products a second, from the makers' data sheets
+# Dense bf16 FLOP/s, from the data sheets of the vendors.
+PEAK_FLOPS = {
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,
@@ -1017,47 +1293,70 @@ PEAK_FLOPS = {  # dense bf16 matrix products a second, from the makers' data she
 
 
 def mfu(args, model, tokens_per_second):
-    """Return the model FLOPs utilization, or None: PaLM, appendix B, arxiv.org/abs/2204.02311."""
+    """Return the model FLOPs utilization (PaLM, appendix B, arxiv.org/abs/2204.02311).
+
+    Return None if the peak of this device is unknown, or the precision is not bf16.
+    """
     peak = PEAK_FLOPS.get(torch.cuda.get_device_name() if args.device == "cuda" else "cpu")
     if peak is None or tokens_per_second is None or args.precision != "bf16":
         return None
-    parts = [model.get_output_embeddings(), *layers_of(model)]
-    weights = sum(weight.numel() for part in parts for weight in part.parameters())
+    modules = [model.get_output_embeddings(), *layers_of(model)]
+    num_weights = sum(weight.numel() for module in modules for weight in module.parameters())
     config, heads = model.config, model.config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    flops = 6 * weights + 12 * config.num_hidden_layers * width * args.seq_length
-    return tokens_per_second * flops / (peak * dist.get_world_size())
+    flops_per_token = 6 * num_weights + 12 * config.num_hidden_layers * width * args.seq_length
+    return tokens_per_second * flops_per_token / (peak * dist.get_world_size())
 
 
-def measure(args, model, step, loss, grad_norm, since):
-    """Return the metrics of `step`; to read them, the host waits for the device."""
+def measure(args, model, step, loss, grad_norm, interval_start):
+    """Return the metrics of `step`; reading them makes the host wait for the device."""
     dist.all_reduce(loss, dist.ReduceOp.AVG)
     row = {"step": step, "loss": loss.item(), "grad_norm": grad_norm.item()}
-    first, then = since
-    tokens = (step - first) * args.global_batch_size * args.seq_length
-    speed = tokens / (time.perf_counter() - then) if then else None
-    unit = 1 if sys.platform == "darwin" else 1024  # of the next line, in bytes
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    start_step, start_time = interval_start
+    tokens = (step - start_step) * args.global_batch_size * args.seq_length
+    speed = tokens / (time.perf_counter() - start_time) if start_time else None
+    # Linux counts ru_maxrss in KiB.
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if args.device == "cuda":
         memory = torch.cuda.max_memory_allocated()
     row |= {"lr": lr_at(args, step), "tokens_per_second": speed, "mfu": mfu(args, model, speed)}
     return row | {"peak_memory_gib": memory / 2**30}
 
 
-def log(run_dir, run, row):
-    """Add a row to metrics.jsonl, where the last row of a step counts, to wandb, and to stdout."""
+def start_tracking(args, run_dir):
+    """Start a wandb run, or continue the run whose id the checkpoint has."""
+    wandb_run = wandb.init(
+        id=args.wandb_id,
+        name=args.experiment_name,
+        config=vars(args),
+        dir=run_dir,
+        mode=args.wandb if dist.get_rank() == 0 else "disabled",
+        resume="allow",
+    )
+    # wandb's own step counter never goes back: wandb would drop the steps that a resume repeats.
+    wandb_run.define_metric("*", step_metric="step")
+    return wandb_run
+
+
+def log(run_dir, wandb_run, row):
+    """Append a row to metrics.jsonl, and send it to wandb and stdout.
+
+    After a resume, a step may have more than one row; the last row counts.
+    """
     if dist.get_rank() != 0:
         return
     with open(run_dir / "metrics.jsonl", "a") as file:
         print(json.dumps(row), file=file)
-    run.log(row, step=row["step"])
-    with suppress(OSError):  # of a terminal that is gone
-        tqdm.write("  ".join(f"{name} {n:,.6g}" for name, n in row.items() if n is not None))
+    wandb_run.log(row)
+    # The terminal may be gone.
+    with suppress(OSError):
+        known = {name: value for name, value in row.items() if value is not None}
+        tqdm.write("  ".join(f"{name} {value:,.6g}" for name, value in known.items()))
 
 
 @record
 def main():
-    """Train; started again with the same command, continue from the newest checkpoint."""
+    """Train; when started again with the same command, continue from the newest checkpoint."""
     args = parse_args()
     device, run_dir = setup(args)
     tokenizer, config = build_tokenizer_and_config(args)
@@ -1068,48 +1367,51 @@ def main():
     optimizer = build_optimizer(args, model)
     start = load_checkpoint(args, run_dir, model, optimizer)
     if start >= args.num_steps and (run_dir / f"finished-{start}").exists():
-        print(f"{run_dir} is finished: it has {start} steps")
+        print(f"{run_dir} is already finished, at step {start}")
         return
 
-    about = {"id": args.wandb_id, "name": args.experiment_name, "config": vars(args)}
-    run = wandb.init(**about, dir=run_dir, mode=args.wandb, resume="allow")
+    wandb_run = start_tracking(args, run_dir)
     if start == 0:
-        log(run_dir, run, {"step": 0, "val_loss": evaluate(args, model, held_out, device)})
-    since = start, None  # the speed of the first interval is unknown, as its first step compiles
+        log(run_dir, wandb_run, {"step": 0, "val_loss": evaluate(args, model, held_out, device)})
+    # The first interval includes compilation, so it has no start time, and its speed is not logged.
+    interval_start = start, None
     steps = range(start + 1, args.num_steps + 1)
     stops = stop_requests(run_dir)
     for step in tqdm(steps, initial=start, total=args.num_steps, file=sys.stdout, disable=None):
         stop = next(stops)
         loss, grad_norm = train_step(args, model, optimizer, train_set, step, device)
-        last = step == args.num_steps
-        evaluating = last or step % args.eval_every == 0
+        is_last = step == args.num_steps
+        evaluating = is_last or step % args.eval_every == 0
         reporting = evaluating or step % args.log_every == 0
-        saving = last or step % args.checkpoint_every == 0 or stop
+        saving = is_last or step % args.checkpoint_every == 0 or stop
         if (reporting or saving) and optimizer.found_inf:
-            fail(f"a gradient in steps {since[0] + 1} to {step} was not finite; nothing was saved")
+            first = interval_start[0] + 1
+            fail(f"a gradient in steps {first} to {step} was not finite; nothing was saved")
         if reporting:
-            row = measure(args, model, step, loss, grad_norm, since)
+            row = measure(args, model, step, loss, grad_norm, interval_start)
             if evaluating:
                 row["val_loss"] = evaluate(args, model, held_out, device)
-            log(run_dir, run, row)
+            log(run_dir, wandb_run, row)
         if saving:
             save_checkpoint(args, run_dir, model, optimizer, step)
         if reporting or saving:
-            since = step, time.perf_counter()
-        if stop and not last:
+            interval_start = step, time.perf_counter()
+        if stop and not is_last:
             finish_saves()
-            print(f"stopped at step {step}: the same command continues")
-            run.finish()
+            print(f"stopped at step {step}; the same command continues")
+            wandb_run.finish()
             return
 
     finish_saves()
     export_model(args, run_dir, model, tokenizer)
     print(f"finished: {run_dir} has the model, the metrics and the last checkpoints")
-    run.finish()
+    wandb_run.finish()
 
 
 if __name__ == "__main__":
     main()
-    if dist.is_initialized():  # which it is not after --help
-        dist.barrier(group=patient_group())  # DDP: no rank leaves while another may still need it
+    # DDP: after --help there is no process group.
+    if dist.is_initialized():
+        # DDP: keep every rank alive until all ranks have finished.
+        wait_for_all()
         dist.destroy_process_group()
