@@ -543,7 +543,7 @@ def chunked_loss(head, logits, labels, *_, **__):
     """
     # The last position has no next token; cross_entropy() ignores the target -100.
     targets = F.pad(labels[:, 1:], (0, 1), value=-100)
-    # TP, CP: this rank has the hidden states of one part of each sequence.
+    # TP: this rank has the hidden states of one part of each sequence.
     num_parts = labels.shape[1] // logits.shape[1]
     targets = targets.chunk(num_parts, dim=1)[dist.get_rank() % num_parts]
     weights = (full_weight(head.weight), full_weight(head.bias))
