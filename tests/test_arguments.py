@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from conftest import FRAMEWORKS, SCRIPTS, metrics, refused, run_well
+from conftest import FRAMEWORKS, SCRIPTS, metrics, run_or_fail, user_error
 
 
 @pytest.fixture(scope="module", params=["01", "02"])
@@ -141,7 +141,7 @@ def test_mfu_by_hand(load, parse, monkeypatch):
 def test_metrics_have_the_promised_columns(tmp_path):
     args = "--device cpu -s 64 --global-batch-size 4 --num-steps 6 --log-every 2 --eval-every 3"
     args = [*args.split(), "--eval-samples", "5", "--save-dir", tmp_path, "-e", "run"]
-    run_well(1, [("01", args)], tmp_path / "jobs")
+    run_or_fail(1, [("01", args)], tmp_path / "jobs")
     rows = metrics(tmp_path / "run")
     names = ["step", "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "peak_memory_gib"]
     assert list(rows) == [0, 2, 3, 4, 6]
@@ -177,7 +177,7 @@ BROKEN = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_no_run_trains_on_a_cpu_because_a_gpu_is_broken(parse, monkeypatch, capsys, case):
     pretend(monkeypatch, **BROKEN[case])
-    error = refused(capsys, parse, "")
+    error = user_error(capsys, parse, "")
     assert error.count("\n") == 1 and "no GPU that works; to do without, pass" in error
     assert parse("--device cpu").device == "cpu"
 

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from conftest import SCRIPTS, SHORT, metrics, printed, run_jobs, run_well, torchrun
-from runs import check
+from conftest import SCRIPTS, SHORT, metrics, run_command, run_jobs, run_or_fail, torchrun
+from runs import check_user_error
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def results(files, tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_line_says_what_is_wrong(results, case):
-    check(results[0][case][0], CASES[case][1])
+    check_user_error(results[0][case][0], CASES[case][1])
 
 
 def test_nothing_is_written(results):
@@ -107,7 +107,7 @@ def test_a_checkpoint_is_not_continued_as_another_run(files, models, tmp_path):
     assert first[0]["status"] == 0, first
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     for [result], (_, expected) in zip(others, RESUMED.values(), strict=True):
-        check(result, expected.format(**places))
+        check_user_error(result, expected.format(**places))
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
@@ -131,8 +131,10 @@ def test_under_torchrun_one_rank_says_it(tmp_path, arguments, expected):
 
 
 def test_without_torchrun_chapter_02_says_how_to_start_it():
-    done = printed(SCRIPTS["02"])
-    check({"status": done.returncode, "stderr": done.stderr}, "start this with torchrun: torchrun")
+    done = run_command(SCRIPTS["02"])
+    check_user_error(
+        {"status": done.returncode, "stderr": done.stderr}, "start this with torchrun: torchrun"
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,6 +153,6 @@ def test_full_disk_during_a_save(small_disk, tmp_path, chapter):
     assert names == [".partial", "step-00000010", "step-00000020"]
 
     subprocess.run(["mount", "-o", "remount,size=80m", str(small_disk)], check=True)
-    [ranks] = run_well(world_size, [(chapter, args)], tmp_path / "again")
+    [ranks] = run_or_fail(world_size, [(chapter, args)], tmp_path / "again")
     assert f"continuing from {checkpoints}/step-00000020" in ranks[0]["stdout"]
     assert sorted(metrics(small_disk / "run")) == list(range(steps + 1))

@@ -8,7 +8,7 @@ import pytest
 
 import contenders
 import speed
-from conftest import ROOT, printed, refused
+from conftest import ROOT, run_command, user_error
 
 
 def test_all_that_is_compared_takes_part():
@@ -45,7 +45,7 @@ def test_the_warm_up_does_not_count_and_the_last_row_of_a_step_does(monkeypatch,
 )
 def test_bad_arguments_are_told_in_one_line(monkeypatch, capsys, args, part):
     monkeypatch.setattr(sys, "argv", ["speed.py", *args])
-    assert part in refused(capsys, speed.parse_args)
+    assert part in user_error(capsys, speed.parse_args)
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_the_same_work_and_a_chapter_that_waits_in_each_step(tmp_path):
     script.write_text(source.replace(line, f"{line}    time.sleep(2)\n"))
     options = ["--rounds", 1, "--steps", 20, "--output", tmp_path / "found.json"]
     command = ["benchmarks/speed.py", "--only", "bare", "01", *options]
-    done = printed(*command, cwd=tmp_path, timeout=600)
+    done = run_command(*command, cwd=tmp_path, timeout=600)
     assert done.returncode == 1 and "missed: 01 / bare" in done.stderr, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["ratios"]["01 / bare"]["median"] < 0.85

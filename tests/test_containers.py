@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT, linter, printed
+from conftest import ROOT, linter, run_command
 
 FOLDER = ROOT / "03-job-launchers/containers"
 
@@ -20,12 +20,12 @@ def definition():
 
 @pytest.mark.parametrize("section", ["post", "environment", "test", "runscript"])
 def test_the_definition_has_sound_scripts(section):
-    done = printed(linter("shellcheck"), "--shell=sh", "-", input=definition()[1][section])
+    done = run_command(linter("shellcheck"), "--shell=sh", "-", input=definition()[1][section])
     assert done.returncode == 0, done.stdout
 
 
 def test_the_dockerfile_is_sound():
-    done = printed(linter("hadolint"), FOLDER / "Dockerfile")
+    done = run_command(linter("hadolint"), FOLDER / "Dockerfile")
     assert done.returncode == 0, done.stdout
 
 
@@ -58,7 +58,7 @@ def outside(tmp_path):
 
 
 def apptainer(cwd, env, *args):
-    return printed(FOLDER / "apptainer.sh", *args, cwd=cwd, env=env)
+    return run_command(FOLDER / "apptainer.sh", *args, cwd=cwd, env=env)
 
 
 def test_apptainer_gets_all_folders_and_the_command(outside, tmp_path):

@@ -10,9 +10,19 @@ import transformers
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from conftest import ROOT, SHORT, curves_of, difference, metrics, printed, run_well, tried, wanted
-from families import ARGS, MODERN, NAMES, small
-from runs import LONG, check, cut, loaded, weights_of
+from conftest import (
+    ROOT,
+    SHORT,
+    curves_of,
+    difference,
+    metrics,
+    run_command,
+    run_or_fail,
+    run_params,
+    selected_runs,
+)
+from families import ARGS, FAMILY_NAMES, MODERN, shrink
+from runs import LONG, check_user_error, copy_run, load_exported, weights_of
 
 TWO, FOUR = ["--context-parallel-size", 2], ["--context-parallel-size", 4]
 ULYSSES = ["--context-parallel-style", "ulysses"]
@@ -77,7 +87,7 @@ def curves(request, root, families):
     for run in RUNS:
         (ranks, flags), name = LAYOUTS[run.partition("@")[0]], run.partition("@")[2]
         runs[ranks][run] = ("08", [*flags, *options[name]])
-    runs = wanted(request, runs)
+    runs = selected_runs(request, runs)
     for name in {run.partition("@")[2] for run in [*runs[2], *runs[4]]}:
         chapter = "05" if name == "bf16" else "01"  # FSDP keeps bf16 between layers
         runs[1][name] = (chapter, STEPS if name in ("offload", "compiled") else options[name])
@@ -85,7 +95,7 @@ def curves(request, root, families):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", tried(RUNS, QUICK))
+@pytest.mark.parametrize("run", run_params(RUNS, QUICK))
 def test_curves_are_those_of_one_rank(curves, run):
     """Losses, gradient norms and validation losses."""
     one, other = curves[run.partition("@")[2]], curves[run]
@@ -97,7 +107,7 @@ def test_curves_are_those_of_one_rank(curves, run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", tried(["cp2@qwen3", "cp4u@llama"], ["cp2@qwen3"]))
+@pytest.mark.parametrize("run", run_params(["cp2@qwen3", "cp4u@llama"], ["cp2@qwen3"]))
 def test_the_finished_model_is_what_was_evaluated(curves, root, load, families, monkeypatch, run):
     """transformers loads it by its folder alone, and finds the validation loss that was logged."""
     chapter, name = load("01"), run.partition("@")[2]
@@ -105,7 +115,7 @@ def test_the_finished_model_is_what_was_evaluated(curves, root, load, families, 
     args = chapter.parse_args()
     _, held_out = chapter.build_data(args, chapter.build_tokenizer_and_config(args)[0])
     with torch.no_grad():
-        loss = loaded(root / run, 10)(input_ids=held_out.long(), labels=held_out.long()).loss
+        loss = load_exported(root / run, 10)(input_ids=held_out.long(), labels=held_out.long()).loss
     assert abs(loss.item() - curves[run][10]["val_loss"]) < 1e-5
 
 
@@ -121,7 +131,9 @@ def same(one, other, step):
 def test_whole_sequences_are_chapter_07(tmp_path, flags):
     """Whatever style is named."""
     args = [*SHORT, *flags, "--save-dir", tmp_path, "-e"]
-    run_well(2, [("07", [*args, "seven"]), ("08", [*args, "eight", *ULYSSES])], tmp_path / "jobs")
+    run_or_fail(
+        2, [("07", [*args, "seven"]), ("08", [*args, "eight", *ULYSSES])], tmp_path / "jobs"
+    )
     assert same(tmp_path / "seven", tmp_path / "eight", 20)
 
 
@@ -129,9 +141,9 @@ def test_whole_sequences_are_chapter_07(tmp_path, flags):
 @pytest.mark.parametrize("style", [[], ULYSSES], ids=["gather", "ulysses"])
 def test_resume_is_bit_identical(tmp_path, style):
     args = [*LONG, *TWO, *style, "--save-dir", tmp_path, "-e"]
-    run_well(2, [("08", [*args, "whole"])], tmp_path / "jobs")
-    cut(tmp_path / "whole", 10, tmp_path / "again")
-    [ranks] = run_well(2, [("08", [*args, "again"])], tmp_path / "more")
+    run_or_fail(2, [("08", [*args, "whole"])], tmp_path / "jobs")
+    copy_run(tmp_path / "whole", 10, tmp_path / "again")
+    [ranks] = run_or_fail(2, [("08", [*args, "again"])], tmp_path / "more")
     assert "continuing from" in ranks[0]["stdout"] and "step-00000010" in ranks[0]["stdout"]
     assert same(tmp_path / "whole", tmp_path / "again", 30)
 
@@ -143,7 +155,7 @@ def test_resume_is_bit_identical(tmp_path, style):
 def test_the_exam(tmp_path):
     """Four of its hops: each layout, and chapter 05, continues a run of another's."""
     command = [ROOT / "benchmarks/exam.py", "--output", tmp_path / "exam.json"]
-    done = printed(*command, "--only", "pp2", "cp2", "tp2 × cp2", "05", "dp2", timeout=1000)
+    done = run_command(*command, "--only", "pp2", "cp2", "tp2 × cp2", "05", "dp2", timeout=1000)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
 
 
@@ -179,7 +191,7 @@ def test_published_activations_are_as_predicted():
 def test_activations_are_as_predicted(tmp_path):
     """Ulysses keeps its share; gather, besides, whole keys and values."""
     command = [ROOT / "benchmarks/context.py", "--output", tmp_path / "it.json", "--lengths", 512]
-    printed(*command, "--only", "one rank", "gather, 2 ranks", "ulysses, 2 ranks", check=True)
+    run_command(*command, "--only", "one rank", "gather, 2 ranks", "ulysses, 2 ranks", check=True)
     check_kept(tmp_path / "it.json")
 
 
@@ -219,7 +231,7 @@ def test_one_line_says_why_sequences_cannot_be_split(begin, capsys, case):
     given, ranks, expected = REFUSED[case]
     with pytest.raises(SystemExit) as stop:
         begin(*given, world_size=ranks)
-    check({"stderr": capsys.readouterr().err, "status": stop.value.code}, expected)
+    check_user_error({"stderr": capsys.readouterr().err, "status": stop.value.code}, expected)
 
 
 def test_gathering_needs_no_heads_to_share(begin):
@@ -235,7 +247,7 @@ def alone(_module, query, key, value, *_, **__):
 
 def token_by_token(chapter, kind):
     """Return how far a family's parts of sequences are from the whole, apart from attention."""
-    config = small(CONFIG_MAPPING[kind]())
+    config = shrink(CONFIG_MAPPING[kind]())
     split = {"tensor_parallel_size": 1, "context_parallel_size": 2}
     split |= {"context_parallel_style": "gather"}
     chapter.build_model(argparse.Namespace(**ARGS, **split), config)
@@ -260,10 +272,10 @@ def test_all_but_attention_takes_token_by_token(load, kind):
 def test_families_that_need_whole_sequences_are_refused(load):
     """Of all that can be made small by the rule of test_families."""
     found, left_out = {}, {}
-    for kind in NAMES:
+    for kind in FAMILY_NAMES:
         try:
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(small(CONFIG_MAPPING[kind]()))
+                model = AutoModelForCausalLM.from_config(shrink(CONFIG_MAPPING[kind]()))
             assert model.num_parameters() < 20_000_000
             found[kind] = token_by_token(load("08"), kind)
         except (Exception, SystemExit) as error:

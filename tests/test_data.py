@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conftest import SHORT, run_well
+from conftest import SHORT, run_or_fail
 
 GLOBAL_BATCH = 48
 DEVICE = torch.device("cpu")
@@ -109,7 +109,7 @@ def test_ranks_share_what_rank_0_prepared(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     (tmp_path / "data.txt").write_text("\n\n".join(texts(2100)))
     args = [*SHORT, "--num-steps", 1, "-d", tmp_path / "data.txt", "--save-dir", tmp_path]
-    run_well(2, [("02", args)], tmp_path / "ranks")
+    run_or_fail(2, [("02", args)], tmp_path / "ranks")
     assert len([path for path in (tmp_path / "hf").rglob("*.tokens*")]) == 1
 
 

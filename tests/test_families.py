@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from families import ARGS, MODERN, NAMES, small
+from families import ARGS, FAMILY_NAMES, MODERN, shrink
 
 
 @contextlib.contextmanager
@@ -33,7 +33,7 @@ def start(load, monkeypatch):
     monkeypatch.setattr(last.dist, "get_world_size", lambda: 1)
 
     def values(kind):
-        config, args = small(CONFIG_MAPPING[kind]()), argparse.Namespace(**ARGS)
+        config, args = shrink(CONFIG_MAPPING[kind]()), argparse.Namespace(**ARGS)
         with poisoned_memory():
             whole = first.build_model(args, config)
             split = last.shard(args, last.build_model(args, config), torch.device("cpu"))
@@ -59,10 +59,10 @@ def test_every_value_is_set_and_the_same_in_chapter_05(start, kind):
 def test_all_families(start):
     """All that can be made small by the rule above, and that the chapters do not refuse."""
     found, left_out = {}, {}
-    for kind in NAMES:
+    for kind in FAMILY_NAMES:
         try:
             with torch.device("meta"):
-                config = small(CONFIG_MAPPING[kind]())
+                config = shrink(CONFIG_MAPPING[kind]())
                 model = transformers.AutoModelForCausalLM.from_config(config)
             assert model.num_parameters() < 20_000_000
             found[kind] = wrong(*start(kind))

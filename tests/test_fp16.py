@@ -13,12 +13,12 @@ from conftest import (
     curves_of,
     difference,
     metrics,
-    prepared,
+    prepare_training,
     run_jobs,
-    run_well,
+    run_or_fail,
 )
-from in_process import READS, events_of_steps, tensors_of
-from runs import cut
+from in_process import SYNC_OPS, events_of_steps, tensors_of
+from runs import copy_run
 
 FP16 = ["--precision", "fp16"]
 LINE = [*SHORT, "--seq-length", 32, "--global-batch-size", 4, "--num-steps", 12]
@@ -28,14 +28,14 @@ DEVICE = torch.device("cpu")
 
 
 @pytest.fixture
-def script(load, alone):
+def script(load, one_rank_group):
     return load("fp16")
 
 
 def one_step(script, *words):
     """Return what a first step leaves: all tensors, its gradient norm, and the optimizer."""
     words = [*LINE, "--config", "num_hidden_layers=1", *words]
-    args, model, optimizer, train_set, _ = prepared(script, *words)
+    args, model, optimizer, train_set, _ = prepare_training(script, *words)
     before = [tensor.clone() for tensor in tensors_of(model, optimizer)]
     _, norm = script.train_step(args, model, optimizer, train_set, 1, DEVICE)
     return args, model, optimizer, train_set, before, norm
@@ -113,7 +113,7 @@ def test_no_value_is_read_from_the_device(script):
     small = ["--global-batch-size", 4, "--seq-length", 16, "--config", "num_hidden_layers=1"]
     events, ddp = events_of_steps(script, *FP16, *small)
     assert "aten::_amp_update_scale_" in events  # the profiler did look
-    assert [event for event in events if READS.match(event)] == []
+    assert [event for event in events if SYNC_OPS.match(event)] == []
     buckets = len(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(","))
     assert events.count("c10d::allreduce_") == 3 * (buckets + 1)
 
@@ -147,9 +147,9 @@ def test_its_curve_is_that_of_other_precisions(tmp_path):
 def test_a_resume_is_bit_identical(tmp_path):
     """The scale goes on as it was: if it began anew, the steps from 7 on would be skipped."""
     args = [*LINE, *FP16, *TOO_LARGE, "--save-dir", tmp_path, "-e"]
-    run_well(2, [("fp16", [*args, "whole"])], tmp_path / "jobs")
-    cut(tmp_path / "whole", 6, tmp_path / "later")
-    [[first, _]] = run_well(2, [("fp16", [*args, "later"])], tmp_path / "jobs")
+    run_or_fail(2, [("fp16", [*args, "whole"])], tmp_path / "jobs")
+    copy_run(tmp_path / "whole", 6, tmp_path / "later")
+    [[first, _]] = run_or_fail(2, [("fp16", [*args, "later"])], tmp_path / "jobs")
     assert "step-00000006" in first["stdout"]
     whole, later = metrics(tmp_path / "whole"), metrics(tmp_path / "later")
     assert min(skipped(whole)) <= 6 < max(skipped(whole))
@@ -166,7 +166,7 @@ def test_all_ranks_skip_what_overflows_on_one(tmp_path):
     """In step 4, on rank 1; then weights and scales are still the same on both."""
     (tmp_path / "broken.py").write_text(BROKEN.format(script=SCRIPTS["fp16"], fault=OVERFLOW))
     args = [*LINE, *FP16, "--init-scale", 2.0**12, "--save-dir", tmp_path, "-e", "run"]
-    [ranks] = run_well(2, [(tmp_path / "broken.py", args)], tmp_path / "jobs")
+    [ranks] = run_or_fail(2, [(tmp_path / "broken.py", args)], tmp_path / "jobs")
     one, two = (rank["stderr"].splitlines()[-1] for rank in ranks)
     assert one == two and one.endswith(" scale 2048.0 steps {11}"), (one, two)
     assert skipped(metrics(tmp_path / "run")) == [4]

@@ -17,14 +17,14 @@ from conftest import (
     curves_of,
     difference,
     metrics,
-    on_one_curve,
-    printed,
+    run_command,
     run_jobs,
-    run_well,
+    run_or_fail,
+    same_curve,
+    selected_runs,
     start_ranks,
-    wanted,
 )
-from runs import check, cut, last_row, validation_loss, wait_for
+from runs import check_user_error, copy_run, last_logged_step, validation_loss, wait_for
 
 REQUIREMENTS = "alternative-frameworks/deepspeed/requirements.txt"
 pytestmark = [
@@ -41,7 +41,7 @@ BF16 = ["--precision", "bf16"]
 def config(path, *flags, precision="fp32", batch=8):
     """Write a configuration with the batch of SHORT; return the flags of a run with it."""
     line = ["--global-batch-size", 8, "--batch-size", batch, "--precision", precision]
-    printed(MAKER, "deepspeed", *line, *flags, "--output", path, check=True)
+    run_command(MAKER, "deepspeed", *line, *flags, "--output", path, check=True)
     return ["--deepspeed-config", path, "--batch-size", batch, "--precision", precision]
 
 
@@ -57,14 +57,14 @@ def loaded(run_dir, load, within=1e-5):
 
 def test_killed_and_continued_on_the_curve(tmp_path, load):
     """ZeRO-2 on two ranks: kill -9 after a save, the same command, and chapter 01's losses."""
-    run_well(1, [("01", [*SHORT, "--save-dir", tmp_path, "-e", "one"])], tmp_path / "one")
+    run_or_fail(1, [("01", [*SHORT, "--save-dir", tmp_path, "-e", "one"])], tmp_path / "one")
     command = [SCRIPTS["deepspeed"], *SHORT, "--save-dir", tmp_path, "-e", "run"]
     for number, last in enumerate((12, 20)):
         folder = tmp_path / f"start{number}"
         folder.mkdir()
         ranks = start_ranks(2, command, folder)
         try:
-            wait_for(lambda: last_row(tmp_path / "run") >= last, ranks)  # noqa: B023
+            wait_for(lambda: last_logged_step(tmp_path / "run") >= last, ranks)  # noqa: B023
             statuses = [rank.wait(timeout=90) for rank in ranks] if last == 20 else []
         finally:
             for rank in ranks:
@@ -72,7 +72,7 @@ def test_killed_and_continued_on_the_curve(tmp_path, load):
                 rank.wait(timeout=20)
     output = (folder / "rank0.log").read_text()
     assert statuses == [0, 0] and "step-00000010" in output.partition("continuing from")[2], output
-    assert on_one_curve(metrics(tmp_path / "one"), metrics(tmp_path / "run"))
+    assert same_curve(metrics(tmp_path / "one"), metrics(tmp_path / "run"))
     loaded(tmp_path / "run", load)
 
 
@@ -121,7 +121,7 @@ def curves(request, root):
     runs[1]["compiled@1"] = ("deepspeed", ["--compile"])
     for name in RUNS:
         runs[int(name[-1])][name] = command(root, name)
-    return curves_of(root, wanted(request, runs))
+    return curves_of(root, selected_runs(request, runs))
 
 
 @pytest.mark.exhaustive
@@ -132,7 +132,7 @@ def test_one_curve(curves, root, load, run):
     With weights in bf16 it reads what rounding has left of them, and adds up layers in bf16.
     """
     if "bf16" not in run:
-        assert on_one_curve(curves["01"], curves[run])
+        assert same_curve(curves["01"], curves[run])
         # Gradient norms are about 3, so they may differ by more than losses.
         assert difference(curves["01"], curves[run]) < 1e-4
     else:
@@ -163,7 +163,7 @@ def test_every_combination_trains_or_is_refused(tmp_path):
         line = [word for pair in zip(FLAGS, values, strict=True) for word in pair]
         path = tmp_path / f"{number}.json"
         sizes = ["--global-batch-size", 8, "--batch-size", 4, "--output", path]
-        done = printed(MAKER, "deepspeed", *line, *sizes)
+        done = run_command(MAKER, "deepspeed", *line, *sizes)
         if done.returncode:
             refused += 1
             assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
@@ -173,7 +173,7 @@ def test_every_combination_trains_or_is_refused(tmp_path):
         args = [*small, *same, "--deepspeed-config", path]
         jobs.append(("deepspeed", [*args, "--save-dir", tmp_path, "-e", number]))
     assert refused > 0 and len(jobs) > 80
-    run_well(1, jobs, tmp_path / "jobs", shares=2)
+    run_or_fail(1, jobs, tmp_path / "jobs", shares=2)
     rows = [metrics(tmp_path / str(args[-1]))[2] for _, args in jobs]
     assert all(5 < row["loss"] < 6 and row["grad_norm"] > 1 for row in rows)
 
@@ -186,27 +186,27 @@ def test_every_combination_trains_or_is_refused(tmp_path):
 def test_continued(curves, root, tmp_path, run, after):
     """The same number of ranks gives the same bits; others first run the printed command."""
     before = int(run[-1])
-    cut(root / run, 10, tmp_path / "run")
+    copy_run(root / run, 10, tmp_path / "run")
     _, flags = command(root, f"{run[:-1]}{after}")
     job = ("deepspeed", [*SHORT, *flags, "--save-dir", tmp_path, "-e", "run"])
     if before != after:
         output = run_jobs(after, [job], tmp_path / "asked")[0][0]["stderr"]
         assert f"written by {before} ranks, and this run has {after}; convert it: " in output
         convert = output.partition(" convert it: python ")[2].split()
-        printed(sys.executable, *convert, check=True)
-    [[first, *_]] = run_well(after, [job], tmp_path / "jobs")
+        run_command(sys.executable, *convert, check=True)
+    [[first, *_]] = run_or_fail(after, [job], tmp_path / "jobs")
     assert "continuing from" in first["stdout"] and "step-00000010" in first["stdout"]
     if before == after:
         assert difference(curves[run], metrics(tmp_path / "run")) == 0.0
     else:
-        assert on_one_curve(curves["01"], metrics(tmp_path / "run"))
+        assert same_curve(curves["01"], metrics(tmp_path / "run"))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("run", ["zero-2@2", "zero-3@2"])
 def test_a_checkpoint_with_a_broken_file_is_left_out(curves, root, tmp_path, run):
     """All ranks load the previous checkpoint; if there is none, the run stops."""
-    cut(root / run, 20, tmp_path / "run")
+    copy_run(root / run, 20, tmp_path / "run")
     for step, stops in ((20, False), (10, True)):
         for old in (tmp_path / "run/checkpoints").iterdir():
             if int(old.name[5:]) > step:
@@ -218,7 +218,7 @@ def test_a_checkpoint_with_a_broken_file_is_left_out(curves, root, tmp_path, run
         output = f"step-000000{step} cannot be read; trying the one before"
         assert output in first["stdout"] and first["status"] == (2 if stops else 0), first["stderr"]
         if stops:
-            check(first, "delete them to start again")
+            check_user_error(first, "delete them to start again")
             continue
         assert "continuing from" in first["stdout"] and "step-00000010" in first["stdout"]
         assert difference(curves[run], metrics(tmp_path / "run")) == 0.0
@@ -232,11 +232,11 @@ def test_what_the_command_says_holds(curves, root, tmp_path, run):
     line = ["--stage", run[5], "--ranks", run[-1], "--max-grad-norm", 0.5]
     flags = [*SHORT, *new, "--save-dir", tmp_path, "-e"]
     for name in (run, "01"):
-        cut(root / name, 10, tmp_path / name)
+        copy_run(root / name, 10, tmp_path / name)
     zero = [*flags, run, *config(tmp_path / "new.json", *line)]
-    run_well(int(run[-1]), [("deepspeed", zero)], tmp_path / "jobs")
-    run_well(1, [("01", [*flags, "01"])], tmp_path / "jobs01")
-    assert on_one_curve(metrics(tmp_path / "01"), metrics(tmp_path / run))
+    run_or_fail(int(run[-1]), [("deepspeed", zero)], tmp_path / "jobs")
+    run_or_fail(1, [("01", [*flags, "01"])], tmp_path / "jobs01")
+    assert same_curve(metrics(tmp_path / "01"), metrics(tmp_path / run))
     assert difference(curves["01"], metrics(tmp_path / run)) > 1e-3
 
 
@@ -278,7 +278,7 @@ def test_activations_are_computed_again(tmp_path):
             "-e",
             calls,
         ]
-        [[done]] = run_well(1, [(tmp_path / "train_llm.py", args)], tmp_path / f"jobs{calls}")
+        [[done]] = run_or_fail(1, [(tmp_path / "train_llm.py", args)], tmp_path / f"jobs{calls}")
         assert f"calls {calls}\n" in done["stdout"]
 
 
@@ -310,7 +310,7 @@ def test_a_file_that_contradicts_the_flags(tmp_path):
     results = run_jobs(1, jobs, tmp_path / "jobs")
     expected = [*WRONG.values(), "stage 0 reports no gradient norm; choose stage 1, 2 or 3"]
     for [result], line in zip(results, expected, strict=True):
-        check(result, line)
+        check_user_error(result, line)
     assert not (tmp_path / "run").exists()
 
 
@@ -318,5 +318,5 @@ def test_a_file_that_contradicts_the_flags(tmp_path):
 def test_every_flag_is_explained():
     """Those of all chapters, and its own."""
     env = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    shown = printed(SCRIPTS["deepspeed"], "--help", check=True, env=env).stdout
+    shown = run_command(SCRIPTS["deepspeed"], "--help", check=True, env=env).stdout
     assert "--deepspeed-config" in shown and "--dist-timeout" in shown

@@ -28,14 +28,14 @@ from conftest import (
     curves_of,
     difference,
     metrics,
-    on_one_curve,
-    printed,
-    refused,
+    run_command,
     run_jobs,
-    run_well,
+    run_or_fail,
+    same_curve,
     start_ranks,
+    user_error,
 )
-from runs import cut, last_row, wait_for
+from runs import copy_run, last_logged_step, wait_for
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
@@ -48,7 +48,7 @@ LOSSES = ["loss", "val_loss"]
 
 def made(folder, name, *words):
     """Return the path of a file that make_config.py writes."""
-    printed(MAKE, *words, "--output", folder / name, check=True)
+    run_command(MAKE, *words, "--output", folder / name, check=True)
     return folder / name
 
 
@@ -69,7 +69,7 @@ def interrupted(name, args, run_dir, logs):
     command = [SCRIPTS[name], *SHORT, *args, "--save-dir", run_dir.parent, "-e", run_dir.name]
     logs.mkdir()
     processes, after = start_ranks(2, command, logs), random.randint(11, 15)
-    running = wait_for(lambda: last_row(run_dir) >= after, processes, seconds=240)
+    running = wait_for(lambda: last_logged_step(run_dir) >= after, processes, seconds=240)
     assert running, (logs / "rank0.log").read_text()
     for process in processes:
         process.kill()
@@ -93,11 +93,11 @@ def validation_loss(folder, samples):
 def test_killed_continued_and_finished(load, configs, tmp_path):
     """Each in one layout: on chapter 01's curve all the same, and the model gives its last loss."""
     one = curves_of(tmp_path / "01", {1: {"one": ("01", [])}})["one"]
-    held_out = conftest.prepared(load("01"), *SHORT)[-1]
+    held_out = conftest.prepare_training(load("01"), *SHORT)[-1]
     for name, args in {"accelerate": configs["fsdp2"], "trainer": []}.items():
         run_dir = tmp_path / "runs" / name
         interrupted(name, args, run_dir, tmp_path / name)
-        assert on_one_curve(one, metrics(run_dir)), name
+        assert same_curve(one, metrics(run_dir)), name
         found = validation_loss(run_dir / "model", held_out)
         assert abs(found - one[20]["val_loss"]) < 1e-5, name
 
@@ -139,7 +139,7 @@ def reference(curves, run):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("run", FP32)
 def test_one_curve(curves, run):
-    assert on_one_curve(reference(curves[1], run), curves[1][run])
+    assert same_curve(reference(curves[1], run), curves[1][run])
 
 
 @pytest.mark.exhaustive
@@ -157,7 +157,7 @@ def test_one_curve_in_bf16(curves, run):
 def test_dropout_follows_from_step_and_rank(curves, ranks):
     """The Trainer deals the samples of a step in another way, which one rank does not see."""
     name = DROPOUT[ranks]
-    assert on_one_curve(curves[1][f"03-dropout@{ranks}"], curves[1][f"{name}-dropout@{ranks}"])
+    assert same_curve(curves[1][f"03-dropout@{ranks}"], curves[1][f"{name}-dropout@{ranks}"])
 
 
 @pytest.mark.exhaustive
@@ -165,10 +165,10 @@ def test_dropout_follows_from_step_and_rank(curves, ranks):
 @pytest.mark.parametrize("kind, ranks, batch", [("", 2, 1), ("", 1, 8), ("-fsdp2", 1, 2)])
 def test_continued_in_another_layout(curves, configs, tmp_path, name, kind, ranks, batch):
     """On a different number of ranks, or with a different accumulation."""
-    cut(curves[0] / f"{name}@2{kind}", 10, tmp_path / "run")
+    copy_run(curves[0] / f"{name}@2{kind}", 10, tmp_path / "run")
     args = [*SHORT, "--batch-size", batch, "--save-dir", tmp_path, "-e", "run"]
     args += configs["fsdp2"] if kind else []
-    [[result, *_]] = run_well(ranks, [(name, args)], tmp_path / "jobs")
+    [[result, *_]] = run_or_fail(ranks, [(name, args)], tmp_path / "jobs")
     assert "continuing from" in result["stdout"] and "step-00000010" in result["stdout"]
     assert difference(curves[1]["01"], metrics(tmp_path / "run"), after=10) < 1e-5
 
@@ -179,13 +179,13 @@ def test_continued_in_another_layout(curves, configs, tmp_path, name, kind, rank
 )
 def test_a_broken_checkpoint(curves, configs, tmp_path, kind, file):
     """With Accelerate, all ranks load the previous checkpoint; the Trainer cannot do that."""
-    cut(curves[0] / f"accelerate@2{kind}", 20, tmp_path / "run")
+    copy_run(curves[0] / f"accelerate@2{kind}", 20, tmp_path / "run")
     broken = tmp_path / "run/checkpoints/step-00000020" / file
     broken.write_bytes(broken.read_bytes()[:1000])
     args = [*SHORT, "--save-dir", tmp_path, "-e", "run", *(configs["fsdp2"] if kind else [])]
-    [[result, *_]] = run_well(2, [("accelerate", args)], tmp_path / "jobs")
+    [[result, *_]] = run_or_fail(2, [("accelerate", args)], tmp_path / "jobs")
     assert "step-00000020 cannot be read; trying the one before" in result["stdout"]
-    assert on_one_curve(curves[1]["01"], metrics(tmp_path / "run"))
+    assert same_curve(curves[1]["01"], metrics(tmp_path / "run"))
 
 
 @pytest.mark.exhaustive
@@ -193,14 +193,14 @@ def test_a_broken_checkpoint(curves, configs, tmp_path, kind, file):
 def test_changed_settings_hold(curves, tmp_path, name):
     """A run that is continued with other settings is what chapter 03 makes of it."""
     root = curves[0]
-    cut(root / f"{name}@2", 10, tmp_path / name)
-    run_well(2, [("03", [*SHORT, "--save-dir", tmp_path, "-e", "03"])], tmp_path / "first")
+    copy_run(root / f"{name}@2", 10, tmp_path / name)
+    run_or_fail(2, [("03", [*SHORT, "--save-dir", tmp_path, "-e", "03"])], tmp_path / "first")
     for folder in [*(tmp_path / "03/checkpoints").glob("*20"), *(tmp_path / "03").glob("fin*")]:
         folder.rename(tmp_path / folder.name)
     args = ["--lr", 3e-3, "--weight-decay", 0.5, "--num-steps", 25, "--eval-every", 3]
     args = [*SHORT, *args, "--save-dir", tmp_path, "-e"]
     jobs = [("03", [*args, "03"]), (name, [*args, name])]
-    run_well(2, jobs, tmp_path / "jobs")
+    run_or_fail(2, jobs, tmp_path / "jobs")
     one, other = metrics(tmp_path / "03"), metrics(tmp_path / name)
     assert difference(one, other, after=10) < 1e-5
     assert difference(one, other, after=10, names=["lr"]) < 1e-9 and 25 in other
@@ -272,7 +272,7 @@ def test_the_export_waits_for_each_rank(tmp_path):
     """At its end the Trainer looks for checkpoints, on each rank, in a folder that goes then."""
     (tmp_path / "late.py").write_text(LATE)
     args = [SCRIPTS["trainer"], *SHORT, "--num-steps", 2, "--save-dir", tmp_path, "-e", "run"]
-    run_well(2, [(tmp_path / "late.py", args)], tmp_path / "jobs")
+    run_or_fail(2, [(tmp_path / "late.py", args)], tmp_path / "jobs")
     assert (tmp_path / "run/model").is_dir()
 
 
@@ -295,7 +295,7 @@ def test_the_trainer_refuses_a_file_in_a_line(load_script, capsys, tmp_path, mon
     if text != "nosuch":
         path.write_text(text)
     args = Namespace(deepspeed_config=str(path), precision="fp32")
-    output = refused(capsys, load_script("trainer").load_zero_settings, args)
+    output = user_error(capsys, load_script("trainer").load_zero_settings, args)
     assert f"--deepspeed-config {path}: " in output and WRONG[text] in output
 
 
@@ -378,7 +378,7 @@ def defaults(tmp_path_factory):
         script = root / f"{name}.py"
         script.write_text(WITHOUT.format(name=name, script=SCRIPTS["trainer"]))
         jobs.append((script, [*args, "--save-dir", root, "-e", name]))
-    run_well(2, jobs, root / "jobs")
+    run_or_fail(2, jobs, root / "jobs")
     return {name: metrics(root / name) for name in ("none", *MOVE)}
 
 
@@ -394,7 +394,7 @@ def test_each_default_would_change_the_curve(defaults, name):
 def test_a_row_has_the_loss_of_its_step(curves, tmp_path):
     """The Trainer itself would log the mean of ten steps."""
     args = [*SHORT, "--log-every", 10, "--save-dir", tmp_path, "-e", "run"]
-    run_well(2, [("trainer", args)], tmp_path / "jobs")
+    run_or_fail(2, [("trainer", args)], tmp_path / "jobs")
     rows = metrics(tmp_path / "run")
     assert list(rows) == [0, 10, 20]
     assert difference({step: curves[1]["01"][step] for step in rows}, rows) < 1e-5
@@ -434,7 +434,7 @@ def test_traps_on_a_cpu(tmp_path, fsdp, cpu, expected):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     (tmp_path / "probe.py").write_text(PROBE.format(fsdp=fsdp, cpu=cpu))
-    [ranks] = run_well(2, [(tmp_path / "probe.py", [])], tmp_path / "jobs")
+    [ranks] = run_or_fail(2, [(tmp_path / "probe.py", [])], tmp_path / "jobs")
     for rank in ranks:
         assert yaml.safe_load(rank["stdout"].splitlines()[-1]) == expected
 
@@ -457,7 +457,7 @@ def test_how_many_processes_accelerate_launch_starts(tmp_path, words, ranks):
     (tmp_path / "probe.py").write_text(f"import os\nprint(*map(os.environ.get, [{names}]))")
     command = [Path(sys.executable).with_name("accelerate"), "launch", "--main_process_port", 0]
     command += [*words, "--num_processes", 2, tmp_path / "probe.py"]
-    done = printed(*command, check=True)
+    done = run_command(*command, check=True)
     assert sorted(done.stdout.splitlines()) == [f"{rank} no" for rank in ranks]
 
 
@@ -467,7 +467,7 @@ def test_a_script_that_accelerate_launch_starts_alone_says_so(load_script, capsy
     with patch.dict(os.environ, {"ACCELERATE_MIXED_PRECISION": "no"}):
         for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
             os.environ.pop(variable, None)
-        assert "this script with a launcher" in refused(capsys, load_script(name).parse_args)
+        assert "this script with a launcher" in user_error(capsys, load_script(name).parse_args)
 
 
 # ---- its file --------------------------------------------------------------------------------
@@ -492,13 +492,13 @@ def test_what_the_file_says(load_script, capsys, configs, name):
             assert args.precision == precision and os.environ["ACCELERATE_USE_FSDP"] == "true"
     with patch.dict(os.environ, launcher):
         script = load_script(name, *configs["half"], "--precision", "fp32")
-        assert "--precision fp32: Accelerate has" in refused(capsys, script.parse_args)
+        assert "--precision fp32: Accelerate has" in user_error(capsys, script.parse_args)
     with patch.dict(os.environ, launcher | {"FSDP_OFFLOAD_PARAMS": "true"}):
         script = load_script(name)
-        assert "found no GPU to offload from" in refused(capsys, script.parse_args)
+        assert "found no GPU to offload from" in user_error(capsys, script.parse_args)
     with patch.dict(os.environ, launcher):
         script = load_script(name, "--accelerate-config", "nosuch.yaml")
-        output = refused(capsys, script.parse_args)
+        output = user_error(capsys, script.parse_args)
     assert output.startswith("train_llm.py: error: --accelerate-config nosuch.yaml: The passed")
 
 
@@ -528,7 +528,7 @@ def test_each_combination_is_written_or_refused(make_config, values, tmp_path, c
     words = [*itertools.chain(*zip(FLAGS, values[:-1], strict=False)), reshard]
     args = make_config.parse_args(["accelerate", "--ranks", "8", "--nodes", "2", *words])
     if strategy == "ddp" and values[2:] != ("none", "none", "--reshard-after-forward"):
-        assert "are for fsdp2 alone" in refused(capsys, args.write, args)
+        assert "are for fsdp2 alone" in user_error(capsys, args.write, args)
         return
     (tmp_path / "one.yaml").write_text(args.write(args))
     command = ["--num_machines", "1", "--main_process_port", "0"]
@@ -547,4 +547,4 @@ def test_each_combination_is_written_or_refused(make_config, values, tmp_path, c
 
 def test_ranks_must_divide(make_config, capsys):
     args = make_config.parse_args(["accelerate", "--ranks", "9", "--nodes", "2"])
-    assert "--ranks 9 do not divide by 2 nodes" in refused(capsys, args.write, args)
+    assert "--ranks 9 do not divide by 2 nodes" in user_error(capsys, args.write, args)

@@ -6,7 +6,7 @@ import pytest
 
 import fsdp
 import on_ranks
-from conftest import curves_of, difference, start_ranks, tried, wanted
+from conftest import curves_of, difference, run_params, selected_runs, start_ranks
 
 pytestmark = pytest.mark.slow
 FAMILIES = ["gpt2", "qwen3", "mistral", "gemma3"]  # and tiny, a Llama
@@ -40,20 +40,20 @@ def curves(request, tmp_path_factory, models):
     }
     runs[1] |= {f"01-{name}": ("01", options[f"-{name}"]) for name in ("bf16", *FAMILIES)}
     runs[1]["01"] = ("01", [])
-    return curves_of(tmp_path_factory.mktemp("fsdp"), wanted(request, runs))
+    return curves_of(tmp_path_factory.mktemp("fsdp"), selected_runs(request, runs))
 
 
-@pytest.mark.parametrize("run", tried([run for run in RUNS if run[4:] in SETTINGS], QUICK))
+@pytest.mark.parametrize("run", run_params([run for run in RUNS if run[4:] in SETTINGS], QUICK))
 def test_settings_change_nothing(curves, run):
     assert difference(curves["01"], curves[run]) < 1e-5
 
 
-@pytest.mark.parametrize("run", tried([run for run in RUNS if run[5:] in FAMILIES], QUICK))
+@pytest.mark.parametrize("run", run_params([run for run in RUNS if run[5:] in FAMILIES], QUICK))
 def test_families_agree(curves, run):
     assert difference(curves[f"01-{run[5:]}"], curves[run]) < 1e-5
 
 
-@pytest.mark.parametrize("run", tried([run for run in RUNS if run.endswith("bf16")], QUICK))
+@pytest.mark.parametrize("run", run_params([run for run in RUNS if run.endswith("bf16")], QUICK))
 def test_bf16_agrees(curves, run):
     one, other = curves["01-bf16"], curves[run]
     assert difference(one, other, names=["loss", "val_loss"]) < 5e-3

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import gpu_check
-from conftest import ROOT, SCRIPTS, printed, refused
+from conftest import ROOT, SCRIPTS, run_command, user_error
 
 # As a script of its own: the chapters of another folder are checked, and one check gets no time.
 BROKEN = """
@@ -24,7 +24,7 @@ def run(command, output, *names):
     """Run checks on the CPU; return the exit status, rows by name, and what was printed."""
     flags = ["--device", "cpu", "--output", output, "--only", *names]
     env = os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")}
-    done = printed(sys.executable, *command, *flags, timeout=600, env=env)
+    done = run_command(sys.executable, *command, *flags, timeout=600, env=env)
     assert output.exists(), done.stderr
     rows = {row["name"]: row for row in json.loads(output.read_text())["rows"]}
     return done.returncode, rows, done.stdout
@@ -40,7 +40,7 @@ def run(command, output, *names):
 def test_one_line_says_why_nothing_is_checked(monkeypatch, capsys, args, part):
     monkeypatch.setattr(gpu_check.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", *args])
-    [line] = refused(capsys, gpu_check.main).splitlines()
+    [line] = user_error(capsys, gpu_check.main).splitlines()
     assert line.startswith("gpu_check.py: error: ") and part in line
 
 

@@ -15,10 +15,10 @@ from conftest import (
     difference,
     free_port,
     metrics,
-    run_well,
+    run_or_fail,
     start_ranks,
 )
-from runs import all_run, last_row, newest_step, wait_for
+from runs import all_running, last_logged_step, newest_step, wait_for
 
 EVERY = 3
 ARGS = [*SHORT, "--seq-length", 32, "--checkpoint-every", EVERY, "--eval-every", 50]
@@ -54,7 +54,7 @@ def kill_once(chapter, args, run_dir, before, draw, in_a_save, one_rank):
     command, port = [SCRIPTS[chapter], *args], str(free_port())
     processes = start_ranks(1 if chapter == "01" else 2, command, logs, MASTER_PORT=port)
     after = before + draw.randint(2, 5 * EVERY)  # in steps: the machine's speed does not matter
-    if not wait_for(lambda: last_row(run_dir) >= after, processes):
+    if not wait_for(lambda: last_logged_step(run_dir) >= after, processes):
         statuses = [ended(process) for process in processes]
         output = "\n".join(path.read_text() for path in sorted(logs.glob("rank*.log")))
         assert not any(statuses), f"it failed, and nobody had killed it:\n{output}"
@@ -64,7 +64,7 @@ def kill_once(chapter, args, run_dir, before, draw, in_a_save, one_rank):
         checkpoints = run_dir / "checkpoints"
         wait_for((checkpoints / ".partial").exists, processes)
         time.sleep(draw.uniform(0, 0.01))
-    running = all_run(processes)
+    running = all_running(processes)
     if one_rank and running:
         kill_one(processes, draw)
     for process in processes:
@@ -74,7 +74,7 @@ def kill_once(chapter, args, run_dir, before, draw, in_a_save, one_rank):
     newest = newest_step(run_dir)
     assert newest >= before
     lost = 2 * EVERY if "--checkpoint-async" in args else EVERY  # the newest may be on its way
-    assert newest >= last_row(run_dir) - lost
+    assert newest >= last_logged_step(run_dir) - lost
     return newest if running else None
 
 
@@ -98,7 +98,7 @@ def kill_often(chapter, times, tmp_path, num_steps):
         hit_a_save += (run_dir / "checkpoints/.partial").exists()
     assert hit_a_save, "no kill ever hit a save"
     jobs = [(chapter, [*args, "-e", name]) for name in ("killed", "whole")]
-    run_well(1 if chapter == "01" else 2, jobs, tmp_path / "jobs")
+    run_or_fail(1 if chapter == "01" else 2, jobs, tmp_path / "jobs")
     assert not (run_dir / "checkpoints/.partial").exists()
     assert difference(metrics(tmp_path / "whole"), metrics(run_dir)) == 0.0
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from cluster.cluster import ClusterError, wait_until
-from conftest import ROOT, difference, free_port, metrics, printed, torchrun
+from conftest import ROOT, difference, free_port, metrics, run_command, torchrun
 
 FOLDER = ROOT / "03-job-launchers/kubernetes"
 VERSIONS = ["1.31", kubernetes_validate.latest_version()]  # 1.31 is the first that has all we use
@@ -25,7 +25,7 @@ SIZES = [(1, 8), (2, 0), (16, 8)]
 
 def manifest(*args):
     """Run manifest.py; return what came of it."""
-    return printed(FOLDER / "manifest.py", *args)
+    return run_command(FOLDER / "manifest.py", *args)
 
 
 def objects(*script, nodes=2, gpus=8, options=()):

@@ -14,17 +14,17 @@ from conftest import (
     curves_of,
     difference,
     metrics,
-    printed,
+    run_command,
     run_jobs,
-    run_well,
+    run_or_fail,
+    run_params,
+    selected_runs,
     start_ranks,
-    tried,
-    wanted,
 )
-from families import published
-from in_process import set_up
+from families import make_hub_folder
+from in_process import set_up_chapter
 from on_ranks import make_model_folder, torchrun
-from runs import LONG, check, cut, loaded, weights_of
+from runs import LONG, check_user_error, copy_run, load_exported, weights_of
 
 pytestmark = pytest.mark.slow
 FAMILIES = ["gpt2", "qwen3", "mistral", "gemma3"]  # and tiny, a Llama
@@ -68,7 +68,7 @@ def root(request, tmp_path_factory, models):
     runs[2]["dropout"] = ("05", dropout)
     runs[2]["05@2-dropout-full"] = ("05", [*dropout, "--recompute", "full"])
     runs[2] |= {"04": ("04", []), "04-bf16": ("04", BF16)}
-    curves_of(root, wanted(request, runs))
+    curves_of(root, selected_runs(request, runs))
     return root
 
 
@@ -76,7 +76,7 @@ def curve(root, run):
     return metrics(root / run)
 
 
-@pytest.mark.parametrize("run", tried([run for run in RUNS if run[4:] in SETTINGS], QUICK))
+@pytest.mark.parametrize("run", run_params([run for run in RUNS if run[4:] in SETTINGS], QUICK))
 def test_settings_change_nothing(root, run):
     plain = "01-long" if run.endswith("-long") else "01"
     assert difference(curve(root, plain), curve(root, run)) < 1e-5
@@ -92,22 +92,22 @@ def test_dropout_is_the_same_when_it_is_recomputed(root, run):
     assert difference(one, curve(root, "01-gpt2")) > 1e-2  # the same model without dropout
 
 
-@pytest.mark.parametrize("run", tried([run for run in RUNS if run[5:] in FAMILIES], QUICK))
+@pytest.mark.parametrize("run", run_params([run for run in RUNS if run[5:] in FAMILIES], QUICK))
 def test_families_agree(root, run):
     assert difference(curve(root, f"01-{run[5:]}"), curve(root, run)) < 1e-5
 
 
-@pytest.mark.parametrize("run", tried([run for run in RUNS if run.endswith("bf16")], QUICK))
+@pytest.mark.parametrize("run", run_params([run for run in RUNS if run.endswith("bf16")], QUICK))
 def test_bf16_agrees(root, run):
     one, other = curve(root, "04-bf16"), curve(root, run)
     assert difference(one, other, names=["loss", "val_loss"]) < 5e-3
     assert difference(one, other, names=["grad_norm"], relative=True) < 5e-2
 
 
-@pytest.mark.parametrize("run", tried(["05@2", "05@4", "05@2-qwen3", "05@2-gpt2"], QUICK))
+@pytest.mark.parametrize("run", run_params(["05@2", "05@4", "05@2-qwen3", "05@2-gpt2"], QUICK))
 def test_the_finished_model_is_that_of_the_last_checkpoint(root, run):
     """It loads by its folder alone, in float32, with a config that names its class."""
-    folder, model = root / run / "model", loaded(root / run, 20)
+    folder, model = root / run / "model", load_exported(root / run, 20)
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == [type(model).__name__] and config["dtype"] == "float32"
     assert not [path for path in folder.iterdir() if path.is_dir()]
@@ -141,7 +141,7 @@ def test_models_that_cap_their_logits_are_refused(models, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"final_logit_softcapping": 30.0}))
     args = [*SHORT, "--save-dir", tmp_path, "-m", tmp_path / "capped"]
     [ranks] = run_jobs(1, [("05", args)], tmp_path / "jobs")
-    check(ranks[0], "capped: it caps its logits, which this chapter never makes")
+    check_user_error(ranks[0], "capped: it caps its logits, which this chapter never makes")
 
 
 # ---- where weights come from -----------------------------------------------------------------
@@ -152,12 +152,12 @@ def hub(models, tmp_path_factory):
     """Folders of published weights."""
     root = tmp_path_factory.mktemp("hub")
     return {
-        "one file": published(models, root, "mistral"),
-        "many files": published(models, root, "mistral", "20KB"),
-        "float32": published(models, root, "gemma3", "20KB", torch.float32),
-        "tied": published(models, root, "qwen3", "20KB"),
-        "no head": published(models, root, "gpt2", headless=True),
-        "old names": published(models, root, "gpt_neox"),
+        "one file": make_hub_folder(models, root, "mistral"),
+        "many files": make_hub_folder(models, root, "mistral", "20KB"),
+        "float32": make_hub_folder(models, root, "gemma3", "20KB", torch.float32),
+        "tied": make_hub_folder(models, root, "qwen3", "20KB"),
+        "no head": make_hub_folder(models, root, "gpt2", headless=True),
+        "old names": make_hub_folder(models, root, "gpt_neox"),
     }
 
 
@@ -208,14 +208,14 @@ def test_broken_weights_train_nothing(hub, tmp_path):
     for name, ranks in zip(expected, run_jobs(1, jobs, tmp_path / "jobs"), strict=True):
         assert ranks[0]["status"] and expected[name] in ranks[0]["stderr"], ranks[0]["stderr"]
         if name in ("quantized", "pickled"):
-            check(ranks[0], expected[name])
+            check_user_error(ranks[0], expected[name])
     assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
 
 
 def test_reading_takes_the_memory_of_a_share_and_a_tensor(tmp_path):
     """As the README says, and not that of the model, on one rank as on two."""
     command = [ROOT / "benchmarks/large.py", "reading", "--layers", 2, "--ranks", 1, 2]
-    printed(*command, "--output", tmp_path / "reading.json", check=True)
+    run_command(*command, "--output", tmp_path / "reading.json", check=True)
     rows = json.loads((tmp_path / "reading.json").read_text())["reading"]
     rows = {row["ranks"]: row for row in rows if row["chapter"] == "05"}
     for row in rows.values():
@@ -243,22 +243,22 @@ def test_a_save_in_the_background_is_what_a_save_is(tmp_path):
     """Bit for bit, although the training has gone on; and a run continues from either."""
     args = [*LONG, "--save-dir", tmp_path, "--keep-checkpoints", 9, "-e"]
     jobs = [("05", [*args, "plain"]), ("05", [*args, "async", "--checkpoint-async"])]
-    run_well(2, jobs, tmp_path / "jobs")
+    run_or_fail(2, jobs, tmp_path / "jobs")
     for step in (10, 20, 30):
         one, other = (weights_of(tmp_path / name, step) for name in ("plain", "async"))
         assert all(torch.equal(one[name], other[name]) for name in one)
-    cut(tmp_path / "async", 20, tmp_path / "again")
-    [ranks] = run_well(2, [("05", [*args, "again"])], tmp_path / "more")
+    copy_run(tmp_path / "async", 20, tmp_path / "again")
+    [ranks] = run_or_fail(2, [("05", [*args, "again"])], tmp_path / "more")
     assert "step-00000020\n" in ranks[0]["stdout"] and "continuing from" in ranks[0]["stdout"]
     assert difference(metrics(tmp_path / "plain"), metrics(tmp_path / "again")) == 0.0
 
 
 def test_a_run_goes_on_between_chapters_04_and_05(tmp_path):
     args = [*LONG, "--save-dir", tmp_path, "-e"]
-    run_well(2, [("04", [*args, "four"]), ("05", [*args, "five"])], tmp_path / "jobs")
+    run_or_fail(2, [("04", [*args, "four"]), ("05", [*args, "five"])], tmp_path / "jobs")
     for before, now, chapter in (("four", "a", "05"), ("five", "b", "04")):
-        cut(tmp_path / before, 20, tmp_path / now)
-        run_well(2, [(chapter, [*args, now])], tmp_path / now / "jobs")
+        copy_run(tmp_path / before, 20, tmp_path / now)
+        run_or_fail(2, [(chapter, [*args, now])], tmp_path / now / "jobs")
         assert difference(metrics(tmp_path / before), metrics(tmp_path / now)) < 1e-5
 
 
@@ -275,5 +275,5 @@ def test_adamw_steps_on_all_cores_of_the_host(load, monkeypatch, tmp_path):
     args = {"device": "cpu", "precision": "fp32", "cpu_offload": True}
     for own, expected in ((1, 12), (16, 16)):
         monkeypatch.setattr(torch, "get_num_threads", lambda own=own: own)
-        set_up(chapter, monkeypatch, tmp_path, **args)
+        set_up_chapter(chapter, monkeypatch, tmp_path, **args)
         assert threads.pop() == expected

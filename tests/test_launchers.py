@@ -19,15 +19,15 @@ from conftest import (
     SCRIPTS,
     SHORT,
     difference,
-    logged,
+    has_logged,
     metrics,
-    printed,
-    refused,
-    run_well,
+    run_command,
+    run_or_fail,
     start_ranks,
     torchrun,
+    user_error,
 )
-from in_process import set_up
+from in_process import set_up_chapter
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 RENDEZVOUS = {"MASTER_ADDR": "h1", "MASTER_PORT": "29400"}
@@ -88,7 +88,7 @@ def test_no_launcher_or_no_place_to_meet_is_an_error(
     monkeypatch.setattr(chapter.time, "sleep", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["train_llm.py", "--device", "cpu"])
     launched(variables)
-    error = refused(capsys, chapter.parse_args)
+    error = user_error(capsys, chapter.parse_args)
     assert error.count("\n") == 1 and "start this with a launcher; mpirun needs -x MAS" in error
 
 
@@ -100,7 +100,7 @@ def test_a_task_may_see_but_one_gpu(load, monkeypatch, tmp_path, gpus, torchrun,
 
 @pytest.mark.parametrize("name", ["02", "03"])
 def test_a_rank_without_a_gpu_says_so(load, monkeypatch, tmp_path, capsys, name):
-    said = refused(capsys, device_of_local_rank_1, load(name), monkeypatch, tmp_path, 1, True)
+    said = user_error(capsys, device_of_local_rank_1, load(name), monkeypatch, tmp_path, 1, True)
     assert "error: local rank 1 has no GPU: torch sees 1 here" in said
 
 
@@ -113,7 +113,7 @@ def device_of_local_rank_1(chapter, monkeypatch, tmp_path, gpus, torchrun):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if torchrun:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "77")
-    set_up(chapter, monkeypatch, tmp_path, device="cuda", precision="bf16")
+    set_up_chapter(chapter, monkeypatch, tmp_path, device="cuda", precision="bf16")
     return taken.pop()
 
 
@@ -125,7 +125,7 @@ def test_a_jobs_last_words_have_nccls_reason(tmp_path, job):
     lines = ["[W123 c10d.cpp] Warning: error: noise", "RuntimeError: NCCL error in: init.cpp"]
     lines += ["ncclSystemError: System call failed.", "Last error:", "no route to host h2", "end"]
     (tmp_path / "0.log").write_text("\n".join(lines))
-    done = printed("bash", "-c", command, env=os.environ | {"logs": str(tmp_path)})
+    done = run_command("bash", "-c", command, env=os.environ | {"logs": str(tmp_path)})
     assert done.stdout.splitlines() == [lines[1], lines[2], "Last error: no route to host h2"]
 
 
@@ -141,7 +141,9 @@ def running(run_dir, step, chapter, *args, **options):
     """A chapter under torchrun, once a step is logged; in the end nothing is left of it."""
     process = torchrun(chapter, *args, stderr=subprocess.STDOUT, **options)
     try:
-        wait_until(lambda: process.poll() is not None or logged(run_dir, step), 150, f"step {step}")
+        wait_until(
+            lambda: process.poll() is not None or has_logged(run_dir, step), 150, f"step {step}"
+        )
         yield process
     finally:
         alive = process.poll() is None  # torchrun's ranks have sessions of their own
@@ -167,7 +169,7 @@ def whole(tmp_path_factory):
     @functools.cache
     def metrics_of(chapter):
         root = tmp_path_factory.mktemp("whole")
-        run_well(2, [(chapter, [*LONG, "--save-dir", root, "-e", "whole"])], root / "ranks")
+        run_or_fail(2, [(chapter, [*LONG, "--save-dir", root, "-e", "whole"])], root / "ranks")
         return metrics(root / "whole")
 
     return metrics_of
@@ -206,7 +208,8 @@ def test_stopped_and_continued(chapter, how, whole, tmp_path):
     assert not (run_dir / "model").exists()
     assert process.returncode == (1 if how == "SIGTERM to torchrun" else 0)  # 1 is torchrun's own
     assert "terminate called" not in output
-    [[first, _]] = run_well(2, [(chapter, args)], tmp_path / "ranks")  # the file is no request now
+    # A new run removes the file `stop`, so it does not stop again.
+    [[first, _]] = run_or_fail(2, [(chapter, args)], tmp_path / "ranks")
     assert "continuing from" in first["stdout"] and "finished" in first["stdout"]
     assert difference(whole(chapter), metrics(run_dir)) == 0.0
 

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 import contenders
-from conftest import ROOT, linter, printed, refused
+from conftest import ROOT, linter, run_command, user_error
 
 SCRIPT = ROOT / "alternative-frameworks/make_config.py"
 TRAINING = ROOT / "03-job-launchers/train_llm.py"
@@ -71,7 +71,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_one_line_says_why_not(maker, capsys, line):
-    said = refused(capsys, made, maker, line.format(script=TRAINING))
+    said = user_error(capsys, made, maker, line.format(script=TRAINING))
     assert said.count("\n") == 1 and said.startswith("make_config.py: error: ")
     assert REFUSED[line] in said
 
@@ -88,7 +88,7 @@ def test_one_line_says_why_not(maker, capsys, line):
 )
 def test_shellcheck_has_nothing_to_say(maker, tmp_path, line):
     (tmp_path / "made.sh").write_text(made(maker, line, "--", str(TRAINING), "--num-steps", "5"))
-    done = printed(linter("shellcheck"), "--shell=bash", tmp_path / "made.sh")
+    done = run_command(linter("shellcheck"), "--shell=bash", tmp_path / "made.sh")
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -96,7 +96,7 @@ def test_shellcheck_has_nothing_to_say(maker, tmp_path, line):
 def test_arguments_reach_the_script_as_they_were_typed(maker, launcher):
     line = f"launch --hosts a b --gpus-per-node 4 --cpus-per-node 10 --launcher {launcher}"
     text = made(maker, f"{line} --time-limit 1-00:10:00", "--", str(TRAINING), *STRANGE)
-    said = printed("bash", "-euc", STUBS + text, check=True).stdout.splitlines()
+    said = run_command("bash", "-euc", STUBS + text, check=True).stdout.splitlines()
     assert said[-len(STRANGE) :] == STRANGE
     assert said[0] == str(24 * 3600 + 600 - 120)  # 100 s to save, and 20 s to end
     if launcher == "torchrun":
@@ -128,7 +128,7 @@ def test_a_command_for_one_machine_runs(tmp_path):
     words = ["--", TRAINING, "--num-steps", 2, "--seq-length", 32, "--eval-samples", 4]
     words += ["--device", "cpu", "--precision", "fp32", "--save-dir", tmp_path]
     line = ["launch", "--gpus-per-node", 2, "--time-limit", "0:10:00"]
-    printed(SCRIPT, *line, "--output", tmp_path / "run.sh", *words, cwd=ROOT, check=True)
+    run_command(SCRIPT, *line, "--output", tmp_path / "run.sh", *words, cwd=ROOT, check=True)
     path = f"PATH={ROOT / '.venv/bin'}:$PATH; . {tmp_path / 'run.sh'}"
-    done = printed("bash", "-euc", path, cwd=ROOT)
+    done = run_command("bash", "-euc", path, cwd=ROOT)
     assert done.returncode == 0 and "finished: " in done.stdout, done.stderr

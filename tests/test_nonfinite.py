@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from conftest import ROOT, SCRIPTS, SHORT, prepared, run_jobs
+from conftest import ROOT, SCRIPTS, SHORT, prepare_training, run_jobs
 from in_process import tensors_of
 
 LINE = [*SHORT, "--num-steps", "12", "--log-every", "5", "--checkpoint-every", "3"]
@@ -36,7 +36,7 @@ def test_a_run_ends_at_the_next_line_or_save(chapter, fault, tmp_path):
 def test_from_then_on_no_step_changes_anything(load, monkeypatch):
     """Neither weights nor moments, nor the number of steps that AdamW corrects its bias by."""
     chapter = load("01")
-    args, model, optimizer, train_set, _ = prepared(chapter, *LINE)
+    args, model, optimizer, train_set, _ = prepare_training(chapter, *LINE)
     device = torch.device("cpu")
     chapter.train_step(args, model, optimizer, train_set, 1, device)
     before = [tensor.clone() for tensor in tensors_of(model, optimizer)]

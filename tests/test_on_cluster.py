@@ -13,10 +13,10 @@ import pytest
 
 import environments
 from cluster.cluster import wait_until
-from conftest import ROOT, SCRIPTS, SHORT, difference, logged, metrics, printed, run_well
+from conftest import ROOT, SCRIPTS, SHORT, difference, has_logged, metrics, run_command, run_or_fail
 from environments import finished, report
 from readme import blocks
-from runs import verdict_of
+from runs import wait_for_verdict
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]
 CHAPTER = ROOT / "03-job-launchers"
@@ -34,7 +34,7 @@ def settings(environment):
 
 
 def on_one_host(ranks, options, root):
-    run_well(ranks, [("03", [*options, "--save-dir", root, "-e", "run"])], root / "ranks")
+    run_or_fail(ranks, [("03", [*options, "--save-dir", root, "-e", "run"])], root / "ranks")
     return metrics(root / "run")
 
 
@@ -66,7 +66,7 @@ def sbatch(cluster, folder, settings, *options):
 
 
 def wait_for_step(run_dir, step, seconds=150):
-    wait_until(lambda: logged(run_dir, step), seconds, f"step {step}")
+    wait_until(lambda: has_logged(run_dir, step), seconds, f"step {step}")
 
 
 # ---- one curve -------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_what_is_wrong_with_a_slurm_job(cluster, settings, tmp_path):
     job = sbatch(cluster, tmp_path, settings, *options, *command)
     wait_for_step(tmp_path / "run", 9)
     kinds = ["stopped-process"]
-    verdict = verdict_of(cluster, tmp_path / "run", settings, kinds, "--slurm-job", job)
+    verdict = wait_for_verdict(cluster, tmp_path / "run", settings, kinds, "--slurm-job", job)
     assert verdict["ranks"] == [3], verdict
     assert verdict["hosts"] == ["h2"] and "train_llm.py" in verdict["reason"]
 
@@ -202,7 +202,7 @@ def write(folder, line, script=SCRIPT):
     """Have make_config.py write what starts a script on two hosts; return the file."""
     maker, made = ROOT / "alternative-frameworks/make_config.py", folder / "made"
     words = [*line.split(), "--nodes", 2, "--gpus-per-node", 2, "--output", made]
-    printed(maker, *words, "--", *arguments(folder, script=script), check=True, cwd=folder)
+    run_command(maker, *words, "--", *arguments(folder, script=script), check=True, cwd=folder)
     return made
 
 

@@ -18,8 +18,8 @@ from datasets import load_dataset
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader
 
-from conftest import ROOT, printed
-from families import published
+from conftest import ROOT, run_command
+from families import make_hub_folder
 from readme import blocks
 
 PAGES = [ROOT / f"docs/your-own-{name}.md" for name in ("script", "large-model")]
@@ -38,7 +38,7 @@ def page(old="", new=""):
 def folders(models, tmp_path_factory):
     """Folders of published models by name; qwen3's embeddings are tied."""
     root = tmp_path_factory.mktemp("published")
-    return {name: published(models, root, name) for name in ("mistral", "qwen3", "mixtral")}
+    return {name: make_hub_folder(models, root, name) for name in ("mistral", "qwen3", "mixtral")}
 
 
 def checked(code, folder):
@@ -49,7 +49,7 @@ def checked(code, folder):
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen3"])
-def test_a_model_built_on_the_meta_device(name, folders, alone):
+def test_a_model_built_on_the_meta_device(name, folders, one_rank_group):
     """It equals the one that is built on the CPU, bit for bit."""
     assert checked(page(), folders[name]) == []
 
@@ -57,18 +57,18 @@ def test_a_model_built_on_the_meta_device(name, folders, alone):
 @pytest.mark.parametrize(
     "forgotten, told", [("model.init_weights()", "inv_freq"), ("dcp.load(weights, ", "weight")]
 )
-def test_a_forgotten_line_is_named(forgotten, told, folders, alone):
+def test_a_forgotten_line_is_named(forgotten, told, folders, one_rank_group):
     names = checked(page(forgotten, "dict(" if forgotten.endswith(" ") else ""), folders["mistral"])
     assert names and all(each.endswith(told) for each in names), names
 
 
-def test_lost_ties_are_named(folders, alone, monkeypatch):
+def test_lost_ties_are_named(folders, one_rank_group, monkeypatch):
     monkeypatch.setattr(transformers.Qwen3ForCausalLM, "tie_weights", lambda *_, **__: None)
     with pytest.raises(dcp.CheckpointException, match=r"Missing key.*: lm_head\.weight"):
         checked(page(), folders["qwen3"])
 
 
-def test_weights_under_other_names(folders, alone, tmp_path):
+def test_weights_under_other_names(folders, one_rank_group, tmp_path):
     """Mixtral's cannot be read shard by shard, and can be after they were written out."""
     code = page()
     with pytest.raises(dcp.CheckpointException, match="Missing key"):
@@ -93,7 +93,7 @@ def stepped(model, optimizer, steps=2):
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen3"])
-def test_shards_are_saved_loaded_and_made_a_folder(name, folders, alone, tmp_path):
+def test_shards_are_saved_loaded_and_made_a_folder(name, folders, one_rank_group, tmp_path):
     """Weights and moments: the losses go on as if nothing had been."""
     code, models = page(), []
     for _ in range(2):
@@ -118,7 +118,7 @@ def test_shards_are_saved_loaded_and_made_a_folder(name, folders, alone, tmp_pat
     assert stepped(*one[:2]) == stepped(*other[:2])
 
 
-def test_buffers_move_alone(folders, alone):
+def test_buffers_move_alone(folders, one_rank_group):
     code, model = page(), transformers.AutoModelForCausalLM.from_pretrained(folders["mistral"])
     code.buffers_to(model, "meta")
     assert all(buffer.is_meta for buffer in model.buffers()) and list(model.buffers())
@@ -157,7 +157,7 @@ def run(code, path, steps, stops=None, shards=False, **options):
 
 
 @pytest.mark.parametrize("shards", [False, True])
-def test_a_resume_is_exact(shards, alone, tmp_path):
+def test_a_resume_is_exact(shards, one_rank_group, tmp_path):
     """Not one bit of the losses after it differs, nor anything that is printed."""
     code = page()
     losses, lines = run(code, tmp_path / "whole", STEPS, shards=shards)
@@ -170,7 +170,7 @@ def test_a_resume_is_exact(shards, alone, tmp_path):
     assert all(after[step] == losses[step] and shown[step] == lines[step] for step in after)
 
 
-def test_a_stop_loses_no_step(alone, tmp_path):
+def test_a_stop_loses_no_step(one_rank_group, tmp_path):
     """The run ends after the step in which it was asked, and continues exactly."""
     losses, _ = run(page(), tmp_path / "whole", STEPS)
     asked = iter([False] * 3 + [True])
@@ -192,13 +192,13 @@ subprocess.run(["kill", "--", f"-{{os.getpgrp()}}"], start_new_session=True)
 print(len(list(itertools.islice(batches, 100))))
 raise ZeroDivisionError
 """
-    done = printed(sys.executable, "-c", code, timeout=60)
+    done = run_command(sys.executable, "-c", code, timeout=60)
     assert done.returncode == 1
     assert done.stdout == "100\n" * bool(options), done.stderr
     assert ("ZeroDivisionError" in done.stderr) == bool(options)
 
 
-def test_the_end_of_a_stream_loses_no_step(alone, monkeypatch, tmp_path):
+def test_the_end_of_a_stream_loses_no_step(one_rank_group, monkeypatch, tmp_path):
     """With the page's line for it; the samples end in the middle of a step, after a save."""
     [line] = re.findall(r"`(if not all_have.*?; break)`", PAGES[0].read_text())
     whole, _ = run(page(), tmp_path / "whole", STEPS)
@@ -241,7 +241,7 @@ def test_a_stream_continues_where_its_state_says(tmp_path):
         ("torch.manual_seed(hash((seed, step, rank)))", "torch.rand(())", {"random"}),
     ],
 )
-def test_what_is_lost_is_named(old, new, lost, alone, tmp_path):
+def test_what_is_lost_is_named(old, new, lost, one_rank_group, tmp_path):
     """Of the line for the first step after the resume, only what was lost is another."""
     code = page(old, new)
     losses, lines = run(code, tmp_path / "whole", STEPS)
@@ -252,14 +252,14 @@ def test_what_is_lost_is_named(old, new, lost, alone, tmp_path):
     assert any(after[step] != losses[step] for step in after)
 
 
-def test_micro_batches_change_no_loss(alone, tmp_path):
+def test_micro_batches_change_no_loss(one_rank_group, tmp_path):
     code = page("torch.manual_seed(hash((seed, step, rank)))", "model.eval()")  # no dropout
     whole, _ = run(code, tmp_path / "whole", STEPS, most=8)
     parts, _ = run(code, tmp_path / "parts", STEPS, most=3)
     assert parts == pytest.approx(whole, abs=1e-6)
 
 
-def test_a_file_that_only_some_ranks_see_is_refused(alone, monkeypatch, tmp_path):
+def test_a_file_that_only_some_ranks_see_is_refused(one_rank_group, monkeypatch, tmp_path):
     def gather(seen, mine):
         seen[:] = [mine, not mine]
 
@@ -268,7 +268,7 @@ def test_a_file_that_only_some_ranks_see_is_refused(alone, monkeypatch, tmp_path
         page().load(tmp_path / "state.pt", None, None, None)
 
 
-def test_ranks_load_in_turn(alone, monkeypatch):
+def test_ranks_load_in_turn(one_rank_group, monkeypatch):
     turns = []
     for rank in "01":
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

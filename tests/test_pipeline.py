@@ -18,14 +18,14 @@ from conftest import (
     difference,
     free_port,
     metrics,
-    on_one_curve,
-    printed,
+    run_command,
     run_jobs,
-    run_well,
+    run_or_fail,
+    same_curve,
     start_ranks,
 )
-from families import MODERN, NAMES, small
-from runs import LONG, check, cut, weights_of
+from families import FAMILY_NAMES, MODERN, shrink
+from runs import LONG, check_user_error, copy_run, weights_of
 
 TWO, FOUR = ["--pipeline-parallel-size", 2], ["--pipeline-parallel-size", 4]
 TP = ["--tensor-parallel-size", 2]
@@ -191,7 +191,7 @@ def test_one_rank_in_the_pipeline_is_chapter_06(tmp_path):
     """Bit for bit, whatever schedule is named."""
     args = [*SHORT, *TP, "--batch-size", 2, "--save-dir", tmp_path, "-e"]
     jobs = [("06", [*args, "six"]), ("07", [*args, "seven", "--pipeline-schedule", "zbv"])]
-    run_well(2, jobs, tmp_path / "jobs", timeout=200)
+    run_or_fail(2, jobs, tmp_path / "jobs", timeout=200)
     assert difference(metrics(tmp_path / "six"), metrics(tmp_path / "seven")) == 0.0
     one, other = weights_of(tmp_path / "six", 20), weights_of(tmp_path / "seven", 20)
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -270,7 +270,7 @@ def test_layers_are_spread_evenly(load, capsys, layers, stages):
 def chained(chapter, kind, schedule="1f1b", stages=2):
     """Return what a small model and its stages, one after another, make of the same ids."""
     torch.manual_seed(0)
-    config = small(CONFIG_MAPPING[kind]())
+    config = shrink(CONFIG_MAPPING[kind]())
     model = AutoModelForCausalLM.from_config(config).eval()
     model.get_output_embeddings().forward = torch.clone  # as in build_model
     args = {"stages": stages, "pipeline_parallel_size": stages, "pipeline_schedule": schedule}
@@ -299,7 +299,7 @@ def test_stages_one_after_another_are_the_model(load, kind):
 def test_stages_of_all_families(load):
     """All with a plan that are causal models and can be made small by the rule of test_families."""
     found, left_out, chapter = {}, {}, load("07")
-    for kind in NAMES:
+    for kind in FAMILY_NAMES:
         if not CONFIG_MAPPING[kind].base_model_pp_plan:
             continue
         try:
@@ -340,9 +340,9 @@ def test_a_step_gathers_each_layer_once(tmp_path):
 
 def carry_on(chapter, world_size, before, folder, step, *args):
     """Continue a run from its checkpoint of `step`; return the folder in which it ended."""
-    cut(before, step, folder)
+    copy_run(before, step, folder)
     args = [*LONG, "--save-dir", folder.parent, "-e", folder.name, *args]
-    [ranks] = run_well(world_size, [(chapter, args)], folder.with_suffix(".jobs"), timeout=200)
+    [ranks] = run_or_fail(world_size, [(chapter, args)], folder.with_suffix(".jobs"), timeout=200)
     assert f"continuing from {folder}/checkpoints/step-{step:08}" in ranks[0]["stdout"]
     return folder
 
@@ -352,7 +352,7 @@ def whole(tmp_path_factory, families):
     """A run of two stages, each on two ranks that split its matrices; embeddings are tied."""
     root = tmp_path_factory.mktemp("grid")
     args = [*LONG, *SETTINGS[""], *TWO, *TP, "-m", families / "qwen3"]
-    run_well(4, [("07", [*args, "--save-dir", root, "-e", "run"])], root / "jobs", timeout=200)
+    run_or_fail(4, [("07", [*args, "--save-dir", root, "-e", "run"])], root / "jobs", timeout=200)
     return root / "run"
 
 
@@ -369,12 +369,12 @@ def test_resume_is_bit_identical(whole, families, tmp_path):
 def test_one_curve_through_chapters_06_07_and_05(families, tmp_path):
     """It is chapter 01's: ranks find their parts of what another layout has saved."""
     args = [*LONG, *SETTINGS[""], "-m", families / "qwen3", "--save-dir", tmp_path, "-e"]
-    run_well(1, [("01", [*args, "whole"])], tmp_path / "jobs1", timeout=200)
-    run_well(4, [("06", [*args, "first", *TP])], tmp_path / "jobs4", timeout=200)
+    run_or_fail(1, [("01", [*args, "whole"])], tmp_path / "jobs1", timeout=200)
+    run_or_fail(4, [("06", [*args, "first", *TP])], tmp_path / "jobs4", timeout=200)
     given = [*SETTINGS[""], "-m", families / "qwen3"]
     split = carry_on("07", 4, tmp_path / "first", tmp_path / "second", 10, *given, *TWO, *TP)
     last = carry_on("05", 1, split, tmp_path / "last", 20, *given)
-    assert on_one_curve(metrics(tmp_path / "whole"), metrics(last))
+    assert same_curve(metrics(tmp_path / "whole"), metrics(last))
 
 
 @pytest.mark.exhaustive
@@ -387,7 +387,7 @@ def test_the_curve_goes_on_in_other_layouts(whole, families, tmp_path):
     for chapter, world_size, step, args in steps:
         folder = tmp_path / f"from{step}"
         before = carry_on(chapter, world_size, before, folder, step, *common, *args)
-    assert on_one_curve(metrics(whole), metrics(before))
+    assert same_curve(metrics(whole), metrics(before))
     one, other = weights_of(whole, 30), weights_of(before, 30)
     assert all(torch.allclose(one[name], other[name], rtol=0, atol=1e-4) for name in one)
 
@@ -397,7 +397,7 @@ def test_evaluation_has_no_dropout(families, tmp_path):
     """In no part of a stage: the loss before the first step is that without any."""
     args = [*SHORT, *SETTINGS[""], "--num-steps", 1, "--save-dir", tmp_path, "-e"]
     jobs = [("07", [*args, name, *TWO, "-m", families / name]) for name in ("gpt2", "gpt2-dropout")]
-    run_well(2, jobs, tmp_path / "jobs", timeout=200)
+    run_or_fail(2, jobs, tmp_path / "jobs", timeout=200)
     still, dropped = metrics(tmp_path / "gpt2"), metrics(tmp_path / "gpt2-dropout")
     assert still[0]["val_loss"] == dropped[0]["val_loss"]
     assert abs(still[1]["loss"] - dropped[1]["loss"]) > 1e-4
@@ -448,7 +448,7 @@ def test_one_line_says_why_it_cannot_be_a_pipeline(parse, load, families, capsys
         chapter = load("07")
         _, config = chapter.build_tokenizer_and_config.__wrapped__(args)
         chapter.spread(args, chapter.build_model(args, config))
-    check({"stderr": capsys.readouterr().err, "status": stop.value.code}, expected)
+    check_user_error({"stderr": capsys.readouterr().err, "status": stop.value.code}, expected)
 
 
 @pytest.mark.exhaustive
@@ -456,7 +456,7 @@ def test_on_two_ranks_both_end_and_nothing_is_written(families, tmp_path):
     args = [*SHORT, *TWO, "-b", 2, "--save-dir", tmp_path / "runs", "-m", families / "opt"]
     [ranks] = run_jobs(2, [("07", args)], tmp_path / "jobs", timeout=100)
     assert all(rank["status"] for rank in ranks)  # the other may see no more than rank 0's end
-    check(ranks[0], "--pipeline-parallel-size 2: ")
+    check_user_error(ranks[0], "--pipeline-parallel-size 2: ")
     assert not [path for path in tmp_path.glob("runs/**/*") if path.is_file()]
 
 
@@ -468,7 +468,7 @@ def test_on_two_ranks_both_end_and_nothing_is_written(families, tmp_path):
 def test_the_bubble_is_that_of_the_formula(tmp_path, schedule):
     """With layers that sleep for so long that what else the ranks do does not matter."""
     command = [ROOT / "benchmarks/bubble.py", "--output", tmp_path / "rows.json"]
-    printed(*command, "--seconds", 0.4, "--only", schedule, check=True)
+    run_command(*command, "--seconds", 0.4, "--only", schedule, check=True)
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert len(rows) == (3 if schedule == "1f1b" else 1)
     for row in rows:

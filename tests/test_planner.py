@@ -10,7 +10,7 @@ import pytest
 
 import contenders
 from chapters import flags
-from conftest import ROOT, SCRIPTS, printed, refused
+from conftest import ROOT, SCRIPTS, run_command, user_error
 
 PLANNER = ROOT / "05-large-model/will_it_fit.py"
 MEASURED = ROOT / "benchmarks/results/planner-cpu-2cores.json"
@@ -107,28 +107,28 @@ def test_the_chosen_setting_is_written_for_deepspeed(tmp_path, planner, capsys):
     """If it fits; what DeepSpeed has not is refused."""
     line = [PLANNER, "--brief", "--gpus-per-node", 4, "--write-config", "deepspeed"]
     line += [tmp_path / "zero.json", "--max-grad-norm", 0.5, "--cpu-offload"]
-    printed(*line, check=True)
+    run_command(*line, check=True)
     written = json.loads((tmp_path / "zero.json").read_text())
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     assert written["zero_optimization"] == zero and written["gradient_clipping"] == 0.5
     assert written["train_micro_batch_size_per_gpu"] == 8 and "torch_autocast" in written
     (tmp_path / "zero.json").unlink()
-    assert printed(*line, "--gpu-memory-gib", 1).returncode == 1
+    assert run_command(*line, "--gpu-memory-gib", 1).returncode == 1
     assert not (tmp_path / "zero.json").exists()
     words = f"--write-config deepspeed {tmp_path}/zero.json --recompute selective".split()
-    assert "it has no such" in refused(capsys, planner.parse_args, words)
+    assert "it has no such" in user_error(capsys, planner.parse_args, words)
     words[3:] = ["--chapter", "02"]
-    assert "take 04 or 05" in refused(capsys, planner.parse_args, words)
+    assert "take 04 or 05" in user_error(capsys, planner.parse_args, words)
 
 
 def test_the_chosen_setting_is_written_for_accelerate(tmp_path):
     line = [PLANNER, "--brief", "--gpus-per-node", 4, "--write-config", "accelerate"]
     line += [tmp_path / "fsdp2.yaml", "--no-reshard-after-forward", "--recompute", "full"]
-    printed(*line, check=True)
+    run_command(*line, check=True)
     written = (tmp_path / "fsdp2.yaml").read_text().splitlines()
     assert {"num_processes: 4", "  fsdp_activation_checkpointing: true"} <= {*written}
     assert {"  fsdp_reshard_after_forward: false", "  fsdp_offload_params: false"} <= {*written}
-    printed(*line[:-3], "--chapter", "02", check=True)
+    run_command(*line[:-3], "--chapter", "02", check=True)
     written = (tmp_path / "fsdp2.yaml").read_text().splitlines()
     assert 'distributed_type: "MULTI_GPU"' in written and "fsdp_config:" not in written
 
@@ -254,7 +254,7 @@ def test_405b_as_reported(planner):
 
 def test_405b_takes_seconds_and_says_where_the_shape_is_from():
     before, start = os.times(), time.monotonic()
-    done = printed(PLANNER, *PAPER.split())
+    done = run_command(PLANNER, *PAPER.split())
     after, took = os.times(), time.monotonic() - start
     used = after.children_user + after.children_system
     used -= before.children_user + before.children_system
@@ -353,7 +353,7 @@ def test_measured_runs_were_as_planned():
 def test_runs_are_as_planned(tmp_path):
     cases = ["02 bf16", "04 kept", "05 selective", "06 full", "07"]
     command = [ROOT / "benchmarks/planner.py", "--output", tmp_path / "rows.json", "--only"]
-    done = printed(*command, *cases, timeout=900)
+    done = run_command(*command, *cases, timeout=900)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["case"] for row in rows] == cases

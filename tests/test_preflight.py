@@ -12,7 +12,7 @@ import preflight
 import pytest
 
 from cluster.cluster import wait_until
-from conftest import ROOT, free_port, refused
+from conftest import ROOT, free_port, user_error
 
 TOOL = ROOT / "diagnosing-errors/preflight.py"
 
@@ -180,7 +180,7 @@ def test_more_ranks_than_gpus(monkeypatch, capsys):
 def test_bad_arguments(monkeypatch, capsys, args, words):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
-    assert words in refused(capsys, preflight.parse_args, args)
+    assert words in user_error(capsys, preflight.parse_args, args)
 
 
 # ---- runs on this machine --------------------------------------------------------------------

@@ -10,7 +10,7 @@ from markdown_it import MarkdownIt
 
 import samples
 from cluster.cluster import missing_requirement
-from conftest import ROOT, printed
+from conftest import ROOT, run_command
 from flags import unknown_flags
 from readme import Block, blocks, commands, readmes, shown, slug, words
 
@@ -173,7 +173,7 @@ def test_the_practice_cluster(tmp_path):
 
 def test_made_parts_are_up_to_date():
     """No table, diff or sample was edited, and no script since they were made."""
-    done = printed(ROOT / "tools/maintain/docs.py", "--check", cwd=ROOT)
+    done = run_command(ROOT / "tools/maintain/docs.py", "--check", cwd=ROOT)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}\n`make docs` makes them again"
 
 

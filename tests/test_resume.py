@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conftest import SCRIPTS, SHORT, difference, metrics, run_jobs, run_well
-from runs import LONG, cut
+from conftest import SCRIPTS, SHORT, difference, metrics, run_jobs, run_or_fail
+from runs import LONG, copy_run
 
 # whose run is continued by which chapter on how many ranks: bit by bit, and nearly
 SAME = [("01", "01@1"), ("01-dropout", "01@1"), ("01-bf16", "01@1"), ("02@2", "02@2")]
@@ -32,11 +32,11 @@ def runs(tmp_path_factory, models):
                 if int(size or 1) == ranks:
                     more = extra[name.partition("-on-")[0].partition("-")[2]]
                     jobs.append((chapter, [*LONG, *more, "--save-dir", root, "-e", name]))
-            yield from run_well(ranks, jobs, root / f"{kind}{ranks}", shares=1 + (ranks == 1))
+            yield from run_or_fail(ranks, jobs, root / f"{kind}{ranks}", shares=1 + (ranks == 1))
 
     list(run_all([(name, name.partition("-")[0]) for name in dict(SAME + NEAR)], "whole"))
     for name, on in SAME + NEAR:
-        cut(root / name, 10, root / f"{name}-on-{on}")
+        copy_run(root / name, 10, root / f"{name}-on-{on}")
     for ranks in run_all([(f"{name}-on-{on}", on) for name, on in SAME + NEAR], "later"):
         assert "continuing from" in ranks[0]["stdout"] and "step-00000010" in ranks[0]["stdout"]
     return root
@@ -76,7 +76,7 @@ def finished(runs, tmp_path):
 def test_a_finished_run_says_so(finished, tmp_path):
     run_dir, args = finished
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
-    [[result]] = run_well(1, [("01", args)], tmp_path / "jobs")
+    [[result]] = run_or_fail(1, [("01", args)], tmp_path / "jobs")
     assert "is finished" in result["stdout"]
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
 
@@ -88,7 +88,7 @@ def test_killed_before_the_model_was_written(finished, tmp_path):
     (run_dir / "model").mkdir()
     (run_dir / "model/config.json").touch()
     (run_dir / "finished-30").rename(run_dir / "finished-20")
-    run_well(1, [("01", args)], tmp_path / "jobs")
+    run_or_fail(1, [("01", args)], tmp_path / "jobs")
     written, expected = (folder / "model.safetensors" for folder in (run_dir / "model", older))
     assert written.read_bytes() == expected.read_bytes()
 
@@ -97,7 +97,7 @@ def test_a_longer_run_continues_and_changed_settings_hold(finished, tmp_path):
     """What the log says has changed has really changed."""
     run_dir, args = finished
     args = [*args, "--num-steps", 35, "--weight-decay", 0.05, "--checkpoint-every", 35]
-    [[result]] = run_well(1, [("01", args)], tmp_path / "jobs")
+    [[result]] = run_or_fail(1, [("01", args)], tmp_path / "jobs")
     for changed in ("weight_decay was 0.1, is 0.05", "num_steps was 30, is 35"):
         assert changed in result["stdout"]
     assert sorted(metrics(run_dir)) == list(range(36))
@@ -124,10 +124,10 @@ def test_broken_checkpoints_are_reported_and_older_ones_used(runs, tmp_path, nam
     chapter, jobs = name[:2], []
     for damage, spoil in DAMAGES.items():
         run_dir = tmp_path / damage
-        cut(runs / name, 20, run_dir)
+        copy_run(runs / name, 20, run_dir)
         spoil(run_dir / "checkpoints/step-00000020" / file)
         jobs.append((chapter, [*LONG, "--save-dir", tmp_path, "-e", damage]))
-    results = run_well(1 if chapter == "01" else 2, jobs, tmp_path / "jobs")
+    results = run_or_fail(1 if chapter == "01" else 2, jobs, tmp_path / "jobs")
     for damage, ranks in zip(DAMAGES, results, strict=True):
         run_dir = tmp_path / damage
         [line] = [line for line in ranks[0]["stdout"].splitlines() if "cannot be read" in line]
@@ -144,7 +144,7 @@ def test_broken_checkpoints_are_reported_and_older_ones_used(runs, tmp_path, nam
 )
 def test_without_any_whole_checkpoint_it_stops(runs, tmp_path, name, file):
     """It does not start again at step 0, neither at once nor when it is started once more."""
-    cut(runs / name, 20, tmp_path / "run")
+    copy_run(runs / name, 20, tmp_path / "run")
     for state in (tmp_path / "run").glob(f"checkpoints/*/{file}"):
         state.write_bytes(b"")
     before = (tmp_path / "run/metrics.jsonl").read_text()
@@ -157,12 +157,12 @@ def test_without_any_whole_checkpoint_it_stops(runs, tmp_path, name, file):
 
 def test_pruning_keeps_the_newest_and_leaves_nothing_of_a_kill(runs, tmp_path):
     """A later checkpoint that could not be read does not count, until it is saved anew."""
-    cut(runs / "01", 10, tmp_path / "run")
+    copy_run(runs / "01", 10, tmp_path / "run")
     checkpoints = tmp_path / "run/checkpoints"
     (checkpoints / ".partial").mkdir()  # what a killed save leaves
     (checkpoints / "step-00000030").mkdir()
     args = [*LONG, "--keep-checkpoints", 2, "--checkpoint-every", 5, "--save-dir", tmp_path]
-    [[result]] = run_well(1, [("01", [*args, "-e", "run"])], tmp_path / "jobs")
+    [[result]] = run_or_fail(1, [("01", [*args, "-e", "run"])], tmp_path / "jobs")
     assert "step-00000030 cannot be read" in result["stdout"]
     names = sorted(folder.name for folder in checkpoints.iterdir())
     assert names == ["step-00000025", "step-00000030"]
@@ -170,7 +170,7 @@ def test_pruning_keeps_the_newest_and_leaves_nothing_of_a_kill(runs, tmp_path):
 
 def test_ranks_that_read_different_checkpoints_stop(runs, tmp_path):
     """In chapters 02 and 03 each rank reads for itself: here one cannot read the newest."""
-    cut(runs / "02@2", 20, tmp_path / "run")
+    copy_run(runs / "02@2", 20, tmp_path / "run")
     script = tmp_path / "one_blind.py"
     script.write_text(BLIND.format(script=SCRIPTS["02"]))
     args = [*LONG, "--save-dir", tmp_path, "-e", "run"]
@@ -213,10 +213,10 @@ def test_a_resume_does_not_take_longer_in_later_steps(load):
 def test_a_continued_run_continues_the_same_wandb_run(tmp_path, chapter, world_size):
     """Of the arguments in a checkpoint, those of rank 0 count: only it talks to wandb."""
     args = [*SHORT, "--save-dir", tmp_path, "-e", "run", "--wandb", "offline"]
-    run_well(world_size, [(chapter, args)], tmp_path / "first")
+    run_or_fail(world_size, [(chapter, args)], tmp_path / "first")
     shutil.rmtree(tmp_path / "run/checkpoints/step-00000020")
     (tmp_path / "run/finished-20").unlink()
-    [[result, *_]] = run_well(world_size, [(chapter, args)], tmp_path / "second")
+    [[result, *_]] = run_or_fail(world_size, [(chapter, args)], tmp_path / "second")
     assert "continuing from" in result["stdout"] and "wandb was" not in result["stdout"]
     runs = list((tmp_path / "run/wandb").glob("offline-run-*"))
     assert len(runs) == 2 and len({folder.name.rpartition("-")[2] for folder in runs}) == 1, runs

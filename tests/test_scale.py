@@ -5,7 +5,7 @@ import math
 import pytest
 
 import scale
-from conftest import refused
+from conftest import user_error
 
 WEIGHTS, LAYERS, ROOT_WEIGHTS = 8_030_261_248, 32, 2 * 128_256 * 4096 + 4096
 LAYER = (WEIGHTS - ROOT_WEIGHTS) // LAYERS
@@ -158,5 +158,5 @@ def test_published_on_128_gpus_is_predicted_within_4_percent():
 
 
 def test_devices_that_fill_no_nodes_are_named(capsys):
-    said = refused(capsys, scale.parse_args, ["--devices", "8", "12"])
+    said = user_error(capsys, scale.parse_args, ["--devices", "8", "12"])
     assert "--devices 12: no multiple of --gpus-per-node 8" in said

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from datasets import Dataset, load_dataset
 
 import conftest
-from conftest import SCRIPTS, SHORT, difference, metrics, refused, run_well
-from runs import last_row, newest_step, wait_for
+from conftest import SCRIPTS, SHORT, difference, metrics, run_or_fail, user_error
+from runs import last_logged_step, newest_step, wait_for
 
 LANES, SHARDS, BLOCK = 4, 10, 8  # the last in records
 LINE = len(json.dumps({"url": "", "text": "1000"})) + 1
@@ -170,7 +170,7 @@ def test_a_bad_shard_is_named_or_skipped(damage, stream, tmp_path, capsys):
     made, _ = stream(tmp_path)
     bad = tmp_path / f"2.{kind}"
     bad.write_bytes(spoil(bad.read_bytes())) if spoil else bad.unlink()
-    said = refused(capsys, epochs, made)
+    said = user_error(capsys, epochs, made)
     assert f"train_llm.py: error: cannot read column text of {bad}, from " in said and told in said
     waits = [call.args[0] for call in stream.script.time.sleep.mock_calls]
     assert waits == ([0] * 4 if damage == "another column" else [1, 4, 16, 0])
@@ -239,14 +239,14 @@ def test_a_mistake_is_an_error_at_the_start(case, stream, tmp_path, capsys):
     (tmp_path / "one").mkdir()
     write(tmp_path / "one/0.jsonl", ["1000"] * BLOCK)
     changes = changes | {"folder": tmp_path / changes.get("folder", "")}
-    assert told in refused(capsys, lambda: next(stream(**changes)[0].read_ahead(0)))
+    assert told in user_error(capsys, lambda: next(stream(**changes)[0].read_ahead(0)))
 
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory):
     """Training on the documentation of Python, a paragraph a record, in eight shards."""
     folder = tmp_path_factory.mktemp("shards")
-    conftest.printed(SCRIPTS["streaming"].with_name("shards.py"), folder, check=True)
+    conftest.run_command(SCRIPTS["streaming"].with_name("shards.py"), folder, check=True)
     return [*SHORT, "-d", folder, "--stream", "--shuffle-block", 4000]
 
 
@@ -280,13 +280,15 @@ def test_killed(times, steps, command, tmp_path):
         after, line = newest_step(run_dir) + draw.randint(2, 9), [SCRIPTS["streaming"], *args]
         port = str(conftest.free_port())
         processes = conftest.start_ranks(ranks, [*line, "killed"], tmp_path, MASTER_PORT=port)
-        running = wait_for(lambda: last_row(run_dir) >= after, processes)  # noqa: B023
+        running = wait_for(lambda: last_logged_step(run_dir) >= after, processes)  # noqa: B023
         assert running, (tmp_path / "rank0.log").read_text()
         time.sleep(draw.uniform(0, 0.05))
         for process in processes:
             process.kill()
             process.wait(timeout=20)
-    run_well(1, [("streaming", [*args, name]) for name in ("killed", "whole")], tmp_path / "jobs")
+    run_or_fail(
+        1, [("streaming", [*args, name]) for name in ("killed", "whole")], tmp_path / "jobs"
+    )
     assert difference(metrics(tmp_path / "whole"), metrics(run_dir), names=LOSSES) < 1e-5
 
 
@@ -305,7 +307,7 @@ def test_memory_stays_flat_over_a_gigabyte(stream, tmp_path):
 @pytest.mark.exhaustive
 def test_a_step_hardly_waits_for_data(command, tmp_path):
     args = [*command, "--seq-length", 256, "--num-steps", 40, "--log-every", 10]
-    run_well(1, [("streaming", [*args, "--save-dir", tmp_path, "-e", "run"])], tmp_path / "jobs")
+    run_or_fail(1, [("streaming", [*args, "--save-dir", tmp_path, "-e", "run"])], tmp_path / "jobs")
     rows = metrics(tmp_path / "run")
     waited = rows[40]["data_wait"] - rows[10]["data_wait"]
     took = sum(10 * 8 * 256 / rows[step]["tokens_per_second"] for step in (20, 30, 40))

@@ -18,13 +18,13 @@ from conftest import (
     difference,
     free_port,
     metrics,
-    on_one_curve,
     run_jobs,
-    run_well,
+    run_or_fail,
+    same_curve,
     start_ranks,
 )
-from families import MODERN, small
-from runs import LONG, check, cut, loaded, weights_of
+from families import MODERN, shrink
+from runs import LONG, check_user_error, copy_run, load_exported, weights_of
 
 TWO, FOUR = ["--tensor-parallel-size", 2], ["--tensor-parallel-size", 4]
 REPLICAS = [*TWO, "--replicas", 2]
@@ -159,7 +159,7 @@ def test_the_finished_model_is_what_was_evaluated(curves, root, families, load, 
     monkeypatch.setattr(sys, "argv", ["train_llm.py", *map(str, args)])
     args = chapter.parse_args()
     _, held_out = chapter.build_data(args, chapter.build_tokenizer_and_config(args)[0])
-    model = loaded(root / run, 20)
+    model = load_exported(root / run, 20)
     with torch.no_grad():
         loss = model(input_ids=held_out.long(), labels=held_out.long()).loss.item()
     assert abs(loss - curves[run][20]["val_loss"]) < 1e-5
@@ -236,9 +236,9 @@ def test_communication_is_what_the_readme_says(traffic, setting):
 
 def carry_on(chapter, world_size, before, folder, step, *args):
     """Continue a run from its checkpoint of `step`; return the folder in which it ended."""
-    cut(before, step, folder)
+    copy_run(before, step, folder)
     args = [*LONG, "--save-dir", folder.parent, "-e", folder.name, *args]
-    [ranks] = run_well(world_size, [(chapter, args)], folder.with_suffix(".jobs"), timeout=200)
+    [ranks] = run_or_fail(world_size, [(chapter, args)], folder.with_suffix(".jobs"), timeout=200)
     assert f"continuing from {folder}/checkpoints/step-{step:08}" in ranks[0]["stdout"]
     return folder
 
@@ -248,7 +248,7 @@ def whole(tmp_path_factory):
     """A run on four ranks, two of which split each matrix."""
     root = tmp_path_factory.mktemp("grid")
     args = [*LONG, *TWO, "--save-dir", root, "-e", "run"]
-    run_well(4, [("06", args)], root / "jobs", timeout=200)
+    run_or_fail(4, [("06", args)], root / "jobs", timeout=200)
     return root / "run"
 
 
@@ -278,7 +278,7 @@ def test_the_curve_goes_on_in_other_layouts(whole, tmp_path, way):
     for chapter, world_size, step, args in WAYS[way]:
         folder = tmp_path / f"from{step}"
         before = carry_on(chapter, world_size, before, folder, step, "--checkpoint-every", 5, *args)
-    assert on_one_curve(metrics(whole), metrics(before))
+    assert same_curve(metrics(whole), metrics(before))
     one, other = weights_of(whole, 30), weights_of(before, 30)
     assert all(torch.allclose(one[name], other[name], rtol=0, atol=1e-4) for name in one)
 
@@ -336,7 +336,7 @@ def test_one_line_says_why_it_cannot_be_split(begin, families, capsys, case):
     family, args, expected = REFUSED[case]
     with pytest.raises(SystemExit) as stop:
         begin("-m", families / family, *args, world_size=2)
-    check({"stderr": capsys.readouterr().err, "status": stop.value.code}, expected)
+    check_user_error({"stderr": capsys.readouterr().err, "status": stop.value.code}, expected)
 
 
 @pytest.mark.slow
@@ -344,7 +344,7 @@ def test_on_two_ranks_both_end_and_nothing_is_written(families, tmp_path):
     args = [*SHORT, *TWO, "--save-dir", tmp_path / "runs", "-m", families / "gpt2"]
     [ranks] = run_jobs(2, [("06", args)], tmp_path / "jobs", timeout=100)
     assert all(rank["status"] for rank in ranks)  # the other may see no more than rank 0's end
-    check(ranks[0], "--tensor-parallel-size 2: ")
+    check_user_error(ranks[0], "--tensor-parallel-size 2: ")
     assert not [path for path in tmp_path.glob("runs/**/*") if path.is_file()]
 
 
@@ -368,7 +368,7 @@ def test_what_is_not_refused(load):
     args = argparse.Namespace(tensor_parallel_size=2, model_name="it")
     for kind in MODERN:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(small(CONFIG_MAPPING[kind]()))
+            model = AutoModelForCausalLM.from_config(shrink(CONFIG_MAPPING[kind]()))
         model.config._attn_implementation = "causal_sdpa"
         with contextlib.suppress(SystemExit):
             chapter.check_plan(args, model)

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 import plot
-from conftest import ROOT, printed
+from conftest import ROOT, run_command
 
 SCRIPT = '''"""A chapter.{parent}"""
 
@@ -39,7 +39,7 @@ def change(guide, folder, old, new):
 
 
 def carry(guide, chapter):
-    return printed(ROOT / "tools/maintain/carry.py", chapter, "--root", guide)
+    return run_command(ROOT / "tools/maintain/carry.py", chapter, "--root", guide)
 
 
 def test_a_fix_reaches_all_descendants(guide):
@@ -69,7 +69,7 @@ def test_runs_are_drawn_and_compared(tmp_path):
         rows = [{"step": step, "loss": 5 - step + shift} for step in range(3)]
         text = "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3, "lo'  # as a kill may
         (tmp_path / name / "metrics.jsonl").write_text(text)
-    done = printed(ROOT / "tools/plot.py", "one", "two", "-o", "runs.png", cwd=tmp_path)
+    done = run_command(ROOT / "tools/plot.py", "one", "two", "-o", "runs.png", cwd=tmp_path)
     assert done.stdout == "drawn: runs.png; largest difference between losses: 1.0e-06\n"
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
 
@@ -81,5 +81,5 @@ def test_the_last_row_of_a_step_counts(tmp_path):
 
 
 def test_a_run_that_is_not_there_is_one_line(tmp_path):
-    done = printed(ROOT / "tools/plot.py", "nowhere", cwd=tmp_path)
+    done = run_command(ROOT / "tools/plot.py", "nowhere", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "nowhere" in done.stderr

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import contenders
-from conftest import ROOT, refused
+from conftest import ROOT, user_error
 from readme import words
 from test_resume import NEAR, SAME
 
@@ -99,10 +99,10 @@ def test_a_rate_that_one_seed_lacks_does_not_count(sweep):
 
 
 def test_runs_are_on_as_many_tokens(sweep, capsys):
-    said = refused(capsys, sweep, "--samples", 100, "--batch-sizes", 8)
+    said = user_error(capsys, sweep, "--samples", 100, "--batch-sizes", 8)
     assert "--samples 100 does not divide by a batch of 8" in said
     sweep(*GRID)
-    said = refused(capsys, sweep, *GRID, "--samples", 2048)
+    said = user_error(capsys, sweep, *GRID, "--samples", 2048)
     assert "has runs on 4096 samples; choose another --output" in said
 
 
@@ -202,7 +202,7 @@ def test_ranks_split_a_batch_as_the_chapters_do(load, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", list(map(str, line)))
         found = ranks.split(samples, size, most)
         if found is None:
-            assert f"does not divide by {size} ranks" in refused(capsys, chapter.parse_args)
+            assert f"does not divide by {size} ranks" in user_error(capsys, chapter.parse_args)
         else:
             args = chapter.parse_args()
             assert found == (args.micro_batch_size, args.accumulation)
@@ -218,7 +218,7 @@ def test_ranks_split_a_batch_as_the_chapters_do(load, monkeypatch, capsys):
 )
 def test_wrong_nodes_are_told_in_one_line(monkeypatch, capsys, words, told):
     monkeypatch.setattr(sys, "argv", ["ranks.py", *words.split()])
-    said = refused(capsys, script("elastic/ranks.py").main)
+    said = user_error(capsys, script("elastic/ranks.py").main)
     assert said == f"ranks.py: error: {told}\n"
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import psutil
 import pytest
 
-from conftest import ROOT, SCRIPTS, SHORT, free_port, metrics, printed, run_well, start_ranks
-from runs import last_row, wait_for
+from conftest import ROOT, SCRIPTS, SHORT, free_port, metrics, run_command, run_or_fail, start_ranks
+from runs import last_logged_step, wait_for
 
 TOOLS = str(ROOT / "tools")  # which has a tensorboard.py, and may be there more than once
 sys.path[:] = [*(path for path in sys.path if path != TOOLS), TOOLS]
@@ -58,7 +58,7 @@ def test_tensorboard_has_the_last_row_of_each_step(tmp_path):
     add_rows(tmp_path / "one", 3, 4, 5, shift=1.0)
     add_rows(tmp_path / "two", 0, 10)
     for _ in range(2):  # the second time they are written anew, not twice
-        done = printed(TOOL, "one", "nosuch", "two", cwd=tmp_path, check=True)
+        done = run_command(TOOL, "one", "nosuch", "two", cwd=tmp_path, check=True)
         assert done.stdout == "one: 6 steps\ntwo: 2 steps\n" and done.stderr == "nosuch: no run\n"
     for name in ("one", "two"):
         assert in_events(tmp_path / name) == in_metrics(tmp_path / name)
@@ -66,7 +66,7 @@ def test_tensorboard_has_the_last_row_of_each_step(tmp_path):
 
 
 def test_no_run_is_one_line(tmp_path):
-    done = printed(TOOL, "nosuch", cwd=tmp_path)
+    done = run_command(TOOL, "nosuch", cwd=tmp_path)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "tensorboard.py: error: cannot read nosuch/metrics.jsonl" in done.stderr
 
@@ -129,12 +129,12 @@ def killed(tmp_path_factory):
     args = [*LINE, "--wandb-ranks", "all", "--save-dir", root, "-e", "run"]
     port = str(free_port())
     processes = start_ranks(2, [SCRIPTS["tracking"], *args], root, MASTER_PORT=port)
-    running = wait_for(lambda: last_row(root / "run") >= 13, processes)
+    running = wait_for(lambda: last_logged_step(root / "run") >= 13, processes)
     for process in processes:
         process.kill()
         process.wait(timeout=20)
     assert running, (root / "rank0.log").read_text()
-    [[first, _]] = run_well(2, [("tracking", args)], root / "jobs")
+    [[first, _]] = run_or_fail(2, [("tracking", args)], root / "jobs")
     assert "step-00000010" in first["stdout"] and "was" not in first["stdout"]
     lines = (root / "run/metrics.jsonl").read_text().splitlines()
     assert len(lines) > len(metrics(root / "run")) == 21  # some steps were taken twice
@@ -150,13 +150,13 @@ def test_wandb_has_what_metrics_has(killed):
         assert offline.numbers(found["run-1"][step]) == offline.numbers(found["run"][step])
     ids = {path.name.partition("-")[2] for path in killed.glob("wandb/offline-run-*/*.wandb")}
     assert len(ids) == 2, "the resumed run is not the same wandb run"
-    said = printed(SCRIPTS["tracking"].with_name("offline.py"), killed).stdout
+    said = run_command(SCRIPTS["tracking"].with_name("offline.py"), killed).stdout
     assert "run: 21 steps, 21 of 21 as in metrics.jsonl\n" in said
 
 
 @pytest.mark.slow
 def test_tensorboard_has_what_metrics_has(killed):
-    printed(TOOL, killed, check=True)
+    run_command(TOOL, killed, check=True)
     assert in_events(killed) == in_metrics(killed)
 
 
@@ -165,7 +165,7 @@ def test_a_run_outlives_the_service_of_wandb(tmp_path):
     args = [*LINE, "--num-steps", 90, "--eval-every", 90, "--checkpoint-every", 90]
     command = [SCRIPTS["tracking"], *args, "--save-dir", tmp_path, "-e", "run"]
     [process] = start_ranks(1, command, tmp_path)
-    assert wait_for(lambda: last_row(tmp_path / "run") >= 1, [process])
+    assert wait_for(lambda: last_logged_step(tmp_path / "run") >= 1, [process])
     services = [
         child
         for child in psutil.Process(process.pid).children(recursive=True)
@@ -174,7 +174,7 @@ def test_a_run_outlives_the_service_of_wandb(tmp_path):
     for service in services:
         service.kill()
     assert services and process.wait(timeout=120) == 0, (tmp_path / "rank0.log").read_text()
-    assert last_row(tmp_path / "run") == 90
+    assert last_logged_step(tmp_path / "run") == 90
     assert "the training continues without wandb" in (tmp_path / "rank0.log").read_text()
 
 

@@ -5,7 +5,7 @@ import pytest
 
 import contenders
 import samples
-from conftest import ROOT, metrics, on_one_curve
+from conftest import ROOT, metrics, same_curve
 from flags import unknown_flags
 from readme import Block
 
@@ -50,7 +50,7 @@ def test_the_cells_run(tmp_path):
     status, output = samples.run(Block("notebook", "bash", text), tmp_path, timeout=600)
     assert status == 0, output
     runs = {name: metrics(tmp_path / "outputs" / name) for name in ("one", "ddp", "fsdp", "fp16")}
-    assert on_one_curve(runs["one"], runs["ddp"]) and on_one_curve(runs["one"], runs["fsdp"])
+    assert same_curve(runs["one"], runs["ddp"]) and same_curve(runs["one"], runs["fsdp"])
     assert runs["fp16"][6]["loss_scale"] >= 2.0**12
     assert (tmp_path / "outputs.tar.gz").stat().st_size > 10**6
     assert output.count("drawn: outputs/") == 2

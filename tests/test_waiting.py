@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from conftest import SCRIPTS, prepared
-from in_process import LINE, READS, events_of_steps
+from conftest import SCRIPTS, prepare_training
+from in_process import FLAGS, SYNC_OPS, events_of_steps
 from on_ranks import make_model_folder, torchrun
 
 REDUCTION = {"gloo:all_reduce", "c10d::allreduce_"}  # one and the same, seen at two levels
@@ -19,7 +19,7 @@ def test_no_value_is_read_from_the_device(load, models, name):
     name = name if name == "tiny" else str(models / name)
     events, _ = events_of_steps(load("01"), "--model-name", name, "--global-batch-size", 4)
     assert "aten::mm" in events  # the profiler did look
-    assert [event for event in events if READS.match(event)] == []
+    assert [event for event in events if SYNC_OPS.match(event)] == []
 
 
 def test_only_ddps_buckets_are_reduced_and_once_a_step(load, alone):
@@ -30,7 +30,7 @@ def test_only_ddps_buckets_are_reduced_and_once_a_step(load, alone):
     assert buckets == 1 or buckets == 2
     assert len(reductions) == 3 * buckets
     assert others == []
-    assert [event for event in events if READS.match(event)] == []
+    assert [event for event in events if SYNC_OPS.match(event)] == []
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_compiled_layers_stay_in_one_piece(monkeypatch, tmp_path, line):
 def test_compiled_layers_keep_ddps_overlap(load, alone):
     """Each layer's backward is its own graph, so that one bucket is sent while others compute."""
     chapter = load("02")
-    args, model, *_ = prepared(chapter, *LINE, "--compile")
+    args, model, *_ = prepare_training(chapter, *FLAGS, "--compile")
     model = chapter.DistributedDataParallel(model, bucket_cap_mb=1)
     order = []
     for name, weight in model.module.named_parameters():

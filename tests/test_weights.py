@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import SHORT, difference, metrics, prepared, run_well
+from conftest import SHORT, difference, metrics, prepare_training, run_or_fail
 from runs import validation_loss
 
 FAMILIES = ["tiny", "gpt2", "qwen3", "gemma3", "gemma3-window"]
@@ -21,7 +21,7 @@ def root(tmp_path_factory, models):
         ("01", [*args, "-m", family if family == "tiny" else models / family, "-e", family])
         for family in FAMILIES
     ]
-    run_well(1, jobs, root / "jobs", shares=2)
+    run_or_fail(1, jobs, root / "jobs", shares=2)
     return root
 
 
@@ -31,7 +31,7 @@ def compiled(tmp_path_factory):
     root = tmp_path_factory.mktemp("compiled")
     for world_size, name in enumerate(COMPILED, start=1):
         args = [*SHORT, "--save-dir", root, "--compile", "-e", name]
-        run_well(world_size, [(f"0{world_size}", args)], root / f"jobs-{name}")
+        run_or_fail(world_size, [(f"0{world_size}", args)], root / f"jobs-{name}")
     return root
 
 
@@ -96,7 +96,7 @@ def test_weights_in_bf16_would_lose_small_updates(load):
     line = "--lr 3e-5 --warmup-steps 0 --precision bf16 --device cpu -s 64 --global-batch-size 8"
     shares, losses, device = [], [], torch.device("cpu")
     for dtype in (torch.float32, torch.bfloat16):
-        args, model, _, train_set, _ = prepared(chapter, *line.split(), "--eval-samples", 8)
+        args, model, _, train_set, _ = prepare_training(chapter, *line.split(), "--eval-samples", 8)
         optimizer = chapter.build_optimizer(args, model.to(dtype))
         start = {name: weight.clone() for name, weight in model.state_dict().items()}
         for step in range(1, 101):
@@ -114,7 +114,7 @@ def test_pretrained_starts_from_the_weights_it_names(root, tmp_path, dtype, near
     AutoModelForCausalLM.from_pretrained(root / "tiny/model", dtype=dtype).save_pretrained(source)
     AutoTokenizer.from_pretrained(root / "tiny/model").save_pretrained(source)
     args = [*SHORT, "--pretrained", "-m", source, "--num-steps", 1, "--save-dir", tmp_path]
-    run_well(1, [("01", [*args, "-e", "run"])], tmp_path / "jobs")
+    run_or_fail(1, [("01", [*args, "-e", "run"])], tmp_path / "jobs")
     expected = metrics(root / "tiny")[20]["val_loss"]
     assert metrics(tmp_path / "run")[0]["val_loss"] == pytest.approx(expected, abs=near)
     config = json.loads((tmp_path / "run/model/config.json").read_text())

@@ -285,7 +285,7 @@ class Cluster:
         return self.run("head", ["sbatch", "--parsable", *arguments], **options).stdout.strip()
 
     def job(self, job):
-        """Return Slurm's record of a job: a dictionary such as {"JobState": "RUNNING"}."""
+        """Return Slurm's record of a job, such as {"JobState": "RUNNING"}."""
         text = self.run("head", ["scontrol", "--oneliner", "show", "job", job]).stdout
         return dict(pair.split("=", 1) for pair in text.split() if "=" in pair)
 

@@ -1,4 +1,4 @@
-"""Tiny models of all families that transformers has."""
+"""Build tiny models of every family in transformers."""
 
 import shutil
 
@@ -6,7 +6,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-# Sizes by the names that families have for them; a name that a family has not is left out.
+# Small sizes by setting. Families name their settings differently, and shrink() skips the settings
+# that a family does not have.
 SMALL = dict.fromkeys(["hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "lru_width"], 32)
 SMALL |= dict.fromkeys(["intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"], 64)
 SMALL |= dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size"], 32)
@@ -22,25 +23,28 @@ SMALL |= dict.fromkeys(["vocab_size", "vocab_size_per_layer_input"], 384)
 SMALL |= dict.fromkeys(["max_position_embeddings", "n_positions", "n_ctx"], 64)
 SMALL |= {"qk_head_dim": 32, "mamba_d_state": 16, "mamba_n_heads": 4, "mamba_d_head": 16}
 SMALL |= {"state_size": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-LISTS = ("layer_types", "mlp_layer_types", "layers_block_type")  # follow from the number of layers
-NAMES = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+# transformers derives these settings from the number of layers.
+LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type")
+FAMILY_NAMES = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MODERN = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "olmo2", "gpt2"]
 MODERN += ["gpt_neox", "opt", "mixtral", "qwen3_moe", "apertus", "granite", "cohere", "diffllama"]
 ARGS = {"model_name": "a", "pretrained": False, "compile": False, "seed": 0, "seq_length": 16}
 ARGS |= {"replicas": 1, "precision": "fp32", "cpu_offload": False, "reshard_after_forward": True}
-ARGS |= {"recompute": "none", "prefetch": 0, "device": "cpu"}
+ARGS |= {"recompute": "none", "device": "cpu"}
 
 
-def small(config):
-    """Return a configuration of the same kind with few and small layers."""
-    known = {name: value for name, value in config.to_dict().items() if name not in LISTS}
+def shrink(config):
+    """Return a configuration of the same type with few and small layers."""
+    values = {name: value for name, value in config.to_dict().items() if name not in LAYER_LISTS}
     sizes = {config.attribute_map.get(name, name): value for name, value in SMALL.items()}
-    sizes = {name: value for name, value in sizes.items() if known.get(name)}
-    return type(config)(**known | sizes)
+    sizes = {name: value for name, value in sizes.items() if values.get(name)}
+    return type(config)(**values | sizes)
 
 
-def published(models, root, family, max_shard_size="5GB", dtype=torch.bfloat16, headless=False):
-    """Make a folder as one finds it on the hub; return it."""
+def make_hub_folder(
+    models, root, family, max_shard_size="5GB", dtype=torch.bfloat16, headless=False
+):
+    """Save a model as published models are saved on the hub; return its folder."""
     folder = root / f"{family}-{max_shard_size}-{str(dtype)[6:]}{'-headless' * headless}"
     torch.manual_seed(1)
     config = AutoConfig.from_pretrained(models / family)

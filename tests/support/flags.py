@@ -1,4 +1,4 @@
-"""The flags that scripts have, and those that blocks of bash give them."""
+"""Compare the flags in blocks of bash with the flags that the scripts declare."""
 
 import ast
 import functools
@@ -6,42 +6,47 @@ import re
 
 from conftest import ROOT
 
-ADDERS = {"add", "add_argument"}  # how scripts declare their flags
+# Scripts declare their flags with these functions.
+ADDERS = {"add", "add_argument"}
 
 
 @functools.cache
-def declared(script):
-    """Return the flags that a script has, as its source declares them."""
-    found = {"-h", "--help"}
-    if script.endswith("/will_it_fit.py"):  # it takes all that its chapter takes
-        found |= declared(script.replace("will_it_fit", "train_llm"))
+def declared_flags(script):
+    """Return the flags that a script declares in its source."""
+    flags = {"-h", "--help"}
+    # will_it_fit.py accepts all flags of its chapter, too.
+    if script.endswith("/will_it_fit.py"):
+        flags |= declared_flags(script.replace("will_it_fit", "train_llm"))
     for node in ast.walk(ast.parse((ROOT / script).read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ADDERS:
             names = [word.value for word in node.args if isinstance(word, ast.Constant)]
             actions = [option.value for option in node.keywords if option.arg == "action"]
-            if actions and not isinstance(actions[0], ast.Constant):  # BooleanOptionalAction
+            # An action that is not a string is BooleanOptionalAction, which adds --no-FLAG.
+            if actions and not isinstance(actions[0], ast.Constant):
                 names += [name.replace("--", "--no-", 1) for name in names]
-            found |= set(names)
-    return found
+            flags |= set(names)
+    return flags
 
 
 def unknown_flags(text):
-    """Return the flags in a block of bash that the Python script before them does not have.
+    """Return (script, flag) for each flag in a block of bash that its script does not declare.
 
-    Those after a variable such as `$train`, and those of a file of arguments, whose lines begin
-    with a flag, must be flags of every chapter that the block names.
+    Some flags have no script before them: flags after a variable such as `$train`, and flags in a
+    file of arguments, where lines begin with a flag. Every chapter in the block must declare them.
     """
     text = re.sub(r"(^|\s)#.*", "", text.replace("\\\n", " "), flags=re.M)
-    named = set(re.findall(r"\d\d-[\w-]+/train_llm\.py", text))
-    found = []
+    chapters = set(re.findall(r"\d\d-[\w-]+/train_llm\.py", text))
+    unknown = []
     for command in re.split(r"[\n;&|]", text):
-        scripts = named if command.startswith("-") else set()
+        scripts = chapters if command.startswith("-") else set()
         for quoted in re.findall(r"[^\s()=]+", command):
             word = quoted.strip("\"'")
             if word.endswith(".py") and (ROOT / word).exists():
                 scripts = {word}
-            elif re.fullmatch(r"\$[a-z_]+", quoted):  # with quotes it would be no command
-                scripts = scripts or named
+            # A variable in quotes is an argument, not a command.
+            elif re.fullmatch(r"\$[a-z_]+", quoted):
+                scripts = scripts or chapters
             elif re.match("--?[a-zA-Z]", word):
-                found += [(script, word) for script in scripts if word not in declared(script)]
-    return found
+                missing = [script for script in scripts if word not in declared_flags(script)]
+                unknown += [(script, word) for script in missing]
+    return unknown

@@ -1,8 +1,8 @@
-"""Starts Python scripts without their imports, which take seconds, and the tests start hundreds.
+"""Start Python scripts without the seconds that their imports take, because tests start hundreds.
 
-A server, one for the whole session, imports what the chapters import, and forks itself for each
-script. What it starts is like a new process but for this: all have one seed for the hashes of
-strings, and if the tests end, however they do, they are killed.
+One server per test session imports the packages of the chapters, and forks itself for each script.
+A forked script differs from a new process in two ways: all forks hash strings with the same seed,
+and the kernel kills a fork when the tests end, for any reason.
 """
 
 import atexit
@@ -26,26 +26,27 @@ FORKS.set_forkserver_preload(IMPORTED.split())
 
 
 class Server:
-    """What starts processes; a process is a fork if it has the environment of the server."""
+    """Starts processes, as forks if possible."""
 
-    settings = None  # that environment, once it is known
+    # The environment of the session, which the conftest sets.
+    environment = None
 
     def start(self, command, variables, log):
-        """Start a script with its arguments and further variables; return the process.
+        """Start a script with its arguments and additional variables; return the process.
 
-        It is no fork but a new process, with its own seed for hashes, where a test has changed the
-        environment: much of that is read by imports.
+        If a test has changed the environment, the script needs a new process, because imports read
+        many variables. A new process has its own seed for hashes.
         """
         command, env = list(map(str, command)), os.environ | variables
-        if settings() != self.settings:
+        if current_environment() != self.environment:
             return subprocess.Popen([sys.executable, *command], env=env, stdout=log, stderr=log)
-        process = Forked(target=run, args=(command, env, log.name), daemon=True)
+        process = Forked(target=run_script, args=(command, env, log.name), daemon=True)
         process.start()
         return process
 
 
 class Forked(FORKS.Process):
-    """A process that the server forked: what `subprocess.Popen` would be, without pipes."""
+    """A process that the server forked; it has the interface of subprocess.Popen, without pipes."""
 
     returncode = property(lambda self: self.exitcode)
 
@@ -62,25 +63,29 @@ class Forked(FORKS.Process):
 
     def send_signal(self, number):
         if self.exitcode is None:
-            with suppress(ProcessLookupError):  # it has ended since
+            # The process may end before the signal arrives.
+            with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
 
-def settings():
-    """Return the environment; pytest's own part of it is another one in each test."""
+def current_environment():
+    """Return the environment, without the variables that pytest changes in each test."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
 
 
-def run(command, env, log):
-    """In a forked process: run a script as `python SCRIPT ARGUMENTS` does."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the server
+def run_script(command, env, log):
+    """Run a script in this forked process, as `python SCRIPT ARGUMENTS` would."""
+    # PR_SET_PDEATHSIG: the kernel kills this process when the server ends.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.setsid()
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # or it would outlive the tests
-    gc.freeze()  # or each process would copy and collect all that was imported
+    # The server ends when the last copy of this descriptor is closed, so close the script's copy.
+    os.close(forkserver._forkserver._forkserver_alive_fd)
+    # Exclude the imported objects from garbage collection, which would copy their memory.
+    gc.freeze()
     os.environ.clear()
     os.environ.update(env)
     sys.argv = command

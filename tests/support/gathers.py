@@ -1,6 +1,7 @@
-"""Run a script with its arguments, and count how often FSDP gathers weights and reduces gradients.
+"""Run a script, and count how often FSDP gathers weights and reduces gradients.
 
-Started once per rank by test_pipeline.py, with the folder for the counts: a file for each rank.
+test_pipeline.py starts this once per rank. The arguments are a folder, where each rank writes its
+counts to a file, and the script with its arguments.
 """
 
 import json
@@ -12,22 +13,22 @@ from pathlib import Path
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as groups
 
 
-def counted(function, counts, name):
-    """Return the function; each call of it is counted."""
+def count_calls(function, counts, name):
+    """Return a function that adds 1 to `counts[name]` in each call, and then calls `function`."""
 
-    def call(*args, **options):
+    def counting_function(*args, **options):
         counts[name] += 1
         return function(*args, **options)
 
-    return call
+    return counting_function
 
 
 def main():
-    """Count what a run does."""
+    """Replace FSDP's collectives with counting functions, and run the script."""
     folder, script, *args = sys.argv[1:]
     counts = {"gathers": 0, "reductions": 0}
-    groups.foreach_all_gather = counted(groups.foreach_all_gather, counts, "gathers")
-    groups.foreach_reduce = counted(groups.foreach_reduce, counts, "reductions")
+    groups.foreach_all_gather = count_calls(groups.foreach_all_gather, counts, "gathers")
+    groups.foreach_reduce = count_calls(groups.foreach_reduce, counts, "reductions")
     sys.argv = [script, *args]
     runpy.run_path(script, run_name="__main__")
     Path(folder, f"counted{os.environ['RANK']}").write_text(json.dumps(counts))

@@ -1,4 +1,4 @@
-"""One rank's train steps in the process of a test."""
+"""Run the training steps of one rank in the process of a test."""
 
 import argparse
 import contextlib
@@ -7,11 +7,12 @@ import re
 import torch
 from torch.profiler import profile
 
-from conftest import prepared
+from conftest import prepare_training
 from worker import Captured
 
-LINE = "--device cpu --precision bf16 --seq-length 64 --eval-samples 5 --batch-size 2".split()
-READS = re.compile("aten::(_local_scalar_dense|item|nonzero|is_nonzero)$")  # what waits for a GPU
+FLAGS = "--device cpu --precision bf16 --seq-length 64 --eval-samples 5 --batch-size 2".split()
+# Operations that make the host wait for a GPU.
+SYNC_OPS = re.compile("aten::(_local_scalar_dense|item|nonzero|is_nonzero)$")
 
 
 def tensors_of(model, optimizer):
@@ -21,13 +22,17 @@ def tensors_of(model, optimizer):
 
 
 def events_of_steps(chapter, *words):
-    """Return the names of all operations of three train steps, and the chapter's DDP model."""
-    args, model, optimizer, train_set, _ = prepared(chapter, *LINE, *words)
+    """Return the names of all operations in three training steps, and the model, under DDP if used.
+
+    The optimizer's own operations are left out.
+    """
+    args, model, optimizer, train_set, _ = prepare_training(chapter, *FLAGS, *words)
     if hasattr(chapter, "DistributedDataParallel"):
         model = chapter.DistributedDataParallel(model, gradient_as_bucket_view=True)
         model.broadcast_buffers = False
     device = torch.device("cpu")
-    for step in (1, 2):  # DDP rebuilds its buckets after the first
+    # Take two steps first, because DDP rebuilds its buckets after the first step.
+    for step in (1, 2):
         chapter.train_step(args, model, optimizer, train_set, step, device)
     with profile() as profiled:
         for step in (3, 4, 5):
@@ -36,14 +41,17 @@ def events_of_steps(chapter, *words):
 
 
 def in_optimizer(event):
-    """Return whether AdamW's kernel did it: on a CPU it reads its step counters, on a GPU not."""
+    """Return whether AdamW's kernel made this event.
+
+    The kernel reads its step counters on a CPU, but not on a GPU.
+    """
     while event and event.name != "aten::_fused_adamw_":
         event = event.cpu_parent
     return event is not None
 
 
-def set_up(chapter, monkeypatch, tmp_path, **args):
-    """Call a chapter's `setup` as rank 0 of 16 that seem to be there."""
+def set_up_chapter(chapter, monkeypatch, tmp_path, **args):
+    """Call a chapter's setup() as rank 0 of 16 simulated ranks."""
     for name, value in {"init_process_group": None, "get_rank": 0, "get_world_size": 16}.items():
         monkeypatch.setattr(chapter.dist, name, lambda *_, value=value, **__: value)
     for name in ("patient_group", "check_shared"):

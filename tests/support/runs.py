@@ -1,4 +1,4 @@
-"""What runs leave behind: checkpoints, weights, rows, and one line if something was wrong."""
+"""Read the results of runs: checkpoints, weights, metrics, and the error line of a failed run."""
 
 import argparse
 import json
@@ -18,8 +18,8 @@ WATCHED = ROOT / "diagnosing-errors/watched.py"
 LONG = [*SHORT, "--num-steps", 30, "--keep-checkpoints", 9]
 
 
-def cut(run_dir, step, copy):
-    """Copy a run as it was right after the checkpoint of `step`, with some rows more."""
+def copy_run(run_dir, step, copy):
+    """Copy a run without its model and the checkpoints after `step`, but with all its metrics."""
     shutil.copytree(run_dir, copy)
     shutil.rmtree(copy / "model")
     for finished in copy.glob("finished-*"):
@@ -30,58 +30,60 @@ def cut(run_dir, step, copy):
 
 
 def newest_step(run_dir):
-    """Return the newest checkpoint's step; all that are named so must load."""
+    """Return the step of the newest checkpoint; fail if a checkpoint cannot be loaded."""
     steps = [0]
     for checkpoint in (run_dir / "checkpoints").glob("step-*"):
-        whole = checkpoint / "state.pt"
-        if not whole.exists():  # the shards of all ranks: each of them is read
-            whole = run_dir / "all-shards.pt"
-            dcp_to_torch_save(checkpoint, whole)
-        adam = torch.load(whole, weights_only=True)["optimizer"]
+        state_file = checkpoint / "state.pt"
+        # A checkpoint without this file has shards; read all of them into one file.
+        if not state_file.exists():
+            state_file = run_dir / "all-shards.pt"
+            dcp_to_torch_save(checkpoint, state_file)
+        adam = torch.load(state_file, weights_only=True)["optimizer"]
         [step] = {int(moments["step"]) for moments in adam.get("state", adam).values()}
         assert f"step-{step:08}" == checkpoint.name
         steps.append(step)
     return max(steps)
 
 
-def last_row(run_dir):
-    """Return the last whole row's step."""
+def last_logged_step(run_dir):
+    """Return the step of the last complete row in the metrics, or 0."""
     path = run_dir / "metrics.jsonl"
     rows = path.read_text().split("\n")[:-1] if path.exists() else []
     return json.loads(rows[-1])["step"] if rows else 0
 
 
-def all_run(processes):
+def all_running(processes):
     return all([process.poll() is None for process in processes])
 
 
 def wait_for(condition, processes, seconds=120):
-    """Wait until `condition` holds or a process has ended; say whether all still run."""
+    """Wait until `condition` holds or a process has ended; return whether all processes run."""
     deadline = time.monotonic() + seconds
-    while all_run(processes) and not condition():
-        assert time.monotonic() < deadline, "nothing happened"
+    while all_running(processes) and not condition():
+        assert time.monotonic() < deadline, f"the condition did not hold within {seconds} s"
         time.sleep(0.001)
-    return all_run(processes)
+    return all_running(processes)
 
 
-def read(checkpoint, state):
-    """Fill `state` with what a checkpoint has under its names."""
+def read_checkpoint(checkpoint, state):
+    """Load the entries of a checkpoint that `state` names into `state`."""
     dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
     return state
 
 
 def weights_of(run_dir, step):
-    """Return a checkpoint's weights by name; it has those that are tied only once."""
+    """Return a checkpoint's weights by name, with each tied weight under all of its names."""
     model = AutoModelForCausalLM.from_pretrained(run_dir / "model")
     tied = model.all_tied_weights_keys
     weights = {name: torch.full_like(w, torch.nan) for name, w in model.state_dict().items()}
     weights = {name: weight for name, weight in weights.items() if name not in tied}
-    read(run_dir / f"checkpoints/step-{step:08}", {"model": weights})
+    # A checkpoint has a tied weight only once.
+    read_checkpoint(run_dir / f"checkpoints/step-{step:08}", {"model": weights})
     return weights | {name: weights[source] for name, source in tied.items()}
 
 
-def loaded(run_dir, step):
-    """Return a finished run's model, loaded by its folder alone: it has a checkpoint's weights."""
+def load_exported(run_dir, step):
+    """Load the exported model of a run; fail unless it has the weights of the checkpoint."""
     model, info = AutoModelForCausalLM.from_pretrained(run_dir / "model", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     expected = weights_of(run_dir, step)
@@ -90,23 +92,23 @@ def loaded(run_dir, step):
 
 
 def validation_loss(model, run_dir, args, chapter):
-    """Return the loss of a finished run's model on the samples that were held out."""
+    """Return the loss of a finished run's model on the held-out samples."""
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "model")
     _, held_out = chapter.build_data(argparse.Namespace(**args), tokenizer)
     with torch.no_grad():
         return model(input_ids=held_out.long(), labels=held_out.long()).loss.item()
 
 
-def check(result, expected):
-    """Check one rank's result: the line, nothing but the line, and the status."""
+def check_user_error(result, expected):
+    """Check that a rank printed one error line, which contains `expected`, and exited with 2."""
     lines = [line for line in result["stderr"].splitlines() if line.strip()]
     assert len(lines) == 1, result["stderr"]
     assert lines[0].startswith("train_llm.py: error: ") and expected in lines[0]
     assert result["status"] == 2
 
 
-def command_of(folder, *words, ranks=0):
-    """Return what runs a script under watched.py, on some ranks under torchrun."""
+def watched_command(folder, *words, ranks=0):
+    """Return a command that runs a script under watched.py; with `ranks`, under torchrun, too."""
     launcher = [sys.executable]
     if ranks:
         launcher += ["-m", "torch.distributed.run", "--nproc-per-node", ranks]
@@ -114,15 +116,14 @@ def command_of(folder, *words, ranks=0):
     return list(map(str, [*launcher, WATCHED, "--into", folder, *words]))
 
 
-def verdict_of(cluster, run, env, kinds, *where):
-    """Ask the tool until its verdict is of one of these kinds; return it."""
-    tool, said = ROOT / "diagnosing-errors/whats_wrong.py", {}
-    command = [sys.executable, tool, run, "--json", *where]
+def wait_for_verdict(cluster, run, env, kinds, *options):
+    """Run whats_wrong.py until its verdict has one of these kinds; return the verdict."""
+    tool = ROOT / "diagnosing-errors/whats_wrong.py"
+    command = [sys.executable, tool, run, "--json", *options]
 
-    def named():
-        done = cluster.run("head", command, 60, check=False, env=env)
-        said.update(json.loads(done.stdout))
-        return said["kind"] in kinds
+    def verdict_of_kind():
+        result = cluster.run("head", command, 60, check=False, env=env)
+        verdict = json.loads(result.stdout)
+        return verdict if verdict["kind"] in kinds else None
 
-    wait_until(named, 90, f"a verdict of {kinds}: {said}")
-    return said
+    return wait_until(verdict_of_kind, 90, f"a verdict of {kinds}")

@@ -1,8 +1,8 @@
-"""Count what ranks of a tensor-parallel group send one another in a training step of chapter 06.
+"""Count the collectives of a tensor-parallel group in a training step of chapter 06.
 
-Started once per rank by test_tensor.py, with a JSON file of cases, which are arguments of the
-chapter, and the file into which rank 0 writes by case and kind of collective how often it sent how
-many bytes; they are those of the whole tensor.
+test_tensor.py starts this once per rank. The arguments are a JSON file with cases, which are
+arguments of the chapter, and a file for the counts of rank 0. For each case, collective and number
+of bytes, the counts hold the number of calls. The bytes are those of the full tensor.
 """
 
 import importlib.util
@@ -22,32 +22,34 @@ SCRIPT = next(Path(__file__).resolve().parents[2].glob("06-*/train_llm.py"))
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the collectives of DTensor; FSDP's own operations have other names."""
+    """Counts the collectives of DTensor; FSDP's own collectives have different names."""
 
     def __init__(self):
         super().__init__()
-        self.seen = defaultdict(Counter)
+        self.counts = defaultdict(Counter)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
-            return NotImplemented  # it comes again, with this rank's tensors
+            # DTensor then calls this function again with the tensors of this rank.
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
         library, _, name = func.name().partition("::")
         if library == "_c10d_functional" and name != "wait_tensor":
-            whole = max(tensor.numel() * tensor.element_size() for tensor in (args[0], out))
-            self.seen[name][whole] += 1
+            # Either the input or the output is the full tensor.
+            num_bytes = max(args[0].nbytes, out.nbytes)
+            self.counts[name][num_bytes] += 1
         return out
 
 
 def main():
-    """Take a step of each case, and another one that is counted."""
+    """Take two steps of each case, and count the collectives of the second step."""
     cases, result = sys.argv[1:]
     spec = importlib.util.spec_from_file_location("chapter_06", SCRIPT)
     chapter = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(chapter)
-    found = {}
-    for name, given in json.loads(Path(cases).read_text()).items():
-        sys.argv = ["train_llm.py", *given]
+    counts = {}
+    for name, arguments in json.loads(Path(cases).read_text()).items():
+        sys.argv = ["train_llm.py", *arguments]
         args = chapter.parse_args()
         if not dist.is_initialized():
             device, _ = chapter.setup(args)
@@ -58,9 +60,9 @@ def main():
         chapter.train_step(args, model, optimizer, samples, 1, device)
         with Traffic() as traffic:
             chapter.train_step(args, model, optimizer, samples, 2, device)
-        found[name] = traffic.seen
+        counts[name] = traffic.counts
     if os.environ["RANK"] == "0":
-        Path(result).write_text(json.dumps(found))
+        Path(result).write_text(json.dumps(counts))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,8 +1,9 @@
-"""Compare the weights and buffers that a chapter starts with, on any ranks, with chapter 01's.
+"""Compare the initial weights and buffers of a chapter, on any number of ranks, with chapter 01.
 
-Started once per rank by test_large.py, test_tensor.py and test_pipeline.py, with a JSON file of
-cases, which are the arguments of both chapters, the chapter, and arguments that 01 has not.
-What torch has not filled is NaN here, so whatever is forgotten shows.
+test_large.py, test_tensor.py and test_pipeline.py start this once per rank. The arguments are a
+JSON file with cases, which are arguments of both chapters, a file for the results, the chapter, and
+arguments that only this chapter has. torch fills new memory with NaN here, so that a value that is
+never set differs from chapter 01's.
 """
 
 import json
@@ -13,13 +14,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def load(chapter):
-    """Import a chapter's script, which exports models to files of 20 KB instead of 5 GB."""
+    """Import a chapter's script, changed to export models to files of 20 KB instead of 5 GB."""
     script = next(ROOT.glob(f"{chapter}-*/train_llm.py"))
     module = types.ModuleType(f"chapter_{chapter}")
     module.__file__ = str(script)
@@ -28,64 +30,73 @@ def load(chapter):
     return module
 
 
-def named(model):
-    """Return the parameters and buffers that this rank has a part of, by name, whole."""
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
-    return {
-        name: getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)().detach().clone()
-        for name, tensor in tensors.items()
-    }
+def full_tensors(model):
+    """Return the full parameters and buffers that this rank has a part of, by name."""
+    tensors = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            continue
+        full_tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        tensors[name] = full_tensor.detach().clone()
+    return tensors
 
 
-def different(one, other):
-    """Return the names of what is not the same, bit for bit; NaN is never the same."""
-    return [name for name in one.keys() | other.keys() if not same(one.get(name), other.get(name))]
+def differing_names(tensors, other_tensors):
+    """Return the names of tensors that differ in a bit, or are NaN, or are missing on one side."""
+    names = []
+    for name in tensors.keys() | other_tensors.keys():
+        tensor, other = tensors.get(name), other_tensors.get(name)
+        if tensor is None or other is None or not torch.equal(tensor, other):
+            names.append(name)
+    return names
 
 
-def on_any_rank(whole, split):
-    """Return the names of what is not the same on the ranks that have it, or is on none of them."""
-    found = [None] * dist.get_world_size()
-    mine = {name: tensor for name, tensor in whole.items() if name in split}
-    dist.all_gather_object(found, ([*split], different(mine, split)))
-    somewhere = {name for names, _ in found for name in names}
-    return [*whole.keys() - somewhere, *(name for _, names in found for name in names)]
+def differing_names_on_ranks(reference, tensors):
+    """Return the names of tensors that differ from `reference` on a rank, or that no rank has."""
+    expected = {name: tensor for name, tensor in reference.items() if name in tensors}
+    results = [None] * dist.get_world_size()
+    dist.all_gather_object(results, ([*tensors], differing_names(expected, tensors)))
+    missing = set(reference)
+    names = []
+    for names_on_rank, differing_on_rank in results:
+        missing -= set(names_on_rank)
+        names += differing_on_rank
+    return [*missing, *names]
 
 
-def same(one, other):
-    return one is not None and other is not None and torch.equal(one, other)
-
-
-def exported(chapter, args, model):
-    """Return what a model of many files, made of the shards, has after it is loaded again."""
+def export_and_load(chapter, args, model):
+    """Export the sharded model to several files; return the tensors of the loaded export."""
     run_dir = Path(args.save_dir, Path(args.model_name).name)
     chapter.export_model(args, run_dir, model, ByT5Tokenizer())
-    dist.barrier()  # until rank 0 has made the files
+    # Wait until rank 0 has written the files.
+    dist.barrier()
     assert len(list(run_dir.glob("model/*.safetensors"))) > 2
-    return named(AutoModelForCausalLM.from_pretrained(run_dir / "model"))
+    return full_tensors(AutoModelForCausalLM.from_pretrained(run_dir / "model"))
 
 
 def main():
-    """Build each case's model both ways; rank 0 writes down what differs."""
-    cases, result, chapter, *more = sys.argv[1:]
-    first, last = load("01"), load(chapter)
-    differing = {}
-    for name, given in json.loads(Path(cases).read_text()).items():
-        sys.argv = ["train_llm.py", *given, *more]
-        args = last.parse_args()
+    """Build the model of each case in both chapters; rank 0 writes the names that differ."""
+    cases, result, chapter_name, *chapter_arguments = sys.argv[1:]
+    chapter_01, chapter = load("01"), load(chapter_name)
+    differences = {}
+    for name, arguments in json.loads(Path(cases).read_text()).items():
+        sys.argv = ["train_llm.py", *arguments, *chapter_arguments]
+        args = chapter.parse_args()
         if not dist.is_initialized():
-            last.setup(args)
+            chapter.setup(args)
+        # In this mode, torch fills new memory with NaN.
         torch.use_deterministic_algorithms(True)
-        _, config = last.build_tokenizer_and_config(args)
-        model = last.shard(args, last.build_model(args, config), torch.device("cpu"))
-        split = named(model)
+        _, config = chapter.build_tokenizer_and_config(args)
+        model = chapter.shard(args, chapter.build_model(args, config), torch.device("cpu"))
+        tensors = full_tensors(model)
         torch.use_deterministic_algorithms(False)
-        whole = named(first.build_model(args, config))
-        differing[name] = on_any_rank(whole, split)
+        reference = full_tensors(chapter_01.build_model(args, config))
+        differences[name] = differing_names_on_ranks(reference, tensors)
         if args.pretrained:
-            differing[f"{name}, exported"] = different(whole, exported(last, args, model))
+            exported = export_and_load(chapter, args, model)
+            differences[f"{name}, exported"] = differing_names(reference, exported)
     if os.environ["RANK"] == "0":
-        Path(result).write_text(json.dumps(differing))
+        Path(result).write_text(json.dumps(differences))
     dist.barrier()
     dist.destroy_process_group()
 

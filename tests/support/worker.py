@@ -1,7 +1,7 @@
-"""Runs many training commands one after another in one process, because imports take seconds.
+"""Run many training commands in sequence in one process, because imports take seconds.
 
-Started once per rank by `conftest.run_jobs`. Each job executes the script as `__main__` with
-arguments and a port of its own, as a fresh process would, down to the clean-up at its end.
+conftest.run_jobs() starts this once per rank. Each job runs its script as `__main__`, with its own
+arguments and port, and cleans up at its end as a new process would.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ import torch.distributed as dist
 
 
 class Captured(io.StringIO):
-    """A stream to memory that, like a real one, has a file descriptor."""
+    """A stream in memory that has a file descriptor, as real streams have."""
 
     def fileno(self):
         return 2
 
     def reconfigure(self, **_):
-        """A stream to memory has no buffer."""
+        """Do nothing, because a stream in memory has no buffer."""
 
 
 def run(job):
-    """Run one job; return its exit status and what it printed."""
+    """Run one job; return its exit status and its output."""
     variables = dict(os.environ)
     os.environ["MASTER_PORT"] = str(job["port"])
     sys.argv = [job["script"], *job["args"]]
@@ -41,33 +41,35 @@ def run(job):
         except BaseException:
             traceback.print_exc()
             status = 1
-    if dist.is_initialized():  # a job that failed left it, as a process that ends does
+    # A failed job does not destroy its process group.
+    if dist.is_initialized():
         dist.destroy_process_group()
     os.environ.clear()
     os.environ.update(variables)
-    if states := sys.modules.get("accelerate.state"):  # which keeps what it knows in its classes
+    # accelerate and deepspeed keep state in classes and modules. Reset it for the next job.
+    if states := sys.modules.get("accelerate.state"):
         states.AcceleratorState._reset_state(reset_partial_state=True)
         states.GradientState._reset_state()
-    if "deepspeed" in sys.modules:  # it would go on with the groups of this job
+    if "deepspeed" in sys.modules:
         sys.modules["deepspeed.comm.comm"].cdb = None
         sys.modules["deepspeed.utils.groups"]._release_process_group_references()
     return {"status": status, "stdout": out.getvalue(), "stderr": err.getvalue()}
 
 
 def main():
-    """Run the jobs of a share, each of which has a file in a folder; write their results there."""
+    """Run the jobs in a share's file in a folder, and write their results to the folder."""
     folder, share = sys.argv[1:]
     faulthandler.enable()
-    done = []
+    results = []
     with open(f"{folder}/jobs{share}.json") as file:
         jobs = json.load(file)
     for job in jobs:
         result = run(job)
-        if job["well"] and result["status"]:
+        if job["must_succeed"] and result["status"]:
             sys.exit(f"{job['script']} {job['args']}\n{result['stdout']}{result['stderr']}")
-        done.append(result)
+        results.append(result)
     with open(f"{folder}/results{share}-{os.environ['RANK']}.json", "w") as file:
-        json.dump(done, file)
+        json.dump(results, file)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Facts about ranks that are nowhere, as whats_wrong.py reads them."""
+"""Build the facts that whats_wrong.py reads, for ranks that do not exist."""
 
 SCRIPT = "/run/train_llm.py"
 NOW = 1_000_000.0
@@ -9,20 +9,23 @@ STEPS = [BUCKET, BUCKET, FLAG, GATHER] * 5
 
 
 def collectives(calls, pending, late=0.0):
-    """Return calls as watched.py writes them, of which the last may be pending, 0.1 s each."""
-    made = [
+    """Return calls as watched.py writes them, 0.1 s apart; `pending` applies to the last call."""
+    records = [
         {"group": "gloo 0", "number": n, "call": f"{name} {sizes} at train_llm.py:{line} {at}",
          "called": NOW - 50 + n / 10 + late, "milliseconds": None,
          "pending": pending and n == len(calls), "patient": False}
         for n, (name, sizes, line, at) in enumerate(calls, 1)
     ]  # fmt: skip
-    return [*made, made[-1] | {"group": "gloo 1", "patient": True, "pending": True}]
+    return [*records, records[-1] | {"group": "gloo 1", "patient": True, "pending": True}]
 
 
 def frames(*own, inner=("/x/site-packages/torch/distributed/distributed_c10d.py", "all_reduce")):
-    """Return a main thread's frames: (line, function) of the script, then a package's."""
+    """Return a main thread's frames: those of the script, (line, function), then a package's."""
     stack = [[SCRIPT, line, name] for line, name in own]
-    return stack + ([[inner[0], 3252, inner[1]]] if inner else [])
+    if inner:
+        file, function = inner
+        stack.append([file, 3252, function])
+    return stack
 
 
 REDUCE = frames((746, "train_step"))
@@ -30,7 +33,7 @@ IN_DATA = frames((735, "batch_at"), inner=None)
 
 
 def rank_files(rank, size, since=60.0, calls=STEPS, pending=True, stack=REDUCE, age=1.0, **changes):
-    """Return what the files of a rank say that has been in one place for so many seconds."""
+    """Return the contents of the files of a rank that has been in one phase for `since` seconds."""
     beat = {
         "rank": rank, "world_size": size, "host": f"h{rank // 8}", "pid": 1000 + rank,
         "started": NOW - 500, "time": NOW, "written": NOW, "phase": "backward", "step": 12,
@@ -48,7 +51,10 @@ def rank_files(rank, size, since=60.0, calls=STEPS, pending=True, stack=REDUCE, 
 
 
 def facts_of(ranks, gone=(), stopped=(), **changes):
-    """Return facts about these ranks, all of whose hosts answer; `gone` have no process."""
+    """Return facts about ranks whose hosts all answer.
+
+    The ranks in `gone` have no process, and the processes of the ranks in `stopped` are stopped.
+    """
     hosts = {}
     for rank, files in ranks.items():
         host = files["beat"]["host"]
@@ -58,12 +64,14 @@ def facts_of(ranks, gone=(), stopped=(), **changes):
     return {"run": "/run/outputs/x", "free": 2**40, "ranks": ranks, "hosts": hosts} | changes
 
 
-def files_of(size=4, odd=None, at=1, **same):
-    """Return the files of so many ranks, which have the same changes, but for an odd one."""
-    which = {at: odd} if odd is not None else {}
-    return {rank: rank_files(rank, size, **which.get(rank, same)) for rank in range(size)}
+def files_of(size=4, odd=None, odd_rank=1, **changes):
+    """Return the files of `size` ranks with the same changes; one rank may have `odd` changes."""
+    changes_by_rank = dict.fromkeys(range(size), changes)
+    if odd is not None:
+        changes_by_rank[odd_rank] = odd
+    return {rank: rank_files(rank, size, **changes_by_rank[rank]) for rank in range(size)}
 
 
-def moving(size=4, **changes):
-    """Return the files of ranks that take steps."""
+def moving_ranks(size=4, **changes):
+    """Return the files of `size` ranks that take steps."""
     return files_of(size, since=1.0, pending=False, **changes)
