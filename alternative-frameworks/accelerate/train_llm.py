@@ -580,7 +580,8 @@ def evaluate(args, model, held_out, device):
     model.eval()
     total_loss, num_samples = torch.zeros(2, device=device)
     data_rank, num_data_ranks = dist.get_rank(), dist.get_world_size()
-    num_rounds = math.ceil(len(held_out) / (args.micro_batch_size * num_data_ranks))
+    batch_size = args.micro_batch_size
+    num_rounds = math.ceil(len(held_out) / (batch_size * num_data_ranks))
     for batch in held_out.tensor_split(num_rounds * num_data_ranks)[data_rank::num_data_ranks]:
         # DDP: a rank with no samples left repeats a sample with weight 0, so that every rank runs
         # the same number of forward passes.

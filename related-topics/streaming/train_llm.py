@@ -1,10 +1,11 @@
 """Train a causal language model on data that nobody has prepared. Parent: 04-fsdp.
 
-Here:      torchrun --nproc-per-node 2 related-topics/streaming/train_llm.py -d FOLDER --stream
-For real:  sbatch --nodes 4 --gpus-per-node 8 03-job-launchers/slurm/train.sbatch \
-               related-topics/streaming/train_llm.py \
-               -m meta-llama/Llama-3.1-8B -d allenai/c4 --dataset-subset en --stream --lanes 64 \
-               -s 2048 --global-batch-size 64 --num-steps 5000 --compile
+Small:  torchrun --standalone --nproc-per-node 2 related-topics/streaming/train_llm.py \
+            -d FOLDER --stream
+Real:   sbatch --nodes 4 --gpus-per-node 8 03-job-launchers/slurm/train.sbatch \
+            related-topics/streaming/train_llm.py \
+            -m meta-llama/Llama-3.1-8B -d allenai/c4 --dataset-subset en --stream --lanes 64 \
+            -s 2048 --global-batch-size 64 --num-steps 5000 --compile
 """
 
 import argparse
@@ -50,17 +51,19 @@ from tqdm import tqdm
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-LAUNCHERS = [  # the variables in which each tells a process its rank, world size and local rank
-    ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun, deepspeed
-    [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK")],  # mpirun of Open MPI
-    ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],  # mpirun of MPICH
-    ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],  # srun
-]
+# Each launcher passes the rank, the world size and the local rank in these variables.
+LAUNCHER_VARIABLES = {
+    "torchrun": ["RANK", "WORLD_SIZE", "LOCAL_RANK"],
+    "Open MPI": ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],
+    "MPICH": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],
+    "srun": ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],
+}
 
 
 def parse_args():
-    """Return the arguments, checked as far as that needs no data, and the batch split up."""
+    """Parse and check the command line, and split the global batch into micro-batches."""
     adopt_launcher()
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(formatter_class=formatter, fromfile_prefix_chars="@")
@@ -70,105 +73,125 @@ def parse_args():
     chapter = Path(__file__).resolve().parent.name
     add = parser.add_argument
 
-    add("-m", "--model-name", default="tiny", help="hub id, folder, or tiny: a built-in Llama")
-    add("--config", nargs="+", default=[], metavar="NAME=VALUE", help="change its configuration")
-    add("--pretrained", action="store_true", help="start from published weights, not random ones")
+    add("-m", "--model-name", default="tiny", help="hub id, folder, or tiny (a built-in Llama)")
+    add("--config", nargs="+", default=[], metavar="NAME=VALUE", help="override model settings")
+    add("--pretrained", action="store_true", help="start from the published weights")
 
     add("-d", "--dataset-name", default="pydoc", help="hub id, folder, .txt/.jsonl/.csv/.parquet")
-    add("--dataset-subset", help="the configuration, of a hub dataset that has several")
+    add("--dataset-subset", help="the subset to load from a hub dataset that has several")
     add("--text-column", default="text", help="the column that holds the text")
     add("-s", "--seq-length", type=int, default=256, help="tokens per sample")
-    add("--stream", action="store_true", help="read shards while training, prepare nothing")
-    add("--lanes", type=int, default=8, help="parts of the shards, a multiple of the ranks")
-    add("--shuffle-block", type=int, default=2_000_000, help="bytes of JSON lines to shuffle among")
-    add("--skip-bad-shards", action="store_true", help="count what --stream cannot read, go on")
+    add("--stream", action="store_true", help="read the dataset's shards while training")
+    add("--lanes", type=int, default=8, help="parts to divide the shards into")
+    add("--shuffle-block", type=int, default=2_000_000, help="bytes of JSON lines per shuffle")
+    add("--skip-bad-shards", action="store_true", help="skip what --stream cannot read")
 
     add("--global-batch-size", type=int, default=32, help="samples per optimizer step")
-    add("-b", "--batch-size", type=int, default=8, help="most samples per forward pass")
-    add("--num-steps", type=int, default=100, help="optimizer steps in the whole run")
-    add("--lr", type=float, default=1e-3, help="learning rate after the warmup")
-    add("--warmup-steps", type=int, default=10, help="steps in which the learning rate rises")
-    add("--weight-decay", type=float, default=0.1, help="for matrices, not for vectors")
-    add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to it; 0: never")
-    add("--seed", type=int, default=0, help="for weights, data order and dropout")
+    add("-b", "--batch-size", type=int, default=8, help="maximum samples per forward pass")
+    add("--num-steps", type=int, default=100, help="total number of optimizer steps")
+    add("--lr", type=float, default=1e-3, help="peak learning rate, reached after the warmup")
+    add("--warmup-steps", type=int, default=10, help="steps over which the learning rate rises")
+    add("--weight-decay", type=float, default=0.1, help="applied to matrices, not to vectors")
+    add("--max-grad-norm", type=float, default=1.0, help="gradient clipping; 0 turns it off")
+    add("--seed", type=int, default=0, help="seed for weights, data order and dropout")
 
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if there")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 on cuda")
     add("--compile", action="store_true", help="compile the layers and the loss")
     switch = argparse.BooleanOptionalAction
     add("--reshard-after-forward", action=switch, default=True, help="free gathered weights early")
-    add("--replicas", type=int, default=1, help="groups of ranks that each hold a whole model")
+    add("--replicas", type=int, default=1, help="groups of ranks that each hold a full model")
 
     add("-e", "--experiment-name", default=chapter, help="the run's folder under --save-dir")
-    add("--save-dir", default="outputs", help="where runs are kept")
+    add("--save-dir", default="outputs", help="the folder that holds all runs")
     add("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
-    add("--keep-checkpoints", type=int, default=2, help="how many stay on disk")
+    add("--keep-checkpoints", type=int, default=2, help="number of checkpoints to keep")
     add("--eval-every", type=int, default=50, help="steps between evaluations")
-    add("--eval-samples", type=int, default=64, help="how many samples are held out for them")
+    add("--eval-samples", type=int, default=64, help="number of samples to hold out")
     add("--log-every", type=int, default=10, help="steps between log lines")
-    add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="mode")
+    add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="wandb mode")
     add("--dist-timeout", type=int, default=600, help="seconds that a rank waits for the others")
 
     args = parser.parse_args()
     may_be_zero = ["lr", "warmup_steps", "weight_decay", "max_grad_norm", "seed"]
+    minimums = dict.fromkeys(may_be_zero, 0) | {"seq_length": 2}
     for name, value in vars(args).items():
-        least = 0 if name in may_be_zero else 2 if name == "seq_length" else 1
-        if type(value) in (int, float) and not value >= least:  # in this form it refuses NaN too
-            fail(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+        minimum = minimums.get(name, 1)
+        # "not >=" also rejects NaN; "<" would let it through.
+        if type(value) in (int, float) and not value >= minimum:
+            fail(f"--{name.replace('_', '-')} {value}: must be at least {minimum}")
     if args.pretrained and args.model_name == "tiny":
-        fail("--pretrained: there are no published weights of tiny; name a model with -m")
+        fail("--pretrained: tiny has no published weights; choose a model with --model-name")
     if args.device == "auto":
         args.device = "cuda" if has_gpu() else "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
-        fail(f"torch {torch.__version__} finds no GPU that works; to do without, pass --device cpu")
-    if args.precision == "auto":  # GPUs before 8.0 have no units for bf16 and emulate it slowly
-        fast = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
-        args.precision = "bf16" if fast else "fp32"
-    if not {"LOCAL_RANK", "MASTER_ADDR"} <= os.environ.keys():
-        fail("start this with a launcher; mpirun needs -x MASTER_ADDR=... -x MASTER_PORT=... too")
-    world_size = int(os.environ["WORLD_SIZE"])
-    samples, rest = divmod(args.global_batch_size, world_size)
-    if rest:
-        fail(f"--global-batch-size {args.global_batch_size} does not divide by {world_size} ranks")
-    if world_size % args.replicas:
-        fail(f"--replicas {args.replicas} does not divide {world_size} ranks into equal groups")
-    args.micro_batch_size = max(n for n in range(1, args.batch_size + 1) if samples % n == 0)
-    args.accumulation = samples // args.micro_batch_size
+        problem = f"torch {torch.__version__} finds no working GPU"
+        fail(f"--device cuda: {problem}; repair the driver, or pass --device cpu")
+    if args.precision == "auto":
+        # GPUs older than compute capability 8.0 emulate bf16, which is slow.
+        has_bf16 = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+        args.precision = "bf16" if has_bf16 else "fp32"
+    if "LOCAL_RANK" not in os.environ:
+        fail("start this script with a launcher, such as torchrun, srun or mpirun")
+    if "MASTER_ADDR" not in os.environ:
+        fail("MASTER_ADDR is not set; pass it to mpirun: -x MASTER_ADDR=... -x MASTER_PORT=...")
+    num_data_ranks = int(os.environ["WORLD_SIZE"])
+    local_batch_size, remainder = divmod(args.global_batch_size, num_data_ranks)
+    if remainder:
+        problem = f"not divisible by {num_data_ranks} data-parallel ranks; choose a multiple"
+        fail(f"--global-batch-size {args.global_batch_size}: {problem}")
+    if num_data_ranks % args.replicas:
+        problem = f"{num_data_ranks} data-parallel ranks are not divisible by it"
+        fail(f"--replicas {args.replicas}: {problem}; choose a divisor")
+    sizes = range(1, args.batch_size + 1)
+    args.micro_batch_size = max(size for size in sizes if local_batch_size % size == 0)
+    args.accumulation = local_batch_size // args.micro_batch_size
     args.wandb_id = uuid.uuid4().hex[:8]
     return args
 
 
 def adopt_launcher():
-    """Set the variables that torchrun sets to what another launcher tells this process."""
-    for names in LAUNCHERS:
+    """Set the variables that torchrun sets, from those of the launcher that started this rank."""
+    for names in LAUNCHER_VARIABLES.values():
         if all(name in os.environ for name in names):
-            os.environ |= zip(LAUNCHERS[0], [os.environ[name] for name in names], strict=True)
+            values = [os.environ[name] for name in names]
+            os.environ |= zip(LAUNCHER_VARIABLES["torchrun"], values, strict=True)
             break
-    if "SLURM_STEP_NODELIST" in os.environ:  # rank 0 is on the first of nodes like gpu[03-07,12]
+    if "SLURM_STEP_NODELIST" in os.environ:
+        # srun: rank 0 runs on the first node of the list; gpu[03-07,12] starts with gpu03.
         nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
-        step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
         os.environ.setdefault("MASTER_ADDR", nodes.split(",")[0])
-        os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))  # of this step alone
+        # srun: derive the port from the step's number, so that two steps do not share a port.
+        step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
+        os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))
 
 
 def has_gpu():
-    """Return whether this process was given a GPU, even if torch cannot use it."""
+    """Return whether this process has a GPU, even one that torch cannot use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible in ("", "-1"):
-        return False  # hidden on purpose
-    driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
-    return driver or visible or "SLURM_GPUS_ON_NODE" in os.environ or torch.cuda.is_available()
+    if visible in ("", "-1"):  # the user has hidden all GPUs
+        return False
+    # Slurm: this variable is set in a job that has asked for GPUs.
+    if "SLURM_GPUS_ON_NODE" in os.environ:
+        return True
+    # The drivers of NVIDIA and of AMD create these files.
+    has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
+    return has_driver or bool(visible) or torch.cuda.is_available()
 
 
 def setup(args):
     """Join the process group; return this rank's device and the run's folder."""
-    if sys.platform == "linux":  # DDP: no rank outlives torchrun, or two runs would share a folder
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    # DDP: let Linux kill this rank when torchrun dies. A rank that survived could write to the
+    # folder of the next run. The 1 is PR_SET_PDEATHSIG.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     sys.stdout.reconfigure(line_buffering=True)
-    if not sys.stderr.isatty():  # in a file, progress bars are noise
+    # Progress bars would clutter a log file.
+    if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # fail() reports its errors
+    # fail() reports the errors of datasets, so datasets itself can stay quiet.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     run_dir = Path(args.save_dir, args.experiment_name)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -176,17 +199,20 @@ def setup(args):
         fail(f"--save-dir {args.save_dir}: {error}")
     device = torch.device(args.device)
     if args.device == "cuda":
-        index, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-            index = 0  # srun --gpus-per-task=1 shows each task a GPU of its own, and no other
-        if index >= gpus:
-            fail(f"local rank {index} has no GPU: torch sees {gpus} here")
-        device = torch.device("cuda", index)
-        torch.cuda.set_device(device)  # DDP: or else all ranks would put something on GPU 0
+        local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        # srun: with --gpus-per-task=1, each rank sees one GPU, and that is its own.
+        if num_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+            local_rank = 0
+        if local_rank >= num_gpus:
+            fail(f"local rank {local_rank} has no GPU: torch sees {num_gpus}; start fewer ranks")
+        # DDP: without this line, every rank would also allocate memory on GPU 0.
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=args.dist_timeout))
-    if dist.get_rank() != 0:  # DDP: rank 0 speaks for all
-        sys.stdout, args.wandb = open(os.devnull, "w"), "disabled"
+    # DDP: only rank 0 prints.
+    if dist.get_rank() != 0:
+        sys.stdout = open(os.devnull, "w")
     check_shared(run_dir)
     print(f"training on {device} in {args.precision}")
     return device, run_dir
@@ -194,126 +220,160 @@ def setup(args):
 
 @functools.cache
 def patient_group():
-    """Return a group of all ranks for waits that may take hours; others give up in minutes."""
+    """Return a group of all ranks that waits for a week; the default group waits for minutes."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
 @contextmanager
 def rank_first():
-    """Let rank 0 do this first, then one rank of each node, then the rest: they find it done."""
-    turn = 0 if dist.get_rank() == 0 else 1 if os.environ["LOCAL_RANK"] == "0" else 2
-    for number in range(3):
-        if number == turn:
-            yield
-            continue
-        try:
-            dist.barrier(group=patient_group())
-        except RuntimeError as error:  # DDP: that rank says why, and torchrun ends us meanwhile
-            time.sleep(10)
-            sys.exit(f"another rank has failed: {error}")
+    """Run the body on rank 0, then on one rank of each other node, then on the remaining ranks.
+
+    Later ranks find the files that earlier ranks have written.
+    """
+    if dist.get_rank() == 0:
+        turn = 0
+    elif os.environ["LOCAL_RANK"] == "0":
+        turn = 1
+    else:
+        turn = 2
+    for _ in range(turn):
+        wait_for_all()
+    yield
+    for _ in range(2 - turn):
+        wait_for_all()
+
+
+def wait_for_all():
+    """Wait until all ranks get here, even if that takes hours."""
+    try:
+        dist.barrier(group=patient_group())
+    except RuntimeError as error:
+        # DDP: wait while the failed rank reports the reason; torchrun then ends this rank.
+        time.sleep(10)
+        sys.exit(f"another rank has failed: {error}")
 
 
 def check_shared(run_dir):
-    """Stop if a node does not see what rank 0 writes to the run's folder."""
+    """Stop if a node does not see the files that rank 0 writes to the run's folder."""
     probe = [run_dir / f".probe-{uuid.uuid4().hex}"]
     if dist.get_rank() == 0:
         probe[0].touch()
     dist.broadcast_object_list(probe, group=patient_group())
-    here = None if probe[0].exists() else socket.gethostname()
-    blind = [None] * dist.get_world_size()
-    dist.all_gather_object(blind, here, group=patient_group())
+    host_without_access = None if probe[0].exists() else socket.gethostname()
+    hosts_without_access = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts_without_access, host_without_access, group=patient_group())
     if dist.get_rank() == 0:
         probe[0].unlink()
-    if hosts := set(blind) - {None}:
-        fail(f"--save-dir: {', '.join(hosts)} cannot see what rank 0 writes to {run_dir.resolve()}")
+    if hosts := set(hosts_without_access) - {None}:
+        problem = f"{', '.join(hosts)} cannot see what rank 0 writes to {run_dir.resolve()}"
+        fail(f"--save-dir: {problem}; choose a folder that all nodes share")
 
 
 def stop_requests(run_dir):
-    """Yield before each step whether a rank was asked to stop: by a signal, or rank 0 by a file.
+    """Yield, before each step, whether the run should stop.
 
-    All ranks get the same answer, of the exchange that they began a step ago: no rank waits.
+    A signal to any rank asks for it, and so does a file named `stop` in the run's folder. All ranks
+    get the same answer from an all-reduce that they started one step earlier, so no rank waits.
     """
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, lambda number, _: received.append(number))
-    (run_dir / "stop").unlink(missing_ok=True)  # it was meant for the run before
+    # A file that is already there was meant for an earlier run.
+    (run_dir / "stop").unlink(missing_ok=True)
     stop = False
     while True:
-        asked = received or (dist.get_rank() == 0 and (run_dir / "stop").exists())
-        answer = torch.tensor(bool(asked), dtype=torch.int32)
-        exchange = dist.all_reduce(answer, dist.ReduceOp.MAX, patient_group(), async_op=True)
+        requested = received or (dist.get_rank() == 0 and (run_dir / "stop").exists())
+        any_requested = torch.tensor(bool(requested), dtype=torch.int32)
+        options = {"op": dist.ReduceOp.MAX, "group": patient_group(), "async_op": True}
+        exchange = dist.all_reduce(any_requested, **options)
         yield stop
         exchange.wait()
-        stop = bool(answer)
+        stop = bool(any_requested)
 
 
 def fail(message):
-    """Stop because of what the user gave us: one line on stderr, exit status 2."""
+    """Report a user error in one line on stderr, and exit with status 2."""
+    # DDP: if all ranks have this error, only rank 0 reports it; torchrun ends the waiting ranks.
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(10)  # DDP: rank 0 says it and torchrun ends us, or only we have this fault
+        time.sleep(10)
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
 
 def mix(*numbers):
-    """Return one 64-bit seed made of several numbers; sums would collide, as 1 + 2 and 2 + 1."""
+    """Hash several numbers into one 64-bit seed; a sum would be the same for (1, 2) and (2, 1)."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little")
 
 
 # ---- model -----------------------------------------------------------------------------------
 @rank_first()
 def build_tokenizer_and_config(args):
-    """Return the tokenizer and the configuration of `--model-name`, changed by `--config`."""
+    """Load the tokenizer and the configuration of `--model-name`, and apply `--config`."""
     try:
         if args.model_name == "tiny":
-            tokenizer = transformers.ByT5Tokenizer()  # a token is a byte, so it needs no files
-            shape = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
-            shape |= {"num_attention_heads": 4, "vocab_size": len(tokenizer)}
-            ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-            config = transformers.LlamaConfig(**shape, **ids)
+            # ByT5's tokens are bytes, so its tokenizer needs no vocabulary file.
+            tokenizer = transformers.ByT5Tokenizer()
+            config = transformers.LlamaConfig(
+                hidden_size=128,
+                intermediate_size=352,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                vocab_size=len(tokenizer),
+                bos_token_id=None,
+                eos_token_id=tokenizer.eos_token_id,
+            )
         else:
             tokenizer = AutoTokenizer.from_pretrained(args.model_name)
             config = AutoConfig.from_pretrained(args.model_name)
         if args.config:
             config.update_from_string(",".join(args.config))
+            # Drop layer_types, so that from_dict() derives it from the new number of layers.
             values = config.to_dict()
-            values.pop("layer_types", None)  # which follow from the number of layers
+            values.pop("layer_types", None)
             config = config.from_dict(values)
-    except Exception as error:  # each wrong type in a configuration has a kind of its own
+    except Exception as error:
+        # transformers raises a different type of exception for each kind of bad value.
         fail(f"--model-name {' '.join([args.model_name, *args.config])}: {error}")
-    longest = getattr(config, "max_position_embeddings", None) or args.seq_length
-    if args.seq_length > longest:
-        fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {longest} tokens")
-    if tokenizer.eos_token_id is None or not 1 < len(tokenizer) <= config.vocab_size:
-        told = f"{len(tokenizer)} tokens for {config.vocab_size} embeddings"
-        fail(f"--model-name {args.model_name}: its tokenizer has no end of text, or {told}")
+    max_length = getattr(config, "max_position_embeddings", None) or args.seq_length
+    if args.seq_length > max_length:
+        fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {max_length} tokens")
+    if len(tokenizer) < 2:
+        fail(f"--model-name {args.model_name}: found no tokenizer; check its files")
+    if tokenizer.eos_token_id is None:
+        fail(f"--model-name {args.model_name}: its tokenizer has no end-of-text token")
+    if len(tokenizer) > config.vocab_size:
+        problem = f"its tokenizer has {len(tokenizer)} tokens"
+        fail(f"--model-name {args.model_name}: {problem} for {config.vocab_size} embeddings")
     return tokenizer, config
 
 
 def build_model(args, config):
-    """Return the model with float32 weights on the CPU, equal for equal seeds on any device."""
+    """Build the model on the CPU in float32, so that a seed gives the same weights everywhere."""
     torch.manual_seed(args.seed)
     if args.pretrained:
         model = AutoModelForCausalLM.from_pretrained(
             args.model_name, config=config, dtype=torch.float32
         )
     else:
-        with no_init_weights():  # what constructors draw is drawn below; what they set stays
+        # Constructors skip random initialization here, and init_weights() does all of it.
+        with no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.init_weights()
     if not layers_of(model):
-        fail(f"--model-name {args.model_name}: transformers does not say which its layers are")
+        fail(f"--model-name {args.model_name}: found no decoder layers in it")
     model.train()
 
-    # To decide on a mask, transformers makes the host wait for the device in each forward pass; for
-    # an attention under a name of our own it does not: plain causal attention needs no mask.
+    # Before it builds a mask, transformers checks in every forward pass whether samples are packed,
+    # and the check makes the host wait for the device. Plain causal attention needs no mask, and
+    # transformers skips the check for an attention function registered under a new name.
     window = getattr(config, "sliding_window", None) or args.seq_length
-    plain = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
-    if plain and args.seq_length <= window:
+    uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
+    if uses_sdpa and args.seq_length <= window:
         AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
         model.set_attn_implementation("causal_sdpa")
 
-    if args.compile:  # in place, so that the weights keep their names; each shape by itself
+    # Compiling in place keeps the names of the weights. Each input shape gets its own graph.
+    if args.compile:
         for layer in layers_of(model):
             layer.compile(dynamic=False)
         model.loss_function = torch.compile(model.loss_function, dynamic=False)
@@ -321,45 +381,57 @@ def build_model(args, config):
 
 
 def layers_of(model):
-    """Return the decoder layers: transformers names their class as one not to be split."""
-    return [part for part in model.modules() if type(part).__name__ in model._no_split_modules]
+    """Return the decoder layers, which in transformers share a base class."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def build_mesh(args, device):
+    """Arrange the ranks as replicas of the model, and each replica as its shards."""
+    sizes = {
+        "replicate": args.replicas,
+        "shard": dist.get_world_size() // args.replicas,
+    }
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def shard(args, model, device):
-    """Split the model's weights across the ranks in place, layer by layer, and return it.
+    """Split the model's weights across the ranks in place, layer by layer; return the model.
 
-    Each layer moves to the device by itself and leaves only its shard there. A layer's weights are
-    gathered for its forward and again for its backward, and its gradients are reduced to shards.
+    The device never holds the full model: fully_shard() moves one layer there, keeps this rank's
+    shard and frees the rest. From then on, the ranks gather a layer's weights right before its
+    forward pass and its backward pass, and reduce its gradients to shards right after.
     """
-    shape, names = (dist.get_world_size(),), ("shard",)
-    if args.replicas > 1:
-        shape, names = (args.replicas, shape[0] // args.replicas), ("replicate", "shard")
+    mesh = build_mesh(args, device)
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = {
-        "mesh": init_device_mesh(device.type, shape, mesh_dim_names=names),
+        "mesh": mesh["replicate", "shard"] if args.replicas > 1 else mesh["shard"],
         "mp_policy": bf16 if args.precision == "bf16" else MixedPrecisionPolicy(),
     }
     layers = layers_of(model)
     for layer in layers:
-        free = args.reshard_after_forward and layer is not layers[-1]  # its backward comes next
-        fully_shard(layer, reshard_after_forward=free, **options)
-    return fully_shard(model, reshard_after_forward=False, **options)  # FSDP: what is in no layer
+        # FSDP: keep the last layer gathered, because the backward pass starts with it.
+        reshard = args.reshard_after_forward and layer is not layers[-1]
+        fully_shard(layer, reshard_after_forward=reshard, **options)
+    # FSDP: this call takes the weights that are outside of the layers.
+    return fully_shard(model, reshard_after_forward=False, **options)
 
 
 def build_optimizer(args, model):
-    """Return AdamW, which decays the matrices and leaves norms and biases alone."""
-    matrices = [weight for weight in model.parameters() if weight.ndim >= 2]
-    vectors = [weight for weight in model.parameters() if weight.ndim < 2]
+    """Build AdamW with weight decay for matrices, but not for norms and biases."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    matrices = [weight for weight in weights if weight.ndim >= 2]
+    vectors = [weight for weight in weights if weight.ndim < 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(
         groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    optimizer.found_inf = torch.zeros((), device=matrices[0].device)  # see train_step
+    # Fused AdamW skips its update while found_inf is 1; train_step() sets it.
+    optimizer.found_inf = torch.zeros((), device=matrices[0].device)
     return optimizer
 
 
 def lr_at(args, step):
-    """Return the learning rate of `step` (1 is the first): linear warmup, cosine to a tenth."""
+    """Return the learning rate of `step`, from 1 on: linear warmup, then cosine to a tenth."""
     if step <= args.warmup_steps:
         return args.lr * step / args.warmup_steps
     progress = (step - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
@@ -369,21 +441,23 @@ def lr_at(args, step):
 # ---- data ------------------------------------------------------------------------------------
 @rank_first()
 def build_data(args, tokenizer):
-    """Return training and held-out samples, int32 of [samples, `--seq-length`], memory-mapped."""
+    """Return training and held-out samples: memory-mapped int32 of [samples, seq_length]."""
     if args.stream:
-        return Stream(args, tokenizer).split()
+        stream = Stream(args, tokenizer)
+        return stream, stream.hold_out()
     path = token_file(args, tokenizer)
     num_samples = path.stat().st_size // 4 // args.seq_length
-    training = num_samples - args.eval_samples
-    if training < 1:
-        made = f"{args.dataset_name} makes {num_samples} samples of {args.seq_length} tokens"
-        fail(f"--dataset-name {made}, too few to hold {args.eval_samples} out and train on others")
+    num_train = num_samples - args.eval_samples
+    if num_train < 1:
+        samples = f"{num_samples} samples of {args.seq_length} tokens"
+        problem = f"{samples} are too few to hold out {args.eval_samples}"
+        fail(f"--dataset-name {args.dataset_name}: {problem}; add text, or lower --seq-length")
     tokens = torch.from_file(str(path), size=num_samples * args.seq_length, dtype=torch.int32)
-    return tokens.view(num_samples, -1).split([training, args.eval_samples])
+    return tokens.view(num_samples, -1).split([num_train, args.eval_samples])
 
 
 def token_file(args, tokenizer):
-    """Return a file of all tokens, int32: the documents, with an end-of-text token after each."""
+    """Tokenize all documents into one int32 file, unless a run has done so; return its path."""
     documents = load_documents(args)
     key = Hasher.hash([documents.cache_files, args.text_column, tokenizer])
     path = Path(datasets.config.HF_DATASETS_CACHE, f"{key}.tokens")
@@ -399,7 +473,7 @@ def token_file(args, tokenizer):
 
 
 def load_documents(args):
-    """Return a dataset with a document per row."""
+    """Return a dataset with one document per row."""
     name = args.dataset_name
     formats = {".txt": "text", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
     reader = formats.get(Path(name).suffix)
@@ -413,292 +487,381 @@ def load_documents(args):
             )
         else:
             documents = datasets.load_dataset(reader or name, split="train", **options)
-    except Exception as error:  # datasets has dozens of kinds, many with the reason in the cause
+    except Exception as error:
+        # datasets raises many types of exception, and often hides the reason in __cause__.
         fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'it is empty'}")
-    types = {column: str(getattr(of, "dtype", of)) for column, of in documents.features.items()}
+    features = documents.features.items()
+    types = {column: str(getattr(feature, "dtype", feature)) for column, feature in features}
     if types.get(args.text_column) not in ("string", "large_string"):
-        fail(f"--text-column {args.text_column}: not a column of text; {name} has {types}")
+        fail(f"--text-column {args.text_column}: not a text column; {name} has {types}")
     return documents
 
 
-def blocks_in(args, shard, place):
-    """Yield blocks of records, each with the place of the next: a byte, or a row group."""
+def find_shards(args):
+    """Return the sorted paths of the dataset's files, without reading the files."""
+    try:
+        builder = datasets.load_dataset_builder(args.dataset_name, args.dataset_subset)
+        return sorted(map(str, builder.config.data_files["train"]))
+    except Exception as error:
+        # datasets raises many types of exception, and often hides the reason in __cause__.
+        fail(f"--dataset-name {args.dataset_name}: {error.__cause__ or error!r}")
+
+
+def blocks_in(args, shard, offset):
+    """Yield a shard's blocks of records from an offset on, each with the offset of the next block.
+
+    An offset counts bytes; in a Parquet file, it counts row groups.
+    """
     with fsspec.open(shard, compression="infer") as file:
         if shard.endswith(".parquet"):
             table = parquet.ParquetFile(file)
-            for group in range(place, table.num_row_groups):
+            for group in range(offset, table.num_row_groups):
                 yield table.read_row_group(group, [args.text_column]).to_pylist(), group + 1
             return
-        file.seek(place)  # at once; but to get there, .gz is unpacked from its beginning
-        while data := file.read(args.shuffle_block) + file.readline():  # up to the end of a record
-            place += len(data)
-            yield [json.loads(line) for line in data.splitlines() if line.strip()], place
+        # This is fast, except in a .gz file, which must be decompressed from its beginning.
+        file.seek(offset)
+        # readline() extends the block to the end of a record.
+        while data := file.read(args.shuffle_block) + file.readline():
+            offset += len(data)
+            yield [json.loads(line) for line in data.splitlines() if line.strip()], offset
 
 
 class Stream:
-    """The training samples, read while training: sample p is the next one of lane p % `--lanes`."""
+    """Read the training samples during training: sample p is the next of lane p % `--lanes`.
+
+    A lane is an endless sequence of samples, from a fixed part of the shards in each epoch. A
+    position in a lane is five numbers: how many shards were used up, the offset of the block in the
+    current shard, how many shards were skipped, the document in the block, the token in it.
+    """
 
     def __init__(self, args, tokenizer):
-        try:  # `datasets` finds the files, and reads none
-            builder = datasets.load_dataset_builder(args.dataset_name, args.dataset_subset)
-            self.shards = sorted(map(str, builder.config.data_files["train"]))
-        except Exception as error:  # as in load_documents
-            fail(f"--dataset-name {args.dataset_name}: {error.__cause__ or error!r}")
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        if args.lanes % ranks or args.lanes > len(self.shards):
-            fail(f"--lanes {args.lanes} does not suit {ranks} ranks and {len(self.shards)} shards")
-        self.args, self.tokenizer, self.held, self.waited = args, tokenizer, None, 0.0
+        self.args, self.tokenizer, self.shards = args, tokenizer, find_shards(args)
+        data_rank, num_data_ranks = dist.get_rank(), dist.get_world_size()
+        if args.lanes % num_data_ranks:
+            problem = f"not divisible by {num_data_ranks} data-parallel ranks; choose a multiple"
+            fail(f"--lanes {args.lanes}: {problem}")
+        if args.lanes > len(self.shards):
+            fail(f"--lanes {args.lanes}: {len(self.shards)} shards are too few; choose fewer lanes")
+        # compare_args() refuses to continue a run with different shards.
         args.shards = mix([Path(shard).name for shard in self.shards])
-        # where a lane's next sample begins: shard, place of the block, shards skipped, text, token
-        self.positions = {n: torch.zeros(5).long() for n in range(rank, args.lanes, ranks)}
+        # This rank reads only the lanes of its samples.
+        lanes = range(data_rank, args.lanes, num_data_ranks)
+        self.positions = {lane: torch.zeros(5, dtype=torch.int64) for lane in lanes}
+        self.held_out_shard, self.seconds_waited = None, 0.0
 
-    def split(self):
-        """Return itself, and lane 0's first samples: the block they are from is not trained on."""
-        drawn = list(islice(self.samples_of(0, [0] * 5), self.args.eval_samples))
-        if drawn[-1][1][:2] != [0, 0]:
-            fail(f"--eval-samples {len(drawn)}: the first block has less; see --shuffle-block")
-        self.held = self.shards[order_of(self.args.seed, 0, len(self.shards))[0]]
-        return self, torch.stack([sample for sample, _ in drawn])
+    def hold_out(self):
+        """Return lane 0's first samples, and keep their block out of the training samples."""
+        first = islice(self.samples_of(0, [0] * 5), self.args.eval_samples)
+        samples, positions = zip(*first, strict=True)
+        if positions[-1][:2] != [0, 0]:
+            problem = "the first block has fewer samples; raise --shuffle-block"
+            fail(f"--eval-samples {self.args.eval_samples}: {problem}")
+        self.held_out_shard = self.shards[order_of(self.args.seed, 0, len(self.shards))[0]]
+        return torch.stack(samples)
 
     def read_ahead(self, step):
-        """Yield the micro-batches after `step`, int64 of [samples, `--seq-length`]."""
+        """Yield this rank's micro-batches after `step`, int64 of [samples, seq_length]."""
         lanes = [(lane, self.samples_of(lane, at.tolist())) for lane, at in self.positions.items()]
-        size, thread, ahead = self.args.micro_batch_size, ThreadPoolExecutor(1), deque()
-        turns = islice(cycle(lanes), step * self.args.accumulation * size % len(lanes), None)
-        drawn = ((lane, *next(samples)) for lane, samples in turns)
+        size = self.args.micro_batch_size
+        num_used = step * self.args.accumulation * size
+        turns = islice(cycle(lanes), num_used % len(lanes), None)
+        samples = ((lane, *next(samples_of_lane)) for lane, samples_of_lane in turns)
+        thread, batches = ThreadPoolExecutor(1), deque()
         while True:
-            while len(ahead) < 16:
-                ahead.append(thread.submit(list, islice(drawn, size)))
-            since = time.perf_counter()
-            names, samples, ends = zip(*ahead.popleft().result(), strict=True)
-            self.waited += time.perf_counter() - since
-            self.positions |= zip(names, map(torch.tensor, ends), strict=True)  # not the thread's
-            batch = torch.stack(samples)
-            yield batch.pin_memory() if self.args.device == "cuda" else batch
+            while len(batches) < 16:
+                batches.append(thread.submit(list, islice(samples, size)))
+            wait_start = time.perf_counter()
+            batch = batches.popleft().result()
+            self.seconds_waited += time.perf_counter() - wait_start
+            # A checkpoint needs the positions after this batch; the thread is further ahead.
+            for lane, _, position in batch:
+                self.positions[lane] = torch.tensor(position)
+            inputs = torch.stack([sample for _, sample, _ in batch])
+            yield inputs.pin_memory() if self.args.device == "cuda" else inputs
 
-    def report(self):
-        """Return the seconds that all ranks have waited for data so far, and the shards skipped."""
-        told = torch.tensor([self.waited, sum(at[2] for at in self.positions.values())])
-        dist.all_reduce(told)
-        return dict(zip(("data_wait", "skipped_shards"), told.tolist(), strict=True))
+    def metrics(self):
+        """Return the seconds that all ranks have waited for data, and the skipped shards."""
+        num_skipped = sum(position[2] for position in self.positions.values())
+        totals = torch.tensor([self.seconds_waited, num_skipped])
+        dist.all_reduce(totals)
+        return dict(zip(("data_wait", "skipped_shards"), totals.tolist(), strict=True))
 
     def samples_of(self, lane, position):
         """Yield the samples of a lane from a position on, each with the position after it."""
-        tokens, (*place, first, used) = torch.empty(0, dtype=torch.int64), position
-        for at, texts in self.blocks_of(lane, *place):
-            first, used = (first, used) if at == place else (0, 0)
-            generator = torch.Generator().manual_seed(mix(self.args.seed, lane, *at[:2]))
+        *start, first_document, first_token = position
+        tokens = torch.empty(0, dtype=torch.int64)
+        for block, texts in self.blocks_of(lane, *start):
+            # Only the first block begins in its middle.
+            if block != start:
+                first_document, first_token = 0, 0
+            generator = torch.Generator().manual_seed(mix(self.args.seed, lane, *block[:2]))
             order = torch.randperm(len(texts), generator=generator).tolist()
-            for number, i in list(enumerate(order))[first:]:
+            for document, i in list(enumerate(order))[first_document:]:
                 ids = self.tokenizer(texts[i], add_special_tokens=False, verbose=False)["input_ids"]
                 ids.append(self.tokenizer.eos_token_id)
-                tokens = torch.cat([tokens, torch.tensor(ids)[used if number == first else 0 :]])
+                num_used = first_token if document == first_document else 0
+                tokens = torch.cat([tokens, torch.tensor(ids)[num_used:]])
                 while len(tokens) >= self.args.seq_length:
                     sample, tokens = tokens.tensor_split([self.args.seq_length])
-                    yield sample, [*at, number, len(ids) - len(tokens)]
+                    yield sample, [*block, document, len(ids) - len(tokens)]
 
-    def blocks_of(self, lane, first, place, skipped):
-        """Yield the blocks of a lane, epoch after epoch: where each begins, and its texts."""
-        last = first
+    def blocks_of(self, lane, first, offset, num_skipped):
+        """Yield the blocks of a lane, epoch after epoch: the block's position and its texts."""
+        shards_per_epoch = len(range(lane, len(self.shards), self.args.lanes))
+        last_used = first
         for number in count(first):
-            epoch, turn = divmod(number, len(range(lane, len(self.shards), self.args.lanes)))
+            epoch, index = divmod(number, shards_per_epoch)
             order = order_of(self.args.seed, epoch, len(self.shards))[lane :: self.args.lanes]
-            shard = self.shards[order[turn]]
-            for begin, texts in self.read_shard(shard, place):
-                skipped += texts is None
-                if texts and (begin or shard != self.held):
-                    last = number
-                    yield [number, begin, skipped], texts
-            place = 0
-            if number - last == len(self.shards):
-                fail(f"--lanes {self.args.lanes}: lane {lane} has found nothing to train on")
+            shard = self.shards[order[index]]
+            for begin, texts in self.read_shard(shard, offset):
+                num_skipped += texts is None
+                is_held_out = begin == 0 and shard == self.held_out_shard
+                if texts and not is_held_out:
+                    last_used = number
+                    yield [number, begin, num_skipped], texts
+            offset = 0
+            if number - last_used == len(self.shards):
+                fail(f"--lanes {self.args.lanes}: lane {lane} has no training data; add shards")
 
-    def read_shard(self, shard, place):
-        """Yield the places and texts of a shard's blocks; no texts, once it cannot be read."""
-        tries = 0  # to read on from a place
-        while tries < 4:
+    def read_shard(self, shard, offset):
+        """Yield a shard's blocks from an offset on: the block's offset, and its texts.
+
+        The texts of a block that cannot be read are None.
+        """
+        failures = 0
+        while failures < 4:
             try:
-                for records, end in blocks_in(self.args, shard, place):
-                    yield place, [record[self.args.text_column] or "" for record in records]
-                    place, tries = end, 0
+                for records, end in blocks_in(self.args, shard, offset):
+                    yield offset, [record[self.args.text_column] or "" for record in records]
+                    offset, failures = end, 0
                 return
-            except Exception as error:  # of a disk, a network, a compression or a format
-                told = f"column {self.args.text_column} of {shard}, from {place} on: {error!r:.200}"
-                tries += 1
-                time.sleep(0 if isinstance(error, KeyError) or tries == 4 else 4 ** (tries - 1))
+            except Exception as error:
+                # Disks, networks, compression and formats raise different types of exception.
+                column = self.args.text_column
+                problem = f"column {column} of {shard}, from {offset} on: {error!r:.200}"
+                failures += 1
+                # Wait for 1, 4 and 16 seconds, unless the column is missing, which no wait repairs.
+                if failures < 4 and not isinstance(error, KeyError):
+                    time.sleep(4 ** (failures - 1))
         if not self.args.skip_bad_shards:
-            fail(f"cannot read {told}")
-        print(f"skipped {told}", file=sys.stderr)
-        yield place, None
+            fail(f"cannot read {problem}; repair the shard, or pass --skip-bad-shards")
+        print(f"skipped {problem}", file=sys.stderr)
+        yield offset, None
 
 
 @functools.lru_cache(maxsize=2)
 def order_of(seed, epoch, num_samples):
-    """Return the order of all samples in an epoch: another one in each."""
+    """Return a random order of the samples, different in each epoch."""
     generator = torch.Generator().manual_seed(mix(seed, epoch))
     return torch.randperm(num_samples, generator=generator)
 
 
 def batch_at(args, samples, step, micro_step, device):
-    """Return a micro-batch, int64 of [samples, `--seq-length`]: the step alone says which."""
-    if args.stream:  # STREAM: or the positions of the lanes
+    """Return the int64 micro-batch of a step; the step number alone determines its samples."""
+    # STREAM: the positions of the lanes determine the samples instead.
+    if args.stream:
         return next(samples.batches).to(device, non_blocking=True)
-    size = args.micro_batch_size * dist.get_world_size()
+    data_rank, num_data_ranks = dist.get_rank(), dist.get_world_size()
+    size = args.micro_batch_size * num_data_ranks
     first = ((step - 1) * args.accumulation + micro_step) * size
-    positions = range(first + dist.get_rank(), first + size, dist.get_world_size())
-    places = [divmod(position, len(samples)) for position in positions]
-    ids = [order_of(args.seed, epoch, len(samples))[place] for epoch, place in places]
-    batch = samples[torch.stack(ids)].long()
+    positions = range(first + data_rank, first + size, num_data_ranks)
+    batch = samples_at(args, samples, positions).long()
     return batch.pin_memory().to(device, non_blocking=True) if args.device == "cuda" else batch
+
+
+def samples_at(args, samples, positions):
+    """Return the samples at some positions in the endless sequence of shuffled epochs."""
+    ids = []
+    for position in positions:
+        epoch, index = divmod(position, len(samples))
+        ids.append(order_of(args.seed, epoch, len(samples))[index])
+    return samples[torch.stack(ids)]
 
 
 # ---- one step --------------------------------------------------------------------------------
 def loss_of(args, model, batch):
-    """Return the mean loss of predicting each token of `batch` from those before it."""
+    """Return the mean next-token loss of `batch`."""
     return model(input_ids=batch, labels=batch, use_cache=False).loss
 
 
-def train_step(args, model, optimizer, train_set, step, device):
-    """Take one optimizer step; return loss and gradient norm as they lie on the device."""
-    torch.manual_seed(mix(args.seed, step, dist.get_rank()))
-    total = torch.zeros((), device=device)
+def forward_backward(args, model, train_set, step, device):
+    """Add up the gradients of the step's micro-batches; return the mean loss on the device."""
+    total_loss = torch.zeros((), device=device)
     for micro_step in range(args.accumulation):
-        # FSDP: each rank adds up its shard of the gradient; replicas add theirs up once
+        # FSDP: every micro-batch adds to the shards of the gradients. All-reduce them between the
+        # replicas in the last micro-batch only.
         model.set_requires_all_reduce(micro_step == args.accumulation - 1)
         batch = batch_at(args, train_set, step, micro_step, device)
         loss = loss_of(args, model, batch) / args.accumulation
         loss.backward()
-        total += loss.detach()
+        total_loss += loss.detach()
+    return total_loss
+
+
+def clip_gradients(args, model):
+    """Scale the gradients down to `--max-grad-norm`; return the norm that they had before."""
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    grad_norm = torch.nn.utils.get_total_norm(grads).full_tensor()  # FSDP: of all shards
-    dist.broadcast(grad_norm, 0)  # FSDP: each replica has added up in an order of its own
-    limit = args.max_grad_norm or math.inf
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, grad_norm)
+    # FSDP: the norm of all shards.
+    grad_norm = torch.nn.utils.get_total_norm(grads).full_tensor()
+    # FSDP: replicas may add up in different orders, so all ranks take the norm of rank 0.
+    dist.broadcast(grad_norm, 0)
+    max_norm = args.max_grad_norm or math.inf
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, grad_norm)
+    return grad_norm
+
+
+def train_step(args, model, optimizer, train_set, step, device):
+    """Take one optimizer step; return the loss and the gradient norm as tensors on the device."""
+    torch.manual_seed(mix(args.seed, step, dist.get_rank()))
+    loss = forward_backward(args, model, train_set, step, device)
+    grad_norm = clip_gradients(args, model)
     for group in optimizer.param_groups:
         group["lr"] = lr_at(args, step)
-    # 1 from the first gradient on that is not finite: AdamW then leaves everything as it is
+    # Once a gradient is not finite, found_inf stays 1, and AdamW skips this and all later updates.
     optimizer.found_inf = torch.maximum(optimizer.found_inf, (~grad_norm.isfinite()).float())
     optimizer.step()
     optimizer.zero_grad()
-    return total, grad_norm
+    return loss, grad_norm
 
 
 @torch.no_grad()
 def evaluate(args, model, held_out, device):
     """Return the mean loss of the held-out samples."""
     model.eval()
-    total = torch.zeros((), device=device)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    rounds = math.ceil(len(held_out) / (args.micro_batch_size * world_size))
-    for batch in held_out.tensor_split(rounds * world_size)[rank::world_size]:
-        some = batch if len(batch) else held_out[:1]  # DDP: all ranks do as many forward passes
-        total += loss_of(args, model, some.long().to(device)) * len(batch)
+    total_loss, num_samples = torch.zeros(2, device=device)
+    data_rank, num_data_ranks = dist.get_rank(), dist.get_world_size()
+    batch_size = args.micro_batch_size
+    num_rounds = math.ceil(len(held_out) / (batch_size * num_data_ranks))
+    for batch in held_out.tensor_split(num_rounds * num_data_ranks)[data_rank::num_data_ranks]:
+        # DDP: a rank with no samples left repeats a sample with weight 0, so that every rank runs
+        # the same number of forward passes.
+        inputs = batch if len(batch) else held_out[:1]
+        total_loss += loss_of(args, model, inputs.long().to(device)) * len(batch)
+        num_samples += len(batch)
     model.train()
-    dist.all_reduce(total)
-    return (total / len(held_out)).item()
+    dist.all_reduce(total_loss)
+    dist.all_reduce(num_samples)
+    return (total_loss / num_samples).item()
 
 
 # ---- checkpoint ------------------------------------------------------------------------------
 @rank_first()
 def partial_of(folder):
-    """Return an empty folder in which to write what shall appear as `folder`."""
+    """Create an empty temporary folder beside `folder`; publish() renames it to `folder`."""
     partial = folder.with_name(".partial")
     if dist.get_rank() != 0:
         return partial
-    shutil.rmtree(partial, ignore_errors=True)  # a kill may have left it
+    # A run that was killed during a save may have left its files.
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True, exist_ok=True)
     return partial
 
 
 def publish(args, partial, folder):
-    """Give a folder its name, once all of it is on the disk; delete the oldest checkpoints."""
+    """Flush `partial` to disk, rename it to `folder`, and delete the oldest checkpoints."""
     for path in (*partial.rglob("*"), partial):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    shutil.rmtree(folder, ignore_errors=True)  # it could not be read, or is an older model
+    # A checkpoint that could not be read, or an older model, may have the name.
+    shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
-    until_now = [old for old in sorted(folder.parent.glob("step-????????")) if old <= folder]
-    for old in until_now[: -args.keep_checkpoints]:
-        shutil.rmtree(old.rename(partial))  # a kill leaves no half of it under its name
+    checkpoints = [path for path in sorted(folder.parent.glob("step-????????")) if path <= folder]
+    for checkpoint in checkpoints[: -args.keep_checkpoints]:
+        # Rename it first, so that a kill during the deletion leaves no half-deleted checkpoint.
+        shutil.rmtree(checkpoint.rename(partial))
 
 
 class PublishingWriter(dcp.FileSystemWriter):
-    """Gives a checkpoint its name when the shards of all ranks are on the disk."""
+    """Publish a checkpoint once the shards of all ranks are on disk."""
 
     def __init__(self, args, checkpoint):
         super().__init__(partial_of(checkpoint))
         self.args, self.checkpoint = args, checkpoint
 
     def finish(self, metadata, results):
-        super().finish(metadata, results)  # FSDP: rank 0 calls it, when all ranks have written
+        # FSDP: DCP calls this on rank 0, after all ranks have written their shards.
+        super().finish(metadata, results)
         publish(self.args, self.path, self.checkpoint)
 
 
-def save_checkpoint(args, run_dir, model, optimizer, data, step):
-    """Save all that is not a function of the step."""
+def save_checkpoint(args, run_dir, model, optimizer, train_set, step):
+    """Save everything that cannot be computed from the step number."""
     checkpoint = run_dir / f"checkpoints/step-{step:08}"
-    state = state_of(model, optimizer, data)
+    state = state_of(model, optimizer, train_set)
+    # FSDP: save the arguments of rank 0; DCP would take them from any rank.
     if dist.get_rank() == 0:
-        state["args"] = json.dumps(vars(args))  # FSDP: or else DCP would take any rank's
+        state["args"] = json.dumps(vars(args))
     writer = PublishingWriter(args, checkpoint)
     dcp.save(state, storage_writer=writer, process_group=patient_group())
 
 
-def state_of(model, optimizer, data):
-    """Return this rank's shards, by names that do not depend on the number of ranks."""
-    weights = weights_of(model)  # first, as it shards again what an evaluation left gathered
-    adam = get_optimizer_state_dict(model, optimizer)["state"]  # a new optimizer gets it here
-    return {"model": weights, "optimizer": adam, "lanes": getattr(data, "positions", {})}
+def state_of(model, optimizer, train_set):
+    """Return this rank's shards by names that do not depend on the number of ranks."""
+    # FSDP: state_dict() shards the weights again that an evaluation left gathered, so it is first.
+    weights = weights_of(model)
+    # FSDP: this call also creates the state of a new optimizer.
+    optimizer_state = get_optimizer_state_dict(model, optimizer)["state"]
+    # STREAM: each rank saves the positions of its lanes.
+    positions = getattr(train_set, "positions", {})
+    return {"model": weights, "optimizer": optimizer_state, "lanes": positions}
 
 
 def weights_of(model):
-    """Return this rank's shards of the weights by name, tied ones once."""
+    """Return this rank's shards of the weights by name; a tied weight is there once."""
     tied, weights = model.all_tied_weights_keys, model.state_dict()
     return {name: weight for name, weight in weights.items() if name not in tied}
 
 
-def load_checkpoint(args, run_dir, model, optimizer, data):
-    """Restore the newest checkpoint that can be read; return its step, which is 0 for a new run."""
+def load_checkpoint(args, run_dir, model, optimizer, train_set):
+    """Restore the newest readable checkpoint; return its step, or 0 for a new run."""
     checkpoints = sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)
-    logging.getLogger().setLevel(logging.ERROR)  # DCP logs pages on what fits on a line
-    found = [checkpoints]
-    dist.broadcast_object_list(found, group=patient_group())
-    for checkpoint in found[0]:  # DDP: all ranks try those that rank 0 has found
+    # FSDP: DCP would log pages about a checkpoint that cannot be read; the print below says it.
+    logging.getLogger().setLevel(logging.ERROR)
+    # DDP: all ranks try the checkpoints that rank 0 has found.
+    candidates = [checkpoints]
+    dist.broadcast_object_list(candidates, group=patient_group())
+    for checkpoint in candidates[0]:
         try:
-            about = {"args": ""}
-            dcp.load(about, checkpoint_id=checkpoint, process_group=patient_group())
-            compare_args(args, json.loads(about["args"]), checkpoint)
-            state = state_of(model, optimizer, data)  # FSDP: each rank fills its shards in place
+            saved = {"args": ""}
+            dcp.load(saved, checkpoint_id=checkpoint, process_group=patient_group())
+            saved_args = json.loads(saved["args"])
+            compare_args(args, saved_args, checkpoint)
+            state = state_of(model, optimizer, train_set)
+            # FSDP: each rank reads its shards, in place.
             dcp.load(state, checkpoint_id=checkpoint, process_group=patient_group())
-        except (Exception, dcp.CheckpointException) as error:  # FSDP: the same one on all ranks
-            print(f"{checkpoint} cannot be read, so the one before is tried: {error!r:.200}")
+        except (Exception, dcp.CheckpointException) as error:
+            # FSDP: an error on one rank is raised on all ranks.
+            print(f"{checkpoint} cannot be read; trying the one before: {error!r:.200}")
             continue
+        args.wandb_id = saved_args["wandb_id"]
         print(f"continuing from {checkpoint}")
         return int(checkpoint.name.removeprefix("step-"))
     if checkpoints:
-        fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete them all to start anew")
+        fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete them to start again")
     return 0
 
 
-def compare_args(args, before, checkpoint):
-    """Stop if the checkpoint is another run's; else say what has changed since."""
-    args.wandb_id = before["wandb_id"]
-    fixed = ["model_name", "config", "num_weights", "dataset_fingerprint"]
-    fixed += ["seq_length", "global_batch_size", "seed"]
-    fixed += ["stream", "lanes", "shuffle_block", "shards"] if args.stream else []
+def compare_args(args, saved_args, checkpoint):
+    """Refuse to continue a different run; print the changes that keep it the same run."""
+    must_match = ["model_name", "config", "num_weights", "dataset_fingerprint"]
+    must_match += ["seq_length", "global_batch_size", "seed"]
+    if args.stream:
+        must_match += ["stream", "lanes", "shuffle_block", "shards"]
     for name, value in vars(args).items():
-        if value == before.get(name):
+        if name == "wandb_id" or value == saved_args.get(name):
             continue
-        told = f"{checkpoint}: {name} was {before.get(name)}, is {value}"
-        if name in fixed:
-            fail(f"{told}; choose another --experiment-name")
-        print(told)
+        change = f"{checkpoint}: {name} was {saved_args.get(name)}, is now {value}"
+        if name in must_match:
+            fail(f"{change}; choose a different --experiment-name")
+        print(change)
 
 
 def export_model(args, run_dir, model, tokenizer):
-    """Write the finished model as a folder that `from_pretrained` loads; no host holds it all."""
+    """Write the finished model to a folder that `from_pretrained` can load."""
     partial, weights = partial_of(run_dir / "model"), weights_of(model)
+    # FSDP: no host holds the full model. Each rank writes its shards, and rank 0 joins them into
+    # files of 5 GB.
     ends = accumulate(weight.numel() * weight.itemsize for weight in weights.values())
     files = {name: 1 + end // 5_000_000_000 for name, end in zip(weights, ends, strict=True)}
     writer = dcp.HuggingFaceStorageWriter(
@@ -707,16 +870,19 @@ def export_model(args, run_dir, model, tokenizer):
     dcp.save(weights, storage_writer=writer, process_group=patient_group())
     if dist.get_rank() != 0:
         return
-    shutil.rmtree(partial / "sharded")  # FSDP: the shards, of which rank 0 has made the files
+    shutil.rmtree(partial / "sharded")
+    # FSDP: fully_shard() has changed the name of the model's class.
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    for part in (model.config, model.generation_config, tokenizer):
-        part.save_pretrained(partial)
+    model.config.save_pretrained(partial)
+    model.generation_config.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
     publish(args, partial, run_dir / "model")
     (run_dir / f"finished-{args.num_steps}").touch()
 
 
 # ---- main ------------------------------------------------------------------------------------
-PEAK_FLOPS = {  # dense bf16 matrix products a second, from the makers' data sheets
+# Dense bf16 FLOP/s, from the data sheets of the vendors.
+PEAK_FLOPS = {
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,
@@ -726,101 +892,129 @@ PEAK_FLOPS = {  # dense bf16 matrix products a second, from the makers' data she
 
 
 def mfu(args, model, tokens_per_second):
-    """Return the model FLOPs utilization, or None: PaLM, appendix B, arxiv.org/abs/2204.02311."""
+    """Return the model FLOPs utilization (PaLM, appendix B, arxiv.org/abs/2204.02311).
+
+    Return None if the peak of this device is unknown, or the precision is not bf16.
+    """
     peak = PEAK_FLOPS.get(torch.cuda.get_device_name() if args.device == "cuda" else "cpu")
     if peak is None or tokens_per_second is None or args.precision != "bf16":
         return None
-    parts = [model.get_output_embeddings(), *layers_of(model)]
-    weights = sum(weight.numel() for part in parts for weight in part.parameters())
+    modules = [model.get_output_embeddings(), *layers_of(model)]
+    num_weights = sum(weight.numel() for module in modules for weight in module.parameters())
     config, heads = model.config, model.config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    flops = 6 * weights + 12 * config.num_hidden_layers * width * args.seq_length
-    return tokens_per_second * flops / (peak * dist.get_world_size())
+    flops_per_token = 6 * num_weights + 12 * config.num_hidden_layers * width * args.seq_length
+    return tokens_per_second * flops_per_token / (peak * dist.get_world_size())
 
 
-def measure(args, model, step, loss, grad_norm, since):
-    """Return the metrics of `step`; to read them, the host waits for the device."""
+def measure(args, model, step, loss, grad_norm, interval_start):
+    """Return the metrics of `step`; reading them makes the host wait for the device."""
     dist.all_reduce(loss, dist.ReduceOp.AVG)
     row = {"step": step, "loss": loss.item(), "grad_norm": grad_norm.item()}
-    first, then = since
-    tokens = (step - first) * args.global_batch_size * args.seq_length
-    speed = tokens / (time.perf_counter() - then) if then else None
-    unit = 1 if sys.platform == "darwin" else 1024  # of the next line, in bytes
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    start_step, start_time = interval_start
+    tokens = (step - start_step) * args.global_batch_size * args.seq_length
+    speed = tokens / (time.perf_counter() - start_time) if start_time else None
+    # Linux counts ru_maxrss in KiB.
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if args.device == "cuda":
         memory = torch.cuda.max_memory_allocated()
     row |= {"lr": lr_at(args, step), "tokens_per_second": speed, "mfu": mfu(args, model, speed)}
     return row | {"peak_memory_gib": memory / 2**30}
 
 
-def log(run_dir, run, row):
-    """Add a row to metrics.jsonl, where the last row of a step counts, to wandb, and to stdout."""
+def start_tracking(args, run_dir):
+    """Start a wandb run, or continue the run whose id the checkpoint has."""
+    wandb_run = wandb.init(
+        id=args.wandb_id,
+        name=args.experiment_name,
+        config=vars(args),
+        dir=run_dir,
+        mode=args.wandb if dist.get_rank() == 0 else "disabled",
+        resume="allow",
+    )
+    # wandb's own step counter never goes back: wandb would drop the steps that a resume repeats.
+    wandb_run.define_metric("*", step_metric="step")
+    return wandb_run
+
+
+def log(run_dir, wandb_run, row):
+    """Append a row to metrics.jsonl, and send it to wandb and stdout.
+
+    After a resume, a step may have more than one row; the last row counts.
+    """
     if dist.get_rank() != 0:
         return
     with open(run_dir / "metrics.jsonl", "a") as file:
         print(json.dumps(row), file=file)
-    run.log(row, step=row["step"])
-    with suppress(OSError):  # of a terminal that is gone
-        tqdm.write("  ".join(f"{name} {n:,.6g}" for name, n in row.items() if n is not None))
+    wandb_run.log(row)
+    # The terminal may be gone.
+    with suppress(OSError):
+        known = {name: value for name, value in row.items() if value is not None}
+        tqdm.write("  ".join(f"{name} {value:,.6g}" for name, value in known.items()))
 
 
 @record
 def main():
-    """Train; started again with the same command, continue from the newest checkpoint."""
+    """Train; when started again with the same command, continue from the newest checkpoint."""
     args = parse_args()
     device, run_dir = setup(args)
     tokenizer, config = build_tokenizer_and_config(args)
     train_set, held_out = build_data(args, tokenizer)
-    known = held_out if args.stream else train_set
-    args.dataset_fingerprint = mix(len(known), known[:: 1 + len(known) // 100].tolist())
+    # STREAM: a stream has no length, so its fingerprint is that of the held-out samples.
+    samples = held_out if args.stream else train_set
+    args.dataset_fingerprint = mix(len(samples), samples[:: 1 + len(samples) // 100].tolist())
     model = shard(args, build_model(args, config), device)
     args.num_weights = model.num_parameters()
     optimizer = build_optimizer(args, model)
     start = load_checkpoint(args, run_dir, model, optimizer, train_set)
     if start >= args.num_steps and (run_dir / f"finished-{start}").exists():
-        print(f"{run_dir} is finished: it has {start} steps")
+        print(f"{run_dir} is already finished, at step {start}")
         return
 
     if args.stream:
         train_set.batches = train_set.read_ahead(start)
-    about = {"id": args.wandb_id, "name": args.experiment_name, "config": vars(args)}
-    run = wandb.init(**about, dir=run_dir, mode=args.wandb, resume="allow")
+    wandb_run = start_tracking(args, run_dir)
     if start == 0:
-        log(run_dir, run, {"step": 0, "val_loss": evaluate(args, model, held_out, device)})
-    since = start, None  # the speed of the first interval is unknown, as its first step compiles
+        log(run_dir, wandb_run, {"step": 0, "val_loss": evaluate(args, model, held_out, device)})
+    # The first interval includes compilation, so it has no start time, and its speed is not logged.
+    interval_start = start, None
     steps = range(start + 1, args.num_steps + 1)
     stops = stop_requests(run_dir)
     for step in tqdm(steps, initial=start, total=args.num_steps, file=sys.stdout, disable=None):
         stop = next(stops)
         loss, grad_norm = train_step(args, model, optimizer, train_set, step, device)
-        last = step == args.num_steps
-        evaluating = last or step % args.eval_every == 0
+        is_last = step == args.num_steps
+        evaluating = is_last or step % args.eval_every == 0
         reporting = evaluating or step % args.log_every == 0
-        saving = last or step % args.checkpoint_every == 0 or stop
+        saving = is_last or step % args.checkpoint_every == 0 or stop
         if (reporting or saving) and optimizer.found_inf:
-            fail(f"a gradient in steps {since[0] + 1} to {step} was not finite; nothing was saved")
+            first = interval_start[0] + 1
+            fail(f"a gradient in steps {first} to {step} was not finite; nothing was saved")
         if reporting:
-            row = measure(args, model, step, loss, grad_norm, since)
-            row |= train_set.report() if args.stream else {}
+            row = measure(args, model, step, loss, grad_norm, interval_start)
+            if args.stream:
+                row |= train_set.metrics()
             if evaluating:
                 row["val_loss"] = evaluate(args, model, held_out, device)
-            log(run_dir, run, row)
+            log(run_dir, wandb_run, row)
         if saving:
             save_checkpoint(args, run_dir, model, optimizer, train_set, step)
         if reporting or saving:
-            since = step, time.perf_counter()
-        if stop and not last:
-            print(f"stopped at step {step}: the same command continues")
-            run.finish()
+            interval_start = step, time.perf_counter()
+        if stop and not is_last:
+            print(f"stopped at step {step}; the same command continues")
+            wandb_run.finish()
             return
 
     export_model(args, run_dir, model, tokenizer)
     print(f"finished: {run_dir} has the model, the metrics and the last checkpoints")
-    run.finish()
+    wandb_run.finish()
 
 
 if __name__ == "__main__":
     main()
-    if dist.is_initialized():  # which it is not after --help
-        dist.barrier(group=patient_group())  # DDP: no rank leaves while another may still need it
+    # DDP: after --help there is no process group.
+    if dist.is_initialized():
+        # DDP: keep every rank alive until all ranks have finished.
+        wait_for_all()
         dist.destroy_process_group()
