@@ -197,14 +197,14 @@ def test_activations_are_as_predicted(tmp_path):
 
 # ---- what is refused -------------------------------------------------------------------------
 REFUSED = {
-    "ranks": ([*TWO, *TP], 2, "-size: groups of 4 ranks must divide 2 ranks"),
-    "length": ([*TWO, "-s", 63], 2, "groups of 2 ranks must divide 2 ranks and --seq-length 63"),
-    "both": ([*TWO, *TP, "-s", 66], 4, "4 ranks must divide 4 ranks and --seq-length 66"),
-    "samples": ([*TWO, "--global-batch-size", 7], 4, "7 does not divide by 2 groups of 2 ranks"),
-    "heads": ([*TWO, *ULYSSES, "-m", "one-head"], 2, "has 1 key-value heads, which 2 ranks cannot"),
-    "parts of them": ([*FOUR, *TP, *ULYSSES], 8, "has 4 key-value heads, which 8 ranks cannot"),
-    "window": ([*TWO, "-m", "window"], 2, "needs whole sequences for its attention with a mask"),
-    "positions": ([*TWO, "-m", "dynamic"], 2, "sequences for its dynamic layers or positions"),
+    "ranks": ([*TWO, *TP], 2, "--pipeline-parallel-size 1: 2 ranks are not divisible by 4"),
+    "length": ([*TWO, "-s", 63], 2, "--seq-length 63: not divisible by 2, the ranks"),
+    "both": ([*TWO, *TP, "-s", 66], 4, "--seq-length 66: not divisible by 4, the ranks"),
+    "samples": ([*TWO, "--global-batch-size", 7], 4, "7: not divisible by 2 data-parallel ranks"),
+    "heads": ([*TWO, *ULYSSES, "-m", "one-head"], 2, "1 key-value heads for 2 ranks"),
+    "parts of them": ([*FOUR, *TP, *ULYSSES], 8, "4 key-value heads for 8 ranks"),
+    "window": ([*TWO, "-m", "window"], 2, "window has a mask, which needs full sequences"),
+    "positions": ([*TWO, "-m", "dynamic"], 2, "full sequences, because it has dynamic"),
 }
 
 
@@ -249,7 +249,7 @@ def token_by_token(chapter, kind):
     """Return how far a family's parts of sequences are from the whole, apart from attention."""
     config = shrink(CONFIG_MAPPING[kind]())
     split = {"tensor_parallel_size": 1, "context_parallel_size": 2}
-    split |= {"context_parallel_style": "gather"}
+    split |= {"context_parallel_style": "gather", "pipeline_parallel_size": 1}
     chapter.build_model(argparse.Namespace(**ARGS, **split), config)
     model = AutoModelForCausalLM.from_config(config).eval()
     AttentionInterface.register("alone", alone)

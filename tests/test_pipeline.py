@@ -36,13 +36,11 @@ SETTINGS = {  # four micro-batches where nothing else is said
     "-2": ["--batch-size", 4],
     "-gpipe": ["--batch-size", 2, "--pipeline-schedule", "gpipe"],
     "-interleaved": ["--batch-size", 2, "--pipeline-schedule", "interleaved-1f1b"],
-    "-zbv": ["--batch-size", 2, "--pipeline-schedule", "zbv"],
     "-compiled": ["--batch-size", 4, "--compile"],
     "-offload": ["--batch-size", 1, "--cpu-offload", "--recompute", "full", "--checkpoint-async"],
     "-replicas": ["--batch-size", 2, "--replicas", 2],
     "-five": ["--batch-size", 2, "--config", "num_hidden_layers=5"],
     "-bf16": ["--batch-size", 2, "--precision", "bf16"],
-    "-zbv-bf16": ["--batch-size", 2, "--precision", "bf16", "--pipeline-schedule", "zbv"],
 }
 LAYOUTS = {
     "pp2": (2, TWO),
@@ -54,16 +52,16 @@ LAYOUTS = {
 TRIED = {  # by layout: settings and families
     "pp2": ["-gpipe", "-qwen3"],
     "pp2tp2": ["-interleaved"],
-    "pp2dp2": ["-zbv"],
+    "pp2dp2": [""],
 }
 MATRIX = {
-    "pp2": ["", "-8", "-2", "-interleaved", "-zbv", "-compiled", "-offload", "-five", "-bf16"],
+    "pp2": ["", "-8", "-2", "-interleaved", "-compiled", "-offload", "-five", "-bf16"],
     "pp2dp2": ["", "-8", "-gpipe", "-interleaved", "-offload", "-replicas", "-bf16", "-qwen3"],
-    "pp2tp2": ["", "-8", "-gpipe", "-zbv", "-offload", "-bf16", "-llama", "-qwen3", "-gpt_neox"],
+    "pp2tp2": ["", "-8", "-gpipe", "-offload", "-bf16", "-llama", "-qwen3", "-gpt_neox"],
     "pp4": ["", "-8", "-gpipe", "-five", "-bf16", *(f"-{name}" for name in FAMILIES[1:])],
     "pp2dp2tp2": ["-qwen3"],
 }
-MATRIX["pp2"] += ["-zbv-bf16", *(f"-{name}" for name in FAMILIES if name != "qwen3")]
+MATRIX["pp2"] += [f"-{name}" for name in FAMILIES if name != "qwen3"]
 
 
 def runs_of(tried):
@@ -167,7 +165,7 @@ def test_all_settings_together(more_curves, run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", ["pp2-qwen3", "pp2tp2-interleaved", "pp2dp2-zbv"])
+@pytest.mark.parametrize("run", ["pp2-qwen3", "pp2tp2-interleaved", "pp2dp2"])
 def test_the_finished_model_is_what_was_evaluated(curves, root, load, monkeypatch, families, run):
     """transformers loads it by its folder alone, and finds the validation loss that was logged."""
     chapter, args = load("01"), [*SHORT, "--save-dir", str(root)]
@@ -190,7 +188,8 @@ def test_the_finished_model_is_what_was_evaluated(curves, root, load, monkeypatc
 def test_one_rank_in_the_pipeline_is_chapter_06(tmp_path):
     """Bit for bit, whatever schedule is named."""
     args = [*SHORT, *TP, "--batch-size", 2, "--save-dir", tmp_path, "-e"]
-    jobs = [("06", [*args, "six"]), ("07", [*args, "seven", "--pipeline-schedule", "zbv"])]
+    interleaved = ["--pipeline-schedule", "interleaved-1f1b"]
+    jobs = [("06", [*args, "six"]), ("07", [*args, "seven", *interleaved])]
     run_or_fail(2, jobs, tmp_path / "jobs", timeout=200)
     assert difference(metrics(tmp_path / "six"), metrics(tmp_path / "seven")) == 0.0
     one, other = weights_of(tmp_path / "six", 20), weights_of(tmp_path / "seven", 20)
@@ -201,7 +200,7 @@ def test_one_rank_in_the_pipeline_is_chapter_06(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout, schedule", [("pp2", "zbv"), ("pp4", "1f1b")])
+@pytest.mark.parametrize("layout, schedule", [("pp2", "interleaved-1f1b"), ("pp4", "1f1b")])
 def test_weights_are_those_of_chapter_01(families, tmp_path, layout, schedule):
     """Drawn or read, bit for bit, with the buffers, and nothing is left as memory was."""
     world_size, flags = LAYOUTS[layout]
@@ -251,9 +250,7 @@ def test_layers_are_spread_evenly(load, capsys, layers, stages):
         model = AutoModelForCausalLM.from_config(
             transformers.LlamaConfig(hidden_size=32, num_hidden_layers=layers, vocab_size=384)
         )
-    args = {"stages": stages, "pipeline_parallel_size": stages, "pipeline_schedule": "1f1b"}
-    args |= {"model_name": "it", "compile": False, "recompute": "none"}
-    parts = load("07").spread(argparse.Namespace(**args), model)
+    parts = load("07").split_into_stages(argparse.Namespace(num_stages=stages), model)
     ends = [model.model.embed_tokens, model.model.norm, model.lm_head]
     found = [[part for part in stage if part not in ends] for stage in parts]
     assert [part for stage in found for part in stage] == [*model.model.layers]
@@ -267,16 +264,16 @@ def test_layers_are_spread_evenly(load, capsys, layers, stages):
     assert line.endswith(f"-{layers - 1}\n") and line.count("-") == stages
 
 
-def chained(chapter, kind, schedule="1f1b", stages=2):
+def chained(chapter, kind, stages=2):
     """Return what a small model and its stages, one after another, make of the same ids."""
     torch.manual_seed(0)
     config = shrink(CONFIG_MAPPING[kind]())
     model = AutoModelForCausalLM.from_config(config).eval()
     model.get_output_embeddings().forward = torch.clone  # as in build_model
-    args = {"stages": stages, "pipeline_parallel_size": stages, "pipeline_schedule": schedule}
-    args |= {"model_name": kind, "compile": False, "recompute": "none", "seq_length": 16}
-    args = argparse.Namespace(**args)
-    parts = chapter.spread(args, model)
+    args = {"num_stages": stages, "pipeline_parallel_size": stages, "tensor_parallel_size": 1}
+    args = argparse.Namespace(**args, model_name=kind, seq_length=16)
+    chapter.check_model(args, model)
+    parts = chapter.split_into_stages(args, model)
     ids = torch.arange(32).view(2, 16)
     with torch.no_grad():
         whole, hidden = model(input_ids=ids, use_cache=False).logits, ids
@@ -312,13 +309,13 @@ def test_stages_of_all_families(load):
 
 
 @pytest.mark.parametrize("world_size, size", [(2, TWO), (4, TWO), (4, FOUR), (8, [*TWO, *TP])])
-@pytest.mark.parametrize("given", ["1f1b", "zbv"])
+@pytest.mark.parametrize("given", ["1f1b", "interleaved-1f1b"])
 def test_a_pipeline_takes_the_samples_of_one_rank(parse, given, world_size, size):
     """All at once: it is the schedule that splits them, into what --batch-size allows."""
     args = parse(*size, "--batch-size", 1, "--pipeline-schedule", given, world_size=world_size)
     groups = world_size // args.pipeline_parallel_size // args.tensor_parallel_size
-    assert args.micro_batch_size == args.micro_batches == 8 // groups and args.accumulation == 1
-    assert args.stages == args.pipeline_parallel_size * (2 if given == "zbv" else 1)
+    assert args.micro_batch_size == 1 and args.accumulation == 8 // groups
+    assert args.num_stages == args.pipeline_parallel_size * (1 if given == "1f1b" else 2)
 
 
 @pytest.mark.exhaustive
@@ -404,50 +401,47 @@ def test_evaluation_has_no_dropout(families, tmp_path):
 
 
 # ---- what is refused -------------------------------------------------------------------------
-ZBV = ["--pipeline-schedule", "zbv", "--batch-size", 2]
 REFUSED = {
-    "ranks": ([*TP, *TWO], "--pipeline-parallel-size: groups of 4 ranks must divide 2 ranks"),
+    "ranks": ([*TP, *TWO], "--pipeline-parallel-size 2: 2 ranks are not divisible by 4"),
     "zero": (["--pipeline-parallel-size", 0], "--pipeline-parallel-size 0: must be at least 1"),
     "schedule": (["--pipeline-schedule", "2f2b"], "invalid choice: '2f2b'"),
     "micro-batches": (
         TWO,
-        "error: 1 micro-batches do not fill 2 ranks; take --batch-size 4",
+        "-size 2: 1 micro-batches do not fill 1f1b; choose --batch-size 4",
     ),
     "rounds": (
         [*TWO, "--pipeline-schedule", "interleaved-1f1b", "--global-batch-size", 12, "-b", 4],
-        "error: 3 micro-batches do not fill 2 ranks; take --batch-size 3",
+        "-size 2: 3 micro-batches do not fill interleaved-1f1b; choose --batch-size 3",
     ),
     "samples": (
         [*TWO, "--global-batch-size", 1],
-        "fill 2 ranks; take a larger --global-batch-size",
+        "1 micro-batches do not fill 1f1b; choose a larger --global-batch-size",
     ),
     "layers": (
         [*TWO, "-b", 2, "--config", "num_hidden_layers=1"],
         "tiny has 1 layers, fewer than 2 stages",
     ),
     "two stages a rank": (
-        [*ZBV, *TWO, "--config", "num_hidden_layers=3"],
+        [*SETTINGS["-interleaved"], *TWO, "--config", "num_hidden_layers=3"],
         "tiny has 3 layers, fewer than 4 stages",
     ),
-    "zbv, compiled": ([*ZBV, *TWO, "--compile"], "tiny: zbv has no --compile, no --recompute and"),
-    "zbv, recomputed": ([*ZBV, *TWO, "--recompute", "full"], "zbv has no --compile, no --rec"),
-    "zbv, tied": (
-        [*ZBV, *TWO, "-m", "qwen3"],
-        "qwen3: zbv has no --compile, no --recompute and no",
+    "no plan": (
+        [*TWO, "-b", 2, "-m", "opt"],
+        "-size 2: transformers has no pipeline plan for {families}/opt",
     ),
-    "no plan": ([*TWO, "-b", 2, "-m", "opt"], "opt has no pipeline plan in transformers"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_one_line_says_why_it_cannot_be_a_pipeline(parse, load, families, capsys, case):
     given, expected = REFUSED[case]
-    given = [families / word if word in ("opt", "qwen3") else word for word in given]
+    given = [families / word if word == "opt" else word for word in given]
     with pytest.raises(SystemExit) as stop:
         args = parse(*given, world_size=2)
         chapter = load("07")
         _, config = chapter.build_tokenizer_and_config.__wrapped__(args)
-        chapter.spread(args, chapter.build_model(args, config))
+        chapter.build_model(args, config)
+    expected = expected.format(families=families)
     check_user_error({"stderr": capsys.readouterr().err, "status": stop.value.code}, expected)
 
 
@@ -464,7 +458,7 @@ def test_on_two_ranks_both_end_and_nothing_is_written(families, tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b"])
 def test_the_bubble_is_that_of_the_formula(tmp_path, schedule):
     """With layers that sleep for so long that what else the ranks do does not matter."""
     command = [ROOT / "benchmarks/bubble.py", "--output", tmp_path / "rows.json"]

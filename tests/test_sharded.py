@@ -84,7 +84,7 @@ def test_what_is_of_another_run_stays_as_it_is(runs, models, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/checkpoints/**/*")}
     cases = {
         "whole": ([], "no checkpoint in "),
-        "seed": (["--seed", 1], "step-00000030: seed was 0, is 1; choose another"),
+        "seed": (["--seed", 1], "step-00000030: seed was 0, is now 1; choose a different"),
         "qwen": (["-m", model], "step-00000030: num_weights was "),
     }
     jobs = [("04", [*args, name, *options]) for name, (options, _) in cases.items()]
@@ -102,7 +102,7 @@ def test_the_settings_of_the_command_hold_after_a_resume(runs, tmp_path):
     assert not [name for name in names.state_dict_metadata if "weight_decay" in name]
     args = [*LONG, "--save-dir", tmp_path, "-e", "run", "--weight-decay", 5.0]
     [ranks] = run_or_fail(2, [("04", args)], tmp_path / "jobs")
-    assert "weight_decay was 0.1, is 5.0" in ranks[0]["stdout"]
+    assert "weight_decay was 0.1, is now 5.0" in ranks[0]["stdout"]
     one, other = metrics(runs / "on2"), metrics(tmp_path / "run")
     assert one[11]["loss"] == other[11]["loss"] and one[30]["loss"] < other[30]["loss"] - 1e-3
 
