@@ -43,23 +43,23 @@ CASES = {
     "arguments file": ("@nosuch.args", "'nosuch.args'"),
     "flag in a file": ("@{files}/bad.args", "unrecognized arguments: --nosuch 1"),
     "too long": ("--seq-length 4096", "--seq-length 4096: tiny takes at most 2048 tokens"),
-    "no cuda": ("--device cuda", "finds no GPU that works"),
-    "nothing pretrained": ("--pretrained", "--pretrained: there are no published weights of tiny"),
+    "no cuda": ("--device cuda", "finds no working GPU"),
+    "nothing pretrained": ("--pretrained", "--pretrained: tiny has no published weights"),
     "unknown model": ("-m nosuch/model", "--model-name nosuch/model:"),
     "no model there": ("-m {files}/folder-without-data", "folder-without-data:"),
-    "no tokenizer": ("-m {files}/no-tokenizer", "of text, or 1 tokens for 384 embeddings"),
-    "small embedding": ("-m {files}/small-embedding", "text, or 384 tokens for 100 embeddings"),
+    "no tokenizer": ("-m {files}/no-tokenizer", "found no tokenizer; check its files"),
+    "small embedding": ("-m {files}/small-embedding", "384 tokens for 100 embeddings"),
     "unknown data": ("-d nosuch/data", "--dataset-name nosuch/data:"),
     "missing file": ("-d nosuch.txt", "--dataset-name nosuch.txt: Unable to find"),
     "other file": ("-d {files}/picture.png", "picture.png: "),
     "folder without data": ("-d {files}/folder-without-data", "folder-without-data:"),
     "empty": ("-d {files}/empty.jsonl", "empty.jsonl: it is empty"),
     "malformed": ("-d {files}/broken.jsonl", "broken.jsonl: JSON parse error"),
-    "numbers": ("-d {files}/numbers.jsonl", "--text-column text: not a column of text"),
+    "numbers": ("-d {files}/numbers.jsonl", "--text-column text: not a text column"),
     "no such column": ("-d {files}/columns.csv", "columns.csv has {'title': 'large_string', '"),
-    "no such column of pydoc": ("--text-column body", ": not a column of text; pydoc has {'text'"),
-    "no sample": ("-d {files}/short.txt", "makes 0 samples of 64 tokens"),
-    "too few samples": ("-d {files}/few.txt", "makes 10 samples of 64 tokens, too few to hold 10"),
+    "no such column of pydoc": ("--text-column body", ": not a text column; pydoc has {'text'"),
+    "no sample": ("-d {files}/short.txt", "0 samples of 64 tokens are too few"),
+    "too few samples": ("-d {files}/few.txt", "10 samples of 64 tokens are too few to hold out 10"),
     "not a folder": ("--save-dir {files}/short.txt", "short.txt"),
     "not writable": ("--save-dir /proc/nosuch", "--save-dir /proc/nosuch: "),
 }
@@ -87,12 +87,12 @@ def test_nothing_is_written(results):
 
 
 RESUMED = {
-    "seed": ("--seed 1", "seed was 0, is 1"),
-    "sequence length": ("--seq-length 32", "seq_length was 64, is 32"),
-    "global batch": ("--global-batch-size 4", "global_batch_size was 8, is 4"),
+    "seed": ("--seed 1", "seed was 0, is now 1"),
+    "sequence length": ("--seq-length 32", "seq_length was 64, is now 32"),
+    "global batch": ("--global-batch-size 4", "global_batch_size was 8, is now 4"),
     "data": ("-d {files}/other.txt", "dataset_fingerprint was "),
-    "size": ("--config num_hidden_layers=2", "config was [], is ['num_hidden_layers=2']"),
-    "model": ("-m {models}/gpt2", "model_name was tiny, is {models}/gpt2"),
+    "size": ("--config num_hidden_layers=2", "config was [], is now ['num_hidden_layers=2']"),
+    "model": ("-m {models}/gpt2", "model_name was tiny, is now {models}/gpt2"),
 }
 
 
@@ -114,7 +114,7 @@ def test_a_checkpoint_is_not_continued_as_another_run(files, models, tmp_path):
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        ("--global-batch-size 9", "--global-batch-size 9 does not divide by 2 ranks"),
+        ("--global-batch-size 9", "--global-batch-size 9: not divisible by 2 data-parallel ranks"),
         ("-d nosuch.txt", "--dataset-name nosuch.txt: Unable to find"),
     ],
 )

@@ -416,9 +416,10 @@ def test_more_hosts(cluster, settings, long_curve, tmp_path):
         cluster.run("h1", ["pkill", "-CONT", "-f", RANKS])
         assert [host.wait(timeout=300) for host in (first, second)] == [0, 0], report(tmp_path)
     text = path.read_text()
-    [stopped] = re.findall(r"^stopped at step (\d+): ", text, re.M)
+    [stopped] = re.findall(r"^stopped at step (\d+); ", text, re.M)
     assert continued(text, long_curve, metrics(tmp_path / "run"))[0] == int(stopped), text
-    assert "micro_batch_size was 8, is 4" in text, text  # two ranks share the 8 samples of a step
+    # Two ranks share the 8 samples of a step.
+    assert "micro_batch_size was 8, is now 4" in text, text
 
 
 def test_in_tmux(cluster, settings, hosts, tmp_path):

@@ -165,7 +165,7 @@ def test_the_practice_cluster(tmp_path):
         pytest.skip(reason)
     status, output = samples.practise(tmp_path, timeout=560)
     assert status == 0, output
-    steps = sorted(set(map(int, re.findall(r"^stopped at step (\d+): ", output, flags=re.M))))
+    steps = sorted(set(map(int, re.findall(r"^stopped at step (\d+); ", output, flags=re.M))))
     assert len(steps) == 2 and steps[-1] < 900, output
     assert "requeue: yes" in output and "requeue: no" in output, output
     assert "continuing from outputs/practice/checkpoints/step-" in output, output

@@ -98,7 +98,7 @@ def test_a_longer_run_continues_and_changed_settings_hold(finished, tmp_path):
     run_dir, args = finished
     args = [*args, "--num-steps", 35, "--weight-decay", 0.05, "--checkpoint-every", 35]
     [[result]] = run_or_fail(1, [("01", args)], tmp_path / "jobs")
-    for changed in ("weight_decay was 0.1, is 0.05", "num_steps was 30, is 35"):
+    for changed in ("weight_decay was 0.1, is now 0.05", "num_steps was 30, is now 35"):
         assert changed in result["stdout"]
     assert sorted(metrics(run_dir)) == list(range(36))
     state = torch.load(run_dir / "checkpoints/step-00000035/state.pt", weights_only=True)
