@@ -600,7 +600,7 @@ def main():
         "--stall",
         type=float,
         default=60,
-        help="seconds without progress after which a rank dumps its stacks",
+        help="a rank dumps its stacks after this many seconds without progress",
     )
     add("--every", type=int, default=10, help="steps between checks of inputs and weights")
     add("script", help="the training script")

@@ -42,7 +42,7 @@ def parse_args(argv):
     add("--cpu", help="CPU cores per pod, such as 64")
     add("--memory", help="memory per pod, such as 512Gi")
     add("--shm", default="16Gi", help="maximum size of /dev/shm, which counts as memory of the pod")
-    add("--grace", type=int, default=300, help="seconds in which a stopped pod can save")
+    add("--grace", type=int, default=300, help="seconds that a stopped pod has for its save")
     add("--restarts", type=int, default=5, help="number of failures that each pod may have")
     add("--kubeflow", action="store_true", help="print a TrainJob for Kubeflow Trainer, not a Job")
     end = argv.index("--") if "--" in argv else len(argv)

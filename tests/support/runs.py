@@ -116,7 +116,7 @@ def watched_command(folder, *words, ranks=0):
     return list(map(str, [*launcher, WATCHED, "--into", folder, *words]))
 
 
-def wait_for_verdict(cluster, run, env, kinds, *options):
+def wait_for_verdict(cluster, run, env, verdict_kinds, *options):
     """Run whats_wrong.py until its verdict has one of these kinds; return the verdict."""
     tool = ROOT / "diagnosing-errors/whats_wrong.py"
     command = [sys.executable, tool, run, "--json", *options]
@@ -124,6 +124,6 @@ def wait_for_verdict(cluster, run, env, kinds, *options):
     def verdict_of_kind():
         result = cluster.run("head", command, 60, check=False, env=env)
         verdict = json.loads(result.stdout)
-        return verdict if verdict["kind"] in kinds else None
+        return verdict if verdict["kind"] in verdict_kinds else None
 
-    return wait_until(verdict_of_kind, 90, f"a verdict of {kinds}")
+    return wait_until(verdict_of_kind, 90, f"a verdict of {verdict_kinds}")
