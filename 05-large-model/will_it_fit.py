@@ -9,7 +9,7 @@ their shapes. To find what a layer keeps for its backward, two layers run on fak
 have shapes but no data. From these a training step is played through, layer by layer; its fullest
 moment has to fit. This counts the bytes of tensors only: --gpu-overhead-gib and --fragmentation
 stand for the rest. With --tensor-parallel-size, --pipeline-parallel-size or
---context-parallel-size, chapter 08's own script splits these layers, spreads all over stages, or
+--context-parallel-size, chapter 08's own script splits these layers, splits all into stages, or
 splits sequences; the fullest rank has to fit.
 """
 
@@ -44,11 +44,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 HERE = Path(__file__).resolve().parent
 MAKER = HERE.parent / "alternative-frameworks/make_config.py"
 GIB = 2**30
-CHUNK = 1024  # tokens whose logits exist at the same time, as in train_llm.py
+CHUNK_SIZE = 1024  # tokens whose logits exist at the same time, as in train_llm.py
 # Flags that a setting decides, and what they are otherwise.
 DECIDED = {"reshard_after_forward": True, "recompute": "none", "cpu_offload": False}
 SETTINGS = {  # in the order to try them: each gathers, copies or recomputes more than those before
@@ -131,10 +132,9 @@ def add_training_flags(parser):
     add("--reshard-after-forward", action=argparse.BooleanOptionalAction, default=True)
     add("--replicas", type=at_least(1), default=1)
     add("--recompute", choices=["none", "full", "selective"], default="none")
-    add("--prefetch", type=at_least(0), default=1)
     add("--tensor-parallel-size", type=at_least(1), default=1)
     add("--pipeline-parallel-size", type=at_least(1), default=1)
-    add("--pipeline-schedule", choices=["gpipe", "1f1b", "interleaved-1f1b", "zbv"], default="1f1b")
+    add("--pipeline-schedule", choices=["gpipe", "1f1b", "interleaved-1f1b"], default="1f1b")
     add("--context-parallel-size", type=at_least(1), default=1)
     add("--context-parallel-style", choices=["gather", "ulysses"], default="gather")
     for name in ("--cpu-offload", "--checkpoint-async", "--pretrained", "--compile"):
@@ -184,32 +184,32 @@ def at_least(minimum):
 def check(args):
     """Stop where the script would, and split the batch as it does."""
     args.ranks, size = args.nodes * args.gpus_per_node, args.tensor_parallel_size
-    told = f"must divide {args.ranks} ranks and --seq-length {args.seq_length}"
-    if args.ranks % size or args.seq_length % size:
-        fail(f"--tensor-parallel-size {size} {told}")
-    args.chapter, size = "06" if size > 1 else args.chapter, size * args.context_parallel_size
-    if args.ranks % size or args.seq_length % size:
-        fail(f"--context-parallel-size: groups of {size} ranks {told}")
+    args.chapter = "06" if size > 1 else args.chapter
+    layout = f"--tensor-parallel-size {size} --context-parallel-size {args.context_parallel_size}"
+    size *= args.context_parallel_size
+    if args.seq_length % size:
+        problem = f"not divisible by {size}, the ranks of a sequence ({layout})"
+        fail(f"--seq-length {args.seq_length}: {problem}; choose a multiple")
     size *= args.pipeline_parallel_size
+    layout += f" --pipeline-parallel-size {args.pipeline_parallel_size}"
     if args.ranks % size:
-        fail(f"--pipeline-parallel-size: groups of {size} ranks must divide {args.ranks} ranks")
+        problem = f"{args.ranks} ranks are not divisible by {size}"
+        fail(f"{layout}: {problem}; start a multiple")
     groups = args.ranks // size
-    ranks = f"{groups} ranks" if size == 1 else f"{groups} groups of {size} ranks"
     per_rank, rest = divmod(args.global_batch_size, groups)
     if rest:
-        fail(
-            f"--global-batch-size {args.global_batch_size} does not divide by {ranks}; "
-            f"take {(per_rank + 1) * groups}"
-        )
+        problem = f"not divisible by {groups} data-parallel ranks; choose a multiple"
+        fail(f"--global-batch-size {args.global_batch_size}: {problem}: {(per_rank + 1) * groups}")
     if groups % args.replicas:
-        fail(f"--replicas {args.replicas} does not divide {ranks} into equal groups")
+        problem = f"{groups} data-parallel ranks are not divisible by it"
+        fail(f"--replicas {args.replicas}: {problem}; choose a divisor")
     if args.weights_dtype == "bf16" and args.precision == "fp32":
         fail("--weights-dtype bf16 with --precision fp32: weights of 2 bytes compute in 2 bytes")
     args.micro_batch_size = max(n for n in range(1, args.batch_size + 1) if per_rank % n == 0)
     args.accumulation = per_rank // args.micro_batch_size
     if args.pipeline_parallel_size > 1:  # which stops if these are too few
         args.chapter = "07"
-        last_chapter(args.tensor_parallel_size)[0].plan_schedule(copy.copy(args), per_rank)
+        last_chapter(args.tensor_parallel_size)[0].check_schedule(args)
     args.chapter = "08" if args.context_parallel_size > 1 else args.chapter
     args.write_config = args.write_config and config_command(args)
 
@@ -334,14 +334,14 @@ def split_of(model, size):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How layers are spread over ranks, in chapter 07's names; over one without a pipeline."""
+    """How layers are split into stages, by chapter 07's names; one stage without a pipeline."""
 
     model_name: str
     pipeline_parallel_size: int
     pipeline_schedule: str
-    stages: int
-    recompute: str
-    compile: bool
+    num_stages: int
+    tensor_parallel_size: int = 1  # so that check_model() checks the stages only
+    context_parallel_size: int = 1
 
 
 @functools.cache
@@ -351,22 +351,22 @@ def parts_of(model, size, pipeline):
     if ranks == 1:
         return [whole]
     chapter, _ = last_chapter(size)
+    chapter.check_model(pipeline, whole.built)
     with contextlib.redirect_stdout(None):
-        stages = chapter.spread(pipeline, whole.built)
-    numbers_at = chapter.SCHEDULES[pipeline.pipeline_schedule][1]
-    of_ranks = ((stages[n] for n in numbers_at(rank, ranks)) for rank in range(ranks))
-    return [shapes_in(whole.built, itertools.chain(*stages)) for stages in of_ranks]
+        stages = chapter.split_into_stages(pipeline, whole.built)
+    of_ranks = [itertools.chain(*stages[rank::ranks]) for rank in range(ranks)]
+    return [shapes_in(whole.built, modules) for modules in of_ranks]
 
 
 def in_flight(schedule, rank, ranks, count):
     """Return of how many micro-batches, of `count`, a rank keeps the activations at once."""
-    most = {"gpipe": count, "1f1b": ranks - rank, "zbv": ranks}
+    most = {"gpipe": count, "1f1b": ranks - rank}
     return min(count, most.get(schedule, (3 * ranks - 1) / 2 - rank))
 
 
 def bubble(schedule, ranks, count):
     """Return during which share of a step the ranks of a pipeline are idle: chapter 07's README."""
-    turns = {"interleaved-1f1b": 2, "zbv": 6}.get(schedule, 1) * count
+    turns = (2 if schedule == "interleaved-1f1b" else 1) * count
     return (ranks - 1) / (turns + ranks - 1)
 
 
@@ -390,22 +390,27 @@ def last_chapter(size):
     module.fail, module.recompute = fail, recomputed
     # on GPUs no mask is made; and an all-to-all gives back as many numbers as it takes
     module.causal_lower_right = lambda *shape: torch.zeros(()).expand(shape)
-    module.swap = lambda mesh, part: torch.cat(part.chunk(mesh.size(), 1), 2)
+    module.all_to_all = lambda mesh, tensor: torch.cat(tensor.chunk(mesh.size(), 1), 2)
     if not dist.is_initialized():
         dist.init_process_group("fake", rank=0, world_size=4096, store=FakeStore())
     return module, DeviceMesh("cpu", list(range(size)))
 
 
-def split_attention(model, size, context):
-    """Let a model attend as the last of the ranks that have parts of each sequence."""
-    given = argparse.Namespace(tensor_parallel_size=size, model_name=model.config.model_type)
-    given.context_parallel_size, given.context_parallel_style = context
+def check_split(model, size, context):
+    """Stop where chapter 08 would, if `size` ranks split weights, and those of `context` tokens."""
+    args = argparse.Namespace(tensor_parallel_size=size, model_name=model.config.model_type)
+    args.context_parallel_size, args.context_parallel_style = context
+    args.pipeline_parallel_size = 1  # a model of two layers says nothing about stages
+    last_chapter(size)[0].check_model(args, model)
+
+
+def split_attention(size, context):
+    """Let models attend as the last of the ranks that have parts of each sequence."""
     chapter, _ = last_chapter(size)
-    chapter.check_attention(given, model)
-    attend = {"gather": chapter.attend_to_all, "ulysses": chapter.attend_by_heads}[context[1]]
+    styles = {"gather": chapter.gathered_attention, "ulysses": chapter.ulysses_attention}
     with unset_fake_temporarily():
         mesh = DeviceMesh("cpu", [*range(1, context[0]), 0])  # rank 0, which this is, comes last
-    AttentionInterface.register("causal_sdpa", functools.partial(attend, mesh))
+    AttentionInterface.register("causal_sdpa", functools.partial(styles[context[1]], mesh))
 
 
 def split(model, size):
@@ -417,9 +422,8 @@ def split(model, size):
 
 
 def layers_of(model):
-    """Return the decoder layers: transformers names their class as one not to be split."""
-    classes = model._no_split_modules or ()
-    return [part for part in model.modules() if type(part).__name__ in classes]
+    """Return the decoder layers, which in transformers share a base class."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 # ---- activations: two layers, run on fake tensors --------------------------------------------
@@ -542,13 +546,12 @@ def small_model(config, length, dtype, recompute, chunked, size, context):
     if plain and length <= window:
         AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
         model.set_attn_implementation("causal_sdpa")
+    if size * context[0] > 1:
+        check_split(model, size, context)
     if context[0] > 1:
-        split_attention(model, size, context)
+        split_attention(size, context)
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
-    if size > 1:
-        given = argparse.Namespace(tensor_parallel_size=size, model_name=config.model_type)
-        last_chapter(size)[0].check_plan(given, model)
     split(model, size)
     if chunked:
         head = model.get_output_embeddings()
@@ -581,18 +584,19 @@ def keep_products(_, operation, *args, **kwargs):
 
 
 def chunked_loss(head, logits, labels, *_, **__):
-    """Return the loss as chapter 05 does: `logits` are hidden states, taken chunk by chunk."""
-    hidden, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    sums = [
-        recomputed(loss_of_chunk, head, *each)
-        for each in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
-    ]
-    return torch.stack(sums).sum() / len(targets)
+    """Return the summed loss as chapter 05 does: `logits` are hidden states, chunk by chunk."""
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+    hidden_chunks = logits.flatten(0, 1).split(CHUNK_SIZE)
+    target_chunks = targets.flatten().split(CHUNK_SIZE)
+    total_loss = 0.0
+    for chunk in zip(hidden_chunks, target_chunks, strict=True):
+        total_loss += recomputed(loss_of_chunk, (head.weight, head.bias), *chunk)
+    return total_loss
 
 
-def loss_of_chunk(head, hidden, targets):
+def loss_of_chunk(weights, hidden, targets):
     """Return the summed loss of a chunk: hidden states [tokens, width], ids [tokens]."""
-    logits = F.linear(hidden, head.weight, head.bias)
+    logits = F.linear(hidden, *weights)
     return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 
@@ -640,7 +644,6 @@ class Setting:
     reshard: bool
     recompute: str
     offload: bool
-    prefetch: int
     cuda: bool
     size: int  # of a group that splits layers
     context: tuple  # how many ranks split each sequence, and how they attend
@@ -674,7 +677,7 @@ def setting_of(args, chapter, changes):
     flags = DECIDED | changes
     own, ranks = chapter >= "05", args.pipeline_parallel_size if chapter >= "07" else 1
     recompute, schedule = flags["recompute"] if own else "none", args.pipeline_schedule
-    stages = ranks * (2 if schedule in ("interleaved-1f1b", "zbv") else 1)
+    stages = ranks * (2 if schedule == "interleaved-1f1b" else 1)
     return Setting(
         chapter=chapter,
         ranks=args.ranks,
@@ -687,11 +690,10 @@ def setting_of(args, chapter, changes):
         reshard=flags["reshard_after_forward"] and ranks == 1,
         recompute=recompute,
         offload=own and flags["cpu_offload"],
-        prefetch=args.prefetch if own else 0,
         cuda=args.device != "cpu",
         size=args.tensor_parallel_size if chapter >= "06" else 1,
         context=(args.context_parallel_size, args.context_parallel_style),
-        pipeline=Pipeline(args.model_name, ranks, schedule, stages, recompute, args.compile),
+        pipeline=Pipeline(args.model_name, ranks, schedule, stages),
     )
 
 
@@ -899,13 +901,11 @@ class ShardedStep(Step):
         if self.setting.reshard and number > 1:
             self.free(number - 1)
         self.copy_out(number, forward=True)
-        for ahead in range(number + 1, min(number + self.setting.prefetch, self.depth) + 1):
-            self.gather(ahead)
 
     def before_backward(self, number):
         self.copy_out(number, forward=False)
-        for ahead in range(number - 1, max(0, number - 1 - max(1, self.setting.prefetch)), -1):
-            self.gather(ahead)
+        if number > 1:  # FSDP begins to gather the layer before, by itself
+            self.gather(number - 1)
 
     def reduce(self, group):
         """Reduce a group's gradients to shards; the input buffer lasts until the next one."""
@@ -936,9 +936,9 @@ class PipelineStep(ShardedStep):
         super().__init__(model, setting, rank)
         count, schedule = setting.accumulation, setting.pipeline.pipeline_schedule
         ranks = setting.pipeline.pipeline_parallel_size
-        self.has_head = rank == (0 if schedule == "zbv" else ranks - 1)
+        self.has_head = rank == ranks - 1
         self.others = in_flight(schedule, rank, ranks, count) - 1
-        received = count * (2 * setting.pipeline.stages // ranks - (rank == 0) - self.has_head)
+        received = count * (2 * setting.pipeline.num_stages // ranks - (rank == 0) - self.has_head)
         tokens = setting.batch * setting.length // setting.context[0] // setting.size
         hidden = tokens * model.config.hidden_size
         self.held["communication"] = received * hidden * setting.compute_bytes
@@ -995,8 +995,7 @@ def make_plan(args):
         model = model_of(config)
         tried = SETTINGS
         if args.chapter >= "06":  # in which a rank takes other samples than in those before
-            zbv = args.pipeline_schedule == "zbv" and args.pipeline_parallel_size > 1
-            tried = [name for name in SETTINGS if name >= "05" and not (zbv and "rec" in name)]
+            tried = [name for name in SETTINGS if name >= "05"]
             tried = {f"{args.chapter}{name[2:]}": SETTINGS[name] for name in tried}
         settings = {name: plan_of(args, model, name[:2], tried[name]) for name in tried}
         asked = plan_of(args, model, args.chapter, {name: getattr(args, name) for name in DECIDED})

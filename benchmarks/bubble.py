@@ -24,7 +24,7 @@ from fsdp import torchrun
 from speed import describe_machine, in_rows
 
 RANKS = 4
-RUNS = [("gpipe", 8), ("1f1b", 4), ("1f1b", 8), ("1f1b", 16), ("interleaved-1f1b", 8), ("zbv", 8)]
+RUNS = [("gpipe", 8), ("1f1b", 4), ("1f1b", 8), ("1f1b", 16), ("interleaved-1f1b", 8)]
 COLORS = {"forward": "#5aa9a3", "input gradient": "#1f3b5c", "weight gradient": "#e08a3c"}
 
 
@@ -87,11 +87,10 @@ class Stage(torch.nn.Module):
 def run(chapter, name, micro_batches, seconds):
     """Take two steps; return what this rank did in the last, by seconds since it began."""
     rank, done = dist.get_rank(), []
-    _, numbers_at = chapter.SCHEDULES[name]
-    numbers = numbers_at(rank, RANKS)
-    parts = {number: Stage(done) for number in numbers}
-    args = {"pipeline_schedule": name, "stages": RANKS * len(numbers), "precision": "fp32"}
-    args |= {"micro_batches": micro_batches, "micro_batch_size": micro_batches, "seq_length": 2}
+    _, passes = chapter.SCHEDULES[name]
+    parts = {number: Stage(done) for number in range(rank, RANKS * passes, RANKS)}
+    args = {"pipeline_schedule": name, "num_stages": RANKS * passes, "precision": "fp32"}
+    args |= {"accumulation": micro_batches, "micro_batch_size": 1, "seq_length": 2}
     args = SimpleNamespace(**args, tensor_parallel_size=1)
     loss = lambda hidden, ids: hidden.sum()  # noqa: E731
     model = SimpleNamespace(config=SimpleNamespace(hidden_size=1), loss_function=loss)
@@ -99,7 +98,7 @@ def run(chapter, name, micro_batches, seconds):
     batch = torch.zeros(micro_batches, 2, dtype=torch.int64)
     for number in range(2):  # in the first, which takes no time, ranks connect
         for part in parts.values():
-            part.seconds = seconds / len(numbers) if number else 0.0
+            part.seconds = seconds / passes if number else 0.0
         done.clear()
         dist.barrier()
         start = time.monotonic()
@@ -129,12 +128,11 @@ def run_on_this_rank():
             continue
         found = [None] * RANKS
         dist.all_gather_object(found, run(chapter, name, micro_batches, float(seconds)))
-        taken, passes = max(taken for taken, _ in found), len(chapter.SCHEDULES[name][1](0, RANKS))
+        taken, passes = max(taken for taken, _ in found), chapter.SCHEDULES[name][1]
         events = [rank for _, rank in found]
         row = {"schedule": name, "micro_batches": micro_batches, "passes": passes}
         row |= {"bubble": 1 - 3 * micro_batches * float(seconds) / taken}
-        # with zbv, a third of a turn is as long as one of the three parts of a stage's work
-        turns = passes * micro_batches * (3 if name == "zbv" else 1)
+        turns = passes * micro_batches
         row |= {"formula": (RANKS - 1) / (turns + RANKS - 1)}
         row |= {"in flight": [most_in_flight(rank, passes) for rank in events]}
         rounded = [[[w, round(a, 3), round(b, 3)] for w, a, b in rank] for rank in events]

@@ -105,7 +105,7 @@ def measure_saves(chapter, args, device):
         began = time.perf_counter()
         row["stall"] = save(in_the_background=True)
         beside = []
-        while not chapter.SAVES[0].done() and len(beside) < 50:
+        while not chapter.PENDING_SAVES[0].done() and len(beside) < 50:
             beside.append(train())
         chapter.finish_saves()
         row["in the background"] = time.perf_counter() - began

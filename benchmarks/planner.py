@@ -37,7 +37,6 @@ CASES = {  # chapter, ranks, what is different from SMALL, flags besides COMMON
     "05": ("05", 2, {"layers": 6}, "-s 512 -b 4"),
     "05 bf16": ("05", 2, {"vocabulary": 16000}, "-s 512 -b 4 --precision bf16"),
     "05 wide": ("05", 4, {"layers": 3, "width": 512}, "-s 64 -b 1"),
-    "05 prefetch 3": ("05", 2, {"layers": 8, "width": 512}, "-s 32 -b 1 --prefetch 3"),
     "05 full": ("05", 2, {"layers": 12}, "-s 256 -b 4 --recompute full"),
     "05 full bf16": ("05", 4, {"layers": 6}, "-s 512 -b 2 --recompute full --precision bf16"),
     "05 selective": ("05", 2, {"layers": 6}, "-s 256 -b 4 --recompute selective"),

@@ -370,12 +370,11 @@ class Step:
         """Play a step of the stages that compute longest; when the last ends, all reduce."""
         setting, ranks, count = self.setting, len(self.stages), self.setting.accumulation
         layers = [len(part.layers) * (1 + self.back) * self.layer for part in self.stages]
-        head = 0 if setting.pipeline.pipeline_schedule == "zbv" else -1
-        layers[head] += 3 * self.head
+        layers[-1] += 3 * self.head
         rank = max(range(ranks), key=layers.__getitem__)
         self.part, hidden = self.stages[rank], setting.batch * setting.length
         hidden *= self.model.config.hidden_size
-        depth, passes = len(self.part.layers), setting.pipeline.stages // ranks
+        depth, passes = len(self.part.layers), setting.pipeline.num_stages // ranks
         size = 2 * passes * count * hidden * setting.compute_bytes / setting.size
         sent = self.add("stages", size / self.args.network_gbs / 1e9, sent=size)
         self.sent["network"] += size
@@ -386,7 +385,7 @@ class Step:
         self.add("compute", count * layers[rank] - depth * self.layer)
         again = 4 if setting.recompute == "none" else AGAIN
         self.among(count * depth * (4 + again), hidden)
-        self.among(count * 2 if rank == head % ranks else 0, head_of(self.model))
+        self.among(count * 2 if rank == ranks - 1 else 0, head_of(self.model))
         share = planner().bubble(setting.pipeline.pipeline_schedule, ranks, count)
         self.free["compute"] += (self.free["compute"] - start) * share / (1 - share)
         self.free["compute"] = max(self.free["compute"], sent)
@@ -522,7 +521,7 @@ def layouts(args, devices, size, ranks):
 def seconds_of(args, setting, share):
     """Return what a step takes; of many micro-steps, all but the first and last take as long."""
     count = setting.accumulation
-    if setting.pipeline.stages > 1 or count < 4:
+    if setting.pipeline.num_stages > 1 or count < 4:
         return Step(args, setting, share).play().seconds
     few = (dataclasses.replace(setting, accumulation=number) for number in (2, 3))
     two, three = (Step(args, some, share).play().seconds for some in few)

@@ -202,7 +202,8 @@ def test_ranks_split_a_batch_as_the_chapters_do(load, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", list(map(str, line)))
         found = ranks.split(samples, size, most)
         if found is None:
-            assert f"does not divide by {size} ranks" in user_error(capsys, chapter.parse_args)
+            said = user_error(capsys, chapter.parse_args)
+            assert f"not divisible by {size} data-parallel ranks" in said
         else:
             args = chapter.parse_args()
             assert found == (args.micro_batch_size, args.accumulation)

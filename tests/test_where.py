@@ -84,7 +84,7 @@ def test_a_late_batch_is_data_of_one_rank_and_a_wait_of_the_other(tmp_path):
     script = tmp_path / "02-late" / "train_llm.py"
     script.parent.mkdir()
     source = SCRIPTS["02"].read_text()
-    line = "    batch = samples[torch.stack(ids)].long()\n"
+    line = "    batch = samples_at(args, samples, positions).long()\n"
     assert source.count(line) == 1
     late = f"    time.sleep({DELAY} * dist.get_rank())\n"
     script.write_text(source.replace(line, line + late))
