@@ -64,7 +64,7 @@ RARELY_BROKEN = re.compile(
 INDEPENDENT = {"test_diagnosis", "test_kill", "test_kubernetes", "test_readme"}
 MACHINE = re.compile(
     "test_cluster.py|test_on_cluster.py|::test_the_practice_cluster|::test_full_disk"
-    "|::TestOnCluster|::test_a_full_disk|::test_a_busy_core|::test_gpus_of_a_slurm_job"
+    "|::TestOnCluster|::test_a_full_disk|::test_a_busy_core"
 )
 # The blocks of READMEs that kill processes.
 KILLS = [f"[{block.name}]" for block in commands() if "kill" in block.text]
