@@ -191,7 +191,7 @@ def parse_args():
 
 
 def check_schedule(args):
-    """Stop if the micro-batches of a step do not suit the pipeline schedule."""
+    """Stop if the micro-batches of a step do not fill the pipeline schedule."""
     ranks, micro_batches = args.pipeline_parallel_size, args.accumulation
     # The interleaved schedule takes micro-batches in groups of one per rank.
     group_size = ranks if args.pipeline_schedule == "interleaved-1f1b" else 1
@@ -563,7 +563,7 @@ def layers_of(model):
 def build_mesh(args, device):
     """Arrange the ranks as replicas of the model, and each replica as its shards."""
     sizes = {
-        # PP: stages exchange little, so they may be on different nodes.
+        # PP: stages exchange little data, so they may be on different nodes.
         "pipeline": args.pipeline_parallel_size,
         "replicate": args.replicas,
         "shard": data_rank_of(args)[1] // args.replicas,
@@ -616,6 +616,8 @@ def shard(args, model, device):
     model.apply(initialize_and_shard)
     # TP: split the embeddings and the last norm, too.
     layer_modules = {module for layer in layers for module in layer.modules()}
+    # PP: the modules of other stages have no values that could be split.
+    layer_modules |= other_modules
     outer_modules = [module for module in model.modules() if module not in layer_modules]
     split_matrices(model, outer_modules, mesh["tensor"])
     model.tie_weights()
@@ -665,14 +667,14 @@ def split_into_stages(args, model):
 
 
 class Entry(torch.nn.Module):
-    """Stand in for the modules of earlier stages: return the hidden states that were received."""
+    """Stand in for the modules of earlier stages, and return the hidden states received."""
 
     def forward(self, *_, **__):
         return self.hidden
 
 
 class Exit(torch.nn.Module):
-    """Stand in for the modules of later stages: keep the first hidden states that get here."""
+    """Stand in for the modules of later stages, and keep the first hidden states received."""
 
     def forward(self, hidden, *_, **__):
         if self.hidden is None:
@@ -687,7 +689,7 @@ def build_stage(args, model, modules, number):
     hidden states.
     """
     entry, end = Entry(), Exit()
-    # deepcopy() does not copy a module whose id is in its memo: it takes the object found there.
+    # deepcopy() does not copy a module whose id is in the memo; it uses the object stored there.
     memo = {id(module): entry for module in chain(*modules[:number])}
     memo |= {id(module): end for module in chain(*modules[number + 1 :])}
     memo |= {id(module): module for module in modules[number]}
