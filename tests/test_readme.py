@@ -12,7 +12,7 @@ import samples
 from cluster.cluster import missing_requirement
 from conftest import ROOT, run_command
 from flags import unknown_flags
-from readme import Block, blocks, commands, readmes, shown, slug, words
+from readme import Block, blocks, commands, readmes, shown, slug
 
 READMES = [pytest.param(path, id=str(path.relative_to(ROOT))) for path in readmes()]
 MEASURED = {
@@ -186,19 +186,6 @@ def test_nothing_that_could_be_made_is_written_by_hand():
         made = re.sub(r"\[\[\[cog.*?\[\[\[end\]\]\]", "", path.read_text(), flags=re.S)
         kinds = "diff|text" if path.name.startswith("your-own-") else "diff|python|text"
         assert not re.search(f"```({kinds})", made), path
-
-
-@pytest.mark.parametrize("path", readmes(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_an_evening_is_enough(path):
-    """A chapter's README: 1,100 words of prose, and 2,300 with all that is made."""
-    most, most_prose = 2300, 1100
-    if path.parent == ROOT or path.parent.name in ("diagnosing-errors", "benchmarks"):
-        most, most_prose = 3500, 1800 if path.name == "faults.md" else 1600
-    if "alternative-frameworks" in path.parts:
-        most_prose = 900
-    if "related-topics" in path.parts and path.parent.name != "streaming":
-        most_prose = 800
-    assert words(path) <= most and words(path, made=False) <= most_prose
 
 
 @pytest.mark.parametrize("block", by_name(commands()))

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import contenders
 from conftest import ROOT, user_error
-from readme import words
 from test_resume import NEAR, SAME
 
 TOPICS = ROOT / "related-topics"
@@ -26,11 +25,6 @@ def script(name):
 def results(name):
     """Return the rows that were measured for a topic."""
     return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["rows"]
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_is_short(page):
-    assert words(TOPICS / page / "README.md", made=False) <= 800
 
 
 def test_the_index_has_every_topic():
