@@ -372,7 +372,7 @@ def seconds_of(device, work, repeats=1):
 
 
 def synchronize(device):
-    """Wait for the GPU; a CPU has finished when a call returns."""
+    """Wait for the GPU; a call on the CPU returns only when its work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 

@@ -232,7 +232,7 @@ class Steps:
         self.pending.append((self.count, host_row, copied))
 
     def collect(self):
-        """Process the numbers that have arrived on the host; the thread calls this."""
+        """Process the results that have reached the host; only the heartbeat thread calls this."""
         while self.pending:
             _, _, copied = self.pending[0]
             if copied is not None and not copied.query():

@@ -139,7 +139,7 @@ def numbers_of(ranks):
 
 
 def format_numbers(numbers):
-    """Return rank numbers as a short text, such as 0-3,5."""
+    """Return rank numbers as a short string, such as 0-3,5."""
     spans = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:
@@ -186,7 +186,7 @@ def location_of_error(text):
 
 
 def find_failure(facts, ranks):
-    """Return the finding of the rank that failed or vanished first, or None."""
+    """Find the rank that failed or vanished first; return None if there is none."""
     failed = [rank for rank in ranks if rank.error and cause_of(rank.error)[0]]
     gone = [rank for rank in ranks if rank.state == "gone"]
     # A rank often aborts because of a fault on a different rank.
@@ -207,7 +207,7 @@ def find_failure(facts, ranks):
 
 
 def explain_error(facts, ranks, first, failed):
-    """Return the finding of the first rank that failed with an error of its own."""
+    """Find the first rank that failed with an error of its own, and explain that error."""
     kind, text = cause_of(first.error)
     # All ranks stop for a loss that is not finite, but their checks name the rank to blame.
     if kind == "not-finite" and (nonfinite := find_nonfinite(ranks)):
@@ -222,7 +222,7 @@ def explain_error(facts, ranks, first, failed):
 
 
 def explain_victims(ranks, victims):
-    """Return the finding of a run whose ranks have all ended without an error of their own.
+    """Explain a run whose ranks have all ended without an error of their own.
 
     NCCL's watchdog aborts innocent ranks. So does Gloo if it receives a tensor of the wrong size.
     """
@@ -246,7 +246,7 @@ def explain_victims(ranks, victims):
 
 
 def explain_vanished(facts, ranks, vanished):
-    """Return the finding of ranks that ended without an error."""
+    """Explain why ranks ended without an error."""
     heartbeat = f"last heartbeat in step {vanished[0].step}"
     if vanished[0].phase != "other":
         heartbeat += f", phase {vanished[0].phase}"
@@ -267,7 +267,7 @@ def explain_vanished(facts, ranks, vanished):
 
 
 def find_unreachable_hosts(facts, ranks):
-    """Return the finding of ranks whose heartbeat is old and whose process cannot be seen."""
+    """Report ranks whose heartbeat is old and whose process cannot be seen."""
     silent = [rank for rank in ranks if rank.state == "silent"]
     if not silent:
         return None
@@ -294,7 +294,7 @@ def stall_limit(ranks):
 
 
 def find_hang(ranks):
-    """Return the finding of a run that makes no progress, or None."""
+    """Explain why the run makes no progress; return None if it makes progress."""
     if stopped := [rank for rank in ranks if rank.state == "stopped"]:
         reason = "SIGSTOP or a debugger has stopped the process; to continue it, run "
         reason += f"kill -CONT {stopped[0].pid}. It stopped at {location_of(stopped[0].frames)}"
@@ -319,7 +319,7 @@ def is_long_phase(living):
 
 
 def find_missing_ranks(living):
-    """Return the finding of ranks that never started, while other ranks wait for them."""
+    """Report ranks that never started while other ranks wait for them."""
     joining = []
     for rank in living:
         if any(function == "init_process_group" for _, _, function in rank.frames):
@@ -334,7 +334,7 @@ def find_missing_ranks(living):
 
 
 def explain_hang(ranks):
-    """Return the finding of the ranks that hold up the other ranks, or None."""
+    """Find the ranks that hold up the other ranks; return None if there are none."""
     for group in calls_by_group(ranks):
         if mismatch := find_mismatch(group):
             return mismatch
@@ -409,7 +409,7 @@ def describe_position(ranks):
 
 # ---- collectives that differ -------------------------------------------------------------------
 def find_mismatch(group):
-    """Return the finding of ranks that called a different collective than the rest of their group.
+    """Report ranks that called a different collective than the rest of their group.
 
     A call is a text: the operation and the sizes, then " at " and the line of code.
     """
@@ -434,7 +434,7 @@ def find_mismatch(group):
 
 
 def find_unexpected_call(group):
-    """Return the finding of a rank whose last call breaks the pattern of its earlier calls."""
+    """Report a rank whose last call breaks the pattern of its earlier calls."""
     for rank, calls in group.items():
         *history, last = [call["call"] for _, call in sorted(calls.items())]
         usual = predict_call(history)
@@ -597,7 +597,7 @@ def checks_by_step(ranks):
 
 
 def find_differing_replicas(ranks):
-    """Return the finding of replicas, ranks with the same part of the model, that differ."""
+    """Report replicas that differ; replicas are ranks that hold the same part of the model."""
     for step, checks in checks_by_step(ranks).items():
         for shard in {rank.shard for rank in checks}:
             checksums = {}

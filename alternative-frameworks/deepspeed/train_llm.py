@@ -219,7 +219,7 @@ def setup(args):
     if args.device != get_accelerator().device_name():
         problem = f"DeepSpeed has chosen {get_accelerator().device_name()}"
         fail(f"--device {args.device}: {problem}; set DS_ACCELERATOR={args.device}")
-    # ZeRO: otherwise the first start on a CPU would spend minutes on compiling an all-reduce.
+    # ZeRO: do not compile an all-reduce for the CPU; the first start would take minutes.
     if args.device == "cpu":
         deepspeed.ops.__compatible_ops__ = {}
     device = torch.device(args.device)
@@ -607,7 +607,7 @@ def save_checkpoint(args, run_dir, engine, step):
     partial = checkpoint.with_name(".partial")
     if dist.get_rank() == 0:
         (partial_of(checkpoint) / "args.json").write_text(json.dumps(vars(args)))
-    # ZeRO: each rank writes its part of the state, and waits for the others before and after.
+    # ZeRO: each rank writes its part of the state, between two barriers.
     engine.save_checkpoint(partial, "zero")
     if dist.get_rank() == 0:
         publish(args, partial, checkpoint)
@@ -714,7 +714,7 @@ def mfu(args, model, tokens_per_second):
         return None
     modules = [model.get_output_embeddings(), *layers_of(model)]
     weights = [weight for module in modules for weight in module.parameters()]
-    # ZeRO: stage 3 leaves an empty tensor of each weight, and keeps its size in ds_numel.
+    # ZeRO: stage 3 empties the tensor of each weight, and stores the weight's size in ds_numel.
     num_weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in weights)
     config, heads = model.config, model.config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)

@@ -557,7 +557,7 @@ def load_zero_settings(args):
     # ZeRO: import it here, so that runs without DeepSpeed do not need it.
     import deepspeed
 
-    # ZeRO: otherwise the first start on a CPU would spend minutes on compiling an all-reduce.
+    # ZeRO: do not compile an all-reduce for the CPU; the first start would take minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     try:
         settings = json.loads(Path(path).read_text())
@@ -720,7 +720,7 @@ def export_model(args, run_dir, trainer, tokenizer):
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if dist.get_rank() != 0:
         return
-    # Trainer: it has turned use_cache off, and generation without a cache is slow.
+    # Trainer: turn use_cache on again, because generation without a cache is slow.
     trainer.model.config.use_cache = True
     trainer.model.save_pretrained(partial, state_dict=weights)
     tokenizer.save_pretrained(partial)
