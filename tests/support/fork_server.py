@@ -1,6 +1,8 @@
-"""Start Python scripts without the seconds that their imports take, because tests start hundreds.
+"""Start Python scripts quickly, by forking a server that has already imported their packages.
 
-One server per test session imports the packages of the chapters, and forks itself for each script.
+The imports take seconds, and the tests start hundreds of scripts. One server per test session
+imports the packages of the chapters, and forks itself for each script.
+
 A forked script differs from a new process in two ways: all forks hash strings with the same seed,
 and the kernel kills a fork when the tests end, for any reason.
 """
@@ -28,7 +30,7 @@ FORKS.set_forkserver_preload(IMPORTED.split())
 class Server:
     """Starts processes, as forks if possible."""
 
-    # The environment of the session, which the conftest sets.
+    # conftest.py sets this to the environment of the test session.
     environment = None
 
     def start(self, command, variables, log):

@@ -22,9 +22,9 @@ def tensors_of(model, optimizer):
 
 
 def events_of_steps(chapter, *words):
-    """Return the names of all operations in three training steps, and the model, under DDP if used.
+    """Return the names of all operations in three training steps, and the model.
 
-    The optimizer's own operations are left out.
+    The names leave out the optimizer's own operations. If the chapter has DDP, it wraps the model.
     """
     args, model, optimizer, train_set, _ = prepare_training(chapter, *FLAGS, *words)
     if hasattr(chapter, "DistributedDataParallel"):

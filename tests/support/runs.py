@@ -66,7 +66,7 @@ def wait_for(condition, processes, seconds=120):
 
 
 def read_checkpoint(checkpoint, state):
-    """Load the entries of a checkpoint that `state` names into `state`."""
+    """Fill `state` with the checkpoint's entries of the same names; return it."""
     dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
     return state
 
