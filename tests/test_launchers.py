@@ -210,7 +210,7 @@ def test_stopped_and_continued(chapter, how, whole, tmp_path):
         ask(how, process, run_dir)
         output, _ = process.communicate(timeout=60)
     [line] = [line for line in output.splitlines() if line.startswith("stopped at step")]
-    step = int(line.split()[3].rstrip(":"))
+    step = int(line.split()[3].rstrip(";"))
     assert step < 150 and (run_dir / f"checkpoints/step-{step:08}").exists()
     assert not (run_dir / "model").exists()
     assert process.returncode == (1 if how == "SIGTERM to torchrun" else 0)  # 1 is torchrun's own

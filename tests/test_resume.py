@@ -77,7 +77,7 @@ def test_a_finished_run_says_so(finished, tmp_path):
     run_dir, args = finished
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     [[result]] = run_or_fail(1, [("01", args)], tmp_path / "jobs")
-    assert "is finished" in result["stdout"]
+    assert "is already finished" in result["stdout"]
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
 
 
