@@ -22,7 +22,7 @@ def test_no_value_is_read_from_the_device(load, models, name):
     assert [event for event in events if SYNC_OPS.match(event)] == []
 
 
-def test_only_ddps_buckets_are_reduced_and_once_a_step(load, alone):
+def test_only_ddps_buckets_are_reduced_and_once_a_step(load, one_rank_group):
     events, ddp = events_of_steps(load("02"), "--global-batch-size", 8)
     buckets = len(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(","))
     reductions = [event for event in events if event == "c10d::allreduce_"]
@@ -51,7 +51,7 @@ def test_compiled_layers_stay_in_one_piece(monkeypatch, tmp_path, line):
 
 
 @pytest.mark.slow
-def test_compiled_layers_keep_ddps_overlap(load, alone):
+def test_compiled_layers_keep_ddps_overlap(load, one_rank_group):
     """Each layer's backward is its own graph, so that one bucket is sent while others compute."""
     chapter = load("02")
     args, model, *_ = prepare_training(chapter, *FLAGS, "--compile")
