@@ -195,14 +195,9 @@ def check_schedule(args):
     ranks, micro_batches = args.pipeline_parallel_size, args.accumulation
     # The interleaved schedule takes micro-batches in groups of one per rank.
     group_size = ranks if args.pipeline_schedule == "interleaved-1f1b" else 1
-    if micro_batches >= ranks and micro_batches % group_size == 0:
-        return
-    samples = micro_batches * args.micro_batch_size
-    sizes = range(1, min(args.batch_size, samples // ranks) + 1)
-    good_sizes = [size for size in sizes if samples % (size * group_size) == 0]
-    fix = f"--batch-size {good_sizes[-1]}" if good_sizes else "a larger --global-batch-size"
-    problem = f"{micro_batches} micro-batches do not fill {args.pipeline_schedule}"
-    fail(f"--pipeline-parallel-size {ranks}: {problem}; choose {fix}")
+    if micro_batches < ranks or micro_batches % group_size:
+        problem = f"--pipeline-parallel-size {ranks}: {micro_batches} micro-batches do not fill it"
+        fail(f"{problem}; choose a smaller --batch-size or a larger --global-batch-size")
 
 
 def adopt_launcher():
@@ -470,10 +465,9 @@ def check_model(args, model):
     if args.pipeline_parallel_size > 1:
         flag, stages = f"--pipeline-parallel-size {args.pipeline_parallel_size}", args.num_stages
         has_plan = model.config.base_model_pp_plan or model.config.model_type == "gpt2"
-        layers = len(layers_of(model))
         problems += [
             (not has_plan, f"{flag}: transformers has no pipeline plan for {name}"),
-            (layers < stages, f"{flag}: {name} has {layers} layers, fewer than {stages} stages"),
+            (len(layers_of(model)) < stages, f"{flag}: {name} has fewer than {stages} layers"),
         ]
     for has_problem, problem in problems:
         if has_problem:
@@ -596,8 +590,6 @@ def shard(args, model, device):
     stages, other_modules = {0: model}, set()
     if args.pipeline_parallel_size > 1:
         stages, other_modules = build_stages(args, model, mesh.get_local_rank("pipeline"))
-    # PP: micro-batches take turns, so keep all layers gathered for a step.
-    reshard_layers = args.reshard_after_forward and args.pipeline_parallel_size == 1
 
     def initialize_and_shard(module):
         initialize(args, owners[module], module)
@@ -609,7 +601,9 @@ def shard(args, model, device):
         if module in layers:
             split_matrices(model, module.modules(), mesh["tensor"])
             # FSDP: keep the last layer gathered, because the backward pass starts with it.
-            reshard = reshard_layers and module is not layers[-1]
+            reshard = args.reshard_after_forward and module is not layers[-1]
+            # PP: micro-batches take turns, so keep all layers gathered for the entire step.
+            reshard = reshard and args.pipeline_parallel_size == 1
             fully_shard(module, reshard_after_forward=reshard, **options)
 
     # apply() takes the children of a module before the module.
@@ -962,8 +956,7 @@ def forward_backward(args, model, train_set, step, device):
     """Add up the gradients of the step's micro-batches; return the mean loss on the device."""
     if args.pipeline_parallel_size > 1:
         # PP: the schedule takes all micro-batches of the step, forward and backward.
-        micro_steps = range(args.accumulation)
-        batches = [batch_at(args, train_set, step, number, device) for number in micro_steps]
+        batches = [batch_at(args, train_set, step, n, device) for n in range(args.accumulation)]
         return run_schedule(args, model, torch.cat(batches))
     total_loss = torch.zeros((), device=device)
     for micro_step in range(args.accumulation):

@@ -407,23 +407,23 @@ REFUSED = {
     "schedule": (["--pipeline-schedule", "2f2b"], "invalid choice: '2f2b'"),
     "micro-batches": (
         TWO,
-        "-size 2: 1 micro-batches do not fill 1f1b; choose --batch-size 4",
+        "-size 2: 1 micro-batches do not fill it; choose a smaller --batch-size",
     ),
     "rounds": (
         [*TWO, "--pipeline-schedule", "interleaved-1f1b", "--global-batch-size", 12, "-b", 4],
-        "-size 2: 3 micro-batches do not fill interleaved-1f1b; choose --batch-size 3",
+        "-size 2: 3 micro-batches do not fill it; choose a smaller --batch-size",
     ),
     "samples": (
         [*TWO, "--global-batch-size", 1],
-        "1 micro-batches do not fill 1f1b; choose a larger --global-batch-size",
+        "-size 2: 1 micro-batches do not fill it; choose a smaller --batch-size",
     ),
     "layers": (
         [*TWO, "-b", 2, "--config", "num_hidden_layers=1"],
-        "tiny has 1 layers, fewer than 2 stages",
+        "tiny has fewer than 2 layers",
     ),
     "two stages a rank": (
         [*SETTINGS["-interleaved"], *TWO, "--config", "num_hidden_layers=3"],
-        "tiny has 3 layers, fewer than 4 stages",
+        "tiny has fewer than 4 layers",
     ),
     "no plan": (
         [*TWO, "-b", 2, "-m", "opt"],

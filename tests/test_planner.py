@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import sys
-import time
 
 import pytest
 
@@ -250,13 +249,20 @@ def test_405b_as_reported(planner):
     assert ours["first"] == "05 --cpu-offload --recompute full"
 
 
-def test_405b_takes_seconds_and_says_where_the_shape_is_from():
-    before, start = os.times(), time.monotonic()
-    done = run_command(PLANNER, *PAPER.split())
-    after, took = os.times(), time.monotonic() - start
+def timed_command(*command):
+    """Run a command; return its CompletedProcess and the CPU seconds that it used."""
+    before = os.times()
+    done = run_command(*command)
+    after = os.times()
     used = after.children_user + after.children_system
-    used -= before.children_user + before.children_system
-    assert min(used, took) < 10  # other work on the machine is none of the planner's
+    return done, used - before.children_user - before.children_system
+
+
+def test_405b_takes_less_than_twice_the_start_of_a_chapter():
+    """Both are measured in the same run, because machines differ."""
+    done, seconds = timed_command(PLANNER, *PAPER.split())
+    _, seconds_to_start = timed_command(SCRIPTS["08"], "--help")
+    assert seconds < 2 * seconds_to_start
     assert done.returncode == 0, done.stderr
     assert "configs/llama-3.1-405b.json; the hub was not asked" in done.stdout
     assert "the first that fits: 05 --cpu-offload --recompute full" in done.stdout
@@ -312,8 +318,8 @@ BAD = {
         "4 key-value heads for 8 ranks",
     ),
     "stages": ("--pipeline-parallel-size 16", "-size 16: 8 ranks are not divisible by 16"),
-    "few": ("--pipeline-parallel-size 8 -b 8", "do not fill 1f1b; choose --batch-size 4"),
-    "few layers": ("--pipeline-parallel-size 8 -b 4", "tiny has 4 layers, fewer than 8 stages"),
+    "few": ("--pipeline-parallel-size 8 -b 8", "do not fill it; choose a smaller --batch-size"),
+    "few layers": ("--pipeline-parallel-size 8 -b 4", "tiny has fewer than 8 layers"),
     "too long": ("-s 100000", "--seq-length 100000: tiny takes at most 2048 tokens"),
     "no file": ("-m nosuch.json", "--model-name nosuch.json: there is no such file"),
     "no model": ("-m nosuch/model", "--model-name nosuch/model:"),
