@@ -63,7 +63,7 @@ LAUNCHER_VARIABLES = {
 }
 # The number of tokens whose logits exist at the same time.
 CHUNK_SIZE = 1024
-# The asynchronous save that is still being written: one future at most.
+# The future of the asynchronous save in progress; the list holds at most one future.
 PENDING_SAVES = []
 # How to split a module's weights, by the names that the plans of transformers use. Between blocks,
 # a rank has the hidden states of its part of each sequence: Shard(1).
@@ -151,7 +151,7 @@ def parse_args():
     if "MASTER_ADDR" not in os.environ:
         fail("MASTER_ADDR is not set; pass it to mpirun: -x MASTER_ADDR=... -x MASTER_PORT=...")
     world_size = int(os.environ["WORLD_SIZE"])
-    # TP: the ranks that split a matrix take the same samples, and each has a part of the sequence.
+    # TP: the ranks that split a matrix process the same samples, and split each sequence.
     ranks_per_sample = args.tensor_parallel_size
     layout = f"--tensor-parallel-size {args.tensor_parallel_size}"
     if args.seq_length % ranks_per_sample:
@@ -303,8 +303,9 @@ def check_shared(run_dir):
 def stop_requests(run_dir):
     """Yield, before each step, whether the run should stop.
 
-    A signal to any rank asks for it, and so does a file named `stop` in the run's folder. All ranks
-    get the same answer from an all-reduce that they started one step earlier, so no rank waits.
+    A signal to any rank requests a stop, and so does a file named `stop` in the run's folder. All
+    ranks get the same answer from an all-reduce. It starts one step earlier, so that no rank has to
+    wait for it.
     """
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -404,7 +405,7 @@ def build_model(args, config):
     head.forward = torch.clone
     model.loss_function = functools.partial(chunked_loss, head)
 
-    # Wrap each layer before it is compiled and sharded.
+    # Make each layer recompute its activations before the layer is compiled and sharded.
     if args.recompute != "none":
         contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)
         options = {"context_fn": contexts} if args.recompute == "selective" else {}
@@ -540,8 +541,8 @@ def build_mesh(args, device):
 def shard(args, model, device):
     """Initialize the model and split it across the ranks in place, layer by layer; return it.
 
-    The host never holds the full model either: a layer gets its values, fully_shard() moves this
-    rank's shard to the device and frees the rest, and only then does the next layer get its values.
+    The host never holds the full model. After a layer gets its values, fully_shard() moves this
+    rank's shard to the device and frees the rest. Then the next layer gets its values.
     """
     mesh = build_mesh(args, device)
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -562,14 +563,14 @@ def shard(args, model, device):
             reshard = args.reshard_after_forward and module is not layers[-1]
             fully_shard(module, reshard_after_forward=reshard, **options)
 
-    # apply() takes the children of a module before the module.
+    # apply() visits the children of a module before the module itself.
     model.apply(initialize_and_shard)
     # TP: split the embeddings and the last norm, too.
     layer_modules = {module for layer in layers for module in layer.modules()}
     outer_modules = [module for module in model.modules() if module not in layer_modules]
     split_matrices(model, outer_modules, mesh["tensor"])
     model.tie_weights()
-    # FSDP: this call takes the weights that are outside of the layers.
+    # FSDP: this call shards the weights that are outside of the layers.
     fully_shard(model, reshard_after_forward=False, **options)
     if args.pretrained:
         read_weights(args, model)
@@ -579,7 +580,7 @@ def shard(args, model, device):
 def owners_of(model):
     """Return, for each module, the innermost transformers model that contains it."""
     owners = {}
-    # modules() lists outer models first, so that inner models overwrite them.
+    # modules() lists outer models first, so inner models overwrite the entries of outer models.
     for owner in model.modules():
         if isinstance(owner, transformers.PreTrainedModel):
             owners |= dict.fromkeys(owner.modules(), owner)
@@ -589,7 +590,8 @@ def owners_of(model):
 def initialize(args, owner, module):
     """Give a module's own weights the values that they have in chapter 01."""
     for weight in module.parameters(recurse=False):
-        # transformers leaves weights with this mark alone; read_weights() will fill them.
+        # With --pretrained, this mark keeps transformers from initializing the weights, because
+        # read_weights() will fill them.
         weight._is_hf_initialized = args.pretrained
     owner._init_weights(module)
 
@@ -758,7 +760,7 @@ def batch_at(args, samples, step, micro_step, device):
 
 def data_rank_of(args):
     """Return this rank's data-parallel rank, and the number of data-parallel ranks."""
-    # TP: neighboring ranks take the same samples.
+    # TP: neighboring ranks process the same samples.
     ranks_per_sequence = args.tensor_parallel_size
     num_data_ranks = dist.get_world_size() // ranks_per_sequence
     return dist.get_rank() // ranks_per_sequence, num_data_ranks
@@ -941,7 +943,7 @@ def load_checkpoint(args, run_dir, model, optimizer):
             dcp.load(state, checkpoint_id=checkpoint, process_group=patient_group())
         except (Exception, dcp.CheckpointException) as error:
             # FSDP: an error on one rank is raised on all ranks.
-            print(f"{checkpoint} cannot be read; trying the one before: {error!r:.200}")
+            print(f"{checkpoint} cannot be read; trying the previous checkpoint: {error!r:.200}")
             continue
         args.wandb_id = saved_args["wandb_id"]
         print(f"continuing from {checkpoint}")

@@ -65,7 +65,7 @@ LAUNCHER_VARIABLES = {
 }
 # The number of tokens whose logits exist at the same time.
 CHUNK_SIZE = 1024
-# The asynchronous save that is still being written: one future at most.
+# The future of the asynchronous save in progress; the list holds at most one future.
 PENDING_SAVES = []
 # How to split a module's weights, by the names that the plans of transformers use. Between blocks,
 # a rank has the hidden states of its part of each sequence: Shard(1).
@@ -77,7 +77,7 @@ STYLES = {
     "embedding_rowwise": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "replicated_with_grad_allreduce": tp.SequenceParallel(use_local_output=True),
 }
-# For each schedule, its class and the number of stages that a rank has.
+# The class of each schedule, and its number of stages per rank.
 SCHEDULES = {
     "gpipe": (pp.ScheduleGPipe, 1),
     "1f1b": (pp.Schedule1F1B, 1),
@@ -161,13 +161,13 @@ def parse_args():
     if "MASTER_ADDR" not in os.environ:
         fail("MASTER_ADDR is not set; pass it to mpirun: -x MASTER_ADDR=... -x MASTER_PORT=...")
     world_size = int(os.environ["WORLD_SIZE"])
-    # TP: the ranks that split a matrix take the same samples, and each has a part of the sequence.
+    # TP: the ranks that split a matrix process the same samples, and split each sequence.
     ranks_per_sample = args.tensor_parallel_size
     layout = f"--tensor-parallel-size {args.tensor_parallel_size}"
     if args.seq_length % ranks_per_sample:
         problem = f"not divisible by {ranks_per_sample}, the ranks of a sequence ({layout})"
         fail(f"--seq-length {args.seq_length}: {problem}; choose a multiple")
-    # PP: all stages take the same samples.
+    # PP: all stages process the same samples.
     ranks_per_sample *= args.pipeline_parallel_size
     layout += f" --pipeline-parallel-size {args.pipeline_parallel_size}"
     if world_size % ranks_per_sample:
@@ -328,8 +328,9 @@ def check_shared(run_dir):
 def stop_requests(run_dir):
     """Yield, before each step, whether the run should stop.
 
-    A signal to any rank asks for it, and so does a file named `stop` in the run's folder. All ranks
-    get the same answer from an all-reduce that they started one step earlier, so no rank waits.
+    A signal to any rank requests a stop, and so does a file named `stop` in the run's folder. All
+    ranks get the same answer from an all-reduce. It starts one step earlier, so that no rank has to
+    wait for it.
     """
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -429,7 +430,7 @@ def build_model(args, config):
     head.forward = torch.clone
     model.loss_function = functools.partial(chunked_loss, head)
 
-    # Wrap each layer before it is compiled and sharded.
+    # Make each layer recompute its activations before the layer is compiled and sharded.
     if args.recompute != "none":
         contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)
         options = {"context_fn": contexts} if args.recompute == "selective" else {}
@@ -574,8 +575,8 @@ def build_mesh(args, device):
 def shard(args, model, device):
     """Initialize the model and split it across the ranks in place, layer by layer; return it.
 
-    The host never holds the full model either: a layer gets its values, fully_shard() moves this
-    rank's shard to the device and frees the rest, and only then does the next layer get its values.
+    The host never holds the full model. After a layer gets its values, fully_shard() moves this
+    rank's shard to the device and frees the rest. Then the next layer gets its values.
     """
     mesh = build_mesh(args, device)
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -606,7 +607,7 @@ def shard(args, model, device):
             reshard = reshard and args.pipeline_parallel_size == 1
             fully_shard(module, reshard_after_forward=reshard, **options)
 
-    # apply() takes the children of a module before the module.
+    # apply() visits the children of a module before the module itself.
     model.apply(initialize_and_shard)
     # TP: split the embeddings and the last norm, too.
     layer_modules = {module for layer in layers for module in layer.modules()}
@@ -615,7 +616,7 @@ def shard(args, model, device):
     outer_modules = [module for module in model.modules() if module not in layer_modules]
     split_matrices(model, outer_modules, mesh["tensor"])
     model.tie_weights()
-    # FSDP: this call takes the weights that are outside of the layers.
+    # FSDP: this call shards the weights that are outside of the layers.
     for stage in stages.values():
         fully_shard(stage, reshard_after_forward=False, **options)
     if args.pipeline_parallel_size > 1:
@@ -640,7 +641,7 @@ def build_stages(args, model, pipeline_rank):
 
 
 def split_into_stages(args, model):
-    """Return a list of modules for each stage: its layers, and at the ends what is around them."""
+    """Return a list of modules for each stage: layers, and what is around them at the ends."""
     layers, num_stages = layers_of(model), args.num_stages
     # The embedding and the head take about as long as a layer each, so they count as one more
     # before the first layer and one more after the last. Every stage has at least one layer.
@@ -677,10 +678,10 @@ class Exit(torch.nn.Module):
 
 
 def build_stage(args, model, modules, number):
-    """Build a model that shares one stage's modules with `model`, with stand-ins for all others.
+    """Build a model for one stage, which shares the modules of that stage with `model`.
 
-    Its forward pass takes token ids in the first stage and hidden states in the others, and returns
-    hidden states.
+    Stand-ins replace the modules of the other stages. The forward pass takes token ids in the first
+    stage and hidden states in the other stages, and it returns hidden states.
     """
     entry, end = Entry(), Exit()
     # deepcopy() does not copy a module whose id is in the memo; it uses the object stored there.
@@ -704,8 +705,8 @@ def build_stage(args, model, modules, number):
 
 
 def build_schedule(args, model, stages, device, group):
-    """Build the schedule that takes micro-batches through the stages and back."""
-    # The schedule allocates buffers of these shapes for what stages exchange.
+    """Build the schedule, which runs micro-batches forward and backward through the stages."""
+    # The schedule allocates receive buffers of these shapes.
     length = args.seq_length
     ids = torch.empty(args.micro_batch_size, length, dtype=torch.int64, device="meta")
     dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
@@ -728,7 +729,7 @@ def build_schedule(args, model, stages, device, group):
 def owners_of(model):
     """Return, for each module, the innermost transformers model that contains it."""
     owners = {}
-    # modules() lists outer models first, so that inner models overwrite them.
+    # modules() lists outer models first, so inner models overwrite the entries of outer models.
     for owner in model.modules():
         if isinstance(owner, transformers.PreTrainedModel):
             owners |= dict.fromkeys(owner.modules(), owner)
@@ -738,7 +739,8 @@ def owners_of(model):
 def initialize(args, owner, module):
     """Give a module's own weights the values that they have in chapter 01."""
     for weight in module.parameters(recurse=False):
-        # transformers leaves weights with this mark alone; read_weights() will fill them.
+        # With --pretrained, this mark keeps transformers from initializing the weights, because
+        # read_weights() will fill them.
         weight._is_hf_initialized = args.pretrained
     owner._init_weights(module)
 
@@ -907,9 +909,9 @@ def batch_at(args, samples, step, micro_step, device):
 
 def data_rank_of(args):
     """Return this rank's data-parallel rank, and the number of data-parallel ranks."""
-    # TP: neighboring ranks take the same samples.
+    # TP: neighboring ranks process the same samples.
     ranks_per_sequence = args.tensor_parallel_size
-    # PP: the ranks of all stages take the same samples.
+    # PP: all ranks of one pipeline process the same samples.
     num_data_ranks = dist.get_world_size() // ranks_per_sequence // args.pipeline_parallel_size
     return dist.get_rank() // ranks_per_sequence % num_data_ranks, num_data_ranks
 
@@ -937,25 +939,26 @@ def loss_of(args, model, batch):
 
 
 def run_schedule(args, model, batch):
-    """Take a batch through all stages and, in training, back; return its mean loss.
+    """Run the forward pass of a batch through all stages, in training also the backward pass.
 
-    Only the last stage has a loss. The mean over all ranks is the loss of the batch.
+    Only the last stage has a loss, so the returned loss is scaled: its mean over all ranks is the
+    mean loss of the batch.
     """
-    # The schedule takes a fixed number of samples; the loss ignores the target -100 of the padding.
+    # The schedule needs a fixed number of samples. The loss ignores the padding's target, -100.
     num_samples = args.accumulation * args.micro_batch_size
     labels = F.pad(batch, (0, 0, 0, num_samples - len(batch)), value=-100)
     run_micro_batches = model.schedule.step if model.training else model.schedule.eval
     losses = []
     run_micro_batches(labels.clamp(min=0), target=labels, losses=losses, return_outputs=False)
     total_loss = sum(losses, torch.zeros((), device=batch.device)).detach()
-    # The schedule has divided by the number of all samples, with the padding.
+    # The schedule divides by the number of samples with the padding; undo that in an evaluation.
     return total_loss * args.pipeline_parallel_size * num_samples / len(batch)
 
 
 def forward_backward(args, model, train_set, step, device):
     """Add up the gradients of the step's micro-batches; return the mean loss on the device."""
     if args.pipeline_parallel_size > 1:
-        # PP: the schedule takes all micro-batches of the step, forward and backward.
+        # PP: the schedule runs the forward and backward passes of all micro-batches.
         batches = [batch_at(args, train_set, step, n, device) for n in range(args.accumulation)]
         return run_schedule(args, model, torch.cat(batches))
     total_loss = torch.zeros((), device=device)
@@ -994,7 +997,7 @@ def sum_tied_gradients(args, model):
 
 def clip_gradients(args, model):
     """Scale the gradients down to `--max-grad-norm`; return the norm that they had before."""
-    # PP: the first stage counts a tied weight, so the last stage leaves it out.
+    # PP: the first stage counts the tied weight in the norm, so the last stage leaves it out.
     tied_copy = sum_tied_gradients(args, model)
     weights = [weight for weight in model.parameters() if weight is not tied_copy]
     grads = [weight.grad for weight in weights if weight.grad is not None]
@@ -1032,7 +1035,7 @@ def evaluate(args, model, held_out, device):
     total_loss, num_samples = torch.zeros(2, device=device)
     data_rank, num_data_ranks = data_rank_of(args)
     batch_size = args.micro_batch_size
-    # PP: the schedule takes the samples of all micro-batches at once.
+    # PP: one call of the schedule processes all micro-batches of a step.
     if args.pipeline_parallel_size > 1:
         batch_size *= args.accumulation
     num_rounds = math.ceil(len(held_out) / (batch_size * num_data_ranks))
@@ -1150,7 +1153,7 @@ def load_checkpoint(args, run_dir, model, optimizer):
             dcp.load(state, checkpoint_id=checkpoint, process_group=patient_group())
         except (Exception, dcp.CheckpointException) as error:
             # FSDP: an error on one rank is raised on all ranks.
-            print(f"{checkpoint} cannot be read; trying the one before: {error!r:.200}")
+            print(f"{checkpoint} cannot be read; trying the previous checkpoint: {error!r:.200}")
             continue
         args.wandb_id = saved_args["wandb_id"]
         print(f"continuing from {checkpoint}")

@@ -152,7 +152,7 @@ def connect(args, rank):
 
 
 def diagnose_connection(address, port):
-    """Return why rank 0 cannot be reached at this address, and what to do about it."""
+    """Return the reason why rank 0 cannot be reached at this address, with advice for the user."""
     try:
         socket.create_connection((address, port), timeout=5).close()
     except OSError as error:
@@ -162,7 +162,7 @@ def diagnose_connection(address, port):
 
 
 def report_failure(args, rank, world_size, store, error):
-    """Report this rank's own error, or on rank 0 which ranks are missing; exit with status 1."""
+    """Report this rank's own error, or let rank 0 report the missing ranks; exit with status 1."""
     if not re.search(r"(?i)time.?out|timed out|closed|reset by|broken pipe|recv", str(error)):
         report_error(f"{type(error).__name__}: {last_line(error)}")
         exit_now(1)
@@ -566,7 +566,7 @@ def describe(hosts_by_rank):
 
 
 def join_names(names, limit=8):
-    """Join the first names with commas, and append the number of further names."""
+    """Join up to `limit` names with commas, and append the number of names that are left out."""
     text = ", ".join(map(str, list(names)[:limit]))
     return f"{text} and {len(names) - limit} more" if len(names) > limit else text
 

@@ -285,8 +285,9 @@ def check_shared(run_dir):
 def stop_requests(run_dir):
     """Yield, before each step, whether the run should stop.
 
-    A signal to any rank asks for it, and so does a file named `stop` in the run's folder. All ranks
-    get the same answer from an all-reduce that they started one step earlier, so no rank waits.
+    A signal to any rank requests a stop, and so does a file named `stop` in the run's folder. All
+    ranks get the same answer from an all-reduce. It starts one step earlier, so that no rank has to
+    wait for it.
     """
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -667,7 +668,7 @@ def load_checkpoint(args, run_dir, model, optimizer):
             state = torch.load(checkpoint / "state.pt", "cpu", mmap=True, weights_only=True)
         except Exception as error:
             # A damaged file can raise almost any type of exception.
-            print(f"{checkpoint} cannot be read; trying the one before: {error!r:.200}")
+            print(f"{checkpoint} cannot be read; trying the previous checkpoint: {error!r:.200}")
             continue
         compare_args(args, state["args"], checkpoint)
         args.wandb_id = state["args"]["wandb_id"]

@@ -482,7 +482,7 @@ class Watch:
     def write(self, suffix, content):
         """Replace one of this rank's files; a reader never sees half a file."""
         partial = self.path.with_suffix(f".new-{threading.get_native_id()}")
-        # The disk may be full. whats_wrong.py reports that without this file.
+        # Ignore a full disk here, because whats_wrong.py does not need this file to detect it.
         with suppress(OSError):
             partial.write_text(json.dumps(content, default=str))
             partial.rename(self.path.with_suffix(suffix))

@@ -207,9 +207,9 @@ def find_failure(facts, ranks):
 
 
 def explain_error(facts, ranks, first, failed):
-    """Find the first rank that failed with an error of its own, and explain that error."""
+    """Explain the error of `first`; the culprits are all ranks with an error of the same kind."""
     kind, text = cause_of(first.error)
-    # All ranks stop for a loss that is not finite, but their checks name the rank to blame.
+    # All ranks stop when the loss is not finite, but their checks show which rank caused this.
     if kind == "not-finite" and (nonfinite := find_nonfinite(ranks)):
         return nonfinite
     culprits = [rank for rank in failed if cause_of(rank.error)[0] == kind]
@@ -254,7 +254,7 @@ def explain_vanished(facts, ranks, vanished):
         crash = crashed[0].crash.strip()
         reason = f"{crash.splitlines()[0]}, at {location_of_error(crash)} ({heartbeat})"
         return Finding("segfault", numbers_of(crashed), reason, "certain")
-    # A rank cannot write its error if it has no descriptor left, or no space on the disk.
+    # A rank cannot write its error if it has no file descriptors left, or if the disk is full.
     open_files = find_open_files(ranks)
     if open_files and set(open_files.ranks) & set(numbers_of(vanished)):
         return open_files

@@ -215,7 +215,7 @@ def test_a_checkpoint_with_a_broken_file_is_left_out(curves, root, tmp_path, run
         path.write_bytes(path.read_bytes()[:10_000])
         job = ("deepspeed", [*SHORT, *command(root, run)[1], "--save-dir", tmp_path, "-e", "run"])
         [[first, _]] = run_jobs(2, [job], tmp_path / f"jobs{step}")
-        output = f"step-000000{step} cannot be read; trying the one before"
+        output = f"step-000000{step} cannot be read; trying the previous checkpoint"
         assert output in first["stdout"] and first["status"] == (2 if stops else 0), first["stderr"]
         if stops:
             check_user_error(first, "delete them to start again")
@@ -285,7 +285,7 @@ def test_activations_are_computed_again(tmp_path):
 # ---- what the user gets wrong ----------------------------------------------------------------
 
 WRONG = {
-    '{"train_batch_size": 16': "train_batch_size is 16, but the flags give 8; write the file again",
+    '{"train_batch_size": 16': "train_batch_size is 16, but the flags give 8; make the file again",
     '{"train_micro_batch_size_per_gpu": 2': "size_per_gpu is 2, but the flags give 8",
     '{"gradient_accumulation_steps": 2': "gradient_accumulation_steps is 2, but the flags give 1",
     '{"gradient_clipping": 0.0': "gradient_clipping is 0.0, but the flags give 1.0",

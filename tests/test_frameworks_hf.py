@@ -184,7 +184,7 @@ def test_a_broken_checkpoint(curves, configs, tmp_path, kind, file):
     broken.write_bytes(broken.read_bytes()[:1000])
     args = [*SHORT, "--save-dir", tmp_path, "-e", "run", *(configs["fsdp2"] if kind else [])]
     [[result, *_]] = run_or_fail(2, [("accelerate", args)], tmp_path / "jobs")
-    assert "step-00000020 cannot be read; trying the one before" in result["stdout"]
+    assert "step-00000020 cannot be read; trying the previous checkpoint" in result["stdout"]
     assert same_curve(curves[1]["01"], metrics(tmp_path / "run"))
 
 

@@ -291,8 +291,9 @@ def check_shared(run_dir):
 def stop_requests(run_dir):
     """Yield, before each step, whether the run should stop.
 
-    A signal to any rank asks for it, and so does a file named `stop` in the run's folder. All ranks
-    get the same answer from an all-reduce that they started one step earlier, so no rank waits.
+    A signal to any rank requests a stop, and so does a file named `stop` in the run's folder. All
+    ranks get the same answer from an all-reduce. It starts one step earlier, so that no rank has to
+    wait for it.
     """
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -650,7 +651,7 @@ def load_checkpoint(args, run_dir, accelerator, optimizer):
         # Accelerate: CheckpointException, which FSDP2 raises, is not a subclass of Exception.
         except (Exception, CheckpointException) as error:
             # A damaged file can raise almost any type of exception.
-            print(f"{checkpoint} cannot be read; trying the one before: {error!r:.200}")
+            print(f"{checkpoint} cannot be read; trying the previous checkpoint: {error!r:.200}")
             continue
         args.wandb_id = saved_args["wandb_id"]
         # Hyperparameters come from the command line, not from the checkpoint.
@@ -681,7 +682,7 @@ def compare_args(args, saved_args, checkpoint):
 def export_model(args, run_dir, accelerator, model, tokenizer):
     """Write the finished model to a folder that `from_pretrained` can load."""
     partial = partial_of(run_dir / "model")
-    # Accelerate: with FSDP2, all ranks gather the weights, and rank 0 gets them.
+    # Accelerate: with FSDP2, all ranks must make this call, but only rank 0 gets the full weights.
     weights = accelerator.get_state_dict(model)
     if dist.get_rank() != 0:
         return

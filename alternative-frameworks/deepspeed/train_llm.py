@@ -159,7 +159,7 @@ def load_settings(args):
     for name, value in (batch_settings | {"precision": args.precision}).items():
         if found.get(name, value) != value:
             problem = f"{name} is {found[name]}, but the flags give {value}"
-            fail(f"--deepspeed-config {args.deepspeed_config}: {problem}; write the file again")
+            fail(f"--deepspeed-config {args.deepspeed_config}: {problem}; make the file again")
     args.zero_stage = settings.get("zero_optimization", {}).get("stage", 0)
     if args.zero_stage == 0:
         problem = "stage 0 reports no gradient norm"
@@ -297,8 +297,9 @@ def check_shared(run_dir):
 def stop_requests(run_dir):
     """Yield, before each step, whether the run should stop.
 
-    A signal to any rank asks for it, and so does a file named `stop` in the run's folder. All ranks
-    get the same answer from an all-reduce that they started one step earlier, so no rank waits.
+    A signal to any rank requests a stop, and so does a file named `stop` in the run's folder. All
+    ranks get the same answer from an all-reduce. It starts one step earlier, so that no rank has to
+    wait for it.
     """
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -660,7 +661,7 @@ def is_readable(checkpoint):
             torch.load(path, "cpu", mmap=True, weights_only=False)
     except Exception as error:
         # A damaged file can raise almost any type of exception.
-        print(f"{checkpoint} cannot be read; trying the one before: {error!r:.200}")
+        print(f"{checkpoint} cannot be read; trying the previous checkpoint: {error!r:.200}")
         return False
     return True
 

@@ -285,8 +285,9 @@ def check_shared(run_dir):
 def stop_requests(run_dir):
     """Yield, before each step, whether the run should stop.
 
-    A signal to any rank asks for it, and so does a file named `stop` in the run's folder. All ranks
-    get the same answer from an all-reduce that they started one step earlier, so no rank waits.
+    A signal to any rank requests a stop, and so does a file named `stop` in the run's folder. All
+    ranks get the same answer from an all-reduce. It starts one step earlier, so that no rank has to
+    wait for it.
     """
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -571,7 +572,7 @@ def load_zero_settings(args):
     precision = "bf16" if has_bf16 else "fp32"
     if precision != args.precision:
         problem = f"its precision is {precision}, not {args.precision}"
-        fail(f"--deepspeed-config {path}: {problem}; write the file again")
+        fail(f"--deepspeed-config {path}: {problem}; make the file again")
     # ZeRO: otherwise stage 3 would save its shards twice, and no model.
     settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     return settings

@@ -542,7 +542,7 @@ def load_checkpoint(args, run_dir, model, optimizer):
             state = torch.load(checkpoint / "state.pt", "cpu", mmap=True, weights_only=True)
         except Exception as error:
             # A damaged file can raise almost any type of exception.
-            print(f"{checkpoint} cannot be read; trying the one before: {error!r:.200}")
+            print(f"{checkpoint} cannot be read; trying the previous checkpoint: {error!r:.200}")
             continue
         compare_args(args, state["args"], checkpoint)
         args.wandb_id = state["args"]["wandb_id"]

@@ -272,8 +272,9 @@ def check_shared(run_dir):
 def stop_requests(run_dir):
     """Yield, before each step, whether the run should stop.
 
-    A signal to any rank asks for it, and so does a file named `stop` in the run's folder. All ranks
-    get the same answer from an all-reduce that they started one step earlier, so no rank waits.
+    A signal to any rank requests a stop, and so does a file named `stop` in the run's folder. All
+    ranks get the same answer from an all-reduce. It starts one step earlier, so that no rank has to
+    wait for it.
     """
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -412,7 +413,7 @@ def shard(args, model, device):
         # FSDP: keep the last layer gathered, because the backward pass starts with it.
         reshard = args.reshard_after_forward and layer is not layers[-1]
         fully_shard(layer, reshard_after_forward=reshard, **options)
-    # FSDP: this call takes the weights that are outside of the layers.
+    # FSDP: this call shards the weights that are outside of the layers.
     return fully_shard(model, reshard_after_forward=False, **options)
 
 
@@ -832,7 +833,7 @@ def load_checkpoint(args, run_dir, model, optimizer, train_set):
             dcp.load(state, checkpoint_id=checkpoint, process_group=patient_group())
         except (Exception, dcp.CheckpointException) as error:
             # FSDP: an error on one rank is raised on all ranks.
-            print(f"{checkpoint} cannot be read; trying the one before: {error!r:.200}")
+            print(f"{checkpoint} cannot be read; trying the previous checkpoint: {error!r:.200}")
             continue
         args.wandb_id = saved_args["wandb_id"]
         print(f"continuing from {checkpoint}")
