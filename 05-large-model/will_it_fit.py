@@ -9,8 +9,8 @@ follow from the shapes of the weights. To measure what a layer keeps for its bac
 planner runs two layers on fake tensors, which have shapes but no data. From these sizes, it
 simulates a training step layer by layer; the fullest moment of the step must fit. The planner
 counts only the bytes of tensors: --gpu-overhead-gib and --fragmentation estimate the rest. With
---tensor-parallel-size, --pipeline-parallel-size or --context-parallel-size, functions of chapter
-08's script split each layer, the model or each sequence; the fullest rank must fit.
+--tensor-parallel-size, --pipeline-parallel-size or --context-parallel-size, the functions of
+chapter 08's script split matrices, layers or sequences across ranks; the fullest rank must fit.
 """
 
 import argparse
@@ -53,7 +53,7 @@ GIB = 2**30
 CHUNK_SIZE = 1024
 # The flags that a setting can change, and their defaults.
 FLAG_DEFAULTS = {"reshard_after_forward": True, "recompute": "none", "cpu_offload": False}
-# The settings in the order to try them. Each one gathers, copies or recomputes more than the
+# The settings in the order to try them. Each setting gathers, copies or recomputes more than the
 # settings above it.
 SETTINGS = {
     "02": {},
@@ -68,13 +68,13 @@ SETTINGS = {
 }
 # The setting that needs the least GPU memory.
 SMALLEST_SETTING = "05 --cpu-offload --recompute full"
-# The parts of a GPU's memory, from tensors that stay to tensors that come and go. The size of a
-# traced part comes from the run on fake tensors.
+# The parts of a GPU's memory that the run on fake tensors measures.
 TRACED_PARTS = ["cast weights", "activations", "logits"]
+# All parts of a GPU's memory, from tensors that stay to tensors that come and go.
 PARTS = ["parameters", "gradients", "optimizer state", "gathered weights", "whole gradients"]
 PARTS += [*TRACED_PARTS, "communication"]
-# The flags of train_llm.py that change no size. The planner accepts them, because a file of
-# arguments may contain them.
+# The flags of train_llm.py that do not affect any size. The planner accepts them, because a file
+# of arguments may contain them.
 IGNORED_FLAGS = (
     "--dataset-subset --text-column --num-steps --lr --warmup-steps --weight-decay --max-grad-norm "
     "--seed --save-dir --checkpoint-every --keep-checkpoints --eval-every --eval-samples "
@@ -206,7 +206,7 @@ def check_supported(args, framework):
 
 
 def at_least(minimum):
-    """Return an argument type that accepts finite numbers from `minimum` on, of the same type."""
+    """Return an argument type for finite numbers of at least `minimum`, and of its type."""
 
     def number(text):
         value = type(minimum)(text)
@@ -278,7 +278,7 @@ def first_line(error):
 def load_config(args):
     """Return the configuration of `--model-name` after the changes of `--config`, and its source.
 
-    The source is a text for the user: the place that the configuration comes from.
+    The source is a text that names the origin of the configuration.
     """
     try:
         config, source = find_config(args.model_name)
@@ -302,7 +302,7 @@ def load_config(args):
 
 
 def find_config(name):
-    """Return the configuration of a model, and its source; read no weights.
+    """Return the configuration of a model and its source, without reading weights.
 
     The configurations under configs/ take precedence over a download from the hub, so that
     planning needs neither a network nor a login.
@@ -379,7 +379,7 @@ def shapes_in(model, modules):
     layers = [module for module in modules if module in layers]
     in_layers = {weight for layer in layers for weight in layer.parameters()}
     direct_weights = (module.parameters(recurse=False) for module in modules)
-    # A dict removes duplicates, which tied weights are, and keeps the order.
+    # Tied weights occur twice. A dict drops the second occurrence and keeps the order.
     unique_weights = dict.fromkeys(itertools.chain(*direct_weights))
     return Model(
         config=model.config,
@@ -397,23 +397,20 @@ def split_of(model, tp_size):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Hold the arguments that chapter 08's pipeline functions need, under the same names.
-
-    Without a pipeline, there is one stage.
-    """
+    """Hold the arguments that chapter 08's pipeline functions need, under the same names."""
 
     model_name: str
     pipeline_parallel_size: int
     pipeline_schedule: str
     num_stages: int
-    # check_model() checks only the stages if these sizes are 1; check_split() checks the rest.
+    # check_model() checks only the stages if these sizes are 1; check_split() checks the splits.
     tensor_parallel_size: int = 1
     context_parallel_size: int = 1
 
 
 @functools.cache
 def parts_of(model, tp_size, pipeline):
-    """Return a Model for each rank of a pipeline, where `tp_size` ranks split the weights."""
+    """Return a Model for each rank of a pipeline, with weights that `tp_size` ranks split."""
     full_model, ranks = split_of(model, tp_size), pipeline.pipeline_parallel_size
     if ranks == 1:
         return [full_model]
@@ -432,7 +429,7 @@ def in_flight(schedule, rank, ranks, micro_batches):
 
 
 def bubble(schedule, ranks, micro_batches):
-    """Return the share of a step that pipeline ranks are idle, as chapter 07's README derives."""
+    """Return the idle share of a pipeline rank's step, by the formula in chapter 07's README."""
     turns = (2 if schedule == "interleaved-1f1b" else 1) * micro_batches
     return (ranks - 1) / (turns + ranks - 1)
 
@@ -468,18 +465,18 @@ def check_split(model, tp_size, context):
     """Stop on models that chapter 08 rejects for these tensor- and context-parallel sizes."""
     args = argparse.Namespace(tensor_parallel_size=tp_size, model_name=model.config.model_type)
     args.context_parallel_size, args.context_parallel_style = context
-    # This model has only two layers, so its stages are not checked here.
+    # The traced model has only two layers, so parts_of() checks the stages of the full model.
     args.pipeline_parallel_size = 1
     last_chapter(tp_size)[0].check_model(args, model)
 
 
 def split_attention(tp_size, context):
-    """Make models attend as on the last of the ranks that split each sequence."""
+    """Make attention work as on the last of the ranks that split each sequence."""
     chapter, _ = last_chapter(tp_size)
     cp_size, cp_style = context
     styles = {"gather": chapter.gathered_attention, "ulysses": chapter.ulysses_attention}
-    # This process is rank 0. It is the last rank of the mesh, because that rank attends to the
-    # most keys.
+    # This process is rank 0. The mesh lists it last, because the last rank attends to the most
+    # keys.
     with unset_fake_temporarily():
         mesh = DeviceMesh("cpu", [*range(1, cp_size), 0])
     AttentionInterface.register("causal_sdpa", functools.partial(styles[cp_style], mesh))
@@ -507,7 +504,7 @@ class Segment:
 
     start: Counter = field(default_factory=Counter)
     most: Counter = field(default_factory=Counter)
-    # The peak of all kinds except finished gradients, which may happen at a different moment.
+    # The peak of the bytes without finished gradients. It can occur at a different moment.
     most_besides_gradients: Counter = field(default_factory=Counter)
 
 
@@ -521,7 +518,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         # The keys of the weights' storages, which are not counted.
         self.weights = set()
-        # For each counted storage, by its key, the kind of its tensor.
+        # The kind of each counted tensor, by the key of its storage.
         self.kind_of = {}
         self.live = Counter()
         self.segments = {}
@@ -543,10 +540,11 @@ class Recorder(TorchDispatchMode):
             self.segment.most_besides_gradients = besides_gradients
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # These classes call the operation again, with this rank's local tensors.
-        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
+        # DTensor and AsyncCollectiveTensor call the operation again, with local tensors.
+        if any(issubclass(cls, (DTensor, AsyncCollectiveTensor)) for cls in types):
             return NotImplemented
-        # Python has freed the arguments of the previous segment by the first operation.
+        # Python frees the arguments of the previous segment after begin(), but before the first
+        # operation of the new segment.
         if self.at_start:
             self.segment.start, self.at_start = +self.live, False
         output = func(*args, **(kwargs or {}))
@@ -590,8 +588,8 @@ def trace(model, batch, length, dtype, autocast, recompute, chunked, tp_size, co
     """Run a step of the model with two layers, and return its segments by name.
 
     The step has `batch` samples of `length` tokens. The weights have the type `dtype`, as FSDP
-    passes them to a layer, or float32 under `autocast`. `tp_size` ranks split the weights, and
-    `context` is the number of ranks that split each sequence, with their style of attention.
+    passes them to a layer, or float32 under `autocast`. `tp_size` ranks split the weights.
+    `context` has the number of ranks that split each sequence, and the style of attention.
     """
     cp_size, _ = context
     with FakeTensorMode():
@@ -600,7 +598,8 @@ def trace(model, batch, length, dtype, autocast, recompute, chunked, tp_size, co
         inputs = {"input_ids": ids[:, : length // cp_size], "labels": ids, "use_cache": False}
         if tp_size * cp_size > 1:
             inputs["position_ids"] = torch.arange(length // cp_size)[None]
-            # In a first run, DTensor calls extra operations to learn the shapes of results.
+            # On first use, DTensor runs extra operations to learn the shapes of results. Run once
+            # before recording, so that they are not counted.
             small(**inputs).loss.backward()
             small.zero_grad()
         record = Recorder()
@@ -654,17 +653,14 @@ def small_model(config, length, dtype, recompute, chunked, tp_size, context):
 def recomputed(function, *args, **options):
     """Call a function without keeping activations, and call it again in the backward pass.
 
-    Fake tensors have no random state to preserve, and a real one needs almost no memory.
+    Fake tensors have no random state to preserve, and a real random state needs almost no memory.
     """
     options |= {"use_reentrant": False, "preserve_rng_state": False}
     return checkpointing.checkpoint(function, *args, **options)
 
 
 def keep_products(_, operation, *args, **kwargs):
-    """Keep the results of costly operations: matrix products and attention.
-
-    This is the policy of `--recompute selective`.
-    """
+    """Return the policy of `--recompute selective`: save only matrix products and attention."""
     policy = checkpointing.CheckpointPolicy
     is_costly = "mm" in str(operation) or "scaled_dot_product" in str(operation)
     return policy.MUST_SAVE if is_costly else policy.PREFER_RECOMPUTE
@@ -673,7 +669,7 @@ def keep_products(_, operation, *args, **kwargs):
 def chunked_loss(head, logits, labels, *_, **__):
     """Return the summed loss, computed in chunks as in chapter 05.
 
-    The model passes hidden states as `logits`, because its head returns its input.
+    The `logits` are hidden states, because small_model() makes the head return its input.
     """
     targets = F.pad(labels[:, 1:], (0, 1), value=-100)
     hidden_chunks = logits.flatten(0, 1).split(CHUNK_SIZE)
@@ -754,7 +750,7 @@ class Setting:
 
     @property
     def autocast(self):
-        """Return True if each operation casts its float32 weights, and casts gradients back."""
+        """Return True if autocast casts float32 weights in each operation, and gradients back."""
         return self.chapter == "02" and self.bf16 and self.weight_bytes == 4
 
     def trace(self, model):
@@ -768,7 +764,8 @@ class Setting:
 def setting_of(args, chapter, changes):
     """Return the Setting of the arguments, with these changes to the flags in FLAG_DEFAULTS."""
     flags = FLAG_DEFAULTS | changes
-    saves_memory = chapter >= "05"
+    # From chapter 05 on, the scripts have --recompute and --cpu-offload.
+    has_memory_flags = chapter >= "05"
     ranks = args.pipeline_parallel_size if chapter >= "07" else 1
     schedule = args.pipeline_schedule
     return Setting(
@@ -781,8 +778,8 @@ def setting_of(args, chapter, changes):
         length=args.seq_length,
         accumulation=args.accumulation,
         reshard=flags["reshard_after_forward"] and ranks == 1,
-        recompute=flags["recompute"] if saves_memory else "none",
-        offload=saves_memory and flags["cpu_offload"],
+        recompute=flags["recompute"] if has_memory_flags else "none",
+        offload=has_memory_flags and flags["cpu_offload"],
         cuda=args.device != "cpu",
         size=args.tensor_parallel_size if chapter >= "06" else 1,
         context=(args.context_parallel_size, args.context_parallel_style),
@@ -876,7 +873,7 @@ class Step:
             self.held[kind] += int(self.other_micro_batches * per_micro_batch)
 
     def compute(self, when, name):
-        """Update the peak with the peak of the segment that enter() has started."""
+        """Update the step's peak with the peak of the segment `name`."""
         segment = self.segments[name]
         most = segment.most if self.growth == 1 else segment.most_besides_gradients
         temporary = {kind: most[kind] - segment.start[kind] for kind in TRACED_PARTS}
@@ -919,7 +916,7 @@ class Step:
         self.reduce(0)
 
     def add_gradients(self, size):
-        """Hold `size` bytes of new gradients, unless they use memory that is already held."""
+        """Add `growth` times `size` bytes of gradients to the held bytes."""
         self.held["whole gradients"] += self.growth * size
 
     def shapes(self, group):
@@ -986,7 +983,7 @@ class ShardedStep(Step):
         bytes_per_number, shards = self.setting.compute_bytes, self.setting.shards
         # A single rank has the full weights already.
         output = self.full_bytes(group, bytes_per_number) if shards > 1 else 0
-        # FSDP copies the shard if it must change its type or move it to the GPU.
+        # FSDP copies the shard to change its type, or to move it to the GPU.
         copies_shard = bytes_per_number != self.setting.weight_bytes or self.setting.offload
         shard = shard_numbers(self.shapes(group), shards) * bytes_per_number
         input_copy = shard if copies_shard else 0
@@ -1052,7 +1049,7 @@ class ShardedStep(Step):
 
 
 class PipelineStep(ShardedStep):
-    """Simulate chapter 07, where a rank gathers weights and reduces gradients once per step.
+    """Simulate a pipeline, where a rank gathers weights and reduces gradients once per step.
 
     The simulated micro-batch runs while the rank keeps the activations of the largest number of
     other micro-batches, and the gradients of earlier ones. Each micro-batch has its own receive
@@ -1088,15 +1085,15 @@ def name_of(group):
 
 
 def host_memory(model, part, setting, local_ranks, asynchronous):
-    """Return the bytes of each part of a node's CPU memory at the peak, and that moment's name.
+    """Return the bytes of each part of a node's CPU memory at the peak, and the moment's name.
 
     At the start, each rank of chapters 02 to 04 builds the entire model in CPU memory. From
-    chapter 05 on, it builds the root and one layer at a time. Tensors that are offloaded from a
+    chapter 05 on, a rank builds the root and one layer at a time. Tensors that are offloaded from a
     GPU are in pinned memory. torch rounds the size of each pinned tensor up to a power of two:
     see CachingHostAllocator.h. A normal save copies tensors to pinned memory before it writes
     them, but a save in the background does not: see _state_dict_stager.py.
     """
-    # On a CPU, all tensors share one memory, and the step counts them.
+    # Without GPUs, all tensors share one memory, and the Step counts them.
     if not setting.cuda:
         return {}, "the step"
     state = state_bytes(part, setting)
@@ -1115,8 +1112,8 @@ def host_memory(model, part, setting, local_ranks, asynchronous):
     elif not setting.offload and setting.chapter != "02":
         # DCP holds its copies of the weights and the two moments until it closes the file.
         train["copy being saved"] = pinned + 2 * pinned
-    moments = (start, "the start"), (train, "training")
-    fullest, when = max(moments, key=lambda moment: sum(moment[0].values()))
+    phases = (start, "the start"), (train, "training")
+    fullest, when = max(phases, key=lambda phase: sum(phase[0].values()))
     return {name: size * local_ranks for name, size in fullest.items() if size}, when
 
 
@@ -1124,10 +1121,10 @@ def host_memory(model, part, setting, local_ranks, asynchronous):
 
 
 def make_plan(args):
-    """Plan the chosen setting and all others, and return the plans as a dictionary.
+    """Return the plans of the chosen setting and of the settings to try, as a dictionary.
 
-    The dictionary also has the first setting that fits. If none fits, it has the number of nodes
-    that would be enough.
+    The dictionary also names the first setting that fits. If no setting fits, it has the number of
+    nodes that would be enough.
     """
     config, source = load_config(args)
     max_length = getattr(config, "max_position_embeddings", None) or args.seq_length
@@ -1137,8 +1134,8 @@ def make_plan(args):
     try:
         model = model_of(config)
         candidates = SETTINGS
-        # From chapter 06 on, several ranks share a sample, so the micro-batches differ from those
-        # of chapters 02 and 04.
+        # From chapter 06 on, several ranks share a sample. Chapters 02 and 04 would split the batch
+        # into different micro-batches, so their settings are left out.
         if args.chapter >= "06":
             names = [name for name in SETTINGS if name >= "05"]
             candidates = {f"{args.chapter}{name[2:]}": SETTINGS[name] for name in names}

@@ -88,7 +88,8 @@ def test_more_nodes_may_need_a_larger_batch(planner, capsys):
     words = [*f"{SMALL} 14 --host-memory-gib 100 --global-batch-size 8".split()]
     args = planner.parse_args(words)
     planner.show(args, plan(planner, " ".join(words)))
-    assert "would on 2 such nodes, and a batch that divides by 16" in capsys.readouterr().out
+    answer = "would fit on 2 such nodes, with a global batch that is a multiple of 16"
+    assert answer in capsys.readouterr().out
 
 
 def test_flags_and_chunks_are_those_of_the_chapter(planner, tmp_path):
@@ -115,9 +116,10 @@ def test_the_chosen_setting_is_written_for_deepspeed(tmp_path, planner, capsys):
     assert run_command(*line, "--gpu-memory-gib", 1).returncode == 1
     assert not (tmp_path / "zero.json").exists()
     words = f"--write-config deepspeed {tmp_path}/zero.json --recompute selective".split()
-    assert "it has no such" in user_error(capsys, planner.parse_args, words)
+    problem = "--recompute selective: make_config.py does not support this value"
+    assert problem in user_error(capsys, planner.parse_args, words)
     words[3:] = ["--chapter", "02"]
-    assert "take 04 or 05" in user_error(capsys, planner.parse_args, words)
+    assert "choose --chapter 04 or 05" in user_error(capsys, planner.parse_args, words)
 
 
 def test_the_chosen_setting_is_written_for_accelerate(tmp_path):
@@ -297,7 +299,10 @@ BAD = {
     "no GPUs": ("--gpus-per-node 0", "--gpus-per-node: must be at least 1, not 0"),
     "config": ("--config width=8", "--config width=8: key width"),
     "no value": ("--config num_hidden_layers", "--config num_hidden_layers: "),
-    "batch": ("--nodes 5", "not divisible by 40 data-parallel ranks; choose a multiple: 40"),
+    "batch": (
+        "--nodes 5",
+        "not divisible by 40 data-parallel ranks; choose a multiple, such as 40",
+    ),
     "replicas": ("--replicas 3", "--replicas 3: 8 data-parallel ranks are not divisible by it"),
     "groups": (
         "--tensor-parallel-size 3 -s 255",
@@ -309,7 +314,7 @@ BAD = {
     ),
     "samples": (
         "--nodes 5 --tensor-parallel-size 8 --config num_attention_heads=8 num_key_value_heads=8",
-        "not divisible by 5 data-parallel ranks; choose a multiple: 35",
+        "not divisible by 5 data-parallel ranks; choose a multiple, such as 35",
     ),
     "heads": ("--tensor-parallel-size 8", "llama has 4 key-value heads; choose a divisor"),
     "parts": ("--context-parallel-size 3", "--seq-length 256: not divisible by 3, the ranks"),
@@ -321,11 +326,11 @@ BAD = {
     "few": ("--pipeline-parallel-size 8 -b 8", "do not fill it; choose a smaller --batch-size"),
     "few layers": ("--pipeline-parallel-size 8 -b 4", "tiny has fewer than 8 layers"),
     "too long": ("-s 100000", "--seq-length 100000: tiny takes at most 2048 tokens"),
-    "no file": ("-m nosuch.json", "--model-name nosuch.json: there is no such file"),
+    "no file": ("-m nosuch.json", "--model-name nosuch.json: file not found"),
     "no model": ("-m nosuch/model", "--model-name nosuch/model:"),
     "no json": ("-m {folder}/broken.json", "broken.json:"),
     "arguments file": ("@nosuch.args", "'nosuch.args'"),
-    "types": ("--precision fp32 --weights-dtype bf16", "--weights-dtype bf16 with"),
+    "types": ("--precision fp32 --weights-dtype bf16", "weights in bf16 cannot compute in fp32"),
 }
 
 
