@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM
 
 
 def read(checkpoint, state):
-    """Fill `state`, from name to value, with what the checkpoint has under these names."""
-    logging.disable(logging.WARNING)  # DCP logs pages of what fits on a line
+    """Replace the values of `state` by the values that the checkpoint has under the same names."""
+    # DCP logs pages about an error; the message below needs one line.
+    logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
         dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
@@ -31,23 +32,26 @@ def read(checkpoint, state):
 
 
 def main():
-    """Read the weights, one process for all ranks, and write them with config and tokenizer."""
+    """Read the shards of all ranks in one process; write the model, its config and its tokenizer."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkpoint", type=Path, help="such as RUN/checkpoints/step-00000050")
-    parser.add_argument("folder", type=Path, help="where to put the model; must not exist")
+    parser.add_argument("folder", type=Path, help="the new folder for the model")
     paths = parser.parse_args()
     transformers.logging.disable_progress_bar()
     if paths.folder.exists():
-        parser.error(f"{paths.folder} exists")
+        parser.error(f"{paths.folder} exists already; choose a new folder")
     args = argparse.Namespace(**json.loads(read(paths.checkpoint, {"args": ""})["args"]))
 
-    tokenizer, config = build_tokenizer_and_config.__wrapped__(args)  # here is no rank to wait for
-    with torch.device("meta"):  # names and shapes of the weights, without memory for them
+    # Call the function without rank_first(), because this process has no other ranks.
+    tokenizer, config = build_tokenizer_and_config.__wrapped__(args)
+    # On the meta device, weights have names and shapes, but no memory.
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # A checkpoint has a tied weight only once.
     weights = {
         name: torch.empty_like(weight, device="cpu")
         for name, weight in model.state_dict().items()
-        if name not in model.all_tied_weights_keys  # which are saved once
+        if name not in model.all_tied_weights_keys
     }
     read(paths.checkpoint, {"model": weights})
     model.save_pretrained(paths.folder, state_dict=weights)

@@ -36,9 +36,9 @@ from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
-# Turn off torch's own error log: pages of C++ frames would hide the one line of this script.
+# Turn off torch's own error log, because pages of C++ frames would hide this script's message.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-# Let NCCL raise an exception at a timeout; by default it aborts the process.
+# Let NCCL raise an exception at a timeout; by default, NCCL aborts the process.
 os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
 
 import torch
@@ -59,7 +59,7 @@ SLOW_LINK = {"cuda": 0.5, "cpu": 0.25}
 # A rank measures its link with at most this number of partners.
 MAX_PARTNERS = 4
 SHARED = "shared"
-# The names in the report, and the fields of nvidia-smi that hold the values.
+# Map each name in the report to the field of nvidia-smi that holds its value.
 NVIDIA_SMI = {
     "GPU": "name",
     "driver": "driver_version",
@@ -77,7 +77,7 @@ Finding = namedtuple("Finding", "level check ranks value usual advice")
 
 
 def parse_args(argv=None):
-    """Parse and check the command line; exit with status 2 if it cannot be followed."""
+    """Parse and check the command line; exit with status 2 if an argument is wrong."""
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(formatter_class=formatter, allow_abbrev=False)
     parser.error = fail
@@ -94,7 +94,7 @@ def parse_args(argv=None):
         if not minimum <= value < math.inf:
             fail(f"--{name.replace('_', '-')} {value}: must be at least {minimum}")
     if args.device == "auto":
-        # A driver without a working GPU is a fault; it does not make this a CPU node.
+        # A driver without a working GPU is a fault, so do not treat this node as a CPU node.
         has_gpu = os.path.exists("/dev/nvidiactl") or torch.cuda.is_available()
         args.device = "cuda" if has_gpu else "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -106,7 +106,7 @@ def parse_args(argv=None):
 
 
 def adopt_launcher():
-    """Set the variables that torchrun would set, from the variables of another launcher."""
+    """Translate the launcher's variables into the variables that torchrun would set."""
     for names in LAUNCHERS:
         if all(name in os.environ for name in names):
             values = [os.environ[name] for name in names]
@@ -116,7 +116,7 @@ def adopt_launcher():
         # Rank 0 runs on the first node of a list such as gpu[03-07,12].
         nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
         os.environ.setdefault("MASTER_ADDR", nodes.split(",")[0])
-        # Derive the port from the step's number, so that steps on the same node do not share it.
+        # Derive the port from the step's number, so that steps on a node use different ports.
         step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
         os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))
 
@@ -124,7 +124,7 @@ def adopt_launcher():
 def fail(message):
     """Report a user error in one line on stderr, and exit with status 2."""
     if os.environ.get("RANK", "0") != "0":
-        # If rank 0 has the same error, it reports it now, and the launcher ends this rank.
+        # Give rank 0 time to report the same error, so that the launcher ends this rank first.
         time.sleep(3)
     print(f"{Path(__file__).name}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
@@ -136,7 +136,7 @@ def fail(message):
 def connect(args, rank):
     """Connect to the store at MASTER_ADDR:MASTER_PORT, and save this rank's host name in it."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # torchrun already runs a store there. Under other launchers, rank 0 starts it.
+    # torchrun already runs a store at this address. Under other launchers, rank 0 starts a store.
     is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     options = {"is_master": is_server, "timeout": timedelta(seconds=args.timeout)}
     try:
@@ -166,19 +166,19 @@ def report_failure(args, rank, world_size, store, error):
     if not re.search(r"(?i)time.?out|timed out|closed|reset by|broken pipe|recv", str(error)):
         report_error(f"{type(error).__name__}: {last_line(error)}")
         exit_now(1)
-    # Here a different rank is late or has ended. The store may have ended with it.
+    # A different rank is late or has ended, and the store may have ended with that rank.
     with suppress(RuntimeError):
         store.set(f"here/{rank}", "")
         if rank == 0:
             print_finding(find_missing_ranks(args, store, world_size))
         else:
-            # No rank sets this key: the wait ends with the store, with rank 0, or at the timeout.
+            # No rank sets this key, so this rank waits until the store ends or the timeout expires.
             store.wait(["never-set"], timedelta(seconds=2 * args.timeout))
     exit_now(1)
 
 
 def find_missing_ranks(args, store, world_size):
-    """Return the finding for ranks that did not connect, do not answer, or are cut off."""
+    """Return a finding on ranks that did not connect, do not answer, or cannot exchange data."""
     connected = [rank for rank in range(world_size) if store.check([f"host/{rank}"])]
     hosts = {rank: store.get(f"host/{rank}").decode() for rank in connected}
     if len(connected) < world_size:
@@ -201,7 +201,7 @@ def find_missing_ranks(args, store, world_size):
 
 
 def silent_ranks(args, store, hosts):
-    """Return the ranks that have not reached report_failure() in time, with their hosts.
+    """Return the ranks that do not reach report_failure() in time, and their hosts.
 
     monitored_barrier() would name stopped ranks, but for a dead rank it only raises an exception.
     """
@@ -214,7 +214,7 @@ def silent_ranks(args, store, hosts):
 
 
 def nodes_without_ranks(hosts):
-    """Return the nodes of this Slurm step that are not in `hosts`; an empty list without Slurm."""
+    """Return the nodes of this Slurm step that are not in `hosts`, or [] without Slurm."""
     node_list = os.environ.get("SLURM_STEP_NODELIST")
     if not node_list:
         return []
@@ -286,7 +286,7 @@ def gpu_index():
 
 
 def read_gpu(index):
-    """Return the values that nvidia-smi has for this GPU, without those that it does not know."""
+    """Return the values that nvidia-smi reports for this GPU; omit values that it does not know."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpu_id = visible.split(",")[index] if visible else str(index)
     command = ["nvidia-smi", f"--id={gpu_id}", f"--query-gpu={','.join(NVIDIA_SMI.values())}"]
@@ -372,7 +372,7 @@ def seconds_of(device, work, repeats=1):
 
 
 def synchronize(device):
-    """Wait for the GPU; a call on the CPU returns only when its work is done."""
+    """Wait until the GPU has finished; a CPU needs no wait, because its calls block."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -382,16 +382,16 @@ def do_nothing():
 
 
 def matmul_rate(device):
-    """Return the TFLOP/s of products of n × n matrices, which take 2 n³ operations each."""
+    """Measure the TFLOP/s of multiplying n × n matrices; each product needs 2 n³ operations."""
     is_gpu = device.type == "cuda"
-    # Older GPUs are fast in float16, but not in bfloat16.
+    # Use float16 on a GPU, because older GPUs are slow in bfloat16.
     n, repeats, dtype = (8192, 20, torch.float16) if is_gpu else (768, 10, torch.float32)
     left = torch.randn(n, n, device=device).to(dtype)
     right = torch.randn(n, n, device=device).to(dtype)
     # The first measurement is a warm-up.
     times = [seconds_of(device, lambda: left @ right, repeats) for _ in range(31)][1:]
-    # A GPU is fastest before it gets hot, so its median counts. A CPU's fastest time counts,
-    # because other programs disturbed it least.
+    # Use a GPU's median time, because a GPU is fastest before it gets hot. Use a CPU's shortest
+    # time, because other programs disturbed that measurement least.
     seconds = statistics.median(times) if is_gpu else min(times)
     return repeats * 2 * n**3 / seconds / 1e12
 
@@ -445,7 +445,7 @@ def link_rate(rank, rings, device, group):
 
 
 def exchange(data, partner, group):
-    """Send the first row of `data` to a partner, and receive the partner's row as the second."""
+    """Send row 0 of `data` to a partner, and receive the partner's row into row 1."""
     send = dist.P2POp(dist.isend, data[0], partner, group)
     receive = dist.P2POp(dist.irecv, data[1], partner, group)
     for work in dist.batch_isend_irecv([send, receive]):
@@ -464,7 +464,7 @@ def is_not(good_value):
 
 
 def below(fraction, minimum=0):
-    """Return a test for values below a fraction of the usual value, or of `minimum` if higher."""
+    """Return a test for values below this fraction of `usual` or `minimum`, whichever is higher."""
     return lambda value, usual: value < fraction * max(usual, minimum)
 
 
@@ -473,7 +473,7 @@ def never_bad(value, usual):
 
 
 def checks(args, world_size):
-    """Return all checks; each judges a value alone, or against the usual value of all ranks."""
+    """Return all checks; a check may compare a rank's value with the usual value of all ranks."""
     # Gloo and NCCL keep sockets open to many other ranks.
     num_files = 512 + 4 * world_size
     checkpoints_gb = 3 * args.checkpoint_gb
@@ -518,7 +518,7 @@ def checks(args, world_size):
 
 
 def compare(args, reports):
-    """Return rows of a check and its usual value as text, and the findings."""
+    """Return all findings, and a row for each check with its name and its usual value."""
     hosts = [report["host"] for report in reports]
     rows, findings = [], []
     for check in checks(args, len(reports)):
@@ -536,8 +536,8 @@ def compare(args, reports):
 def judge(check, values, hosts):
     """Return the usual value as text, and a finding for each group of ranks with bad values.
 
-    Ranks with the same value form a group. Measured values are never the same, so there the ranks
-    of a node form a group.
+    Ranks with the same value form a group. Measured values are never the same, so for measured
+    values, the ranks of a node form a group.
     """
     is_measured = isinstance(next(iter(values.values())), float)
     if is_measured:
@@ -575,7 +575,7 @@ def join_names(names, limit=8):
 
 
 def print_finding(finding):
-    """Print the problem and its ranks, and on a second line the advice."""
+    """Print the problem and its ranks on one line, and the advice on the next line."""
     has_usual = finding.usual and finding.usual != finding.value
     usual = f" (usual: {finding.usual})" if has_usual else ""
     print(f"{finding.level:8} {finding.check}: {finding.ranks}: {finding.value}{usual}")
@@ -630,7 +630,7 @@ def main():
         rows, findings = compare(args, reports)
         if rank == 0:
             print_report(reports, rows, findings)
-        # Rank 0 may run the store that all ranks use, so no rank may exit before the others.
+        # Rank 0 may run the store that all ranks use, so wait until all ranks are done.
         dist.barrier()
     except (RuntimeError, OSError) as error:
         report_failure(args, rank, world_size, store, error)

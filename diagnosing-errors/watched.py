@@ -54,11 +54,11 @@ SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_
 HEARTBEAT_INTERVAL = 2.0
 SAMPLE_INTERVAL = 0.1
 
-# A collective with a timeout of more than a day is one that ranks may wait in for hours.
+# If a collective has a timeout of more than a day, ranks may wait in this collective for hours.
 PATIENT_TIMEOUT_MS = 24 * 3600 * 1000
 
 # Each pattern is matched against the text "file function" of every frame of a stack. The phase of
-# the stack is the first phase in this list that any of its frames matches.
+# the stack is the first phase in this list whose pattern matches a frame.
 PHASES = (
     ("checkpoint", r" \w*(save|load|write|read)_(checkpoint|state|model)\w*$"
                    r"|/serialization.py (save|load)$|/distributed/checkpoint/"),
@@ -74,13 +74,13 @@ PHASES = (
     ("other", r""),
 )  # fmt: skip
 
-# Files of Python, of installed packages and of this tool; all other files are the user's code.
+# This pattern matches files of Python, of packages and of this tool; other files are user code.
 FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watched|inject)\.py$")
 
 # Collectives whose tensors may have a different size on each rank.
 UNEVEN_COLLECTIVES = ("gather", "scatter", "all_to_all", "alltoall")
 
-# A printed line that matches mentions a problem.
+# A printed line mentions a problem if this pattern matches the line.
 PROBLEM = re.compile(r"\b([Ww]arning|[Ee]rror|[Cc]annot)\b")
 
 
@@ -123,20 +123,20 @@ class Steps:
 
     def __init__(self, every):
         self.every = every
-        # The traceback of the first error in a check; after it, no check runs.
+        # The traceback of the first error in a check. After this error, no check runs.
         self.fault = None
 
-        # The steps of this start of the script, and the steps of earlier starts.
+        # The number of steps since this start of the script, and the number of steps before it.
         self.count = 0
         self.earlier_steps = 0
         self.end_times = deque(maxlen=11)
 
-        # Sums over the micro-batches of the current step, or since the last check of the inputs.
+        # These values are sums over the micro-batches of the current step.
         self.loss = 0.0
         self.nonfinite_gradients = 0
         self.input_hash = 0
 
-        # Copies from the device that may not have arrived, and the memory that receives them.
+        # Copies from the device that may not be complete, and the host memory that receives them.
         self.pending = deque(maxlen=999)
         self.host_rows = None
 
@@ -178,9 +178,9 @@ class Steps:
             self.loss = self.loss + tensors.detach().float().reshape(())
 
     def note_input(self, args, output):
-        """Hash the tokens of an embedding, and check the gradient when it arrives there.
+        """Hash the input of an embedding, and check the gradient of its output in backward().
 
-        At this point the gradient is this rank's own: it has not been reduced over the ranks.
+        At this point, the gradient comes from this rank alone, before any reduction over the ranks.
         """
         output.register_hook(lambda gradient: self.safely(self.note_gradient, gradient))
         # Tensor-parallel ranks pass a DTensor, and share their samples on purpose.
@@ -196,7 +196,7 @@ class Steps:
         self.nonfinite_gradients = self.nonfinite_gradients + ~local.isfinite().all()
 
     def note_step(self, optimizer):
-        """Count a step of the script's first optimizer, and check the weights if it is time."""
+        """Count a step of the script's first optimizer, and check the weights if a check is due."""
         self.optimizer = self.optimizer or optimizer
         if optimizer is not self.optimizer:
             return
@@ -220,7 +220,7 @@ class Steps:
         devices = [value.device for value in values if torch.is_tensor(value) and value.is_cuda]
         device = devices[0] if devices else "cpu"
         row = torch.zeros(len(values), dtype=torch.float64, device=device)
-        # fill_() passes a Python number as an argument. A copy from pageable memory would wait.
+        # Use fill_(), because copying a Python number from pageable memory would wait for the GPU.
         for slot, value in zip(row, values, strict=True):
             slot.fill_(value)
         # `pending` holds fewer than 1,000 rows, so no pending row is overwritten.
@@ -292,7 +292,7 @@ class RecordingStream:
 
 
 def from_environment(names, default):
-    """Return the integer in the first of these environment variables that is set."""
+    """Return the integer in the first of these variables that is set, or `default`."""
     for name in names:
         if name in os.environ:
             return int(os.environ[name])
@@ -300,7 +300,7 @@ def from_environment(names, default):
 
 
 def start_ticks():
-    """Return the start time of this process in clock ticks since boot; None if not on Linux."""
+    """Return the start time of this process in clock ticks since boot, or None outside Linux."""
     with suppress(OSError):
         # proc(5): the start time is field 22. Field 2, in parentheses, may contain spaces.
         after_name = Path("/proc/self/stat").read_text().rpartition(")")[2]
@@ -331,10 +331,10 @@ class Watch:
             path.unlink(missing_ok=True)
         self.crash = open(self.path.with_suffix(".crash"), "w")
         faulthandler.enable(self.crash)
-        # torch's @record would redirect faulthandler to a file of its own.
+        # Otherwise torch's @record would redirect faulthandler to a different file.
         faulthandler.enable = lambda *_, **__: None
 
-        # The step and the phase of the main thread, and the time since which it has been there.
+        # The step and the phase of the main thread, and the time when it entered them.
         self.position = (0, "start")
         self.position_since = time.time()
         self.line_counts = Counter()
@@ -352,7 +352,7 @@ class Watch:
         self.dump_time = 0.0
         self.dump_request_time = 0.0
 
-        # Closing this file frees a descriptor for the last heartbeat if the script has used all.
+        # If the script uses up all descriptors, leave() closes this file to free a descriptor.
         self.spare_file = open(os.devnull)
         sys.stdout = self.stdout = RecordingStream(sys.stdout)
         sys.stderr = self.stderr = RecordingStream(sys.stderr)
@@ -422,10 +422,10 @@ class Watch:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def tell(self, end=None):
-        """Write a heartbeat; `end` is "finished" or "failed" if it is the last one."""
+        """Write a heartbeat; for the last heartbeat, `end` is "finished" or "failed"."""
         self.end = self.end or end
-        # Without the lock, the main thread and this thread could leave the older heartbeat. Do not
-        # wait forever: a forked process may inherit the lock while it is held.
+        # Two threads call this function. Without the lock, the older of the two heartbeats could
+        # remain. Do not wait forever: a forked process may inherit the lock while it is held.
         has_lock = self.heartbeat_lock.acquire(timeout=1)
         try:
             # The pipe is empty unless a signal has arrived.
@@ -445,8 +445,8 @@ class Watch:
         step_seconds = [after - before for before, after in pairwise(end_times)]
         cpu_seconds = time.process_time()
         memory, open_files = resource_usage()
-        # Keep a value whenever the run is 3% older, so that the values always span a fixed share
-        # of the run.
+        # Keep a value each time the age of the run has grown by 3%, so that the kept values always
+        # span the same share of the run.
         age = time.time() - self.identity["started"]
         if steps.count and age > 1.03 * self.memory_age:
             self.memory_age = age
@@ -473,7 +473,7 @@ class Watch:
             "fault": steps.fault,
         }
         self.cpu_seconds = cpu_seconds
-        # Start again after ten seconds, so that the shares of time are recent.
+        # Reset the counts after ten seconds, so that the shares describe the recent past.
         if samples > 10 / SAMPLE_INTERVAL:
             self.line_counts = Counter()
             self.phase_counts = Counter()
@@ -482,14 +482,14 @@ class Watch:
     def write(self, suffix, content):
         """Replace one of this rank's files; a reader never sees half a file."""
         partial = self.path.with_suffix(f".new-{threading.get_native_id()}")
-        # Ignore a full disk here, because whats_wrong.py does not need this file to detect it.
+        # Ignore a full disk here, because whats_wrong.py detects a full disk without this file.
         with suppress(OSError):
             partial.write_text(json.dumps(content, default=str))
             partial.rename(self.path.with_suffix(suffix))
 
     def dump_if_due(self):
-        """Write a dump if somebody requests it, or if the rank makes no progress."""
-        # The file does not exist before the first request.
+        """Write a dump on request, or if the rank makes no progress."""
+        # The file `dump` does not exist before the first request.
         with suppress(OSError):
             last_request = self.dump_request_time
             self.dump_request_time = (self.folder / "dump").stat().st_mtime
@@ -534,7 +534,7 @@ class Watch:
 
 
 def defer_to_thread(*_):
-    """Handle SIGTERM by doing nothing; the thread ends the process, see `end_by_sigterm`."""
+    """Do nothing on SIGTERM here; the heartbeat thread calls `end_by_sigterm` instead."""
 
 
 def restore_signals():
@@ -546,7 +546,7 @@ def restore_signals():
 
 
 def resource_usage():
-    """Return GiB of host memory and the number of open files; (0.0, None) if not on Linux."""
+    """Return the host memory in GiB and the number of open files, or (0.0, None) outside Linux."""
     with suppress(OSError):
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         memory = round(pages * resource.getpagesize() / 2**30, 3)
@@ -555,10 +555,10 @@ def resource_usage():
 
 
 def recorded_collectives():
-    """Return the latest 500 collectives of Gloo, and of NCCL, from PyTorch's Flight Recorder."""
+    """Return up to 500 recent collectives each of Gloo and NCCL, from the Flight Recorder."""
     collectives = []
     for function in ("_dump_fr_trace", "_dump_nccl_trace"):
-        # These functions are private to torch, and the second one exists only in GPU builds.
+        # These functions are private to torch, and the second function exists only in GPU builds.
         with suppress(Exception):
             trace = getattr(torch._C._distributed_c10d, function)()
             entries = pickle.loads(trace)["entries"][-500:]

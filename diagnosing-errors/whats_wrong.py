@@ -30,7 +30,8 @@ NO_FAULT = ("healthy", "slow-but-healthy", "finished", "interrupted")
 
 # A straggler makes the other ranks wait for at least this share of their time.
 MIN_LATE_SHARE = 0.2
-# A leak adds at least this much host memory, and at least half of the memory at the start.
+# In a leak, host memory has grown by more than this, and by more than 50%, since the oldest of the
+# last six values.
 MIN_LEAK_GIB = 0.3
 # A disk with fewer free bytes counts as full.
 FULL_DISK_BYTES = 2**24
@@ -40,7 +41,7 @@ LONG_PHASES = ("start", "compile", "evaluation", "checkpoint", "export")
 # The first pattern that an error matches decides the kind of the fault.
 CLUES = {
     "not-finite": r"not finite",
-    # For training on a CPU, the CPU is the device whose memory runs out.
+    # In a run on CPUs, the CPU is the device, so an error of its allocator belongs to this kind.
     "device-out-of-memory": r"CUDA out of memory|OutOfMemoryError|_ALLOC_FAILED"
     r"|CUDA error: out of memory|Cuda failure \S+ 'out of memory'|cudaErrorMemoryAllocation"
     r"|DefaultCPUAllocator: can't allocate",
@@ -54,7 +55,7 @@ CLUES = {
     r"|step-\d+ cannot be read",
     "interrupted": r"KeyboardInterrupt",
 }
-# An error that matches is only a consequence of a fault on a different rank.
+# An error that matches this pattern is only a consequence of a fault on a different rank.
 VICTIM = (
     r"[Cc]onnection (closed|reset|refused)|Socket Timeout|[Tt]imed out|[Tt]imeout|Broken pipe"
     r"|NCCL|DistBackendError|ChildFailedError|Read error|another rank has failed|SIGTERM"
@@ -66,7 +67,7 @@ def parse_args():
     """Parse and check the command line, and find out how to reach each host."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add("run", type=Path, help="the run's folder, which is the --into of watched.py")
+    add("run", type=Path, help="the run's folder, as passed to watched.py --into")
     add("--hosts", type=Path, help="a file with one host per line; check these hosts over ssh")
     add("--slurm-job", help="check the hosts of this job, with srun --overlap")
     add("--json", action="store_true", help="print the verdict as JSON")
@@ -100,7 +101,7 @@ class Finding:
 
 
 def diagnose(facts, ranks):
-    """Return the findings, at most one of each kind; the first finding explains the others."""
+    """Return the findings, at most one of each kind; the first finding explains the rest."""
     failure = find_failure(facts, ranks)
     hang = None if failure else find_hang(ranks)
     candidates = [
@@ -160,7 +161,7 @@ def cause_of(error):
     """Return the kind of an error, and its text without the traceback.
 
     The kind is None if the error is only a consequence of a fault on a different rank. NCCL reports
-    the reason last; the returned text starts with it.
+    the reason last, so the returned text moves the reason forward.
     """
     error_names = r"^[\w.]*(Error|Exception|Exit|Interrupt|OutOfMemory)\b"
     starts = [match.start() for match in re.finditer(error_names, error, re.M)]
@@ -177,7 +178,7 @@ def cause_of(error):
 
 def location_of_error(text):
     """Return the innermost line of training code in a traceback or in faulthandler's output."""
-    # faulthandler lists the innermost frame first, so reverse the thread that crashed.
+    # faulthandler lists the innermost frame first, so reverse the stack of the crashed thread.
     if "most recent call first" in text:
         threads = [part for part in text.split("\n\n") if "most recent call first" in part]
         current = [part for part in threads if "Current thread" in part] or threads
@@ -186,7 +187,7 @@ def location_of_error(text):
 
 
 def find_failure(facts, ranks):
-    """Find the rank that failed or vanished first; return None if there is none."""
+    """Report the rank that failed or vanished first; return None if no such rank is found."""
     failed = [rank for rank in ranks if rank.error and cause_of(rank.error)[0]]
     gone = [rank for rank in ranks if rank.state == "gone"]
     # A rank often aborts because of a fault on a different rank.
@@ -222,9 +223,10 @@ def explain_error(facts, ranks, first, failed):
 
 
 def explain_victims(ranks, victims):
-    """Explain a run whose ranks have all ended without an error of their own.
+    """Explain a run whose failed ranks are only victims of a fault elsewhere.
 
-    NCCL's watchdog aborts innocent ranks. So does Gloo if it receives a tensor of the wrong size.
+    NCCL's watchdog aborts innocent ranks. Gloo aborts a rank that receives a tensor of the wrong
+    size.
     """
     recorded = [rank for rank in ranks if victims and rank.calls]
     hang = explain_hang(recorded)
@@ -311,7 +313,7 @@ def find_hang(ranks):
 
 
 def is_long_phase(living):
-    """Return whether all ranks are in the same phase that may take minutes, and work in it."""
+    """Return whether all ranks are in the same long phase, and at least one rank seems active."""
     uses_cpu = any((rank.cpu or 0) > 0.05 for rank in living)
     is_recent = min(rank.quiet for rank in living) < 60
     phases = {rank.phase for rank in living}
@@ -334,7 +336,7 @@ def find_missing_ranks(living):
 
 
 def explain_hang(ranks):
-    """Find the ranks that hold up the other ranks; return None if there are none."""
+    """Explain what the ranks wait for; return None if there is no evidence."""
     for group in calls_by_group(ranks):
         if mismatch := find_mismatch(group):
             return mismatch
@@ -369,7 +371,7 @@ def late_ranks(ranks):
         is_pending = any(calls[front]["pending"] for calls in group.values() if front in calls)
         if is_pending and min(latest.values()) < front:
             return [rank for rank in group if latest[rank] < front]
-    # Without recorded collectives, the stacks tell which ranks wait.
+    # If the recorded collectives show no late rank, the stacks may show which ranks wait.
     if any(is_waiting(rank) for rank in ranks):
         return [rank for rank in ranks if rank.frames and not is_waiting(rank)]
     return []
@@ -422,8 +424,8 @@ def find_mismatch(group):
         called = {rank: entry["call"] for rank, entry in entries.items()}
         is_pending = any(entry["pending"] for entry in entries.values())
         operations = {call.partition(" at ")[0] for call in called.values()}
-        # Ranks may make the same call from different lines. That is a mismatch only if the
-        # collective does not end.
+        # Ranks may run the same operation from different lines of code. Different lines are a
+        # mismatch only if the collective does not end.
         if len(operations) > 1 or (is_pending and len(set(called.values())) > 1):
             usual, count = Counter(called.values()).most_common(1)[0]
             if 2 * count > len(called):
@@ -445,7 +447,7 @@ def find_unexpected_call(group):
 
 
 def explain_mismatch(number, called, usual, history, sure):
-    """Return the finding of the ranks that did not make the usual call.
+    """Report the ranks that did not make the usual call.
 
     If no rank made the usual call, blame all ranks.
     """
@@ -457,7 +459,7 @@ def explain_mismatch(number, called, usual, history, sure):
     other_call = usual or next(call for call in called.values() if call != wrong_call)
     names = name_ranks([rank for rank in culprits if called[rank] == wrong_call])
     reason = f"collective {number} is {wrong_call} on {names}, but {other_call} on other ranks"
-    # A rank that left out one collective makes the call that comes after it.
+    # A rank that left out a collective makes the call that follows this collective.
     if wrong_call == predict_call([*history, usual]):
         reason = f"{names} left out a collective: {reason}"
         return Finding("skipped-collective", culprits, reason, sure)
@@ -465,7 +467,7 @@ def explain_mismatch(number, called, usual, history, sure):
 
 
 def predict_call(history):
-    """Return the call that came next the last time when the latest calls came in this order."""
+    """Return the call that followed the latest calls when they last came in the same order."""
     for context in (64, 32, 16, 8, 4, 2, 1):
         latest = history[-context:]
         for end in range(len(history) - 1, context - 1, -1):
@@ -476,7 +478,7 @@ def predict_call(history):
 
 # ---- a run that moves --------------------------------------------------------------------------
 def find_straggler(ranks):
-    """Return the finding of a rank that keeps the other ranks waiting all the time, or None."""
+    """Report a rank that made the other ranks wait in both halves of the recent collectives."""
     living = [rank for rank in ranks if rank.lives]
     older, newer = late_shares(living)
     slowest = max(newer, key=newer.get, default=None)
@@ -504,8 +506,9 @@ def find_straggler(ranks):
 def late_shares(living):
     """Return two dictionaries: rank -> the share of the time that other ranks waited for it.
 
-    The first is for the older half of the last 200 collectives, the second for the newer half. Of
-    several process groups, the group with the largest share counts.
+    The first dictionary covers the older half of the last 200 collectives, and the second
+    dictionary covers the newer half. If there are several process groups, both dictionaries
+    describe the group with the largest share.
     """
     largest = {}, {}
     for group in calls_by_group(living):
@@ -523,8 +526,8 @@ def late_shares(living):
 def shares_of(group, numbers):
     """Return the share of the time that the other ranks of a group waited for each rank.
 
-    The last rank to call a collective makes the others wait. They wait from the first call on, or
-    from the end of the previous collective if that is later.
+    The last rank to call a collective makes the other ranks wait. Their wait starts with the first
+    call or at the end of the previous collective, whichever is later.
     """
     offsets = clock_offsets(group)
     waits = {rank: [] for rank in group}
@@ -540,10 +543,10 @@ def shares_of(group, numbers):
         end = max(end, called[last])
         if begin is None:
             begin = first_time
-    # Ignore the two longest waits for each rank, because it may have saved a checkpoint.
+    # Ignore the two longest waits for each rank, because that rank may have saved a checkpoint.
     late = {rank: sum(sorted(seconds)[:-2]) for rank, seconds in waits.items()}
 
-    # NCCL records durations. On the device, the rank that arrives last waits least.
+    # NCCL also records durations on the device. The rank that arrives last has the shortest waits.
     durations = {}
     for rank, calls in group.items():
         durations[rank] = [calls[number]["milliseconds"] for number in numbers]
@@ -557,9 +560,9 @@ def shares_of(group, numbers):
 
 
 def clock_offsets(ranks):
-    """Return the seconds to add to each host's times, so that all hosts have the same clock.
+    """Return the seconds to add to each host's times to convert them to a common clock.
 
-    This is the clock of the file system that has the run's folder.
+    The common clock is the clock of the file system that holds the run's folder.
     """
     offsets = defaultdict(list)
     for rank in ranks:
@@ -571,7 +574,7 @@ def clock_offsets(ranks):
 
 # ---- wrong numbers -----------------------------------------------------------------------------
 def find_nonfinite(ranks):
-    """Return the finding of the ranks whose own loss or gradient was the first to be not finite."""
+    """Report the ranks whose own loss or gradient was not finite in the earliest step."""
     affected = [rank for rank in ranks if rank.bad]
     if not affected:
         return None
@@ -624,7 +627,7 @@ def find_differing_replicas(ranks):
 
 
 def find_shared_data(ranks):
-    """Return the finding of ranks that had the same input in the last two checks."""
+    """Report ranks that had the same input in the last two checks."""
     complete = [check for check in checks_by_step(ranks).values() if len(check) == len(ranks)]
     if len(complete) < 2:
         return None
@@ -642,7 +645,7 @@ def find_shared_data(ranks):
 
 
 def find_loss_spike(ranks):
-    """Return the finding of ranks whose loss was far above that of most ranks in two checks."""
+    """Report ranks whose loss was far above the loss of most ranks in the last two checks."""
     spikes = Counter()
     for checks in list(checks_by_step(ranks).values())[-2:]:
         losses = {rank: mean(check["losses"]) for rank, check in checks.items()}
@@ -659,7 +662,7 @@ def find_loss_spike(ranks):
 
 
 def find_corrupt_checkpoint(ranks):
-    """Return the finding of a checkpoint that this start of the run could not read."""
+    """Report a checkpoint that this start of the run could not read."""
     for rank in ranks:
         for line in rank.printed:
             if re.search(CLUES["corrupt-checkpoint"], line):
@@ -669,7 +672,7 @@ def find_corrupt_checkpoint(ranks):
 
 # ---- exhausted resources -----------------------------------------------------------------------
 def find_memory_leak(ranks):
-    """Return the finding of ranks whose host memory grows steadily, and not only once."""
+    """Report ranks whose host memory grows steadily."""
     leaking = []
     for rank in ranks:
         memory = rank.memory[-6:]
@@ -687,7 +690,7 @@ def find_memory_leak(ranks):
 
 
 def find_open_files(ranks):
-    """Return the finding of ranks that will soon have too many open files."""
+    """Report ranks that will soon have too many open files."""
     fewest = min((rank.open_files or 0 for rank in ranks), default=0)
     affected = []
     for rank in ranks:
@@ -703,7 +706,7 @@ def find_open_files(ranks):
 
 
 def find_full_disk(facts):
-    """Return the finding of a disk without space for a checkpoint."""
+    """Report that the disk of the run's folder is almost full."""
     if facts["free"] >= FULL_DISK_BYTES:
         return None
     reason = f"the disk of {facts['run']} has only {facts['free'] / 2**20:.0f} MiB free"
@@ -712,7 +715,7 @@ def find_full_disk(facts):
 
 # ---- no fault ----------------------------------------------------------------------------------
 def describe_state(facts, ranks):
-    """Return the state of a run without a fault; `unknown` if a fault may exist."""
+    """Describe a run without a known fault; the kind is `unknown` if a fault may exist."""
     if not ranks:
         reason = f"no rank has written to {facts['run']}/ranks; run the script under watched.py, "
         reason += "or test with preflight.py whether its ranks can connect"

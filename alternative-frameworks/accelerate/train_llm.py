@@ -96,7 +96,7 @@ def parse_args():
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 on cuda")
     add("--compile", action="store_true", help="compile the layers and the loss")
-    add("--accelerate-config", help="Accelerate's file, for launchers other than its own")
+    add("--accelerate-config", help="Accelerate's file, if the launcher is not `accelerate launch`")
 
     add("-e", "--experiment-name", default=chapter, help="the run's folder under --save-dir")
     add("--save-dir", default="outputs", help="the folder that holds all runs")
@@ -147,8 +147,8 @@ def parse_args():
 def adopt_config(args):
     """Set the variables that `accelerate launch` derives from its file, and check them."""
     if args.accelerate_config:
-        # Accelerate: the launcher has placed the ranks, so read the file as if for one node. With
-        # port 0, Accelerate does not check that its default port is free.
+        # Accelerate: a different launcher has already placed the ranks, so read the file as if it
+        # were for one node. With port 0, Accelerate does not check that its default port is free.
         words = ["--num_machines", "1", "--main_process_port", "0"]
         words += ["--config_file", args.accelerate_config, __file__]
         try:
@@ -783,7 +783,7 @@ def main():
     wrapped, _ = accelerator.prepare(model, optimizer)
     # DDP: buffers never change here, so do not broadcast them in each step.
     wrapped.broadcast_buffers = False
-    # Accelerate: FSDP2 can keep the weights on the CPU, and found_inf must be beside them.
+    # Accelerate: FSDP2 can keep the weights on the CPU, and found_inf must be on the same device.
     optimizer.found_inf = optimizer.found_inf.to(next(model.parameters()).device)
     start = load_checkpoint(args, run_dir, accelerator, optimizer)
     if start >= args.num_steps and (run_dir / f"finished-{start}").exists():

@@ -87,7 +87,7 @@ def parse_args():
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 on cuda")
     add("--compile", action="store_true", help="compile the layers and the loss")
-    add("--deepspeed-config", help="a file from make_config.py deepspeed; without a file, ZeRO-2")
+    add("--deepspeed-config", help="file from make_config.py deepspeed; by default, ZeRO-2 is used")
 
     add("-e", "--experiment-name", default=chapter, help="the run's folder under --save-dir")
     add("--save-dir", default="outputs", help="the folder that holds all runs")
@@ -136,9 +136,9 @@ def parse_args():
 
 
 def load_settings(args):
-    """Load DeepSpeed's settings from `--deepspeed-config`; refuse any that contradict a flag."""
+    """Load the settings of `--deepspeed-config`, and refuse settings that contradict a flag."""
     autocast = {"enabled": args.precision == "bf16", "dtype": "bfloat16"}
-    # ZeRO: by default, it would add up the gradients of these modules in bf16.
+    # ZeRO: by default, it would reduce the gradients of linear layers in bf16.
     autocast["lower_precision_safe_modules"] = []
     settings = {"zero_optimization": {"stage": 2}, "torch_autocast": autocast}
     if args.deepspeed_config:
@@ -207,7 +207,7 @@ def setup(args):
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
-    # ZeRO: DeepSpeed calls functions that torch warns of.
+    # ZeRO: hide torch's warnings about deprecated functions, which DeepSpeed calls.
     warnings.filterwarnings("ignore", category=FutureWarning)
     # fail() reports the errors of datasets, so datasets itself can stay quiet.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
@@ -219,7 +219,7 @@ def setup(args):
     if args.device != get_accelerator().device_name():
         problem = f"DeepSpeed has chosen {get_accelerator().device_name()}"
         fail(f"--device {args.device}: {problem}; set DS_ACCELERATOR={args.device}")
-    # ZeRO: do not compile an all-reduce for the CPU; the first start would take minutes.
+    # ZeRO: otherwise DeepSpeed would compile an all-reduce for CPUs, which takes minutes.
     if args.device == "cpu":
         deepspeed.ops.__compatible_ops__ = {}
     device = torch.device(args.device)
@@ -398,7 +398,7 @@ def build_model(args, config):
         AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
         model.set_attn_implementation("causal_sdpa")
 
-    # ZeRO: the engine ignores this setting; only deepspeed.checkpointing reads it.
+    # ZeRO: the engine ignores activation_checkpointing, so pass it to deepspeed.checkpointing.
     if "activation_checkpointing" in args.deepspeed:
         deepspeed.checkpointing.configure(None, deepspeed_config=args.deepspeed)
         model._set_gradient_checkpointing(True, deepspeed.checkpointing.checkpoint)
@@ -428,7 +428,7 @@ def build_optimizer(args, model):
 
 
 def partition(args, model, device):
-    """Split the weights among the ranks, one at a time, so that no device holds all weights."""
+    """Split each weight among the ranks in turn, so that no device ever holds the entire model."""
     if args.deepspeed.get("bf16", {}).get("enabled"):
         for weight in model.parameters():
             weight.data = weight.bfloat16()
@@ -608,7 +608,7 @@ def save_checkpoint(args, run_dir, engine, step):
     partial = checkpoint.with_name(".partial")
     if dist.get_rank() == 0:
         (partial_of(checkpoint) / "args.json").write_text(json.dumps(vars(args)))
-    # ZeRO: each rank writes its part of the state, between two barriers.
+    # ZeRO: each rank writes its part of the state; the call waits for all ranks before and after.
     engine.save_checkpoint(partial, "zero")
     if dist.get_rank() == 0:
         publish(args, partial, checkpoint)
@@ -619,7 +619,7 @@ def load_checkpoint(args, run_dir, engine):
     checkpoints = sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)
     # DDP: all ranks try the checkpoints that rank 0 has found.
     candidates = [checkpoints]
-    # ZeRO: check all files first, because loading waits for all ranks, even for one that failed.
+    # ZeRO: check all files first, because loading would hang if a rank could not read its file.
     if dist.get_rank() == 0:
         candidates = [[checkpoint for checkpoint in checkpoints if is_readable(checkpoint)]]
     dist.broadcast_object_list(candidates, group=patient_group())
@@ -627,8 +627,8 @@ def load_checkpoint(args, run_dir, engine):
         saved_args = json.loads((checkpoint / "args.json").read_text())
         compare_args(args, saved_args, checkpoint)
         args.wandb_id = saved_args["wandb_id"]
-        # ZeRO: each rank reads the file that the rank of the same number wrote. A universal
-        # checkpoint has one file per weight, for any number of ranks.
+        # ZeRO: each rank reads the file that has its own number, so the number of ranks must match.
+        # A universal checkpoint has a folder for each weight, so any number of ranks can read it.
         saved_ranks = len(list(checkpoint.glob("zero/*_optim_states.pt")))
         num_ranks = dist.get_world_size()
         tag = "zero" if saved_ranks == num_ranks else "universal"
@@ -644,7 +644,7 @@ def load_checkpoint(args, run_dir, engine):
         for group, settings in zip(engine.optimizer.param_groups, param_groups, strict=True):
             group.update(settings, params=group["params"])
         engine.optimizer.clip_grad = args.max_grad_norm
-        # ZeRO: after a universal checkpoint, all weights would share one counter of steps.
+        # ZeRO: a universal checkpoint gives all groups a shared step counter, so copy it per group.
         for state in engine.optimizer.optimizer.state.values():
             state["step"] = state["step"].clone()
         print(f"continuing from {checkpoint}")
@@ -685,7 +685,7 @@ def export_model(args, run_dir, model, tokenizer):
     if dist.get_rank() != 0:
         return
     partial = partial_of(run_dir / "model")
-    # ZeRO: put the fp32 weights together from the files of the last checkpoint.
+    # ZeRO: assemble the fp32 weights from the files of the last checkpoint.
     checkpoint = run_dir / f"checkpoints/step-{args.num_steps:08}"
     weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint, "zero")
     model.save_pretrained(partial, state_dict=weights)

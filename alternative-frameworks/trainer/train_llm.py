@@ -90,7 +90,7 @@ def parse_args():
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 on cuda")
     add("--compile", action="store_true", help="compile the layers and the loss")
     add("--accelerate-config", help="Accelerate's file, for launchers other than its own")
-    add("--deepspeed-config", help="DeepSpeed's file; without it, Accelerate wraps the model")
+    add("--deepspeed-config", help="DeepSpeed's file; without it, the run uses DDP or FSDP2")
 
     add("-e", "--experiment-name", default=chapter, help="the run's folder under --save-dir")
     add("--save-dir", default="outputs", help="the folder that holds all runs")
@@ -555,10 +555,10 @@ def load_zero_settings(args):
     path = args.deepspeed_config
     if not path:
         return None
-    # ZeRO: import it here, so that runs without DeepSpeed do not need it.
+    # ZeRO: import deepspeed here, so that runs without DeepSpeed do not need it.
     import deepspeed
 
-    # ZeRO: do not compile an all-reduce for the CPU; the first start would take minutes.
+    # ZeRO: otherwise DeepSpeed would compile an all-reduce for CPUs, which takes minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     try:
         settings = json.loads(Path(path).read_text())
@@ -573,7 +573,7 @@ def load_zero_settings(args):
     if precision != args.precision:
         problem = f"its precision is {precision}, not {args.precision}"
         fail(f"--deepspeed-config {path}: {problem}; make the file again")
-    # ZeRO: otherwise stage 3 would save its shards twice, and no model.
+    # ZeRO: otherwise, in stage 3, the Trainer would save the shards twice instead of a model.
     settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     return settings
 
@@ -587,9 +587,9 @@ def build_trainer(args, run_dir, guide, model, train_set, held_out):
         kind = DistributedType.MULTI_GPU if uses_fsdp else DistributedType.MULTI_CPU
         kind = DistributedType.DEEPSPEED if zero_settings else kind
         PartialState(cpu=True).distributed_type = kind
-    # Trainer: otherwise it would count one token too many per sample for GPT-2, for example.
+    # Trainer: without this line, it would divide GPT-2's loss by one token too many per sample.
     model.loss_type = "ForCausalLM"
-    # Trainer: it repeats samples to fill the last batch, so choose a size that fills every batch.
+    # Trainer: it fills the last batch with repeated samples, so use a size that divides evenly.
     num_ranks = dist.get_world_size()
     sizes = range(1, args.micro_batch_size + 1)
     eval_sizes = [size for size in sizes if args.eval_samples % (size * num_ranks) == 0]
@@ -675,7 +675,7 @@ def publish(args, partial, folder):
 
 @rank_first()
 def save_checkpoint(args, run_dir, partial, step):
-    """Publish the files that the Trainer has saved, so that no partial checkpoint has a name."""
+    """Publish the Trainer's folder as a checkpoint, now that the folder is complete."""
     if dist.get_rank() != 0:
         return
     (partial / "args.json").write_text(json.dumps(vars(args)))
@@ -685,7 +685,7 @@ def save_checkpoint(args, run_dir, partial, step):
 
 
 def load_checkpoint(args, run_dir):
-    """Return the newest checkpoint and its step, or None and 0; the Trainer will read its files."""
+    """Return the newest checkpoint and its step, or None and 0; the Trainer loads the files."""
     candidates = [max((run_dir / "checkpoints").glob("step-????????"), default=None)]
     # DDP: all ranks use the checkpoint that rank 0 has found.
     dist.broadcast_object_list(candidates, group=patient_group())
@@ -714,10 +714,10 @@ def compare_args(args, saved_args, checkpoint):
 
 def export_model(args, run_dir, trainer, tokenizer):
     """Write the finished model to a folder that `from_pretrained` can load."""
-    # Trainer: at its end, each rank looks for checkpoints in the folder that partial_of() deletes.
+    # Trainer: wait for all ranks to leave train(), which reads the folder that is deleted next.
     wait_for_all()
     partial = partial_of(run_dir / "model")
-    # Accelerate: with FSDP2, all ranks gather the weights, and rank 0 gets them.
+    # Accelerate: with FSDP2, all ranks must make this call, but only rank 0 gets the full weights.
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if dist.get_rank() != 0:
         return
@@ -750,7 +750,7 @@ def mfu(args, model, tokens_per_second):
         return None
     modules = [model.get_output_embeddings(), *layers_of(model)]
     weights = [weight for module in modules for weight in module.parameters()]
-    # ZeRO: stage 3 leaves an empty tensor of each weight, and keeps its size in ds_numel.
+    # ZeRO: stage 3 empties the tensor of each weight, and stores the weight's size in ds_numel.
     num_weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in weights)
     config, heads = model.config, model.config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
