@@ -32,7 +32,7 @@ def read(checkpoint, state):
 
 
 def main():
-    """Read the shards of all ranks in one process; write the model, its config and its tokenizer."""
+    """Read the shards of all ranks in one process; write the model, its config and tokenizer."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkpoint", type=Path, help="such as RUN/checkpoints/step-00000050")
     parser.add_argument("folder", type=Path, help="the new folder for the model")
