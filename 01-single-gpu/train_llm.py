@@ -50,7 +50,7 @@ def parse_args():
     add("--pretrained", action="store_true", help="start from the published weights")
 
     add("-d", "--dataset-name", default="pydoc", help="hub id, folder, .txt/.jsonl/.csv/.parquet")
-    add("--dataset-subset", help="the subset to load from a hub dataset that has several")
+    add("--dataset-subset", help="the subset to load, if the hub dataset has subsets")
     add("--text-column", default="text", help="the column that holds the text")
     add("-s", "--seq-length", type=int, default=256, help="tokens per sample")
 
@@ -58,16 +58,16 @@ def parse_args():
     add("-b", "--batch-size", type=int, default=8, help="maximum samples per forward pass")
     add("--num-steps", type=int, default=100, help="total number of optimizer steps")
     add("--lr", type=float, default=1e-3, help="peak learning rate, reached after the warmup")
-    add("--warmup-steps", type=int, default=10, help="steps over which the learning rate rises")
+    add("--warmup-steps", type=int, default=10, help="steps until the learning rate peaks")
     add("--weight-decay", type=float, default=0.1, help="applied to matrices, not to vectors")
-    add("--max-grad-norm", type=float, default=1.0, help="gradient clipping; 0 turns it off")
+    add("--max-grad-norm", type=float, default=1.0, help="maximum gradient norm; 0 means no limit")
     add("--seed", type=int, default=0, help="seed for weights, data order and dropout")
 
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
-    add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 on cuda")
+    add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 if fast")
     add("--compile", action="store_true", help="compile the layers and the loss")
 
-    add("-e", "--experiment-name", default=chapter, help="the run's folder under --save-dir")
+    add("-e", "--experiment-name", default=chapter, help="name of the run's folder in --save-dir")
     add("--save-dir", default="outputs", help="the folder that holds all runs")
     add("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
     add("--keep-checkpoints", type=int, default=2, help="number of checkpoints to keep")
@@ -81,7 +81,7 @@ def parse_args():
     minimums = dict.fromkeys(may_be_zero, 0) | {"seq_length": 2}
     for name, value in vars(args).items():
         minimum = minimums.get(name, 1)
-        # "not >=" also rejects NaN; "<" would let it through.
+        # "not value >= minimum" also rejects NaN; "value < minimum" would accept NaN.
         if type(value) in (int, float) and not value >= minimum:
             fail(f"--{name.replace('_', '-')} {value}: must be at least {minimum}")
     if args.pretrained and args.model_name == "tiny":
@@ -104,11 +104,11 @@ def parse_args():
 
 
 def has_gpu():
-    """Return whether this process has a GPU, even one that torch cannot use."""
+    """Return whether this process has a GPU, including a GPU that torch cannot use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible in ("", "-1"):  # the user has hidden all GPUs
         return False
-    # The drivers of NVIDIA and of AMD create these files.
+    # The NVIDIA and AMD drivers create these files.
     has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
     return has_driver or bool(visible) or torch.cuda.is_available()
 
@@ -120,7 +120,7 @@ def setup(args):
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
-    # fail() reports the errors of datasets, so datasets itself can stay quiet.
+    # fail() reports the errors of the datasets library, so turn off the library's own messages.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     run_dir = Path(args.save_dir, args.experiment_name)
     try:
@@ -185,31 +185,32 @@ def build_tokenizer_and_config(args):
 
 
 def build_model(args, config):
-    """Build the model on the CPU in float32, so that a seed gives the same weights everywhere."""
+    """Build the model on the CPU in float32, so that its weights do not depend on the device."""
     torch.manual_seed(args.seed)
     if args.pretrained:
         model = AutoModelForCausalLM.from_pretrained(
             args.model_name, config=config, dtype=torch.float32
         )
     else:
-        # Constructors skip random initialization here, and init_weights() does all of it.
+        # Skip random initialization in the constructors; init_weights() initializes all weights.
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.init_weights()
     if not layers_of(model):
-        fail(f"--model-name {args.model_name}: found no decoder layers in it")
+        fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
     model.train()
 
-    # Before it builds a mask, transformers checks in every forward pass whether samples are packed,
-    # and the check makes the host wait for the device. Plain causal attention needs no mask, and
-    # transformers skips the check for an attention function registered under a new name.
+    # To build a mask, transformers checks in every forward pass whether samples are packed. This
+    # check makes the host wait for the device. Plain causal attention needs no mask, so register it
+    # under a new name, because transformers skips the mask and the check for an unknown name.
     window = getattr(config, "sliding_window", None) or args.seq_length
     uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
     if uses_sdpa and args.seq_length <= window:
         AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
         model.set_attn_implementation("causal_sdpa")
 
-    # Compiling in place keeps the names of the weights. Each input shape gets its own graph.
+    # layer.compile() keeps the names of the weights; torch.compile(layer) would change the names.
+    # With dynamic=False, torch compiles a separate graph for each input shape.
     if args.compile:
         for layer in layers_of(model):
             layer.compile(dynamic=False)
@@ -231,13 +232,13 @@ def build_optimizer(args, model):
     optimizer = torch.optim.AdamW(
         groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    # Fused AdamW skips its update while found_inf is 1; train_step() sets it.
+    # Fused AdamW skips its update while found_inf is 1; train_step() sets found_inf.
     optimizer.found_inf = torch.zeros((), device=matrices[0].device)
     return optimizer
 
 
 def lr_at(args, step):
-    """Return the learning rate of `step`, from 1 on: linear warmup, then cosine to a tenth."""
+    """Return the learning rate at `step`: linear warmup, then cosine decay to a tenth of `--lr`."""
     if step <= args.warmup_steps:
         return args.lr * step / args.warmup_steps
     progress = (step - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
@@ -246,7 +247,7 @@ def lr_at(args, step):
 
 # ---- data ------------------------------------------------------------------------------------
 def build_data(args, tokenizer):
-    """Return training and held-out samples: memory-mapped int32 of [samples, seq_length]."""
+    """Return the training and held-out samples, two memory-mapped [samples, seq_length] tensors."""
     path = token_file(args, tokenizer)
     num_samples = path.stat().st_size // 4 // args.seq_length
     num_train = num_samples - args.eval_samples
@@ -259,7 +260,7 @@ def build_data(args, tokenizer):
 
 
 def token_file(args, tokenizer):
-    """Tokenize all documents into one int32 file, unless a run has done so; return its path."""
+    """Tokenize all documents into one int32 file, unless it exists; return the file's path."""
     documents = load_documents(args)
     key = Hasher.hash([documents.cache_files, args.text_column, tokenizer])
     path = Path(datasets.config.HF_DATASETS_CACHE, f"{key}.tokens")
@@ -290,7 +291,7 @@ def load_documents(args):
         else:
             documents = datasets.load_dataset(reader or name, split="train", **options)
     except Exception as error:
-        # datasets raises many types of exception, and often hides the reason in __cause__.
+        # The datasets library raises many exception types, and often hides the reason in __cause__.
         fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'it is empty'}")
     features = documents.features.items()
     types = {column: str(getattr(feature, "dtype", feature)) for column, feature in features}
@@ -307,7 +308,7 @@ def order_of(seed, epoch, num_samples):
 
 
 def batch_at(args, samples, step, micro_step, device):
-    """Return the int64 micro-batch of a step; the step number alone determines its samples."""
+    """Return an int64 micro-batch, whose samples depend on the step number, not on past steps."""
     size = args.micro_batch_size
     first = ((step - 1) * args.accumulation + micro_step) * size
     batch = samples_at(args, samples, range(first, first + size)).long()
@@ -315,7 +316,7 @@ def batch_at(args, samples, step, micro_step, device):
 
 
 def samples_at(args, samples, positions):
-    """Return the samples at some positions in the endless sequence of shuffled epochs."""
+    """Return the samples at the given positions in the endless sequence of shuffled epochs."""
     ids = []
     for position in positions:
         epoch, index = divmod(position, len(samples))
@@ -331,7 +332,7 @@ def loss_of(args, model, batch):
 
 
 def forward_backward(args, model, train_set, step, device):
-    """Add up the gradients of the step's micro-batches; return the mean loss on the device."""
+    """Add up the gradients of the step's micro-batches; return the mean loss as a device tensor."""
     total_loss = torch.zeros((), device=device)
     for micro_step in range(args.accumulation):
         batch = batch_at(args, train_set, step, micro_step, device)
@@ -342,7 +343,7 @@ def forward_backward(args, model, train_set, step, device):
 
 
 def clip_gradients(args, model):
-    """Scale the gradients down to `--max-grad-norm`; return the norm that they had before."""
+    """Limit the norm of the gradients to `--max-grad-norm`; return the norm before clipping."""
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
     grad_norm = torch.nn.utils.get_total_norm(grads)
     max_norm = args.max_grad_norm or math.inf
@@ -351,7 +352,7 @@ def clip_gradients(args, model):
 
 
 def train_step(args, model, optimizer, train_set, step, device):
-    """Take one optimizer step; return the loss and the gradient norm as tensors on the device."""
+    """Run one optimizer step; return the loss and the gradient norm as tensors on the device."""
     torch.manual_seed(mix(args.seed, step))
     loss = forward_backward(args, model, train_set, step, device)
     grad_norm = clip_gradients(args, model)
@@ -382,7 +383,7 @@ def evaluate(args, model, held_out, device):
 def partial_of(folder):
     """Create an empty temporary folder beside `folder`; publish() renames it to `folder`."""
     partial = folder.with_name(".partial")
-    # A run that was killed during a save may have left its files.
+    # A run that was killed during a save may have left files behind.
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True, exist_ok=True)
     return partial
@@ -394,12 +395,12 @@ def publish(args, partial, folder):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    # A checkpoint that could not be read, or an older model, may have the name.
+    # The folder may hold a checkpoint that could not be read, or the model of an earlier export.
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     checkpoints = [path for path in sorted(folder.parent.glob("step-????????")) if path <= folder]
     for checkpoint in checkpoints[: -args.keep_checkpoints]:
-        # Rename it first, so that a kill during the deletion leaves no half-deleted checkpoint.
+        # Rename a checkpoint before deleting it, so that a kill leaves no half-deleted checkpoint.
         shutil.rmtree(checkpoint.rename(partial))
 
 
@@ -436,7 +437,7 @@ def load_checkpoint(args, run_dir, model, optimizer):
 
 
 def compare_args(args, saved_args, checkpoint):
-    """Refuse to continue a different run; print the changes that keep it the same run."""
+    """Stop if an argument that must match has changed; print every other changed argument."""
     must_match = ["model_name", "config", "num_weights", "dataset_fingerprint"]
     must_match += ["seq_length", "global_batch_size", "seed"]
     for name, value in vars(args).items():
@@ -458,7 +459,7 @@ def export_model(args, run_dir, model, tokenizer):
 
 
 # ---- main ------------------------------------------------------------------------------------
-# Dense bf16 FLOP/s, from the data sheets of the vendors.
+# Peak bf16 FLOP/s without sparsity, from the vendors' data sheets.
 PEAK_FLOPS = {
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA H100 80GB HBM3": 989e12,
@@ -471,7 +472,7 @@ PEAK_FLOPS = {
 def mfu(args, model, tokens_per_second):
     """Return the model FLOPs utilization (PaLM, appendix B, arxiv.org/abs/2204.02311).
 
-    Return None if the peak of this device is unknown, or the precision is not bf16.
+    Return None if the peak of this device or the speed is unknown, or if the precision is not bf16.
     """
     peak = PEAK_FLOPS.get(torch.cuda.get_device_name() if args.device == "cuda" else "cpu")
     if peak is None or tokens_per_second is None or args.precision != "bf16":
@@ -499,7 +500,7 @@ def measure(args, model, step, loss, grad_norm, interval_start):
 
 
 def start_tracking(args, run_dir):
-    """Start a wandb run, or continue the run whose id the checkpoint has."""
+    """Start a wandb run, or continue the wandb run whose id is in the checkpoint."""
     wandb_run = wandb.init(
         id=args.wandb_id,
         name=args.experiment_name,
@@ -508,7 +509,8 @@ def start_tracking(args, run_dir):
         mode=args.wandb,
         resume="allow",
     )
-    # wandb's own step counter never goes back: wandb would drop the steps that a resume repeats.
+    # Plot each metric against "step" in the row. wandb's own step counter never goes back, so wandb
+    # would drop the steps that a resume repeats.
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run
 
@@ -521,14 +523,14 @@ def log(run_dir, wandb_run, row):
     with open(run_dir / "metrics.jsonl", "a") as file:
         print(json.dumps(row), file=file)
     wandb_run.log(row)
-    # The terminal may be gone.
+    # Keep training if the terminal has been closed.
     with suppress(OSError):
         known = {name: value for name, value in row.items() if value is not None}
         tqdm.write("  ".join(f"{name} {value:,.6g}" for name, value in known.items()))
 
 
 def main():
-    """Train; when started again with the same command, continue from the newest checkpoint."""
+    """Train the model; if the run has a checkpoint, continue from the newest checkpoint."""
     args = parse_args()
     device, run_dir = setup(args)
     tokenizer, config = build_tokenizer_and_config(args)
@@ -545,7 +547,7 @@ def main():
     wandb_run = start_tracking(args, run_dir)
     if start == 0:
         log(run_dir, wandb_run, {"step": 0, "val_loss": evaluate(args, model, held_out, device)})
-    # The first interval includes compilation, so it has no start time, and its speed is not logged.
+    # The first interval includes compilation. Without a start time, measure() returns no speed.
     interval_start = start, None
     steps = range(start + 1, args.num_steps + 1)
     for step in tqdm(steps, initial=start, total=args.num_steps, file=sys.stdout, disable=None):

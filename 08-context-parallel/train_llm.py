@@ -68,8 +68,8 @@ LAUNCHER_VARIABLES = {
 CHUNK_SIZE = 1024
 # The future of the asynchronous save in progress; the list holds at most one future.
 PENDING_SAVES = []
-# How to split a module's weights, by the names that the plans of transformers use. Between blocks,
-# a rank has the hidden states of its part of each sequence: Shard(1).
+# Each style splits the weights of a module. The tensor-parallel plans of transformers use the same
+# names. Shard(1) means that a rank has the hidden states of its part of each sequence.
 STYLES = {
     "colwise": tp.ColwiseParallel(),
     "rowwise": tp.RowwiseParallel(output_layouts=Shard(1)),
@@ -102,7 +102,7 @@ def parse_args():
     add("--pretrained", action="store_true", help="start from the published weights")
 
     add("-d", "--dataset-name", default="pydoc", help="hub id, folder, .txt/.jsonl/.csv/.parquet")
-    add("--dataset-subset", help="the subset to load from a hub dataset that has several")
+    add("--dataset-subset", help="the subset to load, if the hub dataset has subsets")
     add("--text-column", default="text", help="the column that holds the text")
     add("-s", "--seq-length", type=int, default=256, help="tokens per sample")
 
@@ -110,26 +110,36 @@ def parse_args():
     add("-b", "--batch-size", type=int, default=8, help="maximum samples per forward pass")
     add("--num-steps", type=int, default=100, help="total number of optimizer steps")
     add("--lr", type=float, default=1e-3, help="peak learning rate, reached after the warmup")
-    add("--warmup-steps", type=int, default=10, help="steps over which the learning rate rises")
+    add("--warmup-steps", type=int, default=10, help="steps until the learning rate peaks")
     add("--weight-decay", type=float, default=0.1, help="applied to matrices, not to vectors")
-    add("--max-grad-norm", type=float, default=1.0, help="gradient clipping; 0 turns it off")
+    add("--max-grad-norm", type=float, default=1.0, help="maximum gradient norm; 0 means no limit")
     add("--seed", type=int, default=0, help="seed for weights, data order and dropout")
 
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
-    add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 on cuda")
+    add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 if fast")
     add("--compile", action="store_true", help="compile the layers and the loss")
     switch = argparse.BooleanOptionalAction
     add("--reshard-after-forward", action=switch, default=True, help="free gathered weights early")
     add("--replicas", type=int, default=1, help="groups of ranks that each hold a full model")
     add("--cpu-offload", action="store_true", help="keep shards and AdamW on the host")
-    add("--recompute", choices=["none", "full", "selective"], default="none", help="activations")
+    add(
+        "--recompute",
+        choices=["none", "full", "selective"],
+        default="none",
+        help="activations to compute again in the backward pass",
+    )
     add("--tensor-parallel-size", type=int, default=1, help="ranks that split each matrix")
     add("--pipeline-parallel-size", type=int, default=1, help="ranks that share the layers")
     add("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="order of micro-batches")
     add("--context-parallel-size", type=int, default=1, help="ranks that split each sequence")
-    add("--context-parallel-style", choices=["gather", "ulysses"], default="gather", help="how")
+    add(
+        "--context-parallel-style",
+        choices=["gather", "ulysses"],
+        default="gather",
+        help="how attention combines the parts of a sequence",
+    )
 
-    add("-e", "--experiment-name", default=chapter, help="the run's folder under --save-dir")
+    add("-e", "--experiment-name", default=chapter, help="name of the run's folder in --save-dir")
     add("--save-dir", default="outputs", help="the folder that holds all runs")
     add("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
     add("--keep-checkpoints", type=int, default=2, help="number of checkpoints to keep")
@@ -137,7 +147,7 @@ def parse_args():
     add("--eval-samples", type=int, default=64, help="number of samples to hold out")
     add("--log-every", type=int, default=10, help="steps between log lines")
     add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="wandb mode")
-    add("--dist-timeout", type=int, default=600, help="seconds that a rank waits for the others")
+    add("--dist-timeout", type=int, default=600, help="seconds that a rank waits for other ranks")
     add("--checkpoint-async", action="store_true", help="write checkpoints in the background")
 
     args = parser.parse_args()
@@ -145,7 +155,7 @@ def parse_args():
     minimums = dict.fromkeys(may_be_zero, 0) | {"seq_length": 2}
     for name, value in vars(args).items():
         minimum = minimums.get(name, 1)
-        # "not >=" also rejects NaN; "<" would let it through.
+        # "not value >= minimum" also rejects NaN; "value < minimum" would accept NaN.
         if type(value) in (int, float) and not value >= minimum:
             fail(f"--{name.replace('_', '-')} {value}: must be at least {minimum}")
     if args.pretrained and args.model_name == "tiny":
@@ -199,7 +209,7 @@ def parse_args():
 def check_schedule(args):
     """Stop if the micro-batches of a step do not fill the pipeline schedule."""
     ranks, micro_batches = args.pipeline_parallel_size, args.accumulation
-    # The interleaved schedule takes micro-batches in groups of one per rank.
+    # The interleaved schedule needs a number of micro-batches that is a multiple of `ranks`.
     group_size = ranks if args.pipeline_schedule == "interleaved-1f1b" else 1
     if micro_batches < ranks or micro_batches % group_size:
         problem = f"--pipeline-parallel-size {ranks}: {micro_batches} micro-batches do not fill it"
@@ -207,38 +217,38 @@ def check_schedule(args):
 
 
 def adopt_launcher():
-    """Set the variables that torchrun sets, from those of the launcher that started this rank."""
+    """Set torchrun's variables from the variables of the launcher that started this rank."""
     for names in LAUNCHER_VARIABLES.values():
         if all(name in os.environ for name in names):
             values = [os.environ[name] for name in names]
             os.environ |= zip(LAUNCHER_VARIABLES["torchrun"], values, strict=True)
             break
     if "SLURM_STEP_NODELIST" in os.environ:
-        # srun: rank 0 runs on the first node of the list; gpu[03-07,12] starts with gpu03.
+        # srun: rank 0 runs on the first node of the list. The list gpu[03-07,12] starts with gpu03.
         nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
         os.environ.setdefault("MASTER_ADDR", nodes.split(",")[0])
-        # srun: derive the port from the step's number, so that two steps do not share a port.
+        # srun: derive the port from the job and step ids, because each step needs its own port.
         step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
         os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))
 
 
 def has_gpu():
-    """Return whether this process has a GPU, even one that torch cannot use."""
+    """Return whether this process has a GPU, including a GPU that torch cannot use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible in ("", "-1"):  # the user has hidden all GPUs
         return False
-    # Slurm: this variable is set in a job that has asked for GPUs.
+    # Slurm: SLURM_GPUS_ON_NODE is set only in a job that has requested GPUs.
     if "SLURM_GPUS_ON_NODE" in os.environ:
         return True
-    # The drivers of NVIDIA and of AMD create these files.
+    # The NVIDIA and AMD drivers create these files.
     has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
     return has_driver or bool(visible) or torch.cuda.is_available()
 
 
 def setup(args):
     """Join the process group; return this rank's device and the run's folder."""
-    # DDP: let Linux kill this rank when torchrun dies. A rank that survived could write to the
-    # folder of the next run. The 1 is PR_SET_PDEATHSIG.
+    # DDP: let Linux kill this rank when its launcher dies. Otherwise, this rank could overwrite
+    # files of the next run. The 1 is PR_SET_PDEATHSIG.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     sys.stdout.reconfigure(line_buffering=True)
@@ -246,7 +256,7 @@ def setup(args):
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
-    # fail() reports the errors of datasets, so datasets itself can stay quiet.
+    # fail() reports the errors of the datasets library, so turn off the library's own messages.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     run_dir = Path(args.save_dir, args.experiment_name)
     try:
@@ -256,12 +266,12 @@ def setup(args):
     device = torch.device(args.device)
     if args.device == "cuda":
         local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        # srun: with --gpus-per-task=1, each rank sees one GPU, and that is its own.
+        # srun: with --gpus-per-task=1, each rank sees only its own GPU, which has index 0.
         if num_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
             local_rank = 0
         if local_rank >= num_gpus:
             fail(f"local rank {local_rank} has no GPU: torch sees {num_gpus}; start fewer ranks")
-        # DDP: without this line, every rank would also allocate memory on GPU 0.
+        # DDP: without set_device(), every rank would also allocate memory on GPU 0.
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
@@ -276,7 +286,7 @@ def setup(args):
 
 @functools.cache
 def patient_group():
-    """Return a group of all ranks that waits for a week; the default group waits for minutes."""
+    """Return a group of all ranks with a timeout of a week; the default group waits minutes."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
@@ -306,7 +316,7 @@ def rank_first():
 
 
 def wait_for_all():
-    """Wait until all ranks get here, even if that takes hours."""
+    """Wait until all ranks have called this function, even if some ranks need hours."""
     try:
         dist.barrier(group=patient_group())
     except RuntimeError as error:
@@ -334,14 +344,14 @@ def check_shared(run_dir):
 def stop_requests(run_dir):
     """Yield, before each step, whether the run should stop.
 
-    A signal to any rank requests a stop, and so does a file named `stop` in the run's folder. All
-    ranks get the same answer from an all-reduce. It starts one step earlier, so that no rank has to
-    wait for it.
+    A signal to any rank requests a stop, and so does a file named `stop` in the run's folder. An
+    all-reduce gives all ranks the same answer. The all-reduce runs during the step before, so that
+    no rank waits for the answer.
     """
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, lambda number, _: received.append(number))
-    # A file that is already there was meant for an earlier run.
+    # A `stop` file that already exists was meant for an earlier run.
     (run_dir / "stop").unlink(missing_ok=True)
     stop = False
     while True:
@@ -411,18 +421,18 @@ def build_tokenizer_and_config(args):
 
 
 def build_model(args, config):
-    """Build the model without values; its memory stays unused until shard() fills it."""
+    """Build the model with uninitialized weights, which use no memory until shard() fills them."""
     torch.manual_seed(args.seed)
-    # Constructors skip random initialization here, and shard() does all of it, layer by layer.
+    # Skip random initialization in the constructors; shard() initializes weights layer by layer.
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if not layers_of(model):
-        fail(f"--model-name {args.model_name}: found no decoder layers in it")
+        fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
     model.train()
 
-    # Before it builds a mask, transformers checks in every forward pass whether samples are packed,
-    # and the check makes the host wait for the device. Plain causal attention needs no mask, and
-    # transformers skips the check for an attention function registered under a new name.
+    # To build a mask, transformers checks in every forward pass whether samples are packed. This
+    # check makes the host wait for the device. Plain causal attention needs no mask, so register it
+    # under a new name, because transformers skips the mask and the check for an unknown name.
     window = getattr(config, "sliding_window", None) or args.seq_length
     uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
     if uses_sdpa and args.seq_length <= window:
@@ -430,13 +440,13 @@ def build_model(args, config):
         model.set_attn_implementation("causal_sdpa")
 
     check_model(args, model)
-    # The loss applies the head, chunk by chunk, so the head itself passes hidden states through. It
-    # clones them because FSDP warns about modules that return views.
+    # chunked_loss() applies the weights of the head, so the head itself only clones the hidden
+    # states. Without the clone, FSDP would warn that a module returns a view.
     head = model.get_output_embeddings()
     head.forward = torch.clone
     model.loss_function = functools.partial(chunked_loss, head)
 
-    # Make each layer recompute its activations before the layer is compiled and sharded.
+    # Wrap the layers for recomputation before they are compiled and sharded.
     if args.recompute != "none":
         contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)
         options = {"context_fn": contexts} if args.recompute == "selective" else {}
@@ -444,7 +454,8 @@ def build_model(args, config):
             forward = functools.partial(recompute, layer.forward, use_reentrant=False, **options)
             layer.forward = forward
 
-    # Compiling in place keeps the names of the weights. Each input shape gets its own graph.
+    # layer.compile() keeps the names of the weights; torch.compile(layer) would change the names.
+    # With dynamic=False, torch compiles a separate graph for each input shape.
     if args.compile:
         for layer in layers_of(model):
             layer.compile(dynamic=False)
@@ -453,7 +464,7 @@ def build_model(args, config):
 
 
 def check_model(args, model):
-    """Stop with the reason if this script cannot train the model."""
+    """Report the reason and stop if this script cannot train the model."""
     caps = ["final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"]
     has_cap = any(getattr(model.config, cap, None) for cap in caps)
     name = args.model_name
@@ -492,14 +503,14 @@ def check_model(args, model):
 
 
 def styles_of(model):
-    """Return the style of each module's weights, or None if the plan of transformers has none."""
+    """Map each module to its style, or to None if the plan of transformers has no style for it."""
     plan, styles = model.tp_plan or {}, {}
     for name, module in model.named_modules():
-        # A plan has a * in place of the number of a layer.
+        # A plan has a * in place of a layer's number.
         plan_name = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         default = "replicated_with_grad_allreduce" if "Norm" in type(module).__name__ else None
         styles[module] = STYLES.get(plan.get(plan_name, default))
-    # A row of an embedding belongs to one token of the vocabulary.
+    # Split embeddings by rows: each row belongs to one token of the vocabulary.
     embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
     return styles | dict.fromkeys(embeddings, STYLES["embedding_rowwise"])
 
@@ -514,12 +525,12 @@ def module_without_style(model):
 
 
 def key_value_heads_of(config):
-    """Return the number of key-value heads; a tensor-parallel rank has some of them."""
+    """Return the number of key-value heads of the full model, which the ranks split equally."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def full_sequence_feature(config):
-    """Return the kind of layer or position that needs full sequences, or None."""
+    """Return the kind of layer or position encoding that needs full sequences, or None."""
     settings = f"{getattr(config, 'layer_types', '')} {getattr(config, 'rope_parameters', '')}"
     match = re.search("conv|mamba|linear_attention|dynamic|longrope", settings)
     return match and match[0]
@@ -533,12 +544,12 @@ def needs_mask(model):
 def chunked_loss(head, logits, labels, *_, **__):
     """Return the summed cross entropy of predicting each label from the hidden states before it.
 
-    `head` has passed hidden states through as `logits`: [batch, sequence, width]. The true logits,
-    [tokens, vocabulary], exist for one chunk of tokens at a time.
+    `logits` contains hidden states, [batch, sequence, width], because `head` returns its input. The
+    true logits, [tokens, vocabulary], exist for only one chunk of tokens at a time.
     """
     # The last position has no next token; cross_entropy() ignores the target -100.
     targets = F.pad(labels[:, 1:], (0, 1), value=-100)
-    # TP: this rank has the hidden states of one part of each sequence.
+    # TP: this rank has the hidden states of one part of each sequence, so use that part's targets.
     num_parts = labels.shape[1] // logits.shape[1]
     targets = targets.chunk(num_parts, dim=1)[dist.get_rank() % num_parts]
     weights = (full_weight(head.weight), full_weight(head.bias))
@@ -547,7 +558,7 @@ def chunked_loss(head, logits, labels, *_, **__):
     total_loss = 0.0
     for chunk in zip(hidden_chunks, target_chunks, strict=True):
         total_loss += recompute(loss_of_chunk, weights, *chunk, use_reentrant=False)
-    # TP: add up the losses of the parts.
+    # TP: add up the losses of all parts of the sequences.
     if isinstance(head.weight, DTensor):
         mesh = head.weight.device_mesh
         total_loss = DTensor.from_local(total_loss, mesh, [Partial()]).full_tensor()
@@ -579,25 +590,26 @@ def layers_of(model):
 
 
 def build_mesh(args, device):
-    """Arrange the ranks as replicas of the model, and each replica as its shards."""
+    """Arrange the ranks in a mesh with one dimension for each kind of parallelism."""
     sizes = {
         # PP: stages exchange little data, so they may be on different nodes.
         "pipeline": args.pipeline_parallel_size,
         "replicate": args.replicas,
         # CP: ranks that share a sequence hold different shards, as data-parallel ranks do.
         "shard": data_rank_of(args)[1] // args.replicas * args.context_parallel_size,
-        # TP: the last dimension has neighboring ranks, which are in the same node.
+        # TP: ranks that differ only in the last dimension are neighbors, and share a node.
         "tensor": args.tensor_parallel_size,
     }
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    # TP: the gradient norm is reduced over both dimensions. This gives them one group; without it,
-    # torch takes two all-reduces and warns on each rank. No public function does the same.
+    # TP: the gradient norm is reduced over these two dimensions. _flatten() gives them one group;
+    # otherwise, torch would run two all-reduces and warn on each rank. torch has no public function
+    # for this purpose.
     mesh["shard", "tensor"]._flatten()
     return mesh
 
 
 def register_attention(args, device):
-    """Replace plain causal attention by attention across the ranks that share a sequence."""
+    """Replace plain causal attention with attention across the ranks that share a sequence."""
     ranks_per_sequence = args.context_parallel_size * args.tensor_parallel_size
     sizes = {
         "sequences": dist.get_world_size() // ranks_per_sequence,
@@ -635,23 +647,23 @@ def shard(args, model, device):
     def initialize_and_shard(module):
         initialize(args, owners[module], module)
         if module in other_modules:
-            # PP: this module is on another rank. It got values only because the random numbers of
-            # the modules after it depend on them.
+            # PP: this module belongs to another rank. Initializing it here has only advanced the
+            # random number generator, so that later modules get the same values as in chapter 01.
             module.to_empty(device="meta").requires_grad_(False)
             return
         if module in layers:
             split_matrices(model, module.modules(), mesh["tensor"])
             # FSDP: keep the last layer gathered, because the backward pass starts with it.
             reshard = args.reshard_after_forward and module is not layers[-1]
-            # PP: micro-batches take turns, so keep all layers gathered for the entire step.
+            # PP: a step runs each layer for many micro-batches, so keep all layers gathered.
             reshard = reshard and args.pipeline_parallel_size == 1
             fully_shard(module, reshard_after_forward=reshard, **options)
 
     # apply() visits the children of a module before the module itself.
     model.apply(initialize_and_shard)
-    # TP: split the embeddings and the last norm, too.
+    # TP: also split the modules outside the layers, such as the embeddings and the head.
     layer_modules = {module for layer in layers for module in layer.modules()}
-    # PP: the modules of other stages have no values that could be split.
+    # PP: skip the modules of other ranks, because their weights have no values here.
     layer_modules |= other_modules
     outer_modules = [module for module in model.modules() if module not in layer_modules]
     split_matrices(model, outer_modules, mesh["tensor"])
@@ -671,7 +683,7 @@ def shard(args, model, device):
 def build_stages(args, model, pipeline_rank):
     """Build a model for each stage of this rank.
 
-    Return them by the number of the stage, and the set of modules that only other ranks have.
+    Return a dict from stage number to model, and the set of modules that only other ranks have.
     """
     modules = split_into_stages(args, model)
     numbers = range(pipeline_rank, args.num_stages, args.pipeline_parallel_size)
@@ -681,10 +693,10 @@ def build_stages(args, model, pipeline_rank):
 
 
 def split_into_stages(args, model):
-    """Return a list of modules for each stage: layers, and what is around them at the ends."""
+    """Return each stage's modules: its layers and, at both ends, the modules around the layers."""
     layers, num_stages = layers_of(model), args.num_stages
-    # The embedding and the head take about as long as a layer each, so they count as one more
-    # before the first layer and one more after the last. Every stage has at least one layer.
+    # The embedding and the head each cost about as much time as a layer, so count each of them as
+    # an extra layer, at the start and at the end. Every stage has at least one true layer.
     borders = []
     for number in range(num_stages + 1):
         border = round(number * (len(layers) + 2) / num_stages) - 1
@@ -702,14 +714,14 @@ def split_into_stages(args, model):
 
 
 class Entry(torch.nn.Module):
-    """Stand in for the modules of earlier stages, and return the hidden states received."""
+    """Stand in for the modules of earlier stages, and return the input of this stage."""
 
     def forward(self, *_, **__):
         return self.hidden
 
 
 class Exit(torch.nn.Module):
-    """Stand in for the modules of later stages, and keep the first hidden states received."""
+    """Stand in for the modules of later stages, and keep the first input: this stage's output."""
 
     def forward(self, hidden, *_, **__):
         if self.hidden is None:
@@ -789,8 +801,8 @@ def initialize(args, owner, module):
 def split_matrices(model, modules, mesh):
     """Split the weights of these modules across a tensor-parallel group, in place.
 
-    Inside of a block (attention or MLP), a rank computes with its heads or columns for the full
-    sequence. Between blocks, it has all columns for its part of the sequence.
+    Inside a block (attention or MLP), a rank computes its own heads or columns for the full
+    sequence. Between blocks, a rank has all columns, but only for its part of the sequence.
     """
     if mesh.size() == 1:
         return
@@ -805,7 +817,8 @@ def split_matrices(model, modules, mesh):
         elif weights:
             tp.parallelize_module(module, mesh, styles[module], src_data_rank=None)
         if isinstance(module, torch.nn.Embedding):
-            # Compiled layers would not wait for the collective that makes it; clone() does.
+            # A collective makes the hidden states. clone() waits for the collective to finish;
+            # compiled layers would not wait.
             module.register_forward_hook(lambda _module, _ids, hidden: hidden.clone())
         if any(isinstance(styles[child], tp.ColwiseParallel) for child in module.children()):
             gather = functools.partial(gather_sequence, mesh)
@@ -813,7 +826,7 @@ def split_matrices(model, modules, mesh):
 
 
 def gather_sequence(mesh, block, args, kwargs):
-    """Gather the full sequence before a block; the backward pass reduces its gradient again."""
+    """Gather the full sequence before a block; the backward pass reduce-scatters its gradient."""
     local = args[0] if args else kwargs["hidden_states"]
     hidden = DTensor.from_local(local, mesh, [Shard(1)]).redistribute(placements=[Replicate()])
     if args:
@@ -824,23 +837,24 @@ def gather_sequence(mesh, block, args, kwargs):
 def gathered_attention(mesh, module, query, key, value, attention_mask, **options):
     """Attend from this rank's tokens to the tokens of this rank and of all ranks before it.
 
-    query, key and value: [batch, heads, sequence, width].
+    The shape of query, key and value is [batch, heads, sequence, width].
     """
     length = query.shape[2]
     end = length * (mesh.get_local_rank() + 1)
     # The gradient of a gathered key is the sum of the gradients of all ranks.
     key, value = (full_weight(DTensor.from_local(x, mesh, [Shard(2)])) for x in (key, value))
-    # The last query attends to all keys up to `end`, and each query before it to one key less.
+    # The last query attends to all keys before `end`. Each earlier query attends to one key fewer
+    # than the query after it.
     mask = causal_lower_right(length, end)
     key, value = key[:, :, :end], value[:, :, :end]
     return sdpa_attention_forward(module, query, key, value, mask, **options)
 
 
 def ulysses_attention(mesh, module, query, key, value, attention_mask, **options):
-    """Attend with some of the heads from all tokens to all tokens (arxiv.org/abs/2309.14509)."""
+    """Attend with this rank's heads over the full sequence (arxiv.org/abs/2309.14509)."""
     query, key, value = (all_to_all(mesh, tensor) for tensor in (query, key, value))
     output, weights = sdpa_attention_forward(module, query, key, value, None, **options)
-    # The output is [batch, sequence, heads, width], so this splits the sequence again.
+    # The output is [batch, sequence, heads, width], so all_to_all() splits the sequence again.
     return all_to_all(mesh, output), weights
 
 
@@ -865,7 +879,8 @@ def read_weights(args, model):
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     prefix = f"{model.base_model_prefix}."
     for name in weights.keys() - file_metadata.keys():
-        # Files of a model without a head lack the prefix, and GPT-NeoX calls its head embed_out.
+        # Weight names lack the prefix if the model was saved without a head. GPT-NeoX calls its
+        # head embed_out.
         file_name = name.removeprefix(prefix).replace("lm_head", "embed_out")
         weights[file_name] = weights.pop(name)
     dcp.load(weights, storage_reader=reader, process_group=patient_group())
@@ -876,8 +891,8 @@ def read_weights(args, model):
 
 def build_optimizer(args, model):
     """Build AdamW with weight decay for matrices, but not for norms and biases."""
-    # With --cpu-offload, AdamW runs on the host. torchrun gives each rank one thread, so share all
-    # cores between the ranks of this host.
+    # With --cpu-offload, AdamW runs on the CPU. torchrun gives each rank only one thread, so divide
+    # the cores of this node among its ranks.
     if args.cpu_offload:
         hostnames = [None] * dist.get_world_size()
         dist.all_gather_object(hostnames, socket.gethostname(), group=patient_group())
@@ -891,13 +906,13 @@ def build_optimizer(args, model):
     optimizer = torch.optim.AdamW(
         groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    # Fused AdamW skips its update while found_inf is 1; train_step() sets it.
+    # Fused AdamW skips its update while found_inf is 1; train_step() sets found_inf.
     optimizer.found_inf = torch.zeros((), device=matrices[0].device)
     return optimizer
 
 
 def lr_at(args, step):
-    """Return the learning rate of `step`, from 1 on: linear warmup, then cosine to a tenth."""
+    """Return the learning rate at `step`: linear warmup, then cosine decay to a tenth of `--lr`."""
     if step <= args.warmup_steps:
         return args.lr * step / args.warmup_steps
     progress = (step - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
@@ -907,7 +922,7 @@ def lr_at(args, step):
 # ---- data ------------------------------------------------------------------------------------
 @rank_first()
 def build_data(args, tokenizer):
-    """Return training and held-out samples: memory-mapped int32 of [samples, seq_length]."""
+    """Return the training and held-out samples, two memory-mapped [samples, seq_length] tensors."""
     path = token_file(args, tokenizer)
     num_samples = path.stat().st_size // 4 // args.seq_length
     num_train = num_samples - args.eval_samples
@@ -920,7 +935,7 @@ def build_data(args, tokenizer):
 
 
 def token_file(args, tokenizer):
-    """Tokenize all documents into one int32 file, unless a run has done so; return its path."""
+    """Tokenize all documents into one int32 file, unless it exists; return the file's path."""
     documents = load_documents(args)
     key = Hasher.hash([documents.cache_files, args.text_column, tokenizer])
     path = Path(datasets.config.HF_DATASETS_CACHE, f"{key}.tokens")
@@ -951,7 +966,7 @@ def load_documents(args):
         else:
             documents = datasets.load_dataset(reader or name, split="train", **options)
     except Exception as error:
-        # datasets raises many types of exception, and often hides the reason in __cause__.
+        # The datasets library raises many exception types, and often hides the reason in __cause__.
         fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'it is empty'}")
     features = documents.features.items()
     types = {column: str(getattr(feature, "dtype", feature)) for column, feature in features}
@@ -968,7 +983,7 @@ def order_of(seed, epoch, num_samples):
 
 
 def batch_at(args, samples, step, micro_step, device):
-    """Return the int64 micro-batch of a step; the step number alone determines its samples."""
+    """Return an int64 micro-batch, whose samples depend on the step number, not on past steps."""
     data_rank, num_data_ranks = data_rank_of(args)
     size = args.micro_batch_size * num_data_ranks
     first = ((step - 1) * args.accumulation + micro_step) * size
@@ -980,7 +995,7 @@ def batch_at(args, samples, step, micro_step, device):
 def data_rank_of(args):
     """Return this rank's data-parallel rank, and the number of data-parallel ranks."""
     # TP: neighboring ranks process the same samples.
-    # CP: each of these ranks processes a part of each sample.
+    # CP: context-parallel ranks process different parts of the same samples.
     ranks_per_sequence = args.tensor_parallel_size * args.context_parallel_size
     # PP: all ranks of one pipeline process the same samples.
     num_data_ranks = dist.get_world_size() // ranks_per_sequence // args.pipeline_parallel_size
@@ -988,13 +1003,13 @@ def data_rank_of(args):
 
 
 def context_part(args, sequences):
-    """Return this rank's part of sequences: [batch, sequence]."""
+    """Return this rank's part of each sequence in a tensor of shape [batch, sequence]."""
     context_rank = dist.get_rank() // args.tensor_parallel_size % args.context_parallel_size
     return sequences.chunk(args.context_parallel_size, dim=1)[context_rank]
 
 
 def samples_at(args, samples, positions):
-    """Return the samples at some positions in the endless sequence of shuffled epochs."""
+    """Return the samples at the given positions in the endless sequence of shuffled epochs."""
     ids = []
     for position in positions:
         epoch, index = divmod(position, len(samples))
@@ -1008,22 +1023,23 @@ def loss_of(args, model, batch):
     if args.pipeline_parallel_size > 1:
         return run_schedule(args, model, batch)
     options = {"use_cache": False}
-    # TP, CP: the model would count the positions of one part of a sequence only.
+    # TP, CP: pass the positions, because the model would count only one part of a sequence.
     if args.tensor_parallel_size * args.context_parallel_size > 1:
         positions = torch.arange(batch.shape[1], device=batch.device)[None]
         options["position_ids"] = context_part(args, positions)
-    # CP: the mean over ranks would count each sequence once per part.
+    # CP: this loss covers only one part of each sequence. Multiply it by the number of parts, so
+    # that the mean over all ranks is the mean loss.
     total_loss = model(input_ids=context_part(args, batch), labels=batch, **options).loss
     return args.context_parallel_size * total_loss / batch[:, 1:].numel()
 
 
 def run_schedule(args, model, batch):
-    """Run the forward pass of a batch through all stages, in training also the backward pass.
+    """Run a batch forward through all stages and, in training, backward through all stages.
 
     Only the last stage has a loss, so the returned loss is scaled: its mean over all ranks is the
     mean loss of the batch.
     """
-    # The schedule needs a fixed number of samples. The loss ignores the padding's target, -100.
+    # The schedule needs a fixed number of samples, so pad the batch. The loss ignores target -100.
     num_samples = args.accumulation * args.micro_batch_size
     labels = F.pad(batch, (0, 0, 0, num_samples - len(batch)), value=-100)
     run_micro_batches = model.schedule.step if model.training else model.schedule.eval
@@ -1031,19 +1047,19 @@ def run_schedule(args, model, batch):
     ids = context_part(args, labels.clamp(min=0))
     run_micro_batches(ids, target=labels, losses=losses, return_outputs=False)
     total_loss = sum(losses, torch.zeros((), device=batch.device)).detach()
-    # The schedule divides by the number of samples with the padding; undo that in an evaluation.
+    # share_of_loss() counts the padding as samples, so correct the mean to len(batch) samples.
     return total_loss * args.pipeline_parallel_size * num_samples / len(batch)
 
 
 def forward_backward(args, model, train_set, step, device):
-    """Add up the gradients of the step's micro-batches; return the mean loss on the device."""
+    """Add up the gradients of the step's micro-batches; return the mean loss as a device tensor."""
     if args.pipeline_parallel_size > 1:
         # PP: the schedule runs the forward and backward passes of all micro-batches.
         batches = [batch_at(args, train_set, step, n, device) for n in range(args.accumulation)]
         return run_schedule(args, model, torch.cat(batches))
     total_loss = torch.zeros((), device=device)
     for micro_step in range(args.accumulation):
-        # FSDP: every micro-batch adds to the shards of the gradients. All-reduce them between the
+        # FSDP: every micro-batch adds to the gradient shards. All-reduce these shards between the
         # replicas in the last micro-batch only.
         model.set_requires_all_reduce(micro_step == args.accumulation - 1)
         batch = batch_at(args, train_set, step, micro_step, device)
@@ -1056,7 +1072,7 @@ def forward_backward(args, model, train_set, step, device):
 def sum_tied_gradients(args, model):
     """Add up the gradients of a tied weight, which the first and the last stage both hold.
 
-    Return the copy of the last stage on its ranks, and None on all others.
+    On the ranks of the last stage, return that stage's copy of the weight; otherwise return None.
     """
     if args.pipeline_parallel_size == 1 or not model.all_tied_weights_keys:
         return None
@@ -1076,18 +1092,18 @@ def sum_tied_gradients(args, model):
 
 
 def clip_gradients(args, model):
-    """Scale the gradients down to `--max-grad-norm`; return the norm that they had before."""
+    """Limit the norm of the gradients to `--max-grad-norm`; return the norm before clipping."""
     # PP: the first stage counts the tied weight in the norm, so the last stage leaves it out.
     tied_copy = sum_tied_gradients(args, model)
     weights = [weight for weight in model.parameters() if weight is not tied_copy]
     grads = [weight.grad for weight in weights if weight.grad is not None]
-    # FSDP: the norm of all shards.
+    # FSDP: full_tensor() combines the norms of all shards.
     grad_norm = torch.nn.utils.get_total_norm(grads).full_tensor()
     if args.pipeline_parallel_size > 1:
         # PP: add up the squares of the stages' norms. All ranks of a stage have the same norm.
         dist.all_reduce(grad_norm.square_(), dist.ReduceOp.AVG)
         grad_norm.mul_(args.pipeline_parallel_size).sqrt_()
-    # FSDP: replicas may add up in different orders, so all ranks take the norm of rank 0.
+    # FSDP: replicas may add up gradients in different orders, so all ranks use the norm of rank 0.
     dist.broadcast(grad_norm, 0)
     max_norm = args.max_grad_norm or math.inf
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, grad_norm)
@@ -1095,7 +1111,7 @@ def clip_gradients(args, model):
 
 
 def train_step(args, model, optimizer, train_set, step, device):
-    """Take one optimizer step; return the loss and the gradient norm as tensors on the device."""
+    """Run one optimizer step; return the loss and the gradient norm as tensors on the device."""
     torch.manual_seed(mix(args.seed, step, dist.get_rank()))
     loss = forward_backward(args, model, train_set, step, device)
     grad_norm = clip_gradients(args, model)
@@ -1138,7 +1154,7 @@ def partial_of(folder):
     partial = folder.with_name(".partial")
     if dist.get_rank() != 0:
         return partial
-    # A run that was killed during a save may have left its files.
+    # A run that was killed during a save may have left files behind.
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True, exist_ok=True)
     return partial
@@ -1150,12 +1166,12 @@ def publish(args, partial, folder):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    # A checkpoint that could not be read, or an older model, may have the name.
+    # The folder may hold a checkpoint that could not be read, or the model of an earlier export.
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     checkpoints = [path for path in sorted(folder.parent.glob("step-????????")) if path <= folder]
     for checkpoint in checkpoints[: -args.keep_checkpoints]:
-        # Rename it first, so that a kill during the deletion leaves no half-deleted checkpoint.
+        # Rename a checkpoint before deleting it, so that a kill leaves no half-deleted checkpoint.
         shutil.rmtree(checkpoint.rename(partial))
 
 
@@ -1167,7 +1183,7 @@ class PublishingWriter(dcp.FileSystemWriter):
         self.args, self.checkpoint = args, checkpoint
 
     def finish(self, metadata, results):
-        # FSDP: DCP calls this on rank 0, after all ranks have written their shards.
+        # FSDP: DCP calls finish() on rank 0, after all ranks have written their shards.
         super().finish(metadata, results)
         publish(self.args, self.path, self.checkpoint)
 
@@ -1183,7 +1199,7 @@ def save_checkpoint(args, run_dir, model, optimizer, step):
     finish_saves()
     checkpoint = run_dir / f"checkpoints/step-{step:08}"
     state = state_of(model, optimizer)
-    # FSDP: save the arguments of rank 0; DCP would take them from any rank.
+    # FSDP: only rank 0 saves its arguments; otherwise DCP would choose an arbitrary rank.
     if dist.get_rank() == 0:
         state["args"] = json.dumps(vars(args))
     writer = PublishingWriter(args, checkpoint)
@@ -1195,8 +1211,8 @@ def save_checkpoint(args, run_dir, model, optimizer, step):
 
 
 def state_of(model, optimizer):
-    """Return this rank's shards by names that do not depend on the number of ranks."""
-    # FSDP: state_dict() shards the weights again that an evaluation left gathered, so it is first.
+    """Return a dict of this rank's shards, whose keys do not depend on the number of ranks."""
+    # FSDP: call state_dict() first, because it shards the weights that an evaluation left gathered.
     weights = own_weights(weights_of(model))
     # FSDP: this call also creates the state of a new optimizer.
     optimizer_state = get_optimizer_state_dict(model, optimizer)["state"]
@@ -1204,20 +1220,20 @@ def state_of(model, optimizer):
 
 
 def weights_of(model):
-    """Return this rank's shards of the weights by name; a tied weight is there once."""
+    """Return this rank's shards of the weights by name; a tied weight appears only once."""
     tied, weights = model.all_tied_weights_keys, model.state_dict()
     return {name: weight for name, weight in weights.items() if name not in tied}
 
 
 def own_weights(weights):
-    """Return the weights that this rank has; those of other stages are on the meta device."""
+    """Return this rank's weights; the weights of other stages are on the meta device."""
     return {name: weight for name, weight in weights.items() if not weight.is_meta}
 
 
 def load_checkpoint(args, run_dir, model, optimizer):
     """Restore the newest readable checkpoint; return its step, or 0 for a new run."""
     checkpoints = sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)
-    # FSDP: DCP would log pages about a checkpoint that cannot be read; the print below says it.
+    # FSDP: for an unreadable checkpoint, DCP would log pages; the print() below needs one line.
     logging.getLogger().setLevel(logging.ERROR)
     # DDP: all ranks try the checkpoints that rank 0 has found.
     candidates = [checkpoints]
@@ -1229,7 +1245,7 @@ def load_checkpoint(args, run_dir, model, optimizer):
             saved_args = json.loads(saved["args"])
             compare_args(args, saved_args, checkpoint)
             state = state_of(model, optimizer)
-            # FSDP: each rank reads its shards, in place.
+            # FSDP: each rank reads its shards directly into the model and the optimizer.
             dcp.load(state, checkpoint_id=checkpoint, process_group=patient_group())
         except (Exception, dcp.CheckpointException) as error:
             # FSDP: an error on one rank is raised on all ranks.
@@ -1244,7 +1260,7 @@ def load_checkpoint(args, run_dir, model, optimizer):
 
 
 def compare_args(args, saved_args, checkpoint):
-    """Refuse to continue a different run; print the changes that keep it the same run."""
+    """Stop if an argument that must match has changed; print every other changed argument."""
     must_match = ["model_name", "config", "num_weights", "dataset_fingerprint"]
     must_match += ["seq_length", "global_batch_size", "seed"]
     for name, value in vars(args).items():
@@ -1259,8 +1275,8 @@ def compare_args(args, saved_args, checkpoint):
 def export_model(args, run_dir, model, tokenizer):
     """Write the finished model to a folder that `from_pretrained` can load."""
     partial, weights = partial_of(run_dir / "model"), weights_of(model)
-    # FSDP: no host holds the full model. Each rank writes its shards, and rank 0 joins them into
-    # files of 5 GB.
+    # FSDP: no rank holds the full model. Each rank writes its shards, and rank 0 joins the shards
+    # into files of about 5 GB.
     ends = accumulate(weight.numel() * weight.itemsize for weight in weights.values())
     files = {name: 1 + end // 5_000_000_000 for name, end in zip(weights, ends, strict=True)}
     writer = dcp.HuggingFaceStorageWriter(
@@ -1280,7 +1296,7 @@ def export_model(args, run_dir, model, tokenizer):
 
 
 # ---- main ------------------------------------------------------------------------------------
-# Dense bf16 FLOP/s, from the data sheets of the vendors.
+# Peak bf16 FLOP/s without sparsity, from the vendors' data sheets.
 PEAK_FLOPS = {
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA H100 80GB HBM3": 989e12,
@@ -1293,7 +1309,7 @@ PEAK_FLOPS = {
 def mfu(args, model, tokens_per_second):
     """Return the model FLOPs utilization (PaLM, appendix B, arxiv.org/abs/2204.02311).
 
-    Return None if the peak of this device is unknown, or the precision is not bf16.
+    Return None if the peak of this device or the speed is unknown, or if the precision is not bf16.
     """
     peak = PEAK_FLOPS.get(torch.cuda.get_device_name() if args.device == "cuda" else "cpu")
     if peak is None or tokens_per_second is None or args.precision != "bf16":
@@ -1322,7 +1338,7 @@ def measure(args, model, step, loss, grad_norm, interval_start):
 
 
 def start_tracking(args, run_dir):
-    """Start a wandb run, or continue the run whose id the checkpoint has."""
+    """Start a wandb run, or continue the wandb run whose id is in the checkpoint."""
     wandb_run = wandb.init(
         id=args.wandb_id,
         name=args.experiment_name,
@@ -1331,7 +1347,8 @@ def start_tracking(args, run_dir):
         mode=args.wandb if dist.get_rank() == 0 else "disabled",
         resume="allow",
     )
-    # wandb's own step counter never goes back: wandb would drop the steps that a resume repeats.
+    # Plot each metric against "step" in the row. wandb's own step counter never goes back, so wandb
+    # would drop the steps that a resume repeats.
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run
 
@@ -1346,7 +1363,7 @@ def log(run_dir, wandb_run, row):
     with open(run_dir / "metrics.jsonl", "a") as file:
         print(json.dumps(row), file=file)
     wandb_run.log(row)
-    # The terminal may be gone.
+    # Keep training if the terminal has been closed.
     with suppress(OSError):
         known = {name: value for name, value in row.items() if value is not None}
         tqdm.write("  ".join(f"{name} {value:,.6g}" for name, value in known.items()))
@@ -1354,7 +1371,7 @@ def log(run_dir, wandb_run, row):
 
 @record
 def main():
-    """Train; when started again with the same command, continue from the newest checkpoint."""
+    """Train the model; if the run has a checkpoint, continue from the newest checkpoint."""
     args = parse_args()
     device, run_dir = setup(args)
     tokenizer, config = build_tokenizer_and_config(args)
@@ -1371,7 +1388,7 @@ def main():
     wandb_run = start_tracking(args, run_dir)
     if start == 0:
         log(run_dir, wandb_run, {"step": 0, "val_loss": evaluate(args, model, held_out, device)})
-    # The first interval includes compilation, so it has no start time, and its speed is not logged.
+    # The first interval includes compilation. Without a start time, measure() returns no speed.
     interval_start = start, None
     steps = range(start + 1, args.num_steps + 1)
     stops = stop_requests(run_dir)
@@ -1408,7 +1425,7 @@ def main():
 
 if __name__ == "__main__":
     main()
-    # DDP: after --help there is no process group.
+    # DDP: after --help, main() returns without a process group.
     if dist.is_initialized():
         # DDP: keep every rank alive until all ranks have finished.
         wait_for_all()

@@ -78,7 +78,7 @@ def parse_args():
     add("--pretrained", action="store_true", help="start from the published weights")
 
     add("-d", "--dataset-name", default="pydoc", help="hub id, folder, .txt/.jsonl/.csv/.parquet")
-    add("--dataset-subset", help="the subset to load from a hub dataset that has several")
+    add("--dataset-subset", help="the subset to load, if the hub dataset has subsets")
     add("--text-column", default="text", help="the column that holds the text")
     add("-s", "--seq-length", type=int, default=256, help="tokens per sample")
     add("--stream", action="store_true", help="read the dataset's shards while training")
@@ -90,19 +90,19 @@ def parse_args():
     add("-b", "--batch-size", type=int, default=8, help="maximum samples per forward pass")
     add("--num-steps", type=int, default=100, help="total number of optimizer steps")
     add("--lr", type=float, default=1e-3, help="peak learning rate, reached after the warmup")
-    add("--warmup-steps", type=int, default=10, help="steps over which the learning rate rises")
+    add("--warmup-steps", type=int, default=10, help="steps until the learning rate peaks")
     add("--weight-decay", type=float, default=0.1, help="applied to matrices, not to vectors")
-    add("--max-grad-norm", type=float, default=1.0, help="gradient clipping; 0 turns it off")
+    add("--max-grad-norm", type=float, default=1.0, help="maximum gradient norm; 0 means no limit")
     add("--seed", type=int, default=0, help="seed for weights, data order and dropout")
 
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
-    add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 on cuda")
+    add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 if fast")
     add("--compile", action="store_true", help="compile the layers and the loss")
     switch = argparse.BooleanOptionalAction
     add("--reshard-after-forward", action=switch, default=True, help="free gathered weights early")
     add("--replicas", type=int, default=1, help="groups of ranks that each hold a full model")
 
-    add("-e", "--experiment-name", default=chapter, help="the run's folder under --save-dir")
+    add("-e", "--experiment-name", default=chapter, help="name of the run's folder in --save-dir")
     add("--save-dir", default="outputs", help="the folder that holds all runs")
     add("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
     add("--keep-checkpoints", type=int, default=2, help="number of checkpoints to keep")
@@ -110,14 +110,14 @@ def parse_args():
     add("--eval-samples", type=int, default=64, help="number of samples to hold out")
     add("--log-every", type=int, default=10, help="steps between log lines")
     add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="wandb mode")
-    add("--dist-timeout", type=int, default=600, help="seconds that a rank waits for the others")
+    add("--dist-timeout", type=int, default=600, help="seconds that a rank waits for other ranks")
 
     args = parser.parse_args()
     may_be_zero = ["lr", "warmup_steps", "weight_decay", "max_grad_norm", "seed"]
     minimums = dict.fromkeys(may_be_zero, 0) | {"seq_length": 2}
     for name, value in vars(args).items():
         minimum = minimums.get(name, 1)
-        # "not >=" also rejects NaN; "<" would let it through.
+        # "not value >= minimum" also rejects NaN; "value < minimum" would accept NaN.
         if type(value) in (int, float) and not value >= minimum:
             fail(f"--{name.replace('_', '-')} {value}: must be at least {minimum}")
     if args.pretrained and args.model_name == "tiny":
@@ -151,38 +151,38 @@ def parse_args():
 
 
 def adopt_launcher():
-    """Set the variables that torchrun sets, from those of the launcher that started this rank."""
+    """Set torchrun's variables from the variables of the launcher that started this rank."""
     for names in LAUNCHER_VARIABLES.values():
         if all(name in os.environ for name in names):
             values = [os.environ[name] for name in names]
             os.environ |= zip(LAUNCHER_VARIABLES["torchrun"], values, strict=True)
             break
     if "SLURM_STEP_NODELIST" in os.environ:
-        # srun: rank 0 runs on the first node of the list; gpu[03-07,12] starts with gpu03.
+        # srun: rank 0 runs on the first node of the list. The list gpu[03-07,12] starts with gpu03.
         nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
         os.environ.setdefault("MASTER_ADDR", nodes.split(",")[0])
-        # srun: derive the port from the step's number, so that two steps do not share a port.
+        # srun: derive the port from the job and step ids, because each step needs its own port.
         step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
         os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))
 
 
 def has_gpu():
-    """Return whether this process has a GPU, even one that torch cannot use."""
+    """Return whether this process has a GPU, including a GPU that torch cannot use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible in ("", "-1"):  # the user has hidden all GPUs
         return False
-    # Slurm: this variable is set in a job that has asked for GPUs.
+    # Slurm: SLURM_GPUS_ON_NODE is set only in a job that has requested GPUs.
     if "SLURM_GPUS_ON_NODE" in os.environ:
         return True
-    # The drivers of NVIDIA and of AMD create these files.
+    # The NVIDIA and AMD drivers create these files.
     has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
     return has_driver or bool(visible) or torch.cuda.is_available()
 
 
 def setup(args):
     """Join the process group; return this rank's device and the run's folder."""
-    # DDP: let Linux kill this rank when torchrun dies. A rank that survived could write to the
-    # folder of the next run. The 1 is PR_SET_PDEATHSIG.
+    # DDP: let Linux kill this rank when its launcher dies. Otherwise, this rank could overwrite
+    # files of the next run. The 1 is PR_SET_PDEATHSIG.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     sys.stdout.reconfigure(line_buffering=True)
@@ -190,7 +190,7 @@ def setup(args):
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
-    # fail() reports the errors of datasets, so datasets itself can stay quiet.
+    # fail() reports the errors of the datasets library, so turn off the library's own messages.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     run_dir = Path(args.save_dir, args.experiment_name)
     try:
@@ -200,12 +200,12 @@ def setup(args):
     device = torch.device(args.device)
     if args.device == "cuda":
         local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        # srun: with --gpus-per-task=1, each rank sees one GPU, and that is its own.
+        # srun: with --gpus-per-task=1, each rank sees only its own GPU, which has index 0.
         if num_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
             local_rank = 0
         if local_rank >= num_gpus:
             fail(f"local rank {local_rank} has no GPU: torch sees {num_gpus}; start fewer ranks")
-        # DDP: without this line, every rank would also allocate memory on GPU 0.
+        # DDP: without set_device(), every rank would also allocate memory on GPU 0.
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
@@ -220,7 +220,7 @@ def setup(args):
 
 @functools.cache
 def patient_group():
-    """Return a group of all ranks that waits for a week; the default group waits for minutes."""
+    """Return a group of all ranks with a timeout of a week; the default group waits minutes."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
@@ -244,7 +244,7 @@ def rank_first():
 
 
 def wait_for_all():
-    """Wait until all ranks get here, even if that takes hours."""
+    """Wait until all ranks have called this function, even if some ranks need hours."""
     try:
         dist.barrier(group=patient_group())
     except RuntimeError as error:
@@ -272,14 +272,14 @@ def check_shared(run_dir):
 def stop_requests(run_dir):
     """Yield, before each step, whether the run should stop.
 
-    A signal to any rank requests a stop, and so does a file named `stop` in the run's folder. All
-    ranks get the same answer from an all-reduce. It starts one step earlier, so that no rank has to
-    wait for it.
+    A signal to any rank requests a stop, and so does a file named `stop` in the run's folder. An
+    all-reduce gives all ranks the same answer. The all-reduce runs during the step before, so that
+    no rank waits for the answer.
     """
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, lambda number, _: received.append(number))
-    # A file that is already there was meant for an earlier run.
+    # A `stop` file that already exists was meant for an earlier run.
     (run_dir / "stop").unlink(missing_ok=True)
     stop = False
     while True:
@@ -349,31 +349,32 @@ def build_tokenizer_and_config(args):
 
 
 def build_model(args, config):
-    """Build the model on the CPU in float32, so that a seed gives the same weights everywhere."""
+    """Build the model on the CPU in float32, so that its weights do not depend on the device."""
     torch.manual_seed(args.seed)
     if args.pretrained:
         model = AutoModelForCausalLM.from_pretrained(
             args.model_name, config=config, dtype=torch.float32
         )
     else:
-        # Constructors skip random initialization here, and init_weights() does all of it.
+        # Skip random initialization in the constructors; init_weights() initializes all weights.
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.init_weights()
     if not layers_of(model):
-        fail(f"--model-name {args.model_name}: found no decoder layers in it")
+        fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
     model.train()
 
-    # Before it builds a mask, transformers checks in every forward pass whether samples are packed,
-    # and the check makes the host wait for the device. Plain causal attention needs no mask, and
-    # transformers skips the check for an attention function registered under a new name.
+    # To build a mask, transformers checks in every forward pass whether samples are packed. This
+    # check makes the host wait for the device. Plain causal attention needs no mask, so register it
+    # under a new name, because transformers skips the mask and the check for an unknown name.
     window = getattr(config, "sliding_window", None) or args.seq_length
     uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
     if uses_sdpa and args.seq_length <= window:
         AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
         model.set_attn_implementation("causal_sdpa")
 
-    # Compiling in place keeps the names of the weights. Each input shape gets its own graph.
+    # layer.compile() keeps the names of the weights; torch.compile(layer) would change the names.
+    # With dynamic=False, torch compiles a separate graph for each input shape.
     if args.compile:
         for layer in layers_of(model):
             layer.compile(dynamic=False)
@@ -387,7 +388,7 @@ def layers_of(model):
 
 
 def build_mesh(args, device):
-    """Arrange the ranks as replicas of the model, and each replica as its shards."""
+    """Arrange the ranks in a mesh with one dimension for each kind of parallelism."""
     sizes = {
         "replicate": args.replicas,
         "shard": dist.get_world_size() // args.replicas,
@@ -398,9 +399,9 @@ def build_mesh(args, device):
 def shard(args, model, device):
     """Split the model's weights across the ranks in place, layer by layer; return the model.
 
-    The device never holds the full model: fully_shard() moves one layer there, keeps this rank's
-    shard and frees the rest. From then on, the ranks gather a layer's weights right before its
-    forward pass and its backward pass, and reduce its gradients to shards right after.
+    The device never holds the full model: fully_shard() moves one layer to the device, keeps this
+    rank's shard and frees the rest. In training, the ranks gather a layer's weights right before
+    its forward pass and its backward pass. Then they reduce the layer's gradients to shards.
     """
     mesh = build_mesh(args, device)
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -426,13 +427,13 @@ def build_optimizer(args, model):
     optimizer = torch.optim.AdamW(
         groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    # Fused AdamW skips its update while found_inf is 1; train_step() sets it.
+    # Fused AdamW skips its update while found_inf is 1; train_step() sets found_inf.
     optimizer.found_inf = torch.zeros((), device=matrices[0].device)
     return optimizer
 
 
 def lr_at(args, step):
-    """Return the learning rate of `step`, from 1 on: linear warmup, then cosine to a tenth."""
+    """Return the learning rate at `step`: linear warmup, then cosine decay to a tenth of `--lr`."""
     if step <= args.warmup_steps:
         return args.lr * step / args.warmup_steps
     progress = (step - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
@@ -442,7 +443,7 @@ def lr_at(args, step):
 # ---- data ------------------------------------------------------------------------------------
 @rank_first()
 def build_data(args, tokenizer):
-    """Return training and held-out samples: memory-mapped int32 of [samples, seq_length]."""
+    """Return the training and held-out samples, two memory-mapped [samples, seq_length] tensors."""
     if args.stream:
         stream = Stream(args, tokenizer)
         return stream, stream.hold_out()
@@ -458,7 +459,7 @@ def build_data(args, tokenizer):
 
 
 def token_file(args, tokenizer):
-    """Tokenize all documents into one int32 file, unless a run has done so; return its path."""
+    """Tokenize all documents into one int32 file, unless it exists; return the file's path."""
     documents = load_documents(args)
     key = Hasher.hash([documents.cache_files, args.text_column, tokenizer])
     path = Path(datasets.config.HF_DATASETS_CACHE, f"{key}.tokens")
@@ -489,7 +490,7 @@ def load_documents(args):
         else:
             documents = datasets.load_dataset(reader or name, split="train", **options)
     except Exception as error:
-        # datasets raises many types of exception, and often hides the reason in __cause__.
+        # The datasets library raises many exception types, and often hides the reason in __cause__.
         fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'it is empty'}")
     features = documents.features.items()
     types = {column: str(getattr(feature, "dtype", feature)) for column, feature in features}
@@ -504,7 +505,7 @@ def find_shards(args):
         builder = datasets.load_dataset_builder(args.dataset_name, args.dataset_subset)
         return sorted(map(str, builder.config.data_files["train"]))
     except Exception as error:
-        # datasets raises many types of exception, and often hides the reason in __cause__.
+        # The datasets library raises many exception types, and often hides the reason in __cause__.
         fail(f"--dataset-name {args.dataset_name}: {error.__cause__ or error!r}")
 
 
@@ -658,7 +659,7 @@ def order_of(seed, epoch, num_samples):
 
 
 def batch_at(args, samples, step, micro_step, device):
-    """Return the int64 micro-batch of a step; the step number alone determines its samples."""
+    """Return an int64 micro-batch, whose samples depend on the step number, not on past steps."""
     # STREAM: the positions of the lanes determine the samples instead.
     if args.stream:
         return next(samples.batches).to(device, non_blocking=True)
@@ -671,7 +672,7 @@ def batch_at(args, samples, step, micro_step, device):
 
 
 def samples_at(args, samples, positions):
-    """Return the samples at some positions in the endless sequence of shuffled epochs."""
+    """Return the samples at the given positions in the endless sequence of shuffled epochs."""
     ids = []
     for position in positions:
         epoch, index = divmod(position, len(samples))
@@ -686,10 +687,10 @@ def loss_of(args, model, batch):
 
 
 def forward_backward(args, model, train_set, step, device):
-    """Add up the gradients of the step's micro-batches; return the mean loss on the device."""
+    """Add up the gradients of the step's micro-batches; return the mean loss as a device tensor."""
     total_loss = torch.zeros((), device=device)
     for micro_step in range(args.accumulation):
-        # FSDP: every micro-batch adds to the shards of the gradients. All-reduce them between the
+        # FSDP: every micro-batch adds to the gradient shards. All-reduce these shards between the
         # replicas in the last micro-batch only.
         model.set_requires_all_reduce(micro_step == args.accumulation - 1)
         batch = batch_at(args, train_set, step, micro_step, device)
@@ -700,11 +701,11 @@ def forward_backward(args, model, train_set, step, device):
 
 
 def clip_gradients(args, model):
-    """Scale the gradients down to `--max-grad-norm`; return the norm that they had before."""
+    """Limit the norm of the gradients to `--max-grad-norm`; return the norm before clipping."""
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    # FSDP: the norm of all shards.
+    # FSDP: full_tensor() combines the norms of all shards.
     grad_norm = torch.nn.utils.get_total_norm(grads).full_tensor()
-    # FSDP: replicas may add up in different orders, so all ranks take the norm of rank 0.
+    # FSDP: replicas may add up gradients in different orders, so all ranks use the norm of rank 0.
     dist.broadcast(grad_norm, 0)
     max_norm = args.max_grad_norm or math.inf
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, grad_norm)
@@ -712,7 +713,7 @@ def clip_gradients(args, model):
 
 
 def train_step(args, model, optimizer, train_set, step, device):
-    """Take one optimizer step; return the loss and the gradient norm as tensors on the device."""
+    """Run one optimizer step; return the loss and the gradient norm as tensors on the device."""
     torch.manual_seed(mix(args.seed, step, dist.get_rank()))
     loss = forward_backward(args, model, train_set, step, device)
     grad_norm = clip_gradients(args, model)
@@ -752,7 +753,7 @@ def partial_of(folder):
     partial = folder.with_name(".partial")
     if dist.get_rank() != 0:
         return partial
-    # A run that was killed during a save may have left its files.
+    # A run that was killed during a save may have left files behind.
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True, exist_ok=True)
     return partial
@@ -764,12 +765,12 @@ def publish(args, partial, folder):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    # A checkpoint that could not be read, or an older model, may have the name.
+    # The folder may hold a checkpoint that could not be read, or the model of an earlier export.
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     checkpoints = [path for path in sorted(folder.parent.glob("step-????????")) if path <= folder]
     for checkpoint in checkpoints[: -args.keep_checkpoints]:
-        # Rename it first, so that a kill during the deletion leaves no half-deleted checkpoint.
+        # Rename a checkpoint before deleting it, so that a kill leaves no half-deleted checkpoint.
         shutil.rmtree(checkpoint.rename(partial))
 
 
@@ -781,7 +782,7 @@ class PublishingWriter(dcp.FileSystemWriter):
         self.args, self.checkpoint = args, checkpoint
 
     def finish(self, metadata, results):
-        # FSDP: DCP calls this on rank 0, after all ranks have written their shards.
+        # FSDP: DCP calls finish() on rank 0, after all ranks have written their shards.
         super().finish(metadata, results)
         publish(self.args, self.path, self.checkpoint)
 
@@ -790,7 +791,7 @@ def save_checkpoint(args, run_dir, model, optimizer, train_set, step):
     """Save everything that cannot be computed from the step number."""
     checkpoint = run_dir / f"checkpoints/step-{step:08}"
     state = state_of(model, optimizer, train_set)
-    # FSDP: save the arguments of rank 0; DCP would take them from any rank.
+    # FSDP: only rank 0 saves its arguments; otherwise DCP would choose an arbitrary rank.
     if dist.get_rank() == 0:
         state["args"] = json.dumps(vars(args))
     writer = PublishingWriter(args, checkpoint)
@@ -798,8 +799,8 @@ def save_checkpoint(args, run_dir, model, optimizer, train_set, step):
 
 
 def state_of(model, optimizer, train_set):
-    """Return this rank's shards by names that do not depend on the number of ranks."""
-    # FSDP: state_dict() shards the weights again that an evaluation left gathered, so it is first.
+    """Return a dict of this rank's shards, whose keys do not depend on the number of ranks."""
+    # FSDP: call state_dict() first, because it shards the weights that an evaluation left gathered.
     weights = weights_of(model)
     # FSDP: this call also creates the state of a new optimizer.
     optimizer_state = get_optimizer_state_dict(model, optimizer)["state"]
@@ -809,7 +810,7 @@ def state_of(model, optimizer, train_set):
 
 
 def weights_of(model):
-    """Return this rank's shards of the weights by name; a tied weight is there once."""
+    """Return this rank's shards of the weights by name; a tied weight appears only once."""
     tied, weights = model.all_tied_weights_keys, model.state_dict()
     return {name: weight for name, weight in weights.items() if name not in tied}
 
@@ -817,7 +818,7 @@ def weights_of(model):
 def load_checkpoint(args, run_dir, model, optimizer, train_set):
     """Restore the newest readable checkpoint; return its step, or 0 for a new run."""
     checkpoints = sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)
-    # FSDP: DCP would log pages about a checkpoint that cannot be read; the print below says it.
+    # FSDP: for an unreadable checkpoint, DCP would log pages; the print() below needs one line.
     logging.getLogger().setLevel(logging.ERROR)
     # DDP: all ranks try the checkpoints that rank 0 has found.
     candidates = [checkpoints]
@@ -829,7 +830,7 @@ def load_checkpoint(args, run_dir, model, optimizer, train_set):
             saved_args = json.loads(saved["args"])
             compare_args(args, saved_args, checkpoint)
             state = state_of(model, optimizer, train_set)
-            # FSDP: each rank reads its shards, in place.
+            # FSDP: each rank reads its shards directly into the model and the optimizer.
             dcp.load(state, checkpoint_id=checkpoint, process_group=patient_group())
         except (Exception, dcp.CheckpointException) as error:
             # FSDP: an error on one rank is raised on all ranks.
@@ -844,7 +845,7 @@ def load_checkpoint(args, run_dir, model, optimizer, train_set):
 
 
 def compare_args(args, saved_args, checkpoint):
-    """Refuse to continue a different run; print the changes that keep it the same run."""
+    """Stop if an argument that must match has changed; print every other changed argument."""
     must_match = ["model_name", "config", "num_weights", "dataset_fingerprint"]
     must_match += ["seq_length", "global_batch_size", "seed"]
     if args.stream:
@@ -861,8 +862,8 @@ def compare_args(args, saved_args, checkpoint):
 def export_model(args, run_dir, model, tokenizer):
     """Write the finished model to a folder that `from_pretrained` can load."""
     partial, weights = partial_of(run_dir / "model"), weights_of(model)
-    # FSDP: no host holds the full model. Each rank writes its shards, and rank 0 joins them into
-    # files of 5 GB.
+    # FSDP: no rank holds the full model. Each rank writes its shards, and rank 0 joins the shards
+    # into files of about 5 GB.
     ends = accumulate(weight.numel() * weight.itemsize for weight in weights.values())
     files = {name: 1 + end // 5_000_000_000 for name, end in zip(weights, ends, strict=True)}
     writer = dcp.HuggingFaceStorageWriter(
@@ -882,7 +883,7 @@ def export_model(args, run_dir, model, tokenizer):
 
 
 # ---- main ------------------------------------------------------------------------------------
-# Dense bf16 FLOP/s, from the data sheets of the vendors.
+# Peak bf16 FLOP/s without sparsity, from the vendors' data sheets.
 PEAK_FLOPS = {
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA H100 80GB HBM3": 989e12,
@@ -895,7 +896,7 @@ PEAK_FLOPS = {
 def mfu(args, model, tokens_per_second):
     """Return the model FLOPs utilization (PaLM, appendix B, arxiv.org/abs/2204.02311).
 
-    Return None if the peak of this device is unknown, or the precision is not bf16.
+    Return None if the peak of this device or the speed is unknown, or if the precision is not bf16.
     """
     peak = PEAK_FLOPS.get(torch.cuda.get_device_name() if args.device == "cuda" else "cpu")
     if peak is None or tokens_per_second is None or args.precision != "bf16":
@@ -924,7 +925,7 @@ def measure(args, model, step, loss, grad_norm, interval_start):
 
 
 def start_tracking(args, run_dir):
-    """Start a wandb run, or continue the run whose id the checkpoint has."""
+    """Start a wandb run, or continue the wandb run whose id is in the checkpoint."""
     wandb_run = wandb.init(
         id=args.wandb_id,
         name=args.experiment_name,
@@ -933,7 +934,8 @@ def start_tracking(args, run_dir):
         mode=args.wandb if dist.get_rank() == 0 else "disabled",
         resume="allow",
     )
-    # wandb's own step counter never goes back: wandb would drop the steps that a resume repeats.
+    # Plot each metric against "step" in the row. wandb's own step counter never goes back, so wandb
+    # would drop the steps that a resume repeats.
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run
 
@@ -948,7 +950,7 @@ def log(run_dir, wandb_run, row):
     with open(run_dir / "metrics.jsonl", "a") as file:
         print(json.dumps(row), file=file)
     wandb_run.log(row)
-    # The terminal may be gone.
+    # Keep training if the terminal has been closed.
     with suppress(OSError):
         known = {name: value for name, value in row.items() if value is not None}
         tqdm.write("  ".join(f"{name} {value:,.6g}" for name, value in known.items()))
@@ -956,7 +958,7 @@ def log(run_dir, wandb_run, row):
 
 @record
 def main():
-    """Train; when started again with the same command, continue from the newest checkpoint."""
+    """Train the model; if the run has a checkpoint, continue from the newest checkpoint."""
     args = parse_args()
     device, run_dir = setup(args)
     tokenizer, config = build_tokenizer_and_config(args)
@@ -977,7 +979,7 @@ def main():
     wandb_run = start_tracking(args, run_dir)
     if start == 0:
         log(run_dir, wandb_run, {"step": 0, "val_loss": evaluate(args, model, held_out, device)})
-    # The first interval includes compilation, so it has no start time, and its speed is not logged.
+    # The first interval includes compilation. Without a start time, measure() returns no speed.
     interval_start = start, None
     steps = range(start + 1, args.num_steps + 1)
     stops = stop_requests(run_dir)
@@ -1014,7 +1016,7 @@ def main():
 
 if __name__ == "__main__":
     main()
-    # DDP: after --help there is no process group.
+    # DDP: after --help, main() returns without a process group.
     if dist.is_initialized():
         # DDP: keep every rank alive until all ranks have finished.
         wait_for_all()
