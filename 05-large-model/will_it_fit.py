@@ -229,13 +229,13 @@ def check(args):
     layout += f" --context-parallel-size {args.context_parallel_size}"
     ranks_per_sample *= args.context_parallel_size
     if args.seq_length % ranks_per_sample:
-        problem = f"not divisible by {ranks_per_sample}, the ranks of a sequence ({layout})"
+        problem = f"not divisible by the {ranks_per_sample} ranks that split a sequence ({layout})"
         fail(f"--seq-length {args.seq_length}: {problem}; choose a multiple")
     ranks_per_sample *= args.pipeline_parallel_size
     layout += f" --pipeline-parallel-size {args.pipeline_parallel_size}"
     if args.ranks % ranks_per_sample:
         problem = f"{args.ranks} ranks are not divisible by {ranks_per_sample}"
-        fail(f"{layout}: {problem}; start a multiple")
+        fail(f"{layout}: {problem}; start a multiple of {ranks_per_sample}")
     num_data_ranks = args.ranks // ranks_per_sample
     local_batch_size, remainder = divmod(args.global_batch_size, num_data_ranks)
     if remainder:
@@ -243,7 +243,7 @@ def check(args):
         advice = f"choose a multiple, such as {(local_batch_size + 1) * num_data_ranks}"
         fail(f"--global-batch-size {args.global_batch_size}: {problem}; {advice}")
     if num_data_ranks % args.replicas:
-        problem = f"{num_data_ranks} data-parallel ranks are not divisible by it"
+        problem = f"{num_data_ranks} data-parallel ranks are not divisible by {args.replicas}"
         fail(f"--replicas {args.replicas}: {problem}; choose a divisor")
     if args.weights_dtype == "bf16" and args.precision == "fp32":
         problem = "weights in bf16 cannot compute in fp32"

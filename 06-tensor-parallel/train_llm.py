@@ -160,18 +160,18 @@ def parse_args():
     ranks_per_sample = args.tensor_parallel_size
     layout = f"--tensor-parallel-size {args.tensor_parallel_size}"
     if args.seq_length % ranks_per_sample:
-        problem = f"not divisible by {ranks_per_sample}, the ranks of a sequence ({layout})"
+        problem = f"not divisible by the {ranks_per_sample} ranks that split a sequence ({layout})"
         fail(f"--seq-length {args.seq_length}: {problem}; choose a multiple")
     if world_size % ranks_per_sample:
         problem = f"{world_size} ranks are not divisible by {ranks_per_sample}"
-        fail(f"{layout}: {problem}; start a multiple")
+        fail(f"{layout}: {problem}; start a multiple of {ranks_per_sample}")
     num_data_ranks = world_size // ranks_per_sample
     local_batch_size, remainder = divmod(args.global_batch_size, num_data_ranks)
     if remainder:
         problem = f"not divisible by {num_data_ranks} data-parallel ranks; choose a multiple"
         fail(f"--global-batch-size {args.global_batch_size}: {problem}")
     if num_data_ranks % args.replicas:
-        problem = f"{num_data_ranks} data-parallel ranks are not divisible by it"
+        problem = f"{num_data_ranks} data-parallel ranks are not divisible by {args.replicas}"
         fail(f"--replicas {args.replicas}: {problem}; choose a divisor")
     sizes = range(1, args.batch_size + 1)
     args.micro_batch_size = max(size for size in sizes if local_batch_size % size == 0)
@@ -433,7 +433,7 @@ def check_model(args, model):
     has_cap = any(getattr(model.config, cap, None) for cap in caps)
     name = args.model_name
     problems = [
-        (has_cap, f"--model-name {name}: it caps its logits, and the chunked loss does not"),
+        (has_cap, f"--model-name {name}: it caps its logits, which the chunked loss does not do"),
     ]
     tensor_size = args.tensor_parallel_size
     if tensor_size > 1:
@@ -650,7 +650,7 @@ def read_weights(args, model):
     if not file_metadata:
         fail(f"--pretrained: {args.model_name} has no safetensors files")
     if any(entry.properties.dtype.itemsize < 2 for entry in file_metadata.values()):
-        fail(f"--pretrained: the weights of {args.model_name} are quantized; choose bf16 or fp32")
+        fail(f"--pretrained: the weights of {args.model_name} are quantized; choose a bf16 copy")
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     prefix = f"{model.base_model_prefix}."
     for name in weights.keys() - file_metadata.keys():
@@ -742,7 +742,7 @@ def load_documents(args):
             documents = datasets.load_dataset(reader or name, split="train", **options)
     except Exception as error:
         # The datasets library raises many exception types, and often hides the reason in __cause__.
-        fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'it is empty'}")
+        fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'the dataset is empty'}")
     features = documents.features.items()
     types = {column: str(getattr(feature, "dtype", feature)) for column, feature in features}
     if types.get(args.text_column) not in ("string", "large_string"):
@@ -788,7 +788,7 @@ def samples_at(args, samples, positions):
 def loss_of(args, model, batch):
     """Return the mean next-token loss of `batch`."""
     options = {"use_cache": False}
-    # TP: pass the positions, because the model would count only one part of a sequence.
+    # TP: pass the positions; otherwise the model would number every part from position 0.
     if args.tensor_parallel_size > 1:
         options["position_ids"] = torch.arange(batch.shape[1], device=batch.device)[None]
     total_loss = model(input_ids=batch, labels=batch, **options).loss
@@ -907,7 +907,7 @@ def save_checkpoint(args, run_dir, model, optimizer, step):
     finish_saves()
     checkpoint = run_dir / f"checkpoints/step-{step:08}"
     state = state_of(model, optimizer)
-    # FSDP: only rank 0 saves its arguments; otherwise DCP would choose an arbitrary rank.
+    # FSDP: only rank 0 adds its arguments; otherwise DCP would save those of an arbitrary rank.
     if dist.get_rank() == 0:
         state["args"] = json.dumps(vars(args))
     writer = PublishingWriter(args, checkpoint)
@@ -919,7 +919,7 @@ def save_checkpoint(args, run_dir, model, optimizer, step):
 
 
 def state_of(model, optimizer):
-    """Return a dict of this rank's shards, whose keys do not depend on the number of ranks."""
+    """Return this rank's shards in a dict whose keys do not depend on the number of ranks."""
     # FSDP: call state_dict() first, because it shards the weights that an evaluation left gathered.
     weights = weights_of(model)
     # FSDP: this call also creates the state of a new optimizer.
@@ -1050,8 +1050,8 @@ def start_tracking(args, run_dir):
         mode=args.wandb if dist.get_rank() == 0 else "disabled",
         resume="allow",
     )
-    # Plot each metric against "step" in the row. wandb's own step counter never goes back, so wandb
-    # would drop the steps that a resume repeats.
+    # Plot each metric against the "step" in the rows from log(). wandb's own step counter never
+    # goes back, so with that counter, wandb would drop the steps that a resume repeats.
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run
 

@@ -546,7 +546,10 @@ def restore_signals():
 
 
 def resource_usage():
-    """Return the host memory in GiB and the number of open files, or (0.0, None) outside Linux."""
+    """Return this process's host memory in GiB and its number of open files.
+
+    Outside Linux, return (0.0, None).
+    """
     with suppress(OSError):
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         memory = round(pages * resource.getpagesize() / 2**30, 3)

@@ -543,10 +543,11 @@ def shares_of(group, numbers):
         end = max(end, called[last])
         if begin is None:
             begin = first_time
-    # Ignore the two longest waits for each rank, because that rank may have saved a checkpoint.
+    # Ignore the two longest waits for each rank; the rank may have been saving a checkpoint then.
     late = {rank: sum(sorted(seconds)[:-2]) for rank, seconds in waits.items()}
 
-    # NCCL also records durations on the device. The rank that arrives last has the shortest waits.
+    # NCCL also records how long each collective takes on the device. This duration includes the
+    # wait for the last rank, so the rank that arrives last has the shortest durations.
     durations = {}
     for rank, calls in group.items():
         durations[rank] = [calls[number]["milliseconds"] for number in numbers]

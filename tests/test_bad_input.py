@@ -53,7 +53,7 @@ CASES = {
     "missing file": ("-d nosuch.txt", "--dataset-name nosuch.txt: Unable to find"),
     "other file": ("-d {files}/picture.png", "picture.png: "),
     "folder without data": ("-d {files}/folder-without-data", "folder-without-data:"),
-    "empty": ("-d {files}/empty.jsonl", "empty.jsonl: it is empty"),
+    "empty": ("-d {files}/empty.jsonl", "empty.jsonl: the dataset is empty"),
     "malformed": ("-d {files}/broken.jsonl", "broken.jsonl: JSON parse error"),
     "numbers": ("-d {files}/numbers.jsonl", "--text-column text: not a text column"),
     "no such column": ("-d {files}/columns.csv", "columns.csv has {'title': 'large_string', '"),

@@ -138,7 +138,7 @@ def test_models_that_cap_their_logits_are_refused(models, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"final_logit_softcapping": 30.0}))
     args = [*SHORT, "--save-dir", tmp_path, "-m", tmp_path / "capped"]
     [ranks] = run_jobs(1, [("05", args)], tmp_path / "jobs")
-    check_user_error(ranks[0], "capped: it caps its logits, and the chunked loss does not")
+    check_user_error(ranks[0], "capped: it caps its logits, which the chunked loss does not do")
 
 
 # ---- where weights come from -----------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_broken_weights_train_nothing(hub, tmp_path):
     expected = {
         "missing": "Missing key in checkpoint state_dict",
         "cut": "SafetensorError",
-        "quantized": "are quantized; choose bf16 or fp32",
+        "quantized": "are quantized; choose a bf16 copy",
         "pickled": "has no safetensors files",
     }
     jobs = []

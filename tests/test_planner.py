@@ -303,7 +303,7 @@ BAD = {
         "--nodes 5",
         "not divisible by 40 data-parallel ranks; choose a multiple, such as 40",
     ),
-    "replicas": ("--replicas 3", "--replicas 3: 8 data-parallel ranks are not divisible by it"),
+    "replicas": ("--replicas 3", "--replicas 3: 8 data-parallel ranks are not divisible by 3"),
     "groups": (
         "--tensor-parallel-size 3 -s 255",
         "8 ranks are not divisible by 3; start a multiple",

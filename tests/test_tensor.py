@@ -301,7 +301,7 @@ REFUSED = {
     "length": (
         "llama",
         [*TWO, "--seq-length", 63],
-        "--seq-length 63: not divisible by 2, the ranks of a sequence",
+        "--seq-length 63: not divisible by the 2 ranks that split a sequence",
     ),
     "zero": (
         "llama",

@@ -494,7 +494,7 @@ def load_documents(args):
             documents = datasets.load_dataset(reader or name, split="train", **options)
     except Exception as error:
         # The datasets library raises many exception types, and often hides the reason in __cause__.
-        fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'it is empty'}")
+        fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'the dataset is empty'}")
     features = documents.features.items()
     types = {column: str(getattr(feature, "dtype", feature)) for column, feature in features}
     if types.get(args.text_column) not in ("string", "large_string"):
@@ -749,8 +749,8 @@ def start_tracking(args, run_dir):
         mode=args.wandb if dist.get_rank() == 0 else "disabled",
         resume="allow",
     )
-    # Plot each metric against "step" in the row. wandb's own step counter never goes back, so wandb
-    # would drop the steps that a resume repeats.
+    # Plot each metric against the "step" in the rows from log(). wandb's own step counter never
+    # goes back, so with that counter, wandb would drop the steps that a resume repeats.
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run
 

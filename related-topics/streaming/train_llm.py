@@ -141,7 +141,7 @@ def parse_args():
         problem = f"not divisible by {num_data_ranks} data-parallel ranks; choose a multiple"
         fail(f"--global-batch-size {args.global_batch_size}: {problem}")
     if num_data_ranks % args.replicas:
-        problem = f"{num_data_ranks} data-parallel ranks are not divisible by it"
+        problem = f"{num_data_ranks} data-parallel ranks are not divisible by {args.replicas}"
         fail(f"--replicas {args.replicas}: {problem}; choose a divisor")
     sizes = range(1, args.batch_size + 1)
     args.micro_batch_size = max(size for size in sizes if local_batch_size % size == 0)
@@ -491,7 +491,7 @@ def load_documents(args):
             documents = datasets.load_dataset(reader or name, split="train", **options)
     except Exception as error:
         # The datasets library raises many exception types, and often hides the reason in __cause__.
-        fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'it is empty'}")
+        fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'the dataset is empty'}")
     features = documents.features.items()
     types = {column: str(getattr(feature, "dtype", feature)) for column, feature in features}
     if types.get(args.text_column) not in ("string", "large_string"):
@@ -791,7 +791,7 @@ def save_checkpoint(args, run_dir, model, optimizer, train_set, step):
     """Save everything that cannot be computed from the step number."""
     checkpoint = run_dir / f"checkpoints/step-{step:08}"
     state = state_of(model, optimizer, train_set)
-    # FSDP: only rank 0 saves its arguments; otherwise DCP would choose an arbitrary rank.
+    # FSDP: only rank 0 adds its arguments; otherwise DCP would save those of an arbitrary rank.
     if dist.get_rank() == 0:
         state["args"] = json.dumps(vars(args))
     writer = PublishingWriter(args, checkpoint)
@@ -799,7 +799,7 @@ def save_checkpoint(args, run_dir, model, optimizer, train_set, step):
 
 
 def state_of(model, optimizer, train_set):
-    """Return a dict of this rank's shards, whose keys do not depend on the number of ranks."""
+    """Return this rank's shards in a dict whose keys do not depend on the number of ranks."""
     # FSDP: call state_dict() first, because it shards the weights that an evaluation left gathered.
     weights = weights_of(model)
     # FSDP: this call also creates the state of a new optimizer.
@@ -934,8 +934,8 @@ def start_tracking(args, run_dir):
         mode=args.wandb if dist.get_rank() == 0 else "disabled",
         resume="allow",
     )
-    # Plot each metric against "step" in the row. wandb's own step counter never goes back, so wandb
-    # would drop the steps that a resume repeats.
+    # Plot each metric against the "step" in the rows from log(). wandb's own step counter never
+    # goes back, so with that counter, wandb would drop the steps that a resume repeats.
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run
 
