@@ -482,7 +482,7 @@ def check_model(args, model):
 
 
 def styles_of(model):
-    """Map each module to its style, or to None if the plan of transformers has no style for it."""
+    """Map each module to its tensor-parallel style, or to None if it has no style."""
     plan, styles = model.tp_plan or {}, {}
     for name, module in model.named_modules():
         # A plan has a * in place of a layer's number.

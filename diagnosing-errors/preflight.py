@@ -464,7 +464,7 @@ def is_not(good_value):
 
 
 def below(fraction, minimum=0):
-    """Return a test for values below this fraction of `usual` or `minimum`, whichever is higher."""
+    """Return a test for values below `fraction` times the larger of `usual` and `minimum`."""
     return lambda value, usual: value < fraction * max(usual, minimum)
 
 

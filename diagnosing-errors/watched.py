@@ -331,7 +331,7 @@ class Watch:
             path.unlink(missing_ok=True)
         self.crash = open(self.path.with_suffix(".crash"), "w")
         faulthandler.enable(self.crash)
-        # Otherwise torch's @record would redirect faulthandler to a different file.
+        # Disable enable(), because torch's @record would redirect faulthandler to a different file.
         faulthandler.enable = lambda *_, **__: None
 
         # The step and the phase of the main thread, and the time when it entered them.

@@ -478,7 +478,7 @@ def predict_call(history):
 
 # ---- a run that moves --------------------------------------------------------------------------
 def find_straggler(ranks):
-    """Report a rank that made the other ranks wait in both halves of the recent collectives."""
+    """Report a rank that made other ranks wait in both halves of the last 200 collectives."""
     living = [rank for rank in ranks if rank.lives]
     older, newer = late_shares(living)
     slowest = max(newer, key=newer.get, default=None)

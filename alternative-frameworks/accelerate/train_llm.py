@@ -145,7 +145,7 @@ def parse_args():
 
 
 def adopt_config(args):
-    """Set the variables that `accelerate launch` derives from its file, and check them."""
+    """Set and check the environment variables that Accelerate derives from its config file."""
     if args.accelerate_config:
         # Accelerate: a different launcher has already placed the ranks, so read the file as if it
         # were for one node. With port 0, Accelerate does not check that its default port is free.

@@ -89,7 +89,7 @@ def parse_args():
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 if fast")
     add("--compile", action="store_true", help="compile the layers and the loss")
-    add("--accelerate-config", help="Accelerate's file, for launchers other than its own")
+    add("--accelerate-config", help="Accelerate's file, if the launcher is not `accelerate launch`")
     add("--deepspeed-config", help="DeepSpeed's file; without it, the run uses DDP or FSDP2")
 
     add("-e", "--experiment-name", default=chapter, help="name of the run's folder in --save-dir")
@@ -139,7 +139,7 @@ def parse_args():
 
 
 def adopt_config(args):
-    """Set the variables that `accelerate launch` derives from its file, and check them."""
+    """Set and check the environment variables that Accelerate derives from its config file."""
     if args.accelerate_config:
         # Accelerate: the launcher has placed the ranks, so read the file as if for one node. With
         # port 0, Accelerate does not check that its default port is free.
@@ -506,7 +506,7 @@ class GuideCallback(transformers.TrainerCallback):
         self.stops, self.interval_ended = stop_requests(run_dir), False
 
     def on_train_begin(self, args, state, control, optimizer, lr_scheduler, **_):
-        """Set the hyperparameters again, because the Trainer has restored the checkpoint's."""
+        """Replace the checkpoint's hyperparameters with the values from the command line."""
         state.compute_steps(args, args.max_steps)
         lr_scheduler.base_lrs = [args.learning_rate for _ in lr_scheduler.base_lrs]
         factor = lr_scheduler.lr_lambdas[0](lr_scheduler.last_epoch)

@@ -460,8 +460,8 @@ def train_step(args, model, optimizer, train_set, step, device):
 def update_scale(scaler, loss):
     """Let the scaler halve or double the scale; return 1 if halving cannot help, otherwise 0.
 
-    Halving cannot help if the scale is below 1 or infinite. It cannot help either if the loss is
-    not finite, because the forward pass does not use the scale.
+    Halving cannot help if the scale is below 1 or infinite. It also cannot help if the loss is not
+    finite, because the forward pass does not use the scale.
     """
     # Do not call scaler.step(), which would delete optimizer.found_inf.
     scaler.update()
