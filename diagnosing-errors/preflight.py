@@ -44,7 +44,7 @@ os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
 import torch
 import torch.distributed as dist
 
-# The variables that hold the rank, the world size and the local rank under each launcher.
+# Under each launcher, these variables hold the rank, the world size and the local rank.
 LAUNCHERS = [
     ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun, deepspeed
     [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK")],  # Open MPI
@@ -53,10 +53,10 @@ LAUNCHERS = [
 ]
 NO_GO, WARNING = "no-go", "warning"
 # A device or link is slow if it reaches less than this fraction of the median. CPUs get a lower
-# limit, because other programs take part of their time.
+# limit, because other programs use part of a CPU's time.
 SLOW_DEVICE = {"cuda": 0.85, "cpu": 0.5}
 SLOW_LINK = {"cuda": 0.5, "cpu": 0.25}
-# A rank measures its link with at most this number of partners.
+# Each rank measures its links to at most this number of partners.
 MAX_PARTNERS = 4
 SHARED = "shared"
 # Map each name in the report to the field of nvidia-smi that holds its value.
@@ -86,7 +86,7 @@ def parse_args(argv=None):
     add("--checkpoint-gb", type=float, default=0.0, help="size of a checkpoint, in 10^9 bytes")
     add("--network-gbs", type=float, default=0.0, help="expected GB/s per rank between nodes")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
-    add("--timeout", type=int, default=60, help="seconds that a rank waits for the others")
+    add("--timeout", type=int, default=60, help="seconds that a rank waits for other ranks")
     args = parser.parse_args(argv)
     for name, minimum in {"checkpoint_gb": 0, "network_gbs": 0, "timeout": 1}.items():
         value = getattr(args, name)
@@ -94,7 +94,7 @@ def parse_args(argv=None):
         if not minimum <= value < math.inf:
             fail(f"--{name.replace('_', '-')} {value}: must be at least {minimum}")
     if args.device == "auto":
-        # A driver without a working GPU is a fault, so do not treat this node as a CPU node.
+        # A node with a GPU driver but no working GPU is faulty, so do not treat it as a CPU node.
         has_gpu = os.path.exists("/dev/nvidiactl") or torch.cuda.is_available()
         args.device = "cuda" if has_gpu else "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -113,10 +113,10 @@ def adopt_launcher():
             os.environ |= zip(LAUNCHERS[0], values, strict=True)
             break
     if "SLURM_STEP_NODELIST" in os.environ:
-        # Rank 0 runs on the first node of a list such as gpu[03-07,12].
+        # Rank 0 runs on the first node in the node list: on gpu03 if the list is gpu[03-07,12].
         nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
         os.environ.setdefault("MASTER_ADDR", nodes.split(",")[0])
-        # Derive the port from the step's number, so that steps on a node use different ports.
+        # Derive the port from the ids of the job and the step, so that two steps can share a node.
         step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
         os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))
 
@@ -124,7 +124,7 @@ def adopt_launcher():
 def fail(message):
     """Report a user error in one line on stderr, and exit with status 2."""
     if os.environ.get("RANK", "0") != "0":
-        # Give rank 0 time to report the same error, so that the launcher ends this rank first.
+        # Let rank 0 report the same error; the launcher then ends this rank before it prints a copy.
         time.sleep(3)
     print(f"{Path(__file__).name}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
@@ -166,7 +166,8 @@ def report_failure(args, rank, world_size, store, error):
     if not re.search(r"(?i)time.?out|timed out|closed|reset by|broken pipe|recv", str(error)):
         report_error(f"{type(error).__name__}: {last_line(error)}")
         exit_now(1)
-    # A different rank is late or has ended, and the store may have ended with that rank.
+    # Such an error means that a different rank is late or has ended, perhaps together with the
+    # store.
     with suppress(RuntimeError):
         store.set(f"here/{rank}", "")
         if rank == 0:
@@ -203,7 +204,7 @@ def find_missing_ranks(args, store, world_size):
 def silent_ranks(args, store, hosts):
     """Return the ranks that do not reach report_failure() in time, and their hosts.
 
-    monitored_barrier() would name stopped ranks, but for a dead rank it only raises an exception.
+    torch's monitored_barrier() is no substitute, because it does not name a dead rank.
     """
     deadline = time.monotonic() + args.timeout
     silent = hosts
@@ -224,7 +225,7 @@ def nodes_without_ranks(hosts):
 
 
 def last_line(error):
-    """Return the last line of an error, where NCCL gives its reason, without torch's file names."""
+    """Return the last line of an error, which holds NCCL's reason, without torch's file name."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return re.sub(r"^\[[^]]*\] ", "", lines[-1])
 
@@ -242,7 +243,7 @@ def exit_now(status):
 
 
 def gather(value):
-    """Return the values of all ranks, on each rank."""
+    """Collect a value from each rank; return the list of values on all ranks."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -275,7 +276,7 @@ def read_facts(args, rank):
 def gpu_index():
     """Return the index of this rank's GPU among the GPUs that torch sees."""
     local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    # Under srun --gpus-per-task=1, each task sees only its own GPU.
+    # Under srun --gpus-per-task=1, each task sees only its own GPU, which has index 0.
     if num_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         return 0
     if local_rank >= num_gpus:
@@ -292,7 +293,7 @@ def read_gpu(index):
     command = ["nvidia-smi", f"--id={gpu_id}", f"--query-gpu={','.join(NVIDIA_SMI.values())}"]
     cells = output_of([*command, "--format=csv,noheader,nounits"]).strip().split(", ")
     values = {}
-    # If nvidia-smi failed, there is one empty cell.
+    # If nvidia-smi failed, `cells` holds a single empty string.
     for name, cell in zip(NVIDIA_SMI, cells, strict=False):
         if cell and "N/A" not in cell:
             values[name] = int(cell) if cell.isdigit() else cell
@@ -346,7 +347,7 @@ def write_probe(path):
 
 
 def measure(args, rank, hosts):
-    """Return the rates of this rank's device, of an all-reduce, and of its links."""
+    """Return the rates of an all-reduce, and of this rank's device and links."""
     device, group = torch.device(args.device), None
     if args.device == "cuda":
         device = torch.device("cuda", gpu_index())
@@ -378,7 +379,7 @@ def synchronize(device):
 
 
 def do_nothing():
-    """Let a rank without a partner take part in the barriers only."""
+    """Do no work on a rank without a partner, which only takes part in the barriers."""
 
 
 def matmul_rate(device):
@@ -417,16 +418,16 @@ def rings_of(hosts):
     for rank, host in enumerate(hosts):
         ranks_by_host[host].append(rank)
     within = list(ranks_by_host.values())
-    # A node with fewer ranks than others is missing from the last rings.
+    # A node with fewer ranks than other nodes is missing from the last rings.
     between = [[rank for rank in ring if rank is not None] for ring in zip_longest(*within)]
     return {"link within a node": within, "link between nodes": between}
 
 
 def link_rate(rank, rings, device, group):
-    """Return the rate in GB/s of the exchange with this rank's best partner.
+    """Return the rate in GB/s of this rank's fastest exchange with a partner.
 
     In each round, two ranks are partners if their positions in the ring add up to `total`, modulo
-    the length of the ring. Only the best partner counts, so a partner with a slow link does not
+    the length of the ring. Only the fastest exchange counts, so a partner with a slow link does not
     make this rank look slow. Return None for a rank that is alone in its ring.
     """
     [ring] = [ring for ring in rings if rank in ring]
@@ -474,7 +475,7 @@ def never_bad(value, usual):
 
 def checks(args, world_size):
     """Return all checks; a check may compare a rank's value with the usual value of all ranks."""
-    # Gloo and NCCL keep sockets open to many other ranks.
+    # Gloo and NCCL keep sockets open to many other ranks, and each socket is an open file.
     num_files = 512 + 4 * world_size
     checkpoints_gb = 3 * args.checkpoint_gb
     slow_device, slow_link = SLOW_DEVICE[args.device], SLOW_LINK[args.device]
@@ -518,7 +519,7 @@ def checks(args, world_size):
 
 
 def compare(args, reports):
-    """Return all findings, and a row for each check with its name and its usual value."""
+    """Return a row with the name and the usual value of each check, and all findings."""
     hosts = [report["host"] for report in reports]
     rows, findings = [], []
     for check in checks(args, len(reports)):
@@ -536,8 +537,8 @@ def compare(args, reports):
 def judge(check, values, hosts):
     """Return the usual value as text, and a finding for each group of ranks with bad values.
 
-    Ranks with the same value form a group. Measured values are never the same, so for measured
-    values, the ranks of a node form a group.
+    Ranks with the same bad value form a group. Measured values are hardly ever equal, so all ranks
+    of a node with bad measured values form a group.
     """
     is_measured = isinstance(next(iter(values.values())), float)
     if is_measured:
@@ -609,7 +610,8 @@ def examine(args, rank, facts):
     dist.barrier()
     clock = time.time()
     report["clock"] = clock - statistics.median_low(gather(clock))
-    # If some ranks have no GPU, NCCL would wait for them until the timeout.
+    # Measure only if all ranks have the same kind of device, because NCCL would wait for ranks
+    # without a GPU until the timeout.
     if len({rank_facts["device"] for rank_facts in all_facts}) == 1:
         report |= measure(args, rank, [rank_facts["host"] for rank_facts in all_facts])
     return gather(report)

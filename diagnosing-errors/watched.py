@@ -54,7 +54,7 @@ SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_
 HEARTBEAT_INTERVAL = 2.0
 SAMPLE_INTERVAL = 0.1
 
-# If a collective has a timeout of more than a day, ranks may wait in this collective for hours.
+# Ranks may wait for hours in a collective whose timeout is longer than this.
 PATIENT_TIMEOUT_MS = 24 * 3600 * 1000
 
 # Each pattern is matched against the text "file function" of every frame of a stack. The phase of
@@ -74,10 +74,10 @@ PHASES = (
     ("other", r""),
 )  # fmt: skip
 
-# This pattern matches files of Python, of packages and of this tool; other files are user code.
+# This pattern matches the files of Python, packages and this tool; other files are user code.
 FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watched|inject)\.py$")
 
-# Collectives whose tensors may have a different size on each rank.
+# In collectives with these names, tensors may have a different size on each rank.
 UNEVEN_COLLECTIVES = ("gather", "scatter", "all_to_all", "alltoall")
 
 # A printed line mentions a problem if this pattern matches the line.
@@ -126,7 +126,8 @@ class Steps:
         # The traceback of the first error in a check. After this error, no check runs.
         self.fault = None
 
-        # The number of steps since this start of the script, and the number of steps before it.
+        # The number of steps since this start of the script, and the number of steps in earlier
+        # starts.
         self.count = 0
         self.earlier_steps = 0
         self.end_times = deque(maxlen=11)
@@ -136,7 +137,8 @@ class Steps:
         self.nonfinite_gradients = 0
         self.input_hash = 0
 
-        # Copies from the device that may not be complete, and the host memory that receives them.
+        # `pending` holds copies from the device that may be incomplete; `host_rows` receives the
+        # copies.
         self.pending = deque(maxlen=999)
         self.host_rows = None
 
@@ -180,14 +182,14 @@ class Steps:
     def note_input(self, args, output):
         """Hash the input of an embedding, and check the gradient of its output in backward().
 
-        At this point, the gradient comes from this rank alone, before any reduction over the ranks.
+        This gradient comes from this rank alone, because the ranks have not reduced it yet.
         """
         output.register_hook(lambda gradient: self.safely(self.note_gradient, gradient))
-        # Tensor-parallel ranks pass a DTensor, and share their samples on purpose.
+        # Do not hash a DTensor, because tensor-parallel ranks share their samples on purpose.
         is_shared = hasattr(args[0], "_local_tensor")
         if (self.count + 1) % self.every == 0 and not is_shared:
             ids = args[0].long()
-            # The square tells apart batches whose tokens have the same sum.
+            # The square distinguishes batches whose token ids have the same sum.
             self.input_hash = self.input_hash + (ids * (ids + 7919)).sum()
 
     def note_gradient(self, gradient):
@@ -208,7 +210,7 @@ class Steps:
         if self.count == 1 or self.count % self.every == 0:
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             self.shard = self.shard or shard_of(weights)
-            # After a resume, the optimizer's own step number includes the earlier starts.
+            # After a resume, the optimizer's own step number includes the steps of earlier starts.
             state = next(iter(optimizer.state.values()), {})
             values += [state.get("step", self.count), self.input_hash, checksum(weights)]
             self.input_hash = 0
@@ -216,7 +218,7 @@ class Steps:
         self.send(values)
 
     def send(self, values):
-        """Start to copy numbers to the host; some of them are tensors on the device."""
+        """Start to copy `values` to the host; some values may be tensors on the device."""
         devices = [value.device for value in values if torch.is_tensor(value) and value.is_cuda]
         device = devices[0] if devices else "cpu"
         row = torch.zeros(len(values), dtype=torch.float64, device=device)
@@ -326,15 +328,17 @@ class Watch:
             "files_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         }
         folder.mkdir(parents=True, exist_ok=True)
-        # Delete the files of an earlier start.
+        # Delete the files that this rank wrote in an earlier start.
         for path in folder.glob(f"{rank:05}.*"):
             path.unlink(missing_ok=True)
         self.crash = open(self.path.with_suffix(".crash"), "w")
         faulthandler.enable(self.crash)
-        # Disable enable(), because torch's @record would redirect faulthandler to a different file.
+        # Make later calls of enable() do nothing, because torch's @record would choose a different
+        # file.
         faulthandler.enable = lambda *_, **__: None
 
-        # The step and the phase of the main thread, and the time when it entered them.
+        # The step and the phase of the main thread, and the time when either of the two last
+        # changed.
         self.position = (0, "start")
         self.position_since = time.time()
         self.line_counts = Counter()
@@ -371,7 +375,7 @@ class Watch:
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, defer_to_thread)
-        # Block SIGTERM during a fork, so that it reaches the child after restore_signals().
+        # Block SIGTERM during a fork, so that the child receives it only after restore_signals().
         os.register_at_fork(
             before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]),
             after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]),
@@ -417,18 +421,19 @@ class Watch:
         self.error = "SIGTERM ended this rank; a launcher or a person sent it"
         self.tell("failed")
         self.dump("ended")
-        # Outside the main thread, only C code may restore the default handler.
+        # Python can set a handler only in the main thread, so call C's signal() here.
         ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def tell(self, end=None):
         """Write a heartbeat; for the last heartbeat, `end` is "finished" or "failed"."""
         self.end = self.end or end
-        # Two threads call this function. Without the lock, the older of the two heartbeats could
-        # remain. Do not wait forever: a forked process may inherit the lock while it is held.
+        # Two threads call this function. The lock keeps an older heartbeat from replacing a newer
+        # heartbeat. Do not wait for the lock forever: a forked process may inherit it while it is
+        # held.
         has_lock = self.heartbeat_lock.acquire(timeout=1)
         try:
-            # The pipe is empty unless a signal has arrived.
+            # If no signal has arrived, the pipe is empty, and os.read() raises BlockingIOError.
             with suppress(BlockingIOError):
                 if signal.SIGTERM in os.read(self.signal_pipe, 64):
                     self.sigterm_time = time.time()
@@ -445,8 +450,8 @@ class Watch:
         step_seconds = [after - before for before, after in pairwise(end_times)]
         cpu_seconds = time.process_time()
         memory, open_files = resource_usage()
-        # Keep a value each time the age of the run has grown by 3%, so that the kept values always
-        # span the same share of the run.
+        # Keep a memory value each time the age of the run has grown by 3%, so that the kept memory
+        # values always span the same share of the run.
         age = time.time() - self.identity["started"]
         if steps.count and age > 1.03 * self.memory_age:
             self.memory_age = age
@@ -524,7 +529,8 @@ class Watch:
             message = "".join(traceback.format_exception(error))
         self.error = self.error or message
         self.spare_file.close()
-        # Wait for the last numbers, but not forever: a device that has failed never sends them.
+        # Wait for the results of the latest steps, but not forever: a failed device never sends
+        # them.
         deadline = time.monotonic() + 1
         while self.steps.pending and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -558,7 +564,7 @@ def resource_usage():
 
 
 def recorded_collectives():
-    """Return up to 500 recent collectives each of Gloo and NCCL, from the Flight Recorder."""
+    """Return the latest collectives, up to 500 per backend, from PyTorch's Flight Recorder."""
     collectives = []
     for function in ("_dump_fr_trace", "_dump_nccl_trace"):
         # These functions are private to torch, and the second function exists only in GPU builds.
@@ -573,7 +579,7 @@ def collective_of(entry):
     """Convert an entry of the Flight Recorder to the fields that whats_wrong.py reads."""
     backend, _, name = entry["profiling_name"].partition(":")
     frames = [(frame["filename"], frame["line"], frame["name"]) for frame in entry["frames"]]
-    # The Flight Recorder lists the innermost frame first.
+    # The Flight Recorder lists the innermost frame first, so reverse the frames.
     line = os.path.basename(training_line(frames[::-1]))
     call = name
     if not name.startswith(UNEVEN_COLLECTIVES):
@@ -597,7 +603,7 @@ def main():
         "--into",
         type=Path,
         default="outputs/watched",
-        help="the run's folder; its subfolder ranks/ receives the files",
+        help="the run's folder; its subfolder ranks/ receives the heartbeats and dumps",
     )
     add(
         "--stall",

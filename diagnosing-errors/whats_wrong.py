@@ -30,10 +30,10 @@ NO_FAULT = ("healthy", "slow-but-healthy", "finished", "interrupted")
 
 # A straggler makes the other ranks wait for at least this share of their time.
 MIN_LATE_SHARE = 0.2
-# In a leak, host memory has grown by more than this, and by more than 50%, since the oldest of the
-# last six values.
+# In a leak, the latest of six memory values exceeds the oldest value by more than this amount, and
+# by more than 50%.
 MIN_LEAK_GIB = 0.3
-# A disk with fewer free bytes counts as full.
+# A disk with fewer free bytes than this counts as full.
 FULL_DISK_BYTES = 2**24
 # These phases may take minutes in a healthy run.
 LONG_PHASES = ("start", "compile", "evaluation", "checkpoint", "export")
@@ -101,7 +101,7 @@ class Finding:
 
 
 def diagnose(facts, ranks):
-    """Return the findings, at most one of each kind; the first finding explains the rest."""
+    """Return the findings, at most one of each kind; the first finding becomes the verdict."""
     failure = find_failure(facts, ranks)
     hang = None if failure else find_hang(ranks)
     candidates = [
@@ -161,7 +161,7 @@ def cause_of(error):
     """Return the kind of an error, and its text without the traceback.
 
     The kind is None if the error is only a consequence of a fault on a different rank. NCCL reports
-    the reason last, so the returned text moves the reason forward.
+    the reason last, so this function moves the reason forward in the text.
     """
     error_names = r"^[\w.]*(Error|Exception|Exit|Interrupt|OutOfMemory)\b"
     starts = [match.start() for match in re.finditer(error_names, error, re.M)]
@@ -190,7 +190,7 @@ def find_failure(facts, ranks):
     """Report the rank that failed or vanished first; return None if no such rank is found."""
     failed = [rank for rank in ranks if rank.error and cause_of(rank.error)[0]]
     gone = [rank for rank in ranks if rank.state == "gone"]
-    # A rank often aborts because of a fault on a different rank.
+    # Treat aborted ranks separately, because a rank often aborts after a fault on a different rank.
     aborted = [rank for rank in gone if "Aborted" in rank.crash]
     vanished = [rank for rank in gone if rank not in aborted and not rank.asked_to_end]
     if not failed and (aborted or not vanished):
@@ -210,7 +210,7 @@ def find_failure(facts, ranks):
 def explain_error(facts, ranks, first, failed):
     """Explain the error of `first`; the culprits are all ranks with an error of the same kind."""
     kind, text = cause_of(first.error)
-    # All ranks stop when the loss is not finite, but their checks show which rank caused this.
+    # If a gradient is not finite, all ranks stop, but their checks show which rank caused the stop.
     if kind == "not-finite" and (nonfinite := find_nonfinite(ranks)):
         return nonfinite
     culprits = [rank for rank in failed if cause_of(rank.error)[0] == kind]
@@ -248,7 +248,7 @@ def explain_victims(ranks, victims):
 
 
 def explain_vanished(facts, ranks, vanished):
-    """Explain why ranks ended without an error."""
+    """Explain why ranks ended without reporting an error."""
     heartbeat = f"last heartbeat in step {vanished[0].step}"
     if vanished[0].phase != "other":
         heartbeat += f", phase {vanished[0].phase}"
@@ -296,7 +296,7 @@ def stall_limit(ranks):
 
 
 def find_hang(ranks):
-    """Explain why the run makes no progress; return None if it makes progress."""
+    """Explain why the run makes no progress; return None if no hang is found."""
     if stopped := [rank for rank in ranks if rank.state == "stopped"]:
         reason = "SIGSTOP or a debugger has stopped the process; to continue it, run "
         reason += f"kill -CONT {stopped[0].pid}. It stopped at {location_of(stopped[0].frames)}"
@@ -416,7 +416,7 @@ def find_mismatch(group):
     A call is a text: the operation and the sizes, then " at " and the line of code.
     """
     history = []
-    # Compare the collectives that are still on record for all ranks.
+    # Start at the first collective that is still on record for all ranks.
     first_number = max(min(calls) for calls in group.values())
     last_number = max(max(calls) for calls in group.values())
     for number in range(first_number, last_number + 1):
@@ -459,7 +459,7 @@ def explain_mismatch(number, called, usual, history, sure):
     other_call = usual or next(call for call in called.values() if call != wrong_call)
     names = name_ranks([rank for rank in culprits if called[rank] == wrong_call])
     reason = f"collective {number} is {wrong_call} on {names}, but {other_call} on other ranks"
-    # A rank that left out a collective makes the call that follows this collective.
+    # A rank that left out a collective makes the next call instead.
     if wrong_call == predict_call([*history, usual]):
         reason = f"{names} left out a collective: {reason}"
         return Finding("skipped-collective", culprits, reason, sure)
@@ -467,7 +467,7 @@ def explain_mismatch(number, called, usual, history, sure):
 
 
 def predict_call(history):
-    """Return the call that followed the latest calls when they last came in the same order."""
+    """Return the call that followed the most recent earlier occurrence of the latest calls."""
     for context in (64, 32, 16, 8, 4, 2, 1):
         latest = history[-context:]
         for end in range(len(history) - 1, context - 1, -1):
@@ -489,7 +489,7 @@ def find_straggler(ranks):
             return None
 
     def excess(table, name):
-        """Return the slowest rank's share of time minus the median share of the other ranks."""
+        """Return the slowest rank's time share for `name` minus the other ranks' median share."""
         usual = median(rank.beat[table].get(name, 0) for rank in living if rank is not slowest)
         return slowest.beat[table].get(name, 0) - usual
 
@@ -575,7 +575,7 @@ def clock_offsets(ranks):
 
 # ---- wrong numbers -----------------------------------------------------------------------------
 def find_nonfinite(ranks):
-    """Report the ranks whose own loss or gradient was not finite in the earliest step."""
+    """Report the ranks whose own loss or gradient was not finite in the first affected step."""
     affected = [rank for rank in ranks if rank.bad]
     if not affected:
         return None
@@ -637,7 +637,7 @@ def find_shared_data(ranks):
         hashes = tuple(check[rank]["data"] for check in complete[-2:])
         ranks_by_input[hashes].append(rank)
     for hashes, same in ranks_by_input.items():
-        # A hash of 0 means that the input was not seen.
+        # A hash of 0 means that the rank hashed no input.
         if len(same) > 1 and all(hashes):
             culprits = numbers_of(same)
             reason = f"{name_ranks(culprits)} train on the same tokens"
@@ -691,7 +691,7 @@ def find_memory_leak(ranks):
 
 
 def find_open_files(ranks):
-    """Report ranks that will soon have too many open files."""
+    """Report ranks that have far more open files than other ranks, or are near their limit."""
     fewest = min((rank.open_files or 0 for rank in ranks), default=0)
     affected = []
     for rank in ranks:
