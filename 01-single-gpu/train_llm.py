@@ -108,7 +108,7 @@ def has_gpu():
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible in ("", "-1"):  # the user has hidden all GPUs
         return False
-    # The NVIDIA and AMD drivers create these files.
+    # The NVIDIA driver creates /dev/nvidiactl, and the AMD driver creates /dev/kfd.
     has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
     return has_driver or bool(visible) or torch.cuda.is_available()
 
@@ -116,7 +116,7 @@ def has_gpu():
 def setup(args):
     """Set up logging and the run's folder; return the device and the folder."""
     sys.stdout.reconfigure(line_buffering=True)
-    # Progress bars would clutter a log file.
+    # If stderr is not a terminal, it may be a log file, which progress bars would clutter.
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
@@ -139,7 +139,7 @@ def fail(message):
 
 
 def mix(*numbers):
-    """Hash several numbers into one 64-bit seed; a sum would be the same for (1, 2) and (2, 1)."""
+    """Hash the numbers into a 64-bit seed that, unlike their sum, depends on their order."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little")
 
 
@@ -200,9 +200,9 @@ def build_model(args, config):
         fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
     model.train()
 
-    # To build a mask, transformers checks in every forward pass whether samples are packed. This
-    # check makes the host wait for the device. Plain causal attention needs no mask, so register it
-    # under a new name, because transformers skips the mask and the check for an unknown name.
+    # In every forward pass, transformers checks whether samples are packed, because packing needs a
+    # mask. The check makes the host wait for the device. Plain causal attention needs no mask, so
+    # register it under a new name; for an unknown name, transformers skips the check and the mask.
     window = getattr(config, "sliding_window", None) or args.seq_length
     uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
     if uses_sdpa and args.seq_length <= window:
@@ -247,7 +247,7 @@ def lr_at(args, step):
 
 # ---- data ------------------------------------------------------------------------------------
 def build_data(args, tokenizer):
-    """Return the training and held-out samples, two memory-mapped [samples, seq_length] tensors."""
+    """Return the training and held-out samples as memory-mapped [samples, seq_length] tensors."""
     path = token_file(args, tokenizer)
     num_samples = path.stat().st_size // 4 // args.seq_length
     num_train = num_samples - args.eval_samples
@@ -308,7 +308,7 @@ def order_of(seed, epoch, num_samples):
 
 
 def batch_at(args, samples, step, micro_step, device):
-    """Return an int64 micro-batch, whose samples depend on the step number, not on past steps."""
+    """Return an int64 micro-batch; its samples depend on the step number, not on past steps."""
     size = args.micro_batch_size
     first = ((step - 1) * args.accumulation + micro_step) * size
     batch = samples_at(args, samples, range(first, first + size)).long()
@@ -420,7 +420,7 @@ def load_checkpoint(args, run_dir, model, optimizer):
         try:
             state = torch.load(checkpoint / "state.pt", "cpu", mmap=True, weights_only=True)
         except Exception as error:
-            # A damaged file can raise almost any type of exception.
+            # Reading a damaged file can raise almost any type of exception.
             print(f"{checkpoint} cannot be read; trying the previous checkpoint: {error!r:.200}")
             continue
         compare_args(args, state["args"], checkpoint)
@@ -491,7 +491,7 @@ def measure(args, model, step, loss, grad_norm, interval_start):
     start_step, start_time = interval_start
     tokens = (step - start_step) * args.global_batch_size * args.seq_length
     speed = tokens / (time.perf_counter() - start_time) if start_time else None
-    # Linux counts ru_maxrss in KiB.
+    # On Linux, the unit of ru_maxrss is KiB.
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if args.device == "cuda":
         memory = torch.cuda.max_memory_allocated()
@@ -509,8 +509,8 @@ def start_tracking(args, run_dir):
         mode=args.wandb,
         resume="allow",
     )
-    # Plot each metric against the "step" in the rows from log(). wandb's own step counter never
-    # goes back, so with that counter, wandb would drop the steps that a resume repeats.
+    # Plot each metric against the "step" in the rows from log(). By default, wandb plots against a
+    # count of the rows, which never goes back, although a resume repeats steps.
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run
 
@@ -547,7 +547,7 @@ def main():
     wandb_run = start_tracking(args, run_dir)
     if start == 0:
         log(run_dir, wandb_run, {"step": 0, "val_loss": evaluate(args, model, held_out, device)})
-    # The first interval includes compilation. Without a start time, measure() returns no speed.
+    # The first interval includes compilation, so omit its start time; measure() skips the speed.
     interval_start = start, None
     steps = range(start + 1, args.num_steps + 1)
     for step in tqdm(steps, initial=start, total=args.num_steps, file=sys.stdout, disable=None):

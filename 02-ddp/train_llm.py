@@ -120,7 +120,7 @@ def has_gpu():
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible in ("", "-1"):  # the user has hidden all GPUs
         return False
-    # The NVIDIA and AMD drivers create these files.
+    # The NVIDIA driver creates /dev/nvidiactl, and the AMD driver creates /dev/kfd.
     has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
     return has_driver or bool(visible) or torch.cuda.is_available()
 
@@ -132,7 +132,7 @@ def setup(args):
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     sys.stdout.reconfigure(line_buffering=True)
-    # Progress bars would clutter a log file.
+    # If stderr is not a terminal, it may be a log file, which progress bars would clutter.
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
@@ -153,7 +153,7 @@ def setup(args):
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend)
-    # DDP: only rank 0 prints.
+    # DDP: only rank 0 prints to stdout.
     if dist.get_rank() != 0:
         sys.stdout = open(os.devnull, "w")
     print(f"training on {device} in {args.precision}")
@@ -162,7 +162,7 @@ def setup(args):
 
 @functools.cache
 def patient_group():
-    """Return a group of all ranks with a timeout of a week; the default group waits minutes."""
+    """Return a group of all ranks that waits up to a week; the default group waits only minutes."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
@@ -197,7 +197,7 @@ def wait_for_all():
 
 def fail(message):
     """Report a user error in one line on stderr, and exit with status 2."""
-    # DDP: if all ranks have this error, only rank 0 reports it; torchrun ends the waiting ranks.
+    # DDP: wait; if all ranks have this error, rank 0 reports it, and torchrun ends this rank.
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -205,7 +205,7 @@ def fail(message):
 
 
 def mix(*numbers):
-    """Hash several numbers into one 64-bit seed; a sum would be the same for (1, 2) and (2, 1)."""
+    """Hash the numbers into a 64-bit seed that, unlike their sum, depends on their order."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little")
 
 
@@ -267,9 +267,9 @@ def build_model(args, config):
         fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
     model.train()
 
-    # To build a mask, transformers checks in every forward pass whether samples are packed. This
-    # check makes the host wait for the device. Plain causal attention needs no mask, so register it
-    # under a new name, because transformers skips the mask and the check for an unknown name.
+    # In every forward pass, transformers checks whether samples are packed, because packing needs a
+    # mask. The check makes the host wait for the device. Plain causal attention needs no mask, so
+    # register it under a new name; for an unknown name, transformers skips the check and the mask.
     window = getattr(config, "sliding_window", None) or args.seq_length
     uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
     if uses_sdpa and args.seq_length <= window:
@@ -315,7 +315,7 @@ def lr_at(args, step):
 # ---- data ------------------------------------------------------------------------------------
 @rank_first()
 def build_data(args, tokenizer):
-    """Return the training and held-out samples, two memory-mapped [samples, seq_length] tensors."""
+    """Return the training and held-out samples as memory-mapped [samples, seq_length] tensors."""
     path = token_file(args, tokenizer)
     num_samples = path.stat().st_size // 4 // args.seq_length
     num_train = num_samples - args.eval_samples
@@ -376,7 +376,7 @@ def order_of(seed, epoch, num_samples):
 
 
 def batch_at(args, samples, step, micro_step, device):
-    """Return an int64 micro-batch, whose samples depend on the step number, not on past steps."""
+    """Return an int64 micro-batch; its samples depend on the step number, not on past steps."""
     data_rank, num_data_ranks = dist.get_rank(), dist.get_world_size()
     size = args.micro_batch_size * num_data_ranks
     first = ((step - 1) * args.accumulation + micro_step) * size
@@ -446,8 +446,8 @@ def evaluate(args, model, held_out, device):
     batch_size = args.micro_batch_size
     num_rounds = math.ceil(len(held_out) / (batch_size * num_data_ranks))
     for batch in held_out.tensor_split(num_rounds * num_data_ranks)[data_rank::num_data_ranks]:
-        # DDP: a rank with no samples left repeats a sample with weight 0, so that every rank runs
-        # the same number of forward passes.
+        # DDP: a rank with no samples left evaluates the first sample with weight 0, so that every
+        # rank runs the same number of forward passes.
         inputs = batch if len(batch) else held_out[:1]
         total_loss += loss_of(args, model, inputs.long().to(device)) * len(batch)
         num_samples += len(batch)
@@ -504,7 +504,7 @@ def load_checkpoint(args, run_dir, model, optimizer):
         try:
             state = torch.load(checkpoint / "state.pt", "cpu", mmap=True, weights_only=True)
         except Exception as error:
-            # A damaged file can raise almost any type of exception.
+            # Reading a damaged file can raise almost any type of exception.
             print(f"{checkpoint} cannot be read; trying the previous checkpoint: {error!r:.200}")
             continue
         compare_args(args, state["args"], checkpoint)
@@ -579,7 +579,7 @@ def measure(args, model, step, loss, grad_norm, interval_start):
     start_step, start_time = interval_start
     tokens = (step - start_step) * args.global_batch_size * args.seq_length
     speed = tokens / (time.perf_counter() - start_time) if start_time else None
-    # Linux counts ru_maxrss in KiB.
+    # On Linux, the unit of ru_maxrss is KiB.
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if args.device == "cuda":
         memory = torch.cuda.max_memory_allocated()
@@ -597,8 +597,8 @@ def start_tracking(args, run_dir):
         mode=args.wandb if dist.get_rank() == 0 else "disabled",
         resume="allow",
     )
-    # Plot each metric against the "step" in the rows from log(). wandb's own step counter never
-    # goes back, so with that counter, wandb would drop the steps that a resume repeats.
+    # Plot each metric against the "step" in the rows from log(). By default, wandb plots against a
+    # count of the rows, which never goes back, although a resume repeats steps.
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run
 
@@ -640,15 +640,15 @@ def main():
     if len(set(start_steps)) > 1:
         problem = f"they would continue from steps {start_steps}"
         fail(f"the ranks cannot read the same checkpoint: {problem}; check the mount of --save-dir")
-    # DDP: keep torch.compile from splitting the graph of a layer where a gradient bucket ends.
+    # DDP: keep torch.compile from splitting a layer's graph at the ends of gradient buckets.
     torch._dynamo.config.optimize_ddp = False
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # DDP: buffers never change here, so do not broadcast them in each step.
+    # DDP: training never changes the buffers, so do not broadcast them in each forward pass.
     ddp.broadcast_buffers = False
     wandb_run = start_tracking(args, run_dir)
     if start == 0:
         log(run_dir, wandb_run, {"step": 0, "val_loss": evaluate(args, model, held_out, device)})
-    # The first interval includes compilation. Without a start time, measure() returns no speed.
+    # The first interval includes compilation, so omit its start time; measure() skips the speed.
     interval_start = start, None
     steps = range(start + 1, args.num_steps + 1)
     for step in tqdm(steps, initial=start, total=args.num_steps, file=sys.stdout, disable=None):

@@ -96,9 +96,9 @@ def parse_args():
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 if fast")
     add("--compile", action="store_true", help="compile the layers and the loss")
     switch = argparse.BooleanOptionalAction
-    add("--reshard-after-forward", action=switch, default=True, help="free gathered weights early")
+    add("--reshard-after-forward", action=switch, default=True, help="free weights early")
     add("--replicas", type=int, default=1, help="groups of ranks that each hold a full model")
-    add("--cpu-offload", action="store_true", help="keep shards and AdamW on the host")
+    add("--cpu-offload", action="store_true", help="keep shards and run AdamW on the CPU")
     add(
         "--recompute",
         choices=["none", "full", "selective"],
@@ -166,7 +166,7 @@ def adopt_launcher():
         # srun: rank 0 runs on the first node of the list. The list gpu[03-07,12] starts with gpu03.
         nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
         os.environ.setdefault("MASTER_ADDR", nodes.split(",")[0])
-        # srun: derive the port from the job and step ids, because each step needs its own port.
+        # srun: derive the port from the job and step ids; each Slurm step needs its own port.
         step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
         os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))
 
@@ -179,7 +179,7 @@ def has_gpu():
     # Slurm: SLURM_GPUS_ON_NODE is set only in a job that has requested GPUs.
     if "SLURM_GPUS_ON_NODE" in os.environ:
         return True
-    # The NVIDIA and AMD drivers create these files.
+    # The NVIDIA driver creates /dev/nvidiactl, and the AMD driver creates /dev/kfd.
     has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
     return has_driver or bool(visible) or torch.cuda.is_available()
 
@@ -191,7 +191,7 @@ def setup(args):
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     sys.stdout.reconfigure(line_buffering=True)
-    # Progress bars would clutter a log file.
+    # If stderr is not a terminal, it may be a log file, which progress bars would clutter.
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
@@ -215,7 +215,7 @@ def setup(args):
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=args.dist_timeout))
-    # DDP: only rank 0 prints.
+    # DDP: only rank 0 prints to stdout.
     if dist.get_rank() != 0:
         sys.stdout = open(os.devnull, "w")
     check_shared(run_dir)
@@ -225,7 +225,7 @@ def setup(args):
 
 @functools.cache
 def patient_group():
-    """Return a group of all ranks with a timeout of a week; the default group waits minutes."""
+    """Return a group of all ranks that waits up to a week; the default group waits only minutes."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
@@ -265,7 +265,7 @@ def wait_for_all():
 
 
 def check_shared(run_dir):
-    """Stop if a node does not see the files that rank 0 writes to the run's folder."""
+    """Stop if a node cannot see the files that rank 0 writes to the run's folder."""
     probe = [run_dir / f".probe-{uuid.uuid4().hex}"]
     if dist.get_rank() == 0:
         probe[0].touch()
@@ -284,8 +284,8 @@ def stop_requests(run_dir):
     """Yield, before each step, whether the run should stop.
 
     A signal to any rank requests a stop, and so does a file named `stop` in the run's folder. An
-    all-reduce gives all ranks the same answer. The all-reduce runs during the step before, so that
-    no rank waits for the answer.
+    all-reduce gives all ranks the same answer. It runs in the background during the previous step,
+    so that the ranks rarely wait for the answer.
     """
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -305,7 +305,7 @@ def stop_requests(run_dir):
 
 def fail(message):
     """Report a user error in one line on stderr, and exit with status 2."""
-    # DDP: if all ranks have this error, only rank 0 reports it; torchrun ends the waiting ranks.
+    # DDP: wait; if all ranks have this error, rank 0 reports it, and torchrun ends this rank.
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -313,7 +313,7 @@ def fail(message):
 
 
 def mix(*numbers):
-    """Hash several numbers into one 64-bit seed; a sum would be the same for (1, 2) and (2, 1)."""
+    """Hash the numbers into a 64-bit seed that, unlike their sum, depends on their order."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little")
 
 
@@ -369,9 +369,9 @@ def build_model(args, config):
         fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
     model.train()
 
-    # To build a mask, transformers checks in every forward pass whether samples are packed. This
-    # check makes the host wait for the device. Plain causal attention needs no mask, so register it
-    # under a new name, because transformers skips the mask and the check for an unknown name.
+    # In every forward pass, transformers checks whether samples are packed, because packing needs a
+    # mask. The check makes the host wait for the device. Plain causal attention needs no mask, so
+    # register it under a new name; for an unknown name, transformers skips the check and the mask.
     window = getattr(config, "sliding_window", None) or args.seq_length
     uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
     if uses_sdpa and args.seq_length <= window:
@@ -416,7 +416,7 @@ def check_model(args, model):
 
 
 def chunked_loss(head, logits, labels, *_, **__):
-    """Return the summed cross entropy of predicting each label from the hidden states before it.
+    """Return the summed cross entropy of predicting each label from the previous hidden state.
 
     `logits` contains hidden states, [batch, sequence, width], because `head` returns its input. The
     true logits, [tokens, vocabulary], exist for only one chunk of tokens at a time.
@@ -505,8 +505,8 @@ def owners_of(model):
 def initialize(args, owner, module):
     """Give a module's own weights the values that they have in chapter 01."""
     for weight in module.parameters(recurse=False):
-        # With --pretrained, this mark keeps transformers from initializing the weights, because
-        # read_weights() will fill them.
+        # With --pretrained, read_weights() will fill the weight later, so keep transformers from
+        # initializing it.
         weight._is_hf_initialized = args.pretrained
     owner._init_weights(module)
 
@@ -526,8 +526,8 @@ def read_weights(args, model):
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     prefix = f"{model.base_model_prefix}."
     for name in weights.keys() - file_metadata.keys():
-        # Weight names lack the prefix if the model was saved without a head. GPT-NeoX calls its
-        # head embed_out.
+        # In the files of a model that was saved without a head, weight names lack the prefix of
+        # the base model. GPT-NeoX calls its head embed_out.
         file_name = name.removeprefix(prefix).replace("lm_head", "embed_out")
         weights[file_name] = weights.pop(name)
     dcp.load(weights, storage_reader=reader, process_group=patient_group())
@@ -569,7 +569,7 @@ def lr_at(args, step):
 # ---- data ------------------------------------------------------------------------------------
 @rank_first()
 def build_data(args, tokenizer):
-    """Return the training and held-out samples, two memory-mapped [samples, seq_length] tensors."""
+    """Return the training and held-out samples as memory-mapped [samples, seq_length] tensors."""
     path = token_file(args, tokenizer)
     num_samples = path.stat().st_size // 4 // args.seq_length
     num_train = num_samples - args.eval_samples
@@ -630,7 +630,7 @@ def order_of(seed, epoch, num_samples):
 
 
 def batch_at(args, samples, step, micro_step, device):
-    """Return an int64 micro-batch, whose samples depend on the step number, not on past steps."""
+    """Return an int64 micro-batch; its samples depend on the step number, not on past steps."""
     data_rank, num_data_ranks = dist.get_rank(), dist.get_world_size()
     size = args.micro_batch_size * num_data_ranks
     first = ((step - 1) * args.accumulation + micro_step) * size
@@ -674,7 +674,7 @@ def clip_gradients(args, model):
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
     # FSDP: full_tensor() combines the norms of all shards.
     grad_norm = torch.nn.utils.get_total_norm(grads).full_tensor()
-    # FSDP: replicas may add up gradients in different orders, so all ranks use the norm of rank 0.
+    # FSDP: replicas may round the norm differently, so all ranks use the norm of rank 0.
     dist.broadcast(grad_norm, 0)
     max_norm = args.max_grad_norm or math.inf
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, grad_norm)
@@ -704,8 +704,8 @@ def evaluate(args, model, held_out, device):
     batch_size = args.micro_batch_size
     num_rounds = math.ceil(len(held_out) / (batch_size * num_data_ranks))
     for batch in held_out.tensor_split(num_rounds * num_data_ranks)[data_rank::num_data_ranks]:
-        # DDP: a rank with no samples left repeats a sample with weight 0, so that every rank runs
-        # the same number of forward passes.
+        # DDP: a rank with no samples left evaluates the first sample with weight 0, so that every
+        # rank runs the same number of forward passes.
         inputs = batch if len(batch) else held_out[:1]
         total_loss += loss_of(args, model, inputs.long().to(device)) * len(batch)
         num_samples += len(batch)
@@ -767,7 +767,7 @@ def save_checkpoint(args, run_dir, model, optimizer, step):
     finish_saves()
     checkpoint = run_dir / f"checkpoints/step-{step:08}"
     state = state_of(model, optimizer)
-    # FSDP: only rank 0 adds its arguments; otherwise DCP would save those of an arbitrary rank.
+    # FSDP: only rank 0 adds arguments; otherwise, DCP would save an arbitrary rank's arguments.
     if dist.get_rank() == 0:
         state["args"] = json.dumps(vars(args))
     writer = PublishingWriter(args, checkpoint)
@@ -780,9 +780,9 @@ def save_checkpoint(args, run_dir, model, optimizer, step):
 
 def state_of(model, optimizer):
     """Return this rank's shards in a dict whose keys do not depend on the number of ranks."""
-    # FSDP: call state_dict() first, because it shards the weights that an evaluation left gathered.
+    # FSDP: call weights_of() first, because it reshards weights that an evaluation left gathered.
     weights = weights_of(model)
-    # FSDP: this call also creates the state of a new optimizer.
+    # FSDP: get_optimizer_state_dict() also creates the state of an optimizer that has none yet.
     optimizer_state = get_optimizer_state_dict(model, optimizer)["state"]
     return {"model": weights, "optimizer": optimizer_state}
 
@@ -796,7 +796,7 @@ def weights_of(model):
 def load_checkpoint(args, run_dir, model, optimizer):
     """Restore the newest readable checkpoint; return its step, or 0 for a new run."""
     checkpoints = sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)
-    # FSDP: for an unreadable checkpoint, DCP would log pages; the print() below needs one line.
+    # FSDP: hide DCP's long warnings about an unreadable checkpoint; print() reports it below.
     logging.getLogger().setLevel(logging.ERROR)
     # DDP: all ranks try the checkpoints that rank 0 has found.
     candidates = [checkpoints]
@@ -811,7 +811,7 @@ def load_checkpoint(args, run_dir, model, optimizer):
             # FSDP: each rank reads its shards directly into the model and the optimizer.
             dcp.load(state, checkpoint_id=checkpoint, process_group=patient_group())
         except (Exception, dcp.CheckpointException) as error:
-            # FSDP: an error on one rank is raised on all ranks.
+            # FSDP: DCP raises the error of one rank on all ranks.
             print(f"{checkpoint} cannot be read; trying the previous checkpoint: {error!r:.200}")
             continue
         args.wandb_id = saved_args["wandb_id"]
@@ -892,7 +892,7 @@ def measure(args, model, step, loss, grad_norm, interval_start):
     start_step, start_time = interval_start
     tokens = (step - start_step) * args.global_batch_size * args.seq_length
     speed = tokens / (time.perf_counter() - start_time) if start_time else None
-    # Linux counts ru_maxrss in KiB.
+    # On Linux, the unit of ru_maxrss is KiB.
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if args.device == "cuda":
         memory = torch.cuda.max_memory_allocated()
@@ -910,8 +910,8 @@ def start_tracking(args, run_dir):
         mode=args.wandb if dist.get_rank() == 0 else "disabled",
         resume="allow",
     )
-    # Plot each metric against the "step" in the rows from log(). wandb's own step counter never
-    # goes back, so with that counter, wandb would drop the steps that a resume repeats.
+    # Plot each metric against the "step" in the rows from log(). By default, wandb plots against a
+    # count of the rows, which never goes back, although a resume repeats steps.
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run
 
@@ -951,7 +951,7 @@ def main():
     wandb_run = start_tracking(args, run_dir)
     if start == 0:
         log(run_dir, wandb_run, {"step": 0, "val_loss": evaluate(args, model, held_out, device)})
-    # The first interval includes compilation. Without a start time, measure() returns no speed.
+    # The first interval includes compilation, so omit its start time; measure() skips the speed.
     interval_start = start, None
     steps = range(start + 1, args.num_steps + 1)
     stops = stop_requests(run_dir)

@@ -67,8 +67,8 @@ LAUNCHER_VARIABLES = {
 CHUNK_SIZE = 1024
 # The future of the asynchronous save in progress; the list holds at most one future.
 PENDING_SAVES = []
-# Each style splits the weights of a module. The tensor-parallel plans of transformers use the same
-# names. Shard(1) means that a rank has the hidden states of its part of each sequence.
+# Each style defines how ranks share the work of a module. The tensor-parallel plans of transformers
+# use these names. Shard(1): a rank has the hidden states of its part of each sequence.
 STYLES = {
     "colwise": tp.ColwiseParallel(),
     "rowwise": tp.RowwiseParallel(output_layouts=Shard(1)),
@@ -118,9 +118,9 @@ def parse_args():
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 if fast")
     add("--compile", action="store_true", help="compile the layers and the loss")
     switch = argparse.BooleanOptionalAction
-    add("--reshard-after-forward", action=switch, default=True, help="free gathered weights early")
+    add("--reshard-after-forward", action=switch, default=True, help="free weights early")
     add("--replicas", type=int, default=1, help="groups of ranks that each hold a full model")
-    add("--cpu-offload", action="store_true", help="keep shards and AdamW on the host")
+    add("--cpu-offload", action="store_true", help="keep shards and run AdamW on the CPU")
     add(
         "--recompute",
         choices=["none", "full", "selective"],
@@ -128,7 +128,7 @@ def parse_args():
         help="activations to compute again in the backward pass",
     )
     add("--tensor-parallel-size", type=int, default=1, help="ranks that split each matrix")
-    add("--pipeline-parallel-size", type=int, default=1, help="ranks that share the layers")
+    add("--pipeline-parallel-size", type=int, default=1, help="ranks that split the layers")
     add("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="order of micro-batches")
 
     add("-e", "--experiment-name", default=chapter, help="name of the run's folder in --save-dir")
@@ -216,7 +216,7 @@ def adopt_launcher():
         # srun: rank 0 runs on the first node of the list. The list gpu[03-07,12] starts with gpu03.
         nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
         os.environ.setdefault("MASTER_ADDR", nodes.split(",")[0])
-        # srun: derive the port from the job and step ids, because each step needs its own port.
+        # srun: derive the port from the job and step ids; each Slurm step needs its own port.
         step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
         os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))
 
@@ -229,7 +229,7 @@ def has_gpu():
     # Slurm: SLURM_GPUS_ON_NODE is set only in a job that has requested GPUs.
     if "SLURM_GPUS_ON_NODE" in os.environ:
         return True
-    # The NVIDIA and AMD drivers create these files.
+    # The NVIDIA driver creates /dev/nvidiactl, and the AMD driver creates /dev/kfd.
     has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
     return has_driver or bool(visible) or torch.cuda.is_available()
 
@@ -241,7 +241,7 @@ def setup(args):
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     sys.stdout.reconfigure(line_buffering=True)
-    # Progress bars would clutter a log file.
+    # If stderr is not a terminal, it may be a log file, which progress bars would clutter.
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
@@ -265,7 +265,7 @@ def setup(args):
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=args.dist_timeout))
-    # DDP: only rank 0 prints.
+    # DDP: only rank 0 prints to stdout.
     if dist.get_rank() != 0:
         sys.stdout = open(os.devnull, "w")
     check_shared(run_dir)
@@ -275,7 +275,7 @@ def setup(args):
 
 @functools.cache
 def patient_group():
-    """Return a group of all ranks with a timeout of a week; the default group waits minutes."""
+    """Return a group of all ranks that waits up to a week; the default group waits only minutes."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
@@ -315,7 +315,7 @@ def wait_for_all():
 
 
 def check_shared(run_dir):
-    """Stop if a node does not see the files that rank 0 writes to the run's folder."""
+    """Stop if a node cannot see the files that rank 0 writes to the run's folder."""
     probe = [run_dir / f".probe-{uuid.uuid4().hex}"]
     if dist.get_rank() == 0:
         probe[0].touch()
@@ -334,8 +334,8 @@ def stop_requests(run_dir):
     """Yield, before each step, whether the run should stop.
 
     A signal to any rank requests a stop, and so does a file named `stop` in the run's folder. An
-    all-reduce gives all ranks the same answer. The all-reduce runs during the step before, so that
-    no rank waits for the answer.
+    all-reduce gives all ranks the same answer. It runs in the background during the previous step,
+    so that the ranks rarely wait for the answer.
     """
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -355,7 +355,7 @@ def stop_requests(run_dir):
 
 def fail(message):
     """Report a user error in one line on stderr, and exit with status 2."""
-    # DDP: if all ranks have this error, only rank 0 reports it; torchrun ends the waiting ranks.
+    # DDP: wait; if all ranks have this error, rank 0 reports it, and torchrun ends this rank.
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -363,7 +363,7 @@ def fail(message):
 
 
 def mix(*numbers):
-    """Hash several numbers into one 64-bit seed; a sum would be the same for (1, 2) and (2, 1)."""
+    """Hash the numbers into a 64-bit seed that, unlike their sum, depends on their order."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little")
 
 
@@ -419,9 +419,9 @@ def build_model(args, config):
         fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
     model.train()
 
-    # To build a mask, transformers checks in every forward pass whether samples are packed. This
-    # check makes the host wait for the device. Plain causal attention needs no mask, so register it
-    # under a new name, because transformers skips the mask and the check for an unknown name.
+    # In every forward pass, transformers checks whether samples are packed, because packing needs a
+    # mask. The check makes the host wait for the device. Plain causal attention needs no mask, so
+    # register it under a new name; for an unknown name, transformers skips the check and the mask.
     window = getattr(config, "sliding_window", None) or args.seq_length
     uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
     if uses_sdpa and args.seq_length <= window:
@@ -495,7 +495,7 @@ def styles_of(model):
 
 
 def module_without_style(model):
-    """Return the name of a module whose weights have no style, or None."""
+    """Return the name of the first module that has weights but no style, or None."""
     styles = styles_of(model)
     for name, module in model.named_modules():
         if styles[module] is None and list(module.parameters(recurse=False)):
@@ -504,17 +504,17 @@ def module_without_style(model):
 
 
 def key_value_heads_of(config):
-    """Return the number of key-value heads of the full model, which the ranks split equally."""
+    """Return the number of key-value heads before the ranks split them."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def needs_mask(model):
-    """Return whether the model's attention is not plain causal attention; see build_model()."""
+    """Return whether attention needs a mask; build_model() registers attention that needs none."""
     return model.config._attn_implementation != "causal_sdpa"
 
 
 def chunked_loss(head, logits, labels, *_, **__):
-    """Return the summed cross entropy of predicting each label from the hidden states before it.
+    """Return the summed cross entropy of predicting each label from the previous hidden state.
 
     `logits` contains hidden states, [batch, sequence, width], because `head` returns its input. The
     true logits, [tokens, vocabulary], exist for only one chunk of tokens at a time.
@@ -530,7 +530,7 @@ def chunked_loss(head, logits, labels, *_, **__):
     total_loss = 0.0
     for chunk in zip(hidden_chunks, target_chunks, strict=True):
         total_loss += recompute(loss_of_chunk, weights, *chunk, use_reentrant=False)
-    # TP: add up the losses of all parts of the sequences.
+    # TP: add up the losses of the tensor-parallel ranks, which hold different parts of sequences.
     if isinstance(head.weight, DTensor):
         mesh = head.weight.device_mesh
         total_loss = DTensor.from_local(total_loss, mesh, [Partial()]).full_tensor()
@@ -568,13 +568,13 @@ def build_mesh(args, device):
         "pipeline": args.pipeline_parallel_size,
         "replicate": args.replicas,
         "shard": data_rank_of(args)[1] // args.replicas,
-        # TP: ranks that differ only in the last dimension are neighbors, and share a node.
+        # TP: the last dimension of a mesh groups neighboring ranks, which are on the same node.
         "tensor": args.tensor_parallel_size,
     }
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    # TP: the gradient norm is reduced over these two dimensions. _flatten() gives them one group;
-    # otherwise, torch would run two all-reduces and warn on each rank. torch has no public function
-    # for this purpose.
+    # TP: the gradient norm is reduced over the shard and tensor dimensions. _flatten() gives them
+    # one group; without it, torch would run two all-reduces and warn on each rank. torch has no
+    # public function for this purpose.
     mesh["shard", "tensor"]._flatten()
     return mesh
 
@@ -648,10 +648,10 @@ def build_stages(args, model, pipeline_rank):
 
 
 def split_into_stages(args, model):
-    """Return each stage's modules: its layers and, at both ends, the modules around the layers."""
+    """Return each stage's modules: its layers and, in the first and last stage, other modules."""
     layers, num_stages = layers_of(model), args.num_stages
-    # The embedding and the head each cost about as much time as a layer, so count each of them as
-    # an extra layer, at the start and at the end. Every stage has at least one true layer.
+    # To balance the stages, count the embedding as an extra layer at the start, and the head as an
+    # extra layer at the end. Every stage has at least one decoder layer.
     borders = []
     for number in range(num_stages + 1):
         border = round(number * (len(layers) + 2) / num_stages) - 1
@@ -676,7 +676,7 @@ class Entry(torch.nn.Module):
 
 
 class Exit(torch.nn.Module):
-    """Stand in for the modules of later stages, and keep the first input: this stage's output."""
+    """Stand in for the modules of later stages; keep and return the output of this stage."""
 
     def forward(self, hidden, *_, **__):
         if self.hidden is None:
@@ -685,7 +685,7 @@ class Exit(torch.nn.Module):
 
 
 def build_stage(args, model, modules, number):
-    """Build a model for one stage, which shares the modules of that stage with `model`.
+    """Build a model for one stage; it shares the modules of that stage with `model`.
 
     Stand-ins replace the modules of the other stages. The forward pass takes token ids in the first
     stage and hidden states in the other stages, and it returns hidden states.
@@ -746,8 +746,8 @@ def owners_of(model):
 def initialize(args, owner, module):
     """Give a module's own weights the values that they have in chapter 01."""
     for weight in module.parameters(recurse=False):
-        # With --pretrained, this mark keeps transformers from initializing the weights, because
-        # read_weights() will fill them.
+        # With --pretrained, read_weights() will fill the weight later, so keep transformers from
+        # initializing it.
         weight._is_hf_initialized = args.pretrained
     owner._init_weights(module)
 
@@ -764,15 +764,15 @@ def split_matrices(model, modules, mesh):
     for module in modules:
         weights = dict(module.named_parameters(recurse=False))
         if module is head:
-            # The loss uses the weights of the head, so there is no forward pass to parallelize.
+            # Only split the weights of the head, because chunked_loss() gathers and applies them.
             for name, weight in weights.items():
                 rows = distribute_tensor(weight.data, mesh, [Shard(0)], src_data_rank=None)
                 module.register_parameter(name, torch.nn.Parameter(rows))
         elif weights:
             tp.parallelize_module(module, mesh, styles[module], src_data_rank=None)
         if isinstance(module, torch.nn.Embedding):
-            # A collective makes the hidden states. clone() waits for the collective to finish;
-            # compiled layers would not wait.
+            # An asynchronous collective returns the hidden states. clone() waits until they are
+            # complete; compiled layers would not wait.
             module.register_forward_hook(lambda _module, _ids, hidden: hidden.clone())
         if any(isinstance(styles[child], tp.ColwiseParallel) for child in module.children()):
             gather = functools.partial(gather_sequence, mesh)
@@ -803,8 +803,8 @@ def read_weights(args, model):
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     prefix = f"{model.base_model_prefix}."
     for name in weights.keys() - file_metadata.keys():
-        # Weight names lack the prefix if the model was saved without a head. GPT-NeoX calls its
-        # head embed_out.
+        # In the files of a model that was saved without a head, weight names lack the prefix of
+        # the base model. GPT-NeoX calls its head embed_out.
         file_name = name.removeprefix(prefix).replace("lm_head", "embed_out")
         weights[file_name] = weights.pop(name)
     dcp.load(weights, storage_reader=reader, process_group=patient_group())
@@ -846,7 +846,7 @@ def lr_at(args, step):
 # ---- data ------------------------------------------------------------------------------------
 @rank_first()
 def build_data(args, tokenizer):
-    """Return the training and held-out samples, two memory-mapped [samples, seq_length] tensors."""
+    """Return the training and held-out samples as memory-mapped [samples, seq_length] tensors."""
     path = token_file(args, tokenizer)
     num_samples = path.stat().st_size // 4 // args.seq_length
     num_train = num_samples - args.eval_samples
@@ -907,7 +907,7 @@ def order_of(seed, epoch, num_samples):
 
 
 def batch_at(args, samples, step, micro_step, device):
-    """Return an int64 micro-batch, whose samples depend on the step number, not on past steps."""
+    """Return an int64 micro-batch; its samples depend on the step number, not on past steps."""
     data_rank, num_data_ranks = data_rank_of(args)
     size = args.micro_batch_size * num_data_ranks
     first = ((step - 1) * args.accumulation + micro_step) * size
@@ -940,7 +940,7 @@ def loss_of(args, model, batch):
     if args.pipeline_parallel_size > 1:
         return run_schedule(args, model, batch)
     options = {"use_cache": False}
-    # TP: pass the positions; otherwise the model would number every part from position 0.
+    # TP: pass the positions; otherwise the model would number each part of a sequence from 0.
     if args.tensor_parallel_size > 1:
         options["position_ids"] = torch.arange(batch.shape[1], device=batch.device)[None]
     total_loss = model(input_ids=batch, labels=batch, **options).loss
@@ -960,7 +960,7 @@ def run_schedule(args, model, batch):
     losses = []
     run_micro_batches(labels.clamp(min=0), target=labels, losses=losses, return_outputs=False)
     total_loss = sum(losses, torch.zeros((), device=batch.device)).detach()
-    # share_of_loss() counts the padding as samples, so correct the mean to len(batch) samples.
+    # share_of_loss() also counts padded samples, so rescale the mean to len(batch) samples.
     return total_loss * args.pipeline_parallel_size * num_samples / len(batch)
 
 
@@ -1016,7 +1016,7 @@ def clip_gradients(args, model):
         # PP: add up the squares of the stages' norms. All ranks of a stage have the same norm.
         dist.all_reduce(grad_norm.square_(), dist.ReduceOp.AVG)
         grad_norm.mul_(args.pipeline_parallel_size).sqrt_()
-    # FSDP: replicas may add up gradients in different orders, so all ranks use the norm of rank 0.
+    # FSDP: replicas may round the norm differently, so all ranks use the norm of rank 0.
     dist.broadcast(grad_norm, 0)
     max_norm = args.max_grad_norm or math.inf
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, grad_norm)
@@ -1049,8 +1049,8 @@ def evaluate(args, model, held_out, device):
         batch_size *= args.accumulation
     num_rounds = math.ceil(len(held_out) / (batch_size * num_data_ranks))
     for batch in held_out.tensor_split(num_rounds * num_data_ranks)[data_rank::num_data_ranks]:
-        # DDP: a rank with no samples left repeats a sample with weight 0, so that every rank runs
-        # the same number of forward passes.
+        # DDP: a rank with no samples left evaluates the first sample with weight 0, so that every
+        # rank runs the same number of forward passes.
         inputs = batch if len(batch) else held_out[:1]
         total_loss += loss_of(args, model, inputs.long().to(device)) * len(batch)
         num_samples += len(batch)
@@ -1112,7 +1112,7 @@ def save_checkpoint(args, run_dir, model, optimizer, step):
     finish_saves()
     checkpoint = run_dir / f"checkpoints/step-{step:08}"
     state = state_of(model, optimizer)
-    # FSDP: only rank 0 adds its arguments; otherwise DCP would save those of an arbitrary rank.
+    # FSDP: only rank 0 adds arguments; otherwise, DCP would save an arbitrary rank's arguments.
     if dist.get_rank() == 0:
         state["args"] = json.dumps(vars(args))
     writer = PublishingWriter(args, checkpoint)
@@ -1125,9 +1125,9 @@ def save_checkpoint(args, run_dir, model, optimizer, step):
 
 def state_of(model, optimizer):
     """Return this rank's shards in a dict whose keys do not depend on the number of ranks."""
-    # FSDP: call state_dict() first, because it shards the weights that an evaluation left gathered.
+    # FSDP: call weights_of() first, because it reshards weights that an evaluation left gathered.
     weights = own_weights(weights_of(model))
-    # FSDP: this call also creates the state of a new optimizer.
+    # FSDP: get_optimizer_state_dict() also creates the state of an optimizer that has none yet.
     optimizer_state = get_optimizer_state_dict(model, optimizer)["state"]
     return {"model": weights, "optimizer": optimizer_state}
 
@@ -1146,7 +1146,7 @@ def own_weights(weights):
 def load_checkpoint(args, run_dir, model, optimizer):
     """Restore the newest readable checkpoint; return its step, or 0 for a new run."""
     checkpoints = sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)
-    # FSDP: for an unreadable checkpoint, DCP would log pages; the print() below needs one line.
+    # FSDP: hide DCP's long warnings about an unreadable checkpoint; print() reports it below.
     logging.getLogger().setLevel(logging.ERROR)
     # DDP: all ranks try the checkpoints that rank 0 has found.
     candidates = [checkpoints]
@@ -1161,7 +1161,7 @@ def load_checkpoint(args, run_dir, model, optimizer):
             # FSDP: each rank reads its shards directly into the model and the optimizer.
             dcp.load(state, checkpoint_id=checkpoint, process_group=patient_group())
         except (Exception, dcp.CheckpointException) as error:
-            # FSDP: an error on one rank is raised on all ranks.
+            # FSDP: DCP raises the error of one rank on all ranks.
             print(f"{checkpoint} cannot be read; trying the previous checkpoint: {error!r:.200}")
             continue
         args.wandb_id = saved_args["wandb_id"]
@@ -1242,7 +1242,7 @@ def measure(args, model, step, loss, grad_norm, interval_start):
     start_step, start_time = interval_start
     tokens = (step - start_step) * args.global_batch_size * args.seq_length
     speed = tokens / (time.perf_counter() - start_time) if start_time else None
-    # Linux counts ru_maxrss in KiB.
+    # On Linux, the unit of ru_maxrss is KiB.
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if args.device == "cuda":
         memory = torch.cuda.max_memory_allocated()
@@ -1260,8 +1260,8 @@ def start_tracking(args, run_dir):
         mode=args.wandb if dist.get_rank() == 0 else "disabled",
         resume="allow",
     )
-    # Plot each metric against the "step" in the rows from log(). wandb's own step counter never
-    # goes back, so with that counter, wandb would drop the steps that a resume repeats.
+    # Plot each metric against the "step" in the rows from log(). By default, wandb plots against a
+    # count of the rows, which never goes back, although a resume repeats steps.
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run
 
@@ -1301,7 +1301,7 @@ def main():
     wandb_run = start_tracking(args, run_dir)
     if start == 0:
         log(run_dir, wandb_run, {"step": 0, "val_loss": evaluate(args, model, held_out, device)})
-    # The first interval includes compilation. Without a start time, measure() returns no speed.
+    # The first interval includes compilation, so omit its start time; measure() skips the speed.
     interval_start = start, None
     steps = range(start + 1, args.num_steps + 1)
     stops = stop_requests(run_dir)

@@ -124,7 +124,7 @@ def adopt_launcher():
 def fail(message):
     """Report a user error in one line on stderr, and exit with status 2."""
     if os.environ.get("RANK", "0") != "0":
-        # Let rank 0 report the same error; the launcher then ends this rank before it prints a copy.
+        # Let rank 0 report the error; the launcher then ends this rank before it prints a copy.
         time.sleep(3)
     print(f"{Path(__file__).name}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)

@@ -96,7 +96,7 @@ def parse_args():
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 if fast")
     add("--compile", action="store_true", help="compile the layers and the loss")
-    add("--accelerate-config", help="Accelerate's file, if the launcher is not `accelerate launch`")
+    add("--accelerate-config", help="Accelerate's config file; omit it under `accelerate launch`")
 
     add("-e", "--experiment-name", default=chapter, help="name of the run's folder in --save-dir")
     add("--save-dir", default="outputs", help="the folder that holds all runs")
@@ -147,8 +147,9 @@ def parse_args():
 def adopt_config(args):
     """Set and check the environment variables that Accelerate derives from its config file."""
     if args.accelerate_config:
-        # Accelerate: a different launcher has already placed the ranks, so read the file as if it
-        # were for one node. With port 0, Accelerate does not check that its default port is free.
+        # Accelerate: the launcher has already started the ranks, so read the file as if it were for
+        # one node. With port 0, Accelerate uses any free port, and does not warn about its default
+        # port.
         words = ["--num_machines", "1", "--main_process_port", "0"]
         words += ["--config_file", args.accelerate_config, __file__]
         try:
@@ -180,7 +181,7 @@ def adopt_launcher():
         # srun: rank 0 runs on the first node of the list. The list gpu[03-07,12] starts with gpu03.
         nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
         os.environ.setdefault("MASTER_ADDR", nodes.split(",")[0])
-        # srun: derive the port from the job and step ids, because each step needs its own port.
+        # srun: derive the port from the job and step ids; each Slurm step needs its own port.
         step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
         os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))
 
@@ -193,7 +194,7 @@ def has_gpu():
     # Slurm: SLURM_GPUS_ON_NODE is set only in a job that has requested GPUs.
     if "SLURM_GPUS_ON_NODE" in os.environ:
         return True
-    # The NVIDIA and AMD drivers create these files.
+    # The NVIDIA driver creates /dev/nvidiactl, and the AMD driver creates /dev/kfd.
     has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
     return has_driver or bool(visible) or torch.cuda.is_available()
 
@@ -205,7 +206,7 @@ def setup(args):
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     sys.stdout.reconfigure(line_buffering=True)
-    # Progress bars would clutter a log file.
+    # If stderr is not a terminal, it may be a log file, which progress bars would clutter.
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
@@ -229,7 +230,7 @@ def setup(args):
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=args.dist_timeout))
-    # DDP: only rank 0 prints.
+    # DDP: only rank 0 prints to stdout.
     if dist.get_rank() != 0:
         sys.stdout = open(os.devnull, "w")
     check_shared(run_dir)
@@ -239,7 +240,7 @@ def setup(args):
 
 @functools.cache
 def patient_group():
-    """Return a group of all ranks with a timeout of a week; the default group waits minutes."""
+    """Return a group of all ranks that waits up to a week; the default group waits only minutes."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
@@ -273,7 +274,7 @@ def wait_for_all():
 
 
 def check_shared(run_dir):
-    """Stop if a node does not see the files that rank 0 writes to the run's folder."""
+    """Stop if a node cannot see the files that rank 0 writes to the run's folder."""
     probe = [run_dir / f".probe-{uuid.uuid4().hex}"]
     if dist.get_rank() == 0:
         probe[0].touch()
@@ -292,8 +293,8 @@ def stop_requests(run_dir):
     """Yield, before each step, whether the run should stop.
 
     A signal to any rank requests a stop, and so does a file named `stop` in the run's folder. An
-    all-reduce gives all ranks the same answer. The all-reduce runs during the step before, so that
-    no rank waits for the answer.
+    all-reduce gives all ranks the same answer. It runs in the background during the previous step,
+    so that the ranks rarely wait for the answer.
     """
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -313,7 +314,7 @@ def stop_requests(run_dir):
 
 def fail(message):
     """Report a user error in one line on stderr, and exit with status 2."""
-    # DDP: if all ranks have this error, only rank 0 reports it; torchrun ends the waiting ranks.
+    # DDP: wait; if all ranks have this error, rank 0 reports it, and torchrun ends this rank.
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -321,7 +322,7 @@ def fail(message):
 
 
 def mix(*numbers):
-    """Hash several numbers into one 64-bit seed; a sum would be the same for (1, 2) and (2, 1)."""
+    """Hash the numbers into a 64-bit seed that, unlike their sum, depends on their order."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little")
 
 
@@ -330,16 +331,17 @@ def build_accelerator(args):
     """Build the Accelerator that prepares the model and the optimizer for DDP or FSDP2."""
     state, fsdp_plugin = PartialState(cpu=args.device == "cpu"), None
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        # Accelerate: without this line, FSDP2 on a CPU would silently become DDP.
+        # Accelerate: set MULTI_GPU even on CPUs; otherwise FSDP2 would silently become DDP.
         if args.device == "cpu":
             state.distributed_type = DistributedType.MULTI_GPU
-        # Accelerate: by default, FSDP2 would reduce the gradients in bf16.
+        # Accelerate: reduce the gradients in fp32; by default, FSDP2 reduces them in bf16.
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
         policy = policy if args.precision == "bf16" else None
         fsdp_plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
     accumulation_plugin = GradientAccumulationPlugin(
         args.accumulation,
-        # Accelerate: otherwise each rank would hold the full gradients while it accumulates.
+        # Accelerate: with FSDP2, reduce gradients in each micro-batch, so that no rank accumulates
+        # full gradients.
         sync_each_batch=fsdp_plugin is not None,
     )
     return Accelerator(
@@ -407,9 +409,9 @@ def build_model(args, config):
         fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
     model.train()
 
-    # To build a mask, transformers checks in every forward pass whether samples are packed. This
-    # check makes the host wait for the device. Plain causal attention needs no mask, so register it
-    # under a new name, because transformers skips the mask and the check for an unknown name.
+    # In every forward pass, transformers checks whether samples are packed, because packing needs a
+    # mask. The check makes the host wait for the device. Plain causal attention needs no mask, so
+    # register it under a new name; for an unknown name, transformers skips the check and the mask.
     window = getattr(config, "sliding_window", None) or args.seq_length
     uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
     if uses_sdpa and args.seq_length <= window:
@@ -455,7 +457,7 @@ def lr_at(args, step):
 # ---- data ------------------------------------------------------------------------------------
 @rank_first()
 def build_data(args, tokenizer):
-    """Return the training and held-out samples, two memory-mapped [samples, seq_length] tensors."""
+    """Return the training and held-out samples as memory-mapped [samples, seq_length] tensors."""
     path = token_file(args, tokenizer)
     num_samples = path.stat().st_size // 4 // args.seq_length
     num_train = num_samples - args.eval_samples
@@ -516,7 +518,7 @@ def order_of(seed, epoch, num_samples):
 
 
 def batch_at(args, samples, step, micro_step, device):
-    """Return an int64 micro-batch, whose samples depend on the step number, not on past steps."""
+    """Return an int64 micro-batch; its samples depend on the step number, not on past steps."""
     data_rank, num_data_ranks = dist.get_rank(), dist.get_world_size()
     size = args.micro_batch_size * num_data_ranks
     first = ((step - 1) * args.accumulation + micro_step) * size
@@ -585,8 +587,8 @@ def evaluate(args, model, held_out, device):
     batch_size = args.micro_batch_size
     num_rounds = math.ceil(len(held_out) / (batch_size * num_data_ranks))
     for batch in held_out.tensor_split(num_rounds * num_data_ranks)[data_rank::num_data_ranks]:
-        # DDP: a rank with no samples left repeats a sample with weight 0, so that every rank runs
-        # the same number of forward passes.
+        # DDP: a rank with no samples left evaluates the first sample with weight 0, so that every
+        # rank runs the same number of forward passes.
         inputs = batch if len(batch) else held_out[:1]
         total_loss += loss_of(args, model, inputs.long().to(device)) * len(batch)
         num_samples += len(batch)
@@ -604,7 +606,7 @@ def partial_of(folder):
         # A run that was killed during a save may have left files behind.
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True, exist_ok=True)
-    # Accelerate: all ranks write to this folder, so wait until rank 0 has created it.
+    # Accelerate: all ranks write to the temporary folder, so wait until rank 0 has created it.
     wait_for_all()
     return partial
 
@@ -629,7 +631,7 @@ def save_checkpoint(args, run_dir, accelerator, step):
     checkpoint = run_dir / f"checkpoints/step-{step:08}"
     partial = partial_of(checkpoint)
     accelerator.save_state(partial)
-    # Accelerate: each rank writes its own files, so wait for all of them before the rename.
+    # Accelerate: all ranks write files to the folder, so wait for all ranks before renaming it.
     wait_for_all()
     if dist.get_rank() == 0:
         (partial / "args.json").write_text(json.dumps(vars(args)))
@@ -651,14 +653,15 @@ def load_checkpoint(args, run_dir, accelerator, optimizer):
             accelerator.load_state(checkpoint)
         # Accelerate: CheckpointException, which FSDP2 raises, is not a subclass of Exception.
         except (Exception, CheckpointException) as error:
-            # A damaged file can raise almost any type of exception.
+            # Reading a damaged file can raise almost any type of exception.
             print(f"{checkpoint} cannot be read; trying the previous checkpoint: {error!r:.200}")
             continue
         args.wandb_id = saved_args["wandb_id"]
         # Hyperparameters come from the command line, not from the checkpoint.
         for group, weight_decay in zip(optimizer.param_groups, weight_decays, strict=True):
             group["weight_decay"] = weight_decay
-        # Accelerate: reset its count of micro-batches, because --batch-size may have changed.
+        # Accelerate: reset the accelerator's count of micro-batches, because --batch-size may have
+        # changed.
         accelerator.step = 0
         print(f"continuing from {checkpoint}")
         return int(checkpoint.name.removeprefix("step-"))
@@ -683,7 +686,8 @@ def compare_args(args, saved_args, checkpoint):
 def export_model(args, run_dir, accelerator, model, tokenizer):
     """Write the finished model to a folder that `from_pretrained` can load."""
     partial = partial_of(run_dir / "model")
-    # Accelerate: with FSDP2, all ranks must make this call, but only rank 0 gets the full weights.
+    # Accelerate: with FSDP2, all ranks must call get_state_dict(), but only rank 0 gets the full
+    # weights.
     weights = accelerator.get_state_dict(model)
     if dist.get_rank() != 0:
         return
@@ -727,7 +731,7 @@ def measure(args, model, step, loss, grad_norm, interval_start):
     start_step, start_time = interval_start
     tokens = (step - start_step) * args.global_batch_size * args.seq_length
     speed = tokens / (time.perf_counter() - start_time) if start_time else None
-    # Linux counts ru_maxrss in KiB.
+    # On Linux, the unit of ru_maxrss is KiB.
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if args.device == "cuda":
         memory = torch.cuda.max_memory_allocated()
@@ -745,8 +749,8 @@ def start_tracking(args, run_dir):
         mode=args.wandb if dist.get_rank() == 0 else "disabled",
         resume="allow",
     )
-    # Plot each metric against the "step" in the rows from log(). wandb's own step counter never
-    # goes back, so with that counter, wandb would drop the steps that a resume repeats.
+    # Plot each metric against the "step" in the rows from log(). By default, wandb plots against a
+    # count of the rows, which never goes back, although a resume repeats steps.
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run
 
@@ -778,12 +782,12 @@ def main():
     model = build_model(args, config)
     args.num_weights = model.num_parameters()
     optimizer = build_optimizer(args, model)
-    # DDP: keep torch.compile from splitting the graph of a layer where a gradient bucket ends.
+    # DDP: keep torch.compile from splitting a layer's graph at the ends of gradient buckets.
     torch._dynamo.config.optimize_ddp = False
     accelerator = build_accelerator(args)
     # Accelerate: prepare() moves the model to the device, and changes the optimizer in place.
     wrapped, _ = accelerator.prepare(model, optimizer)
-    # DDP: buffers never change here, so do not broadcast them in each step.
+    # DDP: training never changes the buffers, so do not broadcast them in each forward pass.
     wrapped.broadcast_buffers = False
     # Accelerate: FSDP2 can keep the weights on the CPU, and found_inf must be on the same device.
     optimizer.found_inf = optimizer.found_inf.to(next(model.parameters()).device)
@@ -800,7 +804,7 @@ def main():
     wandb_run = start_tracking(args, run_dir)
     if start == 0:
         log(run_dir, wandb_run, {"step": 0, "val_loss": evaluate(args, model, held_out, device)})
-    # The first interval includes compilation. Without a start time, measure() returns no speed.
+    # The first interval includes compilation, so omit its start time; measure() skips the speed.
     interval_start = start, None
     steps = range(start + 1, args.num_steps + 1)
     stops = stop_requests(run_dir)

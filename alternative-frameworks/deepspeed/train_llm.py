@@ -87,7 +87,7 @@ def parse_args():
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 if fast")
     add("--compile", action="store_true", help="compile the layers and the loss")
-    add("--deepspeed-config", help="file from make_config.py deepspeed; by default, ZeRO-2 is used")
+    add("--deepspeed-config", help="DeepSpeed's config file; without it, the run uses ZeRO-2")
 
     add("-e", "--experiment-name", default=chapter, help="name of the run's folder in --save-dir")
     add("--save-dir", default="outputs", help="the folder that holds all runs")
@@ -138,7 +138,8 @@ def parse_args():
 def load_settings(args):
     """Load the settings of `--deepspeed-config`, and refuse settings that contradict a flag."""
     autocast = {"enabled": args.precision == "bf16", "dtype": "bfloat16"}
-    # ZeRO: by default, it would reduce the gradients of linear layers in bf16.
+    # ZeRO: list no modules here; by default, DeepSpeed reduces the gradients of linear layers in
+    # bf16.
     autocast["lower_precision_safe_modules"] = []
     settings = {"zero_optimization": {"stage": 2}, "torch_autocast": autocast}
     if args.deepspeed_config:
@@ -178,7 +179,7 @@ def adopt_launcher():
         # srun: rank 0 runs on the first node of the list. The list gpu[03-07,12] starts with gpu03.
         nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
         os.environ.setdefault("MASTER_ADDR", nodes.split(",")[0])
-        # srun: derive the port from the job and step ids, because each step needs its own port.
+        # srun: derive the port from the job and step ids; each Slurm step needs its own port.
         step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
         os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))
 
@@ -191,7 +192,7 @@ def has_gpu():
     # Slurm: SLURM_GPUS_ON_NODE is set only in a job that has requested GPUs.
     if "SLURM_GPUS_ON_NODE" in os.environ:
         return True
-    # The NVIDIA and AMD drivers create these files.
+    # The NVIDIA driver creates /dev/nvidiactl, and the AMD driver creates /dev/kfd.
     has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
     return has_driver or bool(visible) or torch.cuda.is_available()
 
@@ -203,7 +204,7 @@ def setup(args):
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     sys.stdout.reconfigure(line_buffering=True)
-    # Progress bars would clutter a log file.
+    # If stderr is not a terminal, it may be a log file, which progress bars would clutter.
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
@@ -219,7 +220,7 @@ def setup(args):
     if args.device != get_accelerator().device_name():
         problem = f"DeepSpeed has chosen {get_accelerator().device_name()}"
         fail(f"--device {args.device}: {problem}; set DS_ACCELERATOR={args.device}")
-    # ZeRO: otherwise DeepSpeed would compile an all-reduce for CPUs, which takes minutes.
+    # ZeRO: keep DeepSpeed from compiling its all-reduce for CPUs, which would take minutes.
     if args.device == "cpu":
         deepspeed.ops.__compatible_ops__ = {}
     device = torch.device(args.device)
@@ -235,7 +236,7 @@ def setup(args):
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
     deepspeed.init_distributed(backend, timeout=timedelta(seconds=args.dist_timeout))
-    # DDP: only rank 0 prints.
+    # DDP: only rank 0 prints to stdout.
     if dist.get_rank() != 0:
         sys.stdout = open(os.devnull, "w")
     check_shared(run_dir)
@@ -245,7 +246,7 @@ def setup(args):
 
 @functools.cache
 def patient_group():
-    """Return a group of all ranks with a timeout of a week; the default group waits minutes."""
+    """Return a group of all ranks that waits up to a week; the default group waits only minutes."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
@@ -279,7 +280,7 @@ def wait_for_all():
 
 
 def check_shared(run_dir):
-    """Stop if a node does not see the files that rank 0 writes to the run's folder."""
+    """Stop if a node cannot see the files that rank 0 writes to the run's folder."""
     probe = [run_dir / f".probe-{uuid.uuid4().hex}"]
     if dist.get_rank() == 0:
         probe[0].touch()
@@ -298,8 +299,8 @@ def stop_requests(run_dir):
     """Yield, before each step, whether the run should stop.
 
     A signal to any rank requests a stop, and so does a file named `stop` in the run's folder. An
-    all-reduce gives all ranks the same answer. The all-reduce runs during the step before, so that
-    no rank waits for the answer.
+    all-reduce gives all ranks the same answer. It runs in the background during the previous step,
+    so that the ranks rarely wait for the answer.
     """
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -319,7 +320,7 @@ def stop_requests(run_dir):
 
 def fail(message):
     """Report a user error in one line on stderr, and exit with status 2."""
-    # DDP: if all ranks have this error, only rank 0 reports it; torchrun ends the waiting ranks.
+    # DDP: wait; if all ranks have this error, rank 0 reports it, and torchrun ends this rank.
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -327,7 +328,7 @@ def fail(message):
 
 
 def mix(*numbers):
-    """Hash several numbers into one 64-bit seed; a sum would be the same for (1, 2) and (2, 1)."""
+    """Hash the numbers into a 64-bit seed that, unlike their sum, depends on their order."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little")
 
 
@@ -389,9 +390,9 @@ def build_model(args, config):
         fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
     model.train()
 
-    # To build a mask, transformers checks in every forward pass whether samples are packed. This
-    # check makes the host wait for the device. Plain causal attention needs no mask, so register it
-    # under a new name, because transformers skips the mask and the check for an unknown name.
+    # In every forward pass, transformers checks whether samples are packed, because packing needs a
+    # mask. The check makes the host wait for the device. Plain causal attention needs no mask, so
+    # register it under a new name; for an unknown name, transformers skips the check and the mask.
     window = getattr(config, "sliding_window", None) or args.seq_length
     uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
     if uses_sdpa and args.seq_length <= window:
@@ -429,7 +430,7 @@ def build_optimizer(args, model):
 
 
 def partition(args, model, device):
-    """Split each weight among the ranks in turn, so that no device ever holds the entire model."""
+    """Split the weights among the ranks one by one, so that no device holds the entire model."""
     if args.deepspeed.get("bf16", {}).get("enabled"):
         for weight in model.parameters():
             weight.data = weight.bfloat16()
@@ -449,7 +450,7 @@ def lr_at(args, step):
 # ---- data ------------------------------------------------------------------------------------
 @rank_first()
 def build_data(args, tokenizer):
-    """Return the training and held-out samples, two memory-mapped [samples, seq_length] tensors."""
+    """Return the training and held-out samples as memory-mapped [samples, seq_length] tensors."""
     path = token_file(args, tokenizer)
     num_samples = path.stat().st_size // 4 // args.seq_length
     num_train = num_samples - args.eval_samples
@@ -510,7 +511,7 @@ def order_of(seed, epoch, num_samples):
 
 
 def batch_at(args, samples, step, micro_step, device):
-    """Return an int64 micro-batch, whose samples depend on the step number, not on past steps."""
+    """Return an int64 micro-batch; its samples depend on the step number, not on past steps."""
     data_rank, num_data_ranks = dist.get_rank(), dist.get_world_size()
     size = args.micro_batch_size * num_data_ranks
     first = ((step - 1) * args.accumulation + micro_step) * size
@@ -542,8 +543,8 @@ def forward_backward(args, engine, train_set, step, device):
         loss = loss_of(args, engine, batch)
         # ZeRO: backward() divides the loss by the number of micro-batches.
         total_loss += engine.backward(loss).detach()
-        # ZeRO: step() clips and updates after the last micro-batch only, and skips the update if a
-        # gradient is not finite.
+        # ZeRO: only after the last micro-batch, step() clips the gradients and updates the weights.
+        # It skips the update if a gradient is not finite.
         engine.step()
     return total_loss
 
@@ -551,7 +552,7 @@ def forward_backward(args, engine, train_set, step, device):
 def train_step(args, engine, train_set, step, device):
     """Run one optimizer step; return the loss and the gradient norm as tensors on the device."""
     torch.manual_seed(mix(args.seed, step, dist.get_rank()))
-    # ZeRO: set the learning rate first, because the engine updates the weights by itself.
+    # ZeRO: set the learning rate first, because forward_backward() also updates the weights.
     for group in engine.optimizer.param_groups:
         group["lr"] = lr_at(args, step)
     loss = forward_backward(args, engine, train_set, step, device)
@@ -567,8 +568,8 @@ def evaluate(args, model, held_out, device):
     batch_size = args.micro_batch_size
     num_rounds = math.ceil(len(held_out) / (batch_size * num_data_ranks))
     for batch in held_out.tensor_split(num_rounds * num_data_ranks)[data_rank::num_data_ranks]:
-        # DDP: a rank with no samples left repeats a sample with weight 0, so that every rank runs
-        # the same number of forward passes.
+        # DDP: a rank with no samples left evaluates the first sample with weight 0, so that every
+        # rank runs the same number of forward passes.
         inputs = batch if len(batch) else held_out[:1]
         total_loss += loss_of(args, model, inputs.long().to(device)) * len(batch)
         num_samples += len(batch)
@@ -609,7 +610,7 @@ def save_checkpoint(args, run_dir, engine, step):
     partial = checkpoint.with_name(".partial")
     if dist.get_rank() == 0:
         (partial_of(checkpoint) / "args.json").write_text(json.dumps(vars(args)))
-    # ZeRO: each rank writes its part of the state; the call waits for all ranks before and after.
+    # ZeRO: each rank writes its part of the state between two barriers in save_checkpoint().
     engine.save_checkpoint(partial, "zero")
     if dist.get_rank() == 0:
         publish(args, partial, checkpoint)
@@ -620,7 +621,7 @@ def load_checkpoint(args, run_dir, engine):
     checkpoints = sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)
     # DDP: all ranks try the checkpoints that rank 0 has found.
     candidates = [checkpoints]
-    # ZeRO: check all files first, because loading would hang if a rank could not read its file.
+    # ZeRO: check the files before loading, which would hang if a rank could not read a file.
     if dist.get_rank() == 0:
         candidates = [[checkpoint for checkpoint in checkpoints if is_readable(checkpoint)]]
     dist.broadcast_object_list(candidates, group=patient_group())
@@ -628,8 +629,9 @@ def load_checkpoint(args, run_dir, engine):
         saved_args = json.loads((checkpoint / "args.json").read_text())
         compare_args(args, saved_args, checkpoint)
         args.wandb_id = saved_args["wandb_id"]
-        # ZeRO: each rank reads the file that has its own number, so the number of ranks must match.
-        # A universal checkpoint has a folder for each weight, so any number of ranks can read it.
+        # ZeRO: each rank reads the file with its own rank number, so the number of ranks must not
+        # change. A universal checkpoint has a folder for each weight, so any number of ranks can
+        # read it.
         saved_ranks = len(list(checkpoint.glob("zero/*_optim_states.pt")))
         num_ranks = dist.get_world_size()
         tag = "zero" if saved_ranks == num_ranks else "universal"
@@ -645,7 +647,8 @@ def load_checkpoint(args, run_dir, engine):
         for group, settings in zip(engine.optimizer.param_groups, param_groups, strict=True):
             group.update(settings, params=group["params"])
         engine.optimizer.clip_grad = args.max_grad_norm
-        # ZeRO: a universal checkpoint gives all groups a shared step counter, so copy it per group.
+        # ZeRO: after loading a universal checkpoint, all parameter groups share a step counter, so
+        # give each group its own copy.
         for state in engine.optimizer.optimizer.state.values():
             state["step"] = state["step"].clone()
         print(f"continuing from {checkpoint}")
@@ -656,7 +659,7 @@ def load_checkpoint(args, run_dir, engine):
 
 
 def is_readable(checkpoint):
-    """Return whether all files of a checkpoint can be opened; if not, print the reason."""
+    """Return whether all zero/*.pt files of a checkpoint are readable; if not, print the reason."""
     try:
         for path in checkpoint.glob("zero/*.pt"):
             torch.load(path, "cpu", mmap=True, weights_only=False)
@@ -731,7 +734,7 @@ def measure(args, model, step, loss, grad_norm, interval_start):
     start_step, start_time = interval_start
     tokens = (step - start_step) * args.global_batch_size * args.seq_length
     speed = tokens / (time.perf_counter() - start_time) if start_time else None
-    # Linux counts ru_maxrss in KiB.
+    # On Linux, the unit of ru_maxrss is KiB.
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if args.device == "cuda":
         memory = torch.cuda.max_memory_allocated()
@@ -749,8 +752,8 @@ def start_tracking(args, run_dir):
         mode=args.wandb if dist.get_rank() == 0 else "disabled",
         resume="allow",
     )
-    # Plot each metric against the "step" in the rows from log(). wandb's own step counter never
-    # goes back, so with that counter, wandb would drop the steps that a resume repeats.
+    # Plot each metric against the "step" in the rows from log(). By default, wandb plots against a
+    # count of the rows, which never goes back, although a resume repeats steps.
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run
 
@@ -793,7 +796,7 @@ def main():
     wandb_run = start_tracking(args, run_dir)
     if start == 0:
         log(run_dir, wandb_run, {"step": 0, "val_loss": evaluate(args, engine, held_out, device)})
-    # The first interval includes compilation. Without a start time, measure() returns no speed.
+    # The first interval includes compilation, so omit its start time; measure() skips the speed.
     interval_start = start, None
     steps = range(start + 1, args.num_steps + 1)
     stops = stop_requests(run_dir)

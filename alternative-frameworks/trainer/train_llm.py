@@ -89,8 +89,8 @@ def parse_args():
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 if fast")
     add("--compile", action="store_true", help="compile the layers and the loss")
-    add("--accelerate-config", help="Accelerate's file, if the launcher is not `accelerate launch`")
-    add("--deepspeed-config", help="DeepSpeed's file; without it, the run uses DDP or FSDP2")
+    add("--accelerate-config", help="Accelerate's config file; omit it under `accelerate launch`")
+    add("--deepspeed-config", help="DeepSpeed's config file; without it, the run uses DDP or FSDP2")
 
     add("-e", "--experiment-name", default=chapter, help="name of the run's folder in --save-dir")
     add("--save-dir", default="outputs", help="the folder that holds all runs")
@@ -141,8 +141,9 @@ def parse_args():
 def adopt_config(args):
     """Set and check the environment variables that Accelerate derives from its config file."""
     if args.accelerate_config:
-        # Accelerate: the launcher has placed the ranks, so read the file as if for one node. With
-        # port 0, Accelerate does not check that its default port is free.
+        # Accelerate: the launcher has already started the ranks, so read the file as if it were for
+        # one node. With port 0, Accelerate uses any free port, and does not warn about its default
+        # port.
         words = ["--num_machines", "1", "--main_process_port", "0"]
         words += ["--config_file", args.accelerate_config, __file__]
         try:
@@ -174,7 +175,7 @@ def adopt_launcher():
         # srun: rank 0 runs on the first node of the list. The list gpu[03-07,12] starts with gpu03.
         nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
         os.environ.setdefault("MASTER_ADDR", nodes.split(",")[0])
-        # srun: derive the port from the job and step ids, because each step needs its own port.
+        # srun: derive the port from the job and step ids; each Slurm step needs its own port.
         step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
         os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))
 
@@ -187,7 +188,7 @@ def has_gpu():
     # Slurm: SLURM_GPUS_ON_NODE is set only in a job that has requested GPUs.
     if "SLURM_GPUS_ON_NODE" in os.environ:
         return True
-    # The NVIDIA and AMD drivers create these files.
+    # The NVIDIA driver creates /dev/nvidiactl, and the AMD driver creates /dev/kfd.
     has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
     return has_driver or bool(visible) or torch.cuda.is_available()
 
@@ -199,7 +200,7 @@ def setup(args):
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     sys.stdout.reconfigure(line_buffering=True)
-    # Progress bars would clutter a log file.
+    # If stderr is not a terminal, it may be a log file, which progress bars would clutter.
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
@@ -223,7 +224,7 @@ def setup(args):
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=args.dist_timeout))
-    # DDP: only rank 0 prints.
+    # DDP: only rank 0 prints to stdout.
     if dist.get_rank() != 0:
         sys.stdout = open(os.devnull, "w")
     check_shared(run_dir)
@@ -233,7 +234,7 @@ def setup(args):
 
 @functools.cache
 def patient_group():
-    """Return a group of all ranks with a timeout of a week; the default group waits minutes."""
+    """Return a group of all ranks that waits up to a week; the default group waits only minutes."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
@@ -267,7 +268,7 @@ def wait_for_all():
 
 
 def check_shared(run_dir):
-    """Stop if a node does not see the files that rank 0 writes to the run's folder."""
+    """Stop if a node cannot see the files that rank 0 writes to the run's folder."""
     probe = [run_dir / f".probe-{uuid.uuid4().hex}"]
     if dist.get_rank() == 0:
         probe[0].touch()
@@ -286,8 +287,8 @@ def stop_requests(run_dir):
     """Yield, before each step, whether the run should stop.
 
     A signal to any rank requests a stop, and so does a file named `stop` in the run's folder. An
-    all-reduce gives all ranks the same answer. The all-reduce runs during the step before, so that
-    no rank waits for the answer.
+    all-reduce gives all ranks the same answer. It runs in the background during the previous step,
+    so that the ranks rarely wait for the answer.
     """
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -307,7 +308,7 @@ def stop_requests(run_dir):
 
 def fail(message):
     """Report a user error in one line on stderr, and exit with status 2."""
-    # DDP: if all ranks have this error, only rank 0 reports it; torchrun ends the waiting ranks.
+    # DDP: wait; if all ranks have this error, rank 0 reports it, and torchrun ends this rank.
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -315,7 +316,7 @@ def fail(message):
 
 
 def mix(*numbers):
-    """Hash several numbers into one 64-bit seed; a sum would be the same for (1, 2) and (2, 1)."""
+    """Hash the numbers into a 64-bit seed that, unlike their sum, depends on their order."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little")
 
 
@@ -377,9 +378,9 @@ def build_model(args, config):
         fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
     model.train()
 
-    # To build a mask, transformers checks in every forward pass whether samples are packed. This
-    # check makes the host wait for the device. Plain causal attention needs no mask, so register it
-    # under a new name, because transformers skips the mask and the check for an unknown name.
+    # In every forward pass, transformers checks whether samples are packed, because packing needs a
+    # mask. The check makes the host wait for the device. Plain causal attention needs no mask, so
+    # register it under a new name; for an unknown name, transformers skips the check and the mask.
     window = getattr(config, "sliding_window", None) or args.seq_length
     uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
     if uses_sdpa and args.seq_length <= window:
@@ -403,7 +404,7 @@ def layers_of(model):
 # ---- data ------------------------------------------------------------------------------------
 @rank_first()
 def build_data(args, tokenizer):
-    """Return the training and held-out samples, two memory-mapped [samples, seq_length] tensors."""
+    """Return the training and held-out samples as memory-mapped [samples, seq_length] tensors."""
     path = token_file(args, tokenizer)
     num_samples = path.stat().st_size // 4 // args.seq_length
     num_train = num_samples - args.eval_samples
@@ -464,7 +465,7 @@ def order_of(seed, epoch, num_samples):
 
 
 class OrderedSamples(torch.utils.data.Dataset):
-    """Hold all samples of the run in their order; the Trainer assigns them to ranks and steps."""
+    """Hold all samples of a run in training order; the Trainer assigns them to ranks and steps."""
 
     def __init__(self, args, samples):
         self.args, self.samples = args, samples
@@ -488,7 +489,7 @@ def samples_at(args, samples, positions):
 
 # ---- one step --------------------------------------------------------------------------------
 class StepTrainer(transformers.Trainer):
-    """Keep the loss of each step, because a Trainer logs the mean loss since its last log."""
+    """Record the loss of each step, because the Trainer logs only a mean over several steps."""
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
@@ -513,7 +514,7 @@ class GuideCallback(transformers.TrainerCallback):
         decays = [args.weight_decay, 0.0]
         for group, weight_decay in zip(optimizer.param_groups, decays, strict=False):
             group |= {"lr": args.learning_rate * factor, "weight_decay": weight_decay}
-        # Trainer: it logs the learning rate that the scheduler has set last.
+        # Trainer: it logs the learning rate from _last_lr, so update _last_lr too.
         lr_scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
     def on_step_begin(self, _, state, control, **__):
@@ -531,7 +532,8 @@ class GuideCallback(transformers.TrainerCallback):
     def on_log(self, _, state, control, logs, model, **__):
         step = state.global_step
         if "loss" in logs:
-            # ZeRO: DeepSpeed skips a step whose gradient is not finite, and would continue.
+            # ZeRO: DeepSpeed only skips the steps whose gradient is not finite, so check their
+            # number.
             skipped = getattr(self.trainer.deepspeed, "skipped_steps", 0)
             if skipped or not math.isfinite(logs["grad_norm"]):
                 first = self.interval_start[0] + 1
@@ -545,21 +547,21 @@ class GuideCallback(transformers.TrainerCallback):
             log(self.run_dir, self.wandb_run, self.row)
 
     def on_save(self, args, state, control, **_):
-        # Trainer: each rank writes its own files, so wait for all of them before the rename.
+        # Trainer: all ranks write files to the folder, so wait for all ranks before renaming it.
         wait_for_all()
         partial = Path(args.output_dir, f"checkpoint-{state.global_step}")
         save_checkpoint(self.args, self.run_dir, partial, state.global_step)
 
 
 def load_zero_settings(args):
-    """Load the settings of DeepSpeed's file; return None if the run does not use DeepSpeed."""
+    """Load the settings of `--deepspeed-config`; return None if the run does not use DeepSpeed."""
     path = args.deepspeed_config
     if not path:
         return None
     # ZeRO: import deepspeed here, so that runs without DeepSpeed do not need it.
     import deepspeed
 
-    # ZeRO: otherwise DeepSpeed would compile an all-reduce for CPUs, which takes minutes.
+    # ZeRO: keep DeepSpeed from compiling its all-reduce for CPUs, which would take minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     try:
         settings = json.loads(Path(path).read_text())
@@ -574,7 +576,7 @@ def load_zero_settings(args):
     if precision != args.precision:
         problem = f"its precision is {precision}, not {args.precision}"
         fail(f"--deepspeed-config {path}: {problem}; make the file again")
-    # ZeRO: otherwise, in stage 3, the Trainer would save the shards twice instead of a model.
+    # ZeRO: make the Trainer save a full model in stage 3; by default, it saves the shards twice.
     settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     return settings
 
@@ -584,13 +586,14 @@ def build_trainer(args, run_dir, guide, model, train_set, held_out):
     uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     zero_settings = load_zero_settings(args)
     if args.device == "cpu":
-        # Accelerate: without these lines, FSDP2 on a CPU would silently become DDP.
+        # Accelerate: for FSDP2, set MULTI_GPU even on CPUs; otherwise it would silently become DDP.
         kind = DistributedType.MULTI_GPU if uses_fsdp else DistributedType.MULTI_CPU
         kind = DistributedType.DEEPSPEED if zero_settings else kind
         PartialState(cpu=True).distributed_type = kind
-    # Trainer: without this line, it would divide GPT-2's loss by one token too many per sample.
+    # Trainer: without loss_type, GPT-2's loss would be divided by one token too many per sample.
     model.loss_type = "ForCausalLM"
-    # Trainer: it fills the last batch with repeated samples, so use a size that divides evenly.
+    # Trainer: it fills an incomplete last batch with repeated samples, so choose a batch size that
+    # divides the held-out samples evenly.
     num_ranks = dist.get_world_size()
     sizes = range(1, args.micro_batch_size + 1)
     eval_sizes = [size for size in sizes if args.eval_samples % (size * num_ranks) == 0]
@@ -610,10 +613,11 @@ def build_trainer(args, run_dir, guide, model, train_set, held_out):
         warmup_steps=args.warmup_steps,
         seed=args.seed,
         use_cpu=args.device == "cpu",
-        # ZeRO: bf16=True would also keep the weights in bf16, even if the file has torch_autocast.
+        # ZeRO: with torch_autocast, leave bf16 off, because bf16=True would keep the weights in
+        # bf16.
         bf16=args.precision == "bf16" and "torch_autocast" not in (zero_settings or {}),
         logging_steps=args.log_every,
-        # Trainer: by default, it hides a loss that is not a number.
+        # Trainer: do not hide a loss that is not finite, as the Trainer does by default.
         logging_nan_inf_filter=False,
         eval_strategy="steps",
         eval_steps=args.eval_every,
@@ -625,7 +629,8 @@ def build_trainer(args, run_dir, guide, model, train_set, held_out):
         deepspeed=zero_settings,
         accelerator_config={
             "use_configured_state": args.device == "cpu",
-            # FSDP2: otherwise each rank would hold the full gradients while it accumulates.
+            # FSDP2: reduce gradients in each micro-batch, so that no rank accumulates full
+            # gradients.
             "gradient_accumulation_kwargs": {"sync_each_batch": uses_fsdp},
         },
         disable_tqdm=True,
@@ -640,7 +645,7 @@ def build_trainer(args, run_dir, guide, model, train_set, held_out):
     trainer.guide, guide.trainer = guide, trainer
     trainer.remove_callback(transformers.PrinterCallback)
     if uses_fsdp and args.precision == "bf16":
-        # Accelerate: by default, FSDP2 would reduce the gradients in bf16.
+        # Accelerate: reduce the gradients in fp32; by default, FSDP2 reduces them in bf16.
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     return trainer
@@ -654,7 +659,7 @@ def partial_of(folder):
         # A run that was killed during a save may have left files behind.
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True, exist_ok=True)
-    # Trainer: all ranks write to this folder, so wait until rank 0 has created it.
+    # Trainer: all ranks write to the temporary folder, so wait until rank 0 has created it.
     wait_for_all()
     return partial
 
@@ -676,7 +681,7 @@ def publish(args, partial, folder):
 
 @rank_first()
 def save_checkpoint(args, run_dir, partial, step):
-    """Publish the Trainer's folder as a checkpoint, now that the folder is complete."""
+    """Add args.json to the folder that the Trainer has written, and publish it as a checkpoint."""
     if dist.get_rank() != 0:
         return
     (partial / "args.json").write_text(json.dumps(vars(args)))
@@ -686,7 +691,7 @@ def save_checkpoint(args, run_dir, partial, step):
 
 
 def load_checkpoint(args, run_dir):
-    """Return the newest checkpoint and its step, or None and 0; the Trainer loads the files."""
+    """Return the newest checkpoint and its step, or None and 0 for a new run; train() loads it."""
     candidates = [max((run_dir / "checkpoints").glob("step-????????"), default=None)]
     # DDP: all ranks use the checkpoint that rank 0 has found.
     dist.broadcast_object_list(candidates, group=patient_group())
@@ -715,10 +720,12 @@ def compare_args(args, saved_args, checkpoint):
 
 def export_model(args, run_dir, trainer, tokenizer):
     """Write the finished model to a folder that `from_pretrained` can load."""
-    # Trainer: wait for all ranks to leave train(), which reads the folder that is deleted next.
+    # Trainer: wait for all ranks to leave train(), which reads the folder that partial_of()
+    # deletes.
     wait_for_all()
     partial = partial_of(run_dir / "model")
-    # Accelerate: with FSDP2, all ranks must make this call, but only rank 0 gets the full weights.
+    # Accelerate: with FSDP2, all ranks must call get_state_dict(), but only rank 0 gets the full
+    # weights.
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if dist.get_rank() != 0:
         return
@@ -766,7 +773,7 @@ def measure(args, model, step, loss, logs, interval_start):
     start_step, start_time = interval_start
     tokens = (step - start_step) * args.global_batch_size * args.seq_length
     speed = tokens / (time.perf_counter() - start_time) if start_time else None
-    # Linux counts ru_maxrss in KiB.
+    # On Linux, the unit of ru_maxrss is KiB.
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if args.device == "cuda":
         memory = torch.cuda.max_memory_allocated()
@@ -785,8 +792,8 @@ def start_tracking(args, run_dir):
         mode=args.wandb if dist.get_rank() == 0 else "disabled",
         resume="allow",
     )
-    # Plot each metric against the "step" in the rows from log(). wandb's own step counter never
-    # goes back, so with that counter, wandb would drop the steps that a resume repeats.
+    # Plot each metric against the "step" in the rows from log(). By default, wandb plots against a
+    # count of the rows, which never goes back, although a resume repeats steps.
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run
 
@@ -822,7 +829,7 @@ def main():
         print(f"{run_dir} is already finished, at step {start}")
         return
 
-    # DDP: keep torch.compile from splitting the graph of a layer where a gradient bucket ends.
+    # DDP: keep torch.compile from splitting a layer's graph at the ends of gradient buckets.
     torch._dynamo.config.optimize_ddp = False
     wandb_run = start_tracking(args, run_dir)
     guide = GuideCallback(args, run_dir, wandb_run, start)
