@@ -119,7 +119,7 @@ def parse_args():
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 if fast")
     add("--compile", action="store_true", help="compile the layers and the loss")
     switch = argparse.BooleanOptionalAction
-    add("--reshard-after-forward", action=switch, default=True, help="free weights early")
+    add("--reshard-after-forward", action=switch, default=True, help="free gathered weights early")
     add("--replicas", type=int, default=1, help="groups of ranks that each hold a full model")
     add("--cpu-offload", action="store_true", help="keep shards and run AdamW on the CPU")
     add(
@@ -286,7 +286,7 @@ def setup(args):
 
 @functools.cache
 def patient_group():
-    """Return a group of all ranks that waits up to a week; the default group waits only minutes."""
+    """Return a group of all ranks with a timeout of a week; the default timeout is only minutes."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
@@ -537,7 +537,7 @@ def full_sequence_feature(config):
 
 
 def needs_mask(model):
-    """Return whether attention needs a mask; build_model() registers attention that needs none."""
+    """Return whether attention needs a mask; causal_sdpa from build_model() needs no mask."""
     return model.config._attn_implementation != "causal_sdpa"
 
 
@@ -595,7 +595,8 @@ def build_mesh(args, device):
         # PP: stages exchange little data, so they may be on different nodes.
         "pipeline": args.pipeline_parallel_size,
         "replicate": args.replicas,
-        # CP: ranks that share a sequence hold different shards, as data-parallel ranks do.
+        # CP: ranks that share a sequence hold different shards of the model, like data-parallel
+        # ranks.
         "shard": data_rank_of(args)[1] // args.replicas * args.context_parallel_size,
         # TP: the last dimension of a mesh groups neighboring ranks, which are on the same node.
         "tensor": args.tensor_parallel_size,

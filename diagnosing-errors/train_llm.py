@@ -233,7 +233,7 @@ def setup(args):
 
 @functools.cache
 def patient_group():
-    """Return a group of all ranks that waits up to a week; the default group waits only minutes."""
+    """Return a group of all ranks with a timeout of a week; the default timeout is only minutes."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 

@@ -294,7 +294,7 @@ class RecordingStream:
 
 
 def from_environment(names, default):
-    """Return the integer in the first of these variables that is set, or `default`."""
+    """Return the first variable in `names` that is set, as an integer, or `default`."""
     for name in names:
         if name in os.environ:
             return int(os.environ[name])

@@ -234,7 +234,7 @@ def setup(args):
 
 @functools.cache
 def patient_group():
-    """Return a group of all ranks that waits up to a week; the default group waits only minutes."""
+    """Return a group of all ranks with a timeout of a week; the default timeout is only minutes."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
@@ -691,7 +691,10 @@ def save_checkpoint(args, run_dir, partial, step):
 
 
 def load_checkpoint(args, run_dir):
-    """Return the newest checkpoint and its step, or None and 0 for a new run; train() loads it."""
+    """Return the newest checkpoint and its step, or None and 0 for a new run.
+
+    trainer.train() loads the checkpoint later.
+    """
     candidates = [max((run_dir / "checkpoints").glob("step-????????"), default=None)]
     # DDP: all ranks use the checkpoint that rank 0 has found.
     dist.broadcast_object_list(candidates, group=patient_group())

@@ -99,7 +99,7 @@ def parse_args():
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 if fast")
     add("--compile", action="store_true", help="compile the layers and the loss")
     switch = argparse.BooleanOptionalAction
-    add("--reshard-after-forward", action=switch, default=True, help="free weights early")
+    add("--reshard-after-forward", action=switch, default=True, help="free gathered weights early")
     add("--replicas", type=int, default=1, help="groups of ranks that each hold a full model")
 
     add("-e", "--experiment-name", default=chapter, help="name of the run's folder in --save-dir")
@@ -220,7 +220,7 @@ def setup(args):
 
 @functools.cache
 def patient_group():
-    """Return a group of all ranks that waits up to a week; the default group waits only minutes."""
+    """Return a group of all ranks with a timeout of a week; the default timeout is only minutes."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
