@@ -36,7 +36,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def parse_args():
-    """Parse and check the command line, and split the global batch into micro-batches."""
+    """Parse and check the command line, and compute the size and number of micro-batches."""
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(formatter_class=formatter, fromfile_prefix_chars="@")
     parser.allow_abbrev = False
@@ -59,7 +59,7 @@ def parse_args():
     add("--num-steps", type=int, default=100, help="total number of optimizer steps")
     add("--lr", type=float, default=1e-3, help="peak learning rate, reached after the warmup")
     add("--warmup-steps", type=int, default=10, help="steps until the learning rate peaks")
-    add("--weight-decay", type=float, default=0.1, help="applied to matrices, not to vectors")
+    add("--weight-decay", type=float, default=0.1, help="decay of matrices; vectors have no decay")
     add("--max-grad-norm", type=float, default=1.0, help="maximum gradient norm; 0 means no limit")
     add("--seed", type=int, default=0, help="seed for weights, data order and dropout")
 
@@ -92,7 +92,7 @@ def parse_args():
         problem = f"torch {torch.__version__} finds no working GPU"
         fail(f"--device cuda: {problem}; repair the driver, or pass --device cpu")
     if args.precision == "auto":
-        # GPUs older than compute capability 8.0 emulate bf16, which is slow.
+        # GPUs below compute capability 8.0 emulate bf16, and the emulation is slow.
         has_bf16 = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
         args.precision = "bf16" if has_bf16 else "fp32"
     local_batch_size = args.global_batch_size
@@ -104,9 +104,9 @@ def parse_args():
 
 
 def has_gpu():
-    """Return whether this process has a GPU, including a GPU that torch cannot use."""
+    """Return whether this process has a GPU, even if torch cannot use the GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible in ("", "-1"):  # the user has hidden all GPUs
+    if visible in ("", "-1"):  # all GPUs are hidden
         return False
     # The NVIDIA driver creates /dev/nvidiactl, and the AMD driver creates /dev/kfd.
     has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
@@ -116,7 +116,7 @@ def has_gpu():
 def setup(args):
     """Set up logging and the run's folder; return the device and the folder."""
     sys.stdout.reconfigure(line_buffering=True)
-    # If stderr is not a terminal, it may be a log file, which progress bars would clutter.
+    # If stderr is not a terminal, disable progress bars, because they would clutter a log file.
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
@@ -175,17 +175,17 @@ def build_tokenizer_and_config(args):
     if args.seq_length > max_length:
         fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {max_length} tokens")
     if len(tokenizer) < 2:
-        fail(f"--model-name {args.model_name}: found no tokenizer; check its files")
+        fail(f"--model-name {args.model_name}: found no tokenizer; check the model's files")
     if tokenizer.eos_token_id is None:
-        fail(f"--model-name {args.model_name}: its tokenizer has no end-of-text token")
+        fail(f"--model-name {args.model_name}: its tokenizer has no eos_token; define one")
     if len(tokenizer) > config.vocab_size:
-        problem = f"its tokenizer has {len(tokenizer)} tokens"
-        fail(f"--model-name {args.model_name}: {problem} for {config.vocab_size} embeddings")
+        problem = f"{len(tokenizer)} tokens, but only {config.vocab_size} embeddings"
+        fail(f"--model-name {args.model_name}: found {problem}")
     return tokenizer, config
 
 
 def build_model(args, config):
-    """Build the model on the CPU in float32, so that its weights do not depend on the device."""
+    """Build the model on the CPU, so that its initial weights do not depend on the device."""
     torch.manual_seed(args.seed)
     if args.pretrained:
         model = AutoModelForCausalLM.from_pretrained(
@@ -200,9 +200,10 @@ def build_model(args, config):
         fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
     model.train()
 
-    # In every forward pass, transformers checks whether samples are packed, because packing needs a
-    # mask. The check makes the host wait for the device. Plain causal attention needs no mask, so
-    # register it under a new name; for an unknown name, transformers skips the check and the mask.
+    # In every forward pass, transformers checks whether samples are packed, because packed samples
+    # need a mask. This check makes the host wait for the device. Plain causal attention needs no
+    # mask, so register SDPA under a new name. transformers has no mask function for the new name,
+    # so it skips both the check and the mask.
     window = getattr(config, "sliding_window", None) or args.seq_length
     uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
     if uses_sdpa and args.seq_length <= window:
@@ -253,7 +254,7 @@ def build_data(args, tokenizer):
     num_train = num_samples - args.eval_samples
     if num_train < 1:
         samples = f"{num_samples} samples of {args.seq_length} tokens"
-        problem = f"{samples} are too few to hold out {args.eval_samples}"
+        problem = f"{samples} are not more than --eval-samples {args.eval_samples}"
         fail(f"--dataset-name {args.dataset_name}: {problem}; add text, or lower --seq-length")
     tokens = torch.from_file(str(path), size=num_samples * args.seq_length, dtype=torch.int32)
     return tokens.view(num_samples, -1).split([num_train, args.eval_samples])
@@ -296,7 +297,7 @@ def load_documents(args):
     features = documents.features.items()
     types = {column: str(getattr(feature, "dtype", feature)) for column, feature in features}
     if types.get(args.text_column) not in ("string", "large_string"):
-        fail(f"--text-column {args.text_column}: not a text column; {name} has {types}")
+        fail(f"--text-column {args.text_column}: not a text column; {name} has the columns {types}")
     return documents
 
 
@@ -332,7 +333,7 @@ def loss_of(args, model, batch):
 
 
 def forward_backward(args, model, train_set, step, device):
-    """Add up the gradients of the step's micro-batches; return the mean loss as a device tensor."""
+    """Compute the gradients of the step's mean loss; return the mean loss as a device tensor."""
     total_loss = torch.zeros((), device=device)
     for micro_step in range(args.accumulation):
         batch = batch_at(args, train_set, step, micro_step, device)
@@ -405,7 +406,7 @@ def publish(args, partial, folder):
 
 
 def save_checkpoint(args, run_dir, model, optimizer, step):
-    """Save everything that cannot be computed from the step number."""
+    """Save the model, the optimizer and the arguments; the step number determines the rest."""
     checkpoint = run_dir / f"checkpoints/step-{step:08}"
     partial = partial_of(checkpoint)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "args": vars(args)}
@@ -421,7 +422,7 @@ def load_checkpoint(args, run_dir, model, optimizer):
             state = torch.load(checkpoint / "state.pt", "cpu", mmap=True, weights_only=True)
         except Exception as error:
             # Reading a damaged file can raise almost any type of exception.
-            print(f"{checkpoint} cannot be read; trying the previous checkpoint: {error!r:.200}")
+            print(f"{checkpoint} cannot be read: {error!r:.200}; trying the previous checkpoint")
             continue
         compare_args(args, state["args"], checkpoint)
         args.wandb_id = state["args"]["wandb_id"]
@@ -432,12 +433,12 @@ def load_checkpoint(args, run_dir, model, optimizer):
         print(f"continuing from {checkpoint}")
         return int(checkpoint.name.removeprefix("step-"))
     if checkpoints:
-        fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete them to start again")
+        fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete the folder to start over")
     return 0
 
 
 def compare_args(args, saved_args, checkpoint):
-    """Stop if an argument that must match has changed; print every other changed argument."""
+    """Stop if an argument that must stay the same has changed; print all other changes."""
     must_match = ["model_name", "config", "num_weights", "dataset_fingerprint"]
     must_match += ["seq_length", "global_batch_size", "seed"]
     for name, value in vars(args).items():
@@ -472,7 +473,8 @@ PEAK_FLOPS = {
 def mfu(args, model, tokens_per_second):
     """Return the model FLOPs utilization (PaLM, appendix B, arxiv.org/abs/2204.02311).
 
-    Return None if the peak of this device or the speed is unknown, or if the precision is not bf16.
+    Return None if the speed is unknown, if PEAK_FLOPS does not list the device, or if the precision
+    is not bf16.
     """
     peak = PEAK_FLOPS.get(torch.cuda.get_device_name() if args.device == "cuda" else "cpu")
     if peak is None or tokens_per_second is None or args.precision != "bf16":
@@ -486,7 +488,7 @@ def mfu(args, model, tokens_per_second):
 
 
 def measure(args, model, step, loss, grad_norm, interval_start):
-    """Return the metrics of `step`; reading them makes the host wait for the device."""
+    """Return the metrics of `step`; loss.item() makes the host wait for the device."""
     row = {"step": step, "loss": loss.item(), "grad_norm": grad_norm.item()}
     start_step, start_time = interval_start
     tokens = (step - start_step) * args.global_batch_size * args.seq_length
@@ -509,16 +511,16 @@ def start_tracking(args, run_dir):
         mode=args.wandb,
         resume="allow",
     )
-    # Plot each metric against the "step" in the rows from log(). By default, wandb plots against a
-    # count of the rows, which never goes back, although a resume repeats steps.
+    # Plot each metric against the "step" in its row. By default, wandb numbers the rows itself, so
+    # steps that a resume repeats would look like new steps.
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run
 
 
 def log(run_dir, wandb_run, row):
-    """Append a row to metrics.jsonl, and send it to wandb and stdout.
+    """Append `row` to metrics.jsonl, and send `row` to wandb and stdout.
 
-    After a resume, a step may have more than one row; the last row counts.
+    After a resume, metrics.jsonl may have several rows for a step; the last row is valid.
     """
     with open(run_dir / "metrics.jsonl", "a") as file:
         print(json.dumps(row), file=file)
@@ -547,7 +549,7 @@ def main():
     wandb_run = start_tracking(args, run_dir)
     if start == 0:
         log(run_dir, wandb_run, {"step": 0, "val_loss": evaluate(args, model, held_out, device)})
-    # The first interval includes compilation, so omit its start time; measure() skips the speed.
+    # The first interval may include compilation. Without a start time, measure() reports no speed.
     interval_start = start, None
     steps = range(start + 1, args.num_steps + 1)
     for step in tqdm(steps, initial=start, total=args.num_steps, file=sys.stdout, disable=None):
@@ -558,7 +560,7 @@ def main():
         saving = is_last or step % args.checkpoint_every == 0
         if (reporting or saving) and optimizer.found_inf:
             first = interval_start[0] + 1
-            fail(f"a gradient in steps {first} to {step} was not finite; nothing was saved")
+            fail(f"a gradient in steps {first} to {step} was not finite; these steps are not saved")
         if reporting:
             row = measure(args, model, step, loss, grad_norm, interval_start)
             if evaluating:

@@ -235,7 +235,7 @@ def check(args):
     layout += f" --pipeline-parallel-size {args.pipeline_parallel_size}"
     if args.ranks % ranks_per_sample:
         problem = f"{args.ranks} ranks are not divisible by {ranks_per_sample}"
-        fail(f"{layout}: {problem}; start a multiple of {ranks_per_sample}")
+        fail(f"{layout}: {problem}; start a multiple of {ranks_per_sample} ranks")
     num_data_ranks = args.ranks // ranks_per_sample
     local_batch_size, remainder = divmod(args.global_batch_size, num_data_ranks)
     if remainder:

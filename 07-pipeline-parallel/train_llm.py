@@ -56,7 +56,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.hub import snapshot_download
 
-# Each launcher passes the rank, the world size and the local rank in these variables.
+# The environment variables that each launcher sets to the rank, the world size and the local rank,
+# in this order.
 LAUNCHER_VARIABLES = {
     "torchrun": ["RANK", "WORLD_SIZE", "LOCAL_RANK"],
     "Open MPI": ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],
@@ -65,10 +66,11 @@ LAUNCHER_VARIABLES = {
 }
 # The number of tokens whose logits exist at the same time.
 CHUNK_SIZE = 1024
-# The future of the asynchronous save in progress; the list holds at most one future.
+# The asynchronous save in progress: a list with at most one Future object.
 PENDING_SAVES = []
-# Each style defines how ranks share the work of a module. The tensor-parallel plans of transformers
-# use these names. Shard(1): a rank has the hidden states of its part of each sequence.
+# Each style defines how ranks share the work of a module. The keys are the style names in the
+# tensor-parallel plans of transformers. Shard(1) splits hidden states along the sequence: each rank
+# has one part of each sequence.
 STYLES = {
     "colwise": tp.ColwiseParallel(),
     "rowwise": tp.RowwiseParallel(output_layouts=Shard(1)),
@@ -86,7 +88,7 @@ SCHEDULES = {
 
 
 def parse_args():
-    """Parse and check the command line, and split the global batch into micro-batches."""
+    """Parse and check the command line, and compute the size and number of micro-batches."""
     adopt_launcher()
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(formatter_class=formatter, fromfile_prefix_chars="@")
@@ -110,7 +112,7 @@ def parse_args():
     add("--num-steps", type=int, default=100, help="total number of optimizer steps")
     add("--lr", type=float, default=1e-3, help="peak learning rate, reached after the warmup")
     add("--warmup-steps", type=int, default=10, help="steps until the learning rate peaks")
-    add("--weight-decay", type=float, default=0.1, help="applied to matrices, not to vectors")
+    add("--weight-decay", type=float, default=0.1, help="decay of matrices; vectors have no decay")
     add("--max-grad-norm", type=float, default=1.0, help="maximum gradient norm; 0 means no limit")
     add("--seed", type=int, default=0, help="seed for weights, data order and dropout")
 
@@ -120,7 +122,7 @@ def parse_args():
     switch = argparse.BooleanOptionalAction
     add("--reshard-after-forward", action=switch, default=True, help="free gathered weights early")
     add("--replicas", type=int, default=1, help="groups of ranks that each hold a full model")
-    add("--cpu-offload", action="store_true", help="keep shards and run AdamW on the CPU")
+    add("--cpu-offload", action="store_true", help="keep shards on the CPU, and run AdamW there")
     add(
         "--recompute",
         choices=["none", "full", "selective"],
@@ -128,7 +130,7 @@ def parse_args():
         help="activations to compute again in the backward pass",
     )
     add("--tensor-parallel-size", type=int, default=1, help="ranks that split each matrix")
-    add("--pipeline-parallel-size", type=int, default=1, help="ranks that split the layers")
+    add("--pipeline-parallel-size", type=int, default=1, help="ranks that each hold some layers")
     add("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="order of micro-batches")
 
     add("-e", "--experiment-name", default=chapter, help="name of the run's folder in --save-dir")
@@ -158,13 +160,13 @@ def parse_args():
         problem = f"torch {torch.__version__} finds no working GPU"
         fail(f"--device cuda: {problem}; repair the driver, or pass --device cpu")
     if args.precision == "auto":
-        # GPUs older than compute capability 8.0 emulate bf16, which is slow.
+        # GPUs below compute capability 8.0 emulate bf16, and the emulation is slow.
         has_bf16 = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
         args.precision = "bf16" if has_bf16 else "fp32"
     if "LOCAL_RANK" not in os.environ:
         fail("start this script with a launcher, such as torchrun, srun or mpirun")
     if "MASTER_ADDR" not in os.environ:
-        fail("MASTER_ADDR is not set; pass it to mpirun: -x MASTER_ADDR=... -x MASTER_PORT=...")
+        fail("MASTER_ADDR is not set; pass it and MASTER_PORT with -x (Open MPI) or -genv (MPICH)")
     world_size = int(os.environ["WORLD_SIZE"])
     # TP: the ranks that split a matrix process the same samples, and split each sequence.
     ranks_per_sample = args.tensor_parallel_size
@@ -177,7 +179,7 @@ def parse_args():
     layout += f" --pipeline-parallel-size {args.pipeline_parallel_size}"
     if world_size % ranks_per_sample:
         problem = f"{world_size} ranks are not divisible by {ranks_per_sample}"
-        fail(f"{layout}: {problem}; start a multiple of {ranks_per_sample}")
+        fail(f"{layout}: {problem}; start a multiple of {ranks_per_sample} ranks")
     num_data_ranks = world_size // ranks_per_sample
     local_batch_size, remainder = divmod(args.global_batch_size, num_data_ranks)
     if remainder:
@@ -198,11 +200,12 @@ def parse_args():
 def check_schedule(args):
     """Stop if the micro-batches of a step do not fill the pipeline schedule."""
     ranks, micro_batches = args.pipeline_parallel_size, args.accumulation
-    # The interleaved schedule needs a number of micro-batches that is a multiple of `ranks`.
+    # For the interleaved schedule, require a multiple of `ranks`, as its paper does. torch also
+    # accepts some other numbers of micro-batches.
     group_size = ranks if args.pipeline_schedule == "interleaved-1f1b" else 1
     if micro_batches < ranks or micro_batches % group_size:
-        problem = f"--pipeline-parallel-size {ranks}: {micro_batches} micro-batches do not fill it"
-        fail(f"{problem}; choose a smaller --batch-size or a larger --global-batch-size")
+        problem = f"{micro_batches} micro-batches do not fill the pipeline; lower --batch-size"
+        fail(f"--pipeline-parallel-size {ranks}: {problem} or raise --global-batch-size")
 
 
 def adopt_launcher():
@@ -222,9 +225,9 @@ def adopt_launcher():
 
 
 def has_gpu():
-    """Return whether this process has a GPU, including a GPU that torch cannot use."""
+    """Return whether this process has a GPU, even if torch cannot use the GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible in ("", "-1"):  # the user has hidden all GPUs
+    if visible in ("", "-1"):  # all GPUs are hidden
         return False
     # Slurm: SLURM_GPUS_ON_NODE is set only in a job that has requested GPUs.
     if "SLURM_GPUS_ON_NODE" in os.environ:
@@ -236,12 +239,12 @@ def has_gpu():
 
 def setup(args):
     """Join the process group; return this rank's device and the run's folder."""
-    # DDP: let Linux kill this rank when its launcher dies. Otherwise, this rank could overwrite
-    # files of the next run. The 1 is PR_SET_PDEATHSIG.
+    # DDP: let Linux kill this rank when its launcher dies. Otherwise, this rank could keep training
+    # and overwrite the files of the next run. The 1 is PR_SET_PDEATHSIG.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     sys.stdout.reconfigure(line_buffering=True)
-    # If stderr is not a terminal, it may be a log file, which progress bars would clutter.
+    # If stderr is not a terminal, disable progress bars, because they would clutter a log file.
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
@@ -259,7 +262,7 @@ def setup(args):
         if num_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
             local_rank = 0
         if local_rank >= num_gpus:
-            fail(f"local rank {local_rank} has no GPU: torch sees {num_gpus}; start fewer ranks")
+            fail(f"local rank {local_rank}: torch sees only {num_gpus} GPUs; start fewer ranks")
         # DDP: without set_device(), every rank would also allocate memory on GPU 0.
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -275,7 +278,7 @@ def setup(args):
 
 @functools.cache
 def patient_group():
-    """Return a group of all ranks with a timeout of a week; the default timeout is only minutes."""
+    """Return a group whose timeout is a week, because tokenizing may take hours."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
@@ -287,7 +290,7 @@ def background_group():
 
 @contextmanager
 def rank_first():
-    """Run the body on rank 0, then on one rank of each other node, then on the remaining ranks.
+    """Run the body on rank 0, then on local rank 0 of the other nodes, then on the remaining ranks.
 
     Later ranks find the files that earlier ranks have written.
     """
@@ -309,7 +312,7 @@ def wait_for_all():
     try:
         dist.barrier(group=patient_group())
     except RuntimeError as error:
-        # DDP: wait while the failed rank reports the reason; torchrun then ends this rank.
+        # DDP: wait while the failed rank reports the reason; torchrun usually ends this rank then.
         time.sleep(10)
         sys.exit(f"another rank has failed: {error}")
 
@@ -331,11 +334,11 @@ def check_shared(run_dir):
 
 
 def stop_requests(run_dir):
-    """Yield, before each step, whether the run should stop.
+    """Yield, before each step, whether the run should stop after that step.
 
-    A signal to any rank requests a stop, and so does a file named `stop` in the run's folder. An
-    all-reduce gives all ranks the same answer. It runs in the background during the previous step,
-    so that the ranks rarely wait for the answer.
+    SIGTERM, SIGUSR1 or SIGHUP on any rank requests a stop, and so does a file named `stop` in the
+    run's folder. An all-reduce gives all ranks the same answer. The all-reduce runs in the
+    background during the previous step, so that the ranks rarely wait for the answer.
     """
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -355,7 +358,8 @@ def stop_requests(run_dir):
 
 def fail(message):
     """Report a user error in one line on stderr, and exit with status 2."""
-    # DDP: wait; if all ranks have this error, rank 0 reports it, and torchrun ends this rank.
+    # DDP: let rank 0 report an error that all ranks have; the launcher then ends this rank. If only
+    # this rank has the error, this rank reports it after the wait.
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -400,17 +404,20 @@ def build_tokenizer_and_config(args):
     if args.seq_length > max_length:
         fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {max_length} tokens")
     if len(tokenizer) < 2:
-        fail(f"--model-name {args.model_name}: found no tokenizer; check its files")
+        fail(f"--model-name {args.model_name}: found no tokenizer; check the model's files")
     if tokenizer.eos_token_id is None:
-        fail(f"--model-name {args.model_name}: its tokenizer has no end-of-text token")
+        fail(f"--model-name {args.model_name}: its tokenizer has no eos_token; define one")
     if len(tokenizer) > config.vocab_size:
-        problem = f"its tokenizer has {len(tokenizer)} tokens"
-        fail(f"--model-name {args.model_name}: {problem} for {config.vocab_size} embeddings")
+        problem = f"{len(tokenizer)} tokens, but only {config.vocab_size} embeddings"
+        fail(f"--model-name {args.model_name}: found {problem}")
     return tokenizer, config
 
 
 def build_model(args, config):
-    """Build the model with uninitialized weights, which use no memory until shard() fills them."""
+    """Build the model with uninitialized weights.
+
+    Linux gives them memory only when shard() fills them.
+    """
     torch.manual_seed(args.seed)
     # Skip random initialization in the constructors; shard() initializes weights layer by layer.
     with no_init_weights():
@@ -419,9 +426,10 @@ def build_model(args, config):
         fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
     model.train()
 
-    # In every forward pass, transformers checks whether samples are packed, because packing needs a
-    # mask. The check makes the host wait for the device. Plain causal attention needs no mask, so
-    # register it under a new name; for an unknown name, transformers skips the check and the mask.
+    # In every forward pass, transformers checks whether samples are packed, because packed samples
+    # need a mask. This check makes the host wait for the device. Plain causal attention needs no
+    # mask, so register SDPA under a new name. transformers has no mask function for the new name,
+    # so it skips both the check and the mask.
     window = getattr(config, "sliding_window", None) or args.seq_length
     uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
     if uses_sdpa and args.seq_length <= window:
@@ -453,7 +461,7 @@ def build_model(args, config):
 
 
 def check_model(args, model):
-    """Report the reason and stop if this script cannot train the model."""
+    """If this script cannot train the model, report the reason and stop."""
     caps = ["final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"]
     has_cap = any(getattr(model.config, cap, None) for cap in caps)
     name = args.model_name
@@ -504,7 +512,7 @@ def module_without_style(model):
 
 
 def key_value_heads_of(config):
-    """Return the number of key-value heads before the ranks split them."""
+    """Return the number of key-value heads in each layer of the full model."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
@@ -538,7 +546,7 @@ def chunked_loss(head, logits, labels, *_, **__):
 
 
 def full_weight(weight):
-    """Gather a split weight; its gradient is the sum of the gradients of all ranks."""
+    """Gather a split weight; in the backward pass, add up its gradients across the ranks."""
     if isinstance(weight, DTensor):
         return weight.full_tensor(grad_placements=[Partial()])
     return weight
@@ -580,10 +588,11 @@ def build_mesh(args, device):
 
 
 def shard(args, model, device):
-    """Initialize the model and split it across the ranks in place, layer by layer; return it.
+    """Initialize the model and split it across the ranks layer by layer; return the model.
 
-    The host never holds the full model. After a layer gets its values, fully_shard() moves this
-    rank's shard to the device and frees the rest. Then the next layer gets its values.
+    After a layer gets its values, fully_shard() keeps this rank's shard and frees the rest of the
+    layer. Only then does the next layer get its values, so that no rank has to hold the full model.
+    The shards are on the device or, with --cpu-offload, on the CPU.
     """
     mesh = build_mesh(args, device)
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -602,8 +611,9 @@ def shard(args, model, device):
     def initialize_and_shard(module):
         initialize(args, owners[module], module)
         if module in other_modules:
-            # PP: this module belongs to another rank. Initializing it here has only advanced the
-            # random number generator, so that later modules get the same values as in chapter 01.
+            # PP: this module belongs to another rank, so drop its values. The initialization was
+            # still necessary: it has advanced the random number generator, so that later modules
+            # get the same values as in chapter 01.
             module.to_empty(device="meta").requires_grad_(False)
             return
         if module in layers:
@@ -627,7 +637,8 @@ def shard(args, model, device):
     for stage in stages.values():
         fully_shard(stage, reshard_after_forward=False, **options)
     if args.pipeline_parallel_size > 1:
-        # PP: fully_shard() has replaced the embedding's weight, so tie the head to it again.
+        # PP: fully_shard() has replaced the weight of the embedding, so tie the head to the new
+        # weight.
         model.tie_weights()
         model.schedule = build_schedule(args, model, stages, device, mesh.get_group("pipeline"))
     if args.pretrained:
@@ -648,7 +659,10 @@ def build_stages(args, model, pipeline_rank):
 
 
 def split_into_stages(args, model):
-    """Return each stage's modules: its layers and, in the first and last stage, other modules."""
+    """Return each stage's modules.
+
+    The first and the last stage also have modules outside of the layers.
+    """
     layers, num_stages = layers_of(model), args.num_stages
     # To balance the stages, count the embedding as an extra layer at the start, and the head as an
     # extra layer at the end. Every stage has at least one decoder layer.
@@ -685,13 +699,15 @@ class Exit(torch.nn.Module):
 
 
 def build_stage(args, model, modules, number):
-    """Build a model for one stage; it shares the modules of that stage with `model`.
+    """Build a model that runs one stage of `model`.
 
-    Stand-ins replace the modules of the other stages. The forward pass takes token ids in the first
-    stage and hidden states in the other stages, and it returns hidden states.
+    The new model shares the modules of that stage with `model`, and has stand-ins for the modules
+    of the other stages. Its forward pass takes token ids in the first stage and hidden states in
+    the other stages, and returns hidden states.
     """
     entry, end = Entry(), Exit()
-    # deepcopy() does not copy a module whose id is in the memo; it uses the object stored there.
+    # If the id of a module is in the memo, deepcopy() uses the object that the memo holds for that
+    # id, instead of a copy of the module.
     memo = {id(module): entry for module in chain(*modules[:number])}
     memo |= {id(module): end for module in chain(*modules[number + 1 :])}
     memo |= {id(module): module for module in modules[number]}
@@ -713,7 +729,8 @@ def build_stage(args, model, modules, number):
 
 def build_schedule(args, model, stages, device, group):
     """Build the schedule, which runs micro-batches forward and backward through the stages."""
-    # The schedule allocates receive buffers of these shapes.
+    # Describe the inputs and outputs of the stages with empty meta tensors, so that the schedule
+    # can allocate its receive buffers.
     length = args.seq_length
     ids = torch.empty(args.micro_batch_size, length, dtype=torch.int64, device="meta")
     dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
@@ -756,7 +773,8 @@ def split_matrices(model, modules, mesh):
     """Split the weights of these modules across a tensor-parallel group, in place.
 
     Inside a block (attention or MLP), a rank computes its own heads or columns for the full
-    sequence. Between blocks, a rank has all columns, but only for its part of the sequence.
+    sequence. Between blocks, a rank has complete hidden states, but only for its part of the
+    sequence.
     """
     if mesh.size() == 1:
         return
@@ -764,7 +782,8 @@ def split_matrices(model, modules, mesh):
     for module in modules:
         weights = dict(module.named_parameters(recurse=False))
         if module is head:
-            # Only split the weights of the head, because chunked_loss() gathers and applies them.
+            # Split the weights of the head, but do not change its forward pass, because
+            # chunked_loss() gathers and applies the weights.
             for name, weight in weights.items():
                 rows = distribute_tensor(weight.data, mesh, [Shard(0)], src_data_rank=None)
                 module.register_parameter(name, torch.nn.Parameter(rows))
@@ -780,7 +799,7 @@ def split_matrices(model, modules, mesh):
 
 
 def gather_sequence(mesh, block, args, kwargs):
-    """Gather the full sequence before a block; the backward pass reduce-scatters its gradient."""
+    """Gather the full sequence's hidden states; the backward pass reduce-scatters the gradient."""
     local = args[0] if args else kwargs["hidden_states"]
     hidden = DTensor.from_local(local, mesh, [Shard(1)]).redistribute(placements=[Replicate()])
     if args:
@@ -803,8 +822,8 @@ def read_weights(args, model):
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     prefix = f"{model.base_model_prefix}."
     for name in weights.keys() - file_metadata.keys():
-        # In the files of a model that was saved without a head, weight names lack the prefix of
-        # the base model. GPT-NeoX calls its head embed_out.
+        # In the files of a model that was saved without a head, weight names lack the prefix of the
+        # base model. The files of GPT-NeoX models call the head embed_out.
         file_name = name.removeprefix(prefix).replace("lm_head", "embed_out")
         weights[file_name] = weights.pop(name)
     dcp.load(weights, storage_reader=reader, process_group=patient_group())
@@ -852,7 +871,7 @@ def build_data(args, tokenizer):
     num_train = num_samples - args.eval_samples
     if num_train < 1:
         samples = f"{num_samples} samples of {args.seq_length} tokens"
-        problem = f"{samples} are too few to hold out {args.eval_samples}"
+        problem = f"{samples} are not more than --eval-samples {args.eval_samples}"
         fail(f"--dataset-name {args.dataset_name}: {problem}; add text, or lower --seq-length")
     tokens = torch.from_file(str(path), size=num_samples * args.seq_length, dtype=torch.int32)
     return tokens.view(num_samples, -1).split([num_train, args.eval_samples])
@@ -895,7 +914,7 @@ def load_documents(args):
     features = documents.features.items()
     types = {column: str(getattr(feature, "dtype", feature)) for column, feature in features}
     if types.get(args.text_column) not in ("string", "large_string"):
-        fail(f"--text-column {args.text_column}: not a text column; {name} has {types}")
+        fail(f"--text-column {args.text_column}: not a text column; {name} has the columns {types}")
     return documents
 
 
@@ -918,7 +937,7 @@ def batch_at(args, samples, step, micro_step, device):
 
 def data_rank_of(args):
     """Return this rank's data-parallel rank, and the number of data-parallel ranks."""
-    # TP: neighboring ranks process the same samples.
+    # TP: the neighboring ranks of one tensor-parallel group process the same samples.
     ranks_per_sequence = args.tensor_parallel_size
     # PP: all ranks of one pipeline process the same samples.
     num_data_ranks = dist.get_world_size() // ranks_per_sequence // args.pipeline_parallel_size
@@ -950,8 +969,8 @@ def loss_of(args, model, batch):
 def run_schedule(args, model, batch):
     """Run a batch forward through all stages and, in training, backward through all stages.
 
-    Only the last stage has a loss, so the returned loss is scaled: its mean over all ranks is the
-    mean loss of the batch.
+    Only the ranks of the last stage have the loss; the other ranks return 0. The returned loss is
+    scaled, so that its mean over all ranks of a pipeline is the mean loss of the batch.
     """
     # The schedule needs a fixed number of samples, so pad the batch. The loss ignores target -100.
     num_samples = args.accumulation * args.micro_batch_size
@@ -965,7 +984,7 @@ def run_schedule(args, model, batch):
 
 
 def forward_backward(args, model, train_set, step, device):
-    """Add up the gradients of the step's micro-batches; return the mean loss as a device tensor."""
+    """Compute the gradients of the step's mean loss; return the mean loss as a device tensor."""
     if args.pipeline_parallel_size > 1:
         # PP: the schedule runs the forward and backward passes of all micro-batches.
         batches = [batch_at(args, train_set, step, n, device) for n in range(args.accumulation)]
@@ -1013,7 +1032,9 @@ def clip_gradients(args, model):
     # FSDP: full_tensor() combines the norms of all shards.
     grad_norm = torch.nn.utils.get_total_norm(grads).full_tensor()
     if args.pipeline_parallel_size > 1:
-        # PP: add up the squares of the stages' norms. All ranks of a stage have the same norm.
+        # PP: add up the squares of the norms of all pipeline ranks. All ranks with the same
+        # pipeline rank have the same norm, so the sum is the mean over all ranks times the number
+        # of pipeline ranks.
         dist.all_reduce(grad_norm.square_(), dist.ReduceOp.AVG)
         grad_norm.mul_(args.pipeline_parallel_size).sqrt_()
     # FSDP: replicas may round the norm differently, so all ranks use the norm of rank 0.
@@ -1108,11 +1129,12 @@ def finish_saves():
 
 
 def save_checkpoint(args, run_dir, model, optimizer, step):
-    """Save everything that cannot be computed from the step number."""
+    """Save the model, the optimizer and the arguments; the step number determines the rest."""
     finish_saves()
     checkpoint = run_dir / f"checkpoints/step-{step:08}"
     state = state_of(model, optimizer)
-    # FSDP: only rank 0 adds arguments; otherwise, DCP would save an arbitrary rank's arguments.
+    # FSDP: only rank 0 adds its arguments to the state; otherwise, DCP would save the arguments of
+    # an arbitrary rank.
     if dist.get_rank() == 0:
         state["args"] = json.dumps(vars(args))
     writer = PublishingWriter(args, checkpoint)
@@ -1127,7 +1149,8 @@ def state_of(model, optimizer):
     """Return this rank's shards in a dict whose keys do not depend on the number of ranks."""
     # FSDP: call weights_of() first, because it reshards weights that an evaluation left gathered.
     weights = own_weights(weights_of(model))
-    # FSDP: get_optimizer_state_dict() also creates the state of an optimizer that has none yet.
+    # FSDP: get_optimizer_state_dict() also creates the optimizer's state if the optimizer has no
+    # state yet.
     optimizer_state = get_optimizer_state_dict(model, optimizer)["state"]
     return {"model": weights, "optimizer": optimizer_state}
 
@@ -1161,19 +1184,20 @@ def load_checkpoint(args, run_dir, model, optimizer):
             # FSDP: each rank reads its shards directly into the model and the optimizer.
             dcp.load(state, checkpoint_id=checkpoint, process_group=patient_group())
         except (Exception, dcp.CheckpointException) as error:
-            # FSDP: DCP raises the error of one rank on all ranks.
-            print(f"{checkpoint} cannot be read; trying the previous checkpoint: {error!r:.200}")
+            # FSDP: DCP raises an error of one rank on all ranks, so all ranks try the same
+            # checkpoint next.
+            print(f"{checkpoint} cannot be read: {error!r:.200}; trying the previous checkpoint")
             continue
         args.wandb_id = saved_args["wandb_id"]
         print(f"continuing from {checkpoint}")
         return int(checkpoint.name.removeprefix("step-"))
     if checkpoints:
-        fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete them to start again")
+        fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete the folder to start over")
     return 0
 
 
 def compare_args(args, saved_args, checkpoint):
-    """Stop if an argument that must match has changed; print every other changed argument."""
+    """Stop if an argument that must stay the same has changed; print all other changes."""
     must_match = ["model_name", "config", "num_weights", "dataset_fingerprint"]
     must_match += ["seq_length", "global_batch_size", "seed"]
     for name, value in vars(args).items():
@@ -1222,7 +1246,8 @@ PEAK_FLOPS = {
 def mfu(args, model, tokens_per_second):
     """Return the model FLOPs utilization (PaLM, appendix B, arxiv.org/abs/2204.02311).
 
-    Return None if the peak of this device or the speed is unknown, or if the precision is not bf16.
+    Return None if the speed is unknown, if PEAK_FLOPS does not list the device, or if the precision
+    is not bf16.
     """
     peak = PEAK_FLOPS.get(torch.cuda.get_device_name() if args.device == "cuda" else "cpu")
     if peak is None or tokens_per_second is None or args.precision != "bf16":
@@ -1236,7 +1261,7 @@ def mfu(args, model, tokens_per_second):
 
 
 def measure(args, model, step, loss, grad_norm, interval_start):
-    """Return the metrics of `step`; reading them makes the host wait for the device."""
+    """Return the metrics of `step`; loss.item() makes the host wait for the device."""
     dist.all_reduce(loss, dist.ReduceOp.AVG)
     row = {"step": step, "loss": loss.item(), "grad_norm": grad_norm.item()}
     start_step, start_time = interval_start
@@ -1260,16 +1285,16 @@ def start_tracking(args, run_dir):
         mode=args.wandb if dist.get_rank() == 0 else "disabled",
         resume="allow",
     )
-    # Plot each metric against the "step" in the rows from log(). By default, wandb plots against a
-    # count of the rows, which never goes back, although a resume repeats steps.
+    # Plot each metric against the "step" in its row. By default, wandb numbers the rows itself, so
+    # steps that a resume repeats would look like new steps.
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run
 
 
 def log(run_dir, wandb_run, row):
-    """Append a row to metrics.jsonl, and send it to wandb and stdout.
+    """Append `row` to metrics.jsonl, and send `row` to wandb and stdout.
 
-    After a resume, a step may have more than one row; the last row counts.
+    After a resume, metrics.jsonl may have several rows for a step; the last row is valid.
     """
     if dist.get_rank() != 0:
         return
@@ -1301,7 +1326,7 @@ def main():
     wandb_run = start_tracking(args, run_dir)
     if start == 0:
         log(run_dir, wandb_run, {"step": 0, "val_loss": evaluate(args, model, held_out, device)})
-    # The first interval includes compilation, so omit its start time; measure() skips the speed.
+    # The first interval may include compilation. Without a start time, measure() reports no speed.
     interval_start = start, None
     steps = range(start + 1, args.num_steps + 1)
     stops = stop_requests(run_dir)
@@ -1314,7 +1339,7 @@ def main():
         saving = is_last or step % args.checkpoint_every == 0 or stop
         if (reporting or saving) and optimizer.found_inf:
             first = interval_start[0] + 1
-            fail(f"a gradient in steps {first} to {step} was not finite; nothing was saved")
+            fail(f"a gradient in steps {first} to {step} was not finite; these steps are not saved")
         if reporting:
             row = measure(args, model, step, loss, grad_norm, interval_start)
             if evaluating:
@@ -1326,7 +1351,7 @@ def main():
             interval_start = step, time.perf_counter()
         if stop and not is_last:
             finish_saves()
-            print(f"stopped at step {step}; the same command continues")
+            print(f"stopped at step {step}; run the same command to continue")
             wandb_run.finish()
             return
 
@@ -1338,7 +1363,7 @@ def main():
 
 if __name__ == "__main__":
     main()
-    # DDP: after --help, main() returns without a process group.
+    # DDP: after --help, @record makes main() return before setup() has created a process group.
     if dist.is_initialized():
         # DDP: keep every rank alive until all ranks have finished.
         wait_for_all()

@@ -38,7 +38,7 @@ from pathlib import Path
 
 # Turn off torch's own error log, because pages of C++ frames would hide this script's message.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-# Let NCCL raise an exception at a timeout; by default, NCCL aborts the process.
+# Let torch raise an exception when NCCL times out; by default, torch aborts the process.
 os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
 
 import torch
@@ -52,8 +52,8 @@ LAUNCHERS = [
     ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],  # srun
 ]
 NO_GO, WARNING = "no-go", "warning"
-# A device or link is slow if it reaches less than this fraction of the median. CPUs get a lower
-# limit, because other programs use part of a CPU's time.
+# A device or link is slow if its rate is less than this fraction of the median rate. CPUs get a
+# lower limit, because other programs use part of a CPU's time.
 SLOW_DEVICE = {"cuda": 0.85, "cpu": 0.5}
 SLOW_LINK = {"cuda": 0.5, "cpu": 0.25}
 # Each rank measures its links to at most this number of partners.
@@ -77,20 +77,20 @@ Finding = namedtuple("Finding", "level check ranks value usual advice")
 
 
 def parse_args(argv=None):
-    """Parse and check the command line; exit with status 2 if an argument is wrong."""
+    """Parse and check the command line and the launcher's variables."""
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(formatter_class=formatter, allow_abbrev=False)
     parser.error = fail
     add = parser.add_argument
     add("--save-dir", default="outputs", help="folder where the run will write its checkpoints")
     add("--checkpoint-gb", type=float, default=0.0, help="size of a checkpoint, in 10^9 bytes")
-    add("--network-gbs", type=float, default=0.0, help="expected GB/s per rank between nodes")
+    add("--network-gbs", type=float, default=0.0, help="expected GB/s between nodes; 0: unknown")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
     add("--timeout", type=int, default=60, help="seconds that a rank waits for other ranks")
     args = parser.parse_args(argv)
     for name, minimum in {"checkpoint_gb": 0, "network_gbs": 0, "timeout": 1}.items():
         value = getattr(args, name)
-        # This form of the comparison also rejects NaN.
+        # NaN fails every comparison, so this negated form rejects NaN too.
         if not minimum <= value < math.inf:
             fail(f"--{name.replace('_', '-')} {value}: must be at least {minimum}")
     if args.device == "auto":
@@ -101,7 +101,7 @@ def parse_args(argv=None):
         problem = f"torch {torch.__version__} finds no working GPU on {socket.gethostname()}"
         fail(f"--device cuda: {problem}; repair the driver, or pass --device cpu")
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        fail("start this with a launcher; mpirun needs -x MASTER_ADDR=... -x MASTER_PORT=... too")
+        fail("start this with a launcher; mpirun also needs -x MASTER_ADDR=... -x MASTER_PORT=...")
     return args
 
 
@@ -116,7 +116,8 @@ def adopt_launcher():
         # Rank 0 runs on the first node in the node list: on gpu03 if the list is gpu[03-07,12].
         nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
         os.environ.setdefault("MASTER_ADDR", nodes.split(",")[0])
-        # Derive the port from the ids of the job and the step, so that two steps can share a node.
+        # Derive the port from the job id and the step id, so that two steps on the same node use
+        # different ports.
         step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
         os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))
 
@@ -124,7 +125,8 @@ def adopt_launcher():
 def fail(message):
     """Report a user error in one line on stderr, and exit with status 2."""
     if os.environ.get("RANK", "0") != "0":
-        # Let rank 0 report the error; the launcher then ends this rank before it prints a copy.
+        # Wait, so that rank 0 can report the same error first. The launcher then usually ends this
+        # rank before this rank prints the error again.
         time.sleep(3)
     print(f"{Path(__file__).name}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
@@ -166,8 +168,8 @@ def report_failure(args, rank, world_size, store, error):
     if not re.search(r"(?i)time.?out|timed out|closed|reset by|broken pipe|recv", str(error)):
         report_error(f"{type(error).__name__}: {last_line(error)}")
         exit_now(1)
-    # Such an error means that a different rank is late or has ended, perhaps together with the
-    # store.
+    # A timeout or a closed connection means that a different rank is late or has ended. If that
+    # rank ran the store, the store has ended too.
     with suppress(RuntimeError):
         store.set(f"here/{rank}", "")
         if rank == 0:
@@ -179,7 +181,7 @@ def report_failure(args, rank, world_size, store, error):
 
 
 def find_missing_ranks(args, store, world_size):
-    """Return a finding on ranks that did not connect, do not answer, or cannot exchange data."""
+    """Return a finding about ranks that did not connect, do not answer, or exchange no data."""
     connected = [rank for rank in range(world_size) if store.check([f"host/{rank}"])]
     hosts = {rank: store.get(f"host/{rank}").decode() for rank in connected}
     if len(connected) < world_size:
@@ -225,7 +227,10 @@ def nodes_without_ranks(hosts):
 
 
 def last_line(error):
-    """Return the last line of an error, which holds NCCL's reason, without torch's file name."""
+    """Return the last line of an error, and drop the file name in brackets at its start.
+
+    In an error of NCCL, the last line gives the reason.
+    """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return re.sub(r"^\[[^]]*\] ", "", lines[-1])
 
@@ -237,13 +242,13 @@ def report_error(message):
 
 
 def exit_now(status):
-    """Exit without clean-up, because threads of Gloo may abort a process that cleans up."""
+    """Exit without clean-up, because Gloo's threads may abort a process that cleans up."""
     sys.stdout.flush()
     os._exit(status)
 
 
 def gather(value):
-    """Collect a value from each rank; return the list of values on all ranks."""
+    """Collect one value from each rank, and return the list of all values on every rank."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -253,7 +258,7 @@ def gather(value):
 
 
 def read_facts(args, rank):
-    """Return the software versions, the limits and the GPU of this rank."""
+    """Return the host, the software versions, the system limits and the GPU values of this rank."""
     facts = {"rank": rank, "host": socket.gethostname(), "device": args.device}
     facts |= {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("transformers", "datasets"):
@@ -261,7 +266,7 @@ def read_facts(args, rank):
         with suppress(importlib.metadata.PackageNotFoundError):
             facts[package] = importlib.metadata.version(package)
     facts["open files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    # Only InfiniBand needs locked memory.
+    # Only InfiniBand needs a high limit on locked memory.
     if os.path.isdir("/sys/class/infiniband"):
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         facts["locked memory"] = "unlimited" if limit == -1 else f"{limit >> 20} MiB"
@@ -287,7 +292,7 @@ def gpu_index():
 
 
 def read_gpu(index):
-    """Return the values that nvidia-smi reports for this GPU; omit values that it does not know."""
+    """Return the values that nvidia-smi reports for this GPU, without the fields that are N/A."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpu_id = visible.split(",")[index] if visible else str(index)
     command = ["nvidia-smi", f"--id={gpu_id}", f"--query-gpu={','.join(NVIDIA_SMI.values())}"]
@@ -311,7 +316,7 @@ def output_of(command):
 def check_save_dir(args, rank):
     """Return whether --save-dir is shared and writable, and its free space in GB.
 
-    Only the first rank of each node checks; the other ranks return None for both values.
+    Only the first rank of each node checks the folder; the other ranks return None for both values.
     """
     folder = Path(args.save_dir).resolve()
     is_first_on_node = os.environ["LOCAL_RANK"] == "0"
@@ -347,7 +352,7 @@ def write_probe(path):
 
 
 def measure(args, rank, hosts):
-    """Return the rates of an all-reduce, and of this rank's device and links."""
+    """Measure the speed of this rank's device, of an all-reduce, and of this rank's links."""
     device, group = torch.device(args.device), None
     if args.device == "cuda":
         device = torch.device("cuda", gpu_index())
@@ -362,7 +367,7 @@ def measure(args, rank, hosts):
 
 
 def seconds_of(device, work, repeats=1):
-    """Return the seconds that `work` takes on this rank; all ranks start it together."""
+    """Return the seconds that `repeats` runs of `work` take; all ranks start together."""
     synchronize(device)
     dist.barrier()
     start = time.perf_counter()
@@ -379,7 +384,7 @@ def synchronize(device):
 
 
 def do_nothing():
-    """Do no work on a rank without a partner, which only takes part in the barriers."""
+    """Replace the exchange on a rank without a partner; it only takes part in the barriers."""
 
 
 def matmul_rate(device):
@@ -392,14 +397,15 @@ def matmul_rate(device):
     # The first measurement is a warm-up.
     times = [seconds_of(device, lambda: left @ right, repeats) for _ in range(31)][1:]
     # Use a GPU's median time, because a GPU is fastest before it gets hot. Use a CPU's shortest
-    # time, because other programs disturbed that measurement least.
+    # time, because other programs disturb the shortest measurement least.
     seconds = statistics.median(times) if is_gpu else min(times)
     return repeats * 2 * n**3 / seconds / 1e12
 
 
 def all_reduce_rate(world_size, device, group):
-    """Return the bus bandwidth of an all-reduce in GB/s: bytes / seconds × 2 (n - 1) / n.
+    """Return the bus bandwidth of an all-reduce in GB/s.
 
+    On n ranks, the bus bandwidth is bytes / seconds × 2 (n - 1) / n, as in nccl-tests:
     https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
     data = torch.zeros(2**26 if device.type == "cuda" else 2**20, device=device)
@@ -409,10 +415,11 @@ def all_reduce_rate(world_size, device, group):
 
 
 def rings_of(hosts):
-    """Return the rings of ranks that exchange data: within each node, and between the nodes.
+    """Return the rings of ranks that exchange data: one in each node, and rings between the nodes.
 
-    A ring between nodes joins the ranks with the same position in their node, because ranks with
-    the same position share a network card in the same way.
+    A ring between nodes joins the ranks that have the same position in their nodes. On identical
+    nodes, each of these ranks shares its network card with the same number of ranks, so their rates
+    are comparable.
     """
     ranks_by_host = defaultdict(list)
     for rank, host in enumerate(hosts):
@@ -428,7 +435,7 @@ def link_rate(rank, rings, device, group):
 
     In each round, two ranks are partners if their positions in the ring add up to `total`, modulo
     the length of the ring. Only the fastest exchange counts, so a partner with a slow link does not
-    make this rank look slow. Return None for a rank that is alone in its ring.
+    make this rank look slow. Return None for a rank that never has a partner.
     """
     [ring] = [ring for ring in rings if rank in ring]
     position = ring.index(rank)
@@ -519,7 +526,7 @@ def checks(args, world_size):
 
 
 def compare(args, reports):
-    """Return a row with the name and the usual value of each check, and all findings."""
+    """Return a row per check, with its name and its usual value, and the list of all findings."""
     hosts = [report["host"] for report in reports]
     rows, findings = [], []
     for check in checks(args, len(reports)):
@@ -537,8 +544,8 @@ def compare(args, reports):
 def judge(check, values, hosts):
     """Return the usual value as text, and a finding for each group of ranks with bad values.
 
-    Ranks with the same bad value form a group. Measured values are hardly ever equal, so all ranks
-    of a node with bad measured values form a group.
+    Ranks with the same bad value form a group. Measured values are hardly ever equal, so the ranks
+    with bad measured values form one group per node instead.
     """
     is_measured = isinstance(next(iter(values.values())), float)
     if is_measured:
@@ -559,7 +566,7 @@ def judge(check, values, hosts):
 
 
 def describe(hosts_by_rank):
-    """Return ranks and their hosts in words, such as: ranks 0, 1 on h1."""
+    """Describe ranks and their hosts in words, for example: ranks 0, 1 on h1."""
     plural = "s" if len(hosts_by_rank) > 1 else ""
     ranks = f"rank{plural} {join_names(sorted(hosts_by_rank))}"
     hosts = dict.fromkeys(host for host in hosts_by_rank.values() if host)
@@ -622,7 +629,8 @@ def main():
     adopt_launcher()
     args = parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # Read the facts first, because a process group allocates GPU memory of its own.
+    # Read the facts before a process group allocates GPU memory, because that memory would count as
+    # GPU memory in use.
     facts = read_facts(args, rank)
     store = connect(args, rank)
     group = {"store": dist.PrefixStore("preflight", store), "rank": rank, "world_size": world_size}

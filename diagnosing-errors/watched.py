@@ -38,15 +38,15 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-# These variables configure PyTorch's Flight Recorder, so they are set before torch is imported.
-# The recorder keeps the latest 2,000 collectives, and the duration of each NCCL collective.
+# PyTorch's Flight Recorder reads these variables, so set them before torch is imported. The
+# recorder keeps the latest 2,000 collectives, and the duration of each NCCL collective.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
 os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-# Each launcher has its own variables; the first variable that is set counts.
+# Each launcher sets its own variables; use the first variable that is set.
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
@@ -54,7 +54,8 @@ SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_
 HEARTBEAT_INTERVAL = 2.0
 SAMPLE_INTERVAL = 0.1
 
-# Ranks may wait for hours in a collective whose timeout is longer than this.
+# whats_wrong.py ignores collectives with a longer timeout, because ranks may wait in them for hours
+# without a fault.
 PATIENT_TIMEOUT_MS = 24 * 3600 * 1000
 
 # Each pattern is matched against the text "file function" of every frame of a stack. The phase of
@@ -77,7 +78,8 @@ PHASES = (
 # This pattern matches the files of Python, packages and this tool; other files are user code.
 FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watched|inject)\.py$")
 
-# In collectives with these names, tensors may have a different size on each rank.
+# If a collective's name starts with one of these words, its tensors may have a different size on
+# each rank.
 UNEVEN_COLLECTIVES = ("gather", "scatter", "all_to_all", "alltoall")
 
 # A printed line mentions a problem if this pattern matches the line.
@@ -123,11 +125,12 @@ class Steps:
 
     def __init__(self, every):
         self.every = every
-        # The traceback of the first error in a check. After this error, no check runs.
+        # The traceback of an error in a check or in the heartbeat thread. After an error, no check
+        # runs.
         self.fault = None
 
-        # The number of steps since this start of the script, and the number of steps in earlier
-        # starts.
+        # `count` is the number of steps since this start of the script. `earlier_steps` is the
+        # number of steps before this start; it is 0 without a resume.
         self.count = 0
         self.earlier_steps = 0
         self.end_times = deque(maxlen=11)
@@ -137,8 +140,8 @@ class Steps:
         self.nonfinite_gradients = 0
         self.input_hash = 0
 
-        # `pending` holds copies from the device that may be incomplete; `host_rows` receives the
-        # copies.
+        # `pending` lists the copies from the device that may still be in progress; `host_rows` is
+        # the host memory that receives them.
         self.pending = deque(maxlen=999)
         self.host_rows = None
 
@@ -185,7 +188,8 @@ class Steps:
         This gradient comes from this rank alone, because the ranks have not reduced it yet.
         """
         output.register_hook(lambda gradient: self.safely(self.note_gradient, gradient))
-        # Do not hash a DTensor, because tensor-parallel ranks share their samples on purpose.
+        # The hash reveals ranks that train on the same samples. Do not hash a DTensor, because
+        # tensor-parallel ranks train on the same samples on purpose.
         is_shared = hasattr(args[0], "_local_tensor")
         if (self.count + 1) % self.every == 0 and not is_shared:
             ids = args[0].long()
@@ -210,7 +214,8 @@ class Steps:
         if self.count == 1 or self.count % self.every == 0:
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             self.shard = self.shard or shard_of(weights)
-            # After a resume, the optimizer's own step number includes the steps of earlier starts.
+            # After a resume, the optimizer's own step number includes the steps before this start
+            # of the script.
             state = next(iter(optimizer.state.values()), {})
             values += [state.get("step", self.count), self.input_hash, checksum(weights)]
             self.input_hash = 0
@@ -261,7 +266,7 @@ def checksum(weights):
         local = getattr(weight, "_local_tensor", weight).detach()
         bits = local.view(integer_types[local.element_size()])
         sums.append(bits.sum(dtype=torch.int64))
-    # send() converts to float64, which represents integers of 40 bits exactly.
+    # send() converts the checksum to float64, which represents every integer of 40 bits exactly.
     return torch.stack(sums).sum() % 2**40
 
 
@@ -294,7 +299,7 @@ class RecordingStream:
 
 
 def from_environment(names, default):
-    """Return the first variable in `names` that is set, as an integer, or `default`."""
+    """Return, as an integer, the first of these environment variables that is set, or `default`."""
     for name in names:
         if name in os.environ:
             return int(os.environ[name])
@@ -304,13 +309,14 @@ def from_environment(names, default):
 def start_ticks():
     """Return the start time of this process in clock ticks since boot, or None outside Linux."""
     with suppress(OSError):
-        # proc(5): the start time is field 22. Field 2, in parentheses, may contain spaces.
+        # In /proc/self/stat, field 22 is the start time. Field 2 is in parentheses and may contain
+        # spaces, so count the fields after it.
         after_name = Path("/proc/self/stat").read_text().rpartition(")")[2]
         return int(after_name.split()[19])
 
 
 class Watch:
-    """Write this rank's heartbeats and dumps, in a thread of its own."""
+    """Write this rank's heartbeats and dumps from a separate thread."""
 
     def __init__(self, folder, steps, stall):
         self.folder = folder
@@ -328,17 +334,17 @@ class Watch:
             "files_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         }
         folder.mkdir(parents=True, exist_ok=True)
-        # Delete the files that this rank wrote in an earlier start.
+        # Delete the files that this rank wrote before this start of the script.
         for path in folder.glob(f"{rank:05}.*"):
             path.unlink(missing_ok=True)
         self.crash = open(self.path.with_suffix(".crash"), "w")
         faulthandler.enable(self.crash)
-        # Make later calls of enable() do nothing, because torch's @record would choose a different
-        # file.
+        # Make later calls of faulthandler.enable() do nothing, because torch's @record would
+        # otherwise send the stacks to a different file.
         faulthandler.enable = lambda *_, **__: None
 
-        # The step and the phase of the main thread, and the time when either of the two last
-        # changed.
+        # The step and the phase of the main thread, and the time of the latest change of the step
+        # or the phase.
         self.position = (0, "start")
         self.position_since = time.time()
         self.line_counts = Counter()
@@ -356,7 +362,8 @@ class Watch:
         self.dump_time = 0.0
         self.dump_request_time = 0.0
 
-        # If the script uses up all descriptors, leave() closes this file to free a descriptor.
+        # leave() closes this file, so that a descriptor is free for the last heartbeat even if the
+        # script has used up all other descriptors.
         self.spare_file = open(os.devnull)
         sys.stdout = self.stdout = RecordingStream(sys.stdout)
         sys.stderr = self.stderr = RecordingStream(sys.stderr)
@@ -365,7 +372,7 @@ class Watch:
         threading.Thread(target=self.run, daemon=True, name="watched").start()
 
     def open_signal_pipe(self):
-        """Return the read end of a pipe that receives the number of each signal.
+        """Open a pipe that receives the number of each signal, and return its read end.
 
         A signal reaches the pipe even while the main thread is in C code, where no Python handler
         can run.
@@ -450,8 +457,9 @@ class Watch:
         step_seconds = [after - before for before, after in pairwise(end_times)]
         cpu_seconds = time.process_time()
         memory, open_files = resource_usage()
-        # Keep a memory value each time the age of the run has grown by 3%, so that the kept memory
-        # values always span the same share of the run.
+        # Keep a memory value each time the run's age has grown by 3% since the last kept value.
+        # `memory` holds the latest six values, so they cover the same share of a short run and of a
+        # long run.
         age = time.time() - self.identity["started"]
         if steps.count and age > 1.03 * self.memory_age:
             self.memory_age = age
@@ -478,7 +486,8 @@ class Watch:
             "fault": steps.fault,
         }
         self.cpu_seconds = cpu_seconds
-        # Reset the counts after ten seconds, so that the shares describe the recent past.
+        # Reset the counts about every ten seconds, so that the shares in "phases" and "lines"
+        # describe the recent past.
         if samples > 10 / SAMPLE_INTERVAL:
             self.line_counts = Counter()
             self.phase_counts = Counter()
@@ -487,14 +496,14 @@ class Watch:
     def write(self, suffix, content):
         """Replace one of this rank's files; a reader never sees half a file."""
         partial = self.path.with_suffix(f".new-{threading.get_native_id()}")
-        # Ignore a full disk here, because whats_wrong.py detects a full disk without this file.
+        # Ignore a full disk here, because whats_wrong.py checks the free space itself.
         with suppress(OSError):
             partial.write_text(json.dumps(content, default=str))
             partial.rename(self.path.with_suffix(suffix))
 
     def dump_if_due(self):
         """Write a dump on request, or if the rank makes no progress."""
-        # The file `dump` does not exist before the first request.
+        # Before the first request, the file `dump` does not exist, and stat() raises OSError.
         with suppress(OSError):
             last_request = self.dump_request_time
             self.dump_request_time = (self.folder / "dump").stat().st_mtime
@@ -567,7 +576,8 @@ def recorded_collectives():
     """Return the latest collectives, up to 500 per backend, from PyTorch's Flight Recorder."""
     collectives = []
     for function in ("_dump_fr_trace", "_dump_nccl_trace"):
-        # These functions are private to torch, and the second function exists only in GPU builds.
+        # Ignore errors: both functions are private to torch, so they may change, and the second
+        # function exists only in GPU builds.
         with suppress(Exception):
             trace = getattr(torch._C._distributed_c10d, function)()
             entries = pickle.loads(trace)["entries"][-500:]

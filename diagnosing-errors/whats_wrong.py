@@ -28,10 +28,10 @@ from facts import gather, location_of, ranks_of, reach_of
 FAULTS_PAGE = "diagnosing-errors/faults.md"
 NO_FAULT = ("healthy", "slow-but-healthy", "finished", "interrupted")
 
-# A straggler makes the other ranks wait for at least this share of their time.
+# The other ranks spend at least this share of their time waiting for a straggler.
 MIN_LATE_SHARE = 0.2
-# In a leak, the latest of six memory values exceeds the oldest value by more than this amount, and
-# by more than 50%.
+# Host memory counts as leaking if it grows steadily over the latest values (at most six), by more
+# than this amount and by more than 50%.
 MIN_LEAK_GIB = 0.3
 # A disk with fewer free bytes than this counts as full.
 FULL_DISK_BYTES = 2**24
@@ -55,7 +55,8 @@ CLUES = {
     r"|step-\d+ cannot be read",
     "interrupted": r"KeyboardInterrupt",
 }
-# An error that matches this pattern is only a consequence of a fault on a different rank.
+# An error that matches this pattern, but no pattern in CLUES, is only a consequence of a fault
+# elsewhere.
 VICTIM = (
     r"[Cc]onnection (closed|reset|refused)|Socket Timeout|[Tt]imed out|[Tt]imeout|Broken pipe"
     r"|NCCL|DistBackendError|ChildFailedError|Read error|another rank has failed|SIGTERM"
@@ -69,7 +70,7 @@ def parse_args():
     add = parser.add_argument
     add("run", type=Path, help="the run's folder, as passed to watched.py --into")
     add("--hosts", type=Path, help="a file with one host per line; check these hosts over ssh")
-    add("--slurm-job", help="check the hosts of this job, with srun --overlap")
+    add("--slurm-job", help="the id of a Slurm job; check its hosts with srun --overlap")
     add("--json", action="store_true", help="print the verdict as JSON")
     args = parser.parse_args()
     if not args.run.is_dir():
@@ -88,9 +89,10 @@ def parse_args():
 # ---- from ranks to findings --------------------------------------------------------------------
 @dataclass
 class Finding:
-    """A fault or another state of the run; `ranks` holds the numbers of the ranks to blame.
+    """One result of the diagnosis, such as a crash or a healthy run.
 
-    `sure` is "certain", "likely" or "a guess".
+    `ranks` holds the numbers of the ranks that the report names. `sure` is "certain", "likely" or
+    "a guess".
     """
 
     kind: str
@@ -160,8 +162,9 @@ def name_ranks(numbers):
 def cause_of(error):
     """Return the kind of an error, and its text without the traceback.
 
-    The kind is None if the error is only a consequence of a fault on a different rank. NCCL reports
-    the reason last, so this function moves the reason forward in the text.
+    The kind is None if the error is only a consequence of a fault elsewhere. NCCL reports the
+    reason at the end of a long text, and the report shows only the start of the text, so this
+    function moves the reason to the start.
     """
     error_names = r"^[\w.]*(Error|Exception|Exit|Interrupt|OutOfMemory)\b"
     starts = [match.start() for match in re.finditer(error_names, error, re.M)]
@@ -187,7 +190,7 @@ def location_of_error(text):
 
 
 def find_failure(facts, ranks):
-    """Report the rank that failed or vanished first; return None if no such rank is found."""
+    """Explain why ranks failed or vanished; return None if no cause is found."""
     failed = [rank for rank in ranks if rank.error and cause_of(rank.error)[0]]
     gone = [rank for rank in ranks if rank.state == "gone"]
     # Treat aborted ranks separately, because a rank often aborts after a fault on a different rank.
@@ -195,8 +198,9 @@ def find_failure(facts, ranks):
     vanished = [rank for rank in gone if rank not in aborted and not rank.asked_to_end]
     if not failed and (aborted or not vanished):
         return explain_victims(ranks, aborted or [rank for rank in ranks if rank.error])
-    # A failed rank reports its error at once. The last heartbeat of a vanished rank may be two
-    # seconds older than its end, so reported errors get a head start of three seconds.
+    # A failed rank writes its last heartbeat when it fails, but a vanished rank may have ended up
+    # to two seconds after its last heartbeat. To make up for this difference, add three seconds to
+    # the age of each rank that reported an error or a crash.
     age = {}
     for rank in failed + vanished:
         has_report = rank.error or rank.crash.strip()
@@ -208,7 +212,10 @@ def find_failure(facts, ranks):
 
 
 def explain_error(facts, ranks, first, failed):
-    """Explain the error of `first`; the culprits are all ranks with an error of the same kind."""
+    """Explain the error of `first`; the culprits are all ranks with an error of the same kind.
+
+    Errors of the kind `crash` must also have the same text.
+    """
     kind, text = cause_of(first.error)
     # If a gradient is not finite, all ranks stop, but their checks show which rank caused the stop.
     if kind == "not-finite" and (nonfinite := find_nonfinite(ranks)):
@@ -225,8 +232,8 @@ def explain_error(facts, ranks, first, failed):
 def explain_victims(ranks, victims):
     """Explain a run whose failed ranks are only victims of a fault elsewhere.
 
-    NCCL's watchdog aborts innocent ranks. Gloo aborts a rank that receives a tensor of the wrong
-    size.
+    An aborted rank may be a victim, too: NCCL's watchdog aborts innocent ranks, and Gloo aborts a
+    rank that receives a tensor of the wrong size.
     """
     recorded = [rank for rank in ranks if victims and rank.calls]
     hang = explain_hang(recorded)
@@ -239,7 +246,8 @@ def explain_victims(ranks, victims):
     if "Aborted" in crash and not re.search("torch/distributed|torch/autograd", crash):
         reason = f"{crash.splitlines()[0]}, at {location_of_error(crash)}"
         return Finding("crash", numbers_of(victims), reason)
-    # A rank that still runs may report the cause soon, and a silent rank may be the cause.
+    # Report nothing yet if a rank still runs, because it may report the cause soon, or if a rank is
+    # silent, because it may be the cause.
     if not victims or any(rank.lives or rank.state == "silent" for rank in ranks):
         return None
     _, text = cause_of(victims[0].error or "aborted in a collective")
@@ -321,7 +329,7 @@ def is_long_phase(living):
 
 
 def find_missing_ranks(living):
-    """Report ranks that never started while other ranks wait for them."""
+    """Report ranks that never started, if other ranks wait for them in init_process_group."""
     joining = []
     for rank in living:
         if any(function == "init_process_group" for _, _, function in rank.frames):
@@ -371,7 +379,8 @@ def late_ranks(ranks):
         is_pending = any(calls[front]["pending"] for calls in group.values() if front in calls)
         if is_pending and min(latest.values()) < front:
             return [rank for rank in group if latest[rank] < front]
-    # If the recorded collectives show no late rank, the stacks may show which ranks wait.
+    # If the recorded collectives show no late rank, use the stacks: if some ranks wait in a
+    # collective, the late ranks are the ranks that do not wait.
     if any(is_waiting(rank) for rank in ranks):
         return [rank for rank in ranks if rank.frames and not is_waiting(rank)]
     return []
@@ -397,7 +406,7 @@ def describe_positions(culprits, ranks):
 
 
 def describe_position(ranks):
-    """Describe where a group of ranks is, by the position of its first rank."""
+    """Describe where a group of ranks is; the first rank's position stands for the group."""
     first = ranks[0]
     subject = name_ranks(numbers_of(ranks)).capitalize()
     verb = "has" if len(ranks) == 1 else "have"
@@ -413,7 +422,8 @@ def describe_position(ranks):
 def find_mismatch(group):
     """Report ranks that called a different collective than the rest of their group.
 
-    A call is a text: the operation and the sizes, then " at " and the line of code.
+    In the record of a collective, "call" is a text: the operation with its sizes and types, then "
+    at " and the line of code.
     """
     history = []
     # Start at the first collective that is still on record for all ranks.
@@ -467,7 +477,10 @@ def explain_mismatch(number, called, usual, history, sure):
 
 
 def predict_call(history):
-    """Return the call that followed the most recent earlier occurrence of the latest calls."""
+    """Find where the latest calls last occurred before, and return the call that followed.
+
+    Try the latest 64 calls first, then fewer calls; return None if even the last call is new.
+    """
     for context in (64, 32, 16, 8, 4, 2, 1):
         latest = history[-context:]
         for end in range(len(history) - 1, context - 1, -1):
@@ -504,11 +517,11 @@ def find_straggler(ranks):
 
 
 def late_shares(living):
-    """Return two dictionaries: rank -> the share of the time that other ranks waited for it.
+    """Return two dictionaries: rank -> the wait that it caused, as a share of the total time.
 
     The first dictionary covers the older half of the last 200 collectives, and the second
     dictionary covers the newer half. If there are several process groups, both dictionaries
-    describe the group with the largest share.
+    describe the group with the largest share in the newer half.
     """
     largest = {}, {}
     for group in calls_by_group(living):
@@ -524,10 +537,10 @@ def late_shares(living):
 
 
 def shares_of(group, numbers):
-    """Return the share of the time that the other ranks of a group waited for each rank.
+    """Return the wait that each rank of a group caused, as a share of the total time.
 
-    The last rank to call a collective makes the other ranks wait. Their wait starts with the first
-    call or at the end of the previous collective, whichever is later.
+    The last rank to call a collective makes the other ranks wait. The wait starts when the first
+    rank calls the collective or when the previous collective ends, whichever is later.
     """
     offsets = clock_offsets(group)
     waits = {rank: [] for rank in group}
@@ -543,11 +556,13 @@ def shares_of(group, numbers):
         end = max(end, called[last])
         if begin is None:
             begin = first_time
-    # Ignore the two longest waits for each rank; the rank may have been saving a checkpoint then.
+    # Ignore the two longest times that other ranks waited for a rank, because that rank may have
+    # been saving a checkpoint.
     late = {rank: sum(sorted(seconds)[:-2]) for rank, seconds in waits.items()}
 
-    # NCCL also records how long each collective takes on the device. This duration includes the
-    # wait for the last rank, so the rank that arrives last has the shortest durations.
+    # NCCL also records how long each collective takes on the device; prefer these durations if all
+    # of them are known. A duration includes the wait for the last rank, so a rank that often
+    # arrives last has a small total.
     durations = {}
     for rank, calls in group.items():
         durations[rank] = [calls[number]["milliseconds"] for number in numbers]
@@ -561,9 +576,10 @@ def shares_of(group, numbers):
 
 
 def clock_offsets(ranks):
-    """Return the seconds to add to each host's times to convert them to a common clock.
+    """Return the seconds to add to each host's times, so that all times refer to a common clock.
 
-    The common clock is the clock of the file system that holds the run's folder.
+    The common clock is the clock of the file system that holds the run's folder. If all ranks are
+    on one host, the clock of that host is the common clock.
     """
     offsets = defaultdict(list)
     for rank in ranks:
@@ -617,7 +633,8 @@ def find_differing_replicas(ranks):
                 reason = f"in step {step}, the weights of {name_ranks(culprits)} differ from those "
                 reason += "of most replicas"
                 return Finding("replicas-differ", culprits, reason, "certain")
-            # Wait for a replica that has not checked this step, because it may decide the vote.
+            # Without a majority, report nothing until all living replicas have checked this step,
+            # because a missing check may decide the vote.
             replicas = [rank for rank in ranks if rank.lives and rank.shard == shard]
             if all(rank in checksums for rank in replicas):
                 culprits = numbers_of(checksums)
@@ -663,7 +680,7 @@ def find_loss_spike(ranks):
 
 
 def find_corrupt_checkpoint(ranks):
-    """Report a checkpoint that this start of the run could not read."""
+    """Report a checkpoint that a rank could not read since the run last started."""
     for rank in ranks:
         for line in rank.printed:
             if re.search(CLUES["corrupt-checkpoint"], line):
@@ -783,7 +800,7 @@ def show(facts, verdict, ranks):
     for rank in ranks.values():
         if rank.fault:
             error = rank.fault.splitlines()[-1]
-            print(f"note: rank {rank.rank}: an error stopped some checks of watched.py: {error}")
+            print(f"note: rank {rank.rank}: watched.py stopped its checks after an error: {error}")
     for host in unreachable_hosts(facts):
         print(f"note: {host} does not answer: {facts['hosts'][host]['error']}")
     for other in verdict["also"]:
@@ -793,7 +810,7 @@ def show(facts, verdict, ranks):
 
 
 def who(finding):
-    """Return the ranks and the hosts of a finding as text, with a space before it."""
+    """Return the ranks and the hosts of a finding as text, such as " rank 3 on node7"."""
     ranks = finding["ranks"]
     hosts = finding["hosts"]
     text = ""
@@ -807,7 +824,7 @@ def who(finding):
 
 
 def main():
-    """Print the verdict on a run, and exit with its status."""
+    """Print the verdict on a run, and exit with the status of the verdict."""
     args = parse_args()
     facts = gather(args)
     verdict, ranks = judge(facts)

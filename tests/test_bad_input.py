@@ -47,8 +47,8 @@ CASES = {
     "nothing pretrained": ("--pretrained", "--pretrained: tiny has no published weights"),
     "unknown model": ("-m nosuch/model", "--model-name nosuch/model:"),
     "no model there": ("-m {files}/folder-without-data", "folder-without-data:"),
-    "no tokenizer": ("-m {files}/no-tokenizer", "found no tokenizer; check its files"),
-    "small embedding": ("-m {files}/small-embedding", "384 tokens for 100 embeddings"),
+    "no tokenizer": ("-m {files}/no-tokenizer", "found no tokenizer; check the model's files"),
+    "small embedding": ("-m {files}/small-embedding", "found 384 tokens, but only 100 embeddings"),
     "unknown data": ("-d nosuch/data", "--dataset-name nosuch/data:"),
     "missing file": ("-d nosuch.txt", "--dataset-name nosuch.txt: Unable to find"),
     "other file": ("-d {files}/picture.png", "picture.png: "),
@@ -59,7 +59,7 @@ CASES = {
     "no such column": ("-d {files}/columns.csv", "columns.csv has {'title': 'large_string', '"),
     "no such column of pydoc": ("--text-column body", ": not a text column; pydoc has {'text'"),
     "no sample": ("-d {files}/short.txt", "0 samples of 64 tokens are too few"),
-    "too few samples": ("-d {files}/few.txt", "10 samples of 64 tokens are too few to hold out 10"),
+    "too few samples": ("-d {files}/few.txt", "10 samples of 64 tokens are not more than"),
     "not a folder": ("--save-dir {files}/short.txt", "short.txt"),
     "not writable": ("--save-dir /proc/nosuch", "--save-dir /proc/nosuch: "),
 }
@@ -133,7 +133,7 @@ def test_under_torchrun_one_rank_says_it(tmp_path, arguments, expected):
 def test_without_torchrun_chapter_02_says_how_to_start_it():
     done = run_command(SCRIPTS["02"])
     check_user_error(
-        {"status": done.returncode, "stderr": done.stderr}, "start this with torchrun: torchrun"
+        {"status": done.returncode, "stderr": done.stderr}, "this script needs torchrun: torchrun"
     )
 
 

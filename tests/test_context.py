@@ -198,8 +198,8 @@ def test_activations_are_as_predicted(tmp_path):
 # ---- what is refused -------------------------------------------------------------------------
 REFUSED = {
     "ranks": ([*TWO, *TP], 2, "--pipeline-parallel-size 1: 2 ranks are not divisible by 4"),
-    "length": ([*TWO, "-s", 63], 2, "--seq-length 63: not divisible by 2, the ranks"),
-    "both": ([*TWO, *TP, "-s", 66], 4, "--seq-length 66: not divisible by 4, the ranks"),
+    "length": ([*TWO, "-s", 63], 2, "--seq-length 63: not divisible by the 2 ranks that split"),
+    "both": ([*TWO, *TP, "-s", 66], 4, "--seq-length 66: not divisible by the 4 ranks that split"),
     "samples": ([*TWO, "--global-batch-size", 7], 4, "7: not divisible by 2 data-parallel ranks"),
     "heads": ([*TWO, *ULYSSES, "-m", "one-head"], 2, "1 key-value heads for 2 ranks"),
     "parts of them": ([*FOUR, *TP, *ULYSSES], 8, "4 key-value heads for 8 ranks"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 from itertools import product
@@ -215,10 +216,11 @@ def test_a_checkpoint_with_a_broken_file_is_left_out(curves, root, tmp_path, run
         path.write_bytes(path.read_bytes()[:10_000])
         job = ("deepspeed", [*SHORT, *command(root, run)[1], "--save-dir", tmp_path, "-e", "run"])
         [[first, _]] = run_jobs(2, [job], tmp_path / f"jobs{step}")
-        output = f"step-000000{step} cannot be read; trying the previous checkpoint"
-        assert output in first["stdout"] and first["status"] == (2 if stops else 0), first["stderr"]
+        output = rf"step-000000{step} cannot be read: .*; trying the previous checkpoint"
+        assert re.search(output, first["stdout"]), first["stdout"]
+        assert first["status"] == (2 if stops else 0), first["stderr"]
         if stops:
-            check_user_error(first, "delete them to start again")
+            check_user_error(first, "delete the folder to start over")
             continue
         assert "continuing from" in first["stdout"] and "step-00000010" in first["stdout"]
         assert difference(curves[run], metrics(tmp_path / "run")) == 0.0
@@ -252,7 +254,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path, fault, stage):
     [done] = run_jobs(2, [(script, [*args, "-e", "run"])], tmp_path / "jobs")
     output = "".join(rank["stdout"] + rank["stderr"] for rank in done)
     assert {rank["status"] for rank in done} == {2}, output
-    assert "a gradient in steps 4 to 5 was not finite; nothing was saved" in output
+    assert "a gradient in steps 4 to 5 was not finite; these steps are not saved" in output
     names = sorted(path.name for path in tmp_path.glob("run/checkpoints/*"))
     assert names == ["step-00000003"]
 
@@ -285,7 +287,7 @@ def test_activations_are_computed_again(tmp_path):
 # ---- what the user gets wrong ----------------------------------------------------------------
 
 WRONG = {
-    '{"train_batch_size": 16': "train_batch_size is 16, but the flags give 8; make the file again",
+    '{"train_batch_size": 16': "train_batch_size is 16, but the flags give 8; change it or",
     '{"train_micro_batch_size_per_gpu": 2': "size_per_gpu is 2, but the flags give 8",
     '{"gradient_accumulation_steps": 2': "gradient_accumulation_steps is 2, but the flags give 1",
     '{"gradient_clipping": 0.0': "gradient_clipping is 0.0, but the flags give 1.0",

@@ -184,7 +184,7 @@ def test_a_broken_checkpoint(curves, configs, tmp_path, kind, file):
     broken.write_bytes(broken.read_bytes()[:1000])
     args = [*SHORT, "--save-dir", tmp_path, "-e", "run", *(configs["fsdp2"] if kind else [])]
     [[result, *_]] = run_or_fail(2, [("accelerate", args)], tmp_path / "jobs")
-    assert "step-00000020 cannot be read; trying the previous checkpoint" in result["stdout"]
+    assert re.search(r"step-00000020 cannot be read: .*; trying the previous", result["stdout"])
     assert same_curve(curves[1]["01"], metrics(tmp_path / "run"))
 
 
@@ -216,9 +216,8 @@ def test_a_gradient_that_is_not_finite(configs, tmp_path, fault, name):
     [done] = run_jobs(2, [(ROOT / "diagnosing-errors/inject.py", args)], tmp_path / "jobs")
     output = "".join(rank["stdout"] + rank["stderr"] for rank in done)
     assert {rank["status"] for rank in done} == {2}, output
-    assert re.search(r"a gradient in steps \d+ to 9 was not finite; nothing was saved", output), (
-        output
-    )
+    message = r"a gradient in steps \d+ to 9 was not finite; these steps are not saved"
+    assert re.search(message, output), output
     names = sorted(path.name for path in tmp_path.glob("run/checkpoints/step-*"))
     assert names == ["step-00000003", "step-00000006"]
 
@@ -247,9 +246,8 @@ def test_a_step_that_deepspeed_skips_ends_the_run(tmp_path, monkeypatch):
     args += ["--deepspeed-config", made(tmp_path, "zero.json", "deepspeed", *words)]
     [done] = run_jobs(2, [(ROOT / "diagnosing-errors/inject.py", args)], tmp_path / "jobs")
     output = "".join(rank["stdout"] + rank["stderr"] for rank in done)
-    assert re.search(r"a gradient in steps \d+ to \d+ was not finite; nothing was saved", output), (
-        output
-    )
+    message = r"a gradient in steps \d+ to \d+ was not finite; these steps are not saved"
+    assert re.search(message, output), output
     assert {rank["status"] for rank in done} == {2}, output
 
 
@@ -279,7 +277,7 @@ def test_the_export_waits_for_each_rank(tmp_path):
 WRONG = {
     "nosuch": "No such file or directory",
     "{": "Expecting property name",
-    "{}": "found no stage of ZeRO; choose stage 1, 2 or 3",
+    "{}": "ZeRO is off; choose stage 1, 2 or 3",
     '{"scheduler": {}}': "scheduler is not supported; remove it",
     '{"activation_checkpointing": {}}': "activation_checkpointing is not supported; remove it",
     '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}}': "its precision is bf16, not",
@@ -495,7 +493,7 @@ def test_what_the_file_says(load_script, capsys, configs, name):
         assert "--precision fp32: Accelerate has" in user_error(capsys, script.parse_args)
     with patch.dict(os.environ, launcher | {"FSDP_OFFLOAD_PARAMS": "true"}):
         script = load_script(name)
-        assert "found no GPU to offload from" in user_error(capsys, script.parse_args)
+        assert "this run uses no GPU" in user_error(capsys, script.parse_args)
     with patch.dict(os.environ, launcher):
         script = load_script(name, "--accelerate-config", "nosuch.yaml")
         output = user_error(capsys, script.parse_args)

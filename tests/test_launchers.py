@@ -85,7 +85,7 @@ def test_first_node(launched, nodes, first):
     [
         ({}, "start this script with a launcher, such as torchrun"),
         (RENDEZVOUS, "start this script with a launcher, such as torchrun"),
-        (OPEN_MPI, "MASTER_ADDR is not set; pass it to mpirun: -x MASTER_ADDR="),
+        (OPEN_MPI, "MASTER_ADDR is not set; pass it and MASTER_PORT with -x (Open MPI)"),
     ],
 )
 def test_missing_launcher_or_address_is_reported(
@@ -108,7 +108,7 @@ def test_a_task_may_see_but_one_gpu(load, monkeypatch, tmp_path, gpus, torchrun,
 @pytest.mark.parametrize("name", ["02", "03"])
 def test_a_rank_without_a_gpu_says_so(load, monkeypatch, tmp_path, capsys, name):
     said = user_error(capsys, device_of_local_rank_1, load(name), monkeypatch, tmp_path, 1, True)
-    assert "error: local rank 1 has no GPU: torch sees 1; start fewer ranks" in said
+    assert "error: local rank 1: torch sees only 1 GPUs; start fewer ranks" in said
 
 
 def device_of_local_rank_1(chapter, monkeypatch, tmp_path, gpus, torchrun):

@@ -407,15 +407,15 @@ REFUSED = {
     "schedule": (["--pipeline-schedule", "2f2b"], "invalid choice: '2f2b'"),
     "micro-batches": (
         TWO,
-        "-size 2: 1 micro-batches do not fill it; choose a smaller --batch-size",
+        "-size 2: 1 micro-batches do not fill the pipeline; lower --batch-size",
     ),
     "rounds": (
         [*TWO, "--pipeline-schedule", "interleaved-1f1b", "--global-batch-size", 12, "-b", 4],
-        "-size 2: 3 micro-batches do not fill it; choose a smaller --batch-size",
+        "-size 2: 3 micro-batches do not fill the pipeline; lower --batch-size",
     ),
     "samples": (
         [*TWO, "--global-batch-size", 1],
-        "-size 2: 1 micro-batches do not fill it; choose a smaller --batch-size",
+        "-size 2: 1 micro-batches do not fill the pipeline; lower --batch-size",
     ),
     "layers": (
         [*TWO, "-b", 2, "--config", "num_hidden_layers=1"],

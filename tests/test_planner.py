@@ -310,14 +310,14 @@ BAD = {
     ),
     "length": (
         "--tensor-parallel-size 8 -s 250",
-        "--seq-length 250: not divisible by 8, the ranks of",
+        "--seq-length 250: not divisible by the 8 ranks that split",
     ),
     "samples": (
         "--nodes 5 --tensor-parallel-size 8 --config num_attention_heads=8 num_key_value_heads=8",
         "not divisible by 5 data-parallel ranks; choose a multiple, such as 35",
     ),
     "heads": ("--tensor-parallel-size 8", "llama has 4 key-value heads; choose a divisor"),
-    "parts": ("--context-parallel-size 3", "--seq-length 256: not divisible by 3, the ranks"),
+    "parts": ("--context-parallel-size 3", "--seq-length 256: not divisible by the 3 ranks"),
     "parts, heads": (
         "--context-parallel-size 8 --context-parallel-style ulysses",
         "4 key-value heads for 8 ranks",

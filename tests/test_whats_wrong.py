@@ -239,7 +239,7 @@ def checks(data=(1, 2), weights=7, losses=(3.0, 3.1)):
         ({"memory": [0.7, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7]}, 4, "host-memory-leak", [1]),
         ({"memory": [0.7, 0.7, 0.7, 1.7, 1.7, 1.7, 1.7]}, 4, "healthy", []),
         ({"open_files": 900}, 4, "too-many-open-files", [1]),
-        ({"printed": ["x/step-20 cannot be read; trying the previous checkpoint"]}, 4,
+        ({"printed": ["x/step-20 cannot be read: EOFError(); trying the previous checkpoint"]}, 4,
          "corrupt-checkpoint", []),
     ],
 )  # fmt: skip

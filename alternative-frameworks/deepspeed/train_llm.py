@@ -46,7 +46,8 @@ from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# Each launcher passes the rank, the world size and the local rank in these variables.
+# The environment variables that each launcher sets to the rank, the world size and the local rank,
+# in this order.
 LAUNCHER_VARIABLES = {
     "torchrun": ["RANK", "WORLD_SIZE", "LOCAL_RANK"],
     "Open MPI": ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],
@@ -56,7 +57,7 @@ LAUNCHER_VARIABLES = {
 
 
 def parse_args():
-    """Parse and check the command line, and split the global batch into micro-batches."""
+    """Parse and check the command line, and compute the size and number of micro-batches."""
     adopt_launcher()
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(formatter_class=formatter, fromfile_prefix_chars="@")
@@ -80,7 +81,7 @@ def parse_args():
     add("--num-steps", type=int, default=100, help="total number of optimizer steps")
     add("--lr", type=float, default=1e-3, help="peak learning rate, reached after the warmup")
     add("--warmup-steps", type=int, default=10, help="steps until the learning rate peaks")
-    add("--weight-decay", type=float, default=0.1, help="applied to matrices, not to vectors")
+    add("--weight-decay", type=float, default=0.1, help="decay of matrices; vectors have no decay")
     add("--max-grad-norm", type=float, default=1.0, help="maximum gradient norm; 0 means no limit")
     add("--seed", type=int, default=0, help="seed for weights, data order and dropout")
 
@@ -115,13 +116,13 @@ def parse_args():
         problem = f"torch {torch.__version__} finds no working GPU"
         fail(f"--device cuda: {problem}; repair the driver, or pass --device cpu")
     if args.precision == "auto":
-        # GPUs older than compute capability 8.0 emulate bf16, which is slow.
+        # GPUs below compute capability 8.0 emulate bf16, and the emulation is slow.
         has_bf16 = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
         args.precision = "bf16" if has_bf16 else "fp32"
     if "LOCAL_RANK" not in os.environ:
         fail("start this script with a launcher, such as torchrun, srun or mpirun")
     if "MASTER_ADDR" not in os.environ:
-        fail("MASTER_ADDR is not set; pass it to mpirun: -x MASTER_ADDR=... -x MASTER_PORT=...")
+        fail("MASTER_ADDR is not set; pass it and MASTER_PORT with -x (Open MPI) or -genv (MPICH)")
     num_data_ranks = int(os.environ["WORLD_SIZE"])
     local_batch_size, remainder = divmod(args.global_batch_size, num_data_ranks)
     if remainder:
@@ -138,8 +139,8 @@ def parse_args():
 def load_settings(args):
     """Load the settings of `--deepspeed-config`, and refuse settings that contradict a flag."""
     autocast = {"enabled": args.precision == "bf16", "dtype": "bfloat16"}
-    # ZeRO: list no modules here; by default, DeepSpeed reduces the gradients of linear layers in
-    # bf16.
+    # ZeRO: DeepSpeed reduces the gradients of the listed modules in bf16. By default, the list
+    # contains linear layers; with an empty list, DeepSpeed reduces all gradients in fp32.
     autocast["lower_precision_safe_modules"] = []
     settings = {"zero_optimization": {"stage": 2}, "torch_autocast": autocast}
     if args.deepspeed_config:
@@ -160,7 +161,7 @@ def load_settings(args):
     for name, value in (batch_settings | {"precision": args.precision}).items():
         if found.get(name, value) != value:
             problem = f"{name} is {found[name]}, but the flags give {value}"
-            fail(f"--deepspeed-config {args.deepspeed_config}: {problem}; make the file again")
+            fail(f"--deepspeed-config {args.deepspeed_config}: {problem}; change it or the flags")
     args.zero_stage = settings.get("zero_optimization", {}).get("stage", 0)
     if args.zero_stage == 0:
         problem = "stage 0 reports no gradient norm"
@@ -185,9 +186,9 @@ def adopt_launcher():
 
 
 def has_gpu():
-    """Return whether this process has a GPU, including a GPU that torch cannot use."""
+    """Return whether this process has a GPU, even if torch cannot use the GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible in ("", "-1"):  # the user has hidden all GPUs
+    if visible in ("", "-1"):  # all GPUs are hidden
         return False
     # Slurm: SLURM_GPUS_ON_NODE is set only in a job that has requested GPUs.
     if "SLURM_GPUS_ON_NODE" in os.environ:
@@ -199,12 +200,12 @@ def has_gpu():
 
 def setup(args):
     """Join the process group; return this rank's device and the run's folder."""
-    # DDP: let Linux kill this rank when its launcher dies. Otherwise, this rank could overwrite
-    # files of the next run. The 1 is PR_SET_PDEATHSIG.
+    # DDP: let Linux kill this rank when its launcher dies. Otherwise, this rank could keep training
+    # and overwrite the files of the next run. The 1 is PR_SET_PDEATHSIG.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     sys.stdout.reconfigure(line_buffering=True)
-    # If stderr is not a terminal, it may be a log file, which progress bars would clutter.
+    # If stderr is not a terminal, disable progress bars, because they would clutter a log file.
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
@@ -230,7 +231,7 @@ def setup(args):
         if num_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
             local_rank = 0
         if local_rank >= num_gpus:
-            fail(f"local rank {local_rank} has no GPU: torch sees {num_gpus}; start fewer ranks")
+            fail(f"local rank {local_rank}: torch sees only {num_gpus} GPUs; start fewer ranks")
         # DDP: without set_device(), every rank would also allocate memory on GPU 0.
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -246,13 +247,13 @@ def setup(args):
 
 @functools.cache
 def patient_group():
-    """Return a group of all ranks with a timeout of a week; the default timeout is only minutes."""
+    """Return a group whose timeout is a week, because tokenizing may take hours."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
 @contextmanager
 def rank_first():
-    """Run the body on rank 0, then on one rank of each other node, then on the remaining ranks.
+    """Run the body on rank 0, then on local rank 0 of the other nodes, then on the remaining ranks.
 
     Later ranks find the files that earlier ranks have written.
     """
@@ -274,7 +275,7 @@ def wait_for_all():
     try:
         dist.barrier(group=patient_group())
     except RuntimeError as error:
-        # DDP: wait while the failed rank reports the reason; torchrun then ends this rank.
+        # DDP: wait while the failed rank reports the reason; torchrun usually ends this rank then.
         time.sleep(10)
         sys.exit(f"another rank has failed: {error}")
 
@@ -296,11 +297,11 @@ def check_shared(run_dir):
 
 
 def stop_requests(run_dir):
-    """Yield, before each step, whether the run should stop.
+    """Yield, before each step, whether the run should stop after that step.
 
-    A signal to any rank requests a stop, and so does a file named `stop` in the run's folder. An
-    all-reduce gives all ranks the same answer. It runs in the background during the previous step,
-    so that the ranks rarely wait for the answer.
+    SIGTERM, SIGUSR1 or SIGHUP on any rank requests a stop, and so does a file named `stop` in the
+    run's folder. An all-reduce gives all ranks the same answer. The all-reduce runs in the
+    background during the previous step, so that the ranks rarely wait for the answer.
     """
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -320,7 +321,8 @@ def stop_requests(run_dir):
 
 def fail(message):
     """Report a user error in one line on stderr, and exit with status 2."""
-    # DDP: wait; if all ranks have this error, rank 0 reports it, and torchrun ends this rank.
+    # DDP: let rank 0 report an error that all ranks have; the launcher then ends this rank. If only
+    # this rank has the error, this rank reports it after the wait.
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -365,17 +367,17 @@ def build_tokenizer_and_config(args):
     if args.seq_length > max_length:
         fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {max_length} tokens")
     if len(tokenizer) < 2:
-        fail(f"--model-name {args.model_name}: found no tokenizer; check its files")
+        fail(f"--model-name {args.model_name}: found no tokenizer; check the model's files")
     if tokenizer.eos_token_id is None:
-        fail(f"--model-name {args.model_name}: its tokenizer has no end-of-text token")
+        fail(f"--model-name {args.model_name}: its tokenizer has no eos_token; define one")
     if len(tokenizer) > config.vocab_size:
-        problem = f"its tokenizer has {len(tokenizer)} tokens"
-        fail(f"--model-name {args.model_name}: {problem} for {config.vocab_size} embeddings")
+        problem = f"{len(tokenizer)} tokens, but only {config.vocab_size} embeddings"
+        fail(f"--model-name {args.model_name}: found {problem}")
     return tokenizer, config
 
 
 def build_model(args, config):
-    """Build the model on the CPU in float32, so that its weights do not depend on the device."""
+    """Build the model on the CPU, so that its initial weights do not depend on the device."""
     torch.manual_seed(args.seed)
     if args.pretrained:
         model = AutoModelForCausalLM.from_pretrained(
@@ -390,9 +392,10 @@ def build_model(args, config):
         fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
     model.train()
 
-    # In every forward pass, transformers checks whether samples are packed, because packing needs a
-    # mask. The check makes the host wait for the device. Plain causal attention needs no mask, so
-    # register it under a new name; for an unknown name, transformers skips the check and the mask.
+    # In every forward pass, transformers checks whether samples are packed, because packed samples
+    # need a mask. This check makes the host wait for the device. Plain causal attention needs no
+    # mask, so register SDPA under a new name. transformers has no mask function for the new name,
+    # so it skips both the check and the mask.
     window = getattr(config, "sliding_window", None) or args.seq_length
     uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
     if uses_sdpa and args.seq_length <= window:
@@ -430,7 +433,7 @@ def build_optimizer(args, model):
 
 
 def partition(args, model, device):
-    """Split the weights among the ranks one by one, so that no device holds the entire model."""
+    """Split one weight after the other across the ranks, so that no device holds the full model."""
     if args.deepspeed.get("bf16", {}).get("enabled"):
         for weight in model.parameters():
             weight.data = weight.bfloat16()
@@ -456,7 +459,7 @@ def build_data(args, tokenizer):
     num_train = num_samples - args.eval_samples
     if num_train < 1:
         samples = f"{num_samples} samples of {args.seq_length} tokens"
-        problem = f"{samples} are too few to hold out {args.eval_samples}"
+        problem = f"{samples} are not more than --eval-samples {args.eval_samples}"
         fail(f"--dataset-name {args.dataset_name}: {problem}; add text, or lower --seq-length")
     tokens = torch.from_file(str(path), size=num_samples * args.seq_length, dtype=torch.int32)
     return tokens.view(num_samples, -1).split([num_train, args.eval_samples])
@@ -499,7 +502,7 @@ def load_documents(args):
     features = documents.features.items()
     types = {column: str(getattr(feature, "dtype", feature)) for column, feature in features}
     if types.get(args.text_column) not in ("string", "large_string"):
-        fail(f"--text-column {args.text_column}: not a text column; {name} has {types}")
+        fail(f"--text-column {args.text_column}: not a text column; {name} has the columns {types}")
     return documents
 
 
@@ -543,7 +546,7 @@ def forward_backward(args, engine, train_set, step, device):
         loss = loss_of(args, engine, batch)
         # ZeRO: backward() divides the loss by the number of micro-batches.
         total_loss += engine.backward(loss).detach()
-        # ZeRO: only after the last micro-batch, step() clips the gradients and updates the weights.
+        # ZeRO: step() clips the gradients and updates the weights only after the last micro-batch.
         # It skips the update if a gradient is not finite.
         engine.step()
     return total_loss
@@ -605,12 +608,13 @@ def publish(args, partial, folder):
 
 
 def save_checkpoint(args, run_dir, engine, step):
-    """Save everything that cannot be computed from the step number."""
+    """Save the model, the optimizer and the arguments; the step number determines the rest."""
     checkpoint = run_dir / f"checkpoints/step-{step:08}"
     partial = checkpoint.with_name(".partial")
     if dist.get_rank() == 0:
         (partial_of(checkpoint) / "args.json").write_text(json.dumps(vars(args)))
-    # ZeRO: each rank writes its part of the state between two barriers in save_checkpoint().
+    # ZeRO: engine.save_checkpoint() begins and ends with a barrier, so that this function needs no
+    # wait_for_all().
     engine.save_checkpoint(partial, "zero")
     if dist.get_rank() == 0:
         publish(args, partial, checkpoint)
@@ -629,8 +633,8 @@ def load_checkpoint(args, run_dir, engine):
         saved_args = json.loads((checkpoint / "args.json").read_text())
         compare_args(args, saved_args, checkpoint)
         args.wandb_id = saved_args["wandb_id"]
-        # ZeRO: each rank reads the file with its own rank number, so the number of ranks must not
-        # change. A universal checkpoint has a folder for each weight, so any number of ranks can
+        # ZeRO: a normal checkpoint has a file for each rank, so only the same number of ranks can
+        # read it. A universal checkpoint has a folder for each weight, so any number of ranks can
         # read it.
         saved_ranks = len(list(checkpoint.glob("zero/*_optim_states.pt")))
         num_ranks = dist.get_world_size()
@@ -654,7 +658,7 @@ def load_checkpoint(args, run_dir, engine):
         print(f"continuing from {checkpoint}")
         return int(checkpoint.name.removeprefix("step-"))
     if checkpoints:
-        fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete them to start again")
+        fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete the folder to start over")
     return 0
 
 
@@ -665,13 +669,13 @@ def is_readable(checkpoint):
             torch.load(path, "cpu", mmap=True, weights_only=False)
     except Exception as error:
         # A damaged file can raise almost any type of exception.
-        print(f"{checkpoint} cannot be read; trying the previous checkpoint: {error!r:.200}")
+        print(f"{checkpoint} cannot be read: {error!r:.200}; trying the previous checkpoint")
         return False
     return True
 
 
 def compare_args(args, saved_args, checkpoint):
-    """Stop if an argument that must match has changed; print every other changed argument."""
+    """Stop if an argument that must stay the same has changed; print all other changes."""
     must_match = ["model_name", "config", "num_weights", "dataset_fingerprint"]
     must_match += ["seq_length", "global_batch_size", "seed", "zero_stage"]
     for name, value in vars(args).items():
@@ -712,7 +716,8 @@ PEAK_FLOPS = {
 def mfu(args, model, tokens_per_second):
     """Return the model FLOPs utilization (PaLM, appendix B, arxiv.org/abs/2204.02311).
 
-    Return None if the peak of this device or the speed is unknown, or if the precision is not bf16.
+    Return None if the speed is unknown, if PEAK_FLOPS does not list the device, or if the precision
+    is not bf16.
     """
     peak = PEAK_FLOPS.get(torch.cuda.get_device_name() if args.device == "cuda" else "cpu")
     if peak is None or tokens_per_second is None or args.precision != "bf16":
@@ -728,7 +733,7 @@ def mfu(args, model, tokens_per_second):
 
 
 def measure(args, model, step, loss, grad_norm, interval_start):
-    """Return the metrics of `step`; reading them makes the host wait for the device."""
+    """Return the metrics of `step`; loss.item() makes the host wait for the device."""
     dist.all_reduce(loss, dist.ReduceOp.AVG)
     row = {"step": step, "loss": loss.item(), "grad_norm": grad_norm.item()}
     start_step, start_time = interval_start
@@ -752,16 +757,16 @@ def start_tracking(args, run_dir):
         mode=args.wandb if dist.get_rank() == 0 else "disabled",
         resume="allow",
     )
-    # Plot each metric against the "step" in the rows from log(). By default, wandb plots against a
-    # count of the rows, which never goes back, although a resume repeats steps.
+    # Plot each metric against the "step" in its row. By default, wandb numbers the rows itself, so
+    # steps that a resume repeats would look like new steps.
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run
 
 
 def log(run_dir, wandb_run, row):
-    """Append a row to metrics.jsonl, and send it to wandb and stdout.
+    """Append `row` to metrics.jsonl, and send `row` to wandb and stdout.
 
-    After a resume, a step may have more than one row; the last row counts.
+    After a resume, metrics.jsonl may have several rows for a step; the last row is valid.
     """
     if dist.get_rank() != 0:
         return
@@ -796,7 +801,7 @@ def main():
     wandb_run = start_tracking(args, run_dir)
     if start == 0:
         log(run_dir, wandb_run, {"step": 0, "val_loss": evaluate(args, engine, held_out, device)})
-    # The first interval includes compilation, so omit its start time; measure() skips the speed.
+    # The first interval may include compilation. Without a start time, measure() reports no speed.
     interval_start = start, None
     steps = range(start + 1, args.num_steps + 1)
     stops = stop_requests(run_dir)
@@ -809,7 +814,7 @@ def main():
         saving = is_last or step % args.checkpoint_every == 0 or stop
         if (reporting or saving) and engine.skipped_steps:
             first = interval_start[0] + 1
-            fail(f"a gradient in steps {first} to {step} was not finite; nothing was saved")
+            fail(f"a gradient in steps {first} to {step} was not finite; these steps are not saved")
         if reporting:
             row = measure(args, model, step, loss, grad_norm, interval_start)
             if evaluating:
@@ -820,7 +825,7 @@ def main():
         if reporting or saving:
             interval_start = step, time.perf_counter()
         if stop and not is_last:
-            print(f"stopped at step {step}; the same command continues")
+            print(f"stopped at step {step}; run the same command to continue")
             wandb_run.finish()
             return
 
@@ -831,7 +836,7 @@ def main():
 
 if __name__ == "__main__":
     main()
-    # DDP: after --help, main() returns without a process group.
+    # DDP: after --help, @record makes main() return before setup() has created a process group.
     if dist.is_initialized():
         # DDP: keep every rank alive until all ranks have finished.
         wait_for_all()

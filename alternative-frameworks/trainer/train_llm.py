@@ -48,7 +48,8 @@ from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# Each launcher passes the rank, the world size and the local rank in these variables.
+# The environment variables that each launcher sets to the rank, the world size and the local rank,
+# in this order.
 LAUNCHER_VARIABLES = {
     "torchrun": ["RANK", "WORLD_SIZE", "LOCAL_RANK"],
     "Open MPI": ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],
@@ -58,7 +59,7 @@ LAUNCHER_VARIABLES = {
 
 
 def parse_args():
-    """Parse and check the command line, and split the global batch into micro-batches."""
+    """Parse and check the command line, and compute the size and number of micro-batches."""
     adopt_launcher()
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(formatter_class=formatter, fromfile_prefix_chars="@")
@@ -82,14 +83,14 @@ def parse_args():
     add("--num-steps", type=int, default=100, help="total number of optimizer steps")
     add("--lr", type=float, default=1e-3, help="peak learning rate, reached after the warmup")
     add("--warmup-steps", type=int, default=10, help="steps until the learning rate peaks")
-    add("--weight-decay", type=float, default=0.1, help="applied to matrices, not to vectors")
+    add("--weight-decay", type=float, default=0.1, help="decay of matrices; vectors have no decay")
     add("--max-grad-norm", type=float, default=1.0, help="maximum gradient norm; 0 means no limit")
     add("--seed", type=int, default=0, help="seed for weights, data order and dropout")
 
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 if fast")
     add("--compile", action="store_true", help="compile the layers and the loss")
-    add("--accelerate-config", help="Accelerate's config file; omit it under `accelerate launch`")
+    add("--accelerate-config", help="Accelerate's config file, unless `accelerate launch` reads it")
     add("--deepspeed-config", help="DeepSpeed's config file; without it, the run uses DDP or FSDP2")
 
     add("-e", "--experiment-name", default=chapter, help="name of the run's folder in --save-dir")
@@ -119,13 +120,13 @@ def parse_args():
         fail(f"--device cuda: {problem}; repair the driver, or pass --device cpu")
     adopt_config(args)
     if args.precision == "auto":
-        # GPUs older than compute capability 8.0 emulate bf16, which is slow.
+        # GPUs below compute capability 8.0 emulate bf16, and the emulation is slow.
         has_bf16 = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
         args.precision = "bf16" if has_bf16 else "fp32"
     if "LOCAL_RANK" not in os.environ:
         fail("start this script with a launcher, such as torchrun, srun or mpirun")
     if "MASTER_ADDR" not in os.environ:
-        fail("MASTER_ADDR is not set; pass it to mpirun: -x MASTER_ADDR=... -x MASTER_PORT=...")
+        fail("MASTER_ADDR is not set; pass it and MASTER_PORT with -x (Open MPI) or -genv (MPICH)")
     num_data_ranks = int(os.environ["WORLD_SIZE"])
     local_batch_size, remainder = divmod(args.global_batch_size, num_data_ranks)
     if remainder:
@@ -141,9 +142,9 @@ def parse_args():
 def adopt_config(args):
     """Set and check the environment variables that Accelerate derives from its config file."""
     if args.accelerate_config:
-        # Accelerate: the launcher has already started the ranks, so read the file as if it were for
-        # one node. With port 0, Accelerate uses any free port, and does not warn about its default
-        # port.
+        # Accelerate: the launcher has already started the ranks, so the number of nodes and the
+        # port in the file do not matter. Read the file as if it were for one node, and with port 0,
+        # because Accelerate would warn if its default port were in use.
         words = ["--num_machines", "1", "--main_process_port", "0"]
         words += ["--config_file", args.accelerate_config, __file__]
         try:
@@ -155,13 +156,13 @@ def adopt_config(args):
     if mixed_precision is not None:
         precision = {"bf16": "bf16", "no": "fp32"}.get(mixed_precision)
         if precision is None:
-            fail(f"mixed_precision {mixed_precision}: not supported here; choose bf16 or no")
+            fail(f"mixed_precision {mixed_precision}: not supported; choose 'bf16' or 'no'")
         if args.precision not in ("auto", precision):
             problem = f"Accelerate has mixed_precision {mixed_precision}"
             fail(f"--precision {args.precision}: {problem}; change one of the two")
         args.precision = precision
     if args.device == "cpu" and os.environ.get("FSDP_OFFLOAD_PARAMS") == "true":
-        fail("fsdp_offload_params true: found no GPU to offload from; set it to false")
+        fail("fsdp_offload_params true: this run uses no GPU; choose false")
 
 
 def adopt_launcher():
@@ -181,9 +182,9 @@ def adopt_launcher():
 
 
 def has_gpu():
-    """Return whether this process has a GPU, including a GPU that torch cannot use."""
+    """Return whether this process has a GPU, even if torch cannot use the GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible in ("", "-1"):  # the user has hidden all GPUs
+    if visible in ("", "-1"):  # all GPUs are hidden
         return False
     # Slurm: SLURM_GPUS_ON_NODE is set only in a job that has requested GPUs.
     if "SLURM_GPUS_ON_NODE" in os.environ:
@@ -195,12 +196,12 @@ def has_gpu():
 
 def setup(args):
     """Join the process group; return this rank's device and the run's folder."""
-    # DDP: let Linux kill this rank when its launcher dies. Otherwise, this rank could overwrite
-    # files of the next run. The 1 is PR_SET_PDEATHSIG.
+    # DDP: let Linux kill this rank when its launcher dies. Otherwise, this rank could keep training
+    # and overwrite the files of the next run. The 1 is PR_SET_PDEATHSIG.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     sys.stdout.reconfigure(line_buffering=True)
-    # If stderr is not a terminal, it may be a log file, which progress bars would clutter.
+    # If stderr is not a terminal, disable progress bars, because they would clutter a log file.
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
@@ -218,7 +219,7 @@ def setup(args):
         if num_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
             local_rank = 0
         if local_rank >= num_gpus:
-            fail(f"local rank {local_rank} has no GPU: torch sees {num_gpus}; start fewer ranks")
+            fail(f"local rank {local_rank}: torch sees only {num_gpus} GPUs; start fewer ranks")
         # DDP: without set_device(), every rank would also allocate memory on GPU 0.
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -234,13 +235,13 @@ def setup(args):
 
 @functools.cache
 def patient_group():
-    """Return a group of all ranks with a timeout of a week; the default timeout is only minutes."""
+    """Return a group whose timeout is a week, because tokenizing may take hours."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
 @contextmanager
 def rank_first():
-    """Run the body on rank 0, then on one rank of each other node, then on the remaining ranks.
+    """Run the body on rank 0, then on local rank 0 of the other nodes, then on the remaining ranks.
 
     Later ranks find the files that earlier ranks have written.
     """
@@ -262,7 +263,7 @@ def wait_for_all():
     try:
         dist.barrier(group=patient_group())
     except RuntimeError as error:
-        # DDP: wait while the failed rank reports the reason; torchrun then ends this rank.
+        # DDP: wait while the failed rank reports the reason; torchrun usually ends this rank then.
         time.sleep(10)
         sys.exit(f"another rank has failed: {error}")
 
@@ -284,11 +285,11 @@ def check_shared(run_dir):
 
 
 def stop_requests(run_dir):
-    """Yield, before each step, whether the run should stop.
+    """Yield, before each step, whether the run should stop after that step.
 
-    A signal to any rank requests a stop, and so does a file named `stop` in the run's folder. An
-    all-reduce gives all ranks the same answer. It runs in the background during the previous step,
-    so that the ranks rarely wait for the answer.
+    SIGTERM, SIGUSR1 or SIGHUP on any rank requests a stop, and so does a file named `stop` in the
+    run's folder. An all-reduce gives all ranks the same answer. The all-reduce runs in the
+    background during the previous step, so that the ranks rarely wait for the answer.
     """
     received = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -308,7 +309,8 @@ def stop_requests(run_dir):
 
 def fail(message):
     """Report a user error in one line on stderr, and exit with status 2."""
-    # DDP: wait; if all ranks have this error, rank 0 reports it, and torchrun ends this rank.
+    # DDP: let rank 0 report an error that all ranks have; the launcher then ends this rank. If only
+    # this rank has the error, this rank reports it after the wait.
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -353,17 +355,17 @@ def build_tokenizer_and_config(args):
     if args.seq_length > max_length:
         fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {max_length} tokens")
     if len(tokenizer) < 2:
-        fail(f"--model-name {args.model_name}: found no tokenizer; check its files")
+        fail(f"--model-name {args.model_name}: found no tokenizer; check the model's files")
     if tokenizer.eos_token_id is None:
-        fail(f"--model-name {args.model_name}: its tokenizer has no end-of-text token")
+        fail(f"--model-name {args.model_name}: its tokenizer has no eos_token; define one")
     if len(tokenizer) > config.vocab_size:
-        problem = f"its tokenizer has {len(tokenizer)} tokens"
-        fail(f"--model-name {args.model_name}: {problem} for {config.vocab_size} embeddings")
+        problem = f"{len(tokenizer)} tokens, but only {config.vocab_size} embeddings"
+        fail(f"--model-name {args.model_name}: found {problem}")
     return tokenizer, config
 
 
 def build_model(args, config):
-    """Build the model on the CPU in float32, so that its weights do not depend on the device."""
+    """Build the model on the CPU, so that its initial weights do not depend on the device."""
     torch.manual_seed(args.seed)
     if args.pretrained:
         model = AutoModelForCausalLM.from_pretrained(
@@ -378,9 +380,10 @@ def build_model(args, config):
         fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
     model.train()
 
-    # In every forward pass, transformers checks whether samples are packed, because packing needs a
-    # mask. The check makes the host wait for the device. Plain causal attention needs no mask, so
-    # register it under a new name; for an unknown name, transformers skips the check and the mask.
+    # In every forward pass, transformers checks whether samples are packed, because packed samples
+    # need a mask. This check makes the host wait for the device. Plain causal attention needs no
+    # mask, so register SDPA under a new name. transformers has no mask function for the new name,
+    # so it skips both the check and the mask.
     window = getattr(config, "sliding_window", None) or args.seq_length
     uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
     if uses_sdpa and args.seq_length <= window:
@@ -410,7 +413,7 @@ def build_data(args, tokenizer):
     num_train = num_samples - args.eval_samples
     if num_train < 1:
         samples = f"{num_samples} samples of {args.seq_length} tokens"
-        problem = f"{samples} are too few to hold out {args.eval_samples}"
+        problem = f"{samples} are not more than --eval-samples {args.eval_samples}"
         fail(f"--dataset-name {args.dataset_name}: {problem}; add text, or lower --seq-length")
     tokens = torch.from_file(str(path), size=num_samples * args.seq_length, dtype=torch.int32)
     return tokens.view(num_samples, -1).split([num_train, args.eval_samples])
@@ -453,7 +456,7 @@ def load_documents(args):
     features = documents.features.items()
     types = {column: str(getattr(feature, "dtype", feature)) for column, feature in features}
     if types.get(args.text_column) not in ("string", "large_string"):
-        fail(f"--text-column {args.text_column}: not a text column; {name} has {types}")
+        fail(f"--text-column {args.text_column}: not a text column; {name} has the columns {types}")
     return documents
 
 
@@ -514,7 +517,7 @@ class GuideCallback(transformers.TrainerCallback):
         decays = [args.weight_decay, 0.0]
         for group, weight_decay in zip(optimizer.param_groups, decays, strict=False):
             group |= {"lr": args.learning_rate * factor, "weight_decay": weight_decay}
-        # Trainer: it logs the learning rate from _last_lr, so update _last_lr too.
+        # Trainer: the Trainer logs the learning rate from _last_lr, so update _last_lr too.
         lr_scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
     def on_step_begin(self, _, state, control, **__):
@@ -532,12 +535,13 @@ class GuideCallback(transformers.TrainerCallback):
     def on_log(self, _, state, control, logs, model, **__):
         step = state.global_step
         if "loss" in logs:
-            # ZeRO: DeepSpeed only skips the steps whose gradient is not finite, so check their
-            # number.
+            # ZeRO: if a gradient is not finite, DeepSpeed skips the update and continues, so check
+            # whether it has skipped a step.
             skipped = getattr(self.trainer.deepspeed, "skipped_steps", 0)
             if skipped or not math.isfinite(logs["grad_norm"]):
                 first = self.interval_start[0] + 1
-                fail(f"a gradient in steps {first} to {step} was not finite; nothing was saved")
+                problem = f"a gradient in steps {first} to {step} was not finite"
+                fail(f"{problem}; these steps are not saved")
             self.row = measure(self.args, model, step, self.loss, logs, self.interval_start)
             self.interval_ended = True
         elif "eval_loss" in logs:
@@ -570,13 +574,14 @@ def load_zero_settings(args):
     for name in {"optimizer", "scheduler", "fp16", "activation_checkpointing"} & settings.keys():
         fail(f"--deepspeed-config {path}: {name} is not supported; remove it")
     if not settings.get("zero_optimization", {}).get("stage"):
-        fail(f"--deepspeed-config {path}: found no stage of ZeRO; choose stage 1, 2 or 3")
+        fail(f"--deepspeed-config {path}: ZeRO is off; choose stage 1, 2 or 3")
     has_bf16 = any(settings.get(name, {}).get("enabled") for name in ("bf16", "torch_autocast"))
     precision = "bf16" if has_bf16 else "fp32"
     if precision != args.precision:
         problem = f"its precision is {precision}, not {args.precision}"
-        fail(f"--deepspeed-config {path}: {problem}; make the file again")
-    # ZeRO: make the Trainer save a full model in stage 3; by default, it saves the shards twice.
+        fail(f"--deepspeed-config {path}: {problem}; change it or the flags")
+    # ZeRO: in stage 3, make the Trainer save the full model in each checkpoint. By default, it
+    # would save a second copy of the shards instead.
     settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     return settings
 
@@ -586,14 +591,16 @@ def build_trainer(args, run_dir, guide, model, train_set, held_out):
     uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     zero_settings = load_zero_settings(args)
     if args.device == "cpu":
-        # Accelerate: for FSDP2, set MULTI_GPU even on CPUs; otherwise it would silently become DDP.
+        # Accelerate: FSDP2 needs MULTI_GPU even on CPUs; with MULTI_CPU, Accelerate would silently
+        # use DDP.
         kind = DistributedType.MULTI_GPU if uses_fsdp else DistributedType.MULTI_CPU
         kind = DistributedType.DEEPSPEED if zero_settings else kind
         PartialState(cpu=True).distributed_type = kind
-    # Trainer: without loss_type, GPT-2's loss would be divided by one token too many per sample.
+    # Trainer: without loss_type, the Trainer would divide GPT-2's summed loss by the number of all
+    # tokens, including the first token of each sample, which the model does not predict.
     model.loss_type = "ForCausalLM"
-    # Trainer: it fills an incomplete last batch with repeated samples, so choose a batch size that
-    # divides the held-out samples evenly.
+    # Trainer: the Trainer repeats samples to fill an incomplete last batch. If possible, choose a
+    # batch size for evaluation that leaves no incomplete batch.
     num_ranks = dist.get_world_size()
     sizes = range(1, args.micro_batch_size + 1)
     eval_sizes = [size for size in sizes if args.eval_samples % (size * num_ranks) == 0]
@@ -613,11 +620,11 @@ def build_trainer(args, run_dir, guide, model, train_set, held_out):
         warmup_steps=args.warmup_steps,
         seed=args.seed,
         use_cpu=args.device == "cpu",
-        # ZeRO: with torch_autocast, leave bf16 off, because bf16=True would keep the weights in
-        # bf16.
+        # ZeRO: do not pass bf16=True together with torch_autocast, because DeepSpeed would then
+        # keep the weights in bf16.
         bf16=args.precision == "bf16" and "torch_autocast" not in (zero_settings or {}),
         logging_steps=args.log_every,
-        # Trainer: do not hide a loss that is not finite, as the Trainer does by default.
+        # Trainer: by default, the Trainer hides a loss that is not finite; log this loss too.
         logging_nan_inf_filter=False,
         eval_strategy="steps",
         eval_steps=args.eval_every,
@@ -681,7 +688,7 @@ def publish(args, partial, folder):
 
 @rank_first()
 def save_checkpoint(args, run_dir, partial, step):
-    """Add args.json to the folder that the Trainer has written, and publish it as a checkpoint."""
+    """Add args.json to the folder that the Trainer has written, and publish the folder."""
     if dist.get_rank() != 0:
         return
     (partial / "args.json").write_text(json.dumps(vars(args)))
@@ -709,7 +716,7 @@ def load_checkpoint(args, run_dir):
 
 
 def compare_args(args, saved_args, checkpoint):
-    """Stop if an argument that must match has changed; print every other changed argument."""
+    """Stop if an argument that must stay the same has changed; print all other changes."""
     must_match = ["model_name", "config", "num_weights", "dataset_fingerprint"]
     must_match += ["seq_length", "global_batch_size", "seed"]
     for name, value in vars(args).items():
@@ -723,8 +730,8 @@ def compare_args(args, saved_args, checkpoint):
 
 def export_model(args, run_dir, trainer, tokenizer):
     """Write the finished model to a folder that `from_pretrained` can load."""
-    # Trainer: wait for all ranks to leave train(), which reads the folder that partial_of()
-    # deletes.
+    # Trainer: at its end, train() reads the folder that partial_of() deletes, so wait until all
+    # ranks have left train().
     wait_for_all()
     partial = partial_of(run_dir / "model")
     # Accelerate: with FSDP2, all ranks must call get_state_dict(), but only rank 0 gets the full
@@ -732,7 +739,8 @@ def export_model(args, run_dir, trainer, tokenizer):
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if dist.get_rank() != 0:
         return
-    # Trainer: turn use_cache on again, because generation without a cache is slow.
+    # Trainer: the Trainer has turned use_cache off. Turn it on again, because generation without a
+    # cache is slow.
     trainer.model.config.use_cache = True
     trainer.model.save_pretrained(partial, state_dict=weights)
     tokenizer.save_pretrained(partial)
@@ -754,7 +762,8 @@ PEAK_FLOPS = {
 def mfu(args, model, tokens_per_second):
     """Return the model FLOPs utilization (PaLM, appendix B, arxiv.org/abs/2204.02311).
 
-    Return None if the peak of this device or the speed is unknown, or if the precision is not bf16.
+    Return None if the speed is unknown, if PEAK_FLOPS does not list the device, or if the precision
+    is not bf16.
     """
     peak = PEAK_FLOPS.get(torch.cuda.get_device_name() if args.device == "cuda" else "cpu")
     if peak is None or tokens_per_second is None or args.precision != "bf16":
@@ -770,7 +779,7 @@ def mfu(args, model, tokens_per_second):
 
 
 def measure(args, model, step, loss, logs, interval_start):
-    """Return the metrics of `step`; reading them makes the host wait for the device."""
+    """Return the metrics of `step`; loss.item() makes the host wait for the device."""
     dist.all_reduce(loss, dist.ReduceOp.AVG)
     row = {"step": step, "loss": loss.item(), "grad_norm": logs["grad_norm"]}
     start_step, start_time = interval_start
@@ -795,16 +804,16 @@ def start_tracking(args, run_dir):
         mode=args.wandb if dist.get_rank() == 0 else "disabled",
         resume="allow",
     )
-    # Plot each metric against the "step" in the rows from log(). By default, wandb plots against a
-    # count of the rows, which never goes back, although a resume repeats steps.
+    # Plot each metric against the "step" in its row. By default, wandb numbers the rows itself, so
+    # steps that a resume repeats would look like new steps.
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run
 
 
 def log(run_dir, wandb_run, row):
-    """Append a row to metrics.jsonl, and send it to wandb and stdout.
+    """Append `row` to metrics.jsonl, and send `row` to wandb and stdout.
 
-    After a resume, a step may have more than one row; the last row counts.
+    After a resume, metrics.jsonl may have several rows for a step; the last row is valid.
     """
     if dist.get_rank() != 0:
         return
@@ -840,7 +849,7 @@ def main():
     trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     step = trainer.state.global_step
     if step < args.num_steps:
-        print(f"stopped at step {step}; the same command continues")
+        print(f"stopped at step {step}; run the same command to continue")
         wandb_run.finish()
         return
 
@@ -851,7 +860,7 @@ def main():
 
 if __name__ == "__main__":
     main()
-    # DDP: after --help, main() returns without a process group.
+    # DDP: after --help, @record makes main() return before setup() has created a process group.
     if dist.is_initialized():
         # DDP: keep every rank alive until all ranks have finished.
         wait_for_all()

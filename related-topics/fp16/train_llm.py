@@ -43,7 +43,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def parse_args():
-    """Parse and check the command line, and split the global batch into micro-batches."""
+    """Parse and check the command line, and compute the size and number of micro-batches."""
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(formatter_class=formatter, fromfile_prefix_chars="@")
     parser.allow_abbrev = False
@@ -66,7 +66,7 @@ def parse_args():
     add("--num-steps", type=int, default=100, help="total number of optimizer steps")
     add("--lr", type=float, default=1e-3, help="peak learning rate, reached after the warmup")
     add("--warmup-steps", type=int, default=10, help="steps until the learning rate peaks")
-    add("--weight-decay", type=float, default=0.1, help="applied to matrices, not to vectors")
+    add("--weight-decay", type=float, default=0.1, help="decay of matrices; vectors have no decay")
     add("--max-grad-norm", type=float, default=1.0, help="maximum gradient norm; 0 means no limit")
     add("--seed", type=int, default=0, help="seed for weights, data order and dropout")
 
@@ -105,11 +105,11 @@ def parse_args():
         problem = f"torch {torch.__version__} finds no working GPU"
         fail(f"--device cuda: {problem}; repair the driver, or pass --device cpu")
     if args.precision == "auto":
-        # GPUs older than compute capability 8.0 emulate bf16, which is slow.
+        # GPUs below compute capability 8.0 emulate bf16, and the emulation is slow.
         has_bf16 = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
         args.precision = "bf16" if has_bf16 else "fp32"
     if "LOCAL_RANK" not in os.environ:
-        fail(f"start this with torchrun: torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
+        fail(f"this script needs torchrun: torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
     num_data_ranks = int(os.environ["WORLD_SIZE"])
     local_batch_size, remainder = divmod(args.global_batch_size, num_data_ranks)
     if remainder:
@@ -123,9 +123,9 @@ def parse_args():
 
 
 def has_gpu():
-    """Return whether this process has a GPU, including a GPU that torch cannot use."""
+    """Return whether this process has a GPU, even if torch cannot use the GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible in ("", "-1"):  # the user has hidden all GPUs
+    if visible in ("", "-1"):  # all GPUs are hidden
         return False
     # The NVIDIA driver creates /dev/nvidiactl, and the AMD driver creates /dev/kfd.
     has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
@@ -134,12 +134,12 @@ def has_gpu():
 
 def setup(args):
     """Join the process group; return this rank's device and the run's folder."""
-    # DDP: let Linux kill this rank when its launcher dies. Otherwise, this rank could overwrite
-    # files of the next run. The 1 is PR_SET_PDEATHSIG.
+    # DDP: let Linux kill this rank when its launcher dies. Otherwise, this rank could keep training
+    # and overwrite the files of the next run. The 1 is PR_SET_PDEATHSIG.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     sys.stdout.reconfigure(line_buffering=True)
-    # If stderr is not a terminal, it may be a log file, which progress bars would clutter.
+    # If stderr is not a terminal, disable progress bars, because they would clutter a log file.
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
@@ -154,7 +154,7 @@ def setup(args):
     if args.device == "cuda":
         local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if local_rank >= num_gpus:
-            fail(f"local rank {local_rank} has no GPU: torch sees {num_gpus}; start fewer ranks")
+            fail(f"local rank {local_rank}: torch sees only {num_gpus} GPUs; start fewer ranks")
         # DDP: without set_device(), every rank would also allocate memory on GPU 0.
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -169,13 +169,13 @@ def setup(args):
 
 @functools.cache
 def patient_group():
-    """Return a group of all ranks with a timeout of a week; the default timeout is only minutes."""
+    """Return a group whose timeout is a week, because tokenizing may take hours."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
 @contextmanager
 def rank_first():
-    """Run the body on rank 0, then on one rank of each other node, then on the remaining ranks.
+    """Run the body on rank 0, then on local rank 0 of the other nodes, then on the remaining ranks.
 
     Later ranks find the files that earlier ranks have written.
     """
@@ -197,14 +197,15 @@ def wait_for_all():
     try:
         dist.barrier(group=patient_group())
     except RuntimeError as error:
-        # DDP: wait while the failed rank reports the reason; torchrun then ends this rank.
+        # DDP: wait while the failed rank reports the reason; torchrun usually ends this rank then.
         time.sleep(10)
         sys.exit(f"another rank has failed: {error}")
 
 
 def fail(message):
     """Report a user error in one line on stderr, and exit with status 2."""
-    # DDP: wait; if all ranks have this error, rank 0 reports it, and torchrun ends this rank.
+    # DDP: let rank 0 report an error that all ranks have; the launcher then ends this rank. If only
+    # this rank has the error, this rank reports it after the wait.
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -249,17 +250,17 @@ def build_tokenizer_and_config(args):
     if args.seq_length > max_length:
         fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {max_length} tokens")
     if len(tokenizer) < 2:
-        fail(f"--model-name {args.model_name}: found no tokenizer; check its files")
+        fail(f"--model-name {args.model_name}: found no tokenizer; check the model's files")
     if tokenizer.eos_token_id is None:
-        fail(f"--model-name {args.model_name}: its tokenizer has no end-of-text token")
+        fail(f"--model-name {args.model_name}: its tokenizer has no eos_token; define one")
     if len(tokenizer) > config.vocab_size:
-        problem = f"its tokenizer has {len(tokenizer)} tokens"
-        fail(f"--model-name {args.model_name}: {problem} for {config.vocab_size} embeddings")
+        problem = f"{len(tokenizer)} tokens, but only {config.vocab_size} embeddings"
+        fail(f"--model-name {args.model_name}: found {problem}")
     return tokenizer, config
 
 
 def build_model(args, config):
-    """Build the model on the CPU in float32, so that its weights do not depend on the device."""
+    """Build the model on the CPU, so that its initial weights do not depend on the device."""
     torch.manual_seed(args.seed)
     if args.pretrained:
         model = AutoModelForCausalLM.from_pretrained(
@@ -274,9 +275,10 @@ def build_model(args, config):
         fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
     model.train()
 
-    # In every forward pass, transformers checks whether samples are packed, because packing needs a
-    # mask. The check makes the host wait for the device. Plain causal attention needs no mask, so
-    # register it under a new name; for an unknown name, transformers skips the check and the mask.
+    # In every forward pass, transformers checks whether samples are packed, because packed samples
+    # need a mask. This check makes the host wait for the device. Plain causal attention needs no
+    # mask, so register SDPA under a new name. transformers has no mask function for the new name,
+    # so it skips both the check and the mask.
     window = getattr(config, "sliding_window", None) or args.seq_length
     uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
     if uses_sdpa and args.seq_length <= window:
@@ -332,7 +334,7 @@ def build_data(args, tokenizer):
     num_train = num_samples - args.eval_samples
     if num_train < 1:
         samples = f"{num_samples} samples of {args.seq_length} tokens"
-        problem = f"{samples} are too few to hold out {args.eval_samples}"
+        problem = f"{samples} are not more than --eval-samples {args.eval_samples}"
         fail(f"--dataset-name {args.dataset_name}: {problem}; add text, or lower --seq-length")
     tokens = torch.from_file(str(path), size=num_samples * args.seq_length, dtype=torch.int32)
     return tokens.view(num_samples, -1).split([num_train, args.eval_samples])
@@ -375,7 +377,7 @@ def load_documents(args):
     features = documents.features.items()
     types = {column: str(getattr(feature, "dtype", feature)) for column, feature in features}
     if types.get(args.text_column) not in ("string", "large_string"):
-        fail(f"--text-column {args.text_column}: not a text column; {name} has {types}")
+        fail(f"--text-column {args.text_column}: not a text column; {name} has the columns {types}")
     return documents
 
 
@@ -414,10 +416,11 @@ def loss_of(args, model, batch):
 
 
 def forward_backward(args, model, scaler, train_set, step, device):
-    """Add up the gradients of the step's micro-batches; return the mean loss as a device tensor."""
+    """Compute the gradients of the step's mean loss; return the mean loss as a device tensor."""
     total_loss = torch.zeros((), device=device)
     for micro_step in range(args.accumulation):
-        # DDP: all-reduce gradients in the last micro-batch only; no_sync() sets the same flag.
+        # DDP: all-reduce the gradients in the last micro-batch only. DDP's no_sync() sets the same
+        # flag.
         model.require_backward_grad_sync = micro_step == args.accumulation - 1
         batch = batch_at(args, train_set, step, micro_step, device)
         loss = loss_of(args, model, batch) / args.accumulation
@@ -445,7 +448,8 @@ def train_step(args, model, optimizer, train_set, step, device):
     grad_norm = clip_gradients(args, model)
     for group in optimizer.param_groups:
         group["lr"] = lr_at(args, step)
-    # fp16: keep the previous found_inf, because an overflow should skip only this update.
+    # fp16: remember the previous found_inf and restore it after the update, because an overflow
+    # should make AdamW skip only this update.
     previous_found_inf = optimizer.found_inf
     # Once a gradient is not finite, found_inf stays 1, and AdamW skips this and all later updates.
     optimizer.found_inf = torch.maximum(optimizer.found_inf, (~grad_norm.isfinite()).float())
@@ -458,14 +462,16 @@ def train_step(args, model, optimizer, train_set, step, device):
 
 
 def update_scale(scaler, loss):
-    """Let the scaler halve or double the scale; return 1 if halving cannot help, otherwise 0.
+    """Let the scaler update the scale; return 1 if halving cannot fix an overflow, otherwise 0.
 
-    Halving cannot help if the scale is below 1 or infinite. It also cannot help if the loss is not
-    finite, because the forward pass does not use the scale.
+    Halving cannot help if the scale is already below 1, or if it is infinite. It also cannot help
+    if the loss itself is not finite, because the forward pass does not use the scale.
     """
-    # Do not call scaler.step(), which would delete optimizer.found_inf.
+    # train_step() calls optimizer.step() itself, because scaler.step() would delete
+    # optimizer.found_inf.
     scaler.update()
-    # scaler.scale(1) returns the scale as a device tensor; get_scale() would wait for the device.
+    # Scaling a 1 returns the scale as a device tensor; get_scale() would make the host wait for the
+    # device.
     scale = scaler.scale(torch.ones_like(loss))
     is_fatal = (~loss.isfinite() | (scale < 1) | scale.isinf()).float()
     # DDP: each rank has its own loss, so return 1 on all ranks if any rank would return 1.
@@ -520,7 +526,7 @@ def publish(args, partial, folder):
 
 @rank_first()
 def save_checkpoint(args, run_dir, model, optimizer, step):
-    """Save everything that cannot be computed from the step number."""
+    """Save the model, the optimizer and the arguments; the step number determines the rest."""
     if dist.get_rank() != 0:
         return
     checkpoint = run_dir / f"checkpoints/step-{step:08}"
@@ -543,7 +549,7 @@ def load_checkpoint(args, run_dir, model, optimizer):
             state = torch.load(checkpoint / "state.pt", "cpu", mmap=True, weights_only=True)
         except Exception as error:
             # Reading a damaged file can raise almost any type of exception.
-            print(f"{checkpoint} cannot be read; trying the previous checkpoint: {error!r:.200}")
+            print(f"{checkpoint} cannot be read: {error!r:.200}; trying the previous checkpoint")
             continue
         compare_args(args, state["args"], checkpoint)
         args.wandb_id = state["args"]["wandb_id"]
@@ -551,18 +557,19 @@ def load_checkpoint(args, run_dir, model, optimizer):
         # Hyperparameters come from the command line, not from the checkpoint.
         param_groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict(state["optimizer"] | {"param_groups": param_groups})
-        # fp16: a checkpoint that was saved in a different precision has no scale.
+        # fp16: a checkpoint that was saved in bf16 or fp32 has no scale; the scaler then keeps
+        # `--init-scale`.
         if scaler_state := state.get("scaler"):
             optimizer.scaler.load_state_dict(scaler_state)
         print(f"continuing from {checkpoint}")
         return int(checkpoint.name.removeprefix("step-"))
     if checkpoints:
-        fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete them to start again")
+        fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete the folder to start over")
     return 0
 
 
 def compare_args(args, saved_args, checkpoint):
-    """Stop if an argument that must match has changed; print every other changed argument."""
+    """Stop if an argument that must stay the same has changed; print all other changes."""
     must_match = ["model_name", "config", "num_weights", "dataset_fingerprint"]
     must_match += ["seq_length", "global_batch_size", "seed"]
     for name, value in vars(args).items():
@@ -600,7 +607,8 @@ PEAK_FLOPS = {
 def mfu(args, model, tokens_per_second):
     """Return the model FLOPs utilization (PaLM, appendix B, arxiv.org/abs/2204.02311).
 
-    Return None if the peak of this device or the speed is unknown, or if the precision is not bf16.
+    Return None if the speed is unknown, if PEAK_FLOPS does not list the device, or if the precision
+    is not bf16.
     """
     peak = PEAK_FLOPS.get(torch.cuda.get_device_name() if args.device == "cuda" else "cpu")
     if peak is None or tokens_per_second is None or args.precision != "bf16":
@@ -614,7 +622,7 @@ def mfu(args, model, tokens_per_second):
 
 
 def measure(args, model, step, loss, grad_norm, interval_start):
-    """Return the metrics of `step`; reading them makes the host wait for the device."""
+    """Return the metrics of `step`; loss.item() makes the host wait for the device."""
     dist.all_reduce(loss, dist.ReduceOp.AVG)
     row = {"step": step, "loss": loss.item(), "grad_norm": grad_norm.item()}
     start_step, start_time = interval_start
@@ -638,16 +646,16 @@ def start_tracking(args, run_dir):
         mode=args.wandb if dist.get_rank() == 0 else "disabled",
         resume="allow",
     )
-    # Plot each metric against the "step" in the rows from log(). By default, wandb plots against a
-    # count of the rows, which never goes back, although a resume repeats steps.
+    # Plot each metric against the "step" in its row. By default, wandb numbers the rows itself, so
+    # steps that a resume repeats would look like new steps.
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run
 
 
 def log(run_dir, wandb_run, row):
-    """Append a row to metrics.jsonl, and send it to wandb and stdout.
+    """Append `row` to metrics.jsonl, and send `row` to wandb and stdout.
 
-    After a resume, a step may have more than one row; the last row counts.
+    After a resume, metrics.jsonl may have several rows for a step; the last row is valid.
     """
     if dist.get_rank() != 0:
         return
@@ -689,7 +697,7 @@ def main():
     wandb_run = start_tracking(args, run_dir)
     if start == 0:
         log(run_dir, wandb_run, {"step": 0, "val_loss": evaluate(args, model, held_out, device)})
-    # The first interval includes compilation, so omit its start time; measure() skips the speed.
+    # The first interval may include compilation. Without a start time, measure() reports no speed.
     interval_start = start, None
     steps = range(start + 1, args.num_steps + 1)
     for step in tqdm(steps, initial=start, total=args.num_steps, file=sys.stdout, disable=None):
@@ -700,7 +708,7 @@ def main():
         saving = is_last or step % args.checkpoint_every == 0
         if (reporting or saving) and optimizer.found_inf:
             first = interval_start[0] + 1
-            fail(f"a gradient in steps {first} to {step} was not finite; nothing was saved")
+            fail(f"a gradient in steps {first} to {step} was not finite; these steps are not saved")
         if reporting:
             row = measure(args, model, step, loss, grad_norm, interval_start)
             row["loss_scale"] = optimizer.scaler.get_scale()
@@ -719,7 +727,7 @@ def main():
 
 if __name__ == "__main__":
     main()
-    # DDP: after --help, main() returns without a process group.
+    # DDP: after --help, @record makes main() return before setup() has created a process group.
     if dist.is_initialized():
         # DDP: keep every rank alive until all ranks have finished.
         wait_for_all()
