@@ -92,7 +92,7 @@ def parse_args():
     add("--compile", action="store_true", help="compile the layers and the loss")
     switch = argparse.BooleanOptionalAction
     add("--reshard-after-forward", action=switch, default=True, help="free gathered weights early")
-    add("--replicas", type=int, default=1, help="groups of ranks that each hold a full model")
+    add("--replicas", type=int, default=1, help="model copies, each sharded across its own ranks")
 
     add("-e", "--experiment-name", default=chapter, help="name of the run's folder in --save-dir")
     add("--save-dir", default="outputs", help="the folder that holds all runs")
@@ -102,7 +102,7 @@ def parse_args():
     add("--eval-samples", type=int, default=64, help="number of samples to hold out")
     add("--log-every", type=int, default=10, help="steps between log lines")
     add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="wandb mode")
-    add("--dist-timeout", type=int, default=600, help="seconds that a rank waits for other ranks")
+    add("--dist-timeout", type=int, default=600, help="maximum seconds that a rank waits")
 
     args = parser.parse_args()
     may_be_zero = ["lr", "warmup_steps", "weight_decay", "max_grad_norm", "seed"]

@@ -98,7 +98,7 @@ def parse_args():
     add("--compile", action="store_true", help="compile the layers and the loss")
     switch = argparse.BooleanOptionalAction
     add("--reshard-after-forward", action=switch, default=True, help="free gathered weights early")
-    add("--replicas", type=int, default=1, help="groups of ranks that each hold a full model")
+    add("--replicas", type=int, default=1, help="model copies, each sharded across its own ranks")
     add("--cpu-offload", action="store_true", help="keep shards on the CPU, and run AdamW there")
     add(
         "--recompute",
@@ -115,7 +115,7 @@ def parse_args():
     add("--eval-samples", type=int, default=64, help="number of samples to hold out")
     add("--log-every", type=int, default=10, help="steps between log lines")
     add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="wandb mode")
-    add("--dist-timeout", type=int, default=600, help="seconds that a rank waits for other ranks")
+    add("--dist-timeout", type=int, default=600, help="maximum seconds that a rank waits")
     add("--checkpoint-async", action="store_true", help="write checkpoints in the background")
 
     args = parser.parse_args()

@@ -121,7 +121,7 @@ def parse_args():
     add("--compile", action="store_true", help="compile the layers and the loss")
     switch = argparse.BooleanOptionalAction
     add("--reshard-after-forward", action=switch, default=True, help="free gathered weights early")
-    add("--replicas", type=int, default=1, help="groups of ranks that each hold a full model")
+    add("--replicas", type=int, default=1, help="model copies, each sharded across its own ranks")
     add("--cpu-offload", action="store_true", help="keep shards on the CPU, and run AdamW there")
     add(
         "--recompute",
@@ -141,7 +141,7 @@ def parse_args():
     add("--eval-samples", type=int, default=64, help="number of samples to hold out")
     add("--log-every", type=int, default=10, help="steps between log lines")
     add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="wandb mode")
-    add("--dist-timeout", type=int, default=600, help="seconds that a rank waits for other ranks")
+    add("--dist-timeout", type=int, default=600, help="maximum seconds that a rank waits")
     add("--checkpoint-async", action="store_true", help="write checkpoints in the background")
 
     args = parser.parse_args()
@@ -576,7 +576,8 @@ def build_mesh(args, device):
         "pipeline": args.pipeline_parallel_size,
         "replicate": args.replicas,
         "shard": data_rank_of(args)[1] // args.replicas,
-        # TP: the last dimension of a mesh groups neighboring ranks, which are on the same node.
+        # TP: put this dimension last, so that each tensor-parallel group consists of consecutive
+        # ranks, which share a node.
         "tensor": args.tensor_parallel_size,
     }
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -670,7 +671,7 @@ def split_into_stages(args, model):
     for number in range(num_stages + 1):
         border = round(number * (len(layers) + 2) / num_stages) - 1
         borders.append(max(number, min(border, len(layers) - num_stages + number)))
-    print("layers of the stages:", *(f"{first}-{end - 1}" for first, end in pairwise(borders)))
+    print("layers of each stage:", *(f"{first}-{end - 1}" for first, end in pairwise(borders)))
     stages = [layers[first:end] for first, end in pairwise(borders)]
     layer_modules = {module for layer in layers for module in layer.modules()}
     for module in model.modules():

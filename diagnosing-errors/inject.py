@@ -3,7 +3,7 @@
 torchrun --standalone --nproc-per-node 2 diagnosing-errors/watched.py --into outputs/broken \
    diagnosing-errors/inject.py slow-compute@rank1:step20 02-ddp/train_llm.py --num-steps 500
 
-The fault starts at the end of step 20, counted from this start of the script. inject.py replaces
+The fault starts at the end of the 20th step that this process runs. inject.py replaces
 functions of Python, of torch and of its data loaders; some scripts do not use all of them.
 """
 

@@ -123,7 +123,7 @@ def parse_args():
     add("--eval-samples", type=int, default=64, help="number of samples to hold out")
     add("--log-every", type=int, default=10, help="steps between log lines")
     add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="wandb mode")
-    add("--dist-timeout", type=int, default=600, help="seconds that a rank waits for other ranks")
+    add("--dist-timeout", type=int, default=600, help="maximum seconds that a rank waits")
     add("--inject", nargs="+", default=[], metavar="FAULT@rankR:stepS", help=", ".join(FAULTS))
 
     args = parser.parse_args()

@@ -129,8 +129,8 @@ class Steps:
         # runs.
         self.fault = None
 
-        # `count` is the number of steps since this start of the script. `earlier_steps` is the
-        # number of steps before this start; it is 0 without a resume.
+        # `count` is the number of steps that this process has run. `earlier_steps` is the number of
+        # steps that earlier processes have run; it is 0 unless the run was resumed.
         self.count = 0
         self.earlier_steps = 0
         self.end_times = deque(maxlen=11)
@@ -214,8 +214,8 @@ class Steps:
         if self.count == 1 or self.count % self.every == 0:
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             self.shard = self.shard or shard_of(weights)
-            # After a resume, the optimizer's own step number includes the steps before this start
-            # of the script.
+            # After a resume, the optimizer's own step number includes the steps of earlier
+            # processes.
             state = next(iter(optimizer.state.values()), {})
             values += [state.get("step", self.count), self.input_hash, checksum(weights)]
             self.input_hash = 0
@@ -299,7 +299,7 @@ class RecordingStream:
 
 
 def from_environment(names, default):
-    """Return, as an integer, the first of these environment variables that is set, or `default`."""
+    """Return the value of the first variable in `names` that is set, or `default`."""
     for name in names:
         if name in os.environ:
             return int(os.environ[name])
@@ -334,7 +334,7 @@ class Watch:
             "files_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         }
         folder.mkdir(parents=True, exist_ok=True)
-        # Delete the files that this rank wrote before this start of the script.
+        # Delete the files that this rank wrote before the script was started again.
         for path in folder.glob(f"{rank:05}.*"):
             path.unlink(missing_ok=True)
         self.crash = open(self.path.with_suffix(".crash"), "w")

@@ -329,7 +329,7 @@ def is_long_phase(living):
 
 
 def find_missing_ranks(living):
-    """Report ranks that never started, if other ranks wait for them in init_process_group."""
+    """Report ranks that never started, while other ranks are waiting for them to connect."""
     joining = []
     for rank in living:
         if any(function == "init_process_group" for _, _, function in rank.frames):
@@ -457,10 +457,7 @@ def find_unexpected_call(group):
 
 
 def explain_mismatch(number, called, usual, history, sure):
-    """Report the ranks that did not make the usual call.
-
-    If no rank made the usual call, blame all ranks.
-    """
+    """Report the ranks that did not make the expected call, or all ranks if none made it."""
     if usual not in called.values():
         usual = None
         sure = "a guess"

@@ -260,7 +260,7 @@ def test_layers_are_spread_evenly(load, capsys, layers, stages):
     assert max(counts) - min(counts) == (1 if (layers + 2) % stages else 0)
     assert ends[0] in parts[0] and ends[1] in parts[-1] and ends[2] in parts[-1]
     line = capsys.readouterr().out
-    assert line.startswith(f"layers of the stages: 0-{len(found[0]) - 1} ")
+    assert line.startswith(f"layers of each stage: 0-{len(found[0]) - 1} ")
     assert line.endswith(f"-{layers - 1}\n") and line.count("-") == stages
 
 

@@ -470,8 +470,8 @@ def update_scale(scaler, loss):
     # train_step() calls optimizer.step() itself, because scaler.step() would delete
     # optimizer.found_inf.
     scaler.update()
-    # Scaling a 1 returns the scale as a device tensor; get_scale() would make the host wait for the
-    # device.
+    # Scale a tensor of 1, to get the scale as a device tensor; get_scale() would make the host wait
+    # for the device.
     scale = scaler.scale(torch.ones_like(loss))
     is_fatal = (~loss.isfinite() | (scale < 1) | scale.isinf()).float()
     # DDP: each rank has its own loss, so return 1 on all ranks if any rank would return 1.

@@ -96,7 +96,7 @@ def parse_args():
     add("--log-every", type=int, default=10, help="steps between log lines")
     add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="wandb mode")
     add("--wandb-ranks", choices=["0", "node", "all"], default="0", help="ranks with a wandb run")
-    add("--dist-timeout", type=int, default=600, help="seconds that a rank waits for other ranks")
+    add("--dist-timeout", type=int, default=600, help="maximum seconds that a rank waits")
 
     args = parser.parse_args()
     may_be_zero = ["lr", "warmup_steps", "weight_decay", "max_grad_norm", "seed"]
