@@ -1,11 +1,12 @@
-"""Write what DeepSpeed, Accelerate, launchers and Slurm want to read, from the guide's own flags.
+"""Write a framework's file, launch commands or a job script for Slurm, from the guide's own flags.
 
 Here:  python alternative-frameworks/make_config.py deepspeed --stage 2 --ranks 2
        python alternative-frameworks/make_config.py accelerate --strategy fsdp2 --ranks 2
        python alternative-frameworks/make_config.py launch --nodes 2 -- 04-fsdp/train_llm.py
        python alternative-frameworks/make_config.py slurm --nodes 4 -- 04-fsdp/train_llm.py
 
-It prints a file, or writes it with --output. It needs nothing but Python: a login node will do.
+It prints the text, or writes it to the file after --output. It needs nothing but Python, so it runs
+on a login node.
 """
 
 import argparse
@@ -22,28 +23,28 @@ SLURM = ROOT / "03-job-launchers/slurm/train.sbatch"
 
 
 def parse_args(words=None):
-    """Return the arguments of the subcommand, checked."""
+    """Parse and check the arguments of the subcommand."""
     formatter = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter, "allow_abbrev": False}
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("-o", "--output", help="the file to write; without it, print it")
+    shared.add_argument("-o", "--output", help="file to write; without it, print the text")
 
-    # the guide's flags that a framework reads from a file
+    # The chapters have these flags, too. DeepSpeed reads their values from a file.
     training = argparse.ArgumentParser(add_help=False, parents=[shared])
     add = training.add_argument
-    add("--ranks", type=int, default=1, help="how many will train")
+    add("--ranks", type=int, default=1, help="number of ranks")
     add("--global-batch-size", type=int, default=32, help="samples per optimizer step")
-    add("-b", "--batch-size", type=int, default=8, help="most samples per forward pass")
-    add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to it; 0: never")
-    add("--precision", choices=["bf16", "fp32"], default="bf16", help="of the forward pass")
+    add("-b", "--batch-size", type=int, default=8, help="maximum samples per forward pass")
+    add("--max-grad-norm", type=float, default=1.0, help="maximum gradient norm; 0: no limit")
+    add("--precision", choices=["bf16", "fp32"], default="bf16", help="precision in forward passes")
 
     machines = argparse.ArgumentParser(add_help=False, parents=[shared])
     add = machines.add_argument
-    add("--nodes", type=int, default=1, help="how many machines")
-    add("--gpus-per-node", type=int, default=8, help="and ranks on each")
-    add("--cpus-per-node", type=int, default=0, help="cores for them; 0: do not say")
-    add("--time-limit", help="of the whole job: hours:minutes:seconds, with days- before it or not")
-    add("--save-seconds", type=int, default=100, help="of these, for the last save")
-    add("run", nargs="+", metavar="SCRIPT", help="what each rank runs, and its arguments, after --")
+    add("--nodes", type=int, default=1, help="number of nodes")
+    add("--gpus-per-node", type=int, default=8, help="GPUs per node, with one rank per GPU")
+    add("--cpus-per-node", type=int, default=0, help="CPU cores for a node's ranks; 0: not set")
+    add("--time-limit", help="time limit of the job, as [days-]hours:minutes:seconds")
+    add("--save-seconds", type=int, default=100, help="seconds of the limit for the final save")
+    add("run", nargs="+", metavar="SCRIPT", help="after --: the script and its arguments")
 
     parser = argparse.ArgumentParser(**formatter)
     parser.error = fail
@@ -68,13 +69,13 @@ def parse_args(words=None):
 
 
 def fail(message):
-    """Stop because of what the user gave us: one line on stderr, exit status 2."""
+    """Report a user error in one line on stderr, and exit with status 2."""
     print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
 
 def split_batch(args):
-    """Return samples per forward pass and passes per step, as the chapters derive them."""
+    """Return the samples per forward pass and the passes per step, as the chapters derive them."""
     samples, rest = divmod(args.global_batch_size, args.ranks)
     if rest:
         fail(f"--global-batch-size {args.global_batch_size} does not divide by {args.ranks} ranks")
@@ -84,16 +85,16 @@ def split_batch(args):
 
 # ---- frameworks ------------------------------------------------------------------------------
 def flags_of_deepspeed(add):
-    """Declare what only DeepSpeed has."""
-    add("--stage", type=int, choices=range(4), default=2, help="of ZeRO: what is split")
-    add("--weights", choices=["fp32", "bf16"], default="fp32", help="on the device, under bf16")
-    add("--offload-optimizer", choices=["none", "cpu"], default="none", help="its states and step")
-    add("--offload-params", choices=["none", "cpu"], default="none", help="weights; stage 3 only")
-    add("--recompute", choices=["none", "full"], default="none", help="activations")
+    """Declare the flags that only DeepSpeed has."""
+    add("--stage", type=int, choices=range(4), default=2, help="ZeRO stage; 3 shards the weights")
+    add("--weights", choices=["fp32", "bf16"], default="fp32", help="precision of the weights")
+    add("--offload-optimizer", choices=["none", "cpu"], default="none", help="cpu: run AdamW there")
+    add("--offload-params", choices=["none", "cpu"], default="none", help="cpu: only with stage 3")
+    add("--recompute", choices=["none", "full"], default="none", help="recompute activations")
 
 
 def deepspeed(args):
-    """Write DeepSpeed's JSON."""
+    """Write a configuration file for DeepSpeed, in JSON."""
     if args.stage == 0:
         fail("--stage 0: that is DDP, where DeepSpeed has no gradient norm; take 1, or 02-ddp")
     if args.offload_params == "cpu" and args.stage != 3:
@@ -108,17 +109,22 @@ def deepspeed(args):
         "gradient_clipping": args.max_grad_norm,
         "zero_optimization": {"stage": args.stage},
     }
-    if args.weights == "bf16":  # the optimizer keeps fp32 weights
+    if args.weights == "bf16":
+        # In addition, DeepSpeed's optimizer keeps fp32 weights.
         config["bf16"] = {"enabled": True}
-        if args.stage > 1:  # stage 1 would write checkpoints that zero_to_fp32 cannot read
+        # Sum gradients in fp32, but not in stage 1, which would then write checkpoints that
+        # zero_to_fp32 cannot read.
+        if args.stage > 1:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     elif args.precision == "bf16":
-        # no modules: or gradients of linear layers would be summed in bf16
+        # With DeepSpeed's default list of modules, gradients of linear layers would be summed in
+        # bf16, so pass an empty list.
         autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
         config["torch_autocast"] = autocast
     if args.offload_optimizer == "cpu":
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-        config["zero_force_ds_cpu_optimizer"] = False  # torch's AdamW, which need not be compiled
+        # Allow torch's AdamW, because DeepSpeed would have to compile its own Adam for CPUs.
+        config["zero_force_ds_cpu_optimizer"] = False
     if args.offload_params == "cpu":
         config["zero_optimization"]["offload_param"] = {"device": "cpu"}
     if args.recompute == "full":
@@ -127,23 +133,23 @@ def deepspeed(args):
 
 
 def flags_of_accelerate(add):
-    """Declare what Accelerate's file says; all else stays a flag of the script."""
-    add("--strategy", choices=["ddp", "fsdp2"], default="fsdp2", help="whole models, or shards")
-    add("--ranks", type=int, default=1, help="how many will train, on all nodes together")
-    add("--nodes", type=int, default=1, help="how many machines")
-    add("--precision", choices=["bf16", "fp32"], default="bf16", help="of the forward pass")
+    """Declare the flags for Accelerate's file; all other settings stay flags of the script."""
+    add("--strategy", choices=["ddp", "fsdp2"], default="fsdp2", help="fsdp2 shards the model")
+    add("--ranks", type=int, default=1, help="number of ranks on all nodes together")
+    add("--nodes", type=int, default=1, help="number of nodes")
+    add("--precision", choices=["bf16", "fp32"], default="bf16", help="precision in forward passes")
     reshard = {"action": argparse.BooleanOptionalAction, "default": True}
-    add("--reshard-after-forward", **reshard, help="free a layer's weights until its backward")
-    add("--offload-params", choices=["none", "cpu"], default="none", help="weights and states")
-    add("--recompute", choices=["none", "full"], default="none", help="activations")
+    add("--reshard-after-forward", **reshard, help="free gathered weights early")
+    add("--offload-params", choices=["none", "cpu"], default="none", help="cpu: run AdamW there")
+    add("--recompute", choices=["none", "full"], default="none", help="recompute activations")
 
 
 def accelerate(args):
-    """Write Accelerate's YAML."""
+    """Write a configuration file for Accelerate, in YAML."""
     if args.ranks % args.nodes:
         fail(f"--ranks {args.ranks} do not divide by {args.nodes} nodes")
     config = {"compute_environment": "LOCAL_MACHINE"}
-    # MULTI_GPU is right on CPUs too: MULTI_CPU would start one process
+    # Use MULTI_GPU on CPUs, too, because MULTI_CPU would start only one process.
     config["distributed_type"] = "FSDP" if args.strategy == "fsdp2" else "MULTI_GPU"
     config["mixed_precision"] = "bf16" if args.precision == "bf16" else "no"
     config |= {"num_machines": args.nodes, "num_processes": args.ranks, "rdzv_backend": "c10d"}
@@ -169,7 +175,7 @@ def accelerate(args):
 
 # ---- launchers -------------------------------------------------------------------------------
 def seconds_of(args):
-    """Return --time-limit in seconds; Slurm would take 48:00 for minutes, which nobody means."""
+    """Return --time-limit in seconds; refuse 48:00, which Slurm would read as 48 minutes."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", args.time_limit)
     if not found:
         fail(f"--time-limit {args.time_limit}: write hours:minutes:seconds, such as 48:00:00")
@@ -181,22 +187,22 @@ def seconds_of(args):
 
 
 def checked(args):
-    """Return the command that each rank runs, in words of bash."""
+    """Return the command that each rank runs, quoted for bash; fail if there is no such script."""
     if not Path(args.run[0]).is_file():
         fail(f"{args.run[0]}: there is no such script; write -- SCRIPT ARGUMENTS at the end")
     return shlex.join(args.run)
 
 
 def flags_of_launch(add):
-    """Declare what only commands that are typed need."""
-    add("--hosts", nargs="+", metavar="NAME", help="the machines, the first of them with rank 0")
-    add("--port", type=int, default=29400, help="where they meet, on the first")
+    """Declare the flags that only launch commands need."""
+    add("--hosts", nargs="+", metavar="NAME", help="names of the nodes; the first has rank 0")
+    add("--port", type=int, default=29400, help="port of rank 0's node, where all nodes meet")
     launchers = ["torchrun", "deepspeed", "accelerate"]
-    add("--launcher", choices=launchers, default="torchrun", help="what starts the ranks")
+    add("--launcher", choices=launchers, default="torchrun", help="program that starts the ranks")
 
 
 def launch(args):
-    """Print the commands that start a script on several machines."""
+    """Write the commands that start a script on one or more nodes."""
     run, gpus = checked(args), args.gpus_per_node
     names = [f"node{number + 1}" for number in range(args.nodes)]
     hosts = args.hosts or (names if args.nodes > 1 else ["localhost"])
@@ -212,8 +218,10 @@ def launch(args):
         script = os.path.relpath(ROOT / "03-job-launchers/deepspeed/launch.sh")
         command = " ".join([*before, f"MASTER_PORT={args.port}", script, "slots.txt", run])
         return f"# on {hosts[0]}\nprintf '%s\\n' {slots} >slots.txt\n{command}\n"
-    before += ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]  # a restart may fail with a shared store
-    if args.time_limit:  # both launchers pass SIGTERM on, at which the ranks save and stop
+    # Give the ranks a store of their own. If they share torchrun's store, a restart may fail.
+    before += ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]
+    # Both launchers pass SIGTERM on to the ranks, which then save and stop.
+    if args.time_limit:
         before += [f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={args.save_seconds}"]
         before += [f"timeout --signal=TERM {seconds_of(args) - args.save_seconds - 20}"]
     if args.launcher == "torchrun":
@@ -224,7 +232,7 @@ def launch(args):
     text, ranks = "", len(hosts) * gpus
     if ranks == 1:
         fail("--launcher accelerate: it would tell a single rank nothing; take torchrun")
-    # it tells the ranks a precision in any case
+    # Accelerate passes a precision to the ranks in any case, so give it the script's precision.
     precision = "no" if ("--precision", "fp32") in pairwise(args.run) else "bf16"
     for number, host in enumerate(hosts):
         command = [f"accelerate launch --multi_gpu --num_processes {ranks}"]
@@ -237,14 +245,14 @@ def launch(args):
 
 
 def flags_of_slurm(add):
-    """Declare what only Slurm wants to know."""
-    add("--account", help="who pays")
-    add("--partition", help="which nodes")
-    add("--qos", help="which limits")
+    """Declare the flags that only Slurm needs."""
+    add("--account", help="account that pays for the job")
+    add("--partition", help="partition that has the nodes")
+    add("--qos", help="quality of service, which sets the limits")
 
 
 def slurm(args):
-    """Write a job script for sbatch: train.sbatch, with its options filled in."""
+    """Write a job script that sets the options of sbatch and runs train.sbatch."""
     args.time_limit = args.time_limit or "24:00:00"
     seconds_of(args)
     run, job = checked(args), os.path.relpath(SLURM)
@@ -252,7 +260,8 @@ def slurm(args):
     options |= {"cpus-per-task": args.cpus_per_node, "time": args.time_limit}
     options |= {name: getattr(args, name) for name in ("account", "partition", "qos")}
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
-    lines += re.findall(r"^#SBATCH .*", SLURM.read_text(), re.M)  # sbatch reads those of this file
+    # sbatch reads only the options in the job script, so copy the options of train.sbatch to it.
+    lines += re.findall(r"^#SBATCH .*", SLURM.read_text(), re.M)
     lines = [
         re.sub(r"(--signal=\S+@)\d+", rf"\g<1>{args.save_seconds + 20}", line) for line in lines
     ]
@@ -267,7 +276,7 @@ exec bash {job} \\
 
 
 def main():
-    """Write what the subcommand makes."""
+    """Print the text of the subcommand, or write it to a file."""
     args = parse_args()
     text = args.write(args)
     if args.output:

@@ -323,7 +323,7 @@ BAD = {
         "4 key-value heads for 8 ranks",
     ),
     "stages": ("--pipeline-parallel-size 16", "-size 16: 8 ranks are not divisible by 16"),
-    "few": ("--pipeline-parallel-size 8 -b 8", "do not fill it; choose a smaller --batch-size"),
+    "few": ("--pipeline-parallel-size 8 -b 8", "do not fill the pipeline; lower --batch-size"),
     "few layers": ("--pipeline-parallel-size 8 -b 4", "tiny has fewer than 8 layers"),
     "too long": ("-s 100000", "--seq-length 100000: tiny takes at most 2048 tokens"),
     "no file": ("-m nosuch.json", "--model-name nosuch.json: file not found"),

@@ -3,10 +3,12 @@
 #
 #   03-job-launchers/containers/apptainer.sh train.sif torchrun ... 02-ddp/train_llm.py
 #
-# The script mounts the repository, the current folder and the caches under the paths that they have
-# outside, so that every path means the same inside. It also mounts these folders, if they are set:
-#   OUTPUTS  a folder outside the repository, for the runs
-#   DATA     a folder with data
+# The script mounts the repository, the current folder and HF_HOME under the paths that they have
+# outside, so that every path means the same inside. If these variables are set, the script also
+# mounts their folders:
+#   OUTPUTS    a folder outside the repository, for the runs
+#   DATA       a folder with data
+#   WANDB_DIR  the folder for wandb's files
 set -euo pipefail
 
 repository=$(cd "$(dirname "$0")/../.." && pwd -P)

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Run a chapter with DeepSpeed's launcher, which connects to the hosts in a file with pdsh:
+# Run a chapter with DeepSpeed's launcher, which connects with pdsh to the hosts that a file lists:
 #
 #   03-job-launchers/deepspeed/launch.sh hosts.txt 03-job-launchers/train_llm.py --num-steps 5000
 #
 # The file has a line `NAME slots=RANKS` for each host. DeepSpeed only starts the ranks; the script
-# is unmodified, and uses nothing else of DeepSpeed. To have all ranks save and stop, create a file
+# is unmodified, and uses no other part of DeepSpeed. To make all ranks save and stop, create a file
 # `stop` in the run's folder.
 set -euo pipefail
 
@@ -13,8 +13,8 @@ hosts_file=$1
 shift
 first_host=$(sed 's/#.*//' "$hosts_file" | awk 'NF { print $1; exit }')
 
-# DeepSpeed passes on few variables, such as those whose names begin with PYTHON. It reads the other
-# variables from the file that DS_ENV_FILE names.
+# DeepSpeed passes only a few variables to the ranks, such as the variables whose names begin with
+# PYTHON. It also passes the variables in the file that DS_ENV_FILE names.
 env_file=$(mktemp)
 trap 'rm -f "$env_file"' EXIT
 for name in OMP_NUM_THREADS HF_HOME HF_HUB_OFFLINE GLOO_SOCKET_IFNAME \

@@ -1,4 +1,4 @@
-"""Print a Kubernetes manifest that trains on several nodes: JSON for `kubectl apply -f -`.
+"""Print a Kubernetes manifest for training on several nodes, as JSON for `kubectl apply -f -`.
 
 Here:      python 03-job-launchers/kubernetes/manifest.py --nodes 2 --gpus-per-node 0 \
                --image IMAGE -- 03-job-launchers/train_llm.py
@@ -38,7 +38,7 @@ def parse_args(argv):
     add("--gpus-per-node", type=int, required=True, help="one rank per GPU; 0: one rank on a CPU")
     add("--image", required=True, help="a container image with requirements.txt installed")
     add("--name", default="train-llm", help="the name of the job and of the run's folder")
-    add("--volume", default="shared", help="the claim of a volume that all nodes can write to")
+    add("--volume", default="shared", help="PersistentVolumeClaim that all nodes can write to")
     add("--cpu", help="CPU cores per pod, such as 64")
     add("--memory", help="memory per pod, such as 512Gi")
     add("--shm", default="16Gi", help="maximum size of /dev/shm, which counts as memory of the pod")
@@ -65,7 +65,8 @@ def check(args):
     for word in args.script:
         if re.match(r"-e|--experiment-name(=|$)|--save-dir(=|$)", word):
             fail(f"{word}: not allowed after the --; choose the run's folder with --name before it")
-    # Kubernetes appends the pod's index, and uses the result as a host name of at most 63 letters.
+    # Kubernetes appends the pod's index to this name, and uses the result as the pod's host name. A
+    # host name has at most 63 characters.
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?", args.name):
         rules = "use at most 50 of a-z, 0-9 and -; begin with a letter, and do not end with -"
         fail(f"--name {args.name}: not a valid name; {rules}")
@@ -89,7 +90,8 @@ def command(args):
         launch += ["--node-rank", "$(JOB_COMPLETION_INDEX)"]
         launch += ["--master-addr", f"{args.name}-0.{args.name}", "--master-port", str(PORT)]
     script = [*args.script, "--experiment-name", args.name, "--save-dir", f"{SHARED}/outputs"]
-    # Kubernetes replaces $(NAME) with a variable, and $$( with a plain $(.
+    # Kubernetes replaces $(NAME) with the value of a variable, and $$( with $(. So double the $ of
+    # the script's own arguments.
     return launch + [word.replace("$(", "$$(") for word in script]
 
 
@@ -99,7 +101,8 @@ def environment(args):
         "HF_HOME": f"{SHARED}/hf",
         # pod.py looks for the finished model in this folder.
         "RUN_DIR": f"{SHARED}/outputs/{args.name}",
-        # torchrun kills its workers after this time, and then has 30 seconds left to exit.
+        # When Kubernetes stops the pod, torchrun gives its workers this number of seconds to save,
+        # then kills them. torchrun then has 30 s left to exit.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(args.grace - 30),
     }
     variables = [{"name": name, "value": value} for name, value in values.items()]
@@ -148,7 +151,7 @@ def pod(args):
 
 def job(args):
     """Return the specification of a job with numbered pods, which are replaced when they fail."""
-    # A pod has this condition if it was preempted or drained, or if its node was lost.
+    # A pod has this condition if it was preempted, or if its node was drained or lost.
     disrupted = [{"type": "DisruptionTarget", "status": "True"}]
     spec = {
         "completionMode": "Indexed",

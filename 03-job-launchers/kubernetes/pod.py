@@ -1,6 +1,6 @@
 """Run torchrun in a pod, and exit with a status that tells Kubernetes what to do next.
 
-manifest.py prints a manifest whose pods run this script. Its arguments are torchrun's.
+manifest.py prints a manifest whose pods run this script with torchrun's arguments.
 
 torchrun itself exits with 1 for every failure of its workers. It exits with 0 both if a worker has
 finished and if a worker has stopped on request, but in the second case the pod must start again.
@@ -39,15 +39,15 @@ def torchrun(arguments):
     from torch.distributed.launcher import api
 
     StaticTCPRendezvous.next_rendezvous = join_once(StaticTCPRendezvous.next_rendezvous)
-    # When its workers have ended, torchrun waits 300 s for the workers of other nodes. A pod that
-    # was stopped never reports, and all ranks exit at the same time, so 5 s are enough.
+    # When its workers have ended, torchrun waits up to 300 s for the workers of other nodes. A pod
+    # that was stopped never reports, and all ranks exit at the same time, so 5 s are enough.
     api.LocalElasticAgent = functools.partial(api.LocalElasticAgent, exit_barrier_timeout=5)
     try:
         run.main(arguments)
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         status = error.get_first_failure()[1].exitcode
-        # torchrun reports a signal as a negative number, and a shell as 128 + the number.
+        # torchrun reports a signal as a negative number. Return 128 + the number, as a shell does.
         return status if status > 0 else 128 - status
     except SignalException as error:
         return 128 + error.sigval
@@ -55,13 +55,14 @@ def torchrun(arguments):
 
 
 def join_once(next_rendezvous):
-    """Make a replaced pod wait at the rendezvous until all other pods have been replaced too.
+    """Make a replacement pod wait at the rendezvous until all other pods have been replaced, too.
 
-    The first pod may still run the rendezvous of the old attempt, which its other pods leave only
-    after a timeout. There, a replaced pod would be taken for the pod that it replaces. So each pod
-    counts itself in the store: a count above 1 means that the store belongs to the old attempt.
+    The first pod may still run the rendezvous of the old attempt, because the pods of the old
+    attempt leave it only after a timeout. There, torchrun would take a replacement for the pod that
+    it replaces. So each pod counts itself in the store of the rendezvous: a count above 1 means
+    that the store belongs to the old attempt.
 
-    torchrun calls the result once, because its own restarts are off.
+    torchrun calls the returned function only once, because torchrun's own restarts are off.
     """
 
     def join_new_attempt(self):
@@ -82,7 +83,8 @@ def join_once(next_rendezvous):
 def is_finished(run_dir):
     """Return whether the run's model is newer than its checkpoints.
 
-    Return True for a script that writes no checkpoints, because nothing else is known of its files.
+    Return True for a script that writes no checkpoints, because its files do not show whether it
+    has finished.
     """
     if not run_dir or not Path(run_dir, "checkpoints").exists():
         return True

@@ -14,12 +14,13 @@ shift
 
 options=(-H "$hosts" --bind-to none)
 [[ $(id -u) != 0 ]] || options+=(--allow-run-as-root)
-# The last line of the list adds all variables whose names begin with NCCL_, TORCH_NCCL_ or FI_.
+# Pass these variables to all ranks, if they are set. The last line of the list stands for all
+# variables whose names begin with NCCL_, TORCH_NCCL_ or FI_.
 for name in OMP_NUM_THREADS HF_HOME HF_HUB_OFFLINE GLOO_SOCKET_IFNAME \
     "${!NCCL_@}" "${!TORCH_NCCL_@}" "${!FI_@}"; do
     [[ -z ${!name+set} ]] || options+=(-x "$name")
 done
-# MPI only starts the ranks, but for this it needs a network, too. MPI_INTERFACE selects it.
+# MPI only starts the ranks, but even that needs a network. MPI_INTERFACE selects its interface.
 [[ -z ${MPI_INTERFACE:-} ]] ||
     options+=(--mca oob_tcp_if_include "$MPI_INTERFACE" --mca btl_tcp_if_include "$MPI_INTERFACE")
 exec mpirun "${options[@]}" -x PATH \

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Run a chapter over ssh, with one torchrun on each host of a file that has one host per line:
+# Run a chapter over ssh, with one torchrun on each host that a file lists, one host per line:
 #
 #   RANKS_PER_NODE=8 03-job-launchers/ssh/launch.sh hosts.txt 03-job-launchers/train_llm.py --num-steps 5000
 #
 # All hosts need this folder and this Python environment at the same paths. The output of all hosts
 # comes to this terminal, each line marked with its host. Ctrl-C asks all ranks to save and stop. If
 # a host fails, this script asks the other hosts to stop, unless MIN_NODES gives the number of hosts
-# that are enough to continue. The exit status is the highest status of all hosts.
+# that are enough to continue. The exit status is the highest exit status of all hosts.
 #
 # Options, before the file's name:
 #   --pdsh  connect to the hosts with pdsh, instead of one ssh for each host
@@ -45,7 +45,7 @@ keep_variables() {
         [[ -z ${!name+set} ]] || variables+=("$name=${!name}")
     done
 }
-# If torchrun shared its store with the ranks, a restart could fail.
+# Give the ranks a store of their own. If torchrun shares its store with them, a restart may fail.
 variables=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
 keep_variables OMP_NUM_THREADS HF_HOME HF_HUB_OFFLINE GLOO_SOCKET_IFNAME TORCH_ELASTIC_SHUTDOWN_TIMEOUT
 # Keep all variables whose names begin with NCCL_, TORCH_NCCL_ or FI_.
@@ -53,7 +53,8 @@ keep_variables "${!NCCL_@}" "${!TORCH_NCCL_@}" "${!FI_@}"
 
 if [[ ${detach:-} ]]; then
     mkdir -p logs
-    # A running tmux server has an environment of its own, so pass the variables of this script, too.
+    # A running tmux server has an environment of its own, so also pass the variables that the inner
+    # script reads.
     keep_variables PATH RANKS_PER_NODE MIN_NODES MAX_RESTARTS MASTER_PORT SSH_AUTH_SOCK
     printf -v command '%q ' env "${variables[@]}" "${inner_command[@]}" "$@"
     # Ctrl-C in the session must reach only the inner script, so the shell and tee ignore it.
@@ -113,7 +114,8 @@ run_marked() {
     setsid "$@" </dev/null 2>&1 | sed -u "s/^/$mark/; s/\r$//"
     local status=${PIPESTATUS[0]}
     echo "$status" >>"$status_file"
-    # pdsh has no mark. It returns only after all of its hosts, so there is no host left to stop.
+    # For pdsh, the mark is empty. pdsh returns only when the command has ended on all hosts, so no
+    # host is left to stop.
     if [[ $status != 0 && $mark && ! ${MIN_NODES:-} ]]; then
         echo "launch.sh: ${mark}ended with status $status"
         kill -USR2 $$
@@ -122,11 +124,12 @@ run_marked() {
 status_file=$(mktemp)
 trap 'rm -f "$status_file"' EXIT
 pids=()
-# -tt gives torchrun a terminal, which hangs up when the connection is lost.
+# -tt gives torchrun a terminal. When the connection is lost, the terminal hangs up, and torchrun
+# ends.
 if [[ $transport == pdsh ]]; then
     export PDSH_SSH_ARGS_APPEND="-tt -o BatchMode=yes ${PDSH_SSH_ARGS_APPEND:-}"
     # -f connects to all hosts at the same time, and -S returns the highest status. pdsh replaces
-    # %h and the like in the command, so each % is doubled.
+    # %h and the like in the command, so double each % of the command.
     host_list=$(IFS=, && echo "${hosts[*]}")
     run_marked "" pdsh -R ssh -f "${#hosts[@]}" -S -w "$host_list" "${command//%/%%}" &
     pids+=($!)

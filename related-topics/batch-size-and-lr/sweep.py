@@ -1,12 +1,12 @@
-"""Train a small Llama in chapter 01 with several batch sizes and rates, on as many tokens each.
+"""Train a small Llama with several batch sizes and rates, each on the same number of tokens.
 
 Here:  python related-topics/batch-size-and-lr/sweep.py --samples 256 --batch-sizes 8 32 --lrs 4e-3
 Ours:  python related-topics/batch-size-and-lr/sweep.py --seeds 3 \
            --output benchmarks/results/batch-size-and-lr.json --plot assets/batch-size-and-lr.png
 
-First come all batch sizes with all rates. Then three rules scale the smallest batch's best rate to
-the other batches; what they ask for and the grid does not have is trained too. Each result is
-written down at once, and what is written down is not trained again.
+The script trains chapter 01 with each batch size at each rate. Then three rules scale the best rate
+of the smallest batch size to the other batch sizes, and the script trains at these rates, too. It
+saves each result at once, and skips a run whose result has been saved.
 """
 
 import argparse
@@ -27,27 +27,30 @@ from contenders import load  # noqa: E402
 from plot import COLORS, fail  # noqa: E402
 from speed import describe_machine, keep  # noqa: E402
 
-SEQ_LENGTH, HELD_OUT = 64, 512  # tokens in a sample, samples
-MODEL = "hidden_size=64 intermediate_size=176 num_hidden_layers=2 head_dim=16"  # a smaller tiny
-RULES = {"the same rate": 0, "square root": 0.5, "linear": 1}  # rate = lr * growth of batch ** this
+SEQ_LENGTH, HELD_OUT = 64, 512  # tokens per sample, samples
+# These settings make the built-in model `tiny` smaller.
+MODEL = "hidden_size=64 intermediate_size=176 num_hidden_layers=2 head_dim=16"
+# Each rule has a power: a batch that is n times as large trains at n ** power times the rate.
+RULES = {"the same rate": 0, "square root": 0.5, "linear": 1}
 
 
 def parse_args():
-    """Return the arguments; each batch size must divide the samples."""
+    """Parse the arguments; fail unless --samples is a multiple of each batch size."""
     formatter, about = argparse.ArgumentDefaultsHelpFormatter, __doc__.partition("\n")[0]
     parser = argparse.ArgumentParser(description=about, formatter_class=formatter)
     add, rates = parser.add_argument, [1e-3, 2e-3, 4e-3, 8e-3, 16e-3]
     sizes = [4, 16, 64, 256]
     add("--batch-sizes", nargs="+", type=int, default=sizes, help="samples per optimizer step")
-    add("--lrs", nargs="+", type=float, default=rates, help="learning rates for each of them")
-    add("--samples", type=int, default=4096, help="that each run trains on, whatever its batch")
-    add("--seeds", type=int, default=1, help="runs of each cell; their mean counts")
-    add("--output", type=Path, help="machine and results; outputs/sweep-SAMPLES.json if not given")
-    add("--plot", type=Path, help="a PNG of the results")
+    add("--lrs", nargs="+", type=float, default=rates, help="learning rates")
+    add("--samples", type=int, default=4096, help="samples that each run trains on")
+    add("--seeds", type=int, default=1, help="runs to average per batch size and rate")
+    add("--output", type=Path, help="file for results; outputs/sweep-SAMPLES.json if not given")
+    add("--plot", type=Path, help="PNG file for a plot of the results")
     args = parser.parse_args()
     args.batch_sizes.sort()
     args.output = args.output or Path(f"outputs/sweep-{args.samples}.json")
-    args.machine = describe_machine()  # now, as a run has a command line of its own
+    # Describe the machine before train() changes sys.argv, which is a part of the description.
+    args.machine = describe_machine()
     for size in args.batch_sizes:
         if size < 1 or args.samples % size:
             fail(f"--samples {args.samples} does not divide by a batch of {size}")
@@ -73,7 +76,7 @@ def train(samples, batch, lr, seed):
 
 
 def sweep(args, cells, rows):
-    """Train the (batch, rate) pairs that have no row yet, seed by seed; write each down."""
+    """Train each (batch size, rate) pair that has no row yet, seed by seed; save each result."""
     for seed, (batch, lr) in product(range(args.seeds), cells):
         cell = {"samples": args.samples, "batch": batch, "lr": lr, "seed": seed}
         if any(cell.items() <= row.items() for row in rows):
@@ -86,9 +89,9 @@ def sweep(args, cells, rows):
         keep(args.output, args.machine, {"rows": rows})
 
 
-# ---- what they say ---------------------------------------------------------------------------
+# ---- results ---------------------------------------------------------------------------------
 def asked(args, rows):
-    """Return the rows of the batch sizes and seeds that were asked for: a file may have more."""
+    """Return the rows of the requested batch sizes and seeds; the file may have more rows."""
     some = range(args.seeds)
     return [row for row in rows if row["batch"] in args.batch_sizes and row["seed"] in some]
 
@@ -96,7 +99,7 @@ def asked(args, rows):
 def losses_of(rows):
     """Return the mean validation loss by batch and rate, infinite where a seed diverged.
 
-    A rate that only some seeds were trained with is left out.
+    Leave out a rate that was not trained with every seed.
     """
     found, seeds = {}, {row["seed"] for row in rows}
     for row in rows:
@@ -109,7 +112,7 @@ def losses_of(rows):
 
 
 def scaled(losses):
-    """Return the rate of each rule and batch: the smallest batch's best rate, scaled."""
+    """Return the rate of each rule for each batch: the smallest batch's best rate, scaled."""
     base = min(losses)
     best = min(losses[base], key=losses[base].get)
     return {
@@ -119,7 +122,7 @@ def scaled(losses):
 
 
 def draw(losses, path):
-    """Write a PNG: loss over rate for each batch, and over the batch for each rule."""
+    """Plot the loss over the rate for each batch size, and over the batch size for each rule."""
     figure = Figure(figsize=(9, 4), dpi=100, layout="constrained")
     left, right = figure.subplots(1, 2)
     for color, (batch, by_rate) in zip(COLORS, losses.items(), strict=False):
@@ -148,7 +151,7 @@ def draw(losses, path):
 
 
 def main():
-    """Train the grid, then what the rules ask for; say which rule lost how much."""
+    """Train all pairs, then at the rates of the rules; print each rule's losses."""
     args = parse_args()
     datasets.disable_progress_bars()
     rows = json.loads(args.output.read_text())["rows"] if args.output.exists() else []

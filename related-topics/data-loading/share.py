@@ -1,10 +1,10 @@
-"""Measure the share of a training step that waits for data, for several ways to get the data.
+"""Measure the share of a training step that is spent waiting for data, with several loaders.
 
 Here:  python related-topics/data-loading/share.py --workers 0 4 --steps 10
 Ours:  python related-topics/data-loading/share.py --output benchmarks/results/data-loading.json
 
-First come chapter 01's memory-mapped tokens. Then a DataLoader reads samples that come from far
-away: a batch of them takes --cost times as long as a step computes.
+First, training reads chapter 01's memory-mapped tokens. Then a DataLoader provides the same samples
+slowly: loading a batch takes --cost times as long as computing a step.
 """
 
 import argparse
@@ -26,19 +26,20 @@ from speed import describe_machine, keep  # noqa: E402
 
 BATCH = 8  # samples per step
 WARM_UP = 3  # steps that do not count
-MOST = 30  # steps in which to measure how long one computes
+# The computing time of a step is the mean of at most this number of steps.
+MOST = 30
 SETTINGS = f"--device cpu --precision fp32 -s 64 --global-batch-size {BATCH} --batch-size {BATCH}"
 
 
 def parse_args():
-    """Return the arguments."""
+    """Parse and check the arguments."""
     formatter, about = argparse.ArgumentDefaultsHelpFormatter, __doc__.partition("\n")[0]
     parser = argparse.ArgumentParser(description=about, formatter_class=formatter)
     add, workers = parser.add_argument, [0, 1, 2, 4]
-    add("--workers", nargs="+", type=int, default=workers, help="processes that load samples")
-    add("--cost", type=float, default=3.0, help="of a batch, in times that a step alone computes")
-    add("--steps", type=int, default=MOST, help=f"to measure, after {WARM_UP} more")
-    add("--output", type=Path, help="a JSON file for machine and results")
+    add("--workers", nargs="+", type=int, default=workers, help="numbers of loading processes")
+    add("--cost", type=float, default=3.0, help="time to load a batch / time to compute a step")
+    add("--steps", type=int, default=MOST, help=f"steps to measure, after {WARM_UP} warm-up steps")
+    add("--output", type=Path, help="JSON file for the machine and the results")
     args = parser.parse_args()
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: must be at least 1")
@@ -46,7 +47,7 @@ def parse_args():
 
 
 class Far(Dataset):
-    """Samples that each take a while: a sleep stands for a download, or for decoding elsewhere."""
+    """Samples that load slowly: a sleep stands for a download, or for decoding on other cores."""
 
     def __init__(self, samples, seconds):
         self.samples, self.seconds = samples, seconds
@@ -68,9 +69,10 @@ def ids_from(args, order_of, num_samples, step, rank=0, ranks=1):
 
 
 def measure(steps, workers=None, seconds=0.0):
-    """Return the seconds of so many steps, and those in which they waited for their batches.
+    """Return the seconds that the steps took, and the seconds that they waited for their batches.
 
-    With a number of workers, a DataLoader makes the batches, from samples that take `seconds` each.
+    If `workers` is a number, a DataLoader with that number of workers loads the batches, and each
+    sample takes `seconds` to load. Otherwise, the steps read chapter 01's memory-mapped tokens.
     """
     chapter, sys.argv = load("01"), ["train_llm.py", *SETTINGS.split()]
     args, device = chapter.parse_args(), torch.device("cpu")
@@ -99,10 +101,11 @@ def measure(steps, workers=None, seconds=0.0):
 
 
 def main():
-    """Measure the tokens, then each number of workers."""
+    """Measure the memory-mapped tokens, then a DataLoader with each number of workers."""
     args, machine = parse_args(), describe_machine(gpus=False)
     datasets.disable_progress_bars()
-    warnings.filterwarnings("ignore", "This DataLoader will create")  # more than there are cores
+    # Ignore the warning that there are more workers than cores: workers that sleep need no core.
+    warnings.filterwarnings("ignore", "This DataLoader will create")
     steps = min(MOST, args.steps)
     took, waited = measure(steps)
     rows = [{"workers": None, "share": waited / took}]
@@ -110,7 +113,8 @@ def main():
     seconds = args.cost * (took - waited) / steps / BATCH
     for workers in args.workers:
         took, waited = measure(args.steps, workers, seconds)
-        cost = seconds * BATCH / ((took - waited) / args.steps)  # of this run: it computes slower
+        # A step that has waited computes more slowly, so this run has a cost of its own.
+        cost = seconds * BATCH / ((took - waited) / args.steps)
         rows.append({"workers": workers, "cost": cost, "share": waited / took})
         print(f"DataLoader, workers: {workers} {rows[-1]['share']:6.1%} of a step", flush=True)
     if args.output:

@@ -1,10 +1,11 @@
-"""Say which runs have the same bits: each layout twice, after a resume, and next to one process.
+"""Compare runs bit by bit: a layout run twice, its resumed run, and chapter 01 in one process.
 
 Here:  python related-topics/determinism/bits.py 01
 All:   python related-topics/determinism/bits.py --output benchmarks/results/determinism.json
 
-A run is 20 steps of a chapter's own script on the CPU, in processes of its own. Two are identical
-if all losses, gradient norms and final weights are; else the largest difference of losses counts.
+A run takes 20 steps with a chapter's script on the CPU, in new processes. Two runs are identical if
+all losses, gradient norms and final weights have the same bits. Otherwise, the script prints the
+largest difference between their losses.
 """
 
 import argparse
@@ -16,7 +17,8 @@ import sys
 from itertools import chain
 from pathlib import Path
 
-import datasets  # noqa: F401  what ranks need is imported once, and they are forked
+# Import the packages of the ranks once; each rank is a fork of this process.
+import datasets  # noqa: F401
 import torch
 import transformers  # noqa: F401
 import wandb  # noqa: F401
@@ -33,7 +35,9 @@ RUN = """--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --b
     --num-steps 20 --log-every 1 --eval-every 10 --eval-samples 8
     --checkpoint-every 10 --keep-checkpoints 2""".split()
 FORK, LIMIT = multiprocessing.get_context("fork"), 600  # seconds that a run may take
-LAYOUTS = {  # a chapter, its ranks, the threads of each, more flags; the first is the norm
+# A layout has a chapter, a number of ranks, the threads of each rank, and additional flags. All
+# layouts are compared with the first layout, which is the norm.
+LAYOUTS = {
     "01": ("01", 1, 1, ""),
     "01, 2 threads": ("01", 1, 2, ""),
     "01, --batch-size 4": ("01", 1, 1, "--batch-size 4"),
@@ -46,20 +50,20 @@ LAYOUTS = {  # a chapter, its ranks, the threads of each, more flags; the first 
 
 
 def parse_args():
-    """Return the arguments."""
+    """Parse and check the arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add("layouts", nargs="*", help=f"of {', '.join(map(repr, LAYOUTS))}; all, if none is named")
-    add("--save-dir", type=Path, default=Path("outputs/determinism"), help="where runs are kept")
-    add("--output", type=Path, help="a JSON file for machine and results")
+    add("layouts", nargs="*", help=f"by default all: {', '.join(map(repr, LAYOUTS))}")
+    add("--save-dir", type=Path, default=Path("outputs/determinism"), help="folder for the runs")
+    add("--output", type=Path, help="JSON file for the machine and the results")
     args = parser.parse_args()
     if unknown := set(args.layouts) - set(LAYOUTS):
-        fail(f"{unknown.pop()}: no layout; take some of {', '.join(LAYOUTS)}")
+        fail(f"{unknown.pop()}: no such layout; choose from {', '.join(LAYOUTS)}")
     return args
 
 
 def train(layout, run_dir):
-    """Run a layout's command once more, which resumes what was stopped."""
+    """Run the command of a layout; a run that was stopped resumes."""
     chapter, ranks, threads, flags = LAYOUTS[layout]
     command = [chapters()[chapter], *RUN, *flags.split()]
     command += ["--save-dir", run_dir.parent, "-e", run_dir.name]
@@ -75,14 +79,15 @@ def train(layout, run_dir):
         process.start()
     for process in started:
         process.join(LIMIT)
-        process.kill()  # one that is done does not mind
+        # Kill a rank that exceeds the limit. The kill does nothing to a rank that has ended.
+        process.kill()
         process.join()
     if failed := [process.exitcode for process in started if process.exitcode]:
         fail(f"{layout}: a rank ended with status {failed[0]}")
 
 
 def work(command, variables, threads):
-    """Be a rank: run a script as `python SCRIPT ARGUMENTS` does."""
+    """Run a script as a rank, in this process, as `python SCRIPT ARGUMENTS` would."""
     os.environ.update({name: str(value) for name, value in variables.items()})
     sys.argv = list(map(str, command))
     torch.set_num_threads(threads)
@@ -91,20 +96,20 @@ def work(command, variables, threads):
 
 
 def stop_after_half(run_dir):
-    """Leave of a finished run what a kill after the checkpoint of step 10 would have left."""
+    """Make a finished run look as if it had been killed after the checkpoint of step 10."""
     shutil.rmtree(run_dir / "checkpoints/step-00000020")
     shutil.rmtree(run_dir / "model")
     (run_dir / "finished-20").unlink()
 
 
 def result_of(run_dir):
-    """Return the rows and the weights that a run has left."""
+    """Return the metrics and the final weights of a run."""
     files = sorted((run_dir / "model").glob("*.safetensors"))
     return read_metrics(run_dir), dict(chain(*(load_file(file).items() for file in files)))
 
 
 def compare(one, other):
-    """Return whether two results have the same bits, and how far their losses are apart."""
+    """Compare two results: whether all bits are the same, and how far the losses differ at most."""
     measured = [
         [{name: row.get(name) for name in ("loss", "grad_norm", "val_loss")} for row in rows]
         for rows, _ in (one, other)
@@ -116,14 +121,14 @@ def compare(one, other):
 
 
 def told(comparison):
-    """Return a comparison in a word."""
+    """Return a comparison in one word: `identical`, or the largest difference of losses."""
     if comparison["identical"]:
         return "identical"
     return f"{comparison['difference']:.1e}"
 
 
 def main():
-    """Run each layout twice, stop and resume the second; compare both with the first layout."""
+    """Run each layout twice, and resume the second run; print the comparisons of each layout."""
     args, rows, norm = parse_args(), [], None
     for layout in dict.fromkeys([next(iter(LAYOUTS)), *(args.layouts or LAYOUTS)]):
         first, second = (args.save_dir / f"{layout}-{turn}" for turn in ("first", "second"))

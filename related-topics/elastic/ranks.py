@@ -1,8 +1,9 @@
-"""Print on which numbers of nodes a run can go on, and how each rank splits its samples there.
+"""Print which numbers of nodes can continue a run, and how each rank then splits its samples.
 
 Here:  python related-topics/elastic/ranks.py --global-batch-size 64 --nodes 1:4 --ranks-per-node 8
 
-The chapters derive the same. From chapter 06 on, count the ranks that share samples as one.
+The chapters split the samples in the same way. From chapter 06 on, several ranks train on the same
+samples; count such a group as one rank.
 """
 
 import argparse
@@ -12,14 +13,14 @@ from pathlib import Path
 
 
 def parse_args():
-    """Return the arguments, with the range of nodes as two numbers."""
+    """Parse and check the arguments; split the range of nodes into two numbers."""
     formatter, about = argparse.ArgumentDefaultsHelpFormatter, __doc__.partition("\n")[0]
     parser = argparse.ArgumentParser(description=about, formatter_class=formatter)
     add = parser.add_argument
     add("--global-batch-size", type=int, default=64, help="samples per optimizer step")
-    add("-b", "--batch-size", type=int, default=8, help="most samples per forward pass")
-    add("--nodes", default="1:4", help="fewest and most, as torchrun's --nnodes takes them")
-    add("--ranks-per-node", type=int, default=8, help="GPUs of a node, one rank each")
+    add("-b", "--batch-size", type=int, default=8, help="maximum samples per forward pass")
+    add("--nodes", default="1:4", help="minimum and maximum, as in torchrun's --nnodes")
+    add("--ranks-per-node", type=int, default=8, help="number of ranks, one per GPU")
     args = parser.parse_args()
     try:
         args.fewest, args.most = map(int, args.nodes.split(":"))
@@ -33,13 +34,13 @@ def parse_args():
 
 
 def fail(message):
-    """Stop because of what the user gave us: one line on stderr, exit status 2."""
+    """Report a user error in one line on stderr, and exit with status 2."""
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
 def split(samples, ranks, most):
-    """Return the micro-batch and how many a rank takes per step, or None if they do not divide."""
+    """Return a rank's micro-batch size and micro-batches per step, or None for an uneven split."""
     per_rank, rest = divmod(samples, ranks)
     if rest:
         return None
@@ -48,7 +49,7 @@ def split(samples, ranks, most):
 
 
 def main():
-    """Print a line for each number of nodes; then a batch that all of them divide."""
+    """Print a line for each number of nodes, then a batch size that suits all these numbers."""
     args = parse_args()
     every = 1
     for nodes in range(args.fewest, args.most + 1):

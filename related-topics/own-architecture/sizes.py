@@ -1,11 +1,11 @@
-"""Print what --config takes for a Llama of some size; or say what each size needs.
+"""Print the values of --config for a Llama of one size, or the needs of all sizes.
 
 Here:  python 01-single-gpu/train_llm.py --num-steps 3 -e 10M \
            --config $(python related-topics/own-architecture/sizes.py 10M)
 All:   python related-topics/own-architecture/sizes.py \
            --output benchmarks/results/own-architecture.json
 
-Weights are counted on the meta device, and memory is planned, by 05-large-model/will_it_fit.py.
+05-large-model/will_it_fit.py counts the weights on the meta device, and plans the memory.
 """
 
 import argparse
@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
 
 VOCABULARY, LONGEST = 32_768, 4096  # tokens
-SHAPES = {  # width, layers, heads, heads of keys and values, width inside the MLP, tied embeddings
+# Each size has a width, layers, attention heads, heads of keys and values, a width inside the MLP,
+# and whether the embeddings are tied.
+SHAPES = {
     "10M": (192, 8, 3, 3, 512, True),
     "35M": (384, 12, 6, 6, 1024, True),
     "110M": (768, 12, 12, 12, 2048, True),
@@ -28,21 +30,23 @@ SHAPES = {  # width, layers, heads, heads of keys and values, width inside the M
 }
 STEP = "-m tiny -s 2048 -b 4 --global-batch-size 256 --gpu-memory-gib 80 --nodes 1"
 MACHINES = [1, 8]  # GPUs of 80 GiB
-PEAK, MFU = 989e12, 0.4  # of an H100, and the share of it that training is supposed to reach
-TOKENS = 20  # per weight: Hoffmann et al., arxiv.org/abs/2203.15556
+# The peak FLOP/s of an H100, and the share of it that we assume training to reach.
+PEAK, MFU = 989e12, 0.4
+# The tokens per weight that Hoffmann et al. recommend: arxiv.org/abs/2203.15556.
+TOKENS = 20
 
 
 def parse_args():
-    """Return the arguments."""
+    """Parse the arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("size", nargs="?", choices=SHAPES, help="whose configuration to print")
-    add("--output", type=Path, help="a JSON file for what each size needs")
+    add("size", nargs="?", choices=SHAPES, help="size whose configuration to print")
+    add("--output", type=Path, help="JSON file for the needs of all sizes")
     return parser.parse_args()
 
 
 def config_of(size):
-    """Return what --config takes: all that a size decides, as the rest stays as tiny has it."""
+    """Return the values of --config for a size; all other settings stay as in the model `tiny`."""
     width, layers, heads, kv_heads, inner, tied = SHAPES[size]
     values = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     values |= {"num_key_value_heads": kv_heads, "head_dim": width // heads}
@@ -52,7 +56,7 @@ def config_of(size):
 
 
 def plan_of(planner, size, gpus):
-    """Return the number of weights, the first setting that fits on so many GPUs, and its GiB."""
+    """Return the number of weights, the first setting that fits on `gpus` GPUs, and its GiB."""
     words = [*STEP.split(), "--gpus-per-node", str(gpus), "--config", *config_of(size)]
     args = planner.parse_args(words)
     config, _ = planner.load_config(args)
@@ -65,7 +69,7 @@ def plan_of(planner, size, gpus):
 
 
 def needs_of(planner, size):
-    """Return the row of a size."""
+    """Return the weights, the settings, the tokens and the GPU hours of a size."""
     row = {"size": size}
     for gpus in MACHINES:
         row["weights"], setting, gib = plan_of(planner, size, gpus)

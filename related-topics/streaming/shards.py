@@ -1,4 +1,4 @@
-"""Write the documentation that ships with Python as eight compressed shards, to stream from.
+"""Write the documentation that ships with Python to eight compressed shards, for streaming.
 
 Here:      python related-topics/streaming/shards.py outputs/shards
 """
@@ -11,7 +11,7 @@ from pydoc_data.topics import topics
 
 
 def main():
-    """Write a paragraph per record."""
+    """Write one record per paragraph."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     texts = [text for topic in topics.values() for text in topic.split("\n\n") if text.strip()]

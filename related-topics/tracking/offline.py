@@ -1,4 +1,4 @@
-"""Compare what wandb has kept offline with metrics.jsonl, of which the last row of a step counts.
+"""Compare the rows of wandb's offline runs with metrics.jsonl; the last row of a step counts.
 
 Here:  python related-topics/tracking/offline.py outputs/tracking
 """
@@ -13,29 +13,37 @@ from wandb.proto.wandb_internal_pb2 import Record
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 from plot import fail, read_metrics
 
-BLOCK, HEADER = 32768, 7  # bytes: https://github.com/google/leveldb/blob/main/doc/log_format.md
+# A .wandb file has the format of LevelDB's logs. These are the sizes of a block and of the header
+# of a part, in bytes: https://github.com/google/leveldb/blob/main/doc/log_format.md.
+BLOCK, HEADER = 32768, 7
 
 
 def records(path):
-    """Yield what a .wandb file holds: records, each in one or several parts that no block cuts."""
+    """Yield the records of a .wandb file.
+
+    A record has one or more parts, and each part is within one block.
+    """
     data, whole = path.read_bytes(), b""
-    at = 7  # after the header of wandb's own
+    # Skip wandb's own header at the start of the file.
+    at = 7
     while at + HEADER <= len(data):
-        if BLOCK - at % BLOCK < HEADER:  # too little for a part: padding
+        # The end of a block is padding if it is too short for a header.
+        if BLOCK - at % BLOCK < HEADER:
             at += BLOCK - at % BLOCK
             continue
         size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
         at += HEADER + size
-        if at > len(data):  # a kill has torn it
+        # The last part is incomplete if a kill interrupted its write.
+        if at > len(data):
             return
         whole += data[at - size : at]
-        if kind in (1, 4):  # the only part, or the last one
+        if kind in (1, 4):  # the only or last part
             yield Record.FromString(whole)
             whole = b""
 
 
 def rows_of(run_folder):
-    """Return the rows of all wandb runs below a folder: by the run's name, and by step."""
+    """Return the rows of all wandb runs in a folder, by the name of the run and by step."""
     runs = {}
     for path in sorted(run_folder.glob("wandb/*run-*/run-*.wandb")):  # in order of time
         for record in records(path):
@@ -49,19 +57,19 @@ def rows_of(run_folder):
 
 
 def main():
-    """Say in how many steps the losses, norms and learning rates are those of metrics.jsonl."""
+    """Print the number of steps whose losses, norms and learning rates match metrics.jsonl."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("run_folder", type=Path, help="such as outputs/tracking")
+    parser.add_argument("run_folder", type=Path, help="folder of a run, such as outputs/tracking")
     folder = parser.parse_args().run_folder
     kept = {row["step"]: row for row in read_metrics(folder)}
-    runs = rows_of(folder) or fail(f"{folder} has no wandb run: it was trained without --wandb")
+    runs = rows_of(folder) or fail(f"{folder}: no wandb run in this folder; train with --wandb")
     for name, rows in runs.items():
         same = [step for step in kept if numbers(rows.get(step, {})) == numbers(kept[step])]
         print(f"{name}: {len(rows)} steps, {len(same)} of {len(kept)} as in metrics.jsonl")
 
 
 def numbers(row):
-    """Return what all ranks agree on: not the speed and the memory, which are each rank's own."""
+    """Return the values that are the same on all ranks; speed and memory differ by rank."""
     return {name: row[name] for name in ("loss", "grad_norm", "lr", "val_loss") if name in row}
 
 

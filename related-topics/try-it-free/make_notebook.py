@@ -1,9 +1,9 @@
-"""Write notebook.ipynb from the cells below, which is where to change it.
+"""Write notebook.ipynb from the cells below; to change the notebook, change these cells.
 
 Here:  python related-topics/try-it-free/make_notebook.py
 
-A cell is text, or code if its first line is that of a shell or if it is tagged. The test runs all
-code but that with the tag `service`, which only a notebook service can run.
+A cell whose first line is `%%bash` or `#service` holds code, and all other cells hold text. The
+test runs all code except the cells with the tag `service`, which only a notebook service can run.
 """
 
 from pathlib import Path
@@ -11,7 +11,8 @@ from pathlib import Path
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-ADDRESS = "ADDRESS"  # to be replaced by the clone URL, as in the top README
+# The reader replaces this word with the clone URL, as in the top README.
+ADDRESS = "ADDRESS"
 CELLS = [
     """# Distributed training on free GPUs
 
@@ -104,7 +105,7 @@ ls -lh outputs.tar.gz""",
 
 
 def cell(number, text):
-    """Return a cell of the notebook; its id is its place, so that the file stays the same."""
+    """Return a cell of the notebook; its id is its number, so that every run writes the same id."""
     name = f"cell-{number:02}"
     if text.startswith("#service\n"):
         text = text.removeprefix("#service\n")
@@ -115,7 +116,7 @@ def cell(number, text):
 
 
 def notebook():
-    """Return the notebook, which has been checked."""
+    """Return the notebook; fail if its format is not valid."""
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     cells = [cell(number, text) for number, text in enumerate(CELLS)]
     made = new_notebook(cells=cells, metadata={"kernelspec": kernel, "accelerator": "GPU"})

@@ -6,9 +6,9 @@
 
 A host is a set of namespaces: network, host name, mounts and processes. Only its first process
 keeps these namespaces alive. The switch between the hosts is a process, too, and the process
-namespaces of all hosts are inside the switch's. When the process that owns the cluster ends, for
-any reason, the kernel ends the switch, and with it all processes, mounts and network devices of the
-hosts.
+namespaces of all hosts are inside the process namespace of the switch. When the process that owns
+the cluster ends, for any reason, the kernel ends the switch, and with it all processes, mounts and
+network devices of the hosts.
 
 All hosts see the files of the machine, so they share every folder except /run, /dev/shm, /var/log,
 /var/spool and some files in /etc. They see only the cluster's network.
@@ -45,7 +45,7 @@ class ClusterError(RuntimeError):
 
 
 def missing_requirement():
-    """Return in one line why no cluster can start here, or None if it can."""
+    """Return the reason why no cluster can start here, in one line, or None if one can."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "a cluster on one machine needs Linux, and root"
     path = f"{os.environ.get('PATH', '')}:{BOOT_ENVIRONMENT['PATH']}"
@@ -85,8 +85,9 @@ def expect_line(process, word, seconds):
 
 @contextlib.contextmanager
 def starting_in(namespace):
-    """Make the processes that this thread starts begin in a different PID namespace."""
-    # `nsenter --pid` would put a process in between, and signals to the child would not reach it.
+    """Put the processes that this thread starts into a different PID namespace."""
+    # `nsenter --pid` would stay between this process and the command, and a signal to nsenter would
+    # not reach the command.
     with open("/proc/thread-self/ns/pid") as own, open(namespace) as target:
         enter(target)
         try:
@@ -104,12 +105,13 @@ def enter(namespace):
 
 @contextlib.contextmanager
 def open_namespaces(folders):
-    """Open the namespaces of hosts, and yield their inode numbers; a dead host has none.
+    """Open the namespaces of hosts, and yield the namespaces' inode numbers; skip dead hosts.
 
-    While they are open, the kernel cannot give their numbers to new namespaces.
+    While the namespaces are open, the kernel cannot give their numbers to new namespaces.
     """
-    # Each host needs two numbers. A new process is in the host's process namespace before it is in
-    # the host's network namespace, and a container has a process namespace of its own.
+    # Each host needs two numbers, because some of its processes are in only one of the namespaces.
+    # A new process is in the host's process namespace first, and in its network namespace later. A
+    # container on the host has a process namespace of its own.
     inodes = set()
     with contextlib.ExitStack() as stack:
         for folder in folders:
@@ -137,7 +139,7 @@ class Cluster:
     """The hosts head, h1, h2, ... on one network; all hosts but head are nodes of Slurm."""
 
     def __init__(self, hosts=2, folder=None):
-        """Describe a cluster with `hosts` nodes and two fake GPUs each; up() or `with` starts it.
+        """Describe a cluster of `hosts` nodes, each with two fake GPUs; up() or `with` starts it.
 
         `folder` must not exist yet; the cluster creates it for all its files, by default in /tmp.
         """
@@ -197,8 +199,8 @@ class Cluster:
     def popen(self, host, command, env=None, cwd=None, **options):
         """Start a command, or a line of bash, on a host; return its subprocess.Popen.
 
-        Popen has the pid outside the host. A program that prints its own pid prints the pid inside
-        the host, where only `run(host, ["kill", ...])` can use it.
+        Popen.pid is the pid outside the host. A program that prints its own pid prints the pid
+        inside the host. Only commands on the host, such as `run(host, ["kill", ...])`, can use it.
         """
         command = ["bash", "-c", command] if isinstance(command, str) else list(map(str, command))
         namespaces = f"/proc/{self._pid(host)}/ns"
@@ -215,7 +217,8 @@ class Cluster:
     def run(self, host, command, timeout=60, check=True, **options):
         """Run a command on a host; return its CompletedProcess, with `stdout` and `stderr` as text.
 
-        Raise ClusterError, with all output, after `timeout` seconds, or if `check` and it fails.
+        Raise ClusterError, with all output, if the command runs for over `timeout` seconds, or if
+        it fails and `check` is true.
         """
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
         process = self.popen(host, command, **streams | {"stderr": subprocess.PIPE} | options)
@@ -233,7 +236,7 @@ class Cluster:
         return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
     def pids(self, host):
-        """Return the ids, outside the host, of all its processes; an empty list if it is dead."""
+        """Return the pids, outside the host, of all processes of a host; a dead host has none."""
         with open_namespaces([self.folder / host]) as inodes:
             return processes_in(inodes)
 
@@ -242,7 +245,8 @@ class Cluster:
     def kill_host(self, host, silently=True):
         """Kill all processes of a host.
 
-        `silently` cuts its network first, so that its peers notice nothing, as in a power cut.
+        With `silently`, cut the host's network first, so that its peers notice nothing, as in a
+        power cut.
         """
         with open_namespaces([self.folder / host]) as inodes:
             if not inodes:
@@ -482,7 +486,7 @@ def main(arguments):
         with Cluster(folder=args.folder) as cluster:
             return shell(cluster)
     if not args.folder:
-        parser.error("--folder: missing; the cluster's shell has printed it")
+        parser.error("--folder: missing; copy it from the commands that the shell has printed")
     cluster = Cluster.attach(args.folder)
     change = cluster.kill_host if args.action == "kill" else cluster.revive
     change(args.host)

@@ -31,5 +31,5 @@ mknod /run/gpu0 c 1 3
 mknod /run/gpu1 c 1 3
 if [ "$name" = head ]; then slurmctld; else slurmd; fi
 echo up
-# Because the first process ignores SIGCHLD, the kernel reaps its orphaned processes.
+# Because this first process ignores SIGCHLD, the kernel reaps the host's orphaned processes.
 exec env --ignore-signal=CHLD sleep infinity </dev/null >/dev/null 2>&1

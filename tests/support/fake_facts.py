@@ -20,7 +20,10 @@ def collectives(calls, pending, late=0.0):
 
 
 def frames(*own, inner=("/x/site-packages/torch/distributed/distributed_c10d.py", "all_reduce")):
-    """Return a main thread's frames: those of the script, (line, function), then a package's."""
+    """Return the frames of a main thread: frames of the script, then a frame of a package.
+
+    `own` has the line and the function of each frame of the script.
+    """
     stack = [[SCRIPT, line, name] for line, name in own]
     if inner:
         file, function = inner
@@ -65,7 +68,7 @@ def facts_of(ranks, gone=(), stopped=(), **changes):
 
 
 def files_of(size=4, odd=None, odd_rank=1, **changes):
-    """Return the files of `size` ranks with the same changes; one rank may have `odd` changes."""
+    """Return the files of `size` ranks with the same changes; `odd_rank` may have `odd` changes."""
     changes_by_rank = dict.fromkeys(range(size), changes)
     if odd is not None:
         changes_by_rank[odd_rank] = odd

@@ -32,7 +32,8 @@ def unknown_flags(text):
     """Return (script, flag) for each flag in a block of bash that its script does not declare.
 
     Some flags have no script before them: flags after a variable such as `$train`, and flags in a
-    file of arguments, where lines begin with a flag. Every chapter in the block must declare them.
+    file of arguments, where lines begin with a flag. Every chapter in the block must declare these
+    flags.
     """
     text = re.sub(r"(^|\s)#.*", "", text.replace("\\\n", " "), flags=re.M)
     chapters = set(re.findall(r"\d\d-[\w-]+/train_llm\.py", text))

@@ -3,8 +3,8 @@
 The imports take seconds, and the tests start hundreds of scripts. One server per test session
 imports the packages of the chapters, and forks itself for each script.
 
-A forked script differs from a new process in two ways: all forks hash strings with the same seed,
-and the kernel kills a fork when the tests end, for any reason.
+A forked script differs from a new process in two ways. All forks hash strings with the same seed,
+and the kernel kills a fork when the test session ends for any reason.
 """
 
 import atexit

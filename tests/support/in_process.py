@@ -41,9 +41,10 @@ def events_of_steps(chapter, *words):
 
 
 def in_optimizer(event):
-    """Return whether AdamW's kernel made this event.
+    """Return whether AdamW's kernel caused this event.
 
-    The kernel reads its step counters on a CPU, but not on a GPU.
+    On a CPU, the kernel reads its step counters, which looks like waiting for a GPU. On a GPU, it
+    does not read them.
     """
     while event and event.name != "aten::_fused_adamw_":
         event = event.cpu_parent

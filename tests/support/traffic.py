@@ -2,7 +2,7 @@
 
 test_tensor.py starts this once per rank. The arguments are a JSON file with cases, which are
 arguments of the chapter, and a file for the counts of rank 0. For each case, collective and number
-of bytes, the counts hold the number of calls. The bytes are those of the full tensor.
+of bytes, the counts hold the number of calls. The number of bytes is the size of the full tensor.
 """
 
 import importlib.util

@@ -1,9 +1,13 @@
 """Compare the initial weights and buffers of a chapter, on any number of ranks, with chapter 01.
 
-test_large.py, test_tensor.py and test_pipeline.py start this once per rank. The arguments are a
-JSON file with cases, which are arguments of both chapters, a file for the results, the chapter, and
-arguments that only this chapter has. torch fills new memory with NaN here, so that a value that is
-never set differs from chapter 01's.
+test_large.py, test_tensor.py and test_pipeline.py start this once per rank, with these arguments:
+
+- a JSON file with cases; each case has a name, and arguments for both chapters
+- a file for the results
+- the number of the chapter
+- arguments that only this chapter has
+
+torch fills new memory with NaN here, so that a value that is never set differs from chapter 01's.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Run many training commands in sequence in one process, because imports take seconds.
 
 conftest.run_jobs() starts this once per rank. Each job runs its script as `__main__`, with its own
-arguments and port, and cleans up at its end as a new process would.
+arguments and port. After each job, run() resets what the next job would not find in a new process.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ def run(job):
 
 
 def main():
-    """Run the jobs in a share's file in a folder, and write their results to the folder."""
+    """Run the jobs of a share, which a file in a folder lists; write the results to the folder."""
     folder, share = sys.argv[1:]
     faulthandler.enable()
     results = []
