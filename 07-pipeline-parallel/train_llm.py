@@ -141,7 +141,7 @@ def parse_args():
     add("--eval-samples", type=int, default=64, help="number of samples to hold out")
     add("--log-every", type=int, default=10, help="steps between log lines")
     add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="wandb mode")
-    add("--dist-timeout", type=int, default=600, help="maximum seconds that a rank waits")
+    add("--dist-timeout", type=int, default=600, help="maximum seconds to wait for other ranks")
     add("--checkpoint-async", action="store_true", help="write checkpoints in the background")
 
     args = parser.parse_args()
@@ -262,7 +262,7 @@ def setup(args):
         if num_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
             local_rank = 0
         if local_rank >= num_gpus:
-            fail(f"local rank {local_rank}: torch sees only {num_gpus} GPUs; start fewer ranks")
+            fail(f"local rank {local_rank}: torch sees only {num_gpus} GPU(s); start fewer ranks")
         # DDP: without set_device(), every rank would also allocate memory on GPU 0.
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

@@ -86,7 +86,7 @@ def parse_args(argv=None):
     add("--checkpoint-gb", type=float, default=0.0, help="size of a checkpoint, in 10^9 bytes")
     add("--network-gbs", type=float, default=0.0, help="expected GB/s between nodes; 0: unknown")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
-    add("--timeout", type=int, default=60, help="maximum seconds that a rank waits")
+    add("--timeout", type=int, default=60, help="maximum seconds to wait for other ranks")
     args = parser.parse_args(argv)
     for name, minimum in {"checkpoint_gb": 0, "network_gbs": 0, "timeout": 1}.items():
         value = getattr(args, name)

@@ -108,7 +108,7 @@ def test_a_task_may_see_but_one_gpu(load, monkeypatch, tmp_path, gpus, torchrun,
 @pytest.mark.parametrize("name", ["02", "03"])
 def test_a_rank_without_a_gpu_says_so(load, monkeypatch, tmp_path, capsys, name):
     said = user_error(capsys, device_of_local_rank_1, load(name), monkeypatch, tmp_path, 1, True)
-    assert "error: local rank 1: torch sees only 1 GPUs; start fewer ranks" in said
+    assert "error: local rank 1: torch sees only 1 GPU(s); start fewer ranks" in said
 
 
 def device_of_local_rank_1(chapter, monkeypatch, tmp_path, gpus, torchrun):

@@ -154,7 +154,7 @@ def setup(args):
     if args.device == "cuda":
         local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if local_rank >= num_gpus:
-            fail(f"local rank {local_rank}: torch sees only {num_gpus} GPUs; start fewer ranks")
+            fail(f"local rank {local_rank}: torch sees only {num_gpus} GPU(s); start fewer ranks")
         # DDP: without set_device(), every rank would also allocate memory on GPU 0.
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
