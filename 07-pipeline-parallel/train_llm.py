@@ -23,8 +23,10 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 import uuid
+import warnings
 from array import array
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -42,6 +44,7 @@ import torch.nn.functional as F
 import transformers
 import wandb
 from datasets.fingerprint import Hasher
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -53,8 +56,9 @@ from tqdm import tqdm
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils.hub import snapshot_download
+from transformers.utils.hub import cached_file
 
 # The environment variables that each launcher sets to the rank, the world size and the local rank,
 # in this order.
@@ -400,6 +404,9 @@ def build_tokenizer_and_config(args):
     except Exception as error:
         # transformers raises a different type of exception for each kind of bad value.
         fail(f"--model-name {' '.join([args.model_name, *args.config])}: {error}")
+    if getattr(config, "output_router_logits", False):
+        problem = "a router loss would depend on the size of the micro-batches"
+        fail(f"--config output_router_logits: {problem}; pass --config output_router_logits=false")
     max_length = getattr(config, "max_position_embeddings", None) or args.seq_length
     if args.seq_length > max_length:
         fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {max_length} tokens")
@@ -430,9 +437,7 @@ def build_model(args, config):
     # need a mask. This check makes the host wait for the device. Plain causal attention needs no
     # mask, so register SDPA under a new name. transformers has no mask function for the new name,
     # so it skips both the check and the mask.
-    window = getattr(config, "sliding_window", None) or args.seq_length
-    uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
-    if uses_sdpa and args.seq_length <= window:
+    if needs_no_mask(args, model):
         AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
         model.set_attn_implementation("causal_sdpa")
 
@@ -458,6 +463,67 @@ def build_model(args, config):
             layer.compile(dynamic=False)
         model.loss_function = torch.compile(model.loss_function, dynamic=False)
     return model
+
+
+def needs_no_mask(args, model):
+    """Return whether every token attends to itself and all tokens before it, in every layer."""
+    if not model._supports_attention_backend or model.config._attn_implementation != "sdpa":
+        return False
+    name, keys = f"--model-name {args.model_name}", torch.arange(args.seq_length)
+    queries = keys[:: 1 + args.seq_length // 64, None]
+    results = []
+
+    def check_mask(*_, mask_function, allow_is_causal_skip, **__):
+        mask = mask_function(0, 0, queries, keys)
+        if (mask & (keys > queries)).any():
+            fail(f"{name}: tokens attend to later tokens; choose a model with causal attention")
+        results.append(allow_is_causal_skip and torch.equal(mask, keys <= queries))
+
+    def stop(*_, **__):
+        raise StopIteration
+
+    # Every forward pass builds all masks before it calls attention for the first time. Check these
+    # masks, and stop there. A layer that cannot do without a mask stops earlier, with an exception.
+    AttentionMaskInterface.register("check_mask", check_mask)
+    AttentionInterface.register("check_mask", stop)
+    model.set_attn_implementation("check_mask")
+    with suppress(Exception), torch.no_grad():
+        model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
+    model.set_attn_implementation("sdpa")
+    return len(results) > 0 and all(results)
+
+
+def check_forward(args, model, device):
+    """Stop unless attention is causal and the model's loss is just the next-token loss."""
+    # TP: check_model() has found plain causal attention.
+    if args.tensor_parallel_size > 1:
+        return
+    # PP: no rank has the full model; transformers has pipeline plans for decoders only.
+    if args.pipeline_parallel_size > 1:
+        return
+    name, ids = f"--model-name {args.model_name}", torch.arange(16, device=device)[None]
+    # Only the first half has labels, so the loss must not depend on the tokens of the second half.
+    labels = ids.where(ids < 8, -100)
+    embedded = []
+    # Do not compile graphs for this short sequence.
+    with torch.compiler.set_stance("force_eager"):
+        try:
+            embedding = model.get_input_embeddings()
+            hook = embedding.register_forward_hook(lambda *call: embedded.append(call[-1]))
+            output = model(input_ids=ids, labels=labels, use_cache=False)
+            loss = model.loss_function(output.logits, labels, vocab_size=model.config.vocab_size)
+            embedded[0].retain_grad()
+            output.loss.backward()
+        except Exception as error:
+            # Each kind of unsuitable model raises a different type of exception.
+            fail(f"{name}: cannot be trained on tokens alone: {error!r}")
+    hook.remove()
+    model.zero_grad()
+    if abs(output.loss - loss) > 1e-3 * loss:
+        fail(f"{name}: its loss is not the next-token loss; choose a different model")
+    gradient = embedded[0].grad.abs()
+    if gradient[:, 8:].max() > 1e-5 * gradient.max():
+        fail(f"{name}: tokens attend to later tokens; choose a model with causal attention")
 
 
 def check_model(args, model):
@@ -810,27 +876,52 @@ def gather_sequence(mesh, block, args, kwargs):
 
 def read_weights(args, model):
     """Read this rank's shards, and nothing else, from the safetensors files of `--model-name`."""
-    folder = args.model_name
-    if not Path(folder).is_dir():
-        with rank_first():
-            folder = snapshot_download(folder, allow_patterns="model*.safetensors")
-    reader = dcp.HuggingFaceStorageReader(folder)
+    # The reader reads all files of a folder, so make a folder of links to the files of the model.
+    folder = tempfile.TemporaryDirectory()
+    for file in weight_files(args):
+        Path(folder.name, Path(file).name).symlink_to(Path(file).resolve())
+    reader = dcp.HuggingFaceStorageReader(folder.name)
     file_metadata = reader.read_metadata().state_dict_metadata
-    if not file_metadata:
-        fail(f"--pretrained: {args.model_name} has no safetensors files")
     if any(entry.properties.dtype.itemsize < 2 for entry in file_metadata.values()):
         fail(f"--pretrained: the weights of {args.model_name} are quantized; choose a bf16 copy")
-    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    buffers = dict(model.named_buffers())
+    aliases = {source: target for target, source in model.all_tied_weights_keys.items()}
     prefix = f"{model.base_model_prefix}."
-    for name in weights.keys() - file_metadata.keys():
-        # In the files of a model that was saved without a head, weight names lack the prefix of the
-        # base model. The files of GPT-NeoX models call the head embed_out.
-        file_name = name.removeprefix(prefix).replace("lm_head", "embed_out")
-        weights[file_name] = weights.pop(name)
+    weights, copies = {}, {}
+    for name, weight in own_weights(weights_of(model)).items():
+        # A file may store a tied weight under its other name. In the files of a model that was
+        # saved without a head, weight names lack the prefix of the base model. The files of
+        # GPT-NeoX models call the head embed_out.
+        alias = aliases.get(name)
+        names = [name, alias, name.removeprefix(prefix).replace("lm_head", "embed_out")]
+        names = [name for name in names if name in file_metadata]
+        # Many models compute their buffers, and do not store them.
+        if names or name not in buffers:
+            weights[names[0] if names else name] = weight
+        if {name, alias} <= file_metadata.keys():
+            weights[alias] = copies[name] = torch.empty_like(weight)
     dcp.load(weights, storage_reader=reader, process_group=patient_group())
+    for name, copy_in_file in copies.items():
+        if not torch.equal(weights[name], copy_in_file):
+            problem = f"the files have different values for {name} and {aliases[name]}"
+            fail(f"--pretrained: {problem}; pass --config tie_word_embeddings=false")
     # Not every model has a generation config.
     with suppress(OSError):
         model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
+
+
+@rank_first()
+def weight_files(args):
+    """Return the safetensors files that from_pretrained() would read; download them if needed."""
+    name = args.model_name
+    with suppress(OSError):
+        return [cached_file(name, "model.safetensors")]
+    try:
+        index = cached_file(name, "model.safetensors.index.json")
+        files = json.loads(Path(index).read_text())["weight_map"].values()
+        return [cached_file(name, file) for file in set(files)]
+    except OSError as error:
+        fail(f"--pretrained: cannot find the safetensors files of {name}: {error}")
 
 
 def build_optimizer(args, model):
@@ -898,17 +989,25 @@ def load_documents(args):
     """Return a dataset with one document per row."""
     name = args.dataset_name
     formats = {".txt": "text", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-    reader = formats.get(Path(name).suffix)
-    options = {"data_files": name} if reader else {"name": args.dataset_subset}
-    if reader == "text" or any(Path(name).glob("*.txt")):
-        options["sample_by"] = "paragraph"  # blank lines separate documents
+    # The name of a compressed file has two suffixes, such as .txt.gz.
+    suffixes = [suffix for suffix in Path(name).suffixes[-2:] if suffix in formats]
+    reader = formats[suffixes[-1]] if suffixes else name
+    options = {"data_files": name} if suffixes else {"name": args.dataset_subset}
     try:
         if name == "pydoc":
             documents = datasets.Dataset.from_generator(
                 lambda: ({"text": text} for text in topics.values())
             )
         else:
-            documents = datasets.load_dataset(reader or name, split="train", **options)
+            config = datasets.load_dataset_builder(reader, **options).config
+            # In text files, blank lines separate documents.
+            if hasattr(config, "sample_by"):
+                options["sample_by"] = "paragraph"
+            # By default, pandas drops the first fields of a CSV line that has too many fields.
+            if hasattr(config, "index_col"):
+                options["index_col"] = False
+                warnings.filterwarnings("error", message="Length of header")
+            documents = datasets.load_dataset(reader, split="train", **options)
     except Exception as error:
         # The datasets library raises many exception types, and often hides the reason in __cause__.
         fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'the dataset is empty'}")
@@ -1217,10 +1316,22 @@ def export_model(args, run_dir, model, tokenizer):
     # into files of about 5 GB.
     ends = accumulate(weight.numel() * weight.itemsize for weight in weights.values())
     files = {name: 1 + end // 5_000_000_000 for name, end in zip(weights, ends, strict=True)}
+    # FSDP: when DCP joins the shards, it leaves tensors without dimensions at zero. Put them into a
+    # file of their own, and join this file here.
+    scalars = [name for name, weight in weights.items() if weight.ndim == 0]
+    files |= dict.fromkeys(scalars, max(files.values()) + 1)
     writer = dcp.HuggingFaceStorageWriter(
         partial, files, save_distributed=True, enable_consolidation=True
     )
-    dcp.save(own_weights(weights), storage_writer=writer, process_group=patient_group())
+    weights = own_weights(weights)
+    dcp.save(weights, storage_writer=writer, process_group=patient_group())
+    if scalars and dist.get_rank() == 0:
+        path, tensors = max(partial.glob("*.safetensors")), {}
+        for shard in partial.glob(f"sharded/*{path.name}"):
+            tensors |= load_file(shard)
+        save_file(tensors, path, metadata={"format": "pt"})
+    wait_for_all()
+    check_export(partial, weights)
     if dist.get_rank() != 0:
         return
     shutil.rmtree(partial / "sharded")
@@ -1231,6 +1342,16 @@ def export_model(args, run_dir, model, tokenizer):
     tokenizer.save_pretrained(partial)
     publish(args, partial, run_dir / "model")
     (run_dir / f"finished-{args.num_steps}").touch()
+
+
+def check_export(partial, weights):
+    """Stop unless each rank finds the values of its shards in the exported files."""
+    saved = {name: torch.empty_like(weight) for name, weight in weights.items()}
+    reader = dcp.HuggingFaceStorageReader(partial)
+    dcp.load(saved, storage_reader=reader, process_group=patient_group())
+    for name, weight in weights.items():
+        if not torch.equal(saved[name], weight):
+            fail(f"{partial} has other values of {name} than the model; run the command again")
 
 
 # ---- main ------------------------------------------------------------------------------------
@@ -1317,6 +1438,7 @@ def main():
     train_set, held_out = build_data(args, tokenizer)
     args.dataset_fingerprint = mix(len(train_set), train_set[:: 1 + len(train_set) // 100].tolist())
     model = shard(args, build_model(args, config), device)
+    check_forward(args, model, device)
     args.num_weights = model.num_parameters()
     optimizer = build_optimizer(args, model)
     start = load_checkpoint(args, run_dir, model, optimizer)

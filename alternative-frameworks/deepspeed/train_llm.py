@@ -44,6 +44,7 @@ from tqdm import tqdm
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 # The environment variables that each launcher sets to the rank, the world size and the local rank,
@@ -363,6 +364,9 @@ def build_tokenizer_and_config(args):
     except Exception as error:
         # transformers raises a different type of exception for each kind of bad value.
         fail(f"--model-name {' '.join([args.model_name, *args.config])}: {error}")
+    if getattr(config, "output_router_logits", False):
+        problem = "a router loss would depend on the size of the micro-batches"
+        fail(f"--config output_router_logits: {problem}; pass --config output_router_logits=false")
     max_length = getattr(config, "max_position_embeddings", None) or args.seq_length
     if args.seq_length > max_length:
         fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {max_length} tokens")
@@ -396,9 +400,7 @@ def build_model(args, config):
     # need a mask. This check makes the host wait for the device. Plain causal attention needs no
     # mask, so register SDPA under a new name. transformers has no mask function for the new name,
     # so it skips both the check and the mask.
-    window = getattr(config, "sliding_window", None) or args.seq_length
-    uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
-    if uses_sdpa and args.seq_length <= window:
+    if needs_no_mask(args, model):
         AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
         model.set_attn_implementation("causal_sdpa")
 
@@ -414,6 +416,61 @@ def build_model(args, config):
             layer.compile(dynamic=False)
         model.loss_function = torch.compile(model.loss_function, dynamic=False)
     return model
+
+
+def needs_no_mask(args, model):
+    """Return whether every token attends to itself and all tokens before it, in every layer."""
+    if not model._supports_attention_backend or model.config._attn_implementation != "sdpa":
+        return False
+    name, keys = f"--model-name {args.model_name}", torch.arange(args.seq_length)
+    queries = keys[:: 1 + args.seq_length // 64, None]
+    results = []
+
+    def check_mask(*_, mask_function, allow_is_causal_skip, **__):
+        mask = mask_function(0, 0, queries, keys)
+        if (mask & (keys > queries)).any():
+            fail(f"{name}: tokens attend to later tokens; choose a model with causal attention")
+        results.append(allow_is_causal_skip and torch.equal(mask, keys <= queries))
+
+    def stop(*_, **__):
+        raise StopIteration
+
+    # Every forward pass builds all masks before it calls attention for the first time. Check these
+    # masks, and stop there. A layer that cannot do without a mask stops earlier, with an exception.
+    AttentionMaskInterface.register("check_mask", check_mask)
+    AttentionInterface.register("check_mask", stop)
+    model.set_attn_implementation("check_mask")
+    with suppress(Exception), torch.no_grad():
+        model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
+    model.set_attn_implementation("sdpa")
+    return len(results) > 0 and all(results)
+
+
+def check_forward(args, model, device):
+    """Stop unless attention is causal and the model's loss is just the next-token loss."""
+    name, ids = f"--model-name {args.model_name}", torch.arange(16, device=device)[None]
+    # Only the first half has labels, so the loss must not depend on the tokens of the second half.
+    labels = ids.where(ids < 8, -100)
+    embedded = []
+    # Do not compile graphs for this short sequence.
+    with torch.compiler.set_stance("force_eager"):
+        try:
+            embedding = model.get_input_embeddings()
+            hook = embedding.register_forward_hook(lambda *call: embedded.append(call[-1]))
+            output = model(input_ids=ids, labels=labels, use_cache=False)
+            loss = model.loss_function(output.logits, labels, vocab_size=model.config.vocab_size)
+            embedded[0].retain_grad()
+            output.loss.backward()
+        except Exception as error:
+            # Each kind of unsuitable model raises a different type of exception.
+            fail(f"{name}: cannot be trained on tokens alone: {error!r}")
+    hook.remove()
+    model.zero_grad()
+    if abs(output.loss - loss) > 1e-3 * loss:
+        fail(f"{name}: its loss is not the next-token loss; choose a different model")
+    gradient = embedded[0].grad.abs()
+    if gradient[:, 8:].max() > 1e-5 * gradient.max():
+        fail(f"{name}: tokens attend to later tokens; choose a model with causal attention")
 
 
 def layers_of(model):
@@ -485,17 +542,25 @@ def load_documents(args):
     """Return a dataset with one document per row."""
     name = args.dataset_name
     formats = {".txt": "text", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-    reader = formats.get(Path(name).suffix)
-    options = {"data_files": name} if reader else {"name": args.dataset_subset}
-    if reader == "text" or any(Path(name).glob("*.txt")):
-        options["sample_by"] = "paragraph"  # blank lines separate documents
+    # The name of a compressed file has two suffixes, such as .txt.gz.
+    suffixes = [suffix for suffix in Path(name).suffixes[-2:] if suffix in formats]
+    reader = formats[suffixes[-1]] if suffixes else name
+    options = {"data_files": name} if suffixes else {"name": args.dataset_subset}
     try:
         if name == "pydoc":
             documents = datasets.Dataset.from_generator(
                 lambda: ({"text": text} for text in topics.values())
             )
         else:
-            documents = datasets.load_dataset(reader or name, split="train", **options)
+            config = datasets.load_dataset_builder(reader, **options).config
+            # In text files, blank lines separate documents.
+            if hasattr(config, "sample_by"):
+                options["sample_by"] = "paragraph"
+            # By default, pandas drops the first fields of a CSV line that has too many fields.
+            if hasattr(config, "index_col"):
+                options["index_col"] = False
+                warnings.filterwarnings("error", message="Length of header")
+            documents = datasets.load_dataset(reader, split="train", **options)
     except Exception as error:
         # The datasets library raises many exception types, and often hides the reason in __cause__.
         fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'the dataset is empty'}")
@@ -788,6 +853,8 @@ def main():
     train_set, held_out = build_data(args, tokenizer)
     args.dataset_fingerprint = mix(len(train_set), train_set[:: 1 + len(train_set) // 100].tolist())
     model = build_model(args, config)
+    if dist.get_rank() == 0:
+        check_forward(args, model, torch.device("cpu"))
     args.num_weights = model.num_parameters()
     optimizer = build_optimizer(args, model)
     if args.zero_stage == 3:
