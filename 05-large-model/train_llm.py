@@ -44,6 +44,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
@@ -606,7 +607,7 @@ def read_weights(args, model):
             weights[alias] = copies[name] = torch.empty_like(weight)
     dcp.load(weights, storage_reader=reader, process_group=patient_group())
     for name, copy_in_file in copies.items():
-        if not torch.equal(weights[name], copy_in_file):
+        if not torch.equal(weights[name].to_local(), copy_in_file.to_local()):
             problem = f"the files have different values for {name} and {aliases[name]}"
             fail(f"--pretrained: {problem}; pass --config tie_word_embeddings=false")
     # Not every model has a generation config.
@@ -978,7 +979,11 @@ def check_export(partial, weights):
     reader = dcp.HuggingFaceStorageReader(partial)
     dcp.load(saved, storage_reader=reader, process_group=patient_group())
     for name, weight in weights.items():
-        if not torch.equal(saved[name], weight):
+        # torch.equal() would compare DTensors across all ranks.
+        pair = [saved[name], weight]
+        if isinstance(weight, DTensor):
+            pair = [tensor.to_local() for tensor in pair]
+        if not torch.equal(*pair):
             fail(f"{partial} has other values of {name} than the model; run the command again")
 
 

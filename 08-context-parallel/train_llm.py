@@ -631,7 +631,7 @@ def is_split_by_tokens(config):
     AttentionInterface.register("count_calls", count_call)
     with no_init_weights(), torch.device("meta"), suppress(Exception):
         # On the meta device, torch can run mixtures of experts in bf16 only.
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.bfloat16)
         model.set_attn_implementation("count_calls")
         ids = torch.zeros(1, length, dtype=torch.int64)
         with mock.patch("torch.arange", wraps=torch.arange) as arange:
@@ -668,7 +668,8 @@ def chunked_loss(head, logits, labels, *_, **__):
     # TP: add up the losses of the tensor-parallel ranks, which hold different parts of sequences.
     if isinstance(head.weight, DTensor):
         mesh = head.weight.device_mesh
-        total_loss = DTensor.from_local(total_loss, mesh, [Partial()]).full_tensor()
+        # Without the clone, FSDP would warn that the model returns a view.
+        total_loss = DTensor.from_local(total_loss, mesh, [Partial()]).full_tensor().clone()
     return total_loss
 
 
@@ -1012,7 +1013,7 @@ def read_weights(args, model):
             weights[alias] = copies[name] = torch.empty_like(weight)
     dcp.load(weights, storage_reader=reader, process_group=patient_group())
     for name, copy_in_file in copies.items():
-        if not torch.equal(weights[name], copy_in_file):
+        if not torch.equal(weights[name].to_local(), copy_in_file.to_local()):
             problem = f"the files have different values for {name} and {aliases[name]}"
             fail(f"--pretrained: {problem}; pass --config tie_word_embeddings=false")
     # Not every model has a generation config.
@@ -1471,7 +1472,11 @@ def check_export(partial, weights):
     reader = dcp.HuggingFaceStorageReader(partial)
     dcp.load(saved, storage_reader=reader, process_group=patient_group())
     for name, weight in weights.items():
-        if not torch.equal(saved[name], weight):
+        # torch.equal() would compare DTensors across all ranks.
+        pair = [saved[name], weight]
+        if isinstance(weight, DTensor):
+            pair = [tensor.to_local() for tensor in pair]
+        if not torch.equal(*pair):
             fail(f"{partial} has other values of {name} than the model; run the command again")
 
 

@@ -49,6 +49,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.initialization import no_init_weights
@@ -974,7 +975,11 @@ def check_export(partial, weights):
     reader = dcp.HuggingFaceStorageReader(partial)
     dcp.load(saved, storage_reader=reader, process_group=patient_group())
     for name, weight in weights.items():
-        if not torch.equal(saved[name], weight):
+        # torch.equal() would compare DTensors across all ranks.
+        pair = [saved[name], weight]
+        if isinstance(weight, DTensor):
+            pair = [tensor.to_local() for tensor in pair]
+        if not torch.equal(*pair):
             fail(f"{partial} has other values of {name} than the model; run the command again")
 
 
