@@ -405,6 +405,7 @@ def models(tmp_path_factory):
         "mistral": transformers.MistralConfig(**common, head_dim=16),
         "mixtral": transformers.MixtralConfig(**common, num_local_experts=4),
         "gpt_neox": transformers.GPTNeoXConfig(**common),
+        "apertus": transformers.ApertusConfig(**common | {"pad_token_id": 0}),
         "gemma3": transformers.Gemma3TextConfig(**common, head_dim=16),
         "gemma3-window": transformers.Gemma3TextConfig(**common, head_dim=16, sliding_window=32),
     }

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from argparse import Namespace
 from itertools import product
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conftest import SHORT, run_or_fail
+from conftest import SHORT, run_or_fail, user_error
 
 GLOBAL_BATCH = 48
 DEVICE = torch.device("cpu")
@@ -114,20 +115,30 @@ def test_ranks_share_what_rank_0_prepared(tmp_path, monkeypatch):
 
 
 def test_formats_give_the_same_samples(chapters, tmp_path):
-    """Text, JSON lines, CSV, Parquet and a folder of text files hold the same documents."""
+    """All formats, compressed files, and text files in folders hold the same documents."""
+    import gzip
+
     import datasets
 
-    rows = [text.strip() for text in texts(200) if text.strip()]
+    # A document of several lines shows whether lines are taken for documents.
+    rows = [text.strip().replace(" ", "\n", 1) for text in texts(200) if text.strip()]
     table = datasets.Dataset.from_dict({"text": rows})
     table.to_csv(tmp_path / "a.csv")
     table.to_parquet(tmp_path / "a.parquet")
     table.to_json(tmp_path / "a.jsonl")
-    (tmp_path / "folder").mkdir()
-    for name in (tmp_path / "a.txt", tmp_path / "folder" / "a.txt"):
-        name.write_text("\n\n".join(rows))
+    for folder in ("folder", "nested/one/two", "compressed"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("a.txt", "folder/a.txt", "nested/one/two/a.txt"):
+        (tmp_path / name).write_text("\n\n".join(rows))
+    for name in ("a.txt", "a.jsonl", "a.csv"):
+        with gzip.open(tmp_path / f"{name}.gz", "wb") as file:
+            file.write((tmp_path / name).read_bytes())
+    shutil.copy(tmp_path / "a.txt.gz", tmp_path / "compressed")
+    names = ["a.csv", "a.parquet", "a.jsonl", "a.txt", "folder", "nested", "compressed"]
+    names += ["a.txt.gz", "a.jsonl.gz", "a.csv.gz"]
     prepared = {
         name: build(chapters["01"], tmp_path, [], dataset_name=str(tmp_path / name))[0]
-        for name in ("a.csv", "a.parquet", "a.jsonl", "a.txt", "folder")
+        for name in names
     }
     expected = prepared.pop("a.parquet")
     for name, samples in prepared.items():
@@ -148,3 +159,14 @@ def test_memory_while_tokenizing_does_not_grow_with_the_corpus(chapters, tmp_pat
     build(chapters["01"], tmp_path, texts(20_000))
     assert len(seen) == 20_000
     assert max(seen[4000:]) - seen[4000] < 4, (seen[4000], max(seen[4000:]))
+
+
+@pytest.mark.parametrize(
+    "lines", ["a, b\nc\n", "a\nb, c\nd\n", "a, b\nc, d\n", 'he said "hi", ok\n']
+)
+def test_a_csv_with_commas_in_its_texts_is_refused(chapters, tmp_path, capsys, lines):
+    """By default, pandas takes the first fields of such lines for their names."""
+    (tmp_path / "a.csv").write_text("text\n" + lines)
+    options = {"dataset_name": str(tmp_path / "a.csv"), "eval_samples": 1, "seq_length": 2}
+    error = user_error(capsys, lambda: build(chapters["01"], tmp_path, [], **options))
+    assert f"--dataset-name {tmp_path}/a.csv: " in error

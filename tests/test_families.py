@@ -1,6 +1,6 @@
-"""No family starts with values that nobody has set, and chapters 01 and 05 start with the same.
+"""All families start with the same values in chapters 01 and 05, and unsuitable ones are refused.
 
-Memory that torch has not filled is NaN here, so whatever is forgotten shows.
+Memory that torch has not filled is NaN here, so a forgotten value shows.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from conftest import prepare_training, user_error
 from families import ARGS, FAMILY_NAMES, MODERN, shrink
 
 
@@ -70,3 +71,126 @@ def test_all_families(start):
     print(f"{len(found)} families; left out: {left_out}")
     assert not {kind: names for kind, names in found.items() if names}
     assert len(found) > 100, left_out
+
+
+def model_of(chapter, kind, **settings):
+    """Build a small model in a chapter; return the arguments and the model."""
+    args = argparse.Namespace(**ARGS | {"seq_length": 48, "model_name": kind})
+    return args, chapter.build_model(args, shrink(CONFIG_MAPPING[kind](), **settings))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "attention"),
+    [
+        ("llama", {}, "causal_sdpa"),
+        ("qwen3_moe", {}, "causal_sdpa"),
+        ("gemma3_text", {"sliding_window": 48}, "causal_sdpa"),
+        ("gemma3_text", {"sliding_window": 47}, "sdpa"),
+        ("modernbert-decoder", {"sliding_window": 8}, "sdpa"),
+        ("llama4_text", {"attention_chunk_size": 48}, "causal_sdpa"),
+        ("llama4_text", {"attention_chunk_size": 47}, "sdpa"),
+        ("doge", {}, "sdpa"),  # its layers compute a mask
+        ("deepseek_v32", {}, "sdpa"),  # its layers choose the tokens
+    ],
+)
+def test_attention_goes_without_a_mask_only_if_it_is_plain(load, kind, settings, attention):
+    chapter = load("01")
+    args, model = model_of(chapter, kind, **settings)
+    assert model.config._attn_implementation == attention
+    chapter.check_forward(args, model, torch.device("cpu"))
+
+
+def refuse(load, capsys, kind, **settings):
+    """Build and check a model, which must be refused; return the error."""
+    chapter = load("01")
+
+    def build():
+        args, model = model_of(chapter, kind, **settings)
+        chapter.check_forward(args, model, torch.device("cpu"))
+
+    return user_error(capsys, build)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("bert", {}),
+        ("roformer", {}),  # with an attention of its own
+        ("xlm-roberta-xl", {}),
+        ("gemma3_text", {"use_bidirectional_attention": True}),
+        ("llama", {"is_causal": False}),
+    ],
+)
+def test_models_that_see_later_tokens_are_refused(load, capsys, kind, settings):
+    error = refuse(load, capsys, kind, **settings)
+    assert f"--model-name {kind}: tokens attend to later tokens" in error
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("bart", {}),  # whose labels are not shifted
+        ("qwen3_moe", {"output_router_logits": True}),
+        ("granitemoe", {"output_router_logits": True}),
+    ],
+)
+def test_models_with_another_loss_are_refused(load, capsys, kind, settings):
+    error = refuse(load, capsys, kind, **settings)
+    assert f"--model-name {kind}: its loss is not the next-token loss" in error
+
+
+def test_a_router_loss_is_refused_with_the_setting_that_helps(load, capsys, models):
+    words = ["-m", models / "mixtral", "--config", "output_router_logits=true"]
+    error = user_error(capsys, prepare_training, load("01"), *words)
+    assert "pass --config output_router_logits=false" in error
+
+
+def test_models_that_fail_are_refused(load, capsys):
+    """A model with encoders, say, or with a wrong configuration."""
+    error = refuse(load, capsys, "gptj", rotary_dim=64)
+    assert "--model-name gptj: cannot be trained on tokens alone: RuntimeError" in error
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "splits"),
+    [
+        ("llama", {}, True),
+        ("deepseek_v3", {}, True),
+        ("ministral3", {}, True),  # scales queries by position_ids
+        ("llama4_text", {"no_rope_layers": [1, 0]}, False),  # scales queries by its own positions
+        ("recurrent_gemma", {}, False),
+        ("granitemoehybrid", {}, False),
+        ("falcon_mamba", {}, False),
+    ],
+)
+def test_a_sequence_is_split_only_if_attention_alone_joins_tokens(load, kind, settings, splits):
+    assert load("08").is_split_by_tokens(shrink(CONFIG_MAPPING[kind](), **settings)) == splits
+
+
+def test_an_export_keeps_scalars_and_a_wrong_one_is_noticed(load, one_rank_group, tmp_path, capsys):
+    chapter = load("04")
+    words = ["--save-dir", tmp_path, "-s", 16, "--device", "cpu"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MASTER_ADDR", "localhost")
+        patch.setattr(chapter, "build_tokenizer_and_config", small_apertus)
+        args, model, *_ = prepare_training(chapter, *words)
+    for buffer in model.buffers():
+        buffer.fill_(0.375)
+    scalars = {name for name, weight in model.state_dict().items() if weight.ndim == 0}
+    model = chapter.shard(args, model, torch.device("cpu"))
+    chapter.export_model(args, tmp_path, model, transformers.ByT5Tokenizer())
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert scalars and all(exported[name] == 0.375 for name in scalars)
+    for name, weight in chapter.weights_of(model).items():
+        full = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        assert torch.equal(full, exported[name]), name
+    with torch.no_grad():
+        model.get_input_embeddings().weight.to_local()[3, 5] += 1
+    error = user_error(capsys, chapter.check_export, tmp_path / "model", chapter.weights_of(model))
+    assert "has other values of model.embed_tokens.weight than the model" in error
+
+
+def small_apertus(_):
+    """Return a tokenizer of bytes, and the configuration of a family with scalars."""
+    config = shrink(CONFIG_MAPPING["apertus"]())
+    return transformers.ByT5Tokenizer(), config

@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from conftest import (
     ROOT,
@@ -155,7 +156,45 @@ def hub(models, tmp_path_factory):
         "tied": make_hub_folder(models, root, "qwen3", "20KB"),
         "no head": make_hub_folder(models, root, "gpt2", headless=True),
         "old names": make_hub_folder(models, root, "gpt_neox"),
+        "other files": with_other_files(make_hub_folder(models, root / "other", "mistral")),
+        "old shards": with_old_shards(make_hub_folder(models, root / "old", "mistral")),
+        "other name": rewrite(
+            make_hub_folder(models, root / "head", "qwen3"),
+            lambda tensors: tensors | {"lm_head.weight": tensors.pop("model.embed_tokens.weight")},
+        ),
+        "buffers": rewrite(
+            make_hub_folder(models, root / "buffers", "apertus"),
+            lambda tensors: {
+                name: tensor / 2 if tensor.ndim == 0 else tensor for name, tensor in tensors.items()
+            },
+        ),
     }
+
+
+def rewrite(folder, change):
+    """Change the tensors of a folder with one file; return the folder."""
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+    return folder
+
+
+def with_other_files(folder):
+    """Add a file with other values for the same weights, as an average of the weights would be."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, folder / "ema.safetensors")
+    return folder
+
+
+def with_old_shards(folder):
+    """Add shards with other values, which an earlier save has left behind without their index."""
+    tensors = load_file(folder / "model.safetensors")
+    AutoModelForCausalLM.from_pretrained(
+        folder, state_dict={name: tensor + 1 for name, tensor in tensors.items()}
+    ).save_pretrained(folder / "shards", max_shard_size="20KB")
+    for shard in (folder / "shards").glob("*-of-*.safetensors"):
+        shard.rename(folder / shard.name)
+    shutil.rmtree(folder / "shards")
+    return folder
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -181,14 +220,16 @@ def test_weights_are_those_of_chapter_01(models, hub, tmp_path, world_size):
 def test_broken_weights_train_nothing(hub, tmp_path):
     """Of another kind: one line; else torch's error names the tensor or the file."""
     expected = {
-        "missing": "Missing key in checkpoint state_dict",
+        "missing": "cannot find the safetensors files of",
         "cut": "SafetensorError",
         "quantized": "are quantized; choose a bf16 copy",
-        "pickled": "has no safetensors files",
+        "pickled": "cannot find the safetensors files of",
+        "untied": "different values for model.embed_tokens.weight and lm_head.weight",
     }
     jobs = []
     for name in expected:
-        folder = shutil.copytree(hub["many files"], tmp_path / name)
+        kind = "tied" if name == "untied" else "many files"
+        folder = shutil.copytree(hub[kind], tmp_path / name)
         second = sorted(folder.glob("*.safetensors"))[1]
         if name == "missing":
             second.unlink()
@@ -197,14 +238,19 @@ def test_broken_weights_train_nothing(hub, tmp_path):
         elif name == "pickled":
             for file in folder.glob("*.safetensors*"):
                 file.rename(file.with_suffix(".bin"))
+        elif name == "untied":
+            index = json.loads((folder / "model.safetensors.index.json").read_text())
+            index["weight_map"]["lm_head.weight"] = "head.safetensors"
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+            save_file({"lm_head.weight": torch.ones(384, 32)}, folder / "head.safetensors")
         else:
-            small = {"weight": torch.zeros(2, dtype=torch.int8)}
-            save_file(small, folder / "model-scales.safetensors")
+            tensors = load_file(second)
+            save_file(tensors | {"scale": torch.zeros(2, dtype=torch.int8)}, second)
         args = [*SHORT, "--save-dir", tmp_path / "runs", "--pretrained", "-m", folder]
         jobs.append(("05", args))
     for name, ranks in zip(expected, run_jobs(1, jobs, tmp_path / "jobs"), strict=True):
         assert ranks[0]["status"] and expected[name] in ranks[0]["stderr"], ranks[0]["stderr"]
-        if name in ("quantized", "pickled"):
+        if name != "cut":
             check_user_error(ranks[0], expected[name])
     assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
 

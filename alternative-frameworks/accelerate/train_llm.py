@@ -482,7 +482,7 @@ def check_forward(args, model, device):
             fail(f"{name}: cannot be trained on tokens alone: {error!r}")
     hook.remove()
     model.zero_grad()
-    if abs(output.loss - loss) > 1e-3 * loss:
+    if abs(output.loss - loss) > 1e-5 * loss:
         fail(f"{name}: its loss is not the next-token loss; choose a different model")
     gradient = embedded[0].grad.abs()
     if gradient[:, 8:].max() > 1e-5 * gradient.max():

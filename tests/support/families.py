@@ -22,9 +22,15 @@ SMALL |= dict.fromkeys(["num_experts_per_tok", "moe_k", "moe_topk"], 2)
 SMALL |= dict.fromkeys(["vocab_size", "vocab_size_per_layer_input"], 384)
 SMALL |= dict.fromkeys(["max_position_embeddings", "n_positions", "n_ctx"], 64)
 SMALL |= {"qk_head_dim": 32, "mamba_d_state": 16, "mamba_n_heads": 4, "mamba_d_head": 16}
-SMALL |= {"state_size": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SMALL |= {
+    "rotary_dim": 8,
+    "state_size": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 # transformers derives these settings from the number of layers.
-LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type")
+LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type", "per_layer_config")
 FAMILY_NAMES = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MODERN = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "olmo2", "gpt2"]
 MODERN += ["gpt_neox", "opt", "mixtral", "qwen3_moe", "apertus", "granite", "cohere", "diffllama"]
@@ -33,12 +39,19 @@ ARGS |= {"replicas": 1, "precision": "fp32", "cpu_offload": False, "reshard_afte
 ARGS |= {"recompute": "none", "device": "cpu"}
 
 
-def shrink(config):
-    """Return a configuration of the same type with few and small layers."""
+def shrink(config, **settings):
+    """Return a configuration of the same type with few and small layers, and with `settings`."""
     values = {name: value for name, value in config.to_dict().items() if name not in LAYER_LISTS}
+    # A list with an entry for each layer would be too long.
+    num_layers = getattr(config, "num_hidden_layers", None)
+    values = {
+        name: value
+        for name, value in values.items()
+        if not isinstance(value, list) or len(value) != num_layers
+    }
     sizes = {config.attribute_map.get(name, name): value for name, value in SMALL.items()}
     sizes = {name: value for name, value in sizes.items() if values.get(name)}
-    return type(config)(**values | sizes)
+    return type(config)(**values | sizes | settings)
 
 
 def make_hub_folder(

@@ -52,11 +52,11 @@ TYPED = {  # the variable with the rank, and what is typed before a script to st
 
 
 def names_of_launchers():
-    """Return the rows of the chapter's LAUNCHERS by their first variable, which has the rank."""
+    """Return each launcher's variables by the name of the variable that has the rank."""
     spec = importlib.util.spec_from_file_location("chapter", chapters()["03"])
     chapter = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(chapter)
-    return {names[0]: names for names in chapter.LAUNCHERS}
+    return {names[0]: names for names in chapter.LAUNCHER_VARIABLES.values()}
 
 
 def launch(cluster, folder, typed, words, env):
