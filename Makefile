@@ -129,6 +129,10 @@ timeline: install  ## draw assets/timeline.png: what two ranks do in one step
 		assets/timeline.png
 	$(PY) tools/maintain/docs.py
 
+.PHONY: families
+families: install  ## train every family of transformers in six chapters, and compare (25 minutes)
+	$(PY) benchmarks/every_family.py --output benchmarks/results/families.json
+
 # A missed goal is told at the end, when all else is measured too.
 .PHONY: bench
 bench: install  ## measure the chapters next to other trainers; make tables and plots (hours)

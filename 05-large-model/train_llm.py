@@ -946,18 +946,22 @@ def export_model(args, run_dir, model, tokenizer):
     # into files of about 5 GB.
     ends = accumulate(weight.numel() * weight.itemsize for weight in weights.values())
     files = {name: 1 + end // 5_000_000_000 for name, end in zip(weights, ends, strict=True)}
-    # FSDP: when DCP joins the shards, it leaves tensors without dimensions at zero. Put them into a
-    # file of their own, and join this file here.
-    scalars = [name for name, weight in weights.items() if weight.ndim == 0]
-    files |= dict.fromkeys(scalars, max(files.values()) + 1)
+    # FSDP: DCP joins neither integers nor tensors without dimensions. Save these as bytes in a file
+    # of their own, and join this file here.
+    floats = [name for name, weight in weights.items() if weight.is_floating_point()]
+    others = [name for name in weights if name not in floats or weights[name].ndim == 0]
+    files |= dict.fromkeys(others, max(files.values()) + 1)
+    saved = {name: weights[name].reshape(-1).view(torch.float8_e4m3fn) for name in others}
+    saved = weights | saved
     writer = dcp.HuggingFaceStorageWriter(
         partial, files, save_distributed=True, enable_consolidation=True
     )
-    dcp.save(weights, storage_writer=writer, process_group=patient_group())
-    if scalars and dist.get_rank() == 0:
+    dcp.save(saved, storage_writer=writer, process_group=patient_group())
+    if others and dist.get_rank() == 0:
         path, tensors = max(partial.glob("*.safetensors")), {}
         for shard in partial.glob(f"sharded/*{path.name}"):
-            tensors |= load_file(shard)
+            for name, tensor in load_file(shard).items():
+                tensors[name] = tensor.view(weights[name].dtype).view(weights[name].shape)
         save_file(tensors, path, metadata={"format": "pt"})
     wait_for_all()
     check_export(partial, weights)

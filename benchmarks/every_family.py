@@ -16,7 +16,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from contextlib import redirect_stdout, suppress
+import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -28,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from contenders import load
-from speed import ROOT, describe_machine, free_port, keep, parser_of
+from speed import ROOT, describe_machine, keep, parser_of
 
 sys.path.insert(0, str(ROOT / "tests/support"))
 
@@ -61,7 +62,9 @@ SAMPLE = """llama apertus gemma3_text gpt2 bert bart qwen3_moe lfm2 deepseek_v3
     mistral+sliding_window=8 llama4_text+attention_chunk_size=8
     qwen3_moe+output_router_logits=true""".split()
 LARGEST = 20_000_000  # weights of a model
-# The largest difference between two losses, and between two gradient norms in proportion.
+PATIENCE = 60  # seconds that a model may take
+# The largest difference between two losses, and between two gradient norms in proportion. Gradient
+# norms are compared in the first two steps only, because AdamW amplifies rounding errors.
 TOLERANCE = {"loss": 1e-5, "val_loss": 1e-5, "grad_norm": 1e-4}
 
 
@@ -104,13 +107,14 @@ def train_rows(chapter, rows, folder):
     """Train models in a chapter; yield each row and what happened, as soon as it is known."""
     num_ranks, flags = LAYOUTS[chapter]
     script = next(ROOT.glob(f"{chapter}-*/train_llm.py"))
-    left = list(rows)
+    left, tried = list(rows), set()
     while left:
         jobs = []
         for row in left:
             words = ["-m", str(folder / row), "--save-dir", str(folder / chapter), "-e", row]
             jobs.append({"script": str(script), "args": [*FLAGS, *flags, *words]})
-            jobs[-1] |= {"row": row, "port": free_port()}
+            # These ports are below the range from which Linux gives ports to other programs.
+            jobs[-1] |= {"row": row, "port": 20_000 + len(jobs)}
         (folder / "jobs.json").write_text(json.dumps(jobs))
         results = folder / "results.jsonl"
         results.unlink(missing_ok=True)
@@ -122,23 +126,30 @@ def train_rows(chapter, rows, folder):
             env = os.environ | {name: str(value) for name, value in settings.items()}
             log = open(folder / f"rank{rank}.log", "w")
             processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
-        seen = 0
-        while True:
-            running = all(process.poll() is None for process in processes)
-            with suppress(subprocess.TimeoutExpired):
-                processes[0].wait(0.2)
+        seen, last = 0, time.monotonic()
+        while all(process.poll() is None for process in processes):
+            time.sleep(0.2)
             lines = results.read_text().splitlines() if results.exists() else []
+            if len(lines) > seen:
+                last = time.monotonic()
             for line in lines[seen:]:
                 yield left[seen], json.loads(line)
                 seen += 1
-            if not running:
+            if time.monotonic() - last > PATIENCE:
                 break
         for process in processes:
             process.kill()
+        lines = results.read_text().splitlines() if results.exists() else []
+        for line in lines[seen:]:
+            yield left[seen], json.loads(line)
+            seen += 1
         left = left[seen:]
-        if left:
+        # Try a model once more if the ranks hang or die, since many runs share their processes.
+        if left and left[0] in tried:
             log = (folder / "rank0.log").read_text()[-300:]
-            yield left.pop(0), {"failed": f"the process died: {log}"}
+            yield left.pop(0), {"failed": f"the ranks hang or die: {log}"}
+        elif left:
+            tried.add(left[0])
 
 
 def work(folder, chapter):
@@ -192,9 +203,9 @@ def difference(curve, reference):
     """Return the largest difference from chapter 01, as a multiple of what is tolerated."""
     assert len(curve) == len(reference)
     largest = 0.0
-    for row, other in zip(curve, reference, strict=True):
+    for step, (row, other) in enumerate(zip(curve, reference, strict=True)):
         for name, tolerance in TOLERANCE.items():
-            if name in row:
+            if name in row and (name != "grad_norm" or step <= 2):
                 scale = other[name] if name == "grad_norm" else 1.0
                 largest = max(largest, abs(row[name] - other[name]) / (tolerance * scale))
     return largest
@@ -224,6 +235,7 @@ def main():
     if args.output and Path(args.output).exists():
         before = json.loads(Path(args.output).read_text())
         rows, left_out = before["rows"], before["left_out"]
+        rows = [row for row in rows if row["verdict"] != "wrong"]
     machine = describe_machine()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

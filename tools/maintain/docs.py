@@ -589,6 +589,37 @@ def environments(rank=3):
         print(f"| {launcher} | {' | '.join(cell or 'not set' for cell in cells)} |")
 
 
+def families():
+    """Print which families of transformers each chapter trains, and why it refuses the others."""
+    rows = measured("families.json", "rows")
+    columns = list(dict.fromkeys(row["chapter"] for row in rows))
+    cells, reasons = {}, []
+    for row in rows:
+        cell = {"equal": "yes", "wrong": "**wrong**"}.get(row["verdict"])
+        if cell is None:
+            reason = reason_of(row)
+            reasons += [reason] if reason not in reasons else []
+            cell = f"no ({reasons.index(reason) + 1})"
+        cells.setdefault(row["family"], {})[row["chapter"]] = cell
+    heading(f"| model | {' | '.join(columns)} |")
+    for family, by_chapter in sorted(cells.items()):
+        kind, *settings = family.split("+")
+        name = " ".join([kind, *(f"`{setting}`" for setting in settings)])
+        print(f"| {name} | {' | '.join(by_chapter.get(column, '') for column in columns)} |")
+    print("\nThe lines with which the chapters refuse a model:\n")
+    for number, reason in enumerate(reasons, 1):
+        print(f"{number}. `{reason}`")
+
+
+def reason_of(row):
+    """Return the line that refuses a model, without what differs between models."""
+    reason = re.sub(r"/\S*/" + re.escape(row["family"]), "NAME", row["refused"])
+    reason = re.sub(r"how to split \S+", "how to split MODULE", reason)
+    reason = re.sub(r"(trained on tokens alone: \w+).*", r"\1(...)", reason)
+    reason = re.sub(r"because it has \w+", "because it has FEATURE", reason)
+    return re.sub(r"NAME has \d+ key-value", "NAME has N key-value", reason)
+
+
 def machine(file, *packages):
     """Print in a sentence on what a file under benchmarks/results was measured, with packages."""
     facts = measured(file, "machine")
