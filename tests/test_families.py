@@ -5,13 +5,15 @@ Memory that torch has not filled is NaN here, so a forgotten value shows.
 
 import argparse
 import contextlib
+import json
 
 import pytest
 import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from conftest import prepare_training, user_error
+import every_family
+from conftest import ROOT, prepare_training, run_command, user_error
 from families import ARGS, FAMILY_NAMES, MODERN, shrink
 
 
@@ -194,3 +196,27 @@ def small_apertus(_):
     """Return a tokenizer of bytes, and the configuration of a family with scalars."""
     config = shrink(CONFIG_MAPPING["apertus"]())
     return transformers.ByT5Tokenizer(), config
+
+
+@pytest.mark.slow
+def test_a_sample_of_families_is_trained_right_or_refused(tmp_path):
+    results = tmp_path / "families.json"
+    command = [ROOT / "benchmarks/every_family.py", "--output", results]
+    done = run_command(*command, "--only", *every_family.SAMPLE, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(results.read_text())["rows"]
+    expected = {(row, chapter) for row in every_family.SAMPLE for chapter in every_family.LAYOUTS}
+    assert {(row["family"], row["chapter"]) for row in rows} == expected
+    equal = [row["chapter"] for row in rows if row["verdict"] == "equal"]
+    assert set(equal) == set(every_family.LAYOUTS) and len(equal) >= 30
+
+
+def test_the_published_table_has_all_families_and_no_wrong_one():
+    results = json.loads((ROOT / "benchmarks/results/families.json").read_text())
+    verdicts = {(row["family"], row["chapter"]): row["verdict"] for row in results["rows"]}
+    assert set(verdicts.values()) == {"equal", "refused"}
+    families = {family for family, _ in verdicts}
+    assert families | results["left_out"].keys() == set(every_family.ROWS)
+    assert len(families) > 140 and len(verdicts) == len(families) * len(every_family.LAYOUTS)
+    judged = every_family.judge([row | {"verdict": None} for row in results["rows"]])
+    assert {(row["family"], row["chapter"]): row["verdict"] for row in judged} == verdicts
