@@ -543,7 +543,9 @@ def module_without_style(model):
 
 def key_value_heads_of(config):
     """Return the number of key-value heads in each layer of the full model."""
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    # A model without attention has no heads, and no plan either.
+    num_heads = getattr(config, "num_attention_heads", 0)
+    return getattr(config, "num_key_value_heads", None) or num_heads
 
 
 def needs_mask(model):

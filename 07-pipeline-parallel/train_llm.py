@@ -498,8 +498,15 @@ def check_forward(args, model, device):
     # TP: check_model() has found plain causal attention.
     if args.tensor_parallel_size > 1:
         return
-    # PP: no rank has the full model; transformers has pipeline plans for decoders only.
+    # PP: no rank has the full model, so only try whether all stages run. transformers has pipeline
+    # plans for decoders only.
     if args.pipeline_parallel_size > 1:
+        ids = torch.zeros(1, args.seq_length, dtype=torch.int64, device=device)
+        try:
+            run_schedule(args, model.eval(), ids)
+        except Exception as error:
+            fail(f"--model-name {args.model_name}: cannot be split into stages: {error!r:.200}")
+        model.train()
         return
     name, ids = f"--model-name {args.model_name}", torch.arange(16, device=device)[None]
     # Only the first half has labels, so the loss must not depend on the tokens of the second half.
@@ -579,7 +586,9 @@ def module_without_style(model):
 
 def key_value_heads_of(config):
     """Return the number of key-value heads in each layer of the full model."""
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    # A model without attention has no heads, and no plan either.
+    num_heads = getattr(config, "num_attention_heads", 0)
+    return getattr(config, "num_key_value_heads", None) or num_heads
 
 
 def needs_mask(model):

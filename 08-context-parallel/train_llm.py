@@ -511,8 +511,15 @@ def check_forward(args, model, device):
     # TP: check_model() has found plain causal attention.
     if args.tensor_parallel_size > 1:
         return
-    # PP: no rank has the full model; transformers has pipeline plans for decoders only.
+    # PP: no rank has the full model, so only try whether all stages run. transformers has pipeline
+    # plans for decoders only.
     if args.pipeline_parallel_size > 1:
+        ids = torch.zeros(1, args.seq_length, dtype=torch.int64, device=device)
+        try:
+            run_schedule(args, model.eval(), ids)
+        except Exception as error:
+            fail(f"--model-name {args.model_name}: cannot be split into stages: {error!r:.200}")
+        model.train()
         return
     # CP: no rank has the full sequence; check_model() has found plain causal attention.
     if args.context_parallel_size > 1:
@@ -606,7 +613,9 @@ def module_without_style(model):
 
 def key_value_heads_of(config):
     """Return the number of key-value heads in each layer of the full model."""
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    # A model without attention has no heads, and no plan either.
+    num_heads = getattr(config, "num_attention_heads", 0)
+    return getattr(config, "num_key_value_heads", None) or num_heads
 
 
 def full_sequence_feature(config):
@@ -637,9 +646,8 @@ def is_split_by_tokens(config):
         with mock.patch("torch.arange", wraps=torch.arange) as arange:
             model(input_ids=ids, position_ids=ids, use_cache=False)
         numbers_tokens = any(length in call.args for call in arange.call_args_list)
-        # All layers must call attention, and equally often.
-        num_calls, num_layers = lengths.count(length), len(layers_of(model))
-        return num_calls > 0 and num_calls % num_layers == 0 and not numbers_tokens
+        # Each layer must call attention once.
+        return lengths == [length] * len(layers_of(model)) and not numbers_tokens
     return False
 
 
