@@ -646,6 +646,11 @@ def is_split_by_tokens(config):
         with mock.patch("torch.arange", wraps=torch.arange) as arange:
             model(input_ids=ids, position_ids=ids, use_cache=False)
         numbers_tokens = any(length in call.args for call in arange.call_args_list)
+        # In RoBERTa models, the row of position 0 comes after the row of the padding.
+        num_positions = getattr(config, "max_position_embeddings", 0)
+        for module in model.modules():
+            if getattr(module, "num_embeddings", None) == num_positions:
+                numbers_tokens |= module.padding_idx is not None
         # Each layer must call attention once.
         return lengths == [length] * len(layers_of(model)) and not numbers_tokens
     return False
