@@ -518,7 +518,9 @@ def check_forward(args, model, device):
         try:
             run_schedule(args, model.eval(), ids)
         except Exception as error:
-            fail(f"--model-name {args.model_name}: cannot be split into stages: {error!r:.200}")
+            # torch hides the reason in __cause__.
+            reason = error.__cause__ or error
+            fail(f"--model-name {args.model_name}: cannot be split into stages: {reason!r:.200}")
         model.train()
         return
     # CP: no rank has the full sequence; check_model() has found plain causal attention.
@@ -852,6 +854,8 @@ class Exit(torch.nn.Module):
     """Stand in for the modules of later stages; keep and return the output of this stage."""
 
     def forward(self, hidden, *_, **__):
+        if hidden.ndim != 3:
+            raise ValueError(f"layers exchange tensors of shape {[*hidden.shape]}")
         if self.hidden is None:
             self.hidden = hidden
         return self.hidden

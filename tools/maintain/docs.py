@@ -615,7 +615,7 @@ def reason_of(row):
     """Return the line that refuses a model, without what differs between models."""
     reason = re.sub(r"/\S*/" + re.escape(row["family"]), "NAME", row["refused"])
     reason = re.sub(r"how to split \S+", "how to split MODULE", reason)
-    reason = re.sub(r"(trained on tokens alone: \w+).*", r"\1(...)", reason)
+    reason = re.sub(r"(tokens alone|into stages): \w+\(.*", r"\1: ...", reason)
     reason = re.sub(r"because it has \w+", "because it has FEATURE", reason)
     return re.sub(r"NAME has \d+ key-value", "NAME has N key-value", reason)
 
