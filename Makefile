@@ -130,7 +130,7 @@ timeline: install  ## draw assets/timeline.png: what two ranks do in one step
 	$(PY) tools/maintain/docs.py
 
 .PHONY: families
-families: install  ## train every family of transformers in six chapters, and compare (25 minutes)
+families: install  ## train every family of transformers in six chapters, and compare
 	$(PY) benchmarks/every_family.py --output benchmarks/results/families.json
 
 # A missed goal is told at the end, when all else is measured too.

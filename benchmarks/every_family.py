@@ -13,6 +13,7 @@ import argparse
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -193,7 +194,8 @@ def read_result(done, run_dir):
     lines = done["stderr"].strip().splitlines()
     errors = [line for line in lines if line.startswith("train_llm.py: error: ")]
     if done["status"] == 2 and errors:
-        return {"refused": errors[-1].removeprefix("train_llm.py: error: ")}
+        line = errors[-1].removeprefix("train_llm.py: error: ")
+        return {"refused": re.sub(r"\S*/tmp\w+/", "", line)}
     if done["status"]:
         return {"failed": " ".join(lines[-1:])[:300]}
     curve = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
