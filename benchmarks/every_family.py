@@ -268,15 +268,9 @@ def main():
             left = [row for row in args.only if row not in done and row not in left_out]
             for family, result in train_rows(chapter, left, folder):
                 rows.append({"family": family, "chapter": chapter} | result)
-                verdict = judge(rows)[-1]["verdict"]
-                words = result.get("failed") or result.get("refused") or ""
-                more = rows[-1].get("difference", "")
-                print(
-                    f"{chapter} {family:32} {verdict} {more:.2g} {words}"
-                    if more != ""
-                    else f"{chapter} {family:32} {verdict} {words}",
-                    flush=True,
-                )
+                row = judge(rows)[-1]
+                details = row.get("failed") or row.get("refused") or row.get("difference", "")
+                print(f"{chapter} {family:32} {row['verdict']} {details}", flush=True)
                 keep(args.output, machine, {"rows": rows, "left_out": left_out})
     sys.exit(any(row["verdict"] == "wrong" for row in judge(rows)))
 
