@@ -10,6 +10,7 @@ Real:   sbatch --nodes 4 --gpus-per-node 8 03-job-launchers/slurm/train.sbatch \
 import argparse
 import ctypes
 import functools
+import glob
 import hashlib
 import json
 import math
@@ -103,9 +104,12 @@ def parse_args():
     minimums = dict.fromkeys(may_be_zero, 0) | {"seq_length": 2}
     for name, value in vars(args).items():
         minimum = minimums.get(name, 1)
+        flag = f"--{name.replace('_', '-')} {value}"
         # "not value >= minimum" also rejects NaN; "value < minimum" would accept NaN.
         if type(value) in (int, float) and not value >= minimum:
-            fail(f"--{name.replace('_', '-')} {value}: must be at least {minimum}")
+            fail(f"{flag}: must be at least {minimum}")
+        if type(value) is int and value >= 2**63:
+            fail(f"{flag}: must be less than 2**63, because torch counts in 64 bits")
     if args.pretrained and args.model_name == "tiny":
         fail("--pretrained: tiny has no published weights; choose a model with --model-name")
     if args.device == "auto":
@@ -173,8 +177,9 @@ def setup(args):
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
-    # fail() reports the errors of the datasets library, so turn off the library's own messages.
+    # fail() reports the errors of the libraries, so turn off the libraries' own messages.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    transformers.logging.set_verbosity_error()
     run_dir = Path(args.save_dir, args.experiment_name)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -310,6 +315,10 @@ def build_tokenizer_and_config(args):
         else:
             tokenizer = AutoTokenizer.from_pretrained(args.model_name)
             config = AutoConfig.from_pretrained(args.model_name)
+            if getattr(config, "quantization_config", None):
+                raise ValueError("its weights are quantized; choose a model with bf16 weights")
+            # Train only the text part of a multimodal model.
+            config = config.get_text_config(decoder=True)
         if args.config:
             config.update_from_string(",".join(args.config))
             # Drop layer_types, so that from_dict() derives it from the new number of layers.
@@ -329,8 +338,10 @@ def build_tokenizer_and_config(args):
         fail(f"--model-name {args.model_name}: found no tokenizer; check the model's files")
     if tokenizer.eos_token_id is None:
         fail(f"--model-name {args.model_name}: its tokenizer has no eos_token; define one")
-    if len(tokenizer) > config.vocab_size:
-        problem = f"{len(tokenizer)} tokens, but only {config.vocab_size} embeddings"
+    # A tokenizer may leave out numbers, so its highest token id may be above its number of tokens.
+    highest_id = max(tokenizer.get_vocab().values())
+    if highest_id >= config.vocab_size:
+        problem = f"token id {highest_id}, but only {config.vocab_size} embeddings"
         fail(f"--model-name {args.model_name}: found {problem}")
     return tokenizer, config
 
@@ -338,15 +349,25 @@ def build_tokenizer_and_config(args):
 def build_model(args, config):
     """Build the model on the CPU, so that its initial weights do not depend on the device."""
     torch.manual_seed(args.seed)
-    if args.pretrained:
-        model = AutoModelForCausalLM.from_pretrained(
-            args.model_name, config=config, dtype=torch.float32
-        )
-    else:
-        # Skip random initialization in the constructors; init_weights() initializes all weights.
-        with no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        model.init_weights()
+    try:
+        if args.pretrained:
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                args.model_name,
+                config=config,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+            check_names(args, model, **loading)
+        else:
+            # Skip random initialization in the constructors; init_weights() initializes all
+            # weights.
+            with no_init_weights():
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model.init_weights()
+    except Exception as error:
+        # Reading damaged files, or a configuration that makes no model, can raise almost anything.
+        fail(f"--model-name {args.model_name}: cannot build the model: {error!r:.300}")
     if not layers_of(model):
         fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
     model.train()
@@ -366,6 +387,26 @@ def build_model(args, config):
             layer.compile(dynamic=False)
         model.loss_function = torch.compile(model.loss_function, dynamic=False)
     return model
+
+
+def check_names(args, model, missing_keys, unexpected_keys, mismatched_keys, **_):
+    """Stop if the files of `--pretrained` do not have exactly the weights of the model."""
+    # With --config num_hidden_layers, the model may have only the first layers of the files.
+    patterns = {re.sub(r"\d+", "*", name) for name in model.state_dict()}
+    problems = {
+        "lack": missing_keys,
+        "have a different shape of": [name for name, *_ in mismatched_keys],
+        "have unknown weights,": [
+            name for name in unexpected_keys if re.sub(r"\d+", "*", name) not in patterns
+        ],
+    }
+    texts = []
+    for problem, names in problems.items():
+        if names:
+            others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            texts.append(f"{problem} {min(names)}{others}")
+    if texts:
+        fail(f"--pretrained: the files of {args.model_name} {'; they '.join(texts)}")
 
 
 def needs_no_mask(args, model):
@@ -473,22 +514,36 @@ def token_file(args, tokenizer):
     if path.exists():
         return path
     partial = path.with_suffix(f".{uuid.uuid4().hex}")
-    with open(partial, "wb") as file:
-        for batch in tqdm(documents.iter(1000), "tokenizing", disable=None):
-            texts = [text or "" for text in batch[args.text_column]]
-            for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
-                array("i", [*ids, tokenizer.eos_token_id]).tofile(file)
+    try:
+        with open(partial, "wb") as file:
+            for batch in tqdm(documents.iter(1000), "tokenizing", disable=None):
+                texts = [text or "" for text in batch[args.text_column]]
+                for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+                    array("i", [*ids, tokenizer.eos_token_id]).tofile(file)
+    except Exception as error:
+        # The text may not be UTF-8, a character may have no token, or the disk may be full.
+        partial.unlink()
+        problem = f"cannot tokenize it with the tokenizer of {args.model_name}"
+        fail(f"--dataset-name {args.dataset_name}: {problem}: {error!r}")
     return partial.rename(path)
 
 
 def load_documents(args):
     """Return a dataset with one document per row."""
-    name = args.dataset_name
-    formats = {".txt": "text", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+    name, path = args.dataset_name, Path(args.dataset_name)
+    formats = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
+    formats[".parquet"] = "parquet"
     # The name of a compressed file has two suffixes, such as .txt.gz.
-    suffixes = [suffix for suffix in Path(name).suffixes[-2:] if suffix in formats]
-    reader = formats[suffixes[-1]] if suffixes else name
-    options = {"data_files": name} if suffixes else {"name": args.dataset_subset}
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:] if suffix.lower() in formats]
+    reader, options = name, {"name": args.dataset_subset}
+    if suffixes:
+        # In patterns, brackets have a meaning; in the name of a file, they have none.
+        files = glob.escape(name) if path.is_file() else name
+        reader, options = formats[suffixes[-1]], {"data_files": files}
+    elif path.is_file():
+        fail(f"--dataset-name {name}: its format is unknown; known are {' '.join(formats)}")
+    elif path.is_dir() and set("[]*?") & set(name):
+        fail(f"--dataset-name {name}: rename the folder; datasets takes [ ] * ? for a pattern")
     try:
         if name == "pydoc":
             documents = datasets.Dataset.from_generator(
@@ -503,6 +558,8 @@ def load_documents(args):
             if hasattr(config, "index_col"):
                 options["index_col"] = False
                 warnings.filterwarnings("error", message="Length of header")
+            if ".tsv" in suffixes:
+                options["sep"] = "\t"
             documents = datasets.load_dataset(reader, split="train", **options)
     except Exception as error:
         # The datasets library raises many exception types, and often hides the reason in __cause__.
@@ -609,9 +666,17 @@ def partial_of(folder):
     """Create an empty temporary folder beside `folder`; publish() renames it to `folder`."""
     partial = folder.with_name(".partial")
     # A run that was killed during a save may have left files behind.
-    shutil.rmtree(partial, ignore_errors=True)
+    delete(partial)
     partial.mkdir(parents=True, exist_ok=True)
     return partial
+
+
+def delete(folder):
+    """Delete a folder if it exists; of a symbolic link, delete only the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(args, partial, folder):
@@ -621,12 +686,12 @@ def publish(args, partial, folder):
         os.fsync(descriptor)
         os.close(descriptor)
     # The folder may hold a checkpoint that could not be read, or the model of an earlier export.
-    shutil.rmtree(folder, ignore_errors=True)
+    delete(folder)
     partial.rename(folder)
     checkpoints = [path for path in sorted(folder.parent.glob("step-????????")) if path <= folder]
     for checkpoint in checkpoints[: -args.keep_checkpoints]:
         # Rename a checkpoint before deleting it, so that a kill leaves no half-deleted checkpoint.
-        shutil.rmtree(checkpoint.rename(partial))
+        delete(checkpoint.rename(partial))
 
 
 @rank_first()
@@ -693,14 +758,18 @@ def export_model(args, run_dir, model, tokenizer):
 
 
 # ---- main ------------------------------------------------------------------------------------
-# Peak bf16 FLOP/s without sparsity, from the vendors' data sheets.
-PEAK_FLOPS = {
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-    "AMD Instinct MI300X": 1307e12,
+# Peak bf16 TFLOP/s without sparsity, from the vendors' data sheets.
+PEAK_TFLOPS = {
+    312: ["A100-SXM4-40GB", "A100-SXM4-80GB", "A100-PCIE-40GB", "A100 80GB PCIe"],
+    362: ["L40S"],
+    756: ["H100 PCIe"],
+    835: ["H100 NVL", "H200 NVL"],
+    989: ["H100 80GB HBM3", "H200", "GH200 480GB"],
+    1307: ["AMD Instinct MI300X"],
+    2250: ["B200", "B300 SXM6 AC"],
+    2500: ["GB200", "GB300"],
 }
+PEAK_FLOPS = {name: peak * 1e12 for peak, names in PEAK_TFLOPS.items() for name in names}
 
 
 def mfu(args, model, tokens_per_second):
@@ -709,7 +778,8 @@ def mfu(args, model, tokens_per_second):
     Return None if the speed is unknown, if PEAK_FLOPS does not list the device, or if the precision
     is not bf16.
     """
-    peak = PEAK_FLOPS.get(torch.cuda.get_device_name() if args.device == "cuda" else "cpu")
+    device_name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    peak = PEAK_FLOPS.get(device_name.removeprefix("NVIDIA "))
     if peak is None or tokens_per_second is None or args.precision != "bf16":
         return None
     modules = [model.get_output_embeddings(), *layers_of(model)]
@@ -780,7 +850,9 @@ def main():
     args.num_weights = model.num_parameters()
     optimizer = build_optimizer(args, model)
     start = load_checkpoint(args, run_dir, model, optimizer)
-    if start >= args.num_steps and (run_dir / f"finished-{start}").exists():
+    if start > args.num_steps:
+        fail(f"--num-steps {args.num_steps}: {run_dir} has a checkpoint of step {start} already")
+    if start == args.num_steps and (run_dir / f"finished-{start}").exists():
         print(f"{run_dir} is already finished, at step {start}")
         return
 

@@ -10,6 +10,7 @@ Real:   sbatch --nodes 8 --gpus-per-node 8 03-job-launchers/slurm/train.sbatch \
 import argparse
 import ctypes
 import functools
+import glob
 import hashlib
 import json
 import logging
@@ -29,9 +30,10 @@ import warnings
 from array import array
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import SimpleNamespace
 
 import datasets
 import torch
@@ -42,6 +44,7 @@ import torch.nn.functional as F
 import transformers
 import wandb
 from datasets.fingerprint import Hasher
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -52,6 +55,16 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
 from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
@@ -143,9 +156,12 @@ def parse_args():
     minimums = dict.fromkeys(may_be_zero, 0) | {"seq_length": 2}
     for name, value in vars(args).items():
         minimum = minimums.get(name, 1)
+        flag = f"--{name.replace('_', '-')} {value}"
         # "not value >= minimum" also rejects NaN; "value < minimum" would accept NaN.
         if type(value) in (int, float) and not value >= minimum:
-            fail(f"--{name.replace('_', '-')} {value}: must be at least {minimum}")
+            fail(f"{flag}: must be at least {minimum}")
+        if type(value) is int and value >= 2**63:
+            fail(f"{flag}: must be less than 2**63, because torch counts in 64 bits")
     if args.pretrained and args.model_name == "tiny":
         fail("--pretrained: tiny has no published weights; choose a model with --model-name")
     if args.device == "auto":
@@ -226,8 +242,9 @@ def setup(args):
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
-    # fail() reports the errors of the datasets library, so turn off the library's own messages.
+    # fail() reports the errors of the libraries, so turn off the libraries' own messages.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    transformers.logging.set_verbosity_error()
     run_dir = Path(args.save_dir, args.experiment_name)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -369,6 +386,10 @@ def build_tokenizer_and_config(args):
         else:
             tokenizer = AutoTokenizer.from_pretrained(args.model_name)
             config = AutoConfig.from_pretrained(args.model_name)
+            if getattr(config, "quantization_config", None):
+                raise ValueError("its weights are quantized; choose a model with bf16 weights")
+            # Train only the text part of a multimodal model.
+            config = config.get_text_config(decoder=True)
         if args.config:
             config.update_from_string(",".join(args.config))
             # Drop layer_types, so that from_dict() derives it from the new number of layers.
@@ -388,8 +409,10 @@ def build_tokenizer_and_config(args):
         fail(f"--model-name {args.model_name}: found no tokenizer; check the model's files")
     if tokenizer.eos_token_id is None:
         fail(f"--model-name {args.model_name}: its tokenizer has no eos_token; define one")
-    if len(tokenizer) > config.vocab_size:
-        problem = f"{len(tokenizer)} tokens, but only {config.vocab_size} embeddings"
+    # A tokenizer may leave out numbers, so its highest token id may be above its number of tokens.
+    highest_id = max(tokenizer.get_vocab().values())
+    if highest_id >= config.vocab_size:
+        problem = f"token id {highest_id}, but only {config.vocab_size} embeddings"
         fail(f"--model-name {args.model_name}: found {problem}")
     return tokenizer, config
 
@@ -400,9 +423,14 @@ def build_model(args, config):
     Linux gives them memory only when shard() fills them.
     """
     torch.manual_seed(args.seed)
-    # Skip random initialization in the constructors; shard() initializes weights layer by layer.
-    with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    try:
+        # Skip random initialization in the constructors; shard() initializes weights layer by
+        # layer.
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:
+        # A configuration that makes no model can raise almost anything.
+        fail(f"--model-name {args.model_name}: cannot build the model: {error!r:.300}")
     if not layers_of(model):
         fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
     model.train()
@@ -416,6 +444,8 @@ def build_model(args, config):
         model.set_attn_implementation("causal_sdpa")
 
     check_model(args, model)
+    # transformers finds these rules by the name of the class, which fully_shard() changes.
+    model.conversions = get_model_conversion_mapping(model)
     # chunked_loss() applies the weights of the head, so the head itself only clones the hidden
     # states. Without the clone, FSDP would warn that a module returns a view.
     head = model.get_output_embeddings()
@@ -437,6 +467,26 @@ def build_model(args, config):
             layer.compile(dynamic=False)
         model.loss_function = torch.compile(model.loss_function, dynamic=False)
     return model
+
+
+def check_names(args, model, missing_keys, unexpected_keys, mismatched_keys, **_):
+    """Stop if the files of `--pretrained` do not have exactly the weights of the model."""
+    # With --config num_hidden_layers, the model may have only the first layers of the files.
+    patterns = {re.sub(r"\d+", "*", name) for name in model.state_dict()}
+    problems = {
+        "lack": missing_keys,
+        "have a different shape of": [name for name, *_ in mismatched_keys],
+        "have unknown weights,": [
+            name for name in unexpected_keys if re.sub(r"\d+", "*", name) not in patterns
+        ],
+    }
+    texts = []
+    for problem, names in problems.items():
+        if names:
+            others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            texts.append(f"{problem} {min(names)}{others}")
+    if texts:
+        fail(f"--pretrained: the files of {args.model_name} {'; they '.join(texts)}")
 
 
 def needs_no_mask(args, model):
@@ -726,25 +776,31 @@ def read_weights(args, model):
     file_metadata = reader.read_metadata().state_dict_metadata
     if any(entry.properties.dtype.itemsize < 2 for entry in file_metadata.values()):
         fail(f"--pretrained: the weights of {args.model_name} are quantized; choose a bf16 copy")
-    buffers = dict(model.named_buffers())
+    matches = match_names(model, file_metadata)
     aliases = {source: target for target, source in model.all_tied_weights_keys.items()}
-    prefix = f"{model.base_model_prefix}."
-    weights, copies = {}, {}
+    unknown = {name for name in matches if name not in model.state_dict()}
+    names = {"missing_keys": set(), "unexpected_keys": unknown, "mismatched_keys": []}
+    tensors, copies = {}, {}
     for name, weight in weights_of(model).items():
-        # A file may store a tied weight under its other name. In the files of a model that was
-        # saved without a head, weight names lack the prefix of the base model. The files of
-        # GPT-NeoX models call the head embed_out.
+        # A file may store a tied weight under its other name, or under both names.
         alias = aliases.get(name)
-        names = [name, alias, name.removeprefix(prefix).replace("lm_head", "embed_out")]
-        names = [name for name in names if name in file_metadata]
-        # Many models compute their buffers, and do not store them.
-        if names or name not in buffers:
-            weights[names[0] if names else name] = weight
-        if {name, alias} <= file_metadata.keys():
-            weights[alias] = copies[name] = torch.empty_like(weight)
-    dcp.load(weights, storage_reader=reader, process_group=patient_group())
+        views = views_of(weight, matches.get(name) or matches.get(alias))
+        if views is None:
+            names["missing_keys"].add(name)
+            continue
+        tensors |= views
+        wrong = [key for key, view in views.items() if view.shape != file_metadata[key].size]
+        names["mismatched_keys"] += [[name]] if wrong else []
+        if {name, alias} <= matches.keys():
+            [[alias_key]] = matches[alias]
+            tensors[alias_key] = copies[name] = torch.empty_like(weight)
+    # Leave out the names that transformers, too, accepts for this family.
+    loading = SimpleNamespace(**names)
+    model._adjust_missing_and_unexpected_keys(loading)
+    check_names(args, model, **vars(loading))
+    dcp.load(tensors, storage_reader=reader, process_group=patient_group())
     for name, copy_in_file in copies.items():
-        if not torch.equal(weights[name].to_local(), copy_in_file.to_local()):
+        if not torch.equal(model.state_dict()[name].to_local(), copy_in_file.to_local()):
             problem = f"the files have different values for {name} and {aliases[name]}"
             fail(f"--pretrained: {problem}; pass --config tie_word_embeddings=false")
     # Not every model has a generation config.
@@ -752,18 +808,66 @@ def read_weights(args, model):
         model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
 
 
+def match_names(model, keys):
+    """Map the name of each weight to the keys that its values have in published files.
+
+    For most weights this is [[key]]. transformers stacks the experts of a layer into one tensor. In
+    files each expert has a tensor for each projection, so the value is a list of keys, one for each
+    expert, for each projection.
+    """
+    renamings = [rule for rule in model.conversions if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in model.conversions if isinstance(rule, WeightConverter)]
+    names, prefix, matches = model.state_dict(), model.base_model_prefix, {}
+    for key in sorted(keys, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, names)
+        if pattern is None:
+            matches[name] = [[key]]
+            continue
+        rule = next(rule for rule in converters if pattern in rule.source_patterns)
+        operations = [(type(operation), operation.dim) for operation in rule.operations]
+        if operations in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
+            rows = matches.setdefault(name, [[] for _ in rule.source_patterns])
+            rows[rule.source_patterns.index(pattern)].append(key)
+        else:
+            matches[key] = [[key]]
+    return matches
+
+
+def views_of(weight, rows):
+    """Return this rank's part of a weight by key in files, or None if the files lack a part."""
+    if rows is None:
+        return None
+    if len(rows) == len(rows[0]) == 1:
+        return {rows[0][0]: weight}
+    if any(len(row) != len(weight) for row in rows):
+        return None
+    views = {}
+    # FSDP: a rank's shard has full experts.
+    for chunk in weight.__create_chunk_list__():
+        for number, expert in enumerate(weight.to_local(), chunk.offsets[0]):
+            keys = [row[number] for row in rows]
+            views |= zip(keys, expert.chunk(len(rows)), strict=True)
+    return views
+
+
 @rank_first()
 def weight_files(args):
     """Return the safetensors files that from_pretrained() would read; download them if needed."""
     name = args.model_name
-    with suppress(OSError):
-        return [cached_file(name, "model.safetensors")]
     try:
-        index = cached_file(name, "model.safetensors.index.json")
-        files = json.loads(Path(index).read_text())["weight_map"].values()
-        return [cached_file(name, file) for file in set(files)]
-    except OSError as error:
-        fail(f"--pretrained: cannot find the safetensors files of {name}: {error}")
+        try:
+            paths = [cached_file(name, "model.safetensors")]
+        except OSError:
+            index = cached_file(name, "model.safetensors.index.json")
+            files = json.loads(Path(index).read_text())["weight_map"].values()
+            paths = [cached_file(name, file) for file in set(files)]
+        for path in paths:
+            # Opening a file also compares its length with its header.
+            with safe_open(path, "pt"):
+                pass
+    except Exception as error:
+        fail(f"--pretrained: cannot read the safetensors files of {name}: {error!r:.300}")
+    return paths
 
 
 def build_optimizer(args, model):
@@ -819,22 +923,36 @@ def token_file(args, tokenizer):
     if path.exists():
         return path
     partial = path.with_suffix(f".{uuid.uuid4().hex}")
-    with open(partial, "wb") as file:
-        for batch in tqdm(documents.iter(1000), "tokenizing", disable=None):
-            texts = [text or "" for text in batch[args.text_column]]
-            for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
-                array("i", [*ids, tokenizer.eos_token_id]).tofile(file)
+    try:
+        with open(partial, "wb") as file:
+            for batch in tqdm(documents.iter(1000), "tokenizing", disable=None):
+                texts = [text or "" for text in batch[args.text_column]]
+                for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+                    array("i", [*ids, tokenizer.eos_token_id]).tofile(file)
+    except Exception as error:
+        # The text may not be UTF-8, a character may have no token, or the disk may be full.
+        partial.unlink()
+        problem = f"cannot tokenize it with the tokenizer of {args.model_name}"
+        fail(f"--dataset-name {args.dataset_name}: {problem}: {error!r}")
     return partial.rename(path)
 
 
 def load_documents(args):
     """Return a dataset with one document per row."""
-    name = args.dataset_name
-    formats = {".txt": "text", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+    name, path = args.dataset_name, Path(args.dataset_name)
+    formats = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
+    formats[".parquet"] = "parquet"
     # The name of a compressed file has two suffixes, such as .txt.gz.
-    suffixes = [suffix for suffix in Path(name).suffixes[-2:] if suffix in formats]
-    reader = formats[suffixes[-1]] if suffixes else name
-    options = {"data_files": name} if suffixes else {"name": args.dataset_subset}
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:] if suffix.lower() in formats]
+    reader, options = name, {"name": args.dataset_subset}
+    if suffixes:
+        # In patterns, brackets have a meaning; in the name of a file, they have none.
+        files = glob.escape(name) if path.is_file() else name
+        reader, options = formats[suffixes[-1]], {"data_files": files}
+    elif path.is_file():
+        fail(f"--dataset-name {name}: its format is unknown; known are {' '.join(formats)}")
+    elif path.is_dir() and set("[]*?") & set(name):
+        fail(f"--dataset-name {name}: rename the folder; datasets takes [ ] * ? for a pattern")
     try:
         if name == "pydoc":
             documents = datasets.Dataset.from_generator(
@@ -849,6 +967,8 @@ def load_documents(args):
             if hasattr(config, "index_col"):
                 options["index_col"] = False
                 warnings.filterwarnings("error", message="Length of header")
+            if ".tsv" in suffixes:
+                options["sep"] = "\t"
             documents = datasets.load_dataset(reader, split="train", **options)
     except Exception as error:
         # The datasets library raises many exception types, and often hides the reason in __cause__.
@@ -973,9 +1093,17 @@ def partial_of(folder):
     if dist.get_rank() != 0:
         return partial
     # A run that was killed during a save may have left files behind.
-    shutil.rmtree(partial, ignore_errors=True)
+    delete(partial)
     partial.mkdir(parents=True, exist_ok=True)
     return partial
+
+
+def delete(folder):
+    """Delete a folder if it exists; of a symbolic link, delete only the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(args, partial, folder):
@@ -985,12 +1113,12 @@ def publish(args, partial, folder):
         os.fsync(descriptor)
         os.close(descriptor)
     # The folder may hold a checkpoint that could not be read, or the model of an earlier export.
-    shutil.rmtree(folder, ignore_errors=True)
+    delete(folder)
     partial.rename(folder)
     checkpoints = [path for path in sorted(folder.parent.glob("step-????????")) if path <= folder]
     for checkpoint in checkpoints[: -args.keep_checkpoints]:
         # Rename a checkpoint before deleting it, so that a kill leaves no half-deleted checkpoint.
-        shutil.rmtree(checkpoint.rename(partial))
+        delete(checkpoint.rename(partial))
 
 
 class PublishingWriter(dcp.FileSystemWriter):
@@ -1045,6 +1173,27 @@ def weights_of(model):
     return {name: weight for name, weight in weights.items() if name not in tied}
 
 
+def published_weights(model):
+    """Return the weights by their keys in published files; other ranks' experts are on meta."""
+    weights, published = weights_of(model), {}
+    shapes = {
+        name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        for name, weight in weights.items()
+    }
+    shapes = revert_weight_conversion(model, shapes)
+    matches = match_names(model, shapes)
+    for name, weight in weights.items():
+        rows = matches.get(name, [[name]])
+        published |= {key: shapes[key] for key in chain(*rows) if key in shapes}
+        published |= views_of(weight, rows)
+    return published
+
+
+def own_weights(weights):
+    """Return the weights that this rank holds at least a part of; the others are on meta."""
+    return {name: weight for name, weight in weights.items() if not weight.is_meta}
+
+
 def load_checkpoint(args, run_dir, model, optimizer):
     """Restore the newest readable checkpoint; return its step, or 0 for a new run."""
     checkpoints = sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)
@@ -1090,7 +1239,7 @@ def compare_args(args, saved_args, checkpoint):
 
 def export_model(args, run_dir, model, tokenizer):
     """Write the finished model to a folder that `from_pretrained` can load."""
-    partial, weights = partial_of(run_dir / "model"), weights_of(model)
+    partial, weights = partial_of(run_dir / "model"), published_weights(model)
     # FSDP: no rank holds the full model. Each rank writes its shards, and rank 0 joins the shards
     # into files of about 5 GB.
     ends = accumulate(weight.numel() * weight.itemsize for weight in weights.values())
@@ -1105,7 +1254,7 @@ def export_model(args, run_dir, model, tokenizer):
     writer = dcp.HuggingFaceStorageWriter(
         partial, files, save_distributed=True, enable_consolidation=True
     )
-    dcp.save(saved, storage_writer=writer, process_group=patient_group())
+    dcp.save(own_weights(saved), storage_writer=writer, process_group=patient_group())
     if others and dist.get_rank() == 0:
         path, tensors = max(partial.glob("*.safetensors")), {}
         for shard in partial.glob(f"sharded/*{path.name}"):
@@ -1113,7 +1262,7 @@ def export_model(args, run_dir, model, tokenizer):
                 tensors[name] = tensor.view(weights[name].dtype).view(weights[name].shape)
         save_file(tensors, path, metadata={"format": "pt"})
     wait_for_all()
-    check_export(partial, weights)
+    check_export(partial, own_weights(weights))
     if dist.get_rank() != 0:
         return
     shutil.rmtree(partial / "sharded")
@@ -1141,14 +1290,18 @@ def check_export(partial, weights):
 
 
 # ---- main ------------------------------------------------------------------------------------
-# Peak bf16 FLOP/s without sparsity, from the vendors' data sheets.
-PEAK_FLOPS = {
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-    "AMD Instinct MI300X": 1307e12,
+# Peak bf16 TFLOP/s without sparsity, from the vendors' data sheets.
+PEAK_TFLOPS = {
+    312: ["A100-SXM4-40GB", "A100-SXM4-80GB", "A100-PCIE-40GB", "A100 80GB PCIe"],
+    362: ["L40S"],
+    756: ["H100 PCIe"],
+    835: ["H100 NVL", "H200 NVL"],
+    989: ["H100 80GB HBM3", "H200", "GH200 480GB"],
+    1307: ["AMD Instinct MI300X"],
+    2250: ["B200", "B300 SXM6 AC"],
+    2500: ["GB200", "GB300"],
 }
+PEAK_FLOPS = {name: peak * 1e12 for peak, names in PEAK_TFLOPS.items() for name in names}
 
 
 def mfu(args, model, tokens_per_second):
@@ -1157,7 +1310,8 @@ def mfu(args, model, tokens_per_second):
     Return None if the speed is unknown, if PEAK_FLOPS does not list the device, or if the precision
     is not bf16.
     """
-    peak = PEAK_FLOPS.get(torch.cuda.get_device_name() if args.device == "cuda" else "cpu")
+    device_name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    peak = PEAK_FLOPS.get(device_name.removeprefix("NVIDIA "))
     if peak is None or tokens_per_second is None or args.precision != "bf16":
         return None
     modules = [model.get_output_embeddings(), *layers_of(model)]
@@ -1228,7 +1382,9 @@ def main():
     args.num_weights = model.num_parameters()
     optimizer = build_optimizer(args, model)
     start = load_checkpoint(args, run_dir, model, optimizer)
-    if start >= args.num_steps and (run_dir / f"finished-{start}").exists():
+    if start > args.num_steps:
+        fail(f"--num-steps {args.num_steps}: {run_dir} has a checkpoint of step {start} already")
+    if start == args.num_steps and (run_dir / f"finished-{start}").exists():
         print(f"{run_dir} is already finished, at step {start}")
         return
 
