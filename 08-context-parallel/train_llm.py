@@ -34,11 +34,8 @@ from datetime import timedelta
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
-<<<<<<< 08-context-parallel
-from unittest import mock
-=======
 from types import SimpleNamespace
->>>>>>> 07-pipeline-parallel
+from unittest import mock
 
 import datasets
 import torch
