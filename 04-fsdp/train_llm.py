@@ -379,7 +379,7 @@ def build_model(args, config):
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             model.init_weights()
     except Exception as error:
-        # Reading damaged files, or a configuration that makes no model, can raise almost anything.
+        # Damaged files and unsuitable configurations raise many types of exceptions.
         fail(f"--model-name {args.model_name}: cannot build the model: {error!r:.300}")
     if not layers_of(model):
         fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
@@ -406,18 +406,11 @@ def check_names(args, model, missing_keys, unexpected_keys, mismatched_keys, **_
     """Stop if the files of `--pretrained` do not have exactly the weights of the model."""
     # With --config num_hidden_layers, the model may have only the first layers of the files.
     patterns = {re.sub(r"\d+", "*", name) for name in model.state_dict()}
-    problems = {
-        "lack": missing_keys,
-        "have a different shape of": [name for name, *_ in mismatched_keys],
-        "have unknown weights,": [
-            name for name in unexpected_keys if re.sub(r"\d+", "*", name) not in patterns
-        ],
-    }
-    texts = []
-    for problem, names in problems.items():
-        if names:
-            others = f" and {len(names) - 1} others" if len(names) > 1 else ""
-            texts.append(f"{problem} {min(names)}{others}")
+    unknown = [name for name in unexpected_keys if re.sub(r"\d+", "*", name) not in patterns]
+    reshaped = [name for name, *_ in mismatched_keys]
+    problems = [("lack", missing_keys), ("have a different shape of", reshaped)]
+    problems += [("have the unknown weight", unknown)]
+    texts = [f"{text} {min(names)} ({len(names)} in all)" for text, names in problems if names]
     if texts:
         fail(f"--pretrained: the files of {args.model_name} {'; they '.join(texts)}")
 

@@ -55,16 +55,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import core_model_loading as conversion
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
 from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
@@ -429,7 +421,7 @@ def build_model(args, config):
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:
-        # A configuration that makes no model can raise almost anything.
+        # Unsuitable configurations raise many types of exceptions.
         fail(f"--model-name {args.model_name}: cannot build the model: {error!r:.300}")
     if not layers_of(model):
         fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
@@ -445,7 +437,7 @@ def build_model(args, config):
 
     check_model(args, model)
     # transformers finds these rules by the name of the class, which fully_shard() changes.
-    model.conversions = get_model_conversion_mapping(model)
+    model.conversion_rules = get_model_conversion_mapping(model)
     # chunked_loss() applies the weights of the head, so the head itself only clones the hidden
     # states. Without the clone, FSDP would warn that a module returns a view.
     head = model.get_output_embeddings()
@@ -473,18 +465,11 @@ def check_names(args, model, missing_keys, unexpected_keys, mismatched_keys, **_
     """Stop if the files of `--pretrained` do not have exactly the weights of the model."""
     # With --config num_hidden_layers, the model may have only the first layers of the files.
     patterns = {re.sub(r"\d+", "*", name) for name in model.state_dict()}
-    problems = {
-        "lack": missing_keys,
-        "have a different shape of": [name for name, *_ in mismatched_keys],
-        "have unknown weights,": [
-            name for name in unexpected_keys if re.sub(r"\d+", "*", name) not in patterns
-        ],
-    }
-    texts = []
-    for problem, names in problems.items():
-        if names:
-            others = f" and {len(names) - 1} others" if len(names) > 1 else ""
-            texts.append(f"{problem} {min(names)}{others}")
+    unknown = [name for name in unexpected_keys if re.sub(r"\d+", "*", name) not in patterns]
+    reshaped = [name for name, *_ in mismatched_keys]
+    problems = [("lack", missing_keys), ("have a different shape of", reshaped)]
+    problems += [("have the unknown weight", unknown)]
+    texts = [f"{text} {min(names)} ({len(names)} in all)" for text, names in problems if names]
     if texts:
         fail(f"--pretrained: the files of {args.model_name} {'; they '.join(texts)}")
 
@@ -815,17 +800,19 @@ def match_names(model, keys):
     files each expert has a tensor for each projection, so the value is a list of keys, one for each
     expert, for each projection.
     """
-    renamings = [rule for rule in model.conversions if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in model.conversions if isinstance(rule, WeightConverter)]
+    rules = model.conversion_rules
+    renamings = [rule for rule in rules if isinstance(rule, conversion.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, conversion.WeightConverter)]
     names, prefix, matches = model.state_dict(), model.base_model_prefix, {}
-    for key in sorted(keys, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, names)
+    for key in sorted(keys, key=conversion.dot_natural_key):
+        name, pattern = conversion.rename_source_key(key, renamings, converters, prefix, names)
         if pattern is None:
             matches[name] = [[key]]
             continue
         rule = next(rule for rule in converters if pattern in rule.source_patterns)
-        operations = [(type(operation), operation.dim) for operation in rule.operations]
-        if operations in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
+        operations = " ".join(map(repr, rule.operations))
+        # The other operations change the order of a weight's values.
+        if re.fullmatch(r"MergeModulelist\(dim=0\)( Concatenate\(dim=1\))?", operations):
             rows = matches.setdefault(name, [[] for _ in rule.source_patterns])
             rows[rule.source_patterns.index(pattern)].append(key)
         else:
@@ -1180,7 +1167,7 @@ def published_weights(model):
         name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         for name, weight in weights.items()
     }
-    shapes = revert_weight_conversion(model, shapes)
+    shapes = conversion.revert_weight_conversion(model, shapes)
     matches = match_names(model, shapes)
     for name, weight in weights.items():
         rows = matches.get(name, [[name]])
