@@ -327,7 +327,7 @@ def check_names(args, model, missing_keys, unexpected_keys, mismatched_keys, **_
     reshaped = [name for name, *_ in mismatched_keys]
     problems = [("lack", missing_keys), ("have a different shape of", reshaped)]
     problems += [("have the unknown weight", unknown)]
-    texts = [f"{text} {min(names)} ({len(names)} in all)" for text, names in problems if names]
+    texts = [f"{text} {min(names)} ({len(names)} weights)" for text, names in problems if names]
     if texts:
         fail(f"--pretrained: the files of {args.model_name} {'; they '.join(texts)}")
 
