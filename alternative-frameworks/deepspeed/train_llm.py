@@ -242,13 +242,9 @@ def setup(args):
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
-<<<<<<< deepspeed
     deepspeed.init_distributed(backend, timeout=timedelta(seconds=args.dist_timeout))
-=======
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.dist_timeout))
     # DDP: NCCL connects the ranks in the first operation, so let all ranks take part in that one.
     dist.all_reduce(torch.zeros((), device=device))
->>>>>>> 03-job-launchers
     # DDP: only rank 0 prints to stdout.
     if dist.get_rank() != 0:
         sys.stdout = open(os.devnull, "w")
