@@ -29,6 +29,7 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import huggingface_hub
 import torch
@@ -43,9 +44,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations import moe
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+# On the meta device, torch knows the shapes of grouped_mm() in bf16 only, so compute experts in a
+# loop.
+moe._can_use_grouped_mm = lambda *_: False
 HERE = Path(__file__).resolve().parent
 MAKE_CONFIG = HERE.parent / "alternative-frameworks/make_config.py"
 GIB = 2**30
@@ -286,6 +291,11 @@ def load_config(args):
         # transformers raises a different type of exception for each kind of bad name.
         problem = first_line(error).rstrip(".:")
         fail(f"--model-name {args.model_name}: {problem}; give a folder, a .json file or a hub id")
+    if getattr(config, "quantization_config", None):
+        problem = "its weights are quantized; choose a model with bf16 weights"
+        fail(f"--model-name {args.model_name}: {problem}")
+    # The chapters train only the text part of a multimodal model.
+    config = config.get_text_config(decoder=True)
     if not args.config:
         return config, source
     changes = ",".join(args.config)
@@ -461,13 +471,24 @@ def last_chapter(tp_size):
     return module, DeviceMesh("cpu", list(range(tp_size)))
 
 
-def check_split(model, tp_size, context):
-    """Stop on models that chapter 08 rejects for these tensor- and context-parallel sizes."""
+def check_supported_model(model, tp_size, context):
+    """Stop on models that chapters 05 to 08 reject for these tensor- and context-parallel sizes."""
     args = argparse.Namespace(tensor_parallel_size=tp_size, model_name=model.config.model_type)
     args.context_parallel_size, args.context_parallel_style = context
     # The traced model has only two layers, so parts_of() checks the stages of the full model.
     args.pipeline_parallel_size = 1
-    last_chapter(tp_size)[0].check_model(args, model)
+    chapter, _ = last_chapter(tp_size)
+    with mock.patch.object(chapter, "fail", refuse):
+        chapter.check_model(args, model)
+
+
+class UnsupportedModelError(Exception):
+    """A chapter cannot train the model; the message is the chapter's line about it."""
+
+
+def refuse(message):
+    """Raise the chapter's message as an exception, because other chapters may take the model."""
+    raise UnsupportedModelError(message)
 
 
 def split_attention(tp_size, context):
@@ -628,8 +649,8 @@ def small_model(config, length, dtype, recompute, chunked, tp_size, context):
         AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
         model.set_attn_implementation("causal_sdpa")
     cp_size, _ = context
-    if tp_size * cp_size > 1:
-        check_split(model, tp_size, context)
+    if chunked:
+        check_supported_model(model, tp_size, context)
     if cp_size > 1:
         split_attention(tp_size, context)
     for weight in model.parameters():
@@ -1139,11 +1160,14 @@ def make_plan(args):
         if args.chapter >= "06":
             names = [name for name in SETTINGS if name >= "05"]
             candidates = {f"{args.chapter}{name[2:]}": SETTINGS[name] for name in names}
-        settings = {
-            name: plan_of(args, model, name[:2], changes) for name, changes in candidates.items()
-        }
+        settings = {}
+        for name, changes in candidates.items():
+            with contextlib.suppress(UnsupportedModelError):
+                settings[name] = plan_of(args, model, name[:2], changes)
         chosen_flags = {name: getattr(args, name) for name in FLAG_DEFAULTS}
         chosen_plan = plan_of(args, model, args.chapter, chosen_flags)
+    except UnsupportedModelError as error:
+        fail(str(error))
     except Exception as error:
         # Some models compute with values, and fake tensors have only shapes.
         problem = f"cannot run on fake tensors ({first_line(error)})"
@@ -1199,8 +1223,9 @@ def enough_nodes(args, model):
     for factor in (2**power for power in range(1, 9)):
         larger = copy.copy(args)
         larger.nodes, larger.ranks = args.nodes * factor, args.ranks * factor
-        if plan_of(larger, model, chapter, SETTINGS[SMALLEST_SETTING])["fits"]:
-            return larger.nodes
+        with contextlib.suppress(UnsupportedModelError):
+            if plan_of(larger, model, chapter, SETTINGS[SMALLEST_SETTING])["fits"]:
+                return larger.nodes
     return None
 
 

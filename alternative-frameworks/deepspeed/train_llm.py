@@ -25,6 +25,7 @@ import sys
 import time
 import uuid
 import warnings
+import zipfile
 from array import array
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -788,12 +789,12 @@ def load_checkpoint(args, run_dir, engine):
 
 
 def is_readable(checkpoint):
-    """Return whether all zero/*.pt files of a checkpoint are readable; if not, print the reason."""
+    """Return whether all zero/*.pt files of a checkpoint are complete; if not, print the reason."""
     try:
         for path in checkpoint.glob("zero/*.pt"):
-            torch.load(path, "cpu", mmap=True, weights_only=False)
-    except Exception as error:
-        # A damaged file can raise almost any type of exception.
+            # torch.save() writes zip files, and a zip file ends with a list of its contents.
+            zipfile.ZipFile(path).close()
+    except (OSError, zipfile.BadZipFile) as error:
         print(f"{checkpoint} cannot be read: {error!r:.200}; trying the previous checkpoint")
         return False
     return True
