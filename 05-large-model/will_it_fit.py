@@ -1167,7 +1167,7 @@ def make_plan(args):
         chosen_flags = {name: getattr(args, name) for name in FLAG_DEFAULTS}
         chosen_plan = plan_of(args, model, args.chapter, chosen_flags)
     except UnsupportedModelError as error:
-        fail(str(error))
+        fail(f"chapter {args.chapter}: {error}")
     except Exception as error:
         # Some models compute with values, and fake tensors have only shapes.
         problem = f"cannot run on fake tensors ({first_line(error)})"

@@ -5,6 +5,8 @@ import shutil
 import subprocess
 
 import pytest
+import tokenizers
+import transformers
 
 from conftest import SCRIPTS, SHORT, metrics, run_command, run_jobs, run_or_fail, torchrun
 from runs import check_user_error
@@ -21,6 +23,11 @@ def files(tmp_path_factory, models):
     (folder / "short.txt").write_text("too short")
     (folder / "few.txt").write_text("x" * 64 * 10)
     (folder / "picture.png").write_bytes(b"\x89PNG")
+    latin1 = [json.dumps({"text": "caf\xe9 " * 99}, ensure_ascii=False).encode("latin1")] * 9
+    (folder / "latin1.jsonl").write_bytes(b"\n".join(latin1))
+    (folder / "latin1.txt").write_bytes(b"caf\xe9 " * 999)
+    (folder / "brackets[1]").mkdir()
+    (folder / "brackets[1]/text.txt").write_text("text " * 999)
     (folder / "folder-without-data").mkdir()
     (folder / "bad.args").write_text("--num-steps 5 # fine\n--nosuch 1\n")
     shutil.copytree(models / "gpt2", folder / "small-embedding")
@@ -28,6 +35,16 @@ def files(tmp_path_factory, models):
     (folder / "small-embedding/config.json").write_text(json.dumps(config | {"vocab_size": 100}))
     (folder / "no-tokenizer").mkdir()
     shutil.copy(models / "gpt2/config.json", folder / "no-tokenizer")
+    shutil.copytree(models / "gpt2", folder / "t5")
+    transformers.T5Config(num_layers=1, d_model=16, vocab_size=384).save_pretrained(folder / "t5")
+    few_words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "of": 1, "</s>": 2}))
+    few_words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    few_words = transformers.PreTrainedTokenizerFast(tokenizer_object=few_words, eos_token="</s>")
+    few_words.save_pretrained(folder / "few-words")
+    shutil.copy(models / "gpt2/config.json", folder / "few-words")
+    shutil.copytree(folder / "few-words", folder / "high-id")
+    path = folder / "high-id/tokenizer.json"
+    path.write_text(path.read_text().replace('"of": 1', '"of": 1000'))
     return folder
 
 
@@ -35,6 +52,7 @@ CASES = {
     "zero": ("--num-steps 0", "--num-steps 0: must be at least 1"),
     "nan": ("--lr nan", "--lr nan: must be at least 0"),
     "length": ("--seq-length 1", "--seq-length 1: must be at least 2"),
+    "seed": (f"--seed {2**70}", f"--seed {2**70}: must be less than 2**63"),
     "change": ("--config nosuch=1", "tiny nosuch=1: key nosuch isn't in the original config"),
     "changed type": ("--config num_hidden_layers=x", "num_hidden_layers=x: invalid literal for"),
     "no change": ("--config hidden_size", "--model-name tiny hidden_size: "),
@@ -48,10 +66,16 @@ CASES = {
     "unknown model": ("-m nosuch/model", "--model-name nosuch/model:"),
     "no model there": ("-m {files}/folder-without-data", "folder-without-data:"),
     "no tokenizer": ("-m {files}/no-tokenizer", "found no tokenizer; check the model's files"),
-    "small embedding": ("-m {files}/small-embedding", "found 384 tokens, but only 100 embeddings"),
+    "small embedding": ("-m {files}/small-embedding", "token id 383, but only 100 embeddings"),
+    "high id": ("-m {files}/high-id", "found token id 1000, but only 384 embeddings"),
+    "unknown words": ("-m {files}/few-words", "pydoc: cannot tokenize it with the tokenizer of"),
+    "encoder-decoder": ("-m {files}/t5", "t5: cannot build the model: ValueError"),
     "unknown data": ("-d nosuch/data", "--dataset-name nosuch/data:"),
     "missing file": ("-d nosuch.txt", "--dataset-name nosuch.txt: Unable to find"),
-    "other file": ("-d {files}/picture.png", "picture.png: "),
+    "other file": ("-d {files}/picture.png", "picture.png: its format is unknown; known are .txt"),
+    "encoding": ("-d {files}/latin1.jsonl", "latin1.jsonl: cannot tokenize it with the tokenizer"),
+    "encoding of text": ("-d {files}/latin1.txt", "latin1.txt: 'utf-8' codec can't decode byte"),
+    "brackets": ("-d {files}/brackets[1]", "brackets[1]: rename the folder"),
     "folder without data": ("-d {files}/folder-without-data", "folder-without-data:"),
     "empty": ("-d {files}/empty.jsonl", "empty.jsonl: the dataset is empty"),
     "malformed": ("-d {files}/broken.jsonl", "broken.jsonl: JSON parse error"),
@@ -87,6 +111,7 @@ def test_nothing_is_written(results):
 
 
 RESUMED = {
+    "fewer steps": ("--num-steps 10", "--num-steps 10: {tmp_path}/run has a checkpoint of step 20"),
     "seed": ("--seed 1", "seed was 0, is now 1"),
     "sequence length": ("--seq-length 32", "seq_length was 64, is now 32"),
     "global batch": ("--global-batch-size 4", "global_batch_size was 8, is now 4"),
@@ -100,7 +125,7 @@ def test_a_checkpoint_is_not_continued_as_another_run(files, models, tmp_path):
     """Both values are named, and the run that is there stays as it is."""
     (files / "other.txt").write_text("other text " * 2000)
     args = [*SHORT, "--save-dir", tmp_path, "-e", "run"]
-    places = {"files": files, "models": models}
+    places = {"files": files, "models": models, "tmp_path": tmp_path}
     jobs = [("01", args)]
     jobs += [("01", [*args, *line.format(**places).split()]) for line, _ in RESUMED.values()]
     first, *others = run_jobs(1, jobs, tmp_path / "jobs")
@@ -116,11 +141,13 @@ def test_a_checkpoint_is_not_continued_as_another_run(files, models, tmp_path):
     [
         ("--global-batch-size 9", "--global-batch-size 9: not divisible by 2 data-parallel ranks"),
         ("-d nosuch.txt", "--dataset-name nosuch.txt: Unable to find"),
+        ("-d {files}/latin1.jsonl", "latin1.jsonl: cannot tokenize it with the tokenizer of tiny"),
     ],
 )
-def test_under_torchrun_one_rank_says_it(tmp_path, arguments, expected):
+def test_under_torchrun_one_rank_says_it(files, tmp_path, arguments, expected):
     """One of them fails before the ranks know each other, one while a rank waits for the other."""
-    process = torchrun("02", *SHORT, "--save-dir", tmp_path / "runs", *arguments.split())
+    arguments = arguments.format(files=files).split()
+    process = torchrun("02", *SHORT, "--save-dir", tmp_path / "runs", *arguments)
     _, stderr = process.communicate(timeout=120)
     ours = [line for line in stderr.splitlines() if line.startswith("train_llm.py: error:")]
     assert len(ours) == 1 and expected in ours[0], stderr

@@ -117,6 +117,7 @@ def test_ranks_share_what_rank_0_prepared(tmp_path, monkeypatch):
 def test_formats_give_the_same_samples(chapters, tmp_path):
     """All formats, compressed files, and text files in folders hold the same documents."""
     import gzip
+    import lzma
 
     import datasets
 
@@ -126,6 +127,10 @@ def test_formats_give_the_same_samples(chapters, tmp_path):
     table.to_csv(tmp_path / "a.csv")
     table.to_parquet(tmp_path / "a.parquet")
     table.to_json(tmp_path / "a.jsonl")
+    table.to_json(tmp_path / "list.json", lines=False)
+    table.to_csv(tmp_path / "a.tsv", sep="\t")
+    shutil.copy(tmp_path / "a.jsonl", tmp_path / "B [1].JSONL")
+    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress((tmp_path / "a.jsonl").read_bytes()))
     for folder in ("folder", "nested/one/two", "compressed"):
         (tmp_path / folder).mkdir(parents=True)
     for name in ("a.txt", "folder/a.txt", "nested/one/two/a.txt"):
@@ -135,7 +140,12 @@ def test_formats_give_the_same_samples(chapters, tmp_path):
             file.write((tmp_path / name).read_bytes())
     shutil.copy(tmp_path / "a.txt.gz", tmp_path / "compressed")
     names = ["a.csv", "a.parquet", "a.jsonl", "a.txt", "folder", "nested", "compressed"]
-    names += ["a.txt.gz", "a.jsonl.gz", "a.csv.gz"]
+    names += ["a.txt.gz", "a.jsonl.gz", "a.csv.gz", "a.jsonl.xz", "a.tsv", "list.json"]
+    names += ["B [1].JSONL", "[ab].jsonl", "card"]
+    # A card, as on the hub, is not data.
+    (tmp_path / "card").mkdir()
+    (tmp_path / "card/README.md").write_text("---\nlicense: mit\n---\nText about the data.\n")
+    shutil.copy(tmp_path / "a.jsonl", tmp_path / "card")
     prepared = {
         name: build(chapters["01"], tmp_path, [], dataset_name=str(tmp_path / name))[0]
         for name in names

@@ -106,6 +106,30 @@ def test_a_longer_run_continues_and_changed_settings_hold(finished, tmp_path):
     assert decays == [0.05, 0.0]
 
 
+@pytest.mark.parametrize(
+    "chapter, world_size", [("01", 1), pytest.param("05", 2, marks=pytest.mark.slow)]
+)
+def test_links_to_checkpoints_lose_nothing(tmp_path, chapter, world_size):
+    """A user may move a checkpoint or a model to another disk, and leave a link to it."""
+    args = [*LONG, "--num-steps", 20, "--save-dir", tmp_path, "-e", "run"]
+    run_or_fail(world_size, [(chapter, args)], tmp_path / "first")
+    (tmp_path / "disk").mkdir()
+    run_dir, moved = tmp_path / "run", {}
+    for folder in (run_dir / "checkpoints/step-00000010", run_dir / "model"):
+        target = folder.rename(tmp_path / "disk" / folder.name)
+        folder.symlink_to(target)
+        moved |= {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
+    # The first of these runs deletes the link, and both write a checkpoint and a model.
+    for steps in (40, 60):
+        longer = [*args, "--num-steps", steps, "--keep-checkpoints", 1, "--checkpoint-every", 20]
+        run_or_fail(world_size, [(chapter, longer)], tmp_path / f"until-{steps}")
+        names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+        assert names == [f"step-{steps:08}"]
+    assert not (run_dir / "model").is_symlink() and list((run_dir / "model").iterdir())
+    found = [path for path in (tmp_path / "disk").rglob("*") if path.is_file()]
+    assert {path: path.read_bytes() for path in found} == moved
+
+
 DAMAGES = {
     "truncated": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
     "emptied": lambda file: file.write_bytes(b""),
