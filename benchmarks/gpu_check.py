@@ -50,6 +50,7 @@ LONG = "--num-steps 1000000 --eval-every 1000000 --checkpoint-every 1000000 --ev
 ONE_RANK = "--json --nodes 1 --gpus-per-node 1"  # for the planner
 CONTEXT = "--context-parallel-size"
 SPREAD = "--batch-size 2 --pipeline-parallel-size"  # four micro-batches
+INTERLEAVED = f"--pipeline-schedule interleaved-1f1b {SPREAD}"
 WINDOW, WINDOWS = 3, 3  # steps in a measurement of speed; measurements after a first, left out
 WITHIN = (0, 1e-4)  # losses in float32 on unlike devices
 KINDS = {"nan-data": "not-finite", "oom-device": "device-out-of-memory"}  # what is to be found
@@ -361,12 +362,12 @@ def parity(bench, chapter):
     return bench.judged(dict.fromkeys(bench.numbers, WITHIN))
 
 
-def split_layers(bench, chapter, flag):
+def split_layers(bench, chapter, flag, model=""):
     """Losses in float32 where GPUs split layers or spread them, against a process on the CPU."""
     size = math.gcd(bench.count, 4)  # of tiny's heads each has as many
     if size == 1:
         raise Skip("one GPU, or an odd number of them, splits nothing")
-    flags = f"{TINY} --precision fp32"
+    flags = f"{TINY} --precision fp32 {model}"
     whole = bench.train(chapter, flags, "whole", "cpu")
     split = bench.train(chapter, f"{flags} {flag} {size}", "split", None, size)
     rows, others = bench.wait(split).rows(), bench.wait(whole).rows()
@@ -548,6 +549,12 @@ TOGETHER = {
     **{f"parity-{name}": (partial(parity, chapter=name), 30, 150) for name in CHAPTERS},
     "split-layers": (partial(split_layers, chapter="06", flag="--tensor-parallel-size"), 30, 150),
     "spread-layers": (partial(split_layers, chapter="07", flag=SPREAD), 30, 150),
+    # With two stages on each rank, stages of distant ranks exchange tensors, too.
+    "interleaved-layers": (
+        partial(split_layers, chapter="07", flag=INTERLEAVED, model="--config num_hidden_layers=8"),
+        30,
+        150,
+    ),
     "split-sequences": (partial(split_layers, chapter="08", flag=CONTEXT), 30, 150),
     "no-sync": (no_sync, 20, 100),
     "resume-01": (partial(resume, chapter="01"), 30, 150),
