@@ -1051,29 +1051,29 @@ def read_weights(args, model):
         fail(f"--pretrained: the weights of {args.model_name} are quantized; choose a bf16 copy")
     matches = match_names(model, file_metadata)
     aliases = {source: target for target, source in model.all_tied_weights_keys.items()}
-    unknown = {name for name in matches if name not in model.state_dict()}
-    names = {"missing_keys": set(), "unexpected_keys": unknown, "mismatched_keys": []}
+    missing, unexpected, mismatched = set(), matches.keys() - model.state_dict().keys(), []
     tensors, copies = {}, {}
     for name, weight in own_weights(weights_of(model)).items():
         # A file may store a tied weight under its other name, or under both names.
         alias = aliases.get(name)
         views = views_of(weight, matches.get(name) or matches.get(alias))
         if views is None:
-            names["missing_keys"].add(name)
+            missing.add(name)
             continue
         tensors |= views
-        wrong = [key for key, view in views.items() if view.shape != file_metadata[key].size]
-        names["mismatched_keys"] += [[name]] if wrong else []
+        if any(view.shape != file_metadata[key].size for key, view in views.items()):
+            mismatched.append([name])
         if {name, alias} <= matches.keys():
             [[alias_key]] = matches[alias]
-            tensors[alias_key] = copies[name] = torch.empty_like(weight)
-    # Leave out the names that transformers, too, accepts for this family.
-    loading = SimpleNamespace(**names)
-    model._adjust_missing_and_unexpected_keys(loading)
-    check_names(args, model, **vars(loading))
+            copies[name] = weight, torch.empty_like(weight)
+            tensors[alias_key] = copies[name][1]
+    names = SimpleNamespace(missing_keys=missing, unexpected_keys=unexpected)
+    # Leave out the names that transformers ignores for this family.
+    model._adjust_missing_and_unexpected_keys(names)
+    check_names(args, model, **vars(names), mismatched_keys=mismatched)
     dcp.load(tensors, storage_reader=reader, process_group=patient_group())
-    for name, copy_in_file in copies.items():
-        if not torch.equal(model.state_dict()[name].to_local(), copy_in_file.to_local()):
+    for name, copies_in_files in copies.items():
+        if not torch.equal(*(copy_in_file.to_local() for copy_in_file in copies_in_files)):
             problem = f"the files have different values for {name} and {aliases[name]}"
             fail(f"--pretrained: {problem}; pass --config tie_word_embeddings=false")
     # Not every model has a generation config.
