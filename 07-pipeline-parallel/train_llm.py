@@ -521,10 +521,11 @@ def needs_no_mask(args, model):
 
     # Every forward pass builds all masks before it calls attention for the first time. Check these
     # masks, and stop there. A layer that cannot do without a mask stops earlier, with an exception.
+    # Dropout would change the state of the generator that the weights are drawn from, so restore it.
     AttentionMaskInterface.register("check_mask", check_mask)
     AttentionInterface.register("check_mask", stop)
     model.set_attn_implementation("check_mask")
-    with suppress(Exception), torch.no_grad():
+    with suppress(Exception), torch.no_grad(), torch.random.fork_rng([]):
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
     model.set_attn_implementation("sdpa")
     return len(results) > 0 and all(results)

@@ -5,6 +5,7 @@ Memory that torch has not filled is NaN here, so a forgotten value shows.
 
 import argparse
 import contextlib
+import copy
 import json
 
 import pytest
@@ -37,8 +38,10 @@ def start(load, monkeypatch):
     def values(kind):
         config, args = shrink(CONFIG_MAPPING[kind]()), argparse.Namespace(**ARGS)
         with poisoned_memory():
-            whole = first.build_model(args, config)
-            split = last.shard(args, last.build_model(args, config), torch.device("cpu"))
+            # build_model() changes the configuration, so each chapter gets a copy of its own.
+            whole = first.build_model(args, copy.deepcopy(config))
+            split = last.build_model(args, copy.deepcopy(config))
+            split = last.shard(args, split, torch.device("cpu"))
         return [
             dict(model.named_parameters()) | dict(model.named_buffers()) for model in (whole, split)
         ]

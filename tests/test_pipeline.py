@@ -329,7 +329,8 @@ def test_a_step_gathers_each_layer_once(tmp_path):
     assert statuses == [0] * 4, (tmp_path / "rank0.log").read_text()
     counted = [json.loads((tmp_path / f"counted{rank}").read_text()) for rank in range(4)]
     groups = 3  # two layers and what is around them
-    assert counted == [{"gathers": groups * (3 + 2), "reductions": groups * 3}] * 4
+    # Three steps, two evaluations, and the run that tries all stages.
+    assert counted == [{"gathers": groups * (3 + 2 + 1), "reductions": groups * 3}] * 4
 
 
 # ---- where it goes on ------------------------------------------------------------------------
