@@ -445,7 +445,7 @@ def needs_no_mask(args, model):
 
     # Every forward pass builds all masks before it calls attention for the first time. Check these
     # masks, and stop there. A layer that cannot do without a mask stops earlier, with an exception.
-    # Dropout would change the state of the generator that the weights are drawn from, so restore it.
+    # Restore the random state, because dropout changes it, and weights may be initialized later.
     AttentionMaskInterface.register("check_mask", check_mask)
     AttentionInterface.register("check_mask", stop)
     model.set_attn_implementation("check_mask")
