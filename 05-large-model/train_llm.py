@@ -398,7 +398,7 @@ def build_model(args, config):
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:
-        # Unsuitable configurations raise many types of exceptions.
+        # Unsuitable models raise many types of exceptions.
         fail(f"--model-name {args.model_name}: cannot build the model: {error!r:.300}")
     if not layers_of(model):
         fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")

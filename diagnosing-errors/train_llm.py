@@ -401,7 +401,7 @@ def build_model(args, config):
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             model.init_weights()
     except Exception as error:
-        # Damaged files and unsuitable configurations raise many types of exceptions.
+        # Unsuitable models raise many types of exceptions.
         fail(f"--model-name {args.model_name}: cannot build the model: {error!r:.300}")
     if not layers_of(model):
         fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
