@@ -116,9 +116,10 @@ def device_of_local_rank_1(chapter, monkeypatch, tmp_path, gpus, torchrun):
     taken = []
     monkeypatch.setattr(chapter.torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(chapter.torch.cuda, "set_device", lambda device: taken.append(device.index))
-    # setup() lets all ranks add up a zero on their GPUs.
+    # The first collective of setup() is on the GPUs.
     zeros = chapter.torch.zeros
     monkeypatch.setattr(chapter.torch, "zeros", lambda size, device: zeros(size))
+    monkeypatch.setattr(chapter.dist, "all_reduce", lambda tensor: None)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if torchrun:
