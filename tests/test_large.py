@@ -218,12 +218,12 @@ def test_weights_are_those_of_chapter_01(models, hub, tmp_path, world_size):
 
 
 def test_broken_weights_train_nothing(hub, tmp_path):
-    """Of another kind: one line; else torch's error names the tensor or the file."""
+    """One line says what is wrong with the files."""
     expected = {
-        "missing": "cannot find the safetensors files of",
+        "missing": "cannot read the safetensors files of",
         "cut": "SafetensorError",
         "quantized": "are quantized; choose a bf16 copy",
-        "pickled": "cannot find the safetensors files of",
+        "pickled": "cannot read the safetensors files of",
         "untied": "different values for model.embed_tokens.weight and lm_head.weight",
     }
     jobs = []
@@ -249,9 +249,7 @@ def test_broken_weights_train_nothing(hub, tmp_path):
         args = [*SHORT, "--save-dir", tmp_path / "runs", "--pretrained", "-m", folder]
         jobs.append(("05", args))
     for name, ranks in zip(expected, run_jobs(1, jobs, tmp_path / "jobs"), strict=True):
-        assert ranks[0]["status"] and expected[name] in ranks[0]["stderr"], ranks[0]["stderr"]
-        if name != "cut":
-            check_user_error(ranks[0], expected[name])
+        check_user_error(ranks[0], expected[name])
     assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
 
 
