@@ -31,4 +31,5 @@ def test_losses_are_those_of_the_pinned_versions(tmp_path, chapter):
     run_or_fail(world_size, [(chapter, args)], tmp_path / "jobs")
     rows = metrics(tmp_path / "run")
     found = [rows[step]["loss"] for step in range(1, 11)]
-    assert found == pytest.approx(LOSSES, abs=1e-5)
+    # Other CPUs add in another order.
+    assert found == pytest.approx(LOSSES, abs=1e-4)
