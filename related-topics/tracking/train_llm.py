@@ -520,7 +520,7 @@ def token_file(args, tokenizer):
                     array("i", [*ids, tokenizer.eos_token_id]).tofile(file)
     except Exception as error:
         # The text may not be UTF-8, a character may have no token, or the disk may be full.
-        partial.unlink()
+        partial.unlink(missing_ok=True)
         problem = f"cannot tokenize it with the tokenizer of {args.model_name}"
         fail(f"--dataset-name {args.dataset_name}: {problem}: {error!r}")
     return partial.rename(path)
