@@ -917,6 +917,9 @@ def build_stage(args, model, modules, number):
 
     def forward(received):
         stage.train(model.training)
+        if number and model.training:
+            # If evaluation was first, torch 2.11 has allocated receive buffers without gradients.
+            received.requires_grad_()
         entry.hidden, end.hidden = received, None
         inputs = {"inputs_embeds" if number else "input_ids": received}
         positions = torch.arange(args.seq_length, device=received.device)[None]

@@ -448,7 +448,7 @@ def watched(bench):
     if bench.device == "cuda":
         bench.numbers["GiB on the device"] = beat["device_memory_gib"]
     goals = {"GiB on the device": (1e-4, math.inf), "looks": (4, 4)}
-    return bench.judged(goals, str(beat["fault"]))
+    return bench.judged(goals, str(beat["fault"] or ""))
 
 
 WAITS = """
@@ -608,6 +608,8 @@ def describe_gpus(device):
     gpus = [dict(zip(ASK.split(","), line.split(", "), strict=False)) for line in smi]
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # comes first here, too
     gpus.sort(key=lambda gpu: first != gpu["index"] and not gpu["uuid"].startswith(first))
+    for gpu in gpus:
+        del gpu["uuid"]
     return {
         "gpus": gpus or [{"name": known(torch.cuda.get_device_name)}],
         "count": torch.cuda.device_count(),
