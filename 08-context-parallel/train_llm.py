@@ -546,23 +546,22 @@ def needs_no_mask(args, model):
 
 def check_forward(args, model, device):
     """Stop unless attention is causal and the model's loss is just the next-token loss."""
-    # TP: check_model() has found plain causal attention.
-    if args.tensor_parallel_size > 1:
-        return
-    # PP: no rank has the full model, so only try whether all stages run. transformers has pipeline
-    # plans for decoders only.
-    if args.pipeline_parallel_size > 1:
-        ids = torch.zeros(1, args.seq_length, dtype=torch.int64, device=device)
+    # TP, PP: no rank has full sequences or the full model, so only try whether the model runs when
+    # it is split. check_model() has found plain causal attention, or a pipeline plan, which
+    # transformers has for decoders only.
+    sizes = args.tensor_parallel_size, args.pipeline_parallel_size, args.context_parallel_size
+    # CP: a rank has only its part of each sequence.
+    if max(sizes) > 1:
+        sample = torch.zeros(1, args.seq_length, dtype=torch.int64)
         try:
-            run_schedule(args, model.eval(), ids)
+            with torch.compiler.set_stance("force_eager"):
+                evaluate(args, model, sample, device)
         except Exception as error:
-            # torch hides the reason in __cause__.
+            # PP: torch hides the reason in __cause__.
             reason = error.__cause__ or error
-            fail(f"--model-name {args.model_name}: cannot be split into stages: {reason!r:.200}")
-        model.train()
-        return
-    # CP: no rank has the full sequence; check_model() has found plain causal attention.
-    if args.context_parallel_size > 1:
+            fail(f"--model-name {args.model_name}: cannot be split: {reason!r:.200}")
+        # FSDP: reshard the weights that the evaluation left gathered.
+        weights_of(model)
         return
     name, ids = f"--model-name {args.model_name}", torch.arange(16, device=device)[None]
     # Only the first half has labels, so the loss must not depend on the tokens of the second half.
@@ -635,7 +634,10 @@ def styles_of(model):
     for name, module in model.named_modules():
         # A plan has a * in place of a layer's number.
         plan_name = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-        default = "replicated_with_grad_allreduce" if "Norm" in type(module).__name__ else None
+        # A norm that the plan lacks is replicated, unless it has a row of weights for each head.
+        is_norm = "Norm" in type(module).__name__
+        is_norm = is_norm and all(weight.dim() == 1 for weight in module.parameters())
+        default = "replicated_with_grad_allreduce" if is_norm else None
         styles[module] = STYLES.get(plan.get(plan_name, default))
     # Split embeddings by rows: each row belongs to one token of the vocabulary.
     embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]

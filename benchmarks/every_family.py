@@ -55,8 +55,8 @@ VARIANTS = """mistral+sliding_window=8 gemma3_text+sliding_window=8 qwen2_moe+sl
     llama4_text+attention_chunk_size=8 llama4_text+floor_scale=4
     gemma3_text+use_bidirectional_attention=true bert+is_decoder=true roberta+is_decoder=true
     qwen3_moe+output_router_logits=true mixtral+output_router_logits=true
-    llama+tie_word_embeddings=true cohere+logit_scale=0.25 granite+logits_scaling=4.0
-    gemma2+final_logit_softcapping=5.0""".split()
+    llama+tie_word_embeddings=true cohere+logit_scale=0.25 cohere+use_qk_norm=true
+    granite+logits_scaling=4.0 gemma2+final_logit_softcapping=5.0""".split()
 ROWS = [*FAMILY_NAMES, *VARIANTS]
 # Families that CI trains.
 SAMPLE = """llama apertus gemma3_text gpt2 bert bart qwen3_moe lfm2 deepseek_v3
