@@ -68,7 +68,7 @@ NOT_COMPARED = {
     "longcat_flash": "with few tokens, a rank may use no expert, and FSDP fails",
 }
 LARGEST = 20_000_000  # weights of a model
-PATIENCE = 120  # seconds that a model may take
+PATIENCE = 60  # seconds that a model may take
 # In these models, rounding errors grow fast, so they are trained with a lower learning rate.
 SENSITIVE = ["gemma4_unified_text"]
 # The largest difference between two losses, and between two gradient norms in proportion. Gradient

@@ -615,7 +615,7 @@ def reason_of(row):
     """Return the line that refuses a model, without what differs between models."""
     reason = row["refused"].replace(row["family"], "NAME")
     reason = re.sub(r"how to split \S+", "how to split MODULE", reason)
-    reason = re.sub(r"(tokens alone|into stages): \w+\(.*", r"\1: ...", reason)
+    reason = re.sub(r"(tokens alone|be split): \w+\(.*", r"\1: ...", reason)
     reason = re.sub(r"because it has \w+", "because it has FEATURE", reason)
     return re.sub(r"NAME has \d+ key-value", "NAME has N key-value", reason)
 
