@@ -53,7 +53,7 @@ SPREAD = "--batch-size 2 --pipeline-parallel-size"  # four micro-batches
 INTERLEAVED = f"--pipeline-schedule interleaved-1f1b {SPREAD}"
 WINDOW, WINDOWS = 3, 3  # steps in a measurement of speed; measurements after a first, left out
 WITHIN = (0, 1e-4)  # losses in float32 on unlike devices
-ROUGHLY = (0, 1e-2)  # losses in bfloat16 and in float32; on a CPU it is 4e-4
+ROUGHLY = (0, 1e-2)  # losses in bfloat16 and in float32; on an H200 they differ by 2e-3
 BF16 = {"how": "--precision bf16 --compile", "within": ROUGHLY}
 KINDS = {"nan-data": "not-finite", "oom-device": "device-out-of-memory"}  # what is to be found
 LARGE = dict(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16)
@@ -631,7 +631,7 @@ class Session:
         self.room = threading.Semaphore(max(1, int(size / 20)))  # of `memory`
         slug = re.sub("[^a-z0-9]+", "-", (gpu["name"] or "unknown").lower()).strip("-")
         self.output = args.output or ROOT / f"benchmarks/results/gpu-check-{slug}.json"
-        self.rows, self.lock = self.earlier(), threading.Lock()
+        self.rows, self.lock = {}, threading.Lock()
         tokenizer = transformers.ByT5Tokenizer()
         for name, shape in MODELS[args.device].items():
             transformers.LlamaConfig(
@@ -642,19 +642,10 @@ class Session:
         mixture.save_pretrained(self.folder / "mixture")
         tokenizer.save_pretrained(self.folder / "mixture")
 
-    def earlier(self):
-        """Return the rows that --output has of such a machine, with the same software."""
-        found = known(lambda: json.loads(self.output.read_text())) or {"machine": {}}
-        names = ["cpu", "count", "python", "torch", "transformers", "cuda"]
-        same = [found["machine"].get(name) for name in names] == list(map(self.machine.get, names))
-        return {row["name"]: row for row in found["rows"]} if same else {}
-
     def check(self, name):
         """Run a check, come what may; keep, print and write its row."""
         work, least, _ = CHECKS[name]
         begun, bench = time.monotonic(), Bench(self, name)
-        if self.end - begun < least and name in self.rows:
-            return  # an earlier row says more
         try:
             if self.end - begun < least:
                 raise Skip("no time left")
