@@ -839,7 +839,7 @@ def build_stage(args, model, modules, number):
     def forward(received):
         stage.train(model.training)
         if number and model.training:
-            # If evaluation was first, torch 2.11 has allocated receive buffers without gradients.
+            # In torch 2.11, the buffers need no gradients if an evaluation allocated them.
             received.requires_grad_()
         entry.hidden, end.hidden = received, None
         inputs = {"inputs_embeds" if number else "input_ids": received}
