@@ -34,7 +34,7 @@ from speed import ROOT, describe_machine, keep, parser_of
 
 sys.path.insert(0, str(ROOT / "tests/support"))
 
-from families import FAMILY_NAMES, shrink
+from families import FAMILY_NAMES, OWN_SETTINGS, shrink
 from worker import run
 
 # The number of ranks of each chapter, and its flags.
@@ -46,7 +46,7 @@ LAYOUTS = {
     "07": (2, ["--pipeline-parallel-size", "2"]),
     "08": (2, ["--context-parallel-size", "2"]),
 }
-FLAGS = """--device cpu --precision fp32 -s 32 --global-batch-size 4 -b 2 --num-steps 4
+FLAGS = """--precision fp32 -s 32 --global-batch-size 4 -b 2 --num-steps 4
     --log-every 1 --eval-samples 4 --warmup-steps 1""".split()
 # Settings that change attention or the loss.
 VARIANTS = """mistral+sliding_window=8 gemma3_text+sliding_window=8 qwen2_moe+sliding_window=8
@@ -54,9 +54,13 @@ VARIANTS = """mistral+sliding_window=8 gemma3_text+sliding_window=8 qwen2_moe+sl
     olmo3+sliding_window=8 modernbert-decoder+sliding_window=8
     llama4_text+attention_chunk_size=8 llama4_text+floor_scale=4
     gemma3_text+use_bidirectional_attention=true bert+is_decoder=true roberta+is_decoder=true
+    deepseek_v32+index_topk=8 glm_moe_dsa+index_topk=8 dots3_note_text+index_topk=8
     qwen3_moe+output_router_logits=true mixtral+output_router_logits=true
     llama+tie_word_embeddings=true cohere+logit_scale=0.25 cohere+use_qk_norm=true
-    granite+logits_scaling=4.0 gemma2+final_logit_softcapping=5.0""".split()
+    granite+logits_scaling=4.0 gemma2+final_logit_softcapping=5.0 llama+longrope""".split()
+# Here the angles of positions depend on the length of the sequence.
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+LONG_ROPE |= {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 ROWS = [*FAMILY_NAMES, *VARIANTS]
 # Families that CI trains.
 SAMPLE = """llama apertus gemma3_text gpt2 bert bart qwen3_moe lfm2 deepseek_v3
@@ -68,7 +72,9 @@ NOT_COMPARED = {
     "longcat_flash": "with few tokens, a rank may use no expert, and FSDP fails",
 }
 LARGEST = 20_000_000  # weights of a model
+TEXT = "text.txt"  # what they learn: a copy of LICENSE, because each run tokenizes all its text
 PATIENCE = 60  # seconds that a model may take
+LAST_WORDS = 5  # seconds that rank 0 may take to fail like another rank
 # In these models, rounding errors grow fast, so they are trained with a lower learning rate.
 SENSITIVE = ["gemma4_unified_text"]
 # The largest difference between two losses, and between two gradient norms in proportion. Gradient
@@ -82,6 +88,7 @@ def parse_args():
     add = parser.add_argument
     add("--only", nargs="+", choices=ROWS, default=ROWS, metavar="FAMILY", help="which models")
     add("--chapters", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="which chapters")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="where; cuda: with one rank each")
     add("--work", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -91,9 +98,12 @@ def build_folder(row, folder):
     kind, *settings = row.split("+")
     if kind in NOT_COMPARED:
         return NOT_COMPARED[kind]
-    settings = {name: json.loads(value) for name, value in (word.split("=") for word in settings)}
+    if settings == ["longrope"]:
+        settings = [f"rope_parameters={json.dumps(LONG_ROPE)}"]
+    pairs = (word.split("=") for word in settings)
+    settings = OWN_SETTINGS.get(kind, {}) | {name: json.loads(value) for name, value in pairs}
     try:
-        config = shrink(CONFIG_MAPPING[kind]())
+        config = shrink(CONFIG_MAPPING[kind](), **settings)
         # Without dropout, the losses do not depend on the layout.
         rates = [name for name in config.to_dict() if "drop" in name]
         rates = [name for name in rates if isinstance(getattr(config, name), float)]
@@ -113,7 +123,7 @@ def build_folder(row, folder):
     return None
 
 
-def train_rows(chapter, rows, folder):
+def train_rows(chapter, rows, folder, device="cpu"):
     """Train models in a chapter; yield each row and what happened, as soon as it is known."""
     num_ranks, flags = LAYOUTS[chapter]
     script = next(ROOT.glob(f"{chapter}-*/train_llm.py"))
@@ -123,7 +133,8 @@ def train_rows(chapter, rows, folder):
     while left:
         jobs = []
         for row in left:
-            words = ["-m", str(folder / row), "--save-dir", str(folder / chapter), "-e", row]
+            words = ["-m", str(folder / row), "-d", str(folder / TEXT), "-e", row]
+            words += ["--save-dir", str(folder / chapter), "--device", device]
             words += ["--lr", "1e-4"] if row in SENSITIVE else []
             jobs.append({"script": str(script), "args": [*FLAGS, *flags, *words]})
             # These ports are below the range from which Linux gives ports to other programs.
@@ -148,7 +159,9 @@ def train_rows(chapter, rows, folder):
             for line in lines[seen:]:
                 yield left[seen], json.loads(line)
                 seen += 1
-            if time.monotonic() - last > PATIENCE:
+            last_words = folder / f"last-{left[min(seen, len(left) - 1)]}.json"
+            refused = last_words.is_file() and time.time() - last_words.stat().st_mtime > LAST_WORDS
+            if refused or time.monotonic() - last > PATIENCE:
                 break
         for process in processes:
             process.kill()
@@ -215,7 +228,8 @@ def validation_loss(folder):
     """Return the loss of an exported model on the samples that the runs held out."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"], info
-    data = {"dataset_name": "pydoc", "dataset_subset": None, "text_column": "text"}
+    text = str(folder.parents[2] / TEXT)
+    data = {"dataset_name": text, "dataset_subset": None, "text_column": "text"}
     data = argparse.Namespace(**data, seq_length=32, eval_samples=4)
     with redirect_stdout(sys.stderr), torch.no_grad():
         _, held_out = load("01").build_data(data, AutoTokenizer.from_pretrained(folder))
@@ -263,12 +277,13 @@ def main():
     machine = describe_machine()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        (folder / TEXT).write_text((ROOT / "LICENSE").read_text())
         reasons = {row: build_folder(row, folder) for row in args.only}
         left_out |= {row: reason for row, reason in reasons.items() if reason}
         for chapter in args.chapters:
             done = {row["family"] for row in rows if row["chapter"] == chapter}
             left = [row for row in args.only if row not in done and row not in left_out]
-            for family, result in train_rows(chapter, left, folder):
+            for family, result in train_rows(chapter, left, folder, args.device):
                 rows.append({"family": family, "chapter": chapter} | result)
                 row = judge(rows)[-1]
                 details = row.get("failed") or row.get("refused") or row.get("difference", "")

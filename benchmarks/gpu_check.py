@@ -39,6 +39,7 @@ import torch
 import transformers
 
 from contenders import matmul_rate, with_labels
+from every_family import ROWS, SENSITIVE
 from speed import describe_machine, in_rows
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,6 +56,7 @@ WINDOW, WINDOWS = 3, 3  # steps in a measurement of speed; measurements after a 
 WITHIN = (0, 1e-4)  # losses in float32 on unlike devices
 ROUGHLY = (0, 1e-2)  # losses in bfloat16 and in float32; on an H200 they differ by 2e-3
 BF16 = {"how": "--precision bf16 --compile", "within": ROUGHLY}
+TIED = ["afmoe", "ernie4_5_moe"]  # all experts tie at first, and devices break ties differently
 KINDS = {"nan-data": "not-finite", "oom-device": "device-out-of-memory"}  # what is to be found
 LARGE = dict(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16)
 LARGE |= dict(num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True)
@@ -389,6 +391,67 @@ def difference(rows, others):
     return max(abs(one[n][name] - other[n][name]) for n in one for name in names if name in one[n])
 
 
+def framework(bench, name, settings=""):
+    """A framework's losses in both precisions, against chapter 01 in float32 on the CPU."""
+    needs = "accelerate" if name == "trainer" else name
+    if not importlib.util.find_spec(needs):
+        raise Skip(f"{needs} is not installed")
+    size = math.lcm(8, bench.count)
+    options = f"{TINY} --global-batch-size {size}"
+    reference = bench.train("01", f"{options} --precision fp32", "cpu", "cpu")
+    script = ROOT / f"alternative-frameworks/{name}/train_llm.py"
+    options += f" --device {bench.device} --experiment-name run"
+    jobs = {}
+    for precision in ("fp32", "bf16"):
+        flags = f"{options} --save-dir {bench.folder / precision}"
+        own = f"{settings} --precision {precision} --ranks {bench.count}"
+        flags += f" --precision {precision}"
+        if name == "deepspeed":  # its file has them, too
+            own += f" --global-batch-size {size} --batch-size 4"
+        if settings:
+            file = bench.folder / f"{precision}.{'json' if name == 'deepspeed' else 'yaml'}"
+            writer = [script.parents[1] / "make_config.py", name, *own.split()]
+            bench.tool(f"config-{precision}", *writer, "--output", file)
+            flags += f" --{name}-config {file}"
+        jobs[precision] = bench.start(precision, [script, *flags.split()], bench.count)
+    curves = {precision: bench.wait(job).rows() for precision, job in jobs.items()}
+    rows = bench.wait(reference).rows()
+    bench.numbers |= {f"difference, {name}": difference(curves[name], rows) for name in curves}
+    return bench.judged({"difference, fp32": WITHIN, "difference, bf16": ROUGHLY})
+
+
+def families(bench):
+    """Losses in float32 of all families of models in chapter 01, against those on the CPU."""
+    some = ["llama", "gpt2", "bert"] if bench.device == "cpu" else ROWS
+    rows = [row for row in some if row not in TIED + SENSITIVE]
+    tool, paths = ROOT / "benchmarks/every_family.py", {}
+    for name, device in {"there": "cpu", "here": bench.device}.items():
+        paths[name] = bench.folder / f"{name}.json"
+        flags = ["--chapters", "01", "--device", device, "--output", paths[name]]
+        bench.start(name, [tool, "--only", *rows, *flags])
+    for job in list(bench.jobs):
+        bench.wait(job, ok=(0, 1))  # 1: a family fails, here or there
+    there, here = (
+        {row["family"]: row for row in json.loads(path.read_text())["rows"]}
+        for path in paths.values()
+    )
+    verdicts = {name: alike(there[name], here.get(name, {})) for name in there}
+    told = list(verdicts.values())
+    bench.numbers |= {word: told.count(word) for word in ("equal", "refused", "different")}
+    names = [name for name, verdict in verdicts.items() if verdict == "different"]
+    return bench.judged({"different": (0, 0)}, " ".join(names))
+
+
+def alike(row, other):
+    """Return how a family's row in the results of every_family.py compares with another."""
+    if "curve" in row and "curve" in other and len(row["curve"]) == len(other["curve"]):
+        pairs = zip(row["curve"], other["curve"], strict=True)
+        names = ("loss", "val_loss")
+        far = max(abs(a[name] - b[name]) for a, b in pairs for name in names if name in a)
+        return "equal" if far <= WITHIN[1] else "different"
+    return "refused" if "refused" in row and "refused" in other else "different"
+
+
 def resume(bench, chapter, flags=""):
     """Kill a run with -9, start it again, and compare its losses with those of a whole run."""
     flags = f"{TINY} --precision fp32 --num-steps 100 --eval-every 50 {flags}"
@@ -549,6 +612,8 @@ def ratios(rows, per_rank, how):
 MEMORY = dict.fromkeys(("01", "02", "04", "05"), "")
 MEMORY |= {"05-offload": "--cpu-offload", "05-full": "--recompute full"}
 MEMORY |= {"05-selective": "--recompute selective"}
+DEEPSPEED = {"zero2": "--stage 2", "zero3": "--stage 3"}
+DEEPSPEED["offload"] = "--stage 3 --offload-params cpu --offload-optimizer cpu"
 # what it does, the seconds without which it does not begin, and those it may take
 TOGETHER = {
     **{f"parity-{name}": (partial(parity, chapter=name), 30, 150) for name in CHAPTERS},
@@ -567,6 +632,18 @@ TOGETHER = {
         150,
     ),
     "split-sequences": (partial(split_layers, chapter="08", flag=CONTEXT), 30, 150),
+    "accelerate-ddp": (partial(framework, name="accelerate", settings="--strategy ddp"), 40, 150),
+    "accelerate-fsdp2": (
+        partial(framework, name="accelerate", settings="--strategy fsdp2"),
+        40,
+        150,
+    ),
+    "trainer": (partial(framework, name="trainer"), 40, 150),
+    **{
+        f"deepspeed-{name}": (partial(framework, name="deepspeed", settings=flags), 40, 200)
+        for name, flags in DEEPSPEED.items()
+    },
+    "families": (families, 60, 400),
     "no-sync": (no_sync, 20, 100),
     "resume-01": (partial(resume, chapter="01"), 30, 150),
     "resume-05-async": (partial(resume, chapter="05", flags="--checkpoint-async"), 40, 150),

@@ -10,11 +10,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 # that a family does not have.
 SMALL = dict.fromkeys(["hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "lru_width"], 32)
 SMALL |= dict.fromkeys(["intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"], 64)
+SMALL |= dict.fromkeys(["encoder_ffn_dim", "decoder_ffn_dim"], 64)
 SMALL |= dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size"], 32)
 SMALL |= dict.fromkeys(["num_hidden_layers", "n_layer", "n_layers", "num_layers"], 2)
 SMALL |= dict.fromkeys(["num_attention_heads", "n_head", "n_heads", "num_heads"], 2)
 SMALL |= dict.fromkeys(["num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"], 2)
 SMALL |= dict.fromkeys(["head_dim", "linear_key_head_dim", "linear_value_head_dim"], 16)
+SMALL |= {"linear_num_heads": 2, "linear_head_dim": 16}
 SMALL |= dict.fromkeys(["v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"], 16)
 SMALL |= dict.fromkeys(["q_lora_rank", "kv_lora_rank", "hidden_size_per_layer_input"], 16)
 SMALL |= dict.fromkeys(["num_local_experts", "num_experts", "n_routed_experts"], 4)
@@ -28,6 +30,25 @@ SMALL |= {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+# Some families need settings of their own to be built so small.
+OWN_SETTINGS = {
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": 64},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
+    "plbart": {"encoder_attention_heads": 2, "decoder_attention_heads": 2},
+    "reformer": {"is_decoder": True, "axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16]},
+    "whisper": {"encoder_attention_heads": 2, "decoder_attention_heads": 2},
+    "xlnet": {"d_head": 16},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
+    "zaya": {"num_experts_per_tok": 1},
 }
 # transformers derives these settings from the number of layers.
 LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type", "per_layer_config")
