@@ -74,7 +74,7 @@ NOT_COMPARED = {
 LARGEST = 20_000_000  # weights of a model
 TEXT = "text.txt"  # what they learn: a copy of LICENSE, because each run tokenizes all its text
 PATIENCE = 60  # seconds that a model may take
-LAST_WORDS = 5  # seconds that rank 0 may take to fail like another rank
+LAST_WORDS = 10  # seconds that a rank may take to fail like another
 # In these models, rounding errors grow fast, so they are trained with a lower learning rate.
 SENSITIVE = ["gemma4_unified_text"]
 # The largest difference between two losses, and between two gradient norms in proportion. Gradient
@@ -127,8 +127,6 @@ def train_rows(chapter, rows, folder, device="cpu"):
     """Train models in a chapter; yield each row and what happened, as soon as it is known."""
     num_ranks, flags = LAYOUTS[chapter]
     script = next(ROOT.glob(f"{chapter}-*/train_llm.py"))
-    for path in folder.glob("last-*.json"):
-        path.unlink()
     left, tried = list(rows), set()
     while left:
         jobs = []
@@ -140,50 +138,56 @@ def train_rows(chapter, rows, folder, device="cpu"):
             # These ports are below the range from which Linux gives ports to other programs.
             jobs[-1] |= {"row": row, "port": 20_000 + len(jobs)}
         (folder / "jobs.json").write_text(json.dumps(jobs))
-        results = folder / "results.jsonl"
-        results.unlink(missing_ok=True)
         processes = []
         for rank in range(num_ranks):
+            (folder / f"results-{rank}.jsonl").write_text("")
             settings = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
             settings |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1}
             command = [sys.executable, __file__, "--work", folder, chapter]
             env = os.environ | {name: str(value) for name, value in settings.items()}
             log = open(folder / f"rank{rank}.log", "w")
             processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
-        seen, last = 0, time.monotonic()
-        while all(process.poll() is None for process in processes):
-            time.sleep(0.2)
-            lines = results.read_text().splitlines() if results.exists() else []
-            if len(lines) > seen:
-                last = time.monotonic()
-            for line in lines[seen:]:
-                yield left[seen], json.loads(line)
-                seen += 1
-            last_words = folder / f"last-{left[min(seen, len(left) - 1)]}.json"
-            refused = last_words.is_file() and time.time() - last_words.stat().st_mtime > LAST_WORDS
-            if refused or time.monotonic() - last > PATIENCE:
-                break
+        seen = 0
+        for result in results_of(processes, folder):
+            yield left[seen], result
+            seen += 1
         for process in processes:
             process.kill()
-        lines = results.read_text().splitlines() if results.exists() else []
-        for line in lines[seen:]:
-            yield left[seen], json.loads(line)
-            seen += 1
         left = left[seen:]
-        last_words = folder / f"last-{left[0]}.json" if left else folder
-        if last_words.is_file():
-            yield left.pop(0), json.loads(last_words.read_text())
         # Try a model once more if the ranks hang or die, since many runs share their processes.
-        elif left and left[0] in tried:
+        if left and not seen and left[0] in tried:
             log = (folder / "rank0.log").read_text()[-300:]
             yield left.pop(0), {"failed": f"the ranks hang or die: {log}"}
         elif left:
             tried.add(left[0])
 
 
+def results_of(processes, folder):
+    """Yield what happened to each model in turn, until the ranks have ended, hang or die."""
+    paths = [folder / f"results-{rank}.jsonl" for rank in range(len(processes))]
+    seen, number, since = 0, 0, time.monotonic()
+    while True:
+        running = all(process.poll() is None for process in processes)
+        lines = [line for path in paths for line in path.read_text().splitlines()[seen:][:1]]
+        told = [json.loads(line) for line in lines]
+        if len(told) != number:
+            number, since = len(told), time.monotonic()
+        # Under a launcher, a rank that fails ends the others. Here they may hang.
+        failures = [result for result in told if "refused" in result or "failed" in result]
+        waited = time.monotonic() - since
+        late = not running or waited > (LAST_WORDS if failures else PATIENCE)
+        if number == len(processes) or (late and failures):
+            yield (failures or told)[0]
+            seen += 1
+        if late and number < len(processes):
+            return
+        if number < len(processes):
+            time.sleep(0.2)
+
+
 def work(folder, chapter):
-    """Train the models of all jobs as one rank; rank 0 writes a line for each."""
-    folder = Path(folder)
+    """Train the models of all jobs as one rank; write a line for each."""
+    folder, rank = Path(folder), os.environ["RANK"]
     transformers.logging.set_verbosity_error()
     # Without this, each gc.collect() below would look at all objects of all libraries.
     gc.freeze()
@@ -193,15 +197,11 @@ def work(folder, chapter):
             done = run(job)
         # Close the connections of a failed run, because the other rank may be waiting for it.
         gc.collect()
-        rank = os.environ["RANK"]
-        if rank == "0":
+        result = {}
+        if rank == "0" or done["status"]:
             result = read_result(done, folder / chapter / job["row"])
-            with open(folder / "results.jsonl", "a") as file:
-                print(json.dumps(result), file=file)
-        elif done["status"]:
-            # Under a launcher, this line would end the other ranks.
-            result = read_result(done, None)
-            (folder / f"last-{job['row']}.json").write_text(json.dumps(result))
+        with open(folder / f"results-{rank}.jsonl", "a") as file:
+            print(json.dumps(result), file=file)
 
 
 def read_result(done, run_dir):

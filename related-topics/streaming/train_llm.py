@@ -515,7 +515,8 @@ def shard(args, model, device):
         "mp_policy": bf16 if args.precision == "bf16" else MixedPrecisionPolicy(),
     }
     layers = layers_of(model)
-    for layer in layers:
+    # FSDP: a layer that is part of another layer comes after it in the list, and has to be first.
+    for layer in reversed(layers):
         # FSDP: keep the last layer gathered, because the backward pass starts with it.
         reshard = args.reshard_after_forward and layer is not layers[-1]
         fully_shard(layer, reshard_after_forward=reshard, **options)

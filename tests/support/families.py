@@ -47,9 +47,12 @@ OWN_SETTINGS = {
     "reformer": {"is_decoder": True, "axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16]},
     "whisper": {"encoder_attention_heads": 2, "decoder_attention_heads": 2},
     "xlnet": {"d_head": 16},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }
+# Its layers share a part.
+OWN_SETTINGS["zamba2"] = {"layers_block_type": ["hybrid"] * 2, "hybrid_layer_ids": [0, 1]}
+OWN_SETTINGS["zamba2"] |= {"num_mem_blocks": 1, "mamba_headdim": 8}
+OWN_SETTINGS["zamba2"] |= {"attention_hidden_size": 64, "attention_head_dim": 32}
 # transformers derives these settings from the number of layers.
 LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type", "per_layer_config")
 FAMILY_NAMES = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
