@@ -57,7 +57,8 @@ VARIANTS = """mistral+sliding_window=8 gemma3_text+sliding_window=8 qwen2_moe+sl
     deepseek_v32+index_topk=8 glm_moe_dsa+index_topk=8 dots3_note_text+index_topk=8
     qwen3_moe+output_router_logits=true mixtral+output_router_logits=true
     llama+tie_word_embeddings=true cohere+logit_scale=0.25 cohere+use_qk_norm=true
-    granite+logits_scaling=4.0 gemma2+final_logit_softcapping=5.0 llama+longrope""".split()
+    granite+logits_scaling=4.0 gemma2+final_logit_softcapping=5.0 llama+longrope
+    zamba2+num_mem_blocks=2""".split()
 # Here the angles of positions depend on the length of the sequence.
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
 LONG_ROPE |= {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
@@ -189,14 +190,15 @@ def work(folder, chapter):
     """Train the models of all jobs as one rank; write a line for each."""
     folder, rank = Path(folder), os.environ["RANK"]
     transformers.logging.set_verbosity_error()
-    # Without this, each gc.collect() below would look at all objects of all libraries.
+    # Without this, gc.collect() below would look at all objects of all libraries.
     gc.freeze()
     for job in json.loads((folder / "jobs.json").read_text()):
         # fail() sleeps, so that only one rank prints the error.
         with mock.patch("time.sleep"):
             done = run(job)
         # Close the connections of a failed run, because the other rank may be waiting for it.
-        gc.collect()
+        if done["status"]:
+            gc.collect()
         result = {}
         if rank == "0" or done["status"]:
             result = read_result(done, folder / chapter / job["row"])

@@ -95,6 +95,13 @@ def test_what_is_of_another_run_stays_as_it_is(runs, models, tmp_path):
     assert before == after
 
 
+def test_name_that_is_a_pattern_is_refused(tmp_path):
+    args = [*LONG, "--save-dir", tmp_path, "-e", "run[1]"]
+    [[done]] = run_jobs(1, [("04", args)], tmp_path / "jobs")
+    expected = "run[1]: choose --save-dir and --experiment-name without *, ? and ["
+    check_user_error(done, expected)
+
+
 def test_the_settings_of_the_command_hold_after_a_resume(runs, tmp_path):
     """Not those of the checkpoint: it has none, and with another weight decay the curve differs."""
     copy_run(runs / "on2", 10, tmp_path / "run")
