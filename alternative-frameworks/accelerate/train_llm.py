@@ -400,7 +400,7 @@ def build_tokenizer_and_config(args):
         problem = "a router loss would depend on the size of the micro-batches"
         fail(f"--config output_router_logits: {problem}; pass --config output_router_logits=false")
     max_length = getattr(config, "max_position_embeddings", None) or args.seq_length
-    if args.seq_length > max_length:
+    if 0 < max_length < args.seq_length:
         fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {max_length} tokens")
     if len(tokenizer) < 2:
         fail(f"--model-name {args.model_name}: found no tokenizer; check the model's files")

@@ -33,6 +33,9 @@ SMALL |= {
 }
 # Some families need settings of their own to be built so small.
 OWN_SETTINGS = {
+    "axk1": {"n_group": 2, "topk_group": 1},
+    "codegen": {"n_head": 4},
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": 64},
@@ -40,15 +43,20 @@ OWN_SETTINGS = {
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
+    "marian": {"decoder_vocab_size": 384},
+    "mimo_v2_flash": {"num_attention_heads": 8, "num_key_value_heads": 4},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
     "plbart": {"encoder_attention_heads": 2, "decoder_attention_heads": 2},
     "reformer": {"is_decoder": True, "axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16]},
     "whisper": {"encoder_attention_heads": 2, "decoder_attention_heads": 2},
     "xlnet": {"d_head": 16},
+    "xlstm": {"embedding_dim": 32},
+    "xmod": {"default_language": "en_XX", "is_decoder": True},
     "zaya": {"num_experts_per_tok": 1},
 }
+OWN_SETTINGS["mimo_v2_flash"] |= {"swa_num_key_value_heads": 8}
 # Its layers share a part.
 OWN_SETTINGS["zamba2"] = {"layers_block_type": ["hybrid"] * 2, "hybrid_layer_ids": [0, 1]}
 OWN_SETTINGS["zamba2"] |= {"num_mem_blocks": 1, "mamba_headdim": 8}
