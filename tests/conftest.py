@@ -55,13 +55,16 @@ TOOLS |= {"test_preflight", "test_scale", "test_watch", "test_whats_wrong", "tes
 # way, and a different test covers the first way. Some check a chapter that saves and stops as its
 # neighbors do, or run a page beside the chapters. The others measure more than they check.
 RARELY_BROKEN = re.compile(
-    r"on_cluster.py::test_(one_curve.(pdsh|salloc|MPICH)|variables|environments|by_hand|in_tmux"
+    r"on_cluster.py::test_(one_curve.(pdsh|salloc|MPICH|deepspeed)|variables|environments|by_hand"
+    r"|in_tmux|watched.mpi"
     r"|asked|a_lost|no_way|sbatch_of_a_model_split_across_hosts.2"
     r"|fewer_hosts|more_hosts|a_dead_host|a_job_script|out_of_time.srun|preempted)"
     r"|kubernetes.py::test_(a_drained|a_crash|.*kubeflow)"
-    r"|large.py::test_(what_chapter_04|reading)|waiting.py::test_compiled_layers_stay"
-    r"|kill.py::test_killed_four_times.(03|06|07)|context.py::test_activations"
-    r"|frameworks_hf.py::test_killed|readme.py::.*.related-topics/(?!fp16)"
+    r"|large.py::test_(what_chapter_04|reading|weights_are_those_of_chapter_01.4)"
+    r"|waiting.py::test_compiled_layers_stay|versions.py::.*(04|05|07)"
+    r"|kill.py::test_killed_four_times.(?!02|05)|context.py::test_(activations|the_exam)"
+    r"|launchers.py::test_stopped_and_continued.(03-SIGUSR1|05)|sharded.py::test_a_checkpoint.*tied"
+    r"|frameworks_(hf|deepspeed).py::test_killed|readme.py::.*.related-topics/(?!fp16)"
 )
 # The tests in these files share no fixture, so each test is a group of its own.
 INDEPENDENT = {"test_diagnosis", "test_kill", "test_kubernetes", "test_readme"}

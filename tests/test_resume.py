@@ -18,9 +18,18 @@ NEAR = [("02@4", "02@4"), ("02@2", "02@1"), ("02@1", "02@2"), ("01", "02@2"), ("
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, models):
-    """Whole runs and continued ones: a name such as 02@2-on-02@1 says who continued whose run."""
+def runs(request, tmp_path_factory, models):
+    """Whole runs and continued ones: a name such as 02@2-on-02@1 says who continued whose run.
+
+    Only what the selected tests need is run.
+    """
     root = tmp_path_factory.mktemp("resume")
+    items = [item for item in request.session.items if item.path == request.path]
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    places = {(found.get("run"), found.get("on")) for found in params}
+    pairs = [pair for pair in SAME + NEAR if pair in places]
+    names = {"01", "02@2", *dict(pairs), *(found["name"] for found in params if "name" in found)}
+    names |= {name for name in ("01-dropout", "02@2-dropout") if pairs}
     dropout = ["-m", models / "gpt2-dropout"]
     extra = {"": [], "dropout": dropout, "bf16": ["--precision", "bf16"]}
 
@@ -34,10 +43,10 @@ def runs(tmp_path_factory, models):
                     jobs.append((chapter, [*LONG, *more, "--save-dir", root, "-e", name]))
             yield from run_or_fail(ranks, jobs, root / f"{kind}{ranks}", shares=1 + (ranks == 1))
 
-    list(run_all([(name, name.partition("-")[0]) for name in dict(SAME + NEAR)], "whole"))
-    for name, on in SAME + NEAR:
+    list(run_all([(name, name.partition("-")[0]) for name in sorted(names)], "whole"))
+    for name, on in pairs:
         copy_run(root / name, 10, root / f"{name}-on-{on}")
-    for ranks in run_all([(f"{name}-on-{on}", on) for name, on in SAME + NEAR], "later"):
+    for ranks in run_all([(f"{name}-on-{on}", on) for name, on in pairs], "later"):
         assert "continuing from" in ranks[0]["stdout"] and "step-00000010" in ranks[0]["stdout"]
     return root
 
