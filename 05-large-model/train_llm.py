@@ -213,7 +213,7 @@ def setup(args):
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     transformers.logging.set_verbosity_error()
     run_dir = Path(args.save_dir, args.experiment_name)
-    # FSDP: DCP takes these characters for a pattern when it joins the files of the exported model.
+    # FSDP: DCP reads these characters as a pattern when it joins the files of the exported model.
     if glob.escape(str(run_dir)) != str(run_dir):
         fail(f"{run_dir}: choose --save-dir and --experiment-name without *, ? and [")
     try:

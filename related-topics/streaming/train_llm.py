@@ -203,7 +203,7 @@ def setup(args):
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     transformers.logging.set_verbosity_error()
     run_dir = Path(args.save_dir, args.experiment_name)
-    # FSDP: DCP takes these characters for a pattern when it joins the files of the exported model.
+    # FSDP: DCP reads these characters as a pattern when it joins the files of the exported model.
     if glob.escape(str(run_dir)) != str(run_dir):
         fail(f"{run_dir}: choose --save-dir and --experiment-name without *, ? and [")
     try:
@@ -515,7 +515,7 @@ def shard(args, model, device):
         "mp_policy": bf16 if args.precision == "bf16" else MixedPrecisionPolicy(),
     }
     layers = layers_of(model)
-    # FSDP: a layer that is part of another layer comes after it in the list, and has to be first.
+    # FSDP: shard an inner layer before the layer that contains it, which comes first in the list.
     for layer in reversed(layers):
         # FSDP: keep the last layer gathered, because the backward pass starts with it.
         reshard = args.reshard_after_forward and layer is not layers[-1]
