@@ -8,11 +8,13 @@ Real:   sbatch --nodes 4 --gpus-per-node 8 03-job-launchers/slurm/train.sbatch \
 """
 
 import argparse
+import bisect
 import copy
 import ctypes
 import functools
 import glob
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -113,7 +115,8 @@ def parse_args():
     add("--config", nargs="+", default=[], metavar="NAME=VALUE", help="override model settings")
     add("--pretrained", action="store_true", help="start from the published weights")
 
-    add("-d", "--dataset-name", default="pydoc", help="hub id, folder, .txt/.jsonl/.csv/.parquet")
+    sources = "hub id, folder, .txt/.jsonl/.csv/.parquet, or FOLDER.tokens of prepare.py"
+    add("-d", "--dataset-name", default="pydoc", help=sources)
     add("--dataset-subset", help="the subset to load, if the hub dataset has subsets")
     add("--text-column", default="text", help="the column that holds the text")
     add("-s", "--seq-length", type=int, default=256, help="tokens per sample")
@@ -125,6 +128,8 @@ def parse_args():
     add("--warmup-steps", type=int, default=10, help="steps until the learning rate peaks")
     add("--weight-decay", type=float, default=0.1, help="decay of matrices; vectors have no decay")
     add("--max-grad-norm", type=float, default=1.0, help="maximum gradient norm; 0 means no limit")
+    skipping = "steps of samples to skip; without it, a resume keeps its number"
+    add("--skip-steps", type=int, default=0, help=skipping)
     add("--seed", type=int, default=0, help="seed for weights, data order and dropout")
 
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
@@ -163,7 +168,7 @@ def parse_args():
     add("--checkpoint-async", action="store_true", help="write checkpoints in the background")
 
     args = parser.parse_args()
-    may_be_zero = ["lr", "warmup_steps", "weight_decay", "max_grad_norm", "seed"]
+    may_be_zero = ["lr", "warmup_steps", "weight_decay", "max_grad_norm", "seed", "skip_steps"]
     minimums = dict.fromkeys(may_be_zero, 0) | {"seq_length": 2}
     for name, value in vars(args).items():
         minimum = minimums.get(name, 1)
@@ -1187,16 +1192,76 @@ def lr_at(args, step):
 # ---- data ------------------------------------------------------------------------------------
 @rank_first()
 def build_data(args, tokenizer):
-    """Return the training and held-out samples as memory-mapped [samples, seq_length] tensors."""
-    path = token_file(args, tokenizer)
-    num_samples = path.stat().st_size // 4 // args.seq_length
-    num_train = num_samples - args.eval_samples
+    """Return the training samples and the held-out samples, a [samples, seq_length] tensor."""
+    pieces = pieces_of(args, tokenizer)
+    first = next(pieces, torch.empty(0, args.seq_length))
+    num_train = len(first) - args.eval_samples
     if num_train < 1:
-        samples = f"{num_samples} samples of {args.seq_length} tokens"
+        samples = f"{len(first)} samples of {args.seq_length} tokens"
         problem = f"{samples} are not more than --eval-samples {args.eval_samples}"
         fail(f"--dataset-name {args.dataset_name}: {problem}; add text, or lower --seq-length")
-    tokens = torch.from_file(str(path), size=num_samples * args.seq_length, dtype=torch.int32)
-    return tokens.view(num_samples, -1).split([num_train, args.eval_samples])
+    first, held_out = first.split([num_train, args.eval_samples])
+    return Samples(first, pieces), held_out
+
+
+class Samples:
+    """The training samples of one or more pieces: memory-mapped [samples, seq_length] tensors."""
+
+    def __init__(self, first, further=()):
+        """Begin with the first piece; `further` yields the other pieces."""
+        self.pieces, self.further = [first], iter(further)
+        # Where each piece begins in an epoch, and where the last one ends.
+        self.starts = [0, len(first)]
+
+    def place_of(self, position):
+        """Return the epoch, the piece and the index in the piece of a position in all epochs."""
+        while position >= self.starts[-1] and (piece := next(self.further, None)) is not None:
+            self.pieces.append(piece)
+            self.starts.append(self.starts[-1] + len(piece))
+        epoch, position = divmod(position, self.starts[-1])
+        piece = bisect.bisect(self.starts, position) - 1
+        return epoch, piece, position - self.starts[piece]
+
+
+def pieces_of(args, tokenizer):
+    """Yield the samples of one token file, or of each piece in a folder that prepare.py writes."""
+    folder = Path(args.dataset_name)
+    if folder.suffix != ".tokens":
+        yield map_samples(token_file(args, tokenizer), torch.int32, args.seq_length)
+        return
+    try:
+        index = json.loads((folder / "index.json").read_text())
+    except (OSError, ValueError) as error:
+        fail(f"--dataset-name {folder}: {error}; write it with preparing-data/prepare.py")
+    vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id])
+    if index["tokenizer"] != hashlib.sha256(vocabulary.encode()).hexdigest()[:16]:
+        fail(f"--dataset-name {folder}: was prepared with a different tokenizer")
+    # Part k of n has the pieces k, k + n, k + 2n, ... up to its end.
+    number = num_missing = 0
+    while num_missing < index["parts"]:
+        path = wait_for_piece(folder, number, index["parts"])
+        if path:
+            yield map_samples(path, getattr(torch, index["dtype"]), args.seq_length)
+        number, num_missing = number + 1, 0 if path else num_missing + 1
+
+
+def wait_for_piece(folder, number, num_parts):
+    """Return the path of a piece when it is complete, or None if its part has ended before it."""
+    path, part = folder / f"{number:06}.tokens", folder / f"part-{number % num_parts}.json"
+    for second in itertools.count():
+        has_ended = part.exists() and json.loads(part.read_text()).get("ended")
+        if path.exists() or has_ended:
+            return path if path.exists() else None
+        if second % 60 == 0:
+            print(f"waiting for {path}; is prepare.py running?", flush=True)
+        time.sleep(1)
+
+
+def map_samples(path, dtype, seq_length):
+    """Return the samples in a token file as a memory-mapped [samples, seq_length] tensor."""
+    num_samples = path.stat().st_size // dtype.itemsize // seq_length
+    tokens = torch.from_file(str(path), size=num_samples * seq_length, dtype=dtype)
+    return tokens.view(num_samples, seq_length)
 
 
 def token_file(args, tokenizer):
@@ -1265,9 +1330,9 @@ def load_documents(args):
 
 
 @functools.lru_cache(maxsize=2)
-def order_of(seed, epoch, num_samples):
-    """Return a random order of the samples, different in each epoch."""
-    generator = torch.Generator().manual_seed(mix(seed, epoch))
+def order_of(seed, visit, num_samples):
+    """Return a random order of the samples of a piece, different in each visit."""
+    generator = torch.Generator().manual_seed(mix(seed, visit))
     return torch.randperm(num_samples, generator=generator)
 
 
@@ -1275,8 +1340,10 @@ def batch_at(args, samples, step, micro_step, device):
     """Return an int64 micro-batch; its samples depend on the step number, not on past steps."""
     data_rank, num_data_ranks = data_rank_of(args)
     size = args.micro_batch_size * num_data_ranks
-    first = ((step - 1) * args.accumulation + micro_step) * size
+    first = end_of(args, step - 1) + micro_step * size
     positions = range(first + data_rank, first + size, num_data_ranks)
+    # DDP: wait for the whole step's pieces, because a collective cannot wait for long.
+    samples.place_of(end_of(args, step) - 1)
     batch = samples_at(args, samples, positions).long()
     return batch.pin_memory().to(device, non_blocking=True) if args.device == "cuda" else batch
 
@@ -1297,13 +1364,21 @@ def context_part(args, sequences):
     return sequences.chunk(args.context_parallel_size, dim=1)[context_rank]
 
 
+def end_of(args, step):
+    """Return the position after the last sample of a step, counted over all epochs."""
+    return (step + args.skip_steps) * args.global_batch_size
+
+
 def samples_at(args, samples, positions):
     """Return the samples at the given positions in the endless sequence of shuffled epochs."""
-    ids = []
+    rows = []
     for position in positions:
-        epoch, index = divmod(position, len(samples))
-        ids.append(order_of(args.seed, epoch, len(samples))[index])
-    return samples[torch.stack(ids)]
+        epoch, number, index = samples.place_of(position)
+        piece = samples.pieces[number]
+        # Each visit to a piece has an order of its own.
+        visit = epoch * len(samples.pieces) + number
+        rows.append(piece[order_of(args.seed, visit, len(piece))[index]])
+    return torch.stack(rows)
 
 
 # ---- one step --------------------------------------------------------------------------------
@@ -1579,6 +1654,7 @@ def load_checkpoint(args, run_dir, model, optimizer):
 
 def compare_args(args, saved_args, checkpoint):
     """Stop if an argument that must stay the same has changed; print all other changes."""
+    args.skip_steps = args.skip_steps or saved_args.get("skip_steps", 0)
     must_match = ["model_name", "config", "num_weights", "dataset_fingerprint"]
     must_match += ["seq_length", "global_batch_size", "seed"]
     for name, value in vars(args).items():
@@ -1675,10 +1751,11 @@ def mfu(args, model, tokens_per_second):
     return tokens_per_second * flops_per_token / (peak * dist.get_world_size())
 
 
-def measure(args, model, step, loss, grad_norm, interval_start):
+def measure(args, model, train_set, step, loss, grad_norm, interval_start):
     """Return the metrics of `step`; loss.item() makes the host wait for the device."""
     dist.all_reduce(loss, dist.ReduceOp.AVG)
-    row = {"step": step, "loss": loss.item(), "grad_norm": grad_norm.item()}
+    epoch, *_ = train_set.place_of(end_of(args, step) - 1)
+    row = {"step": step, "epoch": epoch, "loss": loss.item(), "grad_norm": grad_norm.item()}
     start_step, start_time = interval_start
     tokens = (step - start_step) * args.global_batch_size * args.seq_length
     speed = tokens / (time.perf_counter() - start_time) if start_time else None
@@ -1729,7 +1806,8 @@ def main():
     device, run_dir = setup(args)
     tokenizer, config = build_tokenizer_and_config(args)
     train_set, held_out = build_data(args, tokenizer)
-    args.dataset_fingerprint = mix(len(train_set), train_set[:: 1 + len(train_set) // 100].tolist())
+    first = train_set.pieces[0]
+    args.dataset_fingerprint = mix(len(first), first[:: 1 + len(first) // 100].tolist())
     model = shard(args, build_model(args, config), device)
     check_forward(args, model, device)
     args.num_weights = model.num_parameters()
@@ -1759,7 +1837,7 @@ def main():
             first = interval_start[0] + 1
             fail(f"a gradient in steps {first} to {step} was not finite; these steps are not saved")
         if reporting:
-            row = measure(args, model, step, loss, grad_norm, interval_start)
+            row = measure(args, model, train_set, step, loss, grad_norm, interval_start)
             if evaluating:
                 row["val_loss"] = evaluate(args, model, held_out, device)
             log(run_dir, wandb_run, row)

@@ -293,7 +293,7 @@ def bare_window(args, model, optimizer, device):
 def trainer(chapter, args, keep):
     """Measure the Hugging Face Trainer on as many tokens, set up as its documentation does."""
     tokenizer, config = chapter.build_tokenizer_and_config(args)
-    samples, _ = chapter.build_data(args, tokenizer)
+    samples = chapter.build_data(args, tokenizer)[0].pieces[0]
     ends, steps = [], len(samples) // args.global_batch_size
 
     class Clock(transformers.TrainerCallback):

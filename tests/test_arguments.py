@@ -47,7 +47,7 @@ def test_every_flag_is_explained(chapter, parse, capsys):
     shown, said = capsys.readouterr()
     assert (stop.value.code, said) == (0, "")
     flags = re.findall(r'add\((?:"-\w", )?"(--[\w-]+)"', SCRIPTS["01"].read_text())
-    assert len(flags) == 26
+    assert len(flags) == 27
     for flag in flags:
         assert re.search(rf"{flag}\b[^\n]*(\n\s+)?\S", shown)
     assert "(default: 0.001)" in " ".join(shown.split())
@@ -143,7 +143,8 @@ def test_metrics_have_the_promised_columns(tmp_path):
     args = [*args.split(), "--eval-samples", "5", "--save-dir", tmp_path, "-e", "run"]
     run_or_fail(1, [("01", args)], tmp_path / "jobs")
     rows = metrics(tmp_path / "run")
-    names = ["step", "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "peak_memory_gib"]
+    names = ["step", "epoch", "loss", "grad_norm", "lr", "tokens_per_second", "mfu"]
+    names.append("peak_memory_gib")
     assert list(rows) == [0, 2, 3, 4, 6]
     assert list(rows[0]) == ["step", "val_loss"]
     assert list(rows[2]) == list(rows[4]) == names

@@ -30,8 +30,10 @@ def ids_at(chapters, monkeypatch):
         script = chapters["01" if world_size is None else "02"]
         ranks = world_size or 1
         args = Namespace(seed=7, device="cpu", micro_batch_size=micro_batch_size)
+        args.skip_steps, args.global_batch_size = 0, GLOBAL_BATCH
         args.accumulation = GLOBAL_BATCH // ranks // micro_batch_size
-        samples = torch.arange(num_samples, dtype=torch.int32).view(-1, 1)  # each holds its id
+        ids = torch.arange(num_samples, dtype=torch.int32).view(-1, 1)
+        samples = script.Samples(ids)
         monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
         drawn = []
         for micro_step in range(args.accumulation):
@@ -56,6 +58,29 @@ def test_ranks_together_draw_the_seeded_permutations(chapters, ids_at, ranks, mi
         assert stream[epoch * 103 : (epoch + 1) * 103] == expected
 
 
+@pytest.mark.parametrize("chapter", ["01", "02"])
+def test_skipping_steps_reads_later_samples(chapters, monkeypatch, chapter):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    script = chapters[chapter]
+    samples = script.Samples(torch.arange(50, dtype=torch.int32).view(-1, 1))
+    args = Namespace(seed=0, device="cpu", micro_batch_size=2, accumulation=2)
+    args.global_batch_size, args.skip_steps = 4, 30
+    found = script.batch_at(args, samples, 5, 1, DEVICE)
+    args.skip_steps = 0
+    assert torch.equal(found, script.batch_at(args, samples, 35, 1, DEVICE))
+
+
+def test_resume_keeps_the_number_of_skipped_steps(chapters, capsys):
+    compare = chapters["01"].compare_args
+    args = Namespace(skip_steps=0)
+    compare(args, {"skip_steps": 30}, "step-00000010")
+    assert args.skip_steps == 30 and capsys.readouterr().out == ""
+    args = Namespace(skip_steps=50)
+    compare(args, {"skip_steps": 30}, "step-00000010")
+    assert capsys.readouterr().out == "step-00000010: skip_steps was 30, is now 50\n"
+
+
 def test_seeds_are_mixed_not_added(chapters):
     mix = chapters["01"].mix
     seeds = {mix(*numbers) for numbers in product(range(10), repeat=3)}
@@ -72,7 +97,8 @@ def build(script, folder, rows, **changes):
 
     args = {"dataset_name": str(name), "dataset_subset": None, "text_column": "text"}
     args |= {"seq_length": 64, "eval_samples": 5} | changes
-    return script.build_data(Namespace(**args), ByT5Tokenizer())
+    samples, held_out = script.build_data(Namespace(**args), ByT5Tokenizer())
+    return samples.pieces[0], held_out
 
 
 def texts(count, seed=0):

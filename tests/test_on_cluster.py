@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -114,6 +115,27 @@ def test_sbatch_of_a_model_split_across_hosts(cluster, settings, curve, tmp_path
     assert difference(curve, metrics(tmp_path / "run")) < 1e-5
     shards = (tmp_path / "run/checkpoints/step-00000020").glob("*.distcp")
     assert {path.name for path in shards} == {f"__{rank}_0.distcp" for rank in range(4)}
+
+
+def test_an_array_job_prepares_data_while_chapter_04_trains(cluster, settings, tmp_path):
+    """Each task of the array writes a part; the training job starts when the folder exists."""
+    folder = tmp_path / "web.tokens"
+    tool = [sys.executable, ROOT / "preparing-data/prepare.py", "-o", folder, "--piece", 4000]
+    command = shlex.join(map(str, [*tool, "--workers", 1, "pydoc"]))
+    sbatch(cluster, tmp_path, settings, "--array=0-1", "--wrap", command)
+    wait_until((folder / "index.json").exists, 60, "index.json")
+    given = arguments(tmp_path, [*SHORT, "-d", folder], str(SCRIPTS["04"]))
+    environments.launch(cluster, tmp_path, TYPED["slurm/train.sbatch"], given, settings)
+
+    def is_complete():
+        return "complete" in json.loads((folder / "index.json").read_text())
+
+    wait_until(is_complete, 60, "both parts are complete")
+    index = json.loads((folder / "index.json").read_text())
+    assert index["parts"] == 2 and index["complete"]["pieces"] > 60
+    words = [*SHORT, "-d", folder, "--save-dir", tmp_path, "-e", "one-host"]
+    run_or_fail(4, [("04", words)], tmp_path / "ranks")
+    assert difference(metrics(tmp_path / "one-host"), metrics(tmp_path / "run")) < 1e-5
 
 
 def watched(tmp_path, script, *more):

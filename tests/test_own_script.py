@@ -211,7 +211,7 @@ def test_the_end_of_a_stream_loses_no_step(one_rank_group, monkeypatch, tmp_path
 
 
 def test_a_stream_continues_where_its_state_says(tmp_path):
-    """As 01's in-depth page has it; here with a map that makes two samples of each record."""
+    """As the page on data loading has it; here with a map that makes two samples of each record."""
     for name in "abcd":
         rows = [json.dumps({"text": f"{name}{number}"}) for number in range(50)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))

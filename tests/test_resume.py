@@ -232,7 +232,8 @@ def test_a_resume_does_not_take_longer_in_later_steps(load):
     """Any batch takes the time of one permutation."""
     chapter = load("01")
     args = argparse.Namespace(seed=0, accumulation=1, micro_batch_size=4, device="cpu")
-    samples, times = torch.zeros(100_000, 2, dtype=torch.int32), []
+    args.skip_steps, args.global_batch_size = 0, 4
+    samples, times = chapter.Samples(torch.zeros(100_000, 2, dtype=torch.int32)), []
     for step in (1, 10**6, 10**12):
         chapter.order_of.cache_clear()
         start = time.perf_counter()

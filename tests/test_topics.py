@@ -14,7 +14,7 @@ from conftest import ROOT, user_error
 from test_resume import NEAR, SAME
 
 TOPICS = ROOT / "related-topics"
-PAGES = ["batch-size-and-lr", "data-loading", "determinism", "elastic", "own-architecture"]
+PAGES = ["batch-size-and-lr", "determinism", "elastic", "own-architecture"]
 
 
 def script(name):
@@ -150,10 +150,10 @@ def test_the_table_of_resumes_says_what_their_tests_require():
 @pytest.mark.parametrize("chapter, ranks", [("01", 1), ("02", 2), ("02", 4)])
 def test_a_sampler_gives_the_batches_of_the_chapters(load, monkeypatch, chapter, ranks):
     """On each rank, from any step on, and from one epoch to the next."""
-    module, share = load(chapter), script("data-loading/share.py")
+    module, share = load(chapter), script("../preparing-data/share.py")
     samples, args = (
         torch.arange(100, dtype=torch.int32).view(50, 2),
-        Namespace(seed=3, device="cpu"),
+        Namespace(seed=3, device="cpu", skip_steps=0),
     )
     args.global_batch_size, args.micro_batch_size, args.accumulation = 24, 3, 8 // ranks
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
@@ -162,7 +162,8 @@ def test_a_sampler_gives_the_batches_of_the_chapters(load, monkeypatch, chapter,
         ids = share.ids_from(args, module.order_of, len(samples), step, rank, ranks)
         for number, some in enumerate(islice(ids, 3 * args.accumulation)):
             later, micro_step = divmod(number, args.accumulation)
-            batch = module.batch_at(args, samples, step + later, micro_step, "cpu")
+            place = step + later, micro_step
+            batch = module.batch_at(args, module.Samples(samples), *place, "cpu")
             assert torch.equal(samples[some].long(), batch)
 
 
@@ -170,7 +171,7 @@ def test_a_sampler_gives_the_batches_of_the_chapters(load, monkeypatch, chapter,
 @pytest.mark.alone
 def test_a_step_waits_as_predicted():
     """Roughly: 75% of its time without workers, and not at all with as many as it costs steps."""
-    share = script("data-loading/share.py")
+    share = script("../preparing-data/share.py")
     took, waited = share.measure(20)
     assert waited / took < 0.05
     seconds = 3 * (took - waited) / 20 / share.BATCH

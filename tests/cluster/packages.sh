@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Install the Debian packages that the small cluster needs, without starting their services.
+# Install the Debian packages that the small cluster and some tests need, without starting their
+# services.
 set -euo pipefail
 
 packages=(
     slurmd slurmctld slurm-client slurm-wlm-basic-plugins munge
     openssh-server openssh-client pdsh openmpi-bin mpich
     iproute2 nftables procps util-linux tmux
+    bzip2 gzip xz-utils zstd
 )
 policy=/usr/sbin/policy-rc.d
 saved_policy=$policy.before-cluster

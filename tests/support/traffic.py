@@ -56,7 +56,8 @@ def main():
         _, config = chapter.build_tokenizer_and_config(args)
         model = chapter.shard(args, chapter.build_model(args, config), device)
         optimizer = chapter.build_optimizer(args, model)
-        samples = torch.randint(config.vocab_size, (args.global_batch_size, args.seq_length))
+        ids = torch.randint(config.vocab_size, (args.global_batch_size, args.seq_length))
+        samples = chapter.Samples(ids)
         chapter.train_step(args, model, optimizer, samples, 1, device)
         with Traffic() as traffic:
             chapter.train_step(args, model, optimizer, samples, 2, device)

@@ -497,8 +497,8 @@ def loaded(path):
 
 
 def listing(path, name):
-    """Print a function of a related topic's script."""
-    source = (ROOT / "related-topics" / path).read_text()
+    """Print a function of a script."""
+    source = (ROOT / path).read_text()
     fenced("python", [source.splitlines()[number - 1] for number in parts(source)[name]])
 
 
@@ -534,6 +534,16 @@ def waits(file):
         predicted = max(0, 1 - ahead / cost) if ahead else cost / (cost + 1)
         processes = f"{ahead} worker{'s' * (ahead != 1)}" if ahead else "no workers"
         print(f"| `DataLoader`, {processes} | {cost:.1f} | {row['share']:.1%} | {predicted:.0%} |")
+
+
+def preparing(file):
+    """Print the table of how long programs need to tokenize the same text."""
+    heading("| program | time | from ... to | first file after |")
+    for row in measured(file, "rows"):
+        spread = f"{row['low']:.2f} – {row['high']:.2f}"
+        print(f"| {row['name']} | {row['time']:.2f} | {spread} | {row['first file']:.0%} of it |")
+    size, rounds = measured(file, "megabytes"), measured(file, "rounds")
+    print(f"\n{size} MB of text; medians of {rounds} rounds, as multiples of two workers' time.")
 
 
 def frameworks(file):
@@ -627,7 +637,8 @@ def machine(file, *packages):
     gpus = facts.get("gpus", "")
     if gpus and not isinstance(gpus, str):  # as benchmarks/gpu_check.py has them
         gpus = f"{facts['count']} x {gpus[0]['name']}"
-    cpu = f"{facts['cores']} cores of an {facts['cpu']} ({facts['bf16 flags']})"
+    flags = "" if facts["bf16 flags"] == "none" else f" ({facts['bf16 flags']})"
+    cpu = f"{facts['cores']} cores of an {facts['cpu']}{flags}"
     print(f"{gpus and f'{gpus}, '}{cpu}, {versions}.")
 
 

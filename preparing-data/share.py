@@ -1,7 +1,7 @@
 """Measure the share of a training step that is spent waiting for data, with several loaders.
 
-Here:  python related-topics/data-loading/share.py --workers 0 4 --steps 10
-Ours:  python related-topics/data-loading/share.py --output benchmarks/results/data-loading.json
+Here:  python preparing-data/share.py --workers 0 4 --steps 10
+Ours:  python preparing-data/share.py --output benchmarks/results/data-loading.json
 
 First, training reads chapter 01's memory-mapped tokens. Then a DataLoader provides the same samples
 slowly: loading a batch takes --cost times as long as computing a step.
@@ -18,7 +18,7 @@ import datasets
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
 from contenders import load  # noqa: E402
@@ -82,8 +82,9 @@ def measure(steps, workers=None, seconds=0.0):
     optimizer = chapter.build_optimizer(args, model)
     get, waited = chapter.batch_at, []
     if workers is not None:
-        ids = ids_from(args, chapter.order_of, len(train_set), step=1)
-        far = Far(train_set, seconds)
+        [samples] = train_set.pieces
+        ids = ids_from(args, chapter.order_of, len(samples), step=1)
+        far = Far(samples, seconds)
         batches = iter(DataLoader(far, batch_sampler=ids, num_workers=workers))
 
     def timed(*place):
