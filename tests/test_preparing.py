@@ -250,6 +250,13 @@ def test_wrong_arguments_are_one_line(tmp_path, words, expected):
     assert expected in line
 
 
+def test_an_empty_folder_is_one_line(tmp_path):
+    (tmp_path / "none").mkdir()
+    [line] = prepare(tmp_path / "o.tokens", tmp_path / "none", status=2).splitlines()
+    assert "none: the folder has no .jsonl .json" in line
+    assert not (tmp_path / "o.tokens").exists()
+
+
 # ---- training --------------------------------------------------------------------------------
 QUICK = [(1, 1, 3000, 1), (5, 1, 1000, 3), (7, 3, 1000, 2), (2, 3, 500, 4)]
 GRID = [point for point in product((1, 3, 7), (1, 2, 3), (500, 1700), (1, 2, 3, 4))]

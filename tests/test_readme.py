@@ -25,7 +25,7 @@ MEASURED = {
 LIVE = {"06-apart", "data-loading-watch", "diagnosing-hang", "diagnosing-preflight"}  # measured
 LIVE |= {"fp16-check"}
 MODELS = {"Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"}
-HUB = {*MODELS, "roneneldan/TinyStories", "allenai/c4"}
+HUB = {*MODELS, "roneneldan/TinyStories", "allenai/c4", "HuggingFaceFW/fineweb-edu"}
 SMALL = (
     " --num-steps 2 --seq-length 32 --global-batch-size 4 --batch-size 2 --eval-samples 4"
     " --device cpu --precision fp32"
@@ -127,6 +127,7 @@ def stand_in(models, tmp_path_factory):
     rows = [json.dumps({"text": f"Once upon a time there was number {n}."}) for n in range(100)]
     files = {"roneneldan/TinyStories/train.jsonl": rows}
     files |= {f"allenai/c4/en/{n}.jsonl": rows for n in range(64)}
+    files["HuggingFaceFW/fineweb-edu/sample-10BT/0.jsonl"] = rows
     files["allenai/c4/README.md"] = ["---", "configs: [{config_name: en, data_files: en/*}]", "---"]
     for name, lines in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
