@@ -82,8 +82,8 @@ PARTS += [*TRACED_PARTS, "communication"]
 # of arguments may contain them.
 IGNORED_FLAGS = (
     "--dataset-subset --text-column --num-steps --lr --warmup-steps --weight-decay --max-grad-norm "
-    "--seed --save-dir --checkpoint-every --keep-checkpoints --eval-every --eval-samples "
-    "--log-every --wandb --dist-timeout"
+    "--skip-steps --seed --save-dir --checkpoint-every --keep-checkpoints --eval-every "
+    "--eval-samples --log-every --wandb --dist-timeout"
 )
 
 

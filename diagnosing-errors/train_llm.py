@@ -699,14 +699,14 @@ def samples_at(args, samples, positions):
         piece = samples.pieces[number]
         # Each visit to a piece has an order of its own.
         visit = epoch * len(samples.pieces) + number
-        rows.append(piece[order_of(args.seed, visit, len(piece))[index]])
+        rows.append(piece[order_of(args.seed, visit, len(piece))[index, None]])
     if "hang-data" in ACTIVE_FAULTS:
         time.sleep(1e6)
     if "slow-data" in ACTIVE_FAULTS:
         time.sleep(1)
     if "loss-spike" in ACTIVE_FAULTS:
         return torch.randint(10, 250, (len(rows), args.seq_length))
-    return torch.stack(rows)
+    return torch.cat(rows)
 
 
 # ---- one step --------------------------------------------------------------------------------

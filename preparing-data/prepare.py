@@ -215,11 +215,14 @@ def sources_of(args):
         except ValueError:
             weights[word] = None
     if not any(weights.values()):
-        return [Source(args, list(weights), 1.0, False)]
+        return [Source(args, 0, list(weights), 1.0, False)]
     if missing := [name for name, weight in weights.items() if not weight]:
         fail(f"{missing[0]}: give each source a weight above 0, or none of them")
     total = sum(weights.values())
-    return [Source(args, [name], weight / total, True) for name, weight in weights.items()]
+    return [
+        Source(args, number, [name], weight / total, True)
+        for number, (name, weight) in enumerate(weights.items())
+    ]
 
 
 class Source:
@@ -229,8 +232,9 @@ class Source:
     A part reads every n-th shard or, if there are fewer shards than parts, every n-th document.
     """
 
-    def __init__(self, args, names, weight, repeats):
-        self.args, self.name, self.weight, self.repeats = args, " ".join(names), weight, repeats
+    def __init__(self, args, number, names, weight, repeats):
+        self.args, self.number, self.name = args, number, " ".join(names)
+        self.weight, self.repeats = weight, repeats
         self.shards = [shard for name in names for shard in shards_of(name)]
         part, parts = args.part
         self.by_shard = len(self.shards) >= parts
@@ -267,7 +271,8 @@ class Source:
 
     def next_batch(self):
         """Return the next records, each with its shard and its line."""
-        key = f"{self.args.seed} {self.name} {self.pass_number}"
+        # The order does not depend on names, so a folder can be moved.
+        key = f"{self.args.seed} {self.number} {self.pass_number}"
         order = list(self.numbers)
         random.Random(key).shuffle(order)
         choose, records = random.Random(f"{key} {self.batch}"), []

@@ -666,8 +666,8 @@ def samples_at(args, samples, positions):
         piece = samples.pieces[number]
         # Each visit to a piece has an order of its own.
         visit = epoch * len(samples.pieces) + number
-        rows.append(piece[order_of(args.seed, visit, len(piece))[index]])
-    return torch.stack(rows)
+        rows.append(piece[order_of(args.seed, visit, len(piece))[index, None]])
+    return torch.cat(rows)
 
 
 # ---- one step --------------------------------------------------------------------------------
