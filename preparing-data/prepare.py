@@ -179,7 +179,8 @@ def paragraphs_of(file):
 
 def fields_of(file, column, separator):
     """Yield one column of a table, each field with its line."""
-    rows = csv.reader(io.TextIOWrapper(file, "utf-8", newline=""), delimiter=separator)
+    csv.field_size_limit(2**31 - 1)  # By default, a field has at most 128 KiB.
+    rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=separator)
     names = next(rows, [])
     if names and column not in names:
         raise ValueError(f"it has no column {column}, but {' '.join(names)}")
@@ -402,16 +403,29 @@ def load(args):
 
 def tokenize(records):
     """Return the tokens of all records in a row, the lengths of the documents, and the problems."""
-    texts, problems = [], []
+    texts, ids, problems = [], [], []
     for shard, line, record in records:
         try:
-            texts.append(text_of(record, ARGS.text_column))
+            texts.append((shard, line, text_of(record, ARGS.text_column)))
         except Exception as error:
             problems.append((shard, line, reason_of(error)))
-    ids = TOKENIZER(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+    try:
+        ids = ids_of([text for *_, text in texts])
+    except Exception:
+        # Find the documents that cannot be tokenized, such as one with half of a surrogate pair.
+        for shard, line, text in texts:
+            try:
+                ids += ids_of([text])
+            except Exception as error:
+                problems.append((shard, line, reason_of(error)))
     documents = [np.array([*tokens, TOKENIZER.eos_token_id], dtype=np.int32) for tokens in ids]
     lengths = [len(document) for document in documents]
     return np.concatenate([np.zeros(0, dtype=np.int32), *documents]), lengths, problems
+
+
+def ids_of(texts):
+    """Return the token ids of each text."""
+    return TOKENIZER(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
 
 class Stream:
@@ -438,14 +452,14 @@ class Stream:
         self.document = self.token = self.first = 0
         most = 2 * source.args.workers
         while not self.lengths:
-            while len(self.waiting) < most and not source.has_ended():
-                state = source.state()
-                self.waiting.append((state, self.pool.submit(tokenize, source.next_batch())))
-            if not self.waiting:
-                self.batch = source.state()
-                return
-            self.batch, result = self.waiting.popleft()
             try:
+                while len(self.waiting) < most and not source.has_ended():
+                    state = source.state()
+                    self.waiting.append((state, self.pool.submit(tokenize, source.next_batch())))
+                if not self.waiting:
+                    self.batch = source.state()
+                    return
+                self.batch, result = self.waiting.popleft()
                 self.tokens, self.lengths, problems = result.result()
             except BrokenProcessPool:
                 fail("a worker was killed, perhaps for lack of memory; lower --workers")
@@ -453,6 +467,8 @@ class Stream:
                 where = source.shards[shard].name + (f", line {line}" if line else "")
                 if not source.args.skip_bad:
                     fail(f"{where}: {reason}")
+                if not line:
+                    tqdm.write(f"{where}: {reason}; the rest of this shard is left out")
             self.num_bad += len(problems)
 
     def take(self, most):

@@ -185,6 +185,10 @@ def test_all_formats_have_the_same_documents(tmp_path):
     for path in sorted(files.iterdir()):
         prepare(tmp_path / f"{path.stem}.tokens", path)
         assert sorted(documents_of(tmp_path / f"{path.stem}.tokens")) == sorted(texts), path
+    # Larger than the default limit of a field, and with a byte order mark.
+    (files / "f.csv").write_text(f"\ufefftext\n{'x' * 200_000}\n")
+    prepare(tmp_path / "f.tokens", files / "f.csv")
+    assert documents_of(tmp_path / "f.tokens") == ["x" * 200_000]
     (files / "e.txt").write_text("one\n\n\ntwo\nlines\n\nthree\n")
     prepare(tmp_path / "e.tokens", files / "e.txt")
     assert sorted(documents_of(tmp_path / "e.tokens")) == ["one", "three", "two\nlines"]
@@ -214,6 +218,7 @@ BAD = {
     "lists.jsonl": (b'{"text": ["a"]}\n', "line 1: column text has a list, and not text"),
     "ragged.csv": (b"text,n\na,1\nb,c,2\n", "line 3: it has 3 fields, and the first line 2"),
     "name.csv": (b"body\na\n", "name.csv: it has no column text, but body"),
+    "half.jsonl": (b'{"text": "a"}\n{"text": "\\ud800"}\n', "half.jsonl, line 2: Unicode"),
     "torn.jsonl": (b'{"text": "a"}\n{"text": "b', "torn.jsonl, line 2: JSONDecodeError"),
 }
 
@@ -229,11 +234,15 @@ def test_bad_input_is_one_line_and_leaves_no_piece(tmp_path, name):
 
 
 def test_skipping_counts_bad_documents(tmp_path):
-    lines = b'{"text": "a"}\n{"text": 7}\nno JSON\n{"text": "b"}\n'
-    (tmp_path / "some.jsonl").write_bytes(lines)
-    prepare(tmp_path / "o.tokens", tmp_path / "some.jsonl", "--skip-bad")
-    assert sorted(documents_of(tmp_path / "o.tokens")) == ["a", "b"]
-    assert json.loads((tmp_path / "o.tokens/index.json").read_text())["complete"]["bad"] == 2
+    lines = b'{"text": "a"}\n{"text": 7}\nno JSON\n{"text": "\\ud800"}\n{"text": "b"}\n'
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some/1.jsonl").write_bytes(lines)
+    (tmp_path / "some/2.jsonl").write_bytes(gzip.compress(b'{"text": "x"}\n' * 99)[:-9])
+    said = prepare(tmp_path / "o.tokens", tmp_path / "some", "--skip-bad")
+    assert "some/2.jsonl: EOFError" in said and "the rest of this shard is left out" in said
+    found = set(documents_of(tmp_path / "o.tokens"))
+    assert {"a", "b"} <= found <= {"a", "b", "x"}
+    assert json.loads((tmp_path / "o.tokens/index.json").read_text())["complete"]["bad"] == 4
 
 
 @pytest.mark.parametrize(
