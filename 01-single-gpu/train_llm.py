@@ -728,8 +728,11 @@ def log(run_dir, wandb_run, row):
 
     After a resume, metrics.jsonl may have several rows for a step; the last row is valid.
     """
-    with open(run_dir / "metrics.jsonl", "a") as file:
-        print(json.dumps(row), file=file)
+    with open(run_dir / "metrics.jsonl", "ab+") as file:
+        # A kill or a full disk may have cut the last row short. If so, begin a new line.
+        file.seek(max(0, file.tell() - 1))
+        separator = b"" if file.read() in (b"", b"\n") else b"\n"
+        file.write(separator + json.dumps(row).encode() + b"\n")
     wandb_run.log(row)
     # Keep training if the terminal has been closed.
     with suppress(OSError):

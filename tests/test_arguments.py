@@ -1,9 +1,11 @@
 """The command line, and the small functions that everything is derived with."""
 
+import json
 import math
 import os
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,6 +154,19 @@ def test_metrics_have_the_promised_columns(tmp_path):
     assert rows[2]["tokens_per_second"] is None  # that interval may have compiled
     assert all(row["tokens_per_second"] > 0 for step, row in rows.items() if step > 2)
     assert all(math.isfinite(row["loss"]) for step, row in rows.items() if step)
+
+
+def test_row_after_a_cut_row_is_on_a_line_of_its_own(tmp_path, load):
+    chapter, rows = load("01"), [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}]
+    wandb_run = SimpleNamespace(log=lambda row: None)
+    path = tmp_path / "metrics.jsonl"
+    for row in rows:
+        chapter.log(tmp_path, wandb_run, row)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+    path.write_text(path.read_text() + '{"step": 3, "lo')
+    chapter.log(tmp_path, wandb_run, {"step": 3, "loss": 2.0})
+    *_, cut, last = path.read_text().splitlines()
+    assert cut == '{"step": 3, "lo' and json.loads(last) == {"step": 3, "loss": 2.0}
 
 
 # ---- GPUs, as far as a machine without any can tell ---------------------------------------------
