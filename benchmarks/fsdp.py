@@ -97,7 +97,8 @@ def measure_costs(chapter, args, device):
     model = chapter.shard(args, chapter.build_model(args, config), device)
     optimizer = chapter.build_optimizer(args, model)
     found = {"gathered": 0, "process between micro-batches": 0}
-    samples = torch.randint(config.vocab_size, (BATCH, args.seq_length), dtype=torch.int32)
+    ids = torch.randint(config.vocab_size, (BATCH, args.seq_length), dtype=torch.int32)
+    samples = chapter.Samples(ids)
 
     def look(*_):
         whole = [weight for weight in model.parameters() if not isinstance(weight, DTensor)]

@@ -79,7 +79,8 @@ def measure_saves(chapter, args, device):
     args.dataset_fingerprint = args.num_weights = None
     model = chapter.shard(args, chapter.build_model(args, config), device)
     optimizer = chapter.build_optimizer(args, model)
-    samples = torch.randint(config.vocab_size, (8, args.seq_length), dtype=torch.int32)
+    ids = torch.randint(config.vocab_size, (8, args.seq_length), dtype=torch.int32)
+    samples = chapter.Samples(ids)
     run_dir, rows, step = Path(args.save_dir, "run"), [], 0
 
     def train():

@@ -82,7 +82,8 @@ def measure(chapter, args, device):
     with profile(activities=activities, profile_memory=True) as profiler:
         model, wrapped, optimizer = build(chapter, args, device)
         vocabulary = model.config.vocab_size
-        samples = torch.randint(vocabulary, (8, args.seq_length), dtype=torch.int32)
+        ids = torch.randint(vocabulary, (8, args.seq_length), dtype=torch.int32)
+        samples = chapter.Samples(ids)
 
         def look(*_):
             weights = [weight for weight in model.parameters() if not weight.is_meta]

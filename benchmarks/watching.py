@@ -25,6 +25,7 @@ def measure():
 
     race = Race()
     args, device, chapter = race.args, race.device, race.script
+    samples = chapter.Samples(race.samples)
     model = race.model().to(device)
     optimizer, _ = race.optimizer(model)
     steps = watched.Steps(BLOCK)
@@ -39,7 +40,7 @@ def measure():
         seconds = []
         for step in range(block * BLOCK + 1, (block + 1) * BLOCK + 1):
             begun = time.perf_counter()
-            chapter.train_step(args, model, optimizer, race.samples, step, device)
+            chapter.train_step(args, model, optimizer, samples, step, device)
             settle(device)
             seconds.append(time.perf_counter() - begun)
         medians.append(fmean(sorted(seconds)[1:-1]))
