@@ -134,6 +134,7 @@ def main():
         ratios = [it[name]["seconds"] / it[CONTENDERS[1]]["seconds"] for it in rounds]
         firsts = [it[name]["first"] / it[name]["seconds"] for it in rounds]
         row = {"name": name, "time": median(ratios), "first file": median(firsts)}
+        row["seconds"] = median(it[name]["seconds"] for it in rounds)
         rows.append(row | {"low": min(ratios), "high": max(ratios)})
         print(f"{name:26} {row['time']:.2f} x the time of two workers")
     tokens = rounds[0][CONTENDERS[0]]["tokens"]

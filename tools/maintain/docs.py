@@ -538,7 +538,7 @@ def waits(file):
 
 def preparing(file):
     """Print the table of how long programs need to tokenize the same text."""
-    heading("| program | time | from ... to | first file after |")
+    heading("| program | time | lowest – highest | first file after |")
     for row in measured(file, "rows"):
         spread = f"{row['low']:.2f} – {row['high']:.2f}"
         print(f"| {row['name']} | {row['time']:.2f} | {spread} | {row['first file']:.0%} of it |")
