@@ -821,9 +821,12 @@ def wait_for_piece(folder, number, num_parts):
     """Return the path of a piece when it is complete, or None if its part has ended before it."""
     path, part = folder / f"{number:06}.tokens", folder / f"part-{number % num_parts}.json"
     for second in itertools.count():
-        has_ended = part.exists() and json.loads(part.read_text()).get("ended")
-        if path.exists() or has_ended:
-            return path if path.exists() else None
+        # A shared file system may show the end of a part before it shows the part's last piece.
+        state = json.loads(part.read_text()) if part.exists() else {}
+        if state.get("ended") and number // num_parts >= state["pieces"]:
+            return None
+        if path.exists():
+            return path
         if second % 60 == 0:
             print(f"waiting for {path}; is prepare.py running?", flush=True)
         time.sleep(1)

@@ -461,6 +461,15 @@ def test_ranks_that_wait_for_a_piece_say_so_and_wait_without_a_collective(tmp_pa
     assert [process.wait(timeout=120) for process in processes] == [0] * 4, log.read_text()
 
 
+def test_piece_that_appears_after_the_end_of_its_part_is_not_missed(tmp_path, load, monkeypatch):
+    """A shared file system may show the files in a different order."""
+    chapter, late = load("01"), tmp_path / "000003.tokens"
+    (tmp_path / "part-1.json").write_text(json.dumps({"pieces": 2, "ended": True}))
+    monkeypatch.setattr(chapter.time, "sleep", lambda _: late.touch())
+    assert chapter.wait_for_piece(tmp_path, 3, 2) == late
+    assert chapter.wait_for_piece(tmp_path, 5, 2) is None
+
+
 def test_folder_of_a_different_tokenizer_is_refused(tmp_path, load, capsys):
     prepare(tmp_path / "o.tokens", "pydoc")
     index = json.loads((tmp_path / "o.tokens/index.json").read_text())
