@@ -536,6 +536,12 @@ def waits(file):
         print(f"| `DataLoader`, {processes} | {cost:.1f} | {row['share']:.1%} | {predicted:.0%} |")
 
 
+def patch(path):
+    """Print the hunks of a patch."""
+    lines = (ROOT / path).read_text().splitlines()
+    fenced("diff", [line for line in lines if not line.startswith(("---", "+++"))])
+
+
 def preparing(file):
     """Print the table of how long programs need to tokenize the same text."""
     heading("| program | time | lowest – highest | first file after |")

@@ -1,17 +1,8 @@
-"""Compare the rows of wandb's offline runs with metrics.jsonl; the last row of a step counts.
+"""Read the rows that wandb keeps in its files when it is offline."""
 
-Here:  python related-topics/tracking/offline.py outputs/tracking
-"""
-
-import argparse
 import json
-import sys
-from pathlib import Path
 
 from wandb.proto.wandb_internal_pb2 import Record
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
-from plot import fail, read_metrics
 
 # A .wandb file has the format of LevelDB's logs. These are the sizes of a block and of the header
 # of a part, in bytes: https://github.com/google/leveldb/blob/main/doc/log_format.md.
@@ -56,22 +47,6 @@ def rows_of(run_folder):
     return runs
 
 
-def main():
-    """Print the number of steps whose losses, norms and learning rates match metrics.jsonl."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("run_folder", type=Path, help="folder of a run, such as outputs/tracking")
-    folder = parser.parse_args().run_folder
-    kept = {row["step"]: row for row in read_metrics(folder)}
-    runs = rows_of(folder) or fail(f"{folder}: no wandb run in this folder; train with --wandb")
-    for name, rows in runs.items():
-        same = [step for step in kept if numbers(rows.get(step, {})) == numbers(kept[step])]
-        print(f"{name}: {len(rows)} steps, {len(same)} of {len(kept)} as in metrics.jsonl")
-
-
 def numbers(row):
     """Return the values that are the same on all ranks; speed and memory differ by rank."""
     return {name: row[name] for name in ("loss", "grad_norm", "lr", "val_loss") if name in row}
-
-
-if __name__ == "__main__":
-    main()

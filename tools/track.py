@@ -1,0 +1,181 @@
+"""Send the metrics of runs to TensorBoard, wandb or MLflow: while they train, or afterwards.
+
+Here:     python tools/track.py outputs/02-ddp outputs/04-fsdp --to tensorboard
+          tensorboard --logdir outputs
+Follow:   python tools/track.py outputs/* --to wandb --follow
+
+The runs need no support for this, because they write metrics.jsonl in any case. Start it, end it
+and start it again at any time. It continues the same wandb run or MLflow run, and of several rows
+of the same step the last one counts. wandb and MLflow take their settings from the environment:
+WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME.
+"""
+
+import argparse
+import os
+import sys
+import time
+import uuid
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+
+from plot import fail, read_metrics
+
+
+def parse_args():
+    """Parse the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, help="folders of runs; those without metrics are left out")
+    add("--to", choices=TRACKERS, default="tensorboard", help="the tracker (default: %(default)s)")
+    add("--follow", action="store_true", help="continue until Ctrl-C, as the runs do")
+    return parser.parse_args()
+
+
+def id_of(run, tracker):
+    """Return the id of a run in a tracker, which a file in the run's folder keeps."""
+    path = run / f"{tracker}-id.txt"
+    with suppress(FileExistsError), open(path, "x") as file:
+        file.write(uuid.uuid4().hex[:8])
+    return path.read_text()
+
+
+def values_of(row):
+    """Return the metrics in a row that have a value, without the step."""
+    return {name: value for name, value in row.items() if name != "step" and value is not None}
+
+
+class TensorBoard:
+    """The event files of a run, in the run's folder."""
+
+    def __init__(self, run):
+        from torch.utils.tensorboard import SummaryWriter
+
+        for path in run.glob("events.out.tfevents.*"):
+            path.unlink()
+        self.run, self.open = run, SummaryWriter
+        self.writer = SummaryWriter(run)
+
+    def replace(self, step):
+        """Forget all rows from a step on."""
+        self.writer.close()
+        self.writer = self.open(self.run, purge_step=step)
+
+    def send(self, row):
+        """Send a row."""
+        for name, value in values_of(row).items():
+            self.writer.add_scalar(name, value, row["step"])
+        self.writer.flush()
+
+    def close(self):
+        """Close the files."""
+        self.writer.close()
+
+
+class Wandb:
+    """A wandb run, which continues if it is sent again."""
+
+    def __init__(self, run):
+        import wandb
+
+        options = {"id": id_of(run, "wandb"), "name": run.name, "dir": run, "resume": "allow"}
+        # Several runs may be open at the same time.
+        self.wandb_run = wandb.init(**options, reinit="create_new")
+        # Rows carry their own step, because wandb drops rows whose number goes back.
+        self.wandb_run.define_metric("*", step_metric="step")
+
+    def replace(self, step):
+        """Do nothing: of several rows of the same step, the last one counts."""
+
+    def send(self, row):
+        """Send a row."""
+        self.wandb_run.log(row)
+
+    def close(self):
+        """Wait until all rows are sent."""
+        self.wandb_run.finish()
+
+
+class MLflow:
+    """An MLflow run, which gets only the values that it does not have yet."""
+
+    def __init__(self, run):
+        from mlflow import MlflowClient
+
+        self.client = MlflowClient()
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "runs")
+        experiment = self.client.get_experiment_by_name(name)
+        number = experiment.experiment_id if experiment else self.client.create_experiment(name)
+        key = id_of(run, "mlflow")
+        found = self.client.search_runs([number], f"tags.folder_id = '{key}'")
+        tags = {"folder_id": key}
+        self.mlflow_run = (
+            found[0] if found else self.client.create_run(number, run_name=run.name, tags=tags)
+        )
+        self.run_id, self.sent = self.mlflow_run.info.run_id, {}
+        for name in self.mlflow_run.data.metrics:
+            for metric in self.client.get_metric_history(self.run_id, name):
+                self.sent[name, metric.step] = metric.value
+
+    def replace(self, step):
+        """Do nothing: of several values of the same step, the last one counts."""
+
+    def send(self, row):
+        """Send the values of a row that are new."""
+        for name, value in values_of(row).items():
+            if self.sent.get((name, row["step"])) != value:
+                self.client.log_metric(self.run_id, name, value, step=row["step"])
+                self.sent[name, row["step"]] = value
+
+    def close(self):
+        """Mark the run as finished."""
+        self.client.set_terminated(self.run_id)
+
+
+TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow}
+
+
+class Tracked:
+    """A run, and the rows of it that a tracker has."""
+
+    def __init__(self, run, tracker):
+        # Stop before the tracker is created if there is no such run.
+        read_metrics(run)
+        self.run, self.tracker, self.rows = run, tracker(run), []
+
+    def update(self):
+        """Send the rows that are new; if a resume has replaced rows, send them and all later."""
+        rows = read_metrics(self.run)
+        pairs = zip(rows, self.rows, strict=False)
+        num_same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        if num_same < len(self.rows):
+            self.tracker.replace(self.rows[num_same]["step"])
+        for row in rows[num_same:]:
+            self.tracker.send(row)
+        self.rows = rows
+
+
+def main():
+    """Send all runs; with --follow, look for new rows every two seconds."""
+    args = parse_args()
+    runs = [run for run in args.runs if (run / "metrics.jsonl").exists()] or args.runs[:1]
+    for other in set(args.runs) - set(runs):
+        print(f"{other}: no run", file=sys.stderr)
+    try:
+        tracked = [Tracked(run, TRACKERS[args.to]) for run in runs]
+    except ImportError as error:
+        fail(f"--to {args.to}: {error}; install the package")
+    with suppress(KeyboardInterrupt):
+        while True:
+            for one in tracked:
+                one.update()
+            if not args.follow:
+                break
+            time.sleep(2)
+    for one in tracked:
+        one.tracker.close()
+        print(f"{one.run}: {len(one.rows)} steps")
+
+
+if __name__ == "__main__":
+    main()
