@@ -1,6 +1,6 @@
-"""What manifest.py prints is valid, its mistakes are told, and the pods' command trains.
+"""job.yaml and trainjob.yaml are valid and meet each other, and their pods' command trains.
 
-There is no cluster: what Kubernetes does with a pod that has ended is played by `Pods`.
+There is no cluster: `Pods` plays what Kubernetes does with a pod that has ended.
 """
 
 import json
@@ -15,124 +15,103 @@ import pytest
 import yaml
 
 from cluster.cluster import ClusterError, wait_until
-from conftest import ROOT, difference, free_port, metrics, run_command, torchrun
+from conftest import ROOT, difference, free_port, metrics, torchrun
+from contenders import load
 
 FOLDER = ROOT / "03-job-launchers/kubernetes"
-VERSIONS = ["1.31", kubernetes_validate.latest_version()]  # 1.31 is the first that has all we use
+# 1.31 is the first version that has all fields.
+VERSIONS = ["1.31", kubernetes_validate.latest_version()]
 TRAIN = "03-job-launchers/train_llm.py"
-SIZES = [(1, 8), (2, 0), (16, 8)]
 
 
-def manifest(*args):
-    """Run manifest.py; return what came of it."""
-    return run_command(FOLDER / "manifest.py", *args)
+def objects(file="job.yaml"):
+    """Return the objects in a file by their kind."""
+    return {item["kind"]: item for item in yaml.safe_load_all((FOLDER / file).read_text())}
 
 
-def objects(*script, nodes=2, gpus=8, options=()):
-    """Return the objects that manifest.py prints, by kind."""
-    size = ["--nodes", nodes, "--gpus-per-node", gpus, "--image", "train:1", *options]
-    done = manifest(*size, "--", *(script or (TRAIN,)))
-    assert done.returncode == 0, done.stderr
-    return {item["kind"]: item for item in json.loads(done.stdout)["items"]}
-
-
-def job_of(found):
-    """Return the specification of the job: the one that we write, or that Kubeflow would."""
+def job_of(file):
+    """Return the specification of the job that a file describes."""
+    found = objects(file)
     if "Job" in found:
         return found["Job"]["spec"]
     (node,) = found["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
     return node["template"]["spec"]
 
 
-def container_of(found):
-    (container,) = job_of(found)["template"]["spec"]["containers"]
+def container_of(file):
+    """Return the one container of a pod."""
+    (container,) = job_of(file)["template"]["spec"]["containers"]
     return container
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("nodes, gpus", SIZES)
-def test_manifests_are_valid(nodes, gpus, version):
-    found = objects(nodes=nodes, gpus=gpus, options=["--cpu", "64", "--memory", "512Gi"])
-    assert set(found) == {"Service", "Job"}
-    for item in found.values():
-        kubernetes_validate.validate(item, version, strict=True)
-    spec = found["Job"]["spec"]
-    assert spec["completions"] == spec["parallelism"] == nodes
-    words = container_of(found)["command"]
-    assert words[words.index("--nnodes") + 1] == str(nodes)
-    assert words[words.index("--nproc-per-node") + 1] == str(gpus or 1)
-    assert container_of(found)["resources"]["limits"].get("nvidia.com/gpu", "0") == str(gpus)
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_volume_is_valid(version):
-    for item in yaml.safe_load_all((FOLDER / "volume.yaml").read_text()):
+@pytest.mark.parametrize("file", ["job.yaml", "volume.yaml"])
+def test_file_satisfies_the_schemas_of_kubernetes(file, version):
+    for item in yaml.safe_load_all((FOLDER / file).read_text()):
         kubernetes_validate.validate(item, version, strict=True)
 
 
-def test_names_meet():
-    """The pods find the first of them: its name is made of the job's and the service's."""
-    found = objects(options=["--name", "llama-1b"])
-    service, spec = found["Service"], found["Job"]["spec"]
+def test_wrong_field_is_refused_by_the_schemas():
+    job = objects()["Job"]
+    job["spec"]["template"]["spec"]["restartpolicy"] = "Never"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, VERSIONS[-1], strict=True)
+
+
+def test_pods_find_the_first_pod_by_its_name():
+    service, job = objects()["Service"], objects()["Job"]
+    name = job["metadata"]["name"]
     assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": "llama-1b"}
-    assert spec["template"]["spec"]["subdomain"] == service["metadata"]["name"] == "llama-1b"
-    assert found["Job"]["metadata"]["name"] == "llama-1b"
-    words = container_of(found)["command"]
-    assert words[words.index("--master-addr") + 1] == "llama-1b-0.llama-1b"
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
+    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"] == name
+    assert f"--master-addr={name}-0.{name}" in container_of("job.yaml")["command"]
+    assert f"--experiment-name={name}" in container_of("job.yaml")["command"]
 
 
-def test_a_save_fits_into_the_grace():
-    found = objects(options=["--grace", "600"])
-    env = {one["name"]: one.get("value") for one in container_of(found)["env"]}
-    grace = job_of(found)["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert grace == 600 > int(env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) >= 500
+def test_sizes_agree_within_each_file():
+    job, words = objects()["Job"]["spec"], container_of("job.yaml")["command"]
+    gpus = container_of("job.yaml")["resources"]["limits"]["nvidia.com/gpu"]
+    assert job["completions"] == job["parallelism"] == 2 and "--nnodes=2" in words
+    assert f"--nproc-per-node={gpus}" in words
+    trainer = objects("trainjob.yaml")["TrainJob"]["spec"]["trainer"]
+    assert trainer == {"numNodes": 2, "numProcPerNode": int(gpus)}
 
 
-def test_kubernetes_leaves_arguments_as_they_are():
-    words = container_of(objects(TRAIN, "--text-column", "$(HOSTNAME)"))["command"]
-    assert "$$(HOSTNAME)" in words  # which Kubernetes hands over as $(HOSTNAME)
+@pytest.mark.parametrize("file", ["job.yaml", "trainjob.yaml"])
+def test_stopped_pod_has_time_to_save(file):
+    env = {one["name"]: one.get("value") for one in container_of(file)["env"]}
+    grace = job_of(file)["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert int(env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) == grace - 30 >= 60
 
 
-@pytest.mark.parametrize("nodes, gpus", SIZES)
-def test_kubeflow(nodes, gpus):
-    """Kubeflow's own fields are compared with what its Go types have; its job with the schema."""
-    found = objects(nodes=nodes, gpus=gpus, options=["--kubeflow"])
+def test_kubeflow_has_the_pods_of_the_plain_job():
+    """Kubeflow's own fields are compared with its Go types; the job inside with the schema."""
+    found = objects("trainjob.yaml")
     assert {item["apiVersion"] for item in found.values()} == {"trainer.kubeflow.org/v1alpha1"}
-    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime"}
-    assert found.pop("TrainJob")["spec"] == {
-        "runtimeRef": reference | {"name": found["TrainingRuntime"]["metadata"]["name"]},
-        "trainer": {"numNodes": nodes, "numProcPerNode": gpus or 1},
-    }
+    name = found["TrainingRuntime"]["metadata"]["name"]
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name}
+    assert found["TrainJob"]["spec"]["runtimeRef"] == reference
     runtime = found["TrainingRuntime"]["spec"]
     assert runtime.keys() == {"mlPolicy", "template"}
-    assert runtime["mlPolicy"] == {"numNodes": nodes, "torch": {}}
+    assert runtime["mlPolicy"] == {"numNodes": 2, "torch": {}}
     (node,) = runtime["template"]["spec"]["replicatedJobs"]
     labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     assert node["name"] == "node" and node["template"]["metadata"] == {"labels": labels}
-    assert container_of(found)["name"] == "node"
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}}
-    kubernetes_validate.validate(job | {"spec": job_of(found)}, VERSIONS[-1], strict=True)
+    kubernetes_validate.validate(job | {"spec": job_of("trainjob.yaml")}, VERSIONS[-1], strict=True)
+    # Kubeflow sets the rest: the number of pods, their names, and torchrun's arguments.
+    plain, kubeflow = job_of("job.yaml"), job_of("trainjob.yaml")
+    del plain["completions"], plain["parallelism"], plain["template"]["spec"]["subdomain"]
+    words = plain["template"]["spec"]["containers"][0]["command"]
+    own = ("--nnodes", "--nproc-per-node", "--node-rank", "--master-addr", "--master-port")
+    words[:] = [word for word in words if not word.startswith(own)]
+    assert plain == kubeflow
 
 
-BAD = {
-    "no script": ([], "no script given"),
-    "no such script": (["--", "nosuch.py"], "nosuch.py: no such script"),
-    "no nodes": (["--nodes", "0", "--", TRAIN], "--nodes 0: must be at least 1"),
-    "flag": (["--node", "4", "--", TRAIN], "unrecognized arguments: --node 4"),
-    "name": (["--name", "Llama_1B", "--", TRAIN], "--name Llama_1B: not a valid name"),
-    "short grace": (["--grace", "5", "--", TRAIN], "--grace 5: must be at least 60"),
-    "folder": (["--", TRAIN, "--save-dir", "x"], "--save-dir: not allowed after the --"),
-    "run": (["--", TRAIN, "-e", "x"], "-e: not allowed after the --"),
-}
-
-
-@pytest.mark.parametrize("args, message", BAD.values(), ids=BAD.keys())
-def test_a_mistake_costs_one_line(args, message):
-    done = manifest("--nodes", 2, "--gpus-per-node", 8, "--image", "train:1", *args)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"manifest.py: error: {message}"), done.stderr
-    assert done.stderr.count("\n") == 1
+def test_rules_know_the_status_of_a_pod_that_must_start_again():
+    rules = job_of("job.yaml")["podFailurePolicy"]["rules"]
+    values = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules[1:]}
+    assert values == {"FailJob": [2], "Ignore": [load(FOLDER / "pod.py").RETRY_STATUS]}
 
 
 SMALL = (
@@ -142,14 +121,17 @@ SMALL = (
 
 
 class Pods:
-    """Two pods on this machine: the command, variables and rules are those of a manifest."""
+    """Two pods on this machine: their command, variables and rules are those of the files."""
 
     def __init__(self, folder, *script, before=(), kubeflow=False):
-        script = [*before, TRAIN, *SMALL, *script]
-        found = objects(*script, gpus=0, options=["--kubeflow"] * kubeflow)
+        file = "trainjob.yaml" if kubeflow else "job.yaml"
         self.folder, self.kubeflow = folder, kubeflow
-        self.container, self.port = container_of(found), str(free_port())
-        self.rules = job_of(found)["podFailurePolicy"]["rules"]
+        self.container, self.port = container_of(file), str(free_port())
+        # The arguments of the script, after its folder, are the user's.
+        words = self.container["command"]
+        first = words.index(TRAIN)
+        words[first:] = [*before, *words[first : first + 3], *SMALL, *script]
+        self.rules = job_of(file)["podFailurePolicy"]["rules"]
         self.run_dir = folder / "outputs/train-llm"
         self.running, self.started = {}, 0
 
@@ -157,7 +139,7 @@ class Pods:
         """Return a word of the manifest as it is on this machine."""
         text = text.replace("train-llm-0.train-llm", "127.0.0.1").replace("29500", self.port)
         text = text.replace("/shared/code", str(ROOT)).replace("/shared", str(self.folder))
-        return text.replace("$$(", "$(")
+        return text.replace("--nproc-per-node=8", "--nproc-per-node=1")
 
     def start(self, index):
         """Start a pod as the kubelet would; what it prints goes to a file."""

@@ -1,6 +1,6 @@
 """Run torchrun in a pod, and exit with a status that tells Kubernetes what to do next.
 
-manifest.py prints a manifest whose pods run this script with torchrun's arguments.
+job.yaml and trainjob.yaml run this script with torchrun's arguments.
 
 torchrun itself exits with 1 for every failure of its workers. It exits with 0 both if a worker has
 finished and if a worker has stopped on request, but in the second case the pod must start again.
@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-# The job's rules in manifest.py restart a pod that exits with this status (EX_TEMPFAIL of
+# The rules in job.yaml restart a pod that exits with this status (EX_TEMPFAIL of
 # sysexits.h), and do not count it as a failure.
 RETRY_STATUS = 75
 
