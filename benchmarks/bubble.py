@@ -1,14 +1,11 @@
-"""Run chapter 07's schedules with layers that only sleep, so that what remains is the bubble.
+"""Run chapter 07's schedules with layers that only sleep, to see how long ranks are idle.
 
 Here:  python benchmarks/bubble.py --output benchmarks/results/bubble.json --plot assets/bubble.png
 
-A micro-batch's forward sleeps, on each rank, as long as its input gradients and its weight
-gradients. Four ranks that sleep need no four cores.
+On each rank, a micro-batch sleeps for the same time in its forward pass, for its input gradients
+and for its weight gradients. Four ranks that sleep do not need four cores.
 """
 
-import argparse
-import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -16,29 +13,17 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
-from contenders import load
-from fsdp import torchrun
-from speed import describe_machine, in_rows
+from harness import describe_machine, keep, parser_of, subplots
+from on_ranks import on_ranks
 
 RANKS = 4
 RUNS = [("gpipe", 8), ("1f1b", 4), ("1f1b", 8), ("1f1b", 16), ("interleaved-1f1b", 8)]
 COLORS = {"forward": "#5aa9a3", "input gradient": "#1f3b5c", "weight gradient": "#e08a3c"}
 
 
-def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=0.2, help="of a rank's forward")
-    parser.add_argument("--only", nargs="+", help="schedules")
-    parser.add_argument("--output", type=Path, help="where to write the results")
-    parser.add_argument("--plot", type=Path, help="where to draw those of eight micro-batches")
-    return parser.parse_args()
-
-
 class Inputs(torch.autograd.Function):
-    """Sleeps for a layer in the forward, and for the gradient of its input in the backward."""
+    """Sleeps for a layer in the forward pass, and for the gradient of its input."""
 
     @staticmethod
     def forward(ctx, hidden, work):
@@ -49,11 +34,12 @@ class Inputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         ctx.work("input gradient")
-        return gradient.contiguous(), None  # to be sent
+        # The gradient will be sent, so it must be contiguous.
+        return gradient.contiguous(), None
 
 
 class Weights(torch.autograd.Function):
-    """Sleeps in the backward for the gradient of a layer's weights."""
+    """Sleeps for the gradient of a layer's weights."""
 
     @staticmethod
     def forward(ctx, weight, work):
@@ -67,38 +53,41 @@ class Weights(torch.autograd.Function):
 
 
 class Stage(torch.nn.Module):
-    """Has one weight; what it does, in `seconds`, is noted as [what, first, last second]."""
+    """Has one weight; notes its work, each of `seconds`, as [name, start, end]."""
 
     def __init__(self, done):
         super().__init__()
         self.weight, self.done = torch.nn.Parameter(torch.ones(())), done
 
-    def work(self, what):
+    def work(self, name):
         start = time.monotonic()
         time.sleep(self.seconds)
-        self.done.append([what, start, time.monotonic()])
+        self.done.append([name, start, time.monotonic()])
 
     def forward(self, received):
-        if not received.is_floating_point():  # ids, for the first stage
+        # The first stage receives token ids.
+        if not received.is_floating_point():
             received = received.float()[..., None].requires_grad_()
         return Inputs.apply(received, self.work) + Weights.apply(self.weight, self.work)
 
 
-def run(chapter, name, micro_batches, seconds):
-    """Take two steps; return what this rank did in the last, by seconds since it began."""
+def take_step(chapter, name, micro_batches, seconds):
+    """Take two steps; return the seconds of the second step, and this rank's work in it."""
     rank, done = dist.get_rank(), []
     _, passes = chapter.SCHEDULES[name]
-    parts = {number: Stage(done) for number in range(rank, RANKS * passes, RANKS)}
+    stages = {number: Stage(done) for number in range(rank, RANKS * passes, RANKS)}
     args = {"pipeline_schedule": name, "num_stages": RANKS * passes, "precision": "fp32"}
     args |= {"accumulation": micro_batches, "micro_batch_size": 1, "seq_length": 2}
     args = SimpleNamespace(**args, tensor_parallel_size=1)
-    loss = lambda hidden, ids: hidden.sum()  # noqa: E731
-    model = SimpleNamespace(config=SimpleNamespace(hidden_size=1), loss_function=loss)
-    schedule = chapter.build_schedule(args, model, parts, torch.device("cpu"), dist.group.WORLD)
+    model = SimpleNamespace(
+        config=SimpleNamespace(hidden_size=1), loss_function=lambda hidden, ids: hidden.sum()
+    )
+    schedule = chapter.build_schedule(args, model, stages, torch.device("cpu"), dist.group.WORLD)
     batch = torch.zeros(micro_batches, 2, dtype=torch.int64)
-    for number in range(2):  # in the first, which takes no time, ranks connect
-        for part in parts.values():
-            part.seconds = seconds / passes if number else 0.0
+    # In the first step, which does not sleep, the ranks connect.
+    for pause in (0.0, seconds / passes):
+        for stage in stages.values():
+            stage.seconds = pause
         done.clear()
         dist.barrier()
         start = time.monotonic()
@@ -108,7 +97,7 @@ def run(chapter, name, micro_batches, seconds):
 
 
 def most_in_flight(events, passes):
-    """Return how many micro-batches a rank had to keep activations of, at most, at once."""
+    """Return the highest number of micro-batches whose activations a rank keeps."""
     changes = [(first, 1) for what, first, _ in events if what == "forward"]
     changes += [(last, -1) for what, _, last in events if what == "weight gradient"]
     kept, most = 0, 0
@@ -118,36 +107,30 @@ def most_in_flight(events, passes):
     return most / passes
 
 
-def run_on_this_rank():
-    """Run all schedules; on rank 0, write down what all ranks did."""
-    seconds, output, *only = sys.argv[2:]
-    dist.init_process_group("gloo")
-    chapter, rows = load("07"), []
+def measure(chapter, args, device):
+    """Run the schedules that the run's name lists; return a row for each of them."""
+    seconds, *only = args.experiment_name.split(",")
+    seconds, rows = float(seconds), []
     for name, micro_batches in RUNS:
-        if only and name not in only:
+        if name not in only:
             continue
         found = [None] * RANKS
-        dist.all_gather_object(found, run(chapter, name, micro_batches, float(seconds)))
+        dist.all_gather_object(found, take_step(chapter, name, micro_batches, seconds))
         taken, passes = max(taken for taken, _ in found), chapter.SCHEDULES[name][1]
         events = [rank for _, rank in found]
         row = {"schedule": name, "micro_batches": micro_batches, "passes": passes}
-        row |= {"bubble": 1 - 3 * micro_batches * float(seconds) / taken}
-        turns = passes * micro_batches
-        row |= {"formula": (RANKS - 1) / (turns + RANKS - 1)}
-        row |= {"in flight": [most_in_flight(rank, passes) for rank in events]}
+        row["bubble"] = 1 - 3 * micro_batches * seconds / taken
+        row["formula"] = (RANKS - 1) / (passes * micro_batches + RANKS - 1)
+        row["in flight"] = [most_in_flight(rank, passes) for rank in events]
         rounded = [[[w, round(a, 3), round(b, 3)] for w, a, b in rank] for rank in events]
         rows.append(row | {"events": rounded if micro_batches == 8 else []})
-    if dist.get_rank() == 0:
-        Path(output).write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+    return rows
 
 
 def draw(rows, path):
-    """Write a picture of what each rank does in a step, schedule by schedule."""
+    """Draw the work of each rank in a step, by schedule."""
     rows = [row for row in rows if row["events"]]
-    figure = Figure(figsize=(8.3, 5.2), dpi=90, layout="constrained")
-    all_axes = figure.subplots(len(rows), sharex=True, squeeze=False)[:, 0]
+    figure, all_axes, handles = subplots(5.2, len(rows), COLORS)
     for axes, row in zip(all_axes, rows, strict=True):
         for rank, events in enumerate(row["events"]):
             for name, color in COLORS.items():
@@ -156,36 +139,30 @@ def draw(rows, path):
                 axes.broken_barh(bars, (-rank - 0.42, 0.84), color=color, **edge)
         axes.set_yticks(range(0, -RANKS, -1), [f"rank {rank}" for rank in range(RANKS)], fontsize=7)
         axes.set_title(f"{row['schedule']}: idle {row['bubble']:.0%}", loc="left", fontsize=9)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(axis="y", length=0)
     all_axes[-1].set_xlabel("seconds")
-    handles = [Patch(color=color, label=name) for name, color in COLORS.items()]
     figure.legend(handles=handles, ncols=3, loc="outside upper right", frameon=False, fontsize=8)
     figure.savefig(path)
 
 
 def main():
-    """Run everything on ranks of its own; write and draw the results."""
-    args = parse_args()
+    """Run the schedules on four ranks; print, keep and draw the rows."""
+    parser, names = parser_of(__doc__), list(dict.fromkeys(name for name, _ in RUNS))
+    add = parser.add_argument
+    add("--seconds", type=float, default=0.2, help="of a rank's forward pass")
+    add("--only", nargs="+", choices=names, default=names, metavar="NAME", help="schedules")
+    add("--plot", type=Path, help="a PNG of the runs with eight micro-batches")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "rows.json")
-        command = [Path(__file__).resolve(), "--on-this-rank", args.seconds, path]
-        done = torchrun(RANKS, [*command, *(args.only or [])], folder)
-        if done.returncode:
-            sys.exit(done.stderr)
-        rows = json.loads(path.read_text())
+        run_name = ",".join([str(args.seconds), *args.only])
+        flags = f"--pipeline-parallel-size {RANKS} --num-steps 1 -e {run_name}"
+        rows = on_ranks(measure, "07", RANKS, "tiny", folder, flags)
     for row in rows:
-        told = f"idle {row['bubble']:.3f}, formula {row['formula']:.3f}"
-        print(f"{row['schedule']}, {row['micro_batches']} micro-batches: {told}", row["in flight"])
-    if args.output:
-        result = {"machine": describe_machine(), "seconds": args.seconds, "rows": rows}
-        args.output.write_text(f"{in_rows(result)}\n")
+        idle = f"idle {row['bubble']:.3f}, formula {row['formula']:.3f}"
+        print(f"{row['schedule']}, {row['micro_batches']} micro-batches: {idle}", row["in flight"])
+    keep(args.output, describe_machine(), {"seconds": args.seconds, "rows": rows})
     if args.plot:
         draw(rows, args.plot)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--on-this-rank"]:
-        run_on_this_rank()
-    else:
-        main()
+    main()

@@ -4,38 +4,34 @@ All:   python benchmarks/every_family.py --output benchmarks/results/families.js
 Some:  python benchmarks/every_family.py --only llama gemma3_text+sliding_window=8
 
 Each chapter must follow chapter 01's losses, or refuse the model in one line. The models have two
-layers and random weights. The ranks of a chapter train all models one after the other, without a
-restart. The results hold each row as soon as it is known, so the same command continues after a
-stop. If a chapter differs, fails with a traceback, or exports other weights, the exit status is 1.
+layers and random weights. Each rank is a fork of this process, which has imported the libraries.
+The results hold each row as soon as it is known, so the same command continues after a stop. If a
+chapter differs, fails with a traceback, or exports other weights, the exit status is 1.
 """
 
 import argparse
-import gc
 import json
+import multiprocessing
 import os
 import re
-import subprocess
+import runpy
 import sys
 import tempfile
 import time
-from contextlib import redirect_stdout
+from itertools import product
 from pathlib import Path
-from unittest import mock
 
 import torch
-import transformers
 from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from contenders import load
-from speed import ROOT, describe_machine, keep, parser_of
+from harness import ROOT, describe_machine, free_port, keep, load, parser_of, script_of
 
 sys.path.insert(0, str(ROOT / "tests/support"))
 
 from families import FAMILY_NAMES, OWN_SETTINGS, shrink
-from worker import run
 
 # The number of ranks of each chapter, and its flags.
 LAYOUTS = {
@@ -64,9 +60,8 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_
 LONG_ROPE |= {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 ROWS = [*FAMILY_NAMES, *VARIANTS]
 # Families that CI trains.
-SAMPLE = """llama apertus gemma3_text gpt2 bert bart qwen3_moe lfm2 deepseek_v3
-    mistral+sliding_window=8 llama4_text+attention_chunk_size=8
-    qwen3_moe+output_router_logits=true cohere+use_qk_norm=true""".split()
+SAMPLE = """apertus gpt2 bert bart qwen3_moe lfm2 gemma3_text+sliding_window=8
+    llama4_text+attention_chunk_size=8""".split()
 # Families that the small models of this script cannot compare.
 NOT_COMPARED = {
     "phimoe": "its router draws experts at random in training, so each layout has other losses",
@@ -74,24 +69,12 @@ NOT_COMPARED = {
 }
 LARGEST = 20_000_000  # weights of a model
 TEXT = "text.txt"  # what they learn: a copy of LICENSE, because each run tokenizes all its text
-PATIENCE = 60  # seconds that a model may take
-LAST_WORDS = 10  # seconds that a rank may take to fail like another
+PATIENCE = 120  # seconds that a model may take
 # In these models, rounding errors grow fast, so they are trained with a lower learning rate.
 SENSITIVE = ["gemma4_unified_text"]
 # The largest difference between two losses, and between two gradient norms in proportion. Gradient
 # norms are compared in the first two steps only, because AdamW amplifies rounding errors.
 TOLERANCE = {"loss": 1e-5, "val_loss": 1e-5, "grad_norm": 1e-4}
-
-
-def parse_args():
-    """Return the arguments."""
-    parser = parser_of(__doc__)
-    add = parser.add_argument
-    add("--only", nargs="+", choices=ROWS, default=ROWS, metavar="FAMILY", help="which models")
-    add("--chapters", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="which chapters")
-    add("--device", choices=["cpu", "cuda"], default="cpu", help="where; cuda: with one rank each")
-    add("--work", nargs=2, help=argparse.SUPPRESS)
-    return parser.parse_args()
 
 
 def build_folder(row, folder):
@@ -124,97 +107,59 @@ def build_folder(row, folder):
     return None
 
 
-def train_rows(chapter, rows, folder, device="cpu"):
-    """Train models in a chapter; yield each row and what happened, as soon as it is known."""
+def train(chapter, row, folder, device):
+    """Train a model in a chapter, on forked ranks; return the curve, the refusal or the failure."""
     num_ranks, flags = LAYOUTS[chapter]
-    script = next(ROOT.glob(f"{chapter}-*/train_llm.py"))
-    left, tried = list(rows), set()
-    while left:
-        jobs = []
-        for row in left:
-            words = ["-m", str(folder / row), "-d", str(folder / TEXT), "-e", row]
-            words += ["--save-dir", str(folder / chapter), "--device", device]
-            words += ["--lr", "1e-4"] if row in SENSITIVE else []
-            jobs.append({"script": str(script), "args": [*FLAGS, *flags, *words]})
-            # These ports are below the range from which Linux gives ports to other programs.
-            jobs[-1] |= {"row": row, "port": 20_000 + len(jobs)}
-        (folder / "jobs.json").write_text(json.dumps(jobs))
-        processes = []
-        for rank in range(num_ranks):
-            (folder / f"results-{rank}.jsonl").write_text("")
-            settings = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
-            settings |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1}
-            command = [sys.executable, __file__, "--work", folder, chapter]
-            env = os.environ | {name: str(value) for name, value in settings.items()}
-            log = open(folder / f"rank{rank}.log", "w")
-            processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
-        seen = 0
-        for result in results_of(processes, folder):
-            yield left[seen], result
-            seen += 1
-        for process in processes:
-            process.kill()
-        left = left[seen:]
-        # Try a model once more if the ranks hang or die, since many runs share their processes.
-        if left and not seen and left[0] in tried:
-            log = (folder / "rank0.log").read_text()[-300:]
-            yield left.pop(0), {"failed": f"the ranks hang or die: {log}"}
-        elif left:
-            tried.add(left[0])
-
-
-def results_of(processes, folder):
-    """Yield what happened to each model in turn, until the ranks have ended, hang or die."""
-    paths = [folder / f"results-{rank}.jsonl" for rank in range(len(processes))]
-    seen, number, since = 0, 0, time.monotonic()
-    while True:
-        running = all(process.poll() is None for process in processes)
-        lines = [line for path in paths for line in path.read_text().splitlines()[seen:][:1]]
-        told = [json.loads(line) for line in lines]
-        if len(told) != number:
-            number, since = len(told), time.monotonic()
-        # Under a launcher, a rank that fails ends the others. Here they may hang.
-        failures = [result for result in told if "refused" in result or "failed" in result]
-        waited = time.monotonic() - since
-        late = not running or waited > (LAST_WORDS if failures else PATIENCE)
-        if number == len(processes) or (late and failures):
-            yield (failures or told)[0]
-            seen += 1
-        if late and number < len(processes):
-            return
-        if number < len(processes):
-            time.sleep(0.2)
-
-
-def work(folder, chapter):
-    """Train the models of all jobs as one rank; write a line for each."""
-    folder, rank = Path(folder), os.environ["RANK"]
-    transformers.logging.set_verbosity_error()
-    # Without this, gc.collect() below would look at all objects of all libraries.
-    gc.freeze()
-    for job in json.loads((folder / "jobs.json").read_text()):
-        # fail() sleeps, so that only one rank prints the error.
-        with mock.patch("time.sleep"):
-            done = run(job)
-        # Close the connections of a failed run, because the other rank may be waiting for it.
-        if done["status"]:
-            gc.collect()
-        result = {}
-        if rank == "0" or done["status"]:
-            result = read_result(done, folder / chapter / job["row"])
-        with open(folder / f"results-{rank}.jsonl", "a") as file:
-            print(json.dumps(result), file=file)
-
-
-def read_result(done, run_dir):
-    """Return the curve of a run, or the line that refuses the model, or how the run failed."""
-    lines = done["stderr"].strip().splitlines()
+    words = ["-m", folder / row, "-d", folder / TEXT, "-e", row, "--device", device]
+    words += ["--save-dir", folder / chapter] + ["--lr", "1e-4"] * (row in SENSITIVE)
+    command = list(map(str, [script_of(chapter), *FLAGS, *flags, *words]))
+    port, result = free_port(), folder / "result.json"
+    result.unlink(missing_ok=True)
+    logs = [folder / f"rank{rank}.log" for rank in range(num_ranks)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "HF_HUB_OFFLINE": 1}
+        variables |= {"TOKENIZERS_PARALLELISM": "false"}
+        job = command, {name: str(value) for name, value in variables.items()}, log, result
+        ranks.append(multiprocessing.get_context("fork").Process(target=work, args=job))
+        ranks[-1].start()
+    deadline = time.monotonic() + PATIENCE
+    # A rank that fails ends the run, because the other ranks may wait for it.
+    while any(rank.exitcode is None for rank in ranks) and not any(rank.exitcode for rank in ranks):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    failed = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    if not any(failed) and None not in failed:
+        return json.loads(result.read_text())
+    lines = [line for log in logs for line in log.read_text().strip().splitlines()]
     errors = [line for line in lines if line.startswith("train_llm.py: error: ")]
-    if done["status"] == 2 and errors:
+    if 2 in failed and errors:
         line = errors[-1].removeprefix("train_llm.py: error: ")
         return {"refused": re.sub(r"\S*/tmp\w+/", "", line)}
-    if done["status"]:
-        return {"failed": " ".join(lines[-1:])[:300]}
+    return {"failed": f"exit statuses {failed}: {' '.join(lines[-1:])[:300]}"}
+
+
+def work(command, variables, log, result):
+    """Train as one rank; rank 0 writes the curve."""
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
+    if variables["RANK"] == "0":
+        named = dict(zip(command[-8:], command[-7:], strict=False))
+        result.write_text(json.dumps(read_result(Path(named["--save-dir"], named["-e"]))))
+
+
+def read_result(run_dir):
+    """Return the curve of a run, or the problem with its exported model."""
     curve = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     curve = [{name: row[name] for name in TOLERANCE if name in row} for row in curve]
     try:
@@ -233,7 +178,7 @@ def validation_loss(folder):
     text = str(folder.parents[2] / TEXT)
     data = {"dataset_name": text, "dataset_subset": None, "text_column": "text"}
     data = argparse.Namespace(**data, seq_length=32, eval_samples=4)
-    with redirect_stdout(sys.stderr), torch.no_grad():
+    with torch.no_grad():
         _, held_out = load("01").build_data(data, AutoTokenizer.from_pretrained(folder))
         ids = held_out.long()
         return model.eval()(input_ids=ids, labels=ids, use_cache=False).loss.item()
@@ -267,30 +212,36 @@ def judge(rows):
 
 
 def main():
-    """Train what is not in the results yet; keep and print it."""
-    args = parse_args()
-    if args.work:
-        return work(*args.work)
-    rows, left_out = [], {}
-    if args.output and Path(args.output).exists():
-        before = json.loads(Path(args.output).read_text())
-        rows, left_out = before["rows"], before["left_out"]
-        rows = [row for row in rows if row["verdict"] != "wrong"]
-    machine = describe_machine()
+    """Train the models that are not in the results yet; print and keep the rows."""
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--only", nargs="+", choices=ROWS, default=ROWS, metavar="FAMILY", help="which models")
+    add("--chapters", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="which chapters")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one GPU for each rank")
+    args, rows, left_out = parser.parse_args(), [], {}
+    if args.output and args.output.exists():
+        before = json.loads(args.output.read_text())
+        left_out = before["left_out"]
+        rows = [row for row in before["rows"] if row["verdict"] != "wrong"]
+    # A fork cannot use a GPU that this process has used.
+    machine = describe_machine(gpus=False)
+    # Import the libraries of all chapters, so that the forks have them.
+    load("08")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / TEXT).write_text((ROOT / "LICENSE").read_text())
         reasons = {row: build_folder(row, folder) for row in args.only}
         left_out |= {row: reason for row, reason in reasons.items() if reason}
-        for chapter in args.chapters:
-            done = {row["family"] for row in rows if row["chapter"] == chapter}
-            left = [row for row in args.only if row not in done and row not in left_out]
-            for family, result in train_rows(chapter, left, folder, args.device):
-                rows.append({"family": family, "chapter": chapter} | result)
-                row = judge(rows)[-1]
-                details = row.get("failed") or row.get("refused") or row.get("difference", "")
-                print(f"{chapter} {family:32} {row['verdict']} {details}", flush=True)
-                keep(args.output, machine, {"rows": rows, "left_out": left_out})
+        done = {(row["chapter"], row["family"]) for row in rows}
+        for chapter, family in product(args.chapters, args.only):
+            if family in left_out or (chapter, family) in done:
+                continue
+            result = train(chapter, family, folder, args.device)
+            rows.append({"family": family, "chapter": chapter} | result)
+            row = judge(rows)[-1]
+            details = row.get("failed") or row.get("refused") or row.get("difference", "")
+            print(f"{chapter} {family:32} {row['verdict']} {details}", flush=True)
+            keep(args.output, machine, {"rows": rows, "left_out": left_out})
     sys.exit(any(row["verdict"] == "wrong" for row in judge(rows)))
 
 

@@ -13,9 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from contenders import script_of
+from harness import describe_machine, keep, parser_of, script_of
 from on_ranks import make_model_folder, torchrun
-from speed import describe_machine, keep, parser_of
 
 TP, PP = "--tensor-parallel-size 2", "--pipeline-parallel-size 2"
 CP, ULYSSES = "--context-parallel-size 2", "--context-parallel-style ulysses"

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from speed import describe_machine, free_port, keep, parser_of
+from harness import describe_machine, free_port, keep, parser_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ROOT / "diagnosing-errors"

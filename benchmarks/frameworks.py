@@ -3,60 +3,45 @@
 All:     python benchmarks/frameworks.py --output benchmarks/results/frameworks.json
 Closer:  python benchmarks/frameworks.py --only 03 deepspeed --rounds 5
 
-All train the model of speed.py from the same weights on the same samples, on as many ranks, and
-take turns; a ratio is one of two runs in the same round. Nothing else should run meanwhile.
+All runs train the model of speed.py from the same weights on the same samples, on the same number
+of ranks, and take turns. A ratio is one of two runs in the same round.
 """
 
-import argparse
-import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from statistics import median
 
-from speed import ROOT, WINDOW, describe_machine, keep, make_model_folder, run, speed_of
-
-FOLDER = ROOT / "alternative-frameworks"
-BATCH = ["--global-batch-size", "8", "--batch-size", "8"]  # of speed.py
+import harness
+import speed
+from harness import ROOT
 
 
 def parse_args():
-    """Return the arguments."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    """Parse the arguments."""
+    parser = harness.parser_of(__doc__)
     add = parser.add_argument
-    add("--output", type=Path, help="a JSON file for machine and results")
-    add("--rounds", type=int, default=3, help="how often each runs")
-    add("--steps", type=int, default=30, help=f"of each run; the first {WINDOW} warm it up")
+    add("--rounds", type=int, default=3, help="how often each contender runs")
+    add("--steps", type=int, default=30, help=f"of each run; the first {speed.WINDOW} warm it up")
     add("--ranks", type=int, default=2, help="of each run")
-    add("--only", nargs="+", help="who takes part, such as 03 deepspeed-zero-3")
+    add("--only", nargs="+", help="contenders, such as 03 deepspeed-zero-3")
     return parser.parse_args()
 
 
 def contenders(ranks, folder):
-    """Return who takes part, as speed.py has them: script or chapter, ranks, flags."""
+    """Return each contender as speed.py has them: a script or chapter, its ranks and its flags."""
     found = {name: (name, ranks, []) for name in ("03", "04")}
-    for script in sorted(FOLDER.glob("*/train_llm.py")):
-        found[script.parent.name] = (str(script), ranks, [])
+    for script in sorted((ROOT / "alternative-frameworks").glob("*/train_llm.py")):
+        found[script.parent.name] = (script, ranks, [])
     path = f"{folder}/zero-3.json"
-    line = ["deepspeed", "--stage", "3", "--ranks", str(ranks), *BATCH, "--output", path]
-    subprocess.run([sys.executable, FOLDER / "make_config.py", *line], check=True)
-    script = found["deepspeed"][0]
-    found["deepspeed-zero-3"] = (script, ranks, ["--deepspeed-config", path])
+    sizes = f"--global-batch-size {speed.BATCH} --batch-size {speed.BATCH} --ranks {ranks}"
+    line = f"deepspeed --stage 3 --output {path} {sizes}"
+    harness.call([sys.executable, harness.MAKE_CONFIG, *line.split()])
+    found["deepspeed-zero-3"] = (found["deepspeed"][0], ranks, ["--deepspeed-config", path])
     return found
 
 
-def measured(result):
-    """Return of one run: tokens a second, GiB at most, seconds of the last save."""
-    memory = max(row["peak_memory_gib"] for row in result["rows"])
-    return {
-        "speed": speed_of(result),
-        "memory": memory,
-        "save": result["timing"]["save_checkpoint"][-1],
-    }
-
-
 def compare(rounds):
-    """Return of each the ratios to chapter 03 and 04, in the rounds and their median."""
+    """Return the ratios of each contender to chapters 03 and 04, in the rounds and their median."""
     found = {}
     for name in rounds[0]:
         for chapter in ("03", "04"):
@@ -68,19 +53,23 @@ def compare(rounds):
 
 
 def main():
-    """Let them take turns; print the ratios and, with --output, write all of it down."""
-    args, rounds = parse_args(), []
+    """Let the contenders take turns; print and keep the ratios."""
+    args = parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        make_model_folder(f"{folder}/llama")
-        all_of_them = contenders(args.ranks, folder)
-        for number in range(args.rounds):
-            rounds.append({})
-            for name in args.only or all_of_them:
-                result = run(all_of_them[name], args.steps, folder, f"{name}-{number}")
-                rounds[-1][name] = measured(result)
-                print(f"round {number + 1}: {name} {rounds[-1][name]}", flush=True)
-    ratios = compare(rounds)
-    keep(args.output, describe_machine(), {"ratios": ratios, "rounds": rounds})
+        harness.make_7m_llama(f"{folder}/llama")
+        everyone = contenders(args.ranks, folder)
+
+        def measure(name, number):
+            result = speed.run(everyone[name], args.steps, folder, f"{name}-{number}")
+            memory = max(row["peak_memory_gib"] for row in result["rows"])
+            save = result["timing"]["save_checkpoint"][-1]
+            return {"speed": speed.speed_of(result), "memory": memory, "save": save}
+
+        for rounds in harness.take_turns(args.only or everyone, args.rounds, measure, str):
+            ratios = compare(rounds)
+            harness.keep(
+                args.output, harness.describe_machine(), {"ratios": ratios, "rounds": rounds}
+            )
     for name, row in ratios.items():
         print(f"{name:40} {row['median']:.2f}")
 

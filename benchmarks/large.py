@@ -1,38 +1,36 @@
 """Measure what chapter 05 saves in memory and in waiting, against chapter 04.
 
-Here:  python benchmarks/large.py reading saves --output large.json
+Here:  python benchmarks/large.py reading saves --output benchmarks/results/large.json
 
-reading  the most host memory a rank takes while it reads published weights, for 1, 2, 4 ranks
-saves    how long the training stands still for a checkpoint, in the background and not
+reading  the peak host memory of a rank that reads published weights, for 1, 2 and 4 ranks
+saves    how long training stops for a checkpoint, in the background and not
 """
 
 import re
-import statistics
+import tempfile
 import threading
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from on_ranks import make_model_folder, measure_all, on_ranks
-from speed import describe_machine, parser_of
+from harness import describe_machine, keep, parser_of
+from on_ranks import build, make_model_folder, on_ranks
 
-ROUNDS, WIDTH = 3, 768  # of saves; of the models that are read and saved
+ROUNDS, WIDTH = 3, 768  # of saves; of the models
 
 
 def parse_args():
-    """Return the arguments."""
+    """Parse the arguments."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("what", nargs="+", choices=MEASURES)
-    add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="on which reading is measured")
+    add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks that read")
     add("--layers", type=int, default=8, help="of the models that are read and saved")
     return parser.parse_args()
-
-
-# ---- one rank --------------------------------------------------------------------------------
 
 
 def own_memory():
@@ -41,7 +39,7 @@ def own_memory():
 
 
 class Peak:
-    """The most memory that this process takes while the block runs, looked at every millisecond."""
+    """The peak memory of this process while the block runs, checked every millisecond."""
 
     def __enter__(self):
         self.before, self.most, self.ended = own_memory(), 0, threading.Event()
@@ -60,7 +58,7 @@ class Peak:
 
 
 def measure_reading(chapter, args, device):
-    """Return bytes: the most while reading, this rank's share, the whole, the largest tensor."""
+    """Return bytes: the peak while reading, this rank's share, the model, the largest tensor."""
     _, config = chapter.build_tokenizer_and_config(args)
     with Peak() as peak:
         model = chapter.shard(args, chapter.build_model(args, config), device)
@@ -73,59 +71,55 @@ def measure_reading(chapter, args, device):
     }
 
 
+def seconds_of(work, *args):
+    """Return how long all ranks take for this work."""
+    dist.barrier()
+    start = time.perf_counter()
+    work(*args)
+    dist.barrier()
+    return time.perf_counter() - start
+
+
 def measure_saves(chapter, args, device):
-    """Save in both ways in turn, while nothing else runs; return seconds and bytes."""
-    _, config = chapter.build_tokenizer_and_config(args)
+    """Save in both ways in turn; return seconds and bytes."""
     args.dataset_fingerprint = args.num_weights = None
-    model = chapter.shard(args, chapter.build_model(args, config), device)
-    optimizer = chapter.build_optimizer(args, model)
-    ids = torch.randint(config.vocab_size, (8, args.seq_length), dtype=torch.int32)
-    samples = chapter.Samples(ids)
+    model, _, optimizer, samples = build(chapter, args, device)
     run_dir, rows, step = Path(args.save_dir, "run"), [], 0
 
     def train():
         nonlocal step
         step += 1
-        start = time.perf_counter()
         chapter.train_step(args, model, optimizer, samples, step, device)
-        dist.barrier()
-        return time.perf_counter() - start
 
     def save(in_the_background):
         args.checkpoint_async = in_the_background
-        dist.barrier()
-        start = time.perf_counter()
         chapter.save_checkpoint(args, run_dir, model, optimizer, step)
-        dist.barrier()
-        return time.perf_counter() - start
 
-    for _ in range(ROUNDS + 1):  # the first round makes the memory for the copies
-        row = {"step": statistics.median(train() for _ in range(3))}
-        row["plain"] = save(in_the_background=False)
+    # The first round allocates the memory for the copies.
+    for _ in range(ROUNDS + 1):
+        row = {"step": median(seconds_of(train) for _ in range(3))}
+        row["plain"] = seconds_of(save, False)
         train()
         began = time.perf_counter()
-        row["stall"] = save(in_the_background=True)
+        row["stall"] = seconds_of(save, True)
         beside = []
         while not chapter.PENDING_SAVES[0].done() and len(beside) < 50:
-            beside.append(train())
+            beside.append(seconds_of(train))
         chapter.finish_saves()
         row["in the background"] = time.perf_counter() - began
-        row["step beside it"] = statistics.median(beside or [train()])
+        row["step beside it"] = median(beside or [seconds_of(train)])
         rows.append(row)
     saved = max(run_dir.glob("checkpoints/step-*"))
     size = sum(path.stat().st_size for path in saved.iterdir())
     return {"bytes": size, "rounds": rows[1:]}
 
 
-# ---- all ranks -------------------------------------------------------------------------------
-
-
 def reading(args, folder):
-    """Return rows of host memory by chapter and number of ranks."""
+    """Return a row of host memory for each chapter and number of ranks."""
     model = make_model_folder(f"{folder}/model", args.layers, WIDTH, vocabulary=16_384)
     config = AutoConfig.from_pretrained(model)
-    whole = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    whole.save_pretrained(model, max_shard_size="50MB")
+    published = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    published.save_pretrained(model, max_shard_size="50MB")
     rows, options = [], "--pretrained --seq-length 64 --global-batch-size 4"
     for ranks in args.ranks:
         for chapter in ("04", "05"):
@@ -146,5 +140,14 @@ def saves(args, folder):
 
 MEASURES = {"reading": reading, "saves": saves}
 
+
+def main():
+    """Measure, and keep the results."""
+    args, machine = parse_args(), describe_machine()
+    for what in args.what:
+        with tempfile.TemporaryDirectory() as folder:
+            keep(args.output, machine, {what: MEASURES[what](args, folder)})
+
+
 if __name__ == "__main__":
-    measure_all(MEASURES, parse_args(), describe_machine())
+    main()

@@ -1,19 +1,17 @@
-"""What fsdp.py, large.py and planner.py share: small models, and functions that ranks run."""
+"""Run functions of a benchmark on the ranks of a chapter, with small models."""
 
 import importlib
 import inspect
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from transformers import ByT5Tokenizer, LlamaConfig
 
-from contenders import load
-from speed import keep
+from harness import load, run, torchrun_command
 
 
 def make_model_folder(folder, layers, width, heads=None, kv=None, vocabulary=384, tied=False):
@@ -35,54 +33,58 @@ def make_model_folder(folder, layers, width, heads=None, kv=None, vocabulary=384
     return folder
 
 
-def torchrun(ranks, command, folder, limit=None):
-    """Run a command on so many ranks, each with at most `limit` bytes of data; return how it went.
-
-    Both cores of a small machine are enough for all: what is measured is no speed.
-    """
-    prefix = ["prlimit", f"--data={limit}"] if limit else []
-    prefix += [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    settings = {"OMP_NUM_THREADS": "1", "HF_HOME": f"{folder}/hf", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [*prefix, f"--nproc-per-node={ranks}", *map(str, command)],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=os.environ | settings,
-    )
+def torchrun(ranks, command, folder, threads=1):
+    """Run a script and its arguments on a number of ranks; return the CompletedProcess."""
+    settings = {"OMP_NUM_THREADS": str(threads), "HF_HOME": f"{folder}/hf", "HF_HUB_OFFLINE": "1"}
+    return run(torchrun_command(ranks, command), **settings)
 
 
-def measure_all(measures, args, machine):
-    """Measure what was asked for, each in a folder of its own; keep it."""
-    for what in args.what:
-        with tempfile.TemporaryDirectory() as folder:
-            keep(args.output, machine, {what: measures[what](args, folder)})
+def work_command(work, chapter, result, options):
+    """Return the script and the arguments with which a rank runs `work(chapter, args, device)`."""
+    place = [Path(inspect.getfile(work)).stem, work.__name__]
+    return [Path(__file__).resolve(), *place, chapter, result, *options.split()]
 
 
-def on_ranks(work, chapter, ranks, model, folder, options):
-    """Return what `work(chapter, args, device)` finds on rank 0, with a chapter and its options."""
+def on_ranks(work, chapter, ranks, model, folder, options, **settings):
+    """Return the result of `work(chapter, args, device)` on rank 0, with a chapter's options."""
     result = Path(folder, "result.json")
     result.unlink(missing_ok=True)
-    command = [__file__, Path(inspect.getfile(work)).stem, work.__name__, chapter, result]
-    command += ["--model-name", model, "--save-dir", folder, "--device", "cpu", *options.split()]
-    done = torchrun(ranks, command, folder)
+    options = f"--model-name {model} --save-dir {folder} --device cpu {options}"
+    done = torchrun(ranks, work_command(work, chapter, result, options), folder, **settings)
     if not result.exists():
         sys.exit(f"{done.stdout}{done.stderr}\nno result of {work.__name__}, chapter {chapter}")
     return json.loads(result.read_text())
 
 
+def build(chapter, args, device):
+    """Build the model, the module that trains it, the optimizer and random samples."""
+    _, config = chapter.build_tokenizer_and_config(args)
+    model = chapter.build_model(args, config)
+    if hasattr(chapter, "shard"):
+        model = wrapped = chapter.shard(args, model, device)
+    elif dist.is_initialized():
+        wrapped = DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
+        wrapped.broadcast_buffers = False
+    else:
+        model = wrapped = model.to(device)
+    ids = torch.randint(config.vocab_size, (8, args.seq_length), dtype=torch.int32)
+    return model, wrapped, chapter.build_optimizer(args, model), chapter.Samples(ids)
+
+
 def main():
-    """Work as a rank that `on_ranks` started; rank 0 writes down what it found."""
+    """Work as a rank that `on_ranks` started; rank 0 writes the result."""
     module, work, name, result = sys.argv[1:5]
     del sys.argv[1:5]
     chapter = load(name)
     args = chapter.parse_args()
     device, _ = chapter.setup(args)
     found = getattr(importlib.import_module(module), work)(chapter, args, device)
-    if dist.get_rank() == 0:
+    in_group = dist.is_initialized()
+    if not in_group or dist.get_rank() == 0:
         Path(result).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    if in_group:
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,30 +1,26 @@
-"""Measure what runs really take, next to what 05-large-model/will_it_fit.py says they will.
+"""Measure the memory of real runs, next to the memory that the planner predicts.
 
 Here:    python benchmarks/planner.py --output benchmarks/results/planner-cpu-2cores.json
 Closer:  python benchmarks/planner.py --only "05 full" "04 kept"
 
-Each case trains some steps on random tokens, on CPU ranks that are processes. Rank 0 says how many
-bytes of weights, gradients and optimizer state it holds, and how many all tensors took at most:
-torch's profiler sees each allocation, and each release but those by gloo's threads. The planner
-gets the same flags.
+Each case trains some steps on random tokens, on ranks that are CPU processes. Rank 0 reports the
+bytes of weights, gradients and optimizer state that it holds, and the peak of all tensors. torch's
+profiler sees each allocation, and each release except those in Gloo's threads. The planner gets the
+same flags.
 """
 
 import functools
 import tempfile
 
-import torch
 from torch._C._profiler import _EventType
-from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from contenders import ROOT, load
 from fsdp import bytes_of
-from on_ranks import make_model_folder, on_ranks
-from speed import describe_machine, keep, parser_of
+from harness import PLANNER, describe_machine, keep, load, parser_of
+from on_ranks import build, make_model_folder, on_ranks
 
-PLANNER = ROOT / "05-large-model/will_it_fit.py"
 SMALL = {"layers": 4, "width": 256, "heads": 8, "kv": 4, "vocabulary": 2000, "tied": False}
-CASES = {  # chapter, ranks, what is different from SMALL, flags besides COMMON
+CASES = {  # chapter, ranks, differences from SMALL, flags besides COMMON
     "02": ("02", 2, {}, "-s 256 -b 4"),
     "02 bf16": ("02", 2, {}, "-s 256 -b 4 --precision bf16"),
     "02 wide": ("02", 2, {"layers": 2, "width": 512}, "-s 64 -b 2"),
@@ -49,41 +45,16 @@ CASES = {  # chapter, ranks, what is different from SMALL, flags besides COMMON
 }
 STEPS = 8
 COMMON = "--device cpu --global-batch-size 8"
-GLOO = ("c10d::", "_c10d_functional::", "gloo:")  # what collectives' names begin with
+# The names of collectives begin so.
+GLOO = ("c10d::", "_c10d_functional::", "gloo:")
 EXACT = ("parameters", "gradients", "optimizer state")
 
 
-def parse_args():
-    """Return the arguments."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="cases")
-    return parser.parse_args()
-
-
-# ---- one rank --------------------------------------------------------------------------------
-
-
-def build(chapter, args, device):
-    """Return model, what trains it, and optimizer, as the chapter's main() makes them."""
-    _, config = chapter.build_tokenizer_and_config(args)
-    model = chapter.build_model(args, config)
-    if hasattr(chapter, "shard"):
-        model = wrapped = chapter.shard(args, model, device)
-    else:
-        wrapped = DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
-        wrapped.broadcast_buffers = False
-    return model, wrapped, chapter.build_optimizer(args, model)
-
-
 def measure(chapter, args, device):
-    """Take some steps on random tokens; return the bytes that rank 0 holds, and their peak."""
+    """Take some steps on random tokens; return the bytes that this rank holds, and their peak."""
     found = {}
-    activities = [ProfilerActivity.CPU]
-    with profile(activities=activities, profile_memory=True) as profiler:
-        model, wrapped, optimizer = build(chapter, args, device)
-        vocabulary = model.config.vocab_size
-        ids = torch.randint(vocabulary, (8, args.seq_length), dtype=torch.int32)
-        samples = chapter.Samples(ids)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model, wrapped, optimizer, samples = build(chapter, args, device)
 
         def look(*_):
             weights = [weight for weight in model.parameters() if not weight.is_meta]
@@ -97,7 +68,7 @@ def measure(chapter, args, device):
             with record_function(f"step {step}"):
                 chapter.train_step(args, wrapped, optimizer, samples, step, device)
     start, _, *later = rises(allocations(profiler))
-    # an unseen release can only make a rise look higher than it is
+    # An unseen release can only make a rise look higher than it is.
     return found | {"peak": start + found["optimizer state"] + min(later)}
 
 
@@ -115,14 +86,15 @@ def allocations(profiler):
 
 
 def unseen_releases(events):
-    """Return the numbers of the allocations that were released where the profiler does not look.
+    """Return the numbers of the allocations whose release the profiler does not see.
 
-    A collective's own buffers may be released by a thread of gloo. Of those whose release was not
-    seen, it is taken that they went when they had been filled, as the others do.
+    A thread of Gloo may release a collective's own buffers. These buffers count as released when
+    they are filled, because other buffers are released then.
     """
     unseen, own = set(), {}
     for number, (address, size, names) in enumerate(events):
-        if address in own and size > 0:  # it is given out again
+        # The same address is allocated again.
+        if address in own and size > 0:
             unseen.add(own[address])
         own.pop(address, None)
         if size > 0 and any(name.startswith(GLOO) for name in names):
@@ -131,9 +103,9 @@ def unseen_releases(events):
 
 
 def rises(events):
-    """Return by how many bytes what is allocated rises at most, from the start of each step.
+    """Return the highest rise of the allocated bytes, from the start of each step.
 
-    The first is by how many it has risen before the first step.
+    The first value is the rise before the first step.
     """
     unseen = unseen_releases(events)
     live, before, when, most = 0, 0, "start", {}
@@ -145,11 +117,8 @@ def rises(events):
     return list(most.values())
 
 
-# ---- all cases -------------------------------------------------------------------------------
-
-
 def measured(name, folder):
-    """Return what rank 0 found in a run of a case."""
+    """Run a case; return the bytes on rank 0."""
     chapter, ranks, changes, flags = CASES[name]
     model = make_model_folder(f"{folder}/model", **(SMALL | changes))
     return on_ranks(measure, chapter, ranks, model, folder, f"{COMMON} {flags}")
@@ -159,14 +128,14 @@ planner = functools.cache(functools.partial(load, PLANNER))
 
 
 def planned(name, folder):
-    """Return what the planner says of a case, for the model that its run left in the folder."""
+    """Return the plan of a case, for the model that its run left in the folder."""
     chapter, ranks, _, flags = CASES[name]
     options = f"-m {folder}/model --chapter {chapter} --gpus-per-node {ranks} {COMMON} {flags}"
     return planner().make_plan(planner().parse_args(options.split()))["asked"]
 
 
 def compare(name, folder):
-    """Return a row: what was measured, what was planned, in bytes, and how far apart they are."""
+    """Return a row: the measured bytes, the planned bytes, and their ratio."""
     found, plan = measured(name, folder), planned(name, folder)
     row = {"case": name, "ranks": CASES[name][1], "flags": CASES[name][3]}
     row["measured"] = {part: found[part] for part in EXACT} | {"peak": found["peak"]}
@@ -177,9 +146,10 @@ def compare(name, folder):
 
 
 def main():
-    """Measure the cases; with --output, write them down."""
-    args = parse_args()
-    rows = []
+    """Measure the cases; print and keep the rows."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="cases")
+    args, rows = parser.parse_args(), []
     for name in args.only:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(compare(name, folder))

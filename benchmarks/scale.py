@@ -25,7 +25,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from speed import in_rows
+from harness import in_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANNER = ROOT / "05-large-model/will_it_fit.py"

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
 from contenders import load  # noqa: E402
-from speed import describe_machine, keep  # noqa: E402
+from harness import describe_machine, keep  # noqa: E402
 
 BATCH = 8  # samples per step
 WARM_UP = 3  # steps that do not count

@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
 
 from contenders import load  # noqa: E402
+from harness import describe_machine, keep  # noqa: E402
 from plot import COLORS, fail  # noqa: E402
-from speed import describe_machine, keep  # noqa: E402
 
 SEQ_LENGTH, HELD_OUT = 64, 512  # tokens per sample, samples
 # These settings make the built-in model `tiny` smaller.

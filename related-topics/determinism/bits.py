@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools"), str(ROOT / "tools/maintain")]
 
 from chapters import chapters  # noqa: E402
+from harness import describe_machine, free_port, keep  # noqa: E402
 from plot import fail, largest_difference, read_metrics  # noqa: E402
-from speed import describe_machine, free_port, keep  # noqa: E402
 
 RUN = """--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8
     --num-steps 20 --log-every 1 --eval-every 10 --eval-samples 8

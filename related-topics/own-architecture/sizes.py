@@ -88,7 +88,7 @@ def main():
         print(*config_of(args.size))
         return
     from contenders import load
-    from speed import describe_machine, keep
+    from harness import describe_machine, keep
 
     planner, rows = load(ROOT / "05-large-model/will_it_fit.py"), []
     for size in SHAPES:

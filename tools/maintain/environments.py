@@ -18,7 +18,7 @@ if __name__ == "__main__":
     sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from cluster.cluster import Cluster
-from speed import in_rows
+from harness import in_rows
 
 FOLDER = ROOT / "03-job-launchers"
 RESULT = ROOT / "benchmarks/results/environments.json"

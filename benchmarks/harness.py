@@ -1,0 +1,266 @@
+"""Provide what all benchmarks share: the machine, the runs, the turns, the results, the plots.
+
+Each question is a short file: what is measured, who takes part, and what is printed. A benchmark
+leaves only aggregates, in a JSON file with the machine, the versions and the command.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from pydoc_data.topics import topics
+from statistics import median
+
+import torch
+import transformers
+
+ROOT = Path(__file__).resolve().parent.parent
+# The tools that benchmarks call.
+PLANNER = ROOT / "05-large-model/will_it_fit.py"
+MAKE_CONFIG = ROOT / "alternative-frameworks/make_config.py"
+# glibc gives large blocks back to the system as soon as they are free, and the system clears each
+# page that it gives out again. So all runs keep the memory that they free, as `make train` does.
+ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
+# The first start of DeepSpeed compiles for minutes.
+LONGEST = 1200
+
+
+def script_of(chapter):
+    """Return the path of a chapter's script."""
+    return next(ROOT.glob(f"{chapter}-*/train_llm.py"))
+
+
+def load(script):
+    """Import a script as a module; the script is a chapter's number or a path."""
+    path = script if str(script).endswith(".py") else script_of(script)
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def settle(device):
+    """Wait until a GPU has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+# ---- the command line and the results --------------------------------------------------------
+
+
+def parser_of(about):
+    """Return a benchmark's parser, with its description and the flag that all benchmarks have."""
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=about.split("\n")[0], formatter_class=formatter)
+    parser.add_argument("--output", type=Path, help="a JSON file for the machine and the results")
+    return parser
+
+
+def describe_machine(gpus=True):
+    """Return the facts that the numbers depend on; `gpus` initializes CUDA for the GPU's name."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    facts = {name.strip(): value for name, _, value in (line.partition(":") for line in lines)}
+    flags = {"avx512_bf16", "amx_bf16"} & set(facts.get("flags", "").split())
+    count, versions = torch.cuda.device_count() if gpus else 0, {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return {
+        "cpu": facts.get("model name", platform.processor()).strip(),
+        "cores": os.cpu_count(),
+        "bf16 flags": ", ".join(sorted(flags)) or "none",
+        **({"gpus": f"{count} x {torch.cuda.get_device_name()}"} if count else {}),
+        "python": platform.python_version(),
+        **versions,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *sys.argv]),
+    }
+
+
+def in_rows(value, depth=2, indent=""):
+    """Format a value as JSON with a line for each value at `depth`.
+
+    Plain values that belong together, such as the facts about a machine, share a line.
+    """
+    inner, nested = indent + " ", (dict, list)
+    parts = value.values() if isinstance(value, dict) else value
+    if depth == 0 or not isinstance(value, nested) or not any(isinstance(x, nested) for x in parts):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(k)}: {in_rows(v, depth - 1, inner)}" for k, v in value.items()]
+    else:
+        parts = [in_rows(each, depth - 1, inner) for each in value]
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    body = f",\n{inner}".join(parts)
+    return f"{first}\n{inner}{body}\n{indent}{last}"
+
+
+def keep(output, machine, results):
+    """Write results to a file, if one is named; other results in the file stay."""
+    if output:
+        before = json.loads(output.read_text()) if output.exists() else {}
+        text = in_rows(before | {"machine": machine} | results)
+        output.with_suffix(".new").write_text(text + "\n")
+        output.with_suffix(".new").replace(output)
+
+
+def spread(values, form=".2f"):
+    """Format the median of some values, then the lowest and the highest value."""
+    low, middle, high = min(values), median(values), max(values)
+    return f"{middle:{form}} ({low:{form}} – {high:{form}})"
+
+
+def subplots(height, rows=1, colors=None):
+    """Return a figure, its axes without frames, and a legend's handles for `colors` by name."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(9, height), dpi=100, layout="constrained")
+    axes = figure.subplots(rows, sharex=True, squeeze=False)[:, 0]
+    for one in axes:
+        one.spines[["top", "right", "left"]].set_visible(False)
+        one.tick_params(axis="y", length=0)
+    handles = [Patch(color=color, label=name) for name, color in (colors or {}).items()]
+    return figure, axes, handles
+
+
+# ---- runs ------------------------------------------------------------------------------------
+
+
+class Failed(SystemExit):
+    """The output of a command that failed; uncaught, it ends the benchmark with this output."""
+
+
+def free_port():
+    """Return a free port that Linux does not use for outgoing connections."""
+    while True:
+        port = random.randrange(12_000, 30_000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+
+
+def torchrun_command(ranks, command):
+    """Return the command that starts a script and its arguments on a number of ranks."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", ranks]
+    launcher += ["--master-addr", "127.0.0.1", "--master-port", free_port()]
+    return [sys.executable, *launcher, *command]
+
+
+class Job:
+    """A command, and all processes that it starts: they have `mark` in their environment."""
+
+    def __init__(self, command, out=subprocess.PIPE, log=subprocess.PIPE, **variables):
+        """Start the command with more variables in its environment."""
+        self.command, self.mark = list(map(str, command)), uuid.uuid4().hex
+        environment = os.environ | ALLOCATOR | variables | {"BENCHMARK_MARK": self.mark}
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": log, "text": True}
+        self.process = subprocess.Popen(self.command, env=environment, **pipes)
+
+    def kill(self):
+        """Kill all processes, including those that torchrun has put into sessions of their own."""
+        deadline = time.monotonic() + 10
+        # A driver may keep a process from ending, so stop trying after some time.
+        while victims := self.living():
+            for path in victims:
+                with suppress(OSError):
+                    os.kill(int(path.name), signal.SIGKILL)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
+
+    def living(self):
+        """Return the folders of /proc of the job's processes."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if self.mark.encode() in (path / "environ").read_bytes():
+                    found.append(path)
+        return found
+
+
+def run(command, limit=LONGEST, **variables):
+    """Run a command for at most `limit` seconds, and leave no process; return how it ended."""
+    job = Job(command, **variables)
+    try:
+        output = job.process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        raise Failed(f"not done after {limit} s: {shlex.join(job.command)}") from None
+    finally:
+        job.kill()
+    return subprocess.CompletedProcess(job.command, job.process.returncode, *output)
+
+
+def call(command, limit=LONGEST, **variables):
+    """Run a command that must succeed."""
+    done = run(command, limit, **variables)
+    if done.returncode:
+        raise Failed(f"{done.stdout}{done.stderr}\nfailed: {shlex.join(done.args)}")
+
+
+def take_turns(names, rounds, measure, show):
+    """Yield the rounds so far, after each round; a round has what `measure` returns, by name.
+
+    On a shared machine speeds come and go, so only values of the same round are compared. If a
+    run fails, its name is left out of all rounds.
+    """
+    found, names = [], list(names)
+    for number in range(1, rounds + 1):
+        found.append({})
+        for name in list(names):
+            try:
+                found[-1][name] = measure(name, number)
+            except Failed as error:
+                print(f"{error}\nso without {name}", flush=True)
+                names.remove(name)
+            else:
+                print(f"round {number}: {name} {show(found[-1][name])}", flush=True)
+        if not names:
+            raise Failed("all runs have failed")
+        found = [{name: runs[name] for name in names} for runs in found]
+        yield found
+
+
+def make_7m_llama(folder):
+    """Write the configuration of a Llama of 7 million weights, and a tokenizer for it.
+
+    The tokenizer is trained on Python's documentation.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    end, alphabet = "<|endoftext|>", pre_tokenizers.ByteLevel.alphabet()
+    tokens = Tokenizer(models.BPE())
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    options = {"special_tokens": [end], "initial_alphabet": alphabet, "show_progress": False}
+    tokens.train_from_iterator(topics.values(), trainers.BpeTrainer(vocab_size=4096, **options))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=end)
+    tokenizer.save_pretrained(folder)
+    transformers.LlamaConfig(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    ).save_pretrained(folder)
+    return folder

@@ -1,0 +1,110 @@
+"""Measure the time of a step of chapter 01 against a bare loop's, and of a watched step.
+
+Here:    python benchmarks/overhead.py chapter --output benchmarks/results/overhead.json
+Closer:  python benchmarks/overhead.py chapter --compile --blocks 40
+         python benchmarks/overhead.py watched --output benchmarks/results/watching.json
+
+Two kinds of steps take turns in one process, so that other load on the machine slows both. Each
+trains the model of speed.py in blocks of ten steps. A block counts as its mean step without the
+fastest and the slowest, as a share of the mean of the blocks before and after it.
+"""
+
+import os
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from contenders import bare_model, bare_step
+from harness import ROOT, describe_machine, keep, make_7m_llama, parser_of, settle, spread
+from on_ranks import build, on_ranks
+from speed import BATCH, SEQ_LENGTH
+
+BLOCK = 10  # steps; in each block, watched.py looks at losses and weights once
+
+
+def shares_of(args, device, kinds):
+    """Take turns in blocks; return each kind's shares of the blocks around it."""
+    names, blocks = list(kinds), []
+    for block in range(args.num_steps // BLOCK):
+        take_step = kinds[names[block % 2]]
+        seconds = []
+        for step in range(block * BLOCK + 1, (block + 1) * BLOCK + 1):
+            begun = time.perf_counter()
+            take_step(step)
+            settle(device)
+            seconds.append(time.perf_counter() - begun)
+        blocks.append(fmean(sorted(seconds)[1:-1]))
+    # The first two blocks are a warm-up.
+    places = range(3, len(blocks) - 1)
+    shares = {at: blocks[at] / fmean([blocks[at - 1], blocks[at + 1]]) for at in places}
+    return {name: [shares[at] for at in places if at % 2 == i] for i, name in enumerate(names)}
+
+
+def measure_chapter(chapter, args, device):
+    """Compare the chapter's train_step() with a bare step on the same model, with one optimizer."""
+    model, _, optimizer, samples = build(chapter, args, device)
+    bare = bare_model(chapter, args, model.config).to(device)
+    forward = torch.compile(bare) if args.compile else bare
+    bare_optimizer = chapter.build_optimizer(args, bare)
+    batch = chapter.batch_at(args, samples, 1, 0, device)
+    kinds = {
+        "bare": lambda _: bare_step(args, forward, bare, bare_optimizer, batch),
+        "chapter": lambda step: chapter.train_step(args, model, optimizer, samples, step, device),
+    }
+    return shares_of(args, device, kinds)
+
+
+def measure_watched(chapter, args, device):
+    """Compare the chapter's train_step() while watched.py watches, and while it does not."""
+    sys.path.insert(0, str(ROOT / "diagnosing-errors"))
+    import watched
+
+    model, _, optimizer, samples = build(chapter, args, device)
+    steps = watched.Steps(BLOCK)
+    watch = watched.Watch(Path(args.save_dir, "ranks"), steps, 60)
+    working = {name: getattr(watch, name) for name in ("look", "tell", "dump_if_due")}
+
+    def take_step(watching, step):
+        # A fault keeps the hooks from working.
+        steps.fault = None if watching else "off"
+        for name, work in working.items():
+            setattr(watch, name, work if watching else lambda: None)
+        chapter.train_step(args, model, optimizer, samples, step, device)
+
+    kinds = {"alone": partial(take_step, False), "watched": partial(take_step, True)}
+    found = shares_of(args, device, kinds)
+    if not steps.checks:
+        sys.exit(f"watched.py watched nothing: {steps.fault}")
+    return found
+
+
+MEASURES = {"chapter": measure_chapter, "watched": measure_watched}
+
+
+def main():
+    """Measure in a process with the harness's settings; print and keep the shares."""
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("what", choices=MEASURES)
+    add("--blocks", type=int, default=25, help=f"of {BLOCK} steps each; the first two warm up")
+    add("--compile", action="store_true", help="the bare loop as one graph, the chapter by layer")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_7m_llama(f"{folder}/llama")
+        flags = f"--seq-length {SEQ_LENGTH} --precision bf16 --global-batch-size {BATCH}"
+        flags += f" --device auto --num-steps {args.blocks * BLOCK}{' --compile' * args.compile}"
+        work, threads = MEASURES[args.what], os.cpu_count()
+        found = on_ranks(work, "01", 1, model, folder, flags, threads=threads)
+    for name, shares in found.items():
+        print(f"{name:8} {spread(shares, '.3f')}")
+    what = "compiled" if args.compile else "shares"
+    keep(args.output, describe_machine(), {what: found})
+
+
+if __name__ == "__main__":
+    main()
