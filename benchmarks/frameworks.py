@@ -54,7 +54,7 @@ def compare(rounds):
 
 def main():
     """Let the contenders take turns; print and keep the ratios."""
-    args = parse_args()
+    args, machine = parse_args(), harness.describe_machine()
     with tempfile.TemporaryDirectory() as folder:
         harness.make_7m_llama(f"{folder}/llama")
         everyone = contenders(args.ranks, folder)
@@ -67,9 +67,7 @@ def main():
 
         for rounds in harness.take_turns(args.only or everyone, args.rounds, measure, str):
             ratios = compare(rounds)
-            harness.keep(
-                args.output, harness.describe_machine(), {"ratios": ratios, "rounds": rounds}
-            )
+            harness.keep(args.output, machine, {"ratios": ratios, "rounds": rounds})
     for name, row in ratios.items():
         print(f"{name:40} {row['median']:.2f}")
 

@@ -88,9 +88,8 @@ def run(contender, steps, folder, run_name):
         "TOKENIZERS_PARALLELISM": "false",
     }
     command = [ROOT / "benchmarks/contenders.py", name, *flags, *arguments]
-    harness.call(
-        harness.torchrun_command(size, command) if size else [sys.executable, *command], **settings
-    )
+    command = harness.torchrun_command(size, command) if size else [sys.executable, *command]
+    harness.call(command, **settings)
     rows = map(json.loads, Path(folder, run_name, "metrics.jsonl").read_text().splitlines())
     # A step may have two rows, and the last one counts.
     last = {row["step"]: row for row in rows}
@@ -147,9 +146,7 @@ def main():
             where = f"{name.replace(' ', '-')}-{number}"
             return run(args.all[name], args.steps, folder, where)
 
-        for rounds in harness.take_turns(
-            asked, args.rounds, measure, lambda one: f"{speed_of(one):,.0f}"
-        ):
+        for rounds in harness.take_turns(asked, args.rounds, measure, speed_of):
             speeds = [{name: speed_of(one) for name, one in runs.items()} for runs in rounds]
             ratios = compare(speeds)
             results = {"ratios": ratios, "speeds": speeds, "details": details(rounds)}
