@@ -139,18 +139,17 @@ bench: install  ## measure the chapters next to other trainers; make tables and 
 	$(PIP) -r benchmarks/requirements.txt
 	@set -ex; out=benchmarks/results; \
 	$(PY) benchmarks/speed.py --output $$out/speed.json || missed=$$?; \
-	$(PY) benchmarks/speed.py --rounds 5 --only bare 01 "bare compiled" "01 compiled" \
-		--output $$out/speed-bare.json || missed=$$?; \
-	$(PY) benchmarks/floor.py --steps 100 --output $$out/floor.json; \
-	$(PY) benchmarks/floor.py --steps 100 --compile --output $$out/floor-compiled.json; \
+	$(PY) benchmarks/frameworks.py --output $$out/frameworks.json; \
+	$(PY) benchmarks/overhead.py chapter --output $$out/overhead.json; \
+	$(PY) benchmarks/overhead.py chapter --compile --output $$out/overhead.json; \
+	$(PY) benchmarks/overhead.py watched --output $$out/watching.json; \
 	$(PY) benchmarks/large.py reading saves --output $$out/large.json; \
-	$(PY) benchmarks/fsdp.py checkpoints costs largest --output $$out/fsdp-cpu-2cores.json; \
+	$(PY) benchmarks/fsdp.py --output $$out/fsdp-cpu-2cores.json; \
 	$(PY) benchmarks/where.py --output $$out/where.json --plot assets/where.png; \
 	$(PY) benchmarks/scale.py --plot assets/scale.png; \
 	$(PY) benchmarks/bubble.py --seconds 0.4 --output $$out/bubble.json --plot assets/bubble.png; \
 	$(PY) benchmarks/context.py --output $$out/context.json; \
 	$(PY) benchmarks/exam.py --output $$out/exam.json; \
-	$(PY) benchmarks/report.py $$out/speed.json assets/speed.png; \
 	$(PY) tools/maintain/docs.py; \
 	exit $${missed:-0}
 

@@ -152,17 +152,6 @@ def measured(file, what):
     return json.loads((ROOT / "benchmarks/results" / file).read_text())[what]
 
 
-def largest(file):
-    """Print the table of the largest models that trained in a fixed memory per rank."""
-    rows = measured(file, "largest")
-    heading(f"| ranks, of {rows[0]['gib']:g} GiB each | chapter 03 | chapter 04 | ratio |")
-    weights = {(row["ranks"], row["chapter"]): row["weights"] / 1e6 for row in rows}
-    for ranks in sorted({row["ranks"] for row in rows}):
-        ddp, fsdp = weights[ranks, "03"], weights[ranks, "04"]
-        cells = f"{ddp:.0f} million weights | {fsdp:.0f} million weights | {fsdp / ddp:.1f}"
-        print(f"| {ranks} | {cells} |")
-
-
 def memory(file):
     """Print the table of what a rank holds, in MB, by number of ranks and setting."""
     names = {"weights": "weights", "gradients": "gradients", "optimizer": "moments"}
@@ -172,21 +161,6 @@ def memory(file):
     for row in measured(file, "costs"):
         cells = " | ".join(f"{row[name] / 1e6:.0f}" for name in names)
         print(f"| {row['ranks']} | {row['setting']} | {cells} |")
-
-
-def checkpoints(file):
-    """Print the table of what saving and loading cost, chapter by chapter."""
-    rows = measured(file, "checkpoints")
-    heading("| | chapter 02 | chapter 04 | ratio |")
-    for name, words in (("save", "save"), ("load", "load"), ("bytes", "bytes on disk")):
-        one, other = (
-            median(row[name] for row in rows if row["chapter"] == chapter)
-            for chapter in ("02", "04")
-        )
-        show = "{:.2f} GB" if name == "bytes" else "{:.1f} s"
-        unit = 1e9 if name == "bytes" else 1
-        cells = " | ".join(show.format(value / unit) for value in (one, other))
-        print(f"| {words} | {cells} | {other / one:.2f} |")
 
 
 def reading(file):
@@ -338,15 +312,11 @@ def goals(file):
             print(f"| {name} | at least {cells} | {verdict} |")
 
 
-def floor(file):
-    """Print the table of what a step of chapter 01 takes above the bare loop's, part by part."""
-    ours, bare = measured(file, "parts").values()
-    whole = sum(bare.values())
-    heading("| part | chapter 01 | bare loop | above it |")
-    for part in ours | {"a step": None}:
-        of = [sum(each.values()) if part == "a step" else each[part] for each in (ours, bare)]
-        cells = (f"{share / whole:.1%}" for share in (*of, of[0] - of[1]))
-        print(f"| {part} | {' | '.join(cells)} |")
+def overhead(file):
+    """Print the table of a step of chapter 01 as a multiple of a bare loop's."""
+    heading("| | time of a step of chapter 01, of a bare step |")
+    for words, name in {"eager": "shares", "`--compile`": "compiled"}.items():
+        print(f"| {words} | {with_range(measured(file, name)['chapter'], '.3f')} |")
 
 
 @functools.cache
@@ -473,21 +443,42 @@ def where(file):
 
 
 def gpu_checks():
-    """Print a table for each machine on which benchmarks/gpu_check.py has run."""
-    verdicts = {True: "passed", False: "**failed**", None: "skipped"}
-    found = sorted((ROOT / "benchmarks/results").glob("gpu-check-*.json"))
-    found = [path for path in found if path.stem != "gpu-check-cpu"]  # which only tries the code
-    for path in found:
+    """Print a table for each machine on which benchmarks/gpu_check.py has run, a row for each kind.
+
+    Checks of one kind have the same first word; of their numbers, the lowest and the highest count.
+    """
+    for path in sorted((ROOT / "benchmarks/results").glob("gpu-check-*.json")):
         machine(path.name)
         print()
-        heading("| check | result | numbers | |")
+        heading("| checks | passed | numbers |")
+        kinds, skipped = {}, {}
         for row in measured(path.name, "rows"):
-            numbers = ", ".join(f"{name} {value:.4g}" for name, value in row["numbers"].items())
-            reason = row["reason"].replace("|", "/").replace("\n", " ")
-            print(f"| {row['name']} | {verdicts[row['passed']]} | {numbers} | {reason} |")
+            if row["passed"] is None:
+                skipped.setdefault(row["reason"], []).append(f"`{row['name']}`")
+            else:
+                is_speed = row["name"].startswith("speed")
+                kind = row["name"] if is_speed else row["name"].partition("-")[0]
+                kinds.setdefault(kind, []).append(row)
+        for kind, rows in kinds.items():
+            name = f"{kind}-*" if len(rows) > 1 else rows[0]["name"]
+            failed = [f"**{row['name']}: {row['reason']}**" for row in rows if not row["passed"]]
+            passed = "; ".join([f"{len(rows) - len(failed)} of {len(rows)}", *failed])
+            print(f"| `{name}` | {passed} | {ranges_of(row['numbers'] for row in rows)} |")
+        for reason, names in skipped.items():
+            print(f"\nSkipped, because {reason}: {', '.join(names)}.")
         print()
-    if not found:
-        print("No GPU has been at hand yet: these checks have run with `--device cpu` only.")
+
+
+def ranges_of(rows):
+    """Return a text with the lowest and the highest number of each name."""
+    numbers = {}
+    for name, value in (pair for row in rows for pair in row.items()):
+        numbers.setdefault(name, []).append(value)
+    texts = []
+    for name, values in numbers.items():
+        ends = dict.fromkeys(f"{value:.3g}" for value in (min(values), max(values)))
+        texts.append(f"{name}: {' – '.join(ends)}")
+    return "; ".join(texts)
 
 
 def loaded(path):
@@ -566,10 +557,11 @@ def frameworks(file):
         print(f"| {name} | {' | '.join(cells)} |")
 
 
-def with_range(values):
+def with_range(values, form=".2f"):
     """Return the median, and the lowest and highest where these are a fifth of it apart."""
     low, middle, high = min(values), median(values), max(values)
-    return f"{middle:.2f}" + (f" ({low:.2f} – {high:.2f})" if high - low > middle / 5 else "")
+    between = f" ({low:{form}} – {high:{form}})" if high - low > middle / 5 else ""
+    return f"{middle:{form}}{between}"
 
 
 def sizes(file):
