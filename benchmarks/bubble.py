@@ -93,13 +93,13 @@ def take_step(chapter, name, micro_batches, seconds):
         start = time.monotonic()
         schedule.step(batch, target=batch, losses=[], return_outputs=False)
         taken = time.monotonic() - start
-    return taken, [[what, first - start, last - start] for what, first, last in done]
+    return taken, [[work, first - start, last - start] for work, first, last in done]
 
 
 def most_in_flight(events, passes):
     """Return the highest number of micro-batches whose activations a rank keeps."""
-    changes = [(first, 1) for what, first, _ in events if what == "forward"]
-    changes += [(last, -1) for what, _, last in events if what == "weight gradient"]
+    changes = [(first, 1) for work, first, _ in events if work == "forward"]
+    changes += [(last, -1) for work, _, last in events if work == "weight gradient"]
     kept, most = 0, 0
     for _, change in sorted(changes):
         kept += change
@@ -134,7 +134,7 @@ def draw(rows, path):
     for axes, row in zip(all_axes, rows, strict=True):
         for rank, events in enumerate(row["events"]):
             for name, color in COLORS.items():
-                bars = [(first, last - first) for what, first, last in events if what == name]
+                bars = [(first, last - first) for work, first, last in events if work == name]
                 edge = {"edgecolor": "white", "linewidth": 0.5}
                 axes.broken_barh(bars, (-rank - 0.42, 0.84), color=color, **edge)
         axes.set_yticks(range(0, -RANKS, -1), [f"rank {rank}" for rank in range(RANKS)], fontsize=7)

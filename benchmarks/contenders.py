@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from harness import load, settle
 
-STARTED = float(os.environ.get("BENCHMARK_STARTED", str(time.time())))  # unix time of the command
+# When the command started, as unix time.
+STARTED = float(os.environ.get("BENCHMARK_STARTED", str(time.time())))
 
 
 def peak_memory_gib(device):

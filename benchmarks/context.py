@@ -14,7 +14,8 @@ import torch.distributed as dist
 from harness import describe_machine, keep, parser_of
 from on_ranks import build, on_ranks
 
-CASES = {  # the number of ranks that split each sequence, and the style
+# The number of ranks that split each sequence, and the style.
+CASES = {
     "one rank": (1, "gather"),
     "gather, 2 ranks": (2, "gather"),
     "gather, 4 ranks": (4, "gather"),

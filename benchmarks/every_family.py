@@ -68,7 +68,8 @@ NOT_COMPARED = {
     "longcat_flash": "with few tokens, a rank may use no expert, and FSDP fails",
 }
 LARGEST = 20_000_000  # weights of a model
-TEXT = "text.txt"  # what they learn: a copy of LICENSE, because each run tokenizes all its text
+# The models learn a copy of LICENSE, because each run tokenizes all its text.
+TEXT = "text.txt"
 PATIENCE = 120  # seconds that a model may take
 # In these models, rounding errors grow fast, so they are trained with a lower learning rate.
 SENSITIVE = ["gemma4_unified_text"]
@@ -197,7 +198,7 @@ def difference(curve, reference):
 
 
 def judge(rows):
-    """Return how each row compares with chapter 01: equal, refused or wrong."""
+    """Add each row's verdict against chapter 01: equal, refused or wrong; return the rows."""
     reference = {row["family"]: row.get("curve") for row in rows if row["chapter"] == "01"}
     for row in rows:
         curve, first = row.get("curve"), reference.get(row["family"])

@@ -45,10 +45,10 @@ def compare(rounds):
     found = {}
     for name in rounds[0]:
         for chapter in ("03", "04"):
-            for what in rounds[0][name] if chapter in rounds[0] and name != chapter else ():
-                values = [each[name][what] / each[chapter][what] for each in rounds]
+            for number in rounds[0][name] if chapter in rounds[0] and name != chapter else ():
+                values = [runs[name][number] / runs[chapter][number] for runs in rounds]
                 row = {"median": median(values), "rounds": values}
-                found[f"{name} / {chapter}, {what}"] = row
+                found[f"{name} / {chapter}, {number}"] = row
     return found
 
 

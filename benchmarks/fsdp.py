@@ -20,7 +20,8 @@ from harness import describe_machine, keep, parser_of
 from on_ranks import build, make_model_folder, on_ranks
 
 BATCH, SEQ_LENGTH = 8, 64
-SETTINGS = {  # of each number of ranks
+# The flags of each setting, which every number of ranks tries.
+SETTINGS = {
     "as it is": "",
     "layers kept": "--no-reshard-after-forward",
     "2 micro-batches": "--batch-size {half}",

@@ -40,12 +40,15 @@ CHAPTERS = ("01", "02", "03", "04", "05", "06", "07", "08")
 TINY = """--seq-length 64 --global-batch-size 8 --batch-size 4 --num-steps 20 --log-every 1
     --eval-every 10 --eval-samples 10 --checkpoint-every 10"""
 LONG = "--num-steps 1000000 --eval-every 1000000 --checkpoint-every 1000000 --eval-samples 2"
-WINDOW, WINDOWS = 3, 3  # steps in a measurement of speed; measurements after the first
-LEAST = 30  # seconds without which a check does not begin
-LIMIT = 200  # seconds that a check may take
+# The steps in a measurement of speed, and the measurements after the first.
+WINDOW, WINDOWS = 3, 3
+# The seconds that a check needs to begin, and the seconds that it may take.
+LEAST, LIMIT = 30, 200
 LONGER = {"families": 400, "memory": 300}
-WITHIN = (0, 1e-4)  # losses in float32 on different devices
-ROUGHLY = (0, 1e-2)  # losses in bfloat16 and in float32, which differ by 2e-3 on an H200
+# The tolerance of losses in float32 on different devices.
+WITHIN = (0, 1e-4)
+# The tolerance of losses in bfloat16 against float32, which differ by 2e-3 on an H200.
+ROUGHLY = (0, 1e-2)
 # All experts tie at first, and devices break ties differently.
 TIED = ["afmoe", "ernie4_5_moe"]
 # What whats_wrong.py should find.
@@ -108,7 +111,7 @@ class Job(harness.Job):
             super().__init__([sys.executable, *command], out, log, **variables)
 
     def printed(self):
-        """Return what the process printed on stdout."""
+        """Return the output of the process."""
         return (self.folder / "out").read_text()
 
     def rows(self):
@@ -170,7 +173,7 @@ class Bench:
         self.numbers |= json.loads(result.read_text())
 
     def tool(self, name, *command, ok=(0,)):
-        """Run a tool to its end; return what it printed on stdout."""
+        """Run a tool to its end; return its output."""
         return self.wait(self.start(name, command), ok=ok).printed()
 
     def wait(self, job, until=None, ok=(0,)):
@@ -260,7 +263,7 @@ def steps_without_waiting(chapter, args, device):
 
 def difference(rows, others):
     """Return the largest difference between the losses of two runs."""
-    one, other = ({row["step"]: row for row in each} for each in (rows, others))
+    one, other = ({row["step"]: row for row in curve} for curve in (rows, others))
     if one.keys() != other.keys():
         raise RuntimeError(f"{len(one)} steps are logged, but {len(other)} in the other run")
     names = ("loss", "val_loss")
@@ -323,21 +326,21 @@ def framework(bench, name, settings=""):
 
 def families(bench):
     """Compare the losses in fp32 of all families of models in chapter 01 with those on the CPU."""
-    some = ["llama", "gpt2", "bert"] if bench.device == "cpu" else ROWS
-    rows = [row for row in some if row not in TIED + SENSITIVE]
+    names = ["llama", "gpt2", "bert"] if bench.device == "cpu" else ROWS
+    rows = [name for name in names if name not in TIED + SENSITIVE]
     tool, results = harness.ROOT / "benchmarks/every_family.py", {}
-    for name, device in {"there": "cpu", "here": bench.device}.items():
+    for name, device in {"cpu": "cpu", "device": bench.device}.items():
         results[name] = bench.folder / f"{name}.json"
         flags = ["--chapters", "01", "--device", device, "--output", results[name]]
         bench.start(name, [tool, "--only", *rows, *flags])
     for job in list(bench.jobs):
         # Exit status 1: a family fails, here or there.
         bench.wait(job, ok=(0, 1))
-    there, here = (
+    on_cpu, on_device = (
         {row["family"]: row for row in json.loads(path.read_text())["rows"]}
         for path in results.values()
     )
-    verdicts = {name: compare(there[name], here.get(name, {})) for name in there}
+    verdicts = {name: compare(on_cpu[name], on_device.get(name, {})) for name in on_cpu}
     for word in ("equal", "refused", "different"):
         bench.numbers[word] = sum(verdict.startswith(word) for verdict in verdicts.values())
     names = [f"{name} is {text}" for name, text in verdicts.items() if text.startswith("different")]
@@ -362,12 +365,12 @@ def resume(bench, chapter, flags=""):
     bench.wait(torn, until=lambda: saved.exists() and torn.rows()[-1]["step"] > 34)
     torn.kill()
     killed = torn.rows()[-1]["step"]
-    again = bench.wait(bench.train(chapter, flags, "again", run="torn"))
-    found = re.search(r"continuing from .*/step-0*(\d+)", again.printed())
+    resumed = bench.wait(bench.train(chapter, flags, "resumed", run="torn"))
+    found = re.search(r"continuing from .*/step-0*(\d+)", resumed.printed())
     if killed >= 100 or not found:
-        raise RuntimeError(f"killed in step {killed}, did not continue: {again.printed()[-200:]}")
+        raise RuntimeError(f"killed in step {killed}, did not continue: {resumed.printed()[-200:]}")
     bench.numbers |= {"killed in step": killed, "resumed from step": int(found[1])}
-    bench.numbers["difference"] = difference(again.rows(), bench.wait(uninterrupted).rows())
+    bench.numbers["difference"] = difference(resumed.rows(), bench.wait(uninterrupted).rows())
     return bench.judged({"difference": WITHIN})
 
 
@@ -484,14 +487,14 @@ def speed(bench, script, how="eager"):
     bench.wait(job, until=lambda: len(job.rows()) > 1 + WINDOWS)
     job.kill()
     rows = job.rows()[2:]
-    each = median(row["tokens_per_second"] for row in rows)
-    bench.numbers |= {"ranks": ranks, "tokens/s": each}
+    measured = median(row["tokens_per_second"] for row in rows)
+    bench.numbers |= {"ranks": ranks, "tokens/s": measured}
     # mfu is only known for some GPUs.
     bench.numbers |= {"mfu": rows[-1]["mfu"]} if rows[-1]["mfu"] else {}
     bench.numbers["peak GiB"] = rows[-1]["peak_memory_gib"]
     if script not in CHAPTERS:
         return bench.judged({})
-    bench.numbers |= ratios(bench.session.rows, each / ranks, how)
+    bench.numbers |= ratios(bench.session.rows, measured / ranks, how)
     goals = {"to trainer": (1.1, math.inf), "to bare": (0.95, math.inf), "to matmul": (0.65, 1)}
     missing = ", ".join(goals.keys() - bench.numbers.keys())
     has_goals = (script, how, bench.device) == ("01", "compiled", "cuda")
@@ -564,7 +567,7 @@ GPU_ONLY |= {n: "on a CPU the peak is that of the process" for n in CHECKS if n[
 
 
 def known(read):
-    """Return what `read` returns, or None: no fact about a machine is worth an error."""
+    """Call `read`, and return its result or None, because a missing fact is no error."""
     with suppress(Exception):
         return read()
 
@@ -650,7 +653,7 @@ class Session:
             harness.keep(self.output, self.machine, {"rows": rows})
 
     def run(self, asked):
-        """Run the checks, side by side where possible, with two cores or more for each."""
+        """Run the checks, side by side where possible, with two cores or more per check."""
         pool = ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 2) // 2)))
         try:
             list(pool.map(self.check, [name for name in TOGETHER if name in asked]))

@@ -63,10 +63,12 @@ def settle(device):
 # ---- the command line and the results --------------------------------------------------------
 
 
-def parser_of(about):
+def parser_of(docstring):
     """Return a benchmark's parser, with its description and the flag that all benchmarks have."""
     formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=about.split("\n")[0], formatter_class=formatter)
+    parser = argparse.ArgumentParser(
+        description=docstring.split("\n")[0], formatter_class=formatter
+    )
     parser.add_argument("--output", type=Path, help="a JSON file for the machine and the results")
     return parser
 
@@ -105,7 +107,7 @@ def in_rows(value, depth=2, indent=""):
     if isinstance(value, dict):
         parts = [f"{json.dumps(k)}: {in_rows(v, depth - 1, inner)}" for k, v in value.items()]
     else:
-        parts = [in_rows(each, depth - 1, inner) for each in value]
+        parts = [in_rows(item, depth - 1, inner) for item in value]
     first, last = "{}" if isinstance(value, dict) else "[]"
     body = f",\n{inner}".join(parts)
     return f"{first}\n{inner}{body}\n{indent}{last}"
@@ -198,7 +200,7 @@ class Job:
 
 
 def run(command, limit=LONGEST, **variables):
-    """Run a command for at most `limit` seconds, and leave no process; return how it ended."""
+    """Run a command for at most `limit` seconds, and leave no process of it behind."""
     job = Job(command, **variables)
     try:
         output = job.process.communicate(timeout=limit)

@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from harness import describe_machine, keep, parser_of
 from on_ranks import build, make_model_folder, on_ranks
 
-ROUNDS, WIDTH = 3, 768  # of saves; of the models
+# The rounds of saves, and the width of the models.
+ROUNDS, WIDTH = 3, 768
 
 
 def parse_args():
@@ -72,7 +73,7 @@ def measure_reading(chapter, args, device):
 
 
 def seconds_of(work, *args):
-    """Return how long all ranks take for this work."""
+    """Call `work` on all ranks; return the seconds of the slowest rank."""
     dist.barrier()
     start = time.perf_counter()
     work(*args)
@@ -144,9 +145,9 @@ MEASURES = {"reading": reading, "saves": saves}
 def main():
     """Measure, and keep the results."""
     args, machine = parse_args(), describe_machine()
-    for what in args.what:
+    for name in args.what:
         with tempfile.TemporaryDirectory() as folder:
-            keep(args.output, machine, {what: MEASURES[what](args, folder)})
+            keep(args.output, machine, {name: MEASURES[name](args, folder)})
 
 
 if __name__ == "__main__":

@@ -40,9 +40,9 @@ def torchrun(ranks, command, folder, threads=1):
 
 
 def work_command(work, chapter, result, options):
-    """Return the script and the arguments with which a rank runs `work(chapter, args, device)`."""
-    place = [Path(inspect.getfile(work)).stem, work.__name__]
-    return [Path(__file__).resolve(), *place, chapter, result, *options.split()]
+    """Return the script and the arguments that run `work(chapter, args, device)` on a rank."""
+    function = [Path(inspect.getfile(work)).stem, work.__name__]
+    return [Path(__file__).resolve(), *function, chapter, result, *options.split()]
 
 
 def on_ranks(work, chapter, ranks, model, folder, options, **settings):

@@ -4,7 +4,7 @@ Here:    python benchmarks/overhead.py chapter --output benchmarks/results/overh
 Closer:  python benchmarks/overhead.py chapter --compile --blocks 40
          python benchmarks/overhead.py watched --output benchmarks/results/watching.json
 
-Two kinds of steps take turns in one process, so that other load on the machine slows both. Each
+Two steps of steps take turns in one process, so that other load on the machine slows both. Each
 trains the model of speed.py in blocks of ten steps. A block counts as its mean step without the
 fastest and the slowest, as a share of the mean of the blocks before and after it.
 """
@@ -24,14 +24,15 @@ from harness import ROOT, describe_machine, keep, make_7m_llama, parser_of, sett
 from on_ranks import build, on_ranks
 from speed import BATCH, SEQ_LENGTH
 
-BLOCK = 10  # steps; in each block, watched.py looks at losses and weights once
+# The steps of a block; in each block, watched.py looks at losses and weights once.
+BLOCK = 10
 
 
-def shares_of(args, device, kinds):
-    """Take turns in blocks; return each kind's shares of the blocks around it."""
-    names, blocks = list(kinds), []
+def shares_of(args, device, steps):
+    """Take turns in blocks; return the shares of each of the two steps of steps, by name."""
+    names, blocks = list(steps), []
     for block in range(args.num_steps // BLOCK):
-        take_step = kinds[names[block % 2]]
+        take_step = steps[names[block % 2]]
         seconds = []
         for step in range(block * BLOCK + 1, (block + 1) * BLOCK + 1):
             begun = time.perf_counter()
@@ -40,9 +41,9 @@ def shares_of(args, device, kinds):
             seconds.append(time.perf_counter() - begun)
         blocks.append(fmean(sorted(seconds)[1:-1]))
     # The first two blocks are a warm-up.
-    places = range(3, len(blocks) - 1)
-    shares = {at: blocks[at] / fmean([blocks[at - 1], blocks[at + 1]]) for at in places}
-    return {name: [shares[at] for at in places if at % 2 == i] for i, name in enumerate(names)}
+    numbers = range(3, len(blocks) - 1)
+    shares = {at: blocks[at] / fmean([blocks[at - 1], blocks[at + 1]]) for at in numbers}
+    return {name: [shares[at] for at in numbers if at % 2 == i] for i, name in enumerate(names)}
 
 
 def measure_chapter(chapter, args, device):
@@ -52,11 +53,11 @@ def measure_chapter(chapter, args, device):
     forward = torch.compile(bare) if args.compile else bare
     bare_optimizer = chapter.build_optimizer(args, bare)
     batch = chapter.batch_at(args, samples, 1, 0, device)
-    kinds = {
+    steps = {
         "bare": lambda _: bare_step(args, forward, bare, bare_optimizer, batch),
         "chapter": lambda step: chapter.train_step(args, model, optimizer, samples, step, device),
     }
-    return shares_of(args, device, kinds)
+    return shares_of(args, device, steps)
 
 
 def measure_watched(chapter, args, device):
@@ -65,21 +66,21 @@ def measure_watched(chapter, args, device):
     import watched
 
     model, _, optimizer, samples = build(chapter, args, device)
-    steps = watched.Steps(BLOCK)
-    watch = watched.Watch(Path(args.save_dir, "ranks"), steps, 60)
+    counter = watched.Steps(BLOCK)
+    watch = watched.Watch(Path(args.save_dir, "ranks"), counter, 60)
     working = {name: getattr(watch, name) for name in ("look", "tell", "dump_if_due")}
 
     def take_step(watching, step):
         # A fault keeps the hooks from working.
-        steps.fault = None if watching else "off"
+        counter.fault = None if watching else "off"
         for name, work in working.items():
             setattr(watch, name, work if watching else lambda: None)
         chapter.train_step(args, model, optimizer, samples, step, device)
 
-    kinds = {"alone": partial(take_step, False), "watched": partial(take_step, True)}
-    found = shares_of(args, device, kinds)
-    if not steps.checks:
-        sys.exit(f"watched.py watched nothing: {steps.fault}")
+    steps = {"alone": partial(take_step, False), "watched": partial(take_step, True)}
+    found = shares_of(args, device, steps)
+    if not counter.checks:
+        sys.exit(f"watched.py watched nothing: {counter.fault}")
     return found
 
 
@@ -102,8 +103,8 @@ def main():
         found = on_ranks(work, "01", 1, model, folder, flags, threads=threads)
     for name, shares in found.items():
         print(f"{name:8} {spread(shares, '.3f')}")
-    what = "compiled" if args.compile else "shares"
-    keep(args.output, describe_machine(), {what: found})
+    name = "compiled" if args.compile else "shares"
+    keep(args.output, describe_machine(), {name: found})
 
 
 if __name__ == "__main__":

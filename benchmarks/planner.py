@@ -20,7 +20,8 @@ from harness import PLANNER, describe_machine, keep, load, parser_of
 from on_ranks import build, make_model_folder, on_ranks
 
 SMALL = {"layers": 4, "width": 256, "heads": 8, "kv": 4, "vocabulary": 2000, "tied": False}
-CASES = {  # chapter, ranks, differences from SMALL, flags besides COMMON
+# The chapter, the ranks, differences from SMALL, and flags besides COMMON.
+CASES = {
     "02": ("02", 2, {}, "-s 256 -b 4"),
     "02 bf16": ("02", 2, {}, "-s 256 -b 4 --precision bf16"),
     "02 wide": ("02", 2, {"layers": 2, "width": 512}, "-s 64 -b 2"),
@@ -61,7 +62,7 @@ def measure(chapter, args, device):
             states = (optimizer.state[weight].values() for weight in weights)
             found["parameters"] = bytes_of(weights)
             found["gradients"] = bytes_of(weight.grad for weight in weights)
-            found["optimizer state"] = bytes_of(each for state in states for each in state)
+            found["optimizer state"] = bytes_of(tensor for state in states for tensor in state)
 
         optimizer.register_step_post_hook(look)
         for step in range(1, STEPS + 1):
@@ -82,7 +83,7 @@ def allocations(profiler):
             fields = event.extra_fields
             found.append((event.start_time_ns, fields.ptr, fields.alloc_size, names))
         stack += [(child, (*names, event.name)) for child in event.children]
-    return [rest for _, *rest in sorted(found, key=lambda each: each[0])]
+    return [event for _, *event in sorted(found, key=lambda event: event[0])]
 
 
 def unseen_releases(events):

@@ -21,11 +21,13 @@ import torch
 import harness
 from harness import ROOT
 
-CHAPTERS = ("02", "04", "05")  # a step of 03 is one of 02
+# A step of chapter 03 is a step of chapter 02.
+CHAPTERS = ("02", "04", "05")
 # Samples in a step, tokens in a sample, and steps in a measurement; the first one is a warm-up.
 BATCH, SEQ_LENGTH, WINDOW = 8, 256, 10
 ON_GPU = torch.cuda.is_available()
-RATIOS = {  # and the lowest ratio that is good enough
+# The ratios, and the lowest value that is good enough.
+RATIOS = {
     ("01", "bare"): 0.97,
     ("01 compiled", "bare compiled"): 0.97,
     ("01 compiled", "pure-bf16 compiled"): 1.0,
@@ -39,7 +41,7 @@ RATIOS = {  # and the lowest ratio that is good enough
 
 
 def contenders(ranks):
-    """Return what contenders.py calls each contender, its number of ranks, and its flags."""
+    """Return the name of each contender in contenders.py, its number of ranks, and its flags."""
     found = {}
     for suffix, flags in (("", []), (" compiled", ["--compile"])):
         for name in ("bare", "01"):
@@ -124,14 +126,14 @@ def details(rounds):
         timing = [one["timing"] for one in runs]
         found[name] = {
             # The first round fills the cache of compiled graphs.
-            "first step": median(each["first_step"][0] for each in timing[1:] or timing),
+            "first step": median(seconds["first_step"][0] for seconds in timing[1:] or timing),
             "peak memory": median(one["rows"][-1]["peak_memory_gib"] for one in runs),
             "loss": loss[max(loss)],
             "loss difference": max(abs(loss[step] - reference[step]) for step in reference),
         }
-        for what in ("evaluate", "save_checkpoint"):
-            if last := [each[what][-1] for each in timing if each.get(what)]:
-                found[name][what] = median(last)
+        for work in ("evaluate", "save_checkpoint"):
+            if last := [seconds[work][-1] for seconds in timing if seconds.get(work)]:
+                found[name][work] = median(last)
     return found
 
 
@@ -152,7 +154,7 @@ def main():
             results = {"ratios": ratios, "speeds": speeds, "details": details(rounds)}
             harness.keep(args.output, machine, results)
     for name in speeds[0]:
-        print(f"{name:36} {harness.spread([each[name] for each in speeds], ',.0f')} tokens/s")
+        print(f"{name:36} {harness.spread([by_name[name] for by_name in speeds], ',.0f')} tokens/s")
     for name, ratio in ratios.items():
         goal = f"   goal {ratio['goal']:.2f}" if ratio["goal"] else ""
         print(f"{name:36} {harness.spread(ratio['rounds'])}{goal}")

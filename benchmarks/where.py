@@ -4,7 +4,7 @@ Here:    python benchmarks/where.py --plot where.png
 Closer:  python benchmarks/where.py --only 02 --modes eager --trace traces
 
 Each chapter's own script trains a Llama of 7 million weights, and torch's profiler traces windows
-of its steps. Four parts of a window add up to its length:
+of its steps. These four parts of a window add up to its length.
 
 compute   kernels run; on a CPU, torch's operators in the thread that trains
 exposed   communication that the rank waits for while it computes nothing
@@ -19,6 +19,7 @@ measured. --trace keeps each rank's last window for https://ui.perfetto.dev.
 import functools
 import json
 import os
+import shutil
 import sys
 import tempfile
 from contextlib import contextmanager, nullcontext
@@ -37,7 +38,8 @@ from speed import BATCH, SEQ_LENGTH
 
 SCRIPTS = {path.parent.name[:2]: path for path in sorted(ROOT.glob("0*/train_llm.py"))}
 COLORS = {"compute": "#1f3b5c", "exposed": "#e08a3c", "data": "#5aa9a3", "host": "#c9c4bb"}
-WINDOW = 10  # steps; the first window is a warm-up
+# The steps of a window; the first window is a warm-up.
+WINDOW = 10
 OPERATORS = ("aten::", "fsdp::", "mkldnn::", "torch::distributed::reducer", "## Call Compiled")
 
 
@@ -87,7 +89,7 @@ def split(window, spans, order):
     `spans` has lists by part, and the list "flight" of collectives from start to end. Where parts
     overlap, the time belongs to the part that comes first in `order`.
     """
-    spans = {name: clip(some, window) for name, some in spans.items()}
+    spans = {name: clip(group, window) for name, group in spans.items()}
     parts, seen = {}, []
     for name in order:
         before, seen = total(seen), union(seen + spans[name])
@@ -146,7 +148,7 @@ def tails_of(backwards, nodes):
     DDP waits there for its last buckets, in C++, and no event shows this.
     """
     ends = [[end for _, end in nodes if first < end < last] for first, last in backwards]
-    return [(max(some), last) for some, (_, last) in zip(ends, backwards, strict=True) if some]
+    return [(max(last), end) for last, (_, end) in zip(ends, backwards, strict=True) if last]
 
 
 def marked(work, name):
@@ -202,7 +204,7 @@ def on_a_rank(folder, script):
 
 
 def most_ranks():
-    """Return the largest number of ranks for which there are devices, and that divides a batch."""
+    """Return the largest number of ranks that divides a batch and is not above that of devices."""
     devices = torch.cuda.device_count() or 2
     return max(number for number in range(1, BATCH + 1) if number <= devices and not BATCH % number)
 
@@ -237,16 +239,16 @@ def draw(rows, path):
     """Draw a bar for each run; a thin bar shows hidden communication, which ends with compute."""
     figure, [axes], handles = harness.subplots(0.5 * len(rows) + 1.3, colors=COLORS)
     thin = {"facecolor": "white", "edgecolor": COLORS["exposed"], "hatch": "/////", "linewidth": 0}
-    for place, row in enumerate(rows):
+    for number, row in enumerate(rows):
         left = 0
         for name, color in COLORS.items():
-            bar = axes.barh(place, row[name], 0.5, left, color=color)
+            bar = axes.barh(number, row[name], 0.5, left, color=color)
             inside = "black" if name == "host" else "white"
             label = f"{row[name]:.0%}" if row[name] > 0.04 else ""
             axes.bar_label(bar, [label], label_type="center", color=inside)
             left += row[name]
         start = row["compute"] - row["hidden"]
-        hidden = axes.barh(place + 0.36, row["hidden"], 0.16, start, **thin)
+        hidden = axes.barh(number + 0.36, row["hidden"], 0.16, start, **thin)
     hidden.set_label("hidden, within compute")
     names = [
         f"{SCRIPTS[row['chapter']].parent.name}{', compiled' * row['compiled']}" for row in rows
@@ -265,7 +267,7 @@ def main():
     with tempfile.TemporaryDirectory() as temporary:
         model = harness.make_7m_llama(f"{temporary}/llama")
         for mode, chapter in product(args.modes, args.only):
-            folder = Path(args.trace or temporary, f"{chapter}-{mode}")
+            folder = Path(temporary, f"{chapter}-{mode}")
             ranks = 1 if chapter == "01" else most_ranks()
             more = ["--model-name", model, *["--compile"] * (mode == "compiled")]
             by_rank = map(shares_of, run(SCRIPTS[chapter], ranks, folder, args.windows, *more))
@@ -279,6 +281,10 @@ def main():
             harness.keep(args.output, machine, {"rows": rows})
             if args.plot:
                 draw(rows, args.plot)
+            for trace in folder.glob("rank*.json") if args.trace else ():
+                args.trace.mkdir(parents=True, exist_ok=True)
+                kept = shutil.copy(trace, args.trace / f"{folder.name}-{trace.name}")
+                print(f"open this at https://ui.perfetto.dev: {kept}")
 
 
 if __name__ == "__main__":
