@@ -145,7 +145,7 @@ bench: install  ## measure the chapters next to other trainers; make tables and 
 	$(PY) benchmarks/overhead.py watched --output $$out/watching.json; \
 	$(PY) benchmarks/large.py reading saves --output $$out/large.json; \
 	$(PY) benchmarks/fsdp.py --output $$out/fsdp-cpu-2cores.json; \
-	$(PY) benchmarks/where.py --output $$out/where.json --plot assets/where.png; \
+	$(PY) benchmarks/where.py --output $$out/where.json; \
 	$(PY) benchmarks/scale.py --plot assets/scale.png; \
 	$(PY) benchmarks/bubble.py --seconds 0.4 --output $$out/bubble.json --plot assets/bubble.png; \
 	$(PY) benchmarks/context.py --output $$out/context.json; \

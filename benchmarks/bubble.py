@@ -13,8 +13,10 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-from harness import describe_machine, keep, parser_of, subplots
+from harness import describe_machine, keep, parser_of
 from on_ranks import on_ranks
 
 RANKS = 4
@@ -130,7 +132,8 @@ def measure(chapter, args, device):
 def draw(rows, path):
     """Draw the work of each rank in a step, by schedule."""
     rows = [row for row in rows if row["events"]]
-    figure, all_axes, handles = subplots(5.2, len(rows), COLORS)
+    figure = Figure(figsize=(8.3, 5.2), dpi=90, layout="constrained")
+    all_axes = figure.subplots(len(rows), sharex=True, squeeze=False)[:, 0]
     for axes, row in zip(all_axes, rows, strict=True):
         for rank, events in enumerate(row["events"]):
             for name, color in COLORS.items():
@@ -139,7 +142,10 @@ def draw(rows, path):
                 axes.broken_barh(bars, (-rank - 0.42, 0.84), color=color, **edge)
         axes.set_yticks(range(0, -RANKS, -1), [f"rank {rank}" for rank in range(RANKS)], fontsize=7)
         axes.set_title(f"{row['schedule']}: idle {row['bubble']:.0%}", loc="left", fontsize=9)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
     all_axes[-1].set_xlabel("seconds")
+    handles = [Patch(color=color, label=name) for name, color in COLORS.items()]
     figure.legend(handles=handles, ncols=3, loc="outside upper right", frameon=False, fontsize=8)
     figure.savefig(path)
 

@@ -63,7 +63,7 @@ MODELS = {
     "cuda": {"large": LARGE, "middle": LARGE | {"vocab_size": 32000, "num_hidden_layers": 4}},
     "cpu": {"large": LARGE | SMALL, "middle": LARGE | SMALL},
 }
-ASK = "index,name,uuid,memory.total,driver_version,power.limit,clocks.max.sm,compute_mode"
+ASK = "name,memory.total,driver_version,power.limit,clocks.max.sm,compute_mode"
 
 
 def parse_args():
@@ -270,32 +270,39 @@ def difference(rows, others):
     return max(abs(one[n][name] - other[n][name]) for n in one for name in names if name in one[n])
 
 
+def follow(bench, script, flags, runs):
+    """Compare the losses of runs with those of a script in fp32 on the CPU; keep the differences.
+
+    `runs` has a script, its flags and its number of ranks, by name.
+    """
+    reference = bench.train(script, f"{flags} --precision fp32", "cpu", "cpu")
+    jobs = {}
+    for name, (script, flags, ranks) in runs.items():
+        jobs[name] = bench.train(script, flags, name.replace(": ", "-"), None, ranks)
+    rows = bench.wait(reference).rows()
+    for name, job in jobs.items():
+        bench.numbers[f"difference, {name}"] = difference(bench.wait(job).rows(), rows)
+
+
 def parity(bench, chapter, how="--precision fp32", model="", within=WITHIN):
     """Compare a chapter's losses, on one device and on all, with one process in fp32 on the CPU."""
     flags = f"{TINY} --global-batch-size {math.lcm(8, bench.count)}"
     flags += f" -m {bench.session.folder}/{model}" if model else ""
-    jobs = {"cpu": bench.train(chapter, f"{flags} --precision fp32", "cpu", "cpu")}
-    for ranks in {1} if chapter == "01" else {1, bench.count}:
-        job = bench.train(chapter, f"{flags} {how}", f"of-{ranks}", None, ranks)
-        jobs[f"difference, ranks: {ranks}"] = job
-    curves = {name: bench.wait(job).rows() for name, job in jobs.items()}
-    reference = curves.pop("cpu")
-    bench.numbers |= {name: difference(rows, reference) for name, rows in curves.items()}
+    counts = {1} if chapter == "01" else {1, bench.count}
+    runs = {f"ranks: {count}": (chapter, f"{flags} {how}", count) for count in counts}
+    follow(bench, chapter, flags, runs)
     return bench.judged(dict.fromkeys(bench.numbers, within))
 
 
 def split(bench, chapter, flag, model=""):
     """Compare losses in fp32 where GPUs share a layer or a model with one process on the CPU."""
     # The heads of the tiny model can be split among 4 ranks.
-    size = math.gcd(bench.count, 4)
-    if size == 1:
+    count = math.gcd(bench.count, 4)
+    if count == 1:
         raise Skip("one GPU, or an odd number of them, splits nothing")
     flags = f"{TINY} --precision fp32 {model}"
-    single = bench.train(chapter, flags, "single", "cpu")
-    shared = bench.train(chapter, f"{flags} {flag} {size}", "split", None, size)
-    rows, others = bench.wait(shared).rows(), bench.wait(single).rows()
-    bench.numbers |= {"ranks": size, "difference": difference(rows, others)}
-    return bench.judged({"difference": WITHIN})
+    follow(bench, chapter, flags, {f"ranks: {count}": (chapter, f"{flags} {flag} {count}", count)})
+    return bench.judged(dict.fromkeys(bench.numbers, WITHIN))
 
 
 def framework(bench, name, settings=""):
@@ -304,23 +311,20 @@ def framework(bench, name, settings=""):
     if not importlib.util.find_spec(needed):
         raise Skip(f"{needed} is not installed")
     size = math.lcm(8, bench.count)
-    options = f"{TINY} --global-batch-size {size}"
-    reference = bench.train("01", f"{options} --precision fp32", "cpu", "cpu")
+    flags = f"{TINY} --global-batch-size {size}"
     script = harness.ROOT / f"alternative-frameworks/{name}/train_llm.py"
-    jobs = {}
+    runs = {}
     for precision in ("fp32", "bf16"):
-        flags = f"{options} --precision {precision}"
+        own = f"--precision {precision}"
         if settings:
             file = bench.folder / f"{precision}.{'json' if name == 'deepspeed' else 'yaml'}"
-            own = f"{settings} --precision {precision} --ranks {bench.count} --output {file}"
+            words = f"{settings} {own} --ranks {bench.count} --output {file}"
             # The file of DeepSpeed also has the batch sizes.
-            own += f" --global-batch-size {size} --batch-size 4" * (name == "deepspeed")
-            bench.tool(f"config-{precision}", harness.MAKE_CONFIG, name, *own.split())
-            flags += f" --{name}-config {file}"
-        jobs[precision] = bench.train(script, flags, precision, None, bench.count)
-    curves = {precision: bench.wait(job).rows() for precision, job in jobs.items()}
-    rows = bench.wait(reference).rows()
-    bench.numbers |= {f"difference, {name}": difference(curves[name], rows) for name in curves}
+            words += f" --global-batch-size {size} --batch-size 4" * (name == "deepspeed")
+            bench.tool(f"config-{precision}", harness.MAKE_CONFIG, name, *words.split())
+            own += f" --{name}-config {file}"
+        runs[precision] = (script, f"{flags} {own}", bench.count)
+    follow(bench, "01", flags, runs)
     return bench.judged({"difference, fp32": WITHIN, "difference, bf16": ROUGHLY})
 
 
@@ -566,31 +570,20 @@ GPU_ONLY |= {n: "on a CPU the peak is that of the process" for n in CHECKS if n[
 # ---- all checks ------------------------------------------------------------------------------
 
 
-def known(read):
-    """Call `read`, and return its result or None, because a missing fact is no error."""
-    with suppress(Exception):
-        return read()
-
-
 def describe_gpus(device):
     """Return the facts about the GPUs and their software."""
     if device == "cpu":
         # Two processes, to test several ranks.
         return {"gpus": [{"name": "cpu"}], "count": 2}
-    command = ["nvidia-smi", f"--query-gpu={ASK}", "--format=csv,noheader,nounits"]
     # Do not ask torch: it may use memory of a GPU, and preflight.py wants to find the GPU free.
-    smi = known(lambda: subprocess.check_output(command, text=True, timeout=20).splitlines()) or []
-    gpus = [dict(zip(ASK.split(","), line.split(", "), strict=False)) for line in smi]
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    gpus.sort(key=lambda gpu: first != gpu["index"] and not gpu["uuid"].startswith(first))
-    for gpu in gpus:
-        del gpu["uuid"]
-    return {
-        "gpus": gpus or [{"name": known(torch.cuda.get_device_name)}],
-        "count": torch.cuda.device_count(),
-        "cuda": torch.version.cuda,
-        "nccl": known(lambda: ".".join(map(str, torch.cuda.nccl.version()))),
-    }
+    command = ["nvidia-smi", "-i", first, f"--query-gpu={ASK}", "--format=csv,noheader,nounits"]
+    gpu = {"name": "unknown", "memory.total": "16384"}
+    with suppress(OSError, subprocess.SubprocessError):
+        values = subprocess.check_output(command, text=True, timeout=20).strip().split(", ")
+        gpu = dict(zip(ASK.split(","), values, strict=True))
+    facts = {"gpus": [gpu], "count": torch.cuda.device_count(), "cuda": torch.version.cuda}
+    return facts | {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
 
 
 class Session:
@@ -601,11 +594,11 @@ class Session:
         self.end = time.monotonic() + args.budget
         self.machine = harness.describe_machine(gpus=False) | describe_gpus(args.device)
         self.count, [gpu, *_] = self.machine["count"], self.machine["gpus"]
-        size = known(lambda: float(gpu["memory.total"]) / 1024) or 16
+        size = float(gpu.get("memory.total", 16384)) / 1024
         # The planner says that chapter 02 needs 53 GiB with micro-batches of 2, and 39 GiB with 1.
         self.micro = 2 if size > 70 else 1
         self.room = threading.Semaphore(max(1, int(size / 20)))
-        slug = re.sub("[^a-z0-9]+", "-", (gpu["name"] or "unknown").lower()).strip("-")
+        slug = re.sub("[^a-z0-9]+", "-", gpu["name"].lower()).strip("-")
         self.output = args.output or harness.ROOT / f"benchmarks/results/gpu-check-{slug}.json"
         self.rows, self.jobs, self.lock = {}, [], threading.Lock()
         configs = {

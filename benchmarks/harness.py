@@ -1,4 +1,4 @@
-"""Provide what all benchmarks share: the machine, the runs, the turns, the results, the plots.
+"""Provide what all benchmarks share: the machine, the results, the runs, the turns.
 
 Each question is a short file: what is measured, who takes part, and what is printed. A benchmark
 leaves only aggregates, in a JSON file with the machine, the versions and the command.
@@ -126,20 +126,6 @@ def spread(values, form=".2f"):
     """Format the median of some values, then the lowest and the highest value."""
     low, middle, high = min(values), median(values), max(values)
     return f"{middle:{form}} ({low:{form}} – {high:{form}})"
-
-
-def subplots(height, rows=1, colors=None):
-    """Return a figure, its axes without frames, and a legend's handles for `colors` by name."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    figure = Figure(figsize=(9, height), dpi=100, layout="constrained")
-    axes = figure.subplots(rows, sharex=True, squeeze=False)[:, 0]
-    for one in axes:
-        one.spines[["top", "right", "left"]].set_visible(False)
-        one.tick_params(axis="y", length=0)
-    handles = [Patch(color=color, label=name) for name, color in (colors or {}).items()]
-    return figure, axes, handles
 
 
 # ---- runs ------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ BLOCK = 10
 
 
 def shares_of(args, device, steps):
-    """Take turns in blocks; return the shares of each of the two steps of steps, by name."""
+    """Let two kinds of steps take turns in blocks; return the shares of their blocks, by name."""
     names, blocks = list(steps), []
     for block in range(args.num_steps // BLOCK):
         take_step = steps[names[block % 2]]
@@ -40,14 +40,16 @@ def shares_of(args, device, steps):
             settle(device)
             seconds.append(time.perf_counter() - begun)
         blocks.append(fmean(sorted(seconds)[1:-1]))
+    shares = {name: [] for name in reversed(names)}
     # The first two blocks are a warm-up.
-    numbers = range(3, len(blocks) - 1)
-    shares = {at: blocks[at] / fmean([blocks[at - 1], blocks[at + 1]]) for at in numbers}
-    return {name: [shares[at] for at in numbers if at % 2 == i] for i, name in enumerate(names)}
+    for block in range(3, len(blocks) - 1):
+        neighbors = fmean([blocks[block - 1], blocks[block + 1]])
+        shares[names[block % 2]].append(blocks[block] / neighbors)
+    return shares
 
 
 def measure_chapter(chapter, args, device):
-    """Compare the chapter's train_step() with a bare step on the same model, with one optimizer."""
+    """Compare the chapter's train_step() with a bare step on an equal model."""
     model, _, optimizer, samples = build(chapter, args, device)
     bare = bare_model(chapter, args, model.config).to(device)
     forward = torch.compile(bare) if args.compile else bare

@@ -1,6 +1,6 @@
 """Measure where the time of a step goes: computing, waiting for other ranks, for data, the host.
 
-Here:    python benchmarks/where.py --plot where.png
+Here:    python benchmarks/where.py --output benchmarks/results/where.json
 Closer:  python benchmarks/where.py --only 02 --modes eager --trace traces
 
 Each chapter's own script trains a Llama of 7 million weights, and torch's profiler traces windows
@@ -37,7 +37,7 @@ from harness import ROOT
 from speed import BATCH, SEQ_LENGTH
 
 SCRIPTS = {path.parent.name[:2]: path for path in sorted(ROOT.glob("0*/train_llm.py"))}
-COLORS = {"compute": "#1f3b5c", "exposed": "#e08a3c", "data": "#5aa9a3", "host": "#c9c4bb"}
+PARTS = ("compute", "exposed", "data", "host")
 # The steps of a window; the first window is a warm-up.
 WINDOW = 10
 OPERATORS = ("aten::", "fsdp::", "mkldnn::", "torch::distributed::reducer", "## Call Compiled")
@@ -50,7 +50,6 @@ def parse_args():
     add("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="which chapters")
     add("--modes", nargs="+", choices=modes, default=modes, help="without --compile, and with it")
     add("--windows", type=int, default=5, help=f"of {WINDOW} steps, traced in each run")
-    add("--plot", type=Path, help="a PNG of the shares")
     add("--trace", type=Path, metavar="FOLDER", help="keep each rank's last window there")
     args = parser.parse_args()
     if args.windows < 1:
@@ -228,41 +227,15 @@ def run(script, ranks, folder, windows, *more):
 
 def shares_of(windows):
     """Return shares of the step: medians over a rank's windows, scaled so that they add up to 1."""
-    names = (*COLORS, "hidden")
+    names = (*PARTS, "hidden")
     middle = {name: median(row[name] / row["step"] for row in windows) for name in names}
-    scale = sum(middle[name] for name in COLORS)
+    scale = sum(middle[name] for name in PARTS)
     seconds = median(row["step"] for row in windows) / WINDOW
     return {"step_seconds": seconds} | {name: share / scale for name, share in middle.items()}
 
 
-def draw(rows, path):
-    """Draw a bar for each run; a thin bar shows hidden communication, which ends with compute."""
-    figure, [axes], handles = harness.subplots(0.5 * len(rows) + 1.3, colors=COLORS)
-    thin = {"facecolor": "white", "edgecolor": COLORS["exposed"], "hatch": "/////", "linewidth": 0}
-    for number, row in enumerate(rows):
-        left = 0
-        for name, color in COLORS.items():
-            bar = axes.barh(number, row[name], 0.5, left, color=color)
-            inside = "black" if name == "host" else "white"
-            label = f"{row[name]:.0%}" if row[name] > 0.04 else ""
-            axes.bar_label(bar, [label], label_type="center", color=inside)
-            left += row[name]
-        start = row["compute"] - row["hidden"]
-        hidden = axes.barh(number + 0.36, row["hidden"], 0.16, start, **thin)
-    hidden.set_label("hidden, within compute")
-    names = [
-        f"{SCRIPTS[row['chapter']].parent.name}{', compiled' * row['compiled']}" for row in rows
-    ]
-    axes.set_yticks(range(len(rows)), names)
-    axes.set(xlim=(0, 1), ylim=(len(rows) - 0.45, -0.45), xlabel="share of an optimizer step")
-    axes.xaxis.set_major_formatter("{x:.0%}")
-    handles.append(hidden)
-    figure.legend(handles=handles, ncols=5, loc="outside upper center", frameon=False)
-    figure.savefig(path)
-
-
 def main():
-    """Run the chapters; print, keep and draw the shares."""
+    """Run the chapters; print and keep the shares."""
     args, machine, rows = parse_args(), harness.describe_machine(), []
     with tempfile.TemporaryDirectory() as temporary:
         model = harness.make_7m_llama(f"{temporary}/llama")
@@ -274,13 +247,11 @@ def main():
             by_rank = list(by_rank)
             row = {"chapter": chapter, "compiled": mode == "compiled", "ranks": ranks}
             row |= {name: fmean(shares[name] for shares in by_rank) for name in by_rank[0]}
-            shares = "  ".join(f"{name} {row[name]:6.1%}" for name in (*COLORS, "hidden"))
+            shares = "  ".join(f"{name} {row[name]:6.1%}" for name in (*PARTS, "hidden"))
             print(f"{chapter} {mode:8}  ranks {ranks}  {shares}", flush=True)
             # Sorting keeps the order of a chapter's modes.
             rows = sorted([*rows, row], key=itemgetter("chapter"))
             harness.keep(args.output, machine, {"rows": rows})
-            if args.plot:
-                draw(rows, args.plot)
             for trace in folder.glob("rank*.json") if args.trace else ():
                 args.trace.mkdir(parents=True, exist_ok=True)
                 kept = shutil.copy(trace, args.trace / f"{folder.name}-{trace.name}")
