@@ -111,41 +111,39 @@ def build_folder(row, folder):
 def train(chapter, row, folder, device):
     """Train a model in a chapter, on forked ranks; return the curve, the refusal or the failure."""
     num_ranks, flags = LAYOUTS[chapter]
-    words = ["-m", folder / row, "-d", folder / TEXT, "-e", row, "--device", device]
-    words += ["--save-dir", folder / chapter] + ["--lr", "1e-4"] * (row in SENSITIVE)
+    words = ["-m", folder / row, "-d", folder / TEXT, "--save-dir", folder / chapter, "-e", row]
+    words += ["--device", device] + ["--lr", "1e-4"] * (row in SENSITIVE)
     command = list(map(str, [script_of(chapter), *FLAGS, *flags, *words]))
-    port, result = free_port(), folder / "result.json"
-    result.unlink(missing_ok=True)
-    logs = [folder / f"rank{rank}.log" for rank in range(num_ranks)]
-    ranks = []
-    for rank, log in enumerate(logs):
-        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "HF_HUB_OFFLINE": 1}
-        variables |= {"TOKENIZERS_PARALLELISM": "false"}
-        job = command, {name: str(value) for name, value in variables.items()}, log, result
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    result, ranks = folder / "result.json", []
+    for rank in range(num_ranks):
+        variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+        job = command, dict(variables), folder / f"rank{rank}.log", folder / chapter / row, result
         ranks.append(multiprocessing.get_context("fork").Process(target=work, args=job))
         ranks[-1].start()
     deadline = time.monotonic() + PATIENCE
     # A rank that fails ends the run, because the other ranks may wait for it.
-    while any(rank.exitcode is None for rank in ranks) and not any(rank.exitcode for rank in ranks):
-        if time.monotonic() > deadline:
+    while time.monotonic() < deadline:
+        statuses = [rank.exitcode for rank in ranks]
+        if any(statuses) or None not in statuses:
             break
         time.sleep(0.02)
-    failed = [rank.exitcode for rank in ranks]
     for rank in ranks:
         rank.kill()
         rank.join()
-    if not any(failed) and None not in failed:
+    if statuses == [0] * num_ranks:
         return json.loads(result.read_text())
-    lines = [line for log in logs for line in log.read_text().strip().splitlines()]
+    logs = [(folder / f"rank{rank}.log").read_text() for rank in range(num_ranks)]
+    lines = "".join(logs).splitlines() or [""]
     errors = [line for line in lines if line.startswith("train_llm.py: error: ")]
-    if 2 in failed and errors:
+    if 2 in statuses and errors:
         line = errors[-1].removeprefix("train_llm.py: error: ")
         return {"refused": re.sub(r"\S*/tmp\w+/", "", line)}
-    return {"failed": f"exit statuses {failed}: {' '.join(lines[-1:])[:300]}"}
+    return {"failed": f"exit statuses {statuses}: {lines[-1][:300]}"}
 
 
-def work(command, variables, log, result):
+def work(command, variables, log, run_dir, result):
     """Train as one rank; rank 0 writes the curve."""
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
@@ -155,8 +153,7 @@ def work(command, variables, log, result):
     sys.argv = command
     runpy.run_path(command[0], run_name="__main__")
     if variables["RANK"] == "0":
-        named = dict(zip(command[-8:], command[-7:], strict=False))
-        result.write_text(json.dumps(read_result(Path(named["--save-dir"], named["-e"]))))
+        result.write_text(json.dumps(read_result(run_dir)))
 
 
 def read_result(run_dir):
