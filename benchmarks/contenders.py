@@ -106,13 +106,17 @@ def bare(dtype=torch.float32):
     tokenizer, config = script.build_tokenizer_and_config(args)
     train_set, _ = script.build_data(args, tokenizer)
     steps = range(1, args.num_steps + 1)
-    tokens = [script.batch_at(args, train_set, step, 0, device) for step in steps]
+    micro_steps = range(args.accumulation)
+    batches = [
+        torch.cat([script.batch_at(args, train_set, step, micro, device) for micro in micro_steps])
+        for step in steps
+    ]
     model = bare_model(script, args, config).to(device, dtype)
     optimizer = script.build_optimizer(args, model)
     forward = torch.compile(model) if args.compile else model
     mixed = args.precision == "bf16" and dtype == torch.float32
     rows, losses = [], torch.zeros(args.num_steps, device=device)
-    for step, batch in zip(steps, tokens, strict=True):
+    for step, batch in zip(steps, batches, strict=True):
         for group in optimizer.param_groups:
             group["lr"] = script.lr_at(args, step)
         losses[step - 1] = bare_step(args, forward, model, optimizer, batch, mixed)

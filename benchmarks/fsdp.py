@@ -70,7 +70,7 @@ def measure(chapter, args, device):
     """Take three steps on random tokens; return the costs of the third, on this rank."""
     before = own_memory()
     model, _, optimizer, samples = build(chapter, args, device)
-    found = Counter()
+    found = Counter(gathered=0)
 
     def note(name, value):
         found[name] = max(found[name], value)

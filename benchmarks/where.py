@@ -243,8 +243,8 @@ def main():
             folder = Path(temporary, f"{chapter}-{mode}")
             ranks = 1 if chapter == "01" else most_ranks()
             more = ["--model-name", model, *["--compile"] * (mode == "compiled")]
-            by_rank = map(shares_of, run(SCRIPTS[chapter], ranks, folder, args.windows, *more))
-            by_rank = list(by_rank)
+            windows = run(SCRIPTS[chapter], ranks, folder, args.windows, *more)
+            by_rank = [shares_of(windows_of_rank) for windows_of_rank in windows]
             row = {"chapter": chapter, "compiled": mode == "compiled", "ranks": ranks}
             row |= {name: fmean(shares[name] for shares in by_rank) for name in by_rank[0]}
             shares = "  ".join(f"{name} {row[name]:6.1%}" for name in (*PARTS, "hidden"))
