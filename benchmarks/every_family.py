@@ -60,7 +60,7 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_
 LONG_ROPE |= {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 ROWS = [*FAMILY_NAMES, *VARIANTS]
 # Families that CI trains.
-SAMPLE = """apertus gpt2 bert bart qwen3_moe lfm2 gemma3_text+sliding_window=8
+SAMPLE = """llama apertus bert bart qwen3_moe lfm2 gemma3_text+sliding_window=8
     llama4_text+attention_chunk_size=8""".split()
 # Families that the small models of this script cannot compare.
 NOT_COMPARED = {
