@@ -636,6 +636,15 @@ def reason_of(row):
     return re.sub(r"NAME has \d+ key-value", "NAME has N key-value", reason)
 
 
+def tensor_plan():
+    """Print transformers' plan for splitting the matrices of a Llama."""
+    from transformers import LlamaConfig
+
+    plan = LlamaConfig.base_model_tp_plan
+    lines = [f'    "{name}": "{style}",' for name, style in plan.items()]
+    fenced("python", ["base_model_tp_plan = {", *lines, "}"])
+
+
 def machine(file, *packages):
     """Print in a sentence on what a file under benchmarks/results was measured, with packages."""
     facts = measured(file, "machine")
