@@ -13,6 +13,7 @@ import json
 import os
 import re
 import sys
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -634,6 +635,18 @@ def reason_of(row):
     reason = re.sub(r"(tokens alone|be split): \w+\(.*", r"\1: ...", reason)
     reason = re.sub(r"because it has \w+", "because it has FEATURE", reason)
     return re.sub(r"NAME has \d+ key-value", "NAME has N key-value", reason)
+
+
+def promises():
+    """Print what the guide promises, and the tests of each promise."""
+    groups = tomllib.loads((ROOT / "tests/promises.toml").read_text())
+    for group, rows in groups.items():
+        heading(f"| {group} | tests |")
+        for promise, tests in rows.items():
+            names = [test.split("::") for test in tests]
+            links = [f"[{name}](tests/{file}.py)" for file, name in names]
+            print(f"| {promise} | {', '.join(links)} |")
+        print()
 
 
 def tensor_plan():
