@@ -129,13 +129,17 @@ def test_collective_takes_the_time_computed_by_hand():
 
 def test_layer_rows_have_the_bytes_and_the_threshold_computed_by_hand():
     rows = {(row["model"][-3:], row["devices"]): row for row in scale.layer_rows(SHARE)}
-    one, many = rows["-8B", 8], rows["-8B", 512]
-    assert one["FSDP_gb"] == pytest.approx(7 / 8 * 8 * LAYER / 1e9)
-    assert one["group_gb"] == many["group_gb"] == pytest.approx(7 / 8 * 16 * 8 * 1024 * 4096 / 1e9)
-    assert one["across"] == one["across_gb"] == 0
+    one_node, nodes = rows["-8B", 8], rows["-8B", 512]
+    assert one_node["FSDP_gb"] == pytest.approx(7 / 8 * 8 * LAYER / 1e9)
+    assert (
+        one_node["group_gb"]
+        == nodes["group_gb"]
+        == pytest.approx(7 / 8 * 16 * 8 * 1024 * 4096 / 1e9)
+    )
+    assert one_node["across"] == one_node["across_gb"] == 0
     # Each device has an eighth of its node's links, and sends an eighth of the layer.
-    assert many["across_gb"] == pytest.approx(63 / 64 * LAYER / 1e9, rel=1e-3)
-    assert many["across"] == pytest.approx(many["across_gb"] / 47, rel=0.5)
+    assert nodes["across_gb"] == pytest.approx(63 / 64 * LAYER / 1e9, rel=1e-3)
+    assert nodes["across"] == pytest.approx(nodes["across_gb"] / 47, rel=0.5)
     for row in rows.values():
         assert (row["pays below"] > 1024) == (row["compute"] + row["group"] < row["FSDP"])
 

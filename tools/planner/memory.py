@@ -8,7 +8,7 @@ from training_step import Step, in_flight, numbers, shard_numbers
 # The parts of a GPU's memory that the run on fake tensors measures.
 TRACED_PARTS = ["cast weights", "activations", "logits"]
 # All parts of a GPU's memory, from tensors that stay to tensors that come and go.
-PARTS = ["parameters", "gradients", "optimizer state", "gathered weights", "whole gradients"]
+PARTS = ["parameters", "gradients", "optimizer state", "gathered weights", "full gradients"]
 PARTS += [*TRACED_PARTS, "communication"]
 
 
@@ -96,7 +96,7 @@ class StepMemory(Step):
         most = segment.most if self.growth == 1 else segment.most_besides_gradients
         temporary = {kind: most[kind] - segment.start[kind] for kind in TRACED_PARTS}
         if self.growth == 1:
-            temporary["whole gradients"] = most["gradients"] - segment.start["gradients"]
+            temporary["full gradients"] = most["gradients"] - segment.start["gradients"]
         self.update_peak(when, **temporary)
 
     def forward(self, group):
@@ -132,7 +132,7 @@ class StepMemory(Step):
 
     def add_gradients(self, size):
         """Add `growth` times `size` bytes of gradients to the held bytes."""
-        self.held["whole gradients"] += self.growth * size
+        self.held["full gradients"] += self.growth * size
 
     def gradients_of(self, group):
         """Return the bytes of a group's gradients as the backward pass produces them."""
@@ -225,7 +225,7 @@ class ShardedMemory(StepMemory):
         self.held["communication"] += self.reduce_buffer
         when = f"reduce-scatter of {name_of(group)}"
         self.update_peak(when)
-        self.held["whole gradients"] -= self.gradients_of(group)
+        self.held["full gradients"] -= self.gradients_of(group)
         shard = self.reduce_buffer // setting.shards
         # Gloo reduces in a second buffer.
         uses_gloo = not setting.cuda and setting.shards > 1
@@ -259,11 +259,11 @@ class PipelineMemory(ShardedMemory):
         tokens //= setting.context_parallel_size * setting.tensor_parallel_size
         hidden_bytes = tokens * model.config.hidden_size * setting.compute_bytes
         self.held["communication"] = micro_batches * buffers_per_micro_batch * hidden_bytes
-        self.held["whole gradients"] = self.model.weights * setting.weight_bytes
+        self.held["full gradients"] = self.model.weights * setting.weight_bytes
 
     def reduce(self, group):
         """Add a group's gradients to the sums; the rank reduces the sums at the end of the step."""
-        self.held["whole gradients"] -= self.gradients_of(group)
+        self.held["full gradients"] -= self.gradients_of(group)
 
 
 def name_of(group):

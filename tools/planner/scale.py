@@ -33,6 +33,7 @@ import copy
 import functools
 import itertools
 import shlex
+import sys
 from collections import Counter, defaultdict
 from dataclasses import replace
 
@@ -124,8 +125,8 @@ def parse_args(argv=None):
     add("--latency", type=number(0.0), default=1.0, help="multiple of NCCL's estimates per hop")
     add("--gpu-tflops", type=number(0.001), default=989.0, help="dense bf16 TFLOP/s of a GPU")
     add("--gpu-fp32-tflops", type=number(0.001), default=67.0, help="the same, in float32")
-    for name, (speed, what) in SPEEDS.items():
-        add(name, type=number(0.001), default=speed, help=f"GB/s, {what}")
+    for name, (speed, description) in SPEEDS.items():
+        add(name, type=number(0.001), default=speed, help=f"GB/s, {description}")
     own, others = parser.parse_known_args(argv)
     args = planner.parse_args([*shlex.split(DEFAULTS), *others])
     args.micro_batch_size, args.accumulation = args.batch_size, own.micro_steps
@@ -168,7 +169,7 @@ def forward_flops(model, setting):
 
 
 def link_speeds(args, setting):
-    """Return the GB/s at which a rank sends inside a copy of the model, and between copies.
+    """Return the GB/s that a rank sends inside a copy of the model, and between copies.
 
     A ring that spans nodes leaves each node once, through the network links of all its GPUs. If
     each GPU of a node has a ring of its own, the rings share these links.
@@ -213,14 +214,14 @@ class StepSeconds(Step):
         full_model = model_of(args.model_name, *args.config)
         super().__init__(full_model, setting)
         self.args, self.full_model = args, full_model
-        # For each stream: the time at which it ends, the seconds that it works, the bytes it sends.
+        # For each stream: the time when it ends, the seconds that it works, and the bytes it sends.
         self.end, self.busy, self.sent = defaultdict(float), Counter(), Counter()
         tflops = args.gpu_tflops if setting.precision == "bf16" else args.gpu_fp32_tflops
         rate = 1e12 * tflops * share * setting.tensor_parallel_size
         self.layer, self.head = (flops / rate for flops in forward_flops(full_model, setting))
         self.layer_backward = self.layer * (3 if setting.recompute == "full" else 2)
-        # The groups that are gathered, with the time at which they are. A gather begins with the
-        # computation of the layer before, at `start`.
+        # For each gathered group: the time when it arrives. A gather begins at `start`, together
+        # with the computation of the previous layer.
         self.ready, self.start = {}, 0.0
         self.is_first = self.is_last = True
 
@@ -516,8 +517,8 @@ def seconds_of(args, setting, share):
     count = setting.accumulation
     if setting.pipeline_parallel_size > 1 or count < 4:
         return StepSeconds(args, setting, share).play().seconds
-    shorter = (replace(setting, accumulation=number) for number in (2, 3))
-    two, three = (StepSeconds(args, each, share).play().seconds for each in shorter)
+    steps = [StepSeconds(args, replace(setting, accumulation=n), share).play() for n in (2, 3)]
+    two, three = (step.seconds for step in steps)
     return three + (count - 3) * (three - two)
 
 
@@ -533,7 +534,7 @@ def fastest_rows(share):
                 for tp_size, stages in itertools.product(*sizes)
                 for layout in layouts(args, devices, tp_size, stages)
             ]
-            for seconds, setting in sorted(found, key=lambda each: each[0]):
+            for seconds, setting in sorted(found, key=lambda layout: layout[0]):
                 if gib_of(args, setting) <= args.gpu_memory_gib:
                     tokens = args.global_batch_size * args.seq_length / seconds / devices
                     stages = setting.pipeline_parallel_size
@@ -545,8 +546,8 @@ def fastest_rows(share):
 
 def main():
     """Print, for each scene and strategy, what a device does on each number of devices."""
-    args, own = parse_args(), planner.sys.argv[1:]
-    rows = scene_rows(own, fitted_share("compiled"))
+    args = parse_args()
+    rows = scene_rows(sys.argv[1:], fitted_share("compiled"))
     print("of each device: tokens/s, share of a step that waits, GB that it sends between nodes")
     shown = [number for number in args.devices if number in SHOWN] or args.devices
     for scene, scene_group in itertools.groupby(rows, lambda row: row["scene"]):

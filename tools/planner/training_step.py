@@ -327,19 +327,26 @@ def setting_of(args, chapter, changes):
     return Setting(**values)
 
 
-@functools.cache
 def stages_of(model, setting):
     """Return a Model for each rank of a pipeline, with weights that tensor-parallel ranks split."""
-    tp_size, ranks = setting.tensor_parallel_size, setting.pipeline_parallel_size
-    model = split_model(model, tp_size)
+    model = split_model(model, setting.tensor_parallel_size)
+    ranks = setting.pipeline_parallel_size
+    return split_stages(model, setting.model_name, ranks, setting.num_stages)
+
+
+@functools.cache
+def split_stages(model, model_name, ranks, num_stages):
+    """Return a Model for each of `ranks` ranks that spread the layers over `num_stages` stages."""
     if ranks == 1:
         return [model]
-    chapter = newest_chapter()
+    args = SimpleNamespace(model_name=model_name, num_stages=num_stages)
+    args.pipeline_parallel_size = ranks
     # Check only the stages here; activations.py checks the splits of layers and sequences.
-    stages_only = {"tensor_parallel_size": 1, "context_parallel_size": 1}
+    args.tensor_parallel_size = args.context_parallel_size = 1
+    chapter = newest_chapter()
     with mock.patch.object(chapter, "fail", refuse), contextlib.redirect_stdout(None):
-        chapter.check_model(dataclasses.replace(setting, **stages_only), model.built)
-        stages = chapter.split_into_stages(setting, model.built)
+        chapter.check_model(args, model.built)
+        stages = chapter.split_into_stages(args, model.built)
     modules_by_rank = [itertools.chain(*stages[rank::ranks]) for rank in range(ranks)]
     return [shapes_in(model.built, modules) for modules in modules_by_rank]
 
