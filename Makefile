@@ -146,7 +146,6 @@ bench: install  ## measure the chapters next to other trainers; make tables and 
 	$(PY) benchmarks/large.py reading saves --output $$out/large.json; \
 	$(PY) benchmarks/fsdp.py checkpoints costs largest --output $$out/fsdp-cpu-2cores.json; \
 	$(PY) benchmarks/where.py --output $$out/where.json --plot assets/where.png; \
-	$(PY) benchmarks/scale.py --plot assets/scale.png; \
 	$(PY) benchmarks/bubble.py --seconds 0.4 --output $$out/bubble.json --plot assets/bubble.png; \
 	$(PY) benchmarks/context.py --output $$out/context.json; \
 	$(PY) benchmarks/exam.py --output $$out/exam.json; \

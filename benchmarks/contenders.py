@@ -327,11 +327,18 @@ def zero(race, stage):
 
     if race.device.type == "cpu":
         deepspeed.ops.__compatible_ops__ = {}  # or its first start compiles, for minutes
-    maker = load(str(ROOT / "alternative-frameworks/make_config.py"))
-    line = f"deepspeed --stage {stage} --ranks {WORLD_SIZE} --batch-size {race.batch_size} "
-    line += f"--global-batch-size {race.args.global_batch_size} --precision {race.args.precision} "
-    line += f"--max-grad-norm {race.args.max_grad_norm} --weights {race.args.precision}"
-    config = json.loads(maker.deepspeed(maker.parse_args(line.split())))
+    config = {
+        "train_batch_size": race.args.global_batch_size,
+        "train_micro_batch_size_per_gpu": race.batch_size,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": race.args.max_grad_norm,
+        "zero_optimization": {"stage": stage},
+    }
+    if race.args.precision == "bf16":
+        config["bf16"] = {"enabled": True}
+        # zero_to_fp32 could not read checkpoints of stage 1 with gradients in fp32.
+        if stage > 1:
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
     model = race.model()
     optimizer, schedule = race.optimizer(model)
     engine, *_ = deepspeed.initialize(

@@ -38,8 +38,8 @@ def contenders(ranks, folder):
     for script in sorted(FOLDER.glob("*/train_llm.py")):
         found[script.parent.name] = (str(script), ranks, [])
     path = f"{folder}/zero-3.json"
-    line = ["deepspeed", "--stage", "3", "--ranks", str(ranks), *BATCH, "--output", path]
-    subprocess.run([sys.executable, FOLDER / "make_config.py", *line], check=True)
+    line = ["--brief", "--write-config", "deepspeed", path, "--gpus-per-node", str(ranks), *BATCH]
+    subprocess.run([sys.executable, ROOT / "tools/planner/will_it_fit.py", *line], check=True)
     script = found["deepspeed"][0]
     found["deepspeed-zero-3"] = (script, ranks, ["--deepspeed-config", path])
     return found

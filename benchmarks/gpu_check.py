@@ -404,14 +404,15 @@ def framework(bench, name, settings=""):
     jobs = {}
     for precision in ("fp32", "bf16"):
         flags = f"{options} --save-dir {bench.folder / precision}"
-        own = f"{settings} --precision {precision} --ranks {bench.count}"
+        own = f"{settings} --precision {precision} --gpus-per-node {bench.count} --brief"
+        own += f" --global-batch-size {size}"
         flags += f" --precision {precision}"
-        if name == "deepspeed":  # its file has them, too
-            own += f" --global-batch-size {size} --batch-size 4"
+        if name == "deepspeed":  # its file has it, too
+            own += " --batch-size 4"
         if settings:
             file = bench.folder / f"{precision}.{'json' if name == 'deepspeed' else 'yaml'}"
-            writer = [script.parents[1] / "make_config.py", name, *own.split()]
-            bench.tool(f"config-{precision}", *writer, "--output", file)
+            writer = [ROOT / "tools/planner/will_it_fit.py", *own.split(), "--write-config", name]
+            bench.tool(f"config-{precision}", *writer, file)
             flags += f" --{name}-config {file}"
         jobs[precision] = bench.start(precision, [script, *flags.split()], bench.count)
     curves = {precision: bench.wait(job).rows() for precision, job in jobs.items()}
@@ -484,7 +485,7 @@ def memory(bench, chapter, flags=""):
     with bench.session.room:
         options = f"{flags} --global-batch-size 8 {LONG} --log-every 1"
         job = bench.train(chapter, options)
-        planner = [script_of("05").with_name("will_it_fit.py"), *ONE_RANK.split(), *flags.split()]
+        planner = [ROOT / "tools/planner/will_it_fit.py", *ONE_RANK.split(), *flags.split()]
         planner += f"--device {bench.device} --chapter {plan}".split()
         told = bench.tool("plan", *planner, ok=(0, 1))  # 1: it would not fit
         bench.wait(job, until=lambda: len(job.rows()) > 4)  # the first is of step 0
@@ -612,8 +613,8 @@ def ratios(rows, per_rank, how):
 MEMORY = dict.fromkeys(("01", "02", "04", "05"), "")
 MEMORY |= {"05-offload": "--cpu-offload", "05-full": "--recompute full"}
 MEMORY |= {"05-selective": "--recompute selective"}
-DEEPSPEED = {"zero2": "--stage 2", "zero3": "--stage 3"}
-DEEPSPEED["offload"] = "--stage 3 --offload-params cpu --offload-optimizer cpu"
+DEEPSPEED = {"zero2": "--no-reshard-after-forward", "zero3": "--reshard-after-forward"}
+DEEPSPEED["offload"] = "--cpu-offload"
 # what it does, the seconds without which it does not begin, and those it may take
 TOGETHER = {
     **{f"parity-{name}": (partial(parity, chapter=name), 30, 150) for name in CHAPTERS},
@@ -632,9 +633,9 @@ TOGETHER = {
         150,
     ),
     "split-sequences": (partial(split_layers, chapter="08", flag=CONTEXT), 30, 150),
-    "accelerate-ddp": (partial(framework, name="accelerate", settings="--strategy ddp"), 40, 150),
+    "accelerate-ddp": (partial(framework, name="accelerate", settings="--chapter 02"), 40, 150),
     "accelerate-fsdp2": (
-        partial(framework, name="accelerate", settings="--strategy fsdp2"),
+        partial(framework, name="accelerate", settings="--chapter 05"),
         40,
         150,
     ),

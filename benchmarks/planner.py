@@ -1,4 +1,4 @@
-"""Measure what runs really take, next to what 05-large-model/will_it_fit.py says they will.
+"""Measure what runs really take, next to what tools/planner/will_it_fit.py says they will.
 
 Here:    python benchmarks/planner.py --output benchmarks/results/planner-cpu-2cores.json
 Closer:  python benchmarks/planner.py --only "05 full" "04 kept"
@@ -10,6 +10,8 @@ gets the same flags.
 """
 
 import functools
+import importlib
+import sys
 import tempfile
 
 import torch
@@ -17,12 +19,11 @@ from torch._C._profiler import _EventType
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from contenders import ROOT, load
+from contenders import ROOT
 from fsdp import bytes_of
 from on_ranks import make_model_folder, on_ranks
 from speed import describe_machine, keep, parser_of
 
-PLANNER = ROOT / "05-large-model/will_it_fit.py"
 SMALL = {"layers": 4, "width": 256, "heads": 8, "kv": 4, "vocabulary": 2000, "tied": False}
 CASES = {  # chapter, ranks, what is different from SMALL, flags besides COMMON
     "02": ("02", 2, {}, "-s 256 -b 4"),
@@ -155,7 +156,11 @@ def measured(name, folder):
     return on_ranks(measure, chapter, ranks, model, folder, f"{COMMON} {flags}")
 
 
-planner = functools.cache(functools.partial(load, PLANNER))
+@functools.cache
+def planner():
+    """Return the planner as a module."""
+    sys.path.append(str(ROOT / "tools/planner"))
+    return importlib.import_module("will_it_fit")
 
 
 def planned(name, folder):

@@ -35,31 +35,25 @@ from conftest import (
     start_ranks,
     user_error,
 )
+from framework_files import write_config
 from runs import copy_run, last_logged_step, wait_for
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 FOLDER = ROOT / "alternative-frameworks"
-MAKE = FOLDER / "make_config.py"
 NAMES = ["accelerate", "trainer"]
 LINE = [*SHORT, "--num-steps", 12, "--log-every", 5, "--checkpoint-every", 3]
 LOSSES = ["loss", "val_loss"]
 
 
-def made(folder, name, *words):
-    """Return the path of a file that make_config.py writes."""
-    run_command(MAKE, *words, "--output", folder / name, check=True)
-    return folder / name
-
-
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory):
-    """Flags with files that make_config.py writes for two ranks, by name."""
+    """Flags with files that the planner writes for two ranks, by name."""
     folder = tmp_path_factory.mktemp("configs")
-    fsdp2 = ["accelerate", "--strategy", "fsdp2", "--ranks", 2, "--precision"]
+    fsdp2 = ["accelerate", "--gpus-per-node", 2, "--precision"]
     words = {"fsdp2": [*fsdp2, "fp32"], "half": [*fsdp2, "bf16"]}
     words["recompute"] = [*fsdp2, "fp32", "--recompute", "full", "--no-reshard-after-forward"]
-    files = {name: made(folder, f"{name}.yaml", *line) for name, line in words.items()}
+    files = {name: write_config(folder / f"{name}.yaml", *line) for name, line in words.items()}
     return {name: ["--accelerate-config", path] for name, path in files.items()}
 
 
@@ -227,8 +221,9 @@ def test_a_gradient_that_is_not_finite(configs, tmp_path, fault, name):
 def test_the_trainer_with_deepspeed(curves, tmp_path, monkeypatch, stage, precision):
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    words = ["--stage", stage, "--ranks", 2, "--precision", precision, "--global-batch-size", 8]
-    args = ["--deepspeed-config", made(tmp_path, "zero.json", "deepspeed", *words)]
+    words = ["--gpus-per-node", 2, "--precision", precision, "--global-batch-size", 8]
+    path = write_config(tmp_path / "zero.json", "deepspeed", *words, stage=stage)
+    args = ["--deepspeed-config", path]
     args += ["--precision", precision]
     interrupted("trainer", args, tmp_path / "runs/run", tmp_path / "logs")
     one = curves[1]["01-bf16" if precision == "bf16" else "01"]
@@ -241,9 +236,10 @@ def test_a_step_that_deepspeed_skips_ends_the_run(tmp_path, monkeypatch):
     """Though the gradients of the steps after it are finite, and so is what is logged."""
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    words = ["--stage", 2, "--ranks", 2, "--precision", "fp32", "--global-batch-size", 8]
+    words = ["--gpus-per-node", 2, "--precision", "fp32", "--global-batch-size", 8]
+    path = write_config(tmp_path / "zero.json", "deepspeed", *words, stage=2)
     args = ["nan-data@rank1:step7", SCRIPTS["trainer"], *LINE, "--save-dir", tmp_path, "-e", "run"]
-    args += ["--deepspeed-config", made(tmp_path, "zero.json", "deepspeed", *words)]
+    args += ["--deepspeed-config", path]
     [done] = run_jobs(2, [(ROOT / "diagnosing-errors/inject.py", args)], tmp_path / "jobs")
     output = "".join(rank["stdout"] + rank["stderr"] for rank in done)
     message = r"a gradient in steps \d+ to \d+ was not finite; these steps are not saved"
@@ -501,48 +497,37 @@ def test_what_the_file_says(load_script, capsys, configs, name):
 
 
 FLAGS = {
-    "--strategy": ["ddp", "fsdp2"],
+    "--chapter": ["02", "05"],
     "--precision": ["bf16", "fp32"],
-    "--offload-params": ["none", "cpu"],
     "--recompute": ["none", "full"],
+    "--offload": ["", "--cpu-offload"],
     "--reshard": ["--reshard-after-forward", "--no-reshard-after-forward"],
 }
 
 
-@pytest.fixture(scope="module")
-def make_config():
-    import contenders
-
-    return contenders.load(str(MAKE))
-
-
 @pytest.mark.parametrize("values", list(itertools.product(*FLAGS.values())), ids="-".join)
-def test_each_combination_is_written_or_refused(make_config, values, tmp_path, capsys):
+def test_each_combination_is_written_or_refused(values, tmp_path, capsys):
     """Accelerate accepts what is written, and makes of it what the flags say."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    strategy, precision, offload, recompute, reshard = values
-    words = [*itertools.chain(*zip(FLAGS, values[:-1], strict=False)), reshard]
-    args = make_config.parse_args(["accelerate", "--ranks", "8", "--nodes", "2", *words])
-    if strategy == "ddp" and values[2:] != ("none", "none", "--reshard-after-forward"):
-        assert "are for fsdp2 alone" in user_error(capsys, args.write, args)
+    chapter, precision, recompute, offload, reshard = values
+    words = [*itertools.chain(*zip(FLAGS, values[:3], strict=False)), *offload.split(), reshard]
+    words = ["accelerate", "--gpus-per-node", 4, "--nodes", 2, *words]
+    if chapter == "02" and values[2:] != ("none", "", "--reshard-after-forward"):
+        problem = user_error(capsys, write_config, tmp_path / "one.yaml", *words)
+        assert "--chapter 02: it has no --" in problem
         return
-    (tmp_path / "one.yaml").write_text(args.write(args))
+    write_config(tmp_path / "one.yaml", *words)
     command = ["--num_machines", "1", "--main_process_port", "0"]
     command += ["--config_file", str(tmp_path / "one.yaml"), "script.py"]
     config, *_ = _validate_launch_command(launch_command_parser().parse_args(command))
     assert config.num_processes == 8 and config.mixed_precision == precision.replace("fp32", "no")
-    assert config.multi_gpu == (strategy == "ddp") and config.use_fsdp == (strategy == "fsdp2")
+    assert config.multi_gpu == (chapter == "02") and config.use_fsdp == (chapter == "05")
     variables = prepare_multi_gpu_env(config)
-    if strategy == "fsdp2":
+    if chapter == "05":
         assert variables["ACCELERATE_USE_FSDP"] == "true" and variables["FSDP_VERSION"] == "2"
         names = ["OFFLOAD_PARAMS", "ACTIVATION_CHECKPOINTING", "RESHARD_AFTER_FORWARD"]
-        expected = [offload == "cpu", recompute == "full", reshard == "--reshard-after-forward"]
+        expected = [bool(offload), recompute == "full", reshard == "--reshard-after-forward"]
         found = [variables[f"FSDP_{name}"] for name in names]
         assert found == [str(value).lower() for value in expected]
-
-
-def test_ranks_must_divide(make_config, capsys):
-    args = make_config.parse_args(["accelerate", "--ranks", "9", "--nodes", "2"])
-    assert "--ranks 9 do not divide by 2 nodes" in user_error(capsys, args.write, args)

@@ -50,7 +50,7 @@ def marked(block):
     second = (
         "## Check it" in before
         or "## Try" in before
-        or path.startswith(("alternative-frameworks", "benchmarks", "diagnosing-errors"))
+        or path.startswith(("alternative-frameworks", "benchmarks", "diagnosing-errors", "tools"))
         or path in ("03-job-launchers/README.md", "05-large-model/README.md")
         or not path.endswith("README.md")
     )

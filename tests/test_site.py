@@ -169,7 +169,7 @@ def test_search_and_the_planner(page):
     rows = page.locator("#planned tbody tr:visible").all_inner_texts()
     shown = {row.split("\t")[2]: row.split("\t")[3:5] for row in rows}
     asked = "@05-large-model/configs/llama-3.1-70b.args --nodes 4 --global-batch-size 32 --json"
-    told = run_command(ROOT / "05-large-model/will_it_fit.py", *asked.split(), cwd=ROOT).stdout
+    told = run_command(ROOT / "tools/planner/will_it_fit.py", *asked.split(), cwd=ROOT).stdout
     for name, plan in json.loads(told)["settings"].items():
         sizes = [f"{plan[of] / 2**30:.1f}" for of in ("gpu_needs", "host_needs")]
         assert shown.get(name) == (sizes if plan["fits"] else None)

@@ -1,5 +1,6 @@
 """The related topics' own scripts say what the chapters do, and their pages what was measured."""
 
+import importlib
 import json
 import sys
 from argparse import Namespace
@@ -221,7 +222,7 @@ def test_wrong_nodes_are_told_in_one_line(monkeypatch, capsys, words, told):
 # ---- own architecture ------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def planner():
-    return contenders.load(ROOT / "05-large-model/will_it_fit.py")
+    return importlib.import_module("will_it_fit")
 
 
 @pytest.mark.parametrize("row", results("own-architecture"), ids=lambda row: row["size"])

@@ -351,16 +351,24 @@ def floor(file):
 
 
 @functools.cache
-def predicted():
-    """Return what benchmarks/scale.py predicts."""
-    sys.path.append(str(ROOT / "benchmarks"))
-    return importlib.import_module("scale").predict([])
+def predicted(kind):
+    """Return the rows of one kind that tools/planner/scale.py predicts."""
+    sys.path.append(str(ROOT / "tools/planner"))
+    scale = importlib.import_module("scale")
+    share = scale.fitted_share("compiled")
+    functions = {
+        "published": scale.published_rows,
+        "scenes": functools.partial(scale.scene_rows, [], share),
+        "layers": functools.partial(scale.layer_rows, share),
+        "fastest": functools.partial(scale.fastest_rows, share),
+    }
+    return functions[kind]()
 
 
 def scale(scene="as published", devices=(8, 64, 512, 4096)):
     """Print the table of a scene: tokens/s per device, share of a step that waits, GiB if known."""
     heading(f"| | {' | '.join(f'{number:,} devices' for number in devices)} |")
-    rows = [row for row in predicted()["rows"] if row["scene"] == scene]
+    rows = [row for row in predicted("scenes") if row["scene"] == scene]
     for name in dict.fromkeys(row["strategy"] for row in rows):
         cells = {
             row["devices"]: f"{row['tokens_per_second']:,.0f}, {row['share']:.1%}"
@@ -378,7 +386,7 @@ def scale_layers():
     """
     names = ["computing", "in the group", "FSDP alone", "FSDP across groups", "TP pays below"]
     heading(f"| model | devices | {' | '.join(names)} |")
-    for row in predicted()["layers"]:
+    for row in predicted("layers"):
         ways = [("group", "group_gb"), ("FSDP", "FSDP_gb"), ("across", "across_gb")]
         sent = " | ".join(f"{1e3 * row[time]:.1f} ms, {row[gb]:.1f} GB" for time, gb in ways)
         model, pays = row["model"].rpartition("/")[2], f"{row['pays below']:,.0f} tokens"
@@ -387,7 +395,7 @@ def scale_layers():
 
 def scale_first():
     """Print the table of the fastest layouts that fit, for each way to split: tokens/s a device."""
-    rows = predicted()["first"]
+    rows = predicted("fastest")
     ways = ["FSDP", "TP", "PP", "TP and PP"]
     heading("| model | devices | FSDP alone | and TP | and PP | and both | fastest |")
     for row in rows:
@@ -403,8 +411,9 @@ def scale_first():
 
 
 def scale_lessons():
-    """Print what the scenes of benchmarks/scale.py teach, with their numbers."""
-    found = {(row["scene"], row["strategy"], row["devices"]): row for row in predicted()["rows"]}
+    """Print what the scenes of tools/planner/scale.py teach, with their numbers."""
+    rows = predicted("scenes")
+    found = {(row["scene"], row["strategy"], row["devices"]): row for row in rows}
     fsdp, hybrid, offload = "FSDP, gathered twice", "hybrid", "FSDP, CPU offload"
     split, least = "tensor parallel", "512 tokens"
     few, many = "2048 tokens", "8 × 4096 tokens, 100 Gb/s"
@@ -454,9 +463,9 @@ def scale_lessons():
 
 
 def scale_published():
-    """Print the table of what a published run reached, and what benchmarks/scale.py says of it."""
+    """Print the table of what a published run reached, and what scale.py predicts for it."""
     heading("| run | GPUs | tokens/s per GPU, published | predicted | GiB, published | predicted |")
-    for row in predicted()["published"]:
+    for row in predicted("published"):
         how = "fitted" if row["fitted"] else f"{row['error']:+.1%}"
         speeds = f"{row['tokens_per_second']:,} | {row['predicted']:,.0f} ({how})"
         gib = f"{row['gib']:.1f} | {row['predicted_gib']:.1f}"
