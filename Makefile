@@ -104,7 +104,7 @@ test-all: extras test test-slow test-exhaustive  ## run all tests
 
 .PHONY: cluster
 cluster:  ## practise Slurm: a shell on a cluster of two nodes, all on this machine (needs root)
-	@$(PYTHON) tests/cluster/cluster.py shell
+	@$(PYTHON) tests/cluster/cluster.py
 
 .PHONY: lint
 lint: install  ## check the style of all Python and shell files, and the English
