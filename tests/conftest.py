@@ -20,7 +20,7 @@ from fork_server import Server, current_environment
 from readme import commands
 
 SCRIPTS = chapters()
-# Chapters in a framework that may not be installed: test_frameworks_*.py test them.
+# Chapters in a framework that may not be installed: test_frameworks.py tests them.
 FRAMEWORKS = {name for name, path in SCRIPTS.items() if "alternative-frameworks" in path.parts}
 SERVER = Server()
 METRICS = ("loss", "grad_norm", "val_loss")
@@ -29,6 +29,12 @@ SHORT = (
     "--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8 "
     "--num-steps 20 --log-every 1 --eval-every 10 --eval-samples 10 --checkpoint-every 10"
 ).split()
+# The flags with which a chapter splits a model or a sequence over two ranks.
+SPLIT = {
+    "06": ["--tensor-parallel-size", 2],
+    "07": ["--pipeline-parallel-size", 2, "--batch-size", 4],
+    "08": ["--context-parallel-size", 2],
+}
 
 
 def pytest_configure(config):
@@ -45,7 +51,7 @@ def pytest_configure(config):
 
 # The longest groups start first, so that all workers finish at about the same time.
 LONGEST = ["machine", "test_resume", "test_fsdp", "test_large", "test_sharded", "test_launchers"]
-LONGEST += ["test_pipeline", "test_frameworks_deepspeed", "test_frameworks_hf", "test_tensor"]
+LONGEST += ["test_pipeline", "test_frameworks", "test_tensor"]
 LONGEST += ["test_context", "test_kill", "kills", "test_diagnosis", "test_readme"]
 # These files test tools. A change of a chapter does not reach tools, so their slow tests are
 # exhaustive tests, which only `make test-all` runs.
@@ -61,10 +67,9 @@ RARELY_BROKEN = re.compile(
     r"|fewer_hosts|more_hosts|a_dead_host|a_job_script|out_of_time.srun|preempted)"
     r"|kubernetes.py::test_(a_drained|a_crash|.*kubeflow)"
     r"|large.py::test_(what_chapter_04|reading|weights_are_those_of_chapter_01.4)"
-    r"|waiting.py::test_compiled_layers_stay|versions.py::.*(04|05|07)"
-    r"|kill.py::test_killed_four_times.(?!02|05)|context.py::test_(activations|the_exam)"
+    r"|waiting.py::test_compiled_layers_stay|context.py::test_(activations|the_exam)"
     r"|launchers.py::test_stopped_and_continued.(03-SIGUSR1|05)|sharded.py::test_a_checkpoint.*tied"
-    r"|frameworks_(hf|deepspeed).py::test_killed|readme.py::.*.related-topics/(?!fp16)"
+    r"|readme.py::.*.related-topics/(?!fp16)"
 )
 # The tests in these files share no fixture, so each test is a group of its own.
 INDEPENDENT = {"test_diagnosis", "test_kill", "test_kubernetes", "test_readme"}
