@@ -5,17 +5,24 @@ import shutil
 import pytest
 import torch
 
-from conftest import SCRIPTS, SHORT, difference, metrics, run_jobs, run_or_fail
+from conftest import SCRIPTS, SHORT, curves_of, difference, metrics, run_jobs, run_or_fail
 from runs import copy_run
 
 # Each run takes 12 steps, logs all of them, and evaluates and saves in every fourth step.
-ARGS = [*SHORT, "--seq-length", 32, "--num-steps", 12, "--eval-every", 4]
-ARGS += ["--checkpoint-every", 4, "--keep-checkpoints", 9]
+FLAGS = ["--config", "num_hidden_layers=1", "--seq-length", 32, "--num-steps", 12]
+FLAGS += ["--eval-every", 4, "--checkpoint-every", 4, "--keep-checkpoints", 9]
+ARGS = [*SHORT, *FLAGS]
 # Each pair names a run, and the chapter and the number of ranks that continue it. In the pairs of
 # SAME, every bit is the same; in the pairs of NEAR, additions have a different order.
 SAME = [("01", "01"), ("01-dropout", "01"), ("01-bf16", "01"), ("02@2", "02@2")]
 SAME += [("02@2-dropout", "02@2"), ("04@2", "04@2")]
 NEAR = [("01", "02@2"), ("02@2", "01"), ("02@4", "02@4")]
+
+
+def layout_of(run):
+    """Return the chapter and the number of ranks in the name of a run."""
+    chapter, _, num_ranks = run.partition("-")[0].partition("@")
+    return chapter, int(num_ranks or 1)
 
 
 @pytest.fixture(scope="module")
@@ -25,31 +32,21 @@ def runs(request, tmp_path_factory, models):
     flags = {"": [], "dropout": ["-m", models / "gpt2-dropout"], "bf16": ["--precision", "bf16"]}
     items = [item for item in request.session.items if hasattr(item, "callspec")]
     selected = {"01", "02@2"} | {item.callspec.params.get("run") for item in items}
-    pairs = [pair for pair in SAME + NEAR if pair[0] in selected]
+    pairs = {f"{run}-on-{on}": (run, on) for run, on in SAME + NEAR if run in selected}
 
-    def train(layouts, folder):
-        """Run jobs on one, two and four ranks; `layouts` has (run, layout) by experiment name."""
-        jobs = {1: [], 2: [], 4: []}
-        for name, (run, layout) in layouts.items():
-            chapter, num_ranks = layout_of(layout)
-            args = [*ARGS, *flags[run.partition("-")[2]], "--save-dir", root, "-e", name]
-            jobs[num_ranks].append((chapter, args))
-        for ranks in jobs:
-            shares = 2 if ranks == 1 else 1
-            yield from run_or_fail(ranks, jobs[ranks], root / f"{folder}{ranks}", shares=shares)
+    def train(layouts):
+        """Train each run of the dictionary, which has (run, layout) by name."""
+        jobs = {1: {}, 2: {}, 4: {}}
+        for name, (run, on) in layouts.items():
+            chapter, num_ranks = layout_of(on)
+            jobs[num_ranks][name] = chapter, [*FLAGS, *flags[run.partition("-")[2]]]
+        curves_of(root, jobs)
 
-    list(train({run: (run, run) for run, _ in pairs}, "complete"))
-    for run, on in pairs:
-        copy_run(root / run, 4, root / f"{run}-on-{on}")
-    for first, *_ in train({f"{run}-on-{on}": (run, on) for run, on in pairs}, "continued"):
-        assert "step-00000004" in first["stdout"].partition("continuing from")[2], first
+    train({run: (run, run) for run, _ in pairs.values()})
+    for name, (run, _) in pairs.items():
+        copy_run(root / run, 4, root / name)
+    train(pairs)
     return root
-
-
-def layout_of(run):
-    """Return the chapter and the number of ranks in the name of a run."""
-    chapter, _, num_ranks = run.partition("-")[0].partition("@")
-    return chapter, int(num_ranks or 1)
 
 
 @pytest.mark.parametrize("run, on", SAME)
@@ -57,6 +54,8 @@ def test_resume_repeats_every_bit(runs, run, on):
     folders = runs / run, runs / f"{run}-on-{on}"
     curve, continued = map(metrics, folders)
     assert sorted(curve) == list(range(13))
+    rows = (folders[1] / "metrics.jsonl").read_text().splitlines()
+    assert len(rows) == 13 + 8, "the run did not continue from step 4"
     assert difference(curve, continued) == 0.0
     weights, others = ((folder / "model/model.safetensors").read_bytes() for folder in folders)
     assert weights == others, "the exported weights differ"
