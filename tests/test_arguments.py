@@ -93,7 +93,7 @@ def test_learning_rate_rises_then_falls_to_a_tenth(chapter, parse):
     for line in ("--num-steps 5", "--num-steps 1 --warmup-steps 0", "--warmup-steps 100"):
         args = parse(line)
         rates = [chapter.lr_at(args, step) for step in range(1, args.num_steps + 1)]
-        assert 0 < min(rates) and max(rates) <= args.lr, line
+        assert min(rates) > 0 and max(rates) <= args.lr, line
 
 
 def test_only_matrices_decay(chapter, parse):

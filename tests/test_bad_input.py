@@ -9,6 +9,7 @@ import tokenizers
 import transformers
 
 from conftest import SHORT, metrics, run_jobs, run_or_fail, torchrun
+from marks import exhaustive, slow
 from runs import check_user_error
 
 
@@ -140,11 +141,7 @@ def test_resume_with_different_arguments_changes_nothing(files, models, tmp_path
     "arguments, expected",
     [
         ("-d {files}/latin1.jsonl", "latin1.jsonl: cannot tokenize it with the tokenizer of tiny"),
-        pytest.param(
-            "--global-batch-size 9",
-            "--global-batch-size 9: not divisible by 2 data-parallel ranks",
-            marks=pytest.mark.slow,
-        ),
+        slow("--global-batch-size 9", "--global-batch-size 9: not divisible by 2 data-parallel"),
     ],
 )
 def test_only_one_rank_reports_a_mistake(files, tmp_path, arguments, expected):
@@ -162,11 +159,7 @@ def test_only_one_rank_reports_a_mistake(files, tmp_path, arguments, expected):
 
 @pytest.mark.parametrize(
     "chapter",
-    [
-        "01",
-        pytest.param("05", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("02", "04")),
-    ],
+    ["01", slow("05"), exhaustive("02"), exhaustive("04")],
 )
 def test_full_disk_loses_no_checkpoint(small_disk, tmp_path, chapter):
     """The third save fails; when there is space, the run continues from the second save."""

@@ -10,6 +10,7 @@ from contextlib import suppress
 import pytest
 
 from conftest import SCRIPTS, SHORT, SPLIT, difference, metrics, run_or_fail, start_ranks
+from marks import exhaustive, slow
 from runs import last_logged_step, newest_step, wait_for
 
 EVERY = 3
@@ -55,11 +56,10 @@ def kill_once(chapter, args, run_dir, oldest, choice, during_save, one_rank):
     return newest
 
 
-RARE = {"marks": pytest.mark.exhaustive}
-CASES = [("01", 1), pytest.param("05", 3, marks=pytest.mark.slow)]
-CASES += [pytest.param(chapter, 4, **RARE) for chapter in ("03", "04", *SPLIT)]
+CASES = [("01", 1), slow("05", 3)]
+CASES += [exhaustive(chapter, 4) for chapter in ("03", "04", *SPLIT)]
 # Chapter 02 saves one file, and chapter 05 saves shards; the other chapters save like these two.
-CASES += [pytest.param(chapter, 20, **RARE) for chapter in ("02", "05")]
+CASES += [exhaustive(chapter, 20) for chapter in ("02", "05")]
 
 
 @pytest.mark.parametrize("chapter, kills", CASES)

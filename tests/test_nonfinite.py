@@ -7,13 +7,13 @@ import torch
 
 from conftest import ROOT, SCRIPTS, SHORT, SPLIT, prepare_training, run_jobs
 from in_process import tensors_of
+from marks import exhaustive, slow
 
 ARGS = [*SHORT, "--seq-length", 32, "--num-steps", 12, "--log-every", 5, "--checkpoint-every", 3]
 FAULTS = ("nan-data", "nan-gradient")
 CASES = [("01", "nan-data"), ("02", "nan-gradient"), ("04", "nan-gradient")]
-CASES += [pytest.param("05", "nan-data", marks=pytest.mark.slow)]
-LATER = itertools.product(("04", "05", "07", "08"), FAULTS)
-CASES += [pytest.param(*case, marks=pytest.mark.exhaustive) for case in LATER]
+CASES += [slow("05", "nan-data")]
+CASES += [exhaustive(*case) for case in itertools.product(("04", "05", "07", "08"), FAULTS)]
 
 
 @pytest.mark.parametrize("chapter, fault", CASES)

@@ -23,6 +23,7 @@ from conftest import (
     start_ranks,
 )
 from families import shrink
+from marks import exhaustive, slow
 from runs import check_user_error, wait_for
 
 # transformers saves each expert of these mixtures under a name of its own.
@@ -51,10 +52,7 @@ def files_of(folder):
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param("deepseek_v3", marks=pytest.mark.slow),
-        *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in MIXTURES),
-    ],
+    [slow("deepseek_v3"), *map(exhaustive, MIXTURES)],
 )
 def test_mixture_is_read_and_written_as_published(tmp_path, kind):
     """Each chapter has chapter 01's losses, and exports the names and values of its export."""
@@ -144,10 +142,7 @@ def test_unfit_files_cost_one_line(unfit, tmp_path):
 
 @pytest.mark.parametrize(
     "names",
-    [
-        pytest.param(["missing", "truncated"], marks=pytest.mark.slow),
-        pytest.param(UNFIT.keys() - {"missing", "truncated"}, marks=pytest.mark.exhaustive),
-    ],
+    [slow(["missing", "truncated"]), exhaustive(UNFIT.keys() - {"missing", "truncated"})],
 )
 def test_unfit_files_cost_one_line_on_two_ranks(unfit, tmp_path, names):
     """Chapter 05 reads the files itself; the launcher ends all ranks when the first rank fails."""

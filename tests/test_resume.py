@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from conftest import SCRIPTS, SHORT, curves_of, difference, metrics, run_jobs, run_or_fail
+from marks import exhaustive, slow
 from runs import copy_run
 
 # Each run takes 12 steps, logs all of them, and evaluates and saves in every fourth step.
@@ -61,7 +62,7 @@ def test_resume_repeats_every_bit(runs, run, on):
     assert weights == others, "the exported weights differ"
 
 
-@pytest.mark.parametrize("run, on", [*NEAR[:2], pytest.param(*NEAR[2], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("run, on", [*NEAR[:2], slow(*NEAR[2])])
 def test_resume_on_other_ranks_keeps_the_curve(runs, run, on):
     curve, continued = metrics(runs / run), metrics(runs / f"{run}-on-{on}")
     assert difference(curve, continued, after=4) < 1e-5
@@ -161,9 +162,9 @@ DAMAGES = {
     "run, file",
     [
         ("01", "state.pt"),
-        pytest.param("02@2", "state.pt", marks=pytest.mark.slow),
-        pytest.param("04@2", "__1_0.distcp", marks=pytest.mark.slow),
-        pytest.param("04@2", ".metadata", marks=pytest.mark.exhaustive),
+        slow("04@2", "__1_0.distcp"),
+        exhaustive("02@2", "state.pt"),
+        exhaustive("04@2", ".metadata"),
     ],
 )
 def test_broken_checkpoints_are_skipped_but_never_all(runs, tmp_path, run, file):
