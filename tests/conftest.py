@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 
@@ -395,6 +396,14 @@ def fast_byte_tokenizer():
     tokenizer = Tokenizer(BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+@pytest.fixture(scope="session")
+def small_text(tmp_path_factory):
+    """Write a small dataset; the tokenizer of each model would need many seconds for pydoc."""
+    path = tmp_path_factory.mktemp("text") / "small.txt"
+    path.write_text("\n\n".join(topics.values())[:100_000])
+    return path
 
 
 @pytest.fixture(scope="session")

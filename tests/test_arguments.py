@@ -88,7 +88,7 @@ def test_learning_rate_rises_then_falls_to_a_tenth(chapter, parse):
     rates = [chapter.lr_at(args, step) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([n / 10 for n in range(1, 11)])
     assert rates[9:] == sorted(rates[9:], reverse=True)
-    # Step 55 is half-way between the peak and the last step.
+    # Between the peak and the last step, at step 55, the rate is the mean of both.
     assert [rates[54], rates[-1]] == pytest.approx([0.55, 0.1])
     for line in ("--num-steps 5", "--num-steps 1 --warmup-steps 0", "--warmup-steps 100"):
         args = parse(line)
@@ -170,11 +170,7 @@ def simulate(monkeypatch, gpus=0, files=(), **variables):
 
 @pytest.mark.parametrize(
     "system",
-    [
-        {"files": ["/dev/nvidiactl"]},
-        {"files": ["/dev/kfd"]},
-        {"CUDA_VISIBLE_DEVICES": "0,1"},
-    ],
+    [{"files": ["/dev/nvidiactl"]}, {"files": ["/dev/kfd"]}, {"CUDA_VISIBLE_DEVICES": "0,1"}],
 )
 def test_run_on_a_broken_gpu_stops(parse, monkeypatch, capsys, system):
     simulate(monkeypatch, **system)

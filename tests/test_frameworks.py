@@ -11,15 +11,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Trainer,
-    TrainingArguments,
-    get_scheduler,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, get_scheduler
 
 import contenders
+from checks import check_bad_gradient
 from conftest import (
     ROOT,
     SCRIPTS,
@@ -310,12 +305,7 @@ def test_bad_gradient_ends_the_run_before_its_next_save(job_of, tmp_path, fault,
     args += ["--num-steps", 12, "--log-every", 5, "--checkpoint-every", 3, "--save-dir", tmp_path]
     args = [f"{fault}@rank1:step7", SCRIPTS[framework], *args, "-e", "run"]
     [results] = run_jobs(ranks, [(ROOT / "diagnosing-errors/inject.py", args)], tmp_path / "jobs")
-    output = "".join(result["stdout"] + result["stderr"] for result in results)
-    assert {result["status"] for result in results} == {2}, output
-    error = r"a gradient in steps \d+ to (\d+) was not finite; these steps are not saved"
-    last = int(re.search(error, output)[1])
-    names = sorted(path.name for path in tmp_path.glob("run/checkpoints/step-*"))
-    assert names == [f"step-{step:08}" for step in range(3, last, 3)], output
+    check_bad_gradient(results, tmp_path / "run", every=3)
 
 
 # ---- configuration files ---------------------------------------------------------------------

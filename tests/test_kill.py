@@ -68,14 +68,7 @@ def test_kills_change_no_curve(tmp_path, chapter, kills):
     seed = int(os.environ.get("KILL_SEED", random.randrange(10**6)))
     print(f"KILL_SEED={seed} repeats these moments, as far as the machine repeats its timing")
     choice = random.Random(seed)
-    args = [
-        *ARGS,
-        "--num-steps",
-        30 + 12 * kills,
-        "--save-dir",
-        tmp_path,
-        *SPLIT.get(chapter, []),
-    ]
+    args = [*ARGS, "--num-steps", 30 + 12 * kills, "--save-dir", tmp_path, *SPLIT.get(chapter, [])]
     args += ["--checkpoint-async"] * (chapter >= "05")
     run_dir, saves_hit, newest, number = tmp_path / "killed", 0, 0, 0
     while number < kills or (not saves_hit and number < kills + 3):

@@ -14,11 +14,11 @@ ARGS = [*SHORT, "--seq-length", 40, "--num-steps", 4, "--eval-every", 4]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory, models):
+def root(tmp_path_factory, models, small_text):
     """The folder of a finished run of each family."""
     root = tmp_path_factory.mktemp("weights")
     names = {family: family if family == "tiny" else models / family for family in FAMILIES}
-    args = [*ARGS, "--save-dir", root]
+    args = [*ARGS, "-d", small_text, "--save-dir", root]
     jobs = [("01", [*args, "-m", name, "-e", family]) for family, name in names.items()]
     run_or_fail(1, jobs, root / "jobs", shares=2)
     return root
@@ -46,9 +46,9 @@ def test_finished_model_has_the_logged_validation_loss(root, load, family):
 
 
 @pytest.mark.slow
-def test_compiled_run_keeps_the_curve_and_the_names(root, load, tmp_path):
+def test_compiled_run_keeps_the_curve_and_the_names(root, load, small_text, tmp_path):
     """On two ranks, DDP must not split the graphs of the layers."""
-    args = [*ARGS, "--compile", "--save-dir", tmp_path, "-e", "run"]
+    args = [*ARGS, "-d", small_text, "--compile", "--save-dir", tmp_path, "-e", "run"]
     run_or_fail(2, [("02", args)], tmp_path / "jobs")
     check_model(tmp_path / "run", load)
     curve, compiled = metrics(root / "tiny"), metrics(tmp_path / "run")
@@ -56,13 +56,14 @@ def test_compiled_run_keeps_the_curve_and_the_names(root, load, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_attention_is_causal_and_equals_sdpa(load, models, family):
+def test_attention_is_causal_and_equals_sdpa(load, models, small_text, family):
     """Attention without a mask gives what "sdpa" gives with a mask, for sliding windows, too."""
     chapter = load("01")
     name = family if family == "tiny" else models / family
     # The sliding windows of the test models are longer than 16 tokens, and shorter than 100.
     for seq_length in (16, 100):
-        args, model, *_ = prepare_training(chapter, *ARGS, "-m", name, "-s", seq_length)
+        words = ["-m", name, "-d", small_text, "-s", seq_length]
+        args, model, *_ = prepare_training(chapter, *ARGS, *words)
         model.eval()
         reference = AutoModelForCausalLM.from_config(
             model.config, attn_implementation="sdpa"
@@ -103,13 +104,15 @@ def test_bf16_weights_lose_small_updates(load):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_pretrained_run_starts_from_the_published_weights(root, tmp_path, dtype, tolerance):
+def test_pretrained_run_starts_from_the_published_weights(
+    root, small_text, tmp_path, dtype, tolerance
+):
     """A run that starts from a finished model starts at the model's last validation loss."""
     source = tmp_path / "published"
     AutoModelForCausalLM.from_pretrained(root / "tiny/model", dtype=dtype).save_pretrained(source)
     AutoTokenizer.from_pretrained(root / "tiny/model").save_pretrained(source)
-    args = [*ARGS, "--pretrained", "-m", source, "--num-steps", 1, "--save-dir", tmp_path]
-    run_or_fail(1, [("01", [*args, "-e", "run"])], tmp_path / "jobs")
+    args = [*ARGS, "--pretrained", "-m", source, "-d", small_text, "--num-steps", 1]
+    run_or_fail(1, [("01", [*args, "--save-dir", tmp_path, "-e", "run"])], tmp_path / "jobs")
     expected = metrics(root / "tiny")[4]["val_loss"]
     assert metrics(tmp_path / "run")[0]["val_loss"] == pytest.approx(expected, abs=tolerance)
     config = json.loads((tmp_path / "run/model/config.json").read_text())

@@ -4,10 +4,10 @@ import pytest
 
 
 def slow(*values):
-    """Return parameters with which a test is slow."""
+    """Return parameters that make a test slow."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def exhaustive(*values):
-    """Return parameters with which a test is exhaustive."""
+    """Return parameters that make a test exhaustive."""
     return pytest.param(*values, marks=pytest.mark.exhaustive)
