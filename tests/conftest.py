@@ -30,7 +30,7 @@ SHORT = (
     "--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8 "
     "--num-steps 20 --log-every 1 --eval-every 10 --eval-samples 10 --checkpoint-every 10"
 ).split()
-# The flags with which a chapter splits a model or a sequence over two ranks.
+# These flags let a chapter split a model or a sequence over two ranks.
 SPLIT = {
     "06": ["--tensor-parallel-size", 2],
     "07": ["--pipeline-parallel-size", 2, "--batch-size", 4],

@@ -88,7 +88,7 @@ def test_learning_rate_rises_then_falls_to_a_tenth(chapter, parse):
     rates = [chapter.lr_at(args, step) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([n / 10 for n in range(1, 11)])
     assert rates[9:] == sorted(rates[9:], reverse=True)
-    # Between the peak and the last step, at step 55, the rate is the mean of both.
+    # Step 55 is the middle of the decay.
     assert [rates[54], rates[-1]] == pytest.approx([0.55, 0.1])
     for line in ("--num-steps 5", "--num-steps 1 --warmup-steps 0", "--warmup-steps 100"):
         args = parse(line)
