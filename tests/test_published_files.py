@@ -10,21 +10,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from checks import check_one_error
-from conftest import (
-    SCRIPTS,
-    SHORT,
-    SPLIT,
-    difference,
-    fast_byte_tokenizer,
-    metrics,
-    run_jobs,
-    run_or_fail,
-    start_ranks,
-)
+from checks import check_two_ranks_fail
+from conftest import SHORT, SPLIT, difference, fast_byte_tokenizer, metrics, run_jobs, run_or_fail
 from families import shrink
 from marks import exhaustive, slow
-from runs import check_user_error, wait_for
+from runs import check_user_error
 
 # transformers saves each expert of these mixtures under a name of its own.
 MIXTURES = ["mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "flex_olmo"]
@@ -137,17 +127,10 @@ def test_unfit_files_cost_one_line(unfit, small_text, tmp_path):
     "names", [slow(["missing", "truncated"]), exhaustive(UNFIT.keys() - {"missing", "truncated"})]
 )
 def test_unfit_files_cost_one_line_on_two_ranks(unfit, small_text, tmp_path, names):
-    """Chapter 05 reads the files itself; the launcher ends all ranks when the first rank fails."""
+    """Chapter 05 reads the files itself."""
     for name in names:
-        command = [SCRIPTS["05"], *ARGS, "-m", unfit / name, "-d", small_text]
-        command += ["--save-dir", tmp_path / "runs"]
-        processes = start_ranks(2, command, tmp_path)
-        assert not wait_for(lambda: False, processes)
-        for process in processes:
-            process.kill()
-            process.wait(timeout=20)
-        output = "".join(path.read_text() for path in tmp_path.glob("rank*.log"))
-        check_one_error(output, UNFIT[name], tmp_path / "runs")
+        args = [*ARGS, "-m", unfit / name, "-d", small_text]
+        check_two_ranks_fail("05", args, UNFIT[name], tmp_path, tmp_path / "runs")
 
 
 @pytest.mark.slow

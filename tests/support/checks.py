@@ -2,9 +2,23 @@
 
 import re
 
+from conftest import SCRIPTS, start_ranks
+from runs import wait_for
 
-def check_one_error(output, expected, folder):
-    """Check that exactly one rank printed an error line, and that the run wrote no file."""
+
+def check_two_ranks_fail(chapter, args, expected, logs, folder):
+    """Check that one of two ranks prints an error line, and that the run writes no file.
+
+    As torchrun does, end the other rank when the first rank has failed.
+    """
+    processes = start_ranks(2, [SCRIPTS[chapter], *args, "--save-dir", folder], logs)
+    wait_for(lambda: False, processes)
+    statuses = [process.poll() for process in processes]
+    for process in processes:
+        process.kill()
+        process.wait(timeout=20)
+    output = "".join(path.read_text() for path in logs.glob("rank*.log"))
+    assert set(statuses) <= {2, None}, output
     errors = re.findall("^train_llm.py: error:.*", output, re.M)
     assert len(errors) == 1 and expected in errors[0], output
     assert 'train_llm.py", line' not in output, f"a traceback:\n{output}"
