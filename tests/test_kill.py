@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from conftest import SCRIPTS, SHORT, SPLIT, difference, metrics, run_or_fail, start_ranks
+from conftest import SCRIPTS, SHORT, SPLIT, curves_of, difference, start_ranks
 from marks import exhaustive, slow
 from runs import last_logged_step, newest_step, wait_for
 
@@ -78,7 +78,7 @@ def test_kills_change_no_curve(tmp_path, chapter, kills):
         saves_hit += (run_dir / "checkpoints/.partial").exists()
         number += 1
     assert saves_hit, "no kill hit a save"
-    jobs = [(chapter, [*args, "-e", name]) for name in ("killed", "complete")]
-    run_or_fail(1 if chapter == "01" else 2, jobs, tmp_path / "jobs")
+    jobs = {name: (chapter, args) for name in ("killed", "complete")}
+    curves = curves_of(tmp_path, {1 if chapter == "01" else 2: jobs})
     assert not (run_dir / "checkpoints/.partial").exists()
-    assert difference(metrics(tmp_path / "complete"), metrics(run_dir)) == 0.0
+    assert difference(curves["complete"], curves["killed"]) == 0.0

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from checks import check_two_ranks_fail
-from conftest import SHORT, SPLIT, difference, fast_byte_tokenizer, metrics, run_jobs, run_or_fail
+from conftest import SHORT, SPLIT, curves_of, difference, fast_byte_tokenizer, run_jobs
 from families import shrink
 from marks import exhaustive, slow
 from runs import check_user_error
@@ -48,17 +48,14 @@ def test_mixture_is_read_and_written_as_published(small_text, tmp_path, kind):
     settings = groups if kind == "deepseek_v3" else {}
     config = shrink(CONFIG_MAPPING[kind](), eos_token_id=1, num_hidden_layers=3, **settings)
     folder = save_model(tmp_path / kind, config)
-    args = [*ARGS, "-m", folder, "-d", small_text, "--save-dir", tmp_path, "-e"]
-    run_or_fail(1, [("01", [*args, "01"])], tmp_path / "jobs-1")
-    chapters = ("04", "05", "07", "08")
-    jobs = [(name, [*args, name, *SPLIT.get(name, []), "--batch-size", 2]) for name in chapters]
-    run_or_fail(2, jobs, tmp_path / "jobs-2")
-
+    args, chapters = [*ARGS, "-m", folder, "-d", small_text], ("04", "05", "07", "08")
+    jobs = {name: (name, [*SPLIT.get(name, []), *args]) for name in chapters}
+    curves = curves_of(tmp_path, {1: {"01": ("01", args)}, 2: jobs})
     published, expected = files_of(folder), files_of(tmp_path / "01/model")
     assert any(".experts.3." in name for name in published)
     assert expected.keys() == published.keys()
     for chapter in chapters:
-        assert difference(metrics(tmp_path / "01"), metrics(tmp_path / chapter)) < 1e-5
+        assert difference(curves["01"], curves[chapter]) < 1e-5
         exported = files_of(tmp_path / chapter / "model")
         # Chapter 04 stacks the experts of a layer, as transformers does in memory.
         if chapter != "04":
@@ -135,7 +132,6 @@ def test_unfit_files_cost_one_line_on_two_ranks(unfit, small_text, tmp_path, nam
 
 @pytest.mark.slow
 def test_model_may_have_only_the_first_layers_of_the_files(unfit, small_text, tmp_path):
-    args = [*ARGS, "-m", unfit / "layers", "-d", small_text, "--save-dir", tmp_path, "-e"]
-    run_or_fail(1, [("01", [*args, "01"])], tmp_path / "jobs-1")
-    run_or_fail(2, [("05", [*args, "05"])], tmp_path / "jobs-2")
-    assert difference(metrics(tmp_path / "01"), metrics(tmp_path / "05")) < 1e-5
+    args = [*ARGS, "-m", unfit / "layers", "-d", small_text]
+    curves = curves_of(tmp_path, {1: {"01": ("01", args)}, 2: {"05": ("05", args)}})
+    assert difference(curves["01"], curves["05"]) < 1e-5

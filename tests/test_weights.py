@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import SHORT, difference, metrics, prepare_training, run_or_fail
+from conftest import SHORT, curves_of, difference, metrics, prepare_training
 from runs import validation_loss
 
 FAMILIES = ["tiny", "gpt2", "qwen3", "gemma3", "gemma3-window"]
@@ -18,9 +18,8 @@ def root(tmp_path_factory, models, small_text):
     """The folder of a finished run of each family."""
     root = tmp_path_factory.mktemp("weights")
     names = {family: family if family == "tiny" else models / family for family in FAMILIES}
-    args = [*ARGS, "-d", small_text, "--save-dir", root]
-    jobs = [("01", [*args, "-m", name, "-e", family]) for family, name in names.items()]
-    run_or_fail(1, jobs, root / "jobs", shares=2)
+    args = [*ARGS, "-d", small_text]
+    curves_of(root, {1: {family: ("01", [*args, "-m", name]) for family, name in names.items()}})
     return root
 
 
@@ -48,11 +47,10 @@ def test_finished_model_has_the_logged_validation_loss(root, load, family):
 @pytest.mark.slow
 def test_compiled_run_keeps_the_curve_and_the_names(root, load, small_text, tmp_path):
     """On two ranks, DDP must not split the graphs of the layers."""
-    args = [*ARGS, "-d", small_text, "--compile", "--save-dir", tmp_path, "-e", "run"]
-    run_or_fail(2, [("02", args)], tmp_path / "jobs")
+    args = [*ARGS, "-d", small_text, "--compile"]
+    compiled = curves_of(tmp_path, {2: {"run": ("02", args)}})["run"]
     check_model(tmp_path / "run", load)
-    curve, compiled = metrics(root / "tiny"), metrics(tmp_path / "run")
-    assert difference(curve, compiled, names=["loss", "val_loss"]) < 1e-4
+    assert difference(metrics(root / "tiny"), compiled, names=["loss", "val_loss"]) < 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -112,8 +110,8 @@ def test_pretrained_run_starts_from_the_published_weights(
     AutoModelForCausalLM.from_pretrained(root / "tiny/model", dtype=dtype).save_pretrained(source)
     AutoTokenizer.from_pretrained(root / "tiny/model").save_pretrained(source)
     args = [*ARGS, "--pretrained", "-m", source, "-d", small_text, "--num-steps", 1]
-    run_or_fail(1, [("01", [*args, "--save-dir", tmp_path, "-e", "run"])], tmp_path / "jobs")
+    curve = curves_of(tmp_path, {1: {"run": ("01", args)}})["run"]
     expected = metrics(root / "tiny")[4]["val_loss"]
-    assert metrics(tmp_path / "run")[0]["val_loss"] == pytest.approx(expected, abs=tolerance)
+    assert curve[0]["val_loss"] == pytest.approx(expected, abs=tolerance)
     config = json.loads((tmp_path / "run/model/config.json").read_text())
     assert config["dtype"] == "float32"
