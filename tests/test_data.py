@@ -127,6 +127,7 @@ def test_second_length_reads_the_same_tokens(chapter, tmp_path, monkeypatch):
     assert torch.equal(long.flatten()[:size], short.flatten()[:size])
 
 
+@pytest.mark.slow
 def test_ranks_find_the_tokens_of_rank_0(tmp_path, monkeypatch):
     """The processes hash strings differently, because a new environment gives each its own seed."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))

@@ -11,10 +11,17 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from checks import check_two_ranks_fail
-from conftest import SHORT, SPLIT, curves_of, difference, fast_byte_tokenizer, run_jobs
+from conftest import (
+    SHORT,
+    SPLIT,
+    curves_of,
+    difference,
+    fast_byte_tokenizer,
+    prepare_training,
+    user_error,
+)
 from families import shrink
 from marks import exhaustive, slow
-from runs import check_user_error
 
 # transformers saves each expert of these mixtures under a name of its own.
 MIXTURES = ["mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "flex_olmo"]
@@ -110,14 +117,10 @@ UNFIT = {
 }
 
 
-def test_unfit_files_cost_one_line(unfit, small_text, tmp_path):
-    args = [*ARGS, "-d", small_text, "--save-dir", tmp_path / "runs"]
-    jobs = [("01", [*args, "-m", unfit / name, "-e", name]) for name in UNFIT]
-    results = run_jobs(1, jobs, tmp_path / "jobs", shares=2)
-    for (name, expected), [result] in zip(UNFIT.items(), results, strict=True):
-        check_user_error(result, expected)
-        assert str(unfit / name) in result["stderr"]
-    assert not [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+@pytest.mark.parametrize("name", UNFIT)
+def test_unfit_files_are_named(unfit, load, capsys, name):
+    error = user_error(capsys, prepare_training, load("01"), *ARGS, "-m", unfit / name)
+    assert UNFIT[name] in error.splitlines()[-1] and str(unfit / name) in error
 
 
 @pytest.mark.parametrize(
