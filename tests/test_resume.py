@@ -174,13 +174,13 @@ def test_broken_checkpoints_are_skipped_but_never_all(runs, tmp_path, run, file)
     for path in tmp_path.glob(f"all/checkpoints/*/{file}"):
         path.write_bytes(b"")
     jobs = [(chapter, [*ARGS, "--save-dir", tmp_path, "-e", name]) for name in ("some", "all")]
-    some, *stopped = run_jobs(num_ranks, [*jobs, jobs[1]], tmp_path / "jobs")
+    results, *stopped = run_jobs(num_ranks, [*jobs, jobs[1]], tmp_path / "jobs")
 
-    output = some[0]["stdout"]
+    output = results[0]["stdout"]
     for step in (12, 8):
-        assert output.count(f"step-{step:08} cannot be read") == 1, some
-    assert "step-00000004" in output.partition("continuing from")[2], some
-    assert [rank["stdout"] for rank in some[1:]] == [""] * (num_ranks - 1)
+        assert output.count(f"step-{step:08} cannot be read") == 1, results
+    assert "step-00000004" in output.partition("continuing from")[2], results
+    assert [rank["stdout"] for rank in results[1:]] == [""] * (num_ranks - 1)
     assert difference(metrics(runs / run), metrics(tmp_path / "some")) == 0.0
     for ranks in stopped:
         assert [rank["status"] for rank in ranks] == [2] * num_ranks, ranks
