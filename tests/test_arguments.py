@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from conftest import FRAMEWORKS, SCRIPTS, metrics, run_or_fail, user_error
+from conftest import FRAMEWORKS, SCRIPTS, curves_of, user_error
 
 
 @pytest.fixture
@@ -58,26 +58,21 @@ def test_help_explains_every_flag(chapter, parse, monkeypatch, capsys):
         assert f"(default: {default})" in output
 
 
-@pytest.mark.parametrize(
-    "chapter, line, world_size, micro_batch_size, accumulation",
-    [
-        ("01", "", 1, 8, 4),
-        ("01", "--batch-size 5", 1, 4, 8),
-        ("01", "--batch-size 100", 1, 32, 1),
-        ("01", "--global-batch-size 7 --batch-size 4", 1, 1, 7),
-        ("02", "--global-batch-size 24", 1, 8, 3),
-        ("02", "--global-batch-size 24", 2, 6, 2),
-        ("02", "--global-batch-size 24", 3, 8, 1),
-        ("02", "--global-batch-size 24", 12, 2, 1),
-    ],
-    indirect=["chapter"],
-)
-def test_global_batch_gives_the_accumulation(
-    parse, line, world_size, micro_batch_size, accumulation
-):
-    args = parse(line, world_size)
-    assert (args.micro_batch_size, args.accumulation) == (micro_batch_size, accumulation)
-    assert micro_batch_size * accumulation * world_size == args.global_batch_size
+BATCHES = [
+    ("01", "", 1, 8, 4),
+    ("01", "--batch-size 5", 1, 4, 8),
+    ("01", "--batch-size 99", 1, 32, 1),
+]
+BATCHES += [("01", "--global-batch-size 7 --batch-size 4", 1, 1, 7)]
+LAYOUTS = [(1, 8, 3), (2, 6, 2), (3, 8, 1), (12, 2, 1)]
+BATCHES += [("02", "--global-batch-size 24", *layout) for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize("chapter, line, ranks, size, accumulation", BATCHES, indirect=["chapter"])
+def test_global_batch_gives_the_accumulation(parse, line, ranks, size, accumulation):
+    args = parse(line, ranks)
+    assert (args.micro_batch_size, args.accumulation) == (size, accumulation)
+    assert size * accumulation * ranks == args.global_batch_size
 
 
 @pytest.mark.parametrize("chapter", ["02"], indirect=True)
@@ -113,10 +108,9 @@ def test_mfu_counts_the_multiplications_of_a_llama(chapter, parse, monkeypatch):
     """An 8B Llama has 7.505e9 weights that multiply, and 32 layers with a width of 4096."""
     args = parse("--precision bf16 --seq-length 1024")
     args.seq_length = 4096
-    config = transformers.LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-        num_attention_heads=32, num_key_value_heads=8,
-    )  # fmt: skip
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    config = transformers.LlamaConfig(vocab_size=128256, **sizes, **heads)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     assert chapter.mfu(args, model, 1000.0) is None, "the peak of a CPU is unknown"
@@ -129,35 +123,28 @@ def test_mfu_counts_the_multiplications_of_a_llama(chapter, parse, monkeypatch):
     assert chapter.mfu(args, model, 6667.0) is None
 
 
-def test_metrics_have_the_promised_columns(tmp_path):
-    args = "--device cpu -s 64 --global-batch-size 4 --num-steps 6 --log-every 2 --eval-every 3"
-    args = [*args.split(), "--eval-samples", "5", "--save-dir", tmp_path, "-e", "run"]
-    run_or_fail(1, [("01", args)], tmp_path / "jobs")
-    rows = metrics(tmp_path / "run")
+def test_metrics_have_the_promised_columns(small_text, tmp_path):
+    args = ["-d", small_text, "--num-steps", 6, "--log-every", 2, "--eval-every", 3]
+    rows = curves_of(tmp_path, {1: {"run": ("01", args)}})["run"]
     names = "step epoch loss grad_norm lr tokens_per_second mfu peak_memory_gib".split()
-    assert {step: list(row) for step, row in rows.items()} == {
-        0: ["step", "val_loss"],
-        2: names,
-        3: [*names, "val_loss"],
-        4: names,
-        6: [*names, "val_loss"],
-    }
-    speeds = {step: row["tokens_per_second"] for step, row in rows.items() if step > 0}
-    assert speeds.pop(2) is None, "the first interval may include compilation"
-    assert min(speeds.values()) > 0
+    assert list(rows) == [0, 2, 3, 4, 6] and list(rows[0]) == ["step", "val_loss"]
+    assert list(rows[2]) == list(rows[4]) == names
+    assert list(rows[3]) == list(rows[6]) == [*names, "val_loss"]
+    speeds = [rows[step]["tokens_per_second"] for step in (2, 3, 4, 6)]
+    assert speeds[0] is None, "the first interval may include compilation"
+    assert min(speeds[1:]) > 0
     assert all(math.isfinite(row["loss"]) for step, row in rows.items() if step > 0)
 
 
 def test_row_after_a_cut_row_is_on_a_line_of_its_own(tmp_path, chapter):
     rows = [{"step": step, "loss": 2.5} for step in (1, 2, 3)]
     wandb_run = SimpleNamespace(log=lambda row: None)
-    path = tmp_path / "metrics.jsonl"
-    chapter.log(tmp_path, wandb_run, rows[0])
-    chapter.log(tmp_path, wandb_run, rows[1])
-    path.write_text(path.read_text() + '{"step": 3, "lo')
-    chapter.log(tmp_path, wandb_run, rows[2])
-    first, second, cut, last = path.read_text().splitlines()
-    assert [json.loads(line) for line in (first, second, last)] == rows and cut == '{"step": 3, "lo'
+    for row in rows:
+        with open(tmp_path / "metrics.jsonl", "a") as file:
+            file.write('{"step": 3, "lo' * (row["step"] == 3))
+        chapter.log(tmp_path, wandb_run, row)
+    first, second, _, last = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in (first, second, last)] == rows
 
 
 # ---- GPUs, as far as a machine without GPUs can tell -----------------------------------------
@@ -171,10 +158,10 @@ def simulate(monkeypatch, gpus=0, files=(), **variables):
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize(
-    "system",
-    [{"files": ["/dev/nvidiactl"]}, {"files": ["/dev/kfd"]}, {"CUDA_VISIBLE_DEVICES": "0,1"}],
-)
+GPUS = [{"files": ["/dev/nvidiactl"]}, {"files": ["/dev/kfd"]}, {"CUDA_VISIBLE_DEVICES": "0,1"}]
+
+
+@pytest.mark.parametrize("system", GPUS)
 def test_run_on_a_broken_gpu_stops(parse, monkeypatch, capsys, system):
     simulate(monkeypatch, **system)
     error = user_error(capsys, parse, "")
@@ -214,18 +201,13 @@ def test_peaks_are_of_entire_chips(chapter):
 
 def test_compiled_code_has_static_shapes(chapter, parse, monkeypatch):
     """Otherwise, torch would compile dynamic code for the batch size of an evaluation."""
-    options_of_calls = []
-
-    def compile(function, **options):
-        options_of_calls.append(options)
-        return function
-
-    monkeypatch.setattr(torch.nn.Module, "compile", compile)
-    monkeypatch.setattr(torch, "compile", compile)
+    given = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda _, **options: given.append(options))
+    monkeypatch.setattr(torch, "compile", lambda loss, **options: given.append(options) or loss)
     args = parse("--compile")
     chapter.build_model(args, chapter.build_tokenizer_and_config(args)[1])
     # The tiny model has four layers, and a loss function.
-    assert options_of_calls == [{"dynamic": False}] * 5
+    assert given == [{"dynamic": False}] * 5
 
 
 def test_configuration_takes_the_changes_of_the_command(chapter, models, parse):
