@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 
@@ -20,7 +21,7 @@ from cluster.cluster import Cluster, missing_requirement
 from fork_server import Server, current_environment
 
 SCRIPTS = chapters()
-# Chapters in a framework that may not be installed: test_frameworks_*.py test them.
+# Chapters in a framework that may not be installed: test_frameworks.py tests them.
 FRAMEWORKS = {name for name, path in SCRIPTS.items() if "alternative-frameworks" in path.parts}
 SERVER = Server()
 METRICS = ("loss", "grad_norm", "val_loss")
@@ -29,6 +30,12 @@ SHORT = (
     "--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8 "
     "--num-steps 20 --log-every 1 --eval-every 10 --eval-samples 10 --checkpoint-every 10"
 ).split()
+# These flags let a chapter split a model or a sequence over two ranks.
+SPLIT = {
+    "06": ["--tensor-parallel-size", 2],
+    "07": ["--pipeline-parallel-size", 2, "--batch-size", 4],
+    "08": ["--context-parallel-size", 2],
+}
 
 
 def pytest_configure(config):
@@ -44,9 +51,8 @@ def pytest_configure(config):
 # ---- tests side by side ----------------------------------------------------------------------
 
 # The longest files start first, so that all workers finish at about the same time.
-LONGEST = ["test_on_cluster", "test_resume", "test_fsdp", "test_large", "test_sharded"]
-LONGEST += ["test_pipeline", "test_frameworks_deepspeed", "test_frameworks_hf", "test_tensor"]
-LONGEST += ["test_context", "test_kill", "test_launchers", "test_diagnosis", "test_readme"]
+LONGEST = ["test_on_cluster", "test_resume", "test_layouts", "test_launchers", "test_frameworks"]
+LONGEST += ["test_kill", "test_diagnosis", "test_readme"]
 # These files test tools. A change of a chapter does not reach tools, so their slow tests are
 # exhaustive tests, which only `make test-all` runs.
 TOOLS = {"test_benchmarks", "test_diagnosis", "test_gpu_check", "test_planner"}
@@ -55,10 +61,8 @@ TOOLS |= {"test_preflight", "test_scale", "test_watch", "test_whats_wrong", "tes
 # do, or run a page beside the chapters. The others measure more than they check.
 RARELY_BROKEN = re.compile(
     r"large.py::test_(what_chapter_04|reading|weights_are_those_of_chapter_01.4)"
-    r"|waiting.py::test_compiled_layers_stay|versions.py::.*(04|05|07)"
-    r"|kill.py::test_killed_four_times.(?!02|05)|context.py::test_(activations|the_exam)"
-    r"|sharded.py::test_a_checkpoint.*tied"
-    r"|frameworks_(hf|deepspeed).py::test_killed|readme.py::.*.related-topics/(?!fp16)"
+    r"|waiting.py::test_compiled_layers_stay|context.py::test_(activations|the_exam)"
+    r"|sharded.py::test_a_checkpoint.*tied|readme.py::.*.related-topics/(?!fp16)"
 )
 # The tests in these files share no fixture, so any worker may run any of them.
 INDEPENDENT = {"test_diagnosis", "test_kill", "test_kubernetes", "test_readme"}
@@ -367,6 +371,14 @@ def fast_byte_tokenizer():
     tokenizer = Tokenizer(BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+@pytest.fixture(scope="session")
+def small_text(tmp_path_factory):
+    """Write a small dataset; the tokenizer of each model would need many seconds for pydoc."""
+    path = tmp_path_factory.mktemp("text") / "small.txt"
+    path.write_text("\n\n".join(topics.values())[:100_000])
+    return path
 
 
 @pytest.fixture(scope="session")
