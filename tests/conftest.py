@@ -413,7 +413,41 @@ def models(tmp_path_factory):
         "gemma3": transformers.Gemma3TextConfig(**common, head_dim=16),
         "gemma3-window": transformers.Gemma3TextConfig(**common, head_dim=16, sliding_window=32),
     }
-    root = tmp_path_factory.mktemp("models")
+    return save_models(configs, tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def layout_models(tmp_path_factory):
+    """Save configurations of tiny models that two or four ranks can split in every way."""
+    import transformers
+
+    ids = {"vocab_size": 384, "bos_token_id": None, "eos_token_id": 1}
+    size = ids | {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8}
+    size |= {"intermediate_size": 128, "max_position_embeddings": 256}
+    grouped = size | {"num_key_value_heads": 4, "head_dim": 16}
+    gpt2 = ids | {"n_embd": 64, "n_layer": 4, "n_head": 8}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    configs = {
+        "llama": transformers.LlamaConfig(**grouped),
+        # Its vocabulary is not divisible by the number of ranks.
+        "odd": transformers.LlamaConfig(**grouped | {"vocab_size": 385}),
+        "qwen3": transformers.Qwen3Config(**grouped, tie_word_embeddings=True),
+        "gpt_neox": transformers.GPTNeoXConfig(**size),
+        "gemma": transformers.GemmaConfig(**grouped),
+        "gemma3": transformers.Gemma3TextConfig(**grouped),
+        "mistral": transformers.MistralConfig(**grouped),
+        "olmo": transformers.OlmoConfig(**size | {"num_key_value_heads": 4}),
+        "gpt2": transformers.GPT2Config(**gpt2, **no_dropout),
+        "gpt2-dropout": transformers.GPT2Config(**gpt2),
+        "apertus": transformers.ApertusConfig(**size | {"pad_token_id": 0}),
+    }
+    return save_models(configs, tmp_path_factory.mktemp("layout_models"))
+
+
+def save_models(configs, root):
+    """Save each configuration with a byte tokenizer in a folder of its name; return `root`."""
+    import transformers
+
     for name, config in configs.items():
         config.save_pretrained(root / name)
         needs_fast_tokenizer = name in ("mistral", "mixtral")

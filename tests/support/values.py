@@ -1,6 +1,6 @@
 """Compare the initial weights and buffers of a chapter, on any number of ranks, with chapter 01.
 
-test_large.py, test_tensor.py and test_pipeline.py start this once per rank, with these arguments:
+runs.call_on_ranks() starts this once per rank, with these arguments:
 
 - a JSON file with cases; each case has a name, and arguments for both chapters
 - a file for the results
@@ -25,11 +25,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def load(chapter):
-    """Import a chapter's script, changed to export models to files of 20 KB instead of 5 GB."""
+    """Import a chapter's script, changed to export models to files of 100 KB instead of 5 GB."""
     script = next(ROOT.glob(f"{chapter}-*/train_llm.py"))
     module = types.ModuleType(f"chapter_{chapter}")
     module.__file__ = str(script)
-    source = script.read_text().replace("5_000_000_000", "20_000")
+    source = script.read_text().replace("5_000_000_000", "100_000")
     exec(compile(source, script, "exec"), module.__dict__)
     return module
 

@@ -1,0 +1,116 @@
+"""Measure what a rank of a chapter sends in a training step, and how much memory its tensors use.
+
+runs.call_on_ranks() starts this once per rank, with these arguments:
+
+- a JSON file with cases; each case has a name, and the arguments of the chapter
+- a file for the results of rank 0
+- the number of the chapter
+"""
+
+import json
+import os
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from values import load
+
+# FSDP calls operations of the first kind, and DTensor, for tensor parallelism, of the second kind.
+COLLECTIVES = {
+    "c10d::_allgather_base_": "all-gather",
+    "c10d::_reduce_scatter_base_": "reduce-scatter",
+    "c10d::allreduce_": "all-reduce",
+    "_c10d_functional::all_gather_into_tensor": "split all-gather",
+    "_c10d_functional::reduce_scatter_tensor": "split reduce-scatter",
+    "_c10d_functional::all_reduce": "split all-reduce",
+    "_c10d_functional::all_to_all_single": "split all-to-all",
+}
+
+
+class Traffic(TorchDispatchMode):
+    """Counts collectives by their kind and by the number of bytes of the full tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = defaultdict(Counter)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
+            # DTensor then calls this function again with the tensors of this rank.
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if kind := COLLECTIVES.get(func.name()):
+            tensors = args[0] if kind == "all-reduce" else [*args[:2], result]
+            tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+            # Either the input or the output is the full tensor.
+            num_bytes = max(tensor.nbytes for tensor in tensors)
+            # The ranks also exchange single numbers, such as gradient norms.
+            if num_bytes > 8:
+                self.counts[kind][num_bytes] += 1
+        return result
+
+
+def bytes_of(tensors):
+    """Return the number of bytes that the tensors have on this rank."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.nbytes for tensor in local if not tensor.is_meta)
+
+
+def measure(chapter, args, device):
+    """Train for two steps, evaluate, and return the costs of the second step."""
+    _, config = chapter.build_tokenizer_and_config(args)
+    model = chapter.shard(args, chapter.build_model(args, config), device)
+    optimizer = chapter.build_optimizer(args, model)
+    costs = {"gathered": 0}
+
+    def measure_gathered(*_):
+        gathered = [weight for weight in model.parameters() if not isinstance(weight, DTensor)]
+        costs["gathered"] = max(costs["gathered"], bytes_of(gathered))
+
+    def measure_shards(*_):
+        weights = [weight for weight in model.parameters() if weight.grad is not None]
+        costs["weights"] = bytes_of(weights)
+        costs["gradients"] = bytes_of(weight.grad for weight in weights)
+
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.register_forward_pre_hook(measure_gathered)
+            part.register_full_backward_hook(measure_gathered)
+    optimizer.register_step_pre_hook(measure_shards)
+    ids = torch.randint(config.vocab_size, (args.global_batch_size, args.seq_length))
+    samples = chapter.Samples(ids)
+    chapter.train_step(args, model, optimizer, samples, 1, device)
+    with Traffic() as step:
+        chapter.train_step(args, model, optimizer, samples, 2, device)
+    with Traffic() as evaluation:
+        chapter.evaluate(args, model, ids, device)
+    states = [moment for state in optimizer.state.values() for moment in state.values()]
+    costs |= {"optimizer": bytes_of(states), "micro-batches": args.accumulation}
+    return costs | {"step": step.counts, "evaluation": evaluation.counts}
+
+
+def main():
+    """Measure all cases; rank 0 writes its costs."""
+    cases, result, chapter_name = sys.argv[1:]
+    chapter, costs = load(chapter_name), {}
+    for name, arguments in json.loads(Path(cases).read_text()).items():
+        sys.argv = ["train_llm.py", *arguments]
+        args = chapter.parse_args()
+        if not dist.is_initialized():
+            device, _ = chapter.setup(args)
+        costs[name] = measure(chapter, args, device)
+    if os.environ["RANK"] == "0":
+        Path(result).write_text(json.dumps(costs))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
