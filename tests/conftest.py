@@ -44,9 +44,9 @@ def pytest_configure(config):
 # ---- tests side by side ----------------------------------------------------------------------
 
 # The longest groups start first, so that all workers finish at about the same time.
-LONGEST = ["machine", "test_resume", "test_fsdp", "test_large", "test_sharded", "test_launchers"]
-LONGEST += ["test_pipeline", "test_frameworks_deepspeed", "test_frameworks_hf", "test_tensor"]
-LONGEST += ["test_context", "test_kill", "kills", "test_diagnosis", "test_readme"]
+LONGEST = ["machine", "test_layouts", "test_resume", "test_launchers"]
+LONGEST += ["test_frameworks_deepspeed", "test_frameworks_hf", "test_initial_weights", "test_costs"]
+LONGEST += ["test_kill", "kills", "test_diagnosis", "test_readme"]
 # These files test tools. A change of a chapter does not reach tools, so their slow tests are
 # exhaustive tests, which only `make test-all` runs.
 TOOLS = {"test_benchmarks", "test_cluster", "test_diagnosis", "test_gpu_check", "test_planner"}
@@ -60,10 +60,9 @@ RARELY_BROKEN = re.compile(
     r"|asked|a_lost|no_way|sbatch_of_a_model_split_across_hosts.2"
     r"|fewer_hosts|more_hosts|a_dead_host|a_job_script|out_of_time.srun|preempted)"
     r"|kubernetes.py::test_(a_drained|a_crash|.*kubeflow)"
-    r"|large.py::test_(what_chapter_04|reading|weights_are_those_of_chapter_01.4)"
     r"|waiting.py::test_compiled_layers_stay|versions.py::.*(04|05|07)"
-    r"|kill.py::test_killed_four_times.(?!02|05)|context.py::test_(activations|the_exam)"
-    r"|launchers.py::test_stopped_and_continued.(03-SIGUSR1|05)|sharded.py::test_a_checkpoint.*tied"
+    r"|kill.py::test_killed_four_times.(?!02|05)"
+    r"|launchers.py::test_stopped_and_continued.(03-SIGUSR1|05)"
     r"|frameworks_(hf|deepspeed).py::test_killed|readme.py::.*.related-topics/(?!fp16)"
 )
 # The tests in these files share no fixture, so each test is a group of its own.
@@ -235,15 +234,6 @@ def curves_of(root, runs):
         shares = 2 if world_size == 1 else 1
         run_or_fail(world_size, jobs, root / f"ranks{world_size}", shares=shares)
     return {path.parent.name: metrics(path.parent) for path in root.glob("*/metrics.jsonl")}
-
-
-def run_params(runs, quick):
-    """Return runs as parameters of a test; mark the runs that are not in `quick` as exhaustive."""
-    params = []
-    for run in runs:
-        marks = [] if run in quick else [pytest.mark.exhaustive]
-        params.append(pytest.param(run, marks=marks))
-    return params
 
 
 def selected_runs(request, runs):

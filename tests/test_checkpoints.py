@@ -31,7 +31,7 @@ def runs(tmp_path_factory, models):
 
 
 def test_async_save_equals_a_save_and_continues(runs, tmp_path):
-    """Training goes on during a save, and changes no bit of it."""
+    """Training continues during a save, and changes no bit of it."""
     for step in (2, 4, 6):
         weights, others = (weights_of(runs / name, step) for name in ("fsdp", "async"))
         assert all(torch.equal(weights[name], others[name]) for name in weights)

@@ -63,10 +63,10 @@ def test_fsdp_sends_the_bytes_of_the_formula(fsdp_costs, ranks, case):
     costs, num_replicas = fsdp_costs[ranks, case], 2 if "replicas" in case else 1
     times = costs["micro-batches"]
     assert times == (2 if "micro-batches" in case else 1)
-    # The backward pass gathers each layer again, except for the last one.
-    again = 0 if case == "kept" else LAYERS - 1
+    # The backward pass gathers each layer a second time, except for the last one.
+    repeated = 0 if case == "kept" else LAYERS - 1
     expected = {
-        "all-gather": [times * (1 + LAYERS + again), times * (MODEL + again * LAYER)],
+        "all-gather": [times * (1 + LAYERS + repeated), times * (MODEL + repeated * LAYER)],
         "reduce-scatter": [times * (1 + LAYERS), times * MODEL],
     }
     if num_replicas > 1:

@@ -1,8 +1,8 @@
 """One command, one loss curve: each layout of each chapter trains as chapter 01 does on one rank.
 
 A layout is a chapter, a number of ranks, and the flags that split the model or the samples. A
-setting is a model family, a precision, or further flags. The table below has all layouts, and the
-settings in which tests run them.
+setting is a model family, a precision, or further flags. The tables below say which layouts run
+with which settings.
 """
 
 import random
@@ -30,7 +30,7 @@ STEPS = """--num-steps 6 --warmup-steps 3 --weight-decay 1 --eval-every 3 --eval
 
 
 class Layout(NamedTuple):
-    """A way to train, and the settings in which the core tests and the slow tests run it."""
+    """A way to train, with the settings of its core tests and of its slow tests."""
 
     chapter: str
     ranks: int
@@ -291,12 +291,12 @@ def test_run_that_changes_its_layout_stays_on_the_curve(layout_models, tmp_path,
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["large2", pytest.param("pp2", marks=pytest.mark.exhaustive)])
 def test_dropout_affects_only_training_and_recompute_repeats_it(layout_models, tmp_path, layout):
-    settings = {"none": "gpt2", "dropout": "gpt2-dropout", "again": "gpt2-dropout+full"}
+    settings = {"none": "gpt2", "dropout": "gpt2-dropout", "recomputed": "gpt2-dropout+full"}
     jobs = []
     for name, setting in settings.items():
         jobs.append(job_of(layout_models, f"{layout}@{setting}", tmp_path, "-e", name))
     run_or_fail(2, jobs, tmp_path / "jobs")
-    none, dropout, again = (metrics(tmp_path / name) for name in settings)
+    none, dropout, recomputed = (metrics(tmp_path / name) for name in settings)
     assert none[0]["val_loss"] == dropout[0]["val_loss"]
     assert difference(none, dropout, names=["loss"]) > 1e-3
-    assert difference(dropout, again) < 1e-5
+    assert difference(dropout, recomputed) < 1e-5
