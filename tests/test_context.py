@@ -45,7 +45,7 @@ def attend_to_self(_module, query, key, value, *_, **__):
 
 
 def difference_of_halves(chapter, kind):
-    """Return the largest difference between the logits of two half sequences and a full sequence."""
+    """Return the largest difference between the logits of half sequences and full sequences."""
     config = shrink(CONFIG_MAPPING[kind]())
     split = {"tensor_parallel_size": 1, "context_parallel_size": 2}
     split |= {"context_parallel_style": "gather", "pipeline_parallel_size": 1}

@@ -106,8 +106,8 @@ def test_initial_weights_equal_chapter_01(layout_models, hub, tmp_path, chapter,
     common = ["--device", "cpu", "--save-dir", tmp_path, "--seq-length", 64]
     cases = {name: [*common, *args] for name, args in cases.items()}
     differing = call_on_ranks(ranks, "values.py", cases, tmp_path / "jobs", chapter, *flags)
-    assert not any(differing.values()), differing
-    assert differing.keys() == {*cases, *(f"{name}, exported" for name in published)}
+    nothing, exported = {"initial": []}, {"initial": [], "exported": []}
+    assert differing == {name: exported if name in published else nothing for name in cases}
 
 
 def test_broken_weight_files_stop_the_run(hub, tmp_path):

@@ -1,8 +1,8 @@
 """One command, one loss curve: each layout of each chapter trains as chapter 01 does on one rank.
 
 A layout is a chapter, a number of ranks, and the flags that split the model or the samples. A
-setting is a model family, a precision, or further flags. The tables below say which layouts run
-with which settings.
+setting is a model family, a precision, or further flags. The tables below list the layouts, and
+the settings of their tests.
 """
 
 import random

@@ -1,26 +1,17 @@
 """Measure what a rank of a chapter sends in a training step, and how much memory its tensors use.
 
-runs.call_on_ranks() starts this once per rank, with these arguments:
-
-- a JSON file with cases; each case has a name, and the arguments of the chapter
-- a file for the results of rank 0
-- the number of the chapter
+cases.py describes the arguments.
 """
 
-import json
-import os
-import sys
 from collections import Counter, defaultdict
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from values import load
+from cases import run_cases
 
 # FSDP calls operations of the first kind, and DTensor, for tensor parallelism, of the second kind.
 COLLECTIVES = {
@@ -63,8 +54,9 @@ def bytes_of(tensors):
     return sum(tensor.nbytes for tensor in local if not tensor.is_meta)
 
 
-def measure(chapter, args, device):
+def measure(chapter, args):
     """Train for two steps, evaluate, and return the costs of the second step."""
+    device = torch.device("cpu")
     _, config = chapter.build_tokenizer_and_config(args)
     model = chapter.shard(args, chapter.build_model(args, config), device)
     optimizer = chapter.build_optimizer(args, model)
@@ -96,21 +88,5 @@ def measure(chapter, args, device):
     return costs | {"step": step.counts, "evaluation": evaluation.counts}
 
 
-def main():
-    """Measure all cases; rank 0 writes its costs."""
-    cases, result, chapter_name = sys.argv[1:]
-    chapter, costs = load(chapter_name), {}
-    for name, arguments in json.loads(Path(cases).read_text()).items():
-        sys.argv = ["train_llm.py", *arguments]
-        args = chapter.parse_args()
-        if not dist.is_initialized():
-            device, _ = chapter.setup(args)
-        costs[name] = measure(chapter, args, device)
-    if os.environ["RANK"] == "0":
-        Path(result).write_text(json.dumps(costs))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(measure)
