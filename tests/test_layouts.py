@@ -91,8 +91,8 @@ EXHAUSTIVE = {
     "04": ("plain kept 1 gpt2 qwen3", "compiled mistral gemma3"),
     "05": ("plain long selective qwen3", "full full+compiled async offload gpt2 mistral gemma3"),
     "06": ("plain offload+1 long bf16 qwen3 gpt_neox gemma odd", "4 1 compiled llama"),
-    "07": ("plain 1 gpipe bf16 qwen3 gpt_neox", "4 compiled offload+1 five llama gpt2 olmo"),
-    "08": ("bf16 llama qwen3 gpt_neox", "2 long offload compiled"),
+    "07": ("plain 1 gpipe qwen3 gpt_neox", "4 compiled offload+1 bf16 five llama gpt2 olmo"),
+    "08": ("llama qwen3 gpt_neox", "2 bf16 long offload compiled"),
 }
 SETTINGS = {
     "plain": "",

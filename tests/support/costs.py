@@ -13,15 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import run_cases
 
-# FSDP calls operations of the first kind, and DTensor, for tensor parallelism, of the second kind.
+# FSDP calls the operations of c10d, and tensor parallelism calls the functional operations.
 COLLECTIVES = {
     "c10d::_allgather_base_": "all-gather",
     "c10d::_reduce_scatter_base_": "reduce-scatter",
     "c10d::allreduce_": "all-reduce",
     "_c10d_functional::all_gather_into_tensor": "split all-gather",
     "_c10d_functional::reduce_scatter_tensor": "split reduce-scatter",
-    "_c10d_functional::all_reduce": "split all-reduce",
-    "_c10d_functional::all_to_all_single": "split all-to-all",
 }
 
 
@@ -81,11 +79,11 @@ def measure(chapter, args):
     chapter.train_step(args, model, optimizer, samples, 1, device)
     with Traffic() as step:
         chapter.train_step(args, model, optimizer, samples, 2, device)
+    states = [moment for state in optimizer.state.values() for moment in state.values()]
+    results = costs | {"optimizer": bytes_of(states), "micro-batches": args.accumulation}
     with Traffic() as evaluation:
         chapter.evaluate(args, model, ids, device)
-    states = [moment for state in optimizer.state.values() for moment in state.values()]
-    costs |= {"optimizer": bytes_of(states), "micro-batches": args.accumulation}
-    return costs | {"step": step.counts, "evaluation": evaluation.counts}
+    return results | {"step": step.counts, "evaluation": evaluation.counts}
 
 
 if __name__ == "__main__":
