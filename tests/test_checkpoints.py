@@ -86,17 +86,15 @@ def test_resumed_run_uses_the_settings_of_its_command(runs, tmp_path):
 
 @pytest.mark.parametrize("run", ["fsdp", pytest.param("tied", marks=pytest.mark.exhaustive)])
 def test_checkpoint_becomes_a_model_with_one_command(runs, tmp_path, run):
-    """The last checkpoint gives the model of the run; an earlier one gives its own weights."""
-    for step in (4, 6):
-        checkpoint = runs / run / f"checkpoints/step-{step:08}"
-        done = run_command(ROOT / "04-fsdp/to_transformers.py", checkpoint, tmp_path / str(step))
-        assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
-        assert done.stdout.strip().endswith(f"step-{step:08}")
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / str(step))
-        expected = weights_of(runs / run, step)
-        assert all(torch.equal(w, expected[name]) for name, w in model.state_dict().items())
+    """An earlier checkpoint gives its own weights, with the other files of the exported model."""
+    checkpoint, folder = runs / run / "checkpoints/step-00000004", tmp_path / "model"
+    done = run_command(ROOT / "04-fsdp/to_transformers.py", checkpoint, folder)
+    assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
+    assert done.stdout.strip().endswith("step-00000004")
+    model, expected = AutoModelForCausalLM.from_pretrained(folder), weights_of(runs / run, 4)
+    assert all(torch.equal(w, expected[name]) for name, w in model.state_dict().items())
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
-        assert (tmp_path / "6" / name).read_bytes() == (runs / run / "model" / name).read_bytes()
+        assert (folder / name).read_bytes() == (runs / run / "model" / name).read_bytes(), name
 
 
 def test_folder_without_a_checkpoint_becomes_no_model(tmp_path):
