@@ -174,7 +174,9 @@ def test_layout_follows_its_reference_curve(root, run):
         assert 1e-5 < difference(reference, curve, names=["loss", "val_loss"]) < 5e-2
     elif run.endswith("bf16"):
         assert 0 < difference(reference, curve, names=["loss", "val_loss"]) < 5e-3
-        assert difference(reference, curve, names=["grad_norm"], relative=True) < 5e-2
+        # FSDP also keeps the activations between the layers in bf16.
+        tolerance = 5e-3 if LAYOUTS[run.partition("@")[0]].chapter < "04" else 5e-2
+        assert difference(reference, curve, names=["grad_norm"], relative=True) < tolerance
     else:
         assert difference(reference, curve) < 1e-5
 
