@@ -6,7 +6,6 @@ the settings of their tests.
 """
 
 import random
-from itertools import groupby
 from typing import NamedTuple
 
 import pytest
@@ -157,10 +156,12 @@ def root(request, tmp_path_factory, layout_models):
         if item.path == request.path and "run" in getattr(item, "fixturenames", ()):
             selected.add(item.callspec.params["run"])
     for run in sorted(selected | {reference_of(run) for run in selected}):
-        # Compiled code remembers the process groups of the job before, so it needs new processes.
-        key = LAYOUTS[run.partition("@")[0]].ranks, run if "compiled" in run else ""
+        # Compiled code and DTensor remember the process groups of earlier jobs, so jobs share their
+        # processes only if they have the same groups.
+        layout = LAYOUTS[run.partition("@")[0]]
+        key = layout.ranks, layout if layout.chapter > "05" else "", "compiled" in run
         jobs.setdefault(key, []).append(job_of(layout_models, run, root, "-e", run))
-    for number, ((ranks, _), group) in enumerate(jobs.items()):
+    for number, ((ranks, *_), group) in enumerate(jobs.items()):
         run_or_fail(ranks, group, root / f"jobs{number}", shares=2 if ranks == 1 else 1)
     return root
 
@@ -269,20 +270,12 @@ def test_run_that_changes_its_layout_stays_on_the_curve(layout_models, tmp_path,
     names, more = ROUTES[route], [*ENDLESS, "--eval-every", 2, "--num-steps"]
     job = job_of(layout_models, "01@qwen3", tmp_path, *more, 2 * len(names), "-e", "01")
     run_or_fail(1, [job], tmp_path / "jobs")
-    steps = iter(range(2, 2 * len(names) + 1, 2))
-    # Consecutive layouts with the same number of ranks share their processes.
-    for ranks, group in groupby(names, lambda name: LAYOUTS[name].ranks):
-        jobs = {}
-        for name in group:
-            step = next(steps)
-            run = f"{name}@qwen3{'+offload' * (LAYOUTS[name].chapter == '05')}"
-            job = job_of(layout_models, run, tmp_path, *more, step, "-e", "run")
-            jobs[step - 2] = job
-        folder = tmp_path / f"jobs{step}"
-        results = run_or_fail(ranks, list(jobs.values()), folder)
-        for start, [first_rank, *_] in zip(jobs, results, strict=True):
-            found = first_rank["stdout"].partition("continuing from")[2]
-            assert start == 0 or f"step-{start:08}\n" in found, first_rank["stdout"]
+    for start, name in enumerate(names):
+        run = f"{name}@qwen3{'+offload' * (LAYOUTS[name].chapter == '05')}"
+        job = job_of(layout_models, run, tmp_path, *more, 2 * start + 2, "-e", "run")
+        [ranks] = run_or_fail(LAYOUTS[name].ranks, [job], tmp_path / f"jobs{start}")
+        found = ranks[0]["stdout"].partition("continuing from")[2]
+        assert start == 0 or f"step-{2 * start:08}\n" in found, ranks[0]["stdout"]
     assert difference(metrics(tmp_path / "01"), metrics(tmp_path / "run")) < 1e-5
     assert have_same_weights(tmp_path / "01", tmp_path / "run", tolerance=1e-4)
 
