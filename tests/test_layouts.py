@@ -156,10 +156,10 @@ def root(request, tmp_path_factory, layout_models):
         if item.path == request.path and "run" in getattr(item, "fixturenames", ()):
             selected.add(item.callspec.params["run"])
     for run in sorted(selected | {reference_of(run) for run in selected}):
-        # Compiled code and DTensor remember the process groups of earlier jobs, so jobs share their
-        # processes only if they have the same groups.
         layout = LAYOUTS[run.partition("@")[0]]
-        key = layout.ranks, layout if layout.chapter > "05" else "", "compiled" in run
+        # DTensor remembers the process groups of earlier jobs, so only jobs with the same groups
+        # share their processes. Compiled code needs processes of its own.
+        key = layout.ranks, layout.flags, run if "compiled" in run else ""
         jobs.setdefault(key, []).append(job_of(layout_models, run, root, "-e", run))
     for number, ((ranks, *_), group) in enumerate(jobs.items()):
         run_or_fail(ranks, group, root / f"jobs{number}", shares=2 if ranks == 1 else 1)
