@@ -51,8 +51,8 @@ def pytest_configure(config):
 # ---- tests side by side ----------------------------------------------------------------------
 
 # The longest files start first, so that all workers finish at about the same time.
-LONGEST = ["test_on_cluster", "test_resume", "test_layouts", "test_launchers", "test_frameworks"]
-LONGEST += ["test_kill", "test_diagnosis", "test_readme"]
+LONGEST = ["test_on_cluster", "test_layouts", "test_resume", "test_launchers", "test_frameworks"]
+LONGEST += ["test_initial_weights", "test_costs", "test_kill", "test_diagnosis", "test_readme"]
 # These files test tools. A change of a chapter does not reach tools, so their slow tests are
 # exhaustive tests, which only `make test-all` runs.
 TOOLS = {"test_benchmarks", "test_diagnosis", "test_gpu_check", "test_planner"}
@@ -60,9 +60,7 @@ TOOLS |= {"test_preflight", "test_scale", "test_watch", "test_whats_wrong", "tes
 # These slow tests are exhaustive, too. Some check a chapter that saves and stops as its neighbors
 # do, or run a page beside the chapters. The others measure more than they check.
 RARELY_BROKEN = re.compile(
-    r"large.py::test_(what_chapter_04|reading|weights_are_those_of_chapter_01.4)"
-    r"|waiting.py::test_compiled_layers_stay|context.py::test_(activations|the_exam)"
-    r"|sharded.py::test_a_checkpoint.*tied|readme.py::.*.related-topics/(?!fp16)"
+    r"waiting.py::test_compiled_layers_stay|readme.py::.*.related-topics/(?!fp16)"
 )
 # The tests in these files share no fixture, so any worker may run any of them.
 INDEPENDENT = {"test_diagnosis", "test_kill", "test_kubernetes", "test_readme"}
@@ -209,15 +207,6 @@ def curves_of(root, runs):
         shares = 2 if world_size == 1 else 1
         run_or_fail(world_size, jobs, root / f"ranks{world_size}", shares=shares)
     return {path.parent.name: metrics(path.parent) for path in root.glob("*/metrics.jsonl")}
-
-
-def run_params(runs, quick):
-    """Return runs as parameters of a test; mark the runs that are not in `quick` as exhaustive."""
-    params = []
-    for run in runs:
-        marks = [] if run in quick else [pytest.mark.exhaustive]
-        params.append(pytest.param(run, marks=marks))
-    return params
 
 
 def selected_runs(request, runs):
@@ -402,7 +391,41 @@ def models(tmp_path_factory):
         "gemma3": transformers.Gemma3TextConfig(**common, head_dim=16),
         "gemma3-window": transformers.Gemma3TextConfig(**common, head_dim=16, sliding_window=32),
     }
-    root = tmp_path_factory.mktemp("models")
+    return save_models(configs, tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def layout_models(tmp_path_factory):
+    """Save configurations of tiny models that two or four ranks can split in every way."""
+    import transformers
+
+    ids = {"vocab_size": 384, "bos_token_id": None, "eos_token_id": 1}
+    size = ids | {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8}
+    size |= {"intermediate_size": 128, "max_position_embeddings": 256}
+    grouped = size | {"num_key_value_heads": 4, "head_dim": 16}
+    gpt2 = ids | {"n_embd": 64, "n_layer": 4, "n_head": 8}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    configs = {
+        "llama": transformers.LlamaConfig(**grouped),
+        # Its vocabulary is not divisible by the number of ranks.
+        "odd": transformers.LlamaConfig(**grouped | {"vocab_size": 385}),
+        "qwen3": transformers.Qwen3Config(**grouped, tie_word_embeddings=True),
+        "gpt_neox": transformers.GPTNeoXConfig(**size),
+        "gemma": transformers.GemmaConfig(**grouped),
+        "gemma3": transformers.Gemma3TextConfig(**grouped),
+        "mistral": transformers.MistralConfig(**grouped),
+        "olmo": transformers.OlmoConfig(**size | {"num_key_value_heads": 4}),
+        "gpt2": transformers.GPT2Config(**gpt2, **no_dropout),
+        "gpt2-dropout": transformers.GPT2Config(**gpt2),
+        "apertus": transformers.ApertusConfig(**size | {"pad_token_id": 0}),
+    }
+    return save_models(configs, tmp_path_factory.mktemp("layout_models"))
+
+
+def save_models(configs, root):
+    """Save each configuration with a byte tokenizer in a folder of its name; return `root`."""
+    import transformers
+
     for name, config in configs.items():
         config.save_pretrained(root / name)
         needs_fast_tokenizer = name in ("mistral", "mixtral")

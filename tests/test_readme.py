@@ -42,9 +42,9 @@ def by_name(found):
 
 
 def marked(block):
-    """Return a block as a parameter: what a README checks, test_parity.py and others check too, its
-    exercises and the pages beside it are second ways to do what other blocks do, and those of tools
-    and frameworks are of no chapter. On a CPU, 03 and 05 do what 02 and 04 do."""
+    """Return a block as a parameter: what a README checks, test_layouts.py and others check too,
+    its exercises and the pages beside it are second ways to do what other blocks do, and those of
+    tools and frameworks are of no chapter. On a CPU, 03 and 05 do what 02 and 04 do."""
     path, line = block.name.split(":")
     before = (ROOT / path).read_text().splitlines()[: int(line)]
     second = (
