@@ -658,6 +658,33 @@ def promises():
         print()
 
 
+def schedule(name, ranks, micro_batches):
+    """Print what each rank does in each turn of a schedule, gpipe or 1f1b."""
+    numbers, done, lines = range(1, micro_batches + 1), {}, []
+    orders = []
+    for rank in range(ranks):
+        # A rank of 1f1b runs forward passes until the first gradient can have come back.
+        early = micro_batches if name == "gpipe" else ranks - 1 - rank
+        pairs = [(f"F{n + early}", f"B{n}") for n in numbers]
+        order = [f"F{n}" for n in numbers[:early]]
+        order += [step for pair in pairs for step in pair if int(step[1:]) <= micro_batches]
+        orders.append(order)
+    for turn in range(1, 2 * (micro_batches + ranks)):
+        for rank, order in enumerate(orders):
+            # A forward pass needs the previous rank's, a backward pass that of the next rank.
+            source = rank + {"F": -1, "B": 1}[order[0][0]] if order else None
+            is_outside = source not in range(ranks)
+            if order and (is_outside or done.get((source, order[0]), turn) < turn):
+                done[rank, order.pop(0)] = turn
+    num_turns = max(done.values())
+    lines.append(f"{name:6}" + "".join(f"{turn:4}" for turn in range(1, num_turns + 1)))
+    for rank in range(ranks):
+        steps = {turn: step for (runner, step), turn in done.items() if runner == rank}
+        cells = (f"{steps.get(turn, '.'):>4}" for turn in range(1, num_turns + 1))
+        lines.append(f"rank {rank}" + "".join(cells))
+    fenced("text", lines)
+
+
 def tensor_plan():
     """Print transformers' plan for splitting the matrices of a Llama."""
     from transformers import LlamaConfig
