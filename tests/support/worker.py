@@ -16,12 +16,11 @@ import traceback
 
 import torch.distributed as dist
 
-
 sleep = time.sleep
 
 
 def sleep_if_useful(seconds):
-    """Sleep, but not for the 10 seconds in which a launcher would end a rank after an error."""
+    """Sleep, but not the 10 seconds that a failed rank leaves its launcher to end the rank."""
     sleep(0.1 if seconds == 10 else seconds)
 
 
