@@ -185,9 +185,15 @@ def test_run_follows_the_curve_of_the_chapters(curves, root, held_out, run):
 
 @exhaustive
 @pytest.mark.parametrize("settings, expected", [({}, 1), (RECOMPUTE, 2)])
-def test_deepspeed_recomputes_each_layer(load, one_rank_group, tmp_path, settings, expected):
+def test_deepspeed_recomputes_each_layer(
+    load, one_rank_group, monkeypatch, tmp_path, settings, expected
+):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
     (tmp_path / "zero.json").write_text(json.dumps(zero(2, **settings)))
     script, calls = load("deepspeed"), []
+    # DeepSpeed would compile operations, which takes minutes.
+    monkeypatch.setattr(script.deepspeed.ops, "__compatible_ops__", {})
+    script.deepspeed.init_distributed("gloo")
     args = [*SHORT, "--deepspeed-config", tmp_path / "zero.json"]
     args, model, *_ = prepare_training(script, *args)
     script.layers_of(model)[0].mlp.register_forward_hook(lambda *_: calls.append(1))

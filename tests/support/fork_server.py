@@ -27,6 +27,8 @@ IMPORTED += "transformers.models.llama.modeling_llama pydoc_data.topics "
 # If accelerate and DeepSpeed are installed, save_pretrained() imports them, which takes seconds.
 IMPORTED += "accelerate deepspeed"
 FORKS.set_forkserver_preload(IMPORTED.split())
+# pytest changes the first variables in each test, and libraries set the others once.
+IGNORED_VARIABLES = ("PYTEST_", "_MLFLOW_", "PYTORCH_NVML_BASED_CUDA_CHECK")
 
 
 class Server:
@@ -73,8 +75,9 @@ class Forked(FORKS.Process):
 
 
 def current_environment():
-    """Return the environment, without the variables that pytest changes in each test."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    """Return the environment, without the variables that do not matter to a script."""
+    names = [name for name in os.environ if not name.startswith(IGNORED_VARIABLES)]
+    return {name: os.environ[name] for name in names}
 
 
 def run_script(command, env, log):
