@@ -23,7 +23,9 @@ FORKS = multiprocessing.get_context("forkserver")
 IMPORTED = "torch torch.distributed.checkpoint.staging torch.distributed.checkpoint.state_dict "
 IMPORTED += "torch.distributed.fsdp datasets transformers.integrations.sdpa_attention tqdm wandb "
 IMPORTED += "transformers.models.auto.modeling_auto transformers.models.auto.tokenization_auto "
-IMPORTED += "transformers.models.llama.modeling_llama pydoc_data.topics"
+IMPORTED += "transformers.models.llama.modeling_llama pydoc_data.topics "
+# If DeepSpeed is installed, transformers imports it when it saves a model.
+IMPORTED += "deepspeed"
 FORKS.set_forkserver_preload(IMPORTED.split())
 
 
