@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conftest import SHORT, difference, metrics, run_or_fail
+from conftest import SHORT, difference, metrics, run_or_fail, same_curve
 from runs import evaluate_export
 
 TP2, TP4 = "--tensor-parallel-size 2", "--tensor-parallel-size 4"
@@ -109,7 +109,8 @@ SETTINGS = {
 # These settings change the curve, and so does the name of a model. Chapter 01 repeats them.
 CURVES = {
     "bf16": "--precision bf16",
-    "over-20-steps": "--num-steps 20 --eval-every 10",
+    # Rounding errors grow within 20 steps, so these steps have the default warmup and decay.
+    "over-20-steps": "--num-steps 20 --eval-every 10 --warmup-steps 10 --weight-decay 0.1",
     # A rank has two chunks of the loss.
     "long": "--seq-length 512",
     "five": "--config num_hidden_layers=5",
@@ -179,7 +180,7 @@ def test_layout_follows_its_reference_curve(root, run):
         tolerance = 5e-3 if LAYOUTS[run.partition("@")[0]].chapter < "04" else 5e-2
         assert difference(reference, curve, names=["grad_norm"], relative=True) < tolerance
     else:
-        assert difference(reference, curve) < 1e-5
+        assert same_curve(reference, curve)
 
 
 @pytest.mark.parametrize("run", ["01@over-20-steps"])
@@ -276,7 +277,7 @@ def test_run_that_changes_its_layout_stays_on_the_curve(layout_models, tmp_path,
         [ranks] = run_or_fail(LAYOUTS[name].ranks, [job], tmp_path / f"jobs{start}")
         found = ranks[0]["stdout"].partition("continuing from")[2]
         assert start == 0 or f"step-{2 * start:08}\n" in found, ranks[0]["stdout"]
-    assert difference(metrics(tmp_path / "01"), metrics(tmp_path / "run")) < 1e-5
+    assert same_curve(metrics(tmp_path / "01"), metrics(tmp_path / "run"))
     assert have_same_weights(tmp_path / "01", tmp_path / "run", tolerance=1e-4)
 
 
