@@ -110,9 +110,9 @@ def test_tensor_parallel_group_gathers_a_part_of_each_layer_and_keeps_all_hidden
     # A rank keeps what the two blocks of each layer gather. Without splits, it has only its part.
     gathered = 2 * 2 * 256 * 128 * 8 * 4
     more = two["activations"] - one["activations"]
-    assert more == pytest.approx(gathered / 2, rel=0.02)
+    assert more == pytest.approx(gathered / 2, rel=0.05)
     few = asked(f"{options} -b 1 --tensor-parallel-size 2")["gpu"]
-    assert few["activations"] == pytest.approx(two["activations"] / 2, rel=0.02)
+    assert few["activations"] == pytest.approx(two["activations"] / 2, rel=0.05)
 
 
 def test_pipeline_stage_holds_its_weights_gradients_and_receive_buffers():
