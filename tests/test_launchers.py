@@ -105,9 +105,7 @@ def gpu_of_local_rank_1(load, monkeypatch, tmp_path):
     def select(name, gpus, under_torchrun):
         chapter, selected = load(name), []
         monkeypatch.setattr(chapter.torch.cuda, "device_count", lambda: gpus)
-        monkeypatch.setattr(
-            chapter.torch.cuda, "set_device", lambda gpu: selected.append(gpu.index)
-        )
+        monkeypatch.setattr(chapter.torch.cuda, "set_device", selected.append)
         # The first collective of setup() is on the GPUs.
         zeros = chapter.torch.zeros
         monkeypatch.setattr(chapter.torch, "zeros", lambda size, device: zeros(size))

@@ -231,11 +231,11 @@ def test_array_job_prepares_data_while_chapter_04_trains_across_hosts(user, repl
 # ---- jobs that are stopped, requeued, killed and continued -------------------------------------
 
 
-def submit_long(user, file="train", nodes=2):
+def submit_long(user, file="{chapter}/slurm/train.sbatch", nodes=2):
     """Submit half a minute of training, with one rank per host; return the job, in step 20."""
     user.env["RANKS_PER_NODE"] = "1"
     typed = f"sbatch --time=60 --nodes={nodes} --gpus-per-node=1 --ntasks-per-node=1 "
-    job = user.submit(user.line(f"{typed} {{chapter}}/slurm/{file}.sbatch", *LONG))
+    job = user.submit(user.line(typed + file, *LONG))
     user.wait_for_step(20)
     return job
 
@@ -295,8 +295,8 @@ def test_job_that_is_requeued_has_the_losses_of_an_uninterrupted_run(user, long_
         for old, new in changes.items():
             text = text.replace(old, new)
         (user.folder / "own.sbatch").write_text(text)
-        file = f"../../{user.folder}/own"
-    job = submit_long(user, file)
+    folder = "{folder}" if file == "own" else "{chapter}/slurm"
+    job = submit_long(user, f"{folder}/{file}.sbatch")
     if event is kill_and_revive:
         event(user, job)
     else:
