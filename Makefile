@@ -123,12 +123,6 @@ samples: install  ## run the commands whose output the READMEs show, keep it in 
 	$(PY) tools/maintain/samples.py $(ONLY)
 	$(PY) tools/maintain/docs.py
 
-.PHONY: timeline
-timeline: install  ## draw assets/timeline.png: what two ranks do in one step
-	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node 2 tools/maintain/timeline.py \
-		assets/timeline.png
-	$(PY) tools/maintain/docs.py
-
 .PHONY: families
 families: install  ## train every family of transformers in six chapters, and compare
 	$(PY) benchmarks/every_family.py --output benchmarks/results/families.json
