@@ -59,7 +59,7 @@ def align(removed, added):
 
 
 def changes(before, after):
-    """Return the positions at which each of two lines differs, if they are much alike."""
+    """Return the positions of the letters that differ in each of two lines, if most are equal."""
     words = [re.findall(r"\w+|\s+|.", line) for line in (before, after)]
     ends = [[0, *accumulate(map(len, side))] for side in words]
     matcher = SequenceMatcher(None, *words, autojunk=False)
@@ -135,11 +135,11 @@ def glossary():
     """Return anchor and meaning of the glossary's terms and, in backticks, its symbols."""
     text, found = (ROOT / "docs/glossary.md").read_text(), {}
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
-    for names, told in re.findall(r"^\*\*(.+?)\.\*\* (.+?)\n(?:\n|\Z)", text, re.M | re.S):
-        plain = escape(re.sub("[`*]", "", told).replace("\n", " "))
-        found |= {name.lower(): (slug(names), plain) for name in names.split(" and ")}
-    for name, told in re.findall(r"^\| (`\w`) \| (.+) \|$", text, re.M):
-        found[name] = "symbols", f"the number of {told.replace('`', '')}"
+    for names, meaning in re.findall(r"^\*\*(.+?)\.\*\* (.+?)\n(?:\n|\Z)", text, re.M | re.S):
+        words = escape(re.sub("[`*]", "", meaning).replace("\n", " "))
+        found |= {name.lower(): (slug(names), words) for name in names.split(" and ")}
+    for name, meaning in re.findall(r"^\| (`\w`) \| (.+) \|$", text, re.M):
+        found[name] = "symbols", f"the number of {meaning.replace('`', '')}"
     return found
 
 
@@ -163,20 +163,21 @@ class Page:
 
     def sections(self):
         """Return anchor, title and text of each section."""
-        html = re.sub("<pre class=diff>.*?</pre>", "", self.html, flags=re.S)  # the script's own
+        # The script beside the README has these lines, too.
+        html = re.sub("<pre class=diff>.*?</pre>", "", self.html, flags=re.S)
         found = re.findall(r'<h\d id="(.*?)">(.*?)</h\d>(.*?)(?=<h\d |\Z)', html, re.S)
-        return [(anchor, *map(plain, told)) for anchor, *told in found]
+        return [(anchor, *map(plain, texts)) for anchor, *texts in found]
 
     def link(self, target):
-        """Return where a link leads on the site."""
+        """Return the target of a link on the site."""
         file, _, anchor = target.partition("#")
         if "://" in file or not file:
             return target
         path = (self.path.parent / file).resolve()
         self.linked.add(path)
         anchor = "script" if path in chapters().values() else anchor
-        place = os.path.relpath(place_of(path), place_of(self.path).parent)
-        return f"{place}#{anchor}" if anchor else place
+        target = os.path.relpath(place_of(path), place_of(self.path).parent)
+        return f"{target}#{anchor}" if anchor else target
 
     def inline(self, pieces):
         """Make links of a paragraph lead somewhere, and names and terms links."""
@@ -191,8 +192,8 @@ class Page:
             if piece.type == "code_inline" and not linked:
                 html = self.name(f"`{piece.content}`", f"<code>{escape(piece.content)}</code>")
             elif piece.type == "text" and not linked:
-                some = re.split(rf"(?i)\b({words})(?=s?\b)(?!-)", piece.content)
-                html = "".join(self.name(word.lower(), escape(word)) for word in some)
+                pieces_of_text = re.split(rf"(?i)\b({words})(?=s?\b)(?!-)", piece.content)
+                html = "".join(self.name(word.lower(), escape(word)) for word in pieces_of_text)
             if html:
                 piece.type, piece.content = "html_inline", html
 
@@ -206,9 +207,9 @@ class Page:
         if name in self.seen or name not in glossary() or self.path.name == "glossary.md":
             return html
         self.seen.add(name)
-        anchor, told = glossary()[name]
+        anchor, meaning = glossary()[name]
         link = self.link(f"{file}#{anchor}")
-        return f'<a class=term href="{link}" aria-description="{told}">{html}</a>'
+        return f'<a class=term href="{link}" aria-description="{meaning}">{html}</a>'
 
     def block(self, kind, text):
         """Return a fenced block as HTML."""
@@ -256,24 +257,25 @@ def main():
     chapter_pages = {place_of(path): name for path, name in names.items()}
     index = []
 
-    def write(place, **values):
-        (output / place).parent.mkdir(parents=True, exist_ok=True)
-        root = "../" * (len(place.parts) - 1)
+    def write(page_path, **values):
+        (output / page_path).parent.mkdir(parents=True, exist_ok=True)
+        root = "../" * (len(page_path.parts) - 1)
         html = template.render(root=root, names=chapter_pages, menu=titles, **values)
-        (output / place).write_text(html)
+        (output / page_path).write_text(html)
 
     for path, page in pages.items():
-        place, name, parts = place_of(path), names.get(path), scripts.get(path, ())
-        values = {"title": titles[place], "chapter": name, "page": page, "parts": parts}
+        page_path, name, parts = place_of(path), names.get(path), scripts.get(path, ())
+        values = {"title": titles[page_path], "chapter": name, "page": page, "parts": parts}
         if name:
             values |= {"parent": parent_of(name), "origins": origins(name)}
-        write(place, **values)
+        write(page_path, **values)
         index += [
-            [f"{place}#{anchor}", titles[place], *texts] for anchor, *texts in page.sections()
+            [f"{page_path}#{anchor}", titles[page_path], *texts]
+            for anchor, *texts in page.sections()
         ]
         for part in (part for part in parts if part["id"] and part["changed"]):
             added = plain(" ".join(re.findall("<ins.*?</ins>", part["html"])))
-            index.append([f"{place}#{part['id']}", titles[place], part["name"], added])
+            index.append([f"{page_path}#{part['id']}", titles[page_path], part["name"], added])
     for path in set().union(*(page.linked for page in pages.values())):
         if path.suffix not in (".md", ".png") and path not in chapters().values():
             text = "\n".join(sorted(os.listdir(path))) if path.is_dir() else path.read_text()
