@@ -64,12 +64,12 @@ RARELY_BROKEN = re.compile(
     r"|waiting.py::test_compiled_layers_stay|versions.py::.*(04|05|07)"
     r"|kill.py::test_killed_four_times.(?!02|05)|context.py::test_(activations|the_exam)"
     r"|launchers.py::test_stopped_and_continued.(03-SIGUSR1|05)|sharded.py::test_a_checkpoint.*tied"
-    r"|frameworks_(hf|deepspeed).py::test_killed|readme.py::.*.related-topics/(?!fp16)"
+    r"|frameworks_(hf|deepspeed).py::test_killed"
 )
 # The tests in these files share no fixture, so each test is a group of its own.
 INDEPENDENT = {"test_diagnosis", "test_kill", "test_kubernetes", "test_readme"}
 MACHINE = re.compile(
-    "test_cluster.py|test_on_cluster.py|::test_the_practice_cluster|::test_full_disk"
+    "test_cluster.py|test_on_cluster.py|::test_practice_cluster|::test_full_disk"
     "|::TestOnCluster|::test_a_full_disk|::test_a_busy_core"
 )
 # The blocks of READMEs that kill processes.

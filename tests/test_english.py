@@ -1,13 +1,11 @@
 """Tests of english.py: each rule finds its violation and accepts the better sentence."""
 
-import subprocess
-import sys
 import tomllib
 
 import pytest
 
 import english
-from conftest import ROOT
+from conftest import ROOT, run_command
 
 # For each rule: a text that violates it, and a text that says the same and passes.
 # Texts in Markdown are prose; texts that end in ".py" are Python.
@@ -88,6 +86,16 @@ MESSAGES = [
 ]
 
 
+# Nobody reads these strings as English.
+UNCHECKED = [
+    (".py", 'word = "anew"\nprint(rows["anew"], {"anew": 1})'),
+    (".md", "```bash\necho anew\n```"),
+    (".md", "<!-- anew -->"),
+    (".md", "See [the page](https://example.com/anew)."),
+    (".md", "Write `run it\nanew` here."),
+]
+
+
 def rules_broken(source, suffix):
     return [finding.rule.name for finding in english.findings_in(source, suffix)]
 
@@ -107,21 +115,9 @@ def test_message_is_checked(source):
     assert rules_broken(source, ".py") == ["anew"]
 
 
-def test_string_that_nobody_reads_passes():
-    assert rules_broken('word = "anew"\nprint(rows["anew"], {"anew": 1})', ".py") == []
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "```bash\necho anew\n```",
-        "<!-- anew -->",
-        "See [the page](https://example.com/anew).",
-        "Write `run it\nanew` here.",
-    ],
-)
-def test_code_in_markdown_passes(source):
-    assert rules_broken(source, ".md") == []
+@pytest.mark.parametrize("suffix, source", UNCHECKED)
+def test_code_passes(suffix, source):
+    assert rules_broken(source, suffix) == []
 
 
 def test_finding_has_the_line_of_its_word():
@@ -132,26 +128,18 @@ def test_finding_has_the_line_of_its_word():
 
 
 def run(*paths):
-    command = [sys.executable, ROOT / "tools/maintain/english.py", *paths]
-    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    return run_command(ROOT / "tools/maintain/english.py", *paths, cwd=ROOT)
 
 
-def test_report_names_the_line_and_the_advice(tmp_path):
+def test_command_prints_findings_advice_and_totals(tmp_path):
     path = tmp_path / "page.md"
     path.write_text("Fine.\n\nRun it anew.\n")
     done = run(tmp_path)
-    assert done.returncode == 1
-    first, advice, total = done.stdout.splitlines()
-    assert first.endswith("page.md:3: anew: Run it anew.")
-    assert (advice, total) == ("1 x anew: write: again", "total: 1; files checked: 1")
-
-
-def test_clean_file_exits_with_0():
+    first, *others = done.stdout.splitlines()
+    assert done.returncode == 1 and first.endswith("page.md:3: anew: Run it anew.")
+    assert others == ["1 x anew: write: again", "total: 1; files checked: 1"]
     done = run("tools/maintain/english.py")
     assert (done.returncode, done.stdout) == (0, "total: 0; files checked: 1\n")
-
-
-def test_missing_path_exits_with_2():
     done = run("nosuch.md")
     assert done.returncode == 2
     assert done.stderr == "english.py: error: nosuch.md: no such file or folder\n"
