@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from markdown_it import MarkdownIt
 
@@ -9,7 +10,7 @@ from chapters import ROOT
 
 SAMPLE = r'\bsample\("([\w-]+)"(?:, head=(\d+), tail=(\d+))?'
 # Folders of a checkout that are not part of the guide.
-SKIPPED = {".venv", "outputs", ".pytest_cache"}
+SKIPPED = {".git", ".venv", "outputs", ".pytest_cache"}
 
 
 @dataclass
@@ -28,7 +29,11 @@ class Block:
 
 def readmes():
     """Return the paths of all READMEs, the top one first."""
-    found = (path for path in ROOT.glob("**/*.md") if not SKIPPED & set(path.parts))
+    found = [*ROOT.glob("*.md")]
+    # Do not search in all of .venv.
+    for folder in ROOT.iterdir():
+        if folder.is_dir() and folder.name not in SKIPPED:
+            found += folder.glob("**/*.md")
     return sorted(found, key=lambda path: (len(path.parts), path))
 
 
@@ -59,6 +64,7 @@ def blocks(path):
     return found
 
 
+@cache
 def commands():
     """Return all blocks in bash, of all READMEs."""
     return [block for path in readmes() for block in blocks(path) if block.kind == "bash"]
