@@ -8,8 +8,6 @@ import time
 
 import numpy as np
 import pytest
-from mlflow import MlflowClient
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import track
 import wandb_files
@@ -43,19 +41,10 @@ def start(tmp_path):
         process.kill()
 
 
-@pytest.fixture
-def send(start, tmp_path):
-    """Return a function that runs the tool until it has sent all rows."""
-
-    def run_tool(*words, **variables):
-        status = start(*words, **variables).wait(timeout=100)
-        assert status == 0, (tmp_path / "log").read_text()
-
-    return run_tool
-
-
 def rows_in_events(run_dir):
     """Return the metrics by step that TensorBoard reads, as 32-bit floats."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
     events.Reload()
     rows = {}
@@ -114,24 +103,28 @@ def test_following_tool_sends_runs_through_a_resume(tmp_path, start):
     assert rows_in_events(runs[2]) == values_in_metrics(runs[2], np.float32)
 
 
-def test_wandb_continues_the_same_run_after_a_second_start(tmp_path, send):
+def test_wandb_continues_the_same_run_after_a_second_start(tmp_path, start):
     run_dir = tmp_path / "run"
     for steps, shift in [((0, 1, 2, 3, 4), 0.0), ((3, 4, 5), 1.0)]:
         add_rows(run_dir, *steps, shift=shift)
-        send(run_dir, "--to", "wandb", WANDB_MODE="offline")
+        tool = start(run_dir, "--to", "wandb", WANDB_MODE="offline")
+        assert tool.wait(timeout=100) == 0, (tmp_path / "log").read_text()
     assert wandb_files.rows_of(run_dir) == {"run": metrics(run_dir)}
     ids = {path.name.partition("-")[2] for path in run_dir.glob("wandb/offline-run-*/*.wandb")}
     assert len(ids) == 1, "the second start has begun a new wandb run"
 
 
-def test_mlflow_gets_each_new_value_once(tmp_path, send, monkeypatch):
-    run_dir, uri = tmp_path / "run", f"file:{tmp_path}/store"
-    variables = {"MLFLOW_TRACKING_URI": uri, "MLFLOW_ALLOW_FILE_STORE": "true"}
-    for steps, shift in [((0, 1, 2, 3, 4), 0.0), ((), 0.0), ((3, 4, 5), 1.0)]:
-        add_rows(run_dir, *steps, shift=shift)
-        send(run_dir, "--to", "mlflow", **variables)
+def test_mlflow_gets_each_new_value_once(tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    run_dir = tmp_path / "run"
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    client = MlflowClient(uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/store")
+    monkeypatch.setattr(sys, "argv", ["track.py", str(run_dir), "--to", "mlflow"])
+    for steps, shift in [((0, 1, 2, 3, 4), 0.0), ((3, 4, 5), 1.0)]:
+        add_rows(run_dir, *steps, shift=shift)
+        track.main()
+    client = MlflowClient()
     [found] = client.search_runs([client.get_experiment_by_name("runs").experiment_id])
     rows, num_values = {}, 0
     for name in ("loss", "val_loss"):

@@ -104,13 +104,14 @@ class MLflow(Tracker):
     """An MLflow run, which gets only the values that it does not have yet."""
 
     def __init__(self, run):
-        import mlflow
+        from mlflow import MlflowClient
 
+        self.client, tags = MlflowClient(), {"folder_id": id_of(run, "mlflow")}
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "runs")
-        experiment = mlflow.set_experiment(name).experiment_id
-        self.client, tags = mlflow.MlflowClient(), {"folder_id": id_of(run, "mlflow")}
-        found = self.client.search_runs([experiment], f"tags.folder_id = '{tags['folder_id']}'")
-        found = found or [self.client.create_run(experiment, run_name=run.name, tags=tags)]
+        experiment = self.client.get_experiment_by_name(name)
+        number = experiment.experiment_id if experiment else self.client.create_experiment(name)
+        found = self.client.search_runs([number], f"tags.folder_id = '{tags['folder_id']}'")
+        found = found or [self.client.create_run(number, run_name=run.name, tags=tags)]
         self.run_id, self.sent = found[0].info.run_id, {}
         for name in found[0].data.metrics:
             for metric in self.client.get_metric_history(self.run_id, name):
