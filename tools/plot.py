@@ -31,7 +31,7 @@ def fail(message):
 def read_metrics(run):
     """Return the rows of a run's metrics.jsonl by step, at least one.
 
-    A run that was stopped logs steps again, and the last row of a step counts. A kill may cut a row.
+    A run that was stopped logs steps again, so the last row of a step counts. A kill may cut a row.
     """
     path, rows = run / "metrics.jsonl", []
     try:
