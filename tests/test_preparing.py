@@ -239,12 +239,13 @@ def test_skipping_counts_bad_documents(tmp_path):
         (["--seed", "5", "pydoc"], "seed was 0, is now 5; choose a different --output"),
         (["nosuch"], "nosuch: no such file or folder"),
         (["--part", "3/3", "pydoc"], "3/3: must be K/N"),
-        (["pydoc:0.5", "."], ".: give each source a weight"),
-        (["."], ".: the folder has no .jsonl .json"),
+        (["pydoc:0.5", "empty"], "empty: give each source a weight"),
+        (["empty"], "empty: the folder has no .jsonl .json"),
     ],
 )
 def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, words, expected):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
     prepare(tmp_path / "o.tokens", "pydoc")
     [line] = prepare(tmp_path / "o.tokens", *words, status=2).splitlines()
     assert expected in line
