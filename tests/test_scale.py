@@ -1,11 +1,12 @@
 """The paper model of speed: bytes of the closed formulas, limits, and a published run."""
 
+import json
 import math
 
 import pytest
 
 import scale
-from conftest import user_error
+from conftest import ROOT, user_error
 
 WEIGHTS, LAYERS, ROOT_WEIGHTS = 8_030_261_248, 32, 2 * 128_256 * 4096 + 4096
 LAYER = (WEIGHTS - ROOT_WEIGHTS) // LAYERS
@@ -168,3 +169,9 @@ def test_fastest_way_splits_only_for_more_devices_than_samples():
 def test_devices_that_do_not_fill_nodes_fail(capsys):
     error = user_error(capsys, scale.parse_args, ["--devices", "8", "12"])
     assert "--devices 12: not a multiple of --gpus-per-node 8" in error
+
+
+@pytest.mark.exhaustive
+def test_predictions_in_the_readmes_are_current():
+    published = json.loads((ROOT / "benchmarks/results/scale.json").read_text())
+    assert json.loads(json.dumps(scale.predictions())) == published, "run scale.py --output again"

@@ -32,10 +32,12 @@ import argparse
 import copy
 import functools
 import itertools
+import json
 import shlex
 import sys
 from collections import Counter, defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import will_it_fit as planner
 from memory import fullest_step
@@ -120,6 +122,7 @@ def parse_args(argv=None):
     )
     parser.error = planner.fail
     add, number = parser.add_argument, planner.at_least
+    add("--output", type=Path, help="instead, write the rows of the READMEs to this file")
     add("--devices", type=number(1), nargs="+", default=DEVICES, help="total numbers of devices")
     add("--micro-steps", type=number(1), default=1, help="micro-batches of a step")
     add("--latency", type=number(0.0), default=1.0, help="multiple of NCCL's estimates per hop")
@@ -544,9 +547,23 @@ def fastest_rows(share):
     return rows
 
 
+def predictions(argv=()):
+    """Return the rows of all tables that the READMEs show, by table."""
+    share = fitted_share("compiled")
+    return {
+        "published": published_rows(),
+        "scenes": scene_rows([*argv], share),
+        "layers": layer_rows(share),
+        "fastest": fastest_rows(share),
+    }
+
+
 def main():
     """Print, for each scene and strategy, what a device does on each number of devices."""
     args = parse_args()
+    if args.output:
+        args.output.write_text(json.dumps(predictions(), indent=1) + "\n")
+        return
     rows = scene_rows(sys.argv[1:], fitted_share("compiled"))
     print("of each device: tokens/s, share of a step that waits, GB that it sends between nodes")
     shown = [number for number in args.devices if number in SHOWN] or args.devices
