@@ -31,6 +31,10 @@ SHORT = (
 ).split()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--record", action="store_true", help="publish the results of test_faults.py")
+
+
 def pytest_configure(config):
     # A process that a shell starts with & ignores Ctrl-C, and its children inherit this. The tests
     # send Ctrl-C to children, so restore the default.
@@ -46,10 +50,10 @@ def pytest_configure(config):
 # The longest groups start first, so that all workers finish at about the same time.
 LONGEST = ["machine", "test_resume", "test_fsdp", "test_large", "test_sharded", "test_launchers"]
 LONGEST += ["test_pipeline", "test_frameworks_deepspeed", "test_frameworks_hf", "test_tensor"]
-LONGEST += ["test_context", "test_kill", "kills", "test_diagnosis", "test_readme"]
+LONGEST += ["test_context", "test_kill", "kills", "test_faults", "test_readme"]
 # These files test tools. A change of a chapter does not reach tools, so their slow tests are
 # exhaustive tests, which only `make test-all` runs.
-TOOLS = {"test_benchmarks", "test_cluster", "test_diagnosis", "test_gpu_check", "test_planner"}
+TOOLS = {"test_benchmarks", "test_cluster", "test_faults", "test_gpu_check", "test_planner"}
 TOOLS |= {"test_preflight", "test_scale", "test_watch", "test_whats_wrong", "test_where"}
 # These slow tests are exhaustive, too. Most of them start, stop or break a launcher in a second
 # way, and a different test covers the first way. Some check a chapter that saves and stops as its
@@ -62,12 +66,12 @@ RARELY_BROKEN = re.compile(
     r"|kubernetes.py::test_(a_drained|a_crash|.*kubeflow)"
     r"|large.py::test_(what_chapter_04|reading|weights_are_those_of_chapter_01.4)"
     r"|waiting.py::test_compiled_layers_stay|versions.py::.*(04|05|07)"
-    r"|kill.py::test_killed_four_times.(?!02|05)|context.py::test_(activations|the_exam)"
+    r"|kill.py::test_killed_four_times.(?!02|05)|context.py::test_activations"
     r"|launchers.py::test_stopped_and_continued.(03-SIGUSR1|05)|sharded.py::test_a_checkpoint.*tied"
     r"|frameworks_(hf|deepspeed).py::test_killed|readme.py::.*.related-topics/(?!fp16)"
 )
 # The tests in these files share no fixture, so each test is a group of its own.
-INDEPENDENT = {"test_diagnosis", "test_kill", "test_kubernetes", "test_readme"}
+INDEPENDENT = {"test_faults", "test_kill", "test_kubernetes", "test_readme"}
 MACHINE = re.compile(
     "test_cluster.py|test_on_cluster.py|::test_the_practice_cluster|::test_full_disk"
     "|::TestOnCluster|::test_a_full_disk|::test_a_busy_core"

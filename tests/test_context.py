@@ -148,25 +148,6 @@ def test_resume_is_bit_identical(tmp_path, style):
     assert same(tmp_path / "whole", tmp_path / "again", 30)
 
 
-# ---- the exam --------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_exam(tmp_path):
-    """Four of its hops: each layout, and chapter 05, continues a run of another's."""
-    command = [ROOT / "benchmarks/exam.py", "--output", tmp_path / "exam.json"]
-    done = run_command(*command, "--only", "pp2", "cp2", "tp2 × cp2", "05", "dp2", timeout=1000)
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
-
-
-def test_the_published_exam_has_all_layouts_and_was_passed():
-    rows = json.loads((ROOT / "benchmarks/results/exam.json").read_text())["rows"]
-    assert len(rows) >= 13 and max(row["difference"] for row in rows) < 1e-5
-    found, kinds = [{*row["to"].split(" × ")} for row in rows], ("dp2", "tp2", "pp2", "cp2")
-    assert all({one, other} in found for one in kinds for other in kinds)
-    assert all(each in found for each in [{"04"}, {"05"}, {*kinds[:3]}, {*kinds[1:]}])
-
-
 # ---- what it keeps ---------------------------------------------------------------------------
 
 

@@ -138,16 +138,16 @@ def test_an_array_job_prepares_data_while_chapter_04_trains(cluster, settings, t
     assert difference(metrics(tmp_path / "one-host"), metrics(tmp_path / "run")) < 1e-5
 
 
-def watched(tmp_path, script, *more):
+def watched(tmp_path, *injector):
     into = [LAB / "watched.py", "--into", tmp_path / "run"]
-    return [*into, *arguments(tmp_path, script=script), *more]
+    return [*into, *injector, *arguments(tmp_path)]
 
 
 @pytest.mark.parametrize("launcher", ["slurm/srun-direct.sbatch", "mpi/launch.sh"])
 def test_watched(cluster, settings, curve, tmp_path, launcher):
     """`watched.py --into FOLDER` before the script's name, and nothing else."""
     env = settings | {"MPI_INTERFACE": "eth0"}
-    environments.launch(cluster, tmp_path, TYPED[launcher], watched(tmp_path, SCRIPT), env)
+    environments.launch(cluster, tmp_path, TYPED[launcher], watched(tmp_path), env)
     assert difference(curve, metrics(tmp_path / "run")) < 1e-5
     beats = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("run/ranks/*.json"))]
     told = [(beat["rank"], beat["world_size"], beat["host"], beat["end"]) for beat in beats]
@@ -158,7 +158,7 @@ def test_what_is_wrong_with_a_slurm_job(cluster, settings, tmp_path):
     """Its hosts are asked by srun, beside the ranks that run there."""
     options = ["--nodes=2", "--gpus-per-node=2", "--ntasks-per-node=2"]
     options += [CHAPTER / "slurm/srun-direct.sbatch"]
-    command = watched(tmp_path, LAB / "train_llm.py", "--inject", "stop-process@rank3:step10")
+    command = watched(tmp_path, LAB / "inject.py", "stop-process@rank3:step10")
     job = sbatch(cluster, tmp_path, settings, *options, *command)
     wait_for_step(tmp_path / "run", 9)
     kinds = ["stopped-process"]

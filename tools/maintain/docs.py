@@ -239,16 +239,6 @@ def activations(file):
         print(f"| {int(length):,} | {cells} |")
 
 
-def exam(file):
-    """Print the table of layouts that have continued one another's run; fail if one left it."""
-    heading("| layout, on ranks | steps | largest difference |")
-    for row in measured(file, "rows"):
-        assert row["difference"] < 1e-5, row
-        name = f"chapter {row['to']}" if row["to"] == row["chapter"] else row["to"]
-        first, last = row["steps"]
-        print(f"| {name}, {row['ranks']} | {first} – {last} | {row['difference']:.1e} |")
-
-
 def plan(config):
     """Print, as comments, what the planner has said of a file under configs."""
     text = (ROOT / "assets/samples/05-plans.txt").read_text()
@@ -259,19 +249,16 @@ def plan(config):
 
 
 def faults(file):
-    """Print the table of what was found in runs that were broken on purpose, a column a script."""
-    rows = measured(file, "rows")
-    scripts = list(dict.fromkeys(row["script"] for row in rows))
-    print("| fault | " + " | ".join(f"`{script}`" for script in scripts) + " |")
-    print("|---" * (len(scripts) + 1) + "|")
-    for name in dict.fromkeys(row["fault"] for row in rows):
-        cells = []
-        for script in scripts:
-            runs = [row for row in rows if (row["fault"], row["script"]) == (name, script)]
-            times = [row["verdict"] for row in runs if row.get("verdict")]
-            right = f"{sum(row['right'] for row in runs)} of {len(runs)}" if runs else ""
-            cells.append(right + (f", after {median(times):.0f} s" if times else ""))
-        print(f"| {name} | " + " | ".join(cells) + " |")
+    """Print the table of the verdicts on runs that were broken on purpose."""
+    heading("| fault | script | right verdicts |")
+    runs = {}
+    for row in measured(file, "rows"):
+        runs.setdefault((row["fault"], row["script"]), []).append(row)
+    for (name, script), rows in runs.items():
+        seconds = [row["verdict"] for row in rows if "verdict" in row]
+        after = f", after {median(seconds):.0f} s" if seconds else ""
+        right = sum(row["right"] for row in rows)
+        print(f"| {name} | `{script}` | {right} of {len(rows)}{after} |")
 
 
 def fault(name):
