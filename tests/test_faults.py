@@ -1,7 +1,8 @@
 """Break runs on purpose, and check that whats_wrong.py names the fault, the rank and the line.
 
-The table of the README and the samples of faults.md come from these runs. Renew them on an idle
-machine with `python -m pytest tests/test_faults.py -k made_fault --record`.
+The table of the README and the samples of faults.md come from these runs. To renew them, delete
+the file RESULTS, and run `python -m pytest tests/test_faults.py -k made_fault --record` on an idle
+machine. To renew a few of them, keep the file, and choose the faults with -k.
 """
 
 import json
@@ -199,18 +200,25 @@ def find_nothing(case, folder):
 
 @pytest.fixture
 def record(request):
-    """Return a function that replaces the published rows of a case, if --record is given."""
+    """Return a function that replaces the published rows of a case, if --record is given.
+
+    The file names the machine that began it. So delete the file before all cases are recorded on a
+    different machine.
+    """
 
     def write(row):
-        if request.config.getoption("--record"):
-            from speed import describe_machine, keep
+        if not request.config.getoption("--record"):
+            return
+        from speed import describe_machine, keep
 
-            name = row["script"], row["fault"]
-            rows = json.loads(RESULTS.read_text())["rows"]
-            rows = [old for old in rows if (old["script"], old["fault"]) != name]
-            order = {case.fault: number for number, case in enumerate([*CASES, *HEALTHY_CASES])}
-            rows = sorted([*rows, row], key=lambda row: order[row["fault"]])
-            keep(RESULTS, describe_machine(), {"rows": rows})
+        if not RESULTS.exists():
+            keep(RESULTS, describe_machine(), {"rows": []})
+        published = json.loads(RESULTS.read_text())
+        name = row["script"], row["fault"]
+        rows = [old for old in published["rows"] if (old["script"], old["fault"]) != name]
+        order = {case.fault: number for number, case in enumerate([*CASES, *HEALTHY_CASES])}
+        rows = sorted([*rows, row], key=lambda row: order[row["fault"]])
+        keep(RESULTS, published["machine"], {"rows": rows})
 
     return write
 

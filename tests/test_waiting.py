@@ -1,4 +1,4 @@
-"""Between two log lines, a step neither waits for the device nor communicates more than DDP must."""
+"""Between two log lines, a step does not wait for the device, and DDP reduces each bucket once."""
 
 import functools
 import re
