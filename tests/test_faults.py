@@ -174,7 +174,7 @@ def line_of(case):
 
 
 def symptoms(log):
-    """Return the lines in which the ranks and torchrun report a problem, without repetitions."""
+    """Return the problems that the ranks and torchrun report, without repetitions."""
     telling = r".*breaks in step|warning|train_llm.py: error|(\[rank\d\]: )?\w*(Error|Exception)\b"
     lines = [line[:160] for line in log.read_text().splitlines() if re.match(telling, line)]
     return list(dict.fromkeys(lines))
@@ -189,11 +189,11 @@ def find_nothing(case, folder):
             return heartbeats and not any('"step_seconds": null' in text for text in heartbeats)
 
         wait_until(takes_steps, 240, "all ranks take steps")
-        kinds = []
+        verdicts = []
         for _ in range(5):
             time.sleep(2)
-            kinds.append(json.loads(ask(folder, "--json"))["kind"])
-    wrong = [kind for kind in kinds if kind not in NO_FAULT]
+            verdicts.append(json.loads(ask(folder, "--json"))["kind"])
+    wrong = [kind for kind in verdicts if kind not in NO_FAULT]
     row = {"script": case.script, "fault": case.fault, "said": wrong[0] if wrong else "nothing"}
     return row | {"right": not wrong}
 
@@ -331,9 +331,9 @@ def two_hosts(cluster, tmp_path):
         options = {"stdout": log, "stderr": log, "env": env | variables}
         return cluster.popen("head", list(map(str, command)), **options)
 
-    def wait_for(*kinds):
+    def wait_for(*allowed):
         hosts = ["--hosts", tmp_path / "hosts"]
-        return wait_for_verdict(cluster, tmp_path / "run", env, kinds, *hosts)
+        return wait_for_verdict(cluster, tmp_path / "run", env, allowed, *hosts)
 
     return start, wait_for
 
@@ -347,8 +347,8 @@ class TestOnCluster:
         start()
         wait_until(lambda: has_logged(tmp_path / "run", 10), 90, "the run takes ten steps")
         getattr(cluster, fault)("h2")
-        kinds = ["host-unreachable", "network"] if fault == "unplug" else ["host-unreachable"]
-        verdict = wait_for(*kinds)
+        allowed = ["host-unreachable", "network"] if fault == "unplug" else ["host-unreachable"]
+        verdict = wait_for(*allowed)
         assert "h2" in verdict["hosts"], verdict
         if fault == "kill_host":
             assert verdict["hosts"] == ["h2"] and verdict["ranks"] == [1], verdict

@@ -137,7 +137,7 @@ def test_only_the_slow_host_measures_a_slow_link(monkeypatch, num_ranks):
         rounds.append(partners[::6])
     assert [rank for rank in ring if rates[rank] < max(rates)] == [2]
     for rank in ring:
-        pairs = [(number, each) for number, each in enumerate(rounds[rank]) if each is not None]
+        pairs = [pair for pair in enumerate(rounds[rank]) if pair[1] is not None]
         assert len({partner for _, partner in pairs}) >= 2
         assert all(rounds[partner][number] == rank for number, partner in pairs)
 
@@ -239,7 +239,7 @@ def start(rank, world_size, folder, *args, prefix=(), port):
 
 
 def wait_for(*processes):
-    """Wait for ranks; return (status, stdout, stderr) of each."""
+    """Wait for ranks; return the (status, stdout, stderr) of each rank."""
     try:
         outputs = [process.communicate(timeout=90) for process in processes]
         return [(p.returncode, *output) for p, output in zip(processes, outputs, strict=True)]
