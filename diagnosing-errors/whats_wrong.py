@@ -306,9 +306,10 @@ def stall_limit(ranks):
 def find_hang(ranks):
     """Explain why the run makes no progress; return None if no hang is found."""
     if stopped := [rank for rank in ranks if rank.state == "stopped"]:
+        first = stopped[0]
         reason = "SIGSTOP or a debugger has stopped the process; to continue it, run "
-        reason += f"kill -CONT {stopped[0].pid}. Its last heartbeat was {stopped[0].age:.0f} s ago, "
-        reason += f"at {location_of(stopped[0].frames)}"
+        reason += f"kill -CONT {first.pid}. Its last heartbeat was {first.age:.0f} s ago, at "
+        reason += location_of(first.frames)
         return Finding("stopped-process", numbers_of(stopped), reason, "certain")
     living = [rank for rank in ranks if rank.lives]
     if missing := find_missing_ranks(living):
