@@ -149,7 +149,6 @@ bench: install  ## measure the chapters next to other trainers; make tables and 
 	$(PY) tools/planner/scale.py --output $$out/scale.json; \
 	$(PY) benchmarks/bubble.py --seconds 0.4 --output $$out/bubble.json --plot assets/bubble.png; \
 	$(PY) benchmarks/context.py --output $$out/context.json; \
-	$(PY) benchmarks/exam.py --output $$out/exam.json; \
 	$(PY) benchmarks/report.py $$out/speed.json assets/speed.png; \
 	$(PY) tools/maintain/docs.py; \
 	exit $${missed:-0}

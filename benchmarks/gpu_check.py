@@ -530,14 +530,13 @@ runpy.run_path({script!r}, run_name="__main__")
 
 def fault(bench, name):
     """Whether whats_wrong.py names what was broken on purpose, and the rank."""
-    script = ROOT / "diagnosing-errors/train_llm.py"
-    flags = f"{TINY} --device {bench.device} --inject {name}@rank0:step12"
-    run = bench.folder / "train/run"
-    where = f"--save-dir {run.parent} --experiment-name run"
-    command = [script.with_name("watched.py"), "--into", run, script, *f"{flags} {where}".split()]
+    tools, run = ROOT / "diagnosing-errors", bench.folder / "train/run"
+    flags = f"{TINY} --device {bench.device} --save-dir {run.parent} --experiment-name run"
+    broken = [tools / "inject.py", f"{name}@rank0:step12", script_of("03"), *flags.split()]
+    command = [tools / "watched.py", "--into", run, *broken]
     job = bench.start("train", command, ranks=1)
     bench.wait(job, ok=range(1, 256))
-    command = [script.with_name("whats_wrong.py"), run, "--json"]
+    command = [tools / "whats_wrong.py", run, "--json"]
     said = json.loads(bench.tool("tool", *command, ok=(0, 1, 3)))
     right = said["kind"] == KINDS[name] and said["ranks"] == [0]
     return {"passed": right, "reason": f"{said['kind']} {said['ranks']}: {said['reason']}"[:400]}

@@ -38,6 +38,10 @@ SPLIT = {
 }
 
 
+def pytest_addoption(parser):
+    parser.addoption("--record", action="store_true", help="publish the results of test_faults.py")
+
+
 def pytest_configure(config):
     # A process that a shell starts with & ignores Ctrl-C, and its children inherit this. The tests
     # send Ctrl-C to children, so restore the default.
@@ -52,10 +56,10 @@ def pytest_configure(config):
 
 # The longest files start first, so that all workers finish at about the same time.
 LONGEST = ["test_on_cluster", "test_layouts", "test_resume", "test_launchers", "test_frameworks"]
-LONGEST += ["test_initial_weights", "test_costs", "test_kill", "test_diagnosis", "test_readme"]
+LONGEST += ["test_initial_weights", "test_costs", "test_kill", "test_faults", "test_readme"]
 # These files test tools. A change of a chapter does not reach tools, so their slow tests are
 # exhaustive tests, which only `make test-all` runs.
-TOOLS = {"test_benchmarks", "test_diagnosis", "test_gpu_check", "test_planner"}
+TOOLS = {"test_benchmarks", "test_faults", "test_gpu_check", "test_planner"}
 TOOLS |= {"test_preflight", "test_scale", "test_watch", "test_whats_wrong", "test_where"}
 # These slow tests are exhaustive, too. Some check a chapter that saves and stops as its neighbors
 # do, or run a page beside the chapters. The others measure more than they check.
@@ -63,7 +67,7 @@ RARELY_BROKEN = re.compile(
     r"waiting.py::test_compiled_layers_stay|readme.py::.*.related-topics/(?!fp16)"
 )
 # The tests in these files share no fixture, so any worker may run any of them.
-INDEPENDENT = {"test_diagnosis", "test_kill", "test_kubernetes", "test_readme"}
+INDEPENDENT = {"test_faults", "test_kill", "test_kubernetes", "test_readme"}
 
 
 def group_of(name):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.cluster import wait_until
-from conftest import ROOT, SCRIPTS, SHORT, difference, has_logged, metrics, run_command, run_or_fail
+from conftest import ROOT, SCRIPTS, SHORT, difference, has_logged, metrics, run_or_fail
 from readme import blocks
 from runs import wait_for_verdict
 
@@ -174,33 +174,10 @@ def test_launcher_passes_variables_of_the_network_to_all_ranks(user, launcher):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "launcher, script",
-    [
-        ("sbatch", "03"),
-        ("torchrun", "03"),
-        ("torchrun", "deepspeed"),
-        ("deepspeed", "deepspeed"),
-        ("accelerate", "accelerate"),
-    ],
+    "launcher, script", [("sbatch", "deepspeed"), ("deepspeed", "deepspeed"), ("ssh", "accelerate")]
 )
-def test_file_of_make_config_starts_the_script_on_both_hosts(user, curve, launcher, script):
-    """The file is a job script, a command for head, or a command for each host."""
-    # A job script starts a rank for each GPU, unless a variable gives their number.
-    del user.env["RANKS_PER_NODE"]
-    kind = "slurm" if launcher == "sbatch" else f"launch --hosts h1 h2 --launcher {launcher}"
-    path = user.folder / "written"
-    maker = f"{sys.executable} {ROOT}/alternative-frameworks/make_config.py {kind}"
-    maker += f" --nodes 2 --gpus-per-node 2 --time-limit 0:10:00 --cpus-per-node 4 --output {path}"
-    line = user.line(f"{maker} --", *SHORT, script=script)
-    run_command("bash", "-c", line, cwd=user.folder, check=True)
-    if launcher == "sbatch":
-        end = user.end_of(user.submit(f"sbatch {path}"))
-        facts = ("JobState", "TimeLimit", "NumNodes")
-        assert [end[fact] for fact in facts] == ["COMPLETED", "00:10:00", "2"]
-    else:
-        found = re.findall("# on (.*)\n(.*)", path.read_text()) or [("head", f"bash {path}")]
-        processes = [user.type(line, host) for hosts, line in found for host in hosts.split(", ")]
-        assert not any(process.wait(timeout=240) for process in processes)
+def test_framework_trains_on_both_hosts(user, curve, launcher, script):
+    assert user.launch(user.line(LAUNCHERS[launcher], *SHORT, script=script))
     # The gradient norms are up to 3.
     assert difference(curve, metrics(user.run_dir)) < 1e-4
 
@@ -435,8 +412,11 @@ def last_words(user):
 def test_stopped_process_of_a_slurm_job_is_named(user):
     """whats_wrong.py looks at the hosts of a job with srun, beside the ranks that run there."""
     line = user.line(
-        LAUNCHERS["srun"], *SHORT, "--inject", "stop-process@rank3:step10",
-        script=LAB / "train_llm.py", before=[LAB / "watched.py", "--into", user.run_dir],
+        LAUNCHERS["srun"], *SHORT,
+        before=[
+            LAB / "watched.py", "--into", user.run_dir,
+            LAB / "inject.py", "stop-process@rank3:step10",
+        ],
     )  # fmt: skip
     job = user.submit(line)
     user.wait_for_step(9)
