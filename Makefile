@@ -146,10 +146,9 @@ bench: install  ## measure the chapters next to other trainers; make tables and 
 	$(PY) benchmarks/large.py reading saves --output $$out/large.json; \
 	$(PY) benchmarks/fsdp.py --output $$out/fsdp-cpu-2cores.json; \
 	$(PY) benchmarks/where.py --output $$out/where.json; \
-	$(PY) benchmarks/scale.py --plot assets/scale.png; \
+	$(PY) tools/planner/scale.py --output $$out/scale.json; \
 	$(PY) benchmarks/bubble.py --seconds 0.4 --output $$out/bubble.json --plot assets/bubble.png; \
 	$(PY) benchmarks/context.py --output $$out/context.json; \
-	$(PY) benchmarks/exam.py --output $$out/exam.json; \
 	$(PY) tools/maintain/docs.py; \
 	exit $${missed:-0}
 
@@ -158,11 +157,6 @@ gpu-check: install  ## prove on this machine's GPUs what a CPU cannot: ONLY="par
 	$(PIP) -r alternative-frameworks/accelerate/requirements.txt \
 		|| echo "make: without accelerate there is no Trainer to compare with" >&2
 	$(PY) benchmarks/gpu_check.py $(if $(ONLY),--only $(ONLY))
-
-.PHONY: environments
-environments: install  ## ask each launcher anew what it tells its ranks (needs root)
-	$(PY) tools/maintain/environments.py
-	$(PY) tools/maintain/docs.py
 
 .PHONY: site
 site: install  ## make pages in site/ on which chapters are read side by side: open site/index.html

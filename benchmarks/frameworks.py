@@ -33,9 +33,9 @@ def contenders(ranks, folder):
     for script in sorted((ROOT / "alternative-frameworks").glob("*/train_llm.py")):
         found[script.parent.name] = (script, ranks, [])
     path = f"{folder}/zero-3.json"
-    sizes = f"--global-batch-size {speed.BATCH} --batch-size {speed.BATCH} --ranks {ranks}"
-    line = f"deepspeed --stage 3 --output {path} {sizes}"
-    harness.call([sys.executable, harness.MAKE_CONFIG, *line.split()])
+    sizes = f"--global-batch-size {speed.BATCH} --batch-size {speed.BATCH} --gpus-per-node {ranks}"
+    line = f"--brief --write-config deepspeed {path} {sizes}"
+    harness.call([sys.executable, harness.PLANNER, *line.split()])
     found["deepspeed-zero-3"] = (found["deepspeed"][0], ranks, ["--deepspeed-config", path])
     return found
 

@@ -318,10 +318,11 @@ def framework(bench, name, settings=""):
         own = f"--precision {precision}"
         if settings:
             file = bench.folder / f"{precision}.{'json' if name == 'deepspeed' else 'yaml'}"
-            words = f"{settings} {own} --ranks {bench.count} --output {file}"
-            # The file of DeepSpeed also has the batch sizes.
-            words += f" --global-batch-size {size} --batch-size 4" * (name == "deepspeed")
-            bench.tool(f"config-{precision}", harness.MAKE_CONFIG, name, *words.split())
+            words = f"{settings} {own} --gpus-per-node {bench.count} --global-batch-size {size}"
+            # The file of DeepSpeed also has the micro-batch.
+            words += " --batch-size 4" * (name == "deepspeed")
+            words += f" --brief --write-config {name} {file}"
+            bench.tool(f"config-{precision}", harness.PLANNER, *words.split())
             own += f" --{name}-config {file}"
         runs[precision] = (script, f"{flags} {own}", bench.count)
     follow(bench, "01", flags, runs)
@@ -418,12 +419,12 @@ runpy.run_path({script!r}, run_name="__main__")
 
 
 def watched_run(bench, script, flags, ranks=None, ok=(0,)):
-    """Run a script under watched.py to its end; return the folder of the run."""
+    """Run a script, given as words, under watched.py to its end; return the folder of the run."""
     run_dir = bench.folder / "train/run"
     tool = harness.ROOT / "diagnosing-errors/watched.py"
     flags = f"{TINY} --device {bench.device} {flags}"
     flags += f" --save-dir {run_dir.parent} --experiment-name run"
-    command = [tool, "--into", run_dir, script, *flags.split()]
+    command = [tool, "--into", run_dir, *script, *flags.split()]
     bench.wait(bench.start("train", command, ranks), ok=ok)
     return run_dir
 
@@ -433,7 +434,7 @@ def watched(bench):
     waits = bench.session.folder / "waits.py"
     waits.write_text(WAITS.format(script=str(harness.script_of("01"))))
     flags = "--num-steps 60 --log-every 1000 --eval-every 1000 --checkpoint-every 1000"
-    run_dir = watched_run(bench, waits, flags)
+    run_dir = watched_run(bench, [waits], flags)
     beat = json.loads((run_dir / "ranks/00000.json").read_text())
     bench.numbers |= {"step": beat["step"], "looks": len(beat["checks"])}
     if bench.device == "cuda":
@@ -445,8 +446,8 @@ def watched(bench):
 def fault(bench, name):
     """Check that whats_wrong.py names an injected fault, and its rank."""
     folder = harness.ROOT / "diagnosing-errors"
-    flags = f"--inject {name}@rank0:step12"
-    run_dir = watched_run(bench, folder / "train_llm.py", flags, 1, ok=range(1, 256))
+    broken = [folder / "inject.py", f"{name}@rank0:step12", harness.script_of("03")]
+    run_dir = watched_run(bench, broken, "", 1, ok=range(1, 256))
     output = bench.tool("tool", folder / "whats_wrong.py", run_dir, "--json", ok=(0, 1, 3))
     found = json.loads(output)
     right = found["kind"] == KINDS[name] and found["ranks"] == [0]
@@ -525,7 +526,6 @@ STAGES = "--batch-size 2 --pipeline-parallel-size"  # four micro-batches
 INTERLEAVED = f"--pipeline-schedule interleaved-1f1b {STAGES}"
 # With two stages on each rank, stages of distant ranks exchange tensors, too.
 EIGHT_LAYERS = "--config num_hidden_layers=8"
-OFFLOAD = "--stage 3 --offload-params cpu --offload-optimizer cpu"
 TRAINER = harness.ROOT / "alternative-frameworks/trainer/train_llm.py"
 TOGETHER = {
     **{f"parity-{name}": partial(parity, chapter=name) for name in CHAPTERS},
@@ -537,12 +537,12 @@ TOGETHER = {
     "spread-layers": partial(split, chapter="07", flag=STAGES),
     "interleaved-layers": partial(split, chapter="07", flag=INTERLEAVED, model=EIGHT_LAYERS),
     "split-sequences": partial(split, chapter="08", flag="--context-parallel-size"),
-    "accelerate-ddp": partial(framework, name="accelerate", settings="--strategy ddp"),
-    "accelerate-fsdp2": partial(framework, name="accelerate", settings="--strategy fsdp2"),
+    "accelerate-ddp": partial(framework, name="accelerate", settings="--chapter 02"),
+    "accelerate-fsdp2": partial(framework, name="accelerate", settings="--chapter 05"),
     "trainer": partial(framework, name="trainer"),
-    "deepspeed-zero2": partial(framework, name="deepspeed", settings="--stage 2"),
-    "deepspeed-zero3": partial(framework, name="deepspeed", settings="--stage 3"),
-    "deepspeed-offload": partial(framework, name="deepspeed", settings=OFFLOAD),
+    "deepspeed-zero2": partial(framework, name="deepspeed", settings="--no-reshard-after-forward"),
+    "deepspeed-zero3": partial(framework, name="deepspeed", settings="--reshard-after-forward"),
+    "deepspeed-offload": partial(framework, name="deepspeed", settings="--cpu-offload"),
     "families": families,
     "no-sync": no_sync,
     "resume-01": partial(resume, chapter="01"),

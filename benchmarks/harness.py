@@ -28,9 +28,7 @@ import torch
 import transformers
 
 ROOT = Path(__file__).resolve().parent.parent
-# The tools that benchmarks call.
-PLANNER = ROOT / "05-large-model/will_it_fit.py"
-MAKE_CONFIG = ROOT / "alternative-frameworks/make_config.py"
+PLANNER = ROOT / "tools/planner/will_it_fit.py"
 # glibc gives large blocks back to the system as soon as they are free, and the system clears each
 # page that it gives out again. So all runs keep the memory that they free, as `make train` does.
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}

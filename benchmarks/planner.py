@@ -10,13 +10,15 @@ same flags.
 """
 
 import functools
+import importlib
+import sys
 import tempfile
 
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdp import bytes_of
-from harness import PLANNER, describe_machine, keep, load, parser_of
+from harness import PLANNER, describe_machine, keep, parser_of
 from on_ranks import build, make_model_folder, on_ranks
 
 SMALL = {"layers": 4, "width": 256, "heads": 8, "kv": 4, "vocabulary": 2000, "tied": False}
@@ -125,7 +127,11 @@ def measured(name, folder):
     return on_ranks(measure, chapter, ranks, model, folder, f"{COMMON} {flags}")
 
 
-planner = functools.cache(functools.partial(load, PLANNER))
+@functools.cache
+def planner():
+    """Return the planner as a module."""
+    sys.path.append(str(PLANNER.parent))
+    return importlib.import_module(PLANNER.stem)
 
 
 def planned(name, folder):

@@ -1,7 +1,7 @@
-"""What whats_wrong.py and watch.py know of a run: its ranks' files, and their processes.
+"""Collect what whats_wrong.py and watch.py know about a run.
 
-It reads what watched.py writes to the run's folder, asks the ranks for their stacks, and looks at
-their processes on each host. It stops nothing.
+The facts come from the files that watched.py writes to the run's folder, and from the processes on
+each host. Collecting them stops nothing.
 """
 
 import json
@@ -9,108 +9,112 @@ import linecache
 import os
 import re
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 HERE = os.uname().nodename
-STALE = 10  # seconds without a heartbeat, of which there is one every 2, that make a rank silent
+# A rank writes a heartbeat every two seconds. After this many seconds without one, it is silent.
+STALE = 10
+# This pattern matches the files of Python, packages and these tools; other files are user code.
 FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watched|inject)\.py$")
 
 
 # ---- hosts -------------------------------------------------------------------------------------
-def reach_of(args):
-    """Return what to put before a command that is to run on a host: name -> words."""
-    names, before = [HERE], ""
-    if args.hosts:
-        lines = (line.partition("#")[0].split() for line in args.hosts.read_text().splitlines())
-        names, before = [words[0] for words in lines if words], "ssh -oBatchMode=yes {}"
-    elif args.slurm_job:
-        nodes, _ = output(f"squeue --noheader --format=%N --jobs={args.slurm_job}".split(), 5)
-        names = output(["scontrol", "show", "hostnames", nodes.strip()], 5)[0].split()
-        before = f"srun --jobid={args.slurm_job} --overlap --nodes=1 --ntasks=1 --nodelist={{}}"
-    here = HERE.split(".")[0]  # names may have a domain
-    return {x: [] if x.split(".")[0] == here else before.format(x).split() for x in names}
+def reach_of(hosts_file=None, slurm_job=None):
+    """Return, for each host, the words that run a command there: none for this host."""
+    names, prefix = [HERE], ""
+    if hosts_file:
+        lines = [line.partition("#")[0].split() for line in hosts_file.read_text().splitlines()]
+        names = [words[0] for words in lines if words]
+        prefix = "ssh -oBatchMode=yes {}"
+    elif slurm_job:
+        nodes, _ = output_of(f"squeue --noheader --format=%N --jobs={slurm_job}".split())
+        names = output_of(["scontrol", "show", "hostnames", nodes.strip()])[0].split()
+        prefix = f"srun --jobid={slurm_job} --overlap --nodes=1 --ntasks=1 --nodelist={{}}"
+    # A name may have a domain.
+    here = HERE.split(".")[0]
+    return {
+        name: [] if name.split(".")[0] == here else prefix.format(name).split() for name in names
+    }
 
 
-def output(command, seconds):
-    """Run a command for so many seconds at most; return its output and errors."""
+def output_of(command):
+    """Run a command for up to eight seconds; return its output and its errors."""
     try:
-        done = subprocess.run(command, timeout=seconds, check=False, text=True, capture_output=True)
+        done = subprocess.run(command, timeout=8, check=False, text=True, capture_output=True)
         return done.stdout, done.stderr
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", str(error)
 
 
-def look_at(reach, known, quiet):
-    """Return a host's own name, and of its processes the state, a letter as in ps, and stacks.
+def look_at(reach, processes):
+    """Return a host's own name, and the states of its processes as letters, as in ps.
 
-    `known` are pairs of a process's number, which another may have by now, and when it was started.
+    `processes` has pairs of a process id and a start time, because Linux reuses process ids.
     """
-    files = [f"/proc/{pid}/stat" for pid in {pid for pid, _ in known}]
-    out, errors = output([*reach, "cat", "/proc/sys/kernel/hostname", *files], 8)
-    if not out:
+    files = [f"/proc/{pid}/stat" for pid in {pid for pid, _ in processes}]
+    output, errors = output_of([*reach, "cat", "/proc/sys/kernel/hostname", *files])
+    if not output:
         return {"error": (errors.strip().splitlines() or ["no answer"])[-1][:200]}
-    name, *lines = out.splitlines()
-    told = re.findall(r"^(\d+) \(.*\) ([^Z])(?: \S+){18} (\d+) ", "\n".join(lines), re.M)
-    found = {pid: state for pid, state, start in told if (int(pid), int(start)) in known}
-    ask = [pid for pid, state in found.items() if state in "Tt" or int(pid) in quiet]
-    return {"host": name, "states": found, "stacks": {pid: spy(reach, pid) for pid in ask}}
-
-
-def spy(reach, pid):
-    """Return the (file, line, function) of a process's main thread, if py-spy can tell."""
-    beside = Path(sys.executable).with_name("py-spy")
-    tool = beside if beside.exists() else "py-spy"
-    with suppress(ValueError, KeyError, StopIteration):
-        said, _ = output([*reach, tool, "dump", "--json", "--nonblocking", "--pid", pid], 4)
-        main = next(one for one in json.loads(said) if one["os_thread_id"] == int(pid))
-        return [[f["filename"], f["line"], f["name"]] for f in reversed(main["frames"])]
-    return []
+    name, *lines = output.splitlines()
+    states = {}
+    # The start time is the 19th number after the state. A zombie has ended, so skip its state Z.
+    pattern = r"^(\d+) \(.*\) ([^Z])(?: \S+){18} (\d+) "
+    for pid, state, start in re.findall(pattern, "\n".join(lines), re.M):
+        if (int(pid), int(start)) in processes:
+            states[pid] = state
+    return {"host": name, "states": states}
 
 
 # ---- the run's folder --------------------------------------------------------------------------
-def gather(args, ask=True):
-    """Return all facts: of the run's folder and of its hosts."""
-    ranks = read_ranks(args.run, ask)
-    known = {(files["beat"]["pid"], files["beat"].get("born")) for files in ranks.values()}
-    quiet = [files["beat"]["pid"] for files in ranks.values() if files["age"] > STALE / 2]
-    with ThreadPoolExecutor(64) as pool:  # all hosts are asked at once
-        asked = {x: pool.submit(look_at, words, known, quiet) for x, words in args.reach.items()}
-        hosts = {name: answer.result() for name, answer in asked.items()}
-    disk = os.statvfs(args.run)
+def gather(run, reach, ask=True):
+    """Return all facts about a run: from its folder and from its hosts."""
+    ranks = read_ranks(run, ask)
+    processes = {(files["beat"]["pid"], files["beat"]["born"]) for files in ranks.values()}
+    # Ask all hosts at the same time.
+    with ThreadPoolExecutor(64) as pool:
+        answers = pool.map(lambda words: look_at(words, processes), reach.values())
+        hosts = dict(zip(reach, answers, strict=True))
+    # Read the files again, because a process that is gone may have written why in the meantime.
+    ranks = read_ranks(run, ask=False)
+    disk = os.statvfs(run)
     free = disk.f_bavail * disk.f_frsize
-    return {"run": str(args.run), "ranks": ranks, "hosts": hosts, "free": free}
+    return {"run": str(run), "ranks": ranks, "hosts": hosts, "free": free}
 
 
 def read_ranks(run, ask=True):
-    """Return what the ranks of the newest start have written: rank -> what `read_rank` returns.
+    """Return the files of each rank of the latest start: rank -> read_rank().
 
-    If this asks for dumps, it waits until they are there, up to 4 seconds. Hosts' clocks differ:
-    times are those of the file system that has the folder.
+    If `ask` is true, request dumps, and wait up to four seconds for them. The clocks of hosts
+    differ, so all times are those of the file system that has the folder.
     """
-    folder, until = run / "ranks", time.monotonic() + 4 * ask
+    folder, deadline = run / "ranks", time.monotonic() + 4 * ask
     probe, asked = folder / ("dump" if ask else "clock"), time.time()
-    with suppress(OSError):  # a folder of another user: older dumps have to do
+    # The folder may belong to a different user. If so, use the dumps that exist.
+    with suppress(OSError):
         probe.touch()
         asked = changed(probe)
     ahead = asked - time.time()
     while True:
         paths = sorted(folder.glob("[0-9]*[0-9].json"))
-        read = {int(path.stem): read_rank(path, time.time() + ahead) for path in paths}
-        found = {rank: files for rank, files in read.items() if files}
-        awaited = [f for f in found.values() if f["age"] < STALE and not f["beat"]["end"]]
-        if all(f["dumped"] >= asked for f in awaited) or time.monotonic() > until:
-            newest = min((files["runs"] for files in found.values()), default=0)
-            return {rank: files for rank, files in found.items() if files["runs"] < newest + 30}
+        ranks = {int(path.stem): read_rank(path, time.time() + ahead) for path in paths}
+        ranks = {rank: files for rank, files in ranks.items() if files}
+        alive = [f for f in ranks.values() if f["age"] < STALE and not f["beat"]["end"]]
+        if all(f["dumped"] >= asked for f in alive) or time.monotonic() > deadline:
+            break
         time.sleep(0.1)
+    # Files of ranks that started long before the others are left over from an earlier start.
+    latest = min((files["runs"] for files in ranks.values()), default=0)
+    return {rank: files for rank, files in ranks.items() if files["runs"] < latest + 30}
 
 
 def read_rank(path, now):
-    """Return what a rank has written, or nothing; `age`, `runs`: seconds since then, and in all."""
+    """Return the files of a rank, or None if its heartbeat is damaged.
+
+    `age` is the number of seconds since the heartbeat, and `runs` since the start of the rank.
+    """
     beat, dump = read_json(path), path.with_suffix(".dump.json")
     if "started" not in beat:
         return None
@@ -122,29 +126,29 @@ def read_rank(path, now):
         "runs": age + beat["time"] - beat["started"],
         "dump": read_json(dump),
         "dumped": changed(dump),
-        "crash": tail(path.with_suffix(".crash"), 20_000),
+        "crash": tail(path.with_suffix(".crash")),
     }
 
 
 def changed(path):
-    """Return when a file was last changed, 0 for one that is not there."""
+    """Return the time of the last change of a file, or 0 if there is no file."""
     with suppress(OSError):
         return path.stat().st_mtime
     return 0
 
 
 def read_json(path):
-    """Return a file's dictionary, an empty one if there is none."""
+    """Return the dictionary in a file, or an empty dictionary if there is none."""
     with suppress(OSError, ValueError):
-        found = json.loads(path.read_text())
-        return found if isinstance(found, dict) else {}
+        content = json.loads(path.read_text())
+        return content if isinstance(content, dict) else {}
     return {}
 
 
-def tail(path, size=200_000):
-    """Return the end of a text file."""
+def tail(path):
+    """Return the last 20 kB of a text file, or an empty text if there is no file."""
     with suppress(OSError), open(path, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 20_000))
         return file.read().decode(errors="replace")
     return ""
 
@@ -152,61 +156,70 @@ def tail(path, size=200_000):
 # ---- from facts to ranks -----------------------------------------------------------------------
 @dataclass(eq=False)
 class Rank:
-    """What is known of one rank; attributes that are not set here are its heartbeat's."""
+    """A rank; attributes that are not listed here are those of its heartbeat."""
 
     rank: int
     beat: dict
-    age: float  # of the heartbeat, in seconds
+    # The age of the heartbeat in seconds.
+    age: float
     crash: str
-    state: str  # alive, stopped, stuck, finished, failed, gone or silent
-    frames: list = field(default_factory=list)  # (file, line, function), outermost first
-    calls: dict = field(default_factory=dict)  # of collectives: group -> number -> call
+    # The state is alive, stopped, finished, failed, gone or silent.
+    state: str
+    # The stack of the main thread as (file, line, function), outermost first.
+    frames: list = field(default_factory=list)
+    # The collectives: group -> number -> call.
+    calls: dict = field(default_factory=dict)
 
     def __getattr__(self, name):
         return self.beat.get(name)
 
     @property
     def lives(self):
-        return self.state in ("alive", "stopped", "stuck")
+        return self.state in ("alive", "stopped")
 
     @property
     def quiet(self):
-        """For how many seconds this rank is in the same phase of the same step."""
+        """The time in seconds since this rank last changed its step or its phase."""
         return self.beat["time"] - self.beat["since"] + self.age
 
 
 def ranks_of(facts):
-    """Return the ranks, by number."""
-    shown = {fact["host"]: fact for fact in facts["hosts"].values() if "host" in fact}
-    found = {}
-    for rank, files in sorted(facts["ranks"].items()):
-        beat, dump, host = files["beat"], files["dump"], shown.get(files["beat"]["host"])
-        one = found[rank] = Rank(rank, beat, files["age"], files["crash"], state_of(files, host))
-        if dump and dump["time"] > beat["started"] and beat["end"] != "finished":
-            for call in dump["collectives"]:
-                if not call["patient"]:  # who waits there may wait for days
-                    one.calls.setdefault(call["group"], {})[call["number"]] = call
-            if dump["reason"] != "failed":  # then the traceback tells where
-                one.frames = dump["stacks"].get("MainThread") or []
-        if one.state in ("stopped", "stuck"):  # which cannot say it themselves
-            one.frames = host["stacks"].get(str(beat["pid"])) or one.frames
-    return found
+    """Return the ranks by number."""
+    hosts = {fact["host"]: fact for fact in facts["hosts"].values() if "host" in fact}
+    ranks = {}
+    for number, files in sorted(facts["ranks"].items()):
+        beat, dump = files["beat"], files["dump"]
+        state = state_of(files, hosts.get(beat["host"]))
+        rank = ranks[number] = Rank(number, beat, files["age"], files["crash"], state)
+        # A stopped rank cannot write a dump, so its heartbeat has its latest frame.
+        rank.frames = [beat["frame"]] if state == "stopped" else []
+        if not dump or dump["time"] <= beat["started"] or beat["end"] == "finished":
+            continue
+        for call in dump["collectives"]:
+            # A rank may wait in a patient call for days.
+            if not call["patient"]:
+                rank.calls.setdefault(call["group"], {})[call["number"]] = call
+        # If the rank has failed, the traceback has the line.
+        if state != "stopped" and dump["reason"] != "failed":
+            rank.frames = dump["stacks"].get("MainThread") or []
+    return ranks
 
 
 def state_of(files, host):
-    """Return a rank's state, by its files and by what its host shows, if anything."""
-    beat, process = files["beat"], host and host["states"].get(str(files["beat"]["pid"]))
+    """Return the state of a rank, from its files and from its process, if the host answered."""
+    beat = files["beat"]
     if beat["end"]:
         return beat["end"]
-    if host and not process:
+    if not host:
+        return "alive" if files["age"] < STALE else "silent"
+    process = host["states"].get(str(beat["pid"]))
+    if not process:
         return "gone"
-    if process and process in "Tt":
-        return "stopped"
-    return "alive" if files["age"] < STALE else "stuck" if process else "silent"
+    return "stopped" if process in "Tt" else "alive"
 
 
 def location_of(frames):
-    """Return the innermost line of training code, as text, with the code if its file is at hand."""
+    """Return the innermost line of training code as text, with its code if the file is here."""
     own = [frame for frame in frames if not FOREIGN.search(frame[0])]
     if not own:
         return "an unknown line"

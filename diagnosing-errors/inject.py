@@ -3,8 +3,9 @@
 torchrun --standalone --nproc-per-node 2 diagnosing-errors/watched.py --into outputs/broken \
    diagnosing-errors/inject.py slow-compute@rank1:step20 02-ddp/train_llm.py --num-steps 500
 
-The fault starts at the end of the 20th step that this process runs. inject.py replaces
-functions of Python, of torch and of its data loaders; some scripts do not use all of them.
+The fault starts at the end of the 20th step that this process runs. Several faults may stand before
+the script. inject.py replaces functions of torch and of its data loaders; a fault never begins in a
+script that does not call the function. train_llm.py makes faults that need a line of the script.
 """
 
 import ctypes
@@ -22,22 +23,23 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 # The function of a fault runs at the end of the step, with the first weight. A fault without a
-# function acts in one of the functions that main() replaces.
+# function acts in one of the functions that replace_functions() replaces.
 FAULTS = {
     "crash": lambda _: 1 / 0,
     "segfault": lambda _: ctypes.string_at(0),
     "oom-kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "oom-device": lambda weight: torch.empty(2**50, device=weight.device),
-    "stop-process": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
-    "bit-flip": lambda weight: weight.view(torch.int32).view(-1)[:1].bitwise_xor_(2**20),
-    "memory-leak": lambda _: LEAKED.append(torch.ones(2**24)),  # 64 MiB
     "file-leak": lambda _: LEAKED.extend(open(__file__) for _ in range(200)),
-    "slow-compute": lambda _: time.sleep(0.5),
-    "slow-data": None,
     "hang-data": None,
     "skip-collective": None,
+    "stop-process": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "slow-compute": lambda _: time.sleep(0.5),
+    "slow-data": None,
+    "memory-leak": lambda _: LEAKED.append(torch.ones(2**24)),  # 64 MiB
     "nan-data": None,
     "nan-gradient": None,
+    "bit-flip": lambda weight: weight.view(torch.int32).view(-1)[:1].bitwise_xor_(2**20),
+    "corrupt-checkpoint": None,
 }
 # These faults act again and again; every other fault acts once.
 LASTING = ("memory-leak", "file-leak", "slow-compute", "slow-data")
@@ -46,20 +48,21 @@ LEAKED = []
 
 
 class Fault:
-    """Hold the fault of the command line, the steps so far, and whether the fault has begun."""
+    """Hold a fault of the command line, the steps so far, and whether the fault has begun."""
 
     def __init__(self, text):
         match = re.fullmatch(r"([a-z-]+)@rank(\d+):step(\d+)", text)
         if not match or match[1] not in FAULTS:
             problem = f"not FAULT@rankR:stepS; FAULT is one of {', '.join(FAULTS)}"
             sys.exit(f"inject.py: error: {text}: {problem}")
-        self.name, self.step, self.steps = match[1], int(match[3]), 0
-        self.is_on_this_rank = os.environ.get("RANK", "0") == match[2]
+        self.name, self.rank, self.step = match[1], int(match[2]), int(match[3])
+        self.steps = 0
         self.has_begun = False
 
     def is_due(self, *names):
         """Return whether one of these faults should act now; report the first time on stderr."""
-        if not self.is_on_this_rank or self.name not in names or self.steps < self.step:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if rank != self.rank or self.name not in names or self.steps < self.step:
             return False
         if self.has_begun:
             return self.name in LASTING
@@ -75,44 +78,56 @@ class Fault:
             # A DTensor keeps this rank's shard in _local_tensor.
             FAULTS[self.name](getattr(weight, "_local_tensor", weight))
 
+    def replace_functions(self):
+        """Replace functions of torch by functions that break when the fault is due."""
+        backward, all_reduce, save = torch.autograd.backward, dist.all_reduce, torch.save
+
+        def broken_backward(tensors, *args, **options):
+            # The stage of a pipeline passes a sequence of tensors.
+            outputs = [tensors] if torch.is_tensor(tensors) else list(tensors)
+            if self.is_due("nan-data"):
+                outputs = [output * float("nan") for output in outputs]
+            if self.is_due("nan-gradient"):
+                outputs[0].register_hook(lambda gradient: gradient * float("nan"))
+            return backward(outputs, *args, **options)
+
+        def broken_all_reduce(tensor, *args, **options):
+            is_blocking = not options.get("async_op")
+            if tensor.numel() == 1 and is_blocking and self.is_due("skip-collective"):
+                return None
+            return all_reduce(tensor, *args, **options)
+
+        def broken_save(state, file, *args, **options):
+            save(state, file, *args, **options)
+            if isinstance(file, (str, Path)) and self.is_due("corrupt-checkpoint"):
+                os.truncate(file, os.path.getsize(file) // 2)
+
+        def broken(next_data):
+            def broken_next_data(loader):
+                if self.is_due("hang-data", "slow-data"):
+                    time.sleep(1e6 if self.name == "hang-data" else 0.5)
+                return next_data(loader)
+
+            return broken_next_data
+
+        torch.autograd.backward, dist.all_reduce = broken_backward, broken_all_reduce
+        torch.save = broken_save
+        for loader in (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter):
+            loader._next_data = broken(loader._next_data)
+        register_optimizer_step_post_hook(self.end_of_step)
+
 
 def main():
-    """Replace functions by broken versions, and run the script."""
-    if len(sys.argv) < 3:
-        sys.exit("usage: inject.py FAULT@rankR:stepS SCRIPT ARGUMENTS")
-    fault = Fault(sys.argv[1])
-    backward, all_reduce = torch.autograd.backward, dist.all_reduce
-
-    def broken_backward(tensors, *args, **options):
-        # The stage of a pipeline passes a sequence of tensors.
-        outputs = [tensors] if torch.is_tensor(tensors) else list(tensors)
-        if fault.is_due("nan-data"):
-            outputs = [output * float("nan") for output in outputs]
-        if fault.is_due("nan-gradient"):
-            outputs[0].register_hook(lambda gradient: gradient * float("nan"))
-        return backward(outputs, *args, **options)
-
-    def broken_all_reduce(tensor, *args, **options):
-        is_blocking = not options.get("async_op")
-        if tensor.numel() == 1 and is_blocking and fault.is_due("skip-collective"):
-            return None
-        return all_reduce(tensor, *args, **options)
-
-    def broken(next_data):
-        def broken_next_data(loader):
-            if fault.is_due("hang-data", "slow-data"):
-                time.sleep(1e6 if fault.name == "hang-data" else 0.5)
-            return next_data(loader)
-
-        return broken_next_data
-
-    torch.autograd.backward, dist.all_reduce = broken_backward, broken_all_reduce
-    for loader in (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter):
-        loader._next_data = broken(loader._next_data)
-    register_optimizer_step_post_hook(fault.end_of_step)
-    sys.argv = sys.argv[2:]
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    """Prepare the faults, and run the script."""
+    words = sys.argv[1:]
+    while words and "@rank" in words[0]:
+        Fault(words.pop(0)).replace_functions()
+    if not words or len(words) == len(sys.argv) - 1:
+        usage = "usage: inject.py FAULT@rankR:stepS ... SCRIPT ARGUMENTS"
+        sys.exit(f"{usage}\nFAULT is one of {', '.join(FAULTS)}")
+    sys.argv = words
+    sys.path[0] = str(Path(words[0]).resolve().parent)
+    runpy.run_path(words[0], run_name="__main__")
 
 
 if __name__ == "__main__":

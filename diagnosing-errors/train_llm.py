@@ -1,11 +1,11 @@
-"""Break a training run on purpose, to practise finding the reason. Parent: 03-job-launchers.
+"""Break a training step on purpose, to practise finding the reason. Parent: 03-job-launchers.
 
 Small:  torchrun --standalone --nproc-per-node 3 diagnosing-errors/watched.py \
             --into outputs/diagnosing-errors diagnosing-errors/train_llm.py \
-            --global-batch-size 9 --inject hang-data@rank1:step20
+            --global-batch-size 9 --inject wrong-order@rank1:step20
 Real:   sbatch --nodes 4 --gpus-per-node 8 03-job-launchers/slurm/train.sbatch \
             diagnosing-errors/watched.py --into outputs/diagnosing-errors \
-            diagnosing-errors/train_llm.py --inject stop-process@rank17:step200 \
+            diagnosing-errors/train_llm.py --inject wrong-shape@rank17:step200 \
             -m meta-llama/Llama-3.2-1B -d roneneldan/TinyStories \
             -s 2048 --global-batch-size 64 --num-steps 5000 --compile
 """
@@ -59,32 +59,15 @@ LAUNCHER_VARIABLES = {
     "MPICH": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],
     "srun": ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],
 }
-# The faults that --inject accepts, in the order of faults.md.
+# The faults that --inject accepts; inject.py makes the faults that need no line of a script.
 FAULTS = {
-    "crash": "an error in Python",
-    "segfault": "an error in C",
-    "oom-kill": "the system kills the process, as when memory runs out",
-    "oom-device": "the device has no memory left",
-    "hang-data": "the next batch never comes",
-    "skip-collective": "this rank leaves out an all-reduce",
     "wrong-shape": "this rank reduces a tensor of a different shape",
     "wrong-order": "this rank broadcasts where the others reduce",
-    "stop-process": "the process is stopped, but not ended",
-    "slow-compute": "every forward pass is slower",
-    "slow-data": "every batch is slower",
-    "nan-data": "the loss of one batch is NaN",
-    "nan-gradient": "the gradient of one batch is NaN",
-    "bit-flip": "one bit of a weight changes",
     "same-data": "this rank reads the samples of rank 0",
     "loss-spike": "the samples of this rank are noise",
-    "memory-leak": "host memory grows with every step",
-    "file-leak": "every step opens files and closes none",
-    "corrupt-checkpoint": "the newest checkpoint loses its second half",
 }
-# The faults that have begun on this rank.
+# The fault that has begun on this rank, if any.
 ACTIVE_FAULTS = set()
-# Tensors and files that the two leaks keep alive.
-LEAKED = []
 
 
 def parse_args():
@@ -132,7 +115,7 @@ def parse_args():
     add("--log-every", type=int, default=10, help="steps between log lines")
     add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="wandb mode")
     add("--dist-timeout", type=int, default=600, help="maximum seconds to wait for other ranks")
-    add("--inject", nargs="+", default=[], metavar="FAULT@rankR:stepS", help=", ".join(FAULTS))
+    add("--inject", metavar="FAULT@rankR:stepS", help=f"FAULT is one of {', '.join(FAULTS)}")
 
     args = parser.parse_args()
     may_be_zero = ["lr", "warmup_steps", "weight_decay", "max_grad_norm", "seed", "skip_steps"]
@@ -169,9 +152,9 @@ def parse_args():
     args.micro_batch_size = max(size for size in sizes if local_batch_size % size == 0)
     args.accumulation = local_batch_size // args.micro_batch_size
     args.wandb_id = uuid.uuid4().hex[:8]
-    for fault in args.inject:
-        if not re.fullmatch(rf"({'|'.join(FAULTS)})@rank\d+:step\d+", fault):
-            fail(f"--inject {fault}: not FAULT@rankR:stepS; FAULT is one of {', '.join(FAULTS)}")
+    if args.inject and not re.fullmatch(rf"({'|'.join(FAULTS)})@rank\d+:step\d+", args.inject):
+        problem = f"not FAULT@rankR:stepS; FAULT is one of {', '.join(FAULTS)}"
+        fail(f"--inject {args.inject}: {problem}")
     return args
 
 
@@ -703,10 +686,6 @@ def samples_at(args, samples, positions):
         # Each visit to a piece has an order of its own.
         visit = epoch * len(samples.pieces) + number
         rows.append(piece[order_of(args.seed, visit, len(piece))[index, None]])
-    if "hang-data" in ACTIVE_FAULTS:
-        time.sleep(1e6)
-    if "slow-data" in ACTIVE_FAULTS:
-        time.sleep(1)
     if "loss-spike" in ACTIVE_FAULTS:
         return torch.randint(10, 250, (len(rows), args.seq_length))
     return torch.cat(rows)
@@ -715,17 +694,8 @@ def samples_at(args, samples, positions):
 # ---- one step --------------------------------------------------------------------------------
 def loss_of(args, model, batch):
     """Return the mean next-token loss of `batch`."""
-    if "slow-compute" in ACTIVE_FAULTS:
-        time.sleep(1.0)
     with torch.autocast(batch.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-    if "nan-data" in ACTIVE_FAULTS:
-        ACTIVE_FAULTS.remove("nan-data")
-        return loss * math.nan
-    if "nan-gradient" in ACTIVE_FAULTS:
-        ACTIVE_FAULTS.remove("nan-gradient")
-        loss.register_hook(lambda gradient: gradient * math.nan)
-    return loss
+        return model(input_ids=batch, labels=batch, use_cache=False).loss
 
 
 def forward_backward(args, model, train_set, step, device):
@@ -765,41 +735,14 @@ def train_step(args, model, optimizer, train_set, step, device):
     return loss, grad_norm
 
 
-def inject(args, model, run_dir, step):
-    """Start the faults that `--inject` sets for this rank and step, and feed the leaks."""
-    for fault in args.inject:
-        name, rank, first_step = re.split("@rank|:step", fault)
-        if (int(rank), int(first_step)) == (dist.get_rank(), step):
-            print(f"rank {rank} breaks in step {step}: {FAULTS[name]}", file=sys.stderr, flush=True)
-            ACTIVE_FAULTS.add(name)
-            break_now(name, model, run_dir)
-    if "memory-leak" in ACTIVE_FAULTS:
-        LEAKED.append(torch.ones(2**24))  # 64 MiB
-    if "file-leak" in ACTIVE_FAULTS:
-        LEAKED.extend(open(__file__) for _ in range(200))
-
-
-def break_now(name, model, run_dir):
-    """Do the damage of a fault that acts at once.
-
-    The other faults act in the functions that look at ACTIVE_FAULTS.
-    """
-    match name:
-        case "crash":
-            raise RuntimeError("this was injected")
-        case "segfault":
-            ctypes.string_at(0)
-        case "oom-kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "oom-device":
-            torch.empty(2**50, device=model.device)
-        case "stop-process":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        case "bit-flip":
-            next(model.parameters()).data.view(torch.int32)[0, 0] ^= 2**20
-        case "corrupt-checkpoint":
-            state_file = max((run_dir / "checkpoints").glob("step-????????/state.pt"))
-            os.truncate(state_file, state_file.stat().st_size // 2)
+def inject(args, step):
+    """Begin the fault of `--inject` if this is its rank and its step."""
+    if not args.inject:
+        return
+    name, rank, first_step = re.split("@rank|:step", args.inject)
+    if (int(rank), int(first_step)) == (dist.get_rank(), step):
+        print(f"rank {rank} breaks in step {step}: {FAULTS[name]}", file=sys.stderr, flush=True)
+        ACTIVE_FAULTS.add(name)
 
 
 @torch.no_grad()
@@ -958,7 +901,7 @@ def measure(args, model, train_set, step, loss, grad_norm, interval_start):
         dist.all_reduce(torch.zeros(1000, device=loss.device))
     elif "wrong-order" in ACTIVE_FAULTS:
         dist.broadcast(loss, 0)
-    elif "skip-collective" not in ACTIVE_FAULTS:
+    else:
         dist.all_reduce(loss, dist.ReduceOp.AVG)
     epoch, *_ = train_set.place_of(end_of(args, step) - 1)
     row = {"step": step, "epoch": epoch, "loss": loss.item(), "grad_norm": grad_norm.item()}
@@ -1047,7 +990,7 @@ def main():
     stops = stop_requests(run_dir)
     for step in tqdm(steps, initial=start, total=args.num_steps, file=sys.stdout, disable=None):
         stop = next(stops)
-        inject(args, model, run_dir, step)
+        inject(args, step)
         loss, grad_norm = train_step(args, ddp, optimizer, train_set, step, device)
         is_last = step == args.num_steps
         evaluating = is_last or step % args.eval_every == 0

@@ -107,12 +107,16 @@ def phase_of(frames):
     return PHASES[index][0]
 
 
+def training_frame(frames):
+    """Return the innermost (file, line, function) of the user's code."""
+    own = (frame for frame in reversed(frames) if not FOREIGN.search(frame[0]))
+    return next(own, ("?", 0, "?"))
+
+
 def training_line(frames):
     """Return the innermost line of the user's code as the text `file:line function`."""
-    for file, line, function in reversed(frames):
-        if not FOREIGN.search(file):
-            return f"{file}:{line} {function}"
-    return "?:0 ?"
+    file, line, function = training_frame(frames)
+    return f"{file}:{line} {function}"
 
 
 # ---- steps, losses, gradients, weights ---------------------------------------------------------
@@ -123,7 +127,8 @@ class Steps:
     training never waits for a check.
     """
 
-    def __init__(self, every):
+    def __init__(self, every=10):
+        # The inputs and the weights are checked in every tenth step.
         self.every = every
         # The traceback of an error in a check or in the heartbeat thread. After an error, no check
         # runs.
@@ -347,6 +352,8 @@ class Watch:
         # or the phase.
         self.position = (0, "start")
         self.position_since = time.time()
+        # The latest (file, line, function) of the user's code.
+        self.frame = ("?", 0, "?")
         self.line_counts = Counter()
         self.phase_counts = Counter()
 
@@ -368,8 +375,8 @@ class Watch:
         sys.stdout = self.stdout = RecordingStream(sys.stdout)
         sys.stderr = self.stderr = RecordingStream(sys.stderr)
         self.signal_pipe = self.open_signal_pipe()
-        self.heartbeat_lock = threading.Lock()
-        threading.Thread(target=self.run, daemon=True, name="watched").start()
+        self.thread = threading.Thread(target=self.run, daemon=True, name="watched")
+        self.thread.start()
 
     def open_signal_pipe(self):
         """Open a pipe that receives the number of each signal, and return its read end.
@@ -391,9 +398,9 @@ class Watch:
         return reader
 
     def run(self):
-        """Sample the main thread and write heartbeats until the process ends."""
+        """Sample the main thread and write heartbeats until the script has ended."""
         has_signal = True
-        while True:
+        while self.end is None:
             try:
                 self.look()
                 first_nonfinite = self.steps.first_nonfinite
@@ -419,6 +426,7 @@ class Watch:
             phase = "start"
         self.phase_counts[phase] += 1
         self.line_counts[training_line(frames)] += 1
+        self.frame = training_frame(frames)
         if (self.steps.count, phase) != self.position:
             self.position = (self.steps.count, phase)
             self.position_since = time.time()
@@ -426,28 +434,20 @@ class Watch:
     def end_by_sigterm(self):
         """Record SIGTERM, and end the process as if SIGTERM had never been handled."""
         self.error = "SIGTERM ended this rank; a launcher or a person sent it"
-        self.tell("failed")
+        self.end = "failed"
+        self.tell()
         self.dump("ended")
         # Python can set a handler only in the main thread, so call C's signal() here.
         ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def tell(self, end=None):
-        """Write a heartbeat; for the last heartbeat, `end` is "finished" or "failed"."""
-        self.end = self.end or end
-        # Two threads call this function. The lock keeps an older heartbeat from replacing a newer
-        # heartbeat. Do not wait for the lock forever: a forked process may inherit it while it is
-        # held.
-        has_lock = self.heartbeat_lock.acquire(timeout=1)
-        try:
-            # If no signal has arrived, the pipe is empty, and os.read() raises BlockingIOError.
-            with suppress(BlockingIOError):
-                if signal.SIGTERM in os.read(self.signal_pipe, 64):
-                    self.sigterm_time = time.time()
-            self.write(".json", self.heartbeat())
-        finally:
-            if has_lock:
-                self.heartbeat_lock.release()
+    def tell(self):
+        """Write a heartbeat."""
+        # If no signal has arrived, the pipe is empty, and os.read() raises BlockingIOError.
+        with suppress(BlockingIOError):
+            if signal.SIGTERM in os.read(self.signal_pipe, 64):
+                self.sigterm_time = time.time()
+        self.write(".json", self.heartbeat())
 
     def heartbeat(self):
         """Return the content of a heartbeat."""
@@ -469,6 +469,7 @@ class Watch:
             "end": self.end,
             "phase": self.position[1],
             "since": self.position_since,
+            "frame": self.frame,
             "step": steps.earlier_steps + steps.count + (self.end != "finished"),
             "step_seconds": median(step_seconds) if step_seconds else None,
             "error": self.error,
@@ -495,7 +496,7 @@ class Watch:
 
     def write(self, suffix, content):
         """Replace one of this rank's files; a reader never sees half a file."""
-        partial = self.path.with_suffix(f".new-{threading.get_native_id()}")
+        partial = self.path.with_suffix(".new")
         # Ignore a full disk here, because whats_wrong.py checks the free space itself.
         with suppress(OSError):
             partial.write_text(json.dumps(content, default=str))
@@ -543,7 +544,10 @@ class Watch:
         deadline = time.monotonic() + 1
         while self.steps.pending and time.monotonic() < deadline:
             time.sleep(0.01)
-        self.tell("failed" if message else "finished")
+        self.end = "failed" if message else "finished"
+        # The thread ends now, so it cannot replace the last heartbeat by an older one.
+        self.thread.join(timeout=1)
+        self.tell()
         if message:
             self.dump("failed")
 
@@ -609,19 +613,8 @@ def main():
     """Run the script as if it had been started directly, and watch it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add(
-        "--into",
-        type=Path,
-        default="outputs/watched",
-        help="the run's folder; its subfolder ranks/ receives the heartbeats and dumps",
-    )
-    add(
-        "--stall",
-        type=float,
-        default=60,
-        help="a rank dumps its stacks after this many seconds without progress",
-    )
-    add("--every", type=int, default=10, help="steps between checks of inputs and weights")
+    add("--into", type=Path, default="outputs/watched", help="folder that gets a subfolder ranks/")
+    add("--stall", type=float, default=60, help="seconds without progress until a rank dumps")
     add("script", help="the training script")
     add("arguments", nargs=argparse.REMAINDER, help="the arguments of the training script")
     args = parser.parse_args()
@@ -629,7 +622,7 @@ def main():
         parser.error(f"script {args.script}: no such file; pass the path of a Python script")
     sys.argv = [args.script, *args.arguments]
     sys.path[0] = str(Path(args.script).resolve().parent)
-    watch = Watch(args.into.resolve() / "ranks", Steps(args.every), args.stall)
+    watch = Watch(args.into.resolve() / "ranks", Steps(), args.stall)
     error = None
     try:
         runpy.run_path(args.script, run_name="__main__")

@@ -24,7 +24,7 @@ from statistics import mean, median, median_low
 
 from facts import gather, location_of, ranks_of, reach_of
 
-# This page has a section for each kind of finding.
+# This page has a section for each kind of finding that is a fault, and for `unknown`.
 FAULTS_PAGE = "diagnosing-errors/faults.md"
 NO_FAULT = ("healthy", "slow-but-healthy", "finished", "interrupted")
 
@@ -77,7 +77,7 @@ def parse_args():
         parser.error(f"run {args.run}: not a folder; pass a run's folder, such as outputs/02-ddp")
     if args.hosts and not args.hosts.is_file():
         parser.error(f"--hosts {args.hosts}: no such file; pass a file with one host per line")
-    args.reach = reach_of(args)
+    args.reach = reach_of(args.hosts, args.slurm_job)
     if not args.reach and args.hosts:
         parser.error(f"--hosts {args.hosts}: names no host; write one host per line")
     if not args.reach:
@@ -306,8 +306,10 @@ def stall_limit(ranks):
 def find_hang(ranks):
     """Explain why the run makes no progress; return None if no hang is found."""
     if stopped := [rank for rank in ranks if rank.state == "stopped"]:
+        first = stopped[0]
         reason = "SIGSTOP or a debugger has stopped the process; to continue it, run "
-        reason += f"kill -CONT {stopped[0].pid}. It stopped at {location_of(stopped[0].frames)}"
+        reason += f"kill -CONT {first.pid}. Its last heartbeat was {first.age:.0f} s ago, at "
+        reason += location_of(first.frames)
         return Finding("stopped-process", numbers_of(stopped), reason, "certain")
     living = [rank for rank in ranks if rank.lives]
     if missing := find_missing_ranks(living):
@@ -778,9 +780,14 @@ def judge(facts):
             hosts = {ranks[number].host for number in finding.ranks if number in ranks}
             finding.hosts = sorted(hosts)
     first, *others = findings
-    verdict = vars(first) | {"section": f"{FAULTS_PAGE}#{first.kind}"}
-    verdict["also"] = [vars(finding) for finding in others]
-    return verdict, ranks
+    return vars(first) | {"also": [vars(finding) for finding in others]}, ranks
+
+
+def status_of(verdict):
+    """Return the exit status that belongs to a verdict."""
+    if verdict["kind"] == "unknown":
+        return 3
+    return 0 if verdict["kind"] in NO_FAULT else 1
 
 
 def show(facts, verdict, ranks):
@@ -803,7 +810,9 @@ def show(facts, verdict, ranks):
     for other in verdict["also"]:
         print(f"also: {other['kind']}{who(other)}: {other['reason']}")
     print(f"\n{verdict['kind'].upper()}{who(verdict)} ({verdict['sure']})")
-    print(f"  {verdict['reason']}\n  read {verdict['section']}")
+    print(f"  {verdict['reason']}")
+    if verdict["kind"] not in NO_FAULT:
+        print(f"  read {FAULTS_PAGE}#{verdict['kind']}")
 
 
 def who(finding):
@@ -823,15 +832,13 @@ def who(finding):
 def main():
     """Print the verdict on a run, and exit with the status of the verdict."""
     args = parse_args()
-    facts = gather(args)
+    facts = gather(args.run, args.reach)
     verdict, ranks = judge(facts)
     if args.json:
         print(json.dumps(verdict, indent=1))
     else:
         show(facts, verdict, ranks)
-    if verdict["kind"] == "unknown":
-        sys.exit(3)
-    sys.exit(0 if verdict["kind"] in NO_FAULT else 1)
+    sys.exit(status_of(verdict))
 
 
 if __name__ == "__main__":

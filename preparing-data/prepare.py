@@ -71,10 +71,10 @@ def parse_args():
     add("--workers", type=int, default=num_cores(), help="tokenizing processes")
     add("--seed", type=int, default=0, help="for the order of the documents")
     add("--part", type=part_of, default=slurm_part(), metavar="K/N", help="part K, from 0, of N")
-    add("--skip-bad", action="store_true", help="count documents that cannot be read, and go on")
+    add("--skip-bad", action="store_true", help="count documents that cannot be read, and continue")
     args = parser.parse_args()
     if args.output.suffix != ".tokens":
-        fail(f"--output {args.output}: its name must end in .tokens, by which chapters know it")
+        fail(f"--output {args.output}: must end in .tokens; use --output {args.output}.tokens")
     for name in ("piece", "workers"):
         if getattr(args, name) < 1:
             fail(f"--{name} {getattr(args, name)}: must be at least 1")
@@ -179,7 +179,8 @@ def paragraphs_of(file):
 
 def fields_of(file, column, separator):
     """Yield one column of a table, each field with its line."""
-    csv.field_size_limit(2**31 - 1)  # By default, a field has at most 128 KiB.
+    # By default, a field has at most 128 KiB.
+    csv.field_size_limit(2**31 - 1)
     rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=separator)
     names = next(rows, [])
     if names and column not in names:
@@ -262,7 +263,7 @@ class Source:
             raise ValueError("it has no documents")
 
     def state(self):
-        """Return the state from which load_state() continues with the next batch."""
+        """Return a state for load_state(), which then continues with the next batch."""
         state = {"pass": self.pass_number, "batch": self.batch, "shards": self.num_opened}
         return state | {"open": [[number, used] for number, used, _ in self.readers]}
 
@@ -290,7 +291,8 @@ class Source:
             except StopIteration:
                 self.readers.remove(reader)
                 continue
-            except Exception as error:  # what follows in this shard cannot be read
+            # The rest of this shard cannot be read.
+            except Exception as error:
                 line, record = None, ValueError(reason_of(error))
                 self.readers.remove(reader)
             else:
@@ -337,7 +339,8 @@ def shards_of(name):
         if not paths:
             fail(f"{name}: the folder has no {' '.join(SUFFIXES)} files")
         return [Shard(str(file), file.stat().st_size, partial(records_of, file)) for file in paths]
-    import datasets  # Only here, because importing it takes each worker seconds.
+    # Import it only here, because the import takes each worker seconds.
+    import datasets
 
     datasets.disable_progress_bars()
     dataset, _, subset = name.rpartition("/") if name.count("/") > 1 else (name, "", None)
@@ -369,7 +372,8 @@ def fingerprint_of(tokenizer):
 
 def start_workers(args):
     """Return an executor of tokenize(): processes or, for a single worker, this process."""
-    os.environ["RAYON_NUM_THREADS"] = "1"  # Each worker tokenizes with one thread.
+    # Each worker tokenizes with one thread.
+    os.environ["RAYON_NUM_THREADS"] = "1"
     if args.workers == 1:
         load(args)
         return InThisProcess()
@@ -485,7 +489,7 @@ class Stream:
         return tokens
 
     def behind(self, total):
-        """Return how many of `total` tokens should have come from this source, and have not."""
+        """Return the number of tokens that are missing from this source, of `total` tokens."""
         return self.source.weight * total - self.num_tokens
 
     def passes(self):
@@ -545,7 +549,7 @@ def write_index(path, index):
 def write_pieces(args, index, streams, state, start):
     """Write the pieces of this part, from the first that is missing to its end mark.
 
-    `start` is the time at which the tokenizing began, from time.monotonic().
+    `start` is the value of time.monotonic() before tokenizing.
     """
     part, parts = args.part
     state_path = args.output / f"part-{part}.json"
@@ -642,5 +646,5 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        # 130 is the status with which a shell reports Ctrl-C.
+        # A shell reports Ctrl-C with status 130.
         sys.exit(130)

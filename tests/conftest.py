@@ -1,6 +1,7 @@
 """Shared helpers and fixtures: run scripts on several ranks, read metrics, build tiny models."""
 
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -11,16 +12,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 
 from chapters import ROOT, chapters
 from cluster.cluster import Cluster, missing_requirement
 from fork_server import Server, current_environment
-from readme import commands
 
 SCRIPTS = chapters()
-# Chapters in a framework that may not be installed: test_frameworks_*.py test them.
+# Chapters in a framework that may not be installed: test_frameworks.py tests them.
 FRAMEWORKS = {name for name, path in SCRIPTS.items() if "alternative-frameworks" in path.parts}
 SERVER = Server()
 METRICS = ("loss", "grad_norm", "val_loss")
@@ -29,6 +30,16 @@ SHORT = (
     "--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8 "
     "--num-steps 20 --log-every 1 --eval-every 10 --eval-samples 10 --checkpoint-every 10"
 ).split()
+# These flags let a chapter split a model or a sequence over two ranks.
+SPLIT = {
+    "06": ["--tensor-parallel-size", 2],
+    "07": ["--pipeline-parallel-size", 2, "--batch-size", 4],
+    "08": ["--context-parallel-size", 2],
+}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--record", action="store_true", help="publish the results of test_faults.py")
 
 
 def pytest_configure(config):
@@ -43,51 +54,28 @@ def pytest_configure(config):
 
 # ---- tests side by side ----------------------------------------------------------------------
 
-# The longest groups start first, so that all workers finish at about the same time.
-LONGEST = ["machine", "test_resume", "test_fsdp", "test_large", "test_sharded", "test_launchers"]
-LONGEST += ["test_pipeline", "test_frameworks_deepspeed", "test_frameworks_hf", "test_tensor"]
-LONGEST += ["test_context", "test_kill", "kills", "test_diagnosis", "test_readme"]
+# The longest files start first, so that all workers finish at about the same time.
+LONGEST = ["test_on_cluster", "test_layouts", "test_resume", "test_launchers", "test_frameworks"]
+LONGEST += ["test_initial_weights", "test_costs", "test_kill", "test_faults", "test_readme"]
 # These files test tools. A change of a chapter does not reach tools, so their slow tests are
 # exhaustive tests, which only `make test-all` runs.
-TOOLS = {"test_benchmarks", "test_cluster", "test_diagnosis", "test_gpu_check", "test_planner"}
+TOOLS = {"test_benchmarks", "test_faults", "test_gpu_check", "test_planner"}
 TOOLS |= {"test_preflight", "test_scale", "test_watch", "test_whats_wrong", "test_where"}
-# These slow tests are exhaustive, too. Most of them start, stop or break a launcher in a second
-# way, and a different test covers the first way. Some check a chapter that saves and stops as its
-# neighbors do, or run a page beside the chapters. The others measure more than they check.
+# These slow tests are exhaustive, too. Some check a chapter that saves and stops as its neighbors
+# do, or run a page beside the chapters. The others measure more than they check.
 RARELY_BROKEN = re.compile(
-    r"on_cluster.py::test_(one_curve.(pdsh|salloc|MPICH|deepspeed)|variables|environments|by_hand"
-    r"|in_tmux|watched.mpi"
-    r"|asked|a_lost|no_way|sbatch_of_a_model_split_across_hosts.2"
-    r"|fewer_hosts|more_hosts|a_dead_host|a_job_script|out_of_time.srun|preempted)"
-    r"|kubernetes.py::test_(a_drained|a_crash|.*kubeflow)"
-    r"|large.py::test_(what_chapter_04|reading|weights_are_those_of_chapter_01.4)"
-    r"|waiting.py::test_compiled_layers_stay|versions.py::.*(04|05|07)"
-    r"|kill.py::test_killed_four_times.(?!02|05)|context.py::test_(activations|the_exam)"
-    r"|launchers.py::test_stopped_and_continued.(03-SIGUSR1|05)|sharded.py::test_a_checkpoint.*tied"
-    r"|frameworks_(hf|deepspeed).py::test_killed|readme.py::.*.related-topics/(?!fp16)"
+    r"waiting.py::test_compiled_layers_stay|readme.py::.*.related-topics/(?!fp16)"
 )
-# The tests in these files share no fixture, so each test is a group of its own.
-INDEPENDENT = {"test_diagnosis", "test_kill", "test_kubernetes", "test_readme"}
-MACHINE = re.compile(
-    "test_cluster.py|test_on_cluster.py|::test_the_practice_cluster|::test_full_disk"
-    "|::TestOnCluster|::test_a_full_disk|::test_a_busy_core"
-)
-# The blocks of READMEs that kill processes.
-KILLS = [f"[{block.name}]" for block in commands() if "kill" in block.text]
+# The tests in these files share no fixture, so any worker may run any of them.
+INDEPENDENT = {"test_faults", "test_kill", "test_kubernetes", "test_readme"}
 
 
 def group_of(name):
-    """Return the group of a test; two tests of the same group never run at the same time.
+    """Return the group of a test. A worker runs all tests of a group, because they share fixtures.
 
-    Most files are groups, because their tests share the results of a fixture. Tests that read or
-    change the mounts of the machine form a group, and so do blocks of READMEs that call `pkill`,
-    which sees all processes.
+    The groups are the files, and the single tests of the files in INDEPENDENT.
     """
     file = Path(name.partition("::")[0]).stem
-    if MACHINE.search(name):
-        return "machine"
-    if file == "test_readme" and name.endswith(tuple(KILLS)):
-        return "kills"
     return name if file in INDEPENDENT else file
 
 
@@ -109,25 +97,14 @@ def pytest_xdist_make_scheduler(config, log):
 
 # tryfirst: add the markers before pytest applies -m.
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """Mark the exhaustive tests; for parallel runs, check the groups and sort the tests."""
+def pytest_collection_modifyitems(items):
+    """Mark the exhaustive tests, and put the longest files first."""
     for item in items:
         is_exhaustive = item.path.stem in TOOLS or RARELY_BROKEN.search(item.nodeid)
         if is_exhaustive and item.get_closest_marker("slow"):
             item.add_marker("exhaustive")
-    # Only the workers of pytest-xdist have this attribute.
-    if not hasattr(config, "workerinput"):
-        return
-    for item in items:
-        if item.get_closest_marker("cluster") or "small_disk" in item.fixturenames:
-            assert group_of(item.nodeid) == "machine", item.nodeid
-    positions = {group: position for position, group in enumerate(LONGEST)}
-
-    def position_of(item):
-        position_of_file = positions.get(item.path.stem, len(positions))
-        return positions.get(group_of(item.nodeid), position_of_file)
-
-    items.sort(key=position_of)
+    positions = {file: position for position, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: positions.get(item.path.stem, len(positions)))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -177,15 +154,14 @@ def run_jobs(world_size, jobs, folder, timeout=None, shares=1, must_succeed=Fals
     """
     folder.mkdir(parents=True, exist_ok=True)
     processes = []
-    for share in range(shares):
+    for share in range(min(shares, len(jobs))):
         job_list = []
         for name, args in jobs[share::shares]:
             job = {"script": str(SCRIPTS.get(name, name)), "args": [*map(str, args)]}
             job_list.append(job | {"port": free_port(), "must_succeed": must_succeed})
-        if job_list:
-            (folder / f"jobs{share}.json").write_text(json.dumps(job_list))
-            command = [ROOT / "tests/support/worker.py", folder, share]
-            processes += start_ranks(world_size, command, folder, f"-{share}")
+        (folder / f"jobs{share}.json").write_text(json.dumps(job_list))
+        command = [ROOT / "tests/support/worker.py", folder, share]
+        processes += start_ranks(world_size, command, folder, f"-{share}")
     try:
         deadline = time.monotonic() + (timeout or 900 + 60 * len(jobs))
         while any(process.poll() is None for process in processes):
@@ -235,15 +211,6 @@ def curves_of(root, runs):
         shares = 2 if world_size == 1 else 1
         run_or_fail(world_size, jobs, root / f"ranks{world_size}", shares=shares)
     return {path.parent.name: metrics(path.parent) for path in root.glob("*/metrics.jsonl")}
-
-
-def run_params(runs, quick):
-    """Return runs as parameters of a test; mark the runs that are not in `quick` as exhaustive."""
-    params = []
-    for run in runs:
-        marks = [] if run in quick else [pytest.mark.exhaustive]
-        params.append(pytest.param(run, marks=marks))
-    return params
 
 
 def selected_runs(request, runs):
@@ -335,11 +302,20 @@ def same_curve(curve, other_curve):
 
 
 @pytest.fixture
-def cluster():
-    """Start two hosts with Slurm for each test, which takes a second."""
+def machine(tmp_path_factory):
+    """Wait until no other test reads or changes the mounts and networks of this machine."""
     if reason := missing_requirement():
         pytest.skip(reason)
-    with Cluster(hosts=2) as cluster:
+    # The workers of pytest-xdist have folders in a common folder.
+    with open(tmp_path_factory.getbasetemp().parent / "machine.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture
+def cluster(machine):
+    """Start two hosts with Slurm for each test, which takes a second."""
+    with Cluster() as cluster:
         yield cluster
 
 
@@ -368,13 +344,11 @@ def one_rank_group(tmp_path):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def small_disk(machine, tmp_path):
     """Mount a disk of 30 MiB, which has space for two checkpoints of the tiny model, not three."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = run_command(*"mount -t tmpfs -o size=30m tmpfs".split(), disk)
-    if mount.returncode:
-        pytest.skip(f"cannot mount a small disk: {mount.stderr.strip()}")
+    subprocess.run([*"mount -t tmpfs -o size=30m tmpfs".split(), disk], check=True)
     yield disk
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
@@ -390,6 +364,14 @@ def fast_byte_tokenizer():
     tokenizer = Tokenizer(BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+@pytest.fixture(scope="session")
+def small_text(tmp_path_factory):
+    """Write a small dataset; the tokenizer of each model would need many seconds for pydoc."""
+    path = tmp_path_factory.mktemp("text") / "small.txt"
+    path.write_text("\n\n".join(topics.values())[:100_000])
+    return path
 
 
 @pytest.fixture(scope="session")
@@ -413,7 +395,41 @@ def models(tmp_path_factory):
         "gemma3": transformers.Gemma3TextConfig(**common, head_dim=16),
         "gemma3-window": transformers.Gemma3TextConfig(**common, head_dim=16, sliding_window=32),
     }
-    root = tmp_path_factory.mktemp("models")
+    return save_models(configs, tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def layout_models(tmp_path_factory):
+    """Save configurations of tiny models that two or four ranks can split in every way."""
+    import transformers
+
+    ids = {"vocab_size": 384, "bos_token_id": None, "eos_token_id": 1}
+    size = ids | {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8}
+    size |= {"intermediate_size": 128, "max_position_embeddings": 256}
+    grouped = size | {"num_key_value_heads": 4, "head_dim": 16}
+    gpt2 = ids | {"n_embd": 64, "n_layer": 4, "n_head": 8}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    configs = {
+        "llama": transformers.LlamaConfig(**grouped),
+        # Its vocabulary is not divisible by the number of ranks.
+        "odd": transformers.LlamaConfig(**grouped | {"vocab_size": 385}),
+        "qwen3": transformers.Qwen3Config(**grouped, tie_word_embeddings=True),
+        "gpt_neox": transformers.GPTNeoXConfig(**size),
+        "gemma": transformers.GemmaConfig(**grouped),
+        "gemma3": transformers.Gemma3TextConfig(**grouped),
+        "mistral": transformers.MistralConfig(**grouped),
+        "olmo": transformers.OlmoConfig(**size | {"num_key_value_heads": 4}),
+        "gpt2": transformers.GPT2Config(**gpt2, **no_dropout),
+        "gpt2-dropout": transformers.GPT2Config(**gpt2),
+        "apertus": transformers.ApertusConfig(**size | {"pad_token_id": 0}),
+    }
+    return save_models(configs, tmp_path_factory.mktemp("layout_models"))
+
+
+def save_models(configs, root):
+    """Save each configuration with a byte tokenizer in a folder of its name; return `root`."""
+    import transformers
+
     for name, config in configs.items():
         config.save_pretrained(root / name)
         needs_fast_tokenizer = name in ("mistral", "mixtral")

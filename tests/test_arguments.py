@@ -1,26 +1,28 @@
-"""The command line, and the small functions that everything is derived with."""
+"""The command line, and the small functions that derive values from it."""
 
 import json
 import math
 import os
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
-from conftest import FRAMEWORKS, SCRIPTS, metrics, run_or_fail, user_error
+from conftest import FRAMEWORKS, SCRIPTS, curves_of, user_error
 
 
-@pytest.fixture(scope="module", params=["01", "02"])
+@pytest.fixture
 def chapter(request, load):
-    return load(request.param)
+    return load(getattr(request, "param", "01"))
 
 
 @pytest.fixture
 def parse(chapter, monkeypatch):
-    """Return the chapter's parser, for a command line without the script's name."""
+    """Return a function that parses a command line, which does not name the script."""
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -33,54 +35,50 @@ def parse(chapter, monkeypatch):
     return parse_line
 
 
-def test_arguments_may_come_from_a_file(parse, tmp_path):
+def test_file_of_arguments_is_read(parse, tmp_path):
     file = tmp_path / "run.args"
-    text = "# a comment\n--num-steps 7\n-d 'my file.jsonl'  # and one behind\n\n--compile\n"
-    file.write_text(text)
+    file.write_text("# comment\n--num-steps 7\n-d 'my file.jsonl'  # comment\n\n--compile\n")
     args = parse(f"@{file} --seed 3")
-    found = args.num_steps, args.dataset_name, args.compile, args.seed
-    assert found == (7, "my file.jsonl", True, 3)
+    values = args.num_steps, args.dataset_name, args.compile, args.seed
+    assert values == (7, "my file.jsonl", True, 3)
 
 
 @pytest.mark.parametrize("chapter", sorted(SCRIPTS.keys() - FRAMEWORKS), indirect=True)
-def test_every_flag_is_explained(chapter, parse, capsys):
+def test_help_explains_every_flag(chapter, parse, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as stop:
         parse("--help")
-    shown, said = capsys.readouterr()
-    assert (stop.value.code, said) == (0, "")
+    output, errors = capsys.readouterr()
+    assert (stop.value.code, errors) == (0, "")
     flags = re.findall(r'add\((?:"-\w", )?"(--[\w-]+)"', SCRIPTS["01"].read_text())
     assert len(flags) == 27
-    for flag in flags:
-        assert re.search(rf"{flag}\b[^\n]*(\n\s+)?\S", shown)
-    assert "(default: 0.001)" in " ".join(shown.split())
+    unexplained = [flag for flag in flags if not re.search(rf"{flag}\b[^\n]*(\n\s+)?\S", output)]
+    assert unexplained == []
+    for default in ("0.001", Path(chapter.__file__).parent.name):
+        assert f"(default: {default})" in output
 
 
-def test_an_experiment_is_named_after_its_chapter(chapter, parse):
-    assert parse("").experiment_name in chapter.__file__
+BATCHES = [
+    ("01", "", 1, 8, 4),
+    ("01", "--batch-size 5", 1, 4, 8),
+    ("01", "--batch-size 99", 1, 32, 1),
+]
+BATCHES += [("01", "--global-batch-size 7 --batch-size 4", 1, 1, 7)]
+LAYOUTS = [(1, 8, 3), (2, 6, 2), (3, 8, 1), (12, 2, 1)]
+BATCHES += [("02", "--global-batch-size 24", *layout) for layout in LAYOUTS]
 
 
-@pytest.mark.parametrize(
-    "line, micro, accumulation",
-    [
-        ("", 8, 4),
-        ("--batch-size 5", 4, 8),
-        ("--batch-size 100", 32, 1),
-        ("--global-batch-size 7 --batch-size 4", 1, 7),
-    ],
-)
-def test_accumulation_is_derived(parse, line, micro, accumulation):
-    args = parse(line)
-    assert (args.micro_batch_size, args.accumulation) == (micro, accumulation)
-    assert micro * accumulation == args.global_batch_size
+@pytest.mark.parametrize("chapter, line, ranks, size, accumulation", BATCHES, indirect=["chapter"])
+def test_global_batch_gives_the_accumulation(parse, line, ranks, size, accumulation):
+    args = parse(line, ranks)
+    assert (args.micro_batch_size, args.accumulation) == (size, accumulation)
+    assert size * accumulation * ranks == args.global_batch_size
 
 
 @pytest.mark.parametrize("chapter", ["02"], indirect=True)
-@pytest.mark.parametrize(
-    "world_size, micro, accumulation", [(1, 8, 3), (2, 6, 2), (3, 8, 1), (12, 2, 1)]
-)
-def test_ranks_share_the_global_batch(chapter, parse, world_size, micro, accumulation):
-    args = parse("--global-batch-size 24", world_size)
-    assert (args.micro_batch_size, args.accumulation) == (micro, accumulation)
+def test_chapter_02_without_torchrun_prints_its_command(parse, monkeypatch, capsys):
+    monkeypatch.delenv("LOCAL_RANK")
+    assert "this script needs torchrun: torchrun --standalone" in user_error(capsys, parse, "")
 
 
 def test_learning_rate_rises_then_falls_to_a_tenth(chapter, parse):
@@ -88,46 +86,34 @@ def test_learning_rate_rises_then_falls_to_a_tenth(chapter, parse):
     rates = [chapter.lr_at(args, step) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([n / 10 for n in range(1, 11)])
     assert rates[9:] == sorted(rates[9:], reverse=True)
-    assert rates[54] == pytest.approx(0.55)  # half-way down
-    assert rates[-1] == pytest.approx(0.1)
+    # Step 55 is the middle of the decay.
+    assert [rates[54], rates[-1]] == pytest.approx([0.55, 0.1])
     for line in ("--num-steps 5", "--num-steps 1 --warmup-steps 0", "--warmup-steps 100"):
         args = parse(line)
-        for step in range(1, args.num_steps + 1):
-            assert 0 < chapter.lr_at(args, step) <= args.lr
+        rates = [chapter.lr_at(args, step) for step in range(1, args.num_steps + 1)]
+        assert min(rates) > 0 and max(rates) <= args.lr, line
 
 
 def test_only_matrices_decay(chapter, parse):
     args = parse("")
-    _, config = load_tiny(chapter, args)
-    model = chapter.build_model(args, config)
-    optimizer = chapter.build_optimizer(args, model)
-    decayed, others = optimizer.param_groups
+    model = chapter.build_model(args, chapter.build_tokenizer_and_config(args)[1])
+    decayed, others = chapter.build_optimizer(args, model).param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert {weight.ndim for weight in decayed["params"]} == {2}
     assert {weight.ndim for weight in others["params"]} == {1}
     assert len(decayed["params"] + others["params"]) == len(list(model.parameters()))
 
 
-def load_tiny(chapter, args):
-    """Return the built-in tokenizer and configuration, without waiting for other ranks."""
-    build = chapter.build_tokenizer_and_config
-    return getattr(build, "__wrapped__", build)(args)
-
-
-def test_mfu_by_hand(load, parse, monkeypatch):
-    """An 8B Llama on an H100: 6 × 7.505e9 weights that multiply, and 12 × 32 × 4096 × 4096."""
-    import transformers
-
-    chapter = load("01")
+def test_mfu_counts_the_multiplications_of_a_llama(chapter, parse, monkeypatch):
+    """An 8B Llama has 7.505e9 weights that multiply, and 32 layers with a width of 4096."""
     args = parse("--precision bf16 --seq-length 1024")
     args.seq_length = 4096
-    config = transformers.LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-        num_attention_heads=32, num_key_value_heads=8,
-    )  # fmt: skip
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    config = transformers.LlamaConfig(vocab_size=128256, **sizes, **heads)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    assert chapter.mfu(args, model, 1000.0) is None  # no peak is known of this CPU
+    assert chapter.mfu(args, model, 1000.0) is None, "the peak of a CPU is unknown"
     args.device = "cuda"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     flops = 6 * (8_030_261_248 - 128256 * 4096) + 12 * 32 * 4096 * 4096
@@ -135,45 +121,35 @@ def test_mfu_by_hand(load, parse, monkeypatch):
     assert chapter.mfu(args, model, None) is None
     args.precision = "fp32"
     assert chapter.mfu(args, model, 6667.0) is None
-    args.precision = "bf16"
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an unheard-of GPU")
-    assert chapter.mfu(args, model, 6667.0) is None
 
 
-def test_metrics_have_the_promised_columns(tmp_path):
-    args = "--device cpu -s 64 --global-batch-size 4 --num-steps 6 --log-every 2 --eval-every 3"
-    args = [*args.split(), "--eval-samples", "5", "--save-dir", tmp_path, "-e", "run"]
-    run_or_fail(1, [("01", args)], tmp_path / "jobs")
-    rows = metrics(tmp_path / "run")
-    names = ["step", "epoch", "loss", "grad_norm", "lr", "tokens_per_second", "mfu"]
-    names.append("peak_memory_gib")
-    assert list(rows) == [0, 2, 3, 4, 6]
-    assert list(rows[0]) == ["step", "val_loss"]
+def test_metrics_have_the_promised_columns(small_text, tmp_path):
+    args = ["-d", small_text, "--num-steps", 6, "--log-every", 2, "--eval-every", 3]
+    rows = curves_of(tmp_path, {1: {"run": ("01", args)}})["run"]
+    names = "step epoch loss grad_norm lr tokens_per_second mfu peak_memory_gib".split()
+    assert list(rows) == [0, 2, 3, 4, 6] and list(rows[0]) == ["step", "val_loss"]
     assert list(rows[2]) == list(rows[4]) == names
     assert list(rows[3]) == list(rows[6]) == [*names, "val_loss"]
-    assert rows[2]["tokens_per_second"] is None  # that interval may have compiled
-    assert all(row["tokens_per_second"] > 0 for step, row in rows.items() if step > 2)
-    assert all(math.isfinite(row["loss"]) for step, row in rows.items() if step)
+    speeds = [rows[step]["tokens_per_second"] for step in (2, 3, 4, 6)]
+    assert speeds[0] is None, "the first interval may include compilation"
+    assert min(speeds[1:]) > 0
+    assert all(math.isfinite(row["loss"]) for step, row in rows.items() if step > 0)
 
 
-def test_row_after_a_cut_row_is_on_a_line_of_its_own(tmp_path, load):
-    chapter, rows = load("01"), [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}]
+def test_row_after_a_cut_row_is_on_a_line_of_its_own(tmp_path, chapter):
+    rows = [{"step": step, "loss": 2.5} for step in (1, 2, 3)]
     wandb_run = SimpleNamespace(log=lambda row: None)
-    path = tmp_path / "metrics.jsonl"
     for row in rows:
+        with open(tmp_path / "metrics.jsonl", "a") as file:
+            file.write('{"step": 3, "lo' * (row["step"] == 3))
         chapter.log(tmp_path, wandb_run, row)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
-    path.write_text(path.read_text() + '{"step": 3, "lo')
-    chapter.log(tmp_path, wandb_run, {"step": 3, "loss": 2.0})
-    *_, cut, last = path.read_text().splitlines()
-    assert cut == '{"step": 3, "lo' and json.loads(last) == {"step": 3, "loss": 2.0}
+    first, second, _, last = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in (first, second, last)] == rows
 
 
-# ---- GPUs, as far as a machine without any can tell ---------------------------------------------
-
-
-def pretend(monkeypatch, gpus=0, files=(), **variables):
-    """Have torch see so many GPUs, the system have these files and environment variables."""
+# ---- GPUs, as far as a machine without GPUs can tell -----------------------------------------
+def simulate(monkeypatch, gpus=0, files=(), **variables):
+    """Let torch see a number of GPUs, and let the system have these files and variables."""
     exists = os.path.exists
     monkeypatch.setattr(os.path, "exists", lambda path: path in files or exists(path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
@@ -182,74 +158,65 @@ def pretend(monkeypatch, gpus=0, files=(), **variables):
         monkeypatch.setenv(name, value)
 
 
-BROKEN = {
-    "driver": {"files": ["/dev/nvidiactl"]},
-    "AMD's driver": {"files": ["/dev/kfd"]},
-    "given by CUDA": {"CUDA_VISIBLE_DEVICES": "0,1"},
-}
+GPUS = [{"files": ["/dev/nvidiactl"]}, {"files": ["/dev/kfd"]}, {"CUDA_VISIBLE_DEVICES": "0,1"}]
 
 
-@pytest.mark.parametrize("case", BROKEN)
-def test_no_run_trains_on_a_cpu_because_a_gpu_is_broken(parse, monkeypatch, capsys, case):
-    pretend(monkeypatch, **BROKEN[case])
+@pytest.mark.parametrize("system", GPUS)
+def test_run_on_a_broken_gpu_stops(parse, monkeypatch, capsys, system):
+    simulate(monkeypatch, **system)
     error = user_error(capsys, parse, "")
     assert error.count("\n") == 1 and "no working GPU; repair the driver, or pass" in error
     assert parse("--device cpu").device == "cpu"
 
 
-def test_chapter_03_refuses_a_cpu_if_slurm_has_given_gpus(load, monkeypatch):
-    pretend(monkeypatch, SLURM_GPUS_ON_NODE="8")
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_run_on_a_hidden_gpu_uses_the_cpu(parse, monkeypatch, hidden):
+    simulate(monkeypatch, files=["/dev/nvidiactl"], CUDA_VISIBLE_DEVICES=hidden)
+    assert parse("").device == "cpu"
+
+
+def test_chapter_03_rejects_a_cpu_if_slurm_gives_gpus(load, monkeypatch):
+    simulate(monkeypatch, SLURM_GPUS_ON_NODE="8")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert load("03").has_gpu() and not load("02").has_gpu()
 
 
-@pytest.mark.parametrize("hidden", ["", "-1"])
-def test_gpus_may_be_hidden_on_purpose(parse, monkeypatch, hidden):
-    pretend(monkeypatch, files=["/dev/nvidiactl"], CUDA_VISIBLE_DEVICES=hidden)
-    assert parse("").device == "cpu"
-
-
 @pytest.mark.parametrize("capability, precision", [((7, 5), "fp32"), ((8, 0), "bf16")])
-def test_bf16_is_for_gpus_that_have_it(parse, monkeypatch, capability, precision):
-    """A T4 is 7.5: torch would take bf16 there and emulate it."""
-    pretend(monkeypatch, gpus=1)
+def test_default_precision_is_bf16_where_it_is_fast(parse, monkeypatch, capability, precision):
+    """A T4 has compute capability 7.5; torch would emulate bf16 there."""
+    simulate(monkeypatch, gpus=1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     args = parse("")
     assert (args.device, args.precision) == ("cuda", precision)
     assert parse("--precision bf16").precision == "bf16"
 
 
-@pytest.mark.parametrize("name, known", [
-    ("H200", True), ("A100-SXM4-80GB", True), ("B200", True), ("H100 80GB HBM3", True),
-    ("AMD Instinct MI300X", True), ("GB200", True), ("H200 NVL", True), ("L40S", True),
-    ("L40", False), ("H100 80GB HBM3 MIG 1g.10gb", False), ("A100", False),
-])  # fmt: skip
-def test_peaks_are_of_whole_chips(load, name, known):
-    """Another chip's or a slice's name may contain that of one in the table."""
-    assert (name in load("01").PEAK_FLOPS) == known
+def test_peaks_are_of_entire_chips(chapter):
+    """The name of a different chip or of a slice may contain the name of a chip in the table."""
+    known = ["H200", "A100-SXM4-80GB", "B200", "H100 80GB HBM3", "AMD Instinct MI300X", "GB200"]
+    known += ["H200 NVL", "L40S"]
+    assert chapter.PEAK_FLOPS.keys() >= set(known)
+    assert not chapter.PEAK_FLOPS.keys() & {"L40", "H100 80GB HBM3 MIG 1g.10gb", "A100"}
 
 
-def test_compiled_code_is_of_static_shapes(load, parse, monkeypatch):
-    """An evaluation's other batch size would otherwise make torch compile dynamic code."""
+def test_compiled_code_has_static_shapes(chapter, parse, monkeypatch):
+    """Otherwise, torch would compile dynamic code for the batch size of an evaluation."""
     given = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda _, **options: given.append(options))
-    monkeypatch.setattr(torch, "compile", lambda of, **options: given.append(options) or of)
-    chapter = load("01")
+    monkeypatch.setattr(torch, "compile", lambda loss, **options: given.append(options) or loss)
     args = parse("--compile")
-    _, config = load_tiny(chapter, args)
-    chapter.build_model(args, config)
+    chapter.build_model(args, chapter.build_tokenizer_and_config(args)[1])
+    # The tiny model has four layers, and a loss function.
     assert given == [{"dynamic": False}] * 5
 
 
-def test_a_configuration_may_be_changed(load, models, parse):
-    """By its own names; what follows from the number of layers follows."""
-    chapter = load("01")
+def test_configuration_takes_the_changes_of_the_command(chapter, models, parse):
+    """Lists that depend on the number of layers follow."""
     args = parse("--config hidden_size=64 num_hidden_layers=3 rms_norm_eps=1e-5 hidden_act=gelu")
-    _, config = load_tiny(chapter, args)
-    found = config.hidden_size, config.num_hidden_layers, config.rms_norm_eps, config.hidden_act
-    assert found == (64, 3, 1e-5, "gelu")
+    _, config = chapter.build_tokenizer_and_config(args)
+    values = config.hidden_size, config.num_hidden_layers, config.rms_norm_eps, config.hidden_act
+    assert values == (64, 3, 1e-5, "gelu")
     for family in ("qwen3", "gemma3", "gpt2"):
         args = parse(f"-m {models / family} -s 64 --config num_hidden_layers=3")
-        _, config = load_tiny(chapter, args)
-        model = chapter.build_model(args, config)
+        model = chapter.build_model(args, chapter.build_tokenizer_and_config(args)[1])
         assert len(chapter.layers_of(model)) == 3

@@ -1,44 +1,42 @@
-"""The diff is the lesson: nothing differs from the parent but what the README lists."""
+"""Tests of the chapters' diffs: a script differs from its parent as its README lists it."""
 
 import re
 
 import pytest
 
-from chapters import (
-    banners,
-    chapters,
-    children_of,
-    flags,
-    imports,
-    noise,
-    parent_of,
-    parts,
-    text_of,
-)
+from chapters import chapters, children_of, flags, imports, noise, parent_of, parts
 
 CHILDREN = [name for name in chapters() if parent_of(name)]
 
 
-def both(chapter):
+def sources(chapter):
     """Return the scripts of a chapter's parent and of the chapter."""
     return chapters()[parent_of(chapter)].read_text(), chapters()[chapter].read_text()
 
 
-def listed(chapter):
-    """Return the README's list of what changes: from kind to names."""
+def listed_changes(chapter):
+    """Return the README's list of changes: names by kind."""
     text = (chapters()[chapter].parent / "README.md").read_text()
     items = re.findall(r"^- \*\*(\w+)\*\*: (.*?)(?=^- |\n\n)", text, re.M | re.S)
     return {kind: set(re.findall(r"`([\w-]+)`", names)) for kind, names in items}
 
 
-def different(chapter):
-    """Return what really changes, under the same names."""
-    before, after = both(chapter)
-    old, new = parts(before), parts(after)
+def texts_of(source):
+    """Return the decorators of each part of a script, and its other lines."""
+    found, lines = {}, source.splitlines()
+    for name, numbers in parts(source).items():
+        text = [lines[number - 1] for number in numbers]
+        decorators = [line for line in text if line.startswith("@")]
+        found[name] = decorators, [line for line in text if not line.startswith("@")]
+    return found
+
+
+def changes(chapter):
+    """Return the changes of a script: names by kind."""
+    before, after = sources(chapter)
+    old, new = texts_of(before), texts_of(after)
     old_flags, new_flags = flags(before), flags(after)
-    old_text = {name: text_of(before, lines) for name, lines in old.items()}
-    new_text = {name: text_of(after, lines) for name, lines in new.items()}
-    common = old.keys() & new.keys()
+    same_text = {name for name in old.keys() & new.keys() if old[name][1] == new[name][1]}
     found = {
         "imports": imports(before) ^ imports(after),
         "flags": {
@@ -46,12 +44,8 @@ def different(chapter):
             for name in old_flags.keys() | new_flags.keys()
             if old_flags.get(name) != new_flags.get(name)
         },
-        "changed": {name for name in common if old_text[name][1] != new_text[name][1]},
-        "decorated": {
-            name
-            for name in common
-            if old_text[name][1] == new_text[name][1] and old_text[name] != new_text[name]
-        },
+        "changed": (old.keys() & new.keys()) - same_text,
+        "decorated": {name for name in same_text if old[name] != new[name]},
         "new": new.keys() - old.keys(),
         "gone": old.keys() - new.keys(),
     }
@@ -59,8 +53,8 @@ def different(chapter):
 
 
 @pytest.mark.parametrize("chapter", CHILDREN)
-def test_what_differs_is_what_the_readme_lists(chapter):
-    assert listed(chapter) == different(chapter)
+def test_readme_lists_all_changes(chapter):
+    assert listed_changes(chapter) == changes(chapter)
 
 
 @pytest.mark.parametrize("chapter", CHILDREN)
@@ -69,25 +63,21 @@ def test_no_hunk_is_noise(chapter):
 
 
 @pytest.mark.parametrize("chapter", CHILDREN)
-def test_what_is_common_keeps_its_order(chapter):
-    before, after = map(parts, both(chapter))
-    kept = [name for name in after if name in before]
-    assert kept == [name for name in before if name in after]
-
-
-@pytest.mark.parametrize("chapter", CHILDREN)
-def test_banners_and_flags_are_the_parents(chapter):
-    """New flags and choices may come; what is there means what it meant, in the same words."""
-    before, after = both(chapter)
-    assert len(banners(before)) == 5 and banners(before) == banners(after)
+def test_common_parts_keep_their_order_their_banners_and_their_flags(chapter):
+    before, after = sources(chapter)
+    old, new = parts(before), parts(after)
+    assert [name for name in new if name in old] == [name for name in old if name in new]
+    banners, parent_banners = (re.findall(r"^# ---- .*$", text, re.M) for text in (after, before))
+    assert len(banners) == 5 and banners == parent_banners
     old, new = flags(before), flags(after)
     assert [name for name in new if name in old] == list(old)
-    for name, declared in old.items():
-        wider = re.escape(declared).replace(r"'\]", r"'(, '\w+')*\]")  # the choices
-        assert re.fullmatch(wider, new[name])
+    for name, declaration in old.items():
+        # A child may add choices.
+        pattern = re.escape(declaration).replace(r"'\]", r"'(, '\w+')*\]")
+        assert re.fullmatch(pattern, new[name]), name
 
 
-def test_every_chapter_descends_from_the_first():
+def test_all_chapters_descend_from_the_first():
     reached = ["01"]
     for name in reached:
         reached += children_of(name)
@@ -108,27 +98,23 @@ def second(value):
         print(item)
     return os.name
 """
-NOISE = {
-    "only comments or blank lines": [
-        ("  # one more", "  # add one"),
-        ("  # one more", ""),
-        ("    return total", "    # this is the sum\n    return total"),
-        ("    return total", "\n    return total"),
-    ],
-    "only another indentation": [("        print(item)", "            print(item)")],
-    "only moved": [("    total = value + 1  # one more\n", "")],
-}
+COMMENTS, MOVED = "only comments or blank lines", "    total = value + 1  # one more\n"
 
 
 @pytest.mark.parametrize(
-    "reason, old, new", [(reason, *change) for reason, list_ in NOISE.items() for change in list_]
+    "reason, old, new",
+    [
+        (COMMENTS, "  # one more", "  # add one"),
+        (COMMENTS, "  # one more", ""),
+        (COMMENTS, "    return total", "    # this is the sum\n    return total"),
+        (COMMENTS, "    return total", "\n    return total"),
+        ("only another indentation", "        print(item)", "            print(item)"),
+        ("only moved", MOVED, ""),
+    ],
 )
-def test_noise_is_seen(reason, old, new, tmp_path):
-    """The check above can fail."""
+def test_noise_is_found(reason, old, new, tmp_path):
     before, after = tmp_path / "before.py", tmp_path / "after.py"
-    changed = SCRIPT.replace(old, new)
-    if reason == "only moved":
-        changed += f"\n\ndef third(value):\n{old}"
     before.write_text(SCRIPT)
-    after.write_text(changed)
+    moved = f"\n\ndef third(value):\n{old}" if old == MOVED else ""
+    after.write_text(SCRIPT.replace(old, new) + moved)
     assert [found for found, _ in noise(before, after)] == [reason]

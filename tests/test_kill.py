@@ -1,121 +1,84 @@
-"""kill -9 at any moment: what is named a checkpoint is whole, and the curve goes on unchanged."""
+"""kill -9 at any moment: each named checkpoint is complete, and the curve stays unchanged."""
 
-import contextlib
 import os
 import random
 import signal
 import subprocess
 import time
+from contextlib import suppress
 
 import pytest
 
-from conftest import (
-    SCRIPTS,
-    SHORT,
-    difference,
-    free_port,
-    metrics,
-    run_or_fail,
-    start_ranks,
-)
-from runs import all_running, last_logged_step, newest_step, wait_for
+from conftest import SCRIPTS, SHORT, SPLIT, curves_of, difference, start_ranks
+from marks import exhaustive, slow
+from runs import last_logged_step, newest_step, wait_for
 
 EVERY = 3
 ARGS = [*SHORT, "--seq-length", 32, "--checkpoint-every", EVERY, "--eval-every", 50]
 
 
-def ended(process):
-    """Return the status of a process whose fellows end: without them it may wait for ever."""
-    try:
-        return process.wait(timeout=20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait(timeout=20)
-
-
-def kill_one(processes, draw):
-    """Kill one rank, and end the others as torchrun would."""
-    draw.choice(processes).kill()
-    time.sleep(0.1)  # this often torchrun looks after its ranks
+def kill_one(processes, choice):
+    """Kill one rank, and end the other ranks as torchrun would."""
+    choice.choice(processes).kill()
+    # torchrun looks at its ranks every 0.1 s.
+    time.sleep(0.1)
     for process in processes:
         process.send_signal(signal.SIGTERM)
+    # torchrun would wait for 30 s before it kills the ranks.
     for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=5)  # torchrun waits for 30 s before it kills
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=5)
 
 
-def kill_once(chapter, args, run_dir, before, draw, in_a_save, one_rank):
-    """Start the run, kill it at some moment, check what is left; return the newest step of that.
-
-    Or None, if there was nothing to kill any more.
-    """
+def kill_once(chapter, args, run_dir, oldest, choice, during_save, one_rank):
+    """Start the run, kill it at a random moment, and check its files; return its newest step."""
     logs = run_dir.with_name("logs")
     logs.mkdir(exist_ok=True)
-    command, port = [SCRIPTS[chapter], *args], str(free_port())
-    processes = start_ranks(1 if chapter == "01" else 2, command, logs, MASTER_PORT=port)
-    after = before + draw.randint(2, 5 * EVERY)  # in steps: the machine's speed does not matter
-    if not wait_for(lambda: last_logged_step(run_dir) >= after, processes):
-        statuses = [ended(process) for process in processes]
-        output = "\n".join(path.read_text() for path in sorted(logs.glob("rank*.log")))
-        assert not any(statuses), f"it failed, and nobody had killed it:\n{output}"
-        return None
-    time.sleep(draw.uniform(0, 0.02))
-    if in_a_save:
-        checkpoints = run_dir / "checkpoints"
-        wait_for((checkpoints / ".partial").exists, processes)
-        time.sleep(draw.uniform(0, 0.01))
-    running = all_running(processes)
-    if one_rank and running:
-        kill_one(processes, draw)
+    processes = start_ranks(1 if chapter == "01" else 2, [SCRIPTS[chapter], *args], logs)
+    # Count in steps, so that the speed of the machine does not matter.
+    last = oldest + choice.randint(2, 2 * EVERY)
+    running = wait_for(lambda: last_logged_step(run_dir) >= last, processes)
+    time.sleep(choice.uniform(0, 0.02))
+    if during_save:
+        wait_for((run_dir / "checkpoints/.partial").exists, processes)
+        time.sleep(choice.uniform(0, 0.01))
+    if one_rank:
+        kill_one(processes, choice)
     for process in processes:
         process.kill()
-    for process in processes:
         process.wait(timeout=20)
+    output = "\n".join(path.read_text() for path in sorted(logs.glob("rank*.log")))
+    assert running, f"the run ended or failed before the kill:\n{output}"
     newest = newest_step(run_dir)
-    assert newest >= before
-    lost = 2 * EVERY if "--checkpoint-async" in args else EVERY  # the newest may be on its way
-    assert newest >= last_logged_step(run_dir) - lost
-    return newest if running else None
+    # A save in the background may have been incomplete.
+    lost = 2 * EVERY if "--checkpoint-async" in args else EVERY
+    assert newest >= max(oldest, last_logged_step(run_dir) - lost), output
+    return newest
 
 
-def kill_often(chapter, times, tmp_path, num_steps):
-    """Kill a run `times` times, let it finish, and compare it with one that never stopped."""
+CASES = [("01", 1), slow("05", 3)]
+CASES += [exhaustive(chapter, 4) for chapter in ("03", "04", *SPLIT)]
+# Chapter 02 saves one file, and chapter 05 saves shards; the other chapters save like these two.
+CASES += [exhaustive(chapter, 20) for chapter in ("02", "05")]
+
+
+@pytest.mark.parametrize("chapter, kills", CASES)
+def test_kills_change_no_curve(tmp_path, chapter, kills):
+    """Kill all ranks, during a save and outside of saves; from 04 on, also kill a single rank."""
     seed = int(os.environ.get("KILL_SEED", random.randrange(10**6)))
-    print(f"KILL_SEED={seed} repeats these moments as far as the machine does")
-    draw = random.Random(seed)
-    args = [*ARGS, "--num-steps", num_steps, "--save-dir", tmp_path]
-    args += ["--checkpoint-async"] if chapter in ("05", "06", "07", "08") else []
-    args += ["--tensor-parallel-size", 2] if chapter == "06" else []
-    args += ["--pipeline-parallel-size", 2, "--batch-size", 4] if chapter == "07" else []
-    args += ["--context-parallel-size", 2] if chapter == "08" else []
-    run_dir, kills, hit_a_save, newest = tmp_path / "killed", 0, 0, 0
-    while kills < times or (not hit_a_save and kills < times + 5):
-        in_a_save, one_rank = kills % 2 == 0, chapter > "03" and kills % 4 > 1
+    print(f"KILL_SEED={seed} repeats these moments, as far as the machine repeats its timing")
+    choice = random.Random(seed)
+    args = [*ARGS, "--num-steps", 30 + 12 * kills, "--save-dir", tmp_path, *SPLIT.get(chapter, [])]
+    args += ["--checkpoint-async"] * (chapter >= "05")
+    run_dir, saves_hit, newest, number = tmp_path / "killed", 0, 0, 0
+    while number < kills or (not saves_hit and number < kills + 3):
+        during_save, one_rank = number % 2 == 0, chapter > "03" and number % 4 > 1
         command = [*args, "-e", "killed"]
-        newest = kill_once(chapter, command, run_dir, newest, draw, in_a_save, one_rank)
-        assert newest is not None, f"it finished after {kills} kills: lengthen the run"
-        kills += 1
-        hit_a_save += (run_dir / "checkpoints/.partial").exists()
-    assert hit_a_save, "no kill ever hit a save"
-    jobs = [(chapter, [*args, "-e", name]) for name in ("killed", "whole")]
-    run_or_fail(1 if chapter == "01" else 2, jobs, tmp_path / "jobs")
+        newest = kill_once(chapter, command, run_dir, newest, choice, during_save, one_rank)
+        saves_hit += (run_dir / "checkpoints/.partial").exists()
+        number += 1
+    assert saves_hit, "no kill hit a save"
+    jobs = {name: (chapter, args) for name in ("killed", "complete")}
+    curves = curves_of(tmp_path, {1 if chapter == "01" else 2: jobs})
     assert not (run_dir / "checkpoints/.partial").exists()
-    assert difference(metrics(tmp_path / "whole"), metrics(run_dir)) == 0.0
-
-
-def test_killed(tmp_path):
-    kill_often("01", 1, tmp_path, num_steps=150)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chapter", ["01", "02", "03", "04", "05", "06", "07", "08"])
-def test_killed_four_times(tmp_path, chapter):
-    """All processes at once; from 04 on also one of the ranks, after which the others are ended."""
-    kill_often(chapter, 4, tmp_path, num_steps=150)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("chapter", ["02", "05"])
-def test_killed_twenty_times(tmp_path, chapter):
-    """One file, and shards; the other chapters save as these do."""
-    kill_often(chapter, 20, tmp_path, num_steps=400)
+    assert difference(curves["complete"], curves["killed"]) == 0.0

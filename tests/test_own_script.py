@@ -1,4 +1,4 @@
-"""The Python on docs/your-own-*.md does what the pages say, and its checks notice mistakes."""
+"""The Python on docs/your-own-*.md does what the pages claim, and its checks notice mistakes."""
 
 import ast
 import contextlib
@@ -27,64 +27,69 @@ CODE = "\n".join(block.text for page in PAGES for block in blocks(page) if block
 
 
 def page(old="", new=""):
-    """Return what the pages define, after a replacement."""
-    assert not old or old in CODE
+    """Return the functions of the pages as a module, after a replacement in their text."""
+    assert not old or old in CODE, f"the pages do not have: {old}"
     module = types.ModuleType("page")
     exec(CODE.replace(old, new) if old else CODE, module.__dict__)
     return module
 
 
+def from_pretrained(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+# ---- published weights, shard by shard ---------------------------------------------------------
 @pytest.fixture(scope="module")
 def folders(models, tmp_path_factory):
-    """Folders of published models by name; qwen3's embeddings are tied."""
+    """Return folders of published models by name; the embeddings of qwen3 are tied."""
     root = tmp_path_factory.mktemp("published")
     return {name: make_hub_folder(models, root, name) for name in ("mistral", "qwen3", "mixtral")}
 
 
-def checked(code, folder):
+def differing_names(code, folder):
     """Return the names that the page's check prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         code.check(folder, "cpu")
-    return ast.literal_eval(said.getvalue().removeprefix("different: "))
+    return ast.literal_eval(output.getvalue().removeprefix("different: "))
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen3"])
-def test_a_model_built_on_the_meta_device(name, folders, one_rank_group):
-    """It equals the one that is built on the CPU, bit for bit."""
-    assert checked(page(), folders[name]) == []
+def test_model_built_on_the_meta_device_equals_the_model_built_on_the_cpu(
+    name, folders, one_rank_group
+):
+    assert differing_names(page(), folders[name]) == []
 
 
 @pytest.mark.parametrize(
-    "forgotten, told", [("model.init_weights()", "inv_freq"), ("dcp.load(weights, ", "weight")]
+    "line, replacement, ending",
+    [("model.init_weights()", "", "inv_freq"), ("dcp.load(weights, ", "dict(", "weight")],
 )
-def test_a_forgotten_line_is_named(forgotten, told, folders, one_rank_group):
-    names = checked(page(forgotten, "dict(" if forgotten.endswith(" ") else ""), folders["mistral"])
-    assert names and all(each.endswith(told) for each in names), names
+def test_forgotten_line_is_noticed(line, replacement, ending, folders, one_rank_group):
+    names = differing_names(page(line, replacement), folders["mistral"])
+    assert names and all(name.endswith(ending) for name in names), names
 
 
-def test_lost_ties_are_named(folders, one_rank_group, monkeypatch):
+def test_lost_tie_is_noticed(folders, one_rank_group, monkeypatch):
     monkeypatch.setattr(transformers.Qwen3ForCausalLM, "tie_weights", lambda *_, **__: None)
     with pytest.raises(dcp.CheckpointException, match=r"Missing key.*: lm_head\.weight"):
-        checked(page(), folders["qwen3"])
+        differing_names(page(), folders["qwen3"])
 
 
-def test_weights_under_other_names(folders, one_rank_group, tmp_path):
-    """Mixtral's cannot be read shard by shard, and can be after they were written out."""
+def test_weights_with_other_names_are_read_after_they_were_written_out(
+    folders, one_rank_group, tmp_path
+):
     code = page()
     with pytest.raises(dcp.CheckpointException, match="Missing key"):
         code.load_sharded(folders["mixtral"], "cpu")
     code.write_out(folders["mixtral"], tmp_path / "written")
-    expected = transformers.AutoModelForCausalLM.from_pretrained(
-        folders["mixtral"], dtype=torch.float32
-    )
-    torch.use_deterministic_algorithms(True)
-    assert code.different(code.load_sharded(tmp_path / "written", "cpu"), expected) == []
+    loaded = code.load_sharded(tmp_path / "written", "cpu")
+    assert code.different(loaded, from_pretrained(folders["mixtral"])) == []
 
 
-def stepped(model, optimizer, steps=2):
+def losses_of(model, optimizer, num_steps=2):
     """Return the losses of a few steps on the same tokens."""
     losses, ids = [], torch.arange(32).view(2, 16)
-    for _ in range(steps):
+    for _ in range(num_steps):
         losses.append(model(input_ids=ids, labels=ids, use_cache=False).loss)
         losses[-1].backward()
         optimizer.step()
@@ -93,51 +98,51 @@ def stepped(model, optimizer, steps=2):
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen3"])
-def test_shards_are_saved_loaded_and_made_a_folder(name, folders, one_rank_group, tmp_path):
-    """Weights and moments: the losses go on as if nothing had been."""
-    code, models = page(), []
+def test_saved_shards_restore_the_run_and_become_a_model_folder(
+    name, folders, one_rank_group, tmp_path
+):
+    code, states = page(), []
     for _ in range(2):
         model = code.load_sharded(folders[name], "cpu")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-        models.append((model, optimizer, schedule))
-    one, other = models
-    stepped(*one[:2])
+        states.append((model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)))
+    (model, optimizer, _), (restored_model, restored_optimizer, _) = states
+    losses_of(model, optimizer)
     run = tmp_path / "run"
     (run / "step-00000001").mkdir(parents=True)
-    (run / "step-00000003.partial").mkdir()  # which a kill has left
+    # A killed run has left this folder.
+    (run / "step-00000003.partial").mkdir()
     for step in (2, 3):
-        code.save_shards(run, *one, step)
+        code.save_shards(run, *states[0], step)
     assert (run / "step-00000002").exists() and not (run / "step-00000003").exists()
     code.finish_save()
     assert sorted(path.name for path in run.iterdir()) == ["step-00000002", "step-00000003"]
-    assert code.load_shards(run, *other) == 3
+    assert code.load_shards(run, *states[1]) == 3
     code.to_folder(run / "step-00000003", folders[name], tmp_path / "folder")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
-    assert code.different(one[0], loaded) == []
-    assert stepped(*one[:2]) == stepped(*other[:2])
+    assert code.different(model, from_pretrained(tmp_path / "folder")) == []
+    assert losses_of(model, optimizer) == losses_of(restored_model, restored_optimizer)
 
 
-def test_buffers_move_alone(folders, one_rank_group):
-    code, model = page(), transformers.AutoModelForCausalLM.from_pretrained(folders["mistral"])
-    code.buffers_to(model, "meta")
+def test_only_buffers_move(folders, one_rank_group):
+    model = from_pretrained(folders["mistral"])
+    page().buffers_to(model, "meta")
     assert all(buffer.is_meta for buffer in model.buffers()) and list(model.buffers())
     assert not any(weight.is_meta for weight in model.parameters())
 
 
-# ---- resume ----------------------------------------------------------------------------------
+# ---- resume ------------------------------------------------------------------------------------
 STEPS, SAVED = 20, 10
 SAMPLES = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Model(torch.nn.Sequential):
-    """Returns a loss, with dropout on the way."""
+    """A small model with dropout, which returns a loss."""
 
     def forward(self, inputs):
         return (super().forward(inputs) - inputs.roll(1, 1)).pow(2).mean()
 
 
-def run(code, path, steps, stops=None, shards=False, **options):
+def run(code, path, stops=None, shards=False, num_steps=STEPS, **options):
     """Train from the checkpoint, if there is one; return losses and the line of each step."""
     torch.manual_seed(1)
     model = Model(torch.nn.Linear(8, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 8))
@@ -147,121 +152,126 @@ def run(code, path, steps, stops=None, shards=False, **options):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     stops = stops or itertools.repeat(False)
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        args = model, optimizer, schedule, SAMPLES, path, steps, SAVED, stops
-        losses = code.train(*args, shown=range(steps), **options)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        args = model, optimizer, schedule, SAMPLES, path, num_steps, SAVED, stops
+        losses = code.train(*args, shown=range(num_steps), **options)
     code.finish_save()
-    lines = [line.split("  ") for line in said.getvalue().splitlines()]
-    found = {int(line[0].split()[1]): dict(word.split() for word in line[1:]) for line in lines}
-    return {step: loss.item() for step, loss in losses.items()}, found
+    lines = {}
+    for line in output.getvalue().splitlines():
+        first, *words = line.split("  ")
+        lines[int(first.split()[1])] = dict(word.split() for word in words)
+    return {step: loss.item() for step, loss in losses.items()}, lines
 
 
 @pytest.mark.parametrize("shards", [False, True])
-def test_a_resume_is_exact(shards, one_rank_group, tmp_path):
-    """Not one bit of the losses after it differs, nor anything that is printed."""
+def test_resume_is_exact_to_the_bit(shards, one_rank_group, tmp_path):
     code = page()
-    losses, lines = run(code, tmp_path / "whole", STEPS, shards=shards)
-    asked = (1 / (SAVED + 3 - step) < 0 for step in range(STEPS))  # which ends in an error
+    losses, lines = run(code, tmp_path / "alone", shards=shards)
+    # This run fails with an error three steps after its checkpoint.
+    stops = (1 / (SAVED + 3 - step) < 0 for step in range(STEPS))
     with pytest.raises(ZeroDivisionError):
-        run(code, tmp_path / "killed", STEPS, stops=asked, shards=shards)
+        run(code, tmp_path / "killed", stops, shards)
     code.finish_save()
-    after, shown = run(code, tmp_path / "killed", STEPS, shards=shards)
-    assert list(after) == list(range(SAVED, STEPS))
-    assert all(after[step] == losses[step] and shown[step] == lines[step] for step in after)
+    resumed_losses, resumed_lines = run(code, tmp_path / "killed", shards=shards)
+    assert list(resumed_losses) == list(range(SAVED, STEPS))
+    for step, loss in resumed_losses.items():
+        assert (loss, resumed_lines[step]) == (losses[step], lines[step])
 
 
-def test_a_stop_loses_no_step(one_rank_group, tmp_path):
-    """The run ends after the step in which it was asked, and continues exactly."""
-    losses, _ = run(page(), tmp_path / "whole", STEPS)
-    asked = iter([False] * 3 + [True])
-    before, _ = run(page(), tmp_path / "asked", STEPS, stops=asked)
-    after, _ = run(page(), tmp_path / "asked", STEPS)
-    assert list(before) == [0, 1, 2, 3] and before | after == losses
+@pytest.mark.parametrize("end", ["stop", "end of a stream"])
+def test_run_that_ends_early_loses_no_step(end, one_rank_group, monkeypatch, tmp_path):
+    """The run stops in step 4, or its samples end in the middle of a step, after a checkpoint."""
+    losses, _ = run(page(), tmp_path / "alone")
+    if end == "stop":
+        num_steps = 4
+        first_losses, _ = run(page(), tmp_path / "run", iter([False] * 3 + [True]))
+    else:
+        num_steps = SAVED + 3
+        [line] = re.findall(r"`(if not all_have.*?; break)`", PAGES[0].read_text())
+        code = page("        if step in shown:", f"        {line}\n        if step in shown:")
+        # Each step has two micro-batches.
+        batches, num_batches = code.batches, 2 * num_steps + 1
+        limited = lambda *args: itertools.islice(batches(*args), num_batches)  # noqa: E731
+        monkeypatch.setattr(code, "batches", limited)
+        first_losses, _ = run(code, tmp_path / "run")
+    resumed_losses, _ = run(page(), tmp_path / "run")
+    assert list(first_losses) == list(range(num_steps))
+    assert first_losses | resumed_losses == losses
 
 
-@pytest.mark.parametrize("options", ["", ", worker_init_fn=stay"], ids=["as it is", "stay"])
-def test_a_signal_to_all_processes(options):
-    """It ends workers, and with them the rank that handles it; those that stay end if it fails."""
+@pytest.mark.parametrize(
+    "old, new, name",
+    [
+        ('optimizer.load_state_dict(state["optimizer"])', "pass", "moments"),
+        ('schedule.load_state_dict(state["schedule"])', "pass", "lr"),
+        ("micro, seed, done,", "micro, seed, 0,", "samples"),
+        ("torch.manual_seed(hash((seed, step, rank)))", "torch.rand(())", "random"),
+    ],
+)
+def test_lost_state_is_the_only_difference_in_the_line(old, new, name, one_rank_group, tmp_path):
+    code = page(old, new)
+    losses, lines = run(code, tmp_path / "alone")
+    run(code, tmp_path / "killed", num_steps=SAVED)
+    resumed_losses, resumed_lines = run(code, tmp_path / "killed")
+    line, resumed_line = lines[SAVED], resumed_lines[SAVED]
+    assert {key for key in line if resumed_line[key] != line[key]} == {name}
+    assert any(resumed_losses[step] != losses[step] for step in resumed_losses)
+
+
+def test_size_of_micro_batches_changes_no_loss(one_rank_group, tmp_path):
+    without_dropout = page("torch.manual_seed(hash((seed, step, rank)))", "model.eval()")
+    losses, _ = run(without_dropout, tmp_path / "large", most=8)
+    small_losses, _ = run(without_dropout, tmp_path / "small", most=3)
+    assert small_losses == pytest.approx(losses, abs=1e-6)
+
+
+@pytest.mark.parametrize("workers_stay", [False, True])
+def test_sigterm_to_all_processes_ends_workers_unless_they_stay(workers_stay):
+    """Without workers, a rank that handles the signal fails; with them, it reads on."""
+    option = ", worker_init_fn=stay" if workers_stay else ""
     code = f"""{CODE}
 import subprocess
 os.setpgrp()
 signal.signal(signal.SIGTERM, lambda *_: None)
-batches = iter(DataLoader(range(10_000), 2, num_workers=2{options}))
-some = [next(batches) for _ in range(10)]  # of both workers
+batches = iter(DataLoader(range(10_000), 2, num_workers=2{option}))
+# Both workers have started after ten batches.
+list(itertools.islice(batches, 10))
 subprocess.run(["kill", "--", f"-{{os.getpgrp()}}"], start_new_session=True)
 print(len(list(itertools.islice(batches, 100))))
 raise ZeroDivisionError
 """
     done = run_command(sys.executable, "-c", code, timeout=60)
     assert done.returncode == 1
-    assert done.stdout == "100\n" * bool(options), done.stderr
-    assert ("ZeroDivisionError" in done.stderr) == bool(options)
+    assert done.stdout == ("100\n" if workers_stay else ""), done.stderr
+    assert ("ZeroDivisionError" in done.stderr) == workers_stay
 
 
-def test_the_end_of_a_stream_loses_no_step(one_rank_group, monkeypatch, tmp_path):
-    """With the page's line for it; the samples end in the middle of a step, after a save."""
-    [line] = re.findall(r"`(if not all_have.*?; break)`", PAGES[0].read_text())
-    whole, _ = run(page(), tmp_path / "whole", STEPS)
-    code = page("        if step in shown:", f"        {line}\n        if step in shown:")
-    batches, enough = code.batches, 2 * (SAVED + 3) + 1  # two micro-batches a step
-    monkeypatch.setattr(code, "batches", lambda *at: itertools.islice(batches(*at), enough))
-    before, _ = run(code, tmp_path / "ended", STEPS)
-    after, _ = run(page(), tmp_path / "ended", STEPS)
-    assert list(before) == list(range(SAVED + 3)) and before | after == whole
-
-
-def test_a_stream_continues_where_its_state_says(tmp_path):
-    """As the page on data loading has it; here with a map that makes two samples of each record."""
+def test_stream_continues_at_its_state(tmp_path):
+    """Check the stream of preparing-data/data-loading.md; its map makes two samples of a record."""
     for name in "abcd":
         rows = [json.dumps({"text": f"{name}{number}"}) for number in range(50)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
 
     def stream():
         options = {"streaming": True, "split": "train", "cache_dir": str(tmp_path)}
-        found = load_dataset("json", data_files=str(tmp_path / "*.jsonl"), **options)
-        split = split_dataset_by_node(found, 1, 2)
+        records = load_dataset("json", data_files=str(tmp_path / "*.jsonl"), **options)
         twice = {"batched": True, "batch_size": 16}
+        split = split_dataset_by_node(records, 1, 2)
         return split.map(lambda rows: {"text": [row * 2 for row in rows["text"] * 2]}, **twice)
 
-    whole, state = [], None
+    batches, state = [], None
     for number, batch in enumerate(DataLoader(first := stream(), 3)):
-        whole.append(batch["text"])
+        batches.append(batch["text"])
         if number == 7:
             state = json.dumps(first.state_dict())
     (later := stream()).load_state_dict(json.loads(state))
-    assert [batch["text"] for batch in DataLoader(later, 3)] == whole[8:] and len(whole) > 60
+    assert [batch["text"] for batch in DataLoader(later, 3)] == batches[8:] and len(batches) > 60
 
 
-@pytest.mark.parametrize(
-    "old, new, lost",
-    [
-        ('optimizer.load_state_dict(state["optimizer"])', "pass", {"moments"}),
-        ('schedule.load_state_dict(state["schedule"])', "pass", {"lr"}),
-        ("micro, seed, done,", "micro, seed, 0,", {"samples"}),
-        ("torch.manual_seed(hash((seed, step, rank)))", "torch.rand(())", {"random"}),
-    ],
-)
-def test_what_is_lost_is_named(old, new, lost, one_rank_group, tmp_path):
-    """Of the line for the first step after the resume, only what was lost is another."""
-    code = page(old, new)
-    losses, lines = run(code, tmp_path / "whole", STEPS)
-    run(code, tmp_path / "killed", SAVED)
-    after, shown = run(code, tmp_path / "killed", STEPS)
-    differ = {name for name in lines[SAVED] if shown[SAVED][name] != lines[SAVED][name]}
-    assert differ == lost
-    assert any(after[step] != losses[step] for step in after)
-
-
-def test_micro_batches_change_no_loss(one_rank_group, tmp_path):
-    code = page("torch.manual_seed(hash((seed, step, rank)))", "model.eval()")  # no dropout
-    whole, _ = run(code, tmp_path / "whole", STEPS, most=8)
-    parts, _ = run(code, tmp_path / "parts", STEPS, most=3)
-    assert parts == pytest.approx(whole, abs=1e-6)
-
-
-def test_a_file_that_only_some_ranks_see_is_refused(one_rank_group, monkeypatch, tmp_path):
-    def gather(seen, mine):
-        seen[:] = [mine, not mine]
+# ---- several ranks -----------------------------------------------------------------------------
+def test_file_that_only_some_ranks_see_is_refused(one_rank_group, monkeypatch, tmp_path):
+    def gather(seen, is_here):
+        seen[:] = [is_here, not is_here]
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
     with pytest.raises(AssertionError, match="only some ranks see"):
@@ -270,33 +280,31 @@ def test_a_file_that_only_some_ranks_see_is_refused(one_rank_group, monkeypatch,
 
 def test_ranks_load_in_turn(one_rank_group, monkeypatch):
     turns = []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(dist, "barrier", lambda _: turns.append("wait"))
+    load = lambda: turns.append("load") or torch.nn.Linear(1, 1)  # noqa: E731
     for rank in "01":
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
         monkeypatch.setenv("LOCAL_RANK", rank)
-        barrier = lambda _: turns.append("wait")  # noqa: E731
-        monkeypatch.setattr(dist, "barrier", barrier)
-        load = lambda: turns.append("load") or torch.nn.Linear(1, 1)  # noqa: E731
         page().load_in_turn(load, "cpu", None)
     assert turns == ["load", "wait", "wait", "wait", "load", "wait"]
 
 
-def test_ranks_share_a_pass(tmp_path):
-    """Together they read each sample once, from any step on."""
-    code, data = page(), torch.arange(24)
-    first = [code.batches(data, 8, 2, 0, 1, rank, 2) for rank in range(2)]
-    read = torch.cat([next(each) for _ in range(4) for each in first])
-    before = next(code.batches(data, 8, 8, 0, 0))
+def test_ranks_read_each_sample_once(tmp_path):
+    code, samples = page(), torch.arange(24)
+    first_step = next(code.batches(samples, 8, 8, 0, 0))
+    readers = [code.batches(samples, 8, 2, 0, 1, rank, 2) for rank in range(2)]
+    later_steps = [next(reader) for _ in range(4) for reader in readers]
+    assert sorted(torch.cat([first_step, *later_steps]).tolist()) == list(range(24))
     assert code.split(24, 5, 2) == (4, 3)
     with pytest.raises(AssertionError, match="8 samples do not divide by 3 ranks"):
         code.split(8, 2, 3)
-    assert sorted(torch.cat([before, read]).tolist()) == list(range(24))
 
 
-@pytest.mark.parametrize("others", [0, 1])
-def test_all_ranks_end_together(others, monkeypatch):
+@pytest.mark.parametrize("others_have", [0, 1])
+def test_all_ranks_end_together(others_have, monkeypatch):
     def reduce(answer, operation):
         assert operation == dist.ReduceOp.MIN
-        answer.clamp_(max=others)
+        answer.clamp_(max=others_have)
 
     monkeypatch.setattr(dist, "all_reduce", reduce)
-    assert [page().all_have(more, "cpu") for more in (True, False)] == [bool(others), False]
+    assert [page().all_have(more, "cpu") for more in (True, False)] == [bool(others_have), False]

@@ -1,4 +1,4 @@
-"""preflight.py: healthy machines get a go, and each planted fault a line that says where it is."""
+"""Test that preflight.py lets healthy machines go, and names each planted fault and its rank."""
 
 import argparse
 import os
@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import preflight
 import pytest
@@ -16,39 +15,43 @@ from conftest import ROOT, free_port, user_error
 
 TOOL = ROOT / "diagnosing-errors/preflight.py"
 
-# ---- comparison ------------------------------------------------------------------------------
+
+# ---- comparison --------------------------------------------------------------------------------
+def healthy_reports(num_ranks=1000, ranks_per_host=8):
+    """Return the reports of healthy ranks, whose measurements differ by up to 10%."""
+    reports = []
+    for rank in range(num_ranks):
+        noise = 1 - (rank * 37 % 100) / 1000
+        report = {
+            "rank": rank, "host": f"h{rank // ranks_per_host}", "device": "cuda",
+            "python": "3.11.7", "torch": "2.13.0", "transformers": "5.23.0", "datasets": "5.2.0",
+            "nccl": "2.28", "driver": "580.1", "GPU": "H100", "GPU memory in use": 4,
+            "GPU ECC errors": 0, "GPU hardware slowdown": "Not Active",
+            "GPU thermal slowdown": "Not Active", "open files": 65536,
+            "locked memory": "unlimited", "/dev/shm free": 99 * noise, "clock": rank / 1e6,
+            "matmul": 600 * noise, "all-reduce": 300 * noise,
+            "link within a node": 200 * noise, "link between nodes": 20 * noise,
+        }  # fmt: skip
+        # Only the first rank of each host checks the folder.
+        if rank % ranks_per_host == 0:
+            report |= {"--save-dir": "shared", "disk free": 4000.0}
+        reports.append(report)
+    return reports
 
 
-def healthy(ranks=1000, per_host=8):
-    """Return what so many ranks report of healthy machines; no two measure quite the same."""
-    return [report_of(rank, rank % per_host, f"h{rank // per_host}") for rank in range(ranks)]
-
-
-def report_of(rank, local_rank, host):
-    noise = 1 - (rank * 37 % 100) / 1000  # up to 10% slower
-    report = {"rank": rank, "host": host, "device": "cuda", "python": "3.11.7", "torch": "2.13.0"}
-    report |= {"transformers": "5.23.0", "datasets": "5.2.0", "nccl": "2.28", "driver": "580.1"}
-    report |= {"GPU": "H100", "GPU memory in use": 4, "GPU ECC errors": 0, "open files": 65536}
-    report |= dict.fromkeys(["GPU hardware slowdown", "GPU thermal slowdown"], "Not Active")
-    report |= {"locked memory": "unlimited", "/dev/shm free": 99 * noise, "clock": rank / 1e6}
-    report |= {"matmul": 600 * noise, "all-reduce": 300 * noise}
-    report |= {"link within a node": 200 * noise, "link between nodes": 20 * noise}
-    if local_rank == 0:
-        report |= {"--save-dir": "shared", "disk free": 4000.0}
-    return report
-
-
-def findings(reports, device="cuda", network_gbs=0.0):
+def compare(reports, device="cuda", network_gbs=0.0):
+    """Return the rows of the report, and the findings."""
     args = argparse.Namespace(device=device, network_gbs=network_gbs, checkpoint_gb=40.0)
-    return preflight.compare(args, reports)[1]
+    return preflight.compare(args, reports)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_thousand_healthy_ranks(device):
-    assert findings(healthy(), device) == []
+def test_thousand_healthy_ranks_have_no_finding(device):
+    assert compare(healthy_reports(), device)[1] == []
 
 
-FAULTS = {  # what rank 16, the first of h2, reports: which level, and in which words
+# For each check, the value that rank 16 reports, the level of the finding, and its words.
+FAULTS = {
     "python": ("3.12.1", "warning", "3.12.1 (usual: 3.11.7)"),
     "torch": ("2.12.0", "no-go", "2.12.0 (usual: 2.13.0)"),
     "transformers": ("not installed", "no-go", "not installed (usual: 5.23.0)"),
@@ -74,76 +77,72 @@ FAULTS = {  # what rank 16, the first of h2, reports: which level, and in which 
 
 
 @pytest.mark.parametrize("check", FAULTS)
-def test_one_rank_of_a_thousand(capsys, check):
+def test_one_odd_rank_of_a_thousand_is_named(capsys, check):
     value, level, words = FAULTS[check]
-    reports = healthy()
+    reports = healthy_reports()
     reports[16][check] = value
-    [finding] = findings(reports)
+    [finding] = compare(reports)[1]
     preflight.print_finding(finding)
     first, advice = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{level:8} {check}: rank 16 on h2: {words}")
     assert advice.strip()
 
 
-def test_a_slow_host_is_one_finding():
-    reports = healthy(24)
+def test_slow_host_is_one_finding():
+    reports = healthy_reports(24)
     for rank in range(8, 16):
         reports[rank]["link between nodes"] /= 10
-    [finding] = findings(reports)
+    [finding] = compare(reports)[1]
     assert finding.ranks == "ranks 8, 9, 10, 11, 12, 13, 14, 15 on h1"
 
 
-def test_two_slow_hosts_need_a_number():
-    """Nothing says which of two hosts is slow, or that they are, but --network-gbs."""
-    reports = healthy(2, per_host=1)
-    assert findings(reports) == []
-    found = findings(reports, network_gbs=100.0)
-    assert [finding.ranks for finding in found] == ["rank 0 on h0", "rank 1 on h1"]
+def test_two_slow_hosts_are_found_only_with_an_expected_rate():
+    reports = healthy_reports(2, ranks_per_host=1)
+    assert compare(reports)[1] == []
+    findings = compare(reports, network_gbs=100.0)[1]
+    assert [finding.ranks for finding in findings] == ["rank 0 on h0", "rank 1 on h1"]
 
 
-def test_what_cannot_be_read_is_not_known():
-    report = report_of(0, 0, "h0")
+def test_values_that_cannot_be_read_are_not_known():
+    [report] = healthy_reports(1)
+    # A machine without InfiniBand does not report a limit on locked memory.
     del report["GPU ECC errors"], report["locked memory"]
-    args = argparse.Namespace(device="cuda", network_gbs=0.0, checkpoint_gb=0.0)
-    rows, found = preflight.compare(args, [report])
-    assert dict(rows)["GPU ECC errors"] == "not known: see nvidia-smi -q" and not found
-    assert "locked memory" not in dict(rows)  # there is no InfiniBand that needs it
+    rows, findings = compare([report])
+    assert dict(rows)["GPU ECC errors"] == "not known: see nvidia-smi -q" and not findings
+    assert "locked memory" not in dict(rows)
 
 
-# ---- reading ---------------------------------------------------------------------------------
-
-
-def test_rings():
+# ---- facts and measurements --------------------------------------------------------------------
+def test_rings_join_the_ranks_of_a_node_and_the_nodes():
     within, between = preflight.rings_of(["a", "a", "b", "b", "c"]).values()
     assert (within, between) == ([[0, 1], [2, 3], [4]], [[0, 2, 4], [1, 3]])
 
 
-@pytest.mark.parametrize("hosts", [3, 4, 8, 33])
-def test_only_the_slow_host_measures_a_slow_link(monkeypatch, hosts):
-    """Each meets two others at least, and both of a pair in the same round."""
-    met = []
+@pytest.mark.parametrize("num_ranks", [3, 4, 8, 33])
+def test_only_the_slow_host_measures_a_slow_link(monkeypatch, num_ranks):
+    """Each rank has at least two partners, and both partners have the same round."""
+    partners = []
 
-    def pretended(device, work):
+    def simulate(device, work):
         partner = None if work is preflight.do_nothing else work.args[1]
-        met.append(partner)
+        partners.append(partner)
         return 100.0 if 2 in (rank, partner) else 1.0
 
-    monkeypatch.setattr(preflight, "seconds_of", pretended)
+    monkeypatch.setattr(preflight, "seconds_of", simulate)
+    ring, device = list(range(num_ranks)), preflight.torch.device("cpu")
     rates, rounds = [], []
-    for rank in range(hosts):
-        met.clear()
-        rings, cpu = [list(range(hosts))], preflight.torch.device("cpu")
-        rates.append(preflight.link_rate(rank, rings, cpu, None))
-        rounds.append(met[::6])
-    assert [rank for rank in range(hosts) if rates[rank] < max(rates)] == [2]
-    for rank, partners in enumerate(rounds):
-        assert len(set(partners) - {None}) >= 2
-        pairs = [(number, each) for number, each in enumerate(partners) if each is not None]
-        assert all(rounds[each][number] == rank for number, each in pairs)
+    for rank in ring:
+        partners.clear()
+        rates.append(preflight.link_rate(rank, [ring], device, None))
+        rounds.append(partners[::6])
+    assert [rank for rank in ring if rates[rank] < max(rates)] == [2]
+    for rank in ring:
+        pairs = [pair for pair in enumerate(rounds[rank]) if pair[1] is not None]
+        assert len({partner for _, partner in pairs}) >= 2
+        assert all(rounds[partner][number] == rank for number, partner in pairs)
 
 
-def test_gpu_through_a_pretended_nvidia_smi(monkeypatch, tmp_path):
-    """The names that are asked for are those of NVIDIA's manual: no GPU was there to ask."""
+def test_gpu_values_come_from_nvidia_smi(monkeypatch, tmp_path):
     tool = tmp_path / "nvidia-smi"
     cells = "NVIDIA H100, 580.82.07, 512, [N/A], Active, Not Active"
     tool.write_text(f'#!/bin/sh\n[ "$1" = --id=GPU-b ] && echo "{cells}"\n')
@@ -151,21 +150,35 @@ def test_gpu_through_a_pretended_nvidia_smi(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
     assert preflight.read_gpu(0) == {}
-    wanted = {"GPU": "NVIDIA H100", "driver": "580.82.07", "GPU memory in use": 512}
-    wanted |= {"GPU hardware slowdown": "Active", "GPU thermal slowdown": "Not Active"}
-    assert preflight.read_gpu(1) == wanted
+    expected = {"GPU": "NVIDIA H100", "driver": "580.82.07", "GPU memory in use": 512}
+    expected |= {"GPU hardware slowdown": "Active", "GPU thermal slowdown": "Not Active"}
+    assert preflight.read_gpu(1) == expected
 
 
-def test_more_ranks_than_gpus(monkeypatch, capsys):
-    monkeypatch.setattr(preflight.torch.cuda, "device_count", lambda: 1)
+# ---- one rank in this process ------------------------------------------------------------------
+@pytest.fixture
+def rank(monkeypatch):
+    """Return a function that makes this process a rank, which exits with SystemExit."""
     monkeypatch.setattr(preflight.os, "_exit", sys.exit)
-    for name, value in {"RANK": "9", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}.items():
-        monkeypatch.setenv(name, value)
+
+    def become(rank, world_size, **variables):
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()} | variables
+        variables |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+
+    return become
+
+
+def test_more_ranks_than_gpus_is_an_error(rank, monkeypatch, capsys):
+    monkeypatch.setattr(preflight.torch.cuda, "device_count", lambda: 1)
+    rank(1, 2, TORCHELASTIC_RUN_ID="x")
     with pytest.raises(SystemExit, match="1"):
         preflight.gpu_index()
     assert "local rank 1 has no GPU: torch sees 1 here" in capsys.readouterr().err
+    # Under srun --gpus-per-task=1, each task sees only its own GPU.
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    assert preflight.gpu_index() == 0  # the one that srun --gpus-per-task=1 shows
+    assert preflight.gpu_index() == 0
 
 
 @pytest.mark.parametrize(
@@ -177,18 +190,47 @@ def test_more_ranks_than_gpus(monkeypatch, capsys):
         ([], "start this with a launcher"),
     ],
 )
-def test_bad_arguments(monkeypatch, capsys, args, words):
+def test_wrong_argument_is_an_error(monkeypatch, capsys, args, words):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     assert words in user_error(capsys, preflight.parse_args, args)
 
 
-# ---- runs on this machine --------------------------------------------------------------------
+def run_alone(monkeypatch, capsys, *args):
+    """Run preflight.py in this process, where it must exit with status 1; return its output."""
+    monkeypatch.setattr(sys, "argv", ["preflight.py", "--timeout", "2", *map(str, args)])
+    with pytest.raises(SystemExit, match="1"):
+        preflight.main()
+    return capsys.readouterr()
 
 
-def start(rank, size, folder, *args, prefix=(), **variables):
+def test_rank_0_names_ranks_that_never_connect(rank, monkeypatch, capsys, tmp_path):
+    rank(0, 3)
+    output = run_alone(monkeypatch, capsys, "--save-dir", tmp_path).out
+    assert "no-go    all ranks connect: ranks 1, 2: did not connect to 127.0.0.1:" in output
+    assert "within 2 s (1 of 3 ranks did)" in output
+
+
+@pytest.mark.parametrize(
+    "number, variables, words",
+    [
+        (1, {}, "Connection refused"),
+        (1, {"MASTER_ADDR": "no.such.host.invalid"}, "Name or service not known"),
+        (0, {"GLOO_SOCKET_IFNAME": "eth9"}, "Unable to find address for: eth9"),
+    ],
+)
+def test_rank_that_cannot_connect_reports_why(
+    rank, monkeypatch, capsys, tmp_path, number, variables, words
+):
+    rank(number, 2, **variables)
+    [line] = run_alone(monkeypatch, capsys, "--save-dir", tmp_path).err.splitlines()
+    assert line.startswith(f"preflight.py: error: rank {number} on ") and words in line
+
+
+# ---- several ranks on this machine -------------------------------------------------------------
+def start(rank, world_size, folder, *args, prefix=(), port):
     """Start a rank as a launcher would."""
-    variables |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     env |= {name: str(value) for name, value in variables.items()}
     command = [*prefix, sys.executable, TOOL, "--save-dir", folder, *args]
@@ -196,118 +238,84 @@ def start(rank, size, folder, *args, prefix=(), **variables):
     return subprocess.Popen(list(map(str, command)), env=env, **streams)
 
 
-def ended(*processes, timeout=90):
-    """Wait for started ranks; return (status, stdout, stderr) of each."""
+def wait_for(*processes):
+    """Wait for ranks; return the (status, stdout, stderr) of each rank."""
     try:
-        outputs = [process.communicate(timeout=timeout) for process in processes]
-        return [(each.returncode, *told) for each, told in zip(processes, outputs, strict=True)]
+        outputs = [process.communicate(timeout=90) for process in processes]
+        return [(p.returncode, *output) for p, output in zip(processes, outputs, strict=True)]
     finally:
         for process in processes:
             process.kill()
 
 
-@pytest.fixture(scope="module")
-def runs(environment, tmp_path_factory):
-    """At the same time: two healthy ranks, and some that are left alone, by rank 0 or with it."""
-    folder, port, brief = tmp_path_factory.mktemp("preflight"), free_port(), ["--timeout", 5]
-    new, few = folder / "new/outputs", ["bash", "-c", 'ulimit -n 256; exec "$@"', "-"]
-    pair = [start(0, 2, new, prefix=few, MASTER_PORT=port), start(1, 2, new, MASTER_PORT=port)]
-    alone = start(0, 3, folder, *brief, MASTER_PORT=free_port())
-    nobody = start(1, 2, folder, *brief, MASTER_PORT=free_port())
-    nowhere = start(1, 2, folder, *brief, MASTER_PORT=port, MASTER_ADDR="no.such.host.invalid")
-    wrong = {"MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "eth9"}
-    eth9 = start(0, 2, folder, *brief, **wrong)
-    done = ended(*pair, alone, nobody, nowhere, eth9)
-    names = ["alone", "nobody", "nowhere", "eth9"]
-    return SimpleNamespace(new=new, pair=done[:2], **dict(zip(names, done[2:], strict=True)))
-
-
-def test_two_ranks(runs):
-    """They come through; one of them has too few open files."""
-    (status, output, errors), (other, silence, more_errors) = runs.pair
-    assert (status, other, silence, errors, more_errors) == (1, 1, "", "", "")
+def test_two_ranks_measure_and_name_a_low_limit(tmp_path):
+    """Rank 0 has a low limit of open files; the check leaves no file behind."""
+    few, port = ["bash", "-c", 'ulimit -n 256; exec "$@"', "-"], free_port()
+    folder = tmp_path / "new/outputs"
+    ranks = [start(0, 2, folder, prefix=few, port=port), start(1, 2, folder, port=port)]
+    (status, output, errors), (other_status, silence, more_errors) = wait_for(*ranks)
+    assert (status, other_status, silence, errors, more_errors) == (1, 1, "", "", "")
     rows = dict(line.split("  ", 1) for line in output.splitlines() if "  " in line)
     assert rows["--save-dir"].strip() == "shared"
     for name in ("matmul", "all-reduce", "link within a node"):
         assert float(rows[name].split()[0]) > 0
     assert "no-go    open files: rank 0 on " in output and ": 256" in output
     assert output.splitlines()[-1].startswith("no-go: world size 2 on 1 node; open files")
-    assert list(runs.new.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
-def test_ranks_that_never_come(runs):
-    status, output, _ = runs.alone
-    assert status == 1
-    assert "no-go    all ranks connect: ranks 1, 2: did not connect to 127.0.0.1:" in output
-    assert "within 5 s (1 of 3 ranks did)" in output
-
-
-WAYS = {"nobody": "Connection refused", "nowhere": "Name or service not known"}
-WAYS |= {"eth9": "Unable to find address for: eth9"}
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_no_way_to_rank_0(runs, name):
-    """One line says which rank, on which host, and why."""
-    status, _, errors = getattr(runs, name)
-    [line] = errors.splitlines()
-    assert status == 1 and line.startswith("preflight.py: error: rank ") and WAYS[name] in line
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_rank_that_stops_or_dies(environment, tmp_path, number):
-    """In the middle of it: rank 0 names the one that answers no more, not those that wait."""
-    port, save = free_port(), tmp_path / "save"
-    ranks = [start(rank, 3, save, "--timeout", 5, MASTER_PORT=port) for rank in range(3)]
+def test_rank_that_stops_or_dies_is_named(tmp_path, number):
+    """Rank 0 names the rank that no longer answers, not the rank that waits."""
+    port, folder = free_port(), tmp_path / "save"
+    ranks = [start(rank, 3, folder, "--timeout", 5, port=port) for rank in range(3)]
     try:
-        wait_until(save.exists, 60, "they have met")
-        time.sleep(0.3)  # now they measure, for some seconds
+        wait_until(folder.exists, 60, "the ranks have connected")
+        # The ranks now measure for some seconds.
+        time.sleep(0.3)
         ranks[1].send_signal(number)
-        (status, output, _), (other, *_) = ended(ranks[0], ranks[2])
+        (status, output, _), (other_status, *_) = wait_for(ranks[0], ranks[2])
     finally:
         ranks[1].kill()
         ranks[1].communicate(timeout=20)
-    assert (status, other) == (1, 1)
+    assert (status, other_status) == (1, 1)
     assert "no-go    all ranks answer: rank 1 on " in output
 
 
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.skipif(os.cpu_count() < 2, reason="needs two CPUs")
-def test_a_busy_core(environment, tmp_path):
-    """Loops run on the CPU to which rank 1 is bound: it is named."""
-    busy = [sys.executable, "-c", "while True: pass"]
-    loops = [subprocess.Popen(["timeout", "60", "taskset", "-c", "1", *busy]) for _ in range(3)]
-    port = free_port()
-    bound = [["taskset", "-c", rank] for rank in range(2)]
-    ranks = [start(rank, 2, tmp_path, prefix=bound[rank], MASTER_PORT=port) for rank in range(2)]
+def test_busy_core_is_named(tmp_path):
+    """Endless loops run on the core of rank 1."""
+    loop = ["timeout", "60", "taskset", "-c", "1", sys.executable, "-c", "while True: pass"]
+    loops = [subprocess.Popen(loop) for _ in range(3)]
+    port, cores = free_port(), [["taskset", "-c", rank] for rank in range(2)]
+    ranks = [start(rank, 2, tmp_path, prefix=cores[rank], port=port) for rank in range(2)]
     try:
-        (status, output, errors), _ = ended(*ranks)
+        (status, output, errors), _ = wait_for(*ranks)
     finally:
-        for loop in loops:
-            loop.terminate()
-            loop.wait(timeout=20)
+        for process in loops:
+            process.terminate()
+            process.wait(timeout=20)
     assert status == 1, output + errors
     assert "no-go    matmul: rank 1 on " in output, output
 
 
-# ---- runs on two hosts -----------------------------------------------------------------------
-
-
+# ---- on two hosts ------------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
-@pytest.mark.usefixtures("environment")
 class TestOnCluster:
-    def srun(self, cluster, tmp_path, *args, prefix=(), **variables):
-        """Run it under srun, with a rank on each of two hosts; return the CompletedProcess."""
-        command = ["srun", "--nodes=2", "--ntasks-per-node=1", *prefix, sys.executable, TOOL]
+    def srun(self, cluster, tmp_path, *args, **variables):
+        """Run a rank on each of two hosts under srun; return the CompletedProcess."""
+        command = ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, TOOL]
+        command += ["--save-dir", tmp_path / "save", *args]
         env = {"OMP_NUM_THREADS": "1"} | variables
-        options = ["--save-dir", tmp_path / "save", *args]
-        return cluster.run("head", [*command, *options], 120, check=False, env=env)
+        return cluster.run("head", command, 120, check=False, env=env)
 
-    def test_slow_full_and_not_shared(self, cluster, tmp_path):
-        """h2 has a slow link, and a small disk of its own where the shared folder should be."""
+    def test_slow_full_and_unshared_host_is_named(self, cluster, tmp_path):
+        """h2 has a slow link, and a small disk of its own at the place of the shared folder."""
         (tmp_path / "save").mkdir()
         cluster.run("h2", ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path / "save"])
         cluster.slow_link("h2", "20mbit")
@@ -320,8 +328,7 @@ class TestOnCluster:
         ):
             assert expected in done.stdout, done.stdout + done.stderr
 
-    def test_blocked_port(self, cluster, tmp_path):
-        """Rank 1 does not get through to rank 0, which says which rank and host that is."""
+    def test_blocked_port_is_named(self, cluster, tmp_path):
         cluster.block_port("h1", 23456)
         done = self.srun(cluster, tmp_path, "--timeout", 15, MASTER_PORT="23456")
         assert done.returncode == 1

@@ -1,29 +1,21 @@
-"""What the READMEs show is what is there: commands run, parts made from files, links lead on."""
+"""Tests of the READMEs: commands run and print what is shown, and generated parts are current."""
 
 import json
 import math
 import re
-from itertools import pairwise
 
 import pytest
-from markdown_it import MarkdownIt
 
 import samples
 from cluster.cluster import missing_requirement
 from conftest import ROOT, run_command
 from flags import unknown_flags
-from readme import Block, blocks, commands, readmes, shown, slug
+from readme import Block, blocks, commands, readmes, shown
 
-READMES = [pytest.param(path, id=str(path.relative_to(ROOT))) for path in readmes()]
-MEASURED = {
-    "tokens_per_second",
-    "data_wait",
-    "second",
-    "peak_memory_gib",
-    "mfu",
-}  # in no two runs the same
-LIVE = {"06-apart", "data-loading-watch", "diagnosing-hang", "diagnosing-preflight"}  # measured
-LIVE |= {"fp16-check"}
+# The values after these words differ between any two runs.
+MEASURED = {"tokens_per_second", "data_wait", "second", "peak_memory_gib", "mfu"}
+# These samples consist of measurements. Only the first words of their last lines stay the same.
+LIVE = {"06-apart", "data-loading-watch", "diagnosing-hang", "diagnosing-preflight", "fp16-check"}
 MODELS = {"Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"}
 HUB = {*MODELS, "roneneldan/TinyStories", "allenai/c4", "HuggingFaceFW/fineweb-edu"}
 SMALL = (
@@ -32,74 +24,93 @@ SMALL = (
 )
 
 
+# ---- commands --------------------------------------------------------------------------------
+def params(found):
+    """Return blocks as parameters; exhaustive tests run the blocks that take more than a minute."""
+    return [
+        pytest.param(block, id=block.name, marks=[] if is_quick(block) else pytest.mark.exhaustive)
+        for block in found
+    ]
+
+
+def is_quick(block):
+    return block.text.startswith(("diff", "make diff")) or block.sample == "fp16-run"
+
+
 def runs_here(block):
-    """Return whether a test can run a block as it stands; the tests cannot run themselves."""
+    """Return whether a test can run a block as it is; the tests cannot run themselves."""
     return not block.needs and not block.text.startswith("make test")
 
 
-def by_name(found):
-    return [pytest.param(block, id=block.name) for block in found]
+# On a CPU, chapters 03 and 05 print what 02 and 04 print.
+RUNS = [block for block in commands() if re.fullmatch(r"0[124678]-run", block.sample)]
+HUB_RUNS = [block for block in commands() if "hub" in block.needs and "train_llm.py" in block.text]
 
 
-def marked(block):
-    """Return a block as a parameter: what a README checks, test_parity.py and others check too, its
-    exercises and the pages beside it are second ways to do what other blocks do, and those of tools
-    and frameworks are of no chapter. On a CPU, 03 and 05 do what 02 and 04 do."""
-    path, line = block.name.split(":")
-    before = (ROOT / path).read_text().splitlines()[: int(line)]
-    second = (
-        "## Check it" in before
-        or "## Try" in before
-        or path.startswith(("alternative-frameworks", "benchmarks", "diagnosing-errors"))
-        or path in ("03-job-launchers/README.md", "05-large-model/README.md")
-        or not path.endswith("README.md")
-    )
-    return pytest.param(block, id=block.name, marks=[pytest.mark.exhaustive] * second)
+@pytest.fixture(autouse=True)
+def allocator(monkeypatch):
+    """Set what chapter 01's README recommends on a CPU; the commands then take less time."""
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(2**34))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", list(map(marked, filter(runs_here, commands()))))
-def test_commands_run(block, tmp_path):
-    """Each block runs, from beginning to end, and prints what the README says it prints."""
+@pytest.mark.parametrize("block", params(filter(runs_here, commands())))
+def test_command_prints_what_its_readme_shows(block, tmp_path):
     status, output = samples.run(block, tmp_path, timeout=1100)
     assert status == 0, output
     if block.sample:
-        kept = (samples.SAMPLES / f"{block.sample}.txt").read_text()
-        output = shown(block.sample, output)
+        expected, output = sample_of(block), shown(block.sample, output)
         if block.sample in LIVE:
-            kept, output = (ending(text) for text in (kept, output))
-        assert differences(kept, output) == []
+            expected, output = (first_words(text) for text in (expected, output))
+        assert differences(expected, output) == []
 
 
-def ending(text):
+@pytest.mark.slow
+@pytest.mark.parametrize("block", RUNS, ids=lambda block: block.sample)
+def test_run_begins_as_its_readme_shows(block, tmp_path):
+    """Until the last step before the dots; the exhaustive test above takes all steps."""
+    head, _, _ = sample_of(block).partition("...\n")
+    step = max(map(int, re.findall(r"^step (\d+)", head, re.M)))
+    text = f"{block.text.rstrip()} --num-steps {max(step, 1)} --eval-every 1000"
+    status, output = samples.run(Block(block.name, "bash", text), tmp_path, timeout=600)
+    assert status == 0 and "finished: " in output, output
+    # The last step has a validation loss, which the README does not show for this step.
+    begin = re.sub(r"(?m)^(step [1-9].*)  val_loss.*", r"\1", output)
+    assert differences(head, "".join(begin.splitlines(keepends=True)[: head.count("\n")])) == []
+
+
+def sample_of(block):
+    return (samples.SAMPLES / f"{block.sample}.txt").read_text()
+
+
+def first_words(text):
     """Return the first words of the last three lines: what the tools found."""
     return "\n".join(line.split()[0] for line in text.rstrip().splitlines()[-3:])
 
 
-def differences(shown, output):
-    """Return the pairs of lines that differ by more than rounding and what a machine measures."""
-    found = []
-    one, other = shown.splitlines(), output.splitlines()
-    if len(one) != len(other):
-        return [(f"{len(one)} lines", f"{len(other)} lines: {output}")]
-    for expected, line in zip(one, other, strict=True):
-        words, others = expected.split(), line.split()
-        same = len(words) == len(others) and all(
-            before in MEASURED or like(word, its)
-            for before, word, its in zip(["", *words], words, others, strict=False)
-        )
-        if not same:
-            found.append((expected, line))
-    return found
+def differences(expected, output):
+    """Return the pairs of lines that differ by more than rounding and measurements."""
+    lines, other_lines = expected.splitlines(), output.splitlines()
+    if len(lines) != len(other_lines):
+        return [(f"{len(lines)} lines", f"{len(other_lines)} lines: {output}")]
+    pairs = zip(lines, other_lines, strict=True)
+    return [pair for pair in pairs if not same_line(*(line.split() for line in pair))]
 
 
-def like(one, other):
-    """Return whether two words are the same, or numbers that are within 1e-3 of each other."""
-    try:
-        one, other = float(one.replace(",", "")), float(other.replace(",", ""))
-    except ValueError:
-        return one == other
-    return math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-5)
+def same_line(words, other_words):
+    """Return whether lines have the same words, and numbers that differ by at most 0.1%."""
+    if len(words) != len(other_words):
+        return False
+    for word, other, before in zip(words, other_words, ["", *words], strict=False):
+        try:
+            numbers = [float(text.replace(",", "")) for text in (word, other)]
+            same = math.isclose(*numbers, rel_tol=1e-3, abs_tol=1e-5)
+        except ValueError:
+            same = word == other
+        if not same and before not in MEASURED:
+            return False
+    return True
 
 
 @pytest.mark.parametrize(
@@ -112,14 +123,14 @@ def like(one, other):
         ("step 1  loss 2.54801", False),
     ],
 )
-def test_a_wrong_sample_is_seen(line, same):
-    shown = "step 1  loss 2.54800  tokens_per_second 14,590.5\n"
-    assert (differences(shown, line) == []) == same
+def test_wrong_sample_has_differences(line, same):
+    expected = "step 1  loss 2.54800  tokens_per_second 14,590.5\n"
+    assert (differences(expected, line) == []) == same
 
 
 @pytest.fixture(scope="session")
 def stand_in(models, tmp_path_factory):
-    """A folder in which the hub's names that the READMEs use are local folders."""
+    """Create a folder with local models and datasets under the names that the READMEs use."""
     folder = tmp_path_factory.mktemp("hub")
     for name in MODELS:
         (folder / name).parent.mkdir()
@@ -135,34 +146,24 @@ def stand_in(models, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def allocator(monkeypatch):
-    """The settings that chapter 01's README advises on a CPU: the commands take less time."""
-    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(2**34))
-
-
-def needs_hub(block):
-    return "hub" in block.needs and "train_llm.py" in block.text
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("block", by_name(filter(needs_hub, commands())))
-def test_commands_for_the_hub_run_on_a_stand_in(block, stand_in, tmp_path):
-    """The hub's names are local folders here, the GPUs two CPU processes, and all is smaller."""
+@pytest.mark.parametrize("block", HUB_RUNS, ids=lambda block: block.name)
+def test_command_for_the_hub_runs_on_a_stand_in(block, stand_in, tmp_path):
+    """Local folders replace the hub, two CPU processes the GPUs; other tests compile."""
     for name in HUB:
         (tmp_path / name.split("/")[0]).symlink_to(stand_in / name.split("/")[0])
-    text = block.text.replace("--nproc-per-node gpu", "--nproc-per-node 2").rstrip() + SMALL
+    text = block.text.replace("--nproc-per-node gpu", "--nproc-per-node 2").replace("--compile", "")
     assert text.count("train_llm.py") == 1, "the sizes belong to the end of the one command"
-    status, output = samples.run(Block(block.name, "bash", text), tmp_path, timeout=1100)
+    block = Block(block.name, "bash", text.rstrip() + SMALL)
+    status, output = samples.run(block, tmp_path, timeout=1100)
     assert status == 0 and "finished: " in output, output
 
 
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
-def test_the_practice_cluster(tmp_path):
-    """Its section, word by word: the job is told to stop, goes on, is cancelled."""
+def test_practice_cluster_stops_requeues_and_cancels_a_job(tmp_path):
+    """The section of the README, word by word."""
     if reason := missing_requirement():
         pytest.skip(reason)
     status, output = samples.practise(tmp_path, timeout=560)
@@ -173,27 +174,26 @@ def test_the_practice_cluster(tmp_path):
     assert "continuing from outputs/practice/checkpoints/step-" in output, output
 
 
-def test_made_parts_are_up_to_date():
-    """No table, diff or sample was edited, and no script since they were made."""
+# ---- text ------------------------------------------------------------------------------------
+def test_generated_parts_are_current():
     done = run_command(ROOT / "tools/maintain/docs.py", "--check", cwd=ROOT)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}\n`make docs` makes them again"
 
 
-def test_nothing_that_could_be_made_is_written_by_hand():
-    """All diffs, code and samples of a run are made: they stand between cog's markers.
-
-    The Python of two pages is not: test_own_script.py runs it.
-    """
+def test_blocks_are_generated_or_run():
+    """Diffs, code and output are between cog's markers; test_own_script.py runs the other code."""
     for path in readmes():
-        made = re.sub(r"\[\[\[cog.*?\[\[\[end\]\]\]", "", path.read_text(), flags=re.S)
-        kinds = "diff|text" if path.name.startswith("your-own-") else "diff|python|text"
-        assert not re.search(f"```({kinds})", made), path
+        languages = {block.kind for block in blocks(path)}
+        assert languages <= {"bash", "text", "diff", "python", "mermaid"}, path
+        by_hand = re.sub(r"\[\[\[cog.*?\[\[\[end\]\]\]", "", path.read_text(), flags=re.S)
+        generated = "diff|text" if path.name.startswith("your-own-") else "diff|python|text"
+        assert not re.search(f"```({generated})", by_hand), path
 
 
-@pytest.mark.parametrize("block", by_name(commands()))
-def test_scripts_have_the_flags_that_they_are_given(block):
-    """In blocks that need hardware too, which nothing runs."""
-    assert unknown_flags(block.text) == []
+def test_commands_use_known_flags():
+    """Also in blocks that need hardware, which no test runs."""
+    unknown = {block.name: unknown_flags(block.text) for block in commands()}
+    assert {name: flags for name, flags in unknown.items() if flags} == {}
 
 
 @pytest.mark.parametrize(
@@ -211,41 +211,5 @@ def test_scripts_have_the_flags_that_they_are_given(block):
         ("python 04-fsdp/to_transformers.py --lr 1 step-1 model", ["--lr"]),
     ],
 )
-def test_a_wrong_flag_is_seen(text, unknown):
+def test_unknown_flags_are_found(text, unknown):
     assert [flag for _, flag in unknown_flags(text)] == unknown
-
-
-def tokens(path):
-    """Yield all tokens of a README, those inside of paragraphs too."""
-    for token in MarkdownIt("gfm-like", {"linkify": False}).parse(path.read_text()):
-        yield token
-        yield from token.children or ()
-
-
-def anchors(path):
-    """Return the anchors of a README's headings, and those that it sets itself."""
-    flat = list(tokens(path))
-    headings = [one.content for before, one in pairwise(flat) if before.type == "heading_open"]
-    named = [re.match('<a id="([\\w-]+)">', one.content) for one in flat if "html" in one.type]
-    return {slug(heading) for heading in headings} | {found[1] for found in named if found}
-
-
-@pytest.mark.parametrize("path", READMES)
-def test_links_lead_somewhere(path):
-    found = [
-        target
-        for token in tokens(path)
-        if (target := token.attrGet("href") or token.attrGet("src"))
-        and not target.startswith("https://")
-    ]
-    for target in found:
-        file, _, anchor = target.partition("#")
-        there = path.parent / file if file else path
-        assert there.exists(), target
-        assert not anchor or anchor in anchors(there), target
-
-
-@pytest.mark.parametrize("path", READMES)
-def test_blocks_are_of_a_kind_that_is_checked(path):
-    kinds = {block.kind for block in blocks(path)}
-    assert kinds <= {"bash", "text", "diff", "python", "mermaid"}, "what is yaml, say, is not run"

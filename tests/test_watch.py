@@ -1,83 +1,65 @@
-"""Test the table of watch.py, at several widths, and its exit status."""
+"""Test the table of watch.py, at several widths, its exit status, and Ctrl-C."""
 
+import io
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
-from watched import start_ticks
+import watch
+from rich.console import Console
 
 from cluster.cluster import wait_until
 from conftest import ROOT, run_command
-from fake_facts import rank_files
+from fake_facts import facts_of, moving_ranks
 
-WATCH = ROOT / "diagnosing-errors/watch.py"
-
-
-@pytest.fixture
-def run(tmp_path):
-    """Return a function that writes the files of four ranks that are training at this moment."""
-
-    def write(**odd):
-        (tmp_path / "ranks").mkdir()
-        for rank in range(4):
-            files = rank_files(rank, 4, since=1.0, pending=False, **(odd if rank == 2 else {}))
-            beat, now = files["beat"], time.time()
-            shift = now - beat["time"]
-            beat |= {name: beat[name] + shift for name in ("time", "started", "since")}
-            beat |= {"pid": os.getpid(), "host": os.uname().nodename, "step_seconds": 10.0}
-            beat |= {"born": start_ticks()}
-            (tmp_path / f"ranks/{rank:05}.json").write_text(json.dumps(beat))
-            dump = files["dump"] | {"time": now}
-            (tmp_path / f"ranks/{rank:05}.dump.json").write_text(json.dumps(dump))
-        row = {"step": 10, "loss": 3.21, "tokens_per_second": 1234}
-        (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-        return tmp_path
-
-    return write
+TOOL = ROOT / "diagnosing-errors/watch.py"
 
 
-def watch(folder, *args, columns=100):
-    """Run watch.py; return its exit status and its output."""
-    env = os.environ | {"COLUMNS": str(columns), "TERM": "dumb"}
-    done = run_command(WATCH, folder, *args, env=env)
-    return done.returncode, done.stdout + done.stderr
+def drawn(facts, columns=100):
+    """Return the table for some facts as text."""
+    console = Console(file=io.StringIO(), width=columns)
+    console.print(watch.draw(facts)[0])
+    return console.file.getvalue()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 200])
-def test_healthy_run_is_shown_in_full(run, columns):
-    status, text = watch(run(), "--once", columns=columns)
-    assert status == 0, text
-    words = " ".join(text.split())  # a narrow terminal breaks lines
+def test_table_shows_each_rank_and_the_latest_metrics(tmp_path, columns):
+    row = {"step": 10, "loss": 3.21, "tokens_per_second": 1234, "val_loss": None}
+    (tmp_path / "metrics.jsonl").write_text('"cut": 1}\n' + json.dumps(row) + "\n")
+    text = drawn(facts_of(moving_ranks(), run=str(tmp_path)), columns)
+    # A narrow terminal breaks lines.
+    words = " ".join(text.split())
     assert "4 of 4 ranks" in words and "loss 3.21" in words and "healthy" in words
     assert all(len(line) <= columns for line in text.splitlines())
     assert sum("backward" in line for line in text.splitlines()) == 4
 
 
-def test_rank_with_a_fault_is_shown_first(run):
-    status, text = watch(run(beat={"open_files": 900}), "--once", "--most", "1")
-    assert status == 1
-    assert "too-many-open-files rank 2" in text.replace("\n", " ")
-    assert "and 3 more ranks" in text and "whats_wrong.py" in text
+def test_rank_with_a_fault_comes_first():
+    files = moving_ranks(40)
+    files[39]["beat"]["open_files"] = 900
+    text = drawn(facts_of(files))
+    assert text.splitlines()[2].split()[0] == "39"
+    assert "and 8 more ranks" in text and "too-many-open-files rank 39" in text
 
 
 def test_folder_without_a_run_is_an_error(tmp_path):
-    assert watch(tmp_path, "--once")[0] == 3
-    status, text = watch(tmp_path / "nowhere", "--once")
-    assert status == 2 and "is no folder" in text
+    done = run_command(TOOL, tmp_path, "--once")
+    assert done.returncode == 3 and "no rank has written" in done.stdout
+    done = run_command(TOOL, tmp_path / "nowhere", "--once")
+    assert done.returncode == 2 and "nowhere: not a folder;" in done.stderr
 
 
-@pytest.mark.slow
-def test_ctrl_c_ends_the_live_table(run):
-    folder = run()
-    command = [sys.executable, WATCH, folder]
+def test_ctrl_c_ends_the_live_table(tmp_path):
+    (tmp_path / "ranks").mkdir()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, **pipes)
-    wait_until((folder / "ranks/clock").exists, 60, "watch.py draws its second table")
+    process = subprocess.Popen([sys.executable, TOOL, tmp_path], **pipes)
+    # watch.py creates this file shortly before it draws its first table.
+    wait_until((tmp_path / "ranks/clock").exists, 60, "watch.py draws a table")
+    time.sleep(1)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=20)
-    assert process.returncode == 0 and "healthy" in output and "Traceback" not in output
+    assert process.returncode == 0, output
+    assert "no rank has written" in output and "Traceback" not in output

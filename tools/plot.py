@@ -15,7 +15,7 @@ COLORS = ["#1f3b5c", "#e08a3c", "#5aa9a3", "#c8553d", "#8d6cab", "#7a7a7a"]
 
 
 def parse_args():
-    """Return the runs' folders and the picture's path."""
+    """Parse the folders of the runs, and the path of the picture."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, help="folders such as outputs/02-ddp")
     parser.add_argument("-o", "--output", type=Path, default=Path("runs.png"), help="the PNG")
@@ -23,7 +23,7 @@ def parse_args():
 
 
 def fail(message):
-    """Stop because of what the user gave us: one line on stderr, exit status 2."""
+    """Print an error of the user in one line on stderr, and exit with status 2."""
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
     sys.exit(2)
 
@@ -31,7 +31,7 @@ def fail(message):
 def read_metrics(run):
     """Return the rows of a run's metrics.jsonl by step, at least one.
 
-    A run that was stopped logs steps again, of which the last row counts; a crash may tear one.
+    A run that was stopped logs steps again, so the last row of a step counts. A kill may cut a row.
     """
     path, rows = run / "metrics.jsonl", []
     try:
@@ -46,13 +46,16 @@ def read_metrics(run):
 
 
 def series(rows, name):
-    """Return the steps at which `name` was measured, and its values there."""
+    """Return the steps that have a value of `name`, and the values."""
     measured = [row for row in rows if row.get(name) is not None]
     return [row["step"] for row in measured], [row[name] for row in measured]
 
 
 def largest_difference(runs):
-    """Return by how much any run's losses differ from the first's, or None if there is one run."""
+    """Return the largest difference between the losses of the first run and of the other runs.
+
+    Return None if there is only one run.
+    """
     worst = []
     for name in ("loss", "val_loss"):
         first, *others = (dict(zip(*series(rows, name), strict=True)) for rows in runs.values())
@@ -63,7 +66,7 @@ def largest_difference(runs):
 def draw(runs, path):
     """Write a PNG with the losses of `runs`, which are rows by name.
 
-    Later curves are thinner, so that of curves that coincide each can be seen.
+    Later curves are thinner, so curves that coincide remain visible.
     """
     figure = Figure(figsize=(8, 4), dpi=100, layout="constrained")
     axes = figure.subplots()
@@ -82,7 +85,7 @@ def draw(runs, path):
 
 
 def main():
-    """Draw the runs that were named."""
+    """Draw the runs."""
     args = parse_args()
     runs = {run.name: read_metrics(run) for run in args.runs}
     draw(runs, args.output)

@@ -1,4 +1,4 @@
-"""Draw a run's loss curves; say what came out of it, where it is, and what to try next."""
+"""Draw the loss curves of a finished run; print its results, its files, and the next command."""
 
 import argparse
 import statistics
@@ -8,43 +8,30 @@ from plot import draw, read_metrics, series
 
 
 def parse_args():
-    """Return the run's folder, and the batch size that it takes to repeat the run."""
+    """Parse the folder of the run, and the batch size of the next command."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("run_folder", type=Path, help="such as outputs/02-ddp")
-    parser.add_argument(
-        "--global-batch-size", type=int, default=32, help="that of the run, if it was not 32"
-    )
+    add = parser.add_argument
+    add("run_folder", type=Path, help="such as outputs/02-ddp")
+    add("--global-batch-size", type=int, default=32, help="that of the run")
     return parser.parse_args()
-
-
-def results(rows):
-    """Yield the numbers that tell how the training went."""
-    steps, losses = series(rows, "val_loss")
-    if steps:
-        change = f"{losses[0]:.3f} -> {losses[-1]:.3f}"
-        yield "validation loss", f"{change}  (step {steps[0]} -> step {steps[-1]})"
-    if speeds := series(rows, "tokens_per_second")[1]:
-        yield "tokens per second", f"{statistics.median(speeds):,.0f}  (median)"
-
-
-def places(run_folder):
-    """Yield what the run has written."""
-    if checkpoints := sorted((run_folder / "checkpoints").glob("step-????????")):
-        yield "newest checkpoint", checkpoints[-1]
-    for name, path in [("finished model", "model"), ("metrics", "metrics.jsonl")]:
-        yield name, run_folder / path if (run_folder / path).exists() else "not there yet"
-    yield "loss curves", run_folder / "loss.png"
 
 
 def main():
     """Show the run."""
     args = parse_args()
-    rows = read_metrics(args.run_folder)
-    draw({args.run_folder.name: rows}, args.run_folder / "loss.png")
-    for name, value in (*results(rows), *places(args.run_folder)):
-        print(f"  {name:<18} {value}")
-    batch = f" --global-batch-size {args.global_batch_size}" if args.global_batch_size != 32 else ""
+    run_folder, rows = args.run_folder, read_metrics(args.run_folder)
+    draw({run_folder.name: rows}, run_folder / "loss.png")
+    steps, losses = series(rows, "val_loss")
+    _, speeds = series(rows, "tokens_per_second")
+    losses = f"{losses[0]:.3f} -> {losses[-1]:.3f}  (step {steps[0]} -> step {steps[-1]})"
+    print(f"  validation loss    {losses}")
+    print(f"  tokens per second  {statistics.median(speeds):,.0f}  (median)")
+    print(f"  newest checkpoint  {max(run_folder.glob('checkpoints/step-*'))}")
+    print(f"  finished model     {run_folder / 'model'}")
+    print(f"  metrics            {run_folder / 'metrics.jsonl'}")
+    print(f"  loss curves        {run_folder / 'loss.png'}")
     print("\nNext, train the same on one device, and see that the losses are the same:")
+    batch = f" --global-batch-size {args.global_batch_size}" if args.global_batch_size != 32 else ""
     print(f"  .venv/bin/python 01-single-gpu/train_llm.py{batch}")
 
 

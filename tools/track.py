@@ -45,7 +45,14 @@ def values_of(row):
     return {name: value for name, value in row.items() if name != "step" and value is not None}
 
 
-class TensorBoard:
+class Tracker:
+    """A copy of the rows of a run. Of several rows of the same step, the last one counts."""
+
+    def replace(self, step):
+        """Forget all rows from a step on, if the tracker cannot hold several rows of a step."""
+
+
+class TensorBoard(Tracker):
     """The event files of a run, in the run's folder."""
 
     def __init__(self, run):
@@ -72,7 +79,7 @@ class TensorBoard:
         self.writer.close()
 
 
-class Wandb:
+class Wandb(Tracker):
     """A wandb run, which continues if it is sent again."""
 
     def __init__(self, run):
@@ -84,9 +91,6 @@ class Wandb:
         # Rows carry their own step, because wandb drops rows whose number goes back.
         self.wandb_run.define_metric("*", step_metric="step")
 
-    def replace(self, step):
-        """Do nothing: of several rows of the same step, the last one counts."""
-
     def send(self, row):
         """Send a row."""
         self.wandb_run.log(row)
@@ -96,29 +100,22 @@ class Wandb:
         self.wandb_run.finish()
 
 
-class MLflow:
+class MLflow(Tracker):
     """An MLflow run, which gets only the values that it does not have yet."""
 
     def __init__(self, run):
         from mlflow import MlflowClient
 
-        self.client = MlflowClient()
+        self.client, tags = MlflowClient(), {"folder_id": id_of(run, "mlflow")}
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "runs")
         experiment = self.client.get_experiment_by_name(name)
         number = experiment.experiment_id if experiment else self.client.create_experiment(name)
-        key = id_of(run, "mlflow")
-        found = self.client.search_runs([number], f"tags.folder_id = '{key}'")
-        tags = {"folder_id": key}
-        self.mlflow_run = (
-            found[0] if found else self.client.create_run(number, run_name=run.name, tags=tags)
-        )
-        self.run_id, self.sent = self.mlflow_run.info.run_id, {}
-        for name in self.mlflow_run.data.metrics:
+        found = self.client.search_runs([number], f"tags.folder_id = '{tags['folder_id']}'")
+        found = found or [self.client.create_run(number, run_name=run.name, tags=tags)]
+        self.run_id, self.sent = found[0].info.run_id, {}
+        for name in found[0].data.metrics:
             for metric in self.client.get_metric_history(self.run_id, name):
                 self.sent[name, metric.step] = metric.value
-
-    def replace(self, step):
-        """Do nothing: of several values of the same step, the last one counts."""
 
     def send(self, row):
         """Send the values of a row that are new."""

@@ -1,8 +1,8 @@
 """Train with the Hugging Face Trainer, on the guide's data and curve. Parent: 03-job-launchers.
 
 Small:  torchrun --standalone --nproc-per-node 2 alternative-frameworks/trainer/train_llm.py
-Real:   python alternative-frameworks/make_config.py accelerate --strategy fsdp2 --ranks 8 \
-            --output fsdp2.yaml
+Real:   python tools/planner/will_it_fit.py --gpus-per-node 8 -m meta-llama/Llama-3.2-1B \
+            -s 2048 --global-batch-size 64 --brief --write-config accelerate fsdp2.yaml
         accelerate launch --config_file fsdp2.yaml \
             alternative-frameworks/trainer/train_llm.py \
             -m meta-llama/Llama-3.2-1B -d roneneldan/TinyStories \

@@ -36,8 +36,10 @@ RULES = {"the same rate": 0, "square root": 0.5, "linear": 1}
 
 def parse_args():
     """Parse the arguments; fail unless --samples is a multiple of each batch size."""
-    formatter, about = argparse.ArgumentDefaultsHelpFormatter, __doc__.partition("\n")[0]
-    parser = argparse.ArgumentParser(description=about, formatter_class=formatter)
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=formatter
+    )
     add, rates = parser.add_argument, [1e-3, 2e-3, 4e-3, 8e-3, 16e-3]
     sizes = [4, 16, 64, 256]
     add("--batch-sizes", nargs="+", type=int, default=sizes, help="samples per optimizer step")
@@ -53,7 +55,7 @@ def parse_args():
     args.machine = describe_machine()
     for size in args.batch_sizes:
         if size < 1 or args.samples % size:
-            fail(f"--samples {args.samples} does not divide by a batch of {size}")
+            fail(f"--samples {args.samples}: not divisible by a batch of {size}; choose a multiple")
     return args
 
 
@@ -82,8 +84,8 @@ def sweep(args, cells, rows):
         if any(cell.items() <= row.items() for row in rows):
             continue
         rows.append(cell | {"val_loss": train(**cell)})
-        told = rows[-1]["val_loss"]
-        loss = "diverged" if told is None else f"val_loss {told:.4f}"
+        loss = rows[-1]["val_loss"]
+        loss = "diverged" if loss is None else f"val_loss {loss:.4f}"
         print(f"batch {batch:<4} steps {args.samples // batch:<5} lr {lr:<7g} {loss}", flush=True)
         args.output.parent.mkdir(parents=True, exist_ok=True)
         keep(args.output, args.machine, {"rows": rows})
@@ -92,8 +94,8 @@ def sweep(args, cells, rows):
 # ---- results ---------------------------------------------------------------------------------
 def asked(args, rows):
     """Return the rows of the requested batch sizes and seeds; the file may have more rows."""
-    some = range(args.seeds)
-    return [row for row in rows if row["batch"] in args.batch_sizes and row["seed"] in some]
+    rows = [row for row in rows if row["batch"] in args.batch_sizes]
+    return [row for row in rows if row["seed"] < args.seeds]
 
 
 def losses_of(rows):
@@ -162,8 +164,8 @@ def main():
     sweep(args, [cell for rates in by_rule.values() for cell in rates.items()], rows)
     losses = losses_of(asked(args, rows))
     for rule, rates in by_rule.items():
-        told = "  ".join(f"{batch}: {losses[batch][lr]:.4f}" for batch, lr in rates.items())
-        print(f"{rule:14} {told}")
+        words = "  ".join(f"{batch}: {losses[batch][lr]:.4f}" for batch, lr in rates.items())
+        print(f"{rule:14} {words}")
     if args.plot:
         draw(losses, args.plot)
         print(f"drawn: {args.plot}")

@@ -5,7 +5,7 @@ Here:  python 01-single-gpu/train_llm.py --num-steps 3 -e 10M \
 All:   python related-topics/own-architecture/sizes.py \
            --output benchmarks/results/own-architecture.json
 
-05-large-model/will_it_fit.py counts the weights on the meta device, and plans the memory.
+tools/planner/will_it_fit.py counts the weights on the meta device, and plans the memory.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools"), str(ROOT / "tools/planner")]
 
 VOCABULARY, LONGEST = 32_768, 4096  # tokens
 # Each size has a width, layers, attention heads, heads of keys and values, a width inside the MLP,
@@ -87,10 +87,10 @@ def main():
     if args.size:
         print(*config_of(args.size))
         return
-    from contenders import load
+    import will_it_fit as planner
     from harness import describe_machine, keep
 
-    planner, rows = load(ROOT / "05-large-model/will_it_fit.py"), []
+    rows = []
     for size in SHAPES:
         rows.append(needs_of(planner, size))
         fits = (f"{rows[-1][f'{gpus} GPUs']['setting']} on {gpus}" for gpus in MACHINES)

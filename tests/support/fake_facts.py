@@ -36,21 +36,23 @@ IN_DATA = frames((735, "batch_at"), inner=None)
 
 
 def rank_files(rank, size, since=60.0, calls=STEPS, pending=True, stack=REDUCE, age=1.0, **changes):
-    """Return the contents of the files of a rank that has been in one phase for `since` seconds."""
+    """Return the contents of the files of a rank that has been in one phase for `since` seconds.
+
+    The other changes are values of the heartbeat, but `crash` is the text of faulthandler.
+    """
+    late, crash = changes.pop("late", 0.0), changes.pop("crash", "")
     beat = {
-        "rank": rank, "world_size": size, "host": f"h{rank // 8}", "pid": 1000 + rank,
+        "rank": rank, "world_size": size, "host": f"h{rank // 8}", "pid": 1000 + rank, "born": 1,
         "started": NOW - 500, "time": NOW, "written": NOW, "phase": "backward", "step": 12,
-        "since": NOW - since, "step_ended": NOW - since, "step_seconds": 1.0, "shard": "whole",
+        "since": NOW - since, "step_seconds": 1.0, "shard": "whole", "frame": REDUCE[0],
         "phases": {"backward": 0.8}, "lines": {"/run/train_llm.py:746 train_step": 0.9},
         "memory": [0.69, 0.7, 0.7, 0.7, 0.7], "open_files": 35, "files_limit": 1024,
         "checks": [], "bad": None, "cpu": 0.0, "error": None,
         "asked_to_end": None, "printed": [], "end": None,
     }  # fmt: skip
-    late = changes.pop("late", 0.0)
     dump = {"time": NOW, "reason": "asked", "stacks": {"MainThread": stack}}
     dump |= {"collectives": collectives(calls, pending, late)}
-    beat |= changes.pop("beat", {})
-    return {"beat": beat, "age": age, "dump": dump, "crash": ""} | changes
+    return {"beat": beat | changes, "age": age, "dump": dump, "crash": crash}
 
 
 def facts_of(ranks, gone=(), stopped=(), **changes):
@@ -60,21 +62,22 @@ def facts_of(ranks, gone=(), stopped=(), **changes):
     """
     hosts = {}
     for rank, files in ranks.items():
-        host = files["beat"]["host"]
-        hosts.setdefault(host, {"host": host, "states": {}, "stacks": {}})
+        states = hosts.setdefault(files["beat"]["host"], {})
         if rank not in gone:
-            hosts[host]["states"][str(files["beat"]["pid"])] = "T" if rank in stopped else "S"
+            states[str(files["beat"]["pid"])] = "T" if rank in stopped else "S"
+    hosts = {host: {"host": host, "states": states} for host, states in hosts.items()}
     return {"run": "/run/outputs/x", "free": 2**40, "ranks": ranks, "hosts": hosts} | changes
 
 
 def files_of(size=4, odd=None, odd_rank=1, **changes):
-    """Return the files of `size` ranks with the same changes; `odd_rank` may have `odd` changes."""
-    changes_by_rank = dict.fromkeys(range(size), changes)
+    """Return the files of `size` ranks with the same changes; `odd_rank` has further changes."""
+    files = {rank: rank_files(rank, size, **changes) for rank in range(size)}
     if odd is not None:
-        changes_by_rank[odd_rank] = odd
-    return {rank: rank_files(rank, size, **changes_by_rank[rank]) for rank in range(size)}
+        files[odd_rank] = rank_files(odd_rank, size, **odd)
+    return files
 
 
-def moving_ranks(size=4, **changes):
-    """Return the files of `size` ranks that take steps."""
-    return files_of(size, since=1.0, pending=False, **changes)
+def moving_ranks(size=4, odd=None, **changes):
+    """Return the files of `size` ranks that take steps; rank 1 may have further changes."""
+    moving = {"since": 1.0, "pending": False} | changes
+    return files_of(size, None if odd is None else moving | odd, **moving)

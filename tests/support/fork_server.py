@@ -23,8 +23,12 @@ FORKS = multiprocessing.get_context("forkserver")
 IMPORTED = "torch torch.distributed.checkpoint.staging torch.distributed.checkpoint.state_dict "
 IMPORTED += "torch.distributed.fsdp datasets transformers.integrations.sdpa_attention tqdm wandb "
 IMPORTED += "transformers.models.auto.modeling_auto transformers.models.auto.tokenization_auto "
-IMPORTED += "transformers.models.llama.modeling_llama pydoc_data.topics"
+IMPORTED += "transformers.models.llama.modeling_llama pydoc_data.topics "
+# If accelerate and DeepSpeed are installed, save_pretrained() imports them, which takes seconds.
+IMPORTED += "accelerate deepspeed"
 FORKS.set_forkserver_preload(IMPORTED.split())
+# pytest changes the first variables in each test, and libraries set the others once.
+IGNORED_VARIABLES = ("PYTEST_", "_MLFLOW_", "PYTORCH_NVML_BASED_CUDA_CHECK")
 
 
 class Server:
@@ -71,8 +75,9 @@ class Forked(FORKS.Process):
 
 
 def current_environment():
-    """Return the environment, without the variables that pytest changes in each test."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    """Return the environment, without the variables that do not matter to a script."""
+    names = [name for name in os.environ if not name.startswith(IGNORED_VARIABLES)]
+    return {name: os.environ[name] for name in names}
 
 
 def run_script(command, env, log):

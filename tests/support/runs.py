@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.cluster import wait_until
-from conftest import ROOT, SHORT, free_port
+from conftest import ROOT, SHORT, free_port, start_ranks
 
 WATCHED = ROOT / "diagnosing-errors/watched.py"
 LONG = [*SHORT, "--num-steps", 30, "--keep-checkpoints", 9]
@@ -82,13 +82,17 @@ def weights_of(run_dir, step):
     return weights | {name: weights[source] for name, source in tied.items()}
 
 
-def load_exported(run_dir, step):
-    """Load the exported model of a run; fail unless it has the weights of the checkpoint."""
+def evaluate_export(run_dir, step, chapter):
+    """Return the validation loss of a run's exported model, which has the weights of `step`."""
     model, info = AutoModelForCausalLM.from_pretrained(run_dir / "model", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
+    config = json.loads((run_dir / "model/config.json").read_text())
+    assert config["architectures"] == [type(model).__name__] and config["dtype"] == "float32"
+    assert not [path for path in (run_dir / "model").iterdir() if path.is_dir()]
     expected = weights_of(run_dir, step)
     assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
-    return model
+    saved = read_checkpoint(run_dir / f"checkpoints/step-{step:08}", {"args": ""})
+    return validation_loss(model, run_dir, json.loads(saved["args"]), chapter)
 
 
 def validation_loss(model, run_dir, args, chapter):
@@ -105,6 +109,20 @@ def check_user_error(result, expected):
     assert len(lines) == 1, result["stderr"]
     assert lines[0].startswith("train_llm.py: error: ") and expected in lines[0]
     assert result["status"] == 2
+
+
+def call_on_ranks(world_size, script, cases, folder, *words, limit=300):
+    """Start a script of tests/support/ on ranks, with a file of cases; return its JSON result."""
+    folder.mkdir(exist_ok=True)
+    cases = {name: list(map(str, args)) for name, args in cases.items()}
+    (folder / "cases.json").write_text(json.dumps(cases))
+    script = ROOT / "tests/support" / script
+    command = [script, folder / "cases.json", folder / "result.json", *words]
+    ranks = start_ranks(world_size, command, folder)
+    deadline = time.monotonic() + limit
+    statuses = [rank.wait(timeout=max(1, deadline - time.monotonic())) for rank in ranks]
+    assert statuses == [0] * world_size, (folder / "rank0.log").read_text()
+    return json.loads((folder / "result.json").read_text())
 
 
 def watched_command(folder, *words, ranks=0):

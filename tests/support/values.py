@@ -1,19 +1,9 @@
 """Compare the initial weights and buffers of a chapter, on any number of ranks, with chapter 01.
 
-test_large.py, test_tensor.py and test_pipeline.py start this once per rank, with these arguments:
-
-- a JSON file with cases; each case has a name, and arguments for both chapters
-- a file for the results
-- the number of the chapter
-- arguments that only this chapter has
-
-torch fills new memory with NaN here, so that a value that is never set differs from chapter 01's.
+cases.py describes the arguments. torch fills new memory with NaN here, so that a value that is
+never set differs from chapter 01's.
 """
 
-import json
-import os
-import sys
-import types
 from pathlib import Path
 
 import torch
@@ -21,17 +11,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
+from cases import load, run_cases
 
-
-def load(chapter):
-    """Import a chapter's script, changed to export models to files of 20 KB instead of 5 GB."""
-    script = next(ROOT.glob(f"{chapter}-*/train_llm.py"))
-    module = types.ModuleType(f"chapter_{chapter}")
-    module.__file__ = str(script)
-    source = script.read_text().replace("5_000_000_000", "20_000")
-    exec(compile(source, script, "exec"), module.__dict__)
-    return module
+CHAPTER_01 = load("01")
 
 
 def full_tensors(model):
@@ -78,32 +60,21 @@ def export_and_load(chapter, args, model):
     return full_tensors(AutoModelForCausalLM.from_pretrained(run_dir / "model"))
 
 
-def main():
-    """Build the model of each case in both chapters; rank 0 writes the names that differ."""
-    cases, result, chapter_name, *chapter_arguments = sys.argv[1:]
-    chapter_01, chapter = load("01"), load(chapter_name)
-    differences = {}
-    for name, arguments in json.loads(Path(cases).read_text()).items():
-        sys.argv = ["train_llm.py", *arguments, *chapter_arguments]
-        args = chapter.parse_args()
-        if not dist.is_initialized():
-            chapter.setup(args)
-        # In this mode, torch fills new memory with NaN.
-        torch.use_deterministic_algorithms(True)
-        _, config = chapter.build_tokenizer_and_config(args)
-        model = chapter.shard(args, chapter.build_model(args, config), torch.device("cpu"))
-        tensors = full_tensors(model)
-        torch.use_deterministic_algorithms(False)
-        reference = full_tensors(chapter_01.build_model(args, config))
-        differences[name] = differing_names_on_ranks(reference, tensors)
-        if args.pretrained:
-            exported = export_and_load(chapter, args, model)
-            differences[f"{name}, exported"] = differing_names(reference, exported)
-    if os.environ["RANK"] == "0":
-        Path(result).write_text(json.dumps(differences))
-    dist.barrier()
-    dist.destroy_process_group()
+def compare(chapter, args):
+    """Return the names of initial weights, and of exported weights, that differ from chapter 01."""
+    # In this mode, torch fills new memory with NaN.
+    torch.use_deterministic_algorithms(True)
+    _, config = chapter.build_tokenizer_and_config(args)
+    model = chapter.shard(args, chapter.build_model(args, config), torch.device("cpu"))
+    tensors = full_tensors(model)
+    torch.use_deterministic_algorithms(False)
+    reference = full_tensors(CHAPTER_01.build_model(args, config))
+    differing = {"initial": differing_names_on_ranks(reference, tensors)}
+    if args.pretrained:
+        exported = export_and_load(chapter, args, model)
+        differing["exported"] = differing_names(reference, exported)
+    return differing
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(compare)

@@ -14,9 +14,8 @@ def records(path):
 
     A record has one or more parts, and each part is within one block.
     """
-    data, whole = path.read_bytes(), b""
     # Skip wandb's own header at the start of the file.
-    at = 7
+    data, record, at = path.read_bytes(), b"", 7
     while at + HEADER <= len(data):
         # The end of a block is padding if it is too short for a header.
         if BLOCK - at % BLOCK < HEADER:
@@ -24,19 +23,18 @@ def records(path):
             continue
         size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
         at += HEADER + size
-        # The last part is incomplete if a kill interrupted its write.
-        if at > len(data):
-            return
-        whole += data[at - size : at]
-        if kind in (1, 4):  # the only or last part
-            yield Record.FromString(whole)
-            whole = b""
+        record += data[at - size : at]
+        # This is the only or last part of a record.
+        if kind in (1, 4):
+            yield Record.FromString(record)
+            record = b""
 
 
 def rows_of(run_folder):
     """Return the rows of all wandb runs in a folder, by the name of the run and by step."""
     runs = {}
-    for path in sorted(run_folder.glob("wandb/*run-*/run-*.wandb")):  # in order of time
+    # The names of the files begin with the time.
+    for path in sorted(run_folder.glob("wandb/*run-*/run-*.wandb")):
         for record in records(path):
             if record.HasField("run"):
                 rows = runs.setdefault(record.run.display_name, {})
@@ -45,8 +43,3 @@ def rows_of(run_folder):
             if "step" in row:
                 rows[row["step"]] = {n: value for n, value in row.items() if not n.startswith("_")}
     return runs
-
-
-def numbers(row):
-    """Return the values that are the same on all ranks; speed and memory differ by rank."""
-    return {name: row[name] for name in ("loss", "grad_norm", "lr", "val_loss") if name in row}

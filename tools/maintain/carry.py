@@ -1,10 +1,10 @@
-"""Carry a change of one chapter's script into all chapters that grew out of it.
+"""Carry a change of one chapter's script into all chapters that descend from it.
 
 Here:  make carry FROM=01
 
-Every descendant is merged three ways: what it is now, what its parent was in the last commit, and
-what its parent is now. Where both have changed the same lines, the script gets conflict markers,
-and its own descendants wait until you have mended them and carry on from there.
+Every descendant is merged three ways: its script, its parent's script in the last commit, and its
+parent's script now. If both have changed the same lines, the script gets conflict markers, and its
+own descendants wait until you have resolved them and carry on from there.
 """
 
 import argparse
@@ -17,36 +17,26 @@ from chapters import ROOT, chapters, children_of
 
 
 def parse_args():
-    """Return the chapter whose change is carried, and where the repository is."""
+    """Parse the chapter that has changed, and the folder of the repository."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("chapter", help="its short name, such as 01")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     args = parser.parse_args()
+    args.root = args.root.resolve()
     if args.chapter not in chapters(args.root):
         parser.error(f"{args.chapter}: the chapters are {', '.join(chapters(args.root))}")
     return args
 
 
-def committed(path, root):
-    """Return what a file was in the last commit."""
-    name = f"HEAD:{path.relative_to(root)}"
-    shown = subprocess.run(["git", "-C", root, "show", name], check=False, capture_output=True)
-    if shown.returncode:
-        sys.exit(f"carry.py: error: {shown.stderr.decode().strip()}; commit {path.name} first")
-    return shown.stdout
-
-
 def merge(child, parent, root):
-    """Merge into the child's script what is new in the parent's; return the number of conflicts."""
+    """Merge the changes of the parent's script into the child's script; return whether it went."""
+    committed = ["git", "-C", root, "show", f"HEAD:{parent.relative_to(root)}"]
     with tempfile.NamedTemporaryFile() as before:
-        before.write(committed(parent, root))
-        before.flush()
-        command = ["git", "merge-file", "-L", child.parent.name, "-L", "the last commit"]
-        command += ["-L", parent.parent.name, child, before.name, parent]
-        status = subprocess.run(command, check=False).returncode
-    if status > 127:
-        sys.exit(f"carry.py: error: git merge-file could not merge {parent} into {child}")
-    return status
+        subprocess.run(committed, check=True, stdout=before)
+        labels = [child.parent.name, "the last commit", parent.parent.name]
+        command = ["git", "merge-file", *(f"-L{label}" for label in labels)]
+        status = subprocess.run([*command, child, before.name, parent], check=False).returncode
+    return status == 0
 
 
 def show_conflicts(script):
@@ -60,11 +50,11 @@ def show_conflicts(script):
 
 
 def carry(chapter, root):
-    """Merge `chapter` into its descendants, nearest first; return those that have conflicts."""
+    """Merge a chapter into its descendants, nearest first; return the chapters with conflicts."""
     conflicts, scripts = [], chapters(root)
     for child in children_of(chapter, root):
         before = scripts[child].read_bytes()
-        if merge(scripts[child], scripts[chapter], root):
+        if not merge(scripts[child], scripts[chapter], root):
             show_conflicts(scripts[child])
             conflicts.append(child)
             continue
@@ -77,9 +67,9 @@ def carry(chapter, root):
 def main():
     """Carry a change forward."""
     args = parse_args()
-    if conflicts := carry(args.chapter, args.root.resolve()):
-        further = ", then ".join(f"make carry FROM={child}" for child in conflicts)
-        sys.exit(f"carry.py: error: conflicts; mend them in an editor, and go on with {further}")
+    if conflicts := carry(args.chapter, args.root):
+        commands = ", then ".join(f"make carry FROM={child}" for child in conflicts)
+        sys.exit(f"carry.py: error: conflicts; resolve them in an editor, and run {commands}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What the chapters are, and what differs between two of them: read from the scripts themselves.
+"""List the chapters, and compare two scripts: all facts come from the scripts themselves.
 
-Here:  python tools/maintain/chapters.py 01     prints the path of that chapter's script
+Here:  python tools/maintain/chapters.py 01     prints the path of a chapter's script
 """
 
 import ast
@@ -14,29 +14,31 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def chapters(root=ROOT):
-    """Return the scripts in the order in which they are read, by short name: 01, 02 and so on."""
+    """Return the scripts by short name, such as 01, in the order of reading."""
     scripts = sorted([*root.glob("*/train_llm.py"), *root.glob("[a-z]*-*/*/train_llm.py")])
     return {re.match(r"\d\d|.*", script.parent.name)[0]: script for script in scripts}
 
 
 def parent_of(chapter, root=ROOT):
     """Return the chapter that a script's first line names as its parent; 01 has none."""
-    with open(chapters(root)[chapter]) as script:  # its other lines may have conflict markers
-        named = re.search(r"Parent: ([\w-]+)", script.readline())
+    # Read no further, because the other lines may have conflict markers.
+    with open(chapters(root)[chapter]) as script:
+        parent = re.search(r"Parent: ([\w-]+)", script.readline())
     by_folder = {script.parent.name: name for name, script in chapters(root).items()}
-    return by_folder[named[1]] if named else None
+    return by_folder[parent[1]] if parent else None
 
 
 def children_of(chapter, root=ROOT):
-    """Return the chapters whose parent this one is."""
+    """Return the chapters that have this parent."""
     return [name for name in chapters(root) if parent_of(name, root) == chapter]
 
 
+# ---- one script ------------------------------------------------------------------------------
 def parts(source):
-    """Return what a script is made of: from name to the numbers of its lines.
+    """Return the line numbers of each part of a script, by the name of the part.
 
-    These are functions and classes with their decorators, constants, and the last lines as
-    `__main__`; not the docstring and the imports.
+    Parts are functions and classes with their decorators, constants, and the last lines, which are
+    named `__main__`. The docstring and the imports belong to no part.
     """
     found = {}
     for node in ast.parse(source).body:
@@ -54,14 +56,8 @@ def parts(source):
     return found
 
 
-def text_of(source, lines):
-    """Return the lines of a part, and of these those without decorators."""
-    text = [source.splitlines()[number - 1] for number in lines]
-    return text, [line for line in text if not line.startswith("@")]
-
-
 def flags(source):
-    """Return the command line of a script: from the long name of a flag to how it is declared."""
+    """Return the declaration of each flag of a script, by the long name of the flag."""
     found = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "add":
@@ -71,24 +67,17 @@ def flags(source):
 
 
 def imports(source):
-    """Return the names that a script imports, as its code writes them."""
-    found = set()
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {name.asname or name.name for name in node.names}
-    return found
+    """Return the names that a script imports."""
+    nodes = ast.parse(source).body
+    statements = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {name.asname or name.name for node in statements for name in node.names}
 
 
-def banners(source):
-    """Return the lines that head the parts of a script."""
-    return re.findall(r"^# ---- .*$", source, re.M)
-
-
+# ---- two scripts -----------------------------------------------------------------------------
 def diff(before, after):
-    """Return the whole of two scripts as `diff` marks it.
+    """Return all lines of two scripts as (mark, line, number in `before`, number in `after`).
 
-    A list of (mark, line, number in `before`, number in `after`): the mark is ' ', '+' or '-', and
-    the numbers count from 1.
+    The mark is ' ', '+' or '-'. Line numbers begin at 1.
     """
     command = ["diff", "--unified=1000000", "--", str(before), str(after)]
     marked = subprocess.run(command, check=False, capture_output=True, text=True).stdout
@@ -101,50 +90,46 @@ def diff(before, after):
 
 
 def diff_size(before, after):
-    """Return how many lines are added and how many are removed."""
+    """Return the number of added lines and the number of removed lines."""
     marks = [mark for mark, *_ in diff(before, after)]
     return marks.count("+"), marks.count("-")
 
 
-def hunks(before, after):
-    """Return the runs of changed lines: a list of (removed lines, added lines)."""
-    found = []
-    for changed, group in groupby(diff(before, after), key=lambda line: line[0] != " "):
-        if changed:
-            lines = list(group)
-            found.append(tuple([line for mark, line, *_ in lines if mark == sign] for sign in "-+"))
-    return found
-
-
-def without_comments(lines):
-    """Return lines of code as they are without comments, blank lines left out."""
-    bare = (re.sub(r"(^|\s+)#( .*)?$", "", line) for line in lines)
-    return [line for line in bare if line.strip()]
-
-
 def noise(before, after):
-    """Return what a reader of the diff would learn nothing from: a list of (reason, hunk)."""
-    found, all_hunks = [], hunks(before, after)
-    added = ["\n".join([*without_comments(new), ""]) for _, new in all_hunks]
-    for old, new in all_hunks:
-        code, new_code = without_comments(old), without_comments(new)
-        lines = "\n".join(f"-{line}" for line in old) + "\n".join(f"\n+{line}" for line in new)
-        if code == new_code:
-            found.append(("only comments or blank lines", lines))
-        elif [line.strip() for line in code] == [line.strip() for line in new_code]:
-            found.append(("only another indentation", lines))
-        elif all(line.startswith("@") for line in code):
-            continue  # a function is decorated no more: that says something, wherever another is
-        elif not new_code and any("\n".join([*code, ""]) in other for other in added):
-            found.append(("only moved", lines))
+    """Return the hunks that teach a reader nothing, each with the reason."""
+    found, hunks = [], []
+    for is_changed, group in groupby(diff(before, after), key=lambda line: line[0] != " "):
+        if is_changed:
+            lines = [line[:2] for line in group]
+            hunks.append((lines, *(code_of(lines, mark) for mark in "-+")))
+    added = ["\n".join([*new, ""]) for _, _, new in hunks]
+    for lines, old, new in hunks:
+        if old == new:
+            reason = "only comments or blank lines"
+        elif [line.strip() for line in old] == [line.strip() for line in new]:
+            reason = "only another indentation"
+        # To lose a decorator changes a function, even if another function has the same decorator.
+        elif all(line.startswith("@") for line in old):
+            continue
+        elif not new and any("\n".join([*old, ""]) in text for text in added):
+            reason = "only moved"
+        else:
+            continue
+        found.append((reason, "\n".join(map("".join, lines))))
     return found
+
+
+def code_of(lines, mark):
+    """Return the lines with a mark, without comments and blank lines."""
+    code = (re.sub(r"(^|\s+)#( .*)?$", "", line) for its_mark, line in lines if its_mark == mark)
+    return [line for line in code if line.strip()]
 
 
 def main():
     """Print the path of a chapter's script."""
-    (name,) = sys.argv[1:]
+    name = sys.argv[1]
     if name not in chapters():
-        print(f"there is no chapter {name}: take one of {', '.join(chapters())}", file=sys.stderr)
+        print(f"{name}: no such chapter; choose from {', '.join(chapters())}", file=sys.stderr)
         sys.exit(2)
     print(chapters()[name].relative_to(ROOT))
 

@@ -2,15 +2,13 @@
 
 import argparse
 import functools
-import importlib
 import json
 import os
 import re
 import shutil
-import sys
 from difflib import SequenceMatcher
 from html import escape, unescape
-from itertools import accumulate, groupby, product, zip_longest
+from itertools import accumulate, groupby, zip_longest
 from pathlib import Path
 from urllib.parse import quote
 
@@ -61,7 +59,7 @@ def align(removed, added):
 
 
 def changes(before, after):
-    """Return the positions at which each of two lines differs, if they are much alike."""
+    """Return the positions of the letters that differ in each of two lines, if most are equal."""
     words = [re.findall(r"\w+|\s+|.", line) for line in (before, after)]
     ends = [[0, *accumulate(map(len, side))] for side in words]
     matcher = SequenceMatcher(None, *words, autojunk=False)
@@ -137,11 +135,11 @@ def glossary():
     """Return anchor and meaning of the glossary's terms and, in backticks, its symbols."""
     text, found = (ROOT / "docs/glossary.md").read_text(), {}
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
-    for names, told in re.findall(r"^\*\*(.+?)\.\*\* (.+?)\n(?:\n|\Z)", text, re.M | re.S):
-        plain = escape(re.sub("[`*]", "", told).replace("\n", " "))
-        found |= {name.lower(): (slug(names), plain) for name in names.split(" and ")}
-    for name, told in re.findall(r"^\| (`\w`) \| (.+) \|$", text, re.M):
-        found[name] = "symbols", f"the number of {told.replace('`', '')}"
+    for names, meaning in re.findall(r"^\*\*(.+?)\.\*\* (.+?)\n(?:\n|\Z)", text, re.M | re.S):
+        words = escape(re.sub("[`*]", "", meaning).replace("\n", " "))
+        found |= {name.lower(): (slug(names), words) for name in names.split(" and ")}
+    for name, meaning in re.findall(r"^\| (`\w`) \| (.+) \|$", text, re.M):
+        found[name] = "symbols", f"the number of {meaning.replace('`', '')}"
     return found
 
 
@@ -165,20 +163,21 @@ class Page:
 
     def sections(self):
         """Return anchor, title and text of each section."""
-        html = re.sub("<pre class=diff>.*?</pre>", "", self.html, flags=re.S)  # the script's own
+        # The script beside the README has these lines, too.
+        html = re.sub("<pre class=diff>.*?</pre>", "", self.html, flags=re.S)
         found = re.findall(r'<h\d id="(.*?)">(.*?)</h\d>(.*?)(?=<h\d |\Z)', html, re.S)
-        return [(anchor, *map(plain, told)) for anchor, *told in found]
+        return [(anchor, *map(plain, texts)) for anchor, *texts in found]
 
     def link(self, target):
-        """Return where a link leads on the site."""
+        """Return the target of a link on the site."""
         file, _, anchor = target.partition("#")
         if "://" in file or not file:
             return target
         path = (self.path.parent / file).resolve()
         self.linked.add(path)
         anchor = "script" if path in chapters().values() else anchor
-        place = os.path.relpath(place_of(path), place_of(self.path).parent)
-        return f"{place}#{anchor}" if anchor else place
+        target = os.path.relpath(place_of(path), place_of(self.path).parent)
+        return f"{target}#{anchor}" if anchor else target
 
     def inline(self, pieces):
         """Make links of a paragraph lead somewhere, and names and terms links."""
@@ -193,8 +192,8 @@ class Page:
             if piece.type == "code_inline" and not linked:
                 html = self.name(f"`{piece.content}`", f"<code>{escape(piece.content)}</code>")
             elif piece.type == "text" and not linked:
-                some = re.split(rf"(?i)\b({words})(?=s?\b)(?!-)", piece.content)
-                html = "".join(self.name(word.lower(), escape(word)) for word in some)
+                pieces_of_text = re.split(rf"(?i)\b({words})(?=s?\b)(?!-)", piece.content)
+                html = "".join(self.name(word.lower(), escape(word)) for word in pieces_of_text)
             if html:
                 piece.type, piece.content = "html_inline", html
 
@@ -208,9 +207,9 @@ class Page:
         if name in self.seen or name not in glossary() or self.path.name == "glossary.md":
             return html
         self.seen.add(name)
-        anchor, told = glossary()[name]
+        anchor, meaning = glossary()[name]
         link = self.link(f"{file}#{anchor}")
-        return f'<a class=term href="{link}" aria-description="{told}">{html}</a>'
+        return f'<a class=term href="{link}" aria-description="{meaning}">{html}</a>'
 
     def block(self, kind, text):
         """Return a fenced block as HTML."""
@@ -239,82 +238,51 @@ def source_html(text, name):
     return f"<pre>{chr(10).join(map(html_of, highlight(text, lexer)))}</pre>"
 
 
-def beside(page, place):
-    """Return the sections of a README as HTML for another page."""
-    there = os.path.relpath(page.path.parent, (ROOT / place).parent)
-    html = re.sub(r"(<(?:h\d|a) )id=[^ >]* ?", r"\1", page.html)
-    html = re.sub(r'(href|src)="(?!\w+:|#)', rf'\1="{there}/', html)
-    return re.split("(?=<h2)", re.sub('href="#', f'href="{there}/index.html#', html))
-
-
 # ---- pages -----------------------------------------------------------------------------------
-
-
-def plans():
-    """Yield the rows of the planner's table: sizes × clusters × settings."""
-    folder = ROOT / "05-large-model"
-    sys.path.insert(0, str(folder))
-    planner = importlib.import_module("will_it_fit")
-    planner.trace = functools.cache(planner.trace)  # the same on any number of nodes
-    for file in sorted(folder.glob("configs/*.args")):
-        model = None
-        for size, nodes in product((1, 8), (1, 2, 4, 8, 16, 32, 64)):
-            flags = [f"@{file}", f"--nodes={nodes}", f"--tensor-parallel-size={size}"]
-            args = planner.parse_args([*flags, f"--global-batch-size={8 * nodes}"])
-            model = model or planner.model_of(planner.load_config(args)[0])
-            for name, changes in planner.SETTINGS.items():
-                if size == 1 or name >= "05":
-                    chapter = args.chapter if size > 1 else name[:2]
-                    plan = planner.plan_of(args, model, chapter, changes)
-                    setting = f"{chapter}{f' {flags[-1]}' * (size > 1)}{name[2:]}"
-                    sizes = (f"{plan[of] / 2**30:.1f}" for of in ("gpu_needs", "host_needs"))
-                    yield file.stem, nodes, setting, *sizes
 
 
 def main():
     """Write all pages to a folder."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=ROOT / "site")
-    parser.add_argument("--no-plans", action="store_true")
-    args = parser.parse_args()
+    output = parser.parse_args().output
     copy = functools.partial(shutil.copytree, dirs_exist_ok=True)
-    copy(HERE, args.output, ignore=shutil.ignore_patterns("page.html"))
-    copy(ROOT / "assets", args.output / "assets", ignore=shutil.ignore_patterns("*.txt"))
+    copy(HERE, output, ignore=shutil.ignore_patterns("page.html"))
+    copy(ROOT / "assets", output / "assets", ignore=shutil.ignore_patterns("*.txt"))
     template = jinja2.Template((HERE / "page.html").read_text(), trim_blocks=True)
     names = {script.with_name("README.md"): name for name, script in chapters().items()}
     scripts = {path: script_of(name) for path, name in names.items()}
     pages = {path: Page(path, scripts.get(path, ())) for path in readmes()}
-    menu = {place_of(path): page.sections()[0][1] for path, page in pages.items()}
+    titles = {place_of(path): page.sections()[0][1] for path, page in pages.items()}
+    chapter_pages = {place_of(path): name for path, name in names.items()}
     index = []
 
-    def write(place, **more):
-        (args.output / place).parent.mkdir(parents=True, exist_ok=True)
-        root = "../" * (len(place.parts) - 1)
-        walk = {place_of(path): name for path, name in names.items()}
-        html = template.render(root=root, names=walk, menu=menu, **more)
-        (args.output / place).write_text(html)
+    def write(page_path, **values):
+        (output / page_path).parent.mkdir(parents=True, exist_ok=True)
+        root = "../" * (len(page_path.parts) - 1)
+        html = template.render(root=root, names=chapter_pages, menu=titles, **values)
+        (output / page_path).write_text(html)
 
     for path, page in pages.items():
-        place, name, parts = place_of(path), names.get(path), scripts.get(path, ())
-        title, parent = menu[place], name and parent_of(name)
-        more = dict(title=title, chapter=name, parent=parent)
-        write(place, page=page, origins=name and origins(name), parts=parts, **more)
-        if parent:
-            before = pages[chapters()[parent].with_name("README.md")]
-            pairs = zip_longest(beside(before, place), beside(page, place), fillvalue="")
-            write(place.with_name("readmes.html"), pairs=pairs, **more)
-        index += [[f"{place}#{anchor}", title, *told] for anchor, *told in page.sections()]
+        page_path, name, parts = place_of(path), names.get(path), scripts.get(path, ())
+        values = {"title": titles[page_path], "chapter": name, "page": page, "parts": parts}
+        if name:
+            values |= {"parent": parent_of(name), "origins": origins(name)}
+        write(page_path, **values)
+        index += [
+            [f"{page_path}#{anchor}", titles[page_path], *texts]
+            for anchor, *texts in page.sections()
+        ]
         for part in (part for part in parts if part["id"] and part["changed"]):
             added = plain(" ".join(re.findall("<ins.*?</ins>", part["html"])))
-            index.append([f"{place}#{part['id']}", title, part["name"], added])
+            index.append([f"{page_path}#{part['id']}", titles[page_path], part["name"], added])
     for path in set().union(*(page.linked for page in pages.values())):
         if path.suffix not in (".md", ".png") and path not in chapters().values():
-            title = str(path.relative_to(ROOT))
             text = "\n".join(sorted(os.listdir(path))) if path.is_dir() else path.read_text()
-            write(place_of(path), title=title, source=f"<pre>{escape(text, quote=False)}</pre>")
-    write(Path("planner.html"), title="Will it fit?", plans=[] if args.no_plans else [*plans()])
-    (args.output / "search.js").write_text(f"INDEX = {json.dumps(index, ensure_ascii=False)}")
-    print(f"open {args.output / 'index.html'}")
+            source = f"<pre>{escape(text, quote=False)}</pre>"
+            write(place_of(path), title=str(path.relative_to(ROOT)), source=source)
+    (output / "search.js").write_text(f"INDEX = {json.dumps(index, ensure_ascii=False)}")
+    print(f"open {output / 'index.html'}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Run the commands whose output a README shows; keep what it shows, and what they
-draw, under assets.
+"""Run the commands whose output a README shows; keep the output and the plots under assets.
 
-Here:  make samples                       all of them
-       python tools/maintain/samples.py 02-run     those of these names
+Here:  make samples                                all commands
+       python tools/maintain/samples.py 02-run     the commands with these names
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,30 +13,38 @@ import tempfile
 from pathlib import Path
 
 from chapters import ROOT
-from readme import Block, commands, script_of, shown, workplace
+from readme import Block, commands, shown
 
 SAMPLES = ROOT / "assets/samples"
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
-# Accelerate imports DeepSpeed where both are installed, which says what it has found here
-ENVIRONMENT |= {"DS_ACCELERATOR": "cpu"}
-
-
-PRACTICE = "the cluster to practise on"  # how the needs of blocks begin that belong in its shell
+# Without DS_ACCELERATOR, Accelerate imports DeepSpeed if it is installed, which prints a warning.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "COLUMNS": "100",
+    "DS_ACCELERATOR": "cpu",
+    "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}",
+}
+# The needs of the blocks that a reader types into the practice cluster begin with these words.
+PRACTICE = "the cluster to practise on"
 
 
 def run(block, folder, timeout=None, typed=""):
-    """Run a block in a copy of the repository; return its exit status and all that it printed.
+    """Run a block in a folder, which gets links to the repository; return status and output.
 
-    `typed` is what it reads.
+    `typed` is the standard input of the block.
     """
-    path = f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"
-    # a make that is called by another says so in its output
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    for path in ROOT.iterdir():
+        if path.name not in ("outputs", ".git"):
+            Path(folder, path.name).symlink_to(path)
+    # The environment exists already. It is no failure if diff finds a difference.
+    text = re.sub(r"^make ", "make -o install ", re.sub(r"^diff ", "! diff ", block.text))
+    # A make that runs inside of a make would print the names of folders.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script_of(block)],
+        ["bash", "-euo", "pipefail", "-c", text],
         check=False,
-        cwd=workplace(folder),
-        env=ours | ENVIRONMENT | {"PATH": path},
+        cwd=folder,
+        env=inherited | ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         input=typed,
@@ -47,36 +55,34 @@ def run(block, folder, timeout=None, typed=""):
 
 
 def practise(folder, timeout=None):
-    """Make the practice cluster, type all that READMEs have for it, as `run` does; needs root."""
-    blocks = [block.text for block in commands() if block.needs.startswith(PRACTICE)]
-    status, output = run(
-        Block("practice", "bash", "make cluster"), folder, timeout, "".join(blocks)
-    )
+    """Start the practice cluster, and type all blocks that are for it; needs root."""
+    text = "".join(block.text for block in commands() if block.needs.startswith(PRACTICE))
+    status, output = run(Block("practice", "bash", "make cluster"), folder, timeout, text)
     # `make cluster` prints this line before it opens the shell.
-    _, last_line, shown = output.partition("ends the cluster and everything that runs on it.\n")
+    _, last_line, shell = output.partition("ends the cluster and everything that runs on it.\n")
     assert last_line, output
-    return status, shown
+    return status, shell
 
 
 def main():
-    """Write assets/samples anew."""
-    wanted = sys.argv[1:]
-    if unknown := set(wanted) - {block.sample for block in commands()}:
-        sys.exit(f"samples.py: error: no block of a README has the sample {min(unknown)}")
+    """Write the samples of these names, or all."""
+    known = {block.sample for block in commands() if block.sample}
+    names = set(sys.argv[1:]) or known
+    if unknown := names - known:
+        sys.exit(f"samples.py: error: {min(unknown)}: no README has this sample")
     for block in commands():
-        if not block.sample or (wanted and block.sample not in wanted):
+        if block.sample not in names:
             continue
         print(f"{block.name}: {block.sample}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            practice = block.needs.startswith(PRACTICE)
-            status, output = practise(folder) if practice else run(block, folder)
+            is_practice = block.needs.startswith(PRACTICE)
+            status, output = practise(folder) if is_practice else run(block, folder)
             page = (ROOT / block.name.partition(":")[0]).read_text()
             for picture in Path(folder).glob("outputs/*.png"):
                 if f"assets/{picture.name})" in page:
                     shutil.copy(picture, ROOT / "assets")
         if status:
             sys.exit(f"{output}\nfailed with status {status}: {block.text}")
-        SAMPLES.mkdir(parents=True, exist_ok=True)
         (SAMPLES / f"{block.sample}.txt").write_text(shown(block.sample, output))
 
 

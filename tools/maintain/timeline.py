@@ -49,7 +49,7 @@ def profile_a_step(chapter, trace):
 
 
 def spans_of(trace):
-    """Return what a rank did: from name to a list of (start, length) in ms since the epoch."""
+    """Return the spans of a rank by name, as pairs (start, length) in ms since the epoch."""
     content = json.loads(Path(trace).read_text())
     offset = content.get("baseTimeNanoseconds", 0) / 1e6
     spans = {name: [] for name in COLORS}
@@ -66,7 +66,8 @@ def spans_of(trace):
             backward.append((start, start + length))
     first, last = min(start for start, _ in backward), max(end for _, end in backward)
     spans["backward"] = [(first, last - first)]
-    used = min(start for start, _ in spans["clip and step"])  # gloo's thread notes the end later
+    # Gloo's thread notes the end of an all-reduce late.
+    used = min(start for start, _ in spans["clip and step"])
     sums = spans["all-reduce"]
     spans["all-reduce"] = [(start, min(length, used - start)) for start, length in sums]
     return spans

@@ -61,19 +61,6 @@ on("#search input", "input", (input) => {
   });
   $("#search ol").replaceChildren(...items);
 });
-function filter() {
-  const [model, nodes, setting, gpu, host, fits] = $("#plans").elements;
-  const rows = all("#planned tbody tr").filter((row) => {
-    const cells = [...row.cells].map((cell) => cell.textContent), yes = [gpu, host].every((limit, n) => !limit.value || +cells[3 + n] <= +limit.value);
-    row.cells[5].textContent = yes ? "yes" : "no";
-    const chosen = [model, nodes].every((select, n) => !select.value || select.value === cells[n]);
-    row.hidden = !(chosen && cells[2].toLowerCase().includes(setting.value.toLowerCase()) && (yes || !fits.checked));
-    return !row.hidden;
-  });
-  $("#plans output").textContent = `${rows.length} rows`;
-}
-on("#plans", "input", filter);
-if ($("#plans")) filter();
 const paint = (scheme) => (document.documentElement.style.colorScheme = localStorage.scheme = scheme);
 if (localStorage.scheme) paint(localStorage.scheme);
 on("#theme", "click", () => paint(getComputedStyle(document.documentElement).backgroundColor.endsWith("255)") ? "dark" : "light"));

@@ -1,0 +1,37 @@
+"""Check how a run has ended: with one line for its user, without a file, or before a bad save."""
+
+import re
+
+from conftest import SCRIPTS, start_ranks
+from runs import wait_for
+
+
+def check_two_ranks_fail(chapter, args, expected, logs, folder):
+    """Check that one of two ranks prints an error line, and that the run writes no file.
+
+    As torchrun does, end the other rank when the first rank has failed.
+    """
+    processes = start_ranks(2, [SCRIPTS[chapter], *args, "--save-dir", folder], logs)
+    wait_for(lambda: False, processes)
+    statuses = [process.poll() for process in processes]
+    for process in processes:
+        process.kill()
+        process.wait(timeout=20)
+    output = "".join(path.read_text() for path in logs.glob("rank*.log"))
+    assert set(statuses) <= {2, None}, output
+    errors = re.findall("^train_llm.py: error:.*", output, re.M)
+    assert len(errors) == 1 and expected in errors[0], output
+    assert 'train_llm.py", line' not in output, f"a traceback:\n{output}"
+    assert [path for path in folder.rglob("*") if path.is_file()] == []
+
+
+def check_bad_gradient(results, run_dir, every):
+    """Check that all ranks stopped because of a bad gradient, which no checkpoint contains."""
+    output = "".join(result["stdout"] + result["stderr"] for result in results)
+    assert {result["status"] for result in results} == {2}, output
+    error = r"train_llm.py: error: a gradient in steps \d+ to (\d+) was not finite; these steps are"
+    match = re.search(f"{error} not saved", output)
+    assert match and "Traceback" not in output, output
+    saved_steps = range(every, int(match[1]), every)
+    names = sorted(path.name for path in run_dir.glob("checkpoints/step-*"))
+    assert names == [f"step-{step:08}" for step in saved_steps], output

@@ -1,0 +1,90 @@
+"""Measure what a rank of a chapter sends in a training step, and how much memory its tensors use.
+
+cases.py describes the arguments.
+"""
+
+from collections import Counter, defaultdict
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cases import run_cases
+
+# FSDP calls the operations of c10d, and tensor parallelism calls the functional operations.
+COLLECTIVES = {
+    "c10d::_allgather_base_": "all-gather",
+    "c10d::_reduce_scatter_base_": "reduce-scatter",
+    "c10d::allreduce_": "all-reduce",
+    "_c10d_functional::all_gather_into_tensor": "split all-gather",
+    "_c10d_functional::reduce_scatter_tensor": "split reduce-scatter",
+}
+
+
+class Traffic(TorchDispatchMode):
+    """Counts collectives by their kind and by the number of bytes of the full tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = defaultdict(Counter)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
+            # DTensor then calls this function again with the tensors of this rank.
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if kind := COLLECTIVES.get(func.name()):
+            tensors = args[0] if kind == "all-reduce" else [*args[:2], result]
+            tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+            # Either the input or the output is the full tensor.
+            num_bytes = max(tensor.nbytes for tensor in tensors)
+            # The ranks also exchange single numbers, such as gradient norms.
+            if num_bytes > 8:
+                self.counts[kind][num_bytes] += 1
+        return result
+
+
+def bytes_of(tensors):
+    """Return the number of bytes that the tensors have on this rank."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.nbytes for tensor in local if not tensor.is_meta)
+
+
+def measure(chapter, args):
+    """Train for two steps, evaluate, and return the costs of the second step."""
+    device = torch.device("cpu")
+    _, config = chapter.build_tokenizer_and_config(args)
+    model = chapter.shard(args, chapter.build_model(args, config), device)
+    optimizer = chapter.build_optimizer(args, model)
+    costs = {"gathered": 0}
+
+    def measure_gathered(*_):
+        gathered = [weight for weight in model.parameters() if not isinstance(weight, DTensor)]
+        costs["gathered"] = max(costs["gathered"], bytes_of(gathered))
+
+    def measure_shards(*_):
+        weights = [weight for weight in model.parameters() if weight.grad is not None]
+        costs["weights"] = bytes_of(weights)
+        costs["gradients"] = bytes_of(weight.grad for weight in weights)
+
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.register_forward_pre_hook(measure_gathered)
+            part.register_full_backward_hook(measure_gathered)
+    optimizer.register_step_pre_hook(measure_shards)
+    ids = torch.randint(config.vocab_size, (args.global_batch_size, args.seq_length))
+    samples = chapter.Samples(ids)
+    chapter.train_step(args, model, optimizer, samples, 1, device)
+    with Traffic() as step:
+        chapter.train_step(args, model, optimizer, samples, 2, device)
+    states = [moment for state in optimizer.state.values() for moment in state.values()]
+    results = costs | {"optimizer": bytes_of(states), "micro-batches": args.accumulation}
+    with Traffic() as evaluation:
+        chapter.evaluate(args, model, ids, device)
+    return results | {"step": step.counts, "evaluation": evaluation.counts}
+
+
+if __name__ == "__main__":
+    run_cases(measure)

@@ -1,0 +1,298 @@
+"""One command, one loss curve: each layout of each chapter trains as chapter 01 does on one rank.
+
+A layout is a chapter, a number of ranks, and the flags that split the model or the samples. A
+setting is a model family, a precision, or further flags. The tables below list the layouts, and
+the settings of their tests.
+"""
+
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from conftest import SHORT, difference, metrics, run_or_fail, same_curve
+from runs import evaluate_export
+
+TP2, TP4 = "--tensor-parallel-size 2", "--tensor-parallel-size 4"
+# With 8 samples per step, a stage receives 4 micro-batches, or 2 if two ranks share the samples.
+PP2, PP4 = "--pipeline-parallel-size 2 -b 2", "--pipeline-parallel-size 4 -b 2"
+INTERLEAVED = "--pipeline-schedule interleaved-1f1b"
+CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
+ULYSSES2, ULYSSES4 = (f"{cp} --context-parallel-style ulysses" for cp in (CP2, CP4))
+REPLICAS = "--replicas 2"
+# The high weight decay makes a wrong decay visible within a few steps. 10 held-out samples do not
+# fill the batches.
+STEPS = """--num-steps 6 --warmup-steps 3 --weight-decay 1 --eval-every 3 --eval-samples 10
+    --checkpoint-every 99"""
+
+
+class Layout(NamedTuple):
+    """A way to train, with the settings of its core tests and of its slow tests."""
+
+    chapter: str
+    ranks: int
+    flags: str = ""
+    core: str = ""
+    slow: str = ""
+
+
+LAYOUTS = {
+    "01": Layout("01", 1, core="plain 2", slow="bf16"),
+    "ddp1": Layout("02", 1, slow="2"),
+    "ddp2": Layout("02", 2, core="2", slow="bf16 gpt2 over-20-steps"),
+    "ddp4": Layout("02", 4, slow="over-20-steps"),
+    "launched2": Layout("03", 2, core="plain"),
+    "launched4": Layout("03", 4, slow="over-20-steps"),
+    "fsdp1": Layout("04", 1, slow="2"),
+    "fsdp2": Layout("04", 2, core="2", slow="kept+1 bf16 qwen3"),
+    "fsdp4": Layout("04", 4, slow="over-20-steps"),
+    "hsdp2": Layout("04", 2, REPLICAS),
+    "hsdp4": Layout("04", 4, REPLICAS, slow="1"),
+    "large1": Layout("05", 1, slow="offload"),
+    "large2": Layout("05", 2, core="offload+1", slow="long selective+compiled bf16 over-20-steps"),
+    "large4": Layout("05", 4, slow="offload+1"),
+    "tp1": Layout("06", 1, slow="plain"),
+    "tp2": Layout("06", 2, TP2, core="plain", slow="bf16 qwen3 gpt_neox gemma over-20-steps"),
+    "tp4": Layout("06", 4, TP4, slow="odd"),
+    "dp2-tp2": Layout("06", 4, TP2, slow="1"),
+    "hsdp2-tp2": Layout("06", 4, f"{TP2} {REPLICAS}", slow="1"),
+    "pp1": Layout("07", 1, slow="plain"),
+    "pp2": Layout("07", 2, PP2, core="plain", slow="gpipe qwen3 over-20-steps"),
+    "interleaved2": Layout("07", 2, f"{PP2} {INTERLEAVED}"),
+    "pp4": Layout("07", 4, PP4),
+    "dp2-pp2": Layout("07", 4, PP2, slow="plain"),
+    "hsdp2-pp2": Layout("07", 4, f"{PP2} {REPLICAS}"),
+    "tp2-pp2": Layout("07", 4, f"{TP2} {PP2}"),
+    "tp2-interleaved2": Layout("07", 4, f"{TP2} {PP2} {INTERLEAVED}", slow="plain"),
+    "dp2-tp2-pp2": Layout("07", 8, f"{TP2} {PP2}"),
+    "cp1": Layout("08", 1, slow="plain"),
+    "cp2": Layout("08", 2, CP2, core="plain", slow="qwen3 over-20-steps"),
+    "cp4": Layout("08", 4, CP4),
+    "dp2-cp2": Layout("08", 4, CP2),
+    "hsdp2-cp2": Layout("08", 4, f"{CP2} {REPLICAS}"),
+    "tp2-cp2": Layout("08", 4, f"{TP2} {CP2}"),
+    "pp2-cp2": Layout("08", 4, f"{PP2} {CP2}"),
+    "tp2-pp2-cp2": Layout("08", 8, f"{TP2} {PP2} {CP2}"),
+    "ulysses2": Layout("08", 2, ULYSSES2, slow="gpt_neox"),
+    "ulysses4": Layout("08", 4, ULYSSES4),
+    "dp2-ulysses2": Layout("08", 4, ULYSSES2, slow="2"),
+    "tp2-ulysses2": Layout("08", 4, f"{TP2} {ULYSSES2}"),
+    "pp2-ulysses2": Layout("08", 4, f"{PP2} {ULYSSES2}"),
+}
+# All layouts of a chapter on at most four ranks run in these settings, too, and those on two ranks
+# in the second list of settings.
+EXHAUSTIVE = {
+    "01": ("4 1", ""),
+    "02": ("plain gpt2 qwen3 bf16", "4"),
+    "03": ("", ""),
+    "04": ("plain kept 1 gpt2 qwen3", "compiled mistral gemma3"),
+    "05": ("plain long selective qwen3", "full full+compiled async offload gpt2 mistral gemma3"),
+    "06": ("plain offload+1 long bf16 qwen3 gpt_neox gemma odd", "4 1 compiled llama"),
+    "07": ("plain 1 gpipe qwen3 gpt_neox", "4 compiled offload+1 bf16 five llama gpt2 olmo"),
+    "08": ("llama qwen3 gpt_neox", "2 bf16 long offload compiled"),
+}
+SETTINGS = {
+    "plain": "",
+    "4": "-b 4",
+    "2": "-b 2",
+    "1": "-b 1",
+    "kept": "--no-reshard-after-forward",
+    "compiled": "--compile",
+    "full": "--recompute full",
+    "selective": "--recompute selective",
+    "async": "--checkpoint-async --checkpoint-every 2",
+    "offload": "--cpu-offload --recompute full --checkpoint-async",
+    "gpipe": "--pipeline-schedule gpipe",
+}
+# These settings change the curve, and so does the name of a model. Chapter 01 repeats them.
+CURVES = {
+    "bf16": "--precision bf16",
+    # Rounding errors grow within 20 steps, so these steps have the default warmup and decay.
+    "over-20-steps": "--num-steps 20 --eval-every 10 --warmup-steps 10 --weight-decay 0.1",
+    # A rank has two chunks of the loss.
+    "long": "--seq-length 512",
+    "five": "--config num_hidden_layers=5",
+}
+
+
+def run_params():
+    """Return each run of the table, LAYOUT@SETTINGS, as a parameter with the mark of its level."""
+    params = []
+    for name, layout in LAYOUTS.items():
+        settings = dict.fromkeys(layout.core.split(), ())
+        settings |= dict.fromkeys(layout.slow.split(), pytest.mark.slow)
+        for number, more in enumerate(EXHAUSTIVE[layout.chapter]):
+            if layout.ranks <= 4 // (number + 1):
+                for setting in more.split():
+                    settings.setdefault(setting, pytest.mark.exhaustive)
+        params += [pytest.param(f"{name}@{key}", marks=mark) for key, mark in settings.items()]
+    return params
+
+
+def reference_of(run):
+    """Return the run whose curve a run must repeat; bf16 in chapter 01 must be close to fp32."""
+    setting = run.partition("@")[2]
+    if run == "01@bf16" or setting.partition("+")[0] in SETTINGS:
+        return "01@plain"
+    return f"01@{setting}"
+
+
+def job_of(models, run, root, *more):
+    """Return the job, as for run_jobs(), that trains a layout in some settings."""
+    name, _, settings = run.partition("@")
+    args = [*SHORT, *STEPS.split(), *LAYOUTS[name].flags.split()]
+    flags = SETTINGS | CURVES
+    for setting in settings.split("+"):
+        args += flags[setting].split() if setting in flags else ["-m", models / setting]
+    return LAYOUTS[name].chapter, [*args, "--save-dir", root, *more]
+
+
+@pytest.fixture(scope="module")
+def root(request, tmp_path_factory, layout_models):
+    """Train each selected run and its reference once; return the folder of the runs."""
+    root, jobs, selected = tmp_path_factory.mktemp("layouts"), {}, set()
+    for item in request.session.items:
+        if item.path == request.path and "run" in getattr(item, "fixturenames", ()):
+            selected.add(item.callspec.params["run"])
+    for run in sorted(selected | {reference_of(run) for run in selected}):
+        layout = LAYOUTS[run.partition("@")[0]]
+        # DTensor remembers the process groups of earlier jobs, so only jobs with the same groups
+        # share their processes. Compiled code needs processes of its own.
+        key = layout.ranks, layout.flags, run if "compiled" in run else ""
+        jobs.setdefault(key, []).append(job_of(layout_models, run, root, "-e", run))
+    for number, ((ranks, *_), group) in enumerate(jobs.items()):
+        run_or_fail(ranks, group, root / f"jobs{number}", shares=2 if ranks == 1 else 1)
+    return root
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("run", run_params())
+def test_layout_follows_its_reference_curve(root, run):
+    """In each step, the loss and the gradient norm are the same; so is each validation loss."""
+    curve, reference = metrics(root / run), metrics(root / reference_of(run))
+    if run == "01@bf16":
+        assert 1e-5 < difference(reference, curve, names=["loss", "val_loss"]) < 5e-2
+    elif run.endswith("bf16"):
+        assert 0 < difference(reference, curve, names=["loss", "val_loss"]) < 5e-3
+        # FSDP also keeps the activations between the layers in bf16.
+        tolerance = 5e-3 if LAYOUTS[run.partition("@")[0]].chapter < "04" else 5e-2
+        assert difference(reference, curve, names=["grad_norm"], relative=True) < tolerance
+    else:
+        assert same_curve(reference, curve)
+
+
+@pytest.mark.parametrize("run", ["01@over-20-steps"])
+def test_reference_curve_learns_and_has_every_step(root, run):
+    """Equal curves would prove little if they were empty or flat."""
+    curve = metrics(root / run)
+    assert sorted(curve) == list(range(21))
+    assert [step for step, row in curve.items() if "val_loss" in row] == [0, 10, 20]
+    assert curve[20]["loss"] < curve[1]["loss"] - 1
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "run",
+    [param for param in run_params() if LAYOUTS[param.values[0].split("@")[0]].chapter > "03"],
+)
+def test_exported_model_has_the_logged_loss(root, load, run):
+    """transformers loads the model by its folder alone; its weights are those of the checkpoint."""
+    curve = metrics(root / run)
+    loss = evaluate_export(root / run, max(curve), load("01"))
+    assert abs(loss - curve[max(curve)]["val_loss"]) < (5e-3 if run.endswith("bf16") else 1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "chapter, flags, layout",
+    [
+        ("07", f"-b 2 {INTERLEAVED}", "tp2@2"),
+        ("08", "--context-parallel-style ulysses", "tp2@plain"),
+        ("08", "--context-parallel-style ulysses", "pp2@plain"),
+    ],
+)
+def test_split_by_one_rank_changes_no_bit(layout_models, tmp_path, chapter, flags, layout):
+    """Chapter 07 with one stage is chapter 06; chapter 08 with full sequences is chapter 07."""
+    earlier, args = job_of(layout_models, layout, tmp_path, "-e")
+    jobs = [(earlier, [*args, "earlier"]), (chapter, [*args, "later", *flags.split()])]
+    run_or_fail(2, jobs, tmp_path / "jobs")
+    assert difference(metrics(tmp_path / "earlier"), metrics(tmp_path / "later")) == 0
+    assert have_same_weights(tmp_path / "earlier", tmp_path / "later")
+
+
+# ---- a run continues -------------------------------------------------------------------------
+# With this warmup, the learning rate of a step does not depend on the number of steps.
+ENDLESS = ["--lr", 0.03, "--warmup-steps", 1000]
+REPEATED = ["hsdp4@gpt2-dropout", "fsdp2@qwen3"]
+REPEATED_TOO = ["fsdp4@plain", "dp2-tp2@plain", "tp2-pp2@qwen3", "cp2@plain", "ulysses2@plain"]
+
+
+def have_same_weights(folder, other_folder, tolerance=0):
+    """Return whether the exported models of two runs have the same weights."""
+    folders = folder / "model", other_folder / "model"
+    weights, others = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in folders)
+    assert weights.keys() == others.keys()
+    return all(
+        torch.allclose(weights[name], others[name], rtol=0, atol=tolerance) for name in weights
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "resumed",
+    [*REPEATED, *(pytest.param(run, marks=pytest.mark.exhaustive) for run in REPEATED_TOO)],
+)
+def test_resume_repeats_every_bit(layout_models, tmp_path, resumed):
+    chapter, args = job_of(layout_models, resumed, tmp_path, *ENDLESS, "-e")
+    endings = [["entire"], ["resumed", "--num-steps", 3], ["resumed"]]
+    jobs = [(chapter, [*args, *ending]) for ending in endings]
+    ranks = LAYOUTS[resumed.partition("@")[0]].ranks
+    *_, [first_rank, *_] = run_or_fail(ranks, jobs, tmp_path / "jobs")
+    assert "step-00000003\n" in first_rank["stdout"].partition("continuing from")[2]
+    assert difference(metrics(tmp_path / "entire"), metrics(tmp_path / "resumed")) == 0
+    assert have_same_weights(tmp_path / "entire", tmp_path / "resumed")
+
+
+SPLIT = [name for name, layout in LAYOUTS.items() if layout.chapter > "03"]
+ROUTES = {
+    "each-chapter": "fsdp4 dp2-tp2 tp2-pp2 dp2-ulysses2 fsdp2 large2 fsdp2 cp2 fsdp1 hsdp4".split(),
+    "each-layout": random.Random(0).sample(SPLIT, len(SPLIT)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "route", ["each-chapter", pytest.param("each-layout", marks=pytest.mark.exhaustive)]
+)
+def test_run_that_changes_its_layout_stays_on_the_curve(layout_models, tmp_path, route):
+    """Every two steps, the next layout continues the run; the model has tied embeddings."""
+    names, more = ROUTES[route], [*ENDLESS, "--eval-every", 2, "--num-steps"]
+    job = job_of(layout_models, "01@qwen3", tmp_path, *more, 2 * len(names), "-e", "01")
+    run_or_fail(1, [job], tmp_path / "jobs")
+    for start, name in enumerate(names):
+        run = f"{name}@qwen3{'+offload' * (LAYOUTS[name].chapter == '05')}"
+        job = job_of(layout_models, run, tmp_path, *more, 2 * start + 2, "-e", "run")
+        [ranks] = run_or_fail(LAYOUTS[name].ranks, [job], tmp_path / f"jobs{start}")
+        found = ranks[0]["stdout"].partition("continuing from")[2]
+        assert start == 0 or f"step-{2 * start:08}\n" in found, ranks[0]["stdout"]
+    assert same_curve(metrics(tmp_path / "01"), metrics(tmp_path / "run"))
+    assert have_same_weights(tmp_path / "01", tmp_path / "run", tolerance=1e-4)
+
+
+# ---- dropout ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["large2", pytest.param("pp2", marks=pytest.mark.exhaustive)])
+def test_dropout_affects_only_training_and_recompute_repeats_it(layout_models, tmp_path, layout):
+    settings = {"none": "gpt2", "dropout": "gpt2-dropout", "recomputed": "gpt2-dropout+full"}
+    jobs = []
+    for name, setting in settings.items():
+        jobs.append(job_of(layout_models, f"{layout}@{setting}", tmp_path, "-e", name))
+    run_or_fail(2, jobs, tmp_path / "jobs")
+    none, dropout, recomputed = (metrics(tmp_path / name) for name in settings)
+    assert none[0]["val_loss"] == dropout[0]["val_loss"]
+    assert difference(none, dropout, names=["loss"]) > 1e-3
+    assert difference(dropout, recomputed) < 1e-5

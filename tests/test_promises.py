@@ -1,0 +1,23 @@
+"""CONTRIBUTING.md lists what the guide promises, with the tests of each promise."""
+
+import ast
+import tomllib
+
+import pytest
+
+from conftest import ROOT
+
+PROMISES = tomllib.loads((ROOT / "tests/promises.toml").read_text())
+ROWS = [(promise, tests) for group in PROMISES.values() for promise, tests in group.items()]
+
+
+@pytest.mark.parametrize("promise, tests", ROWS, ids=[promise for promise, _ in ROWS])
+def test_promise_has_tests_that_exist(promise, tests):
+    assert tests, f"no test proves: {promise}"
+    for test in tests:
+        file, _, function = test.partition("::")
+        path = ROOT / f"tests/{file}.py"
+        assert path.exists(), f"{promise}: there is no {path.name}"
+        nodes = ast.walk(ast.parse(path.read_text()))
+        functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+        assert function in functions, f"{promise}: {path.name} has no {function}"

@@ -1,0 +1,209 @@
+"""Measure what a model keeps for its backward pass: run two layers on fake tensors.
+
+Fake tensors have shapes, but no data.
+"""
+
+import copy
+import dataclasses
+import functools
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface
+
+from training_step import (
+    load_chapter,
+    local,
+    mesh_of,
+    newest_chapter,
+    refuse,
+    simulate_ranks,
+    split_matrices,
+)
+
+
+@dataclass
+class Segment:
+    """Hold the bytes of tensors by kind in a part of a step: at its start and at its peak."""
+
+    start: Counter = field(default_factory=Counter)
+    most: Counter = field(default_factory=Counter)
+    # The peak of the bytes without finished gradients. It can occur at a different moment.
+    most_besides_gradients: Counter = field(default_factory=Counter)
+
+
+class Recorder(TorchDispatchMode):
+    """Count the bytes of each tensor that an operation creates, until nothing refers to it.
+
+    A view shares the storage of its base tensor, and a storage counts once.
+    """
+
+    def __init__(self):
+        super().__init__()
+        # The keys of the weights' storages, which are not counted.
+        self.weights = set()
+        # The kind of each counted tensor, by the key of its storage.
+        self.kind_of = {}
+        self.live = Counter()
+        self.segments = {}
+        self.begin("before")
+
+    def begin(self, name, kind="activations"):
+        """Begin the segment `name`, and count new tensors as tensors of this kind."""
+        self.segment = self.segments[name] = Segment()
+        self.kind, self.at_start = kind, True
+        self.update_peaks()
+
+    def update_peaks(self):
+        """Store the live bytes if they exceed the peaks of the segment."""
+        live = self.live.items()
+        besides_gradients = Counter({kind: size for kind, size in live if kind != "gradients"})
+        if self.live.total() > self.segment.most.total():
+            self.segment.most = +self.live
+        if besides_gradients.total() > self.segment.most_besides_gradients.total():
+            self.segment.most_besides_gradients = besides_gradients
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # DTensor and AsyncCollectiveTensor call the operation again, with local tensors.
+        if any(issubclass(cls, (DTensor, AsyncCollectiveTensor)) for cls in types):
+            return NotImplemented
+        # Python frees the arguments of the previous segment after begin(), but before the first
+        # operation of the new segment.
+        if self.at_start:
+            self.segment.start, self.at_start = +self.live, False
+        output = func(*args, **(kwargs or {}))
+        seen = self.kind_of.keys() | self.weights
+        new = [storage for storage in storages(output) if storage._cdata not in seen]
+        inputs = storages((args, kwargs))
+        is_cast = func.name() == "aten::_to_copy" and inputs[0]._cdata in self.weights
+        for storage in new:
+            self.count(storage, "cast weights" if is_cast else self.kind)
+        if new:
+            self.update_peaks()
+        return output
+
+    def count(self, storage, kind):
+        """Count a storage until Python deletes it."""
+        self.kind_of[storage._cdata] = kind
+        self.live[kind] += storage.nbytes()
+        weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes())
+
+    def forget(self, key, size):
+        """Stop counting a storage."""
+        self.live[self.kind_of.pop(key)] -= size
+
+    def rename(self, tensor, kind):
+        """Change the kind of a tensor that is already counted."""
+        storage = local(tensor).untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.kind_of:
+            self.live[self.kind_of[key]] -= size
+            self.live[kind] += size
+            self.kind_of[key] = kind
+
+
+def storages(tree):
+    """Return the storages of the tensors among arguments or results."""
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def segments_of(model, setting):
+    """Return the segments of a micro-step of a setting: of one rank, with two layers."""
+    # Settings that differ only in these values have the same segments.
+    same = {"ranks": 1, "replicas": 1, "accumulation": 1, "reshard_after_forward": True}
+    same |= {"cpu_offload": False, "checkpoint_async": False, "device": "cuda"}
+    same |= {"pipeline_parallel_size": 1, "pipeline_schedule": "1f1b"}
+    # The chapters from 05 on build the same model, and so do the chapters before.
+    if not setting.autocast:
+        same["chapter"] = "04" if setting.chapter < "05" else "05"
+    return trace(model, dataclasses.replace(setting, **same))
+
+
+@functools.cache
+def trace(model, setting):
+    """Run forward and backward passes of the model with two layers; return segments by name."""
+    length = setting.seq_length // setting.context_parallel_size
+    simulate_ranks()
+    with FakeTensorMode():
+        small = small_model(model.config, setting)
+        ids = torch.zeros(setting.micro_batch_size, setting.seq_length, dtype=torch.long)
+        inputs = {"input_ids": ids[:, :length], "labels": ids, "use_cache": False}
+        if setting.tensor_parallel_size * setting.context_parallel_size > 1:
+            inputs["position_ids"] = torch.arange(length)[None]
+            # On first use, DTensor runs extra operations to learn the shapes of results. Run once
+            # before recording, so that they are not counted.
+            small(**inputs).loss.backward()
+            small.zero_grad()
+        record = Recorder()
+        watch(small, record)
+        with record, torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast):
+            record.begin("embedding")
+            loss = small(**inputs).loss
+        with record:
+            record.begin("head backward", "logits")
+            loss.backward()
+            record.begin("end")
+    return record.segments
+
+
+def small_model(config, setting):
+    """Build a model with two layers as the setting's chapter does, in the type that FSDP passes."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = min(2, config.num_hidden_layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    chapter = load_chapter("04") if setting.chapter < "05" else newest_chapter()
+    with mock.patch.object(chapter, "fail", refuse):
+        model = chapter.build_model(setting, config)
+    if setting.context_parallel_size > 1:
+        split_attention(setting)
+    is_half = setting.precision == "bf16" and not setting.autocast
+    for weight in model.parameters():
+        weight.data = weight.data.to(torch.bfloat16 if is_half else torch.float32)
+    split_matrices(model, setting.tensor_parallel_size)
+    return model
+
+
+def split_attention(setting):
+    """Make attention work as on the last of the ranks that split each sequence."""
+    chapter, size = newest_chapter(), setting.context_parallel_size
+    styles = {"gather": chapter.gathered_attention, "ulysses": chapter.ulysses_attention}
+    # This process is rank 0. The mesh lists it last, because the last rank attends to the most
+    # keys.
+    mesh = mesh_of([*range(1, size), 0])
+    attention = functools.partial(styles[setting.context_parallel_style], mesh)
+    AttentionInterface.register("causal_sdpa", attention)
+
+
+def watch(model, record):
+    """Add hooks that begin a segment at the borders of each layer, forward and backward."""
+    for weight in model.parameters():
+        record.weights.add(local(weight).untyped_storage()._cdata)
+        weight.register_post_accumulate_grad_hook(lambda w: record.rename(w.grad, "gradients"))
+
+    def before(number, _, args, kwargs):
+        record.begin(f"layer {number}")
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if number == 1:
+            hidden.register_hook(lambda _: record.begin("embedding backward"))
+
+    def after(number, _, args, output):
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden.register_hook(functools.partial(start_backward, number))
+        record.begin("head", "logits")
+
+    def start_backward(number, grad):
+        record.rename(grad, "activations")
+        record.begin(f"layer {number} backward")
+
+    for number, layer in enumerate(newest_chapter().layers_of(model), 1):
+        layer.register_forward_pre_hook(functools.partial(before, number), with_kwargs=True)
+        layer.register_forward_hook(functools.partial(after, number))

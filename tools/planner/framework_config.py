@@ -1,0 +1,96 @@
+"""Write a planned setting as the configuration file of DeepSpeed or Accelerate."""
+
+import json
+
+from training_step import FLAG_DEFAULTS, fail, setting_of
+
+# The values that a framework's file can express.
+SUPPORTED = {
+    "tensor_parallel_size": [1],
+    "pipeline_parallel_size": [1],
+    "context_parallel_size": [1],
+    "replicas": [1],
+    "recompute": ["none", "full"],
+}
+
+
+def config_text(args):
+    """Return the text of the file; stop if the framework cannot do what the arguments ask for."""
+    framework, _ = args.write_config
+    flags, supported = f"--write-config {framework}", SUPPORTED
+    if framework not in WRITERS:
+        fail(f"{flags}: unknown framework; choose {' or '.join(WRITERS)}")
+    if framework == "accelerate":
+        supported = SUPPORTED | {"weights_dtype": ["fp32"]}
+    elif args.chapter == "02":
+        problem = "ZeRO shards the optimizer state, but chapter 02 does not"
+        fail(f"{flags} --chapter 02: {problem}; choose --chapter 04 or 05")
+    for name, values in supported.items():
+        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        if value not in values:
+            choices = " or ".join(map(str, values))
+            fail(f"{flags} {flag} {value}: a file cannot express this value; choose {choices}")
+    setting = setting_of(args, args.chapter, {name: getattr(args, name) for name in FLAG_DEFAULTS})
+    for name in FLAG_DEFAULTS:
+        if getattr(args, name) != getattr(setting, name):
+            flag = f"--{name.replace('_', '-')}"
+            fail(f"{flags} --chapter {args.chapter}: it has no {flag}; choose --chapter 05")
+    return WRITERS[framework](args)
+
+
+def deepspeed(args):
+    """Return the text of a file for DeepSpeed, in JSON."""
+    # Like ZeRO-3, FSDP gathers weights again for the backward pass; like ZeRO-2, it can keep them.
+    stage = 3 if args.reshard_after_forward else 2
+    config = {
+        "train_batch_size": args.global_batch_size,
+        "train_micro_batch_size_per_gpu": args.micro_batch_size,
+        "gradient_accumulation_steps": args.accumulation,
+        "gradient_clipping": args.max_grad_norm,
+        "zero_optimization": {"stage": stage},
+    }
+    if args.weights_dtype == "bf16":
+        # In addition, DeepSpeed's optimizer keeps fp32 weights. Sum gradients in fp32.
+        config["bf16"] = {"enabled": True}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    elif args.precision == "bf16":
+        # With DeepSpeed's default list of modules, gradients of linear layers would be summed in
+        # bf16, so pass an empty list.
+        autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+        config["torch_autocast"] = autocast
+    if args.cpu_offload:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        # Allow torch's AdamW, because DeepSpeed would have to compile its own Adam for CPUs.
+        config["zero_force_ds_cpu_optimizer"] = False
+        # ZeRO-2 keeps all weights on each GPU.
+        if stage == 3:
+            config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    if args.recompute == "full":
+        config["activation_checkpointing"] = {"partition_activations": False}
+    return json.dumps(config, indent=2) + "\n"
+
+
+def accelerate(args):
+    """Return the text of a file for Accelerate, in YAML: DDP for chapter 02, otherwise FSDP2."""
+    config = {"compute_environment": "LOCAL_MACHINE"}
+    # Use MULTI_GPU on CPUs, too, because MULTI_CPU would start only one process.
+    config["distributed_type"] = "MULTI_GPU" if args.chapter == "02" else "FSDP"
+    config["mixed_precision"] = "bf16" if args.precision == "bf16" else "no"
+    config |= {"num_machines": args.nodes, "num_processes": args.ranks, "rdzv_backend": "c10d"}
+    lines = [f"{name}: {json.dumps(value)}" for name, value in config.items()]
+    if args.chapter != "02":
+        settings = {
+            "version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "reshard_after_forward": args.reshard_after_forward,
+            "offload_params": args.cpu_offload,
+            "activation_checkpointing": args.recompute == "full",
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "cpu_ram_efficient_loading": False,
+        }
+        lines += ["fsdp_config:"]
+        lines += [f"  fsdp_{name}: {json.dumps(value)}" for name, value in settings.items()]
+    return "\n".join(lines) + "\n"
+
+
+WRITERS = {"deepspeed": deepspeed, "accelerate": accelerate}

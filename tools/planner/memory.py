@@ -1,0 +1,304 @@
+"""Add up the bytes of a training step, event by event; the fullest moment must fit."""
+
+from collections import Counter
+
+from activations import segments_of
+from training_step import Step, in_flight, numbers, shard_numbers
+
+# The parts of a GPU's memory that the run on fake tensors measures.
+TRACED_PARTS = ["cast weights", "activations", "logits"]
+# All parts of a GPU's memory, from tensors that stay to tensors that come and go.
+PARTS = ["parameters", "gradients", "optimizer state", "gathered weights", "full gradients"]
+PARTS += [*TRACED_PARTS, "communication"]
+
+
+def fullest_step(model, setting):
+    """Play a step on each rank of a pipeline, and return the played step of the fullest rank."""
+    ranks = setting.pipeline_parallel_size
+    step_class = PipelineMemory if ranks > 1 else ShardedMemory
+    if setting.chapter == "02":
+        step_class = StepMemory
+    steps = [step_class(model, setting, rank) for rank in range(ranks)]
+    for step in steps:
+        step.play()
+    return max(steps, key=lambda step: step.most.total())
+
+
+def state_bytes(model, setting):
+    """Return the bytes of weights, gradients and optimizer state in a rank's shards of a Model.
+
+    AdamW keeps two moments for each weight, and a step counter of 4 bytes for each tensor.
+    """
+    weights = shard_numbers(model.shapes, setting.shards) * setting.weight_bytes
+    moments = 2 * weights + 4 * len(model.shapes)
+    return {"parameters": weights, "gradients": weights, "optimizer state": moments}
+
+
+class StepMemory(Step):
+    """Count the bytes of a training step on one rank.
+
+    After play(), `most` has the bytes of each part at the peak, and `when` names that moment.
+
+    This class models chapters 02 and 03, which use DDP and autocast. DDP's gradient buckets last
+    for the entire run, but only the last micro-step writes its gradients into them. Until then,
+    the sums of the gradients of earlier micro-steps are separate tensors.
+    """
+
+    # The number of copies of the gradients that a micro-step adds to memory: -1, 0 or 1.
+    growth = 0
+    # Only the last stage of a pipeline has the head. Without a pipeline, each rank has it.
+    has_head = True
+    # The number of other micro-batches whose activations the rank keeps at the same time.
+    other_micro_batches = 0
+
+    def __init__(self, model, setting, rank=0):
+        super().__init__(model, setting, rank)
+        self.segments = segments_of(model, setting)
+        self.state = state_bytes(self.model, setting)
+        self.traced_depth = min(2, len(model.layers))
+        last_layer = self.segments[f"layer {self.traced_depth}"]
+        self.saved_per_layer = self.segments["head"].start - last_layer.start
+        self.held, self.most, self.when = Counter(), Counter(), ""
+
+    def play(self):
+        """Play the first micro-step, the second and the last."""
+        self.held.update(self.state)
+        last = self.setting.accumulation
+        for number in sorted({1, min(2, last), last}):
+            if last > 1:
+                self.growth = 1 if number == 1 else -1 if number == last else 0
+            self.micro_step()
+        self.update_peak("AdamW")
+
+    def update_peak(self, when, **temporary):
+        """Store this moment if it is the fullest; `temporary` bytes exist at this moment only."""
+        total = self.held + Counter(temporary)
+        if total.total() > self.most.total():
+            self.most, self.when = total, when
+
+    def enter(self, name, number):
+        """Hold the activations that exist when the segment `name` of layer `number` starts.
+
+        The run on fake tensors has two layers. Each further layer keeps as much as the second.
+        """
+        layers_in_trace = self.traced_depth if "head" in name else min(2, number)
+        untraced_layers = number - layers_in_trace
+        for kind in TRACED_PARTS:
+            saved = self.saved_per_layer[kind]
+            self.held[kind] = self.segments[name].start[kind] + saved * untraced_layers
+            per_micro_batch = self.segments["head"].start[kind]
+            per_micro_batch += saved * (self.depth - self.traced_depth)
+            self.held[kind] += int(self.other_micro_batches * per_micro_batch)
+
+    def compute(self, when, name):
+        """Update the step's peak with the peak of the segment `name`."""
+        segment = self.segments[name]
+        most = segment.most if self.growth == 1 else segment.most_besides_gradients
+        temporary = {kind: most[kind] - segment.start[kind] for kind in TRACED_PARTS}
+        if self.growth == 1:
+            temporary["full gradients"] = most["gradients"] - segment.start["gradients"]
+        self.update_peak(when, **temporary)
+
+    def forward(self, group):
+        self.compute(f"forward of layer {group}" if group else "embedding", segment_of(group))
+        if group < self.depth:
+            self.enter(segment_of(group + 1), group + 1)
+
+    def head_forward(self):
+        if self.has_head:
+            self.enter("head", self.depth)
+            self.compute("loss", "head")
+
+    def head_backward(self):
+        self.head_gradients = 0
+        if self.has_head:
+            self.enter("head backward", self.depth)
+            self.compute("backward of the loss", "head backward")
+            after_head = self.segments[f"layer {self.traced_depth} backward"].start
+            self.head_gradients = after_head["gradients"]
+        self.enter(f"{segment_of(self.depth)} backward", self.depth)
+        self.add_gradients(self.head_gradients)
+
+    def backward(self, group):
+        when = f"backward of layer {group}" if group else "backward of the embedding"
+        self.compute(when, f"{segment_of(group)} backward")
+        if group:
+            self.enter(f"{segment_of(group - 1)} backward", group - 1)
+            self.add_gradients(self.gradients_of(group))
+        else:
+            for kind in TRACED_PARTS:
+                self.held[kind] = 0
+            self.add_gradients(self.gradients_of(0) - self.head_gradients)
+
+    def add_gradients(self, size):
+        """Add `growth` times `size` bytes of gradients to the held bytes."""
+        self.held["full gradients"] += self.growth * size
+
+    def gradients_of(self, group):
+        """Return the bytes of a group's gradients as the backward pass produces them."""
+        size = 4 if self.setting.autocast else self.setting.compute_bytes
+        return numbers(self.shapes(group)) * size
+
+
+def segment_of(group):
+    """Return the name of the traced segment that stands for the forward pass of a group."""
+    return f"layer {min(2, group)}" if group else "embedding"
+
+
+class ShardedMemory(StepMemory):
+    """Count the bytes of chapters 04 to 08, where FSDP2 gathers weights and reduces gradients.
+
+    Buffers are allocated and freed in the order of torch/distributed/fsdp/_fully_shard.
+    """
+
+    growth, micro_steps, is_forward = 1, 2, True
+
+    def play(self):
+        """Play the first micro-step and, if there are more, a second one.
+
+        The second micro-step starts with the gradient shards of the first.
+        """
+        self.shards_on_device = not (self.setting.cpu_offload and self.setting.cuda)
+        if self.shards_on_device:
+            self.held.update({name: self.state[name] for name in ("parameters", "optimizer state")})
+        self.groups_with_gradients = set()
+        for _ in range(min(self.micro_steps, self.setting.accumulation)):
+            self.gathered, self.gather_buffers = set(), {}
+            self.last_gather_buffer, self.reduce_buffer = 0, 0
+            self.is_forward = True
+            self.micro_step()
+            self.held["communication"] -= self.reduce_buffer
+        self.update_peak("AdamW")
+
+    def gather(self, group):
+        """Hold the output buffer of the all-gather, and its input only for a moment."""
+        if group in self.gathered or group in self.gather_buffers:
+            return
+        setting = self.setting
+        # A single rank has the full weights already.
+        full = self.padded_numbers(group) * setting.compute_bytes
+        output = full if setting.shards > 1 else 0
+        # FSDP copies the shard to change its type, or to move it to the GPU.
+        copies_shard = setting.compute_bytes != setting.weight_bytes or setting.cpu_offload
+        input_copy = full // setting.shards if copies_shard else 0
+        # Gloo gathers into a second buffer.
+        gloo_copy = 0 if setting.cuda else output
+        when = f"all-gather of {name_of(group)}"
+        self.update_peak(when, communication=output + input_copy + gloo_copy)
+        self.held["communication"] += output
+        self.gather_buffers[group] = output
+
+    def use(self, group):
+        """Wait for an all-gather and copy its output into the weights."""
+        if group in self.gathered:
+            return
+        self.gather(group)
+        # In the forward pass, FSDP keeps the previous output buffer until now, so that its
+        # copies can overlap with the next all-gather.
+        if self.is_forward:
+            self.held["communication"] -= self.last_gather_buffer
+        self.held["gathered weights"] += self.padded_numbers(group) * self.setting.compute_bytes
+        self.gathered.add(group)
+        self.update_peak(f"copy of {name_of(group)}")
+        output = self.gather_buffers.pop(group)
+        if self.is_forward:
+            self.last_gather_buffer = output
+        else:
+            self.held["communication"] -= output
+
+    def free(self, group):
+        if group in self.gathered:
+            self.held["gathered weights"] -= self.padded_numbers(group) * self.setting.compute_bytes
+            self.gathered.remove(group)
+
+    def head_backward(self):
+        self.is_forward = False
+        self.held["communication"] -= self.last_gather_buffer
+        super().head_backward()
+
+    def reduce(self, group):
+        """Reduce a group's gradients to shards; keep the input buffer until the next reduction."""
+        setting = self.setting
+        self.free(group)
+        self.held["communication"] -= self.reduce_buffer
+        self.reduce_buffer = self.padded_numbers(group) * setting.weight_bytes
+        self.held["communication"] += self.reduce_buffer
+        when = f"reduce-scatter of {name_of(group)}"
+        self.update_peak(when)
+        self.held["full gradients"] -= self.gradients_of(group)
+        shard = self.reduce_buffer // setting.shards
+        # Gloo reduces in a second buffer.
+        uses_gloo = not setting.cuda and setting.shards > 1
+        gloo_copy = self.reduce_buffer if uses_gloo else 0
+        self.update_peak(when, communication=shard + gloo_copy)
+        if group not in self.groups_with_gradients and self.shards_on_device:
+            self.held["gradients"] += shard
+        self.groups_with_gradients.add(group)
+
+
+class PipelineMemory(ShardedMemory):
+    """Count the bytes of a pipeline, where a rank gathers and reduces once per step.
+
+    The played micro-batch runs while the rank keeps the activations of the largest number of
+    other micro-batches, and the gradients of earlier ones. Each micro-batch has its own receive
+    buffers: see torch/distributed/pipelining/stage.py.
+    """
+
+    micro_steps = 1
+
+    def __init__(self, model, setting, rank):
+        super().__init__(model, setting, rank)
+        ranks, micro_batches = setting.pipeline_parallel_size, setting.accumulation
+        self.has_head = rank == ranks - 1
+        kept = in_flight(setting.pipeline_schedule, rank, ranks, micro_batches)
+        self.other_micro_batches = kept - 1
+        # Each stage receives hidden states and their gradients, but nothing comes from before the
+        # first stage or from after the last one.
+        buffers_per_micro_batch = 2 * setting.num_stages // ranks - (rank == 0) - self.has_head
+        tokens = setting.micro_batch_size * setting.seq_length
+        tokens //= setting.context_parallel_size * setting.tensor_parallel_size
+        hidden_bytes = tokens * model.config.hidden_size * setting.compute_bytes
+        self.held["communication"] = micro_batches * buffers_per_micro_batch * hidden_bytes
+        self.held["full gradients"] = self.model.weights * setting.weight_bytes
+
+    def reduce(self, group):
+        """Add a group's gradients to the sums; the rank reduces the sums at the end of the step."""
+        self.held["full gradients"] -= self.gradients_of(group)
+
+
+def name_of(group):
+    """Return the name of a group of weights that FSDP gathers together."""
+    return f"layer {group}" if group else "embedding, norm and output"
+
+
+def host_memory(model, part, setting, local_ranks):
+    """Return the bytes of each part of a node's CPU memory at the peak, and the moment's name.
+
+    `part` is the Model of one rank. At the start, each rank of chapters 02 to 04 builds the entire
+    model in CPU memory. From chapter 05 on, a rank builds the root and one layer at a time. Tensors
+    that are offloaded from a GPU are in pinned memory. torch rounds the size of each pinned tensor
+    up to a power of two: see CachingHostAllocator.h. A normal save copies tensors to pinned memory
+    before it writes them, but a save in the background does not: see _state_dict_stager.py.
+    """
+    # Without GPUs, all tensors share one memory, and the step counts them.
+    if not setting.cuda:
+        return {}, "the step"
+    state = state_bytes(part, setting)
+    shards = [shard_numbers([shape], setting.shards) for shape in part.shapes]
+    pinned = sum(1 << (shard * setting.weight_bytes - 1).bit_length() for shard in shards)
+    layer = max(map(numbers, model.layers), default=0)
+    built_weights = model.weights if setting.chapter < "05" else numbers(model.root) + layer
+    start = {"model in the making": built_weights * 4}
+    train = {}
+    if setting.cpu_offload:
+        start["parameters"] = pinned
+        train |= {"parameters": pinned, "gradients": pinned}
+        train["optimizer state"] = state["optimizer state"]
+    if setting.checkpoint_async:
+        train["copy being saved"] = state["parameters"] + state["optimizer state"]
+    elif not setting.cpu_offload and setting.chapter != "02":
+        # DCP holds its copies of the weights and the two moments until it closes the file.
+        train["copy being saved"] = pinned + 2 * pinned
+    phases = (start, "the start"), (train, "training")
+    fullest, when = max(phases, key=lambda phase: sum(phase[0].values()))
+    return {name: size * local_ranks for name, size in fullest.items() if size}, when

@@ -1,0 +1,582 @@
+"""Predict on paper how fast each chapter's way to split trains on 8 to 4,096 GPUs.
+
+Here:  python tools/planner/scale.py
+Else:  python tools/planner/scale.py -m meta-llama/Llama-3.1-70B --recompute full --network-gbs 25
+
+Nothing is measured. A step is played event by event, as for the planner's memory, but the events
+take time on streams: one stream computes, one sends among the ranks that share a copy of the model,
+one among copies, and one among the ranks that split a layer. A pipeline is idle as the formula of
+chapter 07 says. Shapes and bytes are the planner's, and the time of a collective follows NCCL's own
+model. One number is fitted: the share of its peak that a GPU reaches, to a published run on 8 GPUs.
+The same run on 128 GPUs is then predicted. All flags of will_it_fit.py are accepted.
+
+What is assumed besides:
+
+- Each device processes the same number of tokens, whatever the number of devices.
+- No device waits for a slower one or for data, and nothing else uses the links.
+- Collectives do not slow down computation. The fitted share includes selective recomputation.
+- The fitted share is the same for any number of tokens. A backward pass takes twice as long as the
+  forward pass, and three times as long with full recomputation.
+- Gathers run one layer ahead. Collectives among the same ranks run one after the other.
+- FSDP pads the first dimension of each tensor to a multiple of the ranks, and sends the padding.
+- DDP reduces one layer at a time, so its buckets are larger than the real ones.
+- Copies of offloaded shards run in line with their collectives, and AdamW then runs on the host.
+  From the second micro-batch on, a rank waits until gradients have been copied and added up.
+- The devices of a node split layers. Together they process the same number of samples as alone,
+  and nothing hides the traffic between them.
+- A pipeline gathers once per step, reduces at its end, and is as fast as its slowest stage. The
+  traffic between stages is hidden if it takes less time than computation.
+"""
+
+import argparse
+import copy
+import functools
+import itertools
+import json
+import shlex
+import sys
+from collections import Counter, defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import will_it_fit as planner
+from memory import fullest_step
+from training_step import Step, bubble, load_config, numbers, setting_of
+
+DEVICES = [2**power for power in range(3, 13)]
+# The numbers of devices that tables show.
+SHOWN = [8, 64, 512, 4096]
+# The flags of each scene, on top of the given flags.
+SCENES = {"as published": ""}
+SCENES |= {
+    f"{tokens} tokens": f"--batch-size 1 --seq-length {tokens}"
+    for tokens in (512, 1024, 2048, 4096)
+}
+SCENES["4096 tokens, 100 Gb/s"] = f"{SCENES['4096 tokens']} --network-gbs 12"
+SCENES["8 × 4096 tokens, 100 Gb/s"] = f"{SCENES['4096 tokens, 100 Gb/s']} --micro-steps 8"
+
+# The published run: https://github.com/pytorch/torchtitan, llama3_h100_202412_torchtitan.md under
+# benchmarks. It used nodes of 8 H100s with 400 Gb/s each, FSDP, 2 samples per GPU and selective
+# recomputation. The speed is in tokens per second and GPU. The length is that of its configuration,
+# llama3_8b.toml. Its H100s have 96 GB of HBM2e.
+PUBLISHED_FLAGS = ["--gpu-bandwidth-gbs", "2400"]
+DEFAULTS = "-m meta-llama/Llama-3.1-8B --seq-length 8192 --batch-size 2 --recompute selective"
+PUBLISHED = [
+    {"run": "eager", "devices": 8, "tokens_per_second": 5762, "gib": 82.4},
+    {"run": "eager", "devices": 128, "tokens_per_second": 5605, "gib": 67.0},
+    {"run": "compiled", "devices": 8, "tokens_per_second": 6667, "gib": 77.0},
+    {"run": "compiled", "devices": 128, "tokens_per_second": 6514, "gib": 62.0},
+]
+
+# The speeds of an H100's links in GB/s: flag, default and help. NCCL's developers report 370 of 450
+# for a ring inside a node (https://github.com/NVIDIA/nccl-tests/issues/212), and 47 of 50 for a 400
+# Gb/s adapter (issue 290).
+SPEEDS = {
+    "--nvlink-gbs": (370.0, "a GPU sends inside its node"),
+    "--network-gbs": (47.0, "a GPU's share of the network"),
+    "--gpu-bandwidth-gbs": (3350.0, "of a GPU's own memory"),
+    "--pcie-gbs": (50.0, "between a GPU and its host"),
+    "--pageable-gbs": (6.0, "to host memory that is pageable"),
+    "--cpu-adam-gbs": (200.0, "a host's memory, in AdamW"),
+}
+
+# NCCL's own estimates, src/graph/tuning.cc at b6475625: the share of the ring's bandwidth; then the
+# microseconds to start, per hop inside a node, and per hop between nodes. NCCL chooses the fastest.
+# Only an all-reduce can use a tree, so an all-gather or reduce-scatter needs N − 1 hops. NVLink
+# SHARP and PAT (https://arxiv.org/abs/2506.20252), which saves hops, are left out.
+NCCL = {
+    ("ring", "Simple"): (1.0, 8.4, 3.4, 14.0),
+    ("ring", "LL128"): (0.92, 14.0, 1.9, 4.0),
+    ("tree", "Simple"): (0.92, 0.0, 28.0, 28.0),
+    ("tree", "LL128"): (0.92 * 120 / 128, 14.0, 1.25, 8.5),
+}
+
+# The chapter of each strategy, and its changes of the flags.
+STRATEGIES = {
+    "DDP": ("02", {}),
+    "FSDP, layers kept": ("05", {"reshard_after_forward": False}),
+    "FSDP, gathered twice": ("05", {}),
+    "hybrid": ("05", {}),
+    "FSDP, CPU offload": ("05", {"cpu_offload": True}),
+    "tensor parallel": ("06", {}),
+    "pipeline": ("07", {}),
+}
+# The strategy of the published run.
+FITTED = "FSDP, gathered twice"
+# The tensor-parallel sizes and the pipeline sizes to try for each combination.
+WAYS = {
+    "FSDP": ([1], [1]),
+    "TP": ([8], [1]),
+    "PP": ([1], [2, 4, 8, 16, 32]),
+    "TP and PP": ([8], [2, 4, 8, 16, 32]),
+}
+MODELS = [f"meta-llama/Llama-3.{size}" for size in ("2-1B", "1-8B", "1-70B", "1-405B")]
+
+
+def parse_args(argv=None):
+    """Return the planner's arguments together with those of this script."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        epilog=f"All flags of will_it_fit.py are accepted; the defaults are {DEFAULTS}",
+        allow_abbrev=False,
+    )
+    parser.error = planner.fail
+    add, number = parser.add_argument, planner.at_least
+    add("--output", type=Path, help="instead, write the rows of the READMEs to this file")
+    add("--devices", type=number(1), nargs="+", default=DEVICES, help="total numbers of devices")
+    add("--micro-steps", type=number(1), default=1, help="micro-batches of a step")
+    add("--latency", type=number(0.0), default=1.0, help="multiple of NCCL's estimates per hop")
+    add("--gpu-tflops", type=number(0.001), default=989.0, help="dense bf16 TFLOP/s of a GPU")
+    add("--gpu-fp32-tflops", type=number(0.001), default=67.0, help="the same, in float32")
+    for name, (speed, description) in SPEEDS.items():
+        add(name, type=number(0.001), default=speed, help=f"GB/s, {description}")
+    own, others = parser.parse_known_args(argv)
+    args = planner.parse_args([*shlex.split(DEFAULTS), *others])
+    args.micro_batch_size, args.accumulation = args.batch_size, own.micro_steps
+    vars(args).update(vars(own))
+    for devices in args.devices:
+        if devices > args.gpus_per_node and devices % args.gpus_per_node:
+            problem = f"not a multiple of --gpus-per-node {args.gpus_per_node}"
+            planner.fail(f"--devices {devices}: {problem}; choose a multiple")
+    return args
+
+
+@functools.cache
+def model_of(name, *changes):
+    """Return the shapes of a model's weights, with changes of its configuration."""
+    args = planner.parse_args(["-m", name, *(["--config", *changes] if changes else [])])
+    config, _ = load_config(args)
+    return planner.model_of(config)
+
+
+# ---- one step --------------------------------------------------------------------------------
+
+
+def head_numbers(model):
+    """Return the number of weights of the output layer."""
+    return model.config.vocab_size * model.config.hidden_size
+
+
+def forward_flops(model, setting):
+    """Return the FLOPs of the forward pass of a micro-batch: of a layer, and of the output layer.
+
+    A token needs 2 per weight and 4 × width × sequence length for attention in each layer: PaLM,
+    appendix B, https://arxiv.org/abs/2204.02311. Looking up an embedding needs none.
+    """
+    tokens, config = setting.micro_batch_size * setting.seq_length, model.config
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    layer_weights = sum(map(numbers, model.layers)) / len(model.layers)
+    layer = 2 * layer_weights + 4 * width * setting.seq_length
+    return layer * tokens, 2 * head_numbers(model) * tokens
+
+
+def link_speeds(args, setting):
+    """Return the GB/s that a rank sends inside a copy of the model, and between copies.
+
+    A ring that spans nodes leaves each node once, through the network links of all its GPUs. If
+    each GPU of a node has a ring of its own, the rings share these links.
+    """
+    local_ranks = args.gpus_per_node // setting.tensor_parallel_size
+    across = min(args.nvlink_gbs, local_ranks * args.network_gbs)
+    inside = across if setting.shards > local_ranks else args.nvlink_gbs
+    if args.nodes == 1:
+        return inside, args.nvlink_gbs
+    return inside, across if setting.chapter == "02" else args.network_gbs
+
+
+def collective(args, kind, size, ranks, nodes, gbs):
+    """Return the seconds that a collective takes, and the bytes that each rank sends in a ring.
+
+    The full tensor has `size` bytes. The ring spans this number of nodes, at `gbs` GB/s.
+    """
+    if ranks == 1:
+        return 0.0, 0.0
+    rounds, times = 2 if kind == "all-reduce" else 1, []
+    sent = rounds * size * (ranks - 1) / ranks
+    for (algorithm, _), (share, start, inside, between) in NCCL.items():
+        if algorithm == "ring":
+            hops, wire = (rounds * (ranks - nodes), rounds * (nodes - 1)), sent
+        elif kind == "all-reduce":
+            hops, wire = (2 * (ranks / nodes - 1), 2 * (nodes - 1).bit_length()), 2 * size
+        else:
+            continue
+        latency = start + hops[0] * inside + hops[1] * between
+        times.append(wire / (share * gbs * 1e9) + args.latency * latency / 1e6)
+    return min(times), sent
+
+
+class StepSeconds(Step):
+    """Add up the seconds of a step on streams, if a GPU reaches `share` of its peak.
+
+    The streams are "compute", "host" (AdamW under offload), "copy" (ranks that share a copy of the
+    model), "replicas" (copies), "group" (ranks that split a layer) and "stages".
+    """
+
+    def __init__(self, args, setting, share):
+        full_model = model_of(args.model_name, *args.config)
+        super().__init__(full_model, setting)
+        self.args, self.full_model = args, full_model
+        # For each stream: the time when it ends, the seconds that it works, and the bytes it sends.
+        self.end, self.busy, self.sent = defaultdict(float), Counter(), Counter()
+        tflops = args.gpu_tflops if setting.precision == "bf16" else args.gpu_fp32_tflops
+        rate = 1e12 * tflops * share * setting.tensor_parallel_size
+        self.layer, self.head = (flops / rate for flops in forward_flops(full_model, setting))
+        self.layer_backward = self.layer * (3 if setting.recompute == "full" else 2)
+        # For each gathered group: the time when it arrives. A gather begins at `start`, together
+        # with the computation of the previous layer.
+        self.ready, self.start = {}, 0.0
+        self.is_first = self.is_last = True
+
+    def play(self):
+        """Play the step, and return it."""
+        setting = self.setting
+        if len(self.stages) > 1:
+            self.play_pipeline()
+        else:
+            for number in range(setting.accumulation):
+                self.is_first, self.is_last = number == 0, number == setting.accumulation - 1
+                self.ready, self.start = {}, self.end["compute"]
+                self.micro_step()
+        self.seconds = self.optimizer_step()
+        return self
+
+    def add(self, stream, seconds, after=0.0, sent=0.0):
+        """Put work that sends bytes on a stream; it begins at `after` or later. Return its end."""
+        self.end[stream] = max(self.end[stream], after) + seconds
+        self.busy[stream] += seconds
+        self.sent[stream] += sent
+        return self.end[stream]
+
+    def ring(self, stream):
+        """Return the ranks of a stream's ring, the number of nodes that it spans, and its GB/s."""
+        setting = self.setting
+        inside, between = link_speeds(self.args, setting)
+        # The ring of replicas has one rank of each node.
+        if stream == "replicas":
+            return setting.replicas, setting.replicas, between
+        if setting.chapter == "02":
+            return setting.ranks, self.args.nodes, between
+        ranks = setting.shards * setting.tensor_parallel_size
+        return setting.shards, -(-ranks // self.args.gpus_per_node), inside
+
+    def send(self, stream, kind, size, after, copied=0.0):
+        """Put a collective on a stream, in line with a copy from or to the host; return its end."""
+        ranks, nodes, gbs = self.ring(stream)
+        seconds, sent = collective(self.args, kind, size, ranks, nodes, gbs)
+        # A ring leaves each node once.
+        if nodes > 1:
+            self.sent["network"] += sent * nodes / ranks
+        return self.add(stream, seconds + copied, after, sent)
+
+    def exchange(self, times, count):
+        """Let computation wait for all-gathers or reduce-scatters of `count` numbers in a group."""
+        setting, args = self.setting, self.args
+        size, ranks = count * setting.compute_bytes, setting.tensor_parallel_size
+        seconds, sent = collective(args, "all-gather", size, ranks, 1, args.nvlink_gbs)
+        after = self.end["compute"]
+        self.end["compute"] = self.add("group", times * seconds, after, times * sent)
+
+    def exchange_hidden(self, times):
+        """Let computation wait for collectives of the hidden states of a micro-batch."""
+        tokens = self.setting.micro_batch_size * self.setting.seq_length
+        self.exchange(times, tokens * self.model.config.hidden_size)
+
+    @property
+    def backward_exchanges(self):
+        """Return the collectives of a split layer's backward pass: recomputation repeats 3 of 4."""
+        return 4 if self.setting.recompute == "none" else 7
+
+    def offload_seconds(self, group, seconds_per_gb):
+        """Return the seconds to copy a group's shard from or to the host, if it is offloaded."""
+        size = self.padded_numbers(group) * self.setting.weight_bytes / self.setting.shards
+        return size / 1e9 * seconds_per_gb if self.setting.cpu_offload else 0.0
+
+    def gather(self, group):
+        if group not in self.ready and self.setting.chapter != "02":
+            size = self.padded_numbers(group) * self.setting.compute_bytes
+            copied = self.offload_seconds(group, 1 / self.args.pcie_gbs)
+            self.ready[group] = self.send("copy", "all-gather", size, self.start, copied)
+
+    def use(self, group):
+        self.gather(group)
+        if group:
+            self.start = max(self.end["compute"], self.ready.get(group, 0.0))
+
+    def free(self, group):
+        self.ready.pop(group, None)
+
+    def forward(self, group):
+        if group:
+            self.add("compute", self.layer, self.start)
+        self.exchange_hidden(4 if group else 1)
+
+    def head_backward(self):
+        """Compute the loss and its backward pass; a group gathers the head and its gradient."""
+        head = head_numbers(self.full_model)
+        self.exchange(2, head)
+        done = self.add("compute", 3 * self.head)
+        if self.setting.chapter == "02" and self.is_last and not self.is_tied:
+            self.send("copy", "all-reduce", 4 * head, done)
+
+    @property
+    def is_tied(self):
+        """Return whether the output layer has the weights of the embedding."""
+        return self.full_model.config.tie_word_embeddings
+
+    def backward(self, group):
+        if group:
+            self.add("compute", self.layer_backward, self.start)
+        self.exchange_hidden(self.backward_exchanges if group else 1)
+
+    def reduce(self, group):
+        """Reduce a group's gradients to shards, and in the last micro-step those of replicas.
+
+        Under offload, gradients of the first micro-step go to pinned memory. A rank waits until
+        later ones have been copied and added up.
+        """
+        args, setting = self.args, self.setting
+        self.free(group)
+        if setting.chapter == "02":
+            head = 0 if group or self.is_tied else head_numbers(self.full_model)
+            if self.is_last:
+                size = 4 * (numbers(self.shapes(group)) - head)
+                self.send("copy", "all-reduce", size, self.end["compute"])
+            return
+        later = 1 / args.pageable_gbs + 3 * args.gpus_per_node / args.cpu_adam_gbs
+        copied = self.offload_seconds(group, 1 / args.pcie_gbs if self.is_first else later)
+        size = self.padded_numbers(group) * setting.weight_bytes
+        done = self.send("copy", "reduce-scatter", size, self.end["compute"], copied)
+        if setting.cpu_offload and not self.is_first:
+            self.end["compute"] = max(self.end["compute"], done)
+        if self.is_last and setting.replicas > 1:
+            self.send("replicas", "all-reduce", size / setting.shards, done)
+
+    def play_pipeline(self):
+        """Play a step of the slowest stages; when the last ends, all stages reduce."""
+        setting, ranks, count = self.setting, len(self.stages), self.setting.accumulation
+        layer = self.layer + self.layer_backward
+        seconds = [len(stage.layers) * layer for stage in self.stages]
+        seconds[-1] += 3 * self.head
+        rank = max(range(ranks), key=seconds.__getitem__)
+        self.use_stage(rank)
+        # Each micro-batch sends hidden states and their gradients through each stage of the rank.
+        size = 2 * setting.num_stages // ranks * count * setting.compute_bytes
+        size *= setting.micro_batch_size * setting.seq_length * self.model.config.hidden_size
+        size /= setting.tensor_parallel_size
+        sent = self.add("stages", size / self.args.network_gbs / 1e9, sent=size)
+        self.sent["network"] += size
+        for group in range(self.depth + 1):
+            self.gather(group)
+        # The first forward pass waits for the gathers.
+        for group in range(1, self.depth + 1):
+            self.add("compute", self.layer, self.ready[group])
+        start = self.end["compute"] - self.depth * self.layer
+        self.add("compute", count * seconds[rank] - self.depth * self.layer)
+        self.exchange_hidden(count * self.depth * (4 + self.backward_exchanges))
+        self.exchange(2 * count if rank == ranks - 1 else 0, head_numbers(self.full_model))
+        share = bubble(setting.pipeline_schedule, ranks, count)
+        self.end["compute"] += (self.end["compute"] - start) * share / (1 - share)
+        self.end["compute"] = max(self.end["compute"], sent)
+        for group in range(self.depth, -1, -1):
+            self.reduce(group)
+
+    def optimizer_step(self):
+        """Run AdamW after all other work; it reads or writes 10 numbers for each weight."""
+        args, setting = self.args, self.setting
+        ranks = setting.shards * setting.tensor_parallel_size * len(self.stages)
+        size = 10 * setting.weight_bytes * self.full_model.weights / ranks
+        ready = max(self.end.values())
+        if setting.cpu_offload:
+            return self.add("host", size * args.gpus_per_node / args.cpu_adam_gbs / 1e9, ready)
+        return self.add("compute", size / args.gpu_bandwidth_gbs / 1e9, ready)
+
+
+# ---- many steps ------------------------------------------------------------------------------
+
+
+def at_scale(args, strategy, devices):
+    """Return the arguments and the Setting of a strategy on this number of devices."""
+    args, (chapter, changes) = copy.copy(args), STRATEGIES[strategy]
+    args.ranks, args.nodes = devices, max(1, devices // args.gpus_per_node)
+    # A replica in each node.
+    args.replicas = args.nodes if strategy == "hybrid" else 1
+    # Split layers inside a node, and use FSDP across nodes.
+    if chapter == "06":
+        args.tensor_parallel_size = min(devices, args.gpus_per_node)
+        args.micro_batch_size *= args.tensor_parallel_size
+    # Up to 8 stages across nodes, and FSDP inside a node. The stages share the samples that they
+    # would process alone, as micro-batches.
+    if chapter == "07":
+        depth = len(model_of(args.model_name, *args.config).layers)
+        args.pipeline_parallel_size = min(args.nodes, 8, 1 << (depth.bit_length() - 1))
+        args.accumulation *= args.pipeline_parallel_size
+    return args, setting_of(args, chapter, {"recompute": args.recompute} | changes)
+
+
+def row_of(args, strategy, devices, share):
+    """Return the seconds of a step, and how many of them wait for communication."""
+    step = StepSeconds(*at_scale(args, strategy, devices), share).play()
+    busy, setting, seconds = step.busy, step.setting, step.seconds
+    exposed = max(0.0, seconds - busy["compute"] - busy["host"])
+    ranks_per_sample = setting.tensor_parallel_size * len(step.stages)
+    tokens = setting.micro_batch_size * setting.seq_length * setting.accumulation
+    tokens //= ranks_per_sample
+    row = {"strategy": strategy, "devices": devices, "tokens": tokens, "step": seconds}
+    row |= {"compute": busy["compute"], "host": busy["host"], "exposed": exposed}
+    row |= {"share": exposed / seconds, "network_gb": step.sent["network"] / 1e9}
+    return row | {"tokens_per_second": tokens / seconds}
+
+
+def gib_of(args, setting):
+    """Return the GiB that a GPU needs for a setting."""
+    tensors = fullest_step(model_of(args.model_name, *args.config), setting).most.total()
+    return tensors / planner.GIB * (1 + args.fragmentation) + args.gpu_overhead_gib
+
+
+@functools.cache
+def fitted_share(run):
+    """Return the share of the peak that makes 8 devices as fast as published."""
+    args, low, high = parse_args(PUBLISHED_FLAGS), 0.01, 1.0
+    published = {(row["run"], row["devices"]): row["tokens_per_second"] for row in PUBLISHED}
+    for _ in range(40):
+        share = (low + high) / 2
+        speed = row_of(args, FITTED, 8, share)["tokens_per_second"]
+        low, high = (share, high) if speed < published[run, 8] else (low, share)
+    return share
+
+
+def published_rows():
+    """Return the published figures next to the predicted ones."""
+    rows, args = [], parse_args(PUBLISHED_FLAGS)
+    for point in PUBLISHED:
+        devices, share = point["devices"], fitted_share(point["run"])
+        speed = row_of(args, FITTED, devices, share)["tokens_per_second"]
+        error = speed / point["tokens_per_second"] - 1
+        row = point | {"fitted": devices == 8, "predicted": speed, "error": error}
+        rows.append(row | {"predicted_gib": gib_of(args, at_scale(args, FITTED, devices)[1])})
+    return rows
+
+
+def scene_rows(argv, share):
+    """Return the rows of all scenes; only the rows of the first scene have the memory."""
+    rows = []
+    for scene, flags in SCENES.items():
+        args = parse_args([*argv, *shlex.split(flags)])
+        for strategy, devices in itertools.product(STRATEGIES, args.devices):
+            row = {"scene": scene} | row_of(args, strategy, devices, share)
+            if not flags:
+                row["gib"] = gib_of(args, at_scale(args, strategy, devices)[1])
+            rows.append(row)
+    return rows
+
+
+def layer_rows(share):
+    """Return the seconds and the GB of one layer of several models, gathered or split.
+
+    FSDP's traffic does not depend on the tokens. With fewer tokens than "pays below", it takes
+    longer than tensor parallelism takes to compute and to send.
+    """
+    rows = []
+    for name, devices in itertools.product(MODELS, (8, 512)):
+        args = parse_args(["-m", name, "--recompute", "none", *SCENES["1024 tokens"].split()])
+        ways = (at_scale(args, way, devices) for way in (FITTED, "tensor parallel"))
+        alone, split = (StepSeconds(*way, share) for way in ways)
+        for step in (alone, split):
+            step.gather(1)
+            step.free(1)
+            step.gather(1)
+            step.reduce(1)
+        split.exchange_hidden(4 + split.backward_exchanges)
+        row = {"model": name, "devices": devices, "compute": 3 * split.layer}
+        row |= {"group": split.busy["group"], "group_gb": split.sent["group"] / 1e9}
+        row |= {"FSDP": alone.busy["copy"], "FSDP_gb": alone.sent["copy"] / 1e9}
+        row |= {"across": split.busy["copy"], "across_gb": split.sent["copy"] / 1e9}
+        row["pays below"] = row["FSDP"] / (row["compute"] + row["group"]) * args.seq_length
+        rows.append(row)
+    return rows
+
+
+def layouts(args, devices, tp_size, stages):
+    """Yield arguments and settings of this number of devices for a step of the global batch."""
+    groups = devices // tp_size // stages
+    if not groups or args.global_batch_size % groups:
+        return
+    samples = args.global_batch_size // groups
+    ways = itertools.product({1, tp_size}, {groups, max(1, 8 // tp_size)}, ("selective", "full"))
+    for batch, shards, recompute in ways:
+        if samples < batch * stages or groups % shards:
+            continue
+        args = copy.copy(args)
+        args.ranks, args.nodes = devices, max(1, devices // args.gpus_per_node)
+        args.replicas, args.tensor_parallel_size = groups // shards, tp_size
+        args.pipeline_parallel_size = stages
+        args.micro_batch_size, args.accumulation = batch, samples // batch
+        yield args, setting_of(args, "07", {"recompute": recompute})
+
+
+def seconds_of(args, setting, share):
+    """Return the seconds of a step; all micro-steps but the first and the last take the same."""
+    count = setting.accumulation
+    if setting.pipeline_parallel_size > 1 or count < 4:
+        return StepSeconds(args, setting, share).play().seconds
+    steps = [StepSeconds(args, replace(setting, accumulation=n), share).play() for n in (2, 3)]
+    two, three = (step.seconds for step in steps)
+    return three + (count - 3) * (three - two)
+
+
+def fastest_rows(share):
+    """Return the fastest layout that fits, for each model, number of devices and way to split."""
+    rows = []
+    for name, devices in itertools.product(MODELS[1:], SHOWN):
+        args = parse_args(["-m", name, "--global-batch-size", "1024", "--seq-length", "4096"])
+        row = {"model": name, "devices": devices}
+        for way, sizes in WAYS.items():
+            found = [
+                (seconds_of(*layout, share), layout[1])
+                for tp_size, stages in itertools.product(*sizes)
+                for layout in layouts(args, devices, tp_size, stages)
+            ]
+            for seconds, setting in sorted(found, key=lambda layout: layout[0]):
+                if gib_of(args, setting) <= args.gpu_memory_gib:
+                    tokens = args.global_batch_size * args.seq_length / seconds / devices
+                    stages = setting.pipeline_parallel_size
+                    row[way] = {"tokens_per_second": tokens, "stages": stages}
+                    break
+        rows.append(row)
+    return rows
+
+
+def predictions(argv=()):
+    """Return the rows of all tables that the READMEs show, by table."""
+    share = fitted_share("compiled")
+    return {
+        "published": published_rows(),
+        "scenes": scene_rows([*argv], share),
+        "layers": layer_rows(share),
+        "fastest": fastest_rows(share),
+    }
+
+
+def main():
+    """Print, for each scene and strategy, what a device does on each number of devices."""
+    args = parse_args()
+    if args.output:
+        args.output.write_text(json.dumps(predictions(), indent=1) + "\n")
+        return
+    rows = scene_rows(sys.argv[1:], fitted_share("compiled"))
+    print("of each device: tokens/s, share of a step that waits, GB that it sends between nodes")
+    shown = [number for number in args.devices if number in SHOWN] or args.devices
+    for scene, scene_group in itertools.groupby(rows, lambda row: row["scene"]):
+        print(f"{scene:28}{''.join(f'{number:<24,}' for number in shown)}".rstrip())
+        for strategy, group in itertools.groupby(scene_group, lambda row: row["strategy"]):
+            cells = [
+                f"{row['tokens_per_second']:5,.0f}{row['share']:7.1%}{row['network_gb']:6.1f}"
+                for row in group
+                if row["devices"] in shown
+            ]
+            print(f"  {strategy:26}{'      '.join(cells)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,443 @@
+"""Describe a training step of a chapter: the model's shapes, the setting, and the order of events.
+
+memory.py and scale.py play such a step, one to add up bytes, the other to add up seconds. What a
+rank holds and how a step runs comes from the functions of the newest chapter's script.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import math
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import huggingface_hub
+import torch
+import torch.distributed as dist
+import transformers
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations import moe
+
+# On the meta device, torch knows the shapes of grouped_mm() in bf16 only, so compute experts in a
+# loop.
+moe._can_use_grouped_mm = lambda *_: False
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = {path.parent.name[:2]: path for path in sorted(ROOT.glob("[0-9][0-9]-*/train_llm.py"))}
+# The flags that a setting can change, and their defaults.
+FLAG_DEFAULTS = {"reshard_after_forward": True, "recompute": "none", "cpu_offload": False}
+# The chapter that adds a flag, and the value that describes the chapters before it.
+ADDED_BY = {
+    "reshard_after_forward": ("04", True),
+    "replicas": ("04", 1),
+    "recompute": ("05", "none"),
+    "cpu_offload": ("05", False),
+    "checkpoint_async": ("05", False),
+    "tensor_parallel_size": ("06", 1),
+    "pipeline_parallel_size": ("07", 1),
+}
+
+
+def fail(message):
+    """Stop because of a user's mistake: print one line on stderr, and exit with status 2."""
+    line = f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}"
+    print(line, file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+class UnsupportedModelError(Exception):
+    """A chapter cannot train the model; the message is the chapter's line about it."""
+
+
+def refuse(message):
+    """Raise the chapter's message as an exception, because other chapters may take the model."""
+    raise UnsupportedModelError(message)
+
+
+# ---- the chapters' scripts -------------------------------------------------------------------
+
+
+@functools.cache
+def load_chapter(number):
+    """Import a chapter's script as a module; replace what needs data, files or other ranks."""
+    spec = importlib.util.spec_from_file_location(f"chapter_{number}", SCRIPTS[number])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.fail = fail
+    # Assume that the ranks have GPUs.
+    module.has_gpu = lambda: True
+    # Configurations may come from configs/. No plan depends on the tokenizer.
+    module.AutoConfig = SimpleNamespace(from_pretrained=copy_of_config)
+    module.AutoTokenizer = SimpleNamespace(from_pretrained=lambda _: transformers.ByT5Tokenizer())
+    # Fake tensors have no values to compare masks with.
+    module.needs_no_mask = needs_no_mask
+    # Fake tensors have no random state to preserve, and a real random state needs almost no memory.
+    if hasattr(module, "recompute"):
+        module.recompute = functools.partial(module.recompute, preserve_rng_state=False)
+    # A GPU kernel needs no mask in memory, so the stored mask here is a single number.
+    module.causal_lower_right = lambda *shape: torch.zeros(()).expand(shape)
+    # An all-to-all returns a tensor of the same size, so a local reshape replaces it.
+    module.all_to_all = lambda mesh, tensor: torch.cat(tensor.chunk(mesh.size(), 1), 2)
+    return module
+
+
+def newest_chapter():
+    """Return the script of the newest chapter, which can split a model in all ways."""
+    return load_chapter(max(SCRIPTS))
+
+
+def needs_no_mask(setting, model):
+    """Return whether the chapters run this model's attention without a mask."""
+    window = getattr(model.config, "sliding_window", None) or setting.seq_length
+    uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
+    return uses_sdpa and setting.seq_length <= window
+
+
+def simulate_ranks():
+    """Make this process rank 0 of a group of simulated ranks, whose collectives do nothing."""
+    if not dist.is_initialized():
+        dist.init_process_group("fake", rank=0, world_size=4096, store=FakeStore())
+
+
+def mesh_of(ranks):
+    """Return a mesh of these simulated ranks."""
+    simulate_ranks()
+    with unset_fake_temporarily():
+        return DeviceMesh("cpu", ranks)
+
+
+def parse_training_args(words, ranks):
+    """Return the chapter's arguments, as the first of so many ranks with GPUs parses them."""
+    launcher = {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "none"}
+    with (
+        mock.patch.dict(os.environ, launcher, clear=True),
+        mock.patch.object(sys, "argv", [sys.argv[0], *words]),
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
+    ):
+        return newest_chapter().parse_args()
+
+
+# ---- the model's shapes ----------------------------------------------------------------------
+
+
+def load_config(args):
+    """Return the configuration of `--model-name` with the changes of `--config`, and its source.
+
+    The source is a text that names the origin of the configuration.
+    """
+    # Skip the decorator, which makes ranks wait for each other.
+    _, config = newest_chapter().build_tokenizer_and_config.__wrapped__(args)
+    source = "built in" if args.model_name == "tiny" else find_config(args.model_name)[1]
+    return config, f"{source}, with {','.join(args.config)}" if args.config else source
+
+
+def copy_of_config(name):
+    """Return a configuration that the caller may change."""
+    config, _ = find_config(name)
+    return copy.deepcopy(config)
+
+
+@functools.cache
+def find_config(name):
+    """Return the configuration of a model and its source, without reading weights.
+
+    The configurations under configs/ take precedence over a download from the hub, so that
+    planning needs neither a network nor a login.
+    """
+    if Path(name).exists():
+        return AutoConfig.from_pretrained(name), name
+    if name.endswith(".json"):
+        raise FileNotFoundError("file not found; check the path")
+    with contextlib.suppress(OSError, ValueError):
+        return AutoConfig.from_pretrained(name, local_files_only=True), "the cache of the hub"
+    for shape in ROOT.glob("05-large-model/configs/*.json"):
+        if name.rpartition("/")[2].lower().startswith(shape.stem):
+            source = f"{shape.relative_to(ROOT)}; the hub was not asked"
+            return AutoConfig.from_pretrained(shape), source
+    # Without a network, this request fails at once, whereas transformers would retry.
+    huggingface_hub.model_info(name, timeout=4)
+    return AutoConfig.from_pretrained(name), "the hub"
+
+
+# Models are compared by identity, so that a model can be the key of a cache.
+@dataclass(frozen=True, eq=False)
+class Model:
+    """Hold the shapes of a model's weights."""
+
+    config: transformers.PretrainedConfig
+    # A list for each layer, with the shapes of its weights.
+    layers: list
+    # The shapes of the weights outside the layers, which FSDP shards as one more group.
+    root: list
+    # The module that has these weights; it lives on the meta device and uses no memory.
+    built: torch.nn.Module
+
+    @property
+    def shapes(self):
+        """Return the shapes of all weights."""
+        return [shape for group in (*self.layers, self.root) for shape in group]
+
+    @property
+    def weights(self):
+        """Return the number of weights of the model."""
+        return numbers(self.shapes)
+
+
+def numbers(shapes):
+    """Return the total number of elements in tensors of these shapes."""
+    return sum(map(math.prod, shapes))
+
+
+def shard_numbers(shapes, ranks):
+    """Return the number of elements in rank 0's shards of tensors of these shapes.
+
+    FSDP2 cuts the first dimension into `ranks` chunks of the same size, rounded up. It pads all
+    shards to this size for communication: see torch.chunk and _get_dim0_padded_size.
+    """
+    return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in shapes)
+
+
+def model_of(config, tp_size=1):
+    """Build a model without memory and return its shapes on one of `tp_size` ranks."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    split_matrices(model, tp_size)
+    return shapes_in(model, model.modules())
+
+
+def split_matrices(model, tp_size):
+    """Split the weights of a model across `tp_size` ranks in place, as chapters 06 to 08 do."""
+    if tp_size > 1:
+        newest_chapter().split_matrices(model, model.modules(), mesh_of(list(range(tp_size))))
+        model.tie_weights()
+
+
+def shapes_in(model, modules):
+    """Return a Model with the shapes of these modules of the model."""
+    modules, layers = list(modules), newest_chapter().layers_of(model)
+    layers = [module for module in modules if module in layers]
+    in_layers = {weight for layer in layers for weight in layer.parameters()}
+    direct_weights = (module.parameters(recurse=False) for module in modules)
+    # Tied weights occur twice. A dict drops the second occurrence and keeps the order.
+    unique_weights = dict.fromkeys(itertools.chain(*direct_weights))
+    return Model(
+        config=model.config,
+        layers=[shapes_of(layer.parameters()) for layer in layers],
+        root=shapes_of(weight for weight in unique_weights if weight not in in_layers),
+        built=model,
+    )
+
+
+def shapes_of(tensors):
+    """Return the shapes of tensors, as tuples."""
+    return [tuple(local(tensor).shape) for tensor in tensors]
+
+
+def local(tensor):
+    """Return the first rank's part of a tensor, or the tensor itself if it is not split."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# ---- the setting -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Hold all values that affect a rank's memory and speed, except the model and the machines.
+
+    The names are those of the chapters' arguments, so a Setting can replace `args` in calls of the
+    chapters' functions.
+    """
+
+    chapter: str
+    ranks: int
+    device: str
+    precision: str
+    weights_dtype: str
+    model_name: str
+    seq_length: int
+    micro_batch_size: int
+    accumulation: int
+    replicas: int
+    reshard_after_forward: bool
+    recompute: str
+    cpu_offload: bool
+    checkpoint_async: bool
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    pipeline_schedule: str
+    context_parallel_size: int
+    context_parallel_style: str
+
+    # No size depends on these arguments.
+    seed, compile, pretrained = 0, False, False
+
+    @property
+    def shards(self):
+        """Return the number of FSDP shards of each weight, which is 1 under DDP."""
+        ranks_per_copy = self.replicas * self.tensor_parallel_size * self.pipeline_parallel_size
+        return 1 if self.chapter == "02" else self.ranks // ranks_per_copy
+
+    @property
+    def num_stages(self):
+        """Return the number of stages of the pipeline."""
+        _, stages_per_rank = newest_chapter().SCHEDULES[self.pipeline_schedule]
+        return self.pipeline_parallel_size * stages_per_rank
+
+    @property
+    def cuda(self):
+        """Return whether the ranks have GPUs."""
+        return self.device != "cpu"
+
+    @property
+    def weight_bytes(self):
+        """Return the bytes of a number in the shards, and in gradients while ranks reduce them."""
+        return 2 if self.weights_dtype == "bf16" else 4
+
+    @property
+    def compute_bytes(self):
+        """Return the bytes of a number in gathered weights and in their gradients."""
+        return 2 if self.precision == "bf16" else 4
+
+    @property
+    def autocast(self):
+        """Return whether autocast casts float32 weights in each operation, and gradients back."""
+        return self.chapter == "02" and self.compute_bytes < self.weight_bytes
+
+
+def setting_of(args, chapter, changes):
+    """Return the Setting of the arguments, with these changes to the flags in FLAG_DEFAULTS."""
+    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(Setting)}
+    values |= FLAG_DEFAULTS | changes | {"chapter": chapter}
+    for name, (first_chapter, value) in ADDED_BY.items():
+        if chapter < first_chapter:
+            values[name] = value
+    # A pipeline runs each layer for many micro-batches, so it keeps all layers gathered.
+    values["reshard_after_forward"] &= values["pipeline_parallel_size"] == 1
+    return Setting(**values)
+
+
+def stages_of(model, setting):
+    """Return a Model for each rank of a pipeline, with weights that tensor-parallel ranks split."""
+    model = split_model(model, setting.tensor_parallel_size)
+    ranks = setting.pipeline_parallel_size
+    return split_stages(model, setting.model_name, ranks, setting.num_stages)
+
+
+@functools.cache
+def split_stages(model, model_name, ranks, num_stages):
+    """Return a Model for each of `ranks` ranks that spread the layers over `num_stages` stages."""
+    if ranks == 1:
+        return [model]
+    args = SimpleNamespace(model_name=model_name, num_stages=num_stages)
+    args.pipeline_parallel_size = ranks
+    # Check only the stages here; activations.py checks the splits of layers and sequences.
+    args.tensor_parallel_size = args.context_parallel_size = 1
+    chapter = newest_chapter()
+    with mock.patch.object(chapter, "fail", refuse), contextlib.redirect_stdout(None):
+        chapter.check_model(args, model.built)
+        stages = chapter.split_into_stages(args, model.built)
+    modules_by_rank = [itertools.chain(*stages[rank::ranks]) for rank in range(ranks)]
+    return [shapes_in(model.built, modules) for modules in modules_by_rank]
+
+
+@functools.cache
+def split_model(model, tp_size):
+    """Return the shapes of a model on one of `tp_size` ranks that split the weights."""
+    return model if tp_size == 1 else model_of(model.config, tp_size)
+
+
+def in_flight(schedule, rank, ranks, micro_batches):
+    """Return the number of micro-batches whose activations a rank keeps at the same time."""
+    limits = {"gpipe": micro_batches, "1f1b": ranks - rank}
+    return min(micro_batches, limits.get(schedule, (3 * ranks - 1) / 2 - rank))
+
+
+def bubble(schedule, ranks, micro_batches):
+    """Return the idle share of a pipeline rank's step, by the formula in chapter 07's README."""
+    turns = (2 if schedule == "interleaved-1f1b" else 1) * micro_batches
+    return (ranks - 1) / (turns + ranks - 1)
+
+
+# ---- the order of events ---------------------------------------------------------------------
+
+
+class Step:
+    """Play a training step on one rank: call a method for each event, in order.
+
+    The weights form groups: group N is layer N, and group 0 is the root, which has all weights
+    outside of the layers. Subclasses count the bytes or the seconds of the events.
+    """
+
+    def __init__(self, model, setting, rank=0):
+        self.setting, self.stages = setting, stages_of(model, setting)
+        self.use_stage(rank)
+
+    def use_stage(self, rank):
+        """Play the step of this rank of the pipeline."""
+        self.model = self.stages[rank]
+        self.depth = len(self.model.layers)
+
+    def shapes(self, group):
+        """Return the shapes of a group's weights."""
+        return self.model.layers[group - 1] if group else self.model.root
+
+    def padded_numbers(self, group):
+        """Return the number of elements of a group's weights with FSDP's padding."""
+        return shard_numbers(self.shapes(group), self.setting.shards) * self.setting.shards
+
+    def micro_step(self):
+        """Play a micro-step: the order of FSDP's own code, and of DDP without its gathers."""
+        self.gather(0)
+        self.use(0)
+        self.forward(0)
+        for layer in range(1, self.depth + 1):
+            if self.setting.reshard_after_forward and layer > 1:
+                self.free(layer - 1)
+            self.use(layer)
+            self.forward(layer)
+        self.head_forward()
+        self.head_backward()
+        for layer in range(self.depth, 0, -1):
+            self.use(layer)
+            # FSDP prefetches the weights of the layer that comes next in the backward pass.
+            if layer > 1:
+                self.gather(layer - 1)
+            self.backward(layer)
+            self.reduce(layer)
+        self.backward(0)
+        self.reduce(0)
+
+    def gather(self, group):
+        """Begin the all-gather of a group's weights."""
+
+    def use(self, group):
+        """Wait for the group's weights; gather them if no event has begun to gather them."""
+
+    def free(self, group):
+        """Free the gathered weights of a group."""
+
+    def forward(self, group):
+        """Run the forward pass of a layer, or of the embedding for group 0."""
+
+    def head_forward(self):
+        """Compute the loss."""
+
+    def head_backward(self):
+        """Run the backward pass of the loss."""
+
+    def backward(self, group):
+        """Run the backward pass of a layer, or of the embedding for group 0."""
+
+    def reduce(self, group):
+        """Reduce a group's gradients across the ranks."""
