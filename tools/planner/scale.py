@@ -562,7 +562,7 @@ def main():
     """Print, for each scene and strategy, what a device does on each number of devices."""
     args = parse_args()
     if args.output:
-        args.output.write_text(json.dumps(predictions(), indent=1) + "\n")
+        args.output.write_text(json.dumps(predictions()) + "\n")
         return
     rows = scene_rows(sys.argv[1:], fitted_share("compiled"))
     print("of each device: tokens/s, share of a step that waits, GB that it sends between nodes")
