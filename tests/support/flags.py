@@ -17,6 +17,9 @@ def declared_flags(script):
     # The planner's scripts accept all flags of the newest chapter, too.
     if script.startswith("tools/planner/"):
         flags |= declared_flags(max(map(str, ROOT.glob("[0-9][0-9]-*/train_llm.py"))))
+    # The harness declares the flag that all benchmarks have.
+    if script.startswith("benchmarks/") and script != "benchmarks/harness.py":
+        flags |= declared_flags("benchmarks/harness.py")
     for node in ast.walk(ast.parse((ROOT / script).read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ADDERS:
             names = [word.value for word in node.args if isinstance(word, ast.Constant)]
