@@ -213,18 +213,6 @@ def curves_of(root, runs):
     return {path.parent.name: metrics(path.parent) for path in root.glob("*/metrics.jsonl")}
 
 
-def selected_runs(request, runs):
-    """Return the runs by world size, without the runs NAME@... that no selected test needs."""
-    selected = set()
-    for item in request.session.items:
-        if hasattr(item, "callspec"):
-            selected.add(item.callspec.params.get("run"))
-    return {
-        world_size: {name: job for name, job in jobs.items() if "@" not in name or name in selected}
-        for world_size, jobs in runs.items()
-    }
-
-
 def torchrun(chapter, *args, launcher=(), **options):
     """Start a chapter under torchrun on two ranks; return the process."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *launcher]

@@ -12,10 +12,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.cluster import wait_until
-from conftest import ROOT, SHORT, free_port, start_ranks
+from conftest import ROOT, free_port, start_ranks
 
 WATCHED = ROOT / "diagnosing-errors/watched.py"
-LONG = [*SHORT, "--num-steps", 30, "--keep-checkpoints", 9]
 
 
 def copy_run(run_dir, step, copy):
