@@ -123,11 +123,12 @@ samples: install  ## run the commands whose output the READMEs show, keep it in 
 	$(PY) tools/maintain/samples.py $(ONLY)
 	$(PY) tools/maintain/docs.py
 
-.PHONY: timeline
-timeline: install  ## draw assets/timeline.png: what two ranks do in one step
+.PHONY: pictures
+pictures: install  ## measure what the chapters' pictures show, and draw them
+	$(PY) tools/maintain/killed.py benchmarks/results/killed.json
 	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node 2 tools/maintain/timeline.py \
-		assets/timeline.png
-	$(PY) tools/maintain/docs.py
+		benchmarks/results/step.json
+	$(PY) tools/maintain/pictures.py
 
 .PHONY: families
 families: install  ## train every family of transformers in six chapters, and compare
@@ -147,7 +148,7 @@ bench: install  ## measure the chapters next to other trainers; make tables and 
 	$(PY) benchmarks/fsdp.py --output $$out/fsdp-cpu-2cores.json; \
 	$(PY) benchmarks/where.py --output $$out/where.json; \
 	$(PY) tools/planner/scale.py --output $$out/scale.json; \
-	$(PY) benchmarks/bubble.py --seconds 0.4 --output $$out/bubble.json --plot assets/bubble.png; \
+	$(PY) benchmarks/bubble.py --seconds 0.4 --output $$out/bubble.json; \
 	$(PY) benchmarks/context.py --output $$out/context.json; \
 	$(PY) tools/maintain/docs.py; \
 	exit $${missed:-0}

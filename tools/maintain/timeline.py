@@ -1,6 +1,6 @@
-"""Draw what two ranks of chapter 02 do in one optimizer step, as the profiler saw it.
+"""Measure what two ranks of chapter 02 do in one optimizer step; pictures.py draws it.
 
-Here:  make timeline      which runs this with torchrun, and writes assets/timeline.png
+Here:  make pictures      which runs this with torchrun, and writes benchmarks/results/step.json
 """
 
 import json
@@ -11,8 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
@@ -21,10 +19,10 @@ from chapters import ROOT
 sys.path.append(str(ROOT / "benchmarks"))
 
 from contenders import load
+from harness import describe_machine
 from where import marked
 
-COLORS = {"forward": "#5aa9a3", "backward": "#1f3b5c"}
-COLORS |= {"all-reduce": "#e08a3c", "clip and step": "#8d6cab"}
+NAMES = ("forward", "backward", "all-reduce", "clip and step")
 ARGUMENTS = "--num-steps 8 --global-batch-size 16 --batch-size 8 --device cpu --save-dir"
 
 
@@ -52,7 +50,7 @@ def spans_of(trace):
     """Return the spans of a rank by name, as pairs (start, length) in ms since the epoch."""
     content = json.loads(Path(trace).read_text())
     offset = content.get("baseTimeNanoseconds", 0) / 1e6
-    spans = {name: [] for name in COLORS}
+    spans = {name: [] for name in NAMES}
     backward = []
     for event in content["traceEvents"]:
         if event.get("ph") != "X":
@@ -73,30 +71,8 @@ def spans_of(trace):
     return spans
 
 
-def draw(ranks, path):
-    """Write the picture: for each rank a bar for what it computes, and one for what it sends."""
-    zero = min(start for spans in ranks for parts in spans.values() for start, _ in parts)
-    figure = Figure(figsize=(8.3, 2.6), dpi=100, layout="constrained")
-    axes = figure.subplots()
-    labels = []
-    for rank, spans in enumerate(ranks):
-        for name, parts in spans.items():
-            row = -2 * rank - (name == "all-reduce")
-            bars = [(start - zero, length) for start, length in parts]
-            edge = {"edgecolor": "white", "linewidth": 0.8}
-            axes.broken_barh(bars, (row - 0.36, 0.72), color=COLORS[name], **edge)
-        labels += [f"rank {rank} computes", "gradients travel"]
-    axes.set_yticks(range(0, -len(labels), -1), labels)
-    axes.set_xlabel("milliseconds")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    handles = [Patch(color=color, label=name) for name, color in COLORS.items()]
-    figure.legend(handles=handles, ncols=len(COLORS), loc="outside upper center", frameon=False)
-    figure.savefig(path)
-
-
 def main():
-    """Profile a step on every rank; have rank 0 draw all of them."""
+    """Profile a step on every rank; have rank 0 write all of them."""
     (output,) = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         sys.argv[1:] = [*ARGUMENTS.split(), folder]
@@ -105,8 +81,8 @@ def main():
         ranks = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, spans_of(trace))
     if os.environ["RANK"] == "0":
-        draw(ranks, ROOT / output)
-        print(f"drawn: {output}")
+        content = {"machine": describe_machine(), "ranks": ranks}
+        (ROOT / output).write_text(json.dumps(content, indent=1) + "\n")
     dist.barrier()
 
 

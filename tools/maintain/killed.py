@@ -1,0 +1,57 @@
+"""Train chapter 01 to the end, and again with two kills; pictures.py draws both loss curves.
+
+Here:  make pictures      which runs this, and writes benchmarks/results/killed.json
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from chapters import ROOT, chapters
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+from harness import describe_machine
+
+ARGUMENTS = "--device cpu --num-steps 100 --checkpoint-every 20 --log-every 1 --seq-length 64"
+# Kill the run when it has logged these steps.
+KILLED_AFTER = (34, 73)
+
+
+def rows_of(folder):
+    """Return the rows (step, loss) of a run."""
+    path = Path(folder, "01-single-gpu/metrics.jsonl")
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines]
+    return [(row["step"], row["loss"]) for row in rows if "loss" in row]
+
+
+def train(folder, kill_after=None):
+    """Train until the end, or until a step is logged; return the rows that this start added."""
+    before = len(rows_of(folder))
+    command = [sys.executable, chapters()["01"], *ARGUMENTS.split(), "--save-dir", folder]
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while kill_after and rows_of(folder)[-1:] < [(kill_after,)]:
+        time.sleep(0.02)
+    if kill_after:
+        run.kill()
+    status = run.wait()
+    assert kill_after or status == 0, f"chapter 01 ended with status {status}"
+    return rows_of(folder)[before:]
+
+
+def main():
+    """Train both runs, and write their rows."""
+    (output,) = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        straight = train(one)
+        starts = [train(other, step) for step in (*KILLED_AFTER, None)]
+    content = {"machine": describe_machine(), "straight": straight, "starts": starts}
+    (ROOT / output).write_text(json.dumps(content) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,397 @@
+"""Draw the pictures of the chapters as SVG files, which follow the reader's light or dark theme.
+
+Here:  make pictures       measures what two pictures show, and draws all of them
+       python tools/maintain/pictures.py        only draws, from the files in benchmarks/results
+
+A picture computes what it shows, or reads it from a measured file; only places are typed here.
+"""
+
+import json
+import math
+import sys
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaModel
+
+from chapters import ROOT
+
+sys.path.append(str(ROOT / "tools/planner"))
+
+from activations import Recorder
+
+ASSETS = ROOT / "assets"
+RESULTS = ROOT / "benchmarks/results"
+WIDTH = 600
+STYLE = Path(__file__).with_suffix(".css").read_text()
+ARROW = (
+    '<marker id="arrow" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="6.5" markerHeight="6.5" '
+    'orient="auto"><path d="M0 0L8 4L0 8z"/></marker>'
+)
+
+
+class Picture:
+    """An SVG picture of WIDTH × `height` units; `title` is what a screen reader says."""
+
+    def __init__(self, height, title):
+        self.height = height
+        self.parts = [f"<title>{escape(title)}</title>"]
+        self.box(0, 0, WIDTH, height, color="paper", line=False)
+
+    def text(self, x, y, text, style="", anchor="middle"):
+        """Write a text at (x, y), centered vertically."""
+        if not text:
+            return
+        tag = f'<text x="{x:g}" y="{y:g}" class="{style}" text-anchor="{anchor}">'
+        self.parts.append(f"{tag}{escape(text)}</text>")
+
+    def box(self, x, y, width, height, text="", color="idle", style="", line=True):
+        """Draw a filled rectangle with a text in its middle."""
+        border = ' stroke="var(--line)"' if line else ""
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" '
+            f'fill="var(--{color})"{border}/>'
+        )
+        self.text(x + width / 2, y + height / 2, text, style)
+
+    def line(self, *points, style="", arrow=False):
+        """Draw a line through points (x, y), with an arrow at its end if asked."""
+        end = ' marker-end="url(#arrow)"' if arrow else ""
+        path = "M" + "L".join(f"{x:g} {y:g}" for x, y in points)
+        self.parts.append(f'<path d="{path}" class="{style}"{end}/>')
+
+    def axes(self, x_label, y_label, x_most, y_least, y_most):
+        """Draw two axes; return a function that turns values into a point."""
+        left, right, top, bottom = 60, 580, 40, self.height - 60
+        self.line((left, top), (left, bottom), (right, bottom))
+        self.text((left + right) / 2, bottom + 38, x_label, "quiet")
+        self.text(left - 10, top, y_label, "quiet small", "end")
+
+        def point(x, y):
+            share = (y - y_least) / (y_most - y_least)
+            return left + (right - left) * x / x_most, bottom - (bottom - top) * share
+
+        return point
+
+    def legend(self, y, *entries):
+        """Write a row of entries (color, text), from left to right."""
+        left = 20
+        for color, text in entries:
+            self.box(left, y - 7, 14, 14, color=color)
+            self.text(left + 22, y, text, anchor="start")
+            left += 50 + 8.2 * len(text)
+
+    def save(self, name):
+        """Write the picture into ASSETS."""
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height}">'
+        body = "\n".join(self.parts)
+        text = f"{head}\n<style>{STYLE}</style>\n<defs>{ARROW}</defs>\n{body}\n</svg>\n"
+        (ASSETS / f"{name}.svg").write_text(text)
+
+
+def results(name):
+    """Return the content of a measured file."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+# ---- 01 --------------------------------------------------------------------------------------
+def killed_run():
+    """Draw the loss of a run that was killed twice over the loss of a run that was not."""
+    runs = results("killed")
+    losses = [loss for _, loss in runs["straight"]]
+    picture = Picture(340, "The loss of a run that was killed twice lies on that of a straight run")
+    point = picture.axes("step", "loss", len(losses), min(losses), max(losses))
+    for step in range(0, len(losses) + 1, 20):
+        x, y = point(step, min(losses))
+        picture.text(x, y + 18, str(step), "quiet")
+    for loss in range(math.ceil(min(losses)), math.ceil(max(losses))):
+        picture.text(50, point(0, loss)[1], str(loss), "quiet", "end")
+    picture.line(*(point(*row) for row in runs["straight"]), style="wide")
+    for rows in runs["starts"]:
+        picture.line(*(point(*row) for row in rows), style="strong")
+    for height, (rows, later) in zip((84, 124), pairwise(runs["starts"]), strict=True):
+        x, y = point(*rows[-1])
+        picture.line((x, y), (x, height + 14), style="dashed")
+        picture.box(x - 4, y - 4, 8, 8, color="strong")
+        text = f"kill -9 after step {rows[-1][0]}: continues with step {later[0][0]}"
+        picture.text(580, height, text, "warn", "end")
+    picture.text(570, 24, "wide: a run that nobody stopped; thin: the killed run", "quiet", "end")
+    picture.save("01-killed")
+
+
+# ---- 02 --------------------------------------------------------------------------------------
+def two_ranks():
+    """Draw one step of two ranks of chapter 02, as the profiler saw it."""
+    ranks = results("step")["ranks"]
+    picture = Picture(270, "One step of two ranks: buckets are sent while the backward pass runs")
+    starts = [span[0] for spans in ranks for parts in spans.values() for span in parts]
+    ends = [sum(span) for spans in ranks for parts in spans.values() for span in parts]
+    zero, scale = min(starts), 490 / (max(ends) - min(starts))
+    colors = {"forward": "teal", "backward": "blue", "clip and step": "purple"}
+    buckets = list(zip(*(spans["all-reduce"] for spans in ranks), strict=True))
+    for rank, spans in enumerate(ranks):
+        top = 20 + 95 * rank
+        picture.text(95, top + 15, f"rank {rank}", "bold", "end")
+        picture.text(95, top + 50, "gradients", "small", "end")
+        for name, color in colors.items():
+            for start, length in spans[name]:
+                x, width = 102 + scale * (start - zero), scale * length
+                picture.box(x, top, width, 30, name if width > 70 else "", color, "small")
+        for number, bucket in enumerate(buckets, 1):
+            # No rank can send before the last rank has the same bucket.
+            start, length = bucket[rank]
+            sent = max(begin for begin, _ in bucket)
+            wait = max(0, min(sent, start + length) - start)
+            x, split = 102 + scale * (start - zero), scale * wait
+            picture.box(x, top + 36, split, 28, color="paper")
+            picture.box(x + split, top + 36, scale * (length - wait), 28, color="orange")
+            picture.text(x + scale * length / 2, top + 50, str(number), "small")
+    picture.line((102, 208), (592, 208))
+    for time in range(0, int(490 / scale), 100):
+        picture.text(102 + scale * time, 222, f"{time} ms" if time else "0", "quiet small")
+    picture.legend(250, ("orange", "sends a bucket"), ("paper", "waits for the other rank"))
+    picture.save("02-step")
+
+
+def ring_rounds(ranks):
+    """Return the rounds of a ring all-reduce: of each rank and piece, how many ranks are in it."""
+    held = [[1] * ranks for _ in range(ranks)]
+    rounds = [held]
+    for number in range(2 * (ranks - 1)):
+        new = [list(row) for row in held]
+        for rank in range(ranks):
+            # In each round, a rank sends the piece that it received in the round before.
+            piece = (rank - number) % ranks
+            target = (rank + 1) % ranks
+            is_sum = number < ranks - 1
+            new[target][piece] = held[rank][piece] + (held[target][piece] if is_sum else 0)
+        held = new
+        rounds.append(held)
+    return rounds
+
+
+def ring():
+    """Draw what each of four ranks has after each round of a ring all-reduce."""
+    picture = Picture(464, "A ring all-reduce of four ranks takes three rounds, and three more")
+    size, before = 30, None
+    for number, held in enumerate(ring_rounds(4)):
+        left = 24 + 146 * (number if number < 4 else number - 3)
+        top = 52 if number < 4 else 252
+        name = f"round {number}" if number else "at the start"
+        picture.text(left + 2 * size, top - 32, name, "bold")
+        for rank in range(4):
+            picture.text(left + size * (rank + 0.5), top - 12, f"r{rank}", "quiet small")
+            for piece in range(4):
+                count = held[rank][piece]
+                is_new = before is not None and count != before[rank][piece]
+                color = "teal" if count == 4 else "orange" if is_new else "paper"
+                x, y = left + size * rank, top + size * piece
+                picture.box(x, y, size, size, str(count), color)
+        before = held
+    for y, text in ((270, "rounds 1 – 3:"), (290, "reduce-scatter"), (322, "rounds 4 – 6:")):
+        picture.text(24, y, text, anchor="start")
+    picture.text(24, 342, "all-gather", anchor="start")
+    notes = (
+        "A column holds the pieces of a rank. A number says how many ranks",
+        "are added up in it.",
+    )
+    for number, note in enumerate(notes):
+        picture.text(24, 398 + 20 * number, note, "quiet", "start")
+    picture.legend(444, ("orange", "just received"), ("teal", "the sum of all ranks"))
+    picture.save("02-ring")
+
+
+# ---- 04 --------------------------------------------------------------------------------------
+def held_bytes():
+    """Draw what a device holds of a model with 8 billion weights on two nodes with 8 GPUs each."""
+    # In billions, so that bytes are GB.
+    weights = 8
+    rows = [("DDP", 1, 0), ("hybrid", 8, 0), ("ZeRO-2", 16, 2), ("ZeRO-3", 16, 0)]
+    picture = Picture(284, "DDP holds everything on each device; sharding divides it")
+    scale = 440 / (16 * weights)
+    for number, (name, ranks, gathered) in enumerate(rows):
+        top, left = 20 + 58 * number, 80
+        picture.text(left - 10, top + 20, name, "bold", "end")
+        parts = [("teal", 4 / ranks), ("blue", 4 / ranks), ("orange", 8 / ranks)]
+        for color, size in [*parts, ("purple", gathered)]:
+            if size:
+                picture.box(left, top, scale * weights * size, 40, color=color)
+                left += scale * weights * size
+        total = weights * (16 / ranks + gathered)
+        picture.text(left + 8, top + 20, f"{total:g} GB", anchor="start")
+    entries = ("teal", "weights"), ("blue", "gradients"), ("orange", "AdamW's moments")
+    picture.legend(266, *entries, ("purple", "gathered"))
+    picture.save("04-holds")
+
+
+def gathered_layers():
+    """Draw when a device has all weights of each of four layers, in ZeRO-2 and in ZeRO-3."""
+    turns = [("F", n) for n in range(1, 5)] + [("B", n) for n in range(4, 0, -1)]
+    picture = Picture(420, "ZeRO-3 holds a layer while it is computed; ZeRO-2 from its forward on")
+    for number, name in enumerate(("ZeRO-3", "ZeRO-2")):
+        top, left, width = 50 + 190 * number, 130, 54
+        picture.text(10, top - 26, name, "bold", "start")
+        for turn, (kind, layer) in enumerate(turns):
+            picture.text(left + width * (turn + 0.5), top - 26, f"{kind}{layer}", "quiet")
+        for layer in range(1, 5):
+            y = top + 34 * (layer - 1) - 10
+            picture.text(left - 10, y + 15, f"layer {layer}", anchor="end")
+            forward, backward = layer - 1, 8 - layer
+            for turn in range(8):
+                is_used = turn in (forward, backward)
+                is_next = turn + 1 in (forward, backward)
+                is_kept = number == 1 and forward <= turn <= backward
+                is_next = is_next and (number == 0 or turn < forward)
+                color = "teal" if is_used else "purple" if is_kept else "idle"
+                color = "orange" if is_next and not is_used and not is_kept else color
+                picture.box(left + width * turn, y, width - 2, 30, color=color, line=False)
+    picture.legend(400, ("teal", "computes"), ("orange", "arrives"), ("purple", "stays gathered"))
+    picture.save("04-gathered")
+
+
+# ---- 05 --------------------------------------------------------------------------------------
+class History(Recorder):
+    """Records how many bytes are live after each operation that makes a tensor."""
+
+    def __init__(self):
+        self.history = []
+        super().__init__()
+
+    def update_peaks(self):
+        """Note the live bytes."""
+        self.history.append(self.live.total())
+
+
+def live_bytes(recompute):
+    """Return the live bytes in one step of eight layers, without weights and their gradients."""
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4}
+    model = LlamaModel(LlamaConfig(num_hidden_layers=8, vocab_size=64, use_cache=False, **sizes))
+    for weight in model.parameters():
+        # As FSDP does, give the gradient away as soon as it is there.
+        weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+    if recompute:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    with History() as recorder:
+        recorder.weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
+        hidden = model(torch.zeros(1, 512, dtype=torch.int64)).last_hidden_state
+        hidden.sum().backward()
+    return recorder.history
+
+
+def kept_activations():
+    """Draw the activations that eight layers keep during a step, with recomputation and without."""
+    kept, full = live_bytes(recompute=False), live_bytes(recompute=True)
+    picture = Picture(330, "Without recomputation, activations grow until the backward pass starts")
+    top_label = f"{max(kept) / 2**20:.0f} MiB"
+    point = picture.axes("one step: forward, then backward", top_label, 1, 0, max(kept))
+    for history, style in ((kept, ""), (full, "strong")):
+        last = len(history) - 1
+        picture.line(*(point(n / last, size) for n, size in enumerate(history)), style=style)
+    picture.text(356, 70, "--recompute none", anchor="start")
+    share = max(full) / max(kept)
+    picture.text(320, 206, f"--recompute full: at most {share:.0%}", "warn")
+    picture.save("05-kept")
+
+
+# ---- 07 --------------------------------------------------------------------------------------
+def turns_of(schedule, ranks, micro_batches):
+    """Return the pass of each rank in each turn of gpipe or 1f1b, as {(rank, turn): "F1"}."""
+    orders = []
+    for rank in range(ranks):
+        # A rank of 1f1b runs forward passes until the first gradient can have come back.
+        early = micro_batches if schedule == "gpipe" else ranks - 1 - rank
+        order = [f"F{n}" for n in range(1, early + 1)]
+        for n in range(1, micro_batches + 1):
+            order += [f"F{n + early}"] * (n + early <= micro_batches) + [f"B{n}"]
+        orders.append(order)
+    done, turn = {}, 0
+    while any(orders):
+        turn += 1
+        for rank, order in enumerate(orders):
+            # A forward pass needs the previous rank's, a backward pass that of the next rank.
+            source = rank + {"F": -1, "B": 1}[order[0][0]] if order else None
+            is_outside = source not in range(ranks)
+            if order and (is_outside or done.get((source, order[0]), turn) < turn):
+                done[rank, order.pop(0)] = turn
+    return {(rank, turn): step for (rank, step), turn in done.items()}
+
+
+def schedule(name, ranks=3, micro_batches=4):
+    """Draw the turns of a schedule, and how many micro-batches each rank keeps at most."""
+    turns = turns_of(name, ranks, micro_batches)
+    last = max(turn for _, turn in turns)
+    picture = Picture(100 + 40 * ranks, f"What each rank of {name} runs in each turn")
+    width = 440 / last
+    picture.text(64 + 440 + 44, 20, "keeps", "quiet")
+    for turn in range(1, last + 1):
+        picture.text(64 + width * (turn - 0.5), 20, str(turn), "quiet")
+    for rank in range(ranks):
+        top = 36 + 40 * rank
+        picture.text(8, top + 18, f"rank {rank}", anchor="start")
+        kept = most = 0
+        for turn in range(1, last + 1):
+            step = turns.get((rank, turn), "")
+            kept += {"F": 1, "B": -1, "": 0}[step[:1]]
+            most = max(most, kept)
+            color = {"F": "teal", "B": "blue", "": "paper"}[step[:1]]
+            picture.box(64 + width * (turn - 1), top, width - 2, 36, step, color, line=bool(step))
+        picture.text(64 + 440 + 44, top + 18, str(most), "bold")
+    entries = ("teal", "forward"), ("blue", "backward"), ("paper", "idle")
+    picture.legend(72 + 40 * ranks, *entries)
+    picture.save(f"07-{name}")
+
+
+# ---- 08 --------------------------------------------------------------------------------------
+def context():
+    """Draw what a rank holds and attends to with gather and with Ulysses, for four ranks."""
+    colors = ("teal", "blue", "orange", "purple")
+    picture = Picture(610, "Gather: all keys for some queries. Ulysses: all tokens of some heads")
+    size = 26
+    picture.text(20, 22, "gather: each rank attends from its tokens", "bold", "start")
+    picture.text(60 + 4 * size, 52, "keys", "quiet")
+    for query in range(8):
+        for key in range(8):
+            color = colors[query // 2] if key <= query else "paper"
+            picture.box(60 + size * key, 66 + size * query, size, size, color=color)
+    for rank in range(4):
+        y = 66 + size * (2 * rank + 1)
+        picture.text(52, y, f"rank {rank}", "small", "end")
+        pairs = sum(query + 1 for query in (2 * rank, 2 * rank + 1))
+        picture.text(60 + 8 * size + 14, y, f"{pairs} of 36 pairs of tokens", "quiet", "start")
+    picture.text(20, 314, "Ulysses: exchange tokens for heads", "bold", "start")
+    names = "q, k, v", "attention", "output"
+    for number, name in enumerate(names):
+        left = 60 + 190 * number
+        picture.text(left + 2 * size, 346, name, "quiet")
+        for token in range(8):
+            for head in range(4):
+                color = colors[head if name == "attention" else token // 2]
+                picture.box(left + size * head, 362 + size * token, size, size, color=color)
+        if number:
+            picture.line((left - 78, 466), (left - 8, 466), arrow=True)
+            picture.text(left - 44, 450, "all-to-all", "warn small")
+    picture.text(52, 466, "tokens", "quiet small", "end")
+    picture.text(52, 584, "heads", "quiet small", "end")
+    for rank, color in enumerate(colors):
+        picture.box(200 + 100 * rank, 577, 14, 14, color=color)
+        picture.text(222 + 100 * rank, 584, f"rank {rank}", anchor="start")
+    picture.save("08-context")
+
+
+def main():
+    """Draw all pictures."""
+    killed_run()
+    two_ranks()
+    ring()
+    held_bytes()
+    gathered_layers()
+    kept_activations()
+    schedule("gpipe")
+    schedule("1f1b")
+    context()
+
+
+if __name__ == "__main__":
+    main()
