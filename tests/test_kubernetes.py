@@ -126,7 +126,6 @@ def test_pods_have_the_losses_of_two_ranks_on_one_node(pods):
 def test_bad_argument_fails_the_job(pods):
     pods.train("--lr", "nan")
     assert pods.end_of(0) == "FailJob"
-    assert pods.end_of(1) in ("FailJob", "Count")
     assert "--lr nan: must be at least 0" in pods.log.read_text()
 
 
