@@ -169,6 +169,8 @@ class Cluster:
         self.run(host, limit.format("eth0", rate))
         self._on_switch(limit.format(host, rate))
 
+    # ---- Slurm
+
     def job(self, job):
         """Return Slurm's record of a job, such as {"JobState": "RUNNING"}."""
         text = self.run("head", ["scontrol", "--oneliner", "show", "job", job]).stdout
