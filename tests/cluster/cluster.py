@@ -5,17 +5,14 @@
         print(cluster.run("head", ["srun", "--nodes=2", "hostname"]).stdout)
 
 A host is a set of namespaces: network, host name, mounts and processes. Only its first process
-keeps these namespaces alive. The switch between the hosts is a process, too, and the process
-namespaces of all hosts are inside the process namespace of the switch. When the process that owns
-the cluster ends, for any reason, the kernel ends the switch, and with it all processes, mounts and
-network devices of the hosts.
+keeps these namespaces alive. The switch between the hosts is a process with a network namespace.
+When the process that owns the cluster ends, for any reason, the kernel ends the switch and the
+first process of each host, and with them all processes, mounts and network devices of the hosts.
 
 All hosts see the files of the machine, so they share every folder except /run, /dev/shm, /var/log,
 /var/spool and some files in /etc. They see only the cluster's network.
 """
 
-import contextlib
-import ctypes
 import os
 import secrets
 import shutil
@@ -34,7 +31,6 @@ COMMANDS = (
 ).split()
 # Daemons get a clean environment, as at boot. Commands on a host inherit the caller's environment.
 BOOT_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class ClusterError(RuntimeError):
@@ -77,52 +73,17 @@ def expect_line(process, word):
         raise ClusterError(f"expected {word!r}, but got: {line}{process.stdout.read()}")
 
 
-@contextlib.contextmanager
-def starting_in(namespace):
-    """Put the processes that this thread starts into a different PID namespace."""
-    # `nsenter --pid` would stay between this process and the command, and a signal to nsenter would
-    # not reach the command.
-    with open("/proc/thread-self/ns/pid") as own, open(namespace) as target:
-        enter(target)
-        try:
-            yield
-        finally:
-            enter(own)
-
-
-def enter(namespace):
-    """Call setns(), which Python itself has only from version 3.12."""
-    if LIBC.setns(namespace.fileno(), 0):
-        error = ctypes.get_errno()
-        raise OSError(error, f"setns {namespace.name}: {os.strerror(error)}")
-
-
 class Cluster:
     """The hosts head, h1 and h2 on one network; h1 and h2 are Slurm nodes with two fake GPUs."""
 
-    def __init__(self, folder=None):
-        """Describe a cluster; up() or `with` starts it.
-
-        `folder` must not exist yet; the cluster creates it for all its files, by default in /tmp.
-        """
-        unique = f"cluster-{os.getpid()}-{secrets.token_hex(4)}"
-        self.folder = Path(folder or Path(tempfile.gettempdir()) / unique).absolute()
-        self._children = []
-
     def __enter__(self):
-        self.up()
-        return self
-
-    def __exit__(self, *_):
-        self.down()
-
-    def up(self):
         """Start all hosts; the cluster ends with this process."""
         if reason := missing_requirement():
             raise ClusterError(reason)
-        if self.folder.exists():
-            raise ClusterError(f"{self.folder} exists; choose a new folder")
-        self.folder.mkdir(mode=0o700)
+        self.folder = Path(tempfile.mkdtemp(prefix="cluster-"))
+        self._children = []
+        # By host, the `unshare` that made its namespaces.
+        self._boots = {}
         try:
             self._write_files()
             self._start_switch()
@@ -131,13 +92,14 @@ class Cluster:
                 expect_line(process, "up")
             self._wait_for_nodes("h1", "h2")
         except BaseException:
-            self.down()
+            self.__exit__()
             raise
+        return self
 
-    def down(self):
+    def __exit__(self, *_):
         """End all processes of all hosts, and remove all files."""
-        if (self.folder / "pid").exists():
-            self._end("")
+        for host in list(self._boots):
+            self._end(host)
         for process in self._children:
             process.kill()
             process.wait(timeout=20)
@@ -148,39 +110,29 @@ class Cluster:
     def popen(self, host, command, env=None, cwd=None, **options):
         """Start a command, or a line of bash, on a host; return its subprocess.Popen.
 
-        Popen.pid is the pid outside the host. A program that prints its own pid prints the pid
-        inside the host. Only commands on the host, such as `run(host, ["kill", ...])`, can use it.
+        Popen.pid is the pid of the `nsenter` that waits for the command. To signal the command, use
+        `run(host, ["pkill", ...])`.
         """
         command = ["bash", "-c", command] if isinstance(command, str) else list(map(str, command))
-        namespaces = f"/proc/{self._pid(host)}/ns"
-        files = {"net": "net", "uts": "uts", "ipc": "ipc", "mount": "mnt"}
-        enter_all = ["nsenter", *(f"--{kind}={namespaces}/{file}" for kind, file in files.items())]
-        change_folder = ["env", f"--chdir={cwd or os.getcwd()}", "--"]
-        with starting_in(f"{namespaces}/pid_for_children"):
-            process = subprocess.Popen(
-                [*enter_all, *change_folder, *command], env=os.environ | (env or {}), **options
-            )
+        pid = self._boots[host].pid
+        enter_all = f"nsenter --target={pid} --net --uts --ipc --mount".split()
+        enter_all += [f"--pid=/proc/{pid}/ns/pid_for_children"]
+        enter_all += ["env", f"--chdir={cwd or os.getcwd()}", "--"]
+        environment = os.environ | (env or {})
+        process = subprocess.Popen([*enter_all, *command], env=environment, **options)
         self._children.append(process)
         return process
 
     def run(self, host, command, timeout=60, check=True, **options):
         """Run a command on a host; return its CompletedProcess, with `stdout` and `stderr` as text.
 
-        Raise ClusterError, with all output, if the command runs for over `timeout` seconds, or if
-        it fails and `check` is true.
+        Raise ClusterError, with all output, if the command fails and `check` is true.
         """
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
-        process = self.popen(host, command, **streams | {"stderr": subprocess.PIPE} | options)
-        try:
-            stdout, stderr = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired as error:
-            process.kill()
-            output = b"".join(part for part in (error.stdout, error.stderr) if part).decode()
-            raise ClusterError(f"{host}: {command} ran over {timeout} s:\n{output}") from None
+        process = self.popen(host, command, stderr=subprocess.PIPE, **streams, **options)
+        stdout, stderr = process.communicate(timeout=timeout)
         if check and process.returncode:
-            raise ClusterError(
-                f"{host}: {command} ended with {process.returncode}:\n{stdout}{stderr}"
-            )
+            raise ClusterError(f"{host}: {command} failed:\n{stdout}{stderr}")
         return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
     # ---- faults
@@ -196,9 +148,9 @@ class Cluster:
         self._end(host)
 
     def revive(self, host):
-        """Boot a host that was killed; return when its Slurm daemon answers again."""
+        """Boot h1 or h2 after a kill; return when its Slurm daemon answers again."""
         expect_line(self._start(host), "up")
-        self._wait_for_nodes(*(HOSTS[1:] if host == "head" else [host]))
+        self._wait_for_nodes(host)
 
     def unplug(self, host):
         """Disconnect a host from the network."""
@@ -206,12 +158,10 @@ class Cluster:
 
     def block_port(self, host, port):
         """Drop all packets from other hosts to a TCP port of a host."""
-        rules = (
-            "add table inet faults",
-            "add chain inet faults input { type filter hook input priority 0; }",
-            f"add rule inet faults input iifname eth0 tcp dport {port} drop",
-        )
-        self.run(host, ["nft", "; ".join(rules)])
+        rules = "add table inet faults; "
+        rules += "add chain inet faults input { type filter hook input priority 0; }; "
+        rules += f"add rule inet faults input iifname eth0 tcp dport {port} drop"
+        self.run(host, ["nft", rules])
 
     def slow_link(self, host, rate):
         """Limit a host's network traffic, in both directions, to a rate such as `10mbit`."""
@@ -221,23 +171,10 @@ class Cluster:
 
     # ---- Slurm
 
-    def sbatch(self, *arguments, **options):
-        """Submit a job on head; return its id."""
-        return self.run("head", ["sbatch", "--parsable", *arguments], **options).stdout.strip()
-
     def job(self, job):
         """Return Slurm's record of a job, such as {"JobState": "RUNNING"}."""
         text = self.run("head", ["scontrol", "--oneliner", "show", "job", job]).stdout
         return dict(pair.split("=", 1) for pair in text.split() if "=" in pair)
-
-    def wait_for_job(self, job, *states, seconds=60):
-        """Wait until a job has one of the states, such as COMPLETED; return its record."""
-
-        def record_in_states():
-            record = self.job(job)
-            return record if record["JobState"] in states else None
-
-        return wait_until(record_in_states, seconds, f"job {job} is {' or '.join(states)}")
 
     # ---- starting and ending the hosts
 
@@ -255,41 +192,31 @@ class Cluster:
         (etc / "ssh/authorized_keys").write_text(public)
         (etc / "ssh/ssh_known_hosts").write_text(f"* {public}")
 
-    def _boot(self, name, command):
-        """Start the first process of a host, or of the switch, with pipes for lines of text."""
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd="/",
-            env=BOOT_ENVIRONMENT,
-            start_new_session=True,
-        )
+    def _boot(self, command):
+        """Start a process that ends when this process ends, with pipes for lines of text."""
+        # If this process ends before setpriv runs, the kernel sends no signal. Then the parent's id
+        # differs, and the command does not start.
+        owned = ["setpriv", "--pdeathsig=KILL", "sh", "-c"]
+        owned += [f'[ $PPID = {os.getpid()} ] && exec "$@"', "sh"]
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        streams |= {"stderr": subprocess.STDOUT, "start_new_session": True}
+        process = subprocess.Popen([*owned, *command], cwd="/", env=BOOT_ENVIRONMENT, **streams)
         self._children.append(process)
-        (self.folder / name / "pid").write_text(str(process.pid))
         return process
 
     def _start_switch(self):
-        """Start the switch, which ends with this process and takes the hosts with it."""
-        # If this process ends before setpriv runs, the kernel sends no signal. Then the parent's id
-        # differs, and the switch does not start.
-        owned = f'[ $PPID = {os.getpid()} ] && exec "$@"'
         boot = "ip link add switch type bridge; ip link set switch up; echo up; "
-        boot += "exec env --ignore-signal=CHLD sleep infinity </dev/null >/dev/null 2>&1"
-        command = ["setpriv", "--pdeathsig=KILL", "sh", "-c", owned, "sh"]
-        command += "unshare --net --pid --fork --kill-child sh -ec".split()
-        expect_line(self._boot("", [*command, boot]), "up")
+        boot += "exec sleep infinity </dev/null >/dev/null 2>&1"
+        self._switch = self._boot(["unshare", "--net", "sh", "-ec", boot])
+        expect_line(self._switch, "up")
 
     def _start(self, host):
         """Boot a host without waiting for its daemons; return its first process."""
         for kind in ("log", "spool"):
             (self.folder / host / kind).mkdir(parents=True, exist_ok=True)
         options = "--net --uts --ipc --mount --pid --fork --kill-child --mount-proc".split()
-        with starting_in(f"/proc/{self._pid()}/ns/pid_for_children"):
-            boot = ["unshare", *options, "sh", HERE / "host.sh", host, self.folder]
-            process = self._boot(host, boot)
+        process = self._boot(["unshare", *options, "sh", HERE / "host.sh", host, self.folder])
+        self._boots[host] = process
         expect_line(process, "named")
         # The cable of a killed host may still exist.
         self._on_switch(f"ip link delete {host}", check=False)
@@ -312,36 +239,21 @@ class Cluster:
         wait_until(usable, 60, f"Slurm can use {', '.join(nodes)}")
 
     def _end(self, host):
-        """End all processes of a host, or of the switch; return when the kernel has reaped them."""
-        pid = self._pid(host)
-        # The child of `unshare` is the first process of its namespace. `unshare` itself ends after
-        # all processes in the namespace have been reaped, which poll() does with ours.
-        subprocess.run(["pkill", "-KILL", "--parent", str(pid)], check=False)
+        """End all processes of a host; return when the kernel has reaped them."""
+        boot = self._boots.pop(host)
 
         def has_ended():
-            for process in self._children:
-                process.poll()
-            # Zombies have no namespaces.
-            return not os.path.exists(f"/proc/{pid}/ns/net")
+            # The child of `unshare` is the first process of its namespace. `unshare` itself ends
+            # when no process is left in the namespace.
+            subprocess.run(["pkill", "-KILL", "--parent", str(boot.pid)], check=False)
+            return boot.poll() is not None
 
-        wait_until(has_ended, 20, f"all processes of {host or 'the cluster'} have ended")
-        (self.folder / host / "pid").unlink()
-
-    def _pid(self, host=""):
-        """Return the id of the first process of a host, or of the switch."""
-        try:
-            return int((self.folder / host / "pid").read_text())
-        except FileNotFoundError:
-            raise ClusterError(f"{host} is not up") from None
+        wait_until(has_ended, 20, f"all processes of {host} have ended")
 
     def _on_switch(self, command, check=True):
         """Run a command in the network of the switch."""
-        enter_network = ["nsenter", f"--net=/proc/{self._pid()}/ns/net"]
-        result = subprocess.run(
-            [*enter_network, *command.split()], check=False, capture_output=True, text=True
-        )
-        if check and result.returncode:
-            raise ClusterError(f"{command}: {result.stderr.strip()}")
+        enter_network = f"nsenter --target={self._switch.pid} --net".split()
+        subprocess.run([*enter_network, *command.split()], check=check, capture_output=not check)
 
 
 def shell(cluster):
@@ -354,8 +266,8 @@ def shell(cluster):
     bash = cluster.popen("head", ["bash"], env={"CLUSTER": str(cluster.folder)})
     while bash.poll() is None:
         for path in [*cluster.folder.glob("*/kill"), *cluster.folder.glob("*/revive")]:
-            path.unlink()
             actions[path.name](path.parent.name)
+            path.unlink()
         time.sleep(0.1)
     return bash.returncode
 
