@@ -165,19 +165,17 @@ def findings_in(source, suffix):
 def files_in(paths):
     """Return the Markdown and Python files among the paths and in the folders among them."""
     files = set()
-    for path in map(Path, paths):
-        if not path.exists():
-            sys.exit(f"english.py: error: {path}: no such file or folder")
-        inside = {file for file in path.rglob("*.*") if not SKIPPED & {*file.parts}}
-        files |= inside if path.is_dir() else {path}
-    return sorted(file for file in files if file.suffix in (".md", ".py"))
+    for path in paths:
+        files |= {*path.rglob("*.*")} if path.is_dir() else {path}
+    checked = {file for file in files if file.suffix in (".md", ".py")}
+    return sorted(file for file in checked if not SKIPPED & {*file.parts})
 
 
 def main():
     """Print each finding and what to write instead; exit with status 1 on a finding."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["english"]
     configured = [file for pattern in settings["paths"] for file in ROOT.glob(pattern)]
-    files, count = files_in(sys.argv[1:] or configured), 0
+    files, count = files_in([*map(Path, sys.argv[1:])] or configured), 0
     for path in files:
         for line, words, advice in findings_in(path.read_text(), path.suffix):
             print(f"{os.path.relpath(path)}:{line}: {words!r}; write {advice}")
