@@ -80,10 +80,9 @@ def test_runs_are_drawn_and_compared(tmp_path):
 
 
 def test_last_row_of_a_step_counts(tmp_path):
-    rows = [{"step": 1, "loss": 9.0}, {"step": 2, "loss": 8.0}, {"step": 1, "loss": 7.0}]
+    rows = [{"step": step, "loss": loss} for step, loss in [(1, 9.0), (2, 8.0), (1, 7.0)]]
     write_run(tmp_path / "run", rows)
-    losses = {row["step"]: row["loss"] for row in plot.read_metrics(tmp_path / "run")}
-    assert losses == {1: 7.0, 2: 8.0}
+    assert plot.series(plot.read_metrics(tmp_path / "run"), "loss") == ([1, 2], [7.0, 8.0])
 
 
 def test_missing_run_is_reported_in_one_line(tmp_path):

@@ -73,13 +73,6 @@ RULES = {
         )
     },
 }
-PATTERNS = {
-    (kind, re.compile(pattern.replace(" ", r"\s"), re.I | re.S)): advice
-    for kinds, rules in RULES.items()
-    for pattern, advice in rules.items()
-    for kind in kinds.split()
-}
-
 # Comments for programs, and banners.
 MARKER = re.compile(r"#!|#\s*(?:noqa|type:|fmt:|ruff:|pragma:|\[\[\[|\]\]\]|-{4}|={4})")
 SKIPPED = {".venv", ".git", "outputs", "site", "node_modules", "wandb"}
@@ -151,12 +144,12 @@ def texts_of_python(source):
 # ---- checking them ---------------------------------------------------------------------------
 def findings_in(source, suffix):
     """Return the findings in a Markdown (.md) or Python (.py) source, in the order of its lines."""
-    texts = texts_of_markdown(source) if suffix == ".md" else texts_of_python(source)
     findings = set()
-    for text in texts:
+    for text in texts_of_markdown(source) if suffix == ".md" else texts_of_python(source):
         words = without_code(text.words)
-        for (kind, pattern), advice in PATTERNS.items():
-            for match in pattern.finditer(words) if kind == text.kind else ():
+        rules = [rules for kinds, rules in RULES.items() if text.kind in kinds.split()]
+        for pattern, advice in (rule for group in rules for rule in group.items()):
+            for match in re.finditer(pattern.replace(" ", r"\s"), words, re.I | re.S):
                 line = text.line + words.count("\n", 0, match.start())
                 findings.add(Finding(line, " ".join(match[0].split()), advice))
     return sorted(findings)
