@@ -89,12 +89,6 @@ def diff(before, after):
     return lines
 
 
-def diff_size(before, after):
-    """Return the number of added lines and the number of removed lines."""
-    marks = [mark for mark, *_ in diff(before, after)]
-    return marks.count("+"), marks.count("-")
-
-
 def noise(before, after):
     """Return the hunks that change only comments, blank lines or the indentation."""
     found = []

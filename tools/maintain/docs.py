@@ -22,7 +22,7 @@ from statistics import median
 import jinja2
 from cogapp import Cog
 
-from chapters import ROOT, chapters, diff, diff_size, flags, parent_of, parts
+from chapters import ROOT, chapters, diff, flags, parent_of, parts
 from readme import readmes
 
 RESULTS = ROOT / "benchmarks/results"
@@ -224,8 +224,8 @@ def chapter_rows(*names):
             continue
         source, size = path.read_text(), "none before it"
         if parent := parent_of(name):
-            added, removed = diff_size(chapters()[parent], path)
-            size = f"+{added} −{removed} against {parent}"
+            marks = [mark for mark, *_ in diff(chapters()[parent], path)]
+            size = f"+{marks.count('+')} −{marks.count('-')} against {parent}"
         yield {
             "folder": path.parent.relative_to(ROOT),
             "page": os.path.relpath(path.with_name("README.md"), current_folder()),
