@@ -305,12 +305,6 @@ def files(pattern):
     return sorted(path.name for path in RESULTS.glob(pattern))
 
 
-def check(condition):
-    """Return nothing; fail if a condition does not hold that the page states."""
-    assert condition
-    return ""
-
-
 def macros():
     """Return the macros of tables.jinja by name, as functions that print."""
     environment = jinja2.Environment(
