@@ -89,8 +89,6 @@ test-slow: install  ## run the slow tests that a change of a chapter can break
 
 .PHONY: test-exhaustive
 test-exhaustive: install  ## run the rest: many kills, all faults, the tools and benchmarks
-	$(PIP) playwright==1.65.2 \
-		|| echo "make: without playwright no browser opens the site" >&2
 	$(PY) -m pytest -n 3 -m "exhaustive and not alone"
 	$(PY) -m pytest -m "exhaustive and alone"
 
@@ -160,7 +158,7 @@ gpu-check: install  ## prove on this machine's GPUs what a CPU cannot: ONLY="par
 	$(PY) benchmarks/gpu_check.py $(if $(ONLY),--only $(ONLY))
 
 .PHONY: site
-site: install  ## make pages in site/ on which chapters are read side by side: open site/index.html
+site: install  ## build pages that show each README beside its diff: open site/index.html
 	rm -rf site
 	$(PY) tools/maintain/pages.py
 

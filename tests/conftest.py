@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import random
-import re
 import signal
 import socket
 import subprocess
@@ -48,6 +47,7 @@ def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "slow: takes minutes, is random, or needs root")
     config.addinivalue_line("markers", "exhaustive: rarely broken by a change of a chapter")
+    config.addinivalue_line("markers", "tool: tests a tool, so its slow tests are exhaustive")
     config.addinivalue_line("markers", "alone: compares speeds, so no other test may run")
     config.addinivalue_line("markers", "cluster: runs on simulated hosts of this machine")
 
@@ -57,15 +57,6 @@ def pytest_configure(config):
 # The longest files start first, so that all workers finish at about the same time.
 LONGEST = ["test_on_cluster", "test_layouts", "test_resume", "test_launchers", "test_frameworks"]
 LONGEST += ["test_initial_weights", "test_costs", "test_kill", "test_faults", "test_readme"]
-# These files test tools. A change of a chapter does not reach tools, so their slow tests are
-# exhaustive tests, which only `make test-all` runs.
-TOOLS = {"test_benchmarks", "test_faults", "test_gpu_check", "test_planner"}
-TOOLS |= {"test_preflight", "test_scale", "test_watch", "test_whats_wrong", "test_where"}
-# These slow tests are exhaustive, too. Some check a chapter that saves and stops as its neighbors
-# do, or run a page beside the chapters. The others measure more than they check.
-RARELY_BROKEN = re.compile(
-    r"waiting.py::test_compiled_layers_stay|readme.py::.*.related-topics/(?!fp16)"
-)
 # The tests in these files share no fixture, so any worker may run any of them.
 INDEPENDENT = {"test_faults", "test_kill", "test_kubernetes", "test_readme"}
 
@@ -100,8 +91,7 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_modifyitems(items):
     """Mark the exhaustive tests, and put the longest files first."""
     for item in items:
-        is_exhaustive = item.path.stem in TOOLS or RARELY_BROKEN.search(item.nodeid)
-        if is_exhaustive and item.get_closest_marker("slow"):
+        if item.get_closest_marker("tool") and item.get_closest_marker("slow"):
             item.add_marker("exhaustive")
     positions = {file: position for position, file in enumerate(LONGEST)}
     items.sort(key=lambda item: positions.get(item.path.stem, len(positions)))
@@ -365,59 +355,46 @@ def small_text(tmp_path_factory):
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """Save the configurations of tiny models of several families, each with a byte tokenizer."""
-    import transformers
-
-    size = {"vocab_size": 384, "bos_token_id": None, "eos_token_id": 1}
-    gpt2 = size | {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128}
-    common = size | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    common |= {"intermediate_size": 64, "max_position_embeddings": 128, "num_key_value_heads": 1}
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    configs = {
-        "gpt2": transformers.GPT2Config(**gpt2, **no_dropout),
-        "gpt2-dropout": transformers.GPT2Config(**gpt2),
-        "qwen3": transformers.Qwen3Config(**common, head_dim=16, tie_word_embeddings=True),
-        "mistral": transformers.MistralConfig(**common, head_dim=16),
-        "mixtral": transformers.MixtralConfig(**common, num_local_experts=4),
-        "gpt_neox": transformers.GPTNeoXConfig(**common),
-        "apertus": transformers.ApertusConfig(**common | {"pad_token_id": 0}),
-        "gemma3": transformers.Gemma3TextConfig(**common, head_dim=16),
-        "gemma3-window": transformers.Gemma3TextConfig(**common, head_dim=16, sliding_window=32),
-    }
-    return save_models(configs, tmp_path_factory.mktemp("models"))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 64, "max_position_embeddings": 128}
+    return save_models(tmp_path_factory.mktemp("models"), sizes, key_value_heads=1)
 
 
 @pytest.fixture(scope="session")
 def layout_models(tmp_path_factory):
     """Save configurations of tiny models that two or four ranks can split in every way."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8}
+    sizes |= {"intermediate_size": 128, "max_position_embeddings": 256}
+    return save_models(tmp_path_factory.mktemp("layout_models"), sizes, key_value_heads=4)
+
+
+def save_models(root, sizes, key_value_heads):
+    """Save a configuration of each family with a byte tokenizer; return their folder."""
     import transformers
 
     ids = {"vocab_size": 384, "bos_token_id": None, "eos_token_id": 1}
-    size = ids | {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8}
-    size |= {"intermediate_size": 128, "max_position_embeddings": 256}
-    grouped = size | {"num_key_value_heads": 4, "head_dim": 16}
-    gpt2 = ids | {"n_embd": 64, "n_layer": 4, "n_head": 8}
+    gpt2 = ids | {"n_embd": sizes["hidden_size"], "n_layer": sizes["num_hidden_layers"]}
+    gpt2 |= {"n_head": sizes["num_attention_heads"]}
+    gpt2 |= {"n_positions": sizes["max_position_embeddings"]}
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    full = ids | sizes
+    grouped = full | {"num_key_value_heads": key_value_heads, "head_dim": 16}
     configs = {
         "llama": transformers.LlamaConfig(**grouped),
         # Its vocabulary is not divisible by the number of ranks.
         "odd": transformers.LlamaConfig(**grouped | {"vocab_size": 385}),
-        "qwen3": transformers.Qwen3Config(**grouped, tie_word_embeddings=True),
-        "gpt_neox": transformers.GPTNeoXConfig(**size),
-        "gemma": transformers.GemmaConfig(**grouped),
-        "gemma3": transformers.Gemma3TextConfig(**grouped),
-        "mistral": transformers.MistralConfig(**grouped),
-        "olmo": transformers.OlmoConfig(**size | {"num_key_value_heads": 4}),
         "gpt2": transformers.GPT2Config(**gpt2, **no_dropout),
         "gpt2-dropout": transformers.GPT2Config(**gpt2),
-        "apertus": transformers.ApertusConfig(**size | {"pad_token_id": 0}),
+        "qwen3": transformers.Qwen3Config(**grouped, tie_word_embeddings=True),
+        "mistral": transformers.MistralConfig(**grouped),
+        "mixtral": transformers.MixtralConfig(**grouped, num_local_experts=4),
+        "gpt_neox": transformers.GPTNeoXConfig(**full),
+        "apertus": transformers.ApertusConfig(**full, pad_token_id=0),
+        "gemma": transformers.GemmaConfig(**grouped),
+        "gemma3": transformers.Gemma3TextConfig(**grouped),
+        "gemma3-window": transformers.Gemma3TextConfig(**grouped, sliding_window=32),
+        "olmo": transformers.OlmoConfig(**full, num_key_value_heads=key_value_heads),
     }
-    return save_models(configs, tmp_path_factory.mktemp("layout_models"))
-
-
-def save_models(configs, root):
-    """Save each configuration with a byte tokenizer in a folder of its name; return `root`."""
-    import transformers
-
     for name, config in configs.items():
         config.save_pretrained(root / name)
         needs_fast_tokenizer = name in ("mistral", "mixtral")

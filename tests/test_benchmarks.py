@@ -12,6 +12,8 @@ import harness
 import speed
 from conftest import ROOT, run_command, user_error
 
+pytestmark = pytest.mark.tool
+
 
 def test_compared_names_are_contenders():
     known = speed.contenders([2])

@@ -25,6 +25,8 @@ from cluster.cluster import wait_until
 from conftest import ROOT, SCRIPTS, SHORT, has_logged, run_command, start_ranks
 from runs import wait_for_verdict, watched_command
 
+pytestmark = pytest.mark.tool
+
 CHAPTER = ROOT / "diagnosing-errors"
 RESULTS = ROOT / "benchmarks/results/faults-cpu-2cores.json"
 FAULTS_PAGE = (CHAPTER / "faults.md").read_text()

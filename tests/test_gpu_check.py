@@ -9,6 +9,8 @@ import pytest
 import gpu_check
 from conftest import ROOT, SCRIPTS, run_command, user_error
 
+pytestmark = pytest.mark.tool
+
 # Check the chapters of a different folder, and give one check no time.
 BROKEN = """
 import sys

@@ -296,7 +296,7 @@ def test_ranks_read_each_sample_once(tmp_path):
     later_steps = [next(reader) for _ in range(4) for reader in readers]
     assert sorted(torch.cat([first_step, *later_steps]).tolist()) == list(range(24))
     assert code.split(24, 5, 2) == (4, 3)
-    with pytest.raises(AssertionError, match="8 samples do not divide by 3 ranks"):
+    with pytest.raises(AssertionError, match="8 samples are not divisible by 3 ranks"):
         code.split(8, 2, 3)
 
 

@@ -13,6 +13,8 @@ from framework_files import write_config
 from memory import fullest_step
 from training_step import bubble, in_flight, load_config, setting_of
 
+pytestmark = pytest.mark.tool
+
 PLANNER = ROOT / "tools/planner/will_it_fit.py"
 PAPER = (
     "-m meta-llama/Llama-3.1-405B --nodes 8 --gpus-per-node 8 -s 4096 -b 1 "

@@ -13,6 +13,8 @@ import pytest
 from cluster.cluster import wait_until
 from conftest import ROOT, free_port, user_error
 
+pytestmark = pytest.mark.tool
+
 TOOL = ROOT / "diagnosing-errors/preflight.py"
 
 

@@ -1,6 +1,5 @@
 """CONTRIBUTING.md lists what the guide promises, with the tests of each promise."""
 
-import ast
 import tomllib
 
 import pytest
@@ -17,7 +16,4 @@ def test_promise_has_tests_that_exist(promise, tests):
     for test in tests:
         file, _, function = test.partition("::")
         path = ROOT / f"tests/{file}.py"
-        assert path.exists(), f"{promise}: there is no {path.name}"
-        nodes = ast.walk(ast.parse(path.read_text()))
-        functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-        assert function in functions, f"{promise}: {path.name} has no {function}"
+        assert f"def {function}(" in path.read_text(), f"{path.name} has no {function}"

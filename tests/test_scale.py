@@ -8,6 +8,8 @@ import pytest
 import scale
 from conftest import ROOT, user_error
 
+pytestmark = pytest.mark.tool
+
 WEIGHTS, LAYERS, ROOT_WEIGHTS = 8_030_261_248, 32, 2 * 128_256 * 4096 + 4096
 LAYER = (WEIGHTS - ROOT_WEIGHTS) // LAYERS
 SHARE = 0.4

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 import plot
+from carry import carry
 from conftest import ROOT, run_command
 
 SCRIPT = '''"""A chapter.{parent}"""
@@ -38,27 +39,23 @@ def change(guide, folder, old, new):
     path.write_text(path.read_text().replace(old, new))
 
 
-def carry(guide, chapter):
-    return run_command(ROOT / "tools/maintain/carry.py", chapter, "--root", guide)
-
-
-def test_fix_reaches_all_descendants(guide):
+def test_fix_reaches_all_descendants(guide, capsys):
     change(guide, "01-a", "return 1", "return 10")
     # This is a change of 03's own, and stays.
     change(guide, "03-c", "return 2", "return 30")
-    done = carry(guide, "01")
-    assert done.stdout == "01 -> 02: merged\n02 -> 03: merged\n02 -> other: merged\n", done.stderr
+    assert carry("01", guide) == []
+    printed = capsys.readouterr().out
+    assert printed == "01 -> 02: merged\n02 -> 03: merged\n02 -> other: merged\n"
     for folder in ("02-b", "03-c", "other"):
         assert "return 10" in (guide / folder / "train_llm.py").read_text()
     assert "return 30" in (guide / "03-c" / "train_llm.py").read_text()
 
 
-def test_conflict_is_shown_and_stops_no_other_chapter(guide):
+def test_conflict_is_marked_and_stops_no_other_chapter(guide):
     change(guide, "01-a", "return 1", "return 10")
     change(guide, "03-c", "return 1", "return 11")
-    done = carry(guide, "01")
-    assert done.returncode == 1 and "run make carry FROM=03" in done.stderr
-    assert all(text in done.stdout for text in ("return 11", "return 10", "<<<<<<<"))
+    assert carry("01", guide) == ["03"]
+    assert "<<<<<<<" in (guide / "03-c" / "train_llm.py").read_text()
     assert "return 10" in (guide / "other" / "train_llm.py").read_text()
 
 
@@ -83,10 +80,9 @@ def test_runs_are_drawn_and_compared(tmp_path):
 
 
 def test_last_row_of_a_step_counts(tmp_path):
-    rows = [{"step": 1, "loss": 9.0}, {"step": 2, "loss": 8.0}, {"step": 1, "loss": 7.0}]
+    rows = [{"step": step, "loss": loss} for step, loss in [(1, 9.0), (2, 8.0), (1, 7.0)]]
     write_run(tmp_path / "run", rows)
-    losses = {row["step"]: row["loss"] for row in plot.read_metrics(tmp_path / "run")}
-    assert losses == {1: 7.0, 2: 8.0}
+    assert plot.series(plot.read_metrics(tmp_path / "run"), "loss") == ([1, 2], [7.0, 8.0])
 
 
 def test_missing_run_is_reported_in_one_line(tmp_path):

@@ -6,6 +6,8 @@ import pytest
 
 from where import SCRIPTS, WINDOW, parts_of, run
 
+pytestmark = pytest.mark.tool
+
 TINY = "--model-name tiny --seq-length 64 --precision fp32".split()
 DELAY = 0.2  # seconds in each step
 

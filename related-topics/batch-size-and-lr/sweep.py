@@ -141,7 +141,7 @@ def draw(losses, path):
     for (color, style), (rule, rates) in zip(styles, curves.items(), strict=True):
         values = [losses[batch][lr] for batch, lr in rates.items()]
         right.plot(list(rates), values, marker=".", color=color, ls=style, label=rule)
-    right.set(xscale="log", xlabel="samples per step; all runs take as many in total")
+    right.set(xscale="log", xlabel="samples per step; all runs read the same number in total")
     right.set_xticks(list(losses), list(losses), minor=False)
     right.set_title("the smallest batch's best rate, scaled by three rules", fontsize=10)
     for axes in (left, right):

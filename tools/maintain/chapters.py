@@ -89,40 +89,20 @@ def diff(before, after):
     return lines
 
 
-def diff_size(before, after):
-    """Return the number of added lines and the number of removed lines."""
-    marks = [mark for mark, *_ in diff(before, after)]
-    return marks.count("+"), marks.count("-")
-
-
 def noise(before, after):
-    """Return the hunks that teach a reader nothing, each with the reason."""
-    found, hunks = [], []
+    """Return the hunks that change only comments, blank lines or the indentation."""
+    found = []
     for is_changed, group in groupby(diff(before, after), key=lambda line: line[0] != " "):
-        if is_changed:
-            lines = [line[:2] for line in group]
-            hunks.append((lines, *(code_of(lines, mark) for mark in "-+")))
-    added = ["\n".join([*new, ""]) for _, _, new in hunks]
-    for lines, old, new in hunks:
-        if old == new:
-            reason = "only comments or blank lines"
-        elif [line.strip() for line in old] == [line.strip() for line in new]:
-            reason = "only another indentation"
-        # To lose a decorator changes a function, even if another function has the same decorator.
-        elif all(line.startswith("@") for line in old):
-            continue
-        elif not new and any("\n".join([*old, ""]) in text for text in added):
-            reason = "only moved"
-        else:
-            continue
-        found.append((reason, "\n".join(map("".join, lines))))
+        hunk = [line[:2] for line in group]
+        if is_changed and code_of(hunk, "-") == code_of(hunk, "+"):
+            found.append("\n".join(map("".join, hunk)))
     return found
 
 
-def code_of(lines, mark):
-    """Return the lines with a mark, without comments and blank lines."""
-    code = (re.sub(r"(^|\s+)#( .*)?$", "", line) for its_mark, line in lines if its_mark == mark)
-    return [line for line in code if line.strip()]
+def code_of(hunk, mark):
+    """Return the lines with a mark, without comments, blank lines and indentation."""
+    code = (re.sub(r"(^|\s+)#( .*)?$", "", line) for its_mark, line in hunk if its_mark == mark)
+    return [line.strip() for line in code if line.strip()]
 
 
 def main():

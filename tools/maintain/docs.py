@@ -21,9 +21,8 @@ from statistics import median
 
 import jinja2
 from cogapp import Cog
-from PIL import Image
 
-from chapters import ROOT, chapters, diff, diff_size, flags, parent_of, parts
+from chapters import ROOT, chapters, diff, flags, parent_of, parts
 from readme import readmes
 
 RESULTS = ROOT / "benchmarks/results"
@@ -40,17 +39,17 @@ def fenced(kind, lines):
     print(f"```{kind}", *lines, "```", sep="\n")
 
 
-def code(*names, only=""):
-    """Print functions of the chapter's script: their first lines, and the lines that match `only`.
+def listing(path, *names, only=""):
+    """Print functions of a script: their first lines, and the lines that match `only`.
 
     Three dots stand for the other lines.
     """
-    source = (current_folder() / "train_llm.py").read_text()
-    lines = []
+    source, lines = (ROOT / path).read_text(), []
     for name in names:
         lines += ["", ""] if lines else []
         left_out = False
-        for line in listed(source, name):
+        for number in parts(source)[name]:
+            line = source.splitlines()[number - 1]
             if not line.startswith("def ") and not re.search(only, line):
                 left_out = True
                 continue
@@ -60,16 +59,6 @@ def code(*names, only=""):
             left_out = False
         lines += ["    ..."] if left_out else []
     fenced("python", lines)
-
-
-def listed(source, name):
-    """Return the lines of a function."""
-    return [source.splitlines()[number - 1] for number in parts(source)[name]]
-
-
-def listing(path, name):
-    """Print a function of a script."""
-    fenced("python", listed((ROOT / path).read_text(), name))
 
 
 def hunk(*names, context=3, only=""):
@@ -133,14 +122,6 @@ def fault(name):
     fenced("text", [*log[:3], "", *verdict])
 
 
-def evaluation(file):
-    """Print the sentence on what an evaluation of 8 samples costs chapter 01, in steps on 8."""
-    speed = median(speeds["01"] for speeds in load(file)["speeds"])
-    steps = load(file)["details"]["01"]["evaluate"] * speed / (8 * 256)
-    print(f"In chapter 01, an evaluation of 8 samples takes {steps:.2f} times as long as")
-    print("a training step on 8 samples.")
-
-
 def plan(config):
     """Print the planner's lines about a file under configs, as comments."""
     text = (ROOT / "assets/samples/05-plans.txt").read_text()
@@ -152,28 +133,20 @@ def plan(config):
 
 def schedule(name, ranks, micro_batches):
     """Print what each rank does in each turn of a schedule, gpipe or 1f1b."""
-    numbers, done, lines = range(1, micro_batches + 1), {}, []
-    orders = []
+    turns = range(1, 2 * (micro_batches + ranks) - 1)
+    lines = [f"{name:6}" + "".join(f"{turn:4}" for turn in turns)]
     for rank in range(ranks):
-        # A rank of 1f1b runs forward passes until the first gradient can have come back.
-        early = micro_batches if name == "gpipe" else ranks - 1 - rank
-        pairs = [(f"F{n + early}", f"B{n}") for n in numbers]
-        order = [f"F{n}" for n in numbers[:early]]
-        order += [step for pair in pairs for step in pair if int(step[1:]) <= micro_batches]
-        orders.append(order)
-    for turn in range(1, 2 * (micro_batches + ranks)):
-        for rank, order in enumerate(orders):
-            # A forward pass needs the previous rank's, a backward pass that of the next rank.
-            source = rank + {"F": -1, "B": 1}[order[0][0]] if order else None
-            is_outside = source not in range(ranks)
-            if order and (is_outside or done.get((source, order[0]), turn) < turn):
-                done[rank, order.pop(0)] = turn
-    num_turns = max(done.values())
-    lines.append(f"{name:6}" + "".join(f"{turn:4}" for turn in range(1, num_turns + 1)))
-    for rank in range(ranks):
-        steps = {turn: step for (runner, step), turn in done.items() if runner == rank}
-        cells = (f"{steps.get(turn, '.'):>4}" for turn in range(1, num_turns + 1))
-        lines.append(f"rank {rank}" + "".join(cells))
+        steps = {}
+        # The first gradient comes back to a rank after it has gone through all later ranks.
+        later_ranks = ranks - 1 - rank
+        for n in range(1, micro_batches + 1):
+            forward, backward = rank + n, micro_batches + ranks - 1 + later_ranks + n
+            if name == "1f1b":
+                backward = ranks - 1 + later_ranks + 2 * n
+                # After its first forward passes, a rank alternates between both kinds of passes.
+                forward = rank - 1 + 2 * n if n > later_ranks + 1 else forward
+            steps |= {forward: f"F{n}", backward: f"B{n}"}
+        lines.append(f"rank {rank}" + "".join(f"{steps.get(turn, '.'):>4}" for turn in turns))
     fenced("text", lines)
 
 
@@ -202,23 +175,23 @@ def checks_of(file):
     found = []
     for kind, rows in rows_by_kind.items():
         failed = [f"**{row['name']}: {row['reason']}**" for row in rows if not row["passed"]]
-        name = f"{kind}-*" if len(rows) > 1 else rows[0]["name"]
         passed = "; ".join([f"{len(rows) - len(failed)} of {len(rows)}", *failed])
-        numbers = ranges_of(row["numbers"] for row in rows)
-        found.append({"name": name, "passed": passed, "numbers": numbers})
+        numbers = {}
+        for name, value in (pair for row in rows for pair in row["numbers"].items()):
+            numbers.setdefault(name, []).append(value)
+        found.append(
+            {
+                "name": f"{kind}-*" if len(rows) > 1 else rows[0]["name"],
+                "passed": passed,
+                "numbers": "; ".join(f"{name}: {ends(values)}" for name, values in numbers.items()),
+            }
+        )
     return found, skipped
 
 
-def ranges_of(rows):
-    """Return a text with the lowest and the highest number of each name."""
-    numbers = {}
-    for name, value in (pair for row in rows for pair in row.items()):
-        numbers.setdefault(name, []).append(value)
-    texts = []
-    for name, values in numbers.items():
-        ends = dict.fromkeys(f"{value:.3g}" for value in (min(values), max(values)))
-        texts.append(f"{name}: {' – '.join(ends)}")
-    return "; ".join(texts)
+def ends(values):
+    """Return the lowest and the highest value, or only one if they are equal."""
+    return " – ".join(dict.fromkeys(f"{value:.3g}" for value in (min(values), max(values))))
 
 
 # ---- tables: what tables.jinja calls ---------------------------------------------------------
@@ -251,8 +224,8 @@ def chapter_rows(*names):
             continue
         source, size = path.read_text(), "none before it"
         if parent := parent_of(name):
-            added, removed = diff_size(chapters()[parent], path)
-            size = f"+{added} −{removed} against {parent}"
+            marks = [mark for mark, *_ in diff(chapters()[parent], path)]
+            size = f"+{marks.count('+')} −{marks.count('-')} against {parent}"
         yield {
             "folder": path.parent.relative_to(ROOT),
             "page": os.path.relpath(path.with_name("README.md"), current_folder()),
@@ -332,12 +305,6 @@ def files(pattern):
     return sorted(path.name for path in RESULTS.glob(pattern))
 
 
-def check(condition):
-    """Return nothing; fail if a condition does not hold that the page states."""
-    assert condition
-    return ""
-
-
 def macros():
     """Return the macros of tables.jinja by name, as functions that print."""
     environment = jinja2.Environment(
@@ -374,17 +341,8 @@ globals().update(macros())
 
 
 # ---- the command -----------------------------------------------------------------------------
-def shrink_pictures():
-    """Give pictures a palette of 64 colors: plots look the same in a quarter of the bytes."""
-    for path in sorted(ROOT.glob("assets/*.png")):
-        if (picture := Image.open(path)).mode != "P":
-            picture.convert("RGB").quantize(64).save(path, optimize=True)
-
-
 def main():
     """Make all parts with cog; with --check, exit with 1 if a part is out of date."""
-    if "--check" not in sys.argv:
-        shrink_pictures()
     files = [*readmes(), *sorted(ROOT.glob("*/configs/*.args"))]
     options = ["--check", "--diff"] if sys.argv[1:] == ["--check"] else ["-r"]
     command = ["cog", *options, "-P", "-p", "from docs import *", *map(str, files)]
