@@ -131,25 +131,6 @@ def plan(config):
             print(f"# {verdict.replace(': ', ':|#   ', 1)}".replace("|", "\n"))
 
 
-def schedule(name, ranks, micro_batches):
-    """Print what each rank does in each turn of a schedule, gpipe or 1f1b."""
-    turns = range(1, 2 * (micro_batches + ranks) - 1)
-    lines = [f"{name:6}" + "".join(f"{turn:4}" for turn in turns)]
-    for rank in range(ranks):
-        steps = {}
-        # The first gradient comes back to a rank after it has gone through all later ranks.
-        later_ranks = ranks - 1 - rank
-        for n in range(1, micro_batches + 1):
-            forward, backward = rank + n, micro_batches + ranks - 1 + later_ranks + n
-            if name == "1f1b":
-                backward = ranks - 1 + later_ranks + 2 * n
-                # After its first forward passes, a rank alternates between both kinds of passes.
-                forward = rank - 1 + 2 * n if n > later_ranks + 1 else forward
-            steps |= {forward: f"F{n}", backward: f"B{n}"}
-        lines.append(f"rank {rank}" + "".join(f"{steps.get(turn, '.'):>4}" for turn in turns))
-    fenced("text", lines)
-
-
 def tensor_plan():
     """Print transformers' plan for splitting the matrices of a Llama."""
     from transformers import LlamaConfig

@@ -41,7 +41,7 @@ def page_path(path):
     """Return the path of a file's page on the site; a picture is its own page."""
     if path.name == "README.md":
         return path.relative_to(ROOT).with_name("index.html")
-    suffix = {".png": ".png", ".md": ".html"}.get(path.suffix, f"{path.suffix}.html")
+    suffix = {".png": ".png", ".svg": ".svg", ".md": ".html"}.get(path.suffix, f"{path.suffix}.html")
     return path.relative_to(ROOT).with_suffix(suffix)
 
 
@@ -126,7 +126,7 @@ def main():
         parts_of_diff = list(split_diff(name)) if name else []
         write(path, title=title, html=html, chapter=name, parts=parts_of_diff)
     for path in set().union(*(linked for *_, linked in pages.values())):
-        if path.suffix not in (".md", ".png"):
+        if path.suffix not in (".md", ".png", ".svg"):
             text = "\n".join(sorted(os.listdir(path))) if path.is_dir() else path.read_text()
             write(path, title=path.relative_to(ROOT), html=f"<pre>{escape(text)}</pre>")
     print(f"open {output / 'index.html'}")

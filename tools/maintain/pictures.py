@@ -298,24 +298,18 @@ def kept_activations():
 # ---- 07 --------------------------------------------------------------------------------------
 def turns_of(schedule, ranks, micro_batches):
     """Return the pass of each rank in each turn of gpipe or 1f1b, as {(rank, turn): "F1"}."""
-    orders = []
+    turns = {}
     for rank in range(ranks):
-        # A rank of 1f1b runs forward passes until the first gradient can have come back.
-        early = micro_batches if schedule == "gpipe" else ranks - 1 - rank
-        order = [f"F{n}" for n in range(1, early + 1)]
+        # The first gradient comes back to a rank after it has gone through all later ranks.
+        later_ranks = ranks - 1 - rank
         for n in range(1, micro_batches + 1):
-            order += [f"F{n + early}"] * (n + early <= micro_batches) + [f"B{n}"]
-        orders.append(order)
-    done, turn = {}, 0
-    while any(orders):
-        turn += 1
-        for rank, order in enumerate(orders):
-            # A forward pass needs the previous rank's, a backward pass that of the next rank.
-            source = rank + {"F": -1, "B": 1}[order[0][0]] if order else None
-            is_outside = source not in range(ranks)
-            if order and (is_outside or done.get((source, order[0]), turn) < turn):
-                done[rank, order.pop(0)] = turn
-    return {(rank, turn): step for (rank, step), turn in done.items()}
+            forward, backward = rank + n, micro_batches + ranks - 1 + later_ranks + n
+            if schedule == "1f1b":
+                backward = ranks - 1 + later_ranks + 2 * n
+                # After its first forward passes, a rank alternates between both kinds of passes.
+                forward = rank - 1 + 2 * n if n > later_ranks + 1 else forward
+            turns |= {(rank, forward): f"F{n}", (rank, backward): f"B{n}"}
+    return turns
 
 
 def schedule(name, ranks=3, micro_batches=4):
