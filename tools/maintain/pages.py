@@ -41,7 +41,9 @@ def page_path(path):
     """Return the path of a file's page on the site; a picture is its own page."""
     if path.name == "README.md":
         return path.relative_to(ROOT).with_name("index.html")
-    suffix = {".png": ".png", ".svg": ".svg", ".md": ".html"}.get(path.suffix, f"{path.suffix}.html")
+    if path.suffix in (".png", ".svg"):
+        return path.relative_to(ROOT)
+    suffix = ".html" if path.suffix == ".md" else f"{path.suffix}.html"
     return path.relative_to(ROOT).with_suffix(suffix)
 
 
