@@ -18,9 +18,8 @@ from itertools import product, zip_longest
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from harness import load, settle
+from harness import leave_group, load, settle
 
 # When the command started, as unix time.
 STARTED = float(os.environ.get("BENCHMARK_STARTED", str(time.time())))
@@ -138,9 +137,7 @@ def main():
     """Train as the contender that the first argument names."""
     name = sys.argv.pop(1)
     LOOPS[name]() if name in LOOPS else chapter(name)
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

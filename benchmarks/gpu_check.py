@@ -315,7 +315,7 @@ def resume(bench, chapter, flags=""):
 def forbid_waits():
     """Run a script that raises an error wherever its host waits for the GPU.
 
-    The first and the last step, after which the script evaluates and saves, may wait.
+    The script may wait in the first step, and after the last step.
     """
     steps = []
 
@@ -326,13 +326,14 @@ def forbid_waits():
             torch.cuda.set_sync_debug_mode(mode)
 
     register_optimizer_step_post_hook(after_step)
+    del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def run_without_waits(bench, *launcher):
     """Run chapter 01 with forbid_waits(), perhaps under a tool; return the folder of the run."""
     flags = f"{TINY} --num-steps {NUM_FORBIDDEN} --log-every 1000 --eval-every 1000"
-    command = [*launcher, __file__, "--forbid-waits", harness.script_of("01")]
+    command = [*launcher, *harness.words_of(forbid_waits), harness.script_of("01")]
     return bench.wait(bench.train(command, f"{flags} --checkpoint-every 1000", ranks=0)).run_dir
 
 
@@ -603,9 +604,4 @@ def main():
 
 
 if __name__ == "__main__":
-    # run_without_waits() starts this script with --forbid-waits.
-    if sys.argv[1:2] == ["--forbid-waits"]:
-        del sys.argv[:2]
-        forbid_waits()
-    else:
-        main()
+    main()

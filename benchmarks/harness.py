@@ -5,7 +5,9 @@ harness keeps only these aggregates, in a JSON file with the machine, the versio
 """
 
 import argparse
+import importlib
 import importlib.util
+import inspect
 import json
 import os
 import platform
@@ -26,6 +28,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANNER = ROOT / "tools/planner/will_it_fit.py"
@@ -179,6 +182,18 @@ def launch_command(ranks, command):
     return [sys.executable, *launcher, *command]
 
 
+def words_of(function):
+    """Return the words that call a benchmark's function in a process, with the words after them."""
+    return [Path(__file__).resolve(), Path(inspect.getfile(function)).stem, function.__name__]
+
+
+def leave_group():
+    """Destroy the process group, if there is one, when all ranks are done."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 class Job:
     """A command, and all processes that it starts: they have `mark` in their environment."""
 
@@ -255,3 +270,15 @@ def take_turns(names, rounds, measure, show):
             raise Failed("all runs have failed")
         found = [{name: runs[name] for name in names} for runs in found]
         yield found
+
+
+def main():
+    """Call a function that words_of() names; its arguments are the words after the names."""
+    module, function = sys.argv[1:3]
+    del sys.argv[1:3]
+    getattr(importlib.import_module(module), function)()
+    leave_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,6 @@
 """Run functions of a benchmark on the ranks of a chapter, with small models."""
 
 import importlib
-import inspect
 import json
 import re
 import sys
@@ -14,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch.nn.parallel import DistributedDataParallel
 from transformers import ByT5Tokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-from harness import launch_command, load, run
+from harness import launch_command, load, run, words_of
 
 
 def make_model_folder(
@@ -64,9 +63,9 @@ def on_ranks(work, chapter, ranks, model, folder, options, **settings):
     """Return the result of `work(chapter, args, device)` on rank 0, with a chapter's options."""
     result = Path(folder, "result.json")
     result.unlink(missing_ok=True)
-    function = [Path(inspect.getfile(work)).stem, work.__name__]
     options = f"--model-name {model} --save-dir {folder} --device cpu {options}"
-    command = [Path(__file__).resolve(), *function, chapter, result, *options.split()]
+    _, *name = words_of(work)
+    command = [*words_of(work_on_rank), *name, chapter, result, *options.split()]
     done = torchrun(ranks, command, folder, **settings)
     if not result.exists():
         sys.exit(f"{done.stdout}{done.stderr}\nno result of {work.__name__}, chapter {chapter}")
@@ -88,7 +87,7 @@ def build(chapter, args, device):
     return model, wrapped, chapter.build_optimizer(args, model), chapter.Samples(ids)
 
 
-def main():
+def work_on_rank():
     """Work as a rank that `on_ranks` started; rank 0 writes the result."""
     module, work, name, result = sys.argv[1:5]
     del sys.argv[1:5]
@@ -96,13 +95,5 @@ def main():
     args = chapter.parse_args()
     device, _ = chapter.setup(args)
     found = getattr(importlib.import_module(module), work)(chapter, args, device)
-    in_group = dist.is_initialized()
-    if not in_group or dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         Path(result).write_text(json.dumps(found))
-    if in_group:
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

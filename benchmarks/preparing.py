@@ -16,7 +16,7 @@ from statistics import median
 
 import numpy as np
 
-from harness import ROOT, benchmark, call, show, take_turns
+from harness import ROOT, benchmark, call, show, take_turns, words_of
 from on_ranks import make_7m_llama
 
 SHARDS = 8
@@ -37,11 +37,12 @@ def write_text(folder, megabytes):
                 print(json.dumps({"text": text}), file=file)
 
 
-def map_and_write(tokenizer_folder, text_folder, output):
+def map_and_write():
     """Do the work of prepare.py with the datasets library, into one file that is not shuffled."""
     from datasets import disable_progress_bars, load_dataset
     from transformers import AutoTokenizer
 
+    tokenizer_folder, text_folder, output = sys.argv[1:]
     disable_progress_bars()
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     files, cache = str(Path(text_folder, "*.jsonl")), f"{output}-cache"
@@ -66,7 +67,7 @@ def preparing(args, folder):
     commands = {
         "prepare.py, 1 worker": [*prepare, "--workers", 1, "-o"],
         TWO_WORKERS: [*prepare, "--workers", 2, "-o"],
-        "datasets.map, 2 processes": [__file__, "--map", tokenizer, text],
+        "datasets.map, 2 processes": [*words_of(map_and_write), tokenizer, text],
     }
 
     def measure(name, number):
@@ -100,8 +101,4 @@ def add_flags(add):
 
 
 if __name__ == "__main__":
-    # The benchmark starts itself with --map.
-    if sys.argv[1:2] == ["--map"]:
-        map_and_write(*sys.argv[2:])
-    else:
-        benchmark(__doc__, preparing, add_flags)
+    benchmark(__doc__, preparing, add_flags)

@@ -71,10 +71,10 @@ def parts_of(path):
         # Operators make a batch, too.
         order = {"data": data, "compute": compute, "exposed": exposed}
     # Where parts overlap, the time belongs to the first of them.
-    rest, parts = mask_of([window], window), {"hidden": compute & flight}
+    remaining, parts = mask_of([window], window), {"hidden": compute & flight}
     for name, mask in order.items():
-        parts[name], rest = mask & rest, rest & ~mask
-    seconds = {name: mask.sum() / 1e6 for name, mask in (parts | {"host": rest}).items()}
+        parts[name], remaining = mask & remaining, remaining & ~mask
+    seconds = {name: mask.sum() / 1e6 for name, mask in (parts | {"host": remaining}).items()}
     return seconds | {"step": window["dur"] / 1e6}
 
 
@@ -131,10 +131,11 @@ def traced_window(trace):
         print(json.dumps(parts_of(trace)), file=file)
 
 
-def on_a_rank(folder, script):
-    """Run a chapter's script on the remaining arguments, and trace its windows."""
-    chapter, window = harness.load(script), nullcontext()
-    train_step, trace = chapter.train_step, Path(folder, f"rank{os.environ.get('RANK', '0')}.json")
+def trace_windows():
+    """Run a chapter's script with its arguments, and trace its windows into a folder."""
+    folder = Path(sys.argv.pop(1))
+    chapter, window = harness.load(sys.argv.pop(1)), nullcontext()
+    train_step, trace = chapter.train_step, folder / f"rank{os.environ.get('RANK', '0')}.json"
 
     @functools.wraps(train_step)
     def traced_step(args, model, optimizer, train_set, step, device):
@@ -150,9 +151,6 @@ def on_a_rank(folder, script):
     dist.Work.wait = marked(dist.Work.wait, "waiting")
     torch.Tensor.backward = marked(torch.Tensor.backward, "backward")
     chapter.main()
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 # ---- all runs --------------------------------------------------------------------------------
@@ -169,7 +167,7 @@ def run(script, ranks, folder, windows, *more):
     folder.mkdir(parents=True, exist_ok=True)
     steps = WINDOW * (windows + 1) + 1  # the last step ends the last window
     flags = [*training_flags(folder, "run", steps), *more]
-    command = [__file__, "--on-a-rank", folder, script, *flags]
+    command = [*harness.words_of(trace_windows), folder, script, *flags]
     command = harness.launch_command(0 if "01" in script.parent.name else ranks, command)
     # A rank has the same number of threads in every chapter.
     harness.call(command, OMP_NUM_THREADS=str(max(1, os.cpu_count() // most_ranks())))
@@ -211,9 +209,4 @@ def add_flags(add):
 
 
 if __name__ == "__main__":
-    # run() starts this script with --on-a-rank on each rank.
-    if sys.argv[1:2] == ["--on-a-rank"]:
-        del sys.argv[:2]
-        on_a_rank(sys.argv.pop(0), sys.argv[0])
-    else:
-        harness.benchmark(__doc__, where, add_flags)
+    harness.benchmark(__doc__, where, add_flags)
