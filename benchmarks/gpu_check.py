@@ -34,8 +34,8 @@ import torch
 import transformers
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import every_family
 import harness
-from every_family import ROWS, SENSITIVE
 
 CHAPTERS = ("01", "02", "03", "04", "05", "06", "07", "08")
 TINY = """--seq-length 64 --global-batch-size 8 --batch-size 4 --num-steps 20 --log-every 1
@@ -194,16 +194,14 @@ class Bench:
 # ---- checks ----------------------------------------------------------------------------------
 
 
-def difference(rows, other_rows):
+def by_step(job):
+    """Return the rows of a run without repeated steps: the last row of a step counts."""
+    return list({row["step"]: row for row in job.rows()}.values())
+
+
+def difference(rows, reference):
     """Return the largest difference between the losses of two runs."""
-    one, other = (
-        {row.get("step", number): row for number, row in enumerate(curve)}
-        for curve in (rows, other_rows)
-    )
-    if one.keys() != other.keys():
-        raise RuntimeError(f"{len(one)} steps are logged, but {len(other)} in the other run")
-    names = ("loss", "val_loss")
-    return max(abs(one[n][name] - other[n][name]) for n in one for name in names if name in one[n])
+    return every_family.difference(rows, reference, {"loss": 1, "val_loss": 1})
 
 
 def follow(bench, chapter, flags, runs):
@@ -216,9 +214,9 @@ def follow(bench, chapter, flags, runs):
     for name, (script, more, ranks) in runs.items():
         folder = name.replace(": ", "-")
         jobs[name] = bench.train(script, f"{flags} {more}", folder, ranks=ranks)
-    rows = bench.wait(reference).rows()
+    rows = by_step(bench.wait(reference))
     for name, job in jobs.items():
-        bench.numbers[f"difference, {name}"] = difference(bench.wait(job).rows(), rows)
+        bench.numbers[f"difference, {name}"] = difference(by_step(bench.wait(job)), rows)
 
 
 def parity(bench, chapter, own_flags=FP32, model="", within=WITHIN, split=""):
@@ -267,8 +265,8 @@ def framework(bench, name, settings=""):
 
 def families(bench):
     """Compare the losses in fp32 of all families of models in chapter 01 with those on the CPU."""
-    names = ["llama", "gpt2", "bert"] if bench.device == "cpu" else ROWS
-    rows = [name for name in names if name not in TIED + SENSITIVE]
+    names = ["llama", "gpt2", "bert"] if bench.device == "cpu" else every_family.ROWS
+    rows = [name for name in names if name not in TIED + every_family.SENSITIVE]
     tool, results = harness.ROOT / "benchmarks/every_family.py", {}
     for name, device in {"cpu": "cpu", "device": bench.device}.items():
         results[name] = bench.folder / f"{name}.json"
@@ -308,7 +306,8 @@ def resume(bench, chapter, flags=""):
     if killed >= 100 or not found:
         raise RuntimeError(f"killed in step {killed}, did not continue: {resumed.printed()[-200:]}")
     bench.numbers |= {"killed in step": killed, "resumed from step": int(found[1])}
-    bench.numbers["difference"] = difference(resumed.rows(), bench.wait(uninterrupted).rows())
+    reference = by_step(bench.wait(uninterrupted))
+    bench.numbers["difference"] = difference(by_step(resumed), reference)
     return bench.judged({"difference": WITHIN})
 
 
