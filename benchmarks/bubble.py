@@ -7,6 +7,7 @@ and for its weight gradients. Four ranks that sleep do not need four cores.
 """
 
 import time
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,11 +90,7 @@ def most_in_flight(events, passes):
     """Return the highest number of micro-batches whose activations a rank keeps."""
     changes = [(first, 1) for work, first, _ in events if work == "forward"]
     changes += [(last, -1) for work, _, last in events if work == "weight gradient"]
-    kept, most = 0, 0
-    for _, change in sorted(changes):
-        kept += change
-        most = max(most, kept)
-    return most / passes
+    return max(accumulate(change for _, change in sorted(changes))) / passes
 
 
 def measure(chapter, args, device):

@@ -23,7 +23,8 @@ def contenders(folder):
         found[script.parent.name] = (script, speed.RANKS, [])
     path = f"{folder}/zero-3.json"
     line = f"--global-batch-size {speed.BATCH} --batch-size {speed.BATCH} --brief"
-    line += f" --gpus-per-node {speed.RANKS} --write-config deepspeed {path}"
+    line += f" --gpus-per-node {speed.RANKS} --precision {harness.fast_precision()}"
+    line += f" --write-config deepspeed {path}"
     harness.call([sys.executable, harness.PLANNER, *line.split()])
     script, ranks, _ = found["deepspeed"]
     return found | {"deepspeed-zero-3": (script, ranks, ["--deepspeed-config", path])}

@@ -109,8 +109,8 @@ def bf16_flags():
 
 
 def fast_precision():
-    """Return bf16 if the CPU has instructions for it; otherwise let the chapter choose."""
-    return "bf16" if bf16_flags() else "auto"
+    """Return bf16 where it is not emulated, on a GPU or a CPU with its instructions, else fp32."""
+    return "bf16" if torch.cuda.is_available() or bf16_flags() else "fp32"
 
 
 def describe_machine(gpus=True):
