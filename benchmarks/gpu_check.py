@@ -63,7 +63,7 @@ SHAPE = """--config hidden_size=2048 intermediate_size=8192 num_attention_heads=
 LARGE = f"{SHAPE} vocab_size=128256 num_hidden_layers=16"
 MIDDLE = f"{SHAPE} vocab_size=32000 num_hidden_layers=4"
 # 6 FLOPs per weight, and 12 per layer, width and sample length, of LARGE with 4,096 tokens.
-FLOPS_PER_TOKEN = 9.03e9
+FLOPS_PER_TOKEN = 9_025_499_136
 MIXTURE = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
 MIXTURE |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MIXTURE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}

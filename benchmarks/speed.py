@@ -147,7 +147,8 @@ def speeds(args, folder):
 def add_all_flags(add):
     """Declare the flags."""
     add_flags(add)
-    add("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="CONTENDER")
+    names = list(CONTENDERS)
+    add("--only", nargs="+", choices=names, default=names, metavar="NAME", help="contenders")
 
 
 if __name__ == "__main__":
