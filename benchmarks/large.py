@@ -66,7 +66,8 @@ def measure_saves(chapter, args, device):
 
     def save(in_the_background):
         args.checkpoint_async = in_the_background
-        chapter.save_checkpoint(args, run_dir, model, optimizer, 2 * len(rows) + 1 + in_the_background)
+        step = 2 * len(rows) + 1 + in_the_background
+        chapter.save_checkpoint(args, run_dir, model, optimizer, step)
 
     # The first round allocates the memory for the copies.
     for _ in range(ROUNDS + 1):
