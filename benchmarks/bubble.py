@@ -6,8 +6,8 @@ On each rank, a micro-batch sleeps for the same time in its forward pass, for it
 and for its weight gradients. Four ranks that sleep do not need four cores.
 """
 
-import tempfile
 import time
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from harness import describe_machine, keep, parser_of
+from harness import benchmark, show
 from on_ranks import on_ranks
 
 RANKS = 4
@@ -24,34 +24,21 @@ RUNS = [("gpipe", 8), ("1f1b", 4), ("1f1b", 8), ("1f1b", 16), ("interleaved-1f1b
 COLORS = {"forward": "#5aa9a3", "input gradient": "#1f3b5c", "weight gradient": "#e08a3c"}
 
 
-class Inputs(torch.autograd.Function):
-    """Sleeps for a layer in the forward pass, and for the gradient of its input."""
+class Sleep(torch.autograd.Function):
+    """Sleeps in the backward pass, and in the forward pass if its work has a name."""
 
     @staticmethod
-    def forward(ctx, hidden, work):
-        ctx.work = work
-        work("forward")
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.work("input gradient")
-        # The gradient will be sent, so it must be contiguous.
-        return gradient.contiguous(), None
-
-
-class Weights(torch.autograd.Function):
-    """Sleeps for the gradient of a layer's weights."""
-
-    @staticmethod
-    def forward(ctx, weight, work):
-        ctx.work = work
-        return weight.clone()
+    def forward(ctx, tensor, work, forward_name, backward_name):
+        ctx.work, ctx.name = work, backward_name
+        if forward_name:
+            work(forward_name)
+        return tensor.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.work("weight gradient")
-        return gradient.sum(), None
+        ctx.work(ctx.name)
+        # The gradient may be sent, so it must be contiguous.
+        return gradient.contiguous(), None, None, None
 
 
 class Stage(torch.nn.Module):
@@ -70,7 +57,8 @@ class Stage(torch.nn.Module):
         # The first stage receives token ids.
         if not received.is_floating_point():
             received = received.float()[..., None].requires_grad_()
-        return Inputs.apply(received, self.work) + Weights.apply(self.weight, self.work)
+        hidden = Sleep.apply(received, self.work, "forward", "input gradient")
+        return hidden + Sleep.apply(self.weight, self.work, None, "weight gradient")
 
 
 def take_step(chapter, name, micro_batches, seconds):
@@ -102,11 +90,7 @@ def most_in_flight(events, passes):
     """Return the highest number of micro-batches whose activations a rank keeps."""
     changes = [(first, 1) for work, first, _ in events if work == "forward"]
     changes += [(last, -1) for work, _, last in events if work == "weight gradient"]
-    kept, most = 0, 0
-    for _, change in sorted(changes):
-        kept += change
-        most = max(most, kept)
-    return most / passes
+    return max(accumulate(change for _, change in sorted(changes))) / passes
 
 
 def measure(chapter, args, device):
@@ -150,25 +134,25 @@ def draw(rows, path):
     figure.savefig(path)
 
 
-def main():
-    """Run the schedules on four ranks; print, keep and draw the rows."""
-    parser, names = parser_of(__doc__), list(dict.fromkeys(name for name, _ in RUNS))
-    add = parser.add_argument
-    add("--seconds", type=float, default=0.2, help="of a rank's forward pass")
-    add("--only", nargs="+", choices=names, default=names, metavar="NAME", help="schedules")
-    add("--plot", type=Path, help="a PNG of the runs with eight micro-batches")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        run_name = ",".join([str(args.seconds), *args.only])
-        flags = f"--pipeline-parallel-size {RANKS} --num-steps 1 -e {run_name}"
-        rows = on_ranks(measure, "07", RANKS, "tiny", folder, flags)
+def bubble(args, folder):
+    """Run the schedules on four ranks; draw the rows."""
+    run_name = ",".join([str(args.seconds), *args.only])
+    flags = f"--pipeline-parallel-size {RANKS} --num-steps 1 -e {run_name}"
+    rows = on_ranks(measure, "07", RANKS, "tiny", folder, flags)
     for row in rows:
-        idle = f"idle {row['bubble']:.3f}, formula {row['formula']:.3f}"
-        print(f"{row['schedule']}, {row['micro_batches']} micro-batches: {idle}", row["in flight"])
-    keep(args.output, describe_machine(), {"seconds": args.seconds, "rows": rows})
+        show(row)
+    yield {"seconds": args.seconds, "rows": rows}
     if args.plot:
         draw(rows, args.plot)
 
 
+def add_flags(add):
+    """Declare the flags."""
+    names = list(dict.fromkeys(name for name, _ in RUNS))
+    add("--seconds", type=float, default=0.2, help="of a rank's forward pass")
+    add("--only", nargs="+", choices=names, default=names, metavar="NAME", help="schedules")
+    add("--plot", type=Path, help="a PNG of the runs with eight micro-batches")
+
+
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, bubble, add_flags)

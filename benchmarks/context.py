@@ -6,12 +6,10 @@ The count has all tensors that autograd saves in a forward pass, except the weig
 that of the rank that keeps most.
 """
 
-import tempfile
-
 import torch
 import torch.distributed as dist
 
-from harness import describe_machine, keep, parser_of
+from harness import benchmark
 from on_ranks import build, on_ranks
 
 # The number of ranks that split each sequence, and the style.
@@ -52,6 +50,7 @@ def measure(chapter, args, device):
     """Return, for each length, the bytes on the rank that keeps most."""
     model, *_ = build(chapter, args, device)
     found = {}
+    # The name of the run has the lengths.
     for length in map(int, args.experiment_name.split("-")):
         args.seq_length = length
         batch = torch.randint(model.config.vocab_size, (SAMPLES, length))
@@ -61,26 +60,24 @@ def measure(chapter, args, device):
     return found
 
 
-def main():
-    """Count in all cases; print and keep the results."""
-    parser = parser_of(__doc__)
-    add = parser.add_argument
-    add("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="cases")
-    add("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="of sequences")
-    add("--model", default="tiny", help="the model whose configuration is used")
-    args, rows = parser.parse_args(), []
+def activations(args, folder):
+    """Count in each case."""
+    rows = []
     for name in args.only:
         ranks, style = CASES[name]
         flags = f"--context-parallel-size {ranks} --context-parallel-style {style} "
-        # The name of the run takes the lengths to the ranks.
         flags += f"-s {max(args.lengths)} -e {'-'.join(map(str, args.lengths))}"
-        with tempfile.TemporaryDirectory() as folder:
-            found = on_ranks(measure, "08", ranks, args.model, folder, flags)
+        found = on_ranks(measure, "08", ranks, "tiny", folder, flags)
         rows.append({"case": name, "ranks": ranks, "style": style, "bytes": found})
-        sizes = (f"{length} tokens {size / 1e6:.1f} MB" for length, size in found.items())
-        print(f"{name}: {', '.join(sizes)}", flush=True)
-    keep(args.output, describe_machine(), {"samples": SAMPLES, "rows": rows})
+        print(rows[-1], flush=True)
+        yield {"samples": SAMPLES, "rows": rows}
+
+
+def add_flags(add):
+    """Declare the flags."""
+    add("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="cases")
+    add("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="of sequences")
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, activations, add_flags)

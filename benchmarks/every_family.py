@@ -16,10 +16,8 @@ import os
 import re
 import runpy
 import sys
-import tempfile
 import time
 from itertools import product
-from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models
@@ -27,7 +25,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from harness import ROOT, describe_machine, free_port, keep, load, parser_of, script_of
+from harness import ROOT, benchmark, free_port, load, script_of
 
 sys.path.insert(0, str(ROOT / "tests/support"))
 
@@ -116,11 +114,11 @@ def train(chapter, row, folder, device):
     command = list(map(str, [script_of(chapter), *FLAGS, *flags, *words]))
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    result, ranks = folder / "result.json", []
-    for rank in range(num_ranks):
+    ranks, logs = [], [folder / f"rank{rank}.log" for rank in range(num_ranks)]
+    for rank, log in enumerate(logs):
         variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
-        job = command, dict(variables), folder / f"rank{rank}.log", folder / chapter / row, result
-        ranks.append(multiprocessing.get_context("fork").Process(target=work, args=job))
+        arguments = command, dict(variables), log, folder / chapter / row
+        ranks.append(multiprocessing.get_context("fork").Process(target=work, args=arguments))
         ranks[-1].start()
     deadline = time.monotonic() + PATIENCE
     # A rank that fails ends the run, because the other ranks may wait for it.
@@ -133,9 +131,8 @@ def train(chapter, row, folder, device):
         rank.kill()
         rank.join()
     if statuses == [0] * num_ranks:
-        return json.loads(result.read_text())
-    logs = [(folder / f"rank{rank}.log").read_text() for rank in range(num_ranks)]
-    lines = "".join(logs).splitlines() or [""]
+        return json.loads((folder / chapter / row / "result.json").read_text())
+    lines = "".join(log.read_text() for log in logs).splitlines() or [""]
     errors = [line for line in lines if line.startswith("train_llm.py: error: ")]
     if 2 in statuses and errors:
         line = errors[-1].removeprefix("train_llm.py: error: ")
@@ -143,7 +140,7 @@ def train(chapter, row, folder, device):
     return {"failed": f"exit statuses {statuses}: {lines[-1][:300]}"}
 
 
-def work(command, variables, log, run_dir, result):
+def work(command, variables, log, run_dir):
     """Train as one rank; rank 0 writes the curve."""
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
@@ -153,7 +150,7 @@ def work(command, variables, log, run_dir, result):
     sys.argv = command
     runpy.run_path(command[0], run_name="__main__")
     if variables["RANK"] == "0":
-        result.write_text(json.dumps(read_result(run_dir)))
+        (run_dir / "result.json").write_text(json.dumps(read_result(run_dir)))
 
 
 def read_result(run_dir):
@@ -182,15 +179,14 @@ def validation_loss(folder):
         return model.eval()(input_ids=ids, labels=ids, use_cache=False).loss.item()
 
 
-def difference(curve, reference):
-    """Return the largest difference from chapter 01, as a multiple of what is tolerated."""
-    assert len(curve) == len(reference)
+def difference(curve, reference, tolerances=TOLERANCE):
+    """Return the largest difference of two curves, as a multiple of what is tolerated."""
     largest = 0.0
     for step, (row, other) in enumerate(zip(curve, reference, strict=True)):
-        for name, tolerance in TOLERANCE.items():
-            if name in row and (name != "grad_norm" or step <= 2):
+        for name in row.keys() & tolerances.keys():
+            if name != "grad_norm" or step <= 2:
                 scale = other[name] if name == "grad_norm" else 1.0
-                largest = max(largest, abs(row[name] - other[name]) / (tolerance * scale))
+                largest = max(largest, abs(row[name] - other[name]) / tolerances[name] / scale)
     return largest
 
 
@@ -209,39 +205,38 @@ def judge(rows):
     return rows
 
 
-def main():
-    """Train the models that are not in the results yet; print and keep the rows."""
-    parser = parser_of(__doc__)
-    add = parser.add_argument
-    add("--only", nargs="+", choices=ROWS, default=ROWS, metavar="FAMILY", help="which models")
-    add("--chapters", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="which chapters")
-    add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one GPU for each rank")
-    args, rows, left_out = parser.parse_args(), [], {}
+def families(args, folder):
+    """Train the models that are not in the results yet; fail if a row is wrong."""
+    rows, left_out = [], {}
     if args.output and args.output.exists():
         before = json.loads(args.output.read_text())
         left_out = before["left_out"]
         rows = [row for row in before["rows"] if row["verdict"] != "wrong"]
-    # A fork cannot use a GPU that this process has used.
-    machine = describe_machine(gpus=False)
     # Import the libraries of all chapters, so that the forks have them.
     load("08")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / TEXT).write_text((ROOT / "LICENSE").read_text())
-        reasons = {row: build_folder(row, folder) for row in args.only}
-        left_out |= {row: reason for row, reason in reasons.items() if reason}
-        done = {(row["chapter"], row["family"]) for row in rows}
-        for chapter, family in product(args.chapters, args.only):
-            if family in left_out or (chapter, family) in done:
-                continue
-            result = train(chapter, family, folder, args.device)
-            rows.append({"family": family, "chapter": chapter} | result)
-            row = judge(rows)[-1]
-            details = row.get("failed") or row.get("refused") or row.get("difference", "")
-            print(f"{chapter} {family:32} {row['verdict']} {details}", flush=True)
-            keep(args.output, machine, {"rows": rows, "left_out": left_out})
+    (folder / TEXT).write_text((ROOT / "LICENSE").read_text())
+    reasons = {row: build_folder(row, folder) for row in args.only}
+    left_out |= {row: reason for row, reason in reasons.items() if reason}
+    done = {(row["chapter"], row["family"]) for row in rows}
+    for chapter, family in product(args.chapters, args.only):
+        if family in left_out or (chapter, family) in done:
+            continue
+        result = train(chapter, family, folder, args.device)
+        rows.append({"family": family, "chapter": chapter} | result)
+        row = judge(rows)[-1]
+        details = row.get("failed") or row.get("refused") or row.get("difference", "")
+        print(f"{chapter} {family:32} {row['verdict']} {details}", flush=True)
+        yield {"rows": rows, "left_out": left_out}
     sys.exit(any(row["verdict"] == "wrong" for row in judge(rows)))
 
 
+def add_flags(add):
+    """Declare the flags."""
+    add("--only", nargs="+", choices=ROWS, default=ROWS, metavar="FAMILY", help="which models")
+    add("--chapters", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="which chapters")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one GPU for each rank")
+
+
 if __name__ == "__main__":
-    main()
+    # A fork cannot use a GPU that this process has used.
+    benchmark(__doc__, families, add_flags, gpus=False)

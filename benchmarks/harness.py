@@ -1,11 +1,13 @@
 """Provide what all benchmarks share: the machine, the results, the runs, the turns.
 
-Each question is a short file: what is measured, who takes part, and what is printed. A benchmark
-leaves only aggregates, in a JSON file with the machine, the versions and the command.
+Each benchmark is a short file with a question: a function that yields its results so far. The
+harness keeps only these aggregates, in a JSON file with the machine, the versions and the command.
 """
 
 import argparse
+import importlib
 import importlib.util
+import inspect
 import json
 import os
 import platform
@@ -15,17 +17,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import textwrap
 import time
 import uuid
 from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
-from pydoc_data.topics import topics
 from statistics import median
 
 import torch
-import transformers
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANNER = ROOT / "tools/planner/will_it_fit.py"
@@ -63,52 +66,82 @@ def settle(device):
 
 def parser_of(docstring):
     """Return a benchmark's parser, with its description and the flag that all benchmarks have."""
-    formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(
-        description=docstring.split("\n")[0], formatter_class=formatter
+        description=docstring.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--output", type=Path, help="a JSON file for the machine and the results")
     return parser
 
 
-def describe_machine(gpus=True):
-    """Return the facts that the numbers depend on; `gpus` initializes CUDA for the GPU's name."""
+def benchmark(docstring, question, add_flags=lambda add: None, gpus=True):
+    """Parse the flags, ask a question, and keep each of the results that it yields.
+
+    The question gets the arguments and a temporary folder; `add_flags` declares its flags.
+    Without `gpus`, this process does not use a GPU, so the question may fork.
+    """
+    parser = parser_of(docstring)
+    add_flags(parser.add_argument)
+    args, machine = parser.parse_args(), describe_machine(gpus)
+    with tempfile.TemporaryDirectory() as folder:
+        for results in question(args, Path(folder)):
+            keep(args.output, machine, results)
+
+
+def show(row):
+    """Print the plain values of a row of results."""
+    texts = []
+    for name, value in row.items():
+        if not isinstance(value, (dict, list)):
+            texts.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+    print(", ".join(texts), flush=True)
+
+
+def cpu_facts():
+    """Return the facts about a core by name, as Linux lists them."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    facts = {name.strip(): value for name, _, value in (line.partition(":") for line in lines)}
-    flags = {"avx512_bf16", "amx_bf16"} & set(facts.get("flags", "").split())
-    count, versions = torch.cuda.device_count() if gpus else 0, {}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
+    return {name.strip(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
+
+
+def bf16_flags():
+    """Return the flags of a CPU with instructions for bf16; without them, bf16 is emulated."""
+    return sorted({"avx512_bf16", "amx_bf16"} & set(cpu_facts().get("flags", "").split()))
+
+
+def fast_precision():
+    """Return bf16 where it is not emulated, on a GPU or a CPU with its instructions, else fp32."""
+    return "bf16" if torch.cuda.is_available() or bf16_flags() else "fp32"
+
+
+def describe_machine(gpus=True):
+    """Return the facts that the numbers depend on; `gpus` initializes CUDA for the GPU's name."""
+    count = torch.cuda.device_count() if gpus else 0
     return {
-        "cpu": facts.get("model name", platform.processor()).strip(),
+        "cpu": cpu_facts().get("model name", platform.processor()),
         "cores": os.cpu_count(),
-        "bf16 flags": ", ".join(sorted(flags)) or "none",
+        "bf16 flags": ", ".join(bf16_flags()) or "none",
         **({"gpus": f"{count} x {torch.cuda.get_device_name()}"} if count else {}),
         "python": platform.python_version(),
-        **versions,
+        **{name: version(name) for name in PACKAGES if importlib.util.find_spec(name)},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),
     }
 
 
-def in_rows(value, depth=2, indent=""):
+def in_rows(value, depth=2):
     """Format a value as JSON with a line for each value at `depth`.
 
     Plain values that belong together, such as the facts about a machine, share a line.
     """
-    inner, nested = indent + " ", (dict, list)
+    nested = (dict, list)
     parts = value.values() if isinstance(value, dict) else value
     if depth == 0 or not isinstance(value, nested) or not any(isinstance(x, nested) for x in parts):
         return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, dict):
-        parts = [f"{json.dumps(k)}: {in_rows(v, depth - 1, inner)}" for k, v in value.items()]
-    else:
-        parts = [in_rows(item, depth - 1, inner) for item in value]
     first, last = "{}" if isinstance(value, dict) else "[]"
-    body = f",\n{inner}".join(parts)
-    return f"{first}\n{inner}{body}\n{indent}{last}"
+    parts = [in_rows(part, depth - 1) for part in parts]
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(name)}: {part}" for name, part in zip(value, parts, strict=True)]
+    return "\n".join([first, textwrap.indent(",\n".join(parts), " "), last])
 
 
 def keep(output, machine, results):
@@ -142,11 +175,23 @@ def free_port():
             return port
 
 
-def torchrun_command(ranks, command):
-    """Return the command that starts a script and its arguments on a number of ranks."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", ranks]
-    launcher += ["--master-addr", "127.0.0.1", "--master-port", free_port()]
+def launch_command(ranks, command):
+    """Return the command that starts a script: alone if `ranks` is 0, otherwise under torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", ranks] if ranks else []
+    launcher += ["--master-addr", "127.0.0.1", "--master-port", free_port()] if ranks else []
     return [sys.executable, *launcher, *command]
+
+
+def words_of(function):
+    """Return the words that call a benchmark's function in a process, with the words after them."""
+    return [Path(__file__).resolve(), Path(inspect.getfile(function)).stem, function.__name__]
+
+
+def leave_group():
+    """Destroy the process group, if there is one, when all ranks are done."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 class Job:
@@ -227,28 +272,13 @@ def take_turns(names, rounds, measure, show):
         yield found
 
 
-def make_7m_llama(folder):
-    """Write the configuration of a Llama of 7 million weights, and a tokenizer for it.
+def main():
+    """Call a function that words_of() names; its arguments are the words after the names."""
+    module, function = sys.argv[1:3]
+    del sys.argv[1:3]
+    getattr(importlib.import_module(module), function)()
+    leave_group()
 
-    The tokenizer is trained on Python's documentation.
-    """
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    end, alphabet = "<|endoftext|>", pre_tokenizers.ByteLevel.alphabet()
-    tokens = Tokenizer(models.BPE())
-    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    options = {"special_tokens": [end], "initial_alphabet": alphabet, "show_progress": False}
-    tokens.train_from_iterator(topics.values(), trainers.BpeTrainer(vocab_size=4096, **options))
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=end)
-    tokenizer.save_pretrained(folder)
-    transformers.LlamaConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        max_position_embeddings=2048,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    ).save_pretrained(folder)
-    return folder
+if __name__ == "__main__":
+    main()

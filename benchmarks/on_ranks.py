@@ -1,22 +1,26 @@
 """Run functions of a benchmark on the ranks of a chapter, with small models."""
 
 import importlib
-import inspect
 import json
+import re
 import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch.nn.parallel import DistributedDataParallel
-from transformers import ByT5Tokenizer, LlamaConfig
+from transformers import ByT5Tokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-from harness import load, run, torchrun_command
+from harness import launch_command, load, run, words_of
 
 
-def make_model_folder(folder, layers, width, heads=None, kv=None, vocabulary=384, tied=False):
-    """Write the configuration of a Llama, and a tokenizer of bytes; return the folder."""
-    tokenizer = ByT5Tokenizer()
+def make_model_folder(
+    folder, layers, width, heads=None, kv=None, vocabulary=384, tied=False, tokenizer=None
+):
+    """Write a Llama's configuration and a tokenizer, by default of bytes; return the folder."""
+    tokenizer = tokenizer or ByT5Tokenizer()
     LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -24,7 +28,7 @@ def make_model_folder(folder, layers, width, heads=None, kv=None, vocabulary=384
         num_hidden_layers=layers,
         num_attention_heads=heads or width // 64,
         num_key_value_heads=kv,
-        max_position_embeddings=1024,
+        max_position_embeddings=2048,
         tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -33,16 +37,26 @@ def make_model_folder(folder, layers, width, heads=None, kv=None, vocabulary=384
     return folder
 
 
+def make_7m_llama(folder):
+    """Write a Llama of 7 million weights, and a tokenizer trained on Python's documentation."""
+    end, alphabet = "<|endoftext|>", pre_tokenizers.ByteLevel.alphabet()
+    tokens = Tokenizer(models.BPE())
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    options = {"special_tokens": [end], "initial_alphabet": alphabet, "show_progress": False}
+    tokens.train_from_iterator(topics.values(), trainers.BpeTrainer(vocab_size=4096, **options))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=end)
+    return make_model_folder(folder, 6, 256, vocabulary=4096, tokenizer=tokenizer)
+
+
+def own_memory():
+    """Return the bytes of host memory that this process has filled, files not counted."""
+    return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+
 def torchrun(ranks, command, folder, threads=1):
     """Run a script and its arguments on a number of ranks; return the CompletedProcess."""
     settings = {"OMP_NUM_THREADS": str(threads), "HF_HOME": f"{folder}/hf", "HF_HUB_OFFLINE": "1"}
-    return run(torchrun_command(ranks, command), **settings)
-
-
-def work_command(work, chapter, result, options):
-    """Return the script and the arguments that run `work(chapter, args, device)` on a rank."""
-    function = [Path(inspect.getfile(work)).stem, work.__name__]
-    return [Path(__file__).resolve(), *function, chapter, result, *options.split()]
+    return run(launch_command(ranks, command), **settings)
 
 
 def on_ranks(work, chapter, ranks, model, folder, options, **settings):
@@ -50,7 +64,9 @@ def on_ranks(work, chapter, ranks, model, folder, options, **settings):
     result = Path(folder, "result.json")
     result.unlink(missing_ok=True)
     options = f"--model-name {model} --save-dir {folder} --device cpu {options}"
-    done = torchrun(ranks, work_command(work, chapter, result, options), folder, **settings)
+    _, *name = words_of(work)
+    command = [*words_of(work_on_rank), *name, chapter, result, *options.split()]
+    done = torchrun(ranks, command, folder, **settings)
     if not result.exists():
         sys.exit(f"{done.stdout}{done.stderr}\nno result of {work.__name__}, chapter {chapter}")
     return json.loads(result.read_text())
@@ -71,7 +87,7 @@ def build(chapter, args, device):
     return model, wrapped, chapter.build_optimizer(args, model), chapter.Samples(ids)
 
 
-def main():
+def work_on_rank():
     """Work as a rank that `on_ranks` started; rank 0 writes the result."""
     module, work, name, result = sys.argv[1:5]
     del sys.argv[1:5]
@@ -79,13 +95,5 @@ def main():
     args = chapter.parse_args()
     device, _ = chapter.setup(args)
     found = getattr(importlib.import_module(module), work)(chapter, args, device)
-    in_group = dist.is_initialized()
-    if not in_group or dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         Path(result).write_text(json.dumps(found))
-    if in_group:
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Measure the time of a step of chapter 01 against a bare loop's, and of a watched step.
 
 Here:    python benchmarks/overhead.py chapter --output benchmarks/results/overhead.json
-Closer:  python benchmarks/overhead.py chapter --compile --blocks 40
+Also:    python benchmarks/overhead.py chapter --compile
          python benchmarks/overhead.py watched --output benchmarks/results/watching.json
 
 Two steps of steps take turns in one process, so that other load on the machine slows both. Each
@@ -11,7 +11,6 @@ fastest and the slowest, as a share of the mean of the blocks before and after i
 
 import os
 import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -20,10 +19,11 @@ from statistics import fmean
 import torch
 
 from contenders import bare_model, bare_step
-from harness import ROOT, describe_machine, keep, make_7m_llama, parser_of, settle, spread
-from on_ranks import build, on_ranks
+from harness import ROOT, benchmark, fast_precision, settle, spread
+from on_ranks import build, make_7m_llama, on_ranks
 from speed import BATCH, SEQ_LENGTH
 
+NUM_BLOCKS = 25
 # The steps of a block; in each block, watched.py looks at losses and weights once.
 BLOCK = 10
 
@@ -55,8 +55,9 @@ def measure_chapter(chapter, args, device):
     forward = torch.compile(bare) if args.compile else bare
     bare_optimizer = chapter.build_optimizer(args, bare)
     batch = chapter.batch_at(args, samples, 1, 0, device)
+    mixed = args.precision == "bf16"
     steps = {
-        "bare": lambda _: bare_step(args, forward, bare, bare_optimizer, batch),
+        "bare": lambda _: bare_step(args, forward, bare, bare_optimizer, [batch], mixed),
         "chapter": lambda step: chapter.train_step(args, model, optimizer, samples, step, device),
     }
     return shares_of(args, device, steps)
@@ -89,25 +90,23 @@ def measure_watched(chapter, args, device):
 MEASURES = {"chapter": measure_chapter, "watched": measure_watched}
 
 
-def main():
-    """Measure in a process with the harness's settings; print and keep the shares."""
-    parser = parser_of(__doc__)
-    add = parser.add_argument
-    add("what", choices=MEASURES)
-    add("--blocks", type=int, default=25, help=f"of {BLOCK} steps each; the first two warm up")
-    add("--compile", action="store_true", help="the bare loop as one graph, the chapter by layer")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        model = make_7m_llama(f"{folder}/llama")
-        flags = f"--seq-length {SEQ_LENGTH} --precision bf16 --global-batch-size {BATCH}"
-        flags += f" --device auto --num-steps {args.blocks * BLOCK}{' --compile' * args.compile}"
-        work, threads = MEASURES[args.what], os.cpu_count()
-        found = on_ranks(work, "01", 1, model, folder, flags, threads=threads)
+def overhead(args, folder):
+    """Measure in a process with the harness's settings."""
+    model = make_7m_llama(folder / "llama")
+    flags = f"--seq-length {SEQ_LENGTH} --precision {fast_precision()} --global-batch-size {BATCH}"
+    flags += f" --device auto --num-steps {NUM_BLOCKS * BLOCK}{' --compile' * args.compile}"
+    work = MEASURES[args.what]
+    found = on_ranks(work, "01", 1, model, folder, flags, threads=os.cpu_count())
     for name, shares in found.items():
         print(f"{name:8} {spread(shares, '.3f')}")
-    name = "compiled" if args.compile else "shares"
-    keep(args.output, describe_machine(), {name: found})
+    yield {"compiled" if args.compile else "shares": found}
+
+
+def add_flags(add):
+    """Declare the flags."""
+    add("what", choices=MEASURES)
+    add("--compile", action="store_true", help="the bare loop as one graph, the chapter by layer")
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, overhead, add_flags)

@@ -9,7 +9,6 @@ per process, and write the same number of tokens. Times are of the whole program
 import json
 import random
 import sys
-import tempfile
 import time
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -17,7 +16,8 @@ from statistics import median
 
 import numpy as np
 
-from harness import ROOT, call, describe_machine, keep, make_7m_llama, parser_of, spread, take_turns
+from harness import ROOT, benchmark, call, show, take_turns, words_of
+from on_ranks import make_7m_llama
 
 SHARDS = 8
 TWO_WORKERS = "prepare.py, 2 workers"
@@ -37,11 +37,12 @@ def write_text(folder, megabytes):
                 print(json.dumps({"text": text}), file=file)
 
 
-def map_and_write(tokenizer_folder, text_folder, output):
+def map_and_write():
     """Do the work of prepare.py with the datasets library, into one file that is not shuffled."""
     from datasets import disable_progress_bars, load_dataset
     from transformers import AutoTokenizer
 
+    tokenizer_folder, text_folder, output = sys.argv[1:]
     disable_progress_bars()
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     files, cache = str(Path(text_folder, "*.jsonl")), f"{output}-cache"
@@ -58,35 +59,27 @@ def map_and_write(tokenizer_folder, text_folder, output):
             np.concatenate(batch["ids"]).astype(np.uint16).tofile(file)
 
 
-def main():
-    """Let the contenders take turns; print medians, and their ratios to two workers."""
-    parser = parser_of(__doc__)
-    add = parser.add_argument
-    add("--megabytes", type=int, default=96, help="size of the text")
-    add("--rounds", type=int, default=3, help="how often each contender runs")
-    args, machine = parser.parse_args(), describe_machine(gpus=False)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        tokenizer, text = make_7m_llama(folder / "tokenizer"), folder / "text"
-        write_text(text, args.megabytes)
-        prepare = [ROOT / "preparing-data/prepare.py", "-m", tokenizer, text, "--piece", 2**21]
-        commands = {
-            "prepare.py, 1 worker": [*prepare, "--workers", 1, "-o"],
-            TWO_WORKERS: [*prepare, "--workers", 2, "-o"],
-            "datasets.map, 2 processes": [__file__, "--map", tokenizer, text],
-        }
+def preparing(args, folder):
+    """Let the contenders take turns; compare their times with those of two workers."""
+    tokenizer, text = make_7m_llama(folder / "tokenizer"), folder / "text"
+    write_text(text, args.megabytes)
+    prepare = [ROOT / "preparing-data/prepare.py", "-m", tokenizer, text, "--piece", 2**21]
+    commands = {
+        "prepare.py, 1 worker": [*prepare, "--workers", 1, "-o"],
+        TWO_WORKERS: [*prepare, "--workers", 2, "-o"],
+        "datasets.map, 2 processes": [*words_of(map_and_write), tokenizer, text],
+    }
 
-        def measure(name, number):
-            output = folder / f"{list(commands).index(name)}-{number}.tokens"
-            variables = {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-            begun = time.time()
-            call([sys.executable, *commands[name], output], **variables)
-            seconds, files = time.time() - begun, list(map(Path.stat, output.glob("*.tokens")))
-            first = min(file.st_mtime for file in files) - begun
-            tokens = sum(file.st_size for file in files) // 2
-            return {"seconds": seconds, "first": first, "tokens": tokens}
+    def measure(name, number):
+        output = folder / f"{list(commands).index(name)}-{number}.tokens"
+        variables = {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        begun = time.time()
+        call([sys.executable, *commands[name], output], **variables)
+        seconds, files = time.time() - begun, list(map(Path.stat, output.glob("*.tokens")))
+        first = min(file.st_mtime for file in files) - begun
+        return {"seconds": seconds, "first": first, "tokens": sum(x.st_size for x in files) // 2}
 
-        [*_, rounds] = take_turns(commands, args.rounds, measure, str)
+    [*_, rounds] = take_turns(commands, args.rounds, measure, str)
     if len({result["tokens"] for results in rounds for result in results.values()}) > 1:
         sys.exit(f"preparing.py: error: the numbers of tokens differ: {rounds}")
     rows = []
@@ -96,14 +89,16 @@ def main():
         row = {"name": name, "time": median(ratios), "first file": median(firsts)}
         row["seconds"] = median(it[name]["seconds"] for it in rounds)
         rows.append(row | {"low": min(ratios), "high": max(ratios)})
-        print(f"{name:26} {spread(ratios)} x the time of two workers")
-    result = {"rounds": args.rounds, "megabytes": args.megabytes}
-    keep(args.output, machine, result | {"tokens": rounds[0][TWO_WORKERS]["tokens"], "rows": rows})
+        show(rows[-1])
+    facts = {"rounds": args.rounds, "megabytes": args.megabytes}
+    yield facts | {"tokens": rounds[0][TWO_WORKERS]["tokens"], "rows": rows}
+
+
+def add_flags(add):
+    """Declare the flags."""
+    add("--megabytes", type=int, default=96, help="size of the text")
+    add("--rounds", type=int, default=3, help="how often each contender runs")
 
 
 if __name__ == "__main__":
-    # The benchmark starts itself with --map.
-    if sys.argv[1:2] == ["--map"]:
-        map_and_write(*sys.argv[2:])
-    else:
-        main()
+    benchmark(__doc__, preparing, add_flags)

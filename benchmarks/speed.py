@@ -11,7 +11,6 @@ goal is missed or a contender fails, the exit status is 1.
 import json
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -20,18 +19,26 @@ import torch
 
 import harness
 from harness import ROOT
+from on_ranks import make_7m_llama
 
 # A step of chapter 03 is a step of chapter 02.
 CHAPTERS = ("02", "04", "05")
+RANKS = 2
 # Samples in a step, tokens in a sample, and steps in a measurement; the first one is a warm-up.
 BATCH, SEQ_LENGTH, WINDOW = 8, 256, 10
-ON_GPU = torch.cuda.is_available()
+# The name of each contender in contenders.py, its number of ranks, and its flags.
+EAGER = {"bare": ("bare", 0, []), "01": ("01", 0, [])}
+EAGER |= {f"{name}@{RANKS}": (name, RANKS, []) for name in CHAPTERS}
+CONTENDERS = EAGER | {"pure-bf16 compiled": ("pure-bf16", 0, ["--compile"])}
+CONTENDERS |= {
+    f"{name} compiled": (script, ranks, ["--compile"]) for name, (script, ranks, _) in EAGER.items()
+}
 # The ratios, and the lowest value that is good enough.
 RATIOS = {
     ("01", "bare"): 0.97,
     ("01 compiled", "bare compiled"): 0.97,
     ("01 compiled", "pure-bf16 compiled"): 1.0,
-    ("02@2", "01"): None if ON_GPU else 0.9,
+    ("02@2", "01"): None if torch.cuda.is_available() else 0.9,
     ("02@2 compiled", "01 compiled"): None,
     ("04@2", "02@2"): None,
     ("04@2 compiled", "02@2 compiled"): None,
@@ -40,48 +47,28 @@ RATIOS = {
 }
 
 
-def contenders(ranks):
-    """Return the name of each contender in contenders.py, its number of ranks, and its flags."""
-    found = {}
-    for suffix, flags in (("", []), (" compiled", ["--compile"])):
-        for name in ("bare", "01"):
-            found[name + suffix] = (name, 0, flags)
-        for size in ranks:
-            for name in CHAPTERS:
-                found[f"{name}@{size}{suffix}"] = (name, size, flags)
-    return found | {"pure-bf16 compiled": ("pure-bf16", 0, ["--compile"])}
-
-
-def parse_args():
-    """Parse the arguments."""
-    parser = harness.parser_of(__doc__)
-    add = parser.add_argument
+def add_flags(add):
+    """Declare the flags of benchmarks whose contenders take turns."""
     add("--rounds", type=int, default=3, help="how often each contender runs")
-    add("--steps", type=int, default=30, help=f"of each run; the first {WINDOW} warm it up")
-    add("--ranks", type=int, nargs="+", default=[2], help="of the chapters from 02 on")
-    add("--only", nargs="+", help="contenders, such as 01 bare '02@2 compiled'")
-    args = parser.parse_args()
-    if args.rounds < 1 or args.steps < 2 * WINDOW or args.steps % WINDOW:
-        parser.error(
-            f"--steps {args.steps}: choose 2, 3, 4 ... times {WINDOW}, and 1 round or more"
-        )
-    if bad := [size for size in args.ranks if BATCH % size]:
-        parser.error(f"--ranks {bad[0]}: a step's {BATCH} samples are not divisible by it")
-    args.all = contenders(args.ranks)
-    if unknown := sorted(set(args.only or ()) - set(args.all)):
-        parser.error(f"--only {unknown[0]}: choose from {', '.join(args.all)}")
-    return args
+    lengths = range(2 * WINDOW, 100 * WINDOW, WINDOW)
+    help_text = f"of each run, a multiple of {WINDOW}; the first {WINDOW} warm it up"
+    add("--steps", type=int, default=30, choices=lengths, metavar="N", help=help_text)
+
+
+def training_flags(folder, run_name, steps):
+    """Return the flags of all runs whose speeds are compared."""
+    return f"""
+        --seq-length {SEQ_LENGTH} --precision {harness.fast_precision()}
+        --global-batch-size {BATCH} --batch-size {BATCH} --num-steps {steps} --log-every {WINDOW}
+        --eval-samples {BATCH} --eval-every {steps} --checkpoint-every {steps}
+        --save-dir {folder} --experiment-name {run_name}""".split()
 
 
 def run(contender, steps, folder, run_name):
     """Run a contender; return its metrics after the warm-up, and the seconds of other work."""
-    name, size, flags = contender
-    arguments = f"""
-        --model-name {folder}/llama --seq-length {SEQ_LENGTH} --precision bf16
-        --global-batch-size {BATCH} --batch-size {BATCH} --num-steps {steps} --log-every {WINDOW}
-        --eval-samples {BATCH} --eval-every {steps} --checkpoint-every {steps}
-        --save-dir {folder} --experiment-name {run_name}""".split()
-    threads = max(1, os.cpu_count() // max(1, size))
+    name, ranks, flags = contender
+    arguments = ["--model-name", f"{folder}/llama", *training_flags(folder, run_name, steps)]
+    threads = max(1, os.cpu_count() // max(1, ranks))
     settings = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
@@ -90,8 +77,7 @@ def run(contender, steps, folder, run_name):
         "TOKENIZERS_PARALLELISM": "false",
     }
     command = [ROOT / "benchmarks/contenders.py", name, *flags, *arguments]
-    command = harness.torchrun_command(size, command) if size else [sys.executable, *command]
-    harness.call(command, **settings)
+    harness.call(harness.launch_command(ranks, command), **settings)
     rows = map(json.loads, Path(folder, run_name, "metrics.jsonl").read_text().splitlines())
     # A step may have two rows, and the last one counts.
     last = {row["step"]: row for row in rows}
@@ -137,33 +123,33 @@ def details(rounds):
     return found
 
 
-def main():
-    """Let the contenders take turns; print the ratios, and compare them with the goals."""
-    args, machine = parse_args(), harness.describe_machine()
-    asked = args.only or list(args.all)
-    with tempfile.TemporaryDirectory() as folder:
-        harness.make_7m_llama(f"{folder}/llama")
+def speeds(args, folder):
+    """Let the contenders take turns; compare the ratios of their speeds with the goals."""
+    make_7m_llama(folder / "llama")
 
-        def measure(name, number):
-            where = f"{name.replace(' ', '-')}-{number}"
-            return run(args.all[name], args.steps, folder, where)
+    def measure(name, number):
+        run_name = f"{name.replace(' ', '-')}-{number}"
+        return run(CONTENDERS[name], args.steps, folder, run_name)
 
-        for rounds in harness.take_turns(asked, args.rounds, measure, speed_of):
-            speeds = [{name: speed_of(one) for name, one in runs.items()} for runs in rounds]
-            ratios = compare(speeds)
-            results = {"ratios": ratios, "speeds": speeds, "details": details(rounds)}
-            harness.keep(args.output, machine, results)
-    for name in speeds[0]:
-        print(f"{name:36} {harness.spread([by_name[name] for by_name in speeds], ',.0f')} tokens/s")
+    for rounds in harness.take_turns(args.only, args.rounds, measure, speed_of):
+        by_round = [{name: speed_of(one) for name, one in runs.items()} for runs in rounds]
+        ratios = compare(by_round)
+        yield {"ratios": ratios, "speeds": by_round, "details": details(rounds)}
     for name, ratio in ratios.items():
-        goal = f"   goal {ratio['goal']:.2f}" if ratio["goal"] else ""
-        print(f"{name:36} {harness.spread(ratio['rounds'])}{goal}")
-    failed = [name for name in asked if name not in speeds[0]]
-    missed = [name for name, ratio in ratios.items() if ratio["median"] < (ratio["goal"] or 0)]
-    texts = [f"failed: {', '.join(failed)}"] * bool(failed)
-    texts += [f"missed: {', '.join(missed)}"] * bool(missed)
-    sys.exit("; ".join(texts) or 0)
+        print(f"{name:36} {harness.spread(ratio['rounds'])}   goal {ratio['goal']}")
+    problems = [f"failed: {name}" for name in args.only if name not in rounds[0]]
+    problems += [
+        f"missed: {name}" for name, row in ratios.items() if row["median"] < (row["goal"] or 0)
+    ]
+    sys.exit("; ".join(problems) or 0)
+
+
+def add_all_flags(add):
+    """Declare the flags."""
+    add_flags(add)
+    names = list(CONTENDERS)
+    add("--only", nargs="+", choices=names, default=names, metavar="NAME", help="contenders")
 
 
 if __name__ == "__main__":
-    main()
+    harness.benchmark(__doc__, speeds, add_all_flags)

@@ -10,15 +10,15 @@ import pytest
 import contenders
 import harness
 import speed
-from conftest import ROOT, run_command, user_error
+from conftest import ROOT, run_command
 
 pytestmark = pytest.mark.tool
 
 
 def test_compared_names_are_contenders():
-    known = speed.contenders([2])
-    assert {name for pair in speed.RATIOS for name in pair} <= known.keys()
-    assert {name for name, *_ in known.values()} == {*contenders.LOOPS, "01", *speed.CHAPTERS}
+    assert {name for pair in speed.RATIOS for name in pair} <= speed.CONTENDERS.keys()
+    scripts = {name for name, *_ in speed.CONTENDERS.values()}
+    assert scripts <= {*contenders.LOOPS, "01", *speed.CHAPTERS}
 
 
 def test_ratios_compare_the_same_round():
@@ -60,19 +60,6 @@ def test_speed_counts_the_last_row_of_a_step_after_the_warm_up(monkeypatch, tmp_
     (tmp_path / "run/timing.json").write_text("{}")
     monkeypatch.setattr(harness, "call", lambda *_, **__: None)
     assert speed.speed_of(speed.run(("01", 0, []), 30, tmp_path, "run")) == 8
-
-
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        ("--only nobody", "--only nobody: choose from bare, 01, 02@2"),
-        ("--steps 15", "--steps 15: choose 2, 3, 4 ... times 10"),
-        ("--ranks 3", "--ranks 3: a step's 8 samples are not divisible by it"),
-    ],
-)
-def test_bad_argument_fails_with_its_value(monkeypatch, capsys, words, error):
-    monkeypatch.setattr(sys, "argv", ["speed.py", *words.split()])
-    assert error in user_error(capsys, speed.parse_args)
 
 
 @pytest.mark.slow
