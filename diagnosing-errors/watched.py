@@ -417,10 +417,10 @@ class Watch:
         if steps.count and age > 1.03 * self.memory_age:
             self.memory_age = age
             self.memory.append(memory)
-        # The share of samples in which the main thread was in a line.
+        # The share of the samples that found the main thread in a line of the user's code.
         lines = {}
         for (file, line, function), count in self.frame_counts.most_common(3):
-            lines[f"{file}:{line} {function}"] = round(count / samples, 3)
+            lines[f"{os.path.basename(file)}:{line} {function}"] = round(count / samples, 2)
         heartbeat = self.identity | {
             "time": time.time(),
             "end": self.end,

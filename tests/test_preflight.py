@@ -8,7 +8,7 @@ import sys
 import preflight
 import pytest
 
-from conftest import ROOT, free_port, user_error
+from conftest import ROOT, free_port
 
 TOOL = ROOT / "diagnosing-errors/preflight.py"
 
@@ -143,13 +143,6 @@ def test_more_ranks_than_gpus_is_an_error(run_rank, monkeypatch):
     assert preflight.gpu_index() == 0
 
 
-def test_start_without_a_launcher_is_an_error(monkeypatch, capsys):
-    monkeypatch.setattr(preflight.os, "_exit", sys.exit)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
-    assert "start this with a launcher" in user_error(capsys, preflight.parse_args, [])
-
-
 @pytest.mark.parametrize(
     "rank, variables, words",
     [
@@ -193,28 +186,16 @@ def test_two_ranks_measure_and_name_a_full_disk(tmp_path):
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
-class TestOnCluster:
-    def srun(self, cluster, tmp_path, *args, **variables):
-        """Run a rank on each of two hosts under srun; return what they print."""
-        command = ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, TOOL]
-        command += ["--save-dir", tmp_path / "save", *args]
-        env = {"OMP_NUM_THREADS": "1"} | variables
-        done = cluster.run("head", command, 120, check=False, env=env)
-        assert done.returncode == 1, done.stdout + done.stderr
-        return done.stdout + done.stderr
-
-    def test_slow_full_and_unshared_host_is_named(self, cluster, tmp_path):
-        """h2 has a slow link, and a small disk of its own at the place of the shared folder."""
-        (tmp_path / "save").mkdir()
-        cluster.run("h2", ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path / "save"])
-        cluster.slow_link("h2", "20mbit")
-        output = self.srun(cluster, tmp_path, "--network-gbs", 0.2, "--checkpoint-gb", 0.01)
-        assert "no-go    disk free: rank 1 on h2: " in output, output
-        assert "no-go    --save-dir: rank 1 on h2: not shared" in output, output
-        assert "no-go    link between nodes: rank 1 on h2: " in output, output
-
-    def test_blocked_port_is_named(self, cluster, tmp_path):
-        cluster.block_port("h1", 23456)
-        output = self.srun(cluster, tmp_path, "--timeout", 15, MASTER_PORT="23456")
-        assert "these ranks did not connect to h1:23456 within 15 s: 1;" in output, output
-        assert "rank 1 on h2: cannot connect to h1:23456: " in output, output
+def test_slow_full_and_unshared_host_is_named(cluster, tmp_path):
+    """h2 has a slow link, and a small disk of its own at the place of the shared folder."""
+    folder = tmp_path / "save"
+    folder.mkdir()
+    cluster.run("h2", ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder])
+    cluster.slow_link("h2", "20mbit")
+    command = ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, TOOL]
+    command += ["--save-dir", folder, "--network-gbs", 0.2, "--checkpoint-gb", 0.01]
+    done = cluster.run("head", command, 120, check=False, env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "no-go    disk free: rank 1 on h2: " in done.stdout, done.stdout
+    assert "no-go    --save-dir: rank 1 on h2: not shared" in done.stdout, done.stdout
+    assert "no-go    link between nodes: rank 1 on h2: " in done.stdout, done.stdout
