@@ -52,10 +52,7 @@ LAUNCHERS = [
 ]
 NO_GO, WARNING = "no-go", "warning"
 # The level of a finding if the versions of these programs differ between ranks.
-VERSIONS = {
-    "python": WARNING, "torch": NO_GO, "transformers": NO_GO, "datasets": WARNING, "nccl": NO_GO,
-    "driver": WARNING,
-}  # fmt: skip
+VERSIONS = {"python": WARNING, "torch": NO_GO, "transformers": NO_GO, "datasets": WARNING}
 # A device or link is slow if its rate is less than this fraction of the median rate. CPUs get a
 # lower limit, because other programs use part of a CPU's time.
 SLOW_DEVICE = {"cuda": 0.85, "cpu": 0.5}
@@ -86,11 +83,9 @@ def parse_args(argv=None):
     add("--timeout", type=int, default=60, help="maximum seconds to wait for other ranks")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
-        problem = f"torch {torch.__version__} finds no working GPU"
-        parser.error(f"--device cuda: {problem}; repair the driver, or pass --device cpu")
+        parser.error("--device cuda: torch finds no working GPU; repair it, or pass --device cpu")
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        advice = "mpirun also needs -x MASTER_ADDR=... -x MASTER_PORT=..."
-        parser.error(f"start this with a launcher; {advice}")
+        parser.error("start this with a launcher; mpirun also needs -x MASTER_ADDR -x MASTER_PORT")
     return args
 
 
@@ -187,26 +182,21 @@ def read_facts(args, rank):
         with suppress(importlib.metadata.PackageNotFoundError):
             facts[package] = importlib.metadata.version(package)
     if args.device == "cuda":
-        index = gpu_index()
-        free, total = torch.cuda.mem_get_info(index)
-        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        facts["GPU"] = torch.cuda.get_device_name(index)
+        torch.cuda.set_device(choose_gpu())
+        free, total = torch.cuda.mem_get_info()
+        facts["GPU"] = torch.cuda.get_device_name()
         facts["GPU memory in use"] = (total - free) / 2**30
-        with suppress(OSError):
-            facts["driver"] = Path("/sys/module/nvidia/version").read_text().strip()
     return facts
 
 
-def gpu_index():
+def choose_gpu():
     """Return the index of this rank's GPU among the GPUs that torch sees."""
-    local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    num_gpus = torch.cuda.device_count()
     # Under srun --gpus-per-task=1, each task sees only its own GPU, which has index 0.
-    if num_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-        return 0
-    if local_rank >= num_gpus:
-        problem = f"local rank {local_rank} has no GPU: torch sees {num_gpus} here"
-        fail(f"{problem}; run nvidia-smi -L, or start fewer ranks per node")
-    return local_rank
+    index = int(os.environ["LOCAL_RANK"]) if num_gpus > 1 else 0
+    if index >= num_gpus:
+        fail(f"local rank {index} has no GPU: torch sees {num_gpus}; start fewer ranks per node")
+    return index
 
 
 def check_save_dir(args, rank):
@@ -240,8 +230,6 @@ def measure(args, rank, hosts):
     """Measure the speed of this rank's device, and of this rank's links."""
     device, group = torch.device(args.device), None
     if args.device == "cuda":
-        device = torch.device("cuda", gpu_index())
-        torch.cuda.set_device(device)
         group = dist.new_group(backend="nccl", timeout=timedelta(seconds=args.timeout))
     # The links are measured in pairs, so first test a collective of all ranks.
     dist.all_reduce(torch.zeros(1, device=device), group=group)

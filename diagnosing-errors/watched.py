@@ -71,7 +71,6 @@ PHASES = (
     ("backward", r"/autograd/__init__.py backward"),
     ("optimizer", r"/torch/optim/"),
     ("forward", r"/nn/modules/module.py"),
-    ("other", r""),
 )  # fmt: skip
 
 # Checksums are smaller than this prime number, because send() converts them to float64, which
@@ -98,9 +97,10 @@ def main_stack():
 
 
 def phase_of(frames):
-    """Return the name of the phase that a stack is in."""
+    """Return the name of the phase that a stack is in, or `other`."""
     text = "\n".join(f"{file} {function}" for file, _, function in frames)
-    return next(phase for phase, pattern in PHASES if re.search(pattern, text, re.MULTILINE))
+    found = (phase for phase, pattern in PHASES if re.search(pattern, text, re.MULTILINE))
+    return next(found, "other")
 
 
 def training_frame(frames):
@@ -211,9 +211,8 @@ class Steps:
 
     def send(self, values):
         """Start to copy `values` to the host; some values may be tensors on the device."""
-        devices = [value.device for value in values if torch.is_tensor(value) and value.is_cuda]
-        device = devices[0] if devices else "cpu"
-        row = torch.zeros(len(values), dtype=torch.float64, device=device)
+        devices = (value.device for value in values if torch.is_tensor(value) and value.is_cuda)
+        row = torch.zeros(len(values), dtype=torch.float64, device=next(devices, "cpu"))
         # Use fill_(), because copying a Python number from pageable memory would wait for the GPU.
         for slot, value in zip(row, values, strict=True):
             slot.fill_(value)
@@ -421,7 +420,7 @@ class Watch:
         lines = {}
         for (file, line, function), count in self.frame_counts.most_common(3):
             lines[f"{os.path.basename(file)}:{line} {function}"] = round(count / samples, 2)
-        heartbeat = self.identity | {
+        values = {
             "time": time.time(),
             "end": self.end,
             "phase": self.position[1],
@@ -441,7 +440,7 @@ class Watch:
             "cpu": (cpu_seconds - self.cpu_seconds) / HEARTBEAT_INTERVAL,
             "fault": steps.fault,
         }
-        self.write(".json", heartbeat)
+        self.write(".json", self.identity | values)
         self.cpu_seconds = cpu_seconds
         # Reset the counts about every ten seconds, so that "lines" describes the recent past.
         if samples > 10 / SAMPLE_INTERVAL:
