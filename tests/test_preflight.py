@@ -1,14 +1,12 @@
 """Test that preflight.py lets healthy machines go, and names each planted fault and its rank."""
 
 import argparse
-import os
-import subprocess
 import sys
 
 import preflight
 import pytest
 
-from conftest import ROOT, free_port
+from conftest import ROOT, free_port, start_ranks
 
 TOOL = ROOT / "diagnosing-errors/preflight.py"
 
@@ -153,22 +151,14 @@ def test_rank_that_cannot_connect_reports_why(run_rank, rank, variables, words):
 
 
 # ---- several ranks on this machine -------------------------------------------------------------
-def start(rank, folder, *args, port):
-    """Start a rank of two as a launcher would."""
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
-    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    env |= {name: str(value) for name, value in variables.items()}
-    command = [sys.executable, TOOL, "--save-dir", folder, *args]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(list(map(str, command)), env=env, **streams)
-
-
 def test_two_ranks_measure_and_name_a_full_disk(tmp_path):
     """The check leaves no file behind."""
-    port, folder = free_port(), tmp_path / "new/outputs"
-    ranks = [start(rank, folder, "--checkpoint-gb", 1e9, port=port) for rank in range(2)]
-    (output, errors), silence = (rank.communicate(timeout=90) for rank in ranks)
-    assert (ranks[0].returncode, ranks[1].returncode, errors, *silence) == (1, 1, "", "", "")
+    folder = tmp_path / "new/outputs"
+    command = [TOOL, "--save-dir", folder, "--checkpoint-gb", 1e9]
+    ranks = start_ranks(2, command, tmp_path)
+    assert [rank.wait(timeout=90) for rank in ranks] == [1, 1]
+    output, silence = ((tmp_path / f"rank{rank}.log").read_text() for rank in range(2))
+    assert silence == ""
     rows = dict(line.split("  ", 1) for line in output.splitlines() if "  " in line)
     assert rows["--save-dir"].strip() == "shared"
     for name in ("matmul", "link within a node"):
