@@ -138,14 +138,20 @@ def connect(args, rank):
         store.set(f"host/{rank}", socket.gethostname())
         return store
     except RuntimeError as error:
+        reason = last_line(error)
+        # A client's socket gives a reason, while torch reports only a timeout.
+        try:
+            socket.create_connection((address, port), timeout=5).close()
+        except OSError as socket_error:
+            reason = socket_error
         advice = "check that rank 0 runs there, and that the port is free and not blocked"
-        fail(f"cannot connect to {address}:{port}: {last_line(error)}; {advice}")
+        fail(f"cannot connect to {address}:{port}: {reason}; {advice}")
 
 
 def report_failure(args, rank, world_size, store, error):
     """Report why this rank cannot work with the other ranks; rank 0 names the missing ranks."""
     problem = f"{type(error).__name__}: {last_line(error)}"
-    if rank == 0:
+    if rank == 0 and re.search("(?i)time.?out|timed out", str(error)):
         missing = [number for number in range(world_size) if not store.check([f"host/{number}"])]
         if missing:
             address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)

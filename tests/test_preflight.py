@@ -116,7 +116,9 @@ def run_rank(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(preflight.os, "_exit", sys.exit)
     # Do not wait until rank 0 has reported the same error.
     monkeypatch.setattr(preflight.time, "sleep", lambda _: None)
-    monkeypatch.setattr(sys, "argv", ["preflight.py", "--timeout", "2", "--save-dir", tmp_path])
+    monkeypatch.setattr(
+        sys, "argv", ["preflight.py", "--timeout", "2", "--save-dir", str(tmp_path)]
+    )
 
     def run(rank, function=preflight.main, **variables):
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()} | variables
@@ -142,7 +144,7 @@ def test_more_ranks_than_gpus_is_an_error(run_rank, monkeypatch):
     [
         (0, {}, "these ranks did not connect to 127.0.0.1:"),
         (0, {"GLOO_SOCKET_IFNAME": "eth9"}, "Unable to find address for: eth9"),
-        (1, {}, "timed out"),
+        (1, {}, "Connection refused"),
         (1, {"MASTER_ADDR": "no.such.host.invalid"}, "Name or service not known"),
     ],
 )
