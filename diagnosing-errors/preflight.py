@@ -22,14 +22,12 @@ import math
 import os
 import platform
 import re
-import resource
 import shutil
 import socket
 import statistics
-import subprocess
 import sys
 import time
-from collections import Counter, defaultdict, namedtuple
+from collections import defaultdict, namedtuple
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -43,6 +41,7 @@ os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
 
 import torch
 import torch.distributed as dist
+from torch.utils.benchmark import Timer
 
 # Under each launcher, these variables hold the rank, the world size and the local rank.
 LAUNCHERS = [
@@ -52,6 +51,8 @@ LAUNCHERS = [
     ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],  # srun
 ]
 NO_GO, WARNING = "no-go", "warning"
+# The level of a finding if the versions of these programs differ between ranks.
+VERSIONS = {"python": WARNING, "torch": NO_GO, "transformers": NO_GO, "datasets": WARNING}
 # A device or link is slow if its rate is less than this fraction of the median rate. CPUs get a
 # lower limit, because other programs use part of a CPU's time.
 SLOW_DEVICE = {"cuda": 0.85, "cpu": 0.5}
@@ -59,18 +60,9 @@ SLOW_LINK = {"cuda": 0.5, "cpu": 0.25}
 # Each rank measures its links to at most this number of partners.
 MAX_PARTNERS = 4
 SHARED = "shared"
-# Map each name in the report to the field of nvidia-smi that holds its value.
-NVIDIA_SMI = {
-    "GPU": "name",
-    "driver": "driver_version",
-    "GPU memory in use": "memory.used",  # in MiB
-    "GPU ECC errors": "ecc.errors.uncorrected.volatile.total",
-    "GPU hardware slowdown": "clocks_throttle_reasons.hw_slowdown",
-    "GPU thermal slowdown": "clocks_throttle_reasons.sw_thermal_slowdown",
-}
 
 Check = namedtuple("Check", "name level is_bad advice value_format", defaults=["{}"])
-Finding = namedtuple("Finding", "level check ranks value usual advice")
+Finding = namedtuple("Finding", "check ranks value usual")
 
 
 # ---- command line and launcher ---------------------------------------------------------------
@@ -80,28 +72,20 @@ def parse_args(argv=None):
     """Parse and check the command line and the launcher's variables."""
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(formatter_class=formatter, allow_abbrev=False)
-    parser.error = fail
+    parser.error = partial(fail, status=2)
     add = parser.add_argument
     add("--save-dir", default="outputs", help="folder where the run will write its checkpoints")
     add("--checkpoint-gb", type=float, default=0.0, help="size of a checkpoint, in 10^9 bytes")
     add("--network-gbs", type=float, default=0.0, help="expected GB/s between nodes; 0: unknown")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
+    # A node with a GPU driver but no working GPU is faulty, so do not treat it as a CPU node.
+    has_gpu = os.path.exists("/dev/nvidiactl") or torch.cuda.is_available()
+    add("--device", choices=["cpu", "cuda"], default="cuda" if has_gpu else "cpu", help="of ranks")
     add("--timeout", type=int, default=60, help="maximum seconds to wait for other ranks")
     args = parser.parse_args(argv)
-    for name, minimum in {"checkpoint_gb": 0, "network_gbs": 0, "timeout": 1}.items():
-        value = getattr(args, name)
-        # NaN fails every comparison, so this negated form rejects NaN too.
-        if not minimum <= value < math.inf:
-            fail(f"--{name.replace('_', '-')} {value}: must be at least {minimum}")
-    if args.device == "auto":
-        # A node with a GPU driver but no working GPU is faulty, so do not treat it as a CPU node.
-        has_gpu = os.path.exists("/dev/nvidiactl") or torch.cuda.is_available()
-        args.device = "cuda" if has_gpu else "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
-        problem = f"torch {torch.__version__} finds no working GPU on {socket.gethostname()}"
-        fail(f"--device cuda: {problem}; repair the driver, or pass --device cpu")
+        parser.error("--device cuda: torch finds no working GPU; repair it, or pass --device cpu")
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        fail("start this with a launcher; mpirun also needs -x MASTER_ADDR=... -x MASTER_PORT=...")
+        parser.error("start this with a launcher; mpirun also needs -x MASTER_ADDR -x MASTER_PORT")
     return args
 
 
@@ -122,14 +106,22 @@ def adopt_launcher():
         os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))
 
 
-def fail(message):
-    """Report a user error in one line on stderr, and exit with status 2."""
-    if os.environ.get("RANK", "0") != "0":
-        # Wait, so that rank 0 can report the same error first. The launcher then usually ends this
-        # rank before this rank prints the error again.
+def fail(message, status=1):
+    """Report an error of this rank in one line on stderr, and exit."""
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        # Let rank 0 report its error first. The launcher may then end this rank, so that the same
+        # error is not printed again.
         time.sleep(3)
-    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
+    sender = f"rank {rank} on {socket.gethostname()}"
+    print(f"{Path(__file__).name}: error: {sender}: {message}", file=sys.stderr, flush=True)
+    exit_now(status)
+
+
+def exit_now(status):
+    """Exit without clean-up, because Gloo's threads may abort a process that cleans up."""
+    sys.stdout.flush()
+    os._exit(status)
 
 
 # ---- connecting to the other ranks -----------------------------------------------------------
@@ -146,84 +138,26 @@ def connect(args, rank):
         store.set(f"host/{rank}", socket.gethostname())
         return store
     except RuntimeError as error:
-        if is_server:
-            report_error(f"cannot open {address}:{port}: {last_line(error)}")
-        else:
-            report_error(f"cannot reach {address}:{port}: {diagnose_connection(address, port)}")
-        exit_now(1)
-
-
-def diagnose_connection(address, port):
-    """Return the reason why rank 0 cannot be reached at this address, with advice for the user."""
-    try:
-        socket.create_connection((address, port), timeout=5).close()
-    except OSError as error:
-        problem = "no answer" if isinstance(error, TimeoutError) else error.strerror
-        return f"{problem}; check that rank 0 runs there, and that no firewall blocks the port"
-    return "a different program answers; choose a different MASTER_PORT"
+        reason = last_line(error)
+        # A client's socket gives a reason, while torch reports only a timeout.
+        try:
+            socket.create_connection((address, port), timeout=5).close()
+        except OSError as socket_error:
+            reason = socket_error
+        advice = "check that rank 0 runs there, and that the port is free and not blocked"
+        fail(f"cannot connect to {address}:{port}: {reason}; {advice}")
 
 
 def report_failure(args, rank, world_size, store, error):
-    """Report this rank's own error, or let rank 0 report the missing ranks; exit with status 1."""
-    if not re.search(r"(?i)time.?out|timed out|closed|reset by|broken pipe|recv", str(error)):
-        report_error(f"{type(error).__name__}: {last_line(error)}")
-        exit_now(1)
-    # A timeout or a closed connection means that a different rank is late or has ended. If that
-    # rank ran the store, the store has ended too.
-    with suppress(RuntimeError):
-        store.set(f"here/{rank}", "")
-        if rank == 0:
-            print_finding(find_missing_ranks(args, store, world_size))
-        else:
-            # No rank sets this key, so this rank waits until the store ends or the timeout expires.
-            store.wait(["never-set"], timedelta(seconds=2 * args.timeout))
-    exit_now(1)
-
-
-def find_missing_ranks(args, store, world_size):
-    """Return a finding about ranks that did not connect, do not answer, or exchange no data."""
-    connected = [rank for rank in range(world_size) if store.check([f"host/{rank}"])]
-    hosts = {rank: store.get(f"host/{rank}").decode() for rank in connected}
-    if len(connected) < world_size:
-        address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
-        value = f"did not connect to {address} within {args.timeout} s"
-        value += f" ({len(connected)} of {world_size} ranks did)"
-        if missing_nodes := nodes_without_ranks(hosts.values()):
-            value += f"; no rank connected from {join_names(missing_nodes)}"
-        missing = dict.fromkeys(set(range(world_size)) - set(connected))
-        advice = "read that rank's own error; check that its node is up and this port is open"
-        return Finding(NO_GO, "all ranks connect", describe(missing), value, "", advice)
-    if silent := silent_ranks(args, store, hosts):
-        value = f"no answer within {args.timeout} s"
-        advice = "it is dead, stopped or cut off; run ps and dmesg there"
-        return Finding(NO_GO, "all ranks answer", describe(silent), value, "", advice)
-    value = f"connected, but could not exchange data within {args.timeout} s"
-    advice = "open all ports between the nodes; if a node's own name resolves to 127.*"
-    advice += " (getent hosts NAME), set GLOO_SOCKET_IFNAME"
-    return Finding(NO_GO, "all ranks connect", describe(hosts), value, "", advice)
-
-
-def silent_ranks(args, store, hosts):
-    """Return the ranks that do not reach report_failure() in time, and their hosts.
-
-    torch's monitored_barrier() is no substitute, because it does not name a dead rank.
-    """
-    deadline = time.monotonic() + args.timeout
-    silent = hosts
-    while silent and time.monotonic() < deadline:
-        time.sleep(0.2)
-        silent = {rank: hosts[rank] for rank in hosts if not store.check([f"here/{rank}"])}
-    return silent
-
-
-def nodes_without_ranks(hosts):
-    """Return the nodes of this Slurm step that are not in `hosts`, or [] without Slurm."""
-    node_list = os.environ.get("SLURM_STEP_NODELIST")
-    if not node_list:
-        return []
-    nodes = output_of(["scontrol", "show", "hostnames", node_list]).split()
-    connected = {host.split(".")[0] for host in hosts}
-    return [node for node in nodes if node.split(".")[0] not in connected]
+    """Report why this rank cannot work with the other ranks; rank 0 names the missing ranks."""
+    problem = f"{type(error).__name__}: {last_line(error)}"
+    if rank == 0 and re.search("(?i)time.?out|timed out", str(error)):
+        missing = [number for number in range(world_size) if not store.check([f"host/{number}"])]
+        if missing:
+            address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
+            problem = f"these ranks did not connect to {address} within {args.timeout} s: "
+            problem += f"{join_names(missing)}; read their errors, and check their nodes"
+    fail(problem)
 
 
 def last_line(error):
@@ -233,18 +167,6 @@ def last_line(error):
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return re.sub(r"^\[[^]]*\] ", "", lines[-1])
-
-
-def report_error(message):
-    """Print an error of this rank in one line on stderr."""
-    sender = f"rank {os.environ['RANK']} on {socket.gethostname()}"
-    print(f"{Path(__file__).name}: error: {sender}: {message}", file=sys.stderr, flush=True)
-
-
-def exit_now(status):
-    """Exit without clean-up, because Gloo's threads may abort a process that cleans up."""
-    sys.stdout.flush()
-    os._exit(status)
 
 
 def gather(value):
@@ -258,160 +180,84 @@ def gather(value):
 
 
 def read_facts(args, rank):
-    """Return the host, the software versions, the system limits and the GPU values of this rank."""
+    """Return the host, the software versions and the GPU of this rank."""
     facts = {"rank": rank, "host": socket.gethostname(), "device": args.device}
     facts |= {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("transformers", "datasets"):
         facts[package] = "not installed"
         with suppress(importlib.metadata.PackageNotFoundError):
             facts[package] = importlib.metadata.version(package)
-    facts["open files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    # Only InfiniBand needs a high limit on locked memory.
-    if os.path.isdir("/sys/class/infiniband"):
-        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        facts["locked memory"] = "unlimited" if limit == -1 else f"{limit >> 20} MiB"
-    with suppress(OSError):
-        facts["/dev/shm free"] = shutil.disk_usage("/dev/shm").free / 1e9
     if args.device == "cuda":
-        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        facts |= read_gpu(gpu_index())
+        torch.cuda.set_device(choose_gpu())
+        free, total = torch.cuda.mem_get_info()
+        facts["GPU"] = torch.cuda.get_device_name()
+        facts["GPU memory in use"] = (total - free) / 2**30
     return facts
 
 
-def gpu_index():
+def choose_gpu():
     """Return the index of this rank's GPU among the GPUs that torch sees."""
-    local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    num_gpus = torch.cuda.device_count()
     # Under srun --gpus-per-task=1, each task sees only its own GPU, which has index 0.
-    if num_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-        return 0
-    if local_rank >= num_gpus:
-        problem = f"local rank {local_rank} has no GPU: torch sees {num_gpus} here"
-        report_error(f"{problem}; run nvidia-smi -L, or start fewer ranks per node")
-        exit_now(1)
-    return local_rank
-
-
-def read_gpu(index):
-    """Return the values that nvidia-smi reports for this GPU, without the fields that are N/A."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpu_id = visible.split(",")[index] if visible else str(index)
-    command = ["nvidia-smi", f"--id={gpu_id}", f"--query-gpu={','.join(NVIDIA_SMI.values())}"]
-    cells = output_of([*command, "--format=csv,noheader,nounits"]).strip().split(", ")
-    values = {}
-    # If nvidia-smi failed, `cells` holds a single empty string.
-    for name, cell in zip(NVIDIA_SMI, cells, strict=False):
-        if cell and "N/A" not in cell:
-            values[name] = int(cell) if cell.isdigit() else cell
-    return values
-
-
-def output_of(command):
-    """Return the output of a command, or an empty string if it fails."""
-    with suppress(OSError, subprocess.SubprocessError):
-        result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
-        return result.stdout
-    return ""
+    index = int(os.environ["LOCAL_RANK"]) if num_gpus > 1 else 0
+    if index >= num_gpus:
+        fail(f"local rank {index} has no GPU: torch sees {num_gpus}; start fewer ranks per node")
+    return index
 
 
 def check_save_dir(args, rank):
-    """Return whether --save-dir is shared and writable, and its free space in GB.
-
-    Only the first rank of each node checks the folder; the other ranks return None for both values.
-    """
+    """Return whether --save-dir is shared and writable, and its free space in GB."""
     folder = Path(args.save_dir).resolve()
-    is_first_on_node = os.environ["LOCAL_RANK"] == "0"
-    probe_files = [folder / f".preflight-{number}" for number in gather(time.time_ns())]
-    states = gather(write_probe(probe_files[rank]) if is_first_on_node else None)
-    state = states[rank]
+    probes = [folder / f".preflight-{number}" for number in gather(f"{rank}-{time.time_ns()}")]
+    state, free = SHARED, None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probes[rank].write_text("x" * 4096)
+        free = shutil.disk_usage(folder).free / 1e9
+    except OSError as error:
+        state = f"cannot write: {error.strerror}"
+    dist.barrier()
     # A network file system may take seconds to show a new file.
     deadline = time.monotonic() + 10
-    while state == states[0] == SHARED and not probe_files[0].exists():
+    while state == SHARED and not probes[0].exists():
         time.sleep(0.1)
         if time.monotonic() > deadline:
             state = "not shared: the file that rank 0 wrote is not there"
     dist.barrier()
-    if states[rank] == SHARED:
-        probe_files[rank].unlink()
-    free = None
-    if is_first_on_node and folder.exists():
-        free = shutil.disk_usage(folder).free / 1e9
+    with suppress(OSError):
+        probes[rank].unlink()
     return {"--save-dir": state, "disk free": free}
-
-
-def write_probe(path):
-    """Write a small file; return SHARED, or the reason why it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("x" * 4096)
-        return SHARED
-    except OSError as error:
-        return f"cannot write: {error.strerror}"
 
 
 # ---- measurements ----------------------------------------------------------------------------
 
 
 def measure(args, rank, hosts):
-    """Measure the speed of this rank's device, of an all-reduce, and of this rank's links."""
+    """Measure the speed of this rank's device, and of this rank's links."""
     device, group = torch.device(args.device), None
     if args.device == "cuda":
-        device = torch.device("cuda", gpu_index())
-        torch.cuda.set_device(device)
         group = dist.new_group(backend="nccl", timeout=timedelta(seconds=args.timeout))
+    # The links are measured in pairs, so first test a collective of all ranks.
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
     rates = {"matmul": matmul_rate(device)}
-    if len(hosts) > 1:
-        rates["all-reduce"] = all_reduce_rate(len(hosts), device, group)
     for name, rings in rings_of(hosts).items():
         rates[name] = link_rate(rank, rings, device, group)
     return rates
-
-
-def seconds_of(device, work, repeats=1):
-    """Return the seconds that `repeats` runs of `work` take; all ranks start together."""
-    synchronize(device)
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        work()
-    synchronize(device)
-    return time.perf_counter() - start
-
-
-def synchronize(device):
-    """Wait until the GPU has finished; a CPU needs no wait, because its calls block."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def do_nothing():
-    """Replace the exchange on a rank without a partner; it only takes part in the barriers."""
 
 
 def matmul_rate(device):
     """Measure the TFLOP/s of multiplying n × n matrices; each product needs 2 n³ operations."""
     is_gpu = device.type == "cuda"
     # Use float16 on a GPU, because older GPUs are slow in bfloat16.
-    n, repeats, dtype = (8192, 20, torch.float16) if is_gpu else (768, 10, torch.float32)
-    left = torch.randn(n, n, device=device).to(dtype)
-    right = torch.randn(n, n, device=device).to(dtype)
-    # The first measurement is a warm-up.
-    times = [seconds_of(device, lambda: left @ right, repeats) for _ in range(31)][1:]
+    n, dtype = (8192, torch.float16) if is_gpu else (512, torch.float32)
+    matrices = {name: torch.randn(n, n, device=device).to(dtype) for name in ("left", "right")}
+    timer = Timer("left @ right", globals=matrices, num_threads=torch.get_num_threads())
+    dist.barrier()
+    times = [timer.timeit(20).mean for _ in range(30)]
     # Use a GPU's median time, because a GPU is fastest before it gets hot. Use a CPU's shortest
     # time, because other programs disturb the shortest measurement least.
     seconds = statistics.median(times) if is_gpu else min(times)
-    return repeats * 2 * n**3 / seconds / 1e12
-
-
-def all_reduce_rate(world_size, device, group):
-    """Return the bus bandwidth of an all-reduce in GB/s.
-
-    On n ranks, the bus bandwidth is bytes / seconds × 2 (n - 1) / n, as in nccl-tests:
-    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
-    """
-    data = torch.zeros(2**26 if device.type == "cuda" else 2**20, device=device)
-    work = partial(dist.all_reduce, data, group=group)
-    seconds = min(seconds_of(device, work) for _ in range(5))
-    return data.nbytes / seconds * 2 * (world_size - 1) / world_size / 1e9
+    return 2 * n**3 / seconds / 1e12
 
 
 def rings_of(hosts):
@@ -444,20 +290,22 @@ def link_rate(rank, rings, device, group):
     times = []
     for total in range(1, longest + 1, math.ceil(longest / MAX_PARTNERS)):
         partner = ring[(total - position) % len(ring)]
-        has_partner = partner != rank
-        work = partial(exchange, data, partner, group) if has_partner else do_nothing
-        seconds = min(seconds_of(device, work) for _ in range(6))
-        if has_partner:
-            times.append(seconds)
+        dist.barrier()
+        if partner != rank:
+            times.append(exchange_seconds(data, partner, group))
     return data[0].nbytes / min(times) / 1e9 if times else None
 
 
-def exchange(data, partner, group):
-    """Send row 0 of `data` to a partner, and receive the partner's row into row 1."""
-    send = dist.P2POp(dist.isend, data[0], partner, group)
-    receive = dist.P2POp(dist.irecv, data[1], partner, group)
-    for work in dist.batch_isend_irecv([send, receive]):
-        work.wait()
+def exchange_seconds(data, partner, group):
+    """Return the time to send row 0 of `data` to a partner, and receive its row into row 1."""
+
+    def exchange():
+        send = dist.P2POp(dist.isend, data[0], partner, group)
+        receive = dist.P2POp(dist.irecv, data[1], partner, group)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+
+    return Timer("exchange()", globals={"exchange": exchange}).timeit(6).mean
 
 
 # ---- comparison: pure functions of what all ranks report -------------------------------------
@@ -467,58 +315,32 @@ def differs(value, usual):
     return value != usual
 
 
-def is_not(good_value):
-    return lambda value, _: value != good_value
-
-
 def below(fraction, minimum=0):
     """Return a test for values below `fraction` times the larger of `usual` and `minimum`."""
     return lambda value, usual: value < fraction * max(usual, minimum)
 
 
-def never_bad(value, usual):
-    return False
-
-
-def checks(args, world_size):
+def checks(args):
     """Return all checks; a check may compare a rank's value with the usual value of all ranks."""
-    # Gloo and NCCL keep sockets open to many other ranks, and each socket is an open file.
-    num_files = 512 + 4 * world_size
     checkpoints_gb = 3 * args.checkpoint_gb
     slow_device, slow_link = SLOW_DEVICE[args.device], SLOW_LINK[args.device]
     versions = "install the same version on all nodes, or let them share an environment"
-    faulty = "drain this node, then run dmesg | grep -i xid, and dcgmi diag -r 3"
-    heat = "check cooling and power: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER"
     slow = "it is hot, throttled or shared: run top and nvidia-smi there, then dcgmi diag -r 3"
     link = "check speed and errors with ethtool, ip -s link and ibstat; then run nccl-tests"
     return [
-        Check("python", WARNING, differs, versions),
-        Check("torch", NO_GO, differs, versions),
-        Check("transformers", NO_GO, differs, versions),
-        Check("datasets", WARNING, differs, versions),
-        Check("nccl", NO_GO, differs, versions),
-        Check("driver", WARNING, differs, versions),
+        *(Check(name, level, differs, versions) for name, level in VERSIONS.items()),
         Check("device", NO_GO, differs, "run nvidia-smi on the nodes without a GPU"),
         Check("GPU", NO_GO, differs, "use nodes with the same model of GPU"),
-        Check("GPU memory in use", NO_GO, lambda value, _: value > 1024,
-              "end the process that holds it: nvidia-smi, fuser -v /dev/nvidia*", "{} MiB"),
-        Check("GPU ECC errors", NO_GO, is_not(0), faulty),
-        Check("GPU hardware slowdown", NO_GO, is_not("Not Active"), heat),
-        Check("GPU thermal slowdown", NO_GO, is_not("Not Active"), heat),
-        Check("open files", NO_GO, lambda value, _: 0 <= value < num_files,
-              f"needs {num_files}; run ulimit -n 65536 before the launcher"),
-        Check("locked memory", WARNING, is_not("unlimited"),
-              "InfiniBand needs it; run ulimit -l unlimited before the launcher"),
-        Check("/dev/shm free", WARNING, lambda value, _: value < 1,
-              "DataLoader workers and NCCL need 1 GB; run docker with --ipc=host", "{:.1f} GB"),
+        # The context of this process takes about half a GiB.
+        Check("GPU memory in use", NO_GO, lambda value, _: value > 2,
+              "end the process that holds it: nvidia-smi, fuser -v /dev/nvidia*", "{:.1f} GiB"),
         Check("clock", WARNING, lambda value, _: abs(value) > 1,
               "start chronyd or ntpd there, and check with timedatectl", "{:+.1f} s"),
-        Check("--save-dir", NO_GO, is_not(SHARED),
+        Check("--save-dir", NO_GO, lambda value, _: value != SHARED,
               "choose a folder that all nodes share and can write to"),
         Check("disk free", NO_GO, lambda value, _: value < checkpoints_gb,
               f"needs {checkpoints_gb:g} GB for three checkpoints at a time", "{:.1f} GB"),
         Check("matmul", NO_GO, below(slow_device), slow, "{:.3g} TFLOP/s"),
-        Check("all-reduce", NO_GO, never_bad, "", "{:.3g} GB/s"),
         Check("link within a node", NO_GO, below(slow_link), link, "{:.3g} GB/s"),
         Check("link between nodes", NO_GO, below(slow_link, args.network_gbs),
               link, "{:.3g} GB/s"),
@@ -526,56 +348,41 @@ def checks(args, world_size):
 
 
 def compare(args, reports):
-    """Return two lists: the name and the usual value of each check, and all findings."""
-    hosts = [report["host"] for report in reports]
-    rows, findings = [], []
-    for check in checks(args, len(reports)):
-        values = {report["rank"]: report.get(check.name) for report in reports}
-        values = {rank: value for rank, value in values.items() if value is not None}
-        if values:
-            usual, problems = judge(check, values, hosts)
-            rows.append((check.name, usual))
-            findings += problems
-        elif args.device == "cuda" and check.name.startswith("GPU"):
-            rows.append((check.name, "not known: see nvidia-smi -q"))
-    return rows, findings
+    """Return a dictionary with the usual value of each check, and a list of findings.
 
-
-def judge(check, values, hosts):
-    """Return the usual value as text, and a finding for each group of ranks with bad values.
-
-    Ranks with the same bad value form a group. Measured values are hardly ever equal, so the ranks
-    with bad measured values form one group per node instead.
+    Ranks with the same bad value form a group, and each group is a finding. Measured values are
+    hardly ever equal, so the ranks with bad measured values form one group per node instead.
     """
-    is_measured = isinstance(next(iter(values.values())), float)
-    if is_measured:
-        usual = statistics.median_high(values.values())
-    else:
-        usual, _ = Counter(values.values()).most_common(1)[0]
-    groups = defaultdict(dict)
-    for rank, value in values.items():
-        if check.is_bad(value, usual):
-            groups[hosts[rank] if is_measured else value][rank] = value
-    usual = check.value_format.format(usual)
-    findings = []
-    for group in groups.values():
-        ranks = describe({rank: hosts[rank] for rank in group})
-        value = check.value_format.format(min(group.values()))
-        findings.append(Finding(check.level, check.name, ranks, value, usual, check.advice))
-    return usual, findings
+    usual_values, findings = {}, []
+    for check in checks(args):
+        name, as_text = check.name, check.value_format.format
+        known = [report for report in reports if report.get(name) is not None]
+        if not known:
+            continue
+        values = [report[name] for report in known]
+        is_measured = isinstance(values[0], float)
+        usual = statistics.median_high(values) if is_measured else statistics.mode(values)
+        usual_values[name] = as_text(usual)
+        groups = defaultdict(list)
+        for report in known:
+            if check.is_bad(report[name], usual):
+                groups[report["host" if is_measured else name]].append(report)
+        for group in groups.values():
+            value = as_text(min(report[name] for report in group))
+            findings.append(Finding(check, describe(group), value, as_text(usual)))
+    return usual_values, findings
 
 
-def describe(hosts_by_rank):
-    """Describe ranks and their hosts in words, for example: ranks 0, 1 on h1."""
-    plural = "s" if len(hosts_by_rank) > 1 else ""
-    ranks = f"rank{plural} {join_names(sorted(hosts_by_rank))}"
-    hosts = dict.fromkeys(host for host in hosts_by_rank.values() if host)
-    return f"{ranks} on {join_names(hosts)}" if hosts else ranks
+def describe(reports):
+    """Describe the ranks of reports and their hosts in words, for example: ranks 0, 1 on h1."""
+    hosts = dict.fromkeys(report["host"] for report in reports)
+    ranks = join_names([report["rank"] for report in reports])
+    return f"rank{'s' * (len(reports) > 1)} {ranks} on {join_names(list(hosts))}"
 
 
 def join_names(names, limit=8):
     """Join up to `limit` names with commas, and append the number of names that are left out."""
-    text = ", ".join(map(str, list(names)[:limit]))
+    text = ", ".join(map(str, names[:limit]))
     return f"{text} and {len(names) - limit} more" if len(names) > limit else text
 
 
@@ -584,30 +391,25 @@ def join_names(names, limit=8):
 
 def print_finding(finding):
     """Print the problem and its ranks on one line, and the advice on the next line."""
-    has_usual = finding.usual and finding.usual != finding.value
-    usual = f" (usual: {finding.usual})" if has_usual else ""
-    print(f"{finding.level:8} {finding.check}: {finding.ranks}: {finding.value}{usual}")
-    print(f"{'':8} {finding.advice}")
+    check = finding.check
+    usual = f" (usual: {finding.usual})" if finding.usual != finding.value else ""
+    print(f"{check.level:8} {check.name}: {finding.ranks}: {finding.value}{usual}")
+    print(f"{'':8} {check.advice}")
 
 
-def print_report(reports, rows, findings):
+def print_report(reports, usual_values, findings, verdict):
     """Print the usual values, the findings and the verdict."""
-    width = max(len(name) for name, _ in rows)
-    for name, usual in rows:
+    width = max(map(len, usual_values))
+    for name, usual in usual_values.items():
         print(f"{name:{width}}  {usual}")
     # Print no-go findings before warnings.
-    findings = sorted(findings, key=lambda finding: finding.level != NO_GO)
+    findings = sorted(findings, key=lambda finding: finding.check.level != NO_GO)
     for finding in findings[:20]:
         print_finding(finding)
-    verdict = NO_GO if has_no_go(findings) else "go"
     num_nodes = len({report["host"] for report in reports})
     size = f"world size {len(reports)} on {num_nodes} node{'s' * (num_nodes > 1)}"
-    failed_checks = dict.fromkeys(finding.check for finding in findings)
+    failed_checks = dict.fromkeys(finding.check.name for finding in findings)
     print(f"{verdict}: {size}", *failed_checks, sep="; ")
-
-
-def has_no_go(findings):
-    return any(finding.level == NO_GO for finding in findings)
 
 
 def examine(args, rank, facts):
@@ -637,14 +439,15 @@ def main():
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout), **group)
         reports = examine(args, rank, facts)
-        rows, findings = compare(args, reports)
+        usual_values, findings = compare(args, reports)
+        is_bad = any(finding.check.level == NO_GO for finding in findings)
         if rank == 0:
-            print_report(reports, rows, findings)
+            print_report(reports, usual_values, findings, NO_GO if is_bad else "go")
         # Rank 0 may run the store that all ranks use, so wait until all ranks are done.
         dist.barrier()
     except (RuntimeError, OSError) as error:
         report_failure(args, rank, world_size, store, error)
-    exit_now(1 if has_no_go(findings) else 0)
+    exit_now(1 if is_bad else 0)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Here:      torchrun --standalone --nproc-per-node 2 \
 For real:  put `watched.py --into FOLDER` before the script's name, under any launcher.
 
 In each rank, a thread writes a heartbeat every two seconds: rank 1 writes FOLDER/ranks/00001.json.
-whats_wrong.py and watch.py read these files. The thread also dumps the stacks and the latest
+whats_wrong.py reads these files. The thread also dumps the stack of the main thread and the latest
 collectives of its rank to 00001.dump.json in each of these cases:
 
 - Somebody touches the file FOLDER/ranks/dump.
@@ -18,7 +18,6 @@ If the process crashes in C code, faulthandler writes the Python stacks to 00001
 import argparse
 import ctypes
 import faulthandler
-import functools
 import json
 import math
 import os
@@ -32,7 +31,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -58,8 +57,8 @@ SAMPLE_INTERVAL = 0.1
 # without a fault.
 PATIENT_TIMEOUT_MS = 24 * 3600 * 1000
 
-# Each pattern is matched against the text "file function" of every frame of a stack. The phase of
-# the stack is the first phase in this list whose pattern matches a frame.
+# A stack is a text with a line "file function" for each frame. The phase of the stack is the first
+# phase in this list whose pattern matches a line.
 PHASES = (
     ("checkpoint", r" \w*(save|load|write|read)_(checkpoint|state|model)\w*$"
                    r"|/serialization.py (save|load)$|/distributed/checkpoint/"),
@@ -72,8 +71,11 @@ PHASES = (
     ("backward", r"/autograd/__init__.py backward"),
     ("optimizer", r"/torch/optim/"),
     ("forward", r"/nn/modules/module.py"),
-    ("other", r""),
 )  # fmt: skip
+
+# Checksums are smaller than this prime number, because send() converts them to float64, which
+# represents every integer of 40 bits exactly.
+HASH_MODULUS = 2**40 - 87
 
 # This pattern matches the files of Python, packages and this tool; other files are user code.
 FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watched|inject)\.py$")
@@ -87,36 +89,24 @@ PROBLEM = re.compile(r"\b([Ww]arning|[Ee]rror|[Cc]annot)\b")
 
 
 # ---- where the main thread is ------------------------------------------------------------------
-def stack_of(frame):
-    """Return the (file, line, function) of a frame and of its callers, outermost first."""
+def main_stack():
+    """Return the (file, line, function) of each frame of the main thread, outermost first."""
+    frame = sys._current_frames()[threading.main_thread().ident]
     calls = [(caller.f_code, line) for caller, line in traceback.walk_stack(frame)]
     return [(code.co_filename, line, code.co_name) for code, line in reversed(calls)]
 
 
-@functools.cache
-def phase_index(file, function):
-    """Return the index of the first phase whose pattern matches a function."""
-    text = f"{file} {function}"
-    matches = (index for index, (_, pattern) in enumerate(PHASES) if re.search(pattern, text))
-    return next(matches)
-
-
 def phase_of(frames):
-    """Return the name of the phase that a stack is in."""
-    index = min(phase_index(file, function) for file, _, function in frames)
-    return PHASES[index][0]
+    """Return the name of the phase that a stack is in, or `other`."""
+    text = "\n".join(f"{file} {function}" for file, _, function in frames)
+    found = (phase for phase, pattern in PHASES if re.search(pattern, text, re.MULTILINE))
+    return next(found, "other")
 
 
 def training_frame(frames):
     """Return the innermost (file, line, function) of the user's code."""
     own = (frame for frame in reversed(frames) if not FOREIGN.search(frame[0]))
     return next(own, ("?", 0, "?"))
-
-
-def training_line(frames):
-    """Return the innermost line of the user's code as the text `file:line function`."""
-    file, line, function = training_frame(frames)
-    return f"{file}:{line} {function}"
 
 
 # ---- steps, losses, gradients, weights ---------------------------------------------------------
@@ -140,22 +130,17 @@ class Steps:
         self.earlier_steps = 0
         self.end_times = deque(maxlen=11)
 
-        # These values are sums over the micro-batches of the current step.
-        self.loss = 0.0
-        self.nonfinite_gradients = 0
-        self.input_hash = 0
-
-        # `pending` lists the copies from the device that may still be in progress; `host_rows` is
-        # the host memory that receives them.
+        # The loss, the number of gradients that are not finite, and the hash of the inputs: sums
+        # over the micro-batches of the current step.
+        self.sums = defaultdict(int)
+        # The copies from the device that may still be in progress.
         self.pending = deque(maxlen=999)
-        self.host_rows = None
 
         self.losses = deque(maxlen=3)
         self.checks = deque(maxlen=4)
         self.optimizer = None
         self.first_nonfinite = None
         self.shard = None
-        self.device_memory = None
 
         backward = torch.autograd.backward
         embedding_forward = torch.nn.Embedding.forward
@@ -185,7 +170,7 @@ class Steps:
     def note_loss(self, tensors):
         """Add the loss of a micro-batch to this rank's loss of the step."""
         if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
-            self.loss = self.loss + tensors.detach().float().reshape(())
+            self.sums["loss"] += tensors.detach().float().reshape(())
 
     def note_input(self, args, output):
         """Hash the input of an embedding, and check the gradient of its output in backward().
@@ -199,12 +184,12 @@ class Steps:
         if (self.count + 1) % self.every == 0 and not is_shared:
             ids = args[0].long()
             # The square distinguishes batches whose token ids have the same sum.
-            self.input_hash = self.input_hash + (ids * (ids + 7919)).sum()
+            self.sums["input_hash"] += (ids * (ids + 7919)).sum()
 
     def note_gradient(self, gradient):
         """Count the micro-batches whose gradient is not finite."""
         local = getattr(gradient, "_local_tensor", gradient)
-        self.nonfinite_gradients = self.nonfinite_gradients + ~local.isfinite().all()
+        self.sums["nonfinite_gradients"] += ~local.isfinite().all()
 
     def note_step(self, optimizer):
         """Count a step of the script's first optimizer, and check the weights if a check is due."""
@@ -213,66 +198,53 @@ class Steps:
             return
         self.count += 1
         self.end_times.append(time.time())
-        values = [self.loss, self.nonfinite_gradients]
-        self.loss = 0.0
-        self.nonfinite_gradients = 0
+        values = [self.sums[name] for name in ("loss", "nonfinite_gradients", "input_hash")]
+        self.sums.clear()
+        # After a resume, the optimizer's own step number includes the steps of earlier processes.
+        state = next(iter(optimizer.state.values()), {})
+        values.append(state.get("step", self.count))
         if self.count == 1 or self.count % self.every == 0:
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             self.shard = self.shard or shard_of(weights)
-            # After a resume, the optimizer's own step number includes the steps of earlier
-            # processes.
-            state = next(iter(optimizer.state.values()), {})
-            values += [state.get("step", self.count), self.input_hash, checksum(weights)]
-            self.input_hash = 0
-            self.device_memory = torch.cuda.memory_allocated() / 2**30
+            values.append(checksum(weights))
         self.send(values)
 
     def send(self, values):
         """Start to copy `values` to the host; some values may be tensors on the device."""
-        devices = [value.device for value in values if torch.is_tensor(value) and value.is_cuda]
-        device = devices[0] if devices else "cpu"
-        row = torch.zeros(len(values), dtype=torch.float64, device=device)
+        devices = (value.device for value in values if torch.is_tensor(value) and value.is_cuda)
+        row = torch.zeros(len(values), dtype=torch.float64, device=next(devices, "cpu"))
         # Use fill_(), because copying a Python number from pageable memory would wait for the GPU.
         for slot, value in zip(row, values, strict=True):
             slot.fill_(value)
-        # `pending` holds fewer than 1,000 rows, so no pending row is overwritten.
-        if self.host_rows is None:
-            self.host_rows = torch.empty(1000, 8, dtype=torch.float64, pin_memory=row.is_cuda)
-        host_row = self.host_rows[self.count % 1000, : len(values)]
-        host_row.copy_(row, non_blocking=True)
+        # The memory of the copy is pinned, because torch pins it for a copy that does not block.
+        copy = row.to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if row.is_cuda else None
-        self.pending.append((self.count, host_row, copied))
+        self.pending.append((self.count, copy, copied))
 
     def collect(self):
-        """Process the results that have reached the host; only the heartbeat thread calls this."""
+        """Process the results that have reached the host, outside of the main thread's steps."""
         while self.pending:
-            _, _, copied = self.pending[0]
+            count, row, copied = self.pending[0]
             if copied is not None and not copied.query():
                 return
-            count, row, _ = self.pending.popleft()
-            loss, bad_gradients, *check_values = row.tolist()
+            self.pending.popleft()
+            loss, bad_gradients, input_hash, optimizer_step, *checksums = row.tolist()
             self.losses.append(loss)
-            if check_values:
-                optimizer_step, input_hash, weights = check_values
-                self.earlier_steps = max(0, int(optimizer_step) - count)
-                check = {"step": self.earlier_steps + count, "data": input_hash, "weights": weights}
+            self.earlier_steps = max(0, int(optimizer_step) - count)
+            step = self.earlier_steps + count
+            for weights in checksums:
+                check = {"step": step, "data": input_hash, "weights": weights}
                 self.checks.append(check | {"losses": list(self.losses)})
             is_finite = math.isfinite(loss) and bad_gradients == 0
             if self.first_nonfinite is None and not is_finite:
-                step = self.earlier_steps + count
                 self.first_nonfinite = {"step": step, "loss": loss, "gradients": bad_gradients}
 
 
 def checksum(weights):
     """Return a checksum of this rank's part of the weights; it changes if one bit changes."""
-    integer_types = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = []
-    for weight in weights:
-        local = getattr(weight, "_local_tensor", weight).detach()
-        bits = local.view(integer_types[local.element_size()])
-        sums.append(bits.sum(dtype=torch.int64))
-    # send() converts the checksum to float64, which represents every integer of 40 bits exactly.
-    return torch.stack(sums).sum() % 2**40
+    parts = [getattr(weight, "_local_tensor", weight).detach() for weight in weights]
+    hashes = [torch.hash_tensor(part).view(torch.int64) % HASH_MODULUS for part in parts]
+    return torch.stack(hashes).sum() % HASH_MODULUS
 
 
 def shard_of(weights):
@@ -305,19 +277,8 @@ class RecordingStream:
 
 def from_environment(names, default):
     """Return the value of the first variable in `names` that is set, or `default`."""
-    for name in names:
-        if name in os.environ:
-            return int(os.environ[name])
-    return default
-
-
-def start_ticks():
-    """Return the start time of this process in clock ticks since boot, or None outside Linux."""
-    with suppress(OSError):
-        # In /proc/self/stat, field 22 is the start time. Field 2 is in parentheses and may contain
-        # spaces, so count the fields after it.
-        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2]
-        return int(after_name.split()[19])
+    values = (os.environ[name] for name in names if name in os.environ)
+    return int(next(values, default))
 
 
 class Watch:
@@ -335,7 +296,6 @@ class Watch:
             "host": os.uname().nodename,
             "pid": os.getpid(),
             "started": time.time(),
-            "born": start_ticks(),
             "files_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         }
         folder.mkdir(parents=True, exist_ok=True)
@@ -354,8 +314,7 @@ class Watch:
         self.position_since = time.time()
         # The latest (file, line, function) of the user's code.
         self.frame = ("?", 0, "?")
-        self.line_counts = Counter()
-        self.phase_counts = Counter()
+        self.frame_counts = Counter()
 
         self.end = None
         self.error = None
@@ -403,11 +362,9 @@ class Watch:
         while self.end is None:
             try:
                 self.look()
-                first_nonfinite = self.steps.first_nonfinite
                 self.steps.collect()
                 is_due = time.monotonic() - self.heartbeat_time > HEARTBEAT_INTERVAL
-                has_new_problem = self.steps.first_nonfinite is not first_nonfinite
-                if has_signal or is_due or has_new_problem:
+                if has_signal or is_due:
                     self.heartbeat_time = time.monotonic()
                     self.tell()
                     self.dump_if_due()
@@ -420,13 +377,12 @@ class Watch:
 
     def look(self):
         """Sample the phase and the line of the main thread."""
-        frames = stack_of(sys._current_frames()[threading.main_thread().ident])
+        frames = main_stack()
         phase = phase_of(frames)
         if phase == "other" and not self.steps.count:
             phase = "start"
-        self.phase_counts[phase] += 1
-        self.line_counts[training_line(frames)] += 1
         self.frame = training_frame(frames)
+        self.frame_counts[self.frame] += 1
         if (self.steps.count, phase) != self.position:
             self.position = (self.steps.count, phase)
             self.position_since = time.time()
@@ -447,12 +403,8 @@ class Watch:
         with suppress(BlockingIOError):
             if signal.SIGTERM in os.read(self.signal_pipe, 64):
                 self.sigterm_time = time.time()
-        self.write(".json", self.heartbeat())
-
-    def heartbeat(self):
-        """Return the content of a heartbeat."""
         steps = self.steps
-        samples = max(1, sum(self.phase_counts.values()))
+        samples = max(1, sum(self.frame_counts.values()))
         end_times = list(steps.end_times)
         step_seconds = [after - before for before, after in pairwise(end_times)]
         cpu_seconds = time.process_time()
@@ -464,7 +416,11 @@ class Watch:
         if steps.count and age > 1.03 * self.memory_age:
             self.memory_age = age
             self.memory.append(memory)
-        heartbeat = self.identity | {
+        # The share of the samples that found the main thread in a line of the user's code.
+        lines = {}
+        for (file, line, function), count in self.frame_counts.most_common(3):
+            lines[f"{os.path.basename(file)}:{line} {function}"] = round(count / samples, 2)
+        values = {
             "time": time.time(),
             "end": self.end,
             "phase": self.position[1],
@@ -475,24 +431,20 @@ class Watch:
             "error": self.error,
             "asked_to_end": self.sigterm_time,
             "printed": [*self.stdout.problems, *self.stderr.problems],
-            "phases": {name: round(n / samples, 3) for name, n in self.phase_counts.most_common()},
-            "lines": {name: round(n / samples, 3) for name, n in self.line_counts.most_common(3)},
+            "lines": lines,
             "checks": list(steps.checks),
             "bad": steps.first_nonfinite,
             "shard": steps.shard,
             "memory": [*self.memory, memory],
-            "device_memory_gib": steps.device_memory,
             "open_files": open_files,
             "cpu": (cpu_seconds - self.cpu_seconds) / HEARTBEAT_INTERVAL,
             "fault": steps.fault,
         }
+        self.write(".json", self.identity | values)
         self.cpu_seconds = cpu_seconds
-        # Reset the counts about every ten seconds, so that the shares in "phases" and "lines"
-        # describe the recent past.
+        # Reset the counts about every ten seconds, so that "lines" describes the recent past.
         if samples > 10 / SAMPLE_INTERVAL:
-            self.line_counts = Counter()
-            self.phase_counts = Counter()
-        return heartbeat
+            self.frame_counts = Counter()
 
     def write(self, suffix, content):
         """Replace one of this rank's files; a reader never sees half a file."""
@@ -515,38 +467,27 @@ class Watch:
             self.dump("stall")
 
     def dump(self, reason):
-        """Write the stacks of all threads and the latest collectives."""
+        """Write the stack of the main thread and the latest collectives."""
         if reason in ("failed", "ended") and self.stalled_step == self.steps.count:
             # Keep the dump of the stall, because it shows where the rank waited.
             return
         self.dump_time = time.time()
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        stacks = {}
-        for ident, frame in sys._current_frames().items():
-            stacks[names.get(ident, str(ident))] = stack_of(frame)
+        stacks = {"MainThread": main_stack()}
         content = {"time": self.dump_time, "reason": reason, "stacks": stacks}
         self.write(".dump.json", content | {"collectives": recorded_collectives()})
 
     def leave(self, error):
         """Write the last heartbeat, and a dump if an error has ended the script."""
-        message = None
+        message = None if error is None else "".join(traceback.format_exception(error))
         if isinstance(error, SystemExit):
-            if error.code:
-                has_text = isinstance(error.code, str)
-                text = error.code if has_text else " ".join(self.stderr.problems)
-                message = f"SystemExit: {text}"
-        elif error is not None:
-            message = "".join(traceback.format_exception(error))
+            text = error.code if isinstance(error.code, str) else " ".join(self.stderr.problems)
+            message = f"SystemExit: {text}" if error.code else None
         self.error = self.error or message
         self.spare_file.close()
-        # Wait for the results of the latest steps, but not forever: a failed device never sends
-        # them.
-        deadline = time.monotonic() + 1
-        while self.steps.pending and time.monotonic() < deadline:
-            time.sleep(0.01)
         self.end = "failed" if message else "finished"
         # The thread ends now, so it cannot replace the last heartbeat by an older one.
         self.thread.join(timeout=1)
+        self.steps.safely(self.steps.collect)
         self.tell()
         if message:
             self.dump("failed")
@@ -594,14 +535,14 @@ def collective_of(entry):
     backend, _, name = entry["profiling_name"].partition(":")
     frames = [(frame["filename"], frame["line"], frame["name"]) for frame in entry["frames"]]
     # The Flight Recorder lists the innermost frame first, so reverse the frames.
-    line = os.path.basename(training_line(frames[::-1]))
+    file, line, function = training_frame(frames[::-1])
     call = name
     if not name.startswith(UNEVEN_COLLECTIVES):
         call += f" {entry['input_sizes']} {' '.join(entry['input_dtypes'])}"
     return {
         "group": f"{backend} {entry['process_group'][0]}",
         "number": entry["collective_seq_id"],
-        "call": f"{call} at {line}",
+        "call": f"{call} at {os.path.basename(file)}:{line} {function}",
         "called": entry["time_created_ns"] / 1e9,
         "milliseconds": entry.get("duration_ms"),
         "pending": not entry["retired"] and entry["state"] != "completed",
@@ -623,14 +564,11 @@ def main():
     sys.argv = [args.script, *args.arguments]
     sys.path[0] = str(Path(args.script).resolve().parent)
     watch = Watch(args.into.resolve() / "ranks", Steps(), args.stall)
-    error = None
     try:
         runpy.run_path(args.script, run_name="__main__")
-    except BaseException as exception:
-        error = exception
-        raise
     finally:
-        watch.leave(error)
+        # Pass the exception that ends the script, if there is one.
+        watch.leave(sys.exc_info()[1])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import ast
 import contextlib
 import io
 import itertools
-import json
 import re
 import sys
 import types
@@ -14,9 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-from datasets import load_dataset
-from datasets.distributed import split_dataset_by_node
-from torch.utils.data import DataLoader
 
 from conftest import ROOT, run_command
 from families import make_hub_folder
@@ -69,12 +65,6 @@ def test_forgotten_line_is_noticed(line, replacement, ending, folders, one_rank_
     assert names and all(name.endswith(ending) for name in names), names
 
 
-def test_lost_tie_is_noticed(folders, one_rank_group, monkeypatch):
-    monkeypatch.setattr(transformers.Qwen3ForCausalLM, "tie_weights", lambda *_, **__: None)
-    with pytest.raises(dcp.CheckpointException, match=r"Missing key.*: lm_head\.weight"):
-        differing_names(page(), folders["qwen3"])
-
-
 def test_weights_with_other_names_are_read_after_they_were_written_out(
     folders, one_rank_group, tmp_path
 ):
@@ -86,41 +76,26 @@ def test_weights_with_other_names_are_read_after_they_were_written_out(
     assert code.different(loaded, from_pretrained(folders["mixtral"])) == []
 
 
-def losses_of(model, optimizer, num_steps=2):
-    """Return the losses of a few steps on the same tokens."""
-    losses, ids = [], torch.arange(32).view(2, 16)
-    for _ in range(num_steps):
-        losses.append(model(input_ids=ids, labels=ids, use_cache=False).loss)
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [loss.item() for loss in losses]
-
-
 @pytest.mark.parametrize("name", ["mistral", "qwen3"])
-def test_saved_shards_restore_the_run_and_become_a_model_folder(
-    name, folders, one_rank_group, tmp_path
-):
-    code, states = page(), []
-    for _ in range(2):
-        model = code.load_sharded(folders[name], "cpu")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        states.append((model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)))
-    (model, optimizer, _), (restored_model, restored_optimizer, _) = states
-    losses_of(model, optimizer)
+def test_saved_shards_become_a_model_folder(name, folders, one_rank_group, tmp_path):
+    """Saving keeps two checkpoints, and leaves nothing that a killed run has left."""
+    code = page()
+    model = code.load_sharded(folders[name], "cpu")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
     run = tmp_path / "run"
-    (run / "step-00000001").mkdir(parents=True)
-    # A killed run has left this folder.
-    (run / "step-00000003.partial").mkdir()
+    for leftover in ("step-00000001", "step-00000003.partial"):
+        (run / leftover).mkdir(parents=True)
     for step in (2, 3):
-        code.save_shards(run, *states[0], step)
+        code.save_shards(run, model, optimizer, schedule, step)
     assert (run / "step-00000002").exists() and not (run / "step-00000003").exists()
     code.finish_save()
     assert sorted(path.name for path in run.iterdir()) == ["step-00000002", "step-00000003"]
-    assert code.load_shards(run, *states[1]) == 3
     code.to_folder(run / "step-00000003", folders[name], tmp_path / "folder")
     assert code.different(model, from_pretrained(tmp_path / "folder")) == []
-    assert losses_of(model, optimizer) == losses_of(restored_model, restored_optimizer)
 
 
 def test_only_buffers_move(folders, one_rank_group):
@@ -246,28 +221,6 @@ raise ZeroDivisionError
     assert ("ZeroDivisionError" in done.stderr) == workers_stay
 
 
-def test_stream_continues_at_its_state(tmp_path):
-    """Check the stream of preparing-data/data-loading.md; its map makes two samples of a record."""
-    for name in "abcd":
-        rows = [json.dumps({"text": f"{name}{number}"}) for number in range(50)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-
-    def stream():
-        options = {"streaming": True, "split": "train", "cache_dir": str(tmp_path)}
-        records = load_dataset("json", data_files=str(tmp_path / "*.jsonl"), **options)
-        twice = {"batched": True, "batch_size": 16}
-        split = split_dataset_by_node(records, 1, 2)
-        return split.map(lambda rows: {"text": [row * 2 for row in rows["text"] * 2]}, **twice)
-
-    batches, state = [], None
-    for number, batch in enumerate(DataLoader(first := stream(), 3)):
-        batches.append(batch["text"])
-        if number == 7:
-            state = json.dumps(first.state_dict())
-    (later := stream()).load_state_dict(json.loads(state))
-    assert [batch["text"] for batch in DataLoader(later, 3)] == batches[8:] and len(batches) > 60
-
-
 # ---- several ranks -----------------------------------------------------------------------------
 def test_file_that_only_some_ranks_see_is_refused(one_rank_group, monkeypatch, tmp_path):
     def gather(seen, is_here):
@@ -276,17 +229,6 @@ def test_file_that_only_some_ranks_see_is_refused(one_rank_group, monkeypatch, t
     monkeypatch.setattr(dist, "all_gather_object", gather)
     with pytest.raises(AssertionError, match="only some ranks see"):
         page().load(tmp_path / "state.pt", None, None, None)
-
-
-def test_ranks_load_in_turn(one_rank_group, monkeypatch):
-    turns = []
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(dist, "barrier", lambda _: turns.append("wait"))
-    load = lambda: turns.append("load") or torch.nn.Linear(1, 1)  # noqa: E731
-    for rank in "01":
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        page().load_in_turn(load, "cpu", None)
-    assert turns == ["load", "wait", "wait", "wait", "load", "wait"]
 
 
 def test_ranks_read_each_sample_once(tmp_path):

@@ -82,11 +82,9 @@ def test_script_has_its_own_arguments_folder_and_main(script, tmp_path):
     assert (done.returncode, done.stdout) == (0, "[10, 15]\n"), done.stderr
 
 
-IN_C = "import time; print('ready', flush=True); time.sleep(1e6)"
-IN_PYTHON = "print('ready', flush=True)\nwhile True: pass"
 # ctypes releases Python's global lock, but the main thread stays in C code, so no Python handler
 # runs.
-IN_C_FOREVER = """
+IN_C = """
 import ctypes, signal
 print('ready', flush=True)
 ctypes.CDLL(None).pause()
@@ -96,14 +94,12 @@ HANDLER = """
 import signal, time, sys
 def stop(*_): print("saving"); sys.exit(7)
 signal.signal(signal.SIGTERM, stop)
-# Keep the watching thread from running before the script ends.
-sys.setswitchinterval(10)
 print("ready", flush=True)
 time.sleep(1e6)
 """
 
 
-@pytest.mark.parametrize("text", [IN_C, IN_PYTHON, IN_C_FOREVER, HANDLER])
+@pytest.mark.parametrize("text", [IN_C, HANDLER])
 def test_sigterm_ends_the_script_at_once_and_is_recorded(script, tmp_path, text):
     process = start(tmp_path, script(text))
     log = tmp_path / "rank0.log"
@@ -246,35 +242,13 @@ def test_main_thread_reads_nothing_from_the_device(steps, monkeypatch):
     assert calls == ["tolist"] * 4
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adam])
-def test_first_step_that_is_not_finite_is_recorded(steps, optimizer_class):
-    train(optimizer_class, infinite_step=3)
+def test_first_step_that_is_not_finite_is_recorded(steps):
+    train(torch.optim.SGD, infinite_step=3)
     steps.collect()
-    assert steps.first_nonfinite["step"] == 3
-    assert steps.first_nonfinite["loss"] == float("inf")
+    assert (steps.first_nonfinite["step"], steps.first_nonfinite["loss"]) == (3, float("inf"))
 
 
 def test_error_in_a_check_does_not_stop_the_training(steps, monkeypatch):
     monkeypatch.delattr(watched, "checksum")
     train(torch.optim.SGD)
     assert "NameError" in steps.fault and steps.count == 1
-
-
-LAYER = ("/x/site-packages/torch/nn/modules/module.py", "_call_impl")
-REDUCE = ("/x/site-packages/torch/distributed/distributed_c10d.py", "all_reduce")
-PHASES = {
-    "forward": [
-        ("/w/train.py", "main"), LAYER, ("/x/site-packages/torch/_dynamo/eval_frame.py", "_fn")
-    ],
-    "evaluation": [("/w/train.py", "evaluate"), LAYER],
-    "checkpoint": [("/w/train.py", "save_checkpoint"), REDUCE],
-    "collective": [("/w/train.py", "measure"), REDUCE],
-    "data": [("/x/site-packages/torch/utils/data/dataloader.py", "__next__")],
-    "compile": [LAYER, ("/x/site-packages/torch/_dynamo/convert_frame.py", "compile")],
-    "other": [("/w/train.py", "main")],
-}  # fmt: skip
-
-
-def test_stack_gives_the_phase():
-    for phase, names in PHASES.items():
-        assert watched.phase_of([(file, 1, name) for file, name in names]) == phase
