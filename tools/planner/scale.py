@@ -8,7 +8,7 @@ take time on streams: one stream computes, one sends among the ranks that share 
 one among copies, and one among the ranks that split a layer. A pipeline is idle as the formula of
 chapter 07 says. Shapes and bytes are the planner's, and the time of a collective follows NCCL's own
 model. One number is fitted: the share of its peak that a GPU reaches, to a published run on 8 GPUs.
-The same run on 128 GPUs is then predicted. All flags of will_it_fit.py are accepted.
+The same run on 128 GPUs is then predicted. The flags of training and of machines are accepted.
 
 What is assumed besides:
 
@@ -28,7 +28,6 @@ What is assumed besides:
   traffic between stages is hidden if it takes less time than computation.
 """
 
-import argparse
 import copy
 import functools
 import itertools
@@ -41,7 +40,7 @@ from pathlib import Path
 
 import will_it_fit as planner
 from memory import fullest_step
-from training_step import Step, bubble, load_config, numbers, setting_of
+from training_step import Step, bubble, fail, load_config, model_of, numbers, setting_of
 
 DEVICES = [2**power for power in range(3, 13)]
 # The numbers of devices that tables show.
@@ -68,16 +67,18 @@ PUBLISHED = [
     {"run": "compiled", "devices": 128, "tokens_per_second": 6514, "gib": 62.0},
 ]
 
-# The speeds of an H100's links in GB/s: flag, default and help. NCCL's developers report 370 of 450
-# for a ring inside a node (https://github.com/NVIDIA/nccl-tests/issues/212), and 47 of 50 for a 400
-# Gb/s adapter (issue 290).
+# The speeds of an H100 and its links: flag, default and help. NCCL's developers report 370 of 450
+# GB/s for a ring inside a node (https://github.com/NVIDIA/nccl-tests/issues/212), and 47 of 50 for
+# a 400 Gb/s adapter (issue 290).
 SPEEDS = {
-    "--nvlink-gbs": (370.0, "a GPU sends inside its node"),
-    "--network-gbs": (47.0, "a GPU's share of the network"),
-    "--gpu-bandwidth-gbs": (3350.0, "of a GPU's own memory"),
-    "--pcie-gbs": (50.0, "between a GPU and its host"),
-    "--pageable-gbs": (6.0, "to host memory that is pageable"),
-    "--cpu-adam-gbs": (200.0, "a host's memory, in AdamW"),
+    "--gpu-tflops": (989.0, "dense TFLOP/s of a GPU in --precision"),
+    "--latency": (1.0, "multiple of NCCL's estimates per hop"),
+    "--nvlink-gbs": (370.0, "GB/s that a GPU sends inside its node"),
+    "--network-gbs": (47.0, "GB/s, a GPU's share of the network"),
+    "--gpu-bandwidth-gbs": (3350.0, "GB/s of a GPU's own memory"),
+    "--pcie-gbs": (50.0, "GB/s between a GPU and its host"),
+    "--pageable-gbs": (6.0, "GB/s to host memory that is pageable"),
+    "--cpu-adam-gbs": (200.0, "GB/s of a host's memory, in AdamW"),
 }
 
 # NCCL's own estimates, src/graph/tuning.cc at b6475625: the share of the ring's bandwidth; then the
@@ -114,39 +115,20 @@ MODELS = [f"meta-llama/Llama-3.{size}" for size in ("2-1B", "1-8B", "1-70B", "1-
 
 
 def parse_args(argv=None):
-    """Return the planner's arguments together with those of this script."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        epilog=f"All flags of will_it_fit.py are accepted; the defaults are {DEFAULTS}",
-        allow_abbrev=False,
-    )
-    parser.error = planner.fail
+    """Return the arguments, among them the shapes of the model."""
+    parser = planner.parser_of(__doc__, f"The defaults are {DEFAULTS}")
     add, number = parser.add_argument, planner.at_least
     add("--output", type=Path, help="instead, write the rows of the READMEs to this file")
-    add("--devices", type=number(1), nargs="+", default=DEVICES, help="total numbers of devices")
     add("--micro-steps", type=number(1), default=1, help="micro-batches of a step")
-    add("--latency", type=number(0.0), default=1.0, help="multiple of NCCL's estimates per hop")
-    add("--gpu-tflops", type=number(0.001), default=989.0, help="dense bf16 TFLOP/s of a GPU")
-    add("--gpu-fp32-tflops", type=number(0.001), default=67.0, help="the same, in float32")
     for name, (speed, description) in SPEEDS.items():
-        add(name, type=number(0.001), default=speed, help=f"GB/s, {description}")
-    own, others = parser.parse_known_args(argv)
-    args = planner.parse_args([*shlex.split(DEFAULTS), *others])
-    args.micro_batch_size, args.accumulation = args.batch_size, own.micro_steps
-    vars(args).update(vars(own))
-    for devices in args.devices:
-        if devices > args.gpus_per_node and devices % args.gpus_per_node:
-            problem = f"not a multiple of --gpus-per-node {args.gpus_per_node}"
-            planner.fail(f"--devices {devices}: {problem}; choose a multiple")
+        add(name, type=number(0.001), default=speed, help=description)
+    words = sys.argv[1:] if argv is None else argv
+    args = planner.parse(parser, [*shlex.split(DEFAULTS), *words])
+    args.micro_batch_size, args.accumulation = args.batch_size, args.micro_steps
+    if DEVICES[-1] % args.gpus_per_node:
+        fail(f"--gpus-per-node {args.gpus_per_node}: nodes are not full; choose a power of 2")
+    args.model = model_of(load_config(args)[0])
     return args
-
-
-@functools.cache
-def model_of(name, *changes):
-    """Return the shapes of a model's weights, with changes of its configuration."""
-    args = planner.parse_args(["-m", name, *(["--config", *changes] if changes else [])])
-    config, _ = load_config(args)
-    return planner.model_of(config)
 
 
 # ---- one step --------------------------------------------------------------------------------
@@ -169,20 +151,6 @@ def forward_flops(model, setting):
     layer_weights = sum(map(numbers, model.layers)) / len(model.layers)
     layer = 2 * layer_weights + 4 * width * setting.seq_length
     return layer * tokens, 2 * head_numbers(model) * tokens
-
-
-def link_speeds(args, setting):
-    """Return the GB/s that a rank sends inside a copy of the model, and between copies.
-
-    A ring that spans nodes leaves each node once, through the network links of all its GPUs. If
-    each GPU of a node has a ring of its own, the rings share these links.
-    """
-    local_ranks = args.gpus_per_node // setting.tensor_parallel_size
-    across = min(args.nvlink_gbs, local_ranks * args.network_gbs)
-    inside = across if setting.shards > local_ranks else args.nvlink_gbs
-    if args.nodes == 1:
-        return inside, args.nvlink_gbs
-    return inside, across if setting.chapter == "02" else args.network_gbs
 
 
 def collective(args, kind, size, ranks, nodes, gbs):
@@ -214,14 +182,16 @@ class StepSeconds(Step):
     """
 
     def __init__(self, args, setting, share):
-        full_model = model_of(args.model_name, *args.config)
-        super().__init__(full_model, setting)
-        self.args, self.full_model = args, full_model
+        super().__init__(args.model, setting)
+        self.args = args
+        # Under DDP, the gradient of an output layer that is not tied is ready first.
+        self.first_reduced = (
+            0 if args.model.config.tie_word_embeddings else head_numbers(args.model)
+        )
         # For each stream: the time when it ends, the seconds that it works, and the bytes it sends.
         self.end, self.busy, self.sent = defaultdict(float), Counter(), Counter()
-        tflops = args.gpu_tflops if setting.precision == "bf16" else args.gpu_fp32_tflops
-        rate = 1e12 * tflops * share * setting.tensor_parallel_size
-        self.layer, self.head = (flops / rate for flops in forward_flops(full_model, setting))
+        rate = 1e12 * args.gpu_tflops * share * setting.tensor_parallel_size
+        self.layer, self.head = (flops / rate for flops in forward_flops(args.model, setting))
         self.layer_backward = self.layer * (3 if setting.recompute == "full" else 2)
         # For each gathered group: the time when it arrives. A gather begins at `start`, together
         # with the computation of the previous layer.
@@ -249,16 +219,20 @@ class StepSeconds(Step):
         return self.end[stream]
 
     def ring(self, stream):
-        """Return the ranks of a stream's ring, the number of nodes that it spans, and its GB/s."""
-        setting = self.setting
-        inside, between = link_speeds(self.args, setting)
+        """Return the ranks of a stream's ring, the number of nodes that it spans, and its GB/s.
+
+        A ring that spans nodes leaves each node once, through the network links of all its GPUs. If
+        each GPU of a node has a ring of its own, the rings share these links.
+        """
+        args, setting = self.args, self.setting
         # The ring of replicas has one rank of each node.
         if stream == "replicas":
-            return setting.replicas, setting.replicas, between
-        if setting.chapter == "02":
-            return setting.ranks, self.args.nodes, between
-        ranks = setting.shards * setting.tensor_parallel_size
-        return setting.shards, -(-ranks // self.args.gpus_per_node), inside
+            return setting.replicas, setting.replicas, args.network_gbs
+        local_ranks = args.gpus_per_node // setting.tensor_parallel_size
+        ranks = setting.ranks if setting.chapter == "02" else setting.shards
+        nodes = -(-ranks // local_ranks)
+        across = min(args.nvlink_gbs, local_ranks * args.network_gbs)
+        return ranks, nodes, across if nodes > 1 else args.nvlink_gbs
 
     def send(self, stream, kind, size, after, copied=0.0):
         """Put a collective on a stream, in line with a copy from or to the host; return its end."""
@@ -313,16 +287,10 @@ class StepSeconds(Step):
 
     def head_backward(self):
         """Compute the loss and its backward pass; a group gathers the head and its gradient."""
-        head = head_numbers(self.full_model)
-        self.exchange(2, head)
+        self.exchange(2, head_numbers(self.args.model))
         done = self.add("compute", 3 * self.head)
-        if self.setting.chapter == "02" and self.is_last and not self.is_tied:
-            self.send("copy", "all-reduce", 4 * head, done)
-
-    @property
-    def is_tied(self):
-        """Return whether the output layer has the weights of the embedding."""
-        return self.full_model.config.tie_word_embeddings
+        if self.setting.chapter == "02" and self.is_last and self.first_reduced:
+            self.send("copy", "all-reduce", 4 * self.first_reduced, done)
 
     def backward(self, group):
         if group:
@@ -338,9 +306,8 @@ class StepSeconds(Step):
         args, setting = self.args, self.setting
         self.free(group)
         if setting.chapter == "02":
-            head = 0 if group or self.is_tied else head_numbers(self.full_model)
             if self.is_last:
-                size = 4 * (numbers(self.shapes(group)) - head)
+                size = 4 * (numbers(self.shapes(group)) - (0 if group else self.first_reduced))
                 self.send("copy", "all-reduce", size, self.end["compute"])
             return
         later = 1 / args.pageable_gbs + 3 * args.gpus_per_node / args.cpu_adam_gbs
@@ -374,7 +341,7 @@ class StepSeconds(Step):
         start = self.end["compute"] - self.depth * self.layer
         self.add("compute", count * seconds[rank] - self.depth * self.layer)
         self.exchange_hidden(count * self.depth * (4 + self.backward_exchanges))
-        self.exchange(2 * count if rank == ranks - 1 else 0, head_numbers(self.full_model))
+        self.exchange(2 * count if rank == ranks - 1 else 0, head_numbers(self.args.model))
         share = bubble(setting.pipeline_schedule, ranks, count)
         self.end["compute"] += (self.end["compute"] - start) * share / (1 - share)
         self.end["compute"] = max(self.end["compute"], sent)
@@ -385,7 +352,7 @@ class StepSeconds(Step):
         """Run AdamW after all other work; it reads or writes 10 numbers for each weight."""
         args, setting = self.args, self.setting
         ranks = setting.shards * setting.tensor_parallel_size * len(self.stages)
-        size = 10 * setting.weight_bytes * self.full_model.weights / ranks
+        size = 10 * setting.weight_bytes * self.args.model.weights / ranks
         ready = max(self.end.values())
         if setting.cpu_offload:
             return self.add("host", size * args.gpus_per_node / args.cpu_adam_gbs / 1e9, ready)
@@ -408,7 +375,7 @@ def at_scale(args, strategy, devices):
     # Up to 8 stages across nodes, and FSDP inside a node. The stages share the samples that they
     # would process alone, as micro-batches.
     if chapter == "07":
-        depth = len(model_of(args.model_name, *args.config).layers)
+        depth = len(args.model.layers)
         args.pipeline_parallel_size = min(args.nodes, 8, 1 << (depth.bit_length() - 1))
         args.accumulation *= args.pipeline_parallel_size
     return args, setting_of(args, chapter, {"recompute": args.recompute} | changes)
@@ -430,7 +397,7 @@ def row_of(args, strategy, devices, share):
 
 def gib_of(args, setting):
     """Return the GiB that a GPU needs for a setting."""
-    tensors = fullest_step(model_of(args.model_name, *args.config), setting).most.total()
+    tensors = fullest_step(args.model, setting).most.total()
     return tensors / planner.GIB * (1 + args.fragmentation) + args.gpu_overhead_gib
 
 
@@ -458,16 +425,14 @@ def published_rows():
     return rows
 
 
-def scene_rows(argv, share):
-    """Return the rows of all scenes; only the rows of the first scene have the memory."""
-    rows = []
-    for scene, flags in SCENES.items():
-        args = parse_args([*argv, *shlex.split(flags)])
-        for strategy, devices in itertools.product(STRATEGIES, args.devices):
-            row = {"scene": scene} | row_of(args, strategy, devices, share)
-            if not flags:
-                row["gib"] = gib_of(args, at_scale(args, strategy, devices)[1])
-            rows.append(row)
+def scene_rows(scene, share):
+    """Return the rows of a scene; only the rows of the first scene have the memory."""
+    args, rows = parse_args(shlex.split(SCENES[scene])), []
+    for strategy, devices in itertools.product(STRATEGIES, DEVICES):
+        row = {"scene": scene} | row_of(args, strategy, devices, share)
+        if not SCENES[scene]:
+            row["gib"] = gib_of(args, at_scale(args, strategy, devices)[1])
+        rows.append(row)
     return rows
 
 
@@ -547,35 +512,32 @@ def fastest_rows(share):
     return rows
 
 
-def predictions(argv=()):
+def predictions():
     """Return the rows of all tables that the READMEs show, by table."""
     share = fitted_share("compiled")
     return {
         "published": published_rows(),
-        "scenes": scene_rows([*argv], share),
+        "scenes": [row for scene in SCENES for row in scene_rows(scene, share)],
         "layers": layer_rows(share),
         "fastest": fastest_rows(share),
     }
 
 
 def main():
-    """Print, for each scene and strategy, what a device does on each number of devices."""
+    """Print what a device does with each strategy, on each number of devices."""
     args = parse_args()
     if args.output:
         args.output.write_text(json.dumps(predictions()) + "\n")
         return
-    rows = scene_rows(sys.argv[1:], fitted_share("compiled"))
-    print("of each device: tokens/s, share of a step that waits, GB that it sends between nodes")
-    shown = [number for number in args.devices if number in SHOWN] or args.devices
-    for scene, scene_group in itertools.groupby(rows, lambda row: row["scene"]):
-        print(f"{scene:28}{''.join(f'{number:<24,}' for number in shown)}".rstrip())
-        for strategy, group in itertools.groupby(scene_group, lambda row: row["strategy"]):
-            cells = [
-                f"{row['tokens_per_second']:5,.0f}{row['share']:7.1%}{row['network_gb']:6.1f}"
-                for row in group
-                if row["devices"] in shown
-            ]
-            print(f"  {strategy:26}{'      '.join(cells)}")
+    print("of each device: tokens/s, share of a step that waits, GiB that it needs")
+    print(" " * 22 + "".join(f"{devices:16,} devices" for devices in SHOWN))
+    for strategy in STRATEGIES:
+        line = f"{strategy:22}"
+        for devices in SHOWN:
+            row = row_of(args, strategy, devices, fitted_share("compiled"))
+            gib = gib_of(args, at_scale(args, strategy, devices)[1])
+            line += f"{row['tokens_per_second']:10,.0f}{row['share']:7.1%}{gib:7.1f}"
+        print(line)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,9 @@ ADDED_BY = {
     "pipeline_parallel_size": ("07", 1),
 }
 
+# The models that model_of() has built.
+BUILT_MODELS = {}
+
 
 def fail(message):
     """Stop because of a user's mistake: print one line on stderr, and exit with status 2."""
@@ -208,11 +211,14 @@ def shard_numbers(shapes, ranks):
 
 
 def model_of(config, tp_size=1):
-    """Build a model without memory and return its shapes on one of `tp_size` ranks."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    split_matrices(model, tp_size)
-    return shapes_in(model, model.modules())
+    """Return the shapes of a model on one of `tp_size` ranks; build each model once, on meta."""
+    key = (config.to_json_string(), tp_size)
+    if key not in BUILT_MODELS:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        split_matrices(model, tp_size)
+        BUILT_MODELS[key] = shapes_in(model, model.modules())
+    return BUILT_MODELS[key]
 
 
 def split_matrices(model, tp_size):
@@ -329,7 +335,8 @@ def setting_of(args, chapter, changes):
 
 def stages_of(model, setting):
     """Return a Model for each rank of a pipeline, with weights that tensor-parallel ranks split."""
-    model = split_model(model, setting.tensor_parallel_size)
+    if setting.tensor_parallel_size > 1:
+        model = model_of(model.config, setting.tensor_parallel_size)
     ranks = setting.pipeline_parallel_size
     return split_stages(model, setting.model_name, ranks, setting.num_stages)
 
@@ -349,12 +356,6 @@ def split_stages(model, model_name, ranks, num_stages):
         stages = chapter.split_into_stages(args, model.built)
     modules_by_rank = [itertools.chain(*stages[rank::ranks]) for rank in range(ranks)]
     return [shapes_in(model.built, modules) for modules in modules_by_rank]
-
-
-@functools.cache
-def split_model(model, tp_size):
-    """Return the shapes of a model on one of `tp_size` ranks that split the weights."""
-    return model if tp_size == 1 else model_of(model.config, tp_size)
 
 
 def in_flight(schedule, rank, ranks, micro_batches):
