@@ -80,10 +80,10 @@ def measure(chapter, args):
     with Traffic() as step:
         chapter.train_step(args, model, optimizer, samples, 2, device)
     states = [moment for state in optimizer.state.values() for moment in state.values()]
-    results = costs | {"optimizer": bytes_of(states), "micro-batches": args.accumulation}
+    costs["optimizer"] = bytes_of(states)
     with Traffic() as evaluation:
         chapter.evaluate(args, model, ids, device)
-    return results | {"step": step.counts, "evaluation": evaluation.counts}
+    return costs | {"step": step.counts, "evaluation": evaluation.counts}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ rank holds and how a step runs comes from the functions of the newest chapter's 
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -134,14 +133,14 @@ def parse_training_args(words, ranks):
 
 
 def load_config(args):
-    """Return the configuration of `--model-name` with the changes of `--config`, and its source.
+    """Return the configuration of `--model-name` with the changes of `--config`, and its origin.
 
-    The source is a text that names the origin of the configuration.
+    The origin is a text, such as a path.
     """
     # Skip the decorator, which makes ranks wait for each other.
     _, config = newest_chapter().build_tokenizer_and_config.__wrapped__(args)
     source = "built in" if args.model_name == "tiny" else find_config(args.model_name)[1]
-    return config, f"{source}, with {','.join(args.config)}" if args.config else source
+    return config, source
 
 
 def copy_of_config(name):
@@ -257,36 +256,15 @@ def local(tensor):
 # ---- the setting -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Hold all values that affect a rank's memory and speed, except the model and the machines.
+class Setting(SimpleNamespace):
+    """Hold the arguments of a plan: those of the machines, and those of the script that trains.
 
-    The names are those of the chapters' arguments, so a Setting can replace `args` in calls of the
-    chapters' functions.
+    The functions of the chapters' scripts accept a Setting in place of their arguments.
     """
 
-    chapter: str
-    ranks: int
-    device: str
-    precision: str
-    weights_dtype: str
-    model_name: str
-    seq_length: int
-    micro_batch_size: int
-    accumulation: int
-    replicas: int
-    reshard_after_forward: bool
-    recompute: str
-    cpu_offload: bool
-    checkpoint_async: bool
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    pipeline_schedule: str
-    context_parallel_size: int
-    context_parallel_style: str
-
-    # No size depends on these arguments.
-    seed, compile, pretrained = 0, False, False
+    def changed(self, **changes):
+        """Return a Setting with different values of some arguments."""
+        return Setting(**vars(self) | changes)
 
     @property
     def shards(self):
@@ -323,8 +301,9 @@ class Setting:
 
 def setting_of(args, chapter, changes):
     """Return the Setting of the arguments, with these changes to the flags in FLAG_DEFAULTS."""
-    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(Setting)}
-    values |= FLAG_DEFAULTS | changes | {"chapter": chapter}
+    values = vars(args) | FLAG_DEFAULTS | changes | {"chapter": chapter}
+    # Planning needs only shapes.
+    values |= {"pretrained": False, "compile": False}
     for name, (first_chapter, value) in ADDED_BY.items():
         if chapter < first_chapter:
             values[name] = value
