@@ -185,6 +185,8 @@ class StepSeconds(Step):
         rate = 1e12 * setting.gpu_tflops * share * setting.tensor_parallel_size
         self.layer, self.head = (flops / rate for flops in forward_flops(setting))
         self.layer_backward = self.layer * (3 if setting.recompute == "full" else 2)
+        # The collectives of a split layer's backward pass; recomputation repeats 3 of 4.
+        self.backward_exchanges = 4 if setting.recompute == "none" else 7
         # For each gathered group: the time when it arrives. A gather begins at `start`, together
         # with the computation of the previous layer.
         self.ready, self.start = {}, 0.0
@@ -217,6 +219,8 @@ class StepSeconds(Step):
         each GPU of a node has a ring of its own, the rings share these links.
         """
         setting = self.setting
+        if stream == "group":
+            return setting.tensor_parallel_size, 1, setting.nvlink_gbs
         # The ring of replicas has one rank of each node.
         if stream == "replicas":
             return setting.replicas, setting.replicas, setting.network_gbs
@@ -237,21 +241,14 @@ class StepSeconds(Step):
 
     def exchange(self, times, count):
         """Let computation wait for all-gathers or reduce-scatters of `count` numbers in a group."""
-        setting = self.setting
-        size, ranks = count * setting.compute_bytes, setting.tensor_parallel_size
-        seconds, sent = collective(setting, "all-gather", size, ranks, 1, setting.nvlink_gbs)
-        after = self.end["compute"]
+        size, after = count * self.setting.compute_bytes, self.end["compute"]
+        seconds, sent = collective(self.setting, "all-gather", size, *self.ring("group"))
         self.end["compute"] = self.add("group", times * seconds, after, times * sent)
 
     def exchange_hidden(self, times):
         """Let computation wait for collectives of the hidden states of a micro-batch."""
         tokens = self.setting.micro_batch_size * self.setting.seq_length
         self.exchange(times, tokens * self.model.config.hidden_size)
-
-    @property
-    def backward_exchanges(self):
-        """Return the collectives of a split layer's backward pass: recomputation repeats 3 of 4."""
-        return 4 if self.setting.recompute == "none" else 7
 
     def offload_seconds(self, group, seconds_per_gb):
         """Return the seconds to copy a group's shard from or to the host, if it is offloaded."""
