@@ -141,7 +141,8 @@ def test_published_run_on_128_gpus_is_predicted_within_4_percent():
 
 
 def test_node_that_is_not_full_fails(capsys):
-    error = user_error(capsys, scale.parse_args, ["--gpus-per-node", "6"])
+    words = ["--gpus-per-node", "6", "--global-batch-size", "24"]
+    error = user_error(capsys, scale.parse_args, words)
     assert "--gpus-per-node 6: nodes are not full; choose a power of 2" in error
 
 
