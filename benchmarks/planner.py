@@ -1,7 +1,7 @@
 """Measure the memory of real runs, next to the memory that the planner predicts.
 
 Here:    python benchmarks/planner.py --output benchmarks/results/planner-cpu-2cores.json
-Closer:  python benchmarks/planner.py --only "05 full" "04 kept"
+Closer:  python benchmarks/planner.py --only "05 offload" "04 kept"
 
 Each case trains some steps on random tokens, on ranks that are CPU processes. Rank 0 reports the
 bytes of weights, gradients and optimizer state that it holds, and the peak of all tensors. torch's
@@ -9,8 +9,7 @@ profiler sees each allocation, and each release except those in Gloo's threads. 
 same flags.
 """
 
-import functools
-import importlib
+import json
 import sys
 import tempfile
 
@@ -18,7 +17,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdp import bytes_of
-from harness import PLANNER, describe_machine, keep, parser_of
+from harness import PLANNER, describe_machine, keep, parser_of, run
 from on_ranks import build, make_model_folder, on_ranks
 
 SMALL = {"layers": 4, "width": 256, "heads": 8, "kv": 4, "vocabulary": 2000, "tied": False}
@@ -29,19 +28,13 @@ CASES = {
     "02 wide": ("02", 2, {"layers": 2, "width": 512}, "-s 64 -b 2"),
     "04": ("04", 2, {}, "-s 256 -b 4"),
     "04 alone": ("04", 1, {}, "-s 128 -b 8"),
-    "04 bf16": ("04", 2, {}, "-s 256 -b 4 --precision bf16"),
     "04 kept": ("04", 2, {"layers": 8}, "-s 64 -b 1 --no-reshard-after-forward"),
     "04 uneven": ("04", 4, {"width": 264, "heads": 6, "kv": 2, "vocabulary": 1999}, "-s 64 -b 1"),
     "04 replicas": ("04", 4, {"tied": True}, "-s 64 -b 1 --replicas 2"),
-    "05": ("05", 2, {"layers": 6}, "-s 512 -b 4"),
     "05 bf16": ("05", 2, {"vocabulary": 16000}, "-s 512 -b 4 --precision bf16"),
-    "05 wide": ("05", 4, {"layers": 3, "width": 512}, "-s 64 -b 1"),
-    "05 full": ("05", 2, {"layers": 12}, "-s 256 -b 4 --recompute full"),
     "05 full bf16": ("05", 4, {"layers": 6}, "-s 512 -b 2 --recompute full --precision bf16"),
     "05 selective": ("05", 2, {"layers": 6}, "-s 256 -b 4 --recompute selective"),
     "05 offload": ("05", 2, {"tied": True}, "-s 128 -b 2 --cpu-offload --recompute full"),
-    "06": ("06", 2, {}, "-s 256 -b 4 --tensor-parallel-size 2"),
-    "06 groups": ("06", 4, {"tied": True}, "-s 256 -b 2 --tensor-parallel-size 2"),
     "06 bf16": ("06", 4, {}, "-s 512 -b 4 --tensor-parallel-size 4 --precision bf16"),
     "06 full": ("06", 4, {"layers": 6}, "-s 512 -b 4 --tensor-parallel-size 2 --recompute full"),
     "07": ("07", 2, {}, "-s 256 -b 2 --pipeline-parallel-size 2"),
@@ -50,29 +43,28 @@ STEPS = 8
 COMMON = "--device cpu --global-batch-size 8"
 # The names of collectives begin so.
 GLOO = ("c10d::", "_c10d_functional::", "gloo:")
-EXACT = ("parameters", "gradients", "optimizer state")
 
 
 def measure(chapter, args, device):
-    """Take some steps on random tokens; return the bytes that this rank holds, and their peak."""
-    found = {}
+    """Train some steps on random tokens; return the bytes that this rank holds, and their peak."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model, wrapped, optimizer, samples = build(chapter, args, device)
+        state = {}
 
-        def look(*_):
+        def measure_state(*_):
             weights = [weight for weight in model.parameters() if not weight.is_meta]
-            states = (optimizer.state[weight].values() for weight in weights)
-            found["parameters"] = bytes_of(weights)
-            found["gradients"] = bytes_of(weight.grad for weight in weights)
-            found["optimizer state"] = bytes_of(tensor for state in states for tensor in state)
+            moments = (optimizer.state[weight].values() for weight in weights)
+            state["parameters"] = bytes_of(weights)
+            state["gradients"] = bytes_of(weight.grad for weight in weights)
+            state["optimizer state"] = bytes_of(tensor for group in moments for tensor in group)
 
-        optimizer.register_step_post_hook(look)
+        optimizer.register_step_post_hook(measure_state)
         for step in range(1, STEPS + 1):
             with record_function(f"step {step}"):
                 chapter.train_step(args, wrapped, optimizer, samples, step, device)
     start, _, *later = rises(allocations(profiler))
-    # An unseen release can only make a rise look higher than it is.
-    return found | {"peak": start + found["optimizer state"] + min(later)}
+    # A release that the profiler does not see can only make a rise look higher than it is.
+    return state | {"peak": start + state["optimizer state"] + min(later)}
 
 
 def allocations(profiler):
@@ -120,36 +112,26 @@ def rises(events):
     return list(most.values())
 
 
-def measured(name, folder):
-    """Run a case; return the bytes on rank 0."""
-    chapter, ranks, changes, flags = CASES[name]
-    model = make_model_folder(f"{folder}/model", **(SMALL | changes))
-    return on_ranks(measure, chapter, ranks, model, folder, f"{COMMON} {flags}")
+def planned(case, folder):
+    """Return the plan of a case, for the model in the folder."""
+    chapter, ranks, _, flags = CASES[case]
+    command = [sys.executable, PLANNER, "--json", "--model-name", f"{folder}/model"]
+    command += ["--chapter", chapter, "--gpus-per-node", ranks, *f"{COMMON} {flags}".split()]
+    return json.loads(run(command).stdout)["asked"]
 
 
-@functools.cache
-def planner():
-    """Return the planner as a module."""
-    sys.path.append(str(PLANNER.parent))
-    return importlib.import_module(PLANNER.stem)
-
-
-def planned(name, folder):
-    """Return the plan of a case, for the model that its run left in the folder."""
-    chapter, ranks, _, flags = CASES[name]
-    options = f"-m {folder}/model --chapter {chapter} --gpus-per-node {ranks} {COMMON} {flags}"
-    return planner().make_plan(planner().parse_args(options.split()))["asked"]
-
-
-def compare(name, folder):
-    """Return a row: the measured bytes, the planned bytes, and their ratio."""
-    found, plan = measured(name, folder), planned(name, folder)
-    row = {"case": name, "ranks": CASES[name][1], "flags": CASES[name][3]}
-    row["measured"] = {part: found[part] for part in EXACT} | {"peak": found["peak"]}
-    row["planned"] = {part: plan["state"][part] for part in EXACT} | {"peak": plan["gpu_total"]}
+def compare(case):
+    """Run a case; return a row with the measured bytes, the planned bytes, and their ratio."""
+    chapter, ranks, changes, flags = CASES[case]
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model_folder(f"{folder}/model", **(SMALL | changes))
+        measured = on_ranks(measure, chapter, ranks, model, folder, f"{COMMON} {flags}")
+        plan = planned(case, folder)
+    row = {"case": case, "ranks": ranks, "flags": flags, "measured": measured}
+    row["planned"] = plan["state"] | {"peak": plan["gpu_total"]}
     row["when"] = plan["gpu_when"]
-    row["exact"] = all(row["measured"][part] == row["planned"][part] for part in EXACT)
-    return row | {"peak ratio": row["planned"]["peak"] / row["measured"]["peak"]}
+    row["exact"] = all(measured[part] == size for part, size in plan["state"].items())
+    return row | {"peak ratio": plan["gpu_total"] / measured["peak"]}
 
 
 def main():
@@ -157,16 +139,9 @@ def main():
     parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="cases")
     args, rows = parser.parse_args(), []
-    for name in args.only:
-        with tempfile.TemporaryDirectory() as folder:
-            rows.append(compare(name, folder))
-        row = rows[-1]
-        peaks = [row[kind]["peak"] / 1e6 for kind in ("measured", "planned")]
-        print(
-            f"{name:18} exact {row['exact']!s:6} peak {peaks[0]:8.2f} MB, planned {peaks[1]:8.2f}, "
-            f"ratio {row['peak ratio']:.3f}, at {row['when']}",
-            flush=True,
-        )
+    for case in args.only:
+        rows.append(compare(case))
+        print(json.dumps(rows[-1]), flush=True)
     keep(args.output, describe_machine(), {"rows": rows})
 
 

@@ -14,10 +14,10 @@ OUTER = 4 * (2 * VOCABULARY * WIDTH + WIDTH)
 MODEL = LAYERS * LAYER + OUTER
 
 
-def measure(chapter, ranks, cases, folder):
-    """Return the costs of each case on rank 0."""
+def measure(chapter, cases, folder):
+    """Return the costs of each case on the first of four ranks."""
     cases = {name: [*SHORT, "--save-dir", folder, *args] for name, args in cases.items()}
-    return call_on_ranks(ranks, "costs.py", cases, folder, chapter)
+    return call_on_ranks(4, "costs.py", cases, folder, chapter)
 
 
 def totals(counts):
@@ -28,50 +28,43 @@ def totals(counts):
     }
 
 
+CASES = {
+    "default": [],
+    "kept": ["--no-reshard-after-forward"],
+    "2 micro-batches": ["--batch-size", 1],
+    "2 replicas": ["--replicas", 2],
+    "2 replicas, 2 micro-batches": ["--replicas", 2, "--batch-size", 1],
+}
+
+
 @pytest.fixture(scope="module")
 def fsdp_costs(tmp_path_factory):
-    """The costs of chapter 04 by number of ranks and case."""
-    costs = {}
-    for ranks in (2, 4):
-        cases = {"default": [], "kept": ["--no-reshard-after-forward"]}
-        half = BATCH // ranks // 2
-        cases["2 micro-batches"] = ["--batch-size", half]
-        if ranks == 4:
-            cases["2 replicas"] = ["--replicas", 2]
-            cases["2 replicas, 2 micro-batches"] = ["--replicas", 2, "--batch-size", half]
-        found = measure("04", ranks, cases, tmp_path_factory.mktemp("costs"))
-        costs |= {(ranks, name): row for name, row in found.items()}
-    return costs
+    """The costs of chapter 04 by case."""
+    return measure("04", CASES, tmp_path_factory.mktemp("costs"))
 
 
-CASES = [(ranks, name) for ranks in (2, 4) for name in ("default", "kept", "2 micro-batches")]
-CASES += [(4, "2 replicas"), (4, "2 replicas, 2 micro-batches")]
-
-
-@pytest.mark.parametrize("ranks, case", CASES)
-def test_fsdp_memory_equals_the_formula(fsdp_costs, ranks, case):
+@pytest.mark.parametrize("case", CASES)
+def test_fsdp_memory_equals_the_formula(fsdp_costs, case):
     """A rank holds its shard of everything; the outer weights and one layer are gathered."""
-    costs, num_shards = fsdp_costs[ranks, case], ranks // 2 if "replicas" in case else ranks
+    costs, num_shards = fsdp_costs[case], 2 if "replicas" in case else 4
     assert costs["weights"] == costs["gradients"] == MODEL // num_shards
     # Besides its two moments, each weight has a step number.
     assert 0 <= costs["optimizer"] - 2 * MODEL // num_shards < 1000
     assert costs["gathered"] == (MODEL if case == "kept" else OUTER + LAYER)
 
 
-@pytest.mark.parametrize("ranks, case", CASES)
-def test_fsdp_sends_the_bytes_of_the_formula(fsdp_costs, ranks, case):
-    costs, num_replicas = fsdp_costs[ranks, case], 2 if "replicas" in case else 1
-    times = costs["micro-batches"]
-    assert times == (2 if "micro-batches" in case else 1)
+@pytest.mark.parametrize("case", CASES)
+def test_fsdp_sends_the_bytes_of_the_formula(fsdp_costs, case):
+    times = 2 if "micro-batches" in case else 1
     # The backward pass gathers each layer a second time, except for the last one.
     repeated = 0 if case == "kept" else LAYERS - 1
     expected = {
         "all-gather": [times * (1 + LAYERS + repeated), times * (MODEL + repeated * LAYER)],
         "reduce-scatter": [times * (1 + LAYERS), times * MODEL],
     }
-    if num_replicas > 1:
-        expected["all-reduce"] = [1 + LAYERS, MODEL * num_replicas // ranks]
-    assert totals(costs["step"]) == expected
+    if "replicas" in case:
+        expected["all-reduce"] = [1 + LAYERS, MODEL // 2]
+    assert totals(fsdp_costs[case]["step"]) == expected
 
 
 def test_tensor_parallel_step_sends_the_bytes_of_the_formula(tmp_path):
@@ -83,7 +76,7 @@ def test_tensor_parallel_step_sends_the_bytes_of_the_formula(tmp_path):
     common = ["--tensor-parallel-size", 2, "--batch-size"]
     cases = {name: [*common, 2, "--recompute", name] for name in ("none", "full", "selective")}
     cases["one micro-batch"] = [*common, 4]
-    for name, costs in measure("06", 4, cases, tmp_path).items():
+    for name, costs in measure("06", cases, tmp_path).items():
         samples, times = (4, 1) if name == "one micro-batch" else (2, 2)
         hidden, head = samples * LENGTH * WIDTH * 4, VOCABULARY * WIDTH * 4
         recomputes = name in ("full", "selective")
@@ -100,9 +93,8 @@ def test_tensor_parallel_step_sends_the_bytes_of_the_formula(tmp_path):
 def test_pipeline_step_gathers_each_layer_once(tmp_path):
     """This holds for any number of micro-batches; a step also reduces each gradient once."""
     args = ["--pipeline-parallel-size", 2, "--batch-size", 1]
-    costs = measure("07", 4, {"pipeline": args}, tmp_path)["pipeline"]
+    costs = measure("07", {"pipeline": args}, tmp_path)["pipeline"]
     groups = LAYERS // 2 + 1
-    assert costs["micro-batches"] == 4
     assert totals(costs["step"])["all-gather"][0] == groups
     assert totals(costs["step"])["reduce-scatter"][0] == groups
     assert totals(costs["evaluation"])["all-gather"][0] == groups

@@ -1,25 +1,26 @@
 """The planner: bytes that are known, verdicts that make sense, real runs, bad input."""
 
 import json
-import os
 import shlex
 import sys
 
 import pytest
+import yaml
 
 import will_it_fit
-from conftest import ROOT, SCRIPTS, run_command
+from conftest import ROOT, run_command
 from framework_files import write_config
-from memory import fullest_step
-from training_step import bubble, in_flight, load_config, setting_of
+from on_ranks import make_model_folder
+from planner import CASES, COMMON, SMALL
+from training_step import bubble, in_flight, load_config
 
 pytestmark = pytest.mark.tool
 
-PLANNER = ROOT / "tools/planner/will_it_fit.py"
 PAPER = (
     "-m meta-llama/Llama-3.1-405B --nodes 8 --gpus-per-node 8 -s 4096 -b 1 "
     "--global-batch-size 64 --cpu-offload --recompute full"
 )
+MEASURED = ROOT / "benchmarks/results/planner-cpu-2cores.json"
 # The numbers of weights as published.
 WEIGHTS = {
     "llama-3.1-405b": 405_853_388_800,
@@ -32,22 +33,6 @@ TINY_MATRICES = 4 * 128 * 128 + 3 * 128 * 352
 TINY_LAYER, SPLIT_LAYER = TINY_MATRICES + 2 * 128, TINY_MATRICES / 2 + 2 * 128
 # Besides, tiny has an embedding and a head of 384 × 128, and a norm.
 TINY_ROOT = 2 * 384 * 128 + 128
-
-
-@pytest.fixture(scope="module", autouse=True)
-def build_each_model_once():
-    """Build each model once in this module, so that each setting is traced once."""
-    build, models = will_it_fit.model_of, {}
-
-    def model_of(config):
-        text = config.to_json_string()
-        if text not in models:
-            models[text] = build(config)
-        return models[text]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(will_it_fit, "model_of", model_of)
-        yield
 
 
 def plan(options):
@@ -103,31 +88,6 @@ def test_state_of_tiny_has_the_bytes_counted_by_hand(flags):
     assert state["optimizer state"] == 8 * parameters + 4 * tensors
 
 
-def test_tensor_parallel_group_gathers_a_part_of_each_layer_and_keeps_all_hidden_states():
-    """Compare two layouts with the same number of tokens per device."""
-    options = "--device cpu --gpus-per-node 4 --config num_hidden_layers=8"
-    one = asked(f"{options} -b 1")["gpu"]
-    two = asked(f"{options} -b 2 --tensor-parallel-size 2")["gpu"]
-    assert two["gathered weights"] == pytest.approx(one["gathered weights"] / 2, rel=0.01)
-    # A rank keeps what the two blocks of each layer gather. Without splits, it has only its part.
-    gathered = 2 * 2 * 256 * 128 * 8 * 4
-    more = two["activations"] - one["activations"]
-    assert more == pytest.approx(gathered / 2, rel=0.05)
-    few = asked(f"{options} -b 1 --tensor-parallel-size 2")["gpu"]
-    assert few["activations"] == pytest.approx(two["activations"] / 2, rel=0.05)
-
-
-def test_pipeline_stage_holds_its_weights_gradients_and_receive_buffers():
-    options = "--device cpu --gpus-per-node 4 -b 2 --pipeline-parallel-size 2"
-    gpu, weights = asked(options)["gpu"], 4 * (2 * TINY_LAYER + 384 * 128)
-    assert gpu["gathered weights"] == weights
-    assert weights < gpu["full gradients"] < weights + 2 * TINY_LAYER * 4
-    # The stage receives the gradients of the hidden states of eight micro-batches.
-    assert gpu["communication"] == 8 * 2 * 256 * 128 * 4
-    gpu = asked(f"{options} --context-parallel-size 2 -b 4")["gpu"]
-    assert gpu["communication"] == 8 * 4 * 128 * 128 * 4
-
-
 def test_pipeline_keeps_the_activations_of_the_micro_batches_in_flight():
     kept = {}
     for schedule in ("gpipe", "1f1b", "interleaved-1f1b"):
@@ -161,26 +121,19 @@ def test_schedules_were_measured_as_planned():
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "mistral", "gemma3", "gemma3-window"])
 def test_family_is_planned(models, family):
-    options = f"-m {models / family} -s 64 --config num_hidden_layers=3"
-    args = will_it_fit.parse_args(options.split())
-    model = will_it_fit.model_of(load_config(args)[0])
-    assert len(model.layers) == 3
-    step = fullest_step(model, setting_of(args, "05", {}))
-    assert step.most["activations"] > 0
+    plan = asked(f"-m {models / family} -s 64 --config num_hidden_layers=3")
+    assert plan["gpu"]["activations"] > 0
 
 
 def test_405b_needs_the_published_memory():
-    # A published run needed 52.9 GB on each of 64 GPUs, most likely with all numbers in bf16.
+    # A published run needed 52.9 GB on each of 64 GPUs, most likely with all numbers in bf16. The
+    # plan has 56.6 GB.
     published = asked(f"{PAPER} --weights-dtype bf16")["gpu_total"]
     assert published == pytest.approx(52.9e9, rel=0.1)
     planned = plan(PAPER)
-    assert planned["asked"]["fits"]
-    assert planned["asked"]["gpu_total"] > published
-    assert planned["asked"]["state"]["parameters"] == pytest.approx(
-        405_853_388_800 * 4 / 64, rel=1e-3
-    )
-    assert not any(planned["settings"][name]["fits"] for name in ("02", "04", "05"))
+    assert planned["asked"]["gpu_total"] > published, "float32 takes more than bf16"
     assert planned["first"] == "05 --cpu-offload --recompute full"
+    assert not any(planned["settings"][name]["fits"] for name in ("02", "04", "05"))
     assert "configs/llama-3.1-405b.json; the hub was not asked" in planned["model"]["source"]
 
 
@@ -188,18 +141,18 @@ def test_405b_needs_the_published_memory():
 
 
 @pytest.mark.parametrize(
-    ("memory", "first", "nodes"),
+    ("memory", "first"),
     [
-        ("400", "02", None),
-        ("70", "04 --no-reshard-after-forward", None),
-        ("55", "04", None),
-        ("14", "05 --cpu-offload --recompute full", None),
-        ("14 --host-memory-gib 100", None, 2),
+        ("400", "02"),
+        ("70", "04 --no-reshard-after-forward"),
+        ("55", "04"),
+        ("14", "05 --cpu-offload --recompute full"),
+        ("14 --host-memory-gib 100", None),
     ],
 )
-def test_first_setting_that_fits_or_enough_nodes_are_named(memory, first, nodes):
+def test_plan_names_the_first_setting_that_fits(memory, first):
     planned = plan(f"-m meta-llama/Llama-3.1-8B -s 4096 -b 1 --gpu-memory-gib {memory}")
-    assert (planned["first"], planned["enough_nodes"]) == (first, nodes)
+    assert planned["first"] == first
 
 
 def test_split_is_planned_with_the_settings_of_its_chapter():
@@ -215,18 +168,7 @@ def test_exit_status_tells_whether_the_chosen_setting_fits(monkeypatch, capsys):
     assert main(monkeypatch, "--json") == 0
     assert json.loads(capsys.readouterr().out)["asked"]["fits"]
     assert main(monkeypatch, "--gpu-memory-gib 1") == 1
-    assert "nothing fits" in capsys.readouterr().out
-
-
-def test_advice_names_a_larger_batch_and_fewer_micro_batches(monkeypatch, capsys):
-    options = "-m meta-llama/Llama-3.1-8B -s 4096 -b 1 --global-batch-size 8"
-    assert main(monkeypatch, f"{options} --gpu-memory-gib 14 --host-memory-gib 100") == 1
-    answer = "would fit on 2 such nodes, with a global batch that is a multiple of 16"
-    assert answer in capsys.readouterr().out
-    for options, is_advised in {"--cpu-offload -b 2": True, "--cpu-offload": False}.items():
-        assert main(monkeypatch, options) == 0
-        output = capsys.readouterr().out
-        assert ("one micro-batch is best under offload" in output) == is_advised
+    assert "the first that fits: none; use more nodes" in capsys.readouterr().out
 
 
 def test_flags_are_those_of_the_newest_chapter(tmp_path):
@@ -237,65 +179,53 @@ def test_flags_are_those_of_the_newest_chapter(tmp_path):
     assert (args.device, args.precision, args.ranks) == ("cuda", "bf16", 8)
 
 
-def test_changed_configuration_is_planned():
-    planned = plan("--config num_hidden_layers=2 hidden_size=64")
-    # As before, there are four heads of 32.
-    layer = 4 * 64 * 128 + 3 * 64 * 352 + 2 * 64
-    assert planned["model"]["weights"] == 2 * layer + 2 * 384 * 64 + 64
-    assert planned["model"]["source"] == "built in, with num_hidden_layers=2,hidden_size=64"
-
-
 # ---- files for frameworks --------------------------------------------------------------------
 
 
-def test_deepspeed_file_is_written_only_if_the_setting_fits(monkeypatch, tmp_path):
+# The flags, the names of a value in the file, and the value.
+FILES = [
+    ("deepspeed --cpu-offload", "zero_optimization stage", 3),
+    ("deepspeed --cpu-offload", "zero_optimization offload_param device", "cpu"),
+    ("deepspeed --max-grad-norm 0.5", "gradient_clipping", 0.5),
+    ("deepspeed -b 3", "train_micro_batch_size_per_gpu", 2),
+    ("deepspeed", "torch_autocast lower_precision_safe_modules", []),
+    ("deepspeed --no-reshard-after-forward --cpu-offload", "zero_optimization stage", 2),
+    ("deepspeed --no-reshard-after-forward --cpu-offload", "zero_optimization offload_param", None),
+    ("deepspeed --weights-dtype bf16", "torch_autocast", None),
+    ("deepspeed --weights-dtype bf16", "data_types grad_accum_dtype", "fp32"),
+    ("accelerate --gpus-per-node 4", "num_processes", 4),
+    ("accelerate --recompute full", "fsdp_config fsdp_activation_checkpointing", True),
+    ("accelerate --no-reshard-after-forward", "fsdp_config fsdp_reshard_after_forward", False),
+    ("accelerate --chapter 02", "distributed_type", "MULTI_GPU"),
+    ("accelerate --chapter 02", "fsdp_config", None),
+]
+
+
+@pytest.mark.parametrize(("flags", "names", "value"), FILES)
+def test_file_for_a_framework_has_the_setting(flags, names, value, tmp_path):
+    framework, *words = flags.split()
+    # A file in JSON is also one in YAML.
+    found = yaml.safe_load(write_config(tmp_path / "file", framework, *words).read_text())
+    for name in names.split():
+        found = found.get(name)
+    assert found == value
+
+
+def test_file_is_written_only_if_the_setting_fits(monkeypatch, tmp_path):
     path = tmp_path / "new/zero.json"
-    line = f"--brief --gpus-per-node 4 --write-config deepspeed {path} --max-grad-norm 0.5"
-    assert main(monkeypatch, f"{line} --gpu-memory-gib 1") == 1
-    assert not path.exists()
-    assert main(monkeypatch, f"{line} --cpu-offload") == 0
-    written = json.loads(path.read_text())
-    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-    assert written["zero_optimization"] == zero and written["gradient_clipping"] == 0.5
-    assert written["torch_autocast"]["lower_precision_safe_modules"] == []
-    sizes = [written["train_batch_size"], written["train_micro_batch_size_per_gpu"]]
-    assert [*sizes, written["gradient_accumulation_steps"]] == [32, 8, 1]
-
-
-def test_deepspeed_file_has_stage_2_and_bf16_weights(tmp_path):
-    words = ["--no-reshard-after-forward", "--cpu-offload", "--weights-dtype", "bf16", "-b", 3]
-    written = json.loads(write_config(tmp_path / "zero.json", "deepspeed", *words).read_text())
-    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    assert written["zero_optimization"] == zero
-    assert written["bf16"] == {"enabled": True} and "torch_autocast" not in written
-    assert written["data_types"] == {"grad_accum_dtype": "fp32"}
-    assert written["train_micro_batch_size_per_gpu"] == written["gradient_accumulation_steps"] == 2
-
-
-def test_accelerate_file_has_the_setting(tmp_path):
-    path, line = tmp_path / "fsdp2.yaml", ["accelerate", "--gpus-per-node", 4]
-    words = ["--no-reshard-after-forward", "--recompute", "full"]
-    written = write_config(path, *line, *words).read_text().splitlines()
-    assert {"num_processes: 4", "  fsdp_activation_checkpointing: true"} <= {*written}
-    assert {"  fsdp_reshard_after_forward: false", "  fsdp_offload_params: false"} <= {*written}
-    written = write_config(path, *line, "--chapter", "02").read_text().splitlines()
-    assert 'distributed_type: "MULTI_GPU"' in written and "fsdp_config:" not in written
+    line = f"--brief --write-config deepspeed {path}"
+    assert main(monkeypatch, f"{line} --gpu-memory-gib 1") == 1 and not path.exists()
+    assert main(monkeypatch, line) == 0 and path.exists()
 
 
 # ---- bad input -------------------------------------------------------------------------------
 
 BAD = {
     "--gpus-per-node 0": "--gpus-per-node: must be at least 1, not 0",
-    "--lr nan": "--lr nan: must be at least 0",
     "--config width=8": "--model-name tiny width=8: key width",
-    "--nodes 5": "not divisible by 40 data-parallel ranks; choose a multiple",
-    "--tensor-parallel-size 8": "tiny has 4 key-value heads; choose a divisor",
     "--context-parallel-size 8 --context-parallel-style ulysses": "4 key-value heads for 8 ranks",
-    "--pipeline-parallel-size 8 -b 8": "do not fill the pipeline; lower --batch-size",
     "--pipeline-parallel-size 8 -b 4": "tiny has fewer than 8 layers",
-    "-s 100000": "--seq-length 100000: tiny takes at most 2048 tokens",
     "-m nosuch.json": "--model-name nosuch.json: file not found",
-    "-m nosuch/model": "--model-name nosuch/model:",
     "-m {folder}/broken.json": "broken.json:",
     "@nosuch.args": "'nosuch.args'",
     "--precision fp32 --weights-dtype bf16": "weights in bf16 cannot compute in fp32",
@@ -303,7 +233,6 @@ BAD = {
     "--write-config deepspeed file --recompute selective": "choose none or full",
     "--write-config deepspeed file --chapter 02": "choose --chapter 04 or 05",
     "--write-config accelerate file --weights-dtype bf16": "choose fp32",
-    "--write-config accelerate file --chapter 02 --cpu-offload": "it has no --cpu-offload",
 }
 
 
@@ -321,18 +250,27 @@ def test_mistake_costs_one_line(options, tmp_path, monkeypatch, capsys):
 # ---- real runs -------------------------------------------------------------------------------
 
 
-def check(rows):
-    """Fail unless weights, gradients and optimizer state are as planned, and the peaks nearly."""
-    for row in rows:
-        assert row["exact"], row
-        assert row["peak ratio"] == pytest.approx(1, abs=0.05), row
+def check(row):
+    """Fail unless the state of training is exactly as planned, and the peak nearly.
+
+    The plan lacks a few small tensors, at most 0.11% of a peak. For a pipeline, it has 2.6% too
+    much: it counts a layer's new gradients until the layer is done, but autograd adds each of them
+    to its sum at once.
+    """
+    assert row["exact"], row
+    highest = 1.03 if "--pipeline" in row["flags"] else 1.001
+    assert 0.998 < row["peak ratio"] < highest, row
 
 
-def test_measured_runs_were_as_planned():
-    path = ROOT / "benchmarks/results/planner-cpu-2cores.json"
-    rows = json.loads(path.read_text())["rows"]
-    assert len(rows) >= 8
-    check(rows)
+@pytest.mark.parametrize("case", CASES)
+def test_measured_runs_were_as_planned(case, tmp_path):
+    [row] = [row for row in json.loads(MEASURED.read_text())["rows"] if row["case"] == case]
+    check(row)
+    chapter, ranks, changes, flags = CASES[case]
+    make_model_folder(tmp_path, **(SMALL | changes))
+    planned = asked(f"-m {tmp_path} --chapter {chapter} --gpus-per-node {ranks} {COMMON} {flags}")
+    planned = planned["state"] | {"peak": planned["gpu_total"]}
+    assert planned == row["planned"], "the plan has changed; run benchmarks/planner.py again"
 
 
 @pytest.mark.slow
@@ -343,18 +281,5 @@ def test_runs_are_as_planned(tmp_path):
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["case"] for row in rows] == cases
-    check(rows)
-
-
-@pytest.mark.slow
-def test_405b_takes_less_than_twice_the_start_of_a_chapter():
-    """Both are measured in the same run, because machines differ."""
-    seconds = []
-    for command in ([PLANNER, *PAPER.split()], [SCRIPTS["08"], "--help"]):
-        before = os.times()
-        done = run_command(*command)
-        after = os.times()
-        children = [times.children_user + times.children_system for times in (before, after)]
-        seconds.append(children[1] - children[0])
-        assert done.returncode == 0, done.stderr
-    assert seconds[0] < 2 * seconds[1]
+    for row in rows:
+        check(row)

@@ -24,7 +24,13 @@ def args_of(flags="", **changes):
 
 def step_of(strategy, devices, flags=""):
     """Return a step that was played."""
-    return scale.StepSeconds(*scale.at_scale(args_of(flags), strategy, devices), SHARE).play()
+    return scale.StepSeconds(scale.at_scale(args_of(flags), strategy, devices), SHARE).play()
+
+
+def row_of(strategy, devices, flags="", **changes):
+    """Return the row of a strategy."""
+    setting = scale.at_scale(args_of(flags, **changes), strategy, devices)
+    return scale.row_of(setting, strategy, SHARE)
 
 
 def sent_in_copy(strategy, ranks, micro_steps):
@@ -80,7 +86,7 @@ def test_pipeline_is_idle_by_the_formula_and_sends_hidden_states(schedule, micro
     # The bytes of a micro-batch of 2 samples.
     hidden = 2 * 2 * 8192 * 4096
     assert step.sent["stages"] == 2 * passes * count * hidden
-    row = scale.row_of(args_of(flags), "pipeline", 64, SHARE)
+    row = row_of("pipeline", 64, flags)
     # Besides, the rank waits for the reduction at the end.
     assert idle < row["share"] < idle + 0.02
     most = max(stages) * 3 * step.layer * count
@@ -102,16 +108,16 @@ def test_hybrid_sends_only_shards_of_gradients_between_nodes(micro_steps):
 
 @pytest.mark.parametrize("strategy", scale.STRATEGIES)
 def test_waits_vanish_with_one_device_or_links_without_limits(strategy):
-    alone, row = step_of(strategy, 1), scale.row_of(args_of(), strategy, 1, SHARE)
+    alone, row = step_of(strategy, 1), row_of(strategy, 1)
     assert alone.sent["copy"] == alone.sent["replicas"] == alone.sent["network"] == 0
     # With offload, a single device still copies to the host.
     assert (row["exposed"] > 0) == (strategy == "FSDP, CPU offload")
     fast = dict.fromkeys(("nvlink_gbs", "network_gbs", "pcie_gbs"), math.inf)
-    row = scale.row_of(args_of("--latency 0", **fast), strategy, 512, SHARE)
+    row = row_of(strategy, 512, "--latency 0", **fast)
     # Eight micro-batches in eight stages are idle, however fast the links are.
     idle = 7 / (8 + 7) if strategy == "pipeline" else 0
     assert row["share"] == pytest.approx(idle, abs=1e-3)
-    slow = scale.row_of(args_of(), strategy, 512, SHARE)
+    slow = row_of(strategy, 512)
     assert slow["exposed"] > 0.001
     assert slow["compute"] + slow["host"] + slow["exposed"] == pytest.approx(slow["step"])
 
@@ -130,47 +136,16 @@ def test_collective_takes_the_time_computed_by_hand():
     assert gather > 4095 * 1.9e-6 > 10 * reduce
 
 
-def test_layer_rows_have_the_bytes_and_the_threshold_computed_by_hand():
-    rows = {(row["model"][-3:], row["devices"]): row for row in scale.layer_rows(SHARE)}
-    one_node, nodes = rows["-8B", 8], rows["-8B", 512]
-    assert one_node["FSDP_gb"] == pytest.approx(7 / 8 * 8 * LAYER / 1e9)
-    assert (
-        one_node["group_gb"]
-        == nodes["group_gb"]
-        == pytest.approx(7 / 8 * 16 * 8 * 1024 * 4096 / 1e9)
-    )
-    assert one_node["across"] == one_node["across_gb"] == 0
-    # Each device has an eighth of its node's links, and sends an eighth of the layer.
-    assert nodes["across_gb"] == pytest.approx(63 / 64 * LAYER / 1e9, rel=1e-3)
-    assert nodes["across"] == pytest.approx(nodes["across_gb"] / 47, rel=0.5)
-    for row in rows.values():
-        assert (row["pays below"] > 1024) == (row["compute"] + row["group"] < row["FSDP"])
-
-
 def test_published_run_on_128_gpus_is_predicted_within_4_percent():
     for row in scale.published_rows():
         assert abs(row["error"]) < (1e-6 if row["fitted"] else 0.04), row
     assert 0.3 < scale.fitted_share("eager") < scale.fitted_share("compiled") < 0.5
 
 
-@pytest.mark.slow
-def test_fastest_way_splits_only_for_more_devices_than_samples():
-    rows = {(row["model"][-4:], row["devices"]): row for row in scale.fastest_rows(SHARE)}
-    fastest = {}
-    for key, row in rows.items():
-        speeds = {way: row[way]["tokens_per_second"] for way in scale.WAYS if way in row}
-        fastest[key] = max(speeds, key=speeds.get, default=None)
-    # The state has 6 TB, so nothing fits.
-    assert fastest["405B", 8] is fastest["405B", 64] is None
-    assert fastest["1-8B", 8] == fastest["1-8B", 512] == fastest["-70B", 512] == "FSDP"
-    # A step has only 1,024 samples.
-    assert "FSDP" not in rows["1-8B", 4096]
-    assert fastest["-70B", 4096] == fastest["405B", 4096] == "TP and PP"
-
-
-def test_devices_that_do_not_fill_nodes_fail(capsys):
-    error = user_error(capsys, scale.parse_args, ["--devices", "8", "12"])
-    assert "--devices 12: not a multiple of --gpus-per-node 8" in error
+def test_node_that_is_not_full_fails(capsys):
+    words = ["--gpus-per-node", "6", "--global-batch-size", "24"]
+    error = user_error(capsys, scale.parse_args, words)
+    assert "--gpus-per-node 6: nodes are not full; choose a power of 2" in error
 
 
 @pytest.mark.exhaustive

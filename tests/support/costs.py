@@ -80,10 +80,11 @@ def measure(chapter, args):
     with Traffic() as step:
         chapter.train_step(args, model, optimizer, samples, 2, device)
     states = [moment for state in optimizer.state.values() for moment in state.values()]
-    results = costs | {"optimizer": bytes_of(states), "micro-batches": args.accumulation}
+    # The hooks also run in the evaluation, so copy the costs of training before it.
+    results = costs | {"optimizer": bytes_of(states), "step": step.counts}
     with Traffic() as evaluation:
         chapter.evaluate(args, model, ids, device)
-    return results | {"step": step.counts, "evaluation": evaluation.counts}
+    return results | {"evaluation": evaluation.counts}
 
 
 if __name__ == "__main__":

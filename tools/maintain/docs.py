@@ -254,13 +254,6 @@ def gain(point, other_point):
     return at(*point)["tokens_per_second"] / at(*other_point)["tokens_per_second"]
 
 
-def first_gain(scene, strategy, other):
-    """Return the smallest number of devices for a strategy to be faster than `other`."""
-    rows = [row for row in load("scale.json")["scenes"] if row["scene"] == scene]
-    sizes = sorted({row["devices"] for row in rows})
-    return next(n for n in sizes if gain((scene, strategy, n), (scene, other, n)) > 1)
-
-
 def fastest(row, ways):
     """Return the fastest of the ways to split that fit."""
     fitting = [way for way in ways if way in row]

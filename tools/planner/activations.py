@@ -4,7 +4,6 @@ Fake tensors have shapes, but no data.
 """
 
 import copy
-import dataclasses
 import functools
 import weakref
 from collections import Counter
@@ -82,10 +81,8 @@ class Recorder(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         seen = self.kind_of.keys() | self.weights
         new = [storage for storage in storages(output) if storage._cdata not in seen]
-        inputs = storages((args, kwargs))
-        is_cast = func.name() == "aten::_to_copy" and inputs[0]._cdata in self.weights
         for storage in new:
-            self.count(storage, "cast weights" if is_cast else self.kind)
+            self.count(storage, self.kind)
         if new:
             self.update_peaks()
         return output
@@ -115,19 +112,26 @@ def storages(tree):
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+# The arguments that change the tensors of a layer.
+TRACED_ARGS = ["chapter", "precision", "weights_dtype", "model_name", "seq_length", "recompute"]
+TRACED_ARGS += ["micro_batch_size", "tensor_parallel_size"]
+TRACED_ARGS += ["context_parallel_size", "context_parallel_style"]
+# The segments of the settings that were traced.
+TRACES = {}
+
+
 def segments_of(model, setting):
     """Return the segments of a micro-step of a setting: of one rank, with two layers."""
-    # Settings that differ only in these values have the same segments.
-    same = {"ranks": 1, "replicas": 1, "accumulation": 1, "reshard_after_forward": True}
-    same |= {"cpu_offload": False, "checkpoint_async": False, "device": "cuda"}
-    same |= {"pipeline_parallel_size": 1, "pipeline_schedule": "1f1b"}
+    setting = setting.changed(device="cuda", cpu_offload=False, pipeline_parallel_size=1)
     # The chapters from 05 on build the same model, and so do the chapters before.
     if not setting.autocast:
-        same["chapter"] = "04" if setting.chapter < "05" else "05"
-    return trace(model, dataclasses.replace(setting, **same))
+        setting.chapter = "04" if setting.chapter < "05" else "05"
+    key = (model, *(getattr(setting, name) for name in TRACED_ARGS))
+    if key not in TRACES:
+        TRACES[key] = trace(model, setting)
+    return TRACES[key]
 
 
-@functools.cache
 def trace(model, setting):
     """Run forward and backward passes of the model with two layers; return segments by name."""
     length = setting.seq_length // setting.context_parallel_size

@@ -2,7 +2,9 @@
 
 import json
 
-from training_step import FLAG_DEFAULTS, fail, setting_of
+import yaml
+
+from training_step import fail
 
 # The values that a framework's file can express.
 SUPPORTED = {
@@ -30,11 +32,6 @@ def config_text(args):
         if value not in values:
             choices = " or ".join(map(str, values))
             fail(f"{flags} {flag} {value}: a file cannot express this value; choose {choices}")
-    setting = setting_of(args, args.chapter, {name: getattr(args, name) for name in FLAG_DEFAULTS})
-    for name in FLAG_DEFAULTS:
-        if getattr(args, name) != getattr(setting, name):
-            flag = f"--{name.replace('_', '-')}"
-            fail(f"{flags} --chapter {args.chapter}: it has no {flag}; choose --chapter 05")
     return WRITERS[framework](args)
 
 
@@ -77,9 +74,8 @@ def accelerate(args):
     config["distributed_type"] = "MULTI_GPU" if args.chapter == "02" else "FSDP"
     config["mixed_precision"] = "bf16" if args.precision == "bf16" else "no"
     config |= {"num_machines": args.nodes, "num_processes": args.ranks, "rdzv_backend": "c10d"}
-    lines = [f"{name}: {json.dumps(value)}" for name, value in config.items()]
     if args.chapter != "02":
-        settings = {
+        fsdp = {
             "version": 2,
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "reshard_after_forward": args.reshard_after_forward,
@@ -88,9 +84,8 @@ def accelerate(args):
             "state_dict_type": "SHARDED_STATE_DICT",
             "cpu_ram_efficient_loading": False,
         }
-        lines += ["fsdp_config:"]
-        lines += [f"  fsdp_{name}: {json.dumps(value)}" for name, value in settings.items()]
-    return "\n".join(lines) + "\n"
+        config["fsdp_config"] = {f"fsdp_{name}": value for name, value in fsdp.items()}
+    return yaml.safe_dump(config, sort_keys=False)
 
 
 WRITERS = {"deepspeed": deepspeed, "accelerate": accelerate}

@@ -6,7 +6,7 @@ from activations import segments_of
 from training_step import Step, in_flight, numbers, shard_numbers
 
 # The parts of a GPU's memory that the run on fake tensors measures.
-TRACED_PARTS = ["cast weights", "activations", "logits"]
+TRACED_PARTS = ["activations", "logits"]
 # All parts of a GPU's memory, from tensors that stay to tensors that come and go.
 PARTS = ["parameters", "gradients", "optimizer state", "gathered weights", "full gradients"]
 PARTS += [*TRACED_PARTS, "communication"]
@@ -40,12 +40,12 @@ class StepMemory(Step):
     After play(), `most` has the bytes of each part at the peak, and `when` names that moment.
 
     This class models chapters 02 and 03, which use DDP and autocast. DDP's gradient buckets last
-    for the entire run, but only the last micro-step writes its gradients into them. Until then,
-    the sums of the gradients of earlier micro-steps are separate tensors.
+    for the entire run, but only the last micro-step writes its gradients into them. The sums of the
+    gradients of earlier micro-steps are separate tensors.
     """
 
-    # The number of copies of the gradients that a micro-step adds to memory: -1, 0 or 1.
-    growth = 0
+    # Whether gradients become separate tensors, which stay until they are reduced.
+    keeps_gradients = False
     # Only the last stage of a pipeline has the head. Without a pipeline, each rank has it.
     has_head = True
     # The number of other micro-batches whose activations the rank keeps at the same time.
@@ -61,14 +61,11 @@ class StepMemory(Step):
         self.held, self.most, self.when = Counter(), Counter(), ""
 
     def play(self):
-        """Play the first micro-step, the second and the last."""
+        """Play the last micro-step, which begins with the sums of the gradients of earlier ones."""
         self.held.update(self.state)
-        last = self.setting.accumulation
-        for number in sorted({1, min(2, last), last}):
-            if last > 1:
-                self.growth = 1 if number == 1 else -1 if number == last else 0
-            self.micro_step()
-        self.update_peak("AdamW")
+        if self.setting.accumulation > 1:
+            self.held["full gradients"] = sum(map(self.gradients_of, range(self.depth + 1)))
+        self.micro_step()
 
     def update_peak(self, when, **temporary):
         """Store this moment if it is the fullest; `temporary` bytes exist at this moment only."""
@@ -93,9 +90,9 @@ class StepMemory(Step):
     def compute(self, when, name):
         """Update the step's peak with the peak of the segment `name`."""
         segment = self.segments[name]
-        most = segment.most if self.growth == 1 else segment.most_besides_gradients
+        most = segment.most if self.keeps_gradients else segment.most_besides_gradients
         temporary = {kind: most[kind] - segment.start[kind] for kind in TRACED_PARTS}
-        if self.growth == 1:
+        if self.keeps_gradients:
             temporary["full gradients"] = most["gradients"] - segment.start["gradients"]
         self.update_peak(when, **temporary)
 
@@ -131,8 +128,8 @@ class StepMemory(Step):
             self.add_gradients(self.gradients_of(0) - self.head_gradients)
 
     def add_gradients(self, size):
-        """Add `growth` times `size` bytes of gradients to the held bytes."""
-        self.held["full gradients"] += self.growth * size
+        """Hold more bytes of gradients, if they are separate tensors."""
+        self.held["full gradients"] += self.keeps_gradients * size
 
     def gradients_of(self, group):
         """Return the bytes of a group's gradients as the backward pass produces them."""
@@ -151,7 +148,7 @@ class ShardedMemory(StepMemory):
     Buffers are allocated and freed in the order of torch/distributed/fsdp/_fully_shard.
     """
 
-    growth, micro_steps, is_forward = 1, 2, True
+    keeps_gradients, micro_steps = True, 2
 
     def play(self):
         """Play the first micro-step and, if there are more, a second one.
@@ -168,7 +165,6 @@ class ShardedMemory(StepMemory):
             self.is_forward = True
             self.micro_step()
             self.held["communication"] -= self.reduce_buffer
-        self.update_peak("AdamW")
 
     def gather(self, group):
         """Hold the output buffer of the all-gather, and its input only for a moment."""

@@ -8,7 +8,7 @@ take time on streams: one stream computes, one sends among the ranks that share 
 one among copies, and one among the ranks that split a layer. A pipeline is idle as the formula of
 chapter 07 says. Shapes and bytes are the planner's, and the time of a collective follows NCCL's own
 model. One number is fitted: the share of its peak that a GPU reaches, to a published run on 8 GPUs.
-The same run on 128 GPUs is then predicted. All flags of will_it_fit.py are accepted.
+The same run on 128 GPUs is then predicted. The flags of training and of machines are accepted.
 
 What is assumed besides:
 
@@ -28,20 +28,17 @@ What is assumed besides:
   traffic between stages is hidden if it takes less time than computation.
 """
 
-import argparse
-import copy
 import functools
 import itertools
 import json
 import shlex
 import sys
 from collections import Counter, defaultdict
-from dataclasses import replace
 from pathlib import Path
 
 import will_it_fit as planner
 from memory import fullest_step
-from training_step import Step, bubble, load_config, numbers, setting_of
+from training_step import Step, bubble, fail, load_config, model_of, numbers, setting_of
 
 DEVICES = [2**power for power in range(3, 13)]
 # The numbers of devices that tables show.
@@ -68,16 +65,18 @@ PUBLISHED = [
     {"run": "compiled", "devices": 128, "tokens_per_second": 6514, "gib": 62.0},
 ]
 
-# The speeds of an H100's links in GB/s: flag, default and help. NCCL's developers report 370 of 450
-# for a ring inside a node (https://github.com/NVIDIA/nccl-tests/issues/212), and 47 of 50 for a 400
-# Gb/s adapter (issue 290).
+# The speeds of an H100 and its links: flag, default and help. NCCL's developers report 370 of 450
+# GB/s for a ring inside a node (https://github.com/NVIDIA/nccl-tests/issues/212), and 47 of 50 for
+# a 400 Gb/s adapter (issue 290).
 SPEEDS = {
-    "--nvlink-gbs": (370.0, "a GPU sends inside its node"),
-    "--network-gbs": (47.0, "a GPU's share of the network"),
-    "--gpu-bandwidth-gbs": (3350.0, "of a GPU's own memory"),
-    "--pcie-gbs": (50.0, "between a GPU and its host"),
-    "--pageable-gbs": (6.0, "to host memory that is pageable"),
-    "--cpu-adam-gbs": (200.0, "a host's memory, in AdamW"),
+    "--gpu-tflops": (989.0, "dense TFLOP/s of a GPU in --precision"),
+    "--latency": (1.0, "multiple of NCCL's estimates per hop"),
+    "--nvlink-gbs": (370.0, "GB/s that a GPU sends inside its node"),
+    "--network-gbs": (47.0, "GB/s, a GPU's share of the network"),
+    "--gpu-bandwidth-gbs": (3350.0, "GB/s of a GPU's own memory"),
+    "--pcie-gbs": (50.0, "GB/s between a GPU and its host"),
+    "--pageable-gbs": (6.0, "GB/s to host memory that is pageable"),
+    "--cpu-adam-gbs": (200.0, "GB/s of a host's memory, in AdamW"),
 }
 
 # NCCL's own estimates, src/graph/tuning.cc at b6475625: the share of the ring's bandwidth; then the
@@ -114,78 +113,40 @@ MODELS = [f"meta-llama/Llama-3.{size}" for size in ("2-1B", "1-8B", "1-70B", "1-
 
 
 def parse_args(argv=None):
-    """Return the planner's arguments together with those of this script."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        epilog=f"All flags of will_it_fit.py are accepted; the defaults are {DEFAULTS}",
-        allow_abbrev=False,
-    )
-    parser.error = planner.fail
+    """Return the arguments, among them the shapes of the model."""
+    parser = planner.parser_of(__doc__, f"The defaults are {DEFAULTS}")
     add, number = parser.add_argument, planner.at_least
     add("--output", type=Path, help="instead, write the rows of the READMEs to this file")
-    add("--devices", type=number(1), nargs="+", default=DEVICES, help="total numbers of devices")
     add("--micro-steps", type=number(1), default=1, help="micro-batches of a step")
-    add("--latency", type=number(0.0), default=1.0, help="multiple of NCCL's estimates per hop")
-    add("--gpu-tflops", type=number(0.001), default=989.0, help="dense bf16 TFLOP/s of a GPU")
-    add("--gpu-fp32-tflops", type=number(0.001), default=67.0, help="the same, in float32")
     for name, (speed, description) in SPEEDS.items():
-        add(name, type=number(0.001), default=speed, help=f"GB/s, {description}")
-    own, others = parser.parse_known_args(argv)
-    args = planner.parse_args([*shlex.split(DEFAULTS), *others])
-    args.micro_batch_size, args.accumulation = args.batch_size, own.micro_steps
-    vars(args).update(vars(own))
-    for devices in args.devices:
-        if devices > args.gpus_per_node and devices % args.gpus_per_node:
-            problem = f"not a multiple of --gpus-per-node {args.gpus_per_node}"
-            planner.fail(f"--devices {devices}: {problem}; choose a multiple")
+        add(name, type=number(0.001), default=speed, help=description)
+    words = sys.argv[1:] if argv is None else argv
+    args = planner.parse(parser, [*shlex.split(DEFAULTS), *words])
+    args.micro_batch_size, args.accumulation = args.batch_size, args.micro_steps
+    if DEVICES[-1] % args.gpus_per_node:
+        fail(f"--gpus-per-node {args.gpus_per_node}: nodes are not full; choose a power of 2")
+    args.model = model_of(load_config(args)[0])
     return args
-
-
-@functools.cache
-def model_of(name, *changes):
-    """Return the shapes of a model's weights, with changes of its configuration."""
-    args = planner.parse_args(["-m", name, *(["--config", *changes] if changes else [])])
-    config, _ = load_config(args)
-    return planner.model_of(config)
 
 
 # ---- one step --------------------------------------------------------------------------------
 
 
-def head_numbers(model):
-    """Return the number of weights of the output layer."""
-    return model.config.vocab_size * model.config.hidden_size
-
-
-def forward_flops(model, setting):
+def forward_flops(setting):
     """Return the FLOPs of the forward pass of a micro-batch: of a layer, and of the output layer.
 
     A token needs 2 per weight and 4 × width × sequence length for attention in each layer: PaLM,
     appendix B, https://arxiv.org/abs/2204.02311. Looking up an embedding needs none.
     """
-    tokens, config = setting.micro_batch_size * setting.seq_length, model.config
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    tokens, model = setting.micro_batch_size * setting.seq_length, setting.model
+    heads = model.config.num_attention_heads
+    width = heads * (getattr(model.config, "head_dim", None) or model.config.hidden_size // heads)
     layer_weights = sum(map(numbers, model.layers)) / len(model.layers)
     layer = 2 * layer_weights + 4 * width * setting.seq_length
-    return layer * tokens, 2 * head_numbers(model) * tokens
+    return layer * tokens, 2 * model.config.vocab_size * model.config.hidden_size * tokens
 
 
-def link_speeds(args, setting):
-    """Return the GB/s that a rank sends inside a copy of the model, and between copies.
-
-    A ring that spans nodes leaves each node once, through the network links of all its GPUs. If
-    each GPU of a node has a ring of its own, the rings share these links.
-    """
-    local_ranks = args.gpus_per_node // setting.tensor_parallel_size
-    across = min(args.nvlink_gbs, local_ranks * args.network_gbs)
-    inside = across if setting.shards > local_ranks else args.nvlink_gbs
-    if args.nodes == 1:
-        return inside, args.nvlink_gbs
-    return inside, across if setting.chapter == "02" else args.network_gbs
-
-
-def collective(args, kind, size, ranks, nodes, gbs):
+def collective(setting, kind, size, ranks, nodes, gbs):
     """Return the seconds that a collective takes, and the bytes that each rank sends in a ring.
 
     The full tensor has `size` bytes. The ring spans this number of nodes, at `gbs` GB/s.
@@ -202,7 +163,7 @@ def collective(args, kind, size, ranks, nodes, gbs):
         else:
             continue
         latency = start + hops[0] * inside + hops[1] * between
-        times.append(wire / (share * gbs * 1e9) + args.latency * latency / 1e6)
+        times.append(wire / (share * gbs * 1e9) + setting.latency * latency / 1e6)
     return min(times), sent
 
 
@@ -213,16 +174,19 @@ class StepSeconds(Step):
     model), "replicas" (copies), "group" (ranks that split a layer) and "stages".
     """
 
-    def __init__(self, args, setting, share):
-        full_model = model_of(args.model_name, *args.config)
-        super().__init__(full_model, setting)
-        self.args, self.full_model = args, full_model
+    def __init__(self, setting, share):
+        super().__init__(setting.model, setting)
+        config = setting.model.config
+        self.head_numbers = config.vocab_size * config.hidden_size
+        # Under DDP, the gradient of an output layer that is not tied is ready first.
+        self.reduced_first = 0 if config.tie_word_embeddings else self.head_numbers
         # For each stream: the time when it ends, the seconds that it works, and the bytes it sends.
         self.end, self.busy, self.sent = defaultdict(float), Counter(), Counter()
-        tflops = args.gpu_tflops if setting.precision == "bf16" else args.gpu_fp32_tflops
-        rate = 1e12 * tflops * share * setting.tensor_parallel_size
-        self.layer, self.head = (flops / rate for flops in forward_flops(full_model, setting))
+        rate = 1e12 * setting.gpu_tflops * share * setting.tensor_parallel_size
+        self.layer, self.head = (flops / rate for flops in forward_flops(setting))
         self.layer_backward = self.layer * (3 if setting.recompute == "full" else 2)
+        # The collectives of a split layer's backward pass; recomputation repeats 3 of 4.
+        self.backward_exchanges = 4 if setting.recompute == "none" else 7
         # For each gathered group: the time when it arrives. A gather begins at `start`, together
         # with the computation of the previous layer.
         self.ready, self.start = {}, 0.0
@@ -249,21 +213,27 @@ class StepSeconds(Step):
         return self.end[stream]
 
     def ring(self, stream):
-        """Return the ranks of a stream's ring, the number of nodes that it spans, and its GB/s."""
+        """Return the ranks of a stream's ring, the number of nodes that it spans, and its GB/s.
+
+        A ring that spans nodes leaves each node once, through the network links of all its GPUs. If
+        each GPU of a node has a ring of its own, the rings share these links.
+        """
         setting = self.setting
-        inside, between = link_speeds(self.args, setting)
+        if stream == "group":
+            return setting.tensor_parallel_size, 1, setting.nvlink_gbs
         # The ring of replicas has one rank of each node.
         if stream == "replicas":
-            return setting.replicas, setting.replicas, between
-        if setting.chapter == "02":
-            return setting.ranks, self.args.nodes, between
-        ranks = setting.shards * setting.tensor_parallel_size
-        return setting.shards, -(-ranks // self.args.gpus_per_node), inside
+            return setting.replicas, setting.replicas, setting.network_gbs
+        local_ranks = setting.gpus_per_node // setting.tensor_parallel_size
+        ranks = setting.ranks if setting.chapter == "02" else setting.shards
+        nodes = -(-ranks // local_ranks)
+        across = min(setting.nvlink_gbs, local_ranks * setting.network_gbs)
+        return ranks, nodes, across if nodes > 1 else setting.nvlink_gbs
 
     def send(self, stream, kind, size, after, copied=0.0):
         """Put a collective on a stream, in line with a copy from or to the host; return its end."""
         ranks, nodes, gbs = self.ring(stream)
-        seconds, sent = collective(self.args, kind, size, ranks, nodes, gbs)
+        seconds, sent = collective(self.setting, kind, size, ranks, nodes, gbs)
         # A ring leaves each node once.
         if nodes > 1:
             self.sent["network"] += sent * nodes / ranks
@@ -271,21 +241,14 @@ class StepSeconds(Step):
 
     def exchange(self, times, count):
         """Let computation wait for all-gathers or reduce-scatters of `count` numbers in a group."""
-        setting, args = self.setting, self.args
-        size, ranks = count * setting.compute_bytes, setting.tensor_parallel_size
-        seconds, sent = collective(args, "all-gather", size, ranks, 1, args.nvlink_gbs)
-        after = self.end["compute"]
+        size, after = count * self.setting.compute_bytes, self.end["compute"]
+        seconds, sent = collective(self.setting, "all-gather", size, *self.ring("group"))
         self.end["compute"] = self.add("group", times * seconds, after, times * sent)
 
     def exchange_hidden(self, times):
         """Let computation wait for collectives of the hidden states of a micro-batch."""
         tokens = self.setting.micro_batch_size * self.setting.seq_length
         self.exchange(times, tokens * self.model.config.hidden_size)
-
-    @property
-    def backward_exchanges(self):
-        """Return the collectives of a split layer's backward pass: recomputation repeats 3 of 4."""
-        return 4 if self.setting.recompute == "none" else 7
 
     def offload_seconds(self, group, seconds_per_gb):
         """Return the seconds to copy a group's shard from or to the host, if it is offloaded."""
@@ -295,7 +258,7 @@ class StepSeconds(Step):
     def gather(self, group):
         if group not in self.ready and self.setting.chapter != "02":
             size = self.padded_numbers(group) * self.setting.compute_bytes
-            copied = self.offload_seconds(group, 1 / self.args.pcie_gbs)
+            copied = self.offload_seconds(group, 1 / self.setting.pcie_gbs)
             self.ready[group] = self.send("copy", "all-gather", size, self.start, copied)
 
     def use(self, group):
@@ -313,16 +276,10 @@ class StepSeconds(Step):
 
     def head_backward(self):
         """Compute the loss and its backward pass; a group gathers the head and its gradient."""
-        head = head_numbers(self.full_model)
-        self.exchange(2, head)
+        self.exchange(2, self.head_numbers)
         done = self.add("compute", 3 * self.head)
-        if self.setting.chapter == "02" and self.is_last and not self.is_tied:
-            self.send("copy", "all-reduce", 4 * head, done)
-
-    @property
-    def is_tied(self):
-        """Return whether the output layer has the weights of the embedding."""
-        return self.full_model.config.tie_word_embeddings
+        if self.setting.chapter == "02" and self.is_last and self.reduced_first:
+            self.send("copy", "all-reduce", 4 * self.reduced_first, done)
 
     def backward(self, group):
         if group:
@@ -335,16 +292,15 @@ class StepSeconds(Step):
         Under offload, gradients of the first micro-step go to pinned memory. A rank waits until
         later ones have been copied and added up.
         """
-        args, setting = self.args, self.setting
+        setting = self.setting
         self.free(group)
         if setting.chapter == "02":
-            head = 0 if group or self.is_tied else head_numbers(self.full_model)
             if self.is_last:
-                size = 4 * (numbers(self.shapes(group)) - head)
+                size = 4 * (numbers(self.shapes(group)) - (0 if group else self.reduced_first))
                 self.send("copy", "all-reduce", size, self.end["compute"])
             return
-        later = 1 / args.pageable_gbs + 3 * args.gpus_per_node / args.cpu_adam_gbs
-        copied = self.offload_seconds(group, 1 / args.pcie_gbs if self.is_first else later)
+        later = 1 / setting.pageable_gbs + 3 * setting.gpus_per_node / setting.cpu_adam_gbs
+        copied = self.offload_seconds(group, 1 / setting.pcie_gbs if self.is_first else later)
         size = self.padded_numbers(group) * setting.weight_bytes
         done = self.send("copy", "reduce-scatter", size, self.end["compute"], copied)
         if setting.cpu_offload and not self.is_first:
@@ -364,7 +320,7 @@ class StepSeconds(Step):
         size = 2 * setting.num_stages // ranks * count * setting.compute_bytes
         size *= setting.micro_batch_size * setting.seq_length * self.model.config.hidden_size
         size /= setting.tensor_parallel_size
-        sent = self.add("stages", size / self.args.network_gbs / 1e9, sent=size)
+        sent = self.add("stages", size / setting.network_gbs / 1e9, sent=size)
         self.sent["network"] += size
         for group in range(self.depth + 1):
             self.gather(group)
@@ -374,7 +330,7 @@ class StepSeconds(Step):
         start = self.end["compute"] - self.depth * self.layer
         self.add("compute", count * seconds[rank] - self.depth * self.layer)
         self.exchange_hidden(count * self.depth * (4 + self.backward_exchanges))
-        self.exchange(2 * count if rank == ranks - 1 else 0, head_numbers(self.full_model))
+        self.exchange(2 * count if rank == ranks - 1 else 0, self.head_numbers)
         share = bubble(setting.pipeline_schedule, ranks, count)
         self.end["compute"] += (self.end["compute"] - start) * share / (1 - share)
         self.end["compute"] = max(self.end["compute"], sent)
@@ -383,65 +339,69 @@ class StepSeconds(Step):
 
     def optimizer_step(self):
         """Run AdamW after all other work; it reads or writes 10 numbers for each weight."""
-        args, setting = self.args, self.setting
+        setting = self.setting
         ranks = setting.shards * setting.tensor_parallel_size * len(self.stages)
-        size = 10 * setting.weight_bytes * self.full_model.weights / ranks
+        size = 10 * setting.weight_bytes * setting.model.weights / ranks
         ready = max(self.end.values())
         if setting.cpu_offload:
-            return self.add("host", size * args.gpus_per_node / args.cpu_adam_gbs / 1e9, ready)
-        return self.add("compute", size / args.gpu_bandwidth_gbs / 1e9, ready)
+            return self.add(
+                "host", size * setting.gpus_per_node / setting.cpu_adam_gbs / 1e9, ready
+            )
+        return self.add("compute", size / setting.gpu_bandwidth_gbs / 1e9, ready)
 
 
 # ---- many steps ------------------------------------------------------------------------------
 
 
 def at_scale(args, strategy, devices):
-    """Return the arguments and the Setting of a strategy on this number of devices."""
-    args, (chapter, changes) = copy.copy(args), STRATEGIES[strategy]
-    args.ranks, args.nodes = devices, max(1, devices // args.gpus_per_node)
+    """Return the Setting of a strategy on this number of devices."""
+    chapter, changes = STRATEGIES[strategy]
+    setting = setting_of(args, chapter, {"recompute": args.recompute} | changes)
+    setting.ranks, setting.nodes = devices, max(1, devices // args.gpus_per_node)
     # A replica in each node.
-    args.replicas = args.nodes if strategy == "hybrid" else 1
+    setting.replicas = setting.nodes if strategy == "hybrid" else 1
     # Split layers inside a node, and use FSDP across nodes.
     if chapter == "06":
-        args.tensor_parallel_size = min(devices, args.gpus_per_node)
-        args.micro_batch_size *= args.tensor_parallel_size
+        setting.tensor_parallel_size = min(devices, args.gpus_per_node)
+        setting.micro_batch_size *= setting.tensor_parallel_size
     # Up to 8 stages across nodes, and FSDP inside a node. The stages share the samples that they
     # would process alone, as micro-batches.
     if chapter == "07":
-        depth = len(model_of(args.model_name, *args.config).layers)
-        args.pipeline_parallel_size = min(args.nodes, 8, 1 << (depth.bit_length() - 1))
-        args.accumulation *= args.pipeline_parallel_size
-    return args, setting_of(args, chapter, {"recompute": args.recompute} | changes)
+        depth = len(args.model.layers)
+        ranks = min(setting.nodes, 8, 1 << (depth.bit_length() - 1))
+        setting.pipeline_parallel_size = ranks
+        setting.reshard_after_forward = ranks == 1
+        setting.accumulation *= ranks
+    return setting
 
 
-def row_of(args, strategy, devices, share):
+def row_of(setting, strategy, share):
     """Return the seconds of a step, and how many of them wait for communication."""
-    step = StepSeconds(*at_scale(args, strategy, devices), share).play()
-    busy, setting, seconds = step.busy, step.setting, step.seconds
+    step = StepSeconds(setting, share).play()
+    busy, seconds = step.busy, step.seconds
     exposed = max(0.0, seconds - busy["compute"] - busy["host"])
-    ranks_per_sample = setting.tensor_parallel_size * len(step.stages)
     tokens = setting.micro_batch_size * setting.seq_length * setting.accumulation
-    tokens //= ranks_per_sample
-    row = {"strategy": strategy, "devices": devices, "tokens": tokens, "step": seconds}
+    tokens //= setting.tensor_parallel_size * setting.pipeline_parallel_size
+    row = {"strategy": strategy, "devices": setting.ranks, "tokens": tokens, "step": seconds}
     row |= {"compute": busy["compute"], "host": busy["host"], "exposed": exposed}
     row |= {"share": exposed / seconds, "network_gb": step.sent["network"] / 1e9}
     return row | {"tokens_per_second": tokens / seconds}
 
 
-def gib_of(args, setting):
+def gib_of(setting):
     """Return the GiB that a GPU needs for a setting."""
-    tensors = fullest_step(model_of(args.model_name, *args.config), setting).most.total()
-    return tensors / planner.GIB * (1 + args.fragmentation) + args.gpu_overhead_gib
+    tensors = fullest_step(setting.model, setting).most.total()
+    return tensors / planner.GIB * (1 + setting.fragmentation) + setting.gpu_overhead_gib
 
 
 @functools.cache
 def fitted_share(run):
     """Return the share of the peak that makes 8 devices as fast as published."""
-    args, low, high = parse_args(PUBLISHED_FLAGS), 0.01, 1.0
+    setting, low, high = at_scale(parse_args(PUBLISHED_FLAGS), FITTED, 8), 0.01, 1.0
     published = {(row["run"], row["devices"]): row["tokens_per_second"] for row in PUBLISHED}
     for _ in range(40):
         share = (low + high) / 2
-        speed = row_of(args, FITTED, 8, share)["tokens_per_second"]
+        speed = row_of(setting, FITTED, share)["tokens_per_second"]
         low, high = (share, high) if speed < published[run, 8] else (low, share)
     return share
 
@@ -450,24 +410,22 @@ def published_rows():
     """Return the published figures next to the predicted ones."""
     rows, args = [], parse_args(PUBLISHED_FLAGS)
     for point in PUBLISHED:
-        devices, share = point["devices"], fitted_share(point["run"])
-        speed = row_of(args, FITTED, devices, share)["tokens_per_second"]
+        setting = at_scale(args, FITTED, point["devices"])
+        speed = row_of(setting, FITTED, fitted_share(point["run"]))["tokens_per_second"]
         error = speed / point["tokens_per_second"] - 1
-        row = point | {"fitted": devices == 8, "predicted": speed, "error": error}
-        rows.append(row | {"predicted_gib": gib_of(args, at_scale(args, FITTED, devices)[1])})
+        row = point | {"fitted": setting.ranks == 8, "predicted": speed, "error": error}
+        rows.append(row | {"predicted_gib": gib_of(setting)})
     return rows
 
 
-def scene_rows(argv, share):
-    """Return the rows of all scenes; only the rows of the first scene have the memory."""
-    rows = []
-    for scene, flags in SCENES.items():
-        args = parse_args([*argv, *shlex.split(flags)])
-        for strategy, devices in itertools.product(STRATEGIES, args.devices):
-            row = {"scene": scene} | row_of(args, strategy, devices, share)
-            if not flags:
-                row["gib"] = gib_of(args, at_scale(args, strategy, devices)[1])
-            rows.append(row)
+def scene_rows(scene, share):
+    """Return the rows of a scene; only the rows of the first scene have the memory."""
+    args, rows = parse_args(shlex.split(SCENES[scene])), []
+    for strategy, devices in itertools.product(STRATEGIES, DEVICES):
+        setting = at_scale(args, strategy, devices)
+        rows.append({"scene": scene} | row_of(setting, strategy, share))
+        if not SCENES[scene]:
+            rows[-1]["gib"] = gib_of(setting)
     return rows
 
 
@@ -481,7 +439,7 @@ def layer_rows(share):
     for name, devices in itertools.product(MODELS, (8, 512)):
         args = parse_args(["-m", name, "--recompute", "none", *SCENES["1024 tokens"].split()])
         ways = (at_scale(args, way, devices) for way in (FITTED, "tensor parallel"))
-        alone, split = (StepSeconds(*way, share) for way in ways)
+        alone, split = (StepSeconds(way, share) for way in ways)
         for step in (alone, split):
             step.gather(1)
             step.free(1)
@@ -498,7 +456,7 @@ def layer_rows(share):
 
 
 def layouts(args, devices, tp_size, stages):
-    """Yield arguments and settings of this number of devices for a step of the global batch."""
+    """Yield the settings of this number of devices for a step of the global batch."""
     groups = devices // tp_size // stages
     if not groups or args.global_batch_size % groups:
         return
@@ -507,20 +465,19 @@ def layouts(args, devices, tp_size, stages):
     for batch, shards, recompute in ways:
         if samples < batch * stages or groups % shards:
             continue
-        args = copy.copy(args)
-        args.ranks, args.nodes = devices, max(1, devices // args.gpus_per_node)
-        args.replicas, args.tensor_parallel_size = groups // shards, tp_size
-        args.pipeline_parallel_size = stages
-        args.micro_batch_size, args.accumulation = batch, samples // batch
-        yield args, setting_of(args, "07", {"recompute": recompute})
+        sizes = {"ranks": devices, "nodes": max(1, devices // args.gpus_per_node)}
+        sizes |= {"replicas": groups // shards, "tensor_parallel_size": tp_size}
+        sizes |= {"micro_batch_size": batch, "accumulation": samples // batch}
+        sizes |= {"pipeline_parallel_size": stages, "recompute": recompute}
+        yield setting_of(args, "07", sizes)
 
 
-def seconds_of(args, setting, share):
+def seconds_of(setting, share):
     """Return the seconds of a step; all micro-steps but the first and the last take the same."""
     count = setting.accumulation
     if setting.pipeline_parallel_size > 1 or count < 4:
-        return StepSeconds(args, setting, share).play().seconds
-    steps = [StepSeconds(args, replace(setting, accumulation=n), share).play() for n in (2, 3)]
+        return StepSeconds(setting, share).play().seconds
+    steps = [StepSeconds(setting.changed(accumulation=n), share).play() for n in (2, 3)]
     two, three = (step.seconds for step in steps)
     return three + (count - 3) * (three - two)
 
@@ -533,12 +490,12 @@ def fastest_rows(share):
         row = {"model": name, "devices": devices}
         for way, sizes in WAYS.items():
             found = [
-                (seconds_of(*layout, share), layout[1])
+                (seconds_of(setting, share), setting)
                 for tp_size, stages in itertools.product(*sizes)
-                for layout in layouts(args, devices, tp_size, stages)
+                for setting in layouts(args, devices, tp_size, stages)
             ]
             for seconds, setting in sorted(found, key=lambda layout: layout[0]):
-                if gib_of(args, setting) <= args.gpu_memory_gib:
+                if gib_of(setting) <= args.gpu_memory_gib:
                     tokens = args.global_batch_size * args.seq_length / seconds / devices
                     stages = setting.pipeline_parallel_size
                     row[way] = {"tokens_per_second": tokens, "stages": stages}
@@ -547,35 +504,32 @@ def fastest_rows(share):
     return rows
 
 
-def predictions(argv=()):
+def predictions():
     """Return the rows of all tables that the READMEs show, by table."""
     share = fitted_share("compiled")
     return {
         "published": published_rows(),
-        "scenes": scene_rows([*argv], share),
+        "scenes": [row for scene in SCENES for row in scene_rows(scene, share)],
         "layers": layer_rows(share),
         "fastest": fastest_rows(share),
     }
 
 
 def main():
-    """Print, for each scene and strategy, what a device does on each number of devices."""
+    """Print what a device does with each strategy, on each number of devices."""
     args = parse_args()
     if args.output:
         args.output.write_text(json.dumps(predictions()) + "\n")
         return
-    rows = scene_rows(sys.argv[1:], fitted_share("compiled"))
-    print("of each device: tokens/s, share of a step that waits, GB that it sends between nodes")
-    shown = [number for number in args.devices if number in SHOWN] or args.devices
-    for scene, scene_group in itertools.groupby(rows, lambda row: row["scene"]):
-        print(f"{scene:28}{''.join(f'{number:<24,}' for number in shown)}".rstrip())
-        for strategy, group in itertools.groupby(scene_group, lambda row: row["strategy"]):
-            cells = [
-                f"{row['tokens_per_second']:5,.0f}{row['share']:7.1%}{row['network_gb']:6.1f}"
-                for row in group
-                if row["devices"] in shown
-            ]
-            print(f"  {strategy:26}{'      '.join(cells)}")
+    print("of each device: tokens/s, share of a step that waits, GiB that it needs")
+    print(" " * 22 + "".join(f"{devices:16,} devices" for devices in SHOWN))
+    for strategy in STRATEGIES:
+        line = f"{strategy:22}"
+        for devices in SHOWN:
+            setting = at_scale(args, strategy, devices)
+            row = row_of(setting, strategy, fitted_share("compiled"))
+            line += f"{row['tokens_per_second']:10,.0f}{row['share']:7.1%}{gib_of(setting):7.1f}"
+        print(line)
 
 
 if __name__ == "__main__":

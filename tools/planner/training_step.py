@@ -6,7 +6,6 @@ rank holds and how a step runs comes from the functions of the newest chapter's 
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -45,6 +44,9 @@ ADDED_BY = {
     "tensor_parallel_size": ("06", 1),
     "pipeline_parallel_size": ("07", 1),
 }
+
+# The models that model_of() has built.
+BUILT_MODELS = {}
 
 
 def fail(message):
@@ -131,14 +133,14 @@ def parse_training_args(words, ranks):
 
 
 def load_config(args):
-    """Return the configuration of `--model-name` with the changes of `--config`, and its source.
+    """Return the configuration of `--model-name` with the changes of `--config`, and its origin.
 
-    The source is a text that names the origin of the configuration.
+    The origin is a text, such as a path.
     """
     # Skip the decorator, which makes ranks wait for each other.
     _, config = newest_chapter().build_tokenizer_and_config.__wrapped__(args)
     source = "built in" if args.model_name == "tiny" else find_config(args.model_name)[1]
-    return config, f"{source}, with {','.join(args.config)}" if args.config else source
+    return config, source
 
 
 def copy_of_config(name):
@@ -208,11 +210,14 @@ def shard_numbers(shapes, ranks):
 
 
 def model_of(config, tp_size=1):
-    """Build a model without memory and return its shapes on one of `tp_size` ranks."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    split_matrices(model, tp_size)
-    return shapes_in(model, model.modules())
+    """Return the shapes of a model on one of `tp_size` ranks; build each model once, on meta."""
+    key = (config.to_json_string(), tp_size)
+    if key not in BUILT_MODELS:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        split_matrices(model, tp_size)
+        BUILT_MODELS[key] = shapes_in(model, model.modules())
+    return BUILT_MODELS[key]
 
 
 def split_matrices(model, tp_size):
@@ -251,36 +256,15 @@ def local(tensor):
 # ---- the setting -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Hold all values that affect a rank's memory and speed, except the model and the machines.
+class Setting(SimpleNamespace):
+    """Hold the arguments of a plan: those of the machines, and those of the script that trains.
 
-    The names are those of the chapters' arguments, so a Setting can replace `args` in calls of the
-    chapters' functions.
+    The functions of the chapters' scripts accept a Setting in place of their arguments.
     """
 
-    chapter: str
-    ranks: int
-    device: str
-    precision: str
-    weights_dtype: str
-    model_name: str
-    seq_length: int
-    micro_batch_size: int
-    accumulation: int
-    replicas: int
-    reshard_after_forward: bool
-    recompute: str
-    cpu_offload: bool
-    checkpoint_async: bool
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    pipeline_schedule: str
-    context_parallel_size: int
-    context_parallel_style: str
-
-    # No size depends on these arguments.
-    seed, compile, pretrained = 0, False, False
+    def changed(self, **changes):
+        """Return a Setting with different values of some arguments."""
+        return Setting(**vars(self) | changes)
 
     @property
     def shards(self):
@@ -317,8 +301,9 @@ class Setting:
 
 def setting_of(args, chapter, changes):
     """Return the Setting of the arguments, with these changes to the flags in FLAG_DEFAULTS."""
-    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(Setting)}
-    values |= FLAG_DEFAULTS | changes | {"chapter": chapter}
+    values = vars(args) | FLAG_DEFAULTS | changes | {"chapter": chapter}
+    # Planning needs only shapes.
+    values |= {"pretrained": False, "compile": False}
     for name, (first_chapter, value) in ADDED_BY.items():
         if chapter < first_chapter:
             values[name] = value
@@ -329,7 +314,8 @@ def setting_of(args, chapter, changes):
 
 def stages_of(model, setting):
     """Return a Model for each rank of a pipeline, with weights that tensor-parallel ranks split."""
-    model = split_model(model, setting.tensor_parallel_size)
+    if setting.tensor_parallel_size > 1:
+        model = model_of(model.config, setting.tensor_parallel_size)
     ranks = setting.pipeline_parallel_size
     return split_stages(model, setting.model_name, ranks, setting.num_stages)
 
@@ -349,12 +335,6 @@ def split_stages(model, model_name, ranks, num_stages):
         stages = chapter.split_into_stages(args, model.built)
     modules_by_rank = [itertools.chain(*stages[rank::ranks]) for rank in range(ranks)]
     return [shapes_in(model.built, modules) for modules in modules_by_rank]
-
-
-@functools.cache
-def split_model(model, tp_size):
-    """Return the shapes of a model on one of `tp_size` ranks that split the weights."""
-    return model if tp_size == 1 else model_of(model.config, tp_size)
 
 
 def in_flight(schedule, rank, ranks, micro_batches):

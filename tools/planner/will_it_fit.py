@@ -15,7 +15,6 @@ fullest rank must fit.
 
 import argparse
 import contextlib
-import copy
 import json
 import math
 import shlex
@@ -52,62 +51,64 @@ SETTINGS = {
     "05 --cpu-offload --recompute selective": {"cpu_offload": True, "recompute": "selective"},
     "05 --cpu-offload --recompute full": {"cpu_offload": True, "recompute": "full"},
 }
-# The setting that needs the least GPU memory.
-SMALLEST_SETTING = "05 --cpu-offload --recompute full"
 
 
 # ---- command line ----------------------------------------------------------------------------
 
 
 def parse_args(argv=None):
-    """Parse and check the command line; the chapter's script parses the flags of training."""
+    """Parse and check the command line."""
+    parser = parser_of(__doc__, "The exit status is 0 if the chosen setting fits, otherwise 1.")
+    add = parser.add_argument_group("the plan").add_argument
+    chapters = "02 04 05 06 07 08".split()
+    add("--chapter", choices=chapters, default="05", help="chapter whose script will train")
+    add("--json", action="store_true", help="print all numbers, in bytes, as JSON")
+    add("--brief", action="store_true", help="print one line about the chosen setting")
+    config_help = "if the chosen setting fits, write it as a framework's configuration file"
+    add("--write-config", nargs=2, metavar=("deepspeed|accelerate", "FILE"), help=config_help)
+    args = parse(parser, argv)
+    # Only these chapters split matrices, layers or sequences.
+    for name, chapter in {"tensor": "06", "pipeline": "07", "context": "08"}.items():
+        if getattr(args, f"{name}_parallel_size") > 1:
+            args.chapter = chapter
+    args.config_text = config_text(args) if args.write_config else None
+    return args
+
+
+def parser_of(docstring, epilog=""):
+    """Return a parser with the flags that describe the machines."""
     parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        epilog="All flags of the newest chapter's train_llm.py are accepted, also from @FILE. "
-        "The exit status is 0 if the chosen setting fits, and 1 if it does not.",
+        description=docstring.partition("\n")[0],
+        epilog=f"All flags of the newest chapter's script are accepted, also from @FILE. {epilog}",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         fromfile_prefix_chars="@",
         allow_abbrev=False,
     )
     parser.convert_arg_line_to_args = lambda line: shlex.split(line, comments=True)
     parser.error = fail
-    add_machine_flags(parser)
-    add = parser.add_argument_group("the plan").add_argument
-    chapters = "02 04 05 06 07 08".split()
-    add("--chapter", choices=chapters, default="05", help="chapter whose script will train")
-    weights_help = "bf16: keep weights, gradients and moments in bf16; no chapter does this"
-    add("--weights-dtype", choices=["fp32", "bf16"], default="fp32", help=weights_help)
-    add("--json", action="store_true", help="print all numbers, in bytes, as JSON")
-    add("--brief", action="store_true", help="print one line about the chosen setting")
-    write_help = "if the chosen setting fits, write it as a framework's configuration file"
-    add("--write-config", nargs=2, metavar=("deepspeed|accelerate", "FILE"), help=write_help)
-    args, training_words = parser.parse_known_args(argv)
-    args.ranks = args.nodes * args.gpus_per_node
-    vars(args).update(vars(parse_training_args(training_words, args.ranks)))
-    # Only these chapters split matrices, layers or sequences.
-    for name, chapter in {"tensor": "06", "pipeline": "07", "context": "08"}.items():
-        if getattr(args, f"{name}_parallel_size") > 1:
-            args.chapter = chapter
-    if args.weights_dtype == "bf16" and args.precision == "fp32":
-        problem = "weights in bf16 cannot compute in fp32"
-        fail(f"--weights-dtype bf16 --precision fp32: {problem}; use --precision bf16")
-    args.config_text = config_text(args) if args.write_config else None
-    return args
-
-
-def add_machine_flags(parser):
-    """Declare the flags that describe the machines."""
     add = parser.add_argument_group("machines").add_argument
     add("--nodes", type=at_least(1), default=1, help="number of nodes")
     add("--gpus-per-node", type=at_least(1), default=8, help="GPUs of a node, with a rank on each")
     add("--gpu-memory-gib", type=at_least(0.0), default=80.0, help="memory of each GPU")
     add("--host-memory-gib", type=at_least(0.0), default=1000.0, help="CPU memory of each node")
-    overhead_help = "GPU memory for the CUDA context, NCCL and cuBLAS"
-    add("--gpu-overhead-gib", type=at_least(0.0), default=3.0, help=overhead_help)
-    overhead_help = "CPU memory for the libraries of each rank"
-    add("--host-overhead-gib", type=at_least(0.0), default=4.0, help=overhead_help)
+    add("--gpu-overhead-gib", type=at_least(0.0), default=3.0, help="for CUDA, NCCL and cuBLAS")
+    add("--host-overhead-gib", type=at_least(0.0), default=4.0, help="for each rank's libraries")
     fragmentation_help = "memory that the allocator loses, as a share of the tensors"
     add("--fragmentation", type=at_least(0.0), default=0.05, help=fragmentation_help)
+    weights_help = "bf16: keep weights, gradients and moments in bf16; no chapter does this"
+    add("--weights-dtype", choices=["fp32", "bf16"], default="fp32", help=weights_help)
+    return parser
+
+
+def parse(parser, argv):
+    """Parse a command line; the newest chapter's script parses the flags of training."""
+    args, training_words = parser.parse_known_args(argv)
+    args.ranks = args.nodes * args.gpus_per_node
+    vars(args).update(vars(parse_training_args(training_words, args.ranks)))
+    if args.weights_dtype == "bf16" and args.precision == "fp32":
+        problem = "weights in bf16 cannot compute in fp32"
+        fail(f"--weights-dtype bf16 --precision fp32: {problem}; use --precision bf16")
+    return args
 
 
 def at_least(minimum):
@@ -128,22 +129,12 @@ def at_least(minimum):
 
 
 def make_plan(args):
-    """Return the plans of the chosen setting and of the settings to try, as a dictionary.
-
-    The dictionary also names the first setting that fits. If no setting fits, it has the number of
-    nodes that would be enough.
-    """
+    """Return the plans of the chosen setting and of all settings, and the first that fits."""
     config, source = load_config(args)
     try:
         model = model_of(config)
-        candidates = SETTINGS
-        # From chapter 06 on, several ranks share a sample. Chapters 02 and 04 would split the batch
-        # into different micro-batches, so their settings are left out.
-        if args.chapter >= "06":
-            names = [name for name in SETTINGS if name >= "05"]
-            candidates = {f"{args.chapter}{name[2:]}": SETTINGS[name] for name in names}
         settings = {}
-        for name, changes in candidates.items():
+        for name, changes in candidates(args.chapter).items():
             with contextlib.suppress(UnsupportedModelError):
                 settings[name] = plan_of(args, model, name[:2], changes)
         chosen_flags = {name: getattr(args, name) for name in FLAG_DEFAULTS}
@@ -154,16 +145,23 @@ def make_plan(args):
         # Some models compute with values, and fake tensors have only shapes.
         problem = f"cannot run on fake tensors ({error!r:.200})"
         fail(f"--model-name {args.model_name}: {problem}; measure a training run instead")
-    first = next((name for name, plan in settings.items() if plan["fits"]), None)
-    model_facts = {"name": args.model_name, "source": source}
-    model_facts |= {"weights": model.weights, "layers": len(model.layers)}
     return {
-        "model": model_facts,
+        "model": {"source": source, "weights": model.weights, "layers": len(model.layers)},
         "asked": chosen_plan,
         "settings": settings,
-        "first": first,
-        "enough_nodes": None if first else enough_nodes(args, model),
+        "first": next((name for name, plan in settings.items() if plan["fits"]), None),
     }
+
+
+def candidates(chapter):
+    """Return the settings to try, and their changes of the flags.
+
+    From chapter 06 on, several ranks share a sample. Chapters 02 and 04 would split the batch into
+    different micro-batches, so their settings are left out.
+    """
+    if chapter < "06":
+        return SETTINGS
+    return {chapter + name[2:]: SETTINGS[name] for name in SETTINGS if name >= "05"}
 
 
 def plan_of(args, model, chapter, changes):
@@ -196,46 +194,13 @@ def plan_of(args, model, chapter, changes):
     }
 
 
-def enough_nodes(args, model):
-    """Return a number of nodes that is enough for SMALLEST_SETTING, or None.
-
-    Try the given number of nodes times 2, 4, 8 and so on, up to 256.
-    """
-    chapter = max(args.chapter, SMALLEST_SETTING[:2])
-    for factor in (2**power for power in range(1, 9)):
-        larger = copy.copy(args)
-        larger.nodes, larger.ranks = args.nodes * factor, args.ranks * factor
-        with contextlib.suppress(UnsupportedModelError):
-            if plan_of(larger, model, chapter, SETTINGS[SMALLEST_SETTING])["fits"]:
-                return larger.nodes
-    return None
-
-
 # ---- report ----------------------------------------------------------------------------------
 
 
 def show(args, plan):
-    """Print the plan."""
-    show_machine(args, plan["model"])
-    show_memory(args, plan["asked"])
-    show_settings(plan["settings"])
-    if plan["first"]:
-        print(f"\nthe first that fits: {plan['first']}")
-    elif plan["enough_nodes"]:
-        last = list(plan["settings"])[-1]
-        num_data_ranks = args.global_batch_size // (args.micro_batch_size * args.accumulation)
-        num_data_ranks = num_data_ranks * plan["enough_nodes"] // args.nodes
-        batch = ""
-        if args.global_batch_size % num_data_ranks:
-            batch = f", with a global batch that is a multiple of {num_data_ranks}"
-        print(f"\nnothing fits; {last} would fit on {plan['enough_nodes']} such nodes{batch}")
-    else:
-        print("\nnothing fits, on any number of nodes: take larger GPUs or a smaller --seq-length")
-
-
-def show_machine(args, model):
-    """Print the model, the machines and the batch of the plan."""
-    print(f"{model['name']}: {model['weights']:,} weights in {model['layers']} layers")
+    """Print the plan: the machines, the memory of the chosen setting, and all settings."""
+    model, asked = plan["model"], plan["asked"]
+    print(f"{args.model_name}: {model['weights']:,} weights in {model['layers']} layers")
     print(f"shape from: {model['source']}")
     gpus = f"{args.nodes} × {args.gpus_per_node} GPUs of {args.gpu_memory_gib:g} GiB"
     print(f"{gpus}, hosts of {args.host_memory_gib:g} GiB")
@@ -247,35 +212,27 @@ def show_machine(args, model):
         schedule, ranks = args.pipeline_schedule, args.pipeline_parallel_size
         idle = bubble(schedule, ranks, args.accumulation)
         print(f"a pipeline of {ranks}, {schedule}: idle for {idle:.1%} of a step at least")
-
-
-def show_memory(args, plan):
-    """Print the memory that the chosen setting needs on a GPU, on a host and on the disk."""
-    print(f"\nper GPU, at the fullest moment: {plan['gpu_when']}")
-    rows = plan["gpu"] | {"all tensors": plan["gpu_total"]}
-    rows["fragmentation"] = plan["gpu_total"] * args.fragmentation
-    rows["overhead"] = args.gpu_overhead_gib * GIB
-    show_rows(rows | {"margin": plan["gpu_margin"]})
-    print(f"\nper host, at the fullest moment: {plan['host_when']}")
+    print(f"\nper GPU, at the fullest moment: {asked['gpu_when']}")
+    total = {"all tensors": asked["gpu_total"]}
+    total["fragmentation"] = asked["gpu_total"] * args.fragmentation
+    total["overhead"] = args.gpu_overhead_gib * GIB
+    show_rows(asked["gpu"] | total | {"margin": asked["gpu_margin"]})
+    print(f"\nper host, at the fullest moment: {asked['host_when']}")
     overhead = args.host_overhead_gib * args.gpus_per_node * GIB
-    show_rows(plan["host"] | {"overhead": overhead, "margin": plan["host_margin"]})
-    print(f"\na checkpoint: {plan['checkpoint'] / 1e9:,.4g} GB")
-    if args.cpu_offload and "05" <= args.chapter < "07" and args.accumulation > 1:
-        print("one micro-batch is best under offload: a rank waits for later ones' gradients")
+    show_rows(asked["host"] | {"overhead": overhead, "margin": asked["host_margin"]})
+    print(f"\na checkpoint: {asked['checkpoint'] / 1e9:,.4g} GB")
+    print(f"\n{'setting':38}{'GPU':>13}{'host':>14}")
+    for name, setting in plan["settings"].items():
+        sizes = f"{text_of(setting['gpu_needs']):>13}{text_of(setting['host_needs']):>14}"
+        print(f"{name:38}{sizes}  {verdict(setting)}")
+    nothing = "none; use more nodes, larger GPUs or a smaller --seq-length"
+    print(f"\nthe first that fits: {plan['first'] or nothing}")
 
 
 def show_rows(rows):
     """Print a line for each name and its number of bytes."""
     for name, size in rows.items():
         print(f"  {name:20}{text_of(size):>16}")
-
-
-def show_settings(settings):
-    """Print a line per setting: its GPU memory, its host memory, and whether it fits."""
-    print(f"\n{'setting':38}{'GPU':>13}{'host':>14}")
-    for name, plan in settings.items():
-        sizes = f"{text_of(plan['gpu_needs']):>13}{text_of(plan['host_needs']):>14}"
-        print(f"{name:38}{sizes}  {verdict(plan)}")
 
 
 def show_line(args, plan):
