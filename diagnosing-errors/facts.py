@@ -10,9 +10,9 @@ import os
 import re
 import subprocess
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 HERE = os.uname().nodename
 # A rank writes a heartbeat every two seconds. After this many seconds without one, it is silent.
@@ -22,60 +22,43 @@ FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watc
 
 
 # ---- hosts -------------------------------------------------------------------------------------
-def reach_of(hosts_file=None, slurm_job=None):
+def reach_of(hosts_file=None):
     """Return, for each host, the words that run a command there: none for this host."""
-    names, prefix = [HERE], ""
-    if hosts_file:
-        lines = [line.partition("#")[0].split() for line in hosts_file.read_text().splitlines()]
-        names = [words[0] for words in lines if words]
-        prefix = "ssh -oBatchMode=yes {}"
-    elif slurm_job:
-        nodes, _ = output_of(f"squeue --noheader --format=%N --jobs={slurm_job}".split())
-        names = output_of(["scontrol", "show", "hostnames", nodes.strip()])[0].split()
-        prefix = f"srun --jobid={slurm_job} --overlap --nodes=1 --ntasks=1 --nodelist={{}}"
-    # A name may have a domain.
-    here = HERE.split(".")[0]
-    return {
-        name: [] if name.split(".")[0] == here else prefix.format(name).split() for name in names
-    }
+    if not hosts_file:
+        return {HERE: []}
+    lines = [line.partition("#")[0].split() for line in hosts_file.read_text().splitlines()]
+    reach = {words[0]: ["ssh", "-oBatchMode=yes", words[0]] for words in lines if words}
+    for name in reach:
+        # A name may have a domain.
+        if name.split(".")[0] == HERE.split(".")[0]:
+            reach[name] = []
+    return reach
 
 
-def output_of(command):
-    """Run a command for up to eight seconds; return its output and its errors."""
+def look_at(words, pids):
+    """Return a host's own name, and the states of its processes as letters, as in ps."""
+    files = [f"/proc/{pid}/stat" for pid in pids]
+    command = [*words, "cat", "/proc/sys/kernel/hostname", *files]
     try:
         done = subprocess.run(command, timeout=8, check=False, text=True, capture_output=True)
-        return done.stdout, done.stderr
     except (OSError, subprocess.TimeoutExpired) as error:
-        return "", str(error)
-
-
-def look_at(reach, processes):
-    """Return a host's own name, and the states of its processes as letters, as in ps.
-
-    `processes` has pairs of a process id and a start time, because Linux reuses process ids.
-    """
-    files = [f"/proc/{pid}/stat" for pid in {pid for pid, _ in processes}]
-    output, errors = output_of([*reach, "cat", "/proc/sys/kernel/hostname", *files])
-    if not output:
-        return {"error": (errors.strip().splitlines() or ["no answer"])[-1][:200]}
-    name, *lines = output.splitlines()
-    states = {}
-    # The start time is the 19th number after the state. A zombie has ended, so skip its state Z.
-    pattern = r"^(\d+) \(.*\) ([^Z])(?: \S+){18} (\d+) "
-    for pid, state, start in re.findall(pattern, "\n".join(lines), re.M):
-        if (int(pid), int(start)) in processes:
-            states[pid] = state
-    return {"host": name, "states": states}
+        return {"error": str(error)[:200]}
+    if not done.stdout:
+        return {"error": done.stderr.strip().rpartition("\n")[2][:200]}
+    name, *lines = done.stdout.splitlines()
+    # A zombie has ended, so skip its state Z.
+    states = re.findall(r"^(\d+) \(.*\) ([^Z]) ", "\n".join(lines), re.M)
+    return {"host": name, "states": dict(states)}
 
 
 # ---- the run's folder --------------------------------------------------------------------------
 def gather(run, reach, ask=True):
     """Return all facts about a run: from its folder and from its hosts."""
     ranks = read_ranks(run, ask)
-    processes = {(files["beat"]["pid"], files["beat"]["born"]) for files in ranks.values()}
+    pids = {files["beat"]["pid"] for files in ranks.values()}
     # Ask all hosts at the same time.
     with ThreadPoolExecutor(64) as pool:
-        answers = pool.map(lambda words: look_at(words, processes), reach.values())
+        answers = pool.map(lambda words: look_at(words, pids), reach.values())
         hosts = dict(zip(reach, answers, strict=True))
     # Read the files again, because a process that is gone may have written why in the meantime.
     ranks = read_ranks(run, ask=False)
@@ -126,7 +109,7 @@ def read_rank(path, now):
         "runs": age + beat["time"] - beat["started"],
         "dump": read_json(dump),
         "dumped": changed(dump),
-        "crash": tail(path.with_suffix(".crash")),
+        "crash": tail(path.with_suffix(".crash")).strip(),
     }
 
 
@@ -140,8 +123,7 @@ def changed(path):
 def read_json(path):
     """Return the dictionary in a file, or an empty dictionary if there is none."""
     with suppress(OSError, ValueError):
-        content = json.loads(path.read_text())
-        return content if isinstance(content, dict) else {}
+        return json.loads(path.read_text())
     return {}
 
 
@@ -154,55 +136,47 @@ def tail(path):
 
 
 # ---- from facts to ranks -----------------------------------------------------------------------
-@dataclass(eq=False)
 class Rank:
     """A rank; attributes that are not listed here are those of its heartbeat."""
 
-    rank: int
-    beat: dict
-    # The age of the heartbeat in seconds.
-    age: float
-    crash: str
-    # The state is alive, stopped, finished, failed, gone or silent.
-    state: str
-    # The stack of the main thread as (file, line, function), outermost first.
-    frames: list = field(default_factory=list)
-    # The collectives: group -> number -> call.
-    calls: dict = field(default_factory=dict)
+    def __init__(self, files, host):
+        self.beat = files["beat"]
+        # The age of the heartbeat in seconds.
+        self.age = files["age"]
+        # The stacks that faulthandler wrote, if the process has crashed in C code.
+        self.crash = files["crash"]
+        # The state is alive, stopped, finished, failed, gone or silent.
+        self.state = state_of(files, host)
+        self.lives = self.state in ("alive", "stopped")
+        # The time in seconds since this rank last changed its step or its phase.
+        self.quiet = self.beat["time"] - self.since + self.age
+        step = f"step {self.step}"
+        self.position = step if self.phase == "other" else f"the {self.phase} phase of {step}"
+        # The collectives: group -> number -> call.
+        self.calls = defaultdict(dict)
+        dump = files["dump"] if self.end != "finished" else {}
+        for call in dump.get("collectives", []):
+            # A rank may wait in a patient call for days.
+            if not call["patient"]:
+                self.calls[call["group"]][call["number"]] = call
+        # The stack of the main thread as (file, line, function), outermost first. If the rank has
+        # failed, the traceback has the line.
+        self.frames = []
+        if self.state == "stopped":
+            # A stopped rank cannot write a dump, so its heartbeat has its latest frame.
+            self.frames = [self.frame]
+        elif dump and dump["reason"] != "failed":
+            self.frames = dump["stacks"].get("MainThread") or []
 
     def __getattr__(self, name):
         return self.beat.get(name)
-
-    @property
-    def lives(self):
-        return self.state in ("alive", "stopped")
-
-    @property
-    def quiet(self):
-        """The time in seconds since this rank last changed its step or its phase."""
-        return self.beat["time"] - self.beat["since"] + self.age
 
 
 def ranks_of(facts):
     """Return the ranks by number."""
     hosts = {fact["host"]: fact for fact in facts["hosts"].values() if "host" in fact}
-    ranks = {}
-    for number, files in sorted(facts["ranks"].items()):
-        beat, dump = files["beat"], files["dump"]
-        state = state_of(files, hosts.get(beat["host"]))
-        rank = ranks[number] = Rank(number, beat, files["age"], files["crash"], state)
-        # A stopped rank cannot write a dump, so its heartbeat has its latest frame.
-        rank.frames = [beat["frame"]] if state == "stopped" else []
-        if not dump or dump["time"] <= beat["started"] or beat["end"] == "finished":
-            continue
-        for call in dump["collectives"]:
-            # A rank may wait in a patient call for days.
-            if not call["patient"]:
-                rank.calls.setdefault(call["group"], {})[call["number"]] = call
-        # If the rank has failed, the traceback has the line.
-        if state != "stopped" and dump["reason"] != "failed":
-            rank.frames = dump["stacks"].get("MainThread") or []
-    return ranks
+    files_of = dict(sorted(facts["ranks"].items()))
+    return {rank: Rank(files, hosts.get(files["beat"]["host"])) for rank, files in files_of.items()}
 
 
 def state_of(files, host):

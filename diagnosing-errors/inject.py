@@ -15,12 +15,13 @@ import runpy
 import signal
 import sys
 import time
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 # The function of a fault runs at the end of the step, with the first weight. A fault without a
 # function acts in one of the functions that replace_functions() replaces.
@@ -43,6 +44,8 @@ FAULTS = {
 }
 # These faults act again and again; every other fault acts once.
 LASTING = ("memory-leak", "file-leak", "slow-compute", "slow-data")
+USAGE = "usage: inject.py FAULT@rankR:stepS ... SCRIPT ARGUMENTS\n"
+USAGE += f"FAULT is one of {', '.join(FAULTS)}"
 # Tensors and files that the two leaks keep alive.
 LEAKED = []
 
@@ -53,8 +56,7 @@ class Fault:
     def __init__(self, text):
         match = re.fullmatch(r"([a-z-]+)@rank(\d+):step(\d+)", text)
         if not match or match[1] not in FAULTS:
-            problem = f"not FAULT@rankR:stepS; FAULT is one of {', '.join(FAULTS)}"
-            sys.exit(f"inject.py: error: {text}: {problem}")
+            sys.exit(f"inject.py: error: {text}: not FAULT@rankR:stepS\n{USAGE}")
         self.name, self.rank, self.step = match[1], int(match[2]), int(match[3])
         self.steps = 0
         self.has_begun = False
@@ -80,7 +82,8 @@ class Fault:
 
     def replace_functions(self):
         """Replace functions of torch by functions that break when the fault is due."""
-        backward, all_reduce, save = torch.autograd.backward, dist.all_reduce, torch.save
+        backward, all_reduce = torch.autograd.backward, dist.all_reduce
+        save, next_index = torch.save, _BaseDataLoaderIter._next_index
 
         def broken_backward(tensors, *args, **options):
             # The stage of a pipeline passes a sequence of tensors.
@@ -102,32 +105,27 @@ class Fault:
             if isinstance(file, (str, Path)) and self.is_due("corrupt-checkpoint"):
                 os.truncate(file, os.path.getsize(file) // 2)
 
-        def broken(next_data):
-            def broken_next_data(loader):
-                if self.is_due("hang-data", "slow-data"):
-                    time.sleep(1e6 if self.name == "hang-data" else 0.5)
-                return next_data(loader)
-
-            return broken_next_data
+        # Each data loader calls this function for its next batch.
+        def broken_next_index(loader):
+            if self.is_due("hang-data", "slow-data"):
+                time.sleep(1e6 if self.name == "hang-data" else 0.5)
+            return next_index(loader)
 
         torch.autograd.backward, dist.all_reduce = broken_backward, broken_all_reduce
-        torch.save = broken_save
-        for loader in (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter):
-            loader._next_data = broken(loader._next_data)
+        torch.save, _BaseDataLoaderIter._next_index = broken_save, broken_next_index
         register_optimizer_step_post_hook(self.end_of_step)
 
 
 def main():
     """Prepare the faults, and run the script."""
-    words = sys.argv[1:]
-    while words and "@rank" in words[0]:
-        Fault(words.pop(0)).replace_functions()
-    if not words or len(words) == len(sys.argv) - 1:
-        usage = "usage: inject.py FAULT@rankR:stepS ... SCRIPT ARGUMENTS"
-        sys.exit(f"{usage}\nFAULT is one of {', '.join(FAULTS)}")
-    sys.argv = words
-    sys.path[0] = str(Path(words[0]).resolve().parent)
-    runpy.run_path(words[0], run_name="__main__")
+    faults = list(takewhile(lambda word: "@rank" in word, sys.argv[1:]))
+    sys.argv = sys.argv[1 + len(faults) :]
+    if not faults or not sys.argv:
+        sys.exit(USAGE)
+    for fault in faults:
+        Fault(fault).replace_functions()
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import pytest
 from cluster.cluster import wait_until
 from conftest import ROOT, SCRIPTS, SHORT, difference, has_logged, metrics, run_or_fail
 from readme import blocks
-from runs import wait_for_verdict
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CHAPTER = ROOT / "03-job-launchers"
@@ -406,21 +405,3 @@ def test_ranks_that_cannot_meet_report_the_reason(user, launcher, variable, seco
 def last_words(user):
     [path] = user.folder.glob("slurm-*.out")
     return path.read_text().partition("the last errors of its ranks:")[2]
-
-
-@pytest.mark.exhaustive
-def test_stopped_process_of_a_slurm_job_is_named(user):
-    """whats_wrong.py looks at the hosts of a job with srun, beside the ranks that run there."""
-    line = user.line(
-        LAUNCHERS["srun"], *SHORT,
-        before=[
-            LAB / "watched.py", "--into", user.run_dir,
-            LAB / "inject.py", "stop-process@rank3:step10",
-        ],
-    )  # fmt: skip
-    job = user.submit(line)
-    user.wait_for_step(9)
-    where = user.cluster, user.run_dir, user.env
-    verdict = wait_for_verdict(*where, ["stopped-process"], "--slurm-job", job)
-    assert verdict["ranks"] == [3] and verdict["hosts"] == ["h2"], verdict
-    assert "train_llm.py" in verdict["reason"]

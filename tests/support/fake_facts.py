@@ -1,6 +1,5 @@
 """Build the facts that whats_wrong.py reads, for ranks that do not exist."""
 
-SCRIPT = "/run/train_llm.py"
 NOW = 1_000_000.0
 FLAG = ("all_reduce", "[[]]", 405, "measure")
 BUCKET = ("all_reduce", "[[606976]]", 746, "train_step")
@@ -19,38 +18,25 @@ def collectives(calls, pending, late=0.0):
     return [*records, records[-1] | {"group": "gloo 1", "patient": True, "pending": True}]
 
 
-def frames(*own, inner=("/x/site-packages/torch/distributed/distributed_c10d.py", "all_reduce")):
-    """Return the frames of a main thread: frames of the script, then a frame of a package.
-
-    `own` has the line and the function of each frame of the script.
-    """
-    stack = [[SCRIPT, line, name] for line, name in own]
-    if inner:
-        file, function = inner
-        stack.append([file, 3252, function])
-    return stack
+STACK = [["/run/train_llm.py", 746, "train_step"]]
 
 
-REDUCE = frames((746, "train_step"))
-IN_DATA = frames((735, "batch_at"), inner=None)
-
-
-def rank_files(rank, size, since=60.0, calls=STEPS, pending=True, stack=REDUCE, age=1.0, **changes):
+def rank_files(rank, size, since=60.0, calls=STEPS, pending=True, age=1.0, **changes):
     """Return the contents of the files of a rank that has been in one phase for `since` seconds.
 
     The other changes are values of the heartbeat, but `crash` is the text of faulthandler.
     """
     late, crash = changes.pop("late", 0.0), changes.pop("crash", "")
     beat = {
-        "rank": rank, "world_size": size, "host": f"h{rank // 8}", "pid": 1000 + rank, "born": 1,
+        "rank": rank, "world_size": size, "host": f"h{rank // 8}", "pid": 1000 + rank,
         "started": NOW - 500, "time": NOW, "written": NOW, "phase": "backward", "step": 12,
-        "since": NOW - since, "step_seconds": 1.0, "shard": "whole", "frame": REDUCE[0],
+        "since": NOW - since, "step_seconds": 1.0, "shard": "whole", "frame": STACK[0],
         "phases": {"backward": 0.8}, "lines": {"/run/train_llm.py:746 train_step": 0.9},
         "memory": [0.69, 0.7, 0.7, 0.7, 0.7], "open_files": 35, "files_limit": 1024,
         "checks": [], "bad": None, "cpu": 0.0, "error": None,
         "asked_to_end": None, "printed": [], "end": None,
     }  # fmt: skip
-    dump = {"time": NOW, "reason": "asked", "stacks": {"MainThread": stack}}
+    dump = {"time": NOW, "reason": "asked", "stacks": {"MainThread": STACK}}
     dump |= {"collectives": collectives(calls, pending, late)}
     return {"beat": beat | changes, "age": age, "dump": dump, "crash": crash}
 
