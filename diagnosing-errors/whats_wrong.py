@@ -411,7 +411,7 @@ def stands_out(rank, shares):
 
 
 def describe_excess(slowest, others):
-    """Name the line at which the slowest rank spends more of its time than the other ranks."""
+    """Name the line that takes more of the slowest rank's time than of the other ranks' time."""
     excess = {}
     for line, share in slowest.lines.items():
         excess[line] = share - median(rank.lines.get(line, 0) for rank in others)
@@ -555,7 +555,7 @@ def is_growing(memory):
 
 
 def find_open_files(ranks):
-    """Report ranks that have almost as many open files as their limit allows."""
+    """Report ranks that are close to their limit of open files."""
     affected = [rank for rank in ranks if (rank.open_files or 0) > 0.8 * rank.files_limit]
     if affected:
         files, limit = affected[0].open_files, affected[0].files_limit

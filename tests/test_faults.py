@@ -223,10 +223,10 @@ def test_each_fault_has_one_injector_a_case_and_a_sample(load):
 
 
 def test_every_fault_that_a_verdict_names_has_a_section():
-    kinds = {*whats_wrong.CLUES, *(case.kind for case in CASES)} - {*whats_wrong.NO_FAULT}
+    verdict_kinds = {*whats_wrong.CLUES, *(case.kind for case in CASES)} - {*whats_wrong.NO_FAULT}
     headings = re.findall(r"^#+ (.*)$", FAULTS_PAGE, re.M)
     anchors = {heading.lower().replace(" ", "-") for heading in headings}
-    missing = {*kinds, "network", "host-unreachable", "unknown"} - anchors
+    missing = {*verdict_kinds, "network", "host-unreachable", "unknown"} - anchors
     assert not missing, f"faults.md has no section {missing}"
 
 
@@ -257,8 +257,8 @@ def test_lost_host_is_named(cluster, tmp_path, fault):
     wait_until(lambda: has_logged(run, 10), 90, "the run takes ten steps")
     getattr(cluster, fault)("h2")
     # A host without its network still writes heartbeats to the folder that the hosts share.
-    kinds = ["host-unreachable", "network"] if fault == "unplug" else ["host-unreachable"]
-    verdict = wait_for_verdict(cluster, run, env, kinds, "--hosts", hosts)
+    verdict_kinds = ["host-unreachable", "network"] if fault == "unplug" else ["host-unreachable"]
+    verdict = wait_for_verdict(cluster, run, env, verdict_kinds, "--hosts", hosts)
     assert "h2" in verdict["hosts"], verdict
 
 
