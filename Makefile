@@ -7,8 +7,7 @@ RUN := make-train
 .DEFAULT_GOAL := help
 
 # What the environment was made for: a moved checkout or other requirements make it stale.
-REQUIREMENTS := requirements.txt requirements-dev.txt diagnosing-errors/requirements.txt \
-	related-topics/tracking/requirements.txt
+REQUIREMENTS := requirements.txt requirements-dev.txt related-topics/tracking/requirements.txt
 WANTED := { pwd -P; cat $(REQUIREMENTS); }
 MOVED := [ -e $(STAMP) ] && [ "$$(head -n 1 $(STAMP))" != "$$(pwd -P)" ]
 WORKS := $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \

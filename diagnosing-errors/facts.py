@@ -1,4 +1,4 @@
-"""Collect what whats_wrong.py and watch.py know about a run.
+"""Collect what whats_wrong.py knows about a run.
 
 The facts come from the files that watched.py writes to the run's folder, and from the processes on
 each host. Collecting them stops nothing.
@@ -52,42 +52,46 @@ def look_at(words, pids):
 
 
 # ---- the run's folder --------------------------------------------------------------------------
-def gather(run, reach, ask=True):
+def gather(run, reach):
     """Return all facts about a run: from its folder and from its hosts."""
-    ranks = read_ranks(run, ask)
-    pids = {files["beat"]["pid"] for files in ranks.values()}
+    ahead = request_dumps(run)
+    pids = {files["beat"]["pid"] for files in read_ranks(run, ahead).values()}
     # Ask all hosts at the same time.
     with ThreadPoolExecutor(64) as pool:
         answers = pool.map(lambda words: look_at(words, pids), reach.values())
         hosts = dict(zip(reach, answers, strict=True))
-    # Read the files again, because a process that is gone may have written why in the meantime.
-    ranks = read_ranks(run, ask=False)
     disk = os.statvfs(run)
     free = disk.f_bavail * disk.f_frsize
-    return {"run": str(run), "ranks": ranks, "hosts": hosts, "free": free}
+    # Read the files again, because a process that is gone may have written why in the meantime.
+    return {"run": str(run), "ranks": read_ranks(run, ahead), "hosts": hosts, "free": free}
 
 
-def read_ranks(run, ask=True):
-    """Return the files of each rank of the latest start: rank -> read_rank().
+def request_dumps(run):
+    """Ask all ranks for dumps, and wait up to four seconds for them.
 
-    If `ask` is true, request dumps, and wait up to four seconds for them. The clocks of hosts
-    differ, so all times are those of the file system that has the folder.
+    Return the seconds by which the clock of the folder's file system is ahead of this host's clock.
     """
-    folder, deadline = run / "ranks", time.monotonic() + 4 * ask
-    probe, asked = folder / ("dump" if ask else "clock"), time.time()
+    request = run / "ranks/dump"
+    ahead = 0.0
     # The folder may belong to a different user. If so, use the dumps that exist.
     with suppress(OSError):
-        probe.touch()
-        asked = changed(probe)
-    ahead = asked - time.time()
-    while True:
-        paths = sorted(folder.glob("[0-9]*[0-9].json"))
-        ranks = {int(path.stem): read_rank(path, time.time() + ahead) for path in paths}
-        ranks = {rank: files for rank, files in ranks.items() if files}
-        alive = [f for f in ranks.values() if f["age"] < STALE and not f["beat"]["end"]]
-        if all(f["dumped"] >= asked for f in alive) or time.monotonic() > deadline:
+        request.touch()
+        ahead = changed(request) - time.time()
+    deadline = time.monotonic() + 4
+    while time.monotonic() < deadline:
+        ranks = read_ranks(run, ahead).values()
+        running = [files for files in ranks if files["age"] < STALE and not files["beat"]["end"]]
+        if all(files["dumped"] >= changed(request) for files in running):
             break
         time.sleep(0.1)
+    return ahead
+
+
+def read_ranks(run, ahead=0.0):
+    """Return the files of each rank of the latest start: rank -> read_rank()."""
+    now = time.time() + ahead
+    paths = sorted((run / "ranks").glob("[0-9]*[0-9].json"))
+    ranks = {int(path.stem): files for path in paths if (files := read_rank(path, now))}
     # Files of ranks that started long before the others are left over from an earlier start.
     latest = min((files["runs"] for files in ranks.values()), default=0)
     return {rank: files for rank, files in ranks.items() if files["runs"] < latest + 30}
@@ -96,20 +100,20 @@ def read_ranks(run, ask=True):
 def read_rank(path, now):
     """Return the files of a rank, or None if its heartbeat is damaged.
 
-    `age` is the number of seconds since the heartbeat, and `runs` since the start of the rank.
+    `now` is the time of the file system, because the clocks of hosts differ. `age` is the number of
+    seconds since the heartbeat, and `runs` since the start of the rank.
     """
     beat, dump = read_json(path), path.with_suffix(".dump.json")
     if "started" not in beat:
         return None
-    beat["written"] = changed(path)
-    age = now - beat["written"]
+    age = now - changed(path)
     return {
         "beat": beat,
         "age": age,
         "runs": age + beat["time"] - beat["started"],
         "dump": read_json(dump),
         "dumped": changed(dump),
-        "crash": tail(path.with_suffix(".crash")).strip(),
+        "crash": read_text(path.with_suffix(".crash")).strip(),
     }
 
 
@@ -120,19 +124,18 @@ def changed(path):
     return 0
 
 
+def read_text(path):
+    """Return the text of a file, or an empty text if there is no file."""
+    with suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""
+
+
 def read_json(path):
     """Return the dictionary in a file, or an empty dictionary if there is none."""
-    with suppress(OSError, ValueError):
-        return json.loads(path.read_text())
+    with suppress(ValueError):
+        return json.loads(read_text(path))
     return {}
-
-
-def tail(path):
-    """Return the last 20 kB of a text file, or an empty text if there is no file."""
-    with suppress(OSError), open(path, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - 20_000))
-        return file.read().decode(errors="replace")
-    return ""
 
 
 # ---- from facts to ranks -----------------------------------------------------------------------
@@ -173,10 +176,9 @@ class Rank:
 
 
 def ranks_of(facts):
-    """Return the ranks by number."""
+    """Return the ranks in the order of their numbers."""
     hosts = {fact["host"]: fact for fact in facts["hosts"].values() if "host" in fact}
-    files_of = dict(sorted(facts["ranks"].items()))
-    return {rank: Rank(files, hosts.get(files["beat"]["host"])) for rank, files in files_of.items()}
+    return [Rank(files, hosts.get(files["beat"]["host"])) for files in facts["ranks"].values()]
 
 
 def state_of(files, host):

@@ -23,25 +23,21 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-# The function of a fault runs at the end of the step, with the first weight. A fault without a
-# function acts in one of the functions that replace_functions() replaces.
-FAULTS = {
+# The function of each of these faults runs at the end of the step, with the first weight.
+FUNCTIONS = {
     "crash": lambda _: 1 / 0,
     "segfault": lambda _: ctypes.string_at(0),
     "oom-kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "oom-device": lambda weight: torch.empty(2**50, device=weight.device),
     "file-leak": lambda _: LEAKED.extend(open(__file__) for _ in range(200)),
-    "hang-data": None,
-    "skip-collective": None,
     "stop-process": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "slow-compute": lambda _: time.sleep(0.5),
-    "slow-data": None,
     "memory-leak": lambda _: LEAKED.append(torch.ones(2**24)),  # 64 MiB
-    "nan-data": None,
-    "nan-gradient": None,
     "bit-flip": lambda weight: weight.view(torch.int32).view(-1)[:1].bitwise_xor_(2**20),
-    "corrupt-checkpoint": None,
 }
+# The other faults act in the functions that replace_functions() replaces.
+FAULTS = [*FUNCTIONS, "hang-data", "slow-data", "skip-collective", "nan-data", "nan-gradient"]
+FAULTS += ["corrupt-checkpoint"]
 # These faults act again and again; every other fault acts once.
 LASTING = ("memory-leak", "file-leak", "slow-compute", "slow-data")
 USAGE = "usage: inject.py FAULT@rankR:stepS ... SCRIPT ARGUMENTS\n"
@@ -75,10 +71,10 @@ class Fault:
     def end_of_step(self, optimizer, *_):
         """Count the step, and run the function of the fault if it is due."""
         self.steps += 1
-        if FAULTS[self.name] and self.is_due(self.name):
+        if self.is_due(*FUNCTIONS):
             weight = optimizer.param_groups[0]["params"][0].detach()
             # A DTensor keeps this rank's shard in _local_tensor.
-            FAULTS[self.name](getattr(weight, "_local_tensor", weight))
+            FUNCTIONS[self.name](getattr(weight, "_local_tensor", weight))
 
     def replace_functions(self):
         """Replace functions of torch by functions that break when the fault is due."""

@@ -93,14 +93,14 @@ def finding(kind, ranks, reason, sure="likely"):
 
 
 def diagnose(facts, ranks):
-    """Return the findings, at most one of each kind; the first finding becomes the verdict.
+    """Return the verdict, which is the first finding; `also` lists the other kinds of findings.
 
     Each function that looks for a fault returns a finding, or None if the ranks do not have it.
     """
     if not ranks:
         reason = f"no rank has written to {facts['run']}/ranks; run the script under watched.py, "
         reason += "or test with preflight.py whether its ranks can connect"
-        return [finding("unknown", [], reason)]
+        return finding("unknown", [], reason) | {"also": []}
     standstill = find_failure(ranks) or find_hang(ranks)
     candidates = [
         # A rank that fails because of a full disk may be unable to record its error.
@@ -113,13 +113,13 @@ def diagnose(facts, ranks):
         find_loss_spike(ranks),
         find_corrupt_checkpoint(ranks),
         find_memory_leak(ranks),
-        find_open_files(ranks),
         None if standstill else find_straggler(ranks),
     ]
-    findings = {}
-    for candidate in filter(None, candidates):
-        findings.setdefault(candidate["kind"], candidate)
-    return list(findings.values()) or [describe_state(ranks)]
+    found = [candidate for candidate in candidates if candidate] or [describe_state(ranks)]
+    verdict = found[0]
+    if verdict["kind"] == "network":
+        verdict["hosts"] = list(unreachable_hosts(facts))
+    return verdict | {"also": [other for other in found if other["kind"] != verdict["kind"]]}
 
 
 def shorten(items):
@@ -256,8 +256,7 @@ def unreachable_hosts(facts):
 # ---- a run that stands still -------------------------------------------------------------------
 def stall_limit(ranks):
     """Return the time in seconds that a rank may stay in a phase before it counts as hung."""
-    step_seconds = [rank.step_seconds for rank in ranks if rank.step_seconds]
-    return max(10, 5 * median(step_seconds)) if step_seconds else 45
+    return max(10, 5 * (ranks[0].step_seconds or 9))
 
 
 def may_take_minutes(ranks):
@@ -420,50 +419,42 @@ def describe_excess(slowest, others):
 
 
 def late_shares(group, numbers):
-    """Return the wait that each rank of a group caused, as a share of the total time.
-
-    The last rank to call a collective makes the other ranks wait. The wait starts when the first
-    rank calls the collective or when the previous collective ends, whichever is later.
-    """
-    offsets = clock_offsets(group)
-    ends = []
-    waits = {rank: [] for rank in group}
-    for number in numbers:
-        called = {}
-        for rank, calls in group.items():
-            called[rank] = calls[number]["called"] + offsets[rank.host]
-        last = max(called, key=called.get)
-        start = max([min(called.values()), *ends[-1:]])
-        waits[last].append(max(0, called[last] - start))
-        ends.append(max(start, called[last]))
-    # Ignore the two longest times that other ranks waited for a rank, because that rank may have
-    # been saving a checkpoint.
-    late = {rank: sum(sorted(seconds)[:-2]) for rank, seconds in waits.items()}
-
-    # NCCL also records how long each collective takes on the device; prefer these durations if all
-    # of them are known. A duration includes the wait for the last rank, so a rank that often
-    # arrives last has a small total.
+    """Return the wait that each rank of a group caused, as a share of the total time."""
     durations = {}
     for rank, calls in group.items():
         durations[rank] = [calls[number]["milliseconds"] for number in numbers]
     if all(None not in times for times in durations.values()):
+        # NCCL records how long each collective takes on the device. A duration includes the wait
+        # for the last rank, so a rank that often arrives last has a small total.
         longest = max(map(sum, durations.values()))
         late = {rank: (longest - sum(times)) / 1000 for rank, times in durations.items()}
-
+    else:
+        late = waits_by_cause(group, numbers)
+    times = [calls[number]["called"] for calls in group.values() for number in numbers]
     # In less than a second, no rank can be told to be slow.
-    span = max(1.0, ends[-1] - ends[0])
-    return {rank: seconds / span for rank, seconds in late.items()}
+    return {rank: seconds / max(1.0, max(times) - min(times)) for rank, seconds in late.items()}
 
 
-def clock_offsets(ranks):
-    """Return the seconds to add to each host's times, so that all times refer to a common clock.
+def waits_by_cause(group, numbers):
+    """Return the seconds for which each rank of a host made the other ranks wait.
 
-    The common clock is the clock of the file system that holds the run's folder.
+    The last rank to call a collective makes the other ranks wait. The wait starts when the first
+    rank calls the collective or when the previous collective ends, whichever is later.
     """
-    offsets = defaultdict(list)
-    for rank in ranks:
-        offsets[rank.host].append(rank.beat["written"] - rank.beat["time"])
-    return {host: median(seconds) for host, seconds in offsets.items()}
+    # The clocks of several hosts cannot be compared.
+    if len({rank.host for rank in group}) > 1:
+        return dict.fromkeys(group, 0.0)
+    waits = {rank: [] for rank in group}
+    end = 0.0
+    for number in numbers:
+        called = {rank: calls[number]["called"] for rank, calls in group.items()}
+        last = max(called, key=called.get)
+        start = max(end, min(called.values()))
+        waits[last].append(max(0, called[last] - start))
+        end = max(start, called[last])
+    # Ignore the two longest times that other ranks waited for a rank, because that rank may have
+    # been saving a checkpoint.
+    return {rank: sum(sorted(seconds)[:-2]) for rank, seconds in waits.items()}
 
 
 # ---- wrong numbers -----------------------------------------------------------------------------
@@ -554,15 +545,6 @@ def is_growing(memory):
     return is_steady and memory[-1] - memory[0] > max(MIN_LEAK_GIB, 0.5 * memory[0])
 
 
-def find_open_files(ranks):
-    """Report ranks that are close to their limit of open files."""
-    affected = [rank for rank in ranks if (rank.open_files or 0) > 0.8 * rank.files_limit]
-    if affected:
-        files, limit = affected[0].open_files, affected[0].files_limit
-        reason = f"{files} files are open, and the limit is {limit}"
-        return finding("too-many-open-files", affected, reason)
-
-
 def find_full_disk(facts):
     """Report that the disk of the run's folder is almost full."""
     if facts["free"] < FULL_DISK_BYTES:
@@ -581,34 +563,16 @@ def describe_state(ranks):
         reason = "these ranks have ended or make no progress, and no rank has reported why yet; "
         return finding("unknown", still, reason + "ask again in a few seconds")
     reason = f"the run is in step {max(rank.step for rank in ranks)}"
-    step_seconds = ranks[0].step_seconds
-    if not step_seconds:
-        return finding("healthy", [], reason)
-    reason += f", and each step takes {step_seconds:.3g} s"
-    return finding("healthy", [], reason, "certain")
+    if step_seconds := ranks[0].step_seconds:
+        reason += f", and each step takes {step_seconds:.3g} s"
+    return finding("healthy", [], reason, "certain" if step_seconds else "likely")
 
 
 # ---- report ------------------------------------------------------------------------------------
-def judge(facts):
-    """Judge collected facts; return the verdict as a dictionary, and the ranks by number."""
-    ranks = ranks_of(facts)
-    verdict, *others = diagnose(facts, list(ranks.values()))
-    if verdict["kind"] == "network":
-        verdict["hosts"] = list(unreachable_hosts(facts))
-    return verdict | {"also": others}, ranks
-
-
-def status_of(verdict):
-    """Return the exit status that belongs to a verdict."""
-    if verdict["kind"] == "unknown":
-        return 3
-    return 0 if verdict["kind"] in NO_FAULT else 1
-
-
 def show(facts, verdict, ranks):
     """Print the state of the ranks, in groups, and the verdict last."""
     groups = defaultdict(list)
-    for rank in ranks.values():
+    for rank in ranks:
         detail = cause_of(rank.error)[1][:200] if rank.error else f"at {location_of(rank.frames)}"
         groups[f"{rank.state}, in {rank.position}, {detail}"].append(rank)
     print(f"{facts['run']}: {len(ranks)} ranks")
@@ -634,12 +598,15 @@ def main():
     """Print the verdict on a run, and exit with the status of the verdict."""
     args = parse_args()
     facts = gather(args.run, args.reach)
-    verdict, ranks = judge(facts)
+    ranks = ranks_of(facts)
+    verdict = diagnose(facts, ranks)
     if args.json:
         print(json.dumps(verdict, indent=1))
     else:
         show(facts, verdict, ranks)
-    sys.exit(status_of(verdict))
+    if verdict["kind"] == "unknown":
+        sys.exit(3)
+    sys.exit(0 if verdict["kind"] in NO_FAULT else 1)
 
 
 if __name__ == "__main__":

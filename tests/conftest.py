@@ -60,7 +60,7 @@ LONGEST += ["test_initial_weights", "test_costs", "test_kill", "test_faults", "t
 # These files test tools. A change of a chapter does not reach tools, so their slow tests are
 # exhaustive tests, which only `make test-all` runs.
 TOOLS = {"test_benchmarks", "test_faults", "test_gpu_check", "test_planner"}
-TOOLS |= {"test_preflight", "test_scale", "test_watch", "test_whats_wrong", "test_where"}
+TOOLS |= {"test_preflight", "test_scale", "test_whats_wrong", "test_where"}
 # These slow tests are exhaustive, too. Some check a chapter that saves and stops as its neighbors
 # do, or run a page beside the chapters. The others measure more than they check.
 RARELY_BROKEN = re.compile(

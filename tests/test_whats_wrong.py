@@ -6,7 +6,7 @@ import time
 
 import pytest
 import whats_wrong
-from facts import read_ranks
+from facts import ranks_of, read_ranks
 
 from conftest import ROOT, run_command
 from fake_facts import (
@@ -26,7 +26,8 @@ TOOL = ROOT / "diagnosing-errors/whats_wrong.py"
 
 def judged(facts):
     """Return the kind, the ranks, the certainty and the reason of a verdict; check its form."""
-    verdict, ranks = whats_wrong.judge(facts)
+    ranks = ranks_of(facts)
+    verdict = whats_wrong.diagnose(facts, ranks)
     assert json.loads(json.dumps(verdict)) == verdict
     assert "\n" not in verdict["reason"]
     whats_wrong.show(facts, verdict, ranks)
@@ -157,7 +158,6 @@ HEARTBEATS = [
     ({"checks": checks(1, losses=(5.5, 5.6))}, 4, "loss-spike", [1]),
     ({"memory": [0.7, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7]}, 4, "host-memory-leak", [1]),
     ({"memory": [0.7, 0.7, 0.7, 1.7, 1.7, 1.7, 1.7]}, 4, "healthy", []),
-    ({"open_files": 900}, 4, "too-many-open-files", [1]),
     ({"printed": ["x/step-20 cannot be read: EOFError(); trying the previous checkpoint"]}, 4,
      "corrupt-checkpoint", []),
 ]  # fmt: skip

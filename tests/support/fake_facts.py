@@ -29,10 +29,10 @@ def rank_files(rank, size, since=60.0, calls=STEPS, pending=True, age=1.0, **cha
     late, crash = changes.pop("late", 0.0), changes.pop("crash", "")
     beat = {
         "rank": rank, "world_size": size, "host": f"h{rank // 8}", "pid": 1000 + rank,
-        "started": NOW - 500, "time": NOW, "written": NOW, "phase": "backward", "step": 12,
+        "started": NOW - 500, "time": NOW, "phase": "backward", "step": 12,
         "since": NOW - since, "step_seconds": 1.0, "shard": "whole", "frame": STACK[0],
-        "phases": {"backward": 0.8}, "lines": {"/run/train_llm.py:746 train_step": 0.9},
-        "memory": [0.69, 0.7, 0.7, 0.7, 0.7], "open_files": 35, "files_limit": 1024,
+        "lines": {"/run/train_llm.py:746 train_step": 0.9},
+        "memory": [0.69, 0.7, 0.7, 0.7, 0.7],
         "checks": [], "bad": None, "cpu": 0.0, "error": None,
         "asked_to_end": None, "printed": [], "end": None,
     }  # fmt: skip
