@@ -69,7 +69,7 @@ def gather(run, reach):
 def request_dumps(run):
     """Ask all ranks for dumps, and wait up to four seconds for them.
 
-    Return the seconds by which the clock of the folder's file system is ahead of this host's clock.
+    Return the lead of the clock of the folder's file system over this host's clock, in seconds.
     """
     request = run / "ranks/dump"
     ahead = 0.0

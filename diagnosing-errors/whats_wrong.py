@@ -216,9 +216,13 @@ def explain_error(ranks, first, failed):
 
 def explain_victims(ranks, victims):
     """Explain a run whose failed ranks are only victims of a fault elsewhere."""
-    hang = explain_hang([rank for rank in ranks if rank.calls]) if victims else None
+    recorded = [rank for rank in ranks if rank.calls and victims]
+    hang = explain_hang(recorded)
     if hang and hang["kind"] != "network":
         return hang
+    for group in calls_by_group(recorded):
+        if mismatch := find_unexpected_call(group, victims):
+            return mismatch
     # Report nothing yet if a rank still runs, because it may report the cause soon, or if a rank is
     # silent, because it may be the cause.
     if victims and not any(rank.lives or rank.state == "silent" for rank in ranks):
@@ -353,6 +357,15 @@ def find_mismatch(group):
         history += list(ranks_by_call)[:1]
 
 
+def find_unexpected_call(group, victims):
+    """Report a rank whose last call breaks its pattern; victims have left no record of theirs."""
+    for rank, calls in group.items():
+        *history, last = [call["call"] for _, call in sorted(calls.items())]
+        expected = predict_call(history)
+        if expected not in (None, last):
+            return explain_mismatch(max(calls), {last: [rank], expected: victims}, history)
+
+
 def explain_mismatch(number, ranks_by_call, history):
     """Report the ranks that did not make the expected call, or all ranks if none made it."""
     # The smallest groups come first, because the culprit is seldom in a large group.
@@ -415,7 +428,7 @@ def describe_excess(slowest, others):
     for line, share in slowest.lines.items():
         excess[line] = share - median(rank.lines.get(line, 0) for rank in others)
     line = max(excess, key=excess.get)
-    return f"{line.rpartition('/')[2]} ({excess[line]:+.0%})"
+    return f"{line} ({excess[line]:+.0%})"
 
 
 def late_shares(group, numbers):
@@ -436,7 +449,7 @@ def late_shares(group, numbers):
 
 
 def waits_by_cause(group, numbers):
-    """Return the seconds for which each rank of a host made the other ranks wait.
+    """Return the wait that each rank caused for the other ranks of its host, in seconds.
 
     The last rank to call a collective makes the other ranks wait. The wait starts when the first
     rank calls the collective or when the previous collective ends, whichever is later.

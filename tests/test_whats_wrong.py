@@ -85,9 +85,9 @@ VERDICTS = {
     "vanished first": ("killed", [1], "likely", run({"age": 31.5}, 4, ALL, age=30.0, **LOST)),
     "SIGTERM after": ("killed", [1], run({"age": 31.5}, 4, ALL, age=30.0, asked_to_end=NOW)),
     "C code": ("segfault", [1], "certain", run({"age": 31.0, "crash": SEGFAULT}, 4, [1])),
-    "Gloo aborts the receivers of a wrong shape": (
+    "Gloo aborts the receiver of a wrong shape": (
         "mismatched-collective", [1],
-        run(SHAPE | {"age": 30.0, **LOST}, 3, ALL, **AHEAD, age=31.0, crash=ABORTED),
+        run(SHAPE | {"age": 30.0, **LOST}, 2, ALL, calls=[], age=31.0, crash=ABORTED),
     ),
     "NCCL aborts the waiting ranks": (
         "hang-in-data", [1], run(NO_BATCH, 4, (0, 2, 3), age=30.0, crash=ABORTED)
@@ -175,7 +175,7 @@ def test_values_in_heartbeats_give_the_expected_verdict(odd, size, kind, ranks):
 @pytest.mark.parametrize("size", [2, 4])
 def test_rank_that_is_late_for_every_collective_is_a_straggler(size):
     """Rank 1 calls each collective 60 ms late; one collective takes 100 ms."""
-    slow = {"late": 0.06, "lines": {"/run/train_llm.py:99 read": 0.6}}
+    slow = {"late": 0.06, "lines": {"train_llm.py:99 read": 0.6}}
     ranks = moving_ranks(size, odd=slow, calls=STEPS * 2)
     *verdict, reason = judged(facts_of(ranks))
     assert verdict == ["straggler", [1], "certain"]
@@ -215,7 +215,6 @@ def ask(*args):
     [
         (["nowhere"], "run nowhere: not a folder;"),
         ([".", "--hosts", "nowhere"], "--hosts nowhere: no such file;"),
-        ([".", "--hosts", "/dev/null"], "--hosts /dev/null: no such file;"),
     ],
 )
 def test_wrong_argument_is_an_error(args, problem):

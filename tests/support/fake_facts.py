@@ -15,7 +15,10 @@ def collectives(calls, pending, late=0.0):
          "pending": pending and n == len(calls), "patient": False}
         for n, (name, sizes, line, at) in enumerate(calls, 1)
     ]  # fmt: skip
-    return [*records, records[-1] | {"group": "gloo 1", "patient": True, "pending": True}]
+    return records and [
+        *records,
+        records[-1] | {"group": "gloo 1", "patient": True, "pending": True},
+    ]
 
 
 STACK = [["/run/train_llm.py", 746, "train_step"]]
@@ -31,10 +34,8 @@ def rank_files(rank, size, since=60.0, calls=STEPS, pending=True, age=1.0, **cha
         "rank": rank, "world_size": size, "host": f"h{rank // 8}", "pid": 1000 + rank,
         "started": NOW - 500, "time": NOW, "phase": "backward", "step": 12,
         "since": NOW - since, "step_seconds": 1.0, "shard": "whole", "frame": STACK[0],
-        "lines": {"/run/train_llm.py:746 train_step": 0.9},
-        "memory": [0.69, 0.7, 0.7, 0.7, 0.7],
-        "checks": [], "bad": None, "cpu": 0.0, "error": None,
-        "asked_to_end": None, "printed": [], "end": None,
+        "lines": {"train_llm.py:746 train_step": 0.9}, "memory": [0.69, 0.7, 0.7, 0.7, 0.7],
+        "checks": [], "cpu": 0.0, "printed": [], "end": None,
     }  # fmt: skip
     dump = {"time": NOW, "reason": "asked", "stacks": {"MainThread": STACK}}
     dump |= {"collectives": collectives(calls, pending, late)}
@@ -55,15 +56,13 @@ def facts_of(ranks, gone=(), stopped=(), **changes):
     return {"run": "/run/outputs/x", "free": 2**40, "ranks": ranks, "hosts": hosts} | changes
 
 
-def files_of(size=4, odd=None, odd_rank=1, **changes):
-    """Return the files of `size` ranks with the same changes; `odd_rank` has further changes."""
+def files_of(size=4, odd=None, **changes):
+    """Return the files of `size` ranks with the same changes; rank 1 may have its own changes."""
     files = {rank: rank_files(rank, size, **changes) for rank in range(size)}
-    if odd is not None:
-        files[odd_rank] = rank_files(odd_rank, size, **odd)
-    return files
+    return files if odd is None else files | {1: rank_files(1, size, **odd)}
 
 
 def moving_ranks(size=4, odd=None, **changes):
     """Return the files of `size` ranks that take steps; rank 1 may have further changes."""
     moving = {"since": 1.0, "pending": False} | changes
-    return files_of(size, None if odd is None else moving | odd, **moving)
+    return files_of(size, moving | (odd or {}), **moving)
