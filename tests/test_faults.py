@@ -120,7 +120,7 @@ def ask(folder, *flags):
 
 
 def verdict_on(case, folder, first_sign):
-    """Wait for a sign of the fault in the log; return a row with the first verdict that is a fault."""
+    """Wait for a sign of the fault in the log; return a row with the first fault that is found."""
     log = folder / "log"
     wait_until(lambda: first_sign in log.read_text(), 240, f"the log has {first_sign!r}")
     start_time = time.monotonic()
