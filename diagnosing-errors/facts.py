@@ -1,4 +1,4 @@
-"""Collect what whats_wrong.py and watch.py know about a run.
+"""Collect what whats_wrong.py knows about a run.
 
 The facts come from the files that watched.py writes to the run's folder, and from the processes on
 each host. Collecting them stops nothing.
@@ -10,9 +10,9 @@ import os
 import re
 import subprocess
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 HERE = os.uname().nodename
 # A rank writes a heartbeat every two seconds. After this many seconds without one, it is silent.
@@ -22,89 +22,76 @@ FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watc
 
 
 # ---- hosts -------------------------------------------------------------------------------------
-def reach_of(hosts_file=None, slurm_job=None):
+def reach_of(hosts_file=None):
     """Return, for each host, the words that run a command there: none for this host."""
-    names, prefix = [HERE], ""
-    if hosts_file:
-        lines = [line.partition("#")[0].split() for line in hosts_file.read_text().splitlines()]
-        names = [words[0] for words in lines if words]
-        prefix = "ssh -oBatchMode=yes {}"
-    elif slurm_job:
-        nodes, _ = output_of(f"squeue --noheader --format=%N --jobs={slurm_job}".split())
-        names = output_of(["scontrol", "show", "hostnames", nodes.strip()])[0].split()
-        prefix = f"srun --jobid={slurm_job} --overlap --nodes=1 --ntasks=1 --nodelist={{}}"
-    # A name may have a domain.
-    here = HERE.split(".")[0]
-    return {
-        name: [] if name.split(".")[0] == here else prefix.format(name).split() for name in names
-    }
+    if not hosts_file:
+        return {HERE: []}
+    lines = [line.partition("#")[0].split() for line in hosts_file.read_text().splitlines()]
+    reach = {words[0]: ["ssh", "-oBatchMode=yes", words[0]] for words in lines if words}
+    for name in reach:
+        # A name may have a domain.
+        if name.split(".")[0] == HERE.split(".")[0]:
+            reach[name] = []
+    return reach
 
 
-def output_of(command):
-    """Run a command for up to eight seconds; return its output and its errors."""
+def look_at(words, pids):
+    """Return a host's own name, and the states of its processes as letters, as in ps."""
+    files = [f"/proc/{pid}/stat" for pid in pids]
+    command = [*words, "cat", "/proc/sys/kernel/hostname", *files]
     try:
         done = subprocess.run(command, timeout=8, check=False, text=True, capture_output=True)
-        return done.stdout, done.stderr
     except (OSError, subprocess.TimeoutExpired) as error:
-        return "", str(error)
-
-
-def look_at(reach, processes):
-    """Return a host's own name, and the states of its processes as letters, as in ps.
-
-    `processes` has pairs of a process id and a start time, because Linux reuses process ids.
-    """
-    files = [f"/proc/{pid}/stat" for pid in {pid for pid, _ in processes}]
-    output, errors = output_of([*reach, "cat", "/proc/sys/kernel/hostname", *files])
-    if not output:
-        return {"error": (errors.strip().splitlines() or ["no answer"])[-1][:200]}
-    name, *lines = output.splitlines()
-    states = {}
-    # The start time is the 19th number after the state. A zombie has ended, so skip its state Z.
-    pattern = r"^(\d+) \(.*\) ([^Z])(?: \S+){18} (\d+) "
-    for pid, state, start in re.findall(pattern, "\n".join(lines), re.M):
-        if (int(pid), int(start)) in processes:
-            states[pid] = state
-    return {"host": name, "states": states}
+        return {"error": str(error)[:200]}
+    if not done.stdout:
+        return {"error": done.stderr.strip().rpartition("\n")[2][:200]}
+    name, *lines = done.stdout.splitlines()
+    # A zombie has ended, so skip its state Z.
+    states = re.findall(r"^(\d+) \(.*\) ([^Z]) ", "\n".join(lines), re.M)
+    return {"host": name, "states": dict(states)}
 
 
 # ---- the run's folder --------------------------------------------------------------------------
-def gather(run, reach, ask=True):
+def gather(run, reach):
     """Return all facts about a run: from its folder and from its hosts."""
-    ranks = read_ranks(run, ask)
-    processes = {(files["beat"]["pid"], files["beat"]["born"]) for files in ranks.values()}
+    ahead = request_dumps(run)
+    pids = {files["beat"]["pid"] for files in read_ranks(run, ahead).values()}
     # Ask all hosts at the same time.
     with ThreadPoolExecutor(64) as pool:
-        answers = pool.map(lambda words: look_at(words, processes), reach.values())
+        answers = pool.map(lambda words: look_at(words, pids), reach.values())
         hosts = dict(zip(reach, answers, strict=True))
-    # Read the files again, because a process that is gone may have written why in the meantime.
-    ranks = read_ranks(run, ask=False)
     disk = os.statvfs(run)
     free = disk.f_bavail * disk.f_frsize
-    return {"run": str(run), "ranks": ranks, "hosts": hosts, "free": free}
+    # Read the files again, because a process that is gone may have written why in the meantime.
+    return {"run": str(run), "ranks": read_ranks(run, ahead), "hosts": hosts, "free": free}
 
 
-def read_ranks(run, ask=True):
-    """Return the files of each rank of the latest start: rank -> read_rank().
+def request_dumps(run):
+    """Ask all ranks for dumps, and wait up to four seconds for them.
 
-    If `ask` is true, request dumps, and wait up to four seconds for them. The clocks of hosts
-    differ, so all times are those of the file system that has the folder.
+    Return the lead of the clock of the folder's file system over this host's clock, in seconds.
     """
-    folder, deadline = run / "ranks", time.monotonic() + 4 * ask
-    probe, asked = folder / ("dump" if ask else "clock"), time.time()
+    request = run / "ranks/dump"
+    ahead = 0.0
     # The folder may belong to a different user. If so, use the dumps that exist.
     with suppress(OSError):
-        probe.touch()
-        asked = changed(probe)
-    ahead = asked - time.time()
-    while True:
-        paths = sorted(folder.glob("[0-9]*[0-9].json"))
-        ranks = {int(path.stem): read_rank(path, time.time() + ahead) for path in paths}
-        ranks = {rank: files for rank, files in ranks.items() if files}
-        alive = [f for f in ranks.values() if f["age"] < STALE and not f["beat"]["end"]]
-        if all(f["dumped"] >= asked for f in alive) or time.monotonic() > deadline:
+        request.touch()
+        ahead = changed(request) - time.time()
+    deadline = time.monotonic() + 4
+    while time.monotonic() < deadline:
+        ranks = read_ranks(run, ahead).values()
+        running = [files for files in ranks if files["age"] < STALE and not files["beat"]["end"]]
+        if all(files["dumped"] >= changed(request) for files in running):
             break
         time.sleep(0.1)
+    return ahead
+
+
+def read_ranks(run, ahead=0.0):
+    """Return the files of each rank of the latest start: rank -> read_rank()."""
+    now = time.time() + ahead
+    paths = sorted((run / "ranks").glob("[0-9]*[0-9].json"))
+    ranks = {int(path.stem): files for path in paths if (files := read_rank(path, now))}
     # Files of ranks that started long before the others are left over from an earlier start.
     latest = min((files["runs"] for files in ranks.values()), default=0)
     return {rank: files for rank, files in ranks.items() if files["runs"] < latest + 30}
@@ -113,20 +100,20 @@ def read_ranks(run, ask=True):
 def read_rank(path, now):
     """Return the files of a rank, or None if its heartbeat is damaged.
 
-    `age` is the number of seconds since the heartbeat, and `runs` since the start of the rank.
+    `now` is the time of the file system, because the clocks of hosts differ. `age` is the number of
+    seconds since the heartbeat, and `runs` since the start of the rank.
     """
     beat, dump = read_json(path), path.with_suffix(".dump.json")
     if "started" not in beat:
         return None
-    beat["written"] = changed(path)
-    age = now - beat["written"]
+    age = now - changed(path)
     return {
         "beat": beat,
         "age": age,
         "runs": age + beat["time"] - beat["started"],
         "dump": read_json(dump),
         "dumped": changed(dump),
-        "crash": tail(path.with_suffix(".crash")),
+        "crash": read_text(path.with_suffix(".crash")).strip(),
     }
 
 
@@ -137,72 +124,61 @@ def changed(path):
     return 0
 
 
-def read_json(path):
-    """Return the dictionary in a file, or an empty dictionary if there is none."""
-    with suppress(OSError, ValueError):
-        content = json.loads(path.read_text())
-        return content if isinstance(content, dict) else {}
-    return {}
-
-
-def tail(path):
-    """Return the last 20 kB of a text file, or an empty text if there is no file."""
-    with suppress(OSError), open(path, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - 20_000))
-        return file.read().decode(errors="replace")
+def read_text(path):
+    """Return the text of a file, or an empty text if there is no file."""
+    with suppress(OSError):
+        return path.read_text(errors="replace")
     return ""
 
 
+def read_json(path):
+    """Return the dictionary in a file, or an empty dictionary if there is none."""
+    with suppress(ValueError):
+        return json.loads(read_text(path))
+    return {}
+
+
 # ---- from facts to ranks -----------------------------------------------------------------------
-@dataclass(eq=False)
 class Rank:
     """A rank; attributes that are not listed here are those of its heartbeat."""
 
-    rank: int
-    beat: dict
-    # The age of the heartbeat in seconds.
-    age: float
-    crash: str
-    # The state is alive, stopped, finished, failed, gone or silent.
-    state: str
-    # The stack of the main thread as (file, line, function), outermost first.
-    frames: list = field(default_factory=list)
-    # The collectives: group -> number -> call.
-    calls: dict = field(default_factory=dict)
+    def __init__(self, files, host):
+        self.beat = files["beat"]
+        # The age of the heartbeat in seconds.
+        self.age = files["age"]
+        # The stacks that faulthandler wrote, if the process has crashed in C code.
+        self.crash = files["crash"]
+        # The state is alive, stopped, finished, failed, gone or silent.
+        self.state = state_of(files, host)
+        self.lives = self.state in ("alive", "stopped")
+        # The time in seconds since this rank last changed its step or its phase.
+        self.quiet = self.beat["time"] - self.since + self.age
+        step = f"step {self.step}"
+        self.position = step if self.phase == "other" else f"the {self.phase} phase of {step}"
+        # The collectives: group -> number -> call.
+        self.calls = defaultdict(dict)
+        dump = files["dump"] if self.end != "finished" else {}
+        for call in dump.get("collectives", []):
+            # A rank may wait in a patient call for days.
+            if not call["patient"]:
+                self.calls[call["group"]][call["number"]] = call
+        # The stack of the main thread as (file, line, function), outermost first. If the rank has
+        # failed, the traceback has the line.
+        self.frames = []
+        if self.state == "stopped":
+            # A stopped rank cannot write a dump, so its heartbeat has its latest frame.
+            self.frames = [self.frame]
+        elif dump and dump["reason"] != "failed":
+            self.frames = dump["stacks"].get("MainThread") or []
 
     def __getattr__(self, name):
         return self.beat.get(name)
 
-    @property
-    def lives(self):
-        return self.state in ("alive", "stopped")
-
-    @property
-    def quiet(self):
-        """The time in seconds since this rank last changed its step or its phase."""
-        return self.beat["time"] - self.beat["since"] + self.age
-
 
 def ranks_of(facts):
-    """Return the ranks by number."""
+    """Return the ranks in the order of their numbers."""
     hosts = {fact["host"]: fact for fact in facts["hosts"].values() if "host" in fact}
-    ranks = {}
-    for number, files in sorted(facts["ranks"].items()):
-        beat, dump = files["beat"], files["dump"]
-        state = state_of(files, hosts.get(beat["host"]))
-        rank = ranks[number] = Rank(number, beat, files["age"], files["crash"], state)
-        # A stopped rank cannot write a dump, so its heartbeat has its latest frame.
-        rank.frames = [beat["frame"]] if state == "stopped" else []
-        if not dump or dump["time"] <= beat["started"] or beat["end"] == "finished":
-            continue
-        for call in dump["collectives"]:
-            # A rank may wait in a patient call for days.
-            if not call["patient"]:
-                rank.calls.setdefault(call["group"], {})[call["number"]] = call
-        # If the rank has failed, the traceback has the line.
-        if state != "stopped" and dump["reason"] != "failed":
-            rank.frames = dump["stacks"].get("MainThread") or []
-    return ranks
+    return [Rank(files, hosts.get(files["beat"]["host"])) for files in facts["ranks"].values()]
 
 
 def state_of(files, host):

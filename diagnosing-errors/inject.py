@@ -15,34 +15,33 @@ import runpy
 import signal
 import sys
 import time
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-# The function of a fault runs at the end of the step, with the first weight. A fault without a
-# function acts in one of the functions that replace_functions() replaces.
-FAULTS = {
+# The function of each of these faults runs at the end of the step, with the first weight.
+FUNCTIONS = {
     "crash": lambda _: 1 / 0,
     "segfault": lambda _: ctypes.string_at(0),
     "oom-kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "oom-device": lambda weight: torch.empty(2**50, device=weight.device),
     "file-leak": lambda _: LEAKED.extend(open(__file__) for _ in range(200)),
-    "hang-data": None,
-    "skip-collective": None,
     "stop-process": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "slow-compute": lambda _: time.sleep(0.5),
-    "slow-data": None,
     "memory-leak": lambda _: LEAKED.append(torch.ones(2**24)),  # 64 MiB
-    "nan-data": None,
-    "nan-gradient": None,
     "bit-flip": lambda weight: weight.view(torch.int32).view(-1)[:1].bitwise_xor_(2**20),
-    "corrupt-checkpoint": None,
 }
+# The other faults act in the functions that replace_functions() replaces.
+FAULTS = [*FUNCTIONS, "hang-data", "slow-data", "skip-collective", "nan-data", "nan-gradient"]
+FAULTS += ["corrupt-checkpoint"]
 # These faults act again and again; every other fault acts once.
 LASTING = ("memory-leak", "file-leak", "slow-compute", "slow-data")
+USAGE = "usage: inject.py FAULT@rankR:stepS ... SCRIPT ARGUMENTS\n"
+USAGE += f"FAULT is one of {', '.join(FAULTS)}"
 # Tensors and files that the two leaks keep alive.
 LEAKED = []
 
@@ -53,8 +52,7 @@ class Fault:
     def __init__(self, text):
         match = re.fullmatch(r"([a-z-]+)@rank(\d+):step(\d+)", text)
         if not match or match[1] not in FAULTS:
-            problem = f"not FAULT@rankR:stepS; FAULT is one of {', '.join(FAULTS)}"
-            sys.exit(f"inject.py: error: {text}: {problem}")
+            sys.exit(f"inject.py: error: {text}: not FAULT@rankR:stepS\n{USAGE}")
         self.name, self.rank, self.step = match[1], int(match[2]), int(match[3])
         self.steps = 0
         self.has_begun = False
@@ -73,14 +71,15 @@ class Fault:
     def end_of_step(self, optimizer, *_):
         """Count the step, and run the function of the fault if it is due."""
         self.steps += 1
-        if FAULTS[self.name] and self.is_due(self.name):
+        if self.is_due(*FUNCTIONS):
             weight = optimizer.param_groups[0]["params"][0].detach()
             # A DTensor keeps this rank's shard in _local_tensor.
-            FAULTS[self.name](getattr(weight, "_local_tensor", weight))
+            FUNCTIONS[self.name](getattr(weight, "_local_tensor", weight))
 
     def replace_functions(self):
         """Replace functions of torch by functions that break when the fault is due."""
-        backward, all_reduce, save = torch.autograd.backward, dist.all_reduce, torch.save
+        backward, all_reduce = torch.autograd.backward, dist.all_reduce
+        save, next_index = torch.save, _BaseDataLoaderIter._next_index
 
         def broken_backward(tensors, *args, **options):
             # The stage of a pipeline passes a sequence of tensors.
@@ -102,32 +101,27 @@ class Fault:
             if isinstance(file, (str, Path)) and self.is_due("corrupt-checkpoint"):
                 os.truncate(file, os.path.getsize(file) // 2)
 
-        def broken(next_data):
-            def broken_next_data(loader):
-                if self.is_due("hang-data", "slow-data"):
-                    time.sleep(1e6 if self.name == "hang-data" else 0.5)
-                return next_data(loader)
-
-            return broken_next_data
+        # Each data loader calls this function for its next batch.
+        def broken_next_index(loader):
+            if self.is_due("hang-data", "slow-data"):
+                time.sleep(1e6 if self.name == "hang-data" else 0.5)
+            return next_index(loader)
 
         torch.autograd.backward, dist.all_reduce = broken_backward, broken_all_reduce
-        torch.save = broken_save
-        for loader in (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter):
-            loader._next_data = broken(loader._next_data)
+        torch.save, _BaseDataLoaderIter._next_index = broken_save, broken_next_index
         register_optimizer_step_post_hook(self.end_of_step)
 
 
 def main():
     """Prepare the faults, and run the script."""
-    words = sys.argv[1:]
-    while words and "@rank" in words[0]:
-        Fault(words.pop(0)).replace_functions()
-    if not words or len(words) == len(sys.argv) - 1:
-        usage = "usage: inject.py FAULT@rankR:stepS ... SCRIPT ARGUMENTS"
-        sys.exit(f"{usage}\nFAULT is one of {', '.join(FAULTS)}")
-    sys.argv = words
-    sys.path[0] = str(Path(words[0]).resolve().parent)
-    runpy.run_path(words[0], run_name="__main__")
+    faults = list(takewhile(lambda word: "@rank" in word, sys.argv[1:]))
+    sys.argv = sys.argv[1 + len(faults) :]
+    if not faults or not sys.argv:
+        sys.exit(USAGE)
+    for fault in faults:
+        Fault(fault).replace_functions()
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,13 @@ class Net(nn.Module):
         return self.head(self.rnn(self.tokens(ids))[0])
 
 
-def one_epoch(epoch, net, opt, loader):
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randint(0, 256, (2**14, 65)))
+loader = DataLoader(data, batch_size=16, sampler=DistributedSampler(data))
+net = DDP(Net())
+opt = torch.optim.Adam(net.parameters(), lr=1e-3)
+for epoch in range(100):
     loader.sampler.set_epoch(epoch)
     for i, (ids,) in enumerate(loader):
         out = net(ids[:, :-1])
@@ -35,19 +41,4 @@ def one_epoch(epoch, net, opt, loader):
         dist.all_reduce(mean, dist.ReduceOp.AVG)
         if dist.get_rank() == 0 and i % 50 == 0:
             print(f"epoch {epoch} batch {i} loss {mean.item():.3f}", flush=True)
-
-
-def go():
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    data = TensorDataset(torch.randint(0, 256, (2**14, 65)))
-    loader = DataLoader(data, batch_size=16, sampler=DistributedSampler(data))
-    net = DDP(Net())
-    opt = torch.optim.Adam(net.parameters(), lr=1e-3)
-    for epoch in range(100):
-        one_epoch(epoch, net, opt, loader)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    go()
+dist.destroy_process_group()

@@ -1,27 +1,22 @@
 """Test the verdicts of whats_wrong.py on made-up facts, and its handling of damaged files."""
 
-import copy
 import json
 import os
 import time
 
 import pytest
 import whats_wrong
-from facts import read_ranks
+from facts import ranks_of, read_ranks
 
 from conftest import ROOT, run_command
 from fake_facts import (
     BUCKET,
     FLAG,
     GATHER,
-    IN_DATA,
     NOW,
-    REDUCE,
-    SCRIPT,
     STEPS,
     facts_of,
     files_of,
-    frames,
     moving_ranks,
     rank_files,
 )
@@ -31,10 +26,9 @@ TOOL = ROOT / "diagnosing-errors/whats_wrong.py"
 
 def judged(facts):
     """Return the kind, the ranks, the certainty and the reason of a verdict; check its form."""
-    facts_before = copy.deepcopy(facts)
-    verdict, ranks = whats_wrong.judge(facts)
+    ranks = ranks_of(facts)
+    verdict = whats_wrong.diagnose(facts, ranks)
     assert json.loads(json.dumps(verdict)) == verdict
-    assert facts == facts_before, "judge() must not change the facts"
     assert "\n" not in verdict["reason"]
     whats_wrong.show(facts, verdict, ranks)
     return verdict["kind"], verdict["ranks"], verdict["sure"], verdict["reason"]
@@ -48,108 +42,71 @@ def failed(text):
 
 LOST = failed("RuntimeError: Connection closed by peer [127.0.0.1]:41641. This is typically ...")
 LATE = failed("RuntimeError: Timed out waiting 600000ms for recv operation to complete")
-NO_BATCH = {"calls": STEPS[:-2], "pending": False, "stack": IN_DATA, "phase": "data"}
+NO_BATCH = {"calls": STEPS[:-2], "pending": False, "phase": "data"}
 AHEAD = {"calls": [*STEPS, BUCKET, BUCKET, FLAG]}
-ODD_CALLS = {
-    "skipped-collective": {"calls": [*STEPS, BUCKET, BUCKET, GATHER]},
-    "mismatched-collective": {"calls": [*STEPS, BUCKET, BUCKET, ("broadcast", "[[]]", 404, "at")]},
-}
+SKIPPED = {"calls": [*STEPS, BUCKET, BUCKET, GATHER]}
 SHAPE = {"calls": [*STEPS, BUCKET, BUCKET, ("all_reduce", "[[1000]]", 405, "measure")]}
-AGREES = {"calls": STEPS[:-1], "pending": False, "stack": frames((357, "agree"))}
-COMPUTES = NO_BATCH | {"stack": frames((727, "loss_of"), inner=None), "phase": "forward"}
-# FSDP's hooks pass through dynamo without compiling, so this stack is not in the compile phase.
-DYNAMO = frames((746, "train_step"), inner=("/x/site-packages/torch/_dynamo/eval_frame.py", "_fn"))
-STARTS = {"phase": "start", "step_seconds": None, "calls": [FLAG]}
-STARTS["stack"] = frames((259, "setup"), (1, "init_process_group"))
 ABORTED = "Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n"
 ABORTED += '  File "/x/torch/distributed/distributed_c10d.py", line 3252 in all_reduce\n'
 SEGFAULT = "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):"
-SEGFAULT += f'\n  File "{SCRIPT}", line 778 in some_function\n'
+SEGFAULT += '\n  File "/run/train_llm.py", line 778 in some_function\n'
 ALL = range(4)
+STARTING = {rank: rank_files(rank, 4, phase="start", step_seconds=None) for rank in range(3)}
 UNREACHABLE = facts_of({n: rank_files(n, 16, age=1.0 if n < 8 else 50.0) for n in range(16)})
 UNREACHABLE["hosts"]["h1"] = {"error": "No route to host"}
 UNCHECKED = UNREACHABLE | {"hosts": {"h0": UNREACHABLE["hosts"]["h0"]}}
 
-# Each case has facts, and the start of (kind, ranks, certainty).
+
+def run(odd=None, size=4, gone=(), **changes):
+    """Return facts about ranks with the same changes; rank 1 also has the changes in `odd`."""
+    return facts_of(files_of(size, odd, **changes), gone)
+
+
+# Each case has the start of (kind, ranks, certainty), and facts.
 VERDICTS = {
-    "training": (facts_of(moving_ranks()), "healthy", [], "certain"),
-    "equally slow": (facts_of(files_of(step_seconds=90.0)), "healthy"),
-    "one rank has no batch": (facts_of(files_of(odd=NO_BATCH)), "hang-in-data", [1], "certain"),
-    "no rank has a batch": (
-        facts_of(files_of(2, stack=IN_DATA, phase="data", pending=False)), "hang-in-data", [0, 1]
-    ),
-    **{
-        f"{kind}, {size} ranks": (facts_of(files_of(size, odd, **AHEAD)), kind, [1], sure)
-        for size, sure in ((2, "likely"), (4, "certain"))
-        for kind, odd in ODD_CALLS.items()
-    },
-    "a different shape": (facts_of(files_of(odd=SHAPE, **AHEAD)), "mismatched-collective", [1]),
-    "no majority and no history": (
-        facts_of(files_of(2, {"calls": [GATHER]}, calls=[FLAG])),
-        "mismatched-collective", [0, 1], "a guess",
-    ),
-    "waits in a different group": (facts_of(files_of(odd=AGREES)), "skipped-collective", [1]),
-    "still computes": (facts_of(files_of(odd=COMPUTES)), "straggler", [1]),
-    "hooks in dynamo": (
-        facts_of(files_of(odd=NO_BATCH, stack=DYNAMO + REDUCE)), "hang-in-data", [1]
-    ),
-    "all ranks in one collective": (facts_of(files_of(16)), "network"),
-    "stopped": (
-        facts_of(files_of(odd={"age": 40.0, "phase": "start"}), stopped=[1]),
-        "stopped-process", [1], "certain",
-    ),
-    "one error is not a lost connection": (
-        facts_of(files_of(odd={"age": 31.0, **failed("ValueError: x")}, age=30.0, **LOST), ALL),
+    "training": ("healthy", [], "certain", facts_of(moving_ranks())),
+    "equally slow": ("healthy", run(step_seconds=90.0)),
+    "evaluation takes minutes": ("healthy", run(since=900.0, phase="evaluation", cpu=0.5)),
+    "one rank has no batch": ("hang-in-data", [1], "certain", run(NO_BATCH)),
+    "no rank has a batch": ("hang-in-data", [0, 1], run(size=2, phase="data", pending=False)),
+    "skipped, 2 ranks": ("skipped-collective", [1], "likely", run(SKIPPED, 2, **AHEAD)),
+    "skipped, 4 ranks": ("skipped-collective", [1], "certain", run(SKIPPED, 4, **AHEAD)),
+    "wrong shape, 2 ranks": ("mismatched-collective", [1], "likely", run(SHAPE, 2, **AHEAD)),
+    "wrong shape, 4 ranks": ("mismatched-collective", [1], "certain", run(SHAPE, 4, **AHEAD)),
+    "no history": ("mismatched-collective", [0, 1], run({"calls": [GATHER]}, 2, calls=[FLAG])),
+    "in another group": ("skipped-collective", [1], run(NO_BATCH | {"phase": "collective"})),
+    "still computes": ("straggler", [1], run(NO_BATCH | {"phase": "forward"})),
+    "all ranks in one collective": ("network", [], run(size=16)),
+    "stopped": ("stopped-process", [1], "certain", facts_of(files_of(), stopped=[1])),
+    "own error": (
         "crash", [1], "certain",
+        run({"age": 31.0, **failed("ValueError: x")}, gone=ALL, age=30.0, **LOST),
     ),
-    "vanished, and the others lost the connection": (
-        facts_of(files_of(odd={"age": 31.5}, age=30.0, **LOST), ALL), "killed", [1], "likely"
-    ),
-    "vanished, and the others received SIGTERM": (
-        facts_of(files_of(odd={"age": 31.5}, age=30.0, asked_to_end=NOW), ALL), "killed", [1]
-    ),
-    "crashed in C code": (
-        facts_of(files_of(odd={"age": 31.0, "crash": SEGFAULT}), [1]), "segfault", [1], "certain"
-    ),
+    "vanished first": ("killed", [1], "likely", run({"age": 31.5}, 4, ALL, age=30.0, **LOST)),
+    "SIGTERM after": ("killed", [1], run({"age": 31.5}, 4, ALL, age=30.0, asked_to_end=NOW)),
+    "C code": ("segfault", [1], "certain", run({"age": 31.0, "crash": SEGFAULT}, 4, [1])),
     "Gloo aborts the receiver of a wrong shape": (
-        facts_of(
-            {0: rank_files(0, 2, age=31.0, crash=ABORTED) | {"dump": None},
-             1: rank_files(1, 2, age=30.0, **LOST, **SHAPE)},
-            gone=(0, 1),
-        ),
-        "mismatched-collective", [1], "likely",
+        "mismatched-collective", [1],
+        run(SHAPE | {"age": 30.0, **LOST}, 2, ALL, calls=[], age=31.0, crash=ABORTED),
     ),
-    "NCCL's watchdog aborts the waiting ranks": (
-        facts_of(files_of(odd=NO_BATCH, age=30.0, crash=ABORTED), (0, 2, 3)), "hang-in-data", [1]
+    "NCCL aborts the waiting ranks": (
+        "hang-in-data", [1], run(NO_BATCH, 4, (0, 2, 3), age=30.0, crash=ABORTED)
     ),
-    "all ranks timed out": (
-        facts_of(files_of(odd=NO_BATCH | LATE, **LATE), ALL), "hang-in-data", [1]
-    ),
-    "full disk": (facts_of(moving_ranks(), free=4096), "disk-full"),
-    "the last rank never started": (
-        facts_of({rank: rank_files(rank, 4, **STARTS) for rank in range(3)}), "rendezvous", [3]
-    ),
-    "a host does not answer": (UNREACHABLE, "host-unreachable", [*range(8, 16)], "certain"),
-    "a host was not asked": (UNCHECKED, "host-unreachable", [*range(8, 16)], "a guess"),
-    "all ranks have finished": (facts_of(files_of(age=9e5, end="finished"), ALL), "finished"),
-    "all ranks stopped on request": (
-        facts_of(files_of(age=9e5, end="finished", asked_to_end=NOW), ALL), "interrupted"
-    ),
-    **{
-        f"long phase {phase}": (
-            facts_of(files_of(since=900.0, phase=phase, cpu=0.5)), "slow-but-healthy"
-        )
-        for phase in ("start", "compile", "evaluation", "checkpoint", "export")
-    },
+    "all ranks timed out": ("hang-in-data", [1], run(NO_BATCH | LATE, 4, ALL, **LATE)),
+    "full disk": ("disk-full", [], facts_of(moving_ranks(), free=4096)),
+    "the last rank never started": ("rendezvous", [3], facts_of(STARTING)),
+    "a host does not answer": ("host-unreachable", [*range(8, 16)], "certain", UNREACHABLE),
+    "a host was not asked": ("host-unreachable", [*range(8, 16)], "a guess", UNCHECKED),
+    "all ranks have finished": ("finished", run(gone=ALL, age=9e5, end="finished")),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", VERDICTS)
 def test_made_up_facts_give_the_expected_verdict(case):
-    facts, *expected = VERDICTS[case]
+    *expected, facts = VERDICTS[case]
     verdict = judged(facts)
     assert verdict[: len(expected)] == tuple(expected)
-    if case == "crashed in C code":
+    if case == "C code":
         assert "train_llm.py:778 some_function" in verdict[3]
 
 
@@ -201,7 +158,6 @@ HEARTBEATS = [
     ({"checks": checks(1, losses=(5.5, 5.6))}, 4, "loss-spike", [1]),
     ({"memory": [0.7, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7]}, 4, "host-memory-leak", [1]),
     ({"memory": [0.7, 0.7, 0.7, 1.7, 1.7, 1.7, 1.7]}, 4, "healthy", []),
-    ({"open_files": 900}, 4, "too-many-open-files", [1]),
     ({"printed": ["x/step-20 cannot be read: EOFError(); trying the previous checkpoint"]}, 4,
      "corrupt-checkpoint", []),
 ]  # fmt: skip
@@ -216,25 +172,14 @@ def test_values_in_heartbeats_give_the_expected_verdict(odd, size, kind, ranks):
     assert judged(facts_of(files))[:2] == (kind, ranks)
 
 
-@pytest.mark.parametrize("has_checked, kind", [(True, "replicas-differ"), (False, "healthy")])
-def test_verdict_on_replicas_waits_for_the_third(has_checked, kind):
-    """Two replicas differ; only the third shows which of them is wrong."""
-    files = moving_ranks(3)
-    files[0]["beat"]["checks"] = checks(0)
-    files[1]["beat"]["checks"] = checks(1, weights=8)
-    files[2]["beat"]["checks"] = checks(2) if has_checked else []
-    assert judged(facts_of(files))[:2] == (kind, [1] if has_checked else [])
-
-
-@pytest.mark.parametrize("phase, task", [("data", "loads its data"), ("forward", "its own work")])
 @pytest.mark.parametrize("size", [2, 4])
-def test_rank_that_is_late_for_every_collective_is_a_straggler(size, phase, task):
+def test_rank_that_is_late_for_every_collective_is_a_straggler(size):
     """Rank 1 calls each collective 60 ms late; one collective takes 100 ms."""
-    slow = {"late": 0.06, "phases": {phase: 0.7}, "lines": {"/run/train_llm.py:99 read": 0.6}}
+    slow = {"late": 0.06, "lines": {"train_llm.py:99 read": 0.6}}
     ranks = moving_ranks(size, odd=slow, calls=STEPS * 2)
     *verdict, reason = judged(facts_of(ranks))
     assert verdict == ["straggler", [1], "certain"]
-    assert task in reason and "train_llm.py:99 read (+60%)" in reason
+    assert "train_llm.py:99 read (+60%)" in reason
     # A rank that is late only for the newer half of the collectives is no straggler.
     prompt, late = (ranks[rank]["dump"]["collectives"] for rank in (0, 1))
     ranks[1]["dump"]["collectives"] = prompt[:25] + late[25:]
@@ -258,62 +203,41 @@ def test_different_clocks_do_not_make_a_straggler():
     assert judged(facts_of(ranks))[0] == "healthy"
 
 
-def test_thousands_of_ranks_take_seconds():
-    size, calls = 4096, STEPS * 5
-    files = rank_files(0, size, calls=calls, stack=REDUCE * 40)
-    ranks = {}
-    for rank in range(size):
-        beat = files["beat"] | {"rank": rank, "pid": 1000 + rank, "host": f"h{rank // 8}"}
-        ranks[rank] = files | {"beat": beat}
-    ranks[1234] = rank_files(1234, size, **NO_BATCH | {"calls": calls[:-2]})
-    facts = facts_of(ranks)
-    start_time = time.process_time()
-    verdict, _ = whats_wrong.judge(facts)
-    assert time.process_time() - start_time < 8
-    culprit = verdict["kind"], verdict["ranks"], verdict["hosts"]
-    assert culprit == ("hang-in-data", [1234], ["h154"])
-
-
 # ---- the command ---------------------------------------------------------------------------------
 def ask(*args):
-    """Run the tool; return its exit status, verdict and errors."""
+    """Run the tool; return its exit status, output and errors."""
     done = run_command(TOOL, *args, "--json")
-    verdict = json.loads(done.stdout) if done.stdout else None
-    return done.returncode, verdict, done.stderr
+    return done.returncode, done.stdout, done.stderr
 
 
-def test_wrong_argument_is_an_error(tmp_path):
-    (tmp_path / "hosts").write_text("# no host\n")
-    problems = {
-        "run nowhere: not a folder;": ["nowhere"],
-        "--hosts nowhere: no such file;": [".", "--hosts", "nowhere"],
-        "hosts: names no host;": [".", "--hosts", tmp_path / "hosts"],
-        "--slurm-job no-such-job: Slurm lists no host": [".", "--slurm-job", "no-such-job"],
-        "unrecognized arguments: .": [".", "."],
-    }
-    for problem, args in problems.items():
-        status, _, errors = ask(*args)
-        assert status == 2 and "whats_wrong.py: error: " in errors and problem in errors, errors
+@pytest.mark.parametrize(
+    "args, problem",
+    [
+        (["nowhere"], "run nowhere: not a folder;"),
+        ([".", "--hosts", "nowhere"], "--hosts nowhere: no such file;"),
+    ],
+)
+def test_wrong_argument_is_an_error(args, problem):
+    status, _, errors = ask(*args)
+    assert status == 2 and f"whats_wrong.py: error: {problem}" in errors
 
 
 def test_missing_or_damaged_files_make_the_verdict_unknown(tmp_path):
-    assert ask(tmp_path)[0] == 3
     ranks = tmp_path / "ranks"
     ranks.mkdir()
     (ranks / "00000.json").write_text('{"rank": 0, "ti')
     (ranks / "00000.dump.json").write_bytes(b"\xff\x00{")
-    (ranks / "00001.json").write_text("[1]")
     (ranks / "x.json").write_text("{}")
-    status, verdict, errors = ask(tmp_path)
-    assert (status, verdict["kind"], errors) == (3, "unknown", "")
+    status, output, errors = ask(tmp_path)
+    assert (status, json.loads(output)["kind"], errors) == (3, "unknown", "")
 
 
 def test_files_of_an_earlier_start_are_ignored(tmp_path):
     (tmp_path / "ranks").mkdir()
+    now = time.time()
     for rank, age in ((0, 1), (1, 1), (2, 5000)):
-        beat = rank_files(rank, 2)["beat"] | {"time": time.time() - age}
-        beat["started"] = time.time() - age - 100
+        beat = rank_files(rank, 2)["beat"] | {"time": now - age, "started": now - age - 100}
         path = tmp_path / f"ranks/{rank:05}.json"
         path.write_text(json.dumps(beat))
-        os.utime(path, (time.time() - age,) * 2)
+        os.utime(path, (now - age, now - age))
     assert sorted(read_ranks(tmp_path)) == [0, 1]

@@ -1,6 +1,5 @@
 """Build the facts that whats_wrong.py reads, for ranks that do not exist."""
 
-SCRIPT = "/run/train_llm.py"
 NOW = 1_000_000.0
 FLAG = ("all_reduce", "[[]]", 405, "measure")
 BUCKET = ("all_reduce", "[[606976]]", 746, "train_step")
@@ -16,41 +15,29 @@ def collectives(calls, pending, late=0.0):
          "pending": pending and n == len(calls), "patient": False}
         for n, (name, sizes, line, at) in enumerate(calls, 1)
     ]  # fmt: skip
-    return [*records, records[-1] | {"group": "gloo 1", "patient": True, "pending": True}]
+    return records and [
+        *records,
+        records[-1] | {"group": "gloo 1", "patient": True, "pending": True},
+    ]
 
 
-def frames(*own, inner=("/x/site-packages/torch/distributed/distributed_c10d.py", "all_reduce")):
-    """Return the frames of a main thread: frames of the script, then a frame of a package.
-
-    `own` has the line and the function of each frame of the script.
-    """
-    stack = [[SCRIPT, line, name] for line, name in own]
-    if inner:
-        file, function = inner
-        stack.append([file, 3252, function])
-    return stack
+STACK = [["/run/train_llm.py", 746, "train_step"]]
 
 
-REDUCE = frames((746, "train_step"))
-IN_DATA = frames((735, "batch_at"), inner=None)
-
-
-def rank_files(rank, size, since=60.0, calls=STEPS, pending=True, stack=REDUCE, age=1.0, **changes):
+def rank_files(rank, size, since=60.0, calls=STEPS, pending=True, age=1.0, **changes):
     """Return the contents of the files of a rank that has been in one phase for `since` seconds.
 
     The other changes are values of the heartbeat, but `crash` is the text of faulthandler.
     """
     late, crash = changes.pop("late", 0.0), changes.pop("crash", "")
     beat = {
-        "rank": rank, "world_size": size, "host": f"h{rank // 8}", "pid": 1000 + rank, "born": 1,
-        "started": NOW - 500, "time": NOW, "written": NOW, "phase": "backward", "step": 12,
-        "since": NOW - since, "step_seconds": 1.0, "shard": "whole", "frame": REDUCE[0],
-        "phases": {"backward": 0.8}, "lines": {"/run/train_llm.py:746 train_step": 0.9},
-        "memory": [0.69, 0.7, 0.7, 0.7, 0.7], "open_files": 35, "files_limit": 1024,
-        "checks": [], "bad": None, "cpu": 0.0, "error": None,
-        "asked_to_end": None, "printed": [], "end": None,
+        "rank": rank, "world_size": size, "host": f"h{rank // 8}", "pid": 1000 + rank,
+        "started": NOW - 500, "time": NOW, "phase": "backward", "step": 12,
+        "since": NOW - since, "step_seconds": 1.0, "shard": "whole", "frame": STACK[0],
+        "lines": {"train_llm.py:746 train_step": 0.9}, "memory": [0.69, 0.7, 0.7, 0.7, 0.7],
+        "checks": [], "cpu": 0.0, "printed": [], "end": None,
     }  # fmt: skip
-    dump = {"time": NOW, "reason": "asked", "stacks": {"MainThread": stack}}
+    dump = {"time": NOW, "reason": "asked", "stacks": {"MainThread": STACK}}
     dump |= {"collectives": collectives(calls, pending, late)}
     return {"beat": beat | changes, "age": age, "dump": dump, "crash": crash}
 
@@ -69,15 +56,13 @@ def facts_of(ranks, gone=(), stopped=(), **changes):
     return {"run": "/run/outputs/x", "free": 2**40, "ranks": ranks, "hosts": hosts} | changes
 
 
-def files_of(size=4, odd=None, odd_rank=1, **changes):
-    """Return the files of `size` ranks with the same changes; `odd_rank` has further changes."""
+def files_of(size=4, odd=None, **changes):
+    """Return the files of `size` ranks with the same changes; rank 1 may have its own changes."""
     files = {rank: rank_files(rank, size, **changes) for rank in range(size)}
-    if odd is not None:
-        files[odd_rank] = rank_files(odd_rank, size, **odd)
-    return files
+    return files if odd is None else files | {1: rank_files(1, size, **odd)}
 
 
 def moving_ranks(size=4, odd=None, **changes):
     """Return the files of `size` ranks that take steps; rank 1 may have further changes."""
     moving = {"since": 1.0, "pending": False} | changes
-    return files_of(size, None if odd is None else moving | odd, **moving)
+    return files_of(size, moving | (odd or {}), **moving)
