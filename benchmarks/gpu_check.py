@@ -367,15 +367,11 @@ def under_watched(bench):
 
 
 def watched(bench):
-    """Check what watched.py reports of a rank's GPU, and that no step waits for watched.py."""
+    """Check that watched.py looks at each step, and that no step waits for watched.py."""
     run_dir = run_without_waits(bench, *under_watched(bench))
     beat = json.loads((run_dir / "ranks/00000.json").read_text())
     bench.numbers |= {"step": beat["step"], "looks": len(beat["checks"])}
-    goals = {"looks": (4, 4)}
-    if bench.device == "cuda":
-        bench.numbers["GiB on the device"] = beat["device_memory_gib"]
-        goals["GiB on the device"] = 1e-4, math.inf
-    return bench.judged(goals, str(beat["fault"] or ""))
+    return bench.judged({"looks": (4, 4)}, str(beat["fault"] or ""))
 
 
 def fault(bench, name):

@@ -296,7 +296,6 @@ class Watch:
             "host": os.uname().nodename,
             "pid": os.getpid(),
             "started": time.time(),
-            "files_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         }
         folder.mkdir(parents=True, exist_ok=True)
         # Delete the files that this rank wrote before the script was started again.
@@ -408,7 +407,7 @@ class Watch:
         end_times = list(steps.end_times)
         step_seconds = [after - before for before, after in pairwise(end_times)]
         cpu_seconds = time.process_time()
-        memory, open_files = resource_usage()
+        memory = host_memory()
         # Keep a memory value each time the run's age has grown by 3% since the last kept value.
         # `memory` holds the latest six values, so they cover the same share of a short run and of a
         # long run.
@@ -436,7 +435,6 @@ class Watch:
             "bad": steps.first_nonfinite,
             "shard": steps.shard,
             "memory": [*self.memory, memory],
-            "open_files": open_files,
             "cpu": (cpu_seconds - self.cpu_seconds) / HEARTBEAT_INTERVAL,
             "fault": steps.fault,
         }
@@ -505,16 +503,12 @@ def restore_signals():
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
-def resource_usage():
-    """Return this process's host memory in GiB and its number of open files.
-
-    Outside Linux, return (0.0, None).
-    """
+def host_memory():
+    """Return this process's host memory in GiB, or 0.0 outside Linux."""
     with suppress(OSError):
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        memory = round(pages * resource.getpagesize() / 2**30, 3)
-        return memory, len(os.listdir("/proc/self/fd"))
-    return 0.0, None
+        return round(pages * resource.getpagesize() / 2**30, 3)
+    return 0.0
 
 
 def recorded_collectives():

@@ -168,7 +168,7 @@ def test_heartbeat_has_steps_checks_and_resources(watched_run):
         assert (beat["rank"], beat["world_size"], beat["end"]) == (rank, 2, "finished")
         assert (beat["step"], beat["bad"], beat["fault"]) == (20, None, None)
         assert [check["step"] for check in beat["checks"]] == [1, 10, 20]
-        assert beat["memory"][-1] > 0.1 and beat["open_files"] > 3
+        assert beat["memory"][-1] > 0.1
     first, second = (beat["checks"] for beat in beats)
     assert [check["weights"] for check in first] == [check["weights"] for check in second]
     hashes = [{check["data"] for check in checks[1:]} for checks in (first, second)]
