@@ -72,13 +72,36 @@ def read_checkpoint(checkpoint, state):
 
 def weights_of(run_dir, step):
     """Return a checkpoint's weights by name, with each tied weight under all of its names."""
+    checkpoint = run_dir / f"checkpoints/step-{step:08}"
+    if (checkpoint / "state.pt").exists():
+        return torch.load(checkpoint / "state.pt", weights_only=True)["model"]
     model = AutoModelForCausalLM.from_pretrained(run_dir / "model")
     tied = model.all_tied_weights_keys
     weights = {name: torch.full_like(w, torch.nan) for name, w in model.state_dict().items()}
     weights = {name: weight for name, weight in weights.items() if name not in tied}
-    # A checkpoint has a tied weight only once.
-    read_checkpoint(run_dir / f"checkpoints/step-{step:08}", {"model": weights})
+    # A checkpoint with shards has a tied weight only once.
+    read_checkpoint(checkpoint, {"model": weights})
     return weights | {name: weights[source] for name, source in tied.items()}
+
+
+def arguments_of(run_dir, step):
+    """Return the arguments in a checkpoint."""
+    checkpoint = run_dir / f"checkpoints/step-{step:08}"
+    if (checkpoint / "state.pt").exists():
+        return torch.load(checkpoint / "state.pt", weights_only=True)["args"]
+    return json.loads(read_checkpoint(checkpoint, {"args": ""})["args"])
+
+
+def have_same_weights(run_dir, other_run_dir, tolerance=0):
+    """Return whether the exported models of two runs have the same weights."""
+    weights, others = (
+        AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+        for folder in (run_dir, other_run_dir)
+    )
+    assert weights.keys() == others.keys()
+    return all(
+        torch.allclose(weights[name], others[name], rtol=0, atol=tolerance) for name in weights
+    )
 
 
 def evaluate_export(run_dir, step, chapter):
@@ -90,8 +113,7 @@ def evaluate_export(run_dir, step, chapter):
     assert not [path for path in (run_dir / "model").iterdir() if path.is_dir()]
     expected = weights_of(run_dir, step)
     assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
-    saved = read_checkpoint(run_dir / f"checkpoints/step-{step:08}", {"args": ""})
-    return validation_loss(model, run_dir, json.loads(saved["args"]), chapter)
+    return validation_loss(model, run_dir, arguments_of(run_dir, step), chapter)
 
 
 def validation_loss(model, run_dir, args, chapter):
