@@ -1,10 +1,8 @@
 """The command line, and the small functions that derive values from it."""
 
-import json
 import os
 import re
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,7 +57,6 @@ BATCHES = [
     ("01", "", 1, 8, 4),
     ("01", "--batch-size 99", 1, 32, 1),
     ("01", "--global-batch-size 7 --batch-size 4", 1, 1, 7),
-    ("02", "--global-batch-size 24", 1, 8, 3),
     ("02", "--global-batch-size 24", 2, 6, 2),
     ("02", "--global-batch-size 24", 12, 2, 1),
 ]
@@ -129,17 +126,6 @@ def test_metrics_have_the_promised_columns(small_text, tmp_path):
     assert min(speeds[1:]) > 0
 
 
-def test_row_after_a_cut_row_is_on_a_line_of_its_own(tmp_path, chapter):
-    rows = [{"step": step, "loss": 2.5} for step in (1, 2, 3)]
-    wandb_run = SimpleNamespace(log=lambda row: None)
-    for row in rows:
-        with open(tmp_path / "metrics.jsonl", "a") as file:
-            file.write('{"step": 3, "lo' * (row["step"] == 3))
-        chapter.log(tmp_path, wandb_run, row)
-    first, second, _, last = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in (first, second, last)] == rows
-
-
 # ---- GPUs, as far as a machine without GPUs can tell -----------------------------------------
 def simulate(monkeypatch, gpus=0, files=(), **variables):
     """Let torch see a number of GPUs, and let the system have these files and variables."""
@@ -151,10 +137,11 @@ def simulate(monkeypatch, gpus=0, files=(), **variables):
         monkeypatch.setenv(name, value)
 
 
-GPUS = [{"files": ["/dev/nvidiactl"]}, {"files": ["/dev/kfd"]}, {"CUDA_VISIBLE_DEVICES": "0,1"}]
+GPUS = [("01", {"files": ["/dev/nvidiactl"]}), ("01", {"files": ["/dev/kfd"]})]
+GPUS += [("01", {"CUDA_VISIBLE_DEVICES": "0,1"}), ("03", {"SLURM_GPUS_ON_NODE": "8"})]
 
 
-@pytest.mark.parametrize("system", GPUS)
+@pytest.mark.parametrize("chapter, system", GPUS, indirect=["chapter"])
 def test_run_on_a_broken_gpu_stops(parse, monkeypatch, capsys, system):
     simulate(monkeypatch, **system)
     error = user_error(capsys, parse, "")
@@ -166,12 +153,6 @@ def test_run_on_a_broken_gpu_stops(parse, monkeypatch, capsys, system):
 def test_run_on_a_hidden_gpu_uses_the_cpu(parse, monkeypatch, hidden):
     simulate(monkeypatch, files=["/dev/nvidiactl"], CUDA_VISIBLE_DEVICES=hidden)
     assert parse("").device == "cpu"
-
-
-def test_chapter_03_rejects_a_cpu_if_slurm_gives_gpus(load, monkeypatch):
-    simulate(monkeypatch, SLURM_GPUS_ON_NODE="8")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert load("03").has_gpu() and not load("02").has_gpu()
 
 
 @pytest.mark.parametrize("capability, precision", [((7, 5), "fp32"), ((8, 0), "bf16")])

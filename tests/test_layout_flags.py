@@ -89,12 +89,9 @@ def test_wrong_layout_ends_all_ranks_and_writes_nothing(layout_models, tmp_path)
     "chapter, ranks, line, micro_batch_size, accumulation",
     [
         # The ranks that split a matrix or a sequence process the same samples.
-        ("06", 4, "--tensor-parallel-size 1", 2, 1),
-        ("06", 4, TP2, 4, 1),
         ("06", 4, TP4, 8, 1),
         ("08", 8, f"{CP4} {ONE_HEAD}", 4, 1),
         # The schedule of a pipeline splits the samples of a step.
-        ("07", 2, f"{PP2} {ONE_SAMPLE}", 1, 8),
         ("07", 4, f"{PP2} {ONE_SAMPLE}", 1, 4),
         ("07", 4, f"{PP4} {ONE_SAMPLE}", 1, 8),
         ("07", 8, f"{PP2} {TP2} {ONE_SAMPLE}", 1, 4),

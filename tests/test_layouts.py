@@ -47,7 +47,6 @@ LAYOUTS = {
     "fsdp1": Layout("04", 1, slow="2"),
     "fsdp2": Layout("04", 2, core="2", slow="kept+1 bf16 qwen3"),
     "fsdp4": Layout("04", 4, slow="over-20-steps"),
-    "hsdp2": Layout("04", 2, REPLICAS),
     "hsdp4": Layout("04", 4, REPLICAS, slow="1"),
     "large1": Layout("05", 1, slow="offload"),
     "large2": Layout("05", 2, core="offload+1", slow="long selective+compiled bf16 over-20-steps"),
@@ -156,13 +155,10 @@ def root(request, tmp_path_factory, layout_models):
         if item.path == request.path and "run" in getattr(item, "fixturenames", ()):
             selected.add(item.callspec.params["run"])
     for run in sorted(selected | {reference_of(run) for run in selected}):
-        layout = LAYOUTS[run.partition("@")[0]]
-        # DTensor remembers the process groups of earlier jobs, so only jobs with the same groups
-        # share their processes. Compiled code needs processes of its own.
-        key = layout.ranks, layout.flags, run if "compiled" in run else ""
-        jobs.setdefault(key, []).append(job_of(layout_models, run, root, "-e", run))
-    for number, ((ranks, *_), group) in enumerate(jobs.items()):
-        run_or_fail(ranks, group, root / f"jobs{number}", shares=2 if ranks == 1 else 1)
+        ranks = LAYOUTS[run.partition("@")[0]].ranks
+        jobs.setdefault(ranks, []).append(job_of(layout_models, run, root, "-e", run))
+    for ranks, group in jobs.items():
+        run_or_fail(ranks, group, root / f"ranks{ranks}", shares=2 if ranks == 1 else 1)
     return root
 
 

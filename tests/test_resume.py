@@ -53,18 +53,6 @@ def test_finished_run_stays_unchanged(finished):
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
 
 
-def test_run_that_was_killed_before_its_export_exports(finished):
-    """A run that was extended, and then killed after its last save, has the model of before."""
-    run_dir, start = finished
-    expected = (run_dir / "model").rename(run_dir / "expected")
-    (run_dir / "model").mkdir()
-    (run_dir / "model/config.json").touch()
-    (run_dir / "finished-12").rename(run_dir / "finished-8")
-    start()
-    written, expected = (folder / "model.safetensors" for folder in (run_dir / "model", expected))
-    assert written.read_bytes() == expected.read_bytes()
-
-
 def test_longer_run_applies_the_settings_that_it_reports(finished):
     run_dir, start = finished
     output = start("--num-steps", 14, "--weight-decay", 0.05)
