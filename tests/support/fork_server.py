@@ -66,8 +66,6 @@ class Forked(FORKS.Process):
             raise subprocess.TimeoutExpired(self.name, timeout)
         return self.exitcode
 
-    communicate = wait
-
     def send_signal(self, number):
         if self.exitcode is None:
             # The process may end before the signal arrives.
