@@ -170,10 +170,10 @@ def test_layout_follows_its_reference_curve(root, run):
     if run == "01@bf16":
         assert 1e-5 < difference(reference, curve, names=["loss", "val_loss"]) < 5e-2
     elif run.endswith("bf16"):
-        assert 0 < difference(reference, curve, names=["loss", "val_loss"]) < 5e-3
-        # FSDP also keeps the activations between the layers in bf16.
-        tolerance = 5e-3 if LAYOUTS[run.partition("@")[0]].chapter < "04" else 5e-2
-        assert difference(reference, curve, names=["grad_norm"], relative=True) < tolerance
+        # From chapter 04 on, FSDP also rounds weights, and activations between layers, to bf16. The
+        # differences are up to 0.0017 in the loss, and up to 0.0027 of the gradient norm.
+        assert 0 < difference(reference, curve, names=["loss", "val_loss"]) < 3e-3
+        assert difference(reference, curve, names=["grad_norm"], relative=True) < 1e-2
     else:
         assert same_curve(reference, curve)
 
@@ -193,7 +193,8 @@ def test_exported_model_has_the_logged_loss(root, load, run):
     """transformers loads the model by its folder alone; its weights are those of the checkpoint."""
     curve = metrics(root / run)
     loss = evaluate_export(root / run, max(curve), load("01"))
-    assert abs(loss - curve[max(curve)]["val_loss"]) < (5e-3 if run.endswith("bf16") else 1e-5)
+    # The test evaluates in fp32, and a run in bf16 evaluates in bf16, with a loss 0.002 higher.
+    assert abs(loss - curve[max(curve)]["val_loss"]) < (3e-3 if run.endswith("bf16") else 1e-5)
 
 
 @pytest.mark.exhaustive
