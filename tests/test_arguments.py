@@ -21,6 +21,7 @@ def parse(chapter, monkeypatch):
     """Return a function that parses a command line, which does not name the script."""
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def parse_line(line, world_size=1):
