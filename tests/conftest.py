@@ -10,12 +10,14 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
 
-from chapters import ROOT, chapters
+# The tests import ROOT from here.
+from chapters import ROOT, chapters  # noqa: F401
 from cluster.cluster import Cluster, missing_requirement
 from fork_server import Server, current_environment
 
@@ -56,7 +58,7 @@ def pytest_configure(config):
 
 # The longest files start first, so that all workers finish at about the same time.
 LONGEST = ["test_on_cluster", "test_layouts", "test_resume", "test_launchers", "test_frameworks"]
-LONGEST += ["test_initial_weights", "test_costs", "test_kill", "test_faults", "test_readme"]
+LONGEST += ["test_published_files", "test_costs", "test_kill", "test_faults", "test_readme"]
 # The tests in these files share no fixture, so any worker may run any of them.
 INDEPENDENT = {"test_faults", "test_kill", "test_kubernetes", "test_readme"}
 
@@ -133,54 +135,54 @@ def free_port():
             return port
 
 
-def run_jobs(world_size, jobs, folder, timeout=None, shares=1, must_succeed=False):
+def run_jobs(world_size, jobs, folder, timeout=1200, shares=1, must_succeed=False):
     """Run jobs, each a (chapter or script, arguments), on `world_size` ranks.
 
     Return, for each job, the results of its ranks: status, stdout and stderr.
 
-    The ranks run the jobs in sequence. With several `shares`, this number of groups of
-    ranks runs at the same time, and the groups divide the jobs. With `must_succeed`, the first
-    failed job ends all jobs, because the other ranks of a failed job may wait for days.
+    The jobs run in sequence, or `shares` jobs at the same time. With `must_succeed`, the first
+    failed rank ends all jobs, because the other ranks of its job may wait for days.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    processes = []
-    for share in range(min(shares, len(jobs))):
-        job_list = []
-        for name, args in jobs[share::shares]:
-            job = {"script": str(SCRIPTS.get(name, name)), "args": [*map(str, args)]}
-            job_list.append(job | {"port": free_port(), "must_succeed": must_succeed})
-        (folder / f"jobs{share}.json").write_text(json.dumps(job_list))
-        command = [ROOT / "tests/support/worker.py", folder, share]
-        processes += start_ranks(world_size, command, folder, f"-{share}")
-    try:
-        deadline = time.monotonic() + (timeout or 900 + 60 * len(jobs))
-        while any(process.poll() is None for process in processes):
-            # When a rank fails, the other ranks would wait for it.
-            if any(process.poll() for process in processes) or time.monotonic() > deadline:
+
+    def run(number):
+        (name, args), job_folder = jobs[number], folder / str(number)
+        job_folder.mkdir(parents=True, exist_ok=True)
+        command = [SCRIPTS.get(name, name), *args]
+        ranks = start_ranks(world_size, command, job_folder, split_output=True)
+        deadline = time.monotonic() + timeout
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            if must_succeed and any(rank.poll() for rank in ranks):
                 break
-            time.sleep(0.05)
-    finally:
-        for process in processes:
-            process.kill()
-    logs = "\n".join(path.read_text() for path in sorted(folder.glob("rank*.log")))
-    assert all(process.returncode == 0 for process in processes), logs
-    results = [None] * len(jobs)
-    for share in range(min(shares, len(jobs))):
-        paths = [folder / f"results{share}-{rank}.json" for rank in range(world_size)]
-        results_by_rank = [json.loads(path.read_text()) for path in paths]
-        results[share::shares] = [list(ranks) for ranks in zip(*results_by_rank, strict=True)]
-    return results
+            time.sleep(0.02)
+        results = []
+        for number, rank in enumerate(ranks):
+            rank.kill()
+            rank.wait()
+            out, err = (job_folder / f"rank{number}.{kind}" for kind in ("log", "err"))
+            result = {"status": rank.returncode, "stdout": out.read_text()}
+            results.append(result | {"stderr": err.read_text()})
+        if must_succeed and any(result["status"] for result in results):
+            output = "".join(result["stdout"] + result["stderr"] for result in results)
+            pytest.fail(f"{' '.join(map(str, command))}\n{output}")
+        return results
+
+    with ThreadPoolExecutor(shares) as pool:
+        return list(pool.map(run, range(len(jobs))))
 
 
-def start_ranks(world_size, command, folder, log="", **variables):
-    """Start a script and its arguments on `world_size` ranks, as a launcher would."""
+def start_ranks(world_size, command, folder, log="", split_output=False, **variables):
+    """Start a script and its arguments on `world_size` ranks, as a launcher would.
+
+    Each rank writes its output to a file in the folder, or to two files if it is split.
+    """
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | variables
     variables |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     processes = []
     for rank in map(str, range(world_size)):
-        with open(folder / f"rank{rank}{log}.log", "w") as file:
+        path = folder / f"rank{rank}{log}.log"
+        with open(path, "w") as out, open(path.with_suffix(".err"), "w") as err:
             variables |= {"RANK": rank, "LOCAL_RANK": rank}
-            processes.append(SERVER.start(command, variables, file))
+            processes.append(SERVER.start(command, variables, out, err if split_output else out))
     return processes
 
 

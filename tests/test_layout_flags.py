@@ -1,15 +1,10 @@
 """Flags that split a model or a sequence: wrong ones stop the run, right ones share the batch."""
 
-import argparse
-import contextlib
-
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from conftest import SHORT, run_jobs, user_error
-from families import MODERN, shrink
+from families import shrink
 from runs import check_user_error
 
 TP2, TP4 = "--tensor-parallel-size 2", "--tensor-parallel-size 4"
@@ -17,7 +12,6 @@ PP2, PP4 = "--pipeline-parallel-size 2 -b 2", "--pipeline-parallel-size 4 -b 2"
 CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
 INTERLEAVED, ULYSSES = "--pipeline-schedule interleaved-1f1b", "--context-parallel-style ulysses"
 ONE_SAMPLE = "-b 1 --config num_hidden_layers=8"
-NOT_FULL = "1 micro-batches do not fill the pipeline; lower --batch-size"
 ONE_HEAD = "--config num_key_value_heads=1"
 # The settings of families whose default configuration is not wrong.
 SETTINGS = {
@@ -28,7 +22,6 @@ SETTINGS = {
 # The chapter, the number of ranks, the command line, and a part of the error.
 WRONG = [
     ("06", 2, f"{TP2} -m gpt2", "the plan of gpt2 does not say how to split transformer.wpe"),
-    ("06", 2, f"{TP2} -m mixtral", "mixtral does not say how to split model.layers.0.mlp.gate"),
     ("06", 2, f"{TP2} -m mistral", "-size 2: mistral has a mask, which needs full sequences"),
     ("06", 2, f"{TP2} {ONE_HEAD}", "tiny has 1 key-value heads; choose a divisor"),
     ("06", 2, TP4, "--tensor-parallel-size 4: 2 ranks are not divisible by 4"),
@@ -36,19 +29,16 @@ WRONG = [
     ("06", 4, f"{TP2} --global-batch-size 7", "7: not divisible by 2 data-parallel ranks"),
     ("06", 2, "--tensor-parallel-size 0", "--tensor-parallel-size 0: must be at least 1"),
     ("07", 2, f"{PP2} {TP2}", "--pipeline-parallel-size 2: 2 ranks are not divisible by 4"),
-    ("07", 2, "--pipeline-parallel-size 0", "--pipeline-parallel-size 0: must be at least 1"),
-    ("07", 2, "--pipeline-schedule 2f2b", "invalid choice: '2f2b'"),
-    ("07", 2, f"{PP2} -b 8", f"--pipeline-parallel-size 2: {NOT_FULL}"),
-    ("07", 2, f"{PP2} --global-batch-size 1", f"--pipeline-parallel-size 2: {NOT_FULL}"),
+    (
+        "07",
+        2,
+        f"{PP2} -b 8",
+        "2: 1 micro-batches do not fill the pipeline; lower --batch",
+    ),
     ("07", 2, f"{PP2} {INTERLEAVED} --global-batch-size 12 -b 4", "2: 3 micro-batches do not fill"),
-    ("07", 2, f"{PP2} --config num_hidden_layers=1", "tiny has fewer than 2 layers"),
     ("07", 2, f"{PP2} {INTERLEAVED} --config num_hidden_layers=3", "has fewer than 4 layers"),
     ("07", 2, f"{PP2} -m opt", "-size 2: transformers has no pipeline plan for opt"),
-    ("08", 2, f"{CP2} {TP2}", "--pipeline-parallel-size 1: 2 ranks are not divisible by 4"),
-    ("08", 2, f"{CP2} -s 63", "--seq-length 63: not divisible by the 2 ranks that split"),
     ("08", 4, f"{CP2} {TP2} -s 66", "--seq-length 66: not divisible by the 4 ranks that split"),
-    ("08", 4, f"{CP2} --global-batch-size 7", "7: not divisible by 2 data-parallel ranks"),
-    ("08", 2, f"{CP2} {ULYSSES} {ONE_HEAD}", "1 key-value heads for 2 ranks"),
     ("08", 8, f"{CP4} {TP2} {ULYSSES}", "4 key-value heads for 8 ranks"),
     ("08", 2, f"{CP2} -m mistral", "mistral has a mask, which needs full sequences"),
     ("08", 2, f"{CP2} -m llama", "full sequences, because it has dynamic"),
@@ -99,12 +89,9 @@ def test_wrong_layout_ends_all_ranks_and_writes_nothing(layout_models, tmp_path)
     "chapter, ranks, line, micro_batch_size, accumulation",
     [
         # The ranks that split a matrix or a sequence process the same samples.
-        ("06", 4, "--tensor-parallel-size 1", 2, 1),
-        ("06", 4, TP2, 4, 1),
         ("06", 4, TP4, 8, 1),
         ("08", 8, f"{CP4} {ONE_HEAD}", 4, 1),
         # The schedule of a pipeline splits the samples of a step.
-        ("07", 2, f"{PP2} {ONE_SAMPLE}", 1, 8),
         ("07", 4, f"{PP2} {ONE_SAMPLE}", 1, 4),
         ("07", 4, f"{PP4} {ONE_SAMPLE}", 1, 8),
         ("07", 8, f"{PP2} {TP2} {ONE_SAMPLE}", 1, 4),
@@ -119,19 +106,3 @@ def test_layout_divides_the_batch_by_its_data_ranks(
         assert args.num_stages == args.pipeline_parallel_size
         stages = begin(chapter, ranks, f"{line} {INTERLEAVED}").num_stages
         assert stages == 2 * args.num_stages
-
-
-def test_tensor_parallel_families_have_only_known_styles(load):
-    """Every family is split as its plan says, or is refused."""
-    chapter, accepted = load("06"), set()
-    args = argparse.Namespace(tensor_parallel_size=2, model_name="name")
-    for kind in MODERN:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(shrink(CONFIG_MAPPING[kind]()))
-        model.config._attn_implementation = "causal_sdpa"
-        with contextlib.suppress(SystemExit):
-            chapter.check_model(args, model)
-            assert set(model.tp_plan.values()) <= chapter.STYLES.keys()
-            accepted.add(kind)
-    assert accepted >= {"llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "olmo2", "gpt_neox"}
-    assert not accepted & {"gpt2", "opt", "mixtral", "qwen3_moe", "apertus", "diffllama"}

@@ -9,11 +9,10 @@ import random
 from typing import NamedTuple
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from conftest import SHORT, difference, metrics, run_or_fail, same_curve
-from runs import evaluate_export
+from marks import exhaustive, slow
+from runs import evaluate_export, have_same_weights
 
 TP2, TP4 = "--tensor-parallel-size 2", "--tensor-parallel-size 4"
 # With 8 samples per step, a stage receives 4 micro-batches, or 2 if two ranks share the samples.
@@ -39,16 +38,15 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = {
-    "01": Layout("01", 1, core="plain 2", slow="bf16"),
+    "01": Layout("01", 1, core="plain 2 gpt2 qwen3 gemma3", slow="bf16"),
     "ddp1": Layout("02", 1, slow="2"),
-    "ddp2": Layout("02", 2, core="2", slow="bf16 gpt2 over-20-steps"),
+    "ddp2": Layout("02", 2, core="2", slow="bf16 gpt2 compiled over-20-steps"),
     "ddp4": Layout("02", 4, slow="over-20-steps"),
     "launched2": Layout("03", 2, core="plain"),
     "launched4": Layout("03", 4, slow="over-20-steps"),
     "fsdp1": Layout("04", 1, slow="2"),
     "fsdp2": Layout("04", 2, core="2", slow="kept+1 bf16 qwen3"),
     "fsdp4": Layout("04", 4, slow="over-20-steps"),
-    "hsdp2": Layout("04", 2, REPLICAS),
     "hsdp4": Layout("04", 4, REPLICAS, slow="1"),
     "large1": Layout("05", 1, slow="offload"),
     "large2": Layout("05", 2, core="offload+1", slow="long selective+compiled bf16 over-20-steps"),
@@ -157,13 +155,10 @@ def root(request, tmp_path_factory, layout_models):
         if item.path == request.path and "run" in getattr(item, "fixturenames", ()):
             selected.add(item.callspec.params["run"])
     for run in sorted(selected | {reference_of(run) for run in selected}):
-        layout = LAYOUTS[run.partition("@")[0]]
-        # DTensor remembers the process groups of earlier jobs, so only jobs with the same groups
-        # share their processes. Compiled code needs processes of its own.
-        key = layout.ranks, layout.flags, run if "compiled" in run else ""
-        jobs.setdefault(key, []).append(job_of(layout_models, run, root, "-e", run))
-    for number, ((ranks, *_), group) in enumerate(jobs.items()):
-        run_or_fail(ranks, group, root / f"jobs{number}", shares=2 if ranks == 1 else 1)
+        ranks = LAYOUTS[run.partition("@")[0]].ranks
+        jobs.setdefault(ranks, []).append(job_of(layout_models, run, root, "-e", run))
+    for ranks, group in jobs.items():
+        run_or_fail(ranks, group, root / f"ranks{ranks}", shares=2 if ranks == 1 else 1)
     return root
 
 
@@ -175,10 +170,10 @@ def test_layout_follows_its_reference_curve(root, run):
     if run == "01@bf16":
         assert 1e-5 < difference(reference, curve, names=["loss", "val_loss"]) < 5e-2
     elif run.endswith("bf16"):
-        assert 0 < difference(reference, curve, names=["loss", "val_loss"]) < 5e-3
-        # FSDP also keeps the activations between the layers in bf16.
-        tolerance = 5e-3 if LAYOUTS[run.partition("@")[0]].chapter < "04" else 5e-2
-        assert difference(reference, curve, names=["grad_norm"], relative=True) < tolerance
+        # From chapter 04 on, FSDP also rounds weights, and activations between layers, to bf16. The
+        # differences are up to 0.0017 in the loss, and up to 0.0027 of the gradient norm.
+        assert 0 < difference(reference, curve, names=["loss", "val_loss"]) < 3e-3
+        assert difference(reference, curve, names=["grad_norm"], relative=True) < 1e-2
     else:
         assert same_curve(reference, curve)
 
@@ -193,15 +188,13 @@ def test_reference_curve_learns_and_has_every_step(root, run):
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    "run",
-    [param for param in run_params() if LAYOUTS[param.values[0].split("@")[0]].chapter > "03"],
-)
+@pytest.mark.parametrize("run", run_params())
 def test_exported_model_has_the_logged_loss(root, load, run):
     """transformers loads the model by its folder alone; its weights are those of the checkpoint."""
     curve = metrics(root / run)
     loss = evaluate_export(root / run, max(curve), load("01"))
-    assert abs(loss - curve[max(curve)]["val_loss"]) < (5e-3 if run.endswith("bf16") else 1e-5)
+    # The test evaluates in fp32, and a run in bf16 evaluates in bf16, with a loss 0.002 higher.
+    assert abs(loss - curve[max(curve)]["val_loss"]) < (3e-3 if run.endswith("bf16") else 1e-5)
 
 
 @pytest.mark.exhaustive
@@ -225,25 +218,13 @@ def test_split_by_one_rank_changes_no_bit(layout_models, tmp_path, chapter, flag
 # ---- a run continues -------------------------------------------------------------------------
 # With this warmup, the learning rate of a step does not depend on the number of steps.
 ENDLESS = ["--lr", 0.03, "--warmup-steps", 1000]
-REPEATED = ["hsdp4@gpt2-dropout", "fsdp2@qwen3"]
-REPEATED_TOO = ["fsdp4@plain", "dp2-tp2@plain", "tp2-pp2@qwen3", "cp2@plain", "ulysses2@plain"]
+REPEATED = ["01@plain", "01@bf16", "01@gpt2-dropout", "ddp2@gpt2-dropout", "fsdp2@plain"]
+REPEATED += [*map(slow, ("hsdp4@gpt2-dropout", "fsdp2@qwen3"))]
+REPEATED += map(exhaustive, ("fsdp4@plain", "dp2-tp2@plain", "tp2-pp2@qwen3", "cp2@plain"))
+REPEATED += [exhaustive("ulysses2@plain")]
 
 
-def have_same_weights(folder, other_folder, tolerance=0):
-    """Return whether the exported models of two runs have the same weights."""
-    folders = folder / "model", other_folder / "model"
-    weights, others = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in folders)
-    assert weights.keys() == others.keys()
-    return all(
-        torch.allclose(weights[name], others[name], rtol=0, atol=tolerance) for name in weights
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "resumed",
-    [*REPEATED, *(pytest.param(run, marks=pytest.mark.exhaustive) for run in REPEATED_TOO)],
-)
+@pytest.mark.parametrize("resumed", REPEATED)
 def test_resume_repeats_every_bit(layout_models, tmp_path, resumed):
     chapter, args = job_of(layout_models, resumed, tmp_path, *ENDLESS, "-e")
     endings = [["entire"], ["resumed", "--num-steps", 3], ["resumed"]]
@@ -257,19 +238,19 @@ def test_resume_repeats_every_bit(layout_models, tmp_path, resumed):
 
 SPLIT = [name for name, layout in LAYOUTS.items() if layout.chapter > "03"]
 ROUTES = {
+    "data-parallel": "01 ddp2 launched4 ddp1".split(),
     "each-chapter": "fsdp4 dp2-tp2 tp2-pp2 dp2-ulysses2 fsdp2 large2 fsdp2 cp2 fsdp1 hsdp4".split(),
     "each-layout": random.Random(0).sample(SPLIT, len(SPLIT)),
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "route", ["each-chapter", pytest.param("each-layout", marks=pytest.mark.exhaustive)]
+    "route", ["data-parallel", slow("each-chapter"), exhaustive("each-layout")]
 )
 def test_run_that_changes_its_layout_stays_on_the_curve(layout_models, tmp_path, route):
     """Every two steps, the next layout continues the run; the model has tied embeddings."""
     names, more = ROUTES[route], [*ENDLESS, "--eval-every", 2, "--num-steps"]
-    job = job_of(layout_models, "01@qwen3", tmp_path, *more, 2 * len(names), "-e", "01")
+    job = job_of(layout_models, "01@qwen3", tmp_path, *more, 2 * len(names), "-e", "entire")
     run_or_fail(1, [job], tmp_path / "jobs")
     for start, name in enumerate(names):
         run = f"{name}@qwen3{'+offload' * (LAYOUTS[name].chapter == '05')}"
@@ -277,15 +258,14 @@ def test_run_that_changes_its_layout_stays_on_the_curve(layout_models, tmp_path,
         [ranks] = run_or_fail(LAYOUTS[name].ranks, [job], tmp_path / f"jobs{start}")
         found = ranks[0]["stdout"].partition("continuing from")[2]
         assert start == 0 or f"step-{2 * start:08}\n" in found, ranks[0]["stdout"]
-    assert same_curve(metrics(tmp_path / "01"), metrics(tmp_path / "run"))
-    assert have_same_weights(tmp_path / "01", tmp_path / "run", tolerance=1e-4)
+    assert same_curve(metrics(tmp_path / "entire"), metrics(tmp_path / "run"))
+    assert have_same_weights(tmp_path / "entire", tmp_path / "run", tolerance=1e-4)
 
 
 # ---- dropout ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["large2", pytest.param("pp2", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("layout", [slow("large2"), exhaustive("pp2")])
 def test_dropout_affects_only_training_and_recompute_repeats_it(layout_models, tmp_path, layout):
     settings = {"none": "gpt2", "dropout": "gpt2-dropout", "recomputed": "gpt2-dropout+full"}
     jobs = []

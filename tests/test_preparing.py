@@ -36,8 +36,8 @@ from conftest import (
     start_ranks,
     user_error,
 )
+from in_process import Captured
 from runs import all_running, last_logged_step, wait_for
-from worker import Captured
 
 TOOL = ROOT / "preparing-data/prepare.py"
 SLOW_TOOL = ROOT / "tests/support/slow_prepare.py"

@@ -1,120 +1,166 @@
-"""Published folders: mixtures train in every chapter, and files that do not fit cost one line."""
+"""Published folders: each chapter trains what the files say, or reports what is wrong with them."""
 
 import json
 import shutil
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from checks import check_two_ranks_fail
 from conftest import (
+    ROOT,
     SHORT,
     SPLIT,
     curves_of,
     difference,
     fast_byte_tokenizer,
     prepare_training,
+    run_command,
     user_error,
 )
-from families import shrink
+from families import make_hub_folder, shrink
 from marks import exhaustive, slow
+from runs import arguments_of, have_same_weights, validation_loss
 
-# transformers saves each expert of these mixtures under a name of its own.
-MIXTURES = ["mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "flex_olmo"]
-MIXTURES += ["exaone_moe"]
 ARGS = [*SHORT, "--num-steps", 2, "--eval-every", 2, "--checkpoint-every", 2, "--pretrained"]
 ARGS += ["-s", 32, "--global-batch-size", 4, "--batch-size", 2, "--eval-samples", 4]
+SHARDS = {"max_shard_size": "100KB"}
+# The family of each published folder, and how it is saved. change_files() changes some folders.
+FOLDERS = {
+    "tied": ("qwen3", SHARDS),
+    "many files": ("mistral", SHARDS | {"dtype": torch.float32}),
+    "no head": ("gpt2", {"headless": True}),
+    "old names": ("gpt_neox", {}),
+    "other files": ("mistral", {}),
+    "other name": ("qwen3", {}),
+    "scalars": ("apertus", {}),
+    "first layers": ("gemma3", {}),
+}
+# transformers saves each expert of these mixtures under a name of its own.
+MIXTURES = ["deepseek_v3", "mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2"]
+MIXTURES += ["flex_olmo", "exaone_moe"]
+# The chapters that train a folder. The other folders are for chapter 05, which reads files itself.
+CHAPTERS = dict.fromkeys(MIXTURES, "04 05 07 08")
+CHAPTERS |= {"tied": "04 05 06 07 08", "many files": "05 06 07"}
 
 
-def save_model(folder, config):
-    """Save a model with random weights and a tokenizer as a published folder; return the folder."""
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    fast_byte_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def files_of(folder):
-    """Return all tensors of a folder's safetensors files by name."""
-    tensors = {}
-    for path in folder.glob("*.safetensors"):
-        tensors |= load_file(path)
-    return tensors
-
-
-@pytest.mark.parametrize("kind", [slow("deepseek_v3"), *map(exhaustive, MIXTURES)])
-def test_mixture_is_read_and_written_as_published(small_text, tmp_path, kind):
-    """Each chapter has chapter 01's losses, and exports the names and values of its export."""
+def publish(models, root, kind):
+    """Save a model as a published folder of this kind; return the folder."""
+    if kind in FOLDERS:
+        family, options = FOLDERS[kind]
+        folder = make_hub_folder(models, root, family, **options)
+        change_files(folder, kind)
+        return folder
     # By default, the first three layers of DeepSeek-V3 have no experts, and the others have groups.
     groups = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
     settings = groups if kind == "deepseek_v3" else {}
     config = shrink(CONFIG_MAPPING[kind](), eos_token_id=1, num_hidden_layers=3, **settings)
-    folder = save_model(tmp_path / kind, config)
-    args, chapters = [*ARGS, "-m", folder, "-d", small_text], ("04", "05", "07", "08")
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(root / kind)
+    fast_byte_tokenizer().save_pretrained(root / kind)
+    return root / kind
+
+
+def change_files(folder, kind):
+    """Change the tensors or the configuration of a folder with one file, if its kind needs it."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path) if path.exists() else {}
+    if kind == "other files":
+        # The folder also has an average of the weights, and the shards of an earlier save.
+        others = {name: tensor + 1 for name, tensor in tensors.items()}
+        save_file(others, folder / "ema.safetensors")
+        save_file(others, folder / "model-00001-of-00001.safetensors")
+    elif kind == "other name":
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+        save_file(tensors, path, metadata={"format": "pt"})
+    elif kind == "scalars":
+        halves = {name: tensor / 2 for name, tensor in tensors.items() if tensor.ndim == 0}
+        assert halves
+        save_file(tensors | halves, path, metadata={"format": "pt"})
+    elif kind == "first layers":
+        change_config(folder, num_hidden_layers=2)
+
+
+def change_config(folder, **settings):
+    """Change settings in the configuration of a folder."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | settings))
+
+
+def names_in_files(folder):
+    """Return the names of all tensors in a folder's safetensors files."""
+    return {name for path in folder.glob("*.safetensors") for name in load_file(path)}
+
+
+@pytest.mark.parametrize(
+    "kind", [*map(slow, [*FOLDERS, MIXTURES[0]]), *map(exhaustive, MIXTURES[1:])]
+)
+def test_published_model_is_read_and_written_as_published(
+    load, layout_models, small_text, tmp_path, kind
+):
+    """Chapter 01 starts from the weights of the files, and the other chapters follow its curve."""
+    folder = publish(layout_models, tmp_path / "hub", kind)
+    args, chapters = [*ARGS, "-m", folder, "-d", small_text], CHAPTERS.get(kind, "05").split()
     jobs = {name: (name, [*SPLIT.get(name, []), *args]) for name in chapters}
     curves = curves_of(tmp_path, {1: {"01": ("01", args)}, 2: jobs})
-    published, expected = files_of(folder), files_of(tmp_path / "01/model")
-    assert any(".experts.3." in name for name in published)
-    assert expected.keys() == published.keys()
-    for chapter in chapters:
-        assert difference(curves["01"], curves[chapter]) < 1e-5
-        exported = files_of(tmp_path / chapter / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    loss = validation_loss(model, tmp_path / "01", arguments_of(tmp_path / "01", 2), load("01"))
+    assert curves["01"][0]["val_loss"] == pytest.approx(loss, abs=1e-6), "started elsewhere"
+    if kind in MIXTURES:
+        assert any(".experts.3." in name for name in names_in_files(folder))
+    for chapter in ["01", *chapters]:
+        assert difference(curves["01"], curves[chapter]) < 1e-5, chapter
+        assert have_same_weights(tmp_path / "01", tmp_path / chapter, tolerance=1e-4), chapter
         # Chapter 04 stacks the experts of a layer, as transformers does in memory.
-        if chapter != "04":
-            assert exported.keys() == expected.keys()
-        for name in exported.keys() & expected.keys():
-            assert torch.allclose(exported[name], expected[name], atol=1e-4), (chapter, name)
+        if kind in MIXTURES and chapter != "04":
+            assert names_in_files(tmp_path / chapter / "model") == names_in_files(folder), chapter
 
 
-@pytest.fixture(scope="module")
-def unfit(tmp_path_factory):
-    """Folders of a small Llama, each with something wrong in its files."""
-    root = tmp_path_factory.mktemp("unfit")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 384}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=1)
-    good = save_model(root / "good", config)
-    weights = load_file(good / "model.safetensors")
-
-    def change(name, changed=None, **settings):
-        folder = shutil.copytree(good, root / name)
-        if changed is not None:
-            save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
-        values = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(values | settings))
-        return folder / "model.safetensors"
-
-    change("prefix", {f"_orig_mod.{name}": weight for name, weight in weights.items()})
-    change("missing", {name: w for name, w in weights.items() if ".1.mlp.up_proj" not in name})
-    change("vocabulary", vocab_size=512)
-    change("layers", num_hidden_layers=1)
-    change("fp8", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    cut = change("truncated")
-    cut.write_bytes(cut.read_bytes()[:-100])
-    change("lfs").write_text("version https://git-lfs.github.com/spec/v1\nsize 100\n")
-    change("nothing").unlink()
-    shard = change("shard")
-    shard.unlink()
-    index = {"weight_map": dict.fromkeys(weights, "model-00001-of-00001.safetensors")}
-    index["metadata"] = {"total_size": 0}
-    (shard.parent / "model.safetensors.index.json").write_text(json.dumps(index))
-    return root
-
-
+# ---- files that do not fit the model ---------------------------------------------------------
 UNFIT = {
-    "prefix": "lack lm_head.weight (21 weights); they have the unknown weight _orig_mod.",
+    "prefix": "lack lm_head.weight (39 weights); they have the unknown weight _orig_mod.",
     "missing": "lack model.layers.1.mlp.up_proj.weight (1 weights)",
     "vocabulary": "have a different shape of lm_head.weight (2 weights)",
     "fp8": "its weights are quantized; choose a model with bf16 weights",
     "truncated": "incomplete metadata, file not fully covered",
     "lfs": "header too large",
     "nothing": "nothing",
-    "shard": "model-00001-of-00001.safetensors",
 }
+# Chapter 05 reads the files itself, and reports more problems.
+UNFIT_FOR_05 = UNFIT | {
+    "int8": "are quantized; choose a bf16 copy",
+    "untied": "different values for model.embed_tokens.weight and lm_head.weight",
+}
+
+
+@pytest.fixture(scope="module")
+def unfit(layout_models, tmp_path_factory):
+    """Folders of a small Llama, each with something wrong in its files."""
+    root = tmp_path_factory.mktemp("unfit")
+    good = make_hub_folder(layout_models, root, "llama")
+    weights = load_file(good / "model.safetensors")
+
+    def change(name, changed=None, **settings):
+        folder = shutil.copytree(good, root / name)
+        save_file(changed or weights, folder / "model.safetensors", metadata={"format": "pt"})
+        change_config(folder, **settings)
+        return folder / "model.safetensors"
+
+    change("prefix", {f"_orig_mod.{name}": weight for name, weight in weights.items()})
+    change("missing", {name: w for name, w in weights.items() if ".1.mlp.up_proj" not in name})
+    change("vocabulary", vocab_size=512)
+    change("fp8", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    change("int8", weights | {"scale": torch.zeros(2, dtype=torch.int8)})
+    change("untied", tie_word_embeddings=True)
+    cut = change("truncated")
+    cut.write_bytes(cut.read_bytes()[:-100])
+    change("lfs").write_text("version https://git-lfs.github.com/spec/v1\nsize 100\n")
+    change("nothing").unlink()
+    return root
 
 
 @pytest.mark.parametrize("name", UNFIT)
@@ -123,18 +169,19 @@ def test_unfit_files_are_named(unfit, load, capsys, name):
     assert UNFIT[name] in error.splitlines()[-1] and str(unfit / name) in error
 
 
-@pytest.mark.parametrize(
-    "names", [slow(["missing", "truncated"]), exhaustive(UNFIT.keys() - {"missing", "truncated"})]
-)
-def test_unfit_files_cost_one_line_on_two_ranks(unfit, small_text, tmp_path, names):
-    """Chapter 05 reads the files itself."""
-    for name in names:
-        args = [*ARGS, "-m", unfit / name, "-d", small_text]
-        check_two_ranks_fail("05", args, UNFIT[name], tmp_path, tmp_path / "runs")
+@pytest.mark.parametrize("name", [slow(name) for name in UNFIT_FOR_05])
+def test_unfit_files_cost_one_line_on_two_ranks(unfit, small_text, tmp_path, name):
+    args = [*ARGS, "-m", unfit / name, "-d", small_text]
+    check_two_ranks_fail("05", args, UNFIT_FOR_05[name], tmp_path, tmp_path / "runs")
 
 
-@pytest.mark.slow
-def test_model_may_have_only_the_first_layers_of_the_files(unfit, small_text, tmp_path):
-    args = [*ARGS, "-m", unfit / "layers", "-d", small_text]
-    curves = curves_of(tmp_path, {1: {"01": ("01", args)}, 2: {"05": ("05", args)}})
-    assert difference(curves["01"], curves["05"]) < 1e-5
+@pytest.mark.exhaustive
+def test_reading_uses_the_memory_of_a_shard_and_a_tensor(tmp_path):
+    """A rank never holds the full model, on one rank or on two."""
+    command = [ROOT / "benchmarks/large.py", "reading", "--layers", 2, "--ranks", 1, 2]
+    run_command(*command, "--output", tmp_path / "reading.json", check=True)
+    rows = json.loads((tmp_path / "reading.json").read_text())["reading"]
+    rows = {row["ranks"]: row for row in rows if row["chapter"] == "05"}
+    for row in rows.values():
+        assert row["peak"] < row["share"] + row["largest tensor"] + 20_000_000
+    assert rows[2]["share"] * 2 == rows[1]["share"] == rows[1]["model"]

@@ -1,86 +1,40 @@
-"""Stop a run anywhere and start it again: its curve is that of a run that never stopped."""
+"""Start a run again: a finished run, a longer run, and a run whose checkpoints cannot be read.
 
+test_layouts.py compares the curves of runs that continue, and test_kill.py kills runs.
+"""
+
+import functools
 import shutil
 
 import pytest
 import torch
 
-from conftest import SCRIPTS, SHORT, curves_of, difference, metrics, run_jobs, run_or_fail
+from conftest import SCRIPTS, SHORT, difference, metrics, run_jobs, run_or_fail
 from marks import exhaustive, slow
 from runs import copy_run
 
 # Each run takes 12 steps, logs all of them, and evaluates and saves in every fourth step.
-FLAGS = ["--config", "num_hidden_layers=1", "--seq-length", 32, "--num-steps", 12]
-FLAGS += ["--eval-every", 4, "--checkpoint-every", 4, "--keep-checkpoints", 9]
-ARGS = [*SHORT, *FLAGS]
-# Each pair names a run, and the chapter and the number of ranks that continue it. In the pairs of
-# SAME, every bit is the same; in the pairs of NEAR, additions have a different order.
-SAME = [("01", "01"), ("01-dropout", "01"), ("01-bf16", "01"), ("02@2", "02@2")]
-SAME += [("02@2-dropout", "02@2"), ("04@2", "04@2")]
-NEAR = [("01", "02@2"), ("02@2", "01"), ("02@4", "02@4")]
-
-
-def layout_of(run):
-    """Return the chapter and the number of ranks in the name of a run."""
-    chapter, _, num_ranks = run.partition("-")[0].partition("@")
-    return chapter, int(num_ranks or 1)
+ARGS = [*SHORT, "--config", "num_hidden_layers=1", "--seq-length", 32, "--num-steps", 12]
+ARGS += ["--eval-every", 4, "--checkpoint-every", 4, "--keep-checkpoints", 9]
 
 
 @pytest.fixture(scope="module")
-def runs(request, tmp_path_factory, models, small_text):
-    """The folder of the complete and the continued runs that the selected tests need."""
-    root = tmp_path_factory.mktemp("resume")
-    flags = {"": [], "bf16": ["--precision", "bf16"]}
-    flags["dropout"] = ["-m", models / "gpt2-dropout", "-d", small_text]
-    items = [item for item in request.session.items if hasattr(item, "callspec")]
-    selected = {"01", "02@2"} | {item.callspec.params.get("run") for item in items}
-    pairs = {f"{run}-on-{on}": (run, on) for run, on in SAME + NEAR if run in selected}
+def run_of(tmp_path_factory):
+    """Return a function that returns the folder of a finished run, which it trains only once."""
 
-    def train(layouts):
-        """Train each run of the dictionary, which has (run, layout) by name."""
-        jobs = {1: {}, 2: {}, 4: {}}
-        for name, (run, on) in layouts.items():
-            chapter, num_ranks = layout_of(on)
-            jobs[num_ranks][name] = chapter, [*FLAGS, *flags[run.partition("-")[2]]]
-        curves_of(root, jobs)
+    @functools.cache
+    def train(chapter, num_ranks):
+        root = tmp_path_factory.mktemp("runs")
+        args = [*ARGS, "--save-dir", root, "-e", "run"]
+        run_or_fail(num_ranks, [(chapter, args)], root / "jobs")
+        return root / "run"
 
-    train({run: (run, run) for run, _ in pairs.values()})
-    for name, (run, _) in pairs.items():
-        copy_run(root / run, 4, root / name)
-    train(pairs)
-    return root
-
-
-@pytest.mark.parametrize("run, on", SAME)
-def test_resume_repeats_every_bit(runs, run, on):
-    folders = runs / run, runs / f"{run}-on-{on}"
-    curve, continued = map(metrics, folders)
-    assert sorted(curve) == list(range(13))
-    rows = (folders[1] / "metrics.jsonl").read_text().splitlines()
-    assert len(rows) == 13 + 8, "the run did not continue from step 4"
-    assert difference(curve, continued) == 0.0
-    weights, others = (
-        {path.name: path.read_bytes() for path in folder.glob("model/*.safetensors")}
-        for folder in folders
-    )
-    assert len(weights) > 0 and weights == others, "the exported weights differ"
-
-
-@pytest.mark.parametrize("run, on", [*NEAR[:2], slow(*NEAR[2])])
-def test_resume_on_other_ranks_keeps_the_curve(runs, run, on):
-    curve, continued = metrics(runs / run), metrics(runs / f"{run}-on-{on}")
-    assert difference(curve, continued, after=4) < 1e-5
-
-
-def test_dropout_depends_on_the_rank(runs):
-    """Without this difference, the resumed runs with dropout would prove nothing."""
-    one, other = metrics(runs / "01-dropout"), metrics(runs / "02@2-dropout")
-    assert difference(one, other, names=["loss"]) > 1e-3
+    return train
 
 
 # ---- a finished run is started again ---------------------------------------------------------
 @pytest.fixture
-def finished(runs, tmp_path):
+def finished(run_of, tmp_path):
     """A copy of a finished run of chapter 01, and a function that starts this run again."""
 
     def start(*args):
@@ -89,7 +43,7 @@ def finished(runs, tmp_path):
         [[result]] = run_or_fail(1, [("01", args)], tmp_path / "jobs")
         return result["stdout"]
 
-    return shutil.copytree(runs / "01", tmp_path / "run"), start
+    return shutil.copytree(run_of("01", 1), tmp_path / "run"), start
 
 
 def test_finished_run_stays_unchanged(finished):
@@ -97,18 +51,6 @@ def test_finished_run_stays_unchanged(finished):
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     assert "is already finished" in start()
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
-
-
-def test_run_that_was_killed_before_its_export_exports(finished):
-    """A run that was extended, and then killed after its last save, has the model of before."""
-    run_dir, start = finished
-    expected = (run_dir / "model").rename(run_dir / "expected")
-    (run_dir / "model").mkdir()
-    (run_dir / "model/config.json").touch()
-    (run_dir / "finished-12").rename(run_dir / "finished-8")
-    start()
-    written, expected = (folder / "model.safetensors" for folder in (run_dir / "model", expected))
-    assert written.read_bytes() == expected.read_bytes()
 
 
 def test_longer_run_applies_the_settings_that_it_reports(finished):
@@ -155,19 +97,19 @@ def test_pruning_keeps_the_newest_and_removes_what_a_kill_leaves(finished):
 
 
 # ---- checkpoints that cannot be read ---------------------------------------------------------
-CASES = [("01", "state.pt"), slow("04@2", "__1_0.distcp")]
-CASES += [exhaustive("02@2", "state.pt"), exhaustive("04@2", ".metadata")]
+CASES = [("01", 1, "state.pt"), slow("04", 2, "__1_0.distcp")]
+CASES += [exhaustive("02", 2, "state.pt"), exhaustive("04", 2, ".metadata")]
 
 
-@pytest.mark.parametrize("run, file", CASES)
-def test_broken_checkpoints_are_skipped_but_never_all(runs, tmp_path, run, file):
+@pytest.mark.parametrize("chapter, num_ranks, file", CASES)
+def test_broken_checkpoints_are_skipped_but_never_all(run_of, tmp_path, chapter, num_ranks, file):
     """All ranks skip a checkpoint, even if only one rank sees the damage.
 
     If no checkpoint can be read, the run does not start again at step 0, however often it is tried.
     """
-    chapter, num_ranks = layout_of(run)
+    run_dir = run_of(chapter, num_ranks)
     for name in ("some", "all"):
-        copy_run(runs / run, 12, tmp_path / name)
+        copy_run(run_dir, 12, tmp_path / name)
     middle, newest = sorted(tmp_path.glob(f"some/checkpoints/*/{file}"))[1:]
     newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
     middle.unlink()
@@ -181,17 +123,17 @@ def test_broken_checkpoints_are_skipped_but_never_all(runs, tmp_path, run, file)
         assert output.count(f"step-{step:08} cannot be read") == 1, results
     assert "step-00000004" in output.partition("continuing from")[2], results
     assert [rank["stdout"] for rank in results[1:]] == [""] * (num_ranks - 1)
-    assert difference(metrics(runs / run), metrics(tmp_path / "some")) == 0.0
+    assert difference(metrics(run_dir), metrics(tmp_path / "some")) == 0.0
     for ranks in stopped:
         assert [rank["status"] for rank in ranks] == [2] * num_ranks, ranks
         assert "no checkpoint in" in ranks[0]["stderr"]
     rows = (tmp_path / "all/metrics.jsonl").read_text()
-    assert rows == (runs / run / "metrics.jsonl").read_text()
+    assert rows == (run_dir / "metrics.jsonl").read_text()
 
 
-def test_ranks_that_read_different_checkpoints_stop(runs, tmp_path):
+def test_ranks_that_read_different_checkpoints_stop(run_of, tmp_path):
     """In chapters 02 and 03, each rank reads a checkpoint itself; here, rank 1 cannot."""
-    copy_run(runs / "02@2", 8, tmp_path / "run")
+    copy_run(run_of("02", 2), 8, tmp_path / "run")
     (tmp_path / "blind.py").write_text(BLIND.format(script=SCRIPTS["02"]))
     job = (tmp_path / "blind.py", [*ARGS, "--save-dir", tmp_path, "-e", "run"])
     [ranks] = run_jobs(2, [job], tmp_path / "jobs")

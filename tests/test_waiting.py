@@ -6,17 +6,16 @@ import re
 import pytest
 import torch
 
-from conftest import SCRIPTS, prepare_training
+from conftest import prepare_training
 from in_process import FLAGS, SYNC_OPS, events_of_steps
-from on_ranks import make_model_folder, torchrun
+from marks import exhaustive
 
 # The profiler sees the same reduction on two levels.
 REDUCTION = {"gloo:all_reduce", "c10d::allreduce_"}
 COLLECTIVES = re.compile("gloo:|nccl:|c10d::")
-OTHER_FAMILIES = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("gpt2", "qwen3")]
 
 
-@pytest.mark.parametrize("name", ["tiny", "gemma3", *OTHER_FAMILIES])
+@pytest.mark.parametrize("name", ["tiny", "gemma3", *map(exhaustive, ("gpt2", "qwen3"))])
 def test_step_reads_no_value_from_the_device(load, models, name):
     """Reading a number of a tensor on a GPU makes the host wait for the GPU."""
     name = name if name == "tiny" else str(models / name)
@@ -34,23 +33,6 @@ def test_step_reduces_each_bucket_of_ddp_once_and_nothing_else(load, one_rank_gr
     others = [event for event in events if COLLECTIVES.match(event) and event not in REDUCTION]
     assert others == []
     assert [event for event in events if SYNC_OPS.match(event)] == []
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("line", ["torch._dynamo.config.optimize_ddp = False", "pass"])
-def test_compiled_layer_is_split_only_without_the_line_of_chapter_02(monkeypatch, tmp_path, line):
-    """By default, torch splits a layer that is larger than the first bucket of DDP."""
-    source = SCRIPTS["02"].read_text()
-    assert source.count("torch._dynamo.config.optimize_ddp = False") == 1
-    script = tmp_path / "train_llm.py"
-    script.write_text(source.replace("torch._dynamo.config.optimize_ddp = False", line))
-    model = make_model_folder(tmp_path / "wide", 2, 256)
-    flags = f"""-m {model} --compile --seq-length 64 --global-batch-size 4 --num-steps 2
-        --eval-samples 4 --save-dir {tmp_path}"""
-    monkeypatch.setenv("TORCH_LOGS", "ddp_graphs")
-    done = torchrun(1, [script, *flags.split()], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert ("split graph" in done.stderr) == (line == "pass")
 
 
 @pytest.mark.slow

@@ -6,31 +6,26 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-# Small sizes by setting. Families name their settings differently, and shrink() skips the settings
-# that a family does not have.
-SMALL = dict.fromkeys(["hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "lru_width"], 32)
-SMALL |= dict.fromkeys(["intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"], 64)
-SMALL |= dict.fromkeys(["encoder_ffn_dim", "decoder_ffn_dim"], 64)
-SMALL |= dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size"], 32)
-SMALL |= dict.fromkeys(["num_hidden_layers", "n_layer", "n_layers", "num_layers"], 2)
-SMALL |= dict.fromkeys(["num_attention_heads", "n_head", "n_heads", "num_heads"], 2)
-SMALL |= dict.fromkeys(["num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"], 2)
-SMALL |= dict.fromkeys(["head_dim", "linear_key_head_dim", "linear_value_head_dim"], 16)
-SMALL |= {"linear_num_heads": 2, "linear_head_dim": 16}
-SMALL |= dict.fromkeys(["v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"], 16)
-SMALL |= dict.fromkeys(["q_lora_rank", "kv_lora_rank", "hidden_size_per_layer_input"], 16)
-SMALL |= dict.fromkeys(["num_local_experts", "num_experts", "n_routed_experts"], 4)
-SMALL |= dict.fromkeys(["num_experts_per_tok", "moe_k", "moe_topk"], 2)
-SMALL |= dict.fromkeys(["vocab_size", "vocab_size_per_layer_input"], 384)
-SMALL |= dict.fromkeys(["max_position_embeddings", "n_positions", "n_ctx"], 64)
-SMALL |= {"qk_head_dim": 32, "mamba_d_state": 16, "mamba_n_heads": 4, "mamba_d_head": 16}
-SMALL |= {
-    "rotary_dim": 8,
-    "state_size": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+# Settings by their small size. Families name their settings differently, and shrink() skips the
+# settings that a family does not have.
+SIZES = {
+    384: "vocab_size vocab_size_per_layer_input",
+    64: """intermediate_size ffn_dim n_inner ffn_hidden_size encoder_ffn_dim decoder_ffn_dim
+        max_position_embeddings n_positions n_ctx""",
+    32: """hidden_size d_model n_embd word_embed_proj_dim lru_width moe_intermediate_size
+        shared_expert_intermediate_size qk_head_dim""",
+    16: """head_dim linear_key_head_dim linear_value_head_dim linear_head_dim v_head_dim
+        qk_nope_head_dim qk_rope_head_dim q_lora_rank kv_lora_rank hidden_size_per_layer_input
+        mamba_d_state mamba_d_head state_size""",
+    8: "rotary_dim",
+    4: "num_local_experts num_experts n_routed_experts mamba_n_heads",
+    2: """num_hidden_layers n_layer n_layers num_layers num_attention_heads n_head n_heads num_heads
+        num_key_value_heads linear_num_key_heads linear_num_value_heads linear_num_heads
+        num_experts_per_tok moe_k moe_topk eos_token_id""",
+    1: "bos_token_id",
+    0: "pad_token_id",
 }
+SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
 # Some families need settings of their own to be built so small.
 OWN_SETTINGS = {
     "axk1": {"n_group": 2, "topk_group": 1},

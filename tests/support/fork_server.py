@@ -3,8 +3,8 @@
 The imports take seconds, and the tests start hundreds of scripts. One server per test session
 imports the packages of the chapters, and forks itself for each script.
 
-A forked script differs from a new process in two ways. All forks hash strings with the same seed,
-and the kernel kills a fork when the test session ends for any reason.
+A forked script differs from a new process. All forks hash strings with the same seed, and the
+kernel kills a fork when the test session ends for any reason.
 """
 
 import atexit
@@ -16,6 +16,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from multiprocessing import forkserver
 
@@ -37,7 +38,7 @@ class Server:
     # conftest.py sets this to the environment of the test session.
     environment = None
 
-    def start(self, command, variables, log):
+    def start(self, command, variables, out, err):
         """Start a script with its arguments and additional variables; return the process.
 
         If a test has changed the environment, the script needs a new process, because imports read
@@ -45,8 +46,8 @@ class Server:
         """
         command, env = list(map(str, command)), os.environ | variables
         if current_environment() != self.environment:
-            return subprocess.Popen([sys.executable, *command], env=env, stdout=log, stderr=log)
-        process = Forked(target=run_script, args=(command, env, log.name), daemon=True)
+            return subprocess.Popen([sys.executable, *command], env=env, stdout=out, stderr=err)
+        process = Forked(target=run_script, args=(command, env, out.name, err.name), daemon=True)
         process.start()
         return process
 
@@ -65,8 +66,6 @@ class Forked(FORKS.Process):
             raise subprocess.TimeoutExpired(self.name, timeout)
         return self.exitcode
 
-    communicate = wait
-
     def send_signal(self, number):
         if self.exitcode is None:
             # The process may end before the signal arrives.
@@ -80,15 +79,20 @@ def current_environment():
     return {name: os.environ[name] for name in names}
 
 
-def run_script(command, env, log):
+def run_script(command, env, out, err):
     """Run a script in this forked process, as `python SCRIPT ARGUMENTS` would."""
     # PR_SET_PDEATHSIG: the kernel kills this process when the server ends.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.setsid()
-    file = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
+    for name, descriptor in ((out, 1), (err, 2)):
+        file = os.open(name, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, descriptor)
+        os.close(file)
+    # A failed rank sleeps for 10 seconds, so that its launcher can end it. run_jobs() splits the
+    # output, and waits until all ranks have ended.
+    if out != err:
+        sleep = time.sleep
+        time.sleep = lambda seconds: sleep(0.1 if seconds == 10 else seconds)
     # The server ends when the last copy of this descriptor is closed, so close the script's copy.
     os.close(forkserver._forkserver._forkserver_alive_fd)
     # Exclude the imported objects from garbage collection, which would copy their memory.

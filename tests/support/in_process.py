@@ -2,17 +2,27 @@
 
 import argparse
 import contextlib
+import io
 import re
 
 import torch
 from torch.profiler import profile
 
 from conftest import prepare_training
-from worker import Captured
 
 FLAGS = "--device cpu --precision bf16 --seq-length 64 --eval-samples 5 --batch-size 2".split()
 # Operations that make the host wait for a GPU.
 SYNC_OPS = re.compile("aten::(_local_scalar_dense|item|nonzero|is_nonzero)$")
+
+
+class Captured(io.StringIO):
+    """A stream in memory that has a file descriptor, as real streams have."""
+
+    def fileno(self):
+        return 2
+
+    def reconfigure(self, **_):
+        """Do nothing, because a stream in memory has no buffer."""
 
 
 def tensors_of(model, optimizer):

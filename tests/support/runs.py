@@ -7,12 +7,11 @@ import sys
 import time
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.cluster import wait_until
-from conftest import ROOT, free_port, start_ranks
+from conftest import ROOT, free_port, run_or_fail
 
 WATCHED = ROOT / "diagnosing-errors/watched.py"
 
@@ -28,20 +27,23 @@ def copy_run(run_dir, step, copy):
             shutil.rmtree(checkpoint)
 
 
+def read_checkpoint(run_dir, step):
+    """Return all entries of a checkpoint, which is one file, or shards from chapter 04 on."""
+    checkpoint = run_dir / f"checkpoints/step-{step:08}"
+    file = checkpoint / "state.pt"
+    if not file.exists():
+        file = run_dir / "all-shards.pt"
+        dcp_to_torch_save(checkpoint, file)
+    return torch.load(file, weights_only=True)
+
+
 def newest_step(run_dir):
     """Return the step of the newest checkpoint; fail if a checkpoint cannot be loaded."""
-    steps = [0]
-    for checkpoint in (run_dir / "checkpoints").glob("step-*"):
-        state_file = checkpoint / "state.pt"
-        # A checkpoint without this file has shards; read all of them into one file.
-        if not state_file.exists():
-            state_file = run_dir / "all-shards.pt"
-            dcp_to_torch_save(checkpoint, state_file)
-        adam = torch.load(state_file, weights_only=True)["optimizer"]
-        [step] = {int(moments["step"]) for moments in adam.get("state", adam).values()}
-        assert f"step-{step:08}" == checkpoint.name
-        steps.append(step)
-    return max(steps)
+    steps = sorted(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*"))
+    for step in steps:
+        adam = read_checkpoint(run_dir, step)["optimizer"]
+        assert {int(moments["step"]) for moments in adam.get("state", adam).values()} == {step}
+    return max(steps, default=0)
 
 
 def last_logged_step(run_dir):
@@ -64,21 +66,29 @@ def wait_for(condition, processes, seconds=120):
     return all_running(processes)
 
 
-def read_checkpoint(checkpoint, state):
-    """Fill `state` with the checkpoint's entries of the same names; return it."""
-    dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
-    return state
+def arguments_of(run_dir, step):
+    """Return the arguments in a checkpoint, which are JSON if the checkpoint has shards."""
+    args = read_checkpoint(run_dir, step)["args"]
+    return args if isinstance(args, dict) else json.loads(args)
 
 
-def weights_of(run_dir, step):
-    """Return a checkpoint's weights by name, with each tied weight under all of its names."""
-    model = AutoModelForCausalLM.from_pretrained(run_dir / "model")
-    tied = model.all_tied_weights_keys
-    weights = {name: torch.full_like(w, torch.nan) for name, w in model.state_dict().items()}
-    weights = {name: weight for name, weight in weights.items() if name not in tied}
-    # A checkpoint has a tied weight only once.
-    read_checkpoint(run_dir / f"checkpoints/step-{step:08}", {"model": weights})
-    return weights | {name: weights[source] for name, source in tied.items()}
+def has_weights_of(model, run_dir, step):
+    """Return whether a model has the weights of a checkpoint, which may have a tied weight once."""
+    weights, saved = model.state_dict(), read_checkpoint(run_dir, step)["model"]
+    assert weights.keys() - saved.keys() <= set(model.all_tied_weights_keys)
+    return all(torch.equal(weights[name], weight) for name, weight in saved.items())
+
+
+def have_same_weights(run_dir, other_run_dir, tolerance=0):
+    """Return whether the exported models of two runs have the same weights."""
+    weights, others = (
+        AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+        for folder in (run_dir, other_run_dir)
+    )
+    assert weights.keys() == others.keys()
+    return all(
+        torch.allclose(weights[name], others[name], rtol=0, atol=tolerance) for name in weights
+    )
 
 
 def evaluate_export(run_dir, step, chapter):
@@ -88,10 +98,8 @@ def evaluate_export(run_dir, step, chapter):
     config = json.loads((run_dir / "model/config.json").read_text())
     assert config["architectures"] == [type(model).__name__] and config["dtype"] == "float32"
     assert not [path for path in (run_dir / "model").iterdir() if path.is_dir()]
-    expected = weights_of(run_dir, step)
-    assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
-    saved = read_checkpoint(run_dir / f"checkpoints/step-{step:08}", {"args": ""})
-    return validation_loss(model, run_dir, json.loads(saved["args"]), chapter)
+    assert has_weights_of(model, run_dir, step)
+    return validation_loss(model, run_dir, arguments_of(run_dir, step), chapter)
 
 
 def validation_loss(model, run_dir, args, chapter):
@@ -110,17 +118,13 @@ def check_user_error(result, expected):
     assert result["status"] == 2
 
 
-def call_on_ranks(world_size, script, cases, folder, *words, limit=300):
-    """Start a script of tests/support/ on ranks, with a file of cases; return its JSON result."""
+def call_on_ranks(world_size, script, cases, folder, *words):
+    """Run a script of tests/support/ on ranks, with a file of cases; return its JSON result."""
     folder.mkdir(exist_ok=True)
     cases = {name: list(map(str, args)) for name, args in cases.items()}
     (folder / "cases.json").write_text(json.dumps(cases))
-    script = ROOT / "tests/support" / script
-    command = [script, folder / "cases.json", folder / "result.json", *words]
-    ranks = start_ranks(world_size, command, folder)
-    deadline = time.monotonic() + limit
-    statuses = [rank.wait(timeout=max(1, deadline - time.monotonic())) for rank in ranks]
-    assert statuses == [0] * world_size, (folder / "rank0.log").read_text()
+    args = [folder / "cases.json", folder / "result.json", *words]
+    run_or_fail(world_size, [(ROOT / "tests/support" / script, args)], folder, timeout=300)
     return json.loads((folder / "result.json").read_text())
 
 
