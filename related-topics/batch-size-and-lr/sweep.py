@@ -59,13 +59,16 @@ def sweep(args, cells, rows):
 
 
 def losses_of(rows):
-    """Return the mean validation loss by batch and rate, infinite where a seed diverged."""
-    found = {}
+    """Return the mean validation loss by batch and rate, infinite where a seed diverged.
+
+    Leave out a rate that was not trained with every seed.
+    """
+    found, num_seeds = {}, len({row["seed"] for row in rows})
     for row in sorted(rows, key=lambda row: (row["batch"], row["lr"])):
         loss = float("inf") if row["val_loss"] is None else row["val_loss"]
         found.setdefault(row["batch"], {}).setdefault(row["lr"], []).append(loss)
     return {
-        batch: {lr: fmean(losses) for lr, losses in by_rate.items()}
+        batch: {lr: fmean(losses) for lr, losses in by_rate.items() if len(losses) == num_seeds}
         for batch, by_rate in found.items()
     }
 
