@@ -139,10 +139,9 @@ def records_of(path, column):
 
 def paragraphs_of(file, column):
     """Yield the paragraphs of a text, which blank lines separate, each with its first line."""
-    lines = enumerate(file, 1)
-    for is_blank, paragraph in groupby(lines, key=lambda numbered: numbered[1].isspace()):
+    for is_blank, lines in groupby(enumerate(file, 1), lambda numbered: numbered[1].isspace()):
         if not is_blank:
-            numbers, texts = zip(*paragraph, strict=True)
+            numbers, texts = zip(*lines, strict=True)
             yield numbers[0], {column: b"".join(texts).rstrip(b"\r\n")}
 
 
@@ -159,6 +158,8 @@ def check_column(column, names):
 
 def text_of(record, column):
     """Return the text of a record, a row or a line of JSON; raise what is wrong with it."""
+    if isinstance(record, Exception):
+        raise record
     if isinstance(record, bytes):
         record = json.loads(record)
     if not isinstance(record, dict):
@@ -453,12 +454,16 @@ def write_index(path, index):
             fail(f"{path.parent}: {problem}; choose a different --output")
 
 
-def write_pieces(args, state_path, index, streams, number):
-    """Write the pieces of this part from its piece `number` on, each followed by the state."""
+def write_pieces(args, index, sources, pool):
+    """Write the missing pieces of this part, each followed by the state; return the streams."""
     part, parts = args.part
-    piece, filled = np.empty(args.piece, dtype=index["dtype"]), 0
-    start, total_before = time.monotonic(), sum(stream.num_tokens for stream in streams)
-    ended = False
+    state_path = args.output / f"part-{part}.json"
+    state = json.loads(state_path.read_text()) if state_path.exists() else {}
+    start, number = time.monotonic(), state.get("pieces", 0)
+    states = state.get("streams", [{}] * len(sources))
+    streams = [Stream(*pair, pool) for pair in zip(sources, states, strict=True)]
+    total_before = sum(stream.num_tokens for stream in streams)
+    piece, filled, ended = np.empty(args.piece, dtype=index["dtype"]), 0, False
     while not ended:
         # Finish a document first; then take the source that is furthest behind its weight.
         total = sum(stream.num_tokens for stream in streams)
@@ -479,6 +484,7 @@ def write_pieces(args, state_path, index, streams, number):
             filled, number = 0, number + 1
         state = {"pieces": number, "ended": ended, "streams": [it.state() for it in streams]}
         write(state_path, json.dumps(state).encode())
+    return streams
 
 
 def report(streams):
@@ -501,13 +507,8 @@ def main():
         fail(f"--model-name {args.model_name}: {reason_of(error)}")
     index = describe(args, sources, tokenizer)
     write_index(args.output / "index.json", index)
-    state_path = args.output / f"part-{args.part[0]}.json"
-    state = json.loads(state_path.read_text()) if state_path.exists() else {"pieces": 0}
-    states = state.get("streams", [{}] * len(sources))
     with start_workers(args) as pool:
-        streams = [Stream(*pair, pool) for pair in zip(sources, states, strict=True)]
-        write_pieces(args, state_path, index, streams, state["pieces"])
-    report(streams)
+        report(write_pieces(args, index, sources, pool))
 
 
 if __name__ == "__main__":
