@@ -321,7 +321,9 @@ def test_ranks_wait_for_a_piece_without_a_collective_and_say_so(tmp_path, starte
     assert log.read_text().count("waiting for") == 1
     assert "waiting for" not in (tmp_path / "rank1.log").read_text()
     for path in prepared.glob("*"):
-        shutil.copy(path, folder)
+        # The ranks must not find a file that is incomplete.
+        shutil.copy(path, folder / "copy")
+        (folder / "copy").rename(folder / path.name)
     assert not any(process.wait(timeout=120) for process in processes), log.read_text()
 
 
