@@ -13,27 +13,24 @@ it was writing.
 """
 
 import argparse
-import bz2
-import csv
 import ctypes
-import gzip
 import hashlib
 import io
 import json
 import lzma
 import os
 import random
+import re
 import signal
 import sys
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from collections import deque, namedtuple
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from contextlib import suppress
+from functools import cache, partial
+from itertools import accumulate, groupby
 from multiprocessing import get_context
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -41,7 +38,6 @@ from pydoc_data.topics import topics
 import numpy as np
 import pyarrow
 import pyarrow.parquet
-from tqdm import tqdm
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 # The version of the format of a folder.
@@ -50,7 +46,9 @@ FORMAT = 1
 OPEN_SHARDS = 16
 # The number of documents that a worker tokenizes at a time.
 BATCH = 256
-SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
+# A part of a source: its name, its size in bytes, and a function that yields its records.
+Shard = namedtuple("Shard", "name size read")
 
 
 def parse_args():
@@ -108,30 +106,11 @@ def fail(problem):
 
 
 # ---- documents -------------------------------------------------------------------------------
-class CountedFile(io.FileIO):
-    """A file that counts what has been read from all such files, for the progress bar."""
-
-    num_read = 0
-
-    def readinto(self, buffer):
-        """Read into a buffer, as a FileIO does."""
-        count = super().readinto(buffer)
-        CountedFile.num_read += count
-        return count
-
-
 def open_decompressed(path):
-    """Open a file for reading bytes; its content says whether and how it is compressed."""
-    file = io.BufferedReader(CountedFile(path))
-    start = file.peek(6)
-    if start.startswith(b"\x28\xb5\x2f\xfd"):
-        return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file), "zstd"))
-    readers = {b"\x1f\x8b": gzip.GzipFile, b"\xfd7zXZ\x00": lzma.LZMAFile, b"BZh": bz2.BZ2File}
-    for magic, reader in readers.items():
-        if start.startswith(magic):
-            options = {"fileobj": file} if reader is gzip.GzipFile else {"filename": file}
-            return io.BufferedReader(reader(**options))
-    return file
+    """Open a file for reading bytes; its suffix, such as .gz or .zst, says how it is compressed."""
+    if path.suffix.lower() == ".xz":
+        return lzma.open(path)
+    return io.BufferedReader(pyarrow.input_stream(path))
 
 
 def format_of(path):
@@ -141,81 +120,65 @@ def format_of(path):
 
 
 def records_of(path, column):
-    """Yield the records of a file, each with its line: texts, rows, lines of JSON, or errors."""
+    """Yield the records of a file, each with its line or row: rows, or lines of JSON."""
     kind = format_of(path)
     if kind == ".parquet":
-        table = pyarrow.parquet.ParquetFile(CountedFile(path))
-        names = table.schema_arrow.names
-        if column not in names:
-            raise ValueError(f"it has no column {column}, but {' '.join(names)}")
+        table = pyarrow.parquet.ParquetFile(path)
+        check_column(column, table.schema_arrow.names)
         batches = table.iter_batches(1000, columns=[column])
-        yield from enumerate((text for rows in batches for text in rows.column(0).to_pylist()), 1)
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
         return
     with open_decompressed(path) as file:
         if kind == ".txt":
-            yield from paragraphs_of(file)
-        elif kind in (".csv", ".tsv"):
-            yield from fields_of(file, column, "\t" if kind == ".tsv" else ",")
+            yield from paragraphs_of(file, column)
         elif kind == ".json" and file.peek(1)[:1] == b"[":
             yield from enumerate(json.load(file), 1)
         else:
             yield from ((line, record) for line, record in enumerate(file, 1) if record.strip())
 
 
-def paragraphs_of(file):
+def paragraphs_of(file, column):
     """Yield the paragraphs of a text, which blank lines separate, each with its first line."""
-    lines = []
-    for number, line in enumerate(chain(file, [b""]), 1):
-        if line.strip():
-            lines.append(line)
-        elif lines:
-            try:
-                record = b"".join(lines).decode().rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                record = ValueError(reason_of(error))
-            yield number - len(lines), record
-            lines = []
+    for is_blank, lines in groupby(enumerate(file, 1), lambda numbered: numbered[1].isspace()):
+        if not is_blank:
+            numbers, texts = zip(*lines, strict=True)
+            yield numbers[0], {column: b"".join(texts).rstrip(b"\r\n")}
 
 
-def fields_of(file, column, separator):
-    """Yield one column of a table, each field with its line."""
-    # By default, a field has at most 128 KiB.
-    csv.field_size_limit(2**31 - 1)
-    rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=separator)
-    names = next(rows, [])
-    if names and column not in names:
+def pydoc_records(column):
+    """Yield the texts of Python's documentation."""
+    yield from enumerate(({column: text} for text in topics.values()), 1)
+
+
+def check_column(column, names):
+    """Raise an error that names the columns if the column of the text is not there."""
+    if column not in names:
         raise ValueError(f"it has no column {column}, but {' '.join(names)}")
-    for row in rows:
-        record = ValueError(f"it has {len(row)} fields, and the first line {len(names)}")
-        yield rows.line_num, row[names.index(column)] if len(row) == len(names) else record
 
 
 def text_of(record, column):
-    """Return the text of a record; raise what is wrong with it."""
+    """Return the text of a record, a row or a line of JSON; raise what is wrong with it."""
     if isinstance(record, Exception):
         raise record
     if isinstance(record, bytes):
         record = json.loads(record)
-        if not isinstance(record, dict):
-            raise ValueError("it is no JSON object")
-    if isinstance(record, dict):
-        if column not in record:
-            raise ValueError(f"it has no column {column}, but {' '.join(record)}")
-        record = record[column]
-    if not isinstance(record, str | None):
-        raise ValueError(f"column {column} has a {type(record).__name__}, and not text")
-    return record or ""
+    if not isinstance(record, dict):
+        raise ValueError("it is no JSON object")
+    check_column(column, record)
+    text = record[column]
+    if isinstance(text, bytes):
+        text = text.decode()
+    if not isinstance(text, str | None):
+        raise ValueError(f"column {column} has a {type(text).__name__}, and not text")
+    # A tokenizer cannot read half of a surrogate pair, and neither can this.
+    (text or "").encode()
+    return text or ""
 
 
 def sources_of(args):
     """Return the sources: one for each that has a weight, or a single one that is read once."""
-    weights = {}
-    for word in args.sources:
-        name, _, weight = word.rpartition(":")
-        try:
-            weights[name] = float(weight)
-        except ValueError:
-            weights[word] = None
+    words = [re.fullmatch(r"(.+?)(?::(\d*\.?\d+))?", word).groups() for word in args.sources]
+    weights = {name: float(weight or 0) for name, weight in words}
     if not any(weights.values()):
         return [Source(args, 0, list(weights), 1.0, False)]
     if missing := [name for name, weight in weights.items() if not weight]:
@@ -242,7 +205,6 @@ class Source:
         self.by_shard = len(self.shards) >= parts
         numbers = range(len(self.shards))
         self.numbers = numbers[part::parts] if self.by_shard else numbers
-        self.num_bytes = sum(self.shards[number].size for number in self.numbers)
         self.load_state({"pass": 0, "batch": 0, "shards": 0, "open": []})
 
     def load_state(self, state):
@@ -256,7 +218,7 @@ class Source:
         """Yield this part's records of a shard from an index on: (index, line, record)."""
         part, parts = self.args.part
         index = -1
-        for index, (line, record) in enumerate(self.shards[number].records(self.args.text_column)):
+        for index, (line, record) in enumerate(self.shards[number].read(self.args.text_column)):
             if index >= used and (self.by_shard or index % parts == part):
                 yield index, line, record
         if index < 0:
@@ -306,19 +268,6 @@ class Source:
         return records
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A part of a source: where it is, its size in bytes, and how its records are read."""
-
-    name: str
-    size: int
-    read: Callable
-
-    def records(self, column):
-        """Yield its records, each with its line."""
-        return self.read(column)
-
-
 def reason_of(error):
     """Return the message of an exception, in one line."""
     name = "" if type(error) is ValueError else f"{type(error).__name__}: "
@@ -330,14 +279,12 @@ def shards_of(name):
     path = Path(name)
     if name == "pydoc":
         size = sum(map(len, topics.values()))
-        return [Shard(name, size, lambda column: enumerate(topics.values(), 1))]
-    if path.is_file() and not format_of(path):
-        fail(f"{name}: its format is unknown; known are {' '.join(SUFFIXES)}")
+        return [Shard(name, size, pydoc_records)]
     if path.exists():
         paths = sorted([path] if path.is_file() else path.rglob("*"))
         paths = [path for path in paths if path.is_file() and format_of(path)]
         if not paths:
-            fail(f"{name}: the folder has no {' '.join(SUFFIXES)} files")
+            fail(f"{name}: no file with a name in {' '.join(SUFFIXES)}, compressed or not")
         return [Shard(str(file), file.stat().st_size, partial(records_of, file)) for file in paths]
     # Import it only here, because the import takes each worker seconds.
     import datasets
@@ -349,15 +296,15 @@ def shards_of(name):
     except Exception as error:
         fail(f"{name}: no such file or folder, and no dataset of the hub: {reason_of(error)}")
 
-    def read(number, column):
-        rows = stream.shard(num_shards=stream.num_shards, index=number)
-        return enumerate(({column: row[column]} if column in row else row for row in rows), 1)
+    def read(number, _):
+        return enumerate(stream.shard(num_shards=stream.num_shards, index=number), 1)
 
     numbers = range(stream.num_shards)
     return [Shard(f"{name}, shard {number}", 0, partial(read, number)) for number in numbers]
 
 
 # ---- tokens ----------------------------------------------------------------------------------
+@cache
 def load_tokenizer(name):
     """Return a model's tokenizer, as the chapters load it."""
     return ByT5Tokenizer() if name == "tiny" else AutoTokenizer.from_pretrained(name)
@@ -371,130 +318,97 @@ def fingerprint_of(tokenizer):
 
 
 def start_workers(args):
-    """Return an executor of tokenize(): processes or, for a single worker, this process."""
+    """Return an executor of tokenize(): processes or, for a single worker, a thread."""
     # Each worker tokenizes with one thread.
     os.environ["RAYON_NUM_THREADS"] = "1"
     if args.workers == 1:
-        load(args)
-        return InThisProcess()
-    context = get_context("spawn")
-    return ProcessPoolExecutor(args.workers, context, initializer=start_worker, initargs=[args])
+        return ThreadPoolExecutor(1)
+    return ProcessPoolExecutor(args.workers, get_context("spawn"), initializer=start_worker)
 
 
-class InThisProcess(Executor):
-    """Runs in this process what an executor is given."""
-
-    def submit(self, function, *args):
-        """Return a future that is done."""
-        future = Future()
-        future.set_result(function(*args))
-        return future
-
-
-def start_worker(args):
+def start_worker():
     """Prepare a worker, which the system ends together with its parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    load(args)
 
 
-def load(args):
-    """Load what tokenize() needs."""
-    global ARGS, TOKENIZER
-    ARGS, TOKENIZER = args, load_tokenizer(args.model_name)
-
-
-def tokenize(records):
-    """Return the tokens of all records in a row, the lengths of the documents, and the problems."""
-    texts, ids, problems = [], [], []
+def tokenize(model_name, column, records):
+    """Return the tokens of all records in a row, where each document ends, and the problems."""
+    tokenizer, texts, problems = load_tokenizer(model_name), [], []
     for shard, line, record in records:
         try:
-            texts.append((shard, line, text_of(record, ARGS.text_column)))
+            texts.append(text_of(record, column))
         except Exception as error:
             problems.append((shard, line, reason_of(error)))
-    try:
-        ids = ids_of([text for *_, text in texts])
-    except Exception:
-        # Find the documents that cannot be tokenized, such as one with half of a surrogate pair.
-        for shard, line, text in texts:
-            try:
-                ids += ids_of([text])
-            except Exception as error:
-                problems.append((shard, line, reason_of(error)))
-    documents = [np.array([*tokens, TOKENIZER.eos_token_id], dtype=np.int32) for tokens in ids]
-    lengths = [len(document) for document in documents]
-    return np.concatenate([np.zeros(0, dtype=np.int32), *documents]), lengths, problems
-
-
-def ids_of(texts):
-    """Return the token ids of each text."""
-    return TOKENIZER(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+    options = {"add_special_tokens": False, "verbose": False}
+    ids = tokenizer(texts, **options)["input_ids"] if texts else []
+    documents = [np.array([*tokens, tokenizer.eos_token_id], dtype=np.int32) for tokens in ids]
+    ends = list(accumulate(map(len, documents)))
+    return np.concatenate([np.zeros(0, dtype=np.int32), *documents]), ends, problems
 
 
 class Stream:
     """The tokens of a source, which workers make a few batches ahead."""
 
-    def __init__(self, source, pool, state):
+    def __init__(self, source, state, pool):
         self.source, self.pool, self.waiting = source, pool, deque()
         self.num_tokens = self.num_bad = 0
+        if state:
+            source.load_state(state["source"])
         self.next_batch()
-        self.num_tokens = state.get("tokens", 0)
+        self.num_tokens, self.used = state.get("tokens", 0), state.get("used", 0)
         self.num_bad = state.get("bad", self.num_bad)
-        self.document, self.token = state.get("document", 0), state.get("token", 0)
-        self.first = sum(self.lengths[: self.document])
 
     def state(self):
         """Return the state of this stream; its "source" is for Source.load_state()."""
-        names = ("num_tokens", "num_bad", "document", "token")
-        state = {name.removeprefix("num_"): getattr(self, name) for name in names}
+        state = {"tokens": self.num_tokens, "bad": self.num_bad, "used": self.used}
         return state | {"source": self.batch}
 
     def next_batch(self):
         """Take the next batch that has documents, or none at the end of a source."""
-        source, self.lengths = self.source, []
-        self.document = self.token = self.first = 0
-        most = 2 * source.args.workers
-        while not self.lengths:
+        source, args = self.source, self.source.args
+        # The tokens of the batch, where its documents end, and the number of its tokens in pieces.
+        self.tokens, self.ends, self.used = [], [], 0
+        while not len(self.tokens):
             try:
-                while len(self.waiting) < most and not source.has_ended():
-                    state = source.state()
-                    self.waiting.append((state, self.pool.submit(tokenize, source.next_batch())))
+                while len(self.waiting) < 2 * args.workers and not source.has_ended():
+                    state, work = source.state(), (args.model_name, args.text_column)
+                    result = self.pool.submit(tokenize, *work, source.next_batch())
+                    self.waiting.append((state, result))
                 if not self.waiting:
                     self.batch = source.state()
                     return
                 self.batch, result = self.waiting.popleft()
-                self.tokens, self.lengths, problems = result.result()
+                self.tokens, self.ends, problems = result.result()
             except BrokenProcessPool:
                 fail("a worker was killed, perhaps for lack of memory; lower --workers")
             for shard, line, reason in problems:
                 where = source.shards[shard].name + (f", line {line}" if line else "")
-                if not source.args.skip_bad:
+                if not args.skip_bad:
                     fail(f"{where}: {reason}")
                 if not line:
-                    tqdm.write(f"{where}: {reason}; the rest of this shard is left out")
+                    print(f"{where}: {reason}; the rest of this shard is left out")
             self.num_bad += len(problems)
 
     def take(self, most):
         """Return the tokens that are left of a document, but at most `most`."""
-        first = self.first + self.token
-        tokens = self.tokens[first : min(first + most, self.first + self.lengths[self.document])]
-        self.token += len(tokens)
+        # A source without any documents has no tokens.
+        end = next((end for end in self.ends if end > self.used), 0)
+        tokens = self.tokens[self.used : min(self.used + most, end)]
+        self.used += len(tokens)
         self.num_tokens += len(tokens)
-        if self.token == self.lengths[self.document]:
-            self.first += self.token
-            self.document, self.token = self.document + 1, 0
-            if self.document == len(self.lengths):
-                self.next_batch()
+        if self.used == len(self.tokens):
+            self.next_batch()
         return tokens
+
+    def is_within_document(self):
+        """Return whether a piece has the start of a document, but not its end."""
+        return self.used > 0 and self.used not in self.ends
 
     def behind(self, total):
         """Return the number of tokens that are missing from this source, of `total` tokens."""
         return self.source.weight * total - self.num_tokens
-
-    def passes(self):
-        """Return the number of complete passes over the documents of the source."""
-        return self.batch["pass"]
 
 
 # ---- pieces ----------------------------------------------------------------------------------
@@ -502,19 +416,16 @@ def write(path, data):
     """Write bytes to a file that has its name only once it is complete and on the disk."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         fail(f"{path}: {error}")
-
-
-def write_json(path, value):
-    """Write a value as a JSON file."""
-    write(path, json.dumps(value, indent=1).encode())
 
 
 def describe(args, sources, tokenizer):
@@ -525,11 +436,8 @@ def describe(args, sources, tokenizer):
         "format": FORMAT,
         "dtype": "uint16" if largest < 2**16 else "int32",
         "tokenizer": fingerprint_of(tokenizer),
-        "piece": args.piece,
         "parts": args.part[1],
-        "seed": args.seed,
-        "text_column": args.text_column,
-        "skip_bad": args.skip_bad,
+        **{name: getattr(args, name) for name in ("piece", "seed", "text_column", "skip_bad")},
         "sources": {source.name: source.weight if source.repeats else None for source in sources},
         "shards": hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16],
     }
@@ -538,7 +446,7 @@ def describe(args, sources, tokenizer):
 def write_index(path, index):
     """Write index.json, or stop if the folder was begun with other arguments."""
     if not path.exists():
-        return write_json(path, index)
+        return write(path, json.dumps(index, indent=1).encode())
     before = json.loads(path.read_text())
     for name, value in index.items():
         if before.get(name) != value:
@@ -546,52 +454,46 @@ def write_index(path, index):
             fail(f"{path.parent}: {problem}; choose a different --output")
 
 
-def write_pieces(args, index, streams, state, start):
-    """Write the pieces of this part, from the first that is missing to its end mark.
-
-    `start` is the value of time.monotonic() before tokenizing.
-    """
+def write_pieces(args, index, sources, pool):
+    """Write the missing pieces of this part, each followed by the state; return the streams."""
     part, parts = args.part
     state_path = args.output / f"part-{part}.json"
-    piece, filled, number = np.empty(args.piece, dtype=index["dtype"]), 0, state.get("pieces", 0)
-
-    def finish_piece():
-        nonlocal filled, number
-        name = f"{part + number * parts:06}.tokens"
-        write(args.output / name, piece[:filled].data)
-        filled, number = 0, number + 1
-        total = sum(stream.num_tokens for stream in streams)
-        speed = (total - before) / (time.monotonic() - start)
-        tqdm.write(f"{name}  tokens {total:,}  tokens_per_second {speed:,.0f}")
-
-    def save(**more):
-        state = {"pieces": number, "streams": [stream.state() for stream in streams]}
-        write_json(state_path, state | more)
-
-    size = sum(stream.source.num_bytes for stream in streams)
-    once = not any(stream.source.repeats for stream in streams)
-    bar = tqdm(total=(size if once else 0) or None, unit="B", unit_scale=True, disable=None)
-    before = sum(stream.num_tokens for stream in streams)
-    shown = start
-    while min(stream.passes() for stream in streams) == 0:
-        total = sum(stream.num_tokens for stream in streams)
-        if time.monotonic() > shown + 0.5:
-            shown = time.monotonic()
-            speed = (total - before) / (shown - start)
-            bar.set_postfix_str(f"{total:,} tokens, {speed:,.0f} tokens/s", refresh=False)
-            bar.update(CountedFile.num_read - bar.n)
+    state = json.loads(state_path.read_text()) if state_path.exists() else {}
+    start, number = time.monotonic(), state.get("pieces", 0)
+    states = state.get("streams", [{}] * len(sources))
+    streams = [Stream(*pair, pool) for pair in zip(sources, states, strict=True)]
+    total_before = sum(stream.num_tokens for stream in streams)
+    piece, filled, ended = np.empty(args.piece, dtype=index["dtype"]), 0, False
+    while not ended:
         # Finish a document first; then take the source that is furthest behind its weight.
-        stream = max(streams, key=lambda it: (it.token > 0, it.behind(total)))
+        total = sum(stream.num_tokens for stream in streams)
+        stream = max(streams, key=lambda it: (it.is_within_document(), it.behind(total)))
         tokens = stream.take(args.piece - filled)
         piece[filled : filled + len(tokens)] = tokens
         filled += len(tokens)
-        if filled == args.piece:
-            finish_piece()
-            save()
-    if filled:
-        finish_piece()
-    save(ended=True)
-    bar.close()
+        # Every source was read at least once.
+        ended = all(stream.batch["pass"] for stream in streams)
+        if filled < args.piece and not ended:
+            continue
+        if filled:
+            name = f"{part + number * parts:06}.tokens"
+            write(args.output / name, piece[:filled].data)
+            total += len(tokens)
+            speed = (total - total_before) / (time.monotonic() - start)
+            print(f"{name}  tokens {total:,}  tokens_per_second {speed:,.0f}")
+            filled, number = 0, number + 1
+        state = {"pieces": number, "ended": ended, "streams": [it.state() for it in streams]}
+        write(state_path, json.dumps(state).encode())
+    return streams
+
+
+def report(streams):
+    """Print how often each source was read, and how many of its documents were left out."""
+    for stream in streams:
+        passes = stream.batch["pass"]
+        read = f", read {passes} times" if passes > 1 else ""
+        bad = f", {stream.num_bad:,} bad documents left out" if stream.num_bad else ""
+        print(f"{stream.source.name}: {stream.num_tokens:,} tokens{read}{bad}")
 
 
 def main():
@@ -604,42 +506,9 @@ def main():
     except Exception as error:
         fail(f"--model-name {args.model_name}: {reason_of(error)}")
     index = describe(args, sources, tokenizer)
-    try:
-        args.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"--output {args.output}: {error}")
     write_index(args.output / "index.json", index)
-    state_path = args.output / f"part-{args.part[0]}.json"
-    state = json.loads(state_path.read_text()) if state_path.exists() else {}
-    if state.get("ended"):
-        return print(f"{args.output}: part {args.part[0]} is complete already")
-    for source, stream in zip(sources, state.get("streams", []), strict=False):
-        source.load_state(stream["source"])
     with start_workers(args) as pool:
-        start = time.monotonic()
-        states = state.get("streams") or [{}] * len(sources)
-        streams = [
-            Stream(source, pool, state) for source, state in zip(sources, states, strict=True)
-        ]
-        write_pieces(args, index, streams, state, start)
-    report(args, index, streams)
-
-
-def report(args, index, streams):
-    """Print what this part has; once all parts are complete, add the sums to index.json."""
-    for stream in streams:
-        read = f", read {stream.passes()} times" if stream.passes() > 1 else ""
-        bad = f", {stream.num_bad:,} bad documents left out" if stream.num_bad else ""
-        print(f"{stream.source.name}: {stream.num_tokens:,} tokens{read}{bad}")
-    paths = [args.output / f"part-{part}.json" for part in range(args.part[1])]
-    parts = [json.loads(path.read_text()) for path in paths if path.exists()]
-    if len(parts) == len(paths) and all(part.get("ended") for part in parts):
-        sums = {"pieces": sum(part["pieces"] for part in parts)}
-        for name in ("tokens", "bad"):
-            sums[name] = sum(stream[name] for part in parts for stream in part["streams"])
-        sums["bytes"] = sums["tokens"] * np.dtype(index["dtype"]).itemsize
-        write_json(args.output / "index.json", index | {"complete": sums})
-        print(f"{args.output}: complete, with {sums['tokens']:,} tokens in {sums['pieces']} pieces")
+        report(write_pieces(args, index, sources, pool))
 
 
 if __name__ == "__main__":

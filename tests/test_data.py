@@ -126,16 +126,6 @@ def test_samples_are_the_documents_joined_and_cut(chapter, tmp_path):
     assert len(held_out) == 5 and train.dtype == torch.int32
 
 
-def test_second_length_reads_the_same_tokens(chapter, tmp_path, monkeypatch):
-    """Samples are slices of one stream of tokens, and a second run tokenizes nothing."""
-    long, _ = build(chapter, tmp_path, make_texts(200), seq_length=128)
-    # build_data() writes tokens with array().
-    monkeypatch.setattr(chapter, "array", None)
-    short, _ = build(chapter, tmp_path, [], seq_length=64)
-    size = min(long.numel(), short.numel())
-    assert torch.equal(long.flatten()[:size], short.flatten()[:size])
-
-
 @pytest.mark.slow
 def test_ranks_find_the_tokens_of_rank_0(tmp_path, monkeypatch):
     """The processes hash strings differently, because a new environment gives each its own seed."""
@@ -156,21 +146,19 @@ def test_formats_give_the_same_samples(chapter, tmp_path):
     table.to_json(tmp_path / "a.jsonl")
     table.to_json(tmp_path / "list.json", lines=False)
     table.to_csv(tmp_path / "a.tsv", sep="\t")
-    shutil.copy(tmp_path / "a.jsonl", tmp_path / "B [1].JSONL")
-    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress((tmp_path / "a.jsonl").read_bytes()))
-    for folder in ("folder", "nested/one/two", "compressed", "card"):
-        (tmp_path / folder).mkdir(parents=True)
-    for name in ("a.txt", "folder/a.txt", "nested/one/two/a.txt"):
-        (tmp_path / name).write_text("\n\n".join(rows))
+    (tmp_path / "a.txt").write_text("\n\n".join(rows))
     for name in ("a.txt", "a.jsonl", "a.csv"):
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
-    shutil.copy(tmp_path / "a.txt.gz", tmp_path / "compressed")
+    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress((tmp_path / "a.jsonl").read_bytes()))
     # A card, as on the hub, is not data.
-    (tmp_path / "card/README.md").write_text("---\nlicense: mit\n---\nText about the data.\n")
-    shutil.copy(tmp_path / "a.jsonl", tmp_path / "card")
-    names = ["a.csv", "a.jsonl", "a.txt", "folder", "nested", "compressed", "a.txt.gz"]
-    names += ["a.jsonl.gz", "a.csv.gz", "a.jsonl.xz", "a.tsv", "list.json", "B [1].JSONL"]
-    names += ["[ab].jsonl", "card"]
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nText about the data.\n")
+    copies = {"a.jsonl": ["B [1].JSONL", "card/a.jsonl"], "README.md": ["card/README.md"]}
+    copies |= {"a.txt": ["folder/a.txt", "nested/one/two/a.txt"], "a.txt.gz": ["packed/a.txt.gz"]}
+    for source, path in [(name, path) for name in copies for path in copies[name]]:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(tmp_path / source, tmp_path / path)
+    names = ["a.csv", "a.jsonl", "a.txt", "folder", "nested", "packed", "a.txt.gz", "a.jsonl.gz"]
+    names += ["a.csv.gz", "a.jsonl.xz", "a.tsv", "list.json", "B [1].JSONL", "[ab].jsonl", "card"]
     expected, _ = build(chapter, tmp_path, [], dataset_name=str(tmp_path / "a.parquet"))
     for name in names:
         samples, _ = build(chapter, tmp_path, [], dataset_name=str(tmp_path / name))
@@ -193,12 +181,11 @@ def test_tokenizing_takes_the_same_memory_for_any_corpus(chapter, tmp_path, monk
     assert max(sizes[4000:]) - sizes[4000] < 4, (sizes[4000], max(sizes[4000:]))
 
 
-@pytest.mark.parametrize(
-    "lines", ["a, b\nc\n", "a\nb, c\nd\n", "a, b\nc, d\n", 'he said "hi", ok\n']
-)
+@pytest.mark.parametrize("lines", ["a, b\nc\n", 'he said "hi", ok\n'])
 def test_csv_with_commas_in_its_texts_is_rejected(chapter, tmp_path, capsys, lines):
     """By default, pandas would take the first fields of these lines for their names."""
-    (tmp_path / "a.csv").write_text("text\n" + lines)
-    options = {"dataset_name": str(tmp_path / "a.csv"), "eval_samples": 1, "seq_length": 2}
+    path = tmp_path / "a.csv"
+    path.write_text("text\n" + lines)
+    options = {"dataset_name": str(path), "eval_samples": 1, "seq_length": 2}
     error = user_error(capsys, lambda: build(chapter, tmp_path, [], **options))
-    assert f"--dataset-name {tmp_path}/a.csv: " in error
+    assert f"--dataset-name {path}: " in error

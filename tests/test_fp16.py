@@ -115,11 +115,6 @@ def test_fault_that_no_scale_repairs_is_fatal(script, monkeypatch, precision, ca
     assert all(map(torch.equal, before, tensors_of(model, optimizer)))
 
 
-def test_infinite_scale_is_fatal(script):
-    *_, optimizer, _, _, _ = take_step(script, *FP16, "--init-scale", "inf")
-    assert optimizer.found_inf
-
-
 def test_step_does_not_wait_for_the_device(script):
     """A step reduces the gradients and one number."""
     words = ["--global-batch-size", 4, "--seq-length", 16, "--config", "num_hidden_layers=1"]

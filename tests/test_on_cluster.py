@@ -144,10 +144,13 @@ def test_array_job_prepares_data_while_chapter_04_trains_across_hosts(user):
     data = user.folder / "web.tokens"
     tool = f"python {ROOT}/preparing-data/prepare.py -o {data} --piece 4000 --workers 1 pydoc"
     user.submit(f"sbatch --array=0-1 --wrap '{tool}'")
-    index = data / "index.json"
-    wait_until(index.exists, 60, "index.json")
+    wait_until((data / "index.json").exists, 60, "index.json")
     assert user.launch(user.line(LAUNCHERS["sbatch"], *SHORT, "-d", data, script="04"))
-    wait_until(lambda: '"complete"' in index.read_text(), 60, "both parts are complete")
+
+    def ended():
+        return [json.loads(path.read_text())["ended"] for path in data.glob("part-*.json")]
+
+    wait_until(lambda: ended() == [True, True], 60, "both parts have ended")
     one_host = curves_of(user.folder, {4: {"one-host": ("04", ["-d", data])}})["one-host"]
     assert difference(one_host, metrics(user.run_dir)) < 1e-5
 

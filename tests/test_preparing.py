@@ -8,19 +8,16 @@ import lzma
 import os
 import random
 import shutil
-import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
-from itertools import chain, product
+from itertools import chain
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch.distributed as dist
 from transformers import ByT5Tokenizer
 
 import recorded
@@ -78,10 +75,6 @@ def prepare(output, *words, part="0/1", status=0):
     return out.getvalue()
 
 
-def index_of(folder):
-    return json.loads((folder / "index.json").read_text())
-
-
 def contents(folder):
     """Return the bytes of each piece by its number."""
     return {int(path.stem): path.read_bytes() for path in sorted(folder.glob("*.tokens"))}
@@ -89,8 +82,7 @@ def contents(folder):
 
 def pieces(folder):
     """Return the tokens of each piece by its number."""
-    dtype = index_of(folder)["dtype"]
-    return {number: np.frombuffer(data, dtype) for number, data in contents(folder).items()}
+    return {number: np.frombuffer(data, np.uint16) for number, data in contents(folder).items()}
 
 
 def documents_of(folder, parts=1):
@@ -105,42 +97,6 @@ def documents_of(folder, parts=1):
 
 
 # ---- documents -------------------------------------------------------------------------------
-@pytest.mark.parametrize("num_shards, parts", [(1, 1), (6, 1), (20, 3), (2, 3)])
-def test_each_document_is_in_one_piece(tmp_path, num_shards, parts):
-    documents = write_shards(tmp_path / "shards", num_shards, 120)
-    output = tmp_path / "out.tokens"
-    for part in range(parts):
-        prepare(output, tmp_path / "shards", part=f"{part}/{parts}")
-    texts, sizes = documents_of(output, parts), {n: len(ids) for n, ids in pieces(output).items()}
-    assert sorted(texts) == sorted(documents)
-    shards = {text.partition("-")[0] for text in texts[:40]}
-    assert parts > 1 or len(shards) == num_shards, "shards are not mixed"
-    last = [max(number for number in sizes if number % parts == part) for part in range(parts)]
-    assert all(size == 3000 for number, size in sizes.items() if number not in last)
-    total = sum(sizes.values())
-    complete = {"pieces": len(sizes), "tokens": total, "bad": 0, "bytes": 2 * total}
-    assert index_of(output)["complete"] == complete
-
-
-@pytest.mark.slow
-def test_kills_and_workers_change_no_byte(tmp_path):
-    """The tool is killed between any two writes of files, and the last start has three workers."""
-    write_shards(tmp_path / "shards", 5, 300)
-    prepare(tmp_path / "one.tokens", tmp_path / "shards")
-    torn = tmp_path / "torn.tokens"
-    words = ["-o", torn, "--piece", 3000, tmp_path / "shards", "--workers"]
-    with open(tmp_path / "log", "w") as log:
-        for number in range(6):
-            process = SERVER.start([SLOW_TOOL, 0.05, *words, 1], {}, log)
-            known = len(contents(torn))
-            wait_for(lambda: len(contents(torn)) > known + number % 3, [process])  # noqa: B023
-            process.kill()
-            process.wait(timeout=20)
-    assert 6 < len(contents(torn)) < len(contents(tmp_path / "one.tokens"))
-    run_command(TOOL, *words, 3, check=True)
-    assert contents(torn) == contents(tmp_path / "one.tokens")
-
-
 def test_weights_mix_sources_by_tokens(tmp_path):
     large = set(write_shards(tmp_path / "large", 2, 400, seed=1))
     small = set(write_shards(tmp_path / "small", 1, 20, seed=2))
@@ -152,27 +108,21 @@ def test_weights_mix_sources_by_tokens(tmp_path):
     assert large <= set(texts) and "small: " in output and " times" in output
 
 
-TEXTS = ["one", "two\nlines", 'three, "quoted"', ""]
+TEXTS = ["one", "two\nlines", ""]
 ROWS = [{"text": text, "other": 1} for text in TEXTS]
 LINES = [json.dumps(row).encode() + b"\n" for row in ROWS]
-TABLE = b'other,text\n1,one\n1,"two\nlines"\n1,"three, ""quoted"""\n1,\n'
 PARQUET = io.BytesIO()
 pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), PARQUET)
-# The content of a file names its compression, and its name may be wrong.
 FILES = {
     "a.json": (json.dumps(ROWS).encode(), TEXTS),
     "b.jsonl": (b"".join(LINES), TEXTS),
-    "c.csv": (TABLE, TEXTS),
-    "d.tsv": (TABLE.replace(b", ", b"; ").replace(b",", b"\t").replace(b"; ", b", "), TEXTS),
-    "e.parquet": (PARQUET.getvalue(), TEXTS),
-    "f.txt": (b"one\n\n\ntwo\nlines\n\nthree\n", ["one", "two\nlines", "three"]),
-    # This field is larger than the default limit, and follows a byte order mark.
-    "g.csv": (f"\ufefftext\n{'x' * 200_000}\n".encode(), ["x" * 200_000]),
+    "c.parquet": (PARQUET.getvalue(), TEXTS),
+    "d.txt": (b"one\n\n\ntwo\nlines\n\nthree\n", ["one", "two\nlines", "three"]),
     # Each of these files consists of compressed files.
-    "h.jsonl": (b"".join(map(gzip.compress, LINES)), TEXTS),
-    "i.jsonl.zst": (b"".join(map(lzma.compress, LINES)), TEXTS),
-    "j.jsonl.gz": (b"".join(map(bz2.compress, LINES)), TEXTS),
-    "k.jsonl": (b"".join(pyarrow.compress(it, "zstd", asbytes=True) for it in LINES), TEXTS),
+    "e.jsonl.gz": (b"".join(map(gzip.compress, LINES)), TEXTS),
+    "f.jsonl.xz": (b"".join(map(lzma.compress, LINES)), TEXTS),
+    "g.jsonl.bz2": (b"".join(map(bz2.compress, LINES)), TEXTS),
+    "h.txt.zst": (pyarrow.compress(b"one\n\ntwo", "zstd", asbytes=True), ["one", "two"]),
 }
 
 
@@ -184,29 +134,13 @@ def test_all_formats_have_the_same_documents(tmp_path, name):
     assert sorted(documents_of(tmp_path / "o.tokens")) == sorted(expected)
 
 
-@pytest.mark.slow
-def test_full_disk_leaves_complete_pieces(small_disk, tmp_path):
-    """When there is space again, the same command writes the other pieces."""
-    subprocess.run(["mount", "-o", "remount,size=400k", str(small_disk)], check=True)
-    output, words = small_disk / "o.tokens", ["--piece", 50_000, "pydoc"]
-    error = prepare(output, *words, status=2).splitlines()[-1]
-    assert error.startswith("prepare.py: error: ") and "No space left on device" in error
-    assert list(contents(output)) == [0, 1, 2] and len(list(output.iterdir())) == 5
-    subprocess.run(["mount", "-o", "remount,size=30m", str(small_disk)], check=True)
-    prepare(output, *words)
-    prepare(tmp_path / "complete.tokens", *words)
-    assert contents(output) == contents(tmp_path / "complete.tokens")
-
-
 BAD = {
     "empty.jsonl": (b"", "empty.jsonl: it has no documents"),
     "cut.jsonl.gz": (gzip.compress(b'{"text": "x"}\n' * 999)[:-30], "cut.jsonl.gz: "),
-    "cut.jsonl.zst": (pyarrow.compress(b"{}" * 999, "zstd", asbytes=True)[:-9], "zst: OSError"),
     "latin1.jsonl": ('{"text": "é"}\n'.encode("latin1"), "latin1.jsonl, line 1: Unicode"),
     "column.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', "line 2: it has no column text, but body"),
     "lists.jsonl": (b'{"text": ["a"]}\n', "line 1: column text has a list, and not text"),
-    "ragged.csv": (b"text,n\na,1\nb,c,2\n", "line 3: it has 3 fields, and the first line 2"),
-    "name.csv": (b"body\na\n", "name.csv: it has no column text, but body"),
+    "latin1.txt": ("é".encode("latin1"), "latin1.txt, line 1: UnicodeDecodeError"),
     "half.jsonl": (b'{"text": "a"}\n{"text": "\\ud800"}\n', "half.jsonl, line 2: Unicode"),
     "torn.jsonl": (b'{"text": "a"}\n{"text": "b', "torn.jsonl, line 2: JSONDecodeError"),
 }
@@ -225,30 +159,30 @@ def test_skipping_counts_bad_documents(tmp_path):
     lines = b'{"text": "a"}\n{"text": 7}\nno JSON\n{"text": "\\ud800"}\n{"text": "b"}\n'
     (tmp_path / "some").mkdir()
     (tmp_path / "some/1.jsonl").write_bytes(lines)
-    (tmp_path / "some/2.jsonl").write_bytes(gzip.compress(b'{"text": "x"}\n' * 99)[:-9])
+    (tmp_path / "some/2.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 99)[:-9])
     output = prepare(tmp_path / "o.tokens", tmp_path / "some", "--skip-bad")
-    assert "some/2.jsonl: EOFError" in output and "the rest of this shard is left out" in output
+    assert "some/2.jsonl.gz: OSError" in output and "the rest of this shard is left out" in output
     found = set(documents_of(tmp_path / "o.tokens"))
     assert {"a", "b"} <= found <= {"a", "b", "x"}
-    assert index_of(tmp_path / "o.tokens")["complete"]["bad"] == 4
+    assert "4 bad documents left out" in output
 
 
-@pytest.mark.parametrize(
-    "words, expected",
-    [
-        (["--seed", "5", "pydoc"], "seed was 0, is now 5; choose a different --output"),
-        (["nosuch"], "nosuch: no such file or folder"),
-        (["--part", "3/3", "pydoc"], "3/3: must be K/N"),
-        (["pydoc:0.5", "empty"], "empty: give each source a weight"),
-        (["empty"], "empty: the folder has no .jsonl .json"),
-    ],
-)
-def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, words, expected):
+WRONG = [
+    (["--seed", "5", "pydoc"], "seed was 0, is now 5; choose a different --output"),
+    (["nosuch"], "nosuch: no such file or folder"),
+    (["--part", "3/3", "pydoc"], "3/3: must be K/N"),
+    (["pydoc:0.5", "empty"], "empty: give each source a weight above 0"),
+    (["empty"], "empty: no file with a name in .jsonl .json"),
+]
+
+
+def test_wrong_arguments_are_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     prepare(tmp_path / "o.tokens", "pydoc")
-    [line] = prepare(tmp_path / "o.tokens", *words, status=2).splitlines()
-    assert expected in line
+    for words, expected in WRONG:
+        [line] = prepare(tmp_path / "o.tokens", *words, status=2).splitlines()
+        assert expected in line
 
 
 # ---- training --------------------------------------------------------------------------------
@@ -265,36 +199,28 @@ def samples_of(folder, length, num_held_out):
     return [*first[:-num_held_out], *chain(*others)], first[-num_held_out:]
 
 
-# The number of shards, of parts, of tokens in a piece, and of ranks.
-QUICK = [(1, 1, 3000, 1), (5, 1, 1000, 3), (7, 3, 1000, 2), (2, 3, 500, 4)]
-GRID = product((1, 3, 7), (1, 2, 3), (500, 1700), (1, 2, 3, 4))
-GRID = [pytest.param(*point, marks=pytest.mark.exhaustive) for point in GRID]
+# The number of shards, of parts, and of tokens in a piece.
+GRID = [(1, 1, 3000), (6, 1, 1000), (20, 3, 1000), (2, 3, 500)]
 
 
-@pytest.mark.parametrize("num_shards, parts, piece, ranks", QUICK + GRID)
-def test_each_sample_is_read_once_per_epoch(
-    tmp_path, load, monkeypatch, num_shards, parts, piece, ranks
-):
-    write_shards(tmp_path / "shards", num_shards, 240 // num_shards)
+@pytest.mark.parametrize("num_shards, parts, piece", GRID)
+def test_each_sample_is_read_once_per_epoch(tmp_path, load, num_shards, parts, piece):
+    """Each document is in the pieces once, and each sample of a piece in an epoch once."""
+    documents = write_shards(tmp_path / "shards", num_shards, 360 // num_shards)
     output = tmp_path / "out.tokens"
     for part in range(parts):
         prepare(output, tmp_path / "shards", "--piece", piece, part=f"{part}/{parts}")
-    args = Namespace(dataset_name=str(output), seq_length=64, eval_samples=5, seed=0, device="cpu")
-    args.micro_batch_size, args.accumulation, args.skip_steps = 2, 3, 0
-    args.global_batch_size = 6 * ranks
-    chapter = load("02")
-    samples, held_out = load("01").build_data(args, ByT5Tokenizer())
+    texts, sizes = documents_of(output, parts), {n: len(ids) for n, ids in pieces(output).items()}
+    assert sorted(texts) == sorted(documents)
+    shards = {text.partition("-")[0] for text in texts[:40]}
+    assert parts > 1 or len(shards) == num_shards, "shards are not mixed"
+    last = [max(number for number in sizes if number % parts == part) for part in range(parts)]
+    assert all(size == piece for number, size in sizes.items() if number not in last)
+    args = Namespace(dataset_name=str(output), seq_length=64, eval_samples=5, seed=0)
+    chapter = load("01")
+    samples, held_out = chapter.build_data(args, ByT5Tokenizer())
     expected, expected_held_out = samples_of(output, 64, 5)
     assert list(map(tuple, held_out.tolist())) == expected_held_out
-    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
-    num_steps, found = 1 + 2 * len(expected) // args.global_batch_size, []
-    for step, micro_step, rank in product(range(num_steps), range(args.accumulation), range(ranks)):
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        batch = chapter.batch_at(args, samples, step + 1, micro_step, "cpu")
-        found += map(tuple, batch.tolist())
-    # The samples of a step are in the order of ranks here, but an epoch may end within a step.
-    full = len(expected) // args.global_batch_size * args.global_batch_size
-    assert Counter(found[:full]) <= Counter(expected)
     positions = range(2 * len(expected))
     rows = list(map(tuple, chapter.samples_at(args, samples, positions).tolist()))
     first, second = rows[: len(expected)], rows[len(expected) :]
@@ -317,9 +243,11 @@ RESUMES += [("07", 2, ["--pipeline-parallel-size", 2, "--batch-size", 2])]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.exhaustive)])
-def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, kills, started):
-    """Kills of both programs at random moments, while pieces appear; resumes on other layouts."""
+def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, started, kills=2):
+    """Kills of both programs at random moments, while pieces appear; resumes on other layouts.
+
+    The pieces have the bytes that three workers write without a kill.
+    """
     seed = int(os.environ.get("KILL_SEED", random.randrange(10**6)))
     print(f"KILL_SEED={seed} repeats these moments as far as the machine does")
     choose = random.Random(seed)
@@ -355,7 +283,8 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, kills,
             started.append(feeder)
         assert not any(process.wait(timeout=300) for process in processes)
         assert feeder.wait(timeout=120) == 0, (tmp_path / "feeder.log").read_text()
-    prepare(tmp_path / "complete.tokens", tmp_path / "shards", "--piece", 1500)
+    words = ["-o", tmp_path / "complete.tokens", "--workers", 3, *slowly[-3:]]
+    run_command(TOOL, *words, check=True)
     assert contents(output) == contents(tmp_path / "complete.tokens")
     expected, _ = samples_of(output, 32, 10)
     found = recorded.trained(record)
@@ -392,7 +321,9 @@ def test_ranks_wait_for_a_piece_without_a_collective_and_say_so(tmp_path, starte
     assert log.read_text().count("waiting for") == 1
     assert "waiting for" not in (tmp_path / "rank1.log").read_text()
     for path in prepared.glob("*"):
-        shutil.copy(path, folder)
+        # The ranks must not find a file that is incomplete.
+        shutil.copy(path, folder / "copy")
+        (folder / "copy").rename(folder / path.name)
     assert not any(process.wait(timeout=120) for process in processes), log.read_text()
 
 
@@ -407,11 +338,11 @@ def test_piece_that_appears_after_the_end_of_its_part_is_not_missed(tmp_path, lo
 
 def test_folder_of_a_different_tokenizer_is_refused(tmp_path, load, capsys):
     prepare(tmp_path / "o.tokens", "pydoc")
-    index = index_of(tmp_path / "o.tokens") | {"tokenizer": "0" * 16}
-    (tmp_path / "o.tokens/index.json").write_text(json.dumps(index))
-    for name, expected in [
-        ("o.tokens", "was prepared with a different tokenizer"),
-        ("none.tokens", "write it with preparing-data/prepare.py"),
-    ]:
-        args = Namespace(dataset_name=str(tmp_path / name), seq_length=64, eval_samples=5)
-        assert expected in user_error(capsys, load("01").build_data, args, ByT5Tokenizer())
+    path = tmp_path / "o.tokens/index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer": "0" * 16}))
+    args = Namespace(dataset_name=str(tmp_path / "o.tokens"), seq_length=64, eval_samples=5)
+    error = user_error(capsys, load("01").build_data, args, ByT5Tokenizer())
+    assert "was prepared with a different tokenizer" in error
+    args.dataset_name = str(tmp_path / "none.tokens")
+    error = user_error(capsys, load("01").build_data, args, ByT5Tokenizer())
+    assert "write it with preparing-data/prepare.py" in error

@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ import pytest
 import track
 import wandb_files
 from conftest import ROOT, SCRIPTS, SERVER, SHORT, metrics, run_or_fail, user_error
+from runs import wait_for
 
 PATCH = ROOT / "related-topics/tracking/each-node.patch"
 
@@ -45,10 +45,8 @@ def rows_in_events(run_dir):
     """Return the metrics by step that TensorBoard reads, as 32-bit floats."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
-    events.Reload()
-    rows = {}
-    for name in events.Tags()["scalars"]:
+    events, rows = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}), {}
+    for name in events.Reload().Tags()["scalars"]:
         for event in events.Scalars(name):
             assert name not in rows.setdefault(event.step, {}), f"{name} is there twice"
             rows[event.step][name] = np.float32(event.value)
@@ -64,41 +62,35 @@ def values_in_metrics(run_dir, kind):
     return rows
 
 
-@pytest.mark.parametrize(
-    "words, expected",
-    [
-        (["nosuch"], "track.py: error: cannot read nosuch/metrics.jsonl"),
-        (["run", "--to", "mlflow"], "track.py: error: --to mlflow: import of mlflow halted"),
-    ],
-)
-def test_missing_run_or_package_is_one_line(tmp_path, monkeypatch, capsys, words, expected):
+def test_missing_run_or_package_is_one_line(tmp_path, monkeypatch, capsys):
     add_rows(tmp_path / "run", 0)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["track.py", *words])
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    [line] = user_error(capsys, track.main).splitlines()
-    assert line.startswith(expected)
+    for words, expected in [
+        (["nosuch"], "track.py: error: cannot read nosuch/metrics.jsonl"),
+        (["run", "--to", "mlflow"], "track.py: error: --to mlflow: import of mlflow halted"),
+    ]:
+        monkeypatch.setattr(sys, "argv", ["track.py", *words])
+        [line] = user_error(capsys, track.main).splitlines()
+        assert line.startswith(expected)
 
 
 def test_following_tool_sends_runs_through_a_resume(tmp_path, start):
+    """A resume replaces rows, while the tool follows the run."""
     for name in ("one", "two"):
         add_rows(tmp_path / name, 0, 1, 2, 3, 4)
     runs = [tmp_path / name for name in ("one", "nosuch", "two")]
-    # The second start writes the files again from the beginning.
-    for _ in range(2):
-        tool = start(*runs, "--follow")
-        for steps, shift in [((), 0.0), ((5,), 0.0), ((4, 5, 6), 1.0), ((7,), 1.0)]:
-            add_rows(runs[0], *steps, shift=shift)
-            deadline = time.monotonic() + 60
-            while not list(runs[0].glob("events*")) or (
-                rows_in_events(runs[0]) != values_in_metrics(runs[0], np.float32)
-            ):
-                assert time.monotonic() < deadline and tool.poll() is None
-                time.sleep(0.1)
-        tool.send_signal(signal.SIGINT)
-        assert tool.wait(timeout=30) == 0
-    log = (tmp_path / "log").read_text()
-    assert log == f"{runs[1]}: no run\n{runs[0]}: 8 steps\n{runs[2]}: 5 steps\n"
+    tool = start(*runs, "--follow")
+    for steps, shift in [((), 0.0), ((5,), 0.0), ((4, 5, 6), 1.0), ((7,), 1.0)]:
+        add_rows(runs[0], *steps, shift=shift)
+        expected = values_in_metrics(runs[0], np.float32)
+        assert wait_for(
+            lambda: [*runs[0].glob("events*")] and rows_in_events(runs[0]) == expected,  # noqa: B023
+            [tool],
+        )
+    tool.send_signal(signal.SIGINT)
+    assert tool.wait(timeout=30) == 0
+    assert (tmp_path / "log").read_text() == f"{runs[0]}: 8 steps\n{runs[2]}: 5 steps\n"
     assert rows_in_events(runs[0])[5]["loss"] > 1
     assert rows_in_events(runs[2]) == values_in_metrics(runs[2], np.float32)
 

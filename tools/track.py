@@ -12,24 +12,12 @@ WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME.
 
 import argparse
 import os
-import sys
 import time
 import uuid
 from contextlib import suppress
-from itertools import takewhile
 from pathlib import Path
 
 from plot import fail, read_metrics
-
-
-def parse_args():
-    """Parse the arguments."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    add = parser.add_argument
-    add("runs", nargs="+", type=Path, help="folders of runs; those without metrics are left out")
-    add("--to", choices=TRACKERS, default="tensorboard", help="the tracker (default: %(default)s)")
-    add("--follow", action="store_true", help="continue until Ctrl-C, as the runs do")
-    return parser.parse_args()
 
 
 def id_of(run, tracker):
@@ -45,14 +33,7 @@ def values_of(row):
     return {name: value for name, value in row.items() if name != "step" and value is not None}
 
 
-class Tracker:
-    """A copy of the rows of a run. Of several rows of the same step, the last one counts."""
-
-    def replace(self, step):
-        """Forget all rows from a step on, if the tracker cannot hold several rows of a step."""
-
-
-class TensorBoard(Tracker):
+class TensorBoard:
     """The event files of a run, in the run's folder."""
 
     def __init__(self, run):
@@ -60,13 +41,7 @@ class TensorBoard(Tracker):
 
         for path in run.glob("events.out.tfevents.*"):
             path.unlink()
-        self.run, self.open = run, SummaryWriter
         self.writer = SummaryWriter(run)
-
-    def replace(self, step):
-        """Forget all rows from a step on."""
-        self.writer.close()
-        self.writer = self.open(self.run, purge_step=step)
 
     def send(self, row):
         """Send a row."""
@@ -79,7 +54,7 @@ class TensorBoard(Tracker):
         self.writer.close()
 
 
-class Wandb(Tracker):
+class Wandb:
     """A wandb run, which continues if it is sent again."""
 
     def __init__(self, run):
@@ -100,16 +75,15 @@ class Wandb(Tracker):
         self.wandb_run.finish()
 
 
-class MLflow(Tracker):
+class MLflow:
     """An MLflow run, which gets only the values that it does not have yet."""
 
     def __init__(self, run):
-        from mlflow import MlflowClient
+        import mlflow
 
-        self.client, tags = MlflowClient(), {"folder_id": id_of(run, "mlflow")}
+        self.client, tags = mlflow.MlflowClient(), {"folder_id": id_of(run, "mlflow")}
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "runs")
-        experiment = self.client.get_experiment_by_name(name)
-        number = experiment.experiment_id if experiment else self.client.create_experiment(name)
+        number = mlflow.set_experiment(name).experiment_id
         found = self.client.search_runs([number], f"tags.folder_id = '{tags['folder_id']}'")
         found = found or [self.client.create_run(number, run_name=run.name, tags=tags)]
         self.run_id, self.sent = found[0].info.run_id, {}
@@ -138,26 +112,28 @@ class Tracked:
     def __init__(self, run, tracker):
         # Stop before the tracker is created if there is no such run.
         read_metrics(run)
-        self.run, self.tracker, self.rows = run, tracker(run), []
+        self.run, self.start, self.tracker, self.rows = run, tracker, tracker(run), []
 
     def update(self):
-        """Send the rows that are new; if a resume has replaced rows, send them and all later."""
+        """Send the rows that are new; if a resume has replaced rows, send all of them again."""
         rows = read_metrics(self.run)
-        pairs = zip(rows, self.rows, strict=False)
-        num_same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        if num_same < len(self.rows):
-            self.tracker.replace(self.rows[num_same]["step"])
-        for row in rows[num_same:]:
+        if rows[: len(self.rows)] != self.rows:
+            self.tracker.close()
+            self.tracker, self.rows = self.start(self.run), []
+        for row in rows[len(self.rows) :]:
             self.tracker.send(row)
         self.rows = rows
 
 
 def main():
     """Send all runs; with --follow, look for new rows every two seconds."""
-    args = parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, help="folders of runs; those without metrics are left out")
+    add("--to", choices=TRACKERS, default="tensorboard", help="the tracker (default: %(default)s)")
+    add("--follow", action="store_true", help="continue until Ctrl-C, as the runs do")
+    args = parser.parse_args()
     runs = [run for run in args.runs if (run / "metrics.jsonl").exists()] or args.runs[:1]
-    for other in set(args.runs) - set(runs):
-        print(f"{other}: no run", file=sys.stderr)
     try:
         tracked = [Tracked(run, TRACKERS[args.to]) for run in runs]
     except ImportError as error:

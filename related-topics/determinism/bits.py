@@ -8,33 +8,21 @@ all losses, gradient norms and final weights have the same bits. Otherwise, the 
 largest difference between their losses.
 """
 
-import argparse
-import multiprocessing
-import os
-import runpy
 import shutil
 import sys
-from itertools import chain
 from pathlib import Path
 
-# Import the packages of the ranks once; each rank is a fork of this process.
-import datasets  # noqa: F401
-import torch
-import transformers  # noqa: F401
-import wandb  # noqa: F401
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools"), str(ROOT / "tools/maintain")]
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
 
-from chapters import chapters  # noqa: E402
-from harness import describe_machine, free_port, keep  # noqa: E402
-from plot import fail, largest_difference, read_metrics  # noqa: E402
+from harness import call, describe_machine, keep, parser_of, script_of, torchrun_command  # noqa: E402
+from plot import largest_difference, read_metrics  # noqa: E402
 
 RUN = """--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8
     --num-steps 20 --log-every 1 --eval-every 10 --eval-samples 8
     --checkpoint-every 10 --keep-checkpoints 2""".split()
-FORK, LIMIT = multiprocessing.get_context("fork"), 600  # seconds that a run may take
 # A layout has a chapter, a number of ranks, the threads of each rank, and additional flags. All
 # layouts are compared with the first layout, which is the norm.
 LAYOUTS = {
@@ -49,63 +37,24 @@ LAYOUTS = {
 }
 
 
-def parse_args():
-    """Parse and check the arguments."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    add = parser.add_argument
-    add("layouts", nargs="*", help=f"by default all: {', '.join(map(repr, LAYOUTS))}")
-    add("--save-dir", type=Path, default=Path("outputs/determinism"), help="folder for the runs")
-    add("--output", type=Path, help="JSON file for the machine and the results")
-    args = parser.parse_args()
-    if unknown := set(args.layouts) - set(LAYOUTS):
-        fail(f"{unknown.pop()}: no such layout; choose from {', '.join(LAYOUTS)}")
-    return args
-
-
 def train(layout, run_dir):
-    """Run the command of a layout; a run that was stopped resumes."""
+    """Run the command of a layout, and return its metrics and its final weights."""
     chapter, ranks, threads, flags = LAYOUTS[layout]
-    command = [chapters()[chapter], *RUN, *flags.split()]
+    command = [script_of(chapter), *RUN, *flags.split()]
     command += ["--save-dir", run_dir.parent, "-e", run_dir.name]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    where |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    started = [
-        FORK.Process(
-            target=work, args=(command, where | {"RANK": rank, "LOCAL_RANK": rank}, threads)
-        )
-        for rank in range(ranks)
-    ]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(LIMIT)
-        # Kill a rank that exceeds the limit. The kill does nothing to a rank that has ended.
-        process.kill()
-        process.join()
-    if failed := [process.exitcode for process in started if process.exitcode]:
-        fail(f"{layout}: a rank ended with status {failed[0]}")
+    call(torchrun_command(ranks, command), OMP_NUM_THREADS=str(threads))
+    weights = {}
+    for file in (run_dir / "model").glob("*.safetensors"):
+        weights |= load_file(file)
+    return read_metrics(run_dir), weights
 
 
-def work(command, variables, threads):
-    """Run a script as a rank, in this process, as `python SCRIPT ARGUMENTS` would."""
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    sys.argv = list(map(str, command))
-    torch.set_num_threads(threads)
-    sys.stdout = open(os.devnull, "w")
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-def stop_after_half(run_dir):
-    """Make a finished run look as if it had been killed after the checkpoint of step 10."""
+def resume_from_half(layout, run_dir):
+    """Run a layout again as if it had been killed after the checkpoint of step 10."""
     shutil.rmtree(run_dir / "checkpoints/step-00000020")
     shutil.rmtree(run_dir / "model")
     (run_dir / "finished-20").unlink()
-
-
-def result_of(run_dir):
-    """Return the metrics and the final weights of a run."""
-    files = sorted((run_dir / "model").glob("*.safetensors"))
-    return read_metrics(run_dir), dict(chain(*(load_file(file).items() for file in files)))
+    return train(layout, run_dir)
 
 
 def compare(one, other):
@@ -120,32 +69,27 @@ def compare(one, other):
     return {"identical": weights and measured[0] == measured[1], "difference": difference}
 
 
-def told(comparison):
-    """Return a comparison in one word: `identical`, or the largest difference of losses."""
-    if comparison["identical"]:
-        return "identical"
-    return f"{comparison['difference']:.1e}"
+def in_words(comparison):
+    """Return `identical`, or the largest difference between losses."""
+    return "identical" if comparison["identical"] else f"{comparison['difference']:.1e}"
 
 
 def main():
     """Run each layout twice, and resume the second run; print the comparisons of each layout."""
-    args, rows, norm = parse_args(), [], None
-    for layout in dict.fromkeys([next(iter(LAYOUTS)), *(args.layouts or LAYOUTS)]):
-        first, second = (args.save_dir / f"{layout}-{turn}" for turn in ("first", "second"))
-        for run_dir in (first, second):
-            shutil.rmtree(run_dir, ignore_errors=True)
-            train(layout, run_dir)
-        results = [result_of(first), result_of(second)]
-        stop_after_half(second)
-        train(layout, second)
-        results.append(result_of(second))
-        norm = norm or results[0]
-        pairs = {"twice": results[:2], "resumed": results[::2], "norm": [norm, results[0]]}
+    parser = parser_of(__doc__)
+    parser.add_argument("layouts", nargs="*", choices=LAYOUTS, help="by default all of them")
+    args, rows, norm = parser.parse_args(), [], None
+    folder = Path("outputs/determinism")
+    shutil.rmtree(folder, ignore_errors=True)
+    for layout in dict.fromkeys(["01", *(args.layouts or LAYOUTS)]):
+        first, second = (train(layout, folder / f"{layout}-{turn}") for turn in ("first", "second"))
+        resumed = resume_from_half(layout, folder / f"{layout}-second")
+        norm = norm or first
+        pairs = {"twice": [first, second], "resumed": [first, resumed], "norm": [norm, first]}
         rows.append({"layout": layout} | {name: compare(*pair) for name, pair in pairs.items()})
-        words = "  ".join(f"{name} {told(rows[-1][name])}" for name in pairs)
+        words = "  ".join(f"{name} {in_words(rows[-1][name])}" for name in pairs)
         print(f"{layout:20} {words}", flush=True)
-        if args.output:
-            keep(args.output, describe_machine(gpus=False), {"rows": rows})
+    keep(args.output, describe_machine(gpus=False), {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Print the values of --config for a Llama of one size, or the needs of all sizes.
+"""Print the values of --config for a Llama of one size, or write the needs of all sizes.
 
 Here:  python 01-single-gpu/train_llm.py --num-steps 3 -e 10M \
            --config $(python related-topics/own-architecture/sizes.py 10M)
@@ -36,15 +36,6 @@ PEAK, MFU = 989e12, 0.4
 TOKENS = 20
 
 
-def parse_args():
-    """Parse the arguments."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("size", nargs="?", choices=SHAPES, help="size whose configuration to print")
-    add("--output", type=Path, help="JSON file for the needs of all sizes")
-    return parser.parse_args()
-
-
 def config_of(size):
     """Return the values of --config for a size; all other settings stay as in the model `tiny`."""
     width, layers, heads, kv_heads, inner, tied = SHAPES[size]
@@ -55,47 +46,39 @@ def config_of(size):
     return [f"{name}={value}" for name, value in values.items()]
 
 
-def plan_of(planner, size, gpus):
-    """Return the number of weights, the first setting that fits on `gpus` GPUs, and its GiB."""
-    words = [*STEP.split(), "--gpus-per-node", str(gpus), "--config", *config_of(size)]
-    args = planner.parse_args(words)
-    config, _ = planner.load_config(args)
-    model = planner.model_of(config)
-    for name, changes in planner.SETTINGS.items():
-        plan = planner.plan_of(args, model, name[:2], changes)
-        if plan["fits"]:
-            return model.weights, name, plan["gpu_needs"] / planner.GIB
-    return model.weights, None, None
+def needs_of(size):
+    """Return the weights, the tokens and the GPU hours of a size, and a setting per machine."""
+    import will_it_fit as planner
 
-
-def needs_of(planner, size):
-    """Return the weights, the settings, the tokens and the GPU hours of a size."""
-    row = {"size": size}
-    for gpus in MACHINES:
-        row["weights"], setting, gib = plan_of(planner, size, gpus)
-        row[f"{gpus} GPUs"] = {"setting": setting, "gib": gib}
     width, *_, tied = SHAPES[size]
-    row["embeddings"] = VOCABULARY * width * (1 if tied else 2)
-    row["tokens"] = TOKENS * row["weights"]
-    row["gpu_hours"] = 6 * row["weights"] * row["tokens"] / (MFU * PEAK) / 3600
-    return row
+    row = {"size": size, "embeddings": VOCABULARY * width * (1 if tied else 2)}
+    for gpus in MACHINES:
+        words = [*STEP.split(), "--gpus-per-node", str(gpus), "--config", *config_of(size)]
+        args = planner.parse_args(words)
+        model = planner.model_of(planner.load_config(args)[0])
+        # The settings begin with the fastest; take the first that fits.
+        for name, changes in planner.SETTINGS.items():
+            plan = planner.plan_of(args, model, name[:2], changes)
+            if plan["fits"]:
+                row[f"{gpus} GPUs"] = {"setting": name, "gib": plan["gpu_needs"] / planner.GIB}
+                break
+    weights = model.weights
+    hours = 6 * weights * TOKENS * weights / (MFU * PEAK) / 3600
+    return row | {"weights": weights, "tokens": TOKENS * weights, "gpu_hours": hours}
 
 
 def main():
-    """Print a configuration, or a line for each size."""
-    args = parse_args()
+    """Print a configuration, or write the needs of all sizes."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("size", nargs="?", choices=SHAPES, help="size whose values to print")
+    parser.add_argument("--output", type=Path, help="JSON file for the needs of all sizes")
+    args = parser.parse_args()
     if args.size:
         print(*config_of(args.size))
-        return
-    import will_it_fit as planner
-    from harness import describe_machine, keep
+    else:
+        from harness import describe_machine, keep
 
-    rows = []
-    for size in SHAPES:
-        rows.append(needs_of(planner, size))
-        fits = (f"{rows[-1][f'{gpus} GPUs']['setting']} on {gpus}" for gpus in MACHINES)
-        print(f"{size:5} {rows[-1]['weights']:13,} weights  {'  '.join(fits)}", flush=True)
-    if args.output:
+        rows = [needs_of(size) for size in SHAPES]
         keep(args.output, describe_machine(gpus=False), {"rows": rows})
 
 
