@@ -74,7 +74,7 @@ VERDICTS = {
     "wrong shape, 2 ranks": ("mismatched-collective", [1], "likely", run(SHAPE, 2, **AHEAD)),
     "wrong shape, 4 ranks": ("mismatched-collective", [1], "certain", run(SHAPE, 4, **AHEAD)),
     "no history": ("mismatched-collective", [0, 1], run({"calls": [GATHER]}, 2, calls=[FLAG])),
-    "in another group": ("skipped-collective", [1], run(NO_BATCH | {"phase": "collective"})),
+    "in a different group": ("skipped-collective", [1], run(NO_BATCH | {"phase": "collective"})),
     "still computes": ("straggler", [1], run(NO_BATCH | {"phase": "forward"})),
     "all ranks in one collective": ("network", [], run(size=16)),
     "stopped": ("stopped-process", [1], "certain", facts_of(files_of(), stopped=[1])),
