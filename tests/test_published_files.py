@@ -37,7 +37,7 @@ FOLDERS = {
     "other files": ("mistral", {}),
     "other name": ("qwen3", {}),
     "scalars": ("apertus", {}),
-    "first layers": ("gemma3", {}),
+    "first layers": ("llama", {}),
 }
 # transformers saves each expert of these mixtures under a name of its own.
 MIXTURES = ["deepseek_v3", "mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2"]
