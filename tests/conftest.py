@@ -271,14 +271,16 @@ def difference(curve, other_curve, after=0, names=METRICS, relative=False):
     return largest
 
 
-def same_curve(curve, other_curve):
-    """Return whether the metrics of two runs agree within 1e-5.
+def disagreement(curve, other_curve):
+    """Return the differences between the metrics of two runs that are at least 1e-5, by metric.
 
     Gradient norms are compared relatively, because a few samples have large norms.
     """
-    losses = difference(curve, other_curve, names=["loss", "val_loss"])
-    norms = difference(curve, other_curve, names=["grad_norm"], relative=True)
-    return losses < 1e-5 and norms < 1e-5
+    by_metric = {
+        name: difference(curve, other_curve, names=[name], relative=name == "grad_norm")
+        for name in METRICS
+    }
+    return {name: apart for name, apart in by_metric.items() if not apart < 1e-5}
 
 
 @pytest.fixture

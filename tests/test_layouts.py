@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from conftest import SHORT, difference, metrics, run_or_fail, same_curve
+from conftest import SHORT, difference, disagreement, metrics, run_or_fail
 from marks import exhaustive, slow
 from runs import evaluate_export, have_same_weights
 
@@ -172,10 +172,10 @@ def test_layout_follows_its_reference_curve(root, run):
     elif run.endswith("bf16"):
         # From chapter 04 on, FSDP also rounds weights, and activations between layers, to bf16. The
         # differences are up to 0.0017 in the loss, and up to 0.0027 of the gradient norm.
-        assert 0 < difference(reference, curve, names=["loss", "val_loss"]) < 3e-3
+        assert 0 < difference(reference, curve, names=["loss", "val_loss"]) < 5e-3
         assert difference(reference, curve, names=["grad_norm"], relative=True) < 1e-2
     else:
-        assert same_curve(reference, curve)
+        assert disagreement(reference, curve) == {}
 
 
 @pytest.mark.parametrize("run", ["01@over-20-steps"])
@@ -194,7 +194,7 @@ def test_exported_model_has_the_logged_loss(root, load, run):
     curve = metrics(root / run)
     loss = evaluate_export(root / run, max(curve), load("01"))
     # The test evaluates in fp32, and a run in bf16 evaluates in bf16, with a loss 0.002 higher.
-    assert abs(loss - curve[max(curve)]["val_loss"]) < (3e-3 if run.endswith("bf16") else 1e-5)
+    assert abs(loss - curve[max(curve)]["val_loss"]) < (5e-3 if run.endswith("bf16") else 1e-5)
 
 
 @pytest.mark.exhaustive
@@ -258,7 +258,7 @@ def test_run_that_changes_its_layout_stays_on_the_curve(layout_models, tmp_path,
         [ranks] = run_or_fail(LAYOUTS[name].ranks, [job], tmp_path / f"jobs{start}")
         found = ranks[0]["stdout"].partition("continuing from")[2]
         assert start == 0 or f"step-{2 * start:08}\n" in found, ranks[0]["stdout"]
-    assert same_curve(metrics(tmp_path / "entire"), metrics(tmp_path / "run"))
+    assert disagreement(metrics(tmp_path / "entire"), metrics(tmp_path / "run")) == {}
     assert have_same_weights(tmp_path / "entire", tmp_path / "run", tolerance=1e-4)
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
 
-from harness import call, describe_machine, keep, parser_of, script_of, torchrun_command  # noqa: E402
+from harness import call, describe_machine, keep, parser_of, script_of, launch_command  # noqa: E402
 from plot import largest_difference, read_metrics  # noqa: E402
 
 RUN = """--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8
@@ -42,7 +42,7 @@ def train(layout, run_dir):
     chapter, ranks, threads, flags = LAYOUTS[layout]
     command = [script_of(chapter), *RUN, *flags.split()]
     command += ["--save-dir", run_dir.parent, "-e", run_dir.name]
-    call(torchrun_command(ranks, command), OMP_NUM_THREADS=str(threads))
+    call(launch_command(ranks, command), OMP_NUM_THREADS=str(threads))
     weights = {}
     for file in (run_dir / "model").glob("*.safetensors"):
         weights |= load_file(file)

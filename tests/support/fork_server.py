@@ -38,12 +38,13 @@ class Server:
     # conftest.py sets this to the environment of the test session.
     environment = None
 
-    def start(self, command, variables, out, err):
+    def start(self, command, variables, out, err=None):
         """Start a script with its arguments and additional variables; return the process.
 
         If a test has changed the environment, the script needs a new process, because imports read
-        many variables. A new process has its own seed for hashes.
+        many variables. A new process has its own seed for hashes. Without `err`, errors go to `out`.
         """
+        err = err or out
         command, env = list(map(str, command)), os.environ | variables
         if current_environment() != self.environment:
             return subprocess.Popen([sys.executable, *command], env=env, stdout=out, stderr=err)

@@ -119,7 +119,8 @@ def parse_args(argv=None):
     add("--output", type=Path, help="instead, write the rows of the READMEs to this file")
     add("--micro-steps", type=number(1), default=1, help="micro-batches of a step")
     for name, (speed, description) in SPEEDS.items():
-        add(name, type=number(0.001), default=speed, help=description)
+        minimum = 0.0 if name == "--latency" else 0.001
+        add(name, type=number(minimum), default=speed, help=description)
     words = sys.argv[1:] if argv is None else argv
     args = planner.parse(parser, [*shlex.split(DEFAULTS), *words])
     args.micro_batch_size, args.accumulation = args.batch_size, args.micro_steps
