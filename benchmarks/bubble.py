@@ -1,6 +1,6 @@
 """Run chapter 07's schedules with layers that only sleep, to see how long ranks are idle.
 
-Here:  python benchmarks/bubble.py --output benchmarks/results/bubble.json --plot assets/bubble.png
+Here:  python benchmarks/bubble.py --output benchmarks/results/bubble.json
 
 On each rank, a micro-batch sleeps for the same time in its forward pass, for its input gradients
 and for its weight gradients. Four ranks that sleep do not need four cores.
@@ -13,15 +13,12 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from harness import benchmark, show
 from on_ranks import on_ranks
 
 RANKS = 4
 RUNS = [("gpipe", 8), ("1f1b", 4), ("1f1b", 8), ("1f1b", 16), ("interleaved-1f1b", 8)]
-COLORS = {"forward": "#5aa9a3", "input gradient": "#1f3b5c", "weight gradient": "#e08a3c"}
 
 
 class Sleep(torch.autograd.Function):
@@ -113,37 +110,14 @@ def measure(chapter, args, device):
     return rows
 
 
-def draw(rows, path):
-    """Draw the work of each rank in a step, by schedule."""
-    rows = [row for row in rows if row["events"]]
-    figure = Figure(figsize=(8.3, 5.2), dpi=90, layout="constrained")
-    all_axes = figure.subplots(len(rows), sharex=True, squeeze=False)[:, 0]
-    for axes, row in zip(all_axes, rows, strict=True):
-        for rank, events in enumerate(row["events"]):
-            for name, color in COLORS.items():
-                bars = [(first, last - first) for work, first, last in events if work == name]
-                edge = {"edgecolor": "white", "linewidth": 0.5}
-                axes.broken_barh(bars, (-rank - 0.42, 0.84), color=color, **edge)
-        axes.set_yticks(range(0, -RANKS, -1), [f"rank {rank}" for rank in range(RANKS)], fontsize=7)
-        axes.set_title(f"{row['schedule']}: idle {row['bubble']:.0%}", loc="left", fontsize=9)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(axis="y", length=0)
-    all_axes[-1].set_xlabel("seconds")
-    handles = [Patch(color=color, label=name) for name, color in COLORS.items()]
-    figure.legend(handles=handles, ncols=3, loc="outside upper right", frameon=False, fontsize=8)
-    figure.savefig(path)
-
-
 def bubble(args, folder):
-    """Run the schedules on four ranks; draw the rows."""
+    """Run the schedules on four ranks."""
     run_name = ",".join([str(args.seconds), *args.only])
     flags = f"--pipeline-parallel-size {RANKS} --num-steps 1 -e {run_name}"
     rows = on_ranks(measure, "07", RANKS, "tiny", folder, flags)
     for row in rows:
         show(row)
     yield {"seconds": args.seconds, "rows": rows}
-    if args.plot:
-        draw(rows, args.plot)
 
 
 def add_flags(add):
@@ -151,7 +125,6 @@ def add_flags(add):
     names = list(dict.fromkeys(name for name, _ in RUNS))
     add("--seconds", type=float, default=0.2, help="of a rank's forward pass")
     add("--only", nargs="+", choices=names, default=names, metavar="NAME", help="schedules")
-    add("--plot", type=Path, help="a PNG of the runs with eight micro-batches")
 
 
 if __name__ == "__main__":
