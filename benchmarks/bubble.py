@@ -8,7 +8,6 @@ and for its weight gradients. Four ranks that sleep do not need four cores.
 
 import time
 from itertools import accumulate
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
