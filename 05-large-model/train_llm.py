@@ -185,9 +185,9 @@ def adopt_launcher():
         # srun: rank 0 runs on the first node of the list. The list gpu[03-07,12] starts with gpu03.
         nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
         os.environ.setdefault("MASTER_ADDR", nodes.split(",")[0])
-        # srun: derive the port from the job and step ids; each Slurm step needs its own port.
-        step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
-        os.environ.setdefault("MASTER_PORT", str(10_000 + step % 20_000))
+        # srun: derive the port from the job and step ids; each call of srun needs its own port.
+        job_step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
+        os.environ.setdefault("MASTER_PORT", str(10_000 + job_step % 20_000))
 
 
 def has_gpu():

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
 
-from harness import call, describe_machine, keep, parser_of, script_of, launch_command  # noqa: E402
+from harness import call, describe_machine, keep, launch_command, parser_of, script_of  # noqa: E402
 from plot import largest_difference, read_metrics  # noqa: E402
 
 RUN = """--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8

@@ -42,7 +42,9 @@ class Server:
         """Start a script with its arguments and additional variables; return the process.
 
         If a test has changed the environment, the script needs a new process, because imports read
-        many variables. A new process has its own seed for hashes. Without `err`, errors go to `out`.
+        many variables. A new process has its own seed for hashes.
+
+        Without `err`, errors go to `out`.
         """
         err = err or out
         command, env = list(map(str, command)), os.environ | variables

@@ -151,7 +151,8 @@ def two_ranks():
     picture.line((102, 208), (592, 208))
     for time in range(0, int(490 / scale), 100):
         picture.text(102 + scale * time, 222, f"{time} ms" if time else "0", "quiet small")
-    picture.legend(250, ("orange", "sends a bucket"), ("paper", "waits for the other rank"))
+    entries = ("orange", "sends a bucket"), ("paper", "waits for the other rank")
+    picture.legend(250, *entries, ("purple", "clip, optimizer"))
     picture.save("02-step")
 
 
