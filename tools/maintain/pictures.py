@@ -81,7 +81,7 @@ class Picture:
         for color, text in entries:
             self.box(left, y - 7, 14, 14, color=color)
             self.text(left + 22, y, text, anchor="start")
-            left += 50 + 8.2 * len(text)
+            left += 50 + 8.6 * len(text)
 
     def save(self, name):
         """Write the picture into ASSETS."""
@@ -130,7 +130,7 @@ def two_ranks():
     ends = [sum(span) for spans in ranks for parts in spans.values() for span in parts]
     zero, scale = min(starts), 490 / (max(ends) - min(starts))
     colors = {"forward": "teal", "backward": "blue", "clip and step": "purple"}
-    buckets = list(zip(*(spans["all-reduce"] for spans in ranks), strict=True))
+    buckets = list(zip(*(sorted(spans["all-reduce"]) for spans in ranks), strict=True))
     for rank, spans in enumerate(ranks):
         top = 20 + 95 * rank
         picture.text(95, top + 15, f"rank {rank}", "bold", "end")
