@@ -23,8 +23,8 @@ def args_of(flags="", **changes):
 
 
 def step_of(strategy, devices, flags=""):
-    """Return a step that was played."""
-    return scale.StepSeconds(scale.at_scale(args_of(flags), strategy, devices), SHARE).play()
+    """Return a simulated step."""
+    return scale.StepSeconds(scale.at_scale(args_of(flags), strategy, devices), SHARE).simulate()
 
 
 def row_of(strategy, devices, flags="", **changes):

@@ -13,14 +13,14 @@ PARTS += [*TRACED_PARTS, "communication"]
 
 
 def fullest_step(model, setting):
-    """Play a step on each rank of a pipeline, and return the played step of the fullest rank."""
+    """Simulate a step on each rank of a pipeline, and return the step of the fullest rank."""
     ranks = setting.pipeline_parallel_size
     step_class = PipelineMemory if ranks > 1 else ShardedMemory
     if setting.chapter == "02":
         step_class = StepMemory
     steps = [step_class(model, setting, rank) for rank in range(ranks)]
     for step in steps:
-        step.play()
+        step.simulate()
     return max(steps, key=lambda step: step.most.total())
 
 
@@ -37,7 +37,7 @@ def state_bytes(model, setting):
 class StepMemory(Step):
     """Count the bytes of a training step on one rank.
 
-    After play(), `most` has the bytes of each part at the peak, and `when` names that moment.
+    After simulate(), `most` has the bytes of each part at the peak, and `when` names that moment.
 
     This class models chapters 02 and 03, which use DDP and autocast. DDP's gradient buckets last
     for the entire run, but only the last micro-step writes its gradients into them. The sums of the
@@ -60,8 +60,8 @@ class StepMemory(Step):
         self.saved_per_layer = self.segments["head"].start - last_layer.start
         self.held, self.most, self.when = Counter(), Counter(), ""
 
-    def play(self):
-        """Play the last micro-step, which begins with the sums of the gradients of earlier ones."""
+    def simulate(self):
+        """Simulate the last micro-step, which begins with the summed gradients of earlier ones."""
         self.held.update(self.state)
         if self.setting.accumulation > 1:
             self.held["full gradients"] = sum(map(self.gradients_of, range(self.depth + 1)))
@@ -150,8 +150,8 @@ class ShardedMemory(StepMemory):
 
     keeps_gradients, micro_steps = True, 2
 
-    def play(self):
-        """Play the first micro-step and, if there are more, a second one.
+    def simulate(self):
+        """Simulate the first micro-step and, if there are more, a second one.
 
         The second micro-step starts with the gradient shards of the first.
         """
@@ -235,7 +235,7 @@ class ShardedMemory(StepMemory):
 class PipelineMemory(ShardedMemory):
     """Count the bytes of a pipeline, where a rank gathers and reduces once per step.
 
-    The played micro-batch runs while the rank keeps the activations of the largest number of
+    The simulated micro-batch runs while the rank keeps the activations of the largest number of
     other micro-batches, and the gradients of earlier ones. Each micro-batch has its own receive
     buffers: see torch/distributed/pipelining/stage.py.
     """

@@ -3,7 +3,7 @@
 Here:  python tools/planner/scale.py
 Else:  python tools/planner/scale.py -m meta-llama/Llama-3.1-70B --recompute full --network-gbs 25
 
-Nothing is measured. A step is played event by event, as for the planner's memory, but the events
+Nothing is measured. A step is simulated event by event, as for the planner's memory, but the events
 take time on streams: one stream computes, one sends among the ranks that share a copy of the model,
 one among copies, and one among the ranks that split a layer. A pipeline is idle as the formula of
 chapter 07 says. Shapes and bytes are the planner's, and the time of a collective follows NCCL's own
@@ -193,11 +193,11 @@ class StepSeconds(Step):
         self.ready, self.start = {}, 0.0
         self.is_first = self.is_last = True
 
-    def play(self):
-        """Play the step, and return it."""
+    def simulate(self):
+        """Simulate the step, and return it."""
         setting = self.setting
         if len(self.stages) > 1:
-            self.play_pipeline()
+            self.simulate_pipeline()
         else:
             for number in range(setting.accumulation):
                 self.is_first, self.is_last = number == 0, number == setting.accumulation - 1
@@ -309,8 +309,8 @@ class StepSeconds(Step):
         if self.is_last and setting.replicas > 1:
             self.send("replicas", "all-reduce", size / setting.shards, done)
 
-    def play_pipeline(self):
-        """Play a step of the slowest stages; when the last ends, all stages reduce."""
+    def simulate_pipeline(self):
+        """Simulate a step of the slowest stages; when the last ends, all stages reduce."""
         setting, ranks, count = self.setting, len(self.stages), self.setting.accumulation
         layer = self.layer + self.layer_backward
         seconds = [len(stage.layers) * layer for stage in self.stages]
@@ -378,7 +378,7 @@ def at_scale(args, strategy, devices):
 
 def row_of(setting, strategy, share):
     """Return the seconds of a step, and how many of them wait for communication."""
-    step = StepSeconds(setting, share).play()
+    step = StepSeconds(setting, share).simulate()
     busy, seconds = step.busy, step.seconds
     exposed = max(0.0, seconds - busy["compute"] - busy["host"])
     tokens = setting.micro_batch_size * setting.seq_length * setting.accumulation
@@ -477,8 +477,8 @@ def seconds_of(setting, share):
     """Return the seconds of a step; all micro-steps but the first and the last take the same."""
     count = setting.accumulation
     if setting.pipeline_parallel_size > 1 or count < 4:
-        return StepSeconds(setting, share).play().seconds
-    steps = [StepSeconds(setting.changed(accumulation=n), share).play() for n in (2, 3)]
+        return StepSeconds(setting, share).simulate().seconds
+    steps = [StepSeconds(setting.changed(accumulation=n), share).simulate() for n in (2, 3)]
     two, three = (step.seconds for step in steps)
     return three + (count - 3) * (three - two)
 

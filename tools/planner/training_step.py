@@ -1,7 +1,7 @@
 """Describe a training step of a chapter: the model's shapes, the setting, and the order of events.
 
-memory.py and scale.py play such a step, one to add up bytes, the other to add up seconds. What a
-rank holds and how a step runs comes from the functions of the newest chapter's script.
+memory.py and scale.py simulate such a step, one to add up bytes, the other to add up seconds. What
+a rank holds and how a step runs comes from the functions of the newest chapter's script.
 """
 
 import contextlib
@@ -353,7 +353,7 @@ def bubble(schedule, ranks, micro_batches):
 
 
 class Step:
-    """Play a training step on one rank: call a method for each event, in order.
+    """Simulate a training step on one rank: call a method for each event, in order.
 
     The weights form groups: group N is layer N, and group 0 is the root, which has all weights
     outside of the layers. Subclasses count the bytes or the seconds of the events.
@@ -364,7 +364,7 @@ class Step:
         self.use_stage(rank)
 
     def use_stage(self, rank):
-        """Play the step of this rank of the pipeline."""
+        """Simulate the step of this rank of the pipeline."""
         self.model = self.stages[rank]
         self.depth = len(self.model.layers)
 
@@ -377,7 +377,7 @@ class Step:
         return shard_numbers(self.shapes(group), self.setting.shards) * self.setting.shards
 
     def micro_step(self):
-        """Play a micro-step: the order of FSDP's own code, and of DDP without its gathers."""
+        """Simulate a micro-step: the order of FSDP's own code, and of DDP without its gathers."""
         self.gather(0)
         self.use(0)
         self.forward(0)

@@ -6,12 +6,11 @@ Big:   python tools/planner/will_it_fit.py @05-large-model/configs/llama-3.1-405
 
 The planner needs neither weights nor a GPU. The sizes of weights, gradients and optimizer state
 follow from the shapes of the weights. To measure what a layer keeps for its backward pass, the
-planner runs two layers on fake tensors, which have shapes but no data. From these sizes, it plays
-a training step event by event; the fullest moment of the step must fit. The planner counts only the
-bytes of tensors: --gpu-overhead-gib and --fragmentation estimate the rest. The functions of the
-newest chapter's script parse the flags, and split matrices, layers or sequences across ranks; the
-fullest rank must fit.
-"""
+planner runs two layers on fake tensors, which have shapes but no data. With these sizes, it then
+simulates a training step event by event; the fullest moment of the step must fit. The planner
+counts only the bytes of tensors: --gpu-overhead-gib and --fragmentation estimate the rest. The
+functions of the newest chapter's script parse the flags, and split matrices, layers or sequences
+across ranks; the fullest rank must fit. """
 
 import argparse
 import contextlib
