@@ -10,7 +10,8 @@ planner runs two layers on fake tensors, which have shapes but no data. With the
 simulates a training step event by event; the fullest moment of the step must fit. The planner
 counts only the bytes of tensors: --gpu-overhead-gib and --fragmentation estimate the rest. The
 functions of the newest chapter's script parse the flags, and split matrices, layers or sequences
-across ranks; the fullest rank must fit. """
+across ranks; the fullest rank must fit.
+"""
 
 import argparse
 import contextlib
