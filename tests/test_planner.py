@@ -21,8 +21,6 @@ PAPER = (
     "--global-batch-size 64 --cpu-offload --recompute full"
 )
 MEASURED = ROOT / "benchmarks/results/planner-cpu-2cores.json"
-# The plans of these cases have changed since their runs were measured.
-CHANGED = {"05 bf16", "05 full bf16", "05 selective"}
 # The numbers of weights as published.
 WEIGHTS = {
     "llama-3.1-405b": 405_853_388_800,
@@ -255,13 +253,12 @@ def test_mistake_costs_one_line(options, tmp_path, monkeypatch, capsys):
 def check(row):
     """Fail unless the state of training is exactly as planned, and the peak nearly.
 
-    The plan lacks a few small tensors, at most 0.11% of a peak. For a pipeline, it has 2.6% too
-    much: it counts a layer's new gradients until the layer is done, but autograd adds each of them
-    to its sum at once.
+    The plan misses a peak by at most 0.08%. For a pipeline, it has 2.6% too much, and the reason is
+    not known.
     """
     assert row["exact"], row
     highest = 1.03 if "--pipeline" in row["flags"] else 1.001
-    assert 0.998 < row["peak ratio"] < highest, row
+    assert 0.999 < row["peak ratio"] < highest, row
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -272,8 +269,7 @@ def test_measured_runs_were_as_planned(case, tmp_path):
     make_model_folder(tmp_path, **(SMALL | changes))
     planned = asked(f"-m {tmp_path} --chapter {chapter} --gpus-per-node {ranks} {COMMON} {flags}")
     planned = planned["state"] | {"peak": planned["gpu_total"]}
-    if case not in CHANGED:
-        assert planned == row["planned"], "the plan has changed; run benchmarks/planner.py again"
+    assert planned == row["planned"], "the plan has changed; run benchmarks/planner.py again"
 
 
 @pytest.mark.slow
