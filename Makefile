@@ -123,13 +123,13 @@ samples: install  ## run the commands whose output the READMEs show, keep it in 
 .PHONY: pictures
 pictures: install  ## measure what the chapters' pictures show, and draw them
 	$(PY) tools/maintain/killed.py benchmarks/results/killed.json
-	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node 2 tools/maintain/timeline.py \
-		benchmarks/results/step.json
+	$(PY) benchmarks/where.py --only 02 --windows 1 --trace outputs/traces
+	$(PY) tools/maintain/timeline.py outputs/traces benchmarks/results/step.json
 	$(PY) tools/maintain/pictures.py
 
 .PHONY: families
-families: install  ## train every family of transformers in six chapters, and compare
-	$(PY) benchmarks/every_family.py --output benchmarks/results/families.json
+families: install  ## train the families of transformers that the table of docs/families.md lacks
+	$(PY) -m pytest tests/test_families.py -m slow -k follows_chapter_01 --record
 
 # A missed goal is told at the end, when all else is measured too.
 .PHONY: bench

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from functools import partial, wraps
-from itertools import product, zip_longest
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -33,34 +33,32 @@ def write(args, name, text):
 
 
 def chapter(name):
-    """Run a script; note when its first step ended, and how long it evaluated and saved."""
-    script = load(name)
-    seconds = {"train_step": [], "evaluate": [], "save_checkpoint": [], "_save_checkpoint": []}
-    first_step = []
+    """Run a script; note when its first step ended, and the seconds of its last save."""
+    script, timing, saves = load(name), {}, {}
 
     def timed(function):
         @wraps(function)
         def call(*args):
             begun = time.perf_counter()
             result = function(*args)
-            if function.__name__ == "train_step" and not first_step:
+            if function.__name__ != "train_step":
+                saves[function.__name__] = time.perf_counter() - begun
+            elif not timing:
                 # The last argument of train_step() is the device.
                 settle(args[-1])
-                first_step.append(time.time() - STARTED)
-            seconds[function.__name__].append(time.perf_counter() - begun)
+                timing["first_step"] = time.time() - STARTED
             return result
 
         return call
 
-    for owner, name in product((script, getattr(script, "Trainer", None)), seconds):
+    names = ("train_step", "save_checkpoint", "_save_checkpoint")
+    for owner, name in product((script, getattr(script, "Trainer", None)), names):
         if hasattr(owner, name):
             setattr(owner, name, timed(getattr(owner, name)))
     args = script.parse_args()
     script.main()
     # transformers' Trainer saves a checkpoint, and then the script publishes it.
-    parts = zip_longest(seconds["save_checkpoint"], seconds["_save_checkpoint"], fillvalue=0)
-    saves = [sum(both) for both in parts]
-    timing = {"first_step": first_step, "evaluate": seconds["evaluate"], "save_checkpoint": saves}
+    timing["save_checkpoint"] = sum(saves.values())
     if os.environ.get("RANK", "0") == "0":
         write(args, "timing.json", json.dumps(timing))
 
@@ -112,17 +110,17 @@ def bare(dtype=torch.float32, one_graph=True):
     optimizer = script.build_optimizer(args, model)
     forward = torch.compile(model) if args.compile and one_graph else model
     mixed = args.precision == "bf16" and dtype == torch.float32
-    rows, first_step, interval_start = [], [], (0, None)
+    rows, timing, interval_start = [], {}, (0, None)
     for step, batch in zip(steps, batches, strict=True):
         for group in optimizer.param_groups:
             group["lr"] = script.lr_at(args, step)
         result = bare_step(args, forward, model, optimizer, batch, mixed)
         if step == 1 or step % args.log_every == 0:
             rows.append(script.measure(args, model, train_set, step, *result, interval_start))
-            first_step = first_step or [time.time() - STARTED]
+            timing.setdefault("first_step", time.time() - STARTED)
             interval_start = step, time.perf_counter()
     write(args, "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    write(args, "timing.json", json.dumps({"first_step": first_step}))
+    write(args, "timing.json", json.dumps(timing))
 
 
 LOOPS = {

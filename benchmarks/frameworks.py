@@ -48,7 +48,7 @@ def frameworks(args, folder):
     def measure(name, number):
         result = speed.run(everyone[name], args.steps, folder, f"{name}-{number}")
         memory = max(row["peak_memory_gib"] for row in result["rows"])
-        save = result["timing"]["save_checkpoint"][-1]
+        save = result["timing"]["save_checkpoint"]
         return {"speed": speed.speed_of(result), "memory": memory, "save": save}
 
     for rounds in harness.take_turns(args.only or everyone, args.rounds, measure, str):

@@ -24,9 +24,11 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
@@ -34,8 +36,12 @@ import torch
 import transformers
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import every_family
 import harness
+from on_ranks import build
+
+sys.path.insert(0, str(harness.ROOT / "tests/support"))
+
+from families import SENSITIVE, VARIED_FAMILIES, save_small_model
 
 CHAPTERS = ("01", "02", "03", "04", "05", "06", "07", "08")
 TINY = """--seq-length 64 --global-batch-size 8 --batch-size 4 --num-steps 20 --log-every 1
@@ -201,7 +207,11 @@ def by_step(job):
 
 def difference(rows, reference):
     """Return the largest difference between the losses of two runs."""
-    return every_family.difference(rows, reference, {"loss": 1, "val_loss": 1})
+    largest = 0.0
+    for row, other in zip(rows, reference, strict=True):
+        for name in {"loss", "val_loss"} & row.keys():
+            largest = max(largest, abs(row[name] - other[name]))
+    return largest
 
 
 def follow(bench, chapter, flags, runs):
@@ -265,32 +275,61 @@ def framework(bench, name, settings=""):
 
 def families(bench):
     """Compare the losses in fp32 of all families of models in chapter 01 with those on the CPU."""
-    names = ["llama", "gpt2", "bert"] if bench.device == "cpu" else every_family.ROWS
-    rows = [name for name in names if name not in TIED + every_family.SENSITIVE]
-    tool, results = harness.ROOT / "benchmarks/every_family.py", {}
-    for name, device in {"cpu": "cpu", "device": bench.device}.items():
-        results[name] = bench.folder / f"{name}.json"
-        flags = ["--chapters", "01", "--device", device, "--output", results[name]]
-        bench.start(name, [tool, "--only", *rows, *flags])
-    for job in list(bench.jobs):
-        # Exit status 1: a family fails, here or there.
-        bench.wait(job, ok=(0, 1))
-    on_cpu, on_device = (
-        {row["family"]: row for row in json.loads(path.read_text())["rows"]}
-        for path in results.values()
-    )
-    verdicts = {name: compare(on_cpu[name], on_device.get(name, {})) for name in on_cpu}
+    names = ["llama", "gpt2", "bert"] if bench.device == "cpu" else VARIED_FAMILIES
+    names = [name for name in names if name not in TIED + SENSITIVE]
+    command = [*harness.words_of(compare_families), bench.folder, bench.device, *names]
+    verdicts = json.loads(bench.tool("families", *command).splitlines()[-1])
     bench.numbers |= {"equal": 0, "refused": 0, "different": 0} | Counter(verdicts.values())
+    bench.numbers.pop("too large", None)
     names = [name for name, verdict in verdicts.items() if verdict == "different"]
     return bench.judged({"different": (0, 0)}, ", ".join(names))
 
 
-def compare(row, other):
-    """Compare a family's row in the results of every_family.py with another row."""
-    if "curve" in row and "curve" in other:
-        near = difference(row["curve"], other["curve"]) <= WITHIN[1]
-        return "equal" if near else "different"
-    return "refused" if "refused" in row and "refused" in other else "different"
+def compare_families():
+    """Print the verdicts on the families of the command line, as a line of JSON."""
+    folder, device, *names = sys.argv[1:]
+    compare = partial(compare_family, Path(folder), device)
+    # Import the libraries of the chapter, so that the forks have them.
+    harness.load("01")
+    # After some errors on a GPU, its process cannot go on, so each family has a process of its own.
+    with get_context("fork").Pool(4, maxtasksperchild=1) as pool:
+        verdicts = pool.map(compare, names, chunksize=1)
+    print("", json.dumps(dict(zip(names, verdicts, strict=True))), sep="\n")
+
+
+def compare_family(folder, device, name):
+    """Compare a family's first losses on a device with those on the CPU."""
+    try:
+        save_small_model(name, folder / name)
+    except ValueError:
+        return "too large"
+    chapter = harness.load("01")
+    words = f"{FP32} -s 32 --global-batch-size 4 -b 2 --num-steps 4 --warmup-steps 1"
+    words = [*words.split(), "-m", folder / name, "--save-dir", folder / "runs", "-e", name]
+    try:
+        losses, others = (first_losses(chapter, [*words, "--device", it]) for it in ("cpu", device))
+    except Exception:
+        traceback.print_exc()
+        return "different"
+    if not losses or not others:
+        return "different" if losses or others else "refused"
+    apart = max(abs(loss - other) for loss, other in zip(losses, others, strict=True))
+    return "equal" if apart <= WITHIN[1] else "different"
+
+
+def first_losses(chapter, words):
+    """Return the losses of four steps, or no losses if the chapter refuses the model."""
+    sys.argv = ["train_llm.py", *map(str, words)]
+    try:
+        args = chapter.parse_args()
+        device, _ = chapter.setup(args)
+        model, _, optimizer, samples = build(chapter, args, device)
+        chapter.check_forward(args, model, device)
+    except SystemExit:
+        return []
+    steps = range(1, args.num_steps + 1)
+    losses = [chapter.train_step(args, model, optimizer, samples, it, device)[0] for it in steps]
+    return [loss.item() for loss in losses]
 
 
 def resume(bench, chapter, flags=""):

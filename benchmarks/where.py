@@ -144,12 +144,20 @@ def trace_windows():
             window.__exit__(None, None, None)
             window = nullcontext() if step == args.num_steps else traced_window(trace)
             window.__enter__()
-        return train_step(args, model, optimizer, train_set, step, device)
+        with record_function("step"):
+            return train_step(args, model, optimizer, train_set, step, device)
 
     chapter.train_step = traced_step
-    chapter.batch_at = marked(chapter.batch_at, "batch")
-    dist.Work.wait = marked(dist.Work.wait, "waiting")
-    torch.Tensor.backward = marked(torch.Tensor.backward, "backward")
+    for owner, function, name in (
+        (chapter, "batch_at", "batch"),
+        (chapter, "loss_of", "forward"),
+        (torch.Tensor, "backward", "backward"),
+        (dist.Work, "wait", "waiting"),
+        (torch.nn.utils, "get_total_norm", "clip and step"),
+        (torch.nn.utils, "clip_grads_with_norm_", "clip and step"),
+        (torch.optim.AdamW, "step", "clip and step"),
+    ):
+        setattr(owner, function, marked(getattr(owner, function), name))
     chapter.main()
 
 

@@ -40,7 +40,7 @@ SPLIT = {
 
 
 def pytest_addoption(parser):
-    parser.addoption("--record", action="store_true", help="publish the results of test_faults.py")
+    parser.addoption("--record", action="store_true", help="publish the measured results")
 
 
 def pytest_configure(config):

@@ -78,4 +78,4 @@ def test_chapter_that_waits_in_each_step_misses_its_goal(tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["ratios"]["01 / bare"]["median"] < 0.85
     assert all(one["loss difference"] < 1e-6 for one in found["details"].values())
-    assert found["details"]["01"]["evaluate"] > 0
+    assert found["details"]["01"]["save_checkpoint"] > 0
