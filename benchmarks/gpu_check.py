@@ -33,15 +33,16 @@ from pathlib import Path
 from statistics import median
 
 import torch
-import transformers
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import harness
 from on_ranks import build
+from overhead import bare
 
-sys.path.insert(0, str(harness.ROOT / "tests/support"))
+sys.path += [str(harness.ROOT / "tests/support"), str(harness.ROOT / "tools")]
 
 from families import SENSITIVE, VARIED_FAMILIES, save_small_model
+from plot import largest_difference, read_metrics
 
 CHAPTERS = ("01", "02", "03", "04", "05", "06", "07", "08")
 TINY = """--seq-length 64 --global-batch-size 8 --batch-size 4 --num-steps 20 --log-every 1
@@ -70,9 +71,6 @@ LARGE = f"{SHAPE} vocab_size=128256 num_hidden_layers=16"
 MIDDLE = f"{SHAPE} vocab_size=32000 num_hidden_layers=4"
 # 6 FLOPs per weight, and 12 per layer, width and sample length, of LARGE with 4,096 tokens.
 FLOPS_PER_TOKEN = 9_025_499_136
-MIXTURE = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
-MIXTURE |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-MIXTURE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 GPU_FACTS = "name,memory.total,driver_version,power.limit,clocks.max.sm,compute_mode"
 
 
@@ -200,18 +198,9 @@ class Bench:
 # ---- checks ----------------------------------------------------------------------------------
 
 
-def by_step(job):
-    """Return the rows of a run without repeated steps: the last row of a step counts."""
-    return list({row["step"]: row for row in job.rows()}.values())
-
-
-def difference(rows, reference):
+def difference(job, reference):
     """Return the largest difference between the losses of two runs."""
-    largest = 0.0
-    for row, other in zip(rows, reference, strict=True):
-        for name in {"loss", "val_loss"} & row.keys():
-            largest = max(largest, abs(row[name] - other[name]))
-    return largest
+    return largest_difference({run.name: read_metrics(run.run_dir) for run in (job, reference)})
 
 
 def follow(bench, chapter, flags, runs):
@@ -224,9 +213,9 @@ def follow(bench, chapter, flags, runs):
     for name, (script, more, ranks) in runs.items():
         folder = name.replace(": ", "-")
         jobs[name] = bench.train(script, f"{flags} {more}", folder, ranks=ranks)
-    rows = by_step(bench.wait(reference))
+    bench.wait(reference)
     for name, job in jobs.items():
-        bench.numbers[f"difference, {name}"] = difference(by_step(bench.wait(job)), rows)
+        bench.numbers[f"difference, {name}"] = difference(bench.wait(job), reference)
 
 
 def parity(bench, chapter, own_flags=FP32, model="", within=WITHIN, split=""):
@@ -291,7 +280,7 @@ def compare_families():
     compare = partial(compare_family, Path(folder), device)
     # Import the libraries of the chapter, so that the forks have them.
     harness.load("01")
-    # After some errors on a GPU, its process cannot go on, so each family has a process of its own.
+    # After some errors, a process cannot use its GPU, so each family has a process of its own.
     with get_context("fork").Pool(4, maxtasksperchild=1) as pool:
         verdicts = pool.map(compare, names, chunksize=1)
     print("", json.dumps(dict(zip(names, verdicts, strict=True))), sep="\n")
@@ -345,8 +334,7 @@ def resume(bench, chapter, flags=""):
     if killed >= 100 or not found:
         raise RuntimeError(f"killed in step {killed}, did not continue: {resumed.printed()[-200:]}")
     bench.numbers |= {"killed in step": killed, "resumed from step": int(found[1])}
-    reference = by_step(bench.wait(uninterrupted))
-    bench.numbers["difference"] = difference(by_step(resumed), reference)
+    bench.numbers["difference"] = difference(resumed, bench.wait(uninterrupted))
     return bench.judged({"difference": WITHIN})
 
 
@@ -451,7 +439,7 @@ def speed_bare(bench):
     for how, more in {"eager": "", "compiled": "--compile"}.items():
         flags = f"{speed_flags(bench)} --num-steps {WINDOW * (1 + WINDOWS)} {more}"
         # The first rows are those of step 1 and of the first window.
-        rows = bench.wait(bench.train([*CONTENDERS, "bare-layers"], flags, how, ranks=0)).rows()
+        rows = bench.wait(bench.train([*harness.words_of(bare)], flags, how, ranks=0)).rows()
         bench.numbers[f"{how} tokens/s"] = median(row["tokens_per_second"] for row in rows[2:])
     return bench.judged({})
 
@@ -495,7 +483,6 @@ INTERLEAVED = f"--pipeline-schedule interleaved-1f1b {STAGES}"
 # With two stages on each rank, stages of distant ranks exchange tensors, too.
 EIGHT_LAYERS = "--config num_hidden_layers=8"
 TRAINER = [harness.ROOT / "alternative-frameworks/trainer/train_llm.py"]
-CONTENDERS = [harness.ROOT / "benchmarks/contenders.py"]
 SPEED_GOALS = {"to trainer": (1.1, math.inf), "to bare": (0.95, math.inf), "to matmul": (0.65, 1)}
 TOGETHER = {
     **{f"parity-{name}": partial(parity, chapter=name) for name in CHAPTERS},
@@ -568,9 +555,7 @@ class Session:
         slug = re.sub("[^a-z0-9]+", "-", gpu["name"].lower()).strip("-")
         self.output = args.output or harness.ROOT / f"benchmarks/results/gpu-check-{slug}.json"
         self.rows, self.jobs, self.lock = {}, [], threading.Lock()
-        config = transformers.Qwen3MoeConfig(**MIXTURE, bos_token_id=None, eos_token_id=1)
-        config.save_pretrained(self.folder / "mixture")
-        transformers.ByT5Tokenizer().save_pretrained(self.folder / "mixture")
+        save_small_model("qwen3_moe", self.folder / "mixture")
 
     def check(self, name):
         """Run a check; keep, print and write its row, even if the check raises an exception."""
