@@ -11,10 +11,8 @@ import inspect
 import json
 import os
 import platform
-import random
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +23,6 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -153,12 +150,6 @@ def keep(output, machine, results):
         output.with_suffix(".new").replace(output)
 
 
-def spread(values, form=".2f"):
-    """Format the median of some values, then the lowest and the highest value."""
-    low, middle, high = min(values), median(values), max(values)
-    return f"{middle:{form}} ({low:{form}} – {high:{form}})"
-
-
 # ---- runs ------------------------------------------------------------------------------------
 
 
@@ -166,19 +157,10 @@ class Failed(SystemExit):
     """The output of a command that failed; uncaught, it ends the benchmark with this output."""
 
 
-def free_port():
-    """Return a free port that Linux does not use for outgoing connections."""
-    while True:
-        port = random.randrange(12_000, 30_000)
-        with socket.socket() as listener, suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
-
-
 def launch_command(ranks, command):
     """Return the command that starts a script: alone if `ranks` is 0, otherwise under torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", ranks] if ranks else []
-    launcher += ["--master-addr", "127.0.0.1", "--master-port", free_port()] if ranks else []
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    launcher = [*torchrun, "--nproc-per-node", ranks] if ranks else []
     return [sys.executable, *launcher, *command]
 
 

@@ -20,10 +20,9 @@ from statistics import fmean, median
 
 import torch
 
-from harness import ROOT, benchmark, fast_precision, load, settle, spread
+from harness import ROOT, benchmark, fast_precision, load, settle, show
 from on_ranks import BATCH, SEQ_LENGTH, build, make_7m_llama, on_ranks
 
-NUM_BLOCKS = 25
 # The steps of a block; in each block, watched.py looks at losses and weights once.
 BLOCK = 10
 # The largest median of a chapter's shares: its speed is at least 97% of that of the bare loop.
@@ -144,11 +143,10 @@ def overhead(args, folder):
     """Measure in a process with the harness's settings."""
     model = make_7m_llama(folder / "llama")
     flags = f"--seq-length {SEQ_LENGTH} --precision {fast_precision()} --global-batch-size {BATCH}"
-    flags += f" --device auto --num-steps {NUM_BLOCKS * BLOCK}{' --compile' * args.compile}"
+    flags += f" --device auto --num-steps {args.blocks * BLOCK}{' --compile' * args.compile}"
     work = MEASURES[args.what]
     found = on_ranks(work, "01", 1, model, folder, flags, threads=os.cpu_count())
-    for name, shares in found.items():
-        print(f"{name:8} {spread(shares, '.3f')}")
+    show({name: median(shares) for name, shares in found.items()})
     yield {"compiled" if args.compile else "shares": found}
     if median(found.get("chapter", [0])) > GOAL:
         sys.exit(f"missed: a step of chapter 01 takes more than {GOAL:.3f} of a bare step")
@@ -157,6 +155,7 @@ def overhead(args, folder):
 def add_flags(add):
     """Declare the flags."""
     add("what", choices=MEASURES)
+    add("--blocks", type=int, default=25, help=f"of {BLOCK} steps, of both kinds of steps together")
     add("--compile", action="store_true", help="the bare loop as one graph, the chapter by layer")
 
 

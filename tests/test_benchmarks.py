@@ -67,8 +67,9 @@ def test_chapter_that_waits_in_each_step_misses_its_goal(tmp_path):
     script = tmp_path / "01-single-gpu/train_llm.py"
     source, line = script.read_text(), "    optimizer.step()\n"
     assert source.count(line) == 1, "the test no longer finds the place to wait"
-    script.write_text(source.replace(line, f"{line}    time.sleep(0.2)\n"))
-    command = ["benchmarks/overhead.py", "chapter", "--output", tmp_path / "found.json"]
+    script.write_text(source.replace(line, f"{line}    time.sleep(0.5)\n"))
+    options = ["--blocks", 6, "--output", tmp_path / "found.json"]
+    command = ["benchmarks/overhead.py", "chapter", *options]
     done = run_command(*command, cwd=tmp_path, timeout=600)
     assert done.returncode == 1 and "missed: " in done.stderr, done.stdout + done.stderr
     assert median(json.loads((tmp_path / "found.json").read_text())["shares"]["chapter"]) > 1.05
