@@ -52,12 +52,6 @@ def load(script):
     return module
 
 
-def settle(device):
-    """Wait until a GPU has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 # ---- the command line and the results --------------------------------------------------------
 
 
@@ -169,13 +163,6 @@ def words_of(function):
     return [Path(__file__).resolve(), Path(inspect.getfile(function)).stem, function.__name__]
 
 
-def leave_group():
-    """Destroy the process group, if there is one, when all ranks are done."""
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
-
-
 class Job:
     """A command, and all processes that it starts: they have `mark` in their environment."""
 
@@ -259,7 +246,10 @@ def main():
     module, function = sys.argv[1:3]
     del sys.argv[1:3]
     getattr(importlib.import_module(module), function)()
-    leave_group()
+    if dist.is_initialized():
+        # Leave the process group when all ranks are done.
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from statistics import fmean, median
 
 import torch
 
-from harness import ROOT, benchmark, fast_precision, load, settle, show
+from harness import ROOT, benchmark, fast_precision, load, show
 from on_ranks import BATCH, SEQ_LENGTH, build, make_7m_llama, on_ranks
 
 # The steps of a block; in each block, watched.py looks at losses and weights once.
@@ -82,7 +82,8 @@ def shares_of(args, device, steps):
         for step in range(block * BLOCK + 1, (block + 1) * BLOCK + 1):
             begun = time.perf_counter()
             take_step(step)
-            settle(device)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begun)
         blocks.append(fmean(sorted(seconds)[1:-1]))
     shares = {name: [] for name in reversed(names)}
