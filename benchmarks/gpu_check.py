@@ -71,6 +71,7 @@ LARGE = f"{SHAPE} vocab_size=128256 num_hidden_layers=16"
 MIDDLE = f"{SHAPE} vocab_size=32000 num_hidden_layers=4"
 # 6 FLOPs per weight, and 12 per layer, width and sample length, of LARGE with 4,096 tokens.
 FLOPS_PER_TOKEN = 9_025_499_136
+MIXTURE = "qwen3_moe+hidden_size=64+moe_intermediate_size=64+num_attention_heads=4"
 GPU_FACTS = "name,memory.total,driver_version,power.limit,clocks.max.sm,compute_mode"
 
 
@@ -555,7 +556,7 @@ class Session:
         slug = re.sub("[^a-z0-9]+", "-", gpu["name"].lower()).strip("-")
         self.output = args.output or harness.ROOT / f"benchmarks/results/gpu-check-{slug}.json"
         self.rows, self.jobs, self.lock = {}, [], threading.Lock()
-        save_small_model("qwen3_moe", self.folder / "mixture")
+        save_small_model(MIXTURE, self.folder / "mixture")
 
     def check(self, name):
         """Run a check; keep, print and write its row, even if the check raises an exception."""

@@ -24,11 +24,6 @@ def parent_of(chapter, root=ROOT):
     return by_folder[parent[1]] if parent else None
 
 
-def children_of(chapter, root=ROOT):
-    """Return the chapters that have this parent."""
-    return [name for name in chapters(root) if parent_of(name, root) == chapter]
-
-
 # ---- one script ------------------------------------------------------------------------------
 def parts(source):
     """Return the line numbers of each part of a script, by the name of the part.
