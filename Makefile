@@ -123,23 +123,22 @@ samples: install  ## run the commands whose output the READMEs show, keep it in 
 .PHONY: pictures
 pictures: install  ## measure what the chapters' pictures show, and draw them
 	$(PY) tools/maintain/killed.py benchmarks/results/killed.json
-	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node 2 tools/maintain/timeline.py \
-		benchmarks/results/step.json
+	$(PY) benchmarks/where.py --only 02 --windows 1 --trace outputs/traces
+	$(PY) tools/maintain/timeline.py outputs/traces benchmarks/results/step.json
 	$(PY) tools/maintain/pictures.py
 
 .PHONY: families
-families: install  ## train every family of transformers in six chapters, and compare
-	$(PY) benchmarks/every_family.py --output benchmarks/results/families.json
+families: install  ## train the families of transformers that the table of docs/families.md lacks
+	$(PY) -m pytest tests/test_families.py -m slow -k follows_chapter_01 --record
 
 # A missed goal is told at the end, when all else is measured too.
 .PHONY: bench
 bench: install  ## measure the chapters next to other trainers; make tables and plots (hours)
 	$(PIP) -r benchmarks/requirements.txt
 	@set -ex; out=benchmarks/results; \
-	$(PY) benchmarks/speed.py --output $$out/speed.json || missed=$$?; \
+	$(PY) benchmarks/overhead.py chapter --output $$out/overhead.json || missed=$$?; \
+	$(PY) benchmarks/overhead.py chapter --compile --output $$out/overhead.json || missed=$$?; \
 	$(PY) benchmarks/frameworks.py --output $$out/frameworks.json; \
-	$(PY) benchmarks/overhead.py chapter --output $$out/overhead.json; \
-	$(PY) benchmarks/overhead.py chapter --compile --output $$out/overhead.json; \
 	$(PY) benchmarks/overhead.py watched --output $$out/watching.json; \
 	$(PY) benchmarks/large.py reading saves --output $$out/large.json; \
 	$(PY) benchmarks/fsdp.py --output $$out/fsdp-cpu-2cores.json; \
@@ -163,12 +162,12 @@ site: install  ## build pages that show each README beside its diff: open site/i
 
 A ?= 01
 B ?= 02
+script_of = $(or $(wildcard $(1)-*/train_llm.py $(1)/train_llm.py */$(1)/train_llm.py),\
+	$(error $(1): no such chapter; choose one such as 01 or trainer))
 .PHONY: diff
 diff: install  ## show two chapters side by side, such as: make diff A=01 B=02
-	@a=$$($(PY) tools/maintain/chapters.py $(A)) && b=$$($(PY) tools/maintain/chapters.py $(B)) \
-		&& .venv/bin/icdiff --unified=3 --line-numbers \
-			--cols="$$(tput cols 2>/dev/null || echo 200)" "$$a" "$$b" \
-		|| [ $$? = 1 ]  # which says that they differ
+	@.venv/bin/icdiff --unified=3 --line-numbers --cols="$$(tput cols 2>/dev/null || echo 200)" \
+		$(call script_of,$(A)) $(call script_of,$(B)) || [ $$? = 1 ]  # which says that they differ
 
 FROM ?= 01
 .PHONY: carry

@@ -58,7 +58,7 @@ class Stage(torch.nn.Module):
 
 
 def take_step(chapter, name, micro_batches, seconds):
-    """Take two steps; return the seconds of the second step, and this rank's work in it."""
+    """Take two steps; return the second's seconds, and the most micro-batches in flight here."""
     rank, done = dist.get_rank(), []
     _, passes = chapter.SCHEDULES[name]
     stages = {number: Stage(done) for number in range(rank, RANKS * passes, RANKS)}
@@ -79,7 +79,7 @@ def take_step(chapter, name, micro_batches, seconds):
         start = time.monotonic()
         schedule.step(batch, target=batch, losses=[], return_outputs=False)
         taken = time.monotonic() - start
-    return taken, [[work, first - start, last - start] for work, first, last in done]
+    return taken, most_in_flight(done, passes)
 
 
 def most_in_flight(events, passes):
@@ -98,14 +98,11 @@ def measure(chapter, args, device):
             continue
         found = [None] * RANKS
         dist.all_gather_object(found, take_step(chapter, name, micro_batches, seconds))
-        taken, passes = max(taken for taken, _ in found), chapter.SCHEDULES[name][1]
-        events = [rank for _, rank in found]
+        slowest, passes = max(taken for taken, _ in found), chapter.SCHEDULES[name][1]
         row = {"schedule": name, "micro_batches": micro_batches, "passes": passes}
-        row["bubble"] = 1 - 3 * micro_batches * seconds / taken
+        row["bubble"] = 1 - 3 * micro_batches * seconds / slowest
         row["formula"] = (RANKS - 1) / (passes * micro_batches + RANKS - 1)
-        row["in flight"] = [most_in_flight(rank, passes) for rank in events]
-        rounded = [[[w, round(a, 3), round(b, 3)] for w, a, b in rank] for rank in events]
-        rows.append(row | {"events": rounded if micro_batches == 8 else []})
+        rows.append(row | {"in flight": [in_flight for _, in_flight in found]})
     return rows
 
 

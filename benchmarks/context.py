@@ -6,6 +6,8 @@ The count has all tensors that autograd saves in a forward pass, except the weig
 that of the rank that keeps most.
 """
 
+from itertools import product
+
 import torch
 import torch.distributed as dist
 
@@ -13,13 +15,9 @@ from harness import benchmark
 from on_ranks import build, on_ranks
 
 # The number of ranks that split each sequence, and the style.
-CASES = {
-    "one rank": (1, "gather"),
-    "gather, 2 ranks": (2, "gather"),
-    "gather, 4 ranks": (4, "gather"),
-    "ulysses, 2 ranks": (2, "ulysses"),
-    "ulysses, 4 ranks": (4, "ulysses"),
-}
+CASES = {"one rank": (1, "gather")}
+for style, ranks in product(("gather", "ulysses"), (2, 4)):
+    CASES[f"{style}, {ranks} ranks"] = (ranks, style)
 SAMPLES = 4
 
 

@@ -3,31 +3,79 @@
 All:     python benchmarks/frameworks.py --output benchmarks/results/frameworks.json
 Closer:  python benchmarks/frameworks.py --only 03 deepspeed --rounds 5
 
-All runs train the model of speed.py from the same weights on the same samples, on two ranks, and
-take turns. A ratio is one of two runs in the same round.
+All runs train a Llama of 7 million weights from the same weights on the same samples, on two ranks,
+and take turns. A ratio is one of two runs in the same round.
 """
 
+import json
+import os
 import sys
+import time
+from functools import wraps
 from itertools import permutations
+from pathlib import Path
 from statistics import median
 
 import harness
-import speed
-from on_ranks import make_7m_llama
+from on_ranks import BATCH, WINDOW, make_7m_llama, training_flags
+
+RANKS = 2
+SAVE_SECONDS = "save-seconds.json"
 
 
 def contenders(folder):
-    """Return each contender as speed.py has them: a script or chapter, its ranks and its flags."""
-    found = {name: (name, speed.RANKS, []) for name in ("03", "04")}
+    """Return the script and the own flags of each contender by name."""
+    found = {name: (harness.script_of(name), []) for name in ("03", "04")}
     for script in sorted((harness.ROOT / "alternative-frameworks").glob("*/train_llm.py")):
-        found[script.parent.name] = (script, speed.RANKS, [])
+        found[script.parent.name] = (script, [])
     path = f"{folder}/zero-3.json"
-    line = f"--global-batch-size {speed.BATCH} --batch-size {speed.BATCH} --brief"
-    line += f" --gpus-per-node {speed.RANKS} --precision {harness.fast_precision()}"
+    line = f"--global-batch-size {BATCH} --batch-size {BATCH} --brief"
+    line += f" --gpus-per-node {RANKS} --precision {harness.fast_precision()}"
     line += f" --write-config deepspeed {path}"
     harness.call([sys.executable, harness.PLANNER, *line.split()])
-    script, ranks, _ = found["deepspeed"]
-    return found | {"deepspeed-zero-3": (script, ranks, ["--deepspeed-config", path])}
+    return found | {"deepspeed-zero-3": (found["deepspeed"][0], ["--deepspeed-config", path])}
+
+
+def time_saves():
+    """Run a script with its arguments; write the seconds of its last save into the run's folder."""
+    script, seconds = harness.load(sys.argv.pop(1)), {}
+
+    def timed(function):
+        @wraps(function)
+        def call(*args):
+            begun = time.perf_counter()
+            result = function(*args)
+            seconds[function.__name__] = time.perf_counter() - begun
+            return result
+
+        return call
+
+    script.save_checkpoint = timed(script.save_checkpoint)
+    # transformers' Trainer saves a checkpoint, and then the script publishes it.
+    if hasattr(script, "Trainer"):
+        script.Trainer._save_checkpoint = timed(script.Trainer._save_checkpoint)
+    args = script.parse_args()
+    script.main()
+    if os.environ["RANK"] == "0":
+        path = Path(args.save_dir, args.experiment_name, SAVE_SECONDS)
+        path.write_text(json.dumps(sum(seconds.values())))
+
+
+def run(script, flags, steps, folder, run_name):
+    """Run a script; return its tokens per second, its GiB, and the seconds of its last save."""
+    flags = ["--model-name", f"{folder}/llama", *training_flags(folder, run_name, steps), *flags]
+    command = harness.launch_command(RANKS, [*harness.words_of(time_saves), script, *flags])
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, os.cpu_count() // RANKS)))
+    settings = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+    harness.call(command, HF_HOME=f"{folder}/hf", **settings)
+    rows = map(json.loads, Path(folder, run_name, "metrics.jsonl").read_text().splitlines())
+    # A step may have two rows, and the last one counts. The first window is a warm-up.
+    rows = {row["step"]: row for row in rows if row["step"] > WINDOW}.values()
+    return {
+        "speed": median(row["tokens_per_second"] for row in rows),
+        "memory": max(row["peak_memory_gib"] for row in rows),
+        "save": json.loads(Path(folder, run_name, SAVE_SECONDS).read_text()),
+    }
 
 
 def compare(rounds):
@@ -46,10 +94,7 @@ def frameworks(args, folder):
     everyone = contenders(folder)
 
     def measure(name, number):
-        result = speed.run(everyone[name], args.steps, folder, f"{name}-{number}")
-        memory = max(row["peak_memory_gib"] for row in result["rows"])
-        save = result["timing"]["save_checkpoint"][-1]
-        return {"speed": speed.speed_of(result), "memory": memory, "save": save}
+        return run(*everyone[name], args.steps, folder, f"{name}-{number}")
 
     for rounds in harness.take_turns(args.only or everyone, args.rounds, measure, str):
         yield {"ratios": compare(rounds), "rounds": rounds}
@@ -57,7 +102,8 @@ def frameworks(args, folder):
 
 def add_flags(add):
     """Declare the flags."""
-    speed.add_flags(add)
+    add("--rounds", type=int, default=3, help="how often each contender runs")
+    add("--steps", type=int, default=30, help=f"of each run; the first {WINDOW} warm it up")
     add("--only", nargs="+", help="contenders, such as 03 deepspeed-zero-3")
 
 

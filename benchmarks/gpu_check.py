@@ -24,18 +24,25 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
 import torch
-import transformers
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import every_family
 import harness
+from on_ranks import build
+from overhead import bare
+
+sys.path += [str(harness.ROOT / "tests/support"), str(harness.ROOT / "tools")]
+
+from families import SENSITIVE, VARIED_FAMILIES, save_small_model
+from plot import largest_difference, read_metrics
 
 CHAPTERS = ("01", "02", "03", "04", "05", "06", "07", "08")
 TINY = """--seq-length 64 --global-batch-size 8 --batch-size 4 --num-steps 20 --log-every 1
@@ -64,9 +71,7 @@ LARGE = f"{SHAPE} vocab_size=128256 num_hidden_layers=16"
 MIDDLE = f"{SHAPE} vocab_size=32000 num_hidden_layers=4"
 # 6 FLOPs per weight, and 12 per layer, width and sample length, of LARGE with 4,096 tokens.
 FLOPS_PER_TOKEN = 9_025_499_136
-MIXTURE = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
-MIXTURE |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-MIXTURE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+MIXTURE = "qwen3_moe+hidden_size=64+moe_intermediate_size=64+num_attention_heads=4"
 GPU_FACTS = "name,memory.total,driver_version,power.limit,clocks.max.sm,compute_mode"
 
 
@@ -194,14 +199,9 @@ class Bench:
 # ---- checks ----------------------------------------------------------------------------------
 
 
-def by_step(job):
-    """Return the rows of a run without repeated steps: the last row of a step counts."""
-    return list({row["step"]: row for row in job.rows()}.values())
-
-
-def difference(rows, reference):
+def difference(job, reference):
     """Return the largest difference between the losses of two runs."""
-    return every_family.difference(rows, reference, {"loss": 1, "val_loss": 1})
+    return largest_difference({run.name: read_metrics(run.run_dir) for run in (job, reference)})
 
 
 def follow(bench, chapter, flags, runs):
@@ -214,9 +214,9 @@ def follow(bench, chapter, flags, runs):
     for name, (script, more, ranks) in runs.items():
         folder = name.replace(": ", "-")
         jobs[name] = bench.train(script, f"{flags} {more}", folder, ranks=ranks)
-    rows = by_step(bench.wait(reference))
+    bench.wait(reference)
     for name, job in jobs.items():
-        bench.numbers[f"difference, {name}"] = difference(by_step(bench.wait(job)), rows)
+        bench.numbers[f"difference, {name}"] = difference(bench.wait(job), reference)
 
 
 def parity(bench, chapter, own_flags=FP32, model="", within=WITHIN, split=""):
@@ -265,32 +265,61 @@ def framework(bench, name, settings=""):
 
 def families(bench):
     """Compare the losses in fp32 of all families of models in chapter 01 with those on the CPU."""
-    names = ["llama", "gpt2", "bert"] if bench.device == "cpu" else every_family.ROWS
-    rows = [name for name in names if name not in TIED + every_family.SENSITIVE]
-    tool, results = harness.ROOT / "benchmarks/every_family.py", {}
-    for name, device in {"cpu": "cpu", "device": bench.device}.items():
-        results[name] = bench.folder / f"{name}.json"
-        flags = ["--chapters", "01", "--device", device, "--output", results[name]]
-        bench.start(name, [tool, "--only", *rows, *flags])
-    for job in list(bench.jobs):
-        # Exit status 1: a family fails, here or there.
-        bench.wait(job, ok=(0, 1))
-    on_cpu, on_device = (
-        {row["family"]: row for row in json.loads(path.read_text())["rows"]}
-        for path in results.values()
-    )
-    verdicts = {name: compare(on_cpu[name], on_device.get(name, {})) for name in on_cpu}
-    bench.numbers |= {"equal": 0, "refused": 0, "different": 0} | Counter(verdicts.values())
+    names = ["llama", "gpt2", "bert"] if bench.device == "cpu" else VARIED_FAMILIES
+    names = [name for name in names if name not in TIED + SENSITIVE]
+    command = [*harness.words_of(compare_families), bench.folder, bench.device, *names]
+    verdicts = json.loads(bench.tool("families", *command).splitlines()[-1])
+    counts = Counter(filter(None, verdicts.values()))
+    bench.numbers |= {"equal": 0, "refused": 0, "different": 0} | counts
     names = [name for name, verdict in verdicts.items() if verdict == "different"]
     return bench.judged({"different": (0, 0)}, ", ".join(names))
 
 
-def compare(row, other):
-    """Compare a family's row in the results of every_family.py with another row."""
-    if "curve" in row and "curve" in other:
-        near = difference(row["curve"], other["curve"]) <= WITHIN[1]
-        return "equal" if near else "different"
-    return "refused" if "refused" in row and "refused" in other else "different"
+def compare_families():
+    """Print the verdicts on the families of the command line, as a line of JSON."""
+    folder, device, *names = sys.argv[1:]
+    compare = partial(compare_family, Path(folder), device)
+    # Import the libraries of the chapter, so that the forks have them.
+    harness.load("01")
+    # After some errors, a process cannot use its GPU, so each family has a process of its own.
+    with get_context("fork").Pool(4, maxtasksperchild=1) as pool:
+        verdicts = pool.map(compare, names, chunksize=1)
+    print("", json.dumps(dict(zip(names, verdicts, strict=True))), sep="\n")
+
+
+def compare_family(folder, device, name):
+    """Compare a family's first losses on a device with those on the CPU; skip large models."""
+    try:
+        save_small_model(name, folder / name)
+    except ValueError:
+        return None
+    chapter = harness.load("01")
+    words = f"{FP32} -s 32 --global-batch-size 4 -b 2 --num-steps 4 --warmup-steps 1"
+    words = [*words.split(), "-m", folder / name, "--save-dir", folder / "runs", "-e", name]
+    try:
+        losses, others = (first_losses(chapter, [*words, "--device", it]) for it in ("cpu", device))
+    except Exception:
+        traceback.print_exc()
+        return "different"
+    if losses == others == []:
+        return "refused"
+    near = [abs(loss - other) <= WITHIN[1] for loss, other in zip(losses, others, strict=False)]
+    return "equal" if losses and others and all(near) else "different"
+
+
+def first_losses(chapter, words):
+    """Return the losses of four steps, or no losses if the chapter refuses the model."""
+    sys.argv = ["train_llm.py", *map(str, words)]
+    try:
+        args = chapter.parse_args()
+        device, _ = chapter.setup(args)
+        model, _, optimizer, samples = build(chapter, args, device)
+        chapter.check_forward(args, model, device)
+    except SystemExit:
+        return []
+    steps = range(1, args.num_steps + 1)
+    losses = [chapter.train_step(args, model, optimizer, samples, it, device)[0] for it in steps]
+    return [loss.item() for loss in losses]
 
 
 def resume(bench, chapter, flags=""):
@@ -306,8 +335,7 @@ def resume(bench, chapter, flags=""):
     if killed >= 100 or not found:
         raise RuntimeError(f"killed in step {killed}, did not continue: {resumed.printed()[-200:]}")
     bench.numbers |= {"killed in step": killed, "resumed from step": int(found[1])}
-    reference = by_step(bench.wait(uninterrupted))
-    bench.numbers["difference"] = difference(by_step(resumed), reference)
+    bench.numbers["difference"] = difference(resumed, bench.wait(uninterrupted))
     return bench.judged({"difference": WITHIN})
 
 
@@ -412,7 +440,7 @@ def speed_bare(bench):
     for how, more in {"eager": "", "compiled": "--compile"}.items():
         flags = f"{speed_flags(bench)} --num-steps {WINDOW * (1 + WINDOWS)} {more}"
         # The first rows are those of step 1 and of the first window.
-        rows = bench.wait(bench.train([*CONTENDERS, "bare-layers"], flags, how, ranks=0)).rows()
+        rows = bench.wait(bench.train([*harness.words_of(bare)], flags, how, ranks=0)).rows()
         bench.numbers[f"{how} tokens/s"] = median(row["tokens_per_second"] for row in rows[2:])
     return bench.judged({})
 
@@ -456,7 +484,6 @@ INTERLEAVED = f"--pipeline-schedule interleaved-1f1b {STAGES}"
 # With two stages on each rank, stages of distant ranks exchange tensors, too.
 EIGHT_LAYERS = "--config num_hidden_layers=8"
 TRAINER = [harness.ROOT / "alternative-frameworks/trainer/train_llm.py"]
-CONTENDERS = [harness.ROOT / "benchmarks/contenders.py"]
 SPEED_GOALS = {"to trainer": (1.1, math.inf), "to bare": (0.95, math.inf), "to matmul": (0.65, 1)}
 TOGETHER = {
     **{f"parity-{name}": partial(parity, chapter=name) for name in CHAPTERS},
@@ -529,9 +556,7 @@ class Session:
         slug = re.sub("[^a-z0-9]+", "-", gpu["name"].lower()).strip("-")
         self.output = args.output or harness.ROOT / f"benchmarks/results/gpu-check-{slug}.json"
         self.rows, self.jobs, self.lock = {}, [], threading.Lock()
-        config = transformers.Qwen3MoeConfig(**MIXTURE, bos_token_id=None, eos_token_id=1)
-        config.save_pretrained(self.folder / "mixture")
-        transformers.ByT5Tokenizer().save_pretrained(self.folder / "mixture")
+        save_small_model(MIXTURE, self.folder / "mixture")
 
     def check(self, name):
         """Run a check; keep, print and write its row, even if the check raises an exception."""

@@ -11,10 +11,8 @@ import inspect
 import json
 import os
 import platform
-import random
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +23,6 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -53,12 +50,6 @@ def load(script):
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def settle(device):
-    """Wait until a GPU has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 # ---- the command line and the results --------------------------------------------------------
@@ -153,12 +144,6 @@ def keep(output, machine, results):
         output.with_suffix(".new").replace(output)
 
 
-def spread(values, form=".2f"):
-    """Format the median of some values, then the lowest and the highest value."""
-    low, middle, high = min(values), median(values), max(values)
-    return f"{middle:{form}} ({low:{form}} – {high:{form}})"
-
-
 # ---- runs ------------------------------------------------------------------------------------
 
 
@@ -166,32 +151,16 @@ class Failed(SystemExit):
     """The output of a command that failed; uncaught, it ends the benchmark with this output."""
 
 
-def free_port():
-    """Return a free port that Linux does not use for outgoing connections."""
-    while True:
-        port = random.randrange(12_000, 30_000)
-        with socket.socket() as listener, suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
-
-
 def launch_command(ranks, command):
     """Return the command that starts a script: alone if `ranks` is 0, otherwise under torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", ranks] if ranks else []
-    launcher += ["--master-addr", "127.0.0.1", "--master-port", free_port()] if ranks else []
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    launcher = [*torchrun, "--nproc-per-node", ranks] if ranks else []
     return [sys.executable, *launcher, *command]
 
 
 def words_of(function):
     """Return the words that call a benchmark's function in a process, with the words after them."""
     return [Path(__file__).resolve(), Path(inspect.getfile(function)).stem, function.__name__]
-
-
-def leave_group():
-    """Destroy the process group, if there is one, when all ranks are done."""
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 class Job:
@@ -277,7 +246,10 @@ def main():
     module, function = sys.argv[1:3]
     del sys.argv[1:3]
     getattr(importlib.import_module(module), function)()
-    leave_group()
+    if dist.is_initialized():
+        # Leave the process group when all ranks are done.
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

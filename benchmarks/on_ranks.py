@@ -13,7 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch.nn.parallel import DistributedDataParallel
 from transformers import ByT5Tokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-from harness import launch_command, load, run, words_of
+from harness import fast_precision, launch_command, load, run, words_of
+
+# Samples in a step, tokens in a sample, and steps between two logged rows, of the 7M model.
+BATCH, SEQ_LENGTH, WINDOW = 8, 256, 10
 
 
 def make_model_folder(
@@ -46,6 +49,15 @@ def make_7m_llama(folder):
     tokens.train_from_iterator(topics.values(), trainers.BpeTrainer(vocab_size=4096, **options))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=end)
     return make_model_folder(folder, 6, 256, vocabulary=4096, tokenizer=tokenizer)
+
+
+def training_flags(folder, run_name, steps):
+    """Return the flags of all runs of the 7M model that are compared."""
+    return f"""
+        --seq-length {SEQ_LENGTH} --precision {fast_precision()}
+        --global-batch-size {BATCH} --batch-size {BATCH} --num-steps {steps} --log-every {WINDOW}
+        --eval-samples {BATCH} --eval-every {steps} --checkpoint-every {steps}
+        --save-dir {folder} --experiment-name {run_name}""".split()
 
 
 def own_memory():

@@ -4,30 +4,75 @@ Here:    python benchmarks/overhead.py chapter --output benchmarks/results/overh
 Also:    python benchmarks/overhead.py chapter --compile
          python benchmarks/overhead.py watched --output benchmarks/results/watching.json
 
-Two steps of steps take turns in one process, so that other load on the machine slows both. Each
-trains the model of speed.py in blocks of ten steps. A block counts as its mean step without the
-fastest and the slowest, as a share of the mean of the blocks before and after it.
+Two kinds of steps take turns in one process, so that other load on the machine slows both. Each
+trains a Llama of 7 million weights in blocks of ten steps. A block counts as its mean step without
+the fastest and the slowest, as a share of the mean of the blocks before and after it. If the
+chapter is slower than its goal, the exit status is 1.
 """
 
+import json
 import os
 import sys
 import time
 from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import torch
 
-from contenders import bare_model, bare_step
-from harness import ROOT, benchmark, fast_precision, settle, spread
-from on_ranks import build, make_7m_llama, on_ranks
-from speed import BATCH, SEQ_LENGTH
+from harness import ROOT, benchmark, fast_precision, load, show
+from on_ranks import BATCH, SEQ_LENGTH, build, make_7m_llama, on_ranks
 
-NUM_BLOCKS = 25
 # The steps of a block; in each block, watched.py looks at losses and weights once.
 BLOCK = 10
+# The largest median of a chapter's shares: its speed is at least 97% of that of the bare loop.
+GOAL = 1 / 0.97
 
 
+# ---- the bare loop ---------------------------------------------------------------------------
+def bare_model(script, args, config):
+    """Build the chapter's model without compiling it, and without masks, as the chapter does."""
+    compiled, args.compile = args.compile, False
+    model = script.build_model(args, config)
+    args.compile = compiled
+    model.set_attn_implementation("causal_sdpa")
+    return model
+
+
+def bare_step(args, forward, model, optimizer, micro_batches, mixed):
+    """Take forward and backward passes, clip and step; return the loss and the norm."""
+    total = 0.0
+    for batch in micro_batches:
+        with torch.autocast(batch.device.type, torch.bfloat16, enabled=mixed):
+            loss = forward(input_ids=batch, labels=batch, use_cache=False).loss
+        loss = loss / len(micro_batches)
+        loss.backward()
+        total += loss.detach()
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total, grad_norm
+
+
+def bare():
+    """Train with bare steps on random tokens; log the speed as chapter 01 does."""
+    chapter = load("01")
+    args = chapter.parse_args()
+    device, run_dir = chapter.setup(args)
+    model, _, optimizer, samples = build(chapter, args, device)
+    micro_steps = range(args.accumulation)
+    batches = [chapter.batch_at(args, samples, 1, number, device) for number in micro_steps]
+    interval_start, mixed = (0, None), args.precision == "bf16"
+    with open(run_dir / "metrics.jsonl", "w") as file:
+        for step in range(1, args.num_steps + 1):
+            result = bare_step(args, model, model, optimizer, batches, mixed)
+            if step == 1 or step % args.log_every == 0:
+                row = chapter.measure(args, model, samples, step, *result, interval_start)
+                print(json.dumps(row), file=file)
+                interval_start = step, time.perf_counter()
+
+
+# ---- steps that take turns -------------------------------------------------------------------
 def shares_of(args, device, steps):
     """Let two kinds of steps take turns in blocks; return the shares of their blocks, by name."""
     names, blocks = list(steps), []
@@ -37,7 +82,8 @@ def shares_of(args, device, steps):
         for step in range(block * BLOCK + 1, (block + 1) * BLOCK + 1):
             begun = time.perf_counter()
             take_step(step)
-            settle(device)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begun)
         blocks.append(fmean(sorted(seconds)[1:-1]))
     shares = {name: [] for name in reversed(names)}
@@ -56,6 +102,10 @@ def measure_chapter(chapter, args, device):
     bare_optimizer = chapter.build_optimizer(args, bare)
     batch = chapter.batch_at(args, samples, 1, 0, device)
     mixed = args.precision == "bf16"
+    loss, _ = bare_step(args, forward, bare, bare_optimizer, [batch], mixed)
+    other_loss, _ = chapter.train_step(args, model, optimizer, samples, 1, device)
+    if abs(loss - other_loss) > 0.01:
+        sys.exit(f"the first loss of the bare loop is {loss:.4f}, that of 01 is {other_loss:.4f}")
     steps = {
         "bare": lambda _: bare_step(args, forward, bare, bare_optimizer, [batch], mixed),
         "chapter": lambda step: chapter.train_step(args, model, optimizer, samples, step, device),
@@ -94,17 +144,19 @@ def overhead(args, folder):
     """Measure in a process with the harness's settings."""
     model = make_7m_llama(folder / "llama")
     flags = f"--seq-length {SEQ_LENGTH} --precision {fast_precision()} --global-batch-size {BATCH}"
-    flags += f" --device auto --num-steps {NUM_BLOCKS * BLOCK}{' --compile' * args.compile}"
+    flags += f" --device auto --num-steps {args.blocks * BLOCK}{' --compile' * args.compile}"
     work = MEASURES[args.what]
     found = on_ranks(work, "01", 1, model, folder, flags, threads=os.cpu_count())
-    for name, shares in found.items():
-        print(f"{name:8} {spread(shares, '.3f')}")
+    show({name: median(shares) for name, shares in found.items()})
     yield {"compiled" if args.compile else "shares": found}
+    if median(found.get("chapter", [0])) > GOAL:
+        sys.exit(f"missed: a step of chapter 01 takes more than {GOAL:.3f} of a bare step")
 
 
 def add_flags(add):
     """Declare the flags."""
     add("what", choices=MEASURES)
+    add("--blocks", type=int, default=25, help=f"of {BLOCK} steps, of both kinds of steps together")
     add("--compile", action="store_true", help="the bare loop as one graph, the chapter by layer")
 
 

@@ -32,13 +32,10 @@ import torch.distributed as dist
 from torch.profiler import profile, record_function
 
 import harness
-from on_ranks import make_7m_llama
-from speed import BATCH, training_flags
+from on_ranks import BATCH, WINDOW, make_7m_llama, training_flags
 
 SCRIPTS = {path.parent.name[:2]: path for path in sorted(harness.ROOT.glob("0*/train_llm.py"))}
 PARTS = ("compute", "exposed", "data", "host")
-# The steps of a window; the first window is a warm-up.
-WINDOW = 10
 OPERATORS = ("aten::", "fsdp::", "mkldnn::", "torch::distributed::reducer", "## Call Compiled")
 
 
@@ -106,15 +103,16 @@ def tails_of(events):
     return tails
 
 
-def marked(work, name):
-    """Return a function that calls `work`, and that the profiler shows under `name`."""
+def mark(owner, function, name):
+    """Let the profiler show the calls of a function under `name`."""
+    work = getattr(owner, function)
 
     @functools.wraps(work)
     def marked_work(*args, **options):
         with record_function(name):
             return work(*args, **options)
 
-    return marked_work
+    setattr(owner, function, marked_work)
 
 
 @contextmanager
@@ -135,9 +133,8 @@ def trace_windows():
     """Run a chapter's script with its arguments, and trace its windows into a folder."""
     folder = Path(sys.argv.pop(1))
     chapter, window = harness.load(sys.argv.pop(1)), nullcontext()
-    train_step, trace = chapter.train_step, folder / f"rank{os.environ.get('RANK', '0')}.json"
+    trace = folder / f"rank{os.environ.get('RANK', '0')}.json"
 
-    @functools.wraps(train_step)
     def traced_step(args, model, optimizer, train_set, step, device):
         nonlocal window
         if step > WINDOW and step % WINDOW == 1:
@@ -146,10 +143,15 @@ def trace_windows():
             window.__enter__()
         return train_step(args, model, optimizer, train_set, step, device)
 
-    chapter.train_step = traced_step
-    chapter.batch_at = marked(chapter.batch_at, "batch")
-    dist.Work.wait = marked(dist.Work.wait, "waiting")
-    torch.Tensor.backward = marked(torch.Tensor.backward, "backward")
+    mark(chapter, "train_step", "step")
+    train_step, chapter.train_step = chapter.train_step, traced_step
+    mark(chapter, "batch_at", "batch")
+    mark(chapter, "loss_of", "forward")
+    mark(torch.Tensor, "backward", "backward")
+    mark(dist.Work, "wait", "waiting")
+    mark(torch.nn.utils, "get_total_norm", "clip and step")
+    mark(torch.nn.utils, "clip_grads_with_norm_", "clip and step")
+    mark(torch.optim.AdamW, "step", "clip and step")
     chapter.main()
 
 

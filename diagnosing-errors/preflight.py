@@ -32,6 +32,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
+from operator import ne
 from pathlib import Path
 
 # Turn off torch's own error log, because pages of C++ frames would hide this script's message.
@@ -311,10 +312,6 @@ def exchange_seconds(data, partner, group):
 # ---- comparison: pure functions of what all ranks report -------------------------------------
 
 
-def differs(value, usual):
-    return value != usual
-
-
 def below(fraction, minimum=0):
     """Return a test for values below `fraction` times the larger of `usual` and `minimum`."""
     return lambda value, usual: value < fraction * max(usual, minimum)
@@ -328,9 +325,9 @@ def checks(args):
     slow = "it is hot, throttled or shared: run top and nvidia-smi there, then dcgmi diag -r 3"
     link = "check speed and errors with ethtool, ip -s link and ibstat; then run nccl-tests"
     return [
-        *(Check(name, level, differs, versions) for name, level in VERSIONS.items()),
-        Check("device", NO_GO, differs, "run nvidia-smi on the nodes without a GPU"),
-        Check("GPU", NO_GO, differs, "use nodes with the same model of GPU"),
+        *(Check(name, level, ne, versions) for name, level in VERSIONS.items()),
+        Check("device", NO_GO, ne, "run nvidia-smi on the nodes without a GPU"),
+        Check("GPU", NO_GO, ne, "use nodes with the same model of GPU"),
         # The context of this process takes about half a GiB.
         Check("GPU memory in use", NO_GO, lambda value, _: value > 2,
               "end the process that holds it: nvidia-smi, fuser -v /dev/nvidia*", "{:.1f} GiB"),

@@ -40,7 +40,7 @@ SPLIT = {
 
 
 def pytest_addoption(parser):
-    parser.addoption("--record", action="store_true", help="publish the results of test_faults.py")
+    parser.addoption("--record", action="store_true", help="publish the measured results")
 
 
 def pytest_configure(config):
@@ -304,9 +304,9 @@ def cluster(machine):
 @pytest.fixture(scope="session")
 def load():
     """Return a function that imports a chapter's script as a module."""
-    import contenders
+    import harness
 
-    return lambda chapter: contenders.load(SCRIPTS[chapter])
+    return lambda chapter: harness.load(SCRIPTS[chapter])
 
 
 @pytest.fixture

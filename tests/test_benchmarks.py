@@ -1,30 +1,26 @@
-"""Test that the benchmarks compare the same work, and that they notice a slower chapter."""
+"""Test that the benchmarks compare runs of a round, and that they notice a slower chapter."""
 
 import json
 import shutil
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 
-import contenders
+import frameworks
 import harness
-import speed
 from conftest import ROOT, run_command
 
 pytestmark = pytest.mark.tool
 
 
-def test_compared_names_are_contenders():
-    assert {name for pair in speed.RATIOS for name in pair} <= speed.CONTENDERS.keys()
-    scripts = {name for name, *_ in speed.CONTENDERS.values()}
-    assert scripts <= {*contenders.LOOPS, "01", *speed.CHAPTERS}
-
-
 def test_ratios_compare_the_same_round():
-    rounds = [{"01": 10.0, "bare": 20.0}, {"01": 30.0, "bare": 30.0}, {"01": 9.0, "bare": 10.0}]
-    found = speed.compare(rounds)
-    assert found == {"01 / bare": {"median": 0.9, "goal": 0.97, "rounds": [0.5, 1.0, 0.9]}}
+    speeds = [(20.0, 10.0), (30.0, 30.0), (10.0, 9.0)]
+    rounds = [{"03": {"speed": one}, "trainer": {"speed": other}} for one, other in speeds]
+    found = frameworks.compare(rounds)
+    assert found.keys() == {"trainer / 03, speed"}
+    assert found["trainer / 03, speed"] == {"median": 0.9, "rounds": [0.5, 1.0, 0.9]}
 
 
 def test_failed_contender_leaves_all_rounds(capsys):
@@ -54,28 +50,26 @@ def test_time_limit_kills_all_processes(tmp_path):
 
 def test_speed_counts_the_last_row_of_a_step_after_the_warm_up(monkeypatch, tmp_path):
     speeds = [(0, None), (10, None), (20, 3), (20, 7), (30, 9)]
-    rows = [json.dumps({"step": step, "tokens_per_second": value}) for step, value in speeds]
+    rows = [{"step": step, "tokens_per_second": speed} for step, speed in speeds]
+    lines = [json.dumps(row | {"peak_memory_gib": 2.0}) for row in rows]
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/metrics.jsonl").write_text("\n".join(rows))
-    (tmp_path / "run/timing.json").write_text("{}")
+    (tmp_path / "run/metrics.jsonl").write_text("\n".join(lines))
+    (tmp_path / "run" / frameworks.SAVE_SECONDS).write_text("0.5")
     monkeypatch.setattr(harness, "call", lambda *_, **__: None)
-    assert speed.speed_of(speed.run(("01", 0, []), 30, tmp_path, "run")) == 8
+    found = frameworks.run("03", [], 30, tmp_path, "run")
+    assert found == {"speed": 8, "memory": 2.0, "save": 0.5}
 
 
 @pytest.mark.slow
 def test_chapter_that_waits_in_each_step_misses_its_goal(tmp_path):
-    """The copy of chapter 01 waits in each step; its losses are those of the bare loop."""
     for folder in ("benchmarks", "01-single-gpu"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     script = tmp_path / "01-single-gpu/train_llm.py"
     source, line = script.read_text(), "    optimizer.step()\n"
     assert source.count(line) == 1, "the test no longer finds the place to wait"
-    script.write_text(source.replace(line, f"{line}    time.sleep(2)\n"))
-    options = ["--rounds", 1, "--steps", 20, "--output", tmp_path / "found.json"]
-    command = ["benchmarks/speed.py", "--only", "bare", "01", *options]
+    script.write_text(source.replace(line, f"{line}    time.sleep(0.5)\n"))
+    options = ["--blocks", 6, "--output", tmp_path / "found.json"]
+    command = ["benchmarks/overhead.py", "chapter", *options]
     done = run_command(*command, cwd=tmp_path, timeout=600)
-    assert done.returncode == 1 and "missed: 01 / bare" in done.stderr, done.stdout + done.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["ratios"]["01 / bare"]["median"] < 0.85
-    assert all(one["loss difference"] < 1e-6 for one in found["details"].values())
-    assert found["details"]["01"]["evaluate"] > 0
+    assert done.returncode == 1 and "missed: " in done.stderr, done.stdout + done.stderr
+    assert median(json.loads((tmp_path / "found.json").read_text())["shares"]["chapter"]) > 1.05

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, get_scheduler
 
-import contenders
+import harness
 from checks import check_bad_gradient
 from conftest import (
     ROOT,
@@ -216,7 +216,7 @@ def load_script(monkeypatch):
         def load(framework, *words):
             words = ["train_llm.py", "--device", "cpu", "--global-batch-size", 8, *words]
             monkeypatch.setattr(sys, "argv", list(map(str, words)))
-            return contenders.load(SCRIPTS[framework])
+            return harness.load(SCRIPTS[framework])
 
         yield load
 

@@ -9,7 +9,7 @@ import nbformat
 import pytest
 import torch
 
-import contenders
+import harness
 import samples
 from conftest import ROOT, disagreement, metrics, user_error
 from flags import unknown_flags
@@ -20,7 +20,7 @@ TOPICS = ROOT / "related-topics"
 
 def script(name):
     """Return the script of a topic as a module."""
-    return contenders.load(TOPICS / name)
+    return harness.load(TOPICS / name)
 
 
 def results(name):

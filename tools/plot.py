@@ -9,8 +9,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 COLORS = ["#1f3b5c", "#e08a3c", "#5aa9a3", "#c8553d", "#8d6cab", "#7a7a7a"]
 
 
@@ -68,6 +66,9 @@ def draw(runs, path):
 
     Later curves are thinner, so curves that coincide remain visible.
     """
+    # Import it only here, because some programs only read the metrics.
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 4), dpi=100, layout="constrained")
     axes = figure.subplots()
     for number, (run, rows) in enumerate(runs.items()):

@@ -19,8 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
 
-from contenders import load  # noqa: E402
-from harness import describe_machine, keep, parser_of  # noqa: E402
+from harness import describe_machine, keep, load, parser_of  # noqa: E402
 from plot import fail  # noqa: E402
 
 # These settings make the built-in model `tiny` smaller.

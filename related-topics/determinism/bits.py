@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
 
-from harness import call, describe_machine, keep, launch_command, parser_of, script_of  # noqa: E402
+from harness import benchmark, call, launch_command, script_of  # noqa: E402
 from plot import largest_difference, read_metrics  # noqa: E402
 
 RUN = """--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8
@@ -74,13 +74,9 @@ def in_words(comparison):
     return "identical" if comparison["identical"] else f"{comparison['difference']:.1e}"
 
 
-def main():
+def bits(args, folder):
     """Run each layout twice, and resume the second run; print the comparisons of each layout."""
-    parser = parser_of(__doc__)
-    parser.add_argument("layouts", nargs="*", choices=LAYOUTS, help="by default all of them")
-    args, rows, norm = parser.parse_args(), [], None
-    folder = Path("outputs/determinism")
-    shutil.rmtree(folder, ignore_errors=True)
+    rows, norm = [], None
     for layout in dict.fromkeys(["01", *(args.layouts or LAYOUTS)]):
         first, second = (train(layout, folder / f"{layout}-{turn}") for turn in ("first", "second"))
         resumed = resume_from_half(layout, folder / f"{layout}-second")
@@ -89,8 +85,13 @@ def main():
         rows.append({"layout": layout} | {name: compare(*pair) for name, pair in pairs.items()})
         words = "  ".join(f"{name} {in_words(rows[-1][name])}" for name in pairs)
         print(f"{layout:20} {words}", flush=True)
-    keep(args.output, describe_machine(gpus=False), {"rows": rows})
+        yield {"rows": rows}
+
+
+def add_flags(add):
+    """Declare the arguments."""
+    add("layouts", nargs="*", choices=LAYOUTS, help="by default all of them")
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, bits, add_flags, gpus=False)

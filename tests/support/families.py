@@ -1,9 +1,14 @@
 """Build tiny models of every family in transformers."""
 
+import json
 import shutil
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 # Settings by their small size. Families name their settings differently, and shrink() skips the
@@ -58,7 +63,30 @@ OWN_SETTINGS["zamba2"] |= {"num_mem_blocks": 1, "mamba_headdim": 8}
 OWN_SETTINGS["zamba2"] |= {"attention_hidden_size": 64, "attention_head_dim": 32}
 # transformers derives these settings from the number of layers.
 LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type", "per_layer_config")
-FAMILY_NAMES = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+# Settings that change attention or the loss.
+VARIANTS = """mistral+sliding_window=8 gemma3_text+sliding_window=8 qwen2_moe+sliding_window=8
+    phi3+sliding_window=8 starcoder2+sliding_window=8 cohere2+sliding_window=8
+    olmo3+sliding_window=8 modernbert-decoder+sliding_window=8
+    llama4_text+attention_chunk_size=8 llama4_text+floor_scale=4
+    gemma3_text+use_bidirectional_attention=true bert+is_decoder=true roberta+is_decoder=true
+    deepseek_v32+index_topk=8 glm_moe_dsa+index_topk=8 dots3_note_text+index_topk=8
+    qwen3_moe+output_router_logits=true mixtral+output_router_logits=true
+    llama+tie_word_embeddings=true cohere+logit_scale=0.25 cohere+use_qk_norm=true
+    granite+logits_scaling=4.0 gemma2+final_logit_softcapping=5.0 llama+longrope
+    zamba2+num_mem_blocks=2""".split()
+# Here the angles of positions depend on the length of the sequence.
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+LONG_ROPE |= {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+# A family's name, perhaps with a setting.
+VARIED_FAMILIES = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
+# Families whose small models cannot be compared.
+NOT_COMPARED = {
+    "phimoe": "its router draws experts at random in training, so each layout has other losses",
+    "longcat_flash": "with few tokens, a rank may use no expert, and FSDP fails",
+}
+# In these models, rounding errors grow fast, so they are trained with a lower learning rate.
+SENSITIVE = ["gemma4_unified_text"]
+MOST_WEIGHTS = 20_000_000
 MODERN = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "olmo2", "gpt2"]
 MODERN += ["gpt_neox", "opt", "mixtral", "qwen3_moe", "apertus", "granite", "cohere", "diffllama"]
 ARGS = {"model_name": "a", "pretrained": False, "compile": False, "seed": 0, "seq_length": 16}
@@ -79,6 +107,40 @@ def shrink(config, **settings):
     sizes = {config.attribute_map.get(name, name): value for name, value in SMALL.items()}
     sizes = {name: value for name, value in sizes.items() if values.get(name)}
     return type(config)(**values | sizes | settings)
+
+
+def save_small_model(family, folder):
+    """Save the configuration of a small model, and a tokenizer of bytes.
+
+    `family` may have a setting, as in VARIANTS. Raise a ValueError if no small model of the family
+    can be compared.
+    """
+    kind, *settings = family.split("+")
+    if kind in NOT_COMPARED:
+        raise ValueError(NOT_COMPARED[kind])
+    if settings == ["longrope"]:
+        settings = [f"rope_parameters={json.dumps(LONG_ROPE)}"]
+    pairs = (word.split("=") for word in settings)
+    settings = OWN_SETTINGS.get(kind, {}) | {name: json.loads(value) for name, value in pairs}
+    try:
+        config = CONFIG_MAPPING[kind]()
+        # Without dropout, the losses do not depend on the layout.
+        rates = [name for name in config.to_dict() if "drop" in name]
+        rates = [name for name in rates if isinstance(getattr(config, name), float)]
+        config = shrink(config, **dict.fromkeys(rates, 0.0) | settings)
+        with torch.device("meta"):
+            num_weights = AutoModelForCausalLM.from_config(config).num_parameters()
+    except Exception as error:
+        message = " ".join(str(error).split())
+        raise ValueError(f"{type(error).__name__}: {message[-200:]}") from error
+    if num_weights > MOST_WEIGHTS:
+        raise ValueError(f"{num_weights:,} weights")
+    config.save_pretrained(folder)
+    letters = {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()), 1)}
+    tokenizer = Tokenizer(BPE({"</s>": 0} | letters, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    fast.save_pretrained(folder)
 
 
 def make_hub_folder(

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 
-from chapters import ROOT, chapters, children_of
+from chapters import ROOT, chapters, parent_of
 
 
 def merge(child, parent, root):
@@ -29,7 +29,8 @@ def merge(child, parent, root):
 def carry(chapter, root):
     """Merge a chapter into its descendants, nearest first; return the chapters with conflicts."""
     conflicts, scripts = [], chapters(root)
-    for child in children_of(chapter, root):
+    children = [name for name in scripts if parent_of(name, root) == chapter]
+    for child in children:
         if not merge(scripts[child], scripts[chapter], root):
             print(f"{chapter} -> {child}: conflicts; search {scripts[child]} for <<<<<<<")
             conflicts.append(child)

@@ -1,12 +1,8 @@
-"""List the chapters, and compare two scripts: all facts come from the scripts themselves.
-
-Here:  python tools/maintain/chapters.py 01     prints the path of a chapter's script
-"""
+"""List the chapters, and compare two scripts: all facts come from the scripts themselves."""
 
 import ast
 import re
 import subprocess
-import sys
 from itertools import groupby
 from pathlib import Path
 
@@ -26,11 +22,6 @@ def parent_of(chapter, root=ROOT):
         parent = re.search(r"Parent: ([\w-]+)", script.readline())
     by_folder = {script.parent.name: name for name, script in chapters(root).items()}
     return by_folder[parent[1]] if parent else None
-
-
-def children_of(chapter, root=ROOT):
-    """Return the chapters that have this parent."""
-    return [name for name in chapters(root) if parent_of(name, root) == chapter]
 
 
 # ---- one script ------------------------------------------------------------------------------
@@ -103,16 +94,3 @@ def code_of(hunk, mark):
     """Return the lines with a mark, without comments, blank lines and indentation."""
     code = (re.sub(r"(^|\s+)#( .*)?$", "", line) for its_mark, line in hunk if its_mark == mark)
     return [line.strip() for line in code if line.strip()]
-
-
-def main():
-    """Print the path of a chapter's script."""
-    name = sys.argv[1]
-    if name not in chapters():
-        print(f"{name}: no such chapter; choose from {', '.join(chapters())}", file=sys.stderr)
-        sys.exit(2)
-    print(chapters()[name].relative_to(ROOT))
-
-
-if __name__ == "__main__":
-    main()

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import tomllib
+from collections import defaultdict
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -145,29 +146,28 @@ def checks_of(file):
 
     Checks of one kind have the same first word. A row has the lowest and the highest number.
     """
-    rows_by_kind, skipped = {}, {}
+    rows_by_kind, skipped = defaultdict(list), defaultdict(list)
     for row in load(file)["rows"]:
+        is_speed = row["name"].startswith("speed")
+        kind = row["name"] if is_speed else row["name"].partition("-")[0]
         if row["passed"] is None:
-            skipped.setdefault(row["reason"], []).append(f"`{row['name']}`")
+            skipped[row["reason"]].append(f"`{row['name']}`")
         else:
-            is_speed = row["name"].startswith("speed")
-            kind = row["name"] if is_speed else row["name"].partition("-")[0]
-            rows_by_kind.setdefault(kind, []).append(row)
-    found = []
-    for kind, rows in rows_by_kind.items():
-        failed = [f"**{row['name']}: {row['reason']}**" for row in rows if not row["passed"]]
-        passed = "; ".join([f"{len(rows) - len(failed)} of {len(rows)}", *failed])
-        numbers = {}
-        for name, value in (pair for row in rows for pair in row["numbers"].items()):
-            numbers.setdefault(name, []).append(value)
-        found.append(
-            {
-                "name": f"{kind}-*" if len(rows) > 1 else rows[0]["name"],
-                "passed": passed,
-                "numbers": "; ".join(f"{name}: {ends(values)}" for name, values in numbers.items()),
-            }
-        )
-    return found, skipped
+            rows_by_kind[kind].append(row)
+    return [summary_of(kind, rows) for kind, rows in rows_by_kind.items()], skipped
+
+
+def summary_of(kind, rows):
+    """Return the name, the verdict and the numbers of a kind of checks."""
+    failed = [f"**{row['name']}: {row['reason']}**" for row in rows if not row["passed"]]
+    values_by_name = defaultdict(list)
+    for name, value in (pair for row in rows for pair in row["numbers"].items()):
+        values_by_name[name].append(value)
+    return {
+        "name": f"{kind}-*" if len(rows) > 1 else rows[0]["name"],
+        "passed": "; ".join([f"{len(rows) - len(failed)} of {len(rows)}", *failed]),
+        "numbers": "; ".join(f"{name}: {ends(them)}" for name, them in values_by_name.items()),
+    }
 
 
 def ends(values):
@@ -195,7 +195,7 @@ def promises():
 def script(path):
     """Return a script as a module."""
     sys.path.append(str(ROOT / "benchmarks"))
-    return importlib.import_module("contenders").load(str(ROOT / path))
+    return importlib.import_module("harness").load(str(ROOT / path))
 
 
 def chapter_rows(*names):
@@ -222,16 +222,6 @@ def flag_rows(chapter, *names):
     for name in names:
         options = ast.parse(declared[f"--{name}"]).body[0].value.keywords
         yield {option.arg: option.value for option in options} | {"name": name}
-
-
-def contender_rows(file):
-    """Return those who took part in benchmarks/speed.py, the fastest first."""
-    results = load(file)
-    rows = []
-    for name, details in results["details"].items():
-        speeds = [speeds[name] / speeds["01"] for speeds in results["speeds"]]
-        rows.append(details | {"name": name, "speeds": speeds})
-    return sorted(rows, key=lambda row: -median(row["speeds"]))
 
 
 def reason_of(row):

@@ -15,6 +15,8 @@ import tomllib
 from collections import namedtuple
 from pathlib import Path
 
+from markdown_it import MarkdownIt
+
 from chapters import ROOT
 
 # `kind` names the part of a file that the words come from: prose, comment, trailing (a comment
@@ -93,15 +95,10 @@ def without_code(text):
 
 def texts_of_markdown(source):
     """Yield each paragraph, heading, list item and table cell, but no code and no comment."""
-    source = blank(r"<!-- \[\[\[cog.*?\[\[\[end\]\]\] -->|<!--.*?-->|^( *)```.*?^\1```", source)
-    # A new text starts at a blank line, at a list item or heading, and at each column of a table.
-    borders = r"\n(?=\s*(?:[-*|#>]|\d+\.)\s|\s*(?:\n|\Z))|(?<=\n)\||\s\|(?=\s)|\Z"
-    start = 0
-    for border in re.finditer(borders, source):
-        words = source[start : border.start()]
-        start += len(words) - len(words.lstrip())
-        yield Text("prose", source.count("\n", 0, start) + 1, words.strip("\n| "))
-        start = border.end()
+    source = blank(r"<!-- \[\[\[cog.*?\[\[\[end\]\]\] -->|<!--.*?-->", source)
+    for token in MarkdownIt("gfm-like", {"linkify": False}).parse(source):
+        if token.type in ("inline", "html_block"):
+            yield Text("prose", token.map[0] + 1, token.content)
 
 
 def comments_of(source):

@@ -14,7 +14,7 @@ from chapters import ROOT, chapters
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-from harness import describe_machine
+from harness import describe_machine, keep
 
 ARGUMENTS = "--device cpu --num-steps 100 --checkpoint-every 20 --log-every 1 --seq-length 64"
 # Kill the run when it has logged these steps.
@@ -49,8 +49,7 @@ def main():
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         straight = train(one)
         starts = [train(other, step) for step in (*KILLED_AFTER, None)]
-    content = {"machine": describe_machine(), "straight": straight, "starts": starts}
-    (ROOT / output).write_text(json.dumps(content) + "\n")
+    keep(ROOT / output, describe_machine(), {"straight": straight, "starts": starts})
 
 
 if __name__ == "__main__":

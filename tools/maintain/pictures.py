@@ -149,7 +149,8 @@ def two_ranks():
             picture.box(x + split, top + 36, scale * (length - wait), 28, color="orange")
             picture.text(x + scale * length / 2, top + 50, str(number), "small")
     picture.line((102, 208), (592, 208))
-    for time in range(0, int(490 / scale), 100):
+    interval = 10 ** int(math.log10(490 / scale))
+    for time in range(0, int(490 / scale), interval):
         picture.text(102 + scale * time, 222, f"{time} ms" if time else "0", "quiet small")
     entries = ("orange", "sends a bucket"), ("paper", "waits for the other rank")
     picture.legend(250, *entries, ("purple", "clip, optimizer"))
