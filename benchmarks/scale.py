@@ -180,6 +180,11 @@ def layer_traffic(step):
     return 2 * gather + reduce, step.sent["copy"] / 1e9
 
 
+# The columns of the ways to split in the table of the fastest layouts.
+COLUMNS = {"FSDP": "FSDP", "FSDP, replicas": "FSDP", "FSDP, recompute": "FSDP"}
+COLUMNS |= {"FSDP, TP": "TP", "FSDP, PP": "PP", "FSDP, TP, PP": "TP and PP"}
+
+
 def fastest_rows(model):
     """Return the fastest layout that fits, for each number of devices and way to split."""
     rows = []
@@ -189,10 +194,13 @@ def fastest_rows(model):
         args.model = model_of(load_config(args)[0])
         row = {"model": model, "devices": devices}
         for layout in best_layouts(args):
-            if layout["fits"]:
+            if layout["fits"] and layout["way"] in COLUMNS:
                 speed = layout["speed"]["tokens_per_second"]
                 stages = layout["setting"].pipeline_parallel_size
-                row[layout["way"]] = {"tokens_per_second": speed, "stages": stages}
+                # The fastest layout comes first.
+                row.setdefault(
+                    COLUMNS[layout["way"]], {"tokens_per_second": speed, "stages": stages}
+                )
         rows.append(row)
     return rows
 

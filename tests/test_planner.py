@@ -404,6 +404,7 @@ BAD = {
     "-m {folder}/broken.json": "broken.json:",
     "@nosuch.args": "'nosuch.args'",
     "--precision fp32 --weights-dtype bf16": "weights in bf16 cannot compute in fp32",
+    "--layouts --device cpu": "leave out --write-config and --device cpu",
     "--write-config horovod file": "unknown framework; choose deepspeed or accelerate",
     "--write-config deepspeed file --recompute selective": "choose none or full",
     "--write-config deepspeed file --chapter 02": "choose --chapter 04 or 05",

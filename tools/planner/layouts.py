@@ -101,7 +101,7 @@ def best_layouts(args):
     for way, (chapter, choices) in ways_to_split(args).items():
         words = words_without_layout(args, chapter)
         lines = (" ".join(flags).split() for flags in itertools.product(*choices))
-        layouts = (layout_of(args, chapter, [*words, *line]) for line in lines)
+        layouts = (layout_of(args, chapter, words, line) for line in lines)
         if best := best_of([layout for layout in layouts if layout]):
             found.append({"way": way} | best)
     return sorted(found, key=lambda layout: -(layout["speed"] or {}).get("tokens_per_second", 0))
@@ -120,19 +120,20 @@ def words_without_layout(args, chapter):
     return parser.parse_known_args(args.training_words)[1]
 
 
-def layout_of(args, chapter, words):
+def layout_of(args, chapter, words, layout_words):
     """Return the setting, the command and the speed of a layout, or None if it is impossible."""
     # The number of samples, layers or heads may not be divisible by the ranks.
     with (
         contextlib.suppress(UnsupportedModelError),
         mock.patch.object(newest_chapter(), "fail", refuse),
     ):
-        training_args = parse_training_args(words, args.ranks)
+        training_args = parse_training_args([*words, *layout_words], args.ranks)
         values = argparse.Namespace(**vars(args) | vars(training_args))
         # Chapter 03 trains as chapter 02 does.
         setting = setting_of(values, "02" if chapter == "03" else chapter)
-        command = [launcher(args), str(SCRIPTS[chapter].relative_to(ROOT)), shlex.join(words)]
-        return {"setting": setting, "command": " ".join(command), "speed": speed_of(setting)}
+        script = shlex.join([str(SCRIPTS[chapter].relative_to(ROOT)), *words])
+        command = " \\\n    ".join([launcher(args), script, shlex.join(layout_words)])
+        return {"setting": setting, "command": command, "speed": speed_of(setting)}
     return None
 
 

@@ -52,6 +52,8 @@ SETTINGS = {
     "05 --cpu-offload --recompute selective": {"cpu_offload": True, "recompute": "selective"},
     "05 --cpu-offload --recompute full": {"cpu_offload": True, "recompute": "full"},
 }
+# The flags of a single rank.
+ALONE = "--replicas 1 --tensor-parallel-size 1 --pipeline-parallel-size 1 --context-parallel-size 1"
 
 
 # ---- command line ----------------------------------------------------------------------------
@@ -62,7 +64,11 @@ def parse_args(argv=None):
     parser = build_parser()
     args, args.training_words = parser.parse_known_args(argv)
     args.ranks = args.nodes * args.gpus_per_node
-    vars(args).update(vars(parse_training_args(args.training_words, args.ranks)))
+    words, ranks = args.training_words, args.ranks
+    # Each layout has its own flags, and checks the number of ranks.
+    if args.layouts:
+        words, ranks = [*words, *ALONE.split()], 1
+    vars(args).update(vars(parse_training_args(words, ranks)))
     if args.weights_dtype == "bf16" and args.precision == "fp32":
         problem = "weights in bf16 cannot compute in fp32"
         fail(f"--weights-dtype bf16 --precision fp32: {problem}; use --precision bf16")
@@ -71,6 +77,8 @@ def parse_args(argv=None):
         if getattr(args, f"{name}_parallel_size") > 1:
             args.chapter = chapter
     args.flops_efficiency = args.flops_efficiency or EFFICIENCY[args.compile]
+    if args.layouts and (args.write_config or args.device == "cpu"):
+        fail("--layouts: compares layouts on GPUs; leave out --write-config and --device cpu")
     args.config_text = config_text(args) if args.write_config else None
     return args
 
@@ -225,7 +233,7 @@ def show_layouts(args, plan):
         needs = ", ".join(needs).replace("gpu", "GPU")
         print(f"\n{layout['way']}: {verdict(layout, sizes=True)}; {needs}")
         if layout["fits"]:
-            print(f"  {speed_text(args, layout['speed'])}\n  {layout['command']}")
+            print(f"{speed_text(args, layout['speed'])}\n{layout['command']}")
 
 
 def speed_text(args, speed):
@@ -234,7 +242,7 @@ def speed_text(args, speed):
     text += f"{speed['exposed']:.1%} of a step waits for communication"
     if args.tokens:
         days = args.tokens / speed["tokens_per_second"] / args.ranks / 86400
-        text += f", {days:,.2f} days for {args.tokens:.3g} tokens"
+        text += f", {days:,.2f} days for {args.tokens / 1e9:,.4g} billion tokens"
     return text
 
 
@@ -284,7 +292,7 @@ def main():
     else:
         fits = plan["asked"]["fits"]
     if args.json:
-        print(json.dumps(plan, indent=1, default=repr))
+        print(json.dumps(plan, indent=1, default=lambda _: None))
     elif args.layouts:
         show_layouts(args, plan)
     elif args.brief:
