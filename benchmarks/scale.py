@@ -25,69 +25,39 @@ from training_step import load_config, model_of, setting_of
 TITAN = (
     "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
 )
-# The readme files of this commit.
-NEMO = "https://github.com/NVIDIA/dgxc-benchmarking/blob/143b90dd91f9be958fed4773ae95d941a3356a82"
-LAMBDA = "https://github.com/LambdaLabsML/distributed-training-guide/blob/1fbe39a1f86f84bb019ec1a0af666bc26d4a2aaa/05-training-llama-405b/README.md#run-statistics"
-# torchtitan's H100s have a memory of 2.4 TB/s and 96 GB.
-TITAN_8B = "-m meta-llama/Llama-3.1-8B -s 8192 -b 2 --recompute selective --gpu-memory-gib 96 "
-TITAN_8B += "--gpu-bandwidth-gbs 2400"
-TITAN_405B = "-m meta-llama/Llama-3.1-405B -s 8192 -b 1 --recompute full --compile --nodes 64 "
-TITAN_405B += "--global-batch-size 256 --tensor-parallel-size 8 --pipeline-parallel-size 8 "
-TITAN_405B += "--gpu-memory-gib 96 --gpu-bandwidth-gbs 2400"
-# Name, page, flags, and published tokens per second and GPU. The efficiency is fitted to the runs
-# on 8 GPUs. NeMo's ranks of a context-parallel group have the same work, as under Ulysses.
+# The pages of MaxText and NeMo.
+RECIPES = (
+    "https://github.com/NVIDIA/dgxc-benchmarking/tree/143b90dd91f9be958fed4773ae95d941a3356a82"
+)
+LAMBDA = "https://github.com/LambdaLabsML/distributed-training-guide/tree"
+LAMBDA += "/1fbe39a1f86f84bb019ec1a0af666bc26d4a2aaa/05-training-llama-405b#run-statistics"
+# torchtitan's H100s have a memory of 2.4 TB/s.
+TITAN_8B = "-m meta-llama/Llama-3.1-8B -s 8192 -b 2 --recompute selective --gpu-bandwidth-gbs 2400"
+TITAN_405B = "-m meta-llama/Llama-3.1-405B -s 8192 -b 1 --recompute full --gpu-bandwidth-gbs 2400 "
+TITAN_405B += "--compile --tensor-parallel-size 8 --pipeline-parallel-size 8"
+LLAMA_2_70B = "-m meta-llama/Llama-3.1-70B --config vocab_size=32000 -s 4096 -b 2 --compile "
+LLAMA_2_70B += "--recompute selective"
+# NeMo gives all ranks of a context-parallel group the same work, as Ulysses does.
+NEMO = "-s 8192 -b 1 --compile --pipeline-schedule interleaved-1f1b --context-parallel-size 2 "
+NEMO += "--context-parallel-style ulysses -m meta-llama/Llama-3.1-"
+NEMO_70B = f"{NEMO}70B --tensor-parallel-size 4 --pipeline-parallel-size 4"
+NEMO_405B = f"{NEMO}405B --tensor-parallel-size 8 --pipeline-parallel-size 9"
+LAMBDA_405B = "-m meta-llama/Llama-3.1-405B -s 4096 -b 1 --cpu-offload --recompute full --compile "
+LAMBDA_405B += "--weights-dtype bf16"
+INTERLEAVED = f"{TITAN_405B} --pipeline-schedule interleaved-1f1b"
+# Name, page, flags, nodes of 8 GPUs, global batch size, and published tokens per second and GPU.
+# The efficiency of computation is fitted to the runs on one node.
 PUBLISHED = [
-    ("torchtitan, 8B, FSDP, eager", TITAN, f"{TITAN_8B} --global-batch-size 16", 5762),
-    ("torchtitan, 8B, FSDP", TITAN, f"{TITAN_8B} --compile --global-batch-size 16", 6667),
-    (
-        "torchtitan, 8B, FSDP, eager",
-        TITAN,
-        f"{TITAN_8B} --nodes 16 --global-batch-size 256",
-        5605,
-    ),
-    (
-        "torchtitan, 8B, FSDP",
-        TITAN,
-        f"{TITAN_8B} --compile --nodes 16 --global-batch-size 256",
-        6514,
-    ),
-    (
-        "MaxText, Llama-2-70B, FSDP",
-        f"{NEMO}/maxtext/README_70b.md",
-        "-m meta-llama/Llama-3.1-70B --config vocab_size=32000 -s 4096 -b 2 --nodes 8 "
-        "--global-batch-size 128 --compile --recompute selective",
-        74909 / 64,
-    ),
-    (
-        "NeMo, 70B, TP 4, PP 4, CP 2",
-        f"{NEMO}/llama3.1/README_70b.md",
-        "-m meta-llama/Llama-3.1-70B -s 8192 -b 1 --nodes 8 --global-batch-size 128 --compile "
-        "--tensor-parallel-size 4 --pipeline-parallel-size 4 --context-parallel-size 2 "
-        "--pipeline-schedule interleaved-1f1b --context-parallel-style ulysses",
-        71235 / 64,
-    ),
-    (
-        "NeMo, 405B, TP 8, PP 9, CP 2",
-        f"{NEMO}/llama3.1/README_405b.md",
-        "-m meta-llama/Llama-3.1-405B -s 8192 -b 1 --nodes 72 --global-batch-size 252 --compile "
-        "--tensor-parallel-size 8 --pipeline-parallel-size 9 --context-parallel-size 2 "
-        "--pipeline-schedule interleaved-1f1b --context-parallel-style ulysses",
-        120022 / 576,
-    ),
-    ("torchtitan, 405B, Float8, TP 8, PP 8", TITAN, TITAN_405B, 100),
-    (
-        "torchtitan, 405B, Float8, TP 8, PP 8 interleaved",
-        TITAN,
-        f"{TITAN_405B} --pipeline-schedule interleaved-1f1b",
-        128,
-    ),
-    (
-        "Lambda, 405B, FSDP, CPU offload",
-        LAMBDA,
-        "-m meta-llama/Llama-3.1-405B -s 4096 -b 1 --nodes 8 --global-batch-size 64 "
-        "--cpu-offload --recompute full --compile --weights-dtype bf16",
-        4096 / 30,
-    ),
+    ("torchtitan, 8B, FSDP, eager", TITAN, TITAN_8B, 1, 16, 5762),
+    ("torchtitan, 8B, FSDP", TITAN, f"{TITAN_8B} --compile", 1, 16, 6667),
+    ("torchtitan, 8B, FSDP, eager", TITAN, TITAN_8B, 16, 256, 5605),
+    ("torchtitan, 8B, FSDP", TITAN, f"{TITAN_8B} --compile", 16, 256, 6514),
+    ("MaxText, Llama-2-70B, FSDP", f"{RECIPES}/maxtext", LLAMA_2_70B, 8, 128, 74909 / 64),
+    ("NeMo, 70B, TP 4, PP 4, CP 2", f"{RECIPES}/llama3.1", NEMO_70B, 8, 128, 71235 / 64),
+    ("NeMo, 405B, TP 8, PP 9, CP 2", f"{RECIPES}/llama3.1", NEMO_405B, 72, 252, 120022 / 576),
+    ("torchtitan, 405B, Float8, TP 8, PP 8", TITAN, TITAN_405B, 64, 256, 100),
+    ("the same with interleaved 1F1B", TITAN, INTERLEAVED, 64, 256, 128),
+    ("Lambda, 405B, FSDP, CPU offload", LAMBDA, LAMBDA_405B, 8, 64, 4096 / 30),
 ]
 
 MODELS = [f"meta-llama/Llama-3.{size}" for size in ("2-1B", "1-8B", "1-70B", "1-405B")]
@@ -117,10 +87,10 @@ def setting_from(words):
 def published_rows():
     """Return the published speeds next to the predicted speeds."""
     rows = []
-    for run, page, flags, published in PUBLISHED:
-        setting = setting_from(flags)
-        predicted = speed_of(setting)["tokens_per_second"]
-        row = {"run": run, "page": page, "devices": setting.ranks, "published": published}
+    for run, page, flags, nodes, global_batch_size, published in PUBLISHED:
+        sizes = f"--nodes {nodes} --global-batch-size {global_batch_size}"
+        predicted = speed_of(setting_from(f"{flags} {sizes}"))["tokens_per_second"]
+        row = {"run": run, "page": page, "devices": 8 * nodes, "published": published}
         rows.append(row | {"predicted": predicted, "error": predicted / published - 1})
     return rows
 

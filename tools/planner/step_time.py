@@ -51,7 +51,7 @@ NCCL = {
 
 
 def active_numbers(shapes, config):
-    """Return how many of the weights of these shapes a token uses: of experts, only the chosen."""
+    """Return the number of weights that a token uses: of experts, only those of its own experts."""
     # The weights of all experts are one tensor; its first dimension is the number of experts.
     chosen = getattr(config, "num_experts_per_tok", None)
     experts = [shape for shape in shapes if len(shape) == 3 and chosen]
@@ -202,7 +202,7 @@ class StepTime:
         """Return the seconds of a collective of a layer's weights, and of one of the root's.
 
         Each weight has `size` bytes, FSDP's padding included. The layers' collectives are sent
-        `times[0]` times in all, and the root's `times[1]` times. Under offload, the rank copies its
+        `times[0]` times, and the root's `times[1]` times. Under offload, the rank copies its
         shard in line with the collective.
         """
         setting, seconds = self.setting, []
@@ -236,20 +236,20 @@ class StepTime:
         gather, root_gather = self.gather(count * (2 * depth - 1 if reshards else depth), count)
         # Nothing hides the first gathers, and the last reductions.
         forward = root_gather + gather + overlapped(depth, self.forward, gather)
-        again = gather if reshards else 0.0
+        second_gather = gather if reshards else 0.0
         reduce, root_reduce = self.reduce(1, 1 / setting.pcie_gbs)
         seconds = count * (forward + self.head) + reduce + root_reduce
-        seconds += overlapped(depth, self.backward, again + reduce)
+        seconds += overlapped(depth, self.backward, second_gather + reduce)
         if count > 1:
             # Under offload, later gradients go to pageable memory, and are added up there.
             adding = 3 * setting.gpus_per_node / setting.cpu_adam_gbs
             reduce, root_reduce = self.reduce(count - 1, 1 / setting.pageable_gbs + adding)
-            backward = overlapped(depth, self.backward, again + reduce) + reduce
+            backward = overlapped(depth, self.backward, second_gather + reduce) + reduce
             if setting.cpu_offload:
-                backward = depth * (max(self.backward, again) + reduce)
+                backward = depth * (max(self.backward, second_gather) + reduce)
             seconds += (count - 1) * (backward + root_reduce)
         replicas, root_replicas = self.reduce_replicas()
-        slower = max(self.backward, again + reduce)
+        slower = max(self.backward, second_gather + reduce)
         exposed = overlapped(depth, slower, replicas) - depth * slower
         return seconds + exposed + replicas + root_replicas
 
@@ -303,7 +303,7 @@ def speed_of(setting):
     """Return the speed of a setting: seconds of a step, tokens per second and GPU, and shares.
 
     `mfu` is the share of the GPUs' peak that the model's FLOPs need, without recomputation.
-    `exposed` is the share of the step in which a rank neither computes nor runs the optimizer.
+    `exposed` is the share of the step that a rank spends neither on computation nor on AdamW.
     """
     step = StepTime(setting)
     tokens = setting.global_batch_size * setting.seq_length / setting.ranks
