@@ -142,16 +142,12 @@ def test_405b_needs_the_published_memory():
 # ---- verdicts --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("memory", "first"),
-    [
-        ("400", "02"),
-        ("70", "04 --no-reshard-after-forward"),
-        ("55", "04"),
-        ("14", "05 --cpu-offload --recompute full"),
-        ("14 --host-memory-gib 100", None),
-    ],
-)
+# The memory of a GPU in GiB, and the first setting of Llama-3.1-8B that fits.
+FIRST = {"400": "02", "70": "04 --no-reshard-after-forward", "55": "04"}
+FIRST |= {"14": "05 --cpu-offload --recompute full", "14 --host-memory-gib 100": None}
+
+
+@pytest.mark.parametrize(("memory", "first"), FIRST.items())
 def test_plan_names_the_first_setting_that_fits(memory, first):
     planned = plan(f"-m meta-llama/Llama-3.1-8B -s 4096 -b 1 --gpu-memory-gib {memory}")
     assert planned["first"] == first
@@ -352,6 +348,11 @@ def test_command_of_a_layout_starts_its_chapter(monkeypatch):
         args = training_step.parse_training_args(shlex.split(words), 8)
         assert args.micro_batch_size == layout["setting"].micro_batch_size and args.lr == 1e-5
         monkeypatch.undo()
+
+
+def test_way_that_a_chapter_refuses_for_a_model_is_left_out(models):
+    found = {layout["way"] for layout in plan(f"-m {models / 'gpt2'} -s 64 --layouts")["layouts"]}
+    assert "FSDP, PP" in found and not found & {"FSDP, TP", "FSDP, TP, PP"}
 
 
 # ---- files for frameworks --------------------------------------------------------------------
