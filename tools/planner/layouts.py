@@ -122,21 +122,23 @@ def words_without_layout(args, chapter):
 
 def layout_of(args, chapter, words, layout_words):
     """Return the setting, the command and the speed of a layout, or None if it is impossible."""
+    script, newest = SCRIPTS[chapter].relative_to(ROOT), newest_chapter()
     # The number of samples, layers or heads may not be divisible by the ranks.
     with (
         contextlib.suppress(UnsupportedModelError),
-        mock.patch.object(newest_chapter(), "fail", refuse),
+        mock.patch.object(newest, "fail", refuse),
+        # Tracing checks masks, and how sequences are split.
+        mock.patch.object(newest, "needs_mask", return_value=False),
     ):
         training_args = parse_training_args([*words, *layout_words], args.ranks)
         values = argparse.Namespace(**vars(args) | vars(training_args))
         # Chapter 03 trains as chapter 02 does.
         setting = setting_of(values, "02" if chapter == "03" else chapter)
-        # From chapter 05 on, scripts refuse some models. Tracing checks how sequences are split.
+        # From chapter 05 on, scripts refuse some models.
         if chapter >= "05":
-            checked = setting.changed(context_parallel_size=1)
-            newest_chapter().check_model(checked, args.model.built)
-        script = shlex.join([str(SCRIPTS[chapter].relative_to(ROOT)), *words])
-        command = " \\\n    ".join([launcher(args), script, shlex.join(layout_words)])
+            newest.check_model(setting.changed(context_parallel_size=1), args.model.built)
+        lines = [launcher(args), shlex.join([str(script), *words]), shlex.join(layout_words)]
+        command = " \\\n    ".join(lines)
         return {"setting": setting, "command": command, "speed": speed_of(setting)}
     return None
 
