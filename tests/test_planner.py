@@ -345,7 +345,7 @@ def test_command_of_a_layout_starts_its_chapter(monkeypatch):
         assert start.startswith("torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d")
         script = training_step.load_chapter(start.split()[-1][:2])
         monkeypatch.setattr(training_step, "newest_chapter", lambda script=script: script)
-        args = training_step.parse_training_args(shlex.split(words), 8)
+        args = training_step.parse_training_args(shlex.split(words.replace("\\\n", " ")), 8)
         assert args.micro_batch_size == layout["setting"].micro_batch_size and args.lr == 1e-5
         monkeypatch.undo()
 
