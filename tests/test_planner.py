@@ -1,18 +1,24 @@
-"""The planner: bytes that are known, verdicts that make sense, real runs, bad input."""
+"""The planner: known bytes and speeds, verdicts that make sense, real runs, bad input."""
 
 import json
+import math
 import shlex
 import sys
 
 import pytest
 import yaml
 
+import layouts
+import scale
+import training_step
 import will_it_fit
 from conftest import ROOT, run_command
 from framework_files import write_config
 from on_ranks import make_model_folder
 from planner import CASES, COMMON, SMALL
-from training_step import bubble, in_flight, load_config
+from scale import setting_from
+from step_time import StepTime, collective, forward_flops, speed_of
+from training_step import bubble, in_flight
 
 pytestmark = pytest.mark.tool
 
@@ -42,10 +48,7 @@ def plan(options):
 
 def asked(options):
     """Return the plan of only the setting that a command line chooses."""
-    args = will_it_fit.parse_args(shlex.split(options))
-    model = will_it_fit.model_of(load_config(args)[0])
-    flags = {name: getattr(args, name) for name in will_it_fit.FLAG_DEFAULTS}
-    return will_it_fit.plan_of(args, model, args.chapter, flags)
+    return layouts.plan_of(setting_from(options))
 
 
 def main(monkeypatch, options):
@@ -61,9 +64,8 @@ def main(monkeypatch, options):
 
 @pytest.mark.parametrize(("name", "weights"), WEIGHTS.items())
 def test_shape_in_configs_has_the_published_number_of_weights(name, weights):
-    args = will_it_fit.parse_args(["-m", str(ROOT / f"05-large-model/configs/{name}.json")])
-    config, _ = load_config(args)
-    assert will_it_fit.model_of(config).weights == weights
+    setting = setting_from(f"-m {ROOT}/05-large-model/configs/{name}.json")
+    assert setting.model.weights == weights
 
 
 # Two ranks that split layers have half of each matrix, and each norm completely. The first of two
@@ -140,16 +142,12 @@ def test_405b_needs_the_published_memory():
 # ---- verdicts --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("memory", "first"),
-    [
-        ("400", "02"),
-        ("70", "04 --no-reshard-after-forward"),
-        ("55", "04"),
-        ("14", "05 --cpu-offload --recompute full"),
-        ("14 --host-memory-gib 100", None),
-    ],
-)
+# The memory of a GPU in GiB, and the first setting of Llama-3.1-8B that fits.
+FIRST = {"400": "02", "70": "04 --no-reshard-after-forward", "55": "04"}
+FIRST |= {"14": "05 --cpu-offload --recompute full", "14 --host-memory-gib 100": None}
+
+
+@pytest.mark.parametrize(("memory", "first"), FIRST.items())
 def test_plan_names_the_first_setting_that_fits(memory, first):
     planned = plan(f"-m meta-llama/Llama-3.1-8B -s 4096 -b 1 --gpu-memory-gib {memory}")
     assert planned["first"] == first
@@ -177,6 +175,184 @@ def test_flags_are_those_of_the_newest_chapter(tmp_path):
     assert (args.lr, args.compile, args.recompute) == (1e-5, True, "full")
     # A plan is for GPUs, whether this machine has one or not.
     assert (args.device, args.precision, args.ranks) == ("cuda", "bf16", 8)
+
+
+# ---- speed -----------------------------------------------------------------------------------
+
+# Llama-3.1-8B has 32 layers. Outside of them, it has an embedding, a head and a norm.
+WEIGHTS_8B, LAYERS, ROOT_8B = 8_030_261_248, 32, 2 * 128_256 * 4096 + 4096
+LAYER_8B = (WEIGHTS_8B - ROOT_8B) // LAYERS
+# Tensor-parallel ranks split all weights but those of the norms.
+SPLIT_8B = [(LAYER_8B - 2 * 4096) // 8 + 2 * 4096, (ROOT_8B - 4096) // 8 + 4096]
+# The flags of each way to split Llama-3.1-8B on nodes of eight GPUs.
+SPLITS = {
+    "DDP": "--chapter 02",
+    "kept": "--no-reshard-after-forward",
+    "FSDP": "",
+    "hybrid": "--replicas {nodes}",
+    "offload": "--cpu-offload",
+    "tensor": "--tensor-parallel-size 8 -b 16",
+    "pipeline": "--pipeline-parallel-size {nodes}",
+    "context": "--context-parallel-size 8 -b 16",
+}
+
+
+def setting_8b(split, nodes=1, micro_steps=1, flags="", gpus=8):
+    """Return the setting of a way to split, with two samples of 8,192 tokens on each GPU."""
+    words = f"-m meta-llama/Llama-3.1-8B -s 8192 -b 2 --recompute selective --nodes {nodes} "
+    words += f"--gpus-per-node {gpus} --global-batch-size {2 * gpus * nodes * micro_steps} "
+    return setting_from(words + SPLITS[split].format(nodes=nodes) + f" {flags}")
+
+
+def sent_in_copy(split, ranks, micro_steps):
+    """Return the bytes that a rank sends among the ranks of a copy, by the READMEs' formulas."""
+    if split == "DDP":
+        return 2 * (ranks - 1) / ranks * 4 * WEIGHTS_8B
+    layer, root = SPLIT_8B if split == "tensor" else (LAYER_8B, ROOT_8B)
+    weights = LAYERS * layer + root
+    gathered = 2 * weights if split == "kept" else 2 * (2 * weights - root - layer)
+    return micro_steps * (gathered + 4 * weights) * (ranks - 1) / ranks
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(("nodes", "micro_steps"), [(1, 1), (8, 1), (8, 3)])
+def test_sent_bytes_follow_the_closed_formulas(split, nodes, micro_steps):
+    step = StepTime(setting_8b(split, nodes, micro_steps))
+    formula = sent_in_copy(split, {"hybrid": 8, "tensor": nodes}.get(split, 8 * nodes), micro_steps)
+    # The largest of eight stages has five layers, and sends once per step.
+    if split == "pipeline" and nodes == 8:
+        formula = 7 / 8 * 6 * 5 * LAYER_8B
+    assert step.sent["copy"] == pytest.approx(formula, rel=1e-12)
+    if nodes == 1:
+        assert step.sent["network"] == 0, "one node sends nothing to another"
+    # A ring of all ranks leaves each node once, through eight adapters. Replicas send only shards.
+    elif split == "FSDP":
+        assert step.sent["network"] == pytest.approx(formula / 8, rel=1e-12)
+    elif split == "hybrid":
+        shards = 2 * 7 / 8 * 4 * WEIGHTS_8B / 8
+        assert step.sent["network"] == step.sent["replicas"] == pytest.approx(shards, rel=1e-12)
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 8), ("selective", 8 + 3)])
+def test_groups_send_the_hidden_states_keys_and_values_of_the_formulas(recompute, passes):
+    # The hidden states of 8 × 2 samples of 8,192 tokens, and the head.
+    hidden, head = 2 * 8 * 2 * 8192 * 4096, 2 * 128_256 * 4096
+    step = StepTime(setting_8b("tensor", 8, flags=f"--recompute {recompute}"))
+    formula = 7 / 8 * ((LAYERS * passes + 2) * hidden + 2 * head)
+    assert step.sent["tensor"] == pytest.approx(formula, rel=1e-12)
+    assert step.busy["tensor"] > formula / 370e9
+    # Keys and values are 1,024 wide. Under Ulysses, a rank sends its part of the queries, too.
+    gathers = 2 if recompute == "none" else 3
+    for style, width in {"gather": 2 * 1024, "ulysses": (2 * 1024 + 2 * 4096) / 8}.items():
+        flags = f"--recompute {recompute} --context-parallel-style {style}"
+        step = StepTime(setting_8b("context", 8, flags=flags))
+        formula = 7 / 8 * LAYERS * gathers * 2 * 8 * 2 * 8192 * width
+        assert step.sent["context"] == pytest.approx(formula, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "micro_steps", "idle"),
+    [("1f1b", 1, 7 / 15), ("1f1b", 8, 7 / 71), ("interleaved-1f1b", 8, 7 / 135)],
+)
+def test_pipeline_is_idle_by_the_formula_and_sends_hidden_states(schedule, micro_steps, idle):
+    flags = f"--pipeline-schedule {schedule} --recompute none"
+    setting = setting_8b("pipeline", 8, micro_steps, flags)
+    step, passes, count = StepTime(setting), 1 if schedule == "1f1b" else 2, 8 * micro_steps
+    # The bytes of a micro-batch of 2 samples.
+    assert step.sent["stages"] == 2 * passes * count * 2 * 2 * 8192 * 4096
+    # Besides, the rank waits for the reduction at the end.
+    assert idle < speed_of(setting)["exposed"] < idle + 0.02
+    most = step.depth * 3 * step.forward * count
+    assert most <= step.busy["compute"] < 1.05 * (most + step.head * count)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_waits_vanish_with_one_device_or_links_without_limits(split):
+    if split not in ("tensor", "context"):
+        alone = setting_8b(split, gpus=1)
+        assert not any(StepTime(alone).sent.values())
+        # With offload, a single device still copies to the host.
+        assert (speed_of(alone)["exposed"] > 1e-9) == (split == "offload")
+    # Eight micro-batches in eight stages are idle, however fast the links are.
+    idle = 7 / (8 + 7) if split == "pipeline" else 0
+    setting = setting_8b(split, 8)
+    fast = dict.fromkeys(("nvlink_gbs", "network_gbs", "pcie_gbs"), math.inf)
+    assert speed_of(setting.changed(latency=0, **fast))["exposed"] == pytest.approx(idle, abs=1e-3)
+    assert speed_of(setting)["exposed"] > idle + 1e-4
+
+
+def test_collective_takes_the_time_computed_by_hand():
+    # In a ring of 16 ranks on 2 nodes, one hop crosses. For 2**30 bytes at 370 GB/s, NCCL's
+    # "Simple" is the fastest.
+    expected = 15 / 16 * 2**30 / 370e9 + (8.4 + 14 * 3.4 + 14) * 1e-6
+    setting = setting_from("")
+    seconds, sent = collective(setting, "all-gather", 2**30, 16, 2, 370)
+    assert (seconds, sent) == (pytest.approx(expected), 15 / 16 * 2**30)
+    # A small collective is faster with LL128, and an all-reduce of 4,096 ranks with a tree.
+    seconds, _ = collective(setting, "all-gather", 1024, 16, 2, 370)
+    assert seconds == pytest.approx((14 + 14 * 1.9 + 4) * 1e-6, rel=1e-3)
+    gather, _ = collective(setting, "all-gather", 2**20, 4096, 512, 370)
+    reduce, _ = collective(setting, "all-reduce", 2**20, 4096, 512, 370)
+    assert gather > 4095 * 1.9e-6 > 10 * reduce
+
+
+def test_token_uses_only_the_chosen_experts(tmp_path):
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 64, "num_hidden_layers": 1}
+    sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 384}
+    (tmp_path / "moe.json").write_text(json.dumps(sizes | {"model_type": "qwen3_moe"}))
+    [layer] = (setting := setting_from(f"-m {tmp_path}/moe.json")).model.layers
+    # Attention has 4 matrices of 32 × 32, the router has one of 8 × 32, and the norms have vectors.
+    dense, expert = 4 * 32 * 32 + 8 * 32 + 2 * 32 + 2 * 16, 3 * 32 * 64
+    assert sum(map(math.prod, layer)) == dense + 8 * expert
+    assert forward_flops(setting)[0] == 2 * (dense + 2 * expert)
+
+
+def test_published_speeds_are_predicted_as_the_page_says():
+    rows = scale.published_rows()
+    recorded = json.loads((ROOT / "benchmarks/results/scale.json").read_text())["published"]
+    assert rows == [pytest.approx(row) for row in recorded], "run benchmarks/scale.py again"
+    fitted, larger, others = rows[:2], rows[2:4], rows[4:]
+    assert all(abs(row["error"]) < 0.005 for row in fitted)
+    assert all(abs(row["error"]) < 0.04 for row in larger)
+    assert all(-0.5 < row["error"] < 0 for row in others)
+
+
+# ---- layouts ---------------------------------------------------------------------------------
+
+
+def test_layout_that_does_not_fit_has_no_speed(monkeypatch, capsys):
+    ways = {"DDP": ("03", [["--batch-size 1"]])}
+    ways["FSDP, CPU offload"] = ("05", [["--cpu-offload --recompute full"]])
+    monkeypatch.setattr(layouts, "ways_to_split", lambda _: ways)
+    line = "-m meta-llama/Llama-3.1-70B -s 4096 -b 1 --nodes 8 --global-batch-size 64 --layouts"
+    assert main(monkeypatch, line) == 0
+    offload, ddp = capsys.readouterr().out.split("\n\n")[1:]
+    assert offload.startswith("FSDP, CPU offload: fits") and "tokens/s per GPU" in offload
+    assert ddp.startswith("DDP: no: GPU by 1,") and "tokens/s" not in ddp and "torchrun" not in ddp
+    assert plan(line.replace("--layouts", "--chapter 02"))["asked"]["speed"] is None
+
+
+def test_command_of_a_layout_starts_its_chapter(monkeypatch):
+    line = (
+        "--nodes 2 --gpus-per-node 4 --checkpoint-async --recompute full -b 4 --lr 1e-5 --layouts"
+    )
+    found = plan(line)["layouts"]
+    speeds = [layout["speed"]["tokens_per_second"] for layout in found if layout["fits"]]
+    assert speeds == sorted(speeds, reverse=True) and len(found) == 9
+    for layout in found:
+        start, _, words = layout["command"].partition(".py ")
+        assert start.startswith("torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d")
+        script = training_step.load_chapter(start.split()[-1][:2])
+        monkeypatch.setattr(training_step, "newest_chapter", lambda script=script: script)
+        args = training_step.parse_training_args(shlex.split(words.replace("\\\n", " ")), 8)
+        assert args.micro_batch_size == layout["setting"].micro_batch_size and args.lr == 1e-5
+        monkeypatch.undo()
+
+
+def test_way_that_a_chapter_refuses_for_a_model_is_left_out(models):
+    found = {layout["way"] for layout in plan(f"-m {models / 'gpt2'} -s 64 --layouts")["layouts"]}
+    assert "FSDP, PP" in found and not found & {"FSDP, TP", "FSDP, TP, PP"}
 
 
 # ---- files for frameworks --------------------------------------------------------------------
@@ -229,6 +405,7 @@ BAD = {
     "-m {folder}/broken.json": "broken.json:",
     "@nosuch.args": "'nosuch.args'",
     "--precision fp32 --weights-dtype bf16": "weights in bf16 cannot compute in fp32",
+    "--layouts --device cpu": "leave out --write-config and --device cpu",
     "--write-config horovod file": "unknown framework; choose deepspeed or accelerate",
     "--write-config deepspeed file --recompute selective": "choose none or full",
     "--write-config deepspeed file --chapter 02": "choose --chapter 04 or 05",

@@ -55,14 +55,14 @@ def needs_of(size):
     for gpus in MACHINES:
         words = [*STEP.split(), "--gpus-per-node", str(gpus), "--config", *config_of(size)]
         args = planner.parse_args(words)
-        model = planner.model_of(planner.load_config(args)[0])
+        args.model = planner.model_of(planner.load_config(args)[0])
         # The settings begin with the fastest; take the first that fits.
         for name, changes in planner.SETTINGS.items():
-            plan = planner.plan_of(args, model, name[:2], changes)
+            plan = planner.plan_of(planner.setting_of(args, name[:2], changes))
             if plan["fits"]:
                 row[f"{gpus} GPUs"] = {"setting": name, "gib": plan["gpu_needs"] / planner.GIB}
                 break
-    weights = model.weights
+    weights = args.model.weights
     hours = 6 * weights * TOKENS * weights / (MFU * PEAK) / 3600
     return row | {"weights": weights, "tokens": TOKENS * weights, "gpu_hours": hours}
 

@@ -234,7 +234,7 @@ def reason_of(row):
 
 
 def at(scene, strategy, devices):
-    """Return the prediction of tools/planner/scale.py for one point."""
+    """Return the prediction of benchmarks/scale.py for one point."""
     point = {"scene": scene, "strategy": strategy, "devices": devices}
     return next(row for row in load("scale.json")["scenes"] if point.items() <= row.items())
 

@@ -120,24 +120,24 @@ TRACED_ARGS += ["context_parallel_size", "context_parallel_style"]
 TRACES = {}
 
 
-def segments_of(model, setting):
+def segments_of(setting):
     """Return the segments of a micro-step of a setting: of one rank, with two layers."""
     setting = setting.changed(device="cuda", cpu_offload=False, pipeline_parallel_size=1)
     # The chapters from 05 on build the same model, and so do the chapters before.
     if not setting.autocast:
         setting.chapter = "04" if setting.chapter < "05" else "05"
-    key = (model, *(getattr(setting, name) for name in TRACED_ARGS))
+    key = (setting.model, *(getattr(setting, name) for name in TRACED_ARGS))
     if key not in TRACES:
-        TRACES[key] = trace(model, setting)
+        TRACES[key] = trace(setting)
     return TRACES[key]
 
 
-def trace(model, setting):
+def trace(setting):
     """Run forward and backward passes of the model with two layers; return segments by name."""
     length = setting.seq_length // setting.context_parallel_size
     simulate_ranks()
     with FakeTensorMode():
-        small = small_model(model.config, setting)
+        small = small_model(setting)
         ids = torch.zeros(setting.micro_batch_size, setting.seq_length, dtype=torch.long)
         inputs = {"input_ids": ids[:, :length], "labels": ids, "use_cache": False}
         if setting.tensor_parallel_size * setting.context_parallel_size > 1:
@@ -158,9 +158,9 @@ def trace(model, setting):
     return record.segments
 
 
-def small_model(config, setting):
+def small_model(setting):
     """Build a model with two layers as the setting's chapter does, in the type that FSDP passes."""
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(setting.model.config)
     config.num_hidden_layers = min(2, config.num_hidden_layers)
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:2]

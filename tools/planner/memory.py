@@ -3,7 +3,7 @@
 from collections import Counter
 
 from activations import segments_of
-from training_step import Step, in_flight, numbers, shard_numbers
+from training_step import in_flight, numbers, shard_numbers, stages_of
 
 # The parts of a GPU's memory that the run on fake tensors measures.
 TRACED_PARTS = ["activations", "logits"]
@@ -12,13 +12,13 @@ PARTS = ["parameters", "gradients", "optimizer state", "gathered weights", "full
 PARTS += [*TRACED_PARTS, "communication"]
 
 
-def fullest_step(model, setting):
+def fullest_step(setting):
     """Simulate a step on each rank of a pipeline, and return the step of the fullest rank."""
     ranks = setting.pipeline_parallel_size
     step_class = PipelineMemory if ranks > 1 else ShardedMemory
     if setting.chapter == "02":
         step_class = StepMemory
-    steps = [step_class(model, setting, rank) for rank in range(ranks)]
+    steps = [step_class(setting, rank) for rank in range(ranks)]
     for step in steps:
         step.simulate()
     return max(steps, key=lambda step: step.most.total())
@@ -34,7 +34,7 @@ def state_bytes(model, setting):
     return {"parameters": weights, "gradients": weights, "optimizer state": moments}
 
 
-class StepMemory(Step):
+class StepMemory:
     """Count the bytes of a training step on one rank.
 
     After simulate(), `most` has the bytes of each part at the peak, and `when` names that moment.
@@ -51,11 +51,12 @@ class StepMemory(Step):
     # The number of other micro-batches whose activations the rank keeps at the same time.
     other_micro_batches = 0
 
-    def __init__(self, model, setting, rank=0):
-        super().__init__(model, setting, rank)
-        self.segments = segments_of(model, setting)
+    def __init__(self, setting, rank):
+        self.setting, self.model = setting, stages_of(setting)[rank]
+        self.depth = len(self.model.layers)
+        self.segments = segments_of(setting)
         self.state = state_bytes(self.model, setting)
-        self.traced_depth = min(2, len(model.layers))
+        self.traced_depth = min(2, len(setting.model.layers))
         last_layer = self.segments[f"layer {self.traced_depth}"]
         self.saved_per_layer = self.segments["head"].start - last_layer.start
         self.held, self.most, self.when = Counter(), Counter(), ""
@@ -66,6 +67,46 @@ class StepMemory(Step):
         if self.setting.accumulation > 1:
             self.held["full gradients"] = sum(map(self.gradients_of, range(self.depth + 1)))
         self.micro_step()
+
+    def micro_step(self):
+        """Simulate a micro-step: the order of FSDP's own code, and of DDP without its gathers.
+
+        The weights form groups: group N is layer N, and group 0 is the root, which has all weights
+        outside of the layers.
+        """
+        self.gather(0)
+        self.use(0)
+        self.forward(0)
+        for layer in range(1, self.depth + 1):
+            if self.setting.reshard_after_forward and layer > 1:
+                self.free(layer - 1)
+            self.use(layer)
+            self.forward(layer)
+        self.head_forward()
+        self.head_backward()
+        for layer in range(self.depth, 0, -1):
+            self.use(layer)
+            # FSDP prefetches the weights of the layer that comes next in the backward pass.
+            if layer > 1:
+                self.gather(layer - 1)
+            self.backward(layer)
+            self.reduce(layer)
+        self.backward(0)
+        self.reduce(0)
+
+    def gather(self, group):
+        """Begin the all-gather of a group's weights."""
+
+    # DDP gathers and frees nothing, and its buckets exist all the time.
+    use = free = reduce = gather
+
+    def shapes(self, group):
+        """Return the shapes of a group's weights."""
+        return self.model.layers[group - 1] if group else self.model.root
+
+    def padded_numbers(self, group):
+        """Return the number of elements of a group's weights with FSDP's padding."""
+        return shard_numbers(self.shapes(group), self.setting.shards) * self.setting.shards
 
     def update_peak(self, when, **temporary):
         """Store this moment if it is the fullest; `temporary` bytes exist at this moment only."""
@@ -242,8 +283,8 @@ class PipelineMemory(ShardedMemory):
 
     micro_steps = 1
 
-    def __init__(self, model, setting, rank):
-        super().__init__(model, setting, rank)
+    def __init__(self, setting, rank):
+        super().__init__(setting, rank)
         ranks, micro_batches = setting.pipeline_parallel_size, setting.accumulation
         self.has_head = rank == ranks - 1
         kept = in_flight(setting.pipeline_schedule, rank, ranks, micro_batches)
@@ -253,7 +294,7 @@ class PipelineMemory(ShardedMemory):
         buffers_per_micro_batch = 2 * setting.num_stages // ranks - (rank == 0) - self.has_head
         tokens = setting.micro_batch_size * setting.seq_length
         tokens //= setting.context_parallel_size * setting.tensor_parallel_size
-        hidden_bytes = tokens * model.config.hidden_size * setting.compute_bytes
+        hidden_bytes = tokens * setting.model.config.hidden_size * setting.compute_bytes
         self.held["communication"] = micro_batches * buffers_per_micro_batch * hidden_bytes
         self.held["full gradients"] = self.model.weights * setting.weight_bytes
 
@@ -267,7 +308,7 @@ def name_of(group):
     return f"layer {group}" if group else "embedding, norm and output"
 
 
-def host_memory(model, part, setting, local_ranks):
+def host_memory(setting, part):
     """Return the bytes of each part of a node's CPU memory at the peak, and the moment's name.
 
     `part` is the Model of one rank. At the start, each rank of chapters 02 to 04 builds the entire
@@ -282,7 +323,7 @@ def host_memory(model, part, setting, local_ranks):
     state = state_bytes(part, setting)
     shards = [shard_numbers([shape], setting.shards) for shape in part.shapes]
     pinned = sum(1 << (shard * setting.weight_bytes - 1).bit_length() for shard in shards)
-    layer = max(map(numbers, model.layers), default=0)
+    model, layer = setting.model, max(map(numbers, setting.model.layers), default=0)
     built_weights = model.weights if setting.chapter < "05" else numbers(model.root) + layer
     start = {"model in the making": built_weights * 4}
     train = {}
@@ -297,4 +338,4 @@ def host_memory(model, part, setting, local_ranks):
         train["copy being saved"] = pinned + 2 * pinned
     phases = (start, "the start"), (train, "training")
     fullest, when = max(phases, key=lambda phase: sum(phase[0].values()))
-    return {name: size * local_ranks for name, size in fullest.items() if size}, when
+    return {name: size * setting.gpus_per_node for name, size in fullest.items() if size}, when

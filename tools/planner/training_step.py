@@ -1,7 +1,7 @@
-"""Describe a training step of a chapter: the model's shapes, the setting, and the order of events.
+"""Describe a training step of a chapter: the shapes of the model's weights, and the setting.
 
-memory.py and scale.py simulate such a step, one to add up bytes, the other to add up seconds. What
-a rank holds and how a step runs comes from the functions of the newest chapter's script.
+memory.py adds up the bytes of such a step, and step_time.py adds up its seconds. What a rank holds
+comes from the functions of the newest chapter's script.
 """
 
 import contextlib
@@ -299,9 +299,11 @@ class Setting(SimpleNamespace):
         return self.chapter == "02" and self.compute_bytes < self.weight_bytes
 
 
-def setting_of(args, chapter, changes):
-    """Return the Setting of the arguments, with these changes to the flags in FLAG_DEFAULTS."""
-    values = vars(args) | FLAG_DEFAULTS | changes | {"chapter": chapter}
+def setting_of(args, chapter, changes=None):
+    """Return the Setting of the arguments; `changes` replaces the flags in FLAG_DEFAULTS."""
+    values = vars(args) | {"chapter": chapter}
+    if changes is not None:
+        values |= FLAG_DEFAULTS | changes
     # Planning needs only shapes.
     values |= {"pretrained": False, "compile": False}
     for name, (first_chapter, value) in ADDED_BY.items():
@@ -312,11 +314,11 @@ def setting_of(args, chapter, changes):
     return Setting(**values)
 
 
-def stages_of(model, setting):
+def stages_of(setting):
     """Return a Model for each rank of a pipeline, with weights that tensor-parallel ranks split."""
+    model, ranks = setting.model, setting.pipeline_parallel_size
     if setting.tensor_parallel_size > 1:
         model = model_of(model.config, setting.tensor_parallel_size)
-    ranks = setting.pipeline_parallel_size
     return split_stages(model, setting.model_name, ranks, setting.num_stages)
 
 
@@ -347,77 +349,3 @@ def bubble(schedule, ranks, micro_batches):
     """Return the idle share of a pipeline rank's step, by the formula in chapter 07's README."""
     turns = (2 if schedule == "interleaved-1f1b" else 1) * micro_batches
     return (ranks - 1) / (turns + ranks - 1)
-
-
-# ---- the order of events ---------------------------------------------------------------------
-
-
-class Step:
-    """Simulate a training step on one rank: call a method for each event, in order.
-
-    The weights form groups: group N is layer N, and group 0 is the root, which has all weights
-    outside of the layers. Subclasses count the bytes or the seconds of the events.
-    """
-
-    def __init__(self, model, setting, rank=0):
-        self.setting, self.stages = setting, stages_of(model, setting)
-        self.use_stage(rank)
-
-    def use_stage(self, rank):
-        """Simulate the step of this rank of the pipeline."""
-        self.model = self.stages[rank]
-        self.depth = len(self.model.layers)
-
-    def shapes(self, group):
-        """Return the shapes of a group's weights."""
-        return self.model.layers[group - 1] if group else self.model.root
-
-    def padded_numbers(self, group):
-        """Return the number of elements of a group's weights with FSDP's padding."""
-        return shard_numbers(self.shapes(group), self.setting.shards) * self.setting.shards
-
-    def micro_step(self):
-        """Simulate a micro-step: the order of FSDP's own code, and of DDP without its gathers."""
-        self.gather(0)
-        self.use(0)
-        self.forward(0)
-        for layer in range(1, self.depth + 1):
-            if self.setting.reshard_after_forward and layer > 1:
-                self.free(layer - 1)
-            self.use(layer)
-            self.forward(layer)
-        self.head_forward()
-        self.head_backward()
-        for layer in range(self.depth, 0, -1):
-            self.use(layer)
-            # FSDP prefetches the weights of the layer that comes next in the backward pass.
-            if layer > 1:
-                self.gather(layer - 1)
-            self.backward(layer)
-            self.reduce(layer)
-        self.backward(0)
-        self.reduce(0)
-
-    def gather(self, group):
-        """Begin the all-gather of a group's weights."""
-
-    def use(self, group):
-        """Wait for the group's weights; gather them if no event has begun to gather them."""
-
-    def free(self, group):
-        """Free the gathered weights of a group."""
-
-    def forward(self, group):
-        """Run the forward pass of a layer, or of the embedding for group 0."""
-
-    def head_forward(self):
-        """Compute the loss."""
-
-    def head_backward(self):
-        """Run the backward pass of the loss."""
-
-    def backward(self, group):
-        """Run the backward pass of a layer, or of the embedding for group 0."""
-
-    def reduce(self, group):
-        """Reduce a group's gradients across the ranks."""

@@ -1,8 +1,9 @@
-"""Check whether a model fits in memory before you rent GPUs, and show what fills the memory.
+"""Check before you rent GPUs whether a model fits in memory, and how fast it trains.
 
 Here:  python tools/planner/will_it_fit.py --model-name tiny --nodes 1 --gpus-per-node 4
 Big:   python tools/planner/will_it_fit.py @05-large-model/configs/llama-3.1-405b.args \
            --nodes 8 --gpus-per-node 8 --gpu-memory-gib 80 --host-memory-gib 1000
+All:   add --layouts to compare all ways to split, and to see the command that starts each
 
 The planner needs neither weights nor a GPU. The sizes of weights, gradients and optimizer state
 follow from the shapes of the weights. To measure what a layer keeps for its backward pass, the
@@ -10,7 +11,8 @@ planner runs two layers on fake tensors, which have shapes but no data. With the
 simulates a training step event by event; the fullest moment of the step must fit. The planner
 counts only the bytes of tensors: --gpu-overhead-gib and --fragmentation estimate the rest. The
 functions of the newest chapter's script parse the flags, and split matrices, layers or sequences
-across ranks; the fullest rank must fit.
+across ranks; the fullest rank must fit. Formulas for computation and collectives add up the seconds
+of the same step: step_time.py lists what they assume.
 """
 
 import argparse
@@ -25,9 +27,9 @@ from pathlib import Path
 import transformers
 
 from framework_config import config_text
-from memory import PARTS, fullest_step, host_memory
+from layouts import GIB, best_layouts, plan_of
+from step_time import EFFICIENCY, SPEEDS
 from training_step import (
-    FLAG_DEFAULTS,
     UnsupportedModelError,
     bubble,
     fail,
@@ -37,7 +39,6 @@ from training_step import (
     setting_of,
 )
 
-GIB = 2**30
 # The settings in the order to try them. Each setting gathers, copies or recomputes more than the
 # settings above it.
 SETTINGS = {
@@ -51,41 +52,58 @@ SETTINGS = {
     "05 --cpu-offload --recompute selective": {"cpu_offload": True, "recompute": "selective"},
     "05 --cpu-offload --recompute full": {"cpu_offload": True, "recompute": "full"},
 }
+# The flags of a single rank.
+ALONE = "--replicas 1 --tensor-parallel-size 1 --pipeline-parallel-size 1 --context-parallel-size 1"
 
 
 # ---- command line ----------------------------------------------------------------------------
 
 
 def parse_args(argv=None):
-    """Parse and check the command line."""
-    parser = parser_of(__doc__, "The exit status is 0 if the chosen setting fits, otherwise 1.")
-    add = parser.add_argument_group("the plan").add_argument
-    chapters = "02 04 05 06 07 08".split()
-    add("--chapter", choices=chapters, default="05", help="chapter whose script will train")
-    add("--json", action="store_true", help="print all numbers, in bytes, as JSON")
-    add("--brief", action="store_true", help="print one line about the chosen setting")
-    config_help = "if the chosen setting fits, write it as a framework's configuration file"
-    add("--write-config", nargs=2, metavar=("deepspeed|accelerate", "FILE"), help=config_help)
-    args = parse(parser, argv)
+    """Parse the command line; the newest chapter's script parses and checks the training flags."""
+    parser = build_parser()
+    args, args.training_words = parser.parse_known_args(argv)
+    args.ranks = args.nodes * args.gpus_per_node
+    words, ranks = args.training_words, args.ranks
+    # Each layout has its own flags, and checks the number of ranks.
+    if args.layouts:
+        words, ranks = [*words, *ALONE.split()], 1
+    vars(args).update(vars(parse_training_args(words, ranks)))
+    if args.weights_dtype == "bf16" and args.precision == "fp32":
+        problem = "weights in bf16 cannot compute in fp32"
+        fail(f"--weights-dtype bf16 --precision fp32: {problem}; use --precision bf16")
     # Only these chapters split matrices, layers or sequences.
     for name, chapter in {"tensor": "06", "pipeline": "07", "context": "08"}.items():
         if getattr(args, f"{name}_parallel_size") > 1:
             args.chapter = chapter
+    args.flops_efficiency = args.flops_efficiency or EFFICIENCY[args.compile]
+    if args.layouts and (args.write_config or args.device == "cpu"):
+        fail("--layouts: compares layouts on GPUs; leave out --write-config and --device cpu")
     args.config_text = config_text(args) if args.write_config else None
     return args
 
 
-def parser_of(docstring, epilog=""):
-    """Return a parser with the flags that describe the machines."""
+def build_parser():
+    """Return a parser with the flags of the plan and of the machines."""
     parser = argparse.ArgumentParser(
-        description=docstring.partition("\n")[0],
-        epilog=f"All flags of the newest chapter's script are accepted, also from @FILE. {epilog}",
+        description=__doc__.partition("\n")[0],
+        epilog="All flags of the newest chapter's script are accepted, also from @FILE. The exit "
+        "status is 0 if the chosen setting fits, or any layout; otherwise it is 1.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         fromfile_prefix_chars="@",
         allow_abbrev=False,
     )
     parser.convert_arg_line_to_args = lambda line: shlex.split(line, comments=True)
     parser.error = fail
+    add = parser.add_argument_group("the plan").add_argument
+    chapters = "02 04 05 06 07 08".split()
+    add("--chapter", choices=chapters, default="05", help="chapter whose script will train")
+    add("--layouts", action="store_true", help="compare all ways to split, with their commands")
+    add("--tokens", type=at_least(0.0), help="tokens to train on, to see how many days they take")
+    add("--json", action="store_true", help="print all numbers, in bytes, as JSON")
+    add("--brief", action="store_true", help="print one line about the chosen setting")
+    config_help = "if the chosen setting fits, write it as a framework's configuration file"
+    add("--write-config", nargs=2, metavar=("deepspeed|accelerate", "FILE"), help=config_help)
     add = parser.add_argument_group("machines").add_argument
     add("--nodes", type=at_least(1), default=1, help="number of nodes")
     add("--gpus-per-node", type=at_least(1), default=8, help="GPUs of a node, with a rank on each")
@@ -97,18 +115,13 @@ def parser_of(docstring, epilog=""):
     add("--fragmentation", type=at_least(0.0), default=0.05, help=fragmentation_help)
     weights_help = "bf16: keep weights, gradients and moments in bf16; no chapter does this"
     add("--weights-dtype", choices=["fp32", "bf16"], default="fp32", help=weights_help)
+    add = parser.add_argument_group("speeds").add_argument
+    efficiency_help = "share of its peak that a GPU reaches; None: {} with --compile, otherwise {}"
+    efficiency_help = efficiency_help.format(EFFICIENCY[True], EFFICIENCY[False])
+    add("--flops-efficiency", type=at_least(0.001), help=efficiency_help)
+    for name, (speed, description) in SPEEDS.items():
+        add(name, type=at_least(0.0), default=speed, help=description)
     return parser
-
-
-def parse(parser, argv):
-    """Parse a command line; the newest chapter's script parses the flags of training."""
-    args, training_words = parser.parse_known_args(argv)
-    args.ranks = args.nodes * args.gpus_per_node
-    vars(args).update(vars(parse_training_args(training_words, args.ranks)))
-    if args.weights_dtype == "bf16" and args.precision == "fp32":
-        problem = "weights in bf16 cannot compute in fp32"
-        fail(f"--weights-dtype bf16 --precision fp32: {problem}; use --precision bf16")
-    return args
 
 
 def at_least(minimum):
@@ -129,28 +142,32 @@ def at_least(minimum):
 
 
 def make_plan(args):
-    """Return the plans of the chosen setting and of all settings, and the first that fits."""
+    """Return the plans of the chosen setting and of all settings, and the first that fits.
+
+    With --layouts, return the best layout of each way to split instead.
+    """
     config, source = load_config(args)
     try:
-        model = model_of(config)
-        settings = {}
-        for name, changes in candidates(args.chapter).items():
-            with contextlib.suppress(UnsupportedModelError):
-                settings[name] = plan_of(args, model, name[:2], changes)
-        chosen_flags = {name: getattr(args, name) for name in FLAG_DEFAULTS}
-        chosen_plan = plan_of(args, model, args.chapter, chosen_flags)
+        args.model = model_of(config)
+        plan = {"layouts": best_layouts(args)} if args.layouts else plans_of_settings(args)
     except UnsupportedModelError as error:
         fail(f"chapter {args.chapter}: {error}")
     except Exception as error:
         # Some models compute with values, and fake tensors have only shapes.
         problem = f"cannot run on fake tensors ({error!r:.200})"
         fail(f"--model-name {args.model_name}: {problem}; measure a training run instead")
-    return {
-        "model": {"source": source, "weights": model.weights, "layers": len(model.layers)},
-        "asked": chosen_plan,
-        "settings": settings,
-        "first": next((name for name, plan in settings.items() if plan["fits"]), None),
-    }
+    weights, layers = args.model.weights, len(args.model.layers)
+    return {"model": {"source": source, "weights": weights, "layers": layers}} | plan
+
+
+def plans_of_settings(args):
+    """Return the plan of the chosen setting, and those of all settings of its chapter."""
+    plans = {}
+    for name, changes in candidates(args.chapter).items():
+        with contextlib.suppress(UnsupportedModelError):
+            plans[name] = plan_of(setting_of(args, name[:2], changes))
+    first = next((name for name, plan in plans.items() if plan["fits"]), None)
+    return {"asked": plan_of(setting_of(args, args.chapter)), "settings": plans, "first": first}
 
 
 def candidates(chapter):
@@ -164,46 +181,21 @@ def candidates(chapter):
     return {chapter + name[2:]: SETTINGS[name] for name in SETTINGS if name >= "05"}
 
 
-def plan_of(args, model, chapter, changes):
-    """Return the plan of one setting as a dictionary, with all sizes in bytes."""
-    setting = setting_of(args, chapter, changes)
-    step = fullest_step(model, setting)
-    host, when = host_memory(model, step.model, setting, args.gpus_per_node)
-    gpu_total = step.most.total()
-    gpu_room, host_room = args.gpu_memory_gib * GIB, args.host_memory_gib * GIB
-    gpu_needs = gpu_total * (1 + args.fragmentation) + args.gpu_overhead_gib * GIB
-    host_needs = sum(host.values()) + args.gpus_per_node * args.host_overhead_gib * GIB
-    if not setting.cuda:
-        gpu_room = host_room / args.gpus_per_node
-        gpu_needs = gpu_total + args.host_overhead_gib * GIB
-        host_needs = gpu_needs * args.gpus_per_node
-    return {
-        "gpu": {name: step.most[name] for name in PARTS},
-        "gpu_when": step.when,
-        "gpu_total": gpu_total,
-        "gpu_needs": gpu_needs,
-        "gpu_margin": gpu_room - gpu_needs,
-        "state": step.state,
-        "host": host,
-        "host_when": when,
-        "host_needs": host_needs,
-        "host_margin": host_room - host_needs,
-        "fits": gpu_room >= gpu_needs and host_room >= host_needs,
-        # A checkpoint has the weights and two moments of all ranks, and a step counter per tensor.
-        "checkpoint": 3 * setting.weight_bytes * model.weights + 4 * len(model.shapes),
-    }
-
-
 # ---- report ----------------------------------------------------------------------------------
 
 
-def show(args, plan):
-    """Print the plan: the machines, the memory of the chosen setting, and all settings."""
-    model, asked = plan["model"], plan["asked"]
+def show_machines(args, model):
+    """Print the model, the machines, and the batch."""
     print(f"{args.model_name}: {model['weights']:,} weights in {model['layers']} layers")
     print(f"shape from: {model['source']}")
     gpus = f"{args.nodes} × {args.gpus_per_node} GPUs of {args.gpu_memory_gib:g} GiB"
     print(f"{gpus}, hosts of {args.host_memory_gib:g} GiB")
+
+
+def show(args, plan):
+    """Print the memory and the speed of the chosen setting, and the memory of all settings."""
+    asked = plan["asked"]
+    show_machines(args, plan["model"])
     print(
         f"{args.precision}; {args.seq_length} tokens a sample, micro-batch size "
         f"{args.micro_batch_size}, micro-batches per step: {args.accumulation}"
@@ -221,12 +213,37 @@ def show(args, plan):
     overhead = args.host_overhead_gib * args.gpus_per_node * GIB
     show_rows(asked["host"] | {"overhead": overhead, "margin": asked["host_margin"]})
     print(f"\na checkpoint: {asked['checkpoint'] / 1e9:,.4g} GB")
+    if asked["speed"]:
+        print(f"speed: {speed_text(args, asked['speed'])}")
     print(f"\n{'setting':38}{'GPU':>13}{'host':>14}")
     for name, setting in plan["settings"].items():
         sizes = f"{text_of(setting['gpu_needs']):>13}{text_of(setting['host_needs']):>14}"
         print(f"{name:38}{sizes}  {verdict(setting)}")
     nothing = "none; use more nodes, larger GPUs or a smaller --seq-length"
     print(f"\nthe first that fits: {plan['first'] or nothing}")
+
+
+def show_layouts(args, plan):
+    """Print what is assumed, then the speed and the command of each layout that fits."""
+    show_machines(args, plan["model"])
+    speeds = [f"{name} {getattr(args, name[2:].replace('-', '_')):g}" for name in SPEEDS]
+    print(f"assumed: --flops-efficiency {args.flops_efficiency:g}", *speeds)
+    for layout in plan["layouts"]:
+        needs = [f"{text_of(layout[f'{name}_needs'])} per {name}" for name in ("gpu", "host")]
+        needs = ", ".join(needs).replace("gpu", "GPU")
+        print(f"\n{layout['way']}: {verdict(layout, sizes=True)}; {needs}")
+        if layout["fits"]:
+            print(f"{speed_text(args, layout['speed'])}\n{layout['command']}")
+
+
+def speed_text(args, speed):
+    """Return the speed of a plan as text, and how long --tokens take."""
+    text = f"{speed['tokens_per_second']:,.0f} tokens/s per GPU, {speed['mfu']:.1%} MFU, "
+    text += f"{speed['exposed']:.1%} of a step waits for communication"
+    if args.tokens:
+        days = args.tokens / speed["tokens_per_second"] / args.ranks / 86400
+        text += f", {days:,.2f} days for {args.tokens / 1e9:,.4g} billion tokens"
+    return text
 
 
 def show_rows(rows):
@@ -254,9 +271,12 @@ def text_of(size):
     return f"{size / GIB:,.2f} GiB"
 
 
-def verdict(plan):
+def verdict(plan, sizes=False):
     """Return "fits", or "no" and the names of the memories that are too small."""
-    too_small = [name for name in ("gpu", "host") if plan[f"{name}_margin"] < 0]
+    lacks = {name: -plan[f"{name}_margin"] for name in ("gpu", "host")}
+    too_small = [
+        f"{name} by {text_of(size)}" if sizes else name for name, size in lacks.items() if size > 0
+    ]
     return f"no: {', '.join(too_small).replace('gpu', 'GPU')}" if too_small else "fits"
 
 
@@ -267,17 +287,23 @@ def main():
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     plan = make_plan(args)
+    if args.layouts:
+        fits = any(layout["fits"] for layout in plan["layouts"])
+    else:
+        fits = plan["asked"]["fits"]
     if args.json:
-        print(json.dumps(plan, indent=1))
+        print(json.dumps(plan, indent=1, default=lambda _: None))
+    elif args.layouts:
+        show_layouts(args, plan)
     elif args.brief:
         show_line(args, plan)
     else:
         show(args, plan)
-    if args.write_config and plan["asked"]["fits"]:
+    if args.write_config and fits:
         path = Path(args.write_config[1])
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(args.config_text)
-    sys.exit(0 if plan["asked"]["fits"] else 1)
+    sys.exit(0 if fits else 1)
 
 
 if __name__ == "__main__":

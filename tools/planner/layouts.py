@@ -1,0 +1,173 @@
+"""Plan the memory and the speed of a layout, and find the best layouts of a training run."""
+
+import argparse
+import contextlib
+import itertools
+import shlex
+from unittest import mock
+
+from memory import PARTS, fullest_step, host_memory, state_bytes
+from step_time import speed_of
+from training_step import (
+    ROOT,
+    SCRIPTS,
+    UnsupportedModelError,
+    newest_chapter,
+    parse_training_args,
+    refuse,
+    setting_of,
+    stages_of,
+)
+
+GIB = 2**30
+# The flags with a value that choose a layout. All others are the same in all layouts.
+LAYOUT_FLAGS = ["--batch-size", "--recompute", "--replicas", "--tensor-parallel-size"]
+LAYOUT_FLAGS += ["--pipeline-parallel-size", "--pipeline-schedule"]
+LAYOUT_FLAGS += ["--context-parallel-size", "--context-parallel-style"]
+
+
+def plan_of(setting):
+    """Return the plan of one setting as a dictionary, with all sizes in bytes.
+
+    A setting that does not fit has no speed.
+    """
+    step = fullest_step(setting)
+    host, when = host_memory(setting, step.model)
+    gpu_total = step.most.total()
+    gpu_room, host_room = setting.gpu_memory_gib * GIB, setting.host_memory_gib * GIB
+    local_ranks, host_overhead = setting.gpus_per_node, setting.host_overhead_gib * GIB
+    gpu_needs = gpu_total * (1 + setting.fragmentation) + setting.gpu_overhead_gib * GIB
+    host_needs = sum(host.values()) + local_ranks * host_overhead
+    if not setting.cuda:
+        gpu_room = host_room / local_ranks
+        gpu_needs = gpu_total + host_overhead
+        host_needs = gpu_needs * local_ranks
+    fits = gpu_room >= gpu_needs and host_room >= host_needs
+    model = setting.model
+    return {
+        "gpu": {name: step.most[name] for name in PARTS},
+        "gpu_when": step.when,
+        "gpu_total": gpu_total,
+        "gpu_needs": gpu_needs,
+        "gpu_margin": gpu_room - gpu_needs,
+        "state": step.state,
+        "host": host,
+        "host_when": when,
+        "host_needs": host_needs,
+        "host_margin": host_room - host_needs,
+        "fits": fits,
+        # A checkpoint has the weights and two moments of all ranks, and a step counter per tensor.
+        "checkpoint": 3 * setting.weight_bytes * model.weights + 4 * len(model.shapes),
+        "speed": speed_of(setting) if fits and setting.cuda else None,
+    }
+
+
+def ways_to_split(args):
+    """Return the chapter of each way to split, and lists of flags to combine.
+
+    In each list, the last flags save the most memory.
+    """
+
+    def sizes(name, most):
+        """Return a flag for each power of two from 2 to `most`."""
+        return [f"--{name}-parallel-size {2**power}" for power in range(1, most.bit_length())]
+
+    # The ranks of a group process the same samples, so they can process more of them at once.
+    batch, group = args.batch_size, args.batch_size * args.gpus_per_node
+    alone = [f"--batch-size {size}" for size in sorted({batch, 1}, reverse=True)]
+    together = [f"--batch-size {size}" for size in sorted({group, batch, 1}, reverse=True)]
+    recompute = ["", "--recompute selective", "--recompute full"]
+    replicas = [f"--replicas {args.nodes}"] if args.nodes > 1 else []
+    tensor, context = (sizes(name, args.gpus_per_node) for name in ("tensor", "context"))
+    stages = sizes("pipeline", min(args.ranks, 32))
+    schedules = ["--pipeline-schedule interleaved-1f1b", ""]
+    styles = ["", "--context-parallel-style ulysses"]
+    return {
+        "DDP": ("02" if args.nodes == 1 else "03", [alone]),
+        "FSDP": ("04", [alone, ["--no-reshard-after-forward", ""]]),
+        "FSDP, replicas": ("04", [alone, replicas]),
+        "FSDP, recompute": ("05", [alone, [*replicas, ""], recompute[1:]]),
+        "FSDP, CPU offload": ("05", [alone, recompute, ["--cpu-offload"]]),
+        "FSDP, TP": ("06", [together, recompute, tensor]),
+        "FSDP, PP": ("07", [alone, recompute, schedules, stages]),
+        "FSDP, TP, PP": ("07", [together, recompute, schedules, tensor, stages]),
+        "FSDP, CP": ("08", [together, recompute, styles, context]),
+    }
+
+
+def best_layouts(args):
+    """Return the best layout of each way to split, the fastest first and those too large last."""
+    found = []
+    for way, (chapter, choices) in ways_to_split(args).items():
+        words = words_without_layout(args, chapter)
+        lines = (" ".join(flags).split() for flags in itertools.product(*choices))
+        layouts = (layout_of(args, chapter, words, line) for line in lines)
+        if best := best_of([layout for layout in layouts if layout]):
+            found.append({"way": way} | best)
+    return sorted(found, key=lambda layout: -(layout["speed"] or {}).get("tokens_per_second", 0))
+
+
+def words_without_layout(args, chapter):
+    """Return the words of the command line that no layout sets, and that the chapter accepts."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-b")
+    for flag in LAYOUT_FLAGS:
+        parser.add_argument(flag)
+    parser.add_argument("--cpu-offload", action="store_true")
+    parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction)
+    if chapter < "05":
+        parser.add_argument("--checkpoint-async", action="store_true")
+    return parser.parse_known_args(args.training_words)[1]
+
+
+def layout_of(args, chapter, words, layout_words):
+    """Return the setting, the command and the speed of a layout, or None if it is impossible."""
+    script, newest = SCRIPTS[chapter].relative_to(ROOT), newest_chapter()
+    # The number of samples, layers or heads may not be divisible by the ranks.
+    with (
+        contextlib.suppress(UnsupportedModelError),
+        mock.patch.object(newest, "fail", refuse),
+        # Tracing checks masks, and how sequences are split.
+        mock.patch.object(newest, "needs_mask", return_value=False),
+    ):
+        training_args = parse_training_args([*words, *layout_words], args.ranks)
+        values = argparse.Namespace(**vars(args) | vars(training_args))
+        # Chapter 03 trains as chapter 02 does.
+        setting = setting_of(values, "02" if chapter == "03" else chapter)
+        # From chapter 05 on, scripts refuse some models.
+        if chapter >= "05":
+            newest.check_model(setting.changed(context_parallel_size=1), args.model.built)
+        lines = [launcher(args), shlex.join([str(script), *words]), shlex.join(layout_words)]
+        command = " \\\n    ".join(lines)
+        return {"setting": setting, "command": command, "speed": speed_of(setting)}
+    return None
+
+
+def launcher(args):
+    """Return the words of torchrun that start the ranks; type them on each node."""
+    if args.nodes == 1:
+        return f"torchrun --standalone --nproc-per-node {args.gpus_per_node}"
+    nodes = f"torchrun --nnodes {args.nodes} --nproc-per-node {args.gpus_per_node}"
+    return f"{nodes} --rdzv-backend c10d --rdzv-id my-run --rdzv-endpoint node1:29400"
+
+
+def best_of(layouts):
+    """Return the plan of the fastest layout that fits, otherwise of the layout that needs least."""
+    smallest = None
+    for layout in sorted(layouts, key=lambda layout: -layout["speed"]["tokens_per_second"]):
+        # Tracing a layer takes a second, so skip it if even the weights and moments do not fit.
+        if layout is not layouts[-1] and not state_fits(layout["setting"]):
+            continue
+        with contextlib.suppress(UnsupportedModelError):
+            plan = layout | plan_of(layout["setting"])
+            if plan["fits"]:
+                return plan
+            if not smallest or plan["gpu_needs"] < smallest["gpu_needs"]:
+                smallest = plan
+    return smallest
+
+
+def state_fits(setting):
+    """Return whether weights, gradients and moments of a rank fit on its GPU."""
+    state = state_bytes(stages_of(setting)[0], setting)
+    return setting.cpu_offload or sum(state.values()) < setting.gpu_memory_gib * GIB

@@ -1,0 +1,315 @@
+"""Predict the seconds of a training step by formulas, and from them tokens per second.
+
+Times are in seconds, sizes in bytes, and rates in GB/s. One number is fitted: the share of its peak
+that a GPU reaches (`--flops-efficiency`). What is assumed besides:
+
+- No rank waits for a slower rank or for data, nothing else uses the links, and collectives do not
+  slow down computation.
+- The backward pass of a layer takes twice as long as its forward pass, or three times as long with
+  full recomputation. Selective recomputation costs no time.
+- The gather of a layer runs during the computation of the previous layer, and so do reductions.
+  Nothing hides the collectives of ranks that split a layer (TP) or a sequence (CP).
+- DDP reduces one layer at a time, so its buckets are larger than the real ones.
+- Copies of offloaded shards run in line with their collectives, and AdamW then runs on the host.
+  From the second micro-batch on, a rank waits until gradients have been copied and added up.
+- A pipeline gathers once per step, reduces at its end, and is as fast as its slowest stage.
+- A sequence that is split by gathered keys and values is as fast as its last rank, which attends to
+  the most keys.
+"""
+
+import math
+from collections import Counter
+
+from training_step import bubble, numbers, shard_numbers, stages_of
+
+# The share of its peak that a GPU reaches in the published runs of benchmarks/published.json:
+# with and without --compile.
+EFFICIENCY = {True: 0.396, False: 0.342}
+# The speeds of an H100 and its links: flag, default and help. NCCL's developers report 370 of 450
+# GB/s for a ring inside a node (https://github.com/NVIDIA/nccl-tests/issues/212), and 47 of 50 for
+# a 400 Gb/s adapter (issue 290).
+SPEEDS = {
+    "--gpu-tflops": (989.0, "dense TFLOP/s of a GPU in --precision"),
+    "--latency": (1.0, "multiple of NCCL's estimates per hop"),
+    "--nvlink-gbs": (370.0, "GB/s that a GPU sends inside its node"),
+    "--network-gbs": (47.0, "GB/s, a GPU's share of the network"),
+    "--gpu-bandwidth-gbs": (3350.0, "GB/s of a GPU's own memory"),
+    "--pcie-gbs": (50.0, "GB/s between a GPU and its host"),
+    "--pageable-gbs": (6.0, "GB/s to host memory that is pageable"),
+    "--cpu-adam-gbs": (200.0, "GB/s of a host's memory, in AdamW"),
+}
+# NCCL's own estimates, src/graph/tuning.cc at b6475625: the share of the ring's bandwidth; then the
+# microseconds to start, per hop inside a node, and per hop between nodes. NCCL chooses the fastest.
+# Only an all-reduce can use a tree, so an all-gather or reduce-scatter needs N − 1 hops. NVLink
+# SHARP and PAT (https://arxiv.org/abs/2506.20252), which saves hops, are left out.
+NCCL = {
+    ("ring", "Simple"): (1.0, 8.4, 3.4, 14.0),
+    ("ring", "LL128"): (0.92, 14.0, 1.9, 4.0),
+    ("tree", "Simple"): (0.92, 0.0, 28.0, 28.0),
+    ("tree", "LL128"): (0.92 * 120 / 128, 14.0, 1.25, 8.5),
+}
+
+
+def active_numbers(shapes, config):
+    """Return the number of weights that a token uses: of experts, only those of its own experts."""
+    # The weights of all experts are one tensor; its first dimension is the number of experts.
+    chosen = getattr(config, "num_experts_per_tok", None)
+    experts = [shape for shape in shapes if len(shape) == 3 and chosen]
+    active = numbers(shapes) - numbers(experts)
+    return active + sum(chosen * math.prod(shape[1:]) for shape in experts)
+
+
+def forward_flops(setting):
+    """Return the FLOPs of a token's forward pass: of a layer's matrices and attention, of the head.
+
+    A token needs 2 per weight and 4 × width × sequence length for attention in each layer: PaLM,
+    appendix B, https://arxiv.org/abs/2204.02311. Looking up an embedding needs none.
+    """
+    model, config = setting.model, setting.model.config
+    layers = [shape for layer in model.layers for shape in layer]
+    matrices = 2 * active_numbers(layers, config) / len(model.layers)
+    attention = 4 * attention_width(config) * setting.seq_length
+    return matrices, attention, 2 * config.vocab_size * config.hidden_size
+
+
+def attention_width(config, heads="num_attention_heads"):
+    """Return the width of all attention heads together, or of all heads of keys."""
+    all_heads = getattr(config, "num_attention_heads", 0)
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // max(1, all_heads)
+    return head_width * (getattr(config, heads, None) or all_heads)
+
+
+def collective(setting, kind, size, ranks, nodes, gbs):
+    """Return the seconds that a collective takes, and the bytes that each rank sends in a ring.
+
+    The full tensor has `size` bytes. The ring spans this number of nodes, at `gbs` GB/s.
+    """
+    if ranks == 1:
+        return 0.0, 0.0
+    rounds, times = 2 if kind == "all-reduce" else 1, []
+    sent = rounds * size * (ranks - 1) / ranks
+    for (algorithm, _), (share, start, inside, between) in NCCL.items():
+        if algorithm == "ring":
+            hops, wire = (rounds * (ranks - nodes), rounds * (nodes - 1)), sent
+        elif kind == "all-reduce":
+            hops, wire = (2 * (ranks / nodes - 1), 2 * (nodes - 1).bit_length()), 2 * size
+        else:
+            continue
+        latency = start + hops[0] * inside + hops[1] * between
+        times.append(wire / (share * gbs * 1e9) + setting.latency * latency / 1e6)
+    return min(times), sent
+
+
+def ring(setting, name):
+    """Return the ranks of a ring, the number of nodes that it spans, and its GB/s.
+
+    A ring that spans nodes leaves each node once, through the network links of all its GPUs. If
+    each GPU of a node has a ring of its own, the rings share these links.
+    """
+    if name == "tensor":
+        return setting.tensor_parallel_size, 1, setting.nvlink_gbs
+    # The ring of replicas has one rank of each node.
+    if name == "replicas":
+        return setting.replicas, setting.replicas, setting.network_gbs
+    shards = setting.ranks if setting.chapter == "02" else setting.shards
+    ranks = setting.context_parallel_size if name == "context" else shards
+    local_ranks = setting.gpus_per_node // setting.tensor_parallel_size
+    nodes = -(-ranks // local_ranks)
+    across = min(setting.nvlink_gbs, local_ranks * setting.network_gbs)
+    return ranks, nodes, across if nodes > 1 else setting.nvlink_gbs
+
+
+def overlapped(count, compute, communication):
+    """Return the seconds of `count` layers if all but one communicate while another computes."""
+    return compute + (count - 1) * max(compute, communication)
+
+
+class StepTime:
+    """Add up the seconds of a step of a setting: `seconds`, and parts of it in `busy`.
+
+    `sent` has the bytes that a rank sends in each ring, and "network" those that leave a node.
+    """
+
+    def __init__(self, setting):
+        self.setting, self.busy, self.sent = setting, Counter(), Counter()
+        self.tokens = setting.micro_batch_size * setting.seq_length
+        rate = setting.gpu_tflops * 1e12 * setting.flops_efficiency
+        per_token = self.tokens / rate / setting.tensor_parallel_size
+        per_token /= setting.context_parallel_size
+        matrices, attention, head = forward_flops(setting)
+        # The last of the ranks that gather keys and values attends to all keys.
+        if setting.context_parallel_style == "gather":
+            attention *= 2 - 1 / setting.context_parallel_size
+        # The seconds of a micro-batch in a layer, forward and backward, and in the output layer.
+        self.forward, self.head = (matrices + attention) * per_token, 3 * head * per_token
+        self.backward = self.forward * (3 if setting.recompute == "full" else 2)
+        # A pipeline is as fast as its slowest stage; without a pipeline, there is one stage.
+        stages = stages_of(setting)
+        work = [len(stage.layers) * (self.forward + self.backward) for stage in stages]
+        work[-1] += self.head
+        slowest = max(range(len(work)), key=work.__getitem__)
+        self.has_head, self.model = slowest == len(work) - 1, stages[slowest]
+        self.head *= self.has_head
+        self.depth = len(self.model.layers)
+        self.busy["compute"] = setting.accumulation * work[slowest]
+        self.add_blocking_collectives()
+        if setting.chapter == "02":
+            self.seconds = self.replicated_step()
+        elif len(stages) > 1:
+            self.seconds = self.pipeline_step()
+        else:
+            self.seconds = self.sharded_step()
+        self.seconds += self.optimizer_step(len(stages))
+
+    def send(self, name, kind, size, times=1):
+        """Count a collective that is sent this number of times, and return the seconds of one."""
+        ranks, nodes, gbs = ring(self.setting, name)
+        seconds, sent = collective(self.setting, kind, size, ranks, nodes, gbs)
+        self.busy[name] += times * seconds
+        self.sent[name] += times * sent
+        # A ring leaves each node once.
+        if nodes > 1:
+            self.sent["network"] += times * sent * nodes / ranks
+        return seconds
+
+    def add_blocking_collectives(self):
+        """Add the collectives that computation waits for: those of TP and of CP."""
+        setting, config, count = self.setting, self.model.config, self.setting.accumulation
+        repeats = setting.recompute != "none"
+        # TP: a layer has 4 collectives of hidden states per pass, and recomputation repeats 3.
+        hidden = self.tokens * config.hidden_size * setting.compute_bytes
+        hidden /= setting.context_parallel_size
+        times = count * self.depth * (8 + 3 * repeats)
+        seconds = self.send("tensor", "all-gather", hidden, times)
+        self.forward += 4 * seconds
+        self.backward += (4 + 3 * repeats) * seconds
+        # TP: besides, the embedding's result and its gradient, and the head and its gradient.
+        if setting.pipeline_parallel_size == 1:
+            self.head += 2 * self.send("tensor", "all-gather", hidden, 2 * count)
+        head = config.vocab_size * config.hidden_size * setting.compute_bytes * self.has_head
+        self.head += 2 * self.has_head * self.send("tensor", "all-gather", head, 2 * count)
+        # CP: keys and values of all tokens, or this rank's part of them, of queries and of results.
+        width = 2 * attention_width(config, "num_key_value_heads")
+        if setting.context_parallel_style == "ulysses":
+            width = (width + 2 * attention_width(config)) / setting.context_parallel_size
+        size = self.tokens * width * setting.compute_bytes / setting.tensor_parallel_size
+        times = count * self.depth * (2 + repeats)
+        seconds = self.send("context", "all-gather", size, times)
+        self.forward += seconds
+        self.backward += (1 + repeats) * seconds
+
+    def per_group(self, name, kind, size, times, seconds_per_gb=0.0):
+        """Return the seconds of a collective of a layer's weights, and of one of the root's.
+
+        Each weight has `size` bytes, FSDP's padding included. The layers' collectives are sent
+        `times[0]` times, and the root's `times[1]` times. Under offload, the rank copies its
+        shard in line with the collective.
+        """
+        setting, seconds = self.setting, []
+        for groups, count in zip((self.model.layers, [self.model.root]), times, strict=True):
+            shard = sum(shard_numbers(shapes, setting.shards) for shapes in groups) / len(groups)
+            copied = setting.cpu_offload * shard * setting.weight_bytes / 1e9 * seconds_per_gb
+            full = shard * setting.shards * size
+            seconds.append(self.send(name, kind, full, count) + copied)
+        return seconds
+
+    def reduce(self, micro_steps, seconds_per_gb):
+        """Return the seconds to reduce a layer's gradients, and the root's, and to copy them."""
+        size, times = self.setting.weight_bytes, (micro_steps * self.depth, micro_steps)
+        return self.per_group("copy", "reduce-scatter", size, times, seconds_per_gb)
+
+    def reduce_replicas(self):
+        """Return the seconds to add up a layer's shards, and the root's, over all replicas."""
+        size = self.setting.weight_bytes / self.setting.shards
+        return self.per_group("replicas", "all-reduce", size, (self.depth, 1))
+
+    def gather(self, layer_times, root_times):
+        """Return the seconds to gather a layer's weights, and the root's."""
+        size, times = self.setting.compute_bytes, (layer_times, root_times)
+        return self.per_group("copy", "all-gather", size, times, 1 / self.setting.pcie_gbs)
+
+    def sharded_step(self):
+        """Return the seconds of a step under FSDP, without the optimizer."""
+        setting, depth, count = self.setting, self.depth, self.setting.accumulation
+        # The last layer stays gathered between the forward and the backward pass.
+        reshards = setting.reshard_after_forward
+        gather, root_gather = self.gather(count * (2 * depth - 1 if reshards else depth), count)
+        # Nothing hides the first gathers, and the last reductions.
+        forward = root_gather + gather + overlapped(depth, self.forward, gather)
+        second_gather = gather if reshards else 0.0
+        reduce, root_reduce = self.reduce(1, 1 / setting.pcie_gbs)
+        seconds = count * (forward + self.head) + reduce + root_reduce
+        seconds += overlapped(depth, self.backward, second_gather + reduce)
+        if count > 1:
+            # Under offload, later gradients go to pageable memory, and are added up there.
+            adding = 3 * setting.gpus_per_node / setting.cpu_adam_gbs
+            reduce, root_reduce = self.reduce(count - 1, 1 / setting.pageable_gbs + adding)
+            backward = overlapped(depth, self.backward, second_gather + reduce) + reduce
+            if setting.cpu_offload:
+                backward = depth * (max(self.backward, second_gather) + reduce)
+            seconds += (count - 1) * (backward + root_reduce)
+        replicas, root_replicas = self.reduce_replicas()
+        slower = max(self.backward, second_gather + reduce)
+        exposed = overlapped(depth, slower, replicas) - depth * slower
+        return seconds + exposed + replicas + root_replicas
+
+    def replicated_step(self):
+        """Return the seconds of a step under DDP, whose last micro-step reduces all gradients."""
+        depth, config = self.depth, self.model.config
+        head = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+        # The gradient of an output layer that is not tied is ready first.
+        first = self.send("copy", "all-reduce", 4 * head)
+        size = 4 * sum(map(numbers, self.model.layers)) / depth
+        layer = self.send("copy", "all-reduce", size, depth)
+        root = self.send("copy", "all-reduce", 4 * (numbers(self.model.root) - head))
+        compute = depth * (self.forward + self.backward) + self.head
+        backward = overlapped(depth, self.backward, layer) + layer
+        backward = max(backward, first + depth * layer)
+        return self.setting.accumulation * compute - depth * self.backward + backward + root
+
+    def pipeline_step(self):
+        """Return the seconds of a pipeline's step: when its last stage ends, all stages reduce."""
+        setting, depth, count = self.setting, self.depth, self.setting.accumulation
+        # Each micro-batch sends hidden states and their gradients through each stage of a rank.
+        size = 2 * setting.num_stages // setting.pipeline_parallel_size * count * self.tokens
+        size *= self.model.config.hidden_size * setting.compute_bytes
+        size /= setting.tensor_parallel_size * setting.context_parallel_size
+        self.sent["stages"] = size
+        self.sent["network"] += size
+        gather, root_gather = self.gather(depth, 1)
+        waiting = root_gather + gather + overlapped(depth, self.forward, gather)
+        work = count * (depth * (self.forward + self.backward) + self.head)
+        idle = bubble(setting.pipeline_schedule, setting.pipeline_parallel_size, count)
+        seconds = waiting - depth * self.forward + work / (1 - idle)
+        reduce, root_reduce = self.reduce(1, 1 / setting.pcie_gbs)
+        replicas, root_replicas = self.reduce_replicas()
+        reduced = overlapped(depth, reduce, replicas) + replicas + root_reduce + root_replicas
+        return max(seconds, size / setting.network_gbs / 1e9) + reduced
+
+    def optimizer_step(self, stages):
+        """Return the seconds of AdamW; it reads or writes 10 numbers for each weight."""
+        setting = self.setting
+        ranks = setting.shards * setting.tensor_parallel_size * stages
+        size = 10 * setting.weight_bytes * setting.model.weights / ranks
+        if setting.cpu_offload:
+            self.busy["host"] = size * setting.gpus_per_node / setting.cpu_adam_gbs / 1e9
+            return self.busy["host"]
+        seconds = size / setting.gpu_bandwidth_gbs / 1e9
+        self.busy["compute"] += seconds
+        return seconds
+
+
+def speed_of(setting):
+    """Return the speed of a setting: seconds of a step, tokens per second and GPU, and shares.
+
+    `mfu` is the share of the GPUs' peak that the model's FLOPs need, without recomputation.
+    `exposed` is the share of the step that a rank spends neither on computation nor on AdamW.
+    """
+    step = StepTime(setting)
+    tokens = setting.global_batch_size * setting.seq_length / setting.ranks
+    matrices, attention, head = forward_flops(setting)
+    flops = 3 * (len(setting.model.layers) * (matrices + attention) + head)
+    waiting = max(0.0, step.seconds - step.busy["compute"] - step.busy["host"])
+    speed = {"step": step.seconds, "tokens_per_second": tokens / step.seconds}
+    speed["mfu"] = speed["tokens_per_second"] * flops / setting.gpu_tflops / 1e12
+    return speed | {"exposed": waiting / step.seconds, "network_gb": step.sent["network"] / 1e9}
