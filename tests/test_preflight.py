@@ -119,7 +119,7 @@ def run_rank(monkeypatch, capsys, tmp_path):
     # Do not wait until rank 0 has reported the same error.
     monkeypatch.setattr(preflight.time, "sleep", lambda _: None)
     monkeypatch.setattr(
-        sys, "argv", ["preflight.py", "--timeout", "2", "--save-dir", str(tmp_path)]
+        sys, "argv", ["preflight.py", "--timeout", "1", "--save-dir", str(tmp_path)]
     )
 
     def run(rank, function=preflight.main, **variables):
