@@ -310,14 +310,20 @@ def load():
 
 
 @pytest.fixture
-def one_rank_group(tmp_path):
+def no_group():
+    """Destroy the process group of simulated ranks that the planner may have initialized."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def one_rank_group(no_group, tmp_path):
     """Create a process group with this process as its only rank."""
     import torch
     import torch.distributed as dist
 
-    # The planner may have initialized a group with simulated ranks.
-    if dist.is_initialized():
-        dist.destroy_process_group()
     dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()

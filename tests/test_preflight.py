@@ -113,7 +113,7 @@ def test_only_the_slow_host_measures_a_slow_link(monkeypatch, num_ranks):
 
 # ---- one rank in this process ------------------------------------------------------------------
 @pytest.fixture
-def run_rank(monkeypatch, capsys, tmp_path):
+def run_rank(no_group, monkeypatch, capsys, tmp_path):
     """Return a function that runs a rank of two in this process, and returns its error."""
     monkeypatch.setattr(preflight.os, "_exit", sys.exit)
     # Do not wait until rank 0 has reported the same error.

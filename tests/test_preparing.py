@@ -336,7 +336,8 @@ def test_piece_that_appears_after_the_end_of_its_part_is_not_missed(tmp_path, lo
 
 
 def test_folder_of_a_different_tokenizer_is_refused(tmp_path, load, capsys):
-    prepare(tmp_path / "o.tokens", ROOT / "LICENSE")
+    (tmp_path / "text.txt").write_text(LICENSE)
+    prepare(tmp_path / "o.tokens", tmp_path / "text.txt")
     path = tmp_path / "o.tokens/index.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer": "0" * 16}))
     args = Namespace(dataset_name=str(tmp_path / "o.tokens"), seq_length=64, eval_samples=5)
