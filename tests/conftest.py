@@ -47,6 +47,9 @@ def pytest_configure(config):
     # A process that a shell starts with & ignores Ctrl-C, and its children inherit this. The tests
     # send Ctrl-C to children, so restore the default.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # The libraries read these variables when the test modules import them: one thread per process,
+    # no hub, and no GPU for DeepSpeed.
+    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", DS_ACCELERATOR="cpu")
     config.addinivalue_line("markers", "slow: takes minutes, is random, or needs root")
     config.addinivalue_line("markers", "exhaustive: rarely broken by a change of a chapter")
     config.addinivalue_line("markers", "tool: tests a tool, so its slow tests are exhaustive")
@@ -101,12 +104,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def environment(tmp_path_factory):
-    """Set one thread per process, no hub, no GPU for DeepSpeed, and a cache for the session."""
+    """Give the session a cache of its own."""
     cache = tmp_path_factory.mktemp("cache")
     os.environ.update(
-        OMP_NUM_THREADS="1",
-        HF_HUB_OFFLINE="1",
-        DS_ACCELERATOR="cpu",
         HF_HOME=str(cache / "hf"),
         WANDB_DIR=str(cache),
         TORCHINDUCTOR_CACHE_DIR=str(cache / "inductor"),
@@ -310,14 +310,20 @@ def load():
 
 
 @pytest.fixture
-def one_rank_group(tmp_path):
+def no_group():
+    """Destroy the process group of simulated ranks that the planner may have initialized."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def one_rank_group(no_group, tmp_path):
     """Create a process group with this process as its only rank."""
     import torch
     import torch.distributed as dist
 
-    # The planner may have initialized a group with simulated ranks.
-    if dist.is_initialized():
-        dist.destroy_process_group()
     dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from conftest import SHORT
+from conftest import SCRIPTS, SHORT
 from runs import call_on_ranks
 
 pytestmark = pytest.mark.slow
@@ -17,7 +17,7 @@ MODEL = LAYERS * LAYER + OUTER
 def measure(chapter, cases, folder):
     """Return the costs of each case on the first of four ranks."""
     cases = {name: [*SHORT, "--save-dir", folder, *args] for name, args in cases.items()}
-    return call_on_ranks(4, "costs.py", cases, folder, chapter)
+    return call_on_ranks(4, "costs.py", cases, folder, SCRIPTS[chapter])
 
 
 def totals(counts):

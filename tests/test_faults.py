@@ -245,14 +245,8 @@ def test_lost_host_is_named(cluster, tmp_path, fault):
     hosts.write_text("h1\nh2\n")
     bin_first = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {"PATH": bin_first, "OMP_NUM_THREADS": "1", "RANKS_PER_NODE": "1", "HF_HUB_OFFLINE": "1"}
-    command = [
-        ROOT / "03-job-launchers/ssh/launch.sh",
-        hosts,
-        CHAPTER / "watched.py",
-        "--into",
-        run,
-    ]
-    command += [SCRIPTS["03"], *FAST, "--save-dir", tmp_path, "-e", "run"]
+    command = [ROOT / "03-job-launchers/ssh/launch.sh", hosts, CHAPTER / "watched.py"]
+    command += ["--into", run, SCRIPTS["03"], *FAST, "--save-dir", tmp_path, "-e", "run"]
     with open(tmp_path / "log", "w") as log:
         cluster.popen("head", list(map(str, command)), stdout=log, stderr=log, env=env)
     wait_until(lambda: has_logged(run, 10), 90, "the run takes ten steps")

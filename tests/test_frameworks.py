@@ -32,7 +32,7 @@ from conftest import (
 )
 from framework_files import write_config
 from marks import exhaustive as rare
-from runs import last_logged_step, wait_for
+from runs import kill, last_logged_step, wait_for
 
 pytestmark = pytest.mark.skipif(
     not (find_spec("accelerate") and find_spec("deepspeed")),
@@ -175,9 +175,7 @@ def test_killed_run_continues_on_the_curve(curves, job_of, held_out, tmp_path, r
     processes = start_ranks(ranks, [SCRIPTS[framework], *args, *folder], tmp_path)
     last = random.randint(11, 15)
     running = wait_for(lambda: last_logged_step(run_dir) >= last, processes, seconds=240)
-    for process in processes:
-        process.kill()
-        process.wait(timeout=20)
+    kill(processes)
     assert running, (tmp_path / "rank0.log").read_text()
     _, ranks, args = job_of(after)
     job = framework, [*args, *folder]

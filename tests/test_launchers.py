@@ -26,6 +26,7 @@ from conftest import (
 )
 from in_process import set_up_chapter
 from marks import exhaustive, slow
+from runs import last_logged_step
 
 # What srun sets for rank 3 of 4, which is number 1 on its node.
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
@@ -91,13 +92,16 @@ def test_rank_uses_the_gpu_of_its_number_or_its_only_gpu(
 
 # ---- runs that are stopped or killed -----------------------------------------------------------
 
-LONG = [*SHORT, "--seq-length", 32, "--num-steps", 150]
-LONG += ["--checkpoint-every", 100, "--eval-every", 150, "-e", "run"]
+# A small model takes many steps in a second. With this warmup, the learning rate of a step does not
+# depend on the number of steps.
+LONG = [*SHORT, "--seq-length", 32, "--config", "num_hidden_layers=1", "--lr", 0.3]
+LONG += ["--warmup-steps", 10_000, "--checkpoint-every", 100, "--eval-every", 10_000, "-e", "run"]
+ENDLESS = ["--num-steps", 10_000]
 
 
-def uninterrupted(chapter, folder):
+def uninterrupted(chapter, args, folder):
     """Return the metrics of a run that nothing interrupts."""
-    return curves_of(folder, {2: {"whole": (chapter, LONG)}})["whole"]
+    return curves_of(folder, {2: {"complete": (chapter, args)}})["complete"]
 
 
 @pytest.mark.parametrize(
@@ -111,12 +115,12 @@ def uninterrupted(chapter, folder):
     ],
 )
 def test_stopped_run_continues_without_a_difference(chapter, request_stop, tmp_path):
-    """Ask one rank to stop. All ranks stop after the same step, and save."""
+    """Ask one rank to stop. All ranks stop after the same step, save, and later take ten steps."""
     args, run_dir = [*LONG, "--save-dir", tmp_path], tmp_path / "run"
     if chapter == "05":
         # Let the stop meet a save.
         args += ["--checkpoint-async", "--checkpoint-every", 8]
-    ranks = start_ranks(2, [SCRIPTS[chapter], *args], tmp_path)
+    ranks = start_ranks(2, [SCRIPTS[chapter], *args, *ENDLESS], tmp_path)
     wait_until(lambda: has_logged(run_dir, 5), 150, "step 5")
     if request_stop == "file":
         (run_dir / "stop").touch()
@@ -125,12 +129,13 @@ def test_stopped_run_continues_without_a_difference(chapter, request_stop, tmp_p
     assert [rank.wait(timeout=60) for rank in ranks] == [0, 0]
     output = (tmp_path / "rank0.log").read_text()
     step = int(re.search(r"^stopped at step (\d+);", output, re.M)[1])
-    assert step < 150 and (run_dir / f"checkpoints/step-{step:08}").exists()
+    assert (run_dir / f"checkpoints/step-{step:08}").exists()
     assert not (run_dir / "model").exists() and "terminate called" not in output
     # A new run removes the file `stop`, so it does not stop again.
+    args += ["--num-steps", step + 10]
     [[first, _]] = run_or_fail(2, [(chapter, args)], tmp_path / "ranks")
     assert f"/step-{step:08}" in first["stdout"] and "finished" in first["stdout"]
-    assert difference(uninterrupted(chapter, tmp_path), metrics(run_dir)) == 0.0
+    assert difference(uninterrupted(chapter, args, tmp_path), metrics(run_dir)) == 0.0
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
@@ -164,27 +169,28 @@ def start_under_torchrun(chapter, args, folder):
 def test_worker_dies_with_its_launcher(chapter, tmp_path):
     """After kill -9 of torchrun, start the same run at once. No old worker disturbs it."""
     args = [*LONG, "--checkpoint-every", 10, "--save-dir", tmp_path]
-    launcher, workers = start_under_torchrun(chapter, args, tmp_path)
+    launcher, workers = start_under_torchrun(chapter, [*args, *ENDLESS], tmp_path)
     assert len(workers) == 2
     launcher.kill()
+    args += ["--num-steps", last_logged_step(tmp_path / "run") + 10]
     [[first, _]] = run_or_fail(2, [(chapter, args)], tmp_path / "again")
     assert not any(worker.is_running() for worker in workers)
     assert "continuing from" in first["stdout"]
-    assert difference(uninterrupted(chapter, tmp_path), metrics(tmp_path / "run")) == 0.0
+    assert difference(uninterrupted(chapter, args, tmp_path), metrics(tmp_path / "run")) == 0.0
 
 
 @pytest.mark.slow
 def test_killed_worker_is_restarted_by_torchrun(tmp_path):
-    args = [*LONG, "--checkpoint-every", 10, "--save-dir", tmp_path]
+    args = [*LONG, "--num-steps", 300, "--checkpoint-every", 10, "--save-dir", tmp_path]
     launcher, workers = start_under_torchrun("03", args, tmp_path)
     workers[-1].kill()
     output, _ = launcher.communicate(timeout=150)
     assert launcher.returncode == 0 and "continuing from" in output, output
-    assert difference(uninterrupted("03", tmp_path), metrics(tmp_path / "run")) == 0.0
+    assert difference(uninterrupted("03", args, tmp_path), metrics(tmp_path / "run")) == 0.0
 
 
 def test_missing_rank_is_waited_for_as_long_as_the_flag_says(tmp_path):
-    args = [*SHORT, "--dist-timeout", 3, "--save-dir", tmp_path / "runs"]
+    args = [*SHORT, "--dist-timeout", 1, "--save-dir", tmp_path / "runs"]
     first, second = start_ranks(2, [SCRIPTS["03"], *args], tmp_path)
     second.kill()
     assert first.wait(timeout=120) == 1

@@ -3,7 +3,8 @@
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from conftest import SHORT, run_jobs, user_error
+from checks import check_two_ranks_fail
+from conftest import SHORT, user_error
 from families import shrink
 from runs import check_user_error
 
@@ -29,12 +30,7 @@ WRONG = [
     ("06", 4, f"{TP2} --global-batch-size 7", "7: not divisible by 2 data-parallel ranks"),
     ("06", 2, "--tensor-parallel-size 0", "--tensor-parallel-size 0: must be at least 1"),
     ("07", 2, f"{PP2} {TP2}", "--pipeline-parallel-size 2: 2 ranks are not divisible by 4"),
-    (
-        "07",
-        2,
-        f"{PP2} -b 8",
-        "2: 1 micro-batches do not fill the pipeline; lower --batch",
-    ),
+    ("07", 2, f"{PP2} -b 8", "2: 1 micro-batches do not fill the pipeline; lower --batch"),
     ("07", 2, f"{PP2} {INTERLEAVED} --global-batch-size 12 -b 4", "2: 3 micro-batches do not fill"),
     ("07", 2, f"{PP2} {INTERLEAVED} --config num_hidden_layers=3", "has fewer than 4 layers"),
     ("07", 2, f"{PP2} -m opt", "-size 2: transformers has no pipeline plan for opt"),
@@ -77,12 +73,8 @@ def test_wrong_layout_stops_with_one_line(begin, capsys, chapter, ranks, line, e
 
 @pytest.mark.slow
 def test_wrong_layout_ends_all_ranks_and_writes_nothing(layout_models, tmp_path):
-    args = [*SHORT, *TP2.split(), "-m", layout_models / "gpt2", "--save-dir", tmp_path / "runs"]
-    [ranks] = run_jobs(2, [("06", args)], tmp_path / "jobs", timeout=100)
-    # The other rank may see only that rank 0 has ended.
-    assert all(rank["status"] for rank in ranks)
-    check_user_error(ranks[0], "--tensor-parallel-size 2: ")
-    assert not [path for path in tmp_path.glob("runs/**/*") if path.is_file()]
+    args = [*SHORT, *TP2.split(), "-m", layout_models / "gpt2"]
+    check_two_ranks_fail("06", args, "--tensor-parallel-size 2: ", tmp_path, tmp_path / "runs")
 
 
 @pytest.mark.parametrize(

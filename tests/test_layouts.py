@@ -12,7 +12,7 @@ import pytest
 
 from conftest import SHORT, difference, disagreement, metrics, run_or_fail
 from marks import exhaustive, slow
-from runs import evaluate_export, have_same_weights
+from runs import copy_run, evaluate_export, have_same_weights
 
 TP2, TP4 = "--tensor-parallel-size 2", "--tensor-parallel-size 4"
 # With 8 samples per step, a stage receives 4 micro-batches, or 2 if two ranks share the samples.
@@ -23,7 +23,7 @@ ULYSSES2, ULYSSES4 = (f"{cp} --context-parallel-style ulysses" for cp in (CP2, C
 REPLICAS = "--replicas 2"
 # The high weight decay makes a wrong decay visible within a few steps. 10 held-out samples do not
 # fill the batches.
-STEPS = """--num-steps 6 --warmup-steps 3 --weight-decay 1 --eval-every 3 --eval-samples 10
+STEPS = """--num-steps 4 --warmup-steps 2 --weight-decay 1 --eval-every 2 --eval-samples 10
     --checkpoint-every 99"""
 
 
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = {
-    "01": Layout("01", 1, core="plain 2 gpt2 qwen3 gemma3", slow="bf16"),
+    "01": Layout("01", 1, core="plain 2", slow="bf16 gpt2 qwen3 gemma3"),
     "ddp1": Layout("02", 1, slow="2"),
     "ddp2": Layout("02", 2, core="2", slow="bf16 gpt2 compiled over-20-steps"),
     "ddp4": Layout("02", 4, slow="over-20-steps"),
@@ -178,6 +178,19 @@ def test_layout_follows_its_reference_curve(root, run):
         assert disagreement(reference, curve) == {}
 
 
+# The losses of the first steps with torch 2.13.0 and transformers 5.23.0, on a CPU.
+LOSSES = [5.9667125, 5.8170733, 5.6755233, 5.5211148, 5.3670635]
+LOSSES += [5.2734270, 5.0691161, 5.1340919, 4.9781885, 4.7330828]
+
+
+@pytest.mark.parametrize("run", ["01@over-20-steps"])
+def test_losses_are_those_of_the_pinned_versions(root, run):
+    curve = metrics(root / run)
+    losses = [curve[step]["loss"] for step in range(1, 11)]
+    # Other CPUs add in a different order.
+    assert losses == pytest.approx(LOSSES, abs=1e-4)
+
+
 @pytest.mark.parametrize("run", ["01@over-20-steps"])
 def test_reference_curve_learns_and_has_every_step(root, run):
     """Equal curves would prove little if they were empty or flat."""
@@ -216,26 +229,28 @@ def test_split_by_one_rank_changes_no_bit(layout_models, tmp_path, chapter, flag
 
 
 # ---- a run continues -------------------------------------------------------------------------
-# With this warmup, the learning rate of a step does not depend on the number of steps.
-ENDLESS = ["--lr", 0.03, "--warmup-steps", 1000]
-REPEATED = ["01@plain", "01@bf16", "01@gpt2-dropout", "ddp2@gpt2-dropout", "fsdp2@plain"]
-REPEATED += [*map(slow, ("hsdp4@gpt2-dropout", "fsdp2@qwen3"))]
+REPEATED = ["01@gpt2-dropout", "ddp2@gpt2-dropout", "fsdp2@plain"]
+REPEATED += map(slow, ("01@bf16", "hsdp4@gpt2-dropout", "fsdp2@qwen3"))
 REPEATED += map(exhaustive, ("fsdp4@plain", "dp2-tp2@plain", "tp2-pp2@qwen3", "cp2@plain"))
 REPEATED += [exhaustive("ulysses2@plain")]
 
 
 @pytest.mark.parametrize("resumed", REPEATED)
 def test_resume_repeats_every_bit(layout_models, tmp_path, resumed):
-    chapter, args = job_of(layout_models, resumed, tmp_path, *ENDLESS, "-e")
-    endings = [["entire"], ["resumed", "--num-steps", 3], ["resumed"]]
-    jobs = [(chapter, [*args, *ending]) for ending in endings]
-    ranks = LAYOUTS[resumed.partition("@")[0]].ranks
-    *_, [first_rank, *_] = run_or_fail(ranks, jobs, tmp_path / "jobs")
-    assert "step-00000003\n" in first_rank["stdout"].partition("continuing from")[2]
+    """Take the last two steps of a run a second time."""
+    ranks, more = LAYOUTS[resumed.partition("@")[0]].ranks, ["--checkpoint-every", 2, "-e"]
+    job = job_of(layout_models, resumed, tmp_path, *more, "entire")
+    run_or_fail(ranks, [job], tmp_path / "jobs")
+    copy_run(tmp_path / "entire", 2, tmp_path / "resumed")
+    job = job_of(layout_models, resumed, tmp_path, *more, "resumed")
+    [[first_rank, *_]] = run_or_fail(ranks, [job], tmp_path / "jobs")
+    assert "step-00000002\n" in first_rank["stdout"].partition("continuing from")[2]
     assert difference(metrics(tmp_path / "entire"), metrics(tmp_path / "resumed")) == 0
     assert have_same_weights(tmp_path / "entire", tmp_path / "resumed")
 
 
+# With this warmup, the learning rate of a step does not depend on the number of steps.
+ENDLESS = ["--lr", 0.03, "--warmup-steps", 1000]
 SPLIT = [name for name, layout in LAYOUTS.items() if layout.chapter > "03"]
 ROUTES = {
     "data-parallel": "01 ddp2 launched4 ddp1".split(),

@@ -5,7 +5,6 @@ import contextlib
 import io
 import itertools
 import re
-import sys
 import types
 
 import pytest
@@ -14,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 
-from conftest import ROOT, run_command
+from conftest import ROOT, run_jobs
 from families import make_hub_folder
 from readme import blocks
 
@@ -201,12 +200,12 @@ def test_size_of_micro_batches_changes_no_loss(one_rank_group, tmp_path):
 
 
 @pytest.mark.parametrize("workers_stay", [False, True])
-def test_sigterm_to_all_processes_ends_workers_unless_they_stay(workers_stay):
+def test_sigterm_to_all_processes_ends_workers_unless_they_stay(tmp_path, workers_stay):
     """Without workers, a rank that handles the signal fails; with them, it reads on."""
     option = ", worker_init_fn=stay" if workers_stay else ""
-    code = f"""{CODE}
+    script = tmp_path / "script.py"
+    script.write_text(f"""{CODE}
 import subprocess
-os.setpgrp()
 signal.signal(signal.SIGTERM, lambda *_: None)
 batches = iter(DataLoader(range(10_000), 2, num_workers=2{option}))
 # Both workers have started after ten batches.
@@ -214,11 +213,11 @@ list(itertools.islice(batches, 10))
 subprocess.run(["kill", "--", f"-{{os.getpgrp()}}"], start_new_session=True)
 print(len(list(itertools.islice(batches, 100))))
 raise ZeroDivisionError
-"""
-    done = run_command(sys.executable, "-c", code, timeout=60)
-    assert done.returncode == 1
-    assert done.stdout == ("100\n" if workers_stay else ""), done.stderr
-    assert ("ZeroDivisionError" in done.stderr) == workers_stay
+""")
+    [[result]] = run_jobs(1, [(script, [])], tmp_path / "jobs", timeout=60)
+    assert result["status"] == 1
+    assert result["stdout"] == ("100\n" if workers_stay else ""), result["stderr"]
+    assert ("ZeroDivisionError" in result["stderr"]) == workers_stay
 
 
 # ---- several ranks -----------------------------------------------------------------------------

@@ -113,13 +113,13 @@ def test_only_the_slow_host_measures_a_slow_link(monkeypatch, num_ranks):
 
 # ---- one rank in this process ------------------------------------------------------------------
 @pytest.fixture
-def run_rank(monkeypatch, capsys, tmp_path):
+def run_rank(no_group, monkeypatch, capsys, tmp_path):
     """Return a function that runs a rank of two in this process, and returns its error."""
     monkeypatch.setattr(preflight.os, "_exit", sys.exit)
     # Do not wait until rank 0 has reported the same error.
     monkeypatch.setattr(preflight.time, "sleep", lambda _: None)
     monkeypatch.setattr(
-        sys, "argv", ["preflight.py", "--timeout", "2", "--save-dir", str(tmp_path)]
+        sys, "argv", ["preflight.py", "--timeout", "1", "--save-dir", str(tmp_path)]
     )
 
     def run(rank, function=preflight.main, **variables):

@@ -34,7 +34,7 @@ from conftest import (
     user_error,
 )
 from in_process import Captured
-from runs import all_running, last_logged_step, wait_for
+from runs import all_running, kill, last_logged_step, wait_for
 
 TOOL = ROOT / "preparing-data/prepare.py"
 SLOW_TOOL = ROOT / "tests/support/slow_prepare.py"
@@ -168,10 +168,10 @@ def test_skipping_counts_bad_documents(tmp_path):
 
 
 WRONG = [
-    (["--seed", "5", "pydoc"], "seed was 0, is now 5; choose a different --output"),
+    (["--seed", "5", "text.txt"], "seed was 0, is now 5; choose a different --output"),
     (["nosuch"], "nosuch: no such file or folder"),
-    (["--part", "3/3", "pydoc"], "3/3: must be K/N"),
-    (["pydoc:0.5", "empty"], "empty: give each source a weight above 0"),
+    (["--part", "3/3", "text.txt"], "3/3: must be K/N"),
+    (["text.txt:0.5", "empty"], "empty: give each source a weight above 0"),
     (["empty"], "empty: no file with a name in .jsonl .json"),
 ]
 
@@ -179,7 +179,8 @@ WRONG = [
 def test_wrong_arguments_are_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    prepare(tmp_path / "o.tokens", "pydoc")
+    (tmp_path / "text.txt").write_text(LICENSE)
+    prepare(tmp_path / "o.tokens", "text.txt")
     for words, expected in WRONG:
         [line] = prepare(tmp_path / "o.tokens", *words, status=2).splitlines()
         assert expected in line
@@ -276,9 +277,7 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, starte
             time.sleep(choose.uniform(0, 0.05))
             logs = "".join(path.read_text() for path in tmp_path.glob(f"rank*-{attempt}.log"))
             assert all_running(processes), logs
-            for process in [*processes, feeder]:
-                process.kill()
-                process.wait(timeout=20)
+            kill([*processes, feeder])
             feeder = SERVER.start(slowly, {}, log)
             started.append(feeder)
         assert not any(process.wait(timeout=300) for process in processes)
@@ -337,7 +336,8 @@ def test_piece_that_appears_after_the_end_of_its_part_is_not_missed(tmp_path, lo
 
 
 def test_folder_of_a_different_tokenizer_is_refused(tmp_path, load, capsys):
-    prepare(tmp_path / "o.tokens", "pydoc")
+    (tmp_path / "text.txt").write_text(LICENSE)
+    prepare(tmp_path / "o.tokens", tmp_path / "text.txt")
     path = tmp_path / "o.tokens/index.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer": "0" * 16}))
     args = Namespace(dataset_name=str(tmp_path / "o.tokens"), seq_length=64, eval_samples=5)

@@ -23,7 +23,7 @@ from conftest import (
 )
 from families import make_hub_folder, shrink
 from marks import exhaustive, slow
-from runs import arguments_of, have_same_weights, validation_loss
+from runs import have_same_weights, read_checkpoint, validation_loss
 
 ARGS = [*SHORT, "--num-steps", 2, "--eval-every", 2, "--checkpoint-every", 2, "--pretrained"]
 ARGS += ["-s", 32, "--global-batch-size", 4, "--batch-size", 2, "--eval-samples", 4]
@@ -108,7 +108,8 @@ def test_published_model_is_read_and_written_as_published(
     jobs = {name: (name, [*SPLIT.get(name, []), *args]) for name in chapters}
     curves = curves_of(tmp_path, {1: {"01": ("01", args)}, 2: jobs})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    loss = validation_loss(model, tmp_path / "01", arguments_of(tmp_path / "01", 2), load("01"))
+    args = read_checkpoint(tmp_path / "01", 2)["args"]
+    loss = validation_loss(model, tmp_path / "01", args, load("01"))
     assert curves["01"][0]["val_loss"] == pytest.approx(loss, abs=1e-6), "started elsewhere"
     if kind in MIXTURES:
         assert any(".experts.3." in name for name in names_in_files(folder))

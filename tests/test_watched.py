@@ -32,15 +32,10 @@ def beat_of(folder, rank=0):
     return json.loads((folder / f"ranks/{rank:05}.json").read_text())
 
 
-@pytest.fixture
-def script(tmp_path):
-    """Return a function that writes a script and returns its path."""
-
-    def write(text):
-        (tmp_path / "some_script.py").write_text(textwrap.dedent(text))
-        return tmp_path / "some_script.py"
-
-    return write
+def written(folder, text):
+    """Write a script; return its path."""
+    (folder / "some_script.py").write_text(textwrap.dedent(text))
+    return folder / "some_script.py"
 
 
 # ---- scripts run and end as they do without it -------------------------------------------------
@@ -55,8 +50,8 @@ def script(tmp_path):
          "SystemExit: x.py: error: bad"),
     ],
 )  # fmt: skip
-def test_exit_status_is_that_of_the_script(script, tmp_path, text, status, end, error):
-    found, log = run(tmp_path, script(text))
+def test_exit_status_is_that_of_the_script(tmp_path, text, status, end, error):
+    found, log = run(tmp_path, written(tmp_path, text))
     assert found == status, log
     beat = beat_of(tmp_path)
     assert beat["end"] == end
@@ -64,7 +59,7 @@ def test_exit_status_is_that_of_the_script(script, tmp_path, text, status, end, 
     assert end == "failed" or log == "__main__\n"
 
 
-def test_script_has_its_own_arguments_folder_and_main(script, tmp_path):
+def test_script_has_its_own_arguments_folder_and_main(tmp_path):
     """Check also that a process started by the script finds the script's functions."""
     (tmp_path / "neighbour.py").write_text("value = 5\n")
     text = """
@@ -78,7 +73,7 @@ def test_script_has_its_own_arguments_folder_and_main(script, tmp_path):
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 print(pool.map(work, [2, 3]))
     """
-    done = run_command(*watched_command(tmp_path / "run", script(text), "-e", "--into"))
+    done = run_command(*watched_command(tmp_path / "run", written(tmp_path, text), "-e", "--into"))
     assert (done.returncode, done.stdout) == (0, "[10, 15]\n"), done.stderr
 
 
@@ -100,8 +95,8 @@ time.sleep(1e6)
 
 
 @pytest.mark.parametrize("text", [IN_C, HANDLER])
-def test_sigterm_ends_the_script_at_once_and_is_recorded(script, tmp_path, text):
-    process = start(tmp_path, script(text))
+def test_sigterm_ends_the_script_at_once_and_is_recorded(tmp_path, text):
+    process = start(tmp_path, written(tmp_path, text))
     log = tmp_path / "rank0.log"
     wait_until(lambda: "ready" in log.read_text(), 60, "the script runs")
     start_time = time.monotonic()
@@ -116,7 +111,7 @@ def test_sigterm_ends_the_script_at_once_and_is_recorded(script, tmp_path, text)
         assert status == -signal.SIGTERM and "SIGTERM" in beat["error"]
 
 
-def test_sigterm_ends_a_forked_process(script, tmp_path):
+def test_sigterm_ends_a_forked_process(tmp_path):
     text = """
         import os, signal, time
         child = os.fork()
@@ -125,16 +120,16 @@ def test_sigterm_ends_a_forked_process(script, tmp_path):
         os.kill(child, signal.SIGTERM)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """
-    assert run(tmp_path, script(text)) == (0, "-15\n")
+    assert run(tmp_path, written(tmp_path, text)) == (0, "-15\n")
 
 
-def test_crash_in_c_code_writes_the_python_stack(script, tmp_path):
+def test_crash_in_c_code_writes_the_python_stack(tmp_path):
     text = """
         import ctypes
         from torch.distributed.elastic.multiprocessing.errors import record
         record(lambda: ctypes.string_at(0))()
     """
-    assert run(tmp_path, script(text))[0] == -signal.SIGSEGV
+    assert run(tmp_path, written(tmp_path, text))[0] == -signal.SIGSEGV
     assert "some_script.py" in (tmp_path / "ranks/00000.crash").read_text()
 
 

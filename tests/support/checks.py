@@ -3,7 +3,7 @@
 import re
 
 from conftest import SCRIPTS, start_ranks
-from runs import wait_for
+from runs import kill, wait_for
 
 
 def check_two_ranks_fail(chapter, args, expected, logs, folder):
@@ -14,9 +14,7 @@ def check_two_ranks_fail(chapter, args, expected, logs, folder):
     processes = start_ranks(2, [SCRIPTS[chapter], *args, "--save-dir", folder], logs)
     wait_for(lambda: False, processes)
     statuses = [process.poll() for process in processes]
-    for process in processes:
-        process.kill()
-        process.wait(timeout=20)
+    kill(processes)
     output = "".join(path.read_text() for path in logs.glob("rank*.log"))
     assert set(statuses) <= {2, None}, output
     errors = re.findall("^train_llm.py: error:.*", output, re.M)

@@ -1,17 +1,27 @@
 """Measure what a rank of a chapter sends in a training step, and how much memory its tensors use.
 
-cases.py describes the arguments.
+runs.call_on_ranks() starts this script once per rank, with these arguments:
+
+- a JSON file with cases; each case has a name, and arguments of the chapter
+- a file for the results of rank 0
+- the script of the chapter
+- arguments that all cases have
 """
 
+import json
+import os
+import sys
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cases import run_cases
+from recorded import load
 
 # FSDP calls the operations of c10d, and tensor parallelism calls the functional operations.
 COLLECTIVES = {
@@ -87,5 +97,21 @@ def measure(chapter, args):
     return results | {"evaluation": evaluation.counts}
 
 
+def main():
+    """Measure each case; rank 0 writes the results by name."""
+    cases, result, script, *common = sys.argv[1:]
+    chapter, results = load(script), {}
+    for name, arguments in json.loads(Path(cases).read_text()).items():
+        sys.argv = [script, *arguments, *common]
+        args = chapter.parse_args()
+        if not dist.is_initialized():
+            chapter.setup(args)
+        results[name] = measure(chapter, args)
+    if os.environ["RANK"] == "0":
+        Path(result).write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    run_cases(measure)
+    main()

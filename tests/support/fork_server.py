@@ -29,7 +29,7 @@ IMPORTED += "transformers.models.llama.modeling_llama pydoc_data.topics "
 IMPORTED += "accelerate deepspeed"
 FORKS.set_forkserver_preload(IMPORTED.split())
 # pytest changes the first variables in each test, and libraries set the others once.
-IGNORED_VARIABLES = ("PYTEST_", "_MLFLOW_", "PYTORCH_NVML_BASED_CUDA_CHECK")
+IGNORED_VARIABLES = ("PYTEST_", "_MLFLOW_", "MLFLOW_", "PYTORCH_NVML_BASED_CUDA_CHECK")
 
 
 class Server:
@@ -98,6 +98,9 @@ def run_script(command, env, out, err):
         time.sleep = lambda seconds: sleep(0.1 if seconds == 10 else seconds)
     # The server ends when the last copy of this descriptor is closed, so close the script's copy.
     os.close(forkserver._forkserver._forkserver_alive_fd)
+    # The script may start processes, and forks them, as it does in a new process.
+    multiprocessing.current_process()._config["daemon"] = False
+    multiprocessing.set_start_method("fork", force=True)
     # Exclude the imported objects from garbage collection, which would copy their memory.
     gc.freeze()
     os.environ.clear()

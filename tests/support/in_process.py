@@ -10,7 +10,7 @@ from torch.profiler import profile
 
 from conftest import prepare_training
 
-FLAGS = "--device cpu --precision bf16 --seq-length 64 --eval-samples 5 --batch-size 2".split()
+FLAGS = "--device cpu --precision bf16 --seq-length 16 --eval-samples 5 --batch-size 2".split()
 # Operations that make the host wait for a GPU.
 SYNC_OPS = re.compile("aten::(_local_scalar_dense|item|nonzero|is_nonzero)$")
 
@@ -36,7 +36,8 @@ def events_of_steps(chapter, *words):
 
     The names leave out the optimizer's own operations. If the chapter has DDP, it wraps the model.
     """
-    args, model, optimizer, train_set, _ = prepare_training(chapter, *FLAGS, *words)
+    flags = [*FLAGS, "--config", "num_hidden_layers=1"]
+    args, model, optimizer, train_set, _ = prepare_training(chapter, *flags, *words)
     if hasattr(chapter, "DistributedDataParallel"):
         model = chapter.DistributedDataParallel(model, gradient_as_bucket_view=True)
         model.broadcast_buffers = False

@@ -57,6 +57,13 @@ def all_running(processes):
     return all([process.poll() is None for process in processes])
 
 
+def kill(processes):
+    """Kill processes, and wait until they have ended."""
+    for process in processes:
+        process.kill()
+        process.wait(timeout=20)
+
+
 def wait_for(condition, processes, seconds=120):
     """Wait until `condition` holds or a process has ended; return whether all processes run."""
     deadline = time.monotonic() + seconds
@@ -66,15 +73,9 @@ def wait_for(condition, processes, seconds=120):
     return all_running(processes)
 
 
-def arguments_of(run_dir, step):
-    """Return the arguments in a checkpoint, which are JSON if the checkpoint has shards."""
-    args = read_checkpoint(run_dir, step)["args"]
-    return args if isinstance(args, dict) else json.loads(args)
-
-
-def has_weights_of(model, run_dir, step):
+def has_weights_of(model, checkpoint):
     """Return whether a model has the weights of a checkpoint, which may have a tied weight once."""
-    weights, saved = model.state_dict(), read_checkpoint(run_dir, step)["model"]
+    weights, saved = model.state_dict(), checkpoint["model"]
     assert weights.keys() - saved.keys() <= set(model.all_tied_weights_keys)
     return all(torch.equal(weights[name], weight) for name, weight in saved.items())
 
@@ -98,12 +99,17 @@ def evaluate_export(run_dir, step, chapter):
     config = json.loads((run_dir / "model/config.json").read_text())
     assert config["architectures"] == [type(model).__name__] and config["dtype"] == "float32"
     assert not [path for path in (run_dir / "model").iterdir() if path.is_dir()]
-    assert has_weights_of(model, run_dir, step)
-    return validation_loss(model, run_dir, arguments_of(run_dir, step), chapter)
+    checkpoint = read_checkpoint(run_dir, step)
+    assert has_weights_of(model, checkpoint)
+    return validation_loss(model, run_dir, checkpoint["args"], chapter)
 
 
 def validation_loss(model, run_dir, args, chapter):
-    """Return the loss of a finished run's model on the held-out samples."""
+    """Return the loss of a finished run's model on the held-out samples.
+
+    The arguments of the run come from a checkpoint, and are JSON if the checkpoint has shards.
+    """
+    args = args if isinstance(args, dict) else json.loads(args)
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "model")
     _, held_out = chapter.build_data(argparse.Namespace(**args), tokenizer)
     with torch.no_grad():
