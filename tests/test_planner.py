@@ -90,6 +90,17 @@ def test_state_of_tiny_has_the_bytes_counted_by_hand(flags):
     assert state["optimizer state"] == 8 * parameters + 4 * tensors
 
 
+def test_lora_has_gradients_and_moments_of_adapters_only():
+    """Each of the 7 matrices of a layer has two adapters, with 4 rows or columns."""
+    adapters = 4 * 4 * (4 * (128 + 128) + 3 * (128 + 352)) // 4
+    plan = asked("--device cpu --gpus-per-node 4 --lora-rank 4")
+    frozen = 4 * (4 * TINY_LAYER + TINY_ROOT) / 4
+    assert plan["state"]["parameters"] == frozen + 4 * adapters
+    assert plan["state"]["gradients"] == 4 * adapters
+    assert plan["state"]["optimizer state"] == 8 * adapters + 4 * 56
+    assert plan["checkpoint"] == 4 * 12 * adapters + 4 * 56
+
+
 def test_pipeline_keeps_the_activations_of_the_micro_batches_in_flight():
     kept = {}
     for schedule in ("gpipe", "1f1b", "interleaved-1f1b"):

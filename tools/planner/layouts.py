@@ -12,7 +12,9 @@ from training_step import (
     ROOT,
     SCRIPTS,
     UnsupportedModelError,
+    adapter_shapes,
     newest_chapter,
+    numbers,
     parse_training_args,
     refuse,
     setting_of,
@@ -43,7 +45,6 @@ def plan_of(setting):
         gpu_needs = gpu_total + host_overhead
         host_needs = gpu_needs * local_ranks
     fits = gpu_room >= gpu_needs and host_room >= host_needs
-    model = setting.model
     return {
         "gpu": {name: step.most[name] for name in PARTS},
         "gpu_when": step.when,
@@ -56,10 +57,17 @@ def plan_of(setting):
         "host_needs": host_needs,
         "host_margin": host_room - host_needs,
         "fits": fits,
-        # A checkpoint has the weights and two moments of all ranks, and a step counter per tensor.
-        "checkpoint": 3 * setting.weight_bytes * model.weights + 4 * len(model.shapes),
-        "speed": speed_of(setting) if fits and setting.cuda else None,
+        "checkpoint": checkpoint_bytes(setting),
+        "speed": speed_of(setting) if fits and setting.cuda and not setting.lora_rank else None,
     }
+
+
+def checkpoint_bytes(setting):
+    """Return the bytes of a checkpoint: trained weights, two moments, and a counter per tensor."""
+    shapes, size = setting.model.shapes, setting.weight_bytes
+    if setting.lora_rank:
+        shapes, size = adapter_shapes(setting.model.layers, setting.lora_rank), 4
+    return 3 * size * numbers(shapes) + 4 * len(shapes)
 
 
 def ways_to_split(args):

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from activations import segments_of
-from training_step import in_flight, numbers, shard_numbers, stages_of
+from training_step import adapter_shapes, in_flight, numbers, shard_numbers, stages_of
 
 # The parts of a GPU's memory that the run on fake tensors measures.
 TRACED_PARTS = ["activations", "logits"]
@@ -27,11 +27,17 @@ def fullest_step(setting):
 def state_bytes(model, setting):
     """Return the bytes of weights, gradients and optimizer state in a rank's shards of a Model.
 
-    AdamW keeps two moments for each weight, and a step counter of 4 bytes for each tensor.
+    AdamW keeps two moments for each weight, and a step counter of 4 bytes for each tensor. With
+    LoRA, only the adapters have gradients and moments, and they are in float32.
     """
     weights = shard_numbers(model.shapes, setting.shards) * setting.weight_bytes
-    moments = 2 * weights + 4 * len(model.shapes)
-    return {"parameters": weights, "gradients": weights, "optimizer state": moments}
+    trained, shapes = weights, model.shapes
+    if setting.lora_rank:
+        shapes = adapter_shapes(model.layers, setting.lora_rank)
+        trained = shard_numbers(shapes, setting.shards) * 4
+        weights += trained
+    moments = 2 * trained + 4 * len(shapes)
+    return {"parameters": weights, "gradients": trained, "optimizer state": moments}
 
 
 class StepMemory:
@@ -104,9 +110,15 @@ class StepMemory:
         """Return the shapes of a group's weights."""
         return self.model.layers[group - 1] if group else self.model.root
 
-    def padded_numbers(self, group):
-        """Return the number of elements of a group's weights with FSDP's padding."""
-        return shard_numbers(self.shapes(group), self.setting.shards) * self.setting.shards
+    def trained_shapes(self, group):
+        """Return the shapes of a group's weights that have gradients."""
+        if self.setting.lora_rank:
+            return adapter_shapes([self.shapes(group)], self.setting.lora_rank) if group else []
+        return self.shapes(group)
+
+    def padded_numbers(self, shapes):
+        """Return the number of elements in tensors of these shapes with FSDP's padding."""
+        return shard_numbers(shapes, self.setting.shards) * self.setting.shards
 
     def update_peak(self, when, **temporary):
         """Store this moment if it is the fullest; `temporary` bytes exist at this moment only."""
@@ -133,7 +145,8 @@ class StepMemory:
         segment = self.segments[name]
         most = segment.most if self.keeps_gradients else segment.most_besides_gradients
         temporary = {kind: most[kind] - segment.start[kind] for kind in TRACED_PARTS}
-        if self.keeps_gradients:
+        # The traced layers have no frozen weights. The gradients of LoRA's adapters are small.
+        if self.keeps_gradients and not self.setting.lora_rank:
             temporary["full gradients"] = most["gradients"] - segment.start["gradients"]
         self.update_peak(when, **temporary)
 
@@ -153,7 +166,7 @@ class StepMemory:
             self.enter("head backward", self.depth)
             self.compute("backward of the loss", "head backward")
             after_head = self.segments[f"layer {self.traced_depth} backward"].start
-            self.head_gradients = after_head["gradients"]
+            self.head_gradients = 0 if self.setting.lora_rank else after_head["gradients"]
         self.enter(f"{segment_of(self.depth)} backward", self.depth)
         self.add_gradients(self.head_gradients)
 
@@ -175,7 +188,7 @@ class StepMemory:
     def gradients_of(self, group):
         """Return the bytes of a group's gradients as the backward pass produces them."""
         size = 4 if self.setting.autocast else self.setting.compute_bytes
-        return numbers(self.shapes(group)) * size
+        return numbers(self.trained_shapes(group)) * size
 
 
 def segment_of(group):
@@ -213,7 +226,7 @@ class ShardedMemory(StepMemory):
             return
         setting = self.setting
         # A single rank has the full weights already.
-        full = self.padded_numbers(group) * setting.compute_bytes
+        full = self.padded_numbers(self.shapes(group)) * setting.compute_bytes
         output = full if setting.shards > 1 else 0
         # FSDP copies the shard to change its type, or to move it to the GPU.
         copies_shard = setting.compute_bytes != setting.weight_bytes or setting.cpu_offload
@@ -234,7 +247,7 @@ class ShardedMemory(StepMemory):
         # copies can overlap with the next all-gather.
         if self.is_forward:
             self.held["communication"] -= self.last_gather_buffer
-        self.held["gathered weights"] += self.padded_numbers(group) * self.setting.compute_bytes
+        self.held["gathered weights"] += self.gathered_bytes(group)
         self.gathered.add(group)
         self.update_peak(f"copy of {name_of(group)}")
         output = self.gather_buffers.pop(group)
@@ -245,8 +258,12 @@ class ShardedMemory(StepMemory):
 
     def free(self, group):
         if group in self.gathered:
-            self.held["gathered weights"] -= self.padded_numbers(group) * self.setting.compute_bytes
+            self.held["gathered weights"] -= self.gathered_bytes(group)
             self.gathered.remove(group)
+
+    def gathered_bytes(self, group):
+        """Return the bytes of a group's gathered weights."""
+        return self.padded_numbers(self.shapes(group)) * self.setting.compute_bytes
 
     def head_backward(self):
         self.is_forward = False
@@ -258,7 +275,8 @@ class ShardedMemory(StepMemory):
         setting = self.setting
         self.free(group)
         self.held["communication"] -= self.reduce_buffer
-        self.reduce_buffer = self.padded_numbers(group) * setting.weight_bytes
+        size = 4 if setting.lora_rank else setting.weight_bytes
+        self.reduce_buffer = self.padded_numbers(self.trained_shapes(group)) * size
         self.held["communication"] += self.reduce_buffer
         when = f"reduce-scatter of {name_of(group)}"
         self.update_peak(when)
@@ -325,13 +343,20 @@ def host_memory(setting, part):
     pinned = sum(1 << (shard * setting.weight_bytes - 1).bit_length() for shard in shards)
     model, layer = setting.model, max(map(numbers, setting.model.layers), default=0)
     built_weights = model.weights if setting.chapter < "05" else numbers(model.root) + layer
-    start = {"model in the making": built_weights * 4}
+    start = {
+        "model in the making": built_weights * (setting.weight_bytes if setting.lora_rank else 4)
+    }
     train = {}
     if setting.cpu_offload:
         start["parameters"] = pinned
-        train |= {"parameters": pinned, "gradients": pinned}
+        train |= {
+            "parameters": pinned,
+            "gradients": state["gradients"] if setting.lora_rank else pinned,
+        }
         train["optimizer state"] = state["optimizer state"]
-    if setting.checkpoint_async:
+    if setting.lora_rank:
+        train["copy being saved"] = state["gradients"] + state["optimizer state"]
+    elif setting.checkpoint_async:
         train["copy being saved"] = state["parameters"] + state["optimizer state"]
     elif not setting.cpu_offload and setting.chapter != "02":
         # DCP holds its copies of the weights and the two moments until it closes the file.

@@ -253,6 +253,15 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def adapter_shapes(layers, rank):
+    """Return the shapes of LoRA's adapters for the matrices in the layers, as in fine-tuning/lora.
+
+    A matrix of shape (n, m) gets matrices of the shapes (rank, m) and (n, rank).
+    """
+    matrices = [shape for shapes in layers for shape in shapes if len(shape) == 2]
+    return [shape for n, m in matrices for shape in ((rank, m), (n, rank))]
+
+
 # ---- the setting -----------------------------------------------------------------------------
 
 
@@ -285,7 +294,12 @@ class Setting(SimpleNamespace):
 
     @property
     def weight_bytes(self):
-        """Return the bytes of a number in the shards, and in gradients while ranks reduce them."""
+        """Return the bytes of a number in the shards, and in gradients while ranks reduce them.
+
+        Under LoRA, the shards of frozen weights have the type of the gathered weights.
+        """
+        if self.lora_rank:
+            return self.compute_bytes
         return 2 if self.weights_dtype == "bf16" else 4
 
     @property

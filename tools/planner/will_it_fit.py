@@ -79,6 +79,8 @@ def parse_args(argv=None):
     args.flops_efficiency = args.flops_efficiency or EFFICIENCY[args.compile]
     if args.layouts and (args.write_config or args.device == "cpu"):
         fail("--layouts: compares layouts on GPUs; leave out --write-config and --device cpu")
+    if args.lora_rank and (args.layouts or args.write_config or args.chapter != "05"):
+        fail("--lora-rank: plans one layout of fine-tuning/lora, which splits as chapter 05 does")
     args.config_text = config_text(args) if args.write_config else None
     return args
 
@@ -115,6 +117,8 @@ def build_parser():
     add("--fragmentation", type=at_least(0.0), default=0.05, help=fragmentation_help)
     weights_help = "bf16: keep weights, gradients and moments in bf16; no chapter does this"
     add("--weights-dtype", choices=["fp32", "bf16"], default="fp32", help=weights_help)
+    lora_help = "plan fine-tuning/lora, with adapters of this rank; 0: train all weights"
+    add("--lora-rank", type=at_least(0), default=0, help=lora_help)
     add = parser.add_argument_group("speeds").add_argument
     efficiency_help = "share of its peak that a GPU reaches; None: {} with --compile, otherwise {}"
     efficiency_help = efficiency_help.format(EFFICIENCY[True], EFFICIENCY[False])
@@ -163,22 +167,22 @@ def make_plan(args):
 def plans_of_settings(args):
     """Return the plan of the chosen setting, and those of all settings of its chapter."""
     plans = {}
-    for name, changes in candidates(args.chapter).items():
+    for name, changes in candidates(args).items():
         with contextlib.suppress(UnsupportedModelError):
             plans[name] = plan_of(setting_of(args, name[:2], changes))
     first = next((name for name, plan in plans.items() if plan["fits"]), None)
     return {"asked": plan_of(setting_of(args, args.chapter)), "settings": plans, "first": first}
 
 
-def candidates(chapter):
+def candidates(args):
     """Return the settings to try, and their changes of the flags.
 
     From chapter 06 on, several ranks share a sample. Chapters 02 and 04 would split the batch into
     different micro-batches, so their settings are left out.
     """
-    if chapter < "06":
+    if args.chapter < "06" and not args.lora_rank:
         return SETTINGS
-    return {chapter + name[2:]: SETTINGS[name] for name in SETTINGS if name >= "05"}
+    return {args.chapter + name[2:]: SETTINGS[name] for name in SETTINGS if name >= "05"}
 
 
 # ---- report ----------------------------------------------------------------------------------
