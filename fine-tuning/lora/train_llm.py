@@ -965,11 +965,13 @@ def documents_of(args, tokenizer, batch, counts):
 def messages_of(args, row):
     """Return the turns of a conversation as messages; raise ValueError if they make no sense."""
     turns = row.get(args.text_column)
-    if turns is None:
+    if turns is None and row.get("prompt") is not None:
         prompt = {"role": "user", "content": row["prompt"]}
         turns = [prompt, {"role": "assistant", "content": row["completion"]}]
     messages = []
-    for turn in turns:
+    for turn in turns or []:
+        if not isinstance(turn, dict):
+            raise ValueError(f"a turn has no role and content, but is {turn!r:.80}")
         # datasets gives all messages the same keys; a key that a message does not have is None.
         message = {key: value for key, value in turn.items() if value is not None}
         if "from" in message:
@@ -977,6 +979,10 @@ def messages_of(args, row):
         role = message.get("role")
         if role not in ROLES:
             raise ValueError(f"unknown role {role}; known are {', '.join(ROLES)}")
+        if not isinstance(message.get("content", ""), str):
+            raise ValueError(f"a turn's content is not text, but {message['content']!r:.80}")
+        if not {"content", "tool_calls"} & message.keys():
+            raise ValueError(f"a turn by the {role} has no content")
         messages.append(message | {"role": ROLES[role]})
     if not messages:
         raise ValueError("it has no messages")
@@ -1005,6 +1011,9 @@ def parts_of(tokenizer, messages, tools):
         if not answered.startswith(prompt):
             problem = f"the answer's text {answered!r:.200} does not begin with the prompt"
             raise ValueError(f"with the model's chat template, {problem} {prompt!r:.200}")
+        calls = [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
+        if any(name not in answered.removeprefix(prompt) for name in calls):
+            raise ValueError("the model's chat template leaves out its tool calls")
         if not prompt.startswith(text):
             yield parts
             text, parts = "", []
