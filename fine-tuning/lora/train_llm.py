@@ -481,7 +481,9 @@ def add_adapters(args, model):
     linear = [named for named in named_modules if isinstance(named[1], torch.nn.Linear)]
     known = sorted({path.rpartition(".")[2] for path, _ in linear})
     args.lora_modules = sorted(args.lora_modules or known)
-    if not known or set(args.lora_modules) - set(known):
+    if not known:
+        fail(f"--model-name {args.model_name}: its layers have no linear modules to adapt")
+    if set(args.lora_modules) - set(known):
         problem = f"the linear modules in a layer of {args.model_name} are: {' '.join(known)}"
         fail(f"--lora-modules {' '.join(args.lora_modules)}: {problem}")
     print("modules with adapters:", *args.lora_modules)
