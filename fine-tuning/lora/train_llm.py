@@ -1025,17 +1025,21 @@ def parts_of(tokenizer, messages, tools):
 
 
 def pack(args, tokenizer, documents):
-    """Return samples; each document joins the fullest sample that still has space for it."""
-    samples = []
-    for document in sorted(documents, key=len, reverse=True):
-        space = args.seq_length - len(document)
-        sample = max((sample for sample in samples if len(sample) <= space), key=len, default=[])
-        if not sample:
-            samples.append(sample)
-        sample.extend(document)
+    """Return samples; each document joins the fullest sample that still has space for it.
+
+    A sample keeps the place of its longest document. Otherwise, the last samples, which are held
+    out, would have only short documents.
+    """
+    samples = {}
+    for number in sorted(range(len(documents)), key=lambda number: -len(documents[number])):
+        space = args.seq_length - len(documents[number])
+        fitting = [sample for sample in samples.values() if len(sample) <= space]
+        sample = max(fitting, key=len) if fitting else samples.setdefault(number, [])
+        sample.extend(documents[number])
     padding = [tokenizer.eos_token_id | CONTEXT] * args.seq_length
     padding[0] |= FIRST
-    return [sample + padding[: args.seq_length - len(sample)] for sample in samples]
+    in_order = [samples[number] for number in sorted(samples)]
+    return [sample + padding[: args.seq_length - len(sample)] for sample in in_order]
 
 
 def show_sample(tokenizer, sample):
