@@ -923,7 +923,9 @@ def token_file(args, tokenizer):
         # The text may not be UTF-8, a character may have no token, or the disk may be full.
         partial.unlink(missing_ok=True)
         problem = error if isinstance(error, ValueError) else repr(error)
-        fail(f"--dataset-name {args.dataset_name}: conversation {counts['read']}: {problem}")
+        # The reader decodes many conversations at once.
+        where = "after conversation" if isinstance(error, UnicodeDecodeError) else "conversation"
+        fail(f"--dataset-name {args.dataset_name}: {where} {counts['read']}: {problem}")
     size = max(1, counts["samples"] * args.seq_length)
     summary = f"{counts['read']:,} conversations are packed into {counts['samples']:,} samples: "
     summary += f"{counts['answers'] / size:.1%} of the tokens are in answers, "
