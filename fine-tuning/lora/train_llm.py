@@ -1054,7 +1054,7 @@ def show_sample(tokenizer, sample):
 
 
 def letters():
-    """Yield conversations in which the user gives letters, and the assistant sorts them."""
+    """Yield conversations: the user gives letters, and the assistant sorts them."""
     generator = random.Random(0)
     for _ in range(5000):
         given = generator.choices(string.ascii_lowercase, k=6)
@@ -1163,9 +1163,9 @@ def inputs_that_separate(model, is_first):
 
     In every document, positions start at 0, and a token attends only to tokens of its document.
     """
-    places = torch.arange(is_first.shape[1], device=is_first.device)
-    starts = (places * is_first).cummax(1).values
-    inputs = {"position_ids": places - starts}
+    positions = torch.arange(is_first.shape[1], device=is_first.device)
+    starts = (positions * is_first).cummax(1).values
+    inputs = {"position_ids": positions - starts}
     # For other attention, transformers sees in the positions where a document begins, and makes the
     # mask. A mask from here would replace the mask of a sliding window.
     if model.config._attn_implementation == "causal_sdpa":
