@@ -938,7 +938,9 @@ def token_file(args, tokenizer):
 
 def documents_of(args, tokenizer, batch, counts):
     """Return the documents of some conversations as tokens with flags; count what is left out."""
-    control_tokens = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
+    added_tokens = tokenizer.added_tokens_decoder.values()
+    control_tokens = {str(token) for token in added_tokens if token.special}
+    control_tokens |= set(tokenizer.all_special_tokens)
     documents = []
     for values in zip(*batch.values(), strict=True):
         counts["read"] += 1
@@ -946,7 +948,7 @@ def documents_of(args, tokenizer, batch, counts):
         messages = messages_of(args, row)
         # If a message quotes a control token, the tokenizer cannot tell it from a real one.
         texts = " ".join(str(message.get("content")) for message in messages)
-        if any(token.content in texts for token in control_tokens):
+        if any(token in texts for token in control_tokens):
             counts["control"] += 1
             continue
         for parts in parts_of(tokenizer, messages, row.get("tools")):
