@@ -1105,8 +1105,8 @@ def answers_at(args, samples, step):
 
 
 def count_answers(samples):
-    """Return the number of tokens in `samples` that the model predicts and learns."""
-    return (samples[:, 1:].int() & CONTEXT == 0).count_nonzero()
+    """Return the number of tokens in `samples` that the model predicts and learns, at least 1."""
+    return (samples[:, 1:].int() & CONTEXT == 0).count_nonzero().clamp(min=1)
 
 
 # ---- one step --------------------------------------------------------------------------------
