@@ -124,9 +124,9 @@ def test_faulty_step_has_a_different_gradient(
     assert measure()[1] > 1e-2
 
 
-LEAK = "tokens attend to the conversation before theirs"
-FAMILIES = {"mistral": None, "gemma3_text": None, "qwen3_moe": None}
-FAMILIES |= {"bloom": "cannot be trained on tokens alone: TypeError", "qwen3_next": LEAK}
+LEAK = "tokens attend to the conversation before theirs; choose a different model"
+FAMILIES = dict.fromkeys(("mistral", "gemma3_text", "qwen3_moe"))
+FAMILIES |= dict.fromkeys(("bloom", "qwen3_next"), LEAK)
 
 
 @pytest.mark.parametrize("kind, error", FAMILIES.items())
@@ -182,15 +182,12 @@ def test_prepared_text_is_learned_as_in_chapter_05(tokens, tmp_path):
     assert disagreement(curves["05"], curves["conversations"]) == {}
 
 
-def test_step_without_answers_changes_no_weight(chapter, tokens):
+def test_step_without_answers_keeps_the_weights_finite(chapter, tokens):
     words = ["-s", 64, "-d", tokens["context"], "--global-batch-size", 4]
     args, model, train_set, _ = prepare(chapter, *words)
-    before = [weight.full_tensor().clone() for weight in model.parameters()]
-    optimizer = chapter.build_optimizer(args, model)
-    chapter.train_step(args, model, optimizer, train_set, 1, torch.device("cpu"))
-    assert optimizer.found_inf, "the run would not stop"
-    pairs = zip(before, model.parameters(), strict=True)
-    assert all(torch.equal(old, new.full_tensor()) for old, new in pairs)
+    optimizer, device = chapter.build_optimizer(args, model), torch.device("cpu")
+    loss, _ = chapter.train_step(args, model, optimizer, train_set, 1, device)
+    assert loss == 0 and all(weight.to_local().isfinite().all() for weight in model.parameters())
 
 
 # ---- files -----------------------------------------------------------------------------------

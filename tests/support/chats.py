@@ -3,6 +3,7 @@
 The expected texts are written without the templates, so that they can check the templates' use.
 """
 
+import copy
 import json
 
 import torch
@@ -159,7 +160,8 @@ def documents_of_step(chapter, args, train_set):
 
 def plain_model(model, dtype=torch.float64):
     """Return a model of transformers with the weights of a sharded model, but without adapters."""
-    plain = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
+    # A model keeps its configuration, and set_attn_implementation() changes it.
+    plain = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=dtype)
     weights = {name: weight.full_tensor() for name, weight in model.state_dict().items()}
     plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
     plain.set_attn_implementation("eager")
