@@ -176,6 +176,7 @@ def test_rank_without_answers_changes_no_curve(chapter, tokens, tmp_path):
     assert loss == pytest.approx(curves["two"][2]["val_loss"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_prepared_text_is_learned_as_in_chapter_05(tokens, tmp_path):
     args = [*STEPS, "-d", tokens["text"]]
     curves = curves_of(tmp_path, {1: {name: (name, args) for name in ("05", "conversations")}})

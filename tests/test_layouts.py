@@ -79,15 +79,15 @@ LAYOUTS = {
     "dp2-ulysses2": Layout("08", 4, ULYSSES2, slow="2"),
     "tp2-ulysses2": Layout("08", 4, f"{TP2} {ULYSSES2}"),
     "pp2-ulysses2": Layout("08", 4, f"{PP2} {ULYSSES2}"),
-    "chats1": Layout("conversations", 1, slow="1"),
-    "chats2": Layout("conversations", 2, core="2", slow="offload+1 selective+compiled"),
-    "chats4": Layout("conversations", 4, slow="plain"),
+    "chats1": Layout("conversations", 1),
+    "chats2": Layout("conversations", 2, slow="2 offload+1 selective+compiled"),
+    "chats4": Layout("conversations", 4),
     "chats-hsdp4": Layout("conversations", 4, REPLICAS, slow="1"),
-    "lora1": Layout("lora", 1, slow="1"),
-    "lora2": Layout("lora", 2, core="2", slow="offload+1 selective+compiled"),
-    # More ranks than rows of an adapter.
+    "lora1": Layout("lora", 1),
+    "lora2": Layout("lora", 2, slow="offload+1"),
+    # An adapter has fewer rows than there are ranks.
     "lora4": Layout("lora", 4, slow="rank-1"),
-    "lora-hsdp4": Layout("lora", 4, REPLICAS, slow="1"),
+    "lora-hsdp4": Layout("lora", 4, REPLICAS),
 }
 # These chapters learn less than chapter 01 does, so their references are their own runs.
 FINE_TUNING = {"conversations": "chats1", "lora": "lora1"}
@@ -102,8 +102,8 @@ EXHAUSTIVE = {
     "06": ("plain offload+1 long bf16 qwen3 gpt_neox gemma odd", "4 1 compiled llama"),
     "07": ("plain 1 gpipe qwen3 gpt_neox", "4 compiled offload+1 bf16 five llama gpt2 olmo"),
     "08": ("llama qwen3 gpt_neox", "2 bf16 long offload compiled"),
-    "conversations": ("4 plain qwen3", "full+compiled async bf16 gpt2 mistral gemma3-window"),
-    "lora": ("4 plain qwen3", "full+compiled async bf16 mistral gemma3-window"),
+    "conversations": ("plain 1 qwen3", "4 full+compiled async bf16 gpt2 mistral gemma3-window"),
+    "lora": ("plain 1 qwen3", "2 selective+compiled async bf16 mistral gemma3-window"),
 }
 SETTINGS = {
     "plain": "",

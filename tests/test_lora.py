@@ -18,6 +18,7 @@ from chats import (
 )
 from conftest import SHORT, metrics, run_or_fail, user_error
 from families import make_hub_folder
+from marks import slow
 from runs import arguments_of, read_checkpoint
 
 RANK = 4
@@ -46,7 +47,7 @@ def run_dir(base, tmp_path_factory):
     return root / "run"
 
 
-@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-5), ("bf16", 5e-2)])
+@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-5), slow("bf16", 5e-2)])
 def test_gradients_are_those_of_peft(chapter, layout_models, tmp_path, precision, tolerance):
     peft = pytest.importorskip("peft", reason=WHY)
     words = ["-m", layout_models / "llama", "-d", write_conversations(tmp_path)]
