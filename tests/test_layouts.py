@@ -161,7 +161,7 @@ def job_of(models, run, root, *more):
     for setting in settings.split("+"):
         args += flags[setting].split() if setting in flags else ["-m", models / setting]
     if LAYOUTS[name].chapter in FINE_TUNING:
-        args += ["--lr", 0.01, "-s", 128, "-d", write_conversations(models, 100)]
+        args += ["--lr", 1e-3, "-s", 128, "-d", write_conversations(models, 100)]
     return LAYOUTS[name].chapter, [*args, "--save-dir", root, *more]
 
 
