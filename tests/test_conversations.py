@@ -221,7 +221,7 @@ MISTAKES = {
     "no answer": ([say("system", "Be short."), ASK], "its last turn is by the user; end it with"),
     "parts": ([say("user", [{"text": "Why?"}]), ANSWER], "a turn's content is not text, but [{"),
     "no content": ([ASK, {"role": "assistant"}], "a turn by the assistant has no content"),
-    "tool calls": (CALLS, "the model's chat template leaves out its tool calls"),
+    "tool calls": (CALLS, "the model's chat template leaves out 'find' of an answer"),
 }
 
 
@@ -243,6 +243,11 @@ FILES = {
     "latin1": (PAIR, None, "after conversation 0: 'utf-8' codec can't decode"),
     "column": ({"text": "a"}, None, "messages: no such column, and no prompt and completion; "),
     "raises": (PAIR | {"prompt": "a"}, RAISE, "TemplateError('roles must alternate')"),
+    "no text": (
+        PAIR | {"prompt": "a"},
+        "{{ 'x' * messages | length }}",
+        "leaves out 'b' of an answer",
+    ),
     "unequal": (PAIR | {"prompt": "a"}, UNEQUAL, "'b' does not begin with the prompt '<'"),
 }
 

@@ -975,9 +975,11 @@ def parts_of(tokenizer, messages, tools):
         if not answered.startswith(prompt):
             problem = f"the answer's text {answered!r:.200} does not begin with the prompt"
             raise ValueError(f"with the model's chat template, {problem} {prompt!r:.200}")
+        # Templates leave out what they do not know: tool calls or, if they expect parts, a text.
         calls = [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
-        if any(name not in answered.removeprefix(prompt) for name in calls):
-            raise ValueError("the model's chat template leaves out its tool calls")
+        for word in calls or message.get("content", "").split()[-1:]:
+            if word not in answered.removeprefix(prompt):
+                raise ValueError(f"the model's chat template leaves out {word!r} of an answer")
         if not prompt.startswith(text):
             yield parts
             text, parts = "", []
