@@ -80,7 +80,7 @@ LAYOUTS = {
     "tp2-ulysses2": Layout("08", 4, f"{TP2} {ULYSSES2}"),
     "pp2-ulysses2": Layout("08", 4, f"{PP2} {ULYSSES2}"),
     "chats1": Layout("conversations", 1),
-    "chats2": Layout("conversations", 2, slow="2 offload+1 selective+compiled"),
+    "chats2": Layout("conversations", 2, slow="2 offload+1"),
     "chats4": Layout("conversations", 4),
     "chats-hsdp4": Layout("conversations", 4, REPLICAS, slow="1"),
     "lora1": Layout("lora", 1),
@@ -102,7 +102,7 @@ EXHAUSTIVE = {
     "06": ("plain offload+1 long bf16 qwen3 gpt_neox gemma odd", "4 1 compiled llama"),
     "07": ("plain 1 gpipe qwen3 gpt_neox", "4 compiled offload+1 bf16 five llama gpt2 olmo"),
     "08": ("llama qwen3 gpt_neox", "2 bf16 long offload compiled"),
-    "conversations": ("plain 1 qwen3", "4 full+compiled async bf16 gpt2 mistral gemma3-window"),
+    "conversations": ("plain 1 qwen3", "selective+compiled async bf16 gpt2 mistral gemma3-window"),
     "lora": ("plain 1 qwen3", "2 selective+compiled async bf16 mistral gemma3-window"),
 }
 SETTINGS = {
