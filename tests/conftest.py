@@ -224,7 +224,8 @@ def prepare_training(chapter, *words):
     """Return the arguments, the model, the optimizer and both sets of samples of a command line."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train_llm.py", *map(str, words)])
-        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in values.items():
             patch.setenv(name, value)
         args = chapter.parse_args()
     tokenizer, config = chapter.build_tokenizer_and_config(args)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
+from chats import write_conversations
 from conftest import SHORT, difference, disagreement, metrics, run_or_fail
 from marks import exhaustive, slow
 from runs import copy_run, evaluate_export, have_same_weights
@@ -78,7 +79,18 @@ LAYOUTS = {
     "dp2-ulysses2": Layout("08", 4, ULYSSES2, slow="2"),
     "tp2-ulysses2": Layout("08", 4, f"{TP2} {ULYSSES2}"),
     "pp2-ulysses2": Layout("08", 4, f"{PP2} {ULYSSES2}"),
+    "chats1": Layout("conversations", 1),
+    "chats2": Layout("conversations", 2, slow="2 offload+1"),
+    "chats4": Layout("conversations", 4),
+    "chats-hsdp4": Layout("conversations", 4, REPLICAS, slow="1"),
+    "lora1": Layout("lora", 1),
+    "lora2": Layout("lora", 2, slow="offload+1"),
+    # An adapter has fewer rows than there are ranks.
+    "lora4": Layout("lora", 4, slow="rank-1"),
+    "lora-hsdp4": Layout("lora", 4, REPLICAS),
 }
+# These chapters learn less than chapter 01 does, so their references are their own runs.
+FINE_TUNING = {"conversations": "chats1", "lora": "lora1"}
 # All layouts of a chapter on at most four ranks run in these settings, too, and those on two ranks
 # in the second list of settings.
 EXHAUSTIVE = {
@@ -90,6 +102,8 @@ EXHAUSTIVE = {
     "06": ("plain offload+1 long bf16 qwen3 gpt_neox gemma odd", "4 1 compiled llama"),
     "07": ("plain 1 gpipe qwen3 gpt_neox", "4 compiled offload+1 bf16 five llama gpt2 olmo"),
     "08": ("llama qwen3 gpt_neox", "2 bf16 long offload compiled"),
+    "conversations": ("plain 1 qwen3", "selective+compiled async bf16 gpt2 mistral gemma3-window"),
+    "lora": ("plain 1 qwen3", "2 selective+compiled async bf16 mistral gemma3-window"),
 }
 SETTINGS = {
     "plain": "",
@@ -112,6 +126,7 @@ CURVES = {
     # A rank has two chunks of the loss.
     "long": "--seq-length 512",
     "five": "--config num_hidden_layers=5",
+    "rank-1": "--lora-rank 1",
 }
 
 
@@ -131,10 +146,11 @@ def run_params():
 
 def reference_of(run):
     """Return the run whose curve a run must repeat; bf16 in chapter 01 must be close to fp32."""
-    setting = run.partition("@")[2]
+    layout, _, setting = run.partition("@")
+    first = FINE_TUNING.get(LAYOUTS[layout].chapter, "01")
     if run == "01@bf16" or setting.partition("+")[0] in SETTINGS:
-        return "01@plain"
-    return f"01@{setting}"
+        return f"{first}@plain"
+    return f"{first}@{setting}"
 
 
 def job_of(models, run, root, *more):
@@ -144,6 +160,8 @@ def job_of(models, run, root, *more):
     flags = SETTINGS | CURVES
     for setting in settings.split("+"):
         args += flags[setting].split() if setting in flags else ["-m", models / setting]
+    if LAYOUTS[name].chapter in FINE_TUNING:
+        args += ["--lr", 1e-3, "-s", 128, "-d", write_conversations(models, 100)]
     return LAYOUTS[name].chapter, [*args, "--save-dir", root, *more]
 
 
@@ -200,8 +218,12 @@ def test_reference_curve_learns_and_has_every_step(root, run):
     assert curve[20]["loss"] < curve[1]["loss"] - 1
 
 
+# test_conversations.py and test_lora.py check the models of fine-tuning.
+EXPORTED = [param for param in run_params() if param.values[0][:4] not in ("chat", "lora")]
+
+
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("run", run_params())
+@pytest.mark.parametrize("run", EXPORTED)
 def test_exported_model_has_the_logged_loss(root, load, run):
     """transformers loads the model by its folder alone; its weights are those of the checkpoint."""
     curve = metrics(root / run)
@@ -230,7 +252,7 @@ def test_split_by_one_rank_changes_no_bit(layout_models, tmp_path, chapter, flag
 
 # ---- a run continues -------------------------------------------------------------------------
 REPEATED = ["01@gpt2-dropout", "ddp2@gpt2-dropout", "fsdp2@plain"]
-REPEATED += map(slow, ("01@bf16", "hsdp4@gpt2-dropout", "fsdp2@qwen3"))
+REPEATED += map(slow, ("01@bf16", "hsdp4@gpt2-dropout", "fsdp2@qwen3", "chats2@2", "lora2@2"))
 REPEATED += map(exhaustive, ("fsdp4@plain", "dp2-tp2@plain", "tp2-pp2@qwen3", "cp2@plain"))
 REPEATED += [exhaustive("ulysses2@plain")]
 
@@ -251,21 +273,23 @@ def test_resume_repeats_every_bit(layout_models, tmp_path, resumed):
 
 # With this warmup, the learning rate of a step does not depend on the number of steps.
 ENDLESS = ["--lr", 0.03, "--warmup-steps", 1000]
-SPLIT = [name for name, layout in LAYOUTS.items() if layout.chapter > "03"]
+SPLIT = [name for name, layout in LAYOUTS.items() if "03" < layout.chapter < "1"]
 ROUTES = {
     "data-parallel": "01 ddp2 launched4 ddp1".split(),
     "each-chapter": "fsdp4 dp2-tp2 tp2-pp2 dp2-ulysses2 fsdp2 large2 fsdp2 cp2 fsdp1 hsdp4".split(),
+    "lora": "lora2 lora1 lora-hsdp4 lora4".split(),
     "each-layout": random.Random(0).sample(SPLIT, len(SPLIT)),
 }
 
 
 @pytest.mark.parametrize(
-    "route", ["data-parallel", slow("each-chapter"), exhaustive("each-layout")]
+    "route", ["data-parallel", *map(slow, ("each-chapter", "lora")), exhaustive("each-layout")]
 )
 def test_run_that_changes_its_layout_stays_on_the_curve(layout_models, tmp_path, route):
     """Every two steps, the next layout continues the run; the model has tied embeddings."""
     names, more = ROUTES[route], [*ENDLESS, "--eval-every", 2, "--num-steps"]
-    job = job_of(layout_models, "01@qwen3", tmp_path, *more, 2 * len(names), "-e", "entire")
+    reference = reference_of(f"{names[0]}@qwen3")
+    job = job_of(layout_models, reference, tmp_path, *more, 2 * len(names), "-e", "entire")
     run_or_fail(1, [job], tmp_path / "jobs")
     for start, name in enumerate(names):
         run = f"{name}@qwen3{'+offload' * (LAYOUTS[name].chapter == '05')}"

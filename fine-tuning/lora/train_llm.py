@@ -1,0 +1,1640 @@
+"""Fine-tune only small adapters of a frozen causal language model. Parent: conversations.
+
+Small:  torchrun --standalone --nproc-per-node 2 fine-tuning/lora/train_llm.py --lr 3e-3
+Real:   sbatch --nodes 1 --gpus-per-node 8 03-job-launchers/slurm/train.sbatch \
+            fine-tuning/lora/train_llm.py @05-large-model/configs/llama-3.1-70b.args \
+            --pretrained -d conversations.jsonl -s 8192 --global-batch-size 64 --lr 2e-4
+"""
+
+import argparse
+import bisect
+import ctypes
+import functools
+import glob
+import hashlib
+import itertools
+import json
+import logging
+import math
+import os
+import random
+import re
+import resource
+import shlex
+import shutil
+import signal
+import socket
+import string
+import sys
+import tempfile
+import time
+import uuid
+import warnings
+from array import array
+from collections import Counter
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from itertools import accumulate, chain, groupby
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+import transformers
+import wandb
+from datasets.fingerprint import Hasher
+from safetensors import safe_open
+from safetensors.torch import load_file, save, save_file
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as recompute
+from tqdm import tqdm
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import core_model_loading as conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.initialization import no_init_weights
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.hub import cached_file
+
+# The environment variables that each launcher sets to the rank, the world size and the local rank,
+# in this order.
+LAUNCHER_VARIABLES = {
+    "torchrun": ["RANK", "WORLD_SIZE", "LOCAL_RANK"],
+    "Open MPI": ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],
+    "MPICH": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],
+    "srun": ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],
+}
+# The number of tokens whose logits exist at the same time.
+CHUNK_SIZE = 1024
+# The asynchronous save in progress: a list with at most one Future object.
+PENDING_SAVES = []
+# Flags in the upper bits of a token: it is the first one of a document; it is context, which the
+# model reads but does not learn.
+FIRST = 1 << 30
+CONTEXT = 1 << 29
+# The roles of a turn, by the names that they have in datasets; the last two names are ShareGPT's.
+ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+ROLES = ROLES | {"human": "user", "gpt": "assistant"}
+# A chat template for the tokenizers that have none, which are those of base models.
+CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages -%}
+{{ message.role }}:
+{{ message.content }}{{ eos_token if message.role == "assistant" }}
+{% endfor %}{{ "assistant:\n" if add_generation_prompt }}"""
+
+
+def parse_args():
+    """Parse and check the command line, and compute the size and number of micro-batches."""
+    adopt_launcher()
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(formatter_class=formatter, fromfile_prefix_chars="@")
+    parser.allow_abbrev = False
+    parser.convert_arg_line_to_args = lambda line: shlex.split(line, comments=True)
+    parser.error = fail
+    chapter = Path(__file__).resolve().parent.name
+    add = parser.add_argument
+
+    add("-m", "--model-name", default="tiny", help="hub id, folder, or tiny (a built-in Llama)")
+    add("--config", nargs="+", default=[], metavar="NAME=VALUE", help="override model settings")
+    add("--pretrained", action="store_true", help="start from the published weights")
+    add("--lora-rank", type=int, default=16, help="rank of the product that an adapter adds")
+    add("--lora-alpha", type=int, default=32, help="the product is multiplied by alpha / rank")
+    modules = "names of the modules with adapters, such as q_proj; default: all linear modules"
+    add("--lora-modules", nargs="+", default=[], metavar="NAME", help=modules)
+
+    sources = "hub id, folder, .txt/.jsonl/.csv/.parquet, or FOLDER.tokens of prepare.py"
+    add("-d", "--dataset-name", default="pydoc", help=sources)
+    add("--dataset-subset", help="the subset to load, if the hub dataset has subsets")
+    add("--text-column", default="text", help="the column that holds the text")
+    add("-s", "--seq-length", type=int, default=256, help="tokens per sample")
+
+    add("--global-batch-size", type=int, default=32, help="samples per optimizer step")
+    add("-b", "--batch-size", type=int, default=8, help="maximum samples per forward pass")
+    add("--num-steps", type=int, default=100, help="total number of optimizer steps")
+    add("--lr", type=float, default=1e-3, help="peak learning rate, reached after the warmup")
+    add("--warmup-steps", type=int, default=10, help="steps until the learning rate peaks")
+    add("--weight-decay", type=float, default=0.1, help="decay of matrices; vectors have no decay")
+    add("--max-grad-norm", type=float, default=1.0, help="maximum gradient norm; 0 means no limit")
+    skipping = "steps of samples to skip; without it, a resume keeps its number"
+    add("--skip-steps", type=int, default=0, help=skipping)
+    add("--seed", type=int, default=0, help="seed for weights, data order and dropout")
+
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
+    add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 if fast")
+    add("--compile", action="store_true", help="compile the layers and the loss")
+    switch = argparse.BooleanOptionalAction
+    add("--reshard-after-forward", action=switch, default=True, help="free gathered weights early")
+    add("--replicas", type=int, default=1, help="model copies, each sharded across its own ranks")
+    add("--cpu-offload", action="store_true", help="keep shards on the CPU, and run AdamW there")
+    add(
+        "--recompute",
+        choices=["none", "full", "selective"],
+        default="none",
+        help="activations to compute again in the backward pass",
+    )
+
+    add("-e", "--experiment-name", default=chapter, help="name of the run's folder in --save-dir")
+    add("--save-dir", default="outputs", help="the folder that holds all runs")
+    add("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
+    add("--keep-checkpoints", type=int, default=2, help="number of checkpoints to keep")
+    add("--eval-every", type=int, default=50, help="steps between evaluations")
+    add("--eval-samples", type=int, default=64, help="number of samples to hold out")
+    add("--log-every", type=int, default=10, help="steps between log lines")
+    add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="wandb mode")
+    add("--dist-timeout", type=int, default=600, help="maximum seconds to wait for other ranks")
+    add("--checkpoint-async", action="store_true", help="write checkpoints in the background")
+
+    parser.set_defaults(dataset_name="letters", text_column="messages", lr=2e-4)
+    args = parser.parse_args()
+    may_be_zero = ["lr", "warmup_steps", "weight_decay", "max_grad_norm", "seed", "skip_steps"]
+    minimums = dict.fromkeys(may_be_zero, 0) | {"seq_length": 2}
+    for name, value in vars(args).items():
+        minimum = minimums.get(name, 1)
+        flag = f"--{name.replace('_', '-')} {value}"
+        # "not value >= minimum" also rejects NaN; "value < minimum" would accept NaN.
+        if type(value) in (int, float) and not value >= minimum:
+            fail(f"{flag}: must be at least {minimum}")
+        if type(value) is int and value >= 2**63:
+            fail(f"{flag}: must be less than 2**63, because torch counts in 64 bits")
+    if args.pretrained and args.model_name == "tiny":
+        fail("--pretrained: tiny has no published weights; choose a model with --model-name")
+    if args.device == "auto":
+        args.device = "cuda" if has_gpu() else "cpu"
+    if args.device == "cuda" and not torch.cuda.is_available():
+        problem = f"torch {torch.__version__} finds no working GPU"
+        fail(f"--device cuda: {problem}; repair the driver, or pass --device cpu")
+    if args.precision == "auto":
+        # GPUs below compute capability 8.0 emulate bf16, and the emulation is slow.
+        has_bf16 = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+        args.precision = "bf16" if has_bf16 else "fp32"
+    if "LOCAL_RANK" not in os.environ:
+        fail("start this script with a launcher, such as torchrun, srun or mpirun")
+    if "MASTER_ADDR" not in os.environ:
+        fail("MASTER_ADDR is not set; pass it and MASTER_PORT with -x (Open MPI) or -genv (MPICH)")
+    num_data_ranks = int(os.environ["WORLD_SIZE"])
+    local_batch_size, remainder = divmod(args.global_batch_size, num_data_ranks)
+    if remainder:
+        problem = f"not divisible by {num_data_ranks} data-parallel ranks; choose a multiple"
+        fail(f"--global-batch-size {args.global_batch_size}: {problem}")
+    if num_data_ranks % args.replicas:
+        problem = f"{num_data_ranks} data-parallel ranks are not divisible by {args.replicas}"
+        fail(f"--replicas {args.replicas}: {problem}; choose a divisor")
+    sizes = range(1, args.batch_size + 1)
+    args.micro_batch_size = max(size for size in sizes if local_batch_size % size == 0)
+    args.accumulation = local_batch_size // args.micro_batch_size
+    args.wandb_id = uuid.uuid4().hex[:8]
+    return args
+
+
+def adopt_launcher():
+    """Set torchrun's variables from the variables of the launcher that started this rank."""
+    for names in LAUNCHER_VARIABLES.values():
+        if all(name in os.environ for name in names):
+            values = [os.environ[name] for name in names]
+            os.environ |= zip(LAUNCHER_VARIABLES["torchrun"], values, strict=True)
+            break
+    if "SLURM_STEP_NODELIST" in os.environ:
+        # srun: rank 0 runs on the first node of the list. The list gpu[03-07,12] starts with gpu03.
+        nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
+        os.environ.setdefault("MASTER_ADDR", nodes.split(",")[0])
+        # srun: derive the port from the job and step ids; each call of srun needs its own port.
+        job_step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
+        os.environ.setdefault("MASTER_PORT", str(10_000 + job_step % 20_000))
+
+
+def has_gpu():
+    """Return whether this process has a GPU, even if torch cannot use the GPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible in ("", "-1"):  # all GPUs are hidden
+        return False
+    # Slurm: SLURM_GPUS_ON_NODE is set only in a job that has requested GPUs.
+    if "SLURM_GPUS_ON_NODE" in os.environ:
+        return True
+    # The NVIDIA driver creates /dev/nvidiactl, and the AMD driver creates /dev/kfd.
+    has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
+    return has_driver or bool(visible) or torch.cuda.is_available()
+
+
+def setup(args):
+    """Join the process group; return this rank's device and the run's folder."""
+    # DDP: let Linux kill this rank when its launcher dies. Otherwise, this rank could keep training
+    # and overwrite the files of the next run. The 1 is PR_SET_PDEATHSIG.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    sys.stdout.reconfigure(line_buffering=True)
+    # If stderr is not a terminal, disable progress bars, because they would clutter a log file.
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+        transformers.logging.disable_progress_bar()
+    # fail() reports the errors of the libraries, so turn off the libraries' own messages.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    transformers.logging.set_verbosity_error()
+    run_dir = Path(args.save_dir, args.experiment_name)
+    # FSDP: DCP reads these characters as a pattern when it joins the files of the exported model.
+    if glob.escape(str(run_dir)) != str(run_dir):
+        fail(f"{run_dir}: choose --save-dir and --experiment-name without *, ? and [")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--save-dir {args.save_dir}: {error}")
+    device = torch.device(args.device)
+    if args.device == "cuda":
+        local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        # srun: with --gpus-per-task=1, each rank sees only its own GPU, which has index 0.
+        if num_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+            local_rank = 0
+        if local_rank >= num_gpus:
+            fail(f"local rank {local_rank}: torch sees only {num_gpus} GPU(s); start fewer ranks")
+        # DDP: without set_device(), every rank would also allocate memory on GPU 0.
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.dist_timeout))
+    # DDP: NCCL connects the ranks in the first operation, so let all ranks take part in that one.
+    dist.all_reduce(torch.zeros((), device=device))
+    # DDP: only rank 0 prints to stdout.
+    if dist.get_rank() != 0:
+        sys.stdout = open(os.devnull, "w")
+    check_shared(run_dir)
+    print(f"training on {device} in {args.precision}")
+    return device, run_dir
+
+
+@functools.cache
+def patient_group():
+    """Return a group whose timeout is a week, because tokenizing may take hours."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
+
+
+@functools.cache
+def background_group():
+    """Return a group of all ranks for the collectives of the thread that saves checkpoints."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
+
+
+@contextmanager
+def rank_first():
+    """Run the body on rank 0, then on local rank 0 of the other nodes, then on the remaining ranks.
+
+    Later ranks find the files that earlier ranks have written.
+    """
+    if dist.get_rank() == 0:
+        turn = 0
+    elif os.environ["LOCAL_RANK"] == "0":
+        turn = 1
+    else:
+        turn = 2
+    for _ in range(turn):
+        wait_for_all()
+    yield
+    for _ in range(2 - turn):
+        wait_for_all()
+
+
+def wait_for_all():
+    """Wait until all ranks have called this function, even if some ranks need hours."""
+    try:
+        dist.barrier(group=patient_group())
+    except RuntimeError as error:
+        # DDP: wait while the failed rank reports the reason; torchrun usually ends this rank then.
+        time.sleep(10)
+        sys.exit(f"another rank has failed: {error}")
+
+
+def check_shared(run_dir):
+    """Stop if a node cannot see the files that rank 0 writes to the run's folder."""
+    probe = [run_dir / f".probe-{uuid.uuid4().hex}"]
+    if dist.get_rank() == 0:
+        probe[0].touch()
+    dist.broadcast_object_list(probe, group=patient_group())
+    host_without_access = None if probe[0].exists() else socket.gethostname()
+    hosts_without_access = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts_without_access, host_without_access, group=patient_group())
+    if dist.get_rank() == 0:
+        probe[0].unlink()
+    if hosts := set(hosts_without_access) - {None}:
+        problem = f"{', '.join(hosts)} cannot see what rank 0 writes to {run_dir.resolve()}"
+        fail(f"--save-dir: {problem}; choose a folder that all nodes share")
+
+
+def stop_requests(run_dir):
+    """Yield, before each step, whether the run should stop after that step.
+
+    SIGTERM, SIGUSR1 or SIGHUP on any rank requests a stop, and so does a file named `stop` in the
+    run's folder. An all-reduce gives all ranks the same answer. The all-reduce runs in the
+    background during the previous step, so that the ranks rarely wait for the answer.
+    """
+    received = []
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, lambda number, _: received.append(number))
+    # A `stop` file that already exists was meant for an earlier run.
+    (run_dir / "stop").unlink(missing_ok=True)
+    stop = False
+    while True:
+        requested = received or (dist.get_rank() == 0 and (run_dir / "stop").exists())
+        any_requested = torch.tensor(bool(requested), dtype=torch.int32)
+        options = {"op": dist.ReduceOp.MAX, "group": patient_group(), "async_op": True}
+        exchange = dist.all_reduce(any_requested, **options)
+        yield stop
+        exchange.wait()
+        stop = bool(any_requested)
+
+
+def fail(message):
+    """Report a user error in one line on stderr, and exit with status 2."""
+    # DDP: let rank 0 report an error that all ranks have; the launcher then ends this rank. If only
+    # this rank has the error, this rank reports it after the wait.
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(10)
+    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def mix(*numbers):
+    """Hash the numbers into a 64-bit seed that, unlike their sum, depends on their order."""
+    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little")
+
+
+# ---- model -----------------------------------------------------------------------------------
+@rank_first()
+def build_tokenizer_and_config(args):
+    """Load the tokenizer and the configuration of `--model-name`, and apply `--config`."""
+    try:
+        if args.model_name == "tiny":
+            # ByT5's tokens are bytes, so its tokenizer needs no vocabulary file.
+            tokenizer = transformers.ByT5Tokenizer()
+            config = transformers.LlamaConfig(
+                hidden_size=128,
+                intermediate_size=352,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                vocab_size=len(tokenizer),
+                bos_token_id=None,
+                eos_token_id=tokenizer.eos_token_id,
+            )
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+            config = AutoConfig.from_pretrained(args.model_name)
+            if getattr(config, "quantization_config", None):
+                raise ValueError("its weights are quantized; choose a model with bf16 weights")
+            # Train only the text part of a multimodal model.
+            config = config.get_text_config(decoder=True)
+        if args.config:
+            config.update_from_string(",".join(args.config))
+            # Drop layer_types, so that from_dict() derives it from the new number of layers.
+            values = config.to_dict()
+            values.pop("layer_types", None)
+            config = config.from_dict(values)
+    except Exception as error:
+        # transformers raises a different type of exception for each kind of bad value.
+        fail(f"--model-name {' '.join([args.model_name, *args.config])}: {error}")
+    if getattr(config, "output_router_logits", False):
+        problem = "a router loss would depend on the size of the micro-batches"
+        fail(f"--config output_router_logits: {problem}; pass --config output_router_logits=false")
+    max_length = getattr(config, "max_position_embeddings", None) or args.seq_length
+    if 0 < max_length < args.seq_length:
+        fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {max_length} tokens")
+    if len(tokenizer) < 2:
+        fail(f"--model-name {args.model_name}: found no tokenizer; check the model's files")
+    if tokenizer.eos_token_id is None:
+        fail(f"--model-name {args.model_name}: its tokenizer has no eos_token; define one")
+    tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
+    # A tokenizer may leave out numbers, so its highest token id may be above its number of tokens.
+    highest_id = max(tokenizer.get_vocab().values())
+    if highest_id >= config.vocab_size:
+        problem = f"token id {highest_id}, but only {config.vocab_size} embeddings"
+        fail(f"--model-name {args.model_name}: found {problem}")
+    return tokenizer, config
+
+
+def build_model(args, config):
+    """Build the model with uninitialized weights.
+
+    Linux gives them memory only when shard() fills them.
+    """
+    torch.manual_seed(args.seed)
+    # LoRA: the weights of the model are frozen, so they lose nothing in the precision of the files.
+    dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
+    try:
+        # Skip random initialization in the constructors; shard() initializes weights layer by
+        # layer.
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:
+        # Unsuitable models raise many types of exceptions.
+        fail(f"--model-name {args.model_name}: cannot build the model: {error!r:.300}")
+    if not layers_of(model):
+        fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
+    model.train()
+
+    # In every forward pass, transformers checks whether samples are packed, because packed samples
+    # need a mask. This check makes the host wait for the device. Plain causal attention needs no
+    # mask, so register SDPA under a new name. transformers has no mask function for the new name,
+    # so it skips both the check and the mask.
+    if needs_no_mask(args, model):
+        AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
+        model.set_attn_implementation("causal_sdpa")
+
+    check_model(args, model)
+    add_adapters(args, model)
+    # transformers finds these rules by the name of the class, which fully_shard() changes.
+    model.conversion_rules = get_model_conversion_mapping(model)
+    # chunked_loss() applies the weights of the head, so the head itself only clones the hidden
+    # states. Without the clone, FSDP would warn that a module returns a view.
+    head = model.get_output_embeddings()
+    head.forward = torch.clone
+    model.loss_function = functools.partial(chunked_loss, head)
+
+    # Wrap the layers for recomputation before they are compiled and sharded.
+    if args.recompute != "none":
+        contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)
+        options = {"context_fn": contexts} if args.recompute == "selective" else {}
+        for layer in layers_of(model):
+            forward = functools.partial(recompute, layer.forward, use_reentrant=False, **options)
+            layer.forward = forward
+
+    # layer.compile() keeps the names of the weights; torch.compile(layer) would change the names.
+    # With dynamic=False, torch compiles a separate graph for each input shape.
+    if args.compile:
+        for layer in layers_of(model):
+            layer.compile(dynamic=False)
+        model.loss_function = torch.compile(model.loss_function, dynamic=False)
+    return model
+
+
+def add_adapters(args, model):
+    """Freeze the model, and add an adapter to each linear module in `--lora-modules`.
+
+    With its adapter, a module with the weight W acts as if it had W + alpha / rank * B @ A. In the
+    beginning, B is zero. A and B are modules within the module, so W keeps its name.
+    """
+    model.requires_grad_(False)
+    named_modules = [named for layer in layers_of(model) for named in layer.named_modules()]
+    linear = [named for named in named_modules if isinstance(named[1], torch.nn.Linear)]
+    known = sorted({path.rpartition(".")[2] for path, _ in linear})
+    args.lora_modules = sorted(args.lora_modules or known)
+    if not known:
+        fail(f"--model-name {args.model_name}: its layers have no linear modules to adapt")
+    if set(args.lora_modules) - set(known):
+        problem = f"the linear modules in a layer of {args.model_name} are: {' '.join(known)}"
+        fail(f"--lora-modules {' '.join(args.lora_modules)}: {problem}")
+    print("modules with adapters:", *args.lora_modules)
+    for path, module in linear:
+        if path.rpartition(".")[2] in args.lora_modules:
+            module.lora_A = torch.nn.Linear(module.in_features, args.lora_rank, bias=False)
+            module.lora_B = torch.nn.Linear(args.lora_rank, module.out_features, bias=False)
+            torch.nn.init.zeros_(module.lora_B.weight)
+            module.register_forward_hook(functools.partial(add_product, args))
+
+
+def add_product(args, module, inputs, output):
+    """Add the product of the module's adapter to its output."""
+    return output + args.lora_alpha / args.lora_rank * module.lora_B(module.lora_A(*inputs))
+
+
+def check_names(args, model, missing_keys, unexpected_keys, mismatched_keys, **_):
+    """Stop if the files of `--pretrained` do not have exactly the weights of the model."""
+    # With --config num_hidden_layers, the model may have only the first layers of the files.
+    patterns = {re.sub(r"\d+", "*", name) for name in model.state_dict()}
+    unknown = [name for name in unexpected_keys if re.sub(r"\d+", "*", name) not in patterns]
+    reshaped = [name for name, *_ in mismatched_keys]
+    problems = [("lack", missing_keys), ("have a different shape of", reshaped)]
+    problems += [("have the unknown weight", unknown)]
+    texts = [f"{text} {min(names)} ({len(names)} weights)" for text, names in problems if names]
+    if texts:
+        fail(f"--pretrained: the files of {args.model_name} {'; they '.join(texts)}")
+
+
+def needs_no_mask(args, model):
+    """Return whether every token attends to itself and all tokens before it, in every layer."""
+    if not model._supports_attention_backend or model.config._attn_implementation != "sdpa":
+        return False
+    name, keys = f"--model-name {args.model_name}", torch.arange(args.seq_length)
+    queries = keys[:: 1 + args.seq_length // 64, None]
+    results = []
+
+    def check_mask(*_, mask_function, allow_is_causal_skip, **__):
+        mask = mask_function(0, 0, queries, keys)
+        if (mask & (keys > queries)).any():
+            fail(f"{name}: tokens attend to later tokens; choose a model with causal attention")
+        results.append(allow_is_causal_skip and torch.equal(mask, keys <= queries))
+
+    def stop(*_, **__):
+        raise StopIteration
+
+    # Every forward pass builds all masks before it calls attention for the first time. Check these
+    # masks, and stop there. A layer that cannot do without a mask stops earlier, with an exception.
+    # Restore the random state, because dropout changes it, and weights may be initialized later.
+    AttentionMaskInterface.register("check_mask", check_mask)
+    AttentionInterface.register("check_mask", stop)
+    model.set_attn_implementation("check_mask")
+    with suppress(Exception), torch.no_grad(), torch.random.fork_rng([]):
+        model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
+    model.set_attn_implementation("sdpa")
+    return len(results) > 0 and all(results)
+
+
+def check_forward(args, model, device):
+    """Stop unless attention is causal and the model's loss is just the next-token loss."""
+    name, ids = f"--model-name {args.model_name}", torch.arange(16, device=device)[None]
+    # Two documents of 8 tokens each are packed. Only the first half of the second document has
+    # labels, so the loss must not depend on other tokens.
+    labels = ids.where((ids > 8) & (ids < 12), -100)
+    inputs = {"input_ids": ids, **inputs_that_separate(model, ids % 8 == 0)}
+    embedded = []
+    # Do not compile graphs for this short sequence.
+    with torch.compiler.set_stance("force_eager"):
+        try:
+            embedding = model.get_input_embeddings()
+            # LoRA: the embedding is frozen, so ask for the gradient of its output.
+            hook = embedding.register_forward_hook(
+                lambda *call: embedded.append(call[-1].requires_grad_())
+            )
+            output = model(**inputs, labels=labels, use_cache=False)
+            loss = model.loss_function(output.logits, labels, vocab_size=model.config.vocab_size)
+            embedded[0].retain_grad()
+            output.loss.backward()
+        except Exception as error:
+            # Each kind of unsuitable model raises a different type of exception.
+            fail(f"{name}: cannot be trained on tokens alone: {error!r}")
+    hook.remove()
+    model.zero_grad()
+    if abs(output.loss - loss) > 1e-5 * loss:
+        fail(f"{name}: its loss is not the next-token loss; choose a different model")
+    gradient = embedded[0].grad.abs()
+    if gradient[:, 12:].max() > 1e-5 * gradient.max():
+        fail(f"{name}: tokens attend to later tokens; choose a model with causal attention")
+    if gradient[:, :8].max() > 1e-5 * gradient.max():
+        fail(f"{name}: tokens attend to the conversation before theirs; choose a different model")
+
+
+def check_model(args, model):
+    """If this script cannot train the model, report the reason and stop."""
+    caps = ["final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"]
+    has_cap = any(getattr(model.config, cap, None) for cap in caps)
+    name = args.model_name
+    problems = [
+        (has_cap, f"--model-name {name}: it caps its logits, which the chunked loss does not do"),
+    ]
+    for has_problem, problem in problems:
+        if has_problem:
+            fail(problem)
+
+
+def chunked_loss(head, logits, labels, *_, **__):
+    """Return the summed cross entropy of predicting each label from the previous hidden state.
+
+    `logits` contains hidden states, [batch, sequence, width], because `head` returns its input. The
+    true logits, [tokens, vocabulary], exist for only one chunk of tokens at a time.
+    """
+    # The last position has no next token; cross_entropy() ignores the target -100.
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+    weights = (head.weight, head.bias)
+    hidden_chunks = logits.flatten(0, 1).split(CHUNK_SIZE)
+    target_chunks = targets.flatten().split(CHUNK_SIZE)
+    total_loss = 0.0
+    for chunk in zip(hidden_chunks, target_chunks, strict=True):
+        total_loss += recompute(loss_of_chunk, weights, *chunk, use_reentrant=False)
+    return total_loss
+
+
+def loss_of_chunk(weights, hidden, targets):
+    """Return the summed cross entropy of hidden states [tokens, width] and targets [tokens]."""
+    logits = F.linear(hidden, *weights)
+    return F.cross_entropy(logits.float(), targets, reduction="sum")
+
+
+def keep_products(_, operation, *args, **kwargs):
+    """Keep the results of matrix products and attention, which are expensive to recompute."""
+    is_expensive = "mm" in str(operation) or "scaled_dot_product" in str(operation)
+    return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def layers_of(model):
+    """Return the decoder layers, which in transformers share a base class."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def build_mesh(args, device):
+    """Arrange the ranks in a mesh with one dimension for each kind of parallelism."""
+    sizes = {
+        "replicate": args.replicas,
+        "shard": dist.get_world_size() // args.replicas,
+    }
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def shard(args, model, device):
+    """Initialize the model and split it across the ranks layer by layer; return the model.
+
+    After a layer gets its values, fully_shard() keeps this rank's shard and frees the rest of the
+    layer. Only then does the next layer get its values, so that no rank has to hold the full model.
+    The shards are on the device or, with --cpu-offload, on the CPU.
+    """
+    mesh = build_mesh(args, device)
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options = {
+        "mesh": mesh["replicate", "shard"] if args.replicas > 1 else mesh["shard"],
+        "mp_policy": bf16 if args.precision == "bf16" else MixedPrecisionPolicy(),
+    }
+    if args.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=args.device == "cuda")
+    layers = layers_of(model)
+    owners = owners_of(model)
+
+    def initialize_and_shard(module):
+        initialize(args, owners[module], module)
+        if module in layers:
+            # FSDP: keep the last layer gathered, because the backward pass starts with it.
+            reshard = args.reshard_after_forward and module is not layers[-1]
+            fully_shard(module, reshard_after_forward=reshard, **options)
+
+    # apply() visits the children of a module before the module itself.
+    model.apply(initialize_and_shard)
+    model.tie_weights()
+    # FSDP: this call shards the weights that are outside of the layers.
+    fully_shard(model, reshard_after_forward=False, **options)
+    if args.pretrained:
+        read_weights(args, model)
+    return model
+
+
+def owners_of(model):
+    """Return, for each module, the innermost transformers model that contains it."""
+    owners = {}
+    # modules() lists outer models first, so inner models overwrite the entries of outer models.
+    for owner in model.modules():
+        if isinstance(owner, transformers.PreTrainedModel):
+            owners |= dict.fromkeys(owner.modules(), owner)
+    return owners
+
+
+def initialize(args, owner, module):
+    """Give a module's own weights the values that they have in chapter 01."""
+    for weight in module.parameters(recurse=False):
+        # With --pretrained, read_weights() will fill the weight later, so keep transformers from
+        # initializing it. LoRA: adapters have their values.
+        weight._is_hf_initialized = args.pretrained or weight.requires_grad
+    owner._init_weights(module)
+
+
+def read_weights(args, model):
+    """Read this rank's shards, and nothing else, from the safetensors files of `--model-name`."""
+    # The reader reads all files of a folder, so make a folder of links to the files of the model.
+    folder = tempfile.TemporaryDirectory()
+    for file in weight_files(args):
+        Path(folder.name, Path(file).name).symlink_to(Path(file).resolve())
+    reader = dcp.HuggingFaceStorageReader(folder.name)
+    file_metadata = reader.read_metadata().state_dict_metadata
+    if any(entry.properties.dtype.itemsize < 2 for entry in file_metadata.values()):
+        fail(f"--pretrained: the weights of {args.model_name} are quantized; choose a bf16 copy")
+    matches = match_names(model, file_metadata)
+    aliases = {source: target for target, source in model.all_tied_weights_keys.items()}
+    missing, unexpected, mismatched = set(), matches.keys() - model.state_dict().keys(), []
+    tensors, copies = {}, {}
+    for name, weight in weights_of(model).items():
+        if is_adapter(name):
+            continue
+        # A file may store a tied weight under its other name, or under both names.
+        alias = aliases.get(name)
+        views = views_of(weight, matches.get(name) or matches.get(alias))
+        if views is None:
+            missing.add(name)
+            continue
+        tensors |= views
+        if any(view.shape != file_metadata[key].size for key, view in views.items()):
+            mismatched.append([name])
+        if {name, alias} <= matches.keys():
+            [[alias_key]] = matches[alias]
+            copies[name] = weight, torch.empty_like(weight)
+            tensors[alias_key] = copies[name][1]
+    names = SimpleNamespace(missing_keys=missing, unexpected_keys=unexpected)
+    # Leave out the names that transformers ignores for this family.
+    model._adjust_missing_and_unexpected_keys(names)
+    check_names(args, model, **vars(names), mismatched_keys=mismatched)
+    dcp.load(tensors, storage_reader=reader, process_group=patient_group())
+    for name, copies_in_files in copies.items():
+        if not torch.equal(*(copy_in_file.to_local() for copy_in_file in copies_in_files)):
+            problem = f"the files have different values for {name} and {aliases[name]}"
+            fail(f"--pretrained: {problem}; pass --config tie_word_embeddings=false")
+    # Not every model has a generation config.
+    with suppress(OSError):
+        model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
+
+
+def match_names(model, keys):
+    """Map the name of each weight to the keys that its values have in published files.
+
+    For most weights this is [[key]]. transformers stacks the experts of a layer into one tensor. In
+    files each expert has a tensor for each projection, so the value is a list of keys, one for each
+    expert, for each projection.
+    """
+    rules = model.conversion_rules
+    renamings = [rule for rule in rules if isinstance(rule, conversion.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, conversion.WeightConverter)]
+    names, prefix, matches = model.state_dict(), model.base_model_prefix, {}
+    for key in sorted(keys, key=conversion.dot_natural_key):
+        name, pattern = conversion.rename_source_key(key, renamings, converters, prefix, names)
+        if pattern is None:
+            matches[name] = [[key]]
+            continue
+        rule = next(rule for rule in converters if pattern in rule.source_patterns)
+        operations = " ".join(map(repr, rule.operations))
+        # The other operations change the order of a weight's values.
+        if re.fullmatch(r"MergeModulelist\(dim=0\)( Concatenate\(dim=1\))?", operations):
+            rows = matches.setdefault(name, [[] for _ in rule.source_patterns])
+            rows[rule.source_patterns.index(pattern)].append(key)
+        else:
+            matches[key] = [[key]]
+    return matches
+
+
+def views_of(weight, rows):
+    """Return this rank's part of a weight by key in files, or None if the files lack a part."""
+    if rows is None:
+        return None
+    if len(rows) == len(rows[0]) == 1:
+        return {rows[0][0]: weight}
+    if any(len(row) != len(weight) for row in rows):
+        return None
+    views = {}
+    # FSDP: a rank's shard has full experts.
+    for chunk in weight.__create_chunk_list__():
+        for number, expert in enumerate(weight.to_local(), chunk.offsets[0]):
+            keys = [row[number] for row in rows]
+            views |= zip(keys, expert.chunk(len(rows)), strict=True)
+    return views
+
+
+@rank_first()
+def weight_files(args):
+    """Return the safetensors files that from_pretrained() would read; download them if needed."""
+    name = args.model_name
+    try:
+        try:
+            paths = [cached_file(name, "model.safetensors")]
+        except OSError:
+            index = cached_file(name, "model.safetensors.index.json")
+            files = json.loads(Path(index).read_text())["weight_map"].values()
+            paths = [cached_file(name, file) for file in set(files)]
+        for path in paths:
+            # Opening a file also compares its length with its header.
+            with safe_open(path, "pt"):
+                pass
+    except Exception as error:
+        fail(f"--pretrained: cannot read the safetensors files of {name}: {error!r:.300}")
+    return paths
+
+
+def build_optimizer(args, model):
+    """Build AdamW with weight decay for matrices, but not for norms and biases."""
+    # With --cpu-offload, AdamW runs on the CPU. torchrun gives each rank only one thread, so divide
+    # the cores of this node among its ranks.
+    if args.cpu_offload:
+        hostnames = [None] * dist.get_world_size()
+        dist.all_gather_object(hostnames, socket.gethostname(), group=patient_group())
+        ranks_on_host = hostnames.count(socket.gethostname())
+        cores_per_rank = len(os.sched_getaffinity(0)) // ranks_on_host
+        torch.set_num_threads(max(torch.get_num_threads(), cores_per_rank))
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    matrices = [weight for weight in weights if weight.ndim >= 2]
+    vectors = [weight for weight in weights if weight.ndim < 2]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(
+        groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
+    )
+    # Fused AdamW skips its update while found_inf is 1; train_step() sets found_inf.
+    optimizer.found_inf = torch.zeros((), device=matrices[0].device)
+    return optimizer
+
+
+def lr_at(args, step):
+    """Return the learning rate at `step`: linear warmup, then cosine decay to a tenth of `--lr`."""
+    if step <= args.warmup_steps:
+        return args.lr * step / args.warmup_steps
+    progress = (step - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
+    return args.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+# ---- data ------------------------------------------------------------------------------------
+@rank_first()
+def build_data(args, tokenizer):
+    """Return the training samples and the held-out samples, a [samples, seq_length] tensor."""
+    pieces = pieces_of(args, tokenizer)
+    first = next(pieces, torch.empty(0, args.seq_length))
+    num_train = len(first) - args.eval_samples
+    if num_train < 1:
+        samples = f"{len(first)} samples of {args.seq_length} tokens"
+        problem = f"{samples} are not more than --eval-samples {args.eval_samples}"
+        advice = "add conversations, or change --seq-length"
+        fail(f"--dataset-name {args.dataset_name}: {problem}; {advice}")
+    first, held_out = first.split([num_train, args.eval_samples])
+    show_sample(tokenizer, first[0])
+    return Samples(first, pieces), held_out
+
+
+class Samples:
+    """The training samples of one or more pieces: memory-mapped [samples, seq_length] tensors."""
+
+    def __init__(self, first, further=()):
+        """Begin with the first piece; `further` yields the other pieces."""
+        self.pieces, self.further = [first], iter(further)
+        # Where each piece begins in an epoch, and where the last one ends.
+        self.starts = [0, len(first)]
+
+    def place_of(self, position):
+        """Return the epoch, the piece and the index in the piece of a position in all epochs."""
+        while position >= self.starts[-1] and (piece := next(self.further, None)) is not None:
+            self.pieces.append(piece)
+            self.starts.append(self.starts[-1] + len(piece))
+        epoch, position = divmod(position, self.starts[-1])
+        piece = bisect.bisect(self.starts, position) - 1
+        return epoch, piece, position - self.starts[piece]
+
+
+def pieces_of(args, tokenizer):
+    """Yield the samples of one token file, or of each piece in a folder that prepare.py writes."""
+    folder = Path(args.dataset_name)
+    if folder.suffix != ".tokens":
+        yield map_samples(token_file(args, tokenizer), torch.int32, args.seq_length)
+        return
+    try:
+        index = json.loads((folder / "index.json").read_text())
+    except (OSError, ValueError) as error:
+        fail(f"--dataset-name {folder}: {error}; write it with preparing-data/prepare.py")
+    vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id])
+    if index["tokenizer"] != hashlib.sha256(vocabulary.encode()).hexdigest()[:16]:
+        fail(f"--dataset-name {folder}: was prepared with a different tokenizer")
+    # Part k of n has the pieces k, k + n, k + 2n, ... up to its end.
+    number = num_missing = 0
+    while num_missing < index["parts"]:
+        path = wait_for_piece(folder, number, index["parts"])
+        if path:
+            yield map_samples(path, getattr(torch, index["dtype"]), args.seq_length)
+        number, num_missing = number + 1, 0 if path else num_missing + 1
+
+
+def wait_for_piece(folder, number, num_parts):
+    """Return the path of a piece when it is complete, or None if its part has ended before it."""
+    path, part = folder / f"{number:06}.tokens", folder / f"part-{number % num_parts}.json"
+    for second in itertools.count():
+        # A shared file system may show the end of a part before it shows the part's last piece.
+        state = json.loads(part.read_text()) if part.exists() else {}
+        if state.get("ended") and number // num_parts >= state["pieces"]:
+            return None
+        if path.exists():
+            return path
+        if second % 60 == 0:
+            print(f"waiting for {path}; is prepare.py running?", flush=True)
+        time.sleep(1)
+
+
+def map_samples(path, dtype, seq_length):
+    """Return the samples in a token file as a memory-mapped [samples, seq_length] tensor."""
+    num_samples = path.stat().st_size // dtype.itemsize // seq_length
+    tokens = torch.from_file(str(path), size=num_samples * seq_length, dtype=dtype)
+    return tokens.view(num_samples, seq_length)
+
+
+def token_file(args, tokenizer):
+    """Pack all conversations into an int32 file, unless it exists; return the file's path."""
+    conversations = load_documents(args)
+    key = Hasher.hash([conversations.cache_files, args.text_column, tokenizer, args.seq_length])
+    path = Path(datasets.config.HF_DATASETS_CACHE, f"{key}.tokens")
+    if path.exists():
+        print(path.with_suffix(".txt").read_text())
+        return path
+    partial, counts = path.with_suffix(f".{uuid.uuid4().hex}"), Counter()
+    try:
+        with open(partial, "wb") as file:
+            for batch in tqdm(conversations.iter(1000), "tokenizing", disable=None):
+                for sample in pack(args, tokenizer, documents_of(args, tokenizer, batch, counts)):
+                    array("i", sample).tofile(file)
+                    counts["samples"] += 1
+    except Exception as error:
+        # The text may not be UTF-8, a character may have no token, or the disk may be full.
+        partial.unlink(missing_ok=True)
+        problem = error if isinstance(error, ValueError) else repr(error)
+        # The reader decodes many conversations at once.
+        where = "after conversation" if isinstance(error, UnicodeDecodeError) else "conversation"
+        fail(f"--dataset-name {args.dataset_name}: {where} {counts['read']}: {problem}")
+    size = max(1, counts["samples"] * args.seq_length)
+    summary = f"{counts['read']:,} conversations are packed into {counts['samples']:,} samples: "
+    summary += f"{counts['answers'] / size:.1%} of the tokens are in answers, "
+    summary += f"{1 - counts['tokens'] / size:.1%} are padding. Left out: {counts['long']:,} too "
+    summary += f"long for --seq-length, {counts['control']:,} with a control token in their text."
+    print(summary)
+    path.with_suffix(".txt").write_text(summary)
+    return partial.rename(path)
+
+
+def documents_of(args, tokenizer, batch, counts):
+    """Return the documents of some conversations as tokens with flags; count what is left out."""
+    added_tokens = tokenizer.added_tokens_decoder.values()
+    control_tokens = {str(token) for token in added_tokens if token.special}
+    control_tokens |= set(tokenizer.all_special_tokens)
+    documents = []
+    for values in zip(*batch.values(), strict=True):
+        counts["read"] += 1
+        row = dict(zip(batch, values, strict=True))
+        messages = messages_of(args, row)
+        # If a message quotes a control token, the tokenizer cannot tell it from a real one.
+        texts = " ".join(str(message.get("content")) for message in messages)
+        if any(token in texts for token in control_tokens):
+            counts["control"] += 1
+            continue
+        for parts in parts_of(tokenizer, messages, row.get("tools")):
+            # At inference, the prompt is tokenized without the answer, so do the same here.
+            part_ids = tokenizer(parts, add_special_tokens=False, verbose=False)["input_ids"]
+            document = []
+            for number, ids in enumerate(part_ids):
+                is_context = number % 2 == 0
+                document += [id | CONTEXT for id in ids] if is_context else ids
+            document[0] |= FIRST | CONTEXT
+            if len(document) > args.seq_length:
+                counts["long"] += 1
+                continue
+            documents.append(document)
+            counts["tokens"] += len(document)
+            counts["answers"] += sum(token & CONTEXT == 0 for token in document)
+    return documents
+
+
+def messages_of(args, row):
+    """Return the turns of a conversation as messages; raise ValueError if they make no sense."""
+    turns = row.get(args.text_column)
+    if turns is None and row.get("prompt") is not None:
+        prompt = {"role": "user", "content": row["prompt"]}
+        turns = [prompt, {"role": "assistant", "content": row["completion"]}]
+    messages = []
+    for turn in turns or []:
+        if not isinstance(turn, dict):
+            raise ValueError(f"a turn has no role and content, but is {turn!r:.80}")
+        # datasets gives all messages the same keys; a key that a message does not have is None.
+        message = {key: value for key, value in turn.items() if value is not None}
+        if "from" in message:
+            message = {"role": message["from"], "content": message.get("value", "")}
+        role = message.get("role")
+        if role not in ROLES:
+            raise ValueError(f"unknown role {role}; known are {', '.join(ROLES)}")
+        if not isinstance(message.get("content", ""), str):
+            raise ValueError(f"a turn's content is not text, but {message['content']!r:.80}")
+        if not {"content", "tool_calls"} & message.keys():
+            raise ValueError(f"a turn by the {role} has no content")
+        messages.append(message | {"role": ROLES[role]})
+    if not messages:
+        raise ValueError("it has no messages")
+    if messages[-1]["role"] != "assistant":
+        raise ValueError(f"its last turn is by the {role}; end it with an answer by the assistant")
+    return messages
+
+
+def parts_of(tokenizer, messages, tools):
+    """Yield each document of a conversation as a list of texts: context and answer, in turn.
+
+    Most conversations make one document. But some templates change an earlier turn when a later
+    one follows, as Qwen3's template drops the earlier thoughts. Then a new document begins.
+    """
+    # Some templates print today's date, which would change the data from one day to the next.
+    fixed_date = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
+    template = fixed_date + tokenizer.get_chat_template(tools=tools)
+    options = {"tools": tools, "chat_template": template, "date_string": "26 Jul 2024"}
+    render = functools.partial(tokenizer.apply_chat_template, tokenize=False, **options)
+    text, parts = "", []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = render(messages[:number], add_generation_prompt=True)
+        answered = render(messages[: number + 1]).rstrip()
+        if not answered.startswith(prompt):
+            problem = f"the answer's text {answered!r:.200} does not begin with the prompt"
+            raise ValueError(f"with the model's chat template, {problem} {prompt!r:.200}")
+        # Templates leave out what they do not know: tool calls or, if they expect parts, a text.
+        calls = [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
+        for word in calls or message.get("content", "").split()[-1:]:
+            if word not in answered.removeprefix(prompt):
+                raise ValueError(f"the model's chat template leaves out {word!r} of an answer")
+        if not prompt.startswith(text):
+            yield parts
+            text, parts = "", []
+        parts += [prompt.removeprefix(text), answered.removeprefix(prompt)]
+        text = answered
+    yield parts
+
+
+def pack(args, tokenizer, documents):
+    """Return samples; each document joins the fullest sample that still has space for it.
+
+    A sample keeps the place of its longest document. Otherwise, the last samples, which are held
+    out, would have only short documents.
+    """
+    samples = {}
+    for number in sorted(range(len(documents)), key=lambda number: -len(documents[number])):
+        space = args.seq_length - len(documents[number])
+        fitting = [sample for sample in samples.values() if len(sample) <= space]
+        sample = max(fitting, key=len) if fitting else samples.setdefault(number, [])
+        sample.extend(documents[number])
+    padding = [tokenizer.eos_token_id | CONTEXT] * args.seq_length
+    padding[0] |= FIRST
+    in_order = [samples[number] for number in sorted(samples)]
+    return [sample + padding[: args.seq_length - len(sample)] for sample in in_order]
+
+
+def show_sample(tokenizer, sample):
+    """Print the start of a sample, with a line before each document, and »« around each answer."""
+    looks = {0: "»{}«", CONTEXT: "{}", CONTEXT | FIRST: "\n----\n{}"}
+    for flags, tokens in groupby(sample[:1000].tolist(), lambda token: token & (FIRST | CONTEXT)):
+        text = tokenizer.decode([token & (CONTEXT - 1) for token in tokens])
+        print(looks[flags].format(text), end="")
+    print()
+
+
+def letters():
+    """Yield conversations: the user gives letters, and the assistant sorts them."""
+    generator = random.Random(0)
+    for _ in range(5000):
+        given = generator.choices(string.ascii_lowercase, k=6)
+        yield {"prompt": f"Sort {''.join(given)}", "completion": "".join(sorted(given))}
+
+
+def load_documents(args):
+    """Return a dataset with one conversation per row."""
+    name, path = args.dataset_name, Path(args.dataset_name)
+    formats = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
+    formats[".parquet"] = "parquet"
+    # The name of a compressed file has two suffixes, such as .txt.gz.
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:] if suffix.lower() in formats]
+    reader, options = name, {"name": args.dataset_subset}
+    if suffixes:
+        # In patterns, brackets have a meaning; in the name of a file, they have none.
+        files = glob.escape(name) if path.is_file() else name
+        reader, options = formats[suffixes[-1]], {"data_files": files}
+    elif path.is_file():
+        fail(f"--dataset-name {name}: its format is unknown; known are {' '.join(formats)}")
+    elif path.is_dir() and set("[]*?") & set(name):
+        fail(f"--dataset-name {name}: rename the folder; datasets takes [ ] * ? for a pattern")
+    try:
+        if name == "letters":
+            documents = datasets.Dataset.from_generator(letters)
+        else:
+            config = datasets.load_dataset_builder(reader, **options).config
+            # In text files, blank lines separate documents.
+            if hasattr(config, "sample_by"):
+                options["sample_by"] = "paragraph"
+            # By default, pandas drops the first fields of a CSV line that has too many fields.
+            if hasattr(config, "index_col"):
+                options["index_col"] = False
+                warnings.filterwarnings("error", message="Length of header")
+            if ".tsv" in suffixes:
+                options["sep"] = "\t"
+            documents = datasets.load_dataset(reader, split="train", **options)
+    except Exception as error:
+        # The datasets library raises many exception types, and often hides the reason in __cause__.
+        fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'the dataset is empty'}")
+    columns = documents.features
+    if args.text_column not in columns and not {"prompt", "completion"} <= columns.keys():
+        problem = f"no such column, and no prompt and completion; {name} has {', '.join(columns)}"
+        fail(f"--text-column {args.text_column}: {problem}")
+    return documents
+
+
+@functools.lru_cache(maxsize=2)
+def order_of(seed, visit, num_samples):
+    """Return a random order of the samples of a piece, different in each visit."""
+    generator = torch.Generator().manual_seed(mix(seed, visit))
+    return torch.randperm(num_samples, generator=generator)
+
+
+def batch_at(args, samples, step, micro_step, device):
+    """Return an int64 micro-batch; its samples depend on the step number, not on past steps."""
+    data_rank, num_data_ranks = dist.get_rank(), dist.get_world_size()
+    size = args.micro_batch_size * num_data_ranks
+    first = end_of(args, step - 1) + micro_step * size
+    positions = range(first + data_rank, first + size, num_data_ranks)
+    # DDP: wait for the whole step's pieces, because a collective cannot wait for long.
+    samples.place_of(end_of(args, step) - 1)
+    batch = samples_at(args, samples, positions).long()
+    return batch.pin_memory().to(device, non_blocking=True) if args.device == "cuda" else batch
+
+
+def end_of(args, step):
+    """Return the position after the last sample of a step, counted over all epochs."""
+    return (step + args.skip_steps) * args.global_batch_size
+
+
+def samples_at(args, samples, positions):
+    """Return the samples at the given positions in the endless sequence of shuffled epochs."""
+    rows = []
+    for position in positions:
+        epoch, number, index = samples.place_of(position)
+        piece = samples.pieces[number]
+        # Each visit to a piece has an order of its own.
+        visit = epoch * len(samples.pieces) + number
+        rows.append(piece[order_of(args.seed, visit, len(piece))[index, None]])
+    return torch.cat(rows)
+
+
+def answers_at(args, samples, step):
+    """Return the number of answer tokens in the samples that all ranks read in a step."""
+    positions = range(end_of(args, step - 1), end_of(args, step))
+    return count_answers(samples_at(args, samples, positions))
+
+
+def count_answers(samples):
+    """Return the number of tokens in `samples` that the model predicts and learns, at least 1."""
+    return (samples[:, 1:].int() & CONTEXT == 0).count_nonzero().clamp(min=1)
+
+
+# ---- one step --------------------------------------------------------------------------------
+def loss_of(args, model, batch):
+    """Return the summed next-token loss of the answer tokens in `batch`."""
+    ids = batch & (CONTEXT - 1)
+    labels = ids.where(batch & CONTEXT == 0, -100)
+    inputs = inputs_that_separate(model, batch & FIRST != 0)
+    return model(input_ids=ids, labels=labels, use_cache=False, **inputs).loss
+
+
+def inputs_that_separate(model, is_first):
+    """Return the inputs that keep documents apart; `is_first` marks where each of them begins.
+
+    In every document, positions start at 0, and a token attends only to tokens of its document.
+    """
+    positions = torch.arange(is_first.shape[1], device=is_first.device)
+    starts = (positions * is_first).cummax(1).values
+    inputs = {"position_ids": positions - starts}
+    # For other attention, transformers sees in the positions where a document begins, and makes the
+    # mask. A mask from here would replace the mask of a sliding window.
+    if model.config._attn_implementation == "causal_sdpa":
+        inputs["attention_mask"] = (starts[:, None, :, None] == starts[:, None, None]).tril()
+    return inputs
+
+
+def forward_backward(args, model, train_set, step, device):
+    """Compute the gradients of the step's mean loss; return the mean loss as a device tensor."""
+    total_loss = torch.zeros((), device=device)
+    # The mean is over the answer tokens of all ranks. FSDP divides the gradients by the number of
+    # ranks, so multiply by this number.
+    scale = dist.get_world_size() / answers_at(args, train_set, step)
+    for micro_step in range(args.accumulation):
+        # FSDP: every micro-batch adds to the gradient shards. All-reduce these shards between the
+        # replicas in the last micro-batch only.
+        model.set_requires_all_reduce(micro_step == args.accumulation - 1)
+        batch = batch_at(args, train_set, step, micro_step, device)
+        loss = loss_of(args, model, batch) * scale
+        loss.backward()
+        total_loss += loss.detach()
+    return total_loss
+
+
+def clip_gradients(args, model):
+    """Limit the norm of the gradients to `--max-grad-norm`; return the norm before clipping."""
+    grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    # FSDP: full_tensor() combines the norms of all shards.
+    grad_norm = torch.nn.utils.get_total_norm(grads).full_tensor()
+    # FSDP: replicas may round the norm differently, so all ranks use the norm of rank 0.
+    dist.broadcast(grad_norm, 0)
+    max_norm = args.max_grad_norm or math.inf
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, grad_norm)
+    return grad_norm
+
+
+def train_step(args, model, optimizer, train_set, step, device):
+    """Run one optimizer step; return the loss and the gradient norm as tensors on the device."""
+    torch.manual_seed(mix(args.seed, step, dist.get_rank()))
+    loss = forward_backward(args, model, train_set, step, device)
+    grad_norm = clip_gradients(args, model)
+    for group in optimizer.param_groups:
+        group["lr"] = lr_at(args, step)
+    # Once a gradient is not finite, found_inf stays 1, and AdamW skips this and all later updates.
+    optimizer.found_inf = torch.maximum(optimizer.found_inf, (~grad_norm.isfinite()).float())
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, grad_norm
+
+
+@torch.no_grad()
+def evaluate(args, model, held_out, device):
+    """Return the mean loss of the answer tokens in the held-out samples."""
+    model.eval()
+    total_loss = torch.zeros((), device=device)
+    data_rank, num_data_ranks = dist.get_rank(), dist.get_world_size()
+    batch_size = args.micro_batch_size
+    num_rounds = math.ceil(len(held_out) / (batch_size * num_data_ranks))
+    for batch in held_out.tensor_split(num_rounds * num_data_ranks)[data_rank::num_data_ranks]:
+        # DDP: a rank with no samples left evaluates the first sample with weight 0, so that every
+        # rank runs the same number of forward passes.
+        inputs = batch if len(batch) else held_out[:1]
+        total_loss += loss_of(args, model, inputs.long().to(device)) * (len(batch) > 0)
+    model.train()
+    dist.all_reduce(total_loss)
+    return (total_loss / count_answers(held_out)).item()
+
+
+# ---- checkpoint ------------------------------------------------------------------------------
+@rank_first()
+def partial_of(folder):
+    """Create an empty temporary folder beside `folder`; publish() renames it to `folder`."""
+    partial = folder.with_name(".partial")
+    if dist.get_rank() != 0:
+        return partial
+    # A run that was killed during a save may have left files behind.
+    delete(partial)
+    partial.mkdir(parents=True, exist_ok=True)
+    return partial
+
+
+def delete(folder):
+    """Delete a folder if it exists; of a symbolic link, delete only the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(args, partial, folder):
+    """Flush `partial` to disk, rename it to `folder`, and delete the oldest checkpoints."""
+    for path in (*partial.rglob("*"), partial):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    # The folder may hold a checkpoint that could not be read, or the model of an earlier export.
+    delete(folder)
+    partial.rename(folder)
+    checkpoints = [path for path in sorted(folder.parent.glob("step-????????")) if path <= folder]
+    for checkpoint in checkpoints[: -args.keep_checkpoints]:
+        # Rename a checkpoint before deleting it, so that a kill leaves no half-deleted checkpoint.
+        delete(checkpoint.rename(partial))
+
+
+class PublishingWriter(dcp.FileSystemWriter):
+    """Publish a checkpoint once the shards of all ranks are on disk."""
+
+    def __init__(self, args, checkpoint):
+        super().__init__(partial_of(checkpoint))
+        self.args, self.checkpoint = args, checkpoint
+
+    def finish(self, metadata, results):
+        # FSDP: DCP calls finish() on rank 0, after all ranks have written their shards.
+        super().finish(metadata, results)
+        publish(self.args, self.path, self.checkpoint)
+
+
+def finish_saves():
+    """Wait until the asynchronous save, if there is one, has been published."""
+    while PENDING_SAVES:
+        PENDING_SAVES.pop().result()
+
+
+def save_checkpoint(args, run_dir, model, optimizer, step):
+    """Save the model, the optimizer and the arguments; the step number determines the rest."""
+    finish_saves()
+    checkpoint = run_dir / f"checkpoints/step-{step:08}"
+    state = state_of(model, optimizer)
+    # FSDP: only rank 0 adds its arguments to the state; otherwise, DCP would save the arguments of
+    # an arbitrary rank.
+    if dist.get_rank() == 0:
+        state["args"] = json.dumps(vars(args))
+    writer = PublishingWriter(args, checkpoint)
+    if args.checkpoint_async:
+        options = {"storage_writer": writer, "process_group": background_group()}
+        PENDING_SAVES.append(dcp.async_save(state, **options))
+        return
+    dcp.save(state, storage_writer=writer, process_group=patient_group())
+
+
+def state_of(model, optimizer):
+    """Return this rank's shards in a dict whose keys do not depend on the number of ranks."""
+    # FSDP: call weights_of() first, because it reshards weights that an evaluation left gathered.
+    weights = {name: weight for name, weight in weights_of(model).items() if is_adapter(name)}
+    # FSDP: get_optimizer_state_dict() also creates the optimizer's state if the optimizer has no
+    # state yet.
+    optimizer_state = get_optimizer_state_dict(model, optimizer)["state"]
+    return {"model": weights, "optimizer": optimizer_state}
+
+
+def is_adapter(name):
+    """Return whether a weight of this name belongs to an adapter."""
+    return ".lora_" in name
+
+
+def weights_of(model):
+    """Return this rank's shards of the weights by name; a tied weight appears only once."""
+    tied, weights = model.all_tied_weights_keys, model.state_dict()
+    return {name: weight for name, weight in weights.items() if name not in tied}
+
+
+def published_weights(model):
+    """Return the weights by their keys in published files; other ranks' experts are on meta."""
+    weights, published = weights_of(model), {}
+    shapes = {
+        name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        for name, weight in weights.items()
+    }
+    shapes = conversion.revert_weight_conversion(model, shapes)
+    matches = match_names(model, shapes)
+    for name, weight in weights.items():
+        rows = matches.get(name, [[name]])
+        published |= {key: shapes[key] for key in chain(*rows) if key in shapes}
+        published |= views_of(weight, rows)
+    return published
+
+
+def own_weights(weights):
+    """Return the weights that this rank holds at least a part of; the others are on meta."""
+    return {name: weight for name, weight in weights.items() if not weight.is_meta}
+
+
+def load_checkpoint(args, run_dir, model, optimizer):
+    """Restore the newest readable checkpoint; return its step, or 0 for a new run."""
+    checkpoints = sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)
+    # FSDP: hide DCP's long warnings about an unreadable checkpoint; print() reports it below.
+    logging.getLogger().setLevel(logging.ERROR)
+    # DDP: all ranks try the checkpoints that rank 0 has found.
+    candidates = [checkpoints]
+    dist.broadcast_object_list(candidates, group=patient_group())
+    for checkpoint in candidates[0]:
+        try:
+            saved = {"args": ""}
+            dcp.load(saved, checkpoint_id=checkpoint, process_group=patient_group())
+            saved_args = json.loads(saved["args"])
+            compare_args(args, saved_args, checkpoint)
+            state = state_of(model, optimizer)
+            # FSDP: each rank reads its shards directly into the model and the optimizer.
+            dcp.load(state, checkpoint_id=checkpoint, process_group=patient_group())
+        except (Exception, dcp.CheckpointException) as error:
+            # FSDP: DCP raises an error of one rank on all ranks, so all ranks try the same
+            # checkpoint next.
+            print(f"{checkpoint} cannot be read: {error!r:.200}; trying the previous checkpoint")
+            continue
+        args.wandb_id = saved_args["wandb_id"]
+        print(f"continuing from {checkpoint}")
+        return int(checkpoint.name.removeprefix("step-"))
+    if checkpoints:
+        fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete the folder to start over")
+    return 0
+
+
+def compare_args(args, saved_args, checkpoint):
+    """Stop if an argument that must stay the same has changed; print all other changes."""
+    args.skip_steps = args.skip_steps or saved_args.get("skip_steps", 0)
+    must_match = ["model_name", "config", "num_weights", "dataset_fingerprint"]
+    must_match += ["seq_length", "global_batch_size", "seed"]
+    # LoRA: a checkpoint has only the adapters, which fit only this base model.
+    must_match += ["pretrained", "lora_rank", "lora_alpha", "lora_modules"]
+    for name, value in vars(args).items():
+        if name == "wandb_id" or value == saved_args.get(name):
+            continue
+        change = f"{checkpoint}: {name} was {saved_args.get(name)}, is now {value}"
+        if name in must_match:
+            fail(f"{change}; choose a different --experiment-name")
+        print(change)
+
+
+def export_adapters(args, run_dir, model):
+    """Write the adapters to a folder that the library peft can load."""
+    partial, weights = partial_of(run_dir / "adapters"), weights_of(model).items()
+    # FSDP: full_tensor() joins the shards of all ranks; adapters are small.
+    adapters = {name: weight.full_tensor().cpu() for name, weight in weights if is_adapter(name)}
+    if dist.get_rank() != 0:
+        return
+    adapters = {f"base_model.model.{name}": weight for name, weight in adapters.items()}
+    # save_file() would make a file that only its owner can read.
+    content = save(adapters, metadata={"format": "pt"})
+    (partial / "adapter_model.safetensors").write_bytes(content)
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "target_modules": args.lora_modules}
+    config |= {"r": args.lora_rank, "lora_alpha": args.lora_alpha}
+    config |= {"base_model_name_or_path": args.model_name}
+    (partial / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    publish(args, partial, run_dir / "adapters")
+
+
+def merge_adapters(args, model):
+    """Add the product of each adapter to the weight of its module, and remove the adapter.
+
+    The result is in fp32, because in bf16, most small changes of a weight would be rounded away.
+    """
+    model.config.dtype = torch.float32
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            # FSDP: this rank has some rows of W and the same rows of B; it needs all of A.
+            placements = [Replicate()] * module.lora_A.weight.device_mesh.ndim
+            columns = module.lora_A.weight.redistribute(placements=placements)
+            product = module.lora_B.weight @ columns
+            merged = module.weight.float() + args.lora_alpha / args.lora_rank * product
+            module.weight = torch.nn.Parameter(merged)
+            del module.lora_A, module.lora_B
+
+
+def export_model(args, run_dir, model, tokenizer):
+    """Write the finished model to a folder that `from_pretrained` can load."""
+    export_adapters(args, run_dir, model)
+    merge_adapters(args, model)
+    partial, weights = partial_of(run_dir / "model"), published_weights(model)
+    # FSDP: no rank holds the full model. Each rank writes its shards, and rank 0 joins the shards
+    # into files of about 5 GB.
+    ends = accumulate(weight.numel() * weight.itemsize for weight in weights.values())
+    files = {name: 1 + end // 5_000_000_000 for name, end in zip(weights, ends, strict=True)}
+    # FSDP: DCP joins neither integers nor tensors without dimensions. Save these as bytes in a file
+    # of their own, and join this file here.
+    floats = [name for name, weight in weights.items() if weight.is_floating_point()]
+    others = [name for name in weights if name not in floats or weights[name].ndim == 0]
+    files |= dict.fromkeys(others, max(files.values()) + 1)
+    saved = {name: weights[name].reshape(-1).view(torch.float8_e4m3fn) for name in others}
+    saved = weights | saved
+    writer = dcp.HuggingFaceStorageWriter(
+        partial, files, save_distributed=True, enable_consolidation=True
+    )
+    dcp.save(own_weights(saved), storage_writer=writer, process_group=patient_group())
+    if others and dist.get_rank() == 0:
+        path, tensors = max(partial.glob("*.safetensors")), {}
+        for shard in partial.glob(f"sharded/*{path.name}"):
+            for name, tensor in load_file(shard).items():
+                tensors[name] = tensor.view(weights[name].dtype).view(weights[name].shape)
+        save_file(tensors, path, metadata={"format": "pt"})
+    wait_for_all()
+    check_export(partial, own_weights(weights))
+    if dist.get_rank() != 0:
+        return
+    shutil.rmtree(partial / "sharded")
+    # FSDP: fully_shard() has changed the name of the model's class.
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    model.config.save_pretrained(partial)
+    model.generation_config.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    publish(args, partial, run_dir / "model")
+    (run_dir / f"finished-{args.num_steps}").touch()
+
+
+def check_export(partial, weights):
+    """Stop unless each rank finds the values of its shards in the exported files."""
+    saved = {name: torch.empty_like(weight) for name, weight in weights.items()}
+    reader = dcp.HuggingFaceStorageReader(partial)
+    dcp.load(saved, storage_reader=reader, process_group=patient_group())
+    for name, weight in weights.items():
+        # torch.equal() would compare DTensors across all ranks.
+        pair = [saved[name], weight]
+        if isinstance(weight, DTensor):
+            pair = [tensor.to_local() for tensor in pair]
+        if not torch.equal(*pair):
+            fail(f"{partial} has other values of {name} than the model; run the command again")
+
+
+# ---- main ------------------------------------------------------------------------------------
+# Peak bf16 TFLOP/s without sparsity, from the vendors' data sheets.
+PEAK_TFLOPS = {
+    312: ["A100-SXM4-40GB", "A100-SXM4-80GB", "A100-PCIE-40GB", "A100 80GB PCIe"],
+    362: ["L40S"],
+    756: ["H100 PCIe"],
+    835: ["H100 NVL", "H200 NVL"],
+    989: ["H100 80GB HBM3", "H200", "GH200 480GB"],
+    1307: ["AMD Instinct MI300X"],
+    2250: ["B200", "B300 SXM6 AC"],
+    2500: ["GB200", "GB300"],
+}
+PEAK_FLOPS = {name: peak * 1e12 for peak, names in PEAK_TFLOPS.items() for name in names}
+
+
+def mfu(args, model, tokens_per_second):
+    """Return the model FLOPs utilization (PaLM, appendix B, arxiv.org/abs/2204.02311).
+
+    Return None if the speed is unknown, if PEAK_FLOPS does not list the device, or if the precision
+    is not bf16.
+    """
+    device_name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    peak = PEAK_FLOPS.get(device_name.removeprefix("NVIDIA "))
+    if peak is None or tokens_per_second is None or args.precision != "bf16":
+        return None
+    modules = [model.get_output_embeddings(), *layers_of(model)]
+    weights = [weight for module in modules for weight in module.parameters()]
+    config, heads = model.config, model.config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    # LoRA: a frozen weight needs no gradient, and so two thirds of the multiplications.
+    flops_per_token = sum((6 if weight.requires_grad else 4) * weight.numel() for weight in weights)
+    flops_per_token += 12 * config.num_hidden_layers * width * args.seq_length
+    return tokens_per_second * flops_per_token / (peak * dist.get_world_size())
+
+
+def measure(args, model, train_set, step, loss, grad_norm, interval_start):
+    """Return the metrics of `step`; loss.item() makes the host wait for the device."""
+    dist.all_reduce(loss, dist.ReduceOp.AVG)
+    epoch, *_ = train_set.place_of(end_of(args, step) - 1)
+    row = {"step": step, "epoch": epoch, "loss": loss.item(), "grad_norm": grad_norm.item()}
+    start_step, start_time = interval_start
+    tokens = (step - start_step) * args.global_batch_size * args.seq_length
+    speed = tokens / (time.perf_counter() - start_time) if start_time else None
+    # On Linux, the unit of ru_maxrss is KiB.
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if args.device == "cuda":
+        memory = torch.cuda.max_memory_allocated()
+    row |= {"lr": lr_at(args, step), "tokens_per_second": speed, "mfu": mfu(args, model, speed)}
+    return row | {"peak_memory_gib": memory / 2**30}
+
+
+def start_tracking(args, run_dir):
+    """Start a wandb run, or continue the wandb run whose id is in the checkpoint."""
+    wandb_run = wandb.init(
+        id=args.wandb_id,
+        name=args.experiment_name,
+        config=vars(args),
+        dir=run_dir,
+        mode=args.wandb if dist.get_rank() == 0 else "disabled",
+        resume="allow",
+    )
+    # Plot each metric against the "step" in its row. By default, wandb numbers the rows itself, so
+    # steps that a resume repeats would look like new steps.
+    wandb_run.define_metric("*", step_metric="step")
+    return wandb_run
+
+
+def log(run_dir, wandb_run, row):
+    """Append `row` to metrics.jsonl, and send `row` to wandb and stdout.
+
+    After a resume, metrics.jsonl may have several rows for a step; the last row is valid.
+    """
+    if dist.get_rank() != 0:
+        return
+    with open(run_dir / "metrics.jsonl", "ab+") as file:
+        # A kill or a full disk may have cut the last row short. If so, begin a new line.
+        file.seek(max(0, file.tell() - 1))
+        separator = b"" if file.read() in (b"", b"\n") else b"\n"
+        file.write(separator + json.dumps(row).encode() + b"\n")
+    wandb_run.log(row)
+    # Keep training if the terminal has been closed.
+    with suppress(OSError):
+        known = {name: value for name, value in row.items() if value is not None}
+        tqdm.write("  ".join(f"{name} {value:,.6g}" for name, value in known.items()))
+
+
+@record
+def main():
+    """Train the model; if the run has a checkpoint, continue from the newest checkpoint."""
+    args = parse_args()
+    device, run_dir = setup(args)
+    tokenizer, config = build_tokenizer_and_config(args)
+    train_set, held_out = build_data(args, tokenizer)
+    first = train_set.pieces[0]
+    args.dataset_fingerprint = mix(len(first), first[:: 1 + len(first) // 100].tolist())
+    model = shard(args, build_model(args, config), device)
+    check_forward(args, model, device)
+    args.num_weights = model.num_parameters()
+    optimizer = build_optimizer(args, model)
+    start = load_checkpoint(args, run_dir, model, optimizer)
+    if start > args.num_steps:
+        fail(f"--num-steps {args.num_steps}: {run_dir} has a checkpoint of step {start} already")
+    if start == args.num_steps and (run_dir / f"finished-{start}").exists():
+        print(f"{run_dir} is already finished, at step {start}")
+        return
+
+    wandb_run = start_tracking(args, run_dir)
+    if start == 0:
+        log(run_dir, wandb_run, {"step": 0, "val_loss": evaluate(args, model, held_out, device)})
+    # The first interval may include compilation. Without a start time, measure() reports no speed.
+    interval_start = start, None
+    steps = range(start + 1, args.num_steps + 1)
+    stops = stop_requests(run_dir)
+    for step in tqdm(steps, initial=start, total=args.num_steps, file=sys.stdout, disable=None):
+        stop = next(stops)
+        loss, grad_norm = train_step(args, model, optimizer, train_set, step, device)
+        is_last = step == args.num_steps
+        evaluating = is_last or step % args.eval_every == 0
+        reporting = evaluating or step % args.log_every == 0
+        saving = is_last or step % args.checkpoint_every == 0 or stop
+        if (reporting or saving) and optimizer.found_inf:
+            first = interval_start[0] + 1
+            fail(f"a gradient in steps {first} to {step} was not finite; these steps are not saved")
+        if reporting:
+            row = measure(args, model, train_set, step, loss, grad_norm, interval_start)
+            if evaluating:
+                row["val_loss"] = evaluate(args, model, held_out, device)
+            log(run_dir, wandb_run, row)
+        if saving:
+            save_checkpoint(args, run_dir, model, optimizer, step)
+        if reporting or saving:
+            interval_start = step, time.perf_counter()
+        if stop and not is_last:
+            finish_saves()
+            print(f"stopped at step {step}; run the same command to continue")
+            wandb_run.finish()
+            return
+
+    finish_saves()
+    export_model(args, run_dir, model, tokenizer)
+    print(f"finished: {run_dir} has the model, the metrics and the last checkpoints")
+    wandb_run.finish()
+
+
+if __name__ == "__main__":
+    main()
+    # DDP: after --help, @record makes main() return before setup() has created a process group.
+    if dist.is_initialized():
+        # DDP: keep every rank alive until all ranks have finished.
+        wait_for_all()
+        dist.destroy_process_group()

@@ -1,0 +1,191 @@
+"""Conversations, chat templates of the shapes that published models have, and what they must give.
+
+The expected texts are written without the templates, so that they can check the templates' use.
+"""
+
+import copy
+import json
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, ByT5Tokenizer
+
+import recorded
+from conftest import ROOT, prepare_training
+
+FLAGS = "--device cpu --precision fp32 -s 256 -b 2 --global-batch-size 8 --eval-samples 1".split()
+
+# As in Qwen2.5 and SmolLM.
+CHATML = """
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
+"""
+# As in Llama 3: the template prints a date, and the answer ends without a new line.
+LLAMA3 = """<s>system, {{ strftime_now("%Y-%m-%d") }}, {{ date_string }}
+{%- for message in messages %}<h>{{ message.role }}</h>
+
+{{ message.content | trim }}<e>
+{%- endfor %}
+{%- if add_generation_prompt %}<h>assistant</h>
+
+{% endif %}"""
+# As in Qwen3: an answer keeps its thoughts only while no later turn of the user follows.
+QWEN3 = """
+{%- set last = namespace(user=0) -%}
+{%- for message in messages if message.role == "user" -%}
+{%- set last.user = messages.index(message) -%}
+{%- endfor -%}
+{%- for message in messages -%}
+{%- set content = message.content -%}
+{%- if message.role == "assistant" and loop.index0 < last.user -%}
+{%- set content = content.split("</think>")[-1].lstrip("\\n") -%}
+{%- endif -%}
+<|im_start|>{{ message.role }}
+{{ content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
+"""
+TEMPLATES = {"built-in": None, "chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3}
+
+
+def expected_documents(name, messages):
+    """Return the documents of a conversation, each as a list of (text, whether it is learned)."""
+    if name == "qwen3":
+        # Each answer ends a document, which has no earlier thoughts.
+        ends = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
+        thinking = any("</think>" in messages[end]["content"] for end in ends[:-1])
+        if thinking:
+            return [last_answer(messages[: end + 1]) for end in ends]
+    return [trim([piece for turn in messages for piece in turn_text(name, turn)], name)]
+
+
+def last_answer(messages):
+    """Return a document that learns only its last answer; earlier answers have no thoughts."""
+    document = []
+    for turn in messages[:-1]:
+        content = turn["content"].split("</think>")[-1].lstrip("\n")
+        document += [(f"<|im_start|>{turn['role']}\n{content}<|im_end|>\n", False)]
+    *start, _ = turn_text("qwen3", messages[-1])
+    return [*document, *start]
+
+
+def turn_text(name, turn):
+    """Return the text of a turn as a list of (text, whether it is learned)."""
+    role, content = turn["role"], turn["content"]
+    is_answer = role == "assistant"
+    if name == "built-in":
+        return [(f"{role}:\n", False), (content + "</s>" * is_answer, is_answer), ("\n", False)]
+    if name == "llama3":
+        return [(f"<h>{role}</h>\n\n", False), (f"{content.strip()}<e>", is_answer)]
+    return [(f"<|im_start|>{role}\n", False), (f"{content}<|im_end|>", is_answer), ("\n", False)]
+
+
+def trim(document, name):
+    """Return a document with what a template adds before it, and without white space at its end."""
+    start = [("<s>system, 26 Jul 2024, 26 Jul 2024", False)] if name == "llama3" else []
+    end = document[:-1] if document[-1] == ("\n", False) else document
+    return start + end
+
+
+def conversations(number=24):
+    """Return conversations of one or two rounds, some with a system turn, some with thoughts."""
+    found = []
+    for index in range(number):
+        turns = [{"role": "system", "content": f"Rule {index}."}] * (index % 3 == 0)
+        for turn in range(1 + index % 2):
+            turns.append(
+                {"role": "user", "content": f"{index} plus {turn} times {'x' * (index % 7)}?"}
+            )
+            thoughts = f"<think>\n{index}\n</think>\n\n" if index % 4 == 1 else ""
+            turns.append({"role": "assistant", "content": f"{thoughts}{index + turn}."})
+        found.append(turns)
+    return found
+
+
+def write_rows(path, rows):
+    """Write rows to a file as lines of JSON; return the file's path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_conversations(folder, number=24):
+    """Write conversations to a file in the folder, unless it exists; return the file's path."""
+    path = folder / f"{number}-conversations.jsonl"
+    rows = [{"messages": turns} for turns in conversations(number)]
+    return path if path.exists() else write_rows(path, rows)
+
+
+def write_tokens(folder, samples):
+    """Write samples for the tiny model to a folder, as prepare.py does; return the folder."""
+    folder.mkdir()
+    tokenizer = recorded.load(ROOT / "preparing-data/prepare.py").fingerprint_of(ByT5Tokenizer())
+    index = {"tokenizer": tokenizer, "parts": 1, "dtype": str(samples.dtype).partition(".")[2]}
+    (folder / "index.json").write_text(json.dumps(index))
+    (folder / "part-0.json").write_text(json.dumps({"ended": True, "pieces": 1}))
+    samples.numpy().tofile(folder / "000000.tokens")
+    return folder
+
+
+# ---- training steps in the process of a test -------------------------------------------------
+def prepare(chapter, *words):
+    """Return the arguments, the sharded model and the samples of a command line."""
+    args, model, _, train_set, held_out = prepare_training(chapter, *FLAGS, *words)
+    return args, chapter.shard(args, model, torch.device("cpu")), train_set, held_out
+
+
+def split_documents(chapter, samples):
+    """Return the documents in samples, without padding, as tuples of (token, is learned)."""
+    documents = []
+    for sample in samples.tolist():
+        for token in sample:
+            if token & chapter.FIRST:
+                documents.append([])
+            is_learned = not token & chapter.CONTEXT
+            documents[-1].append((token & (chapter.CONTEXT - 1), is_learned))
+    return [tuple(document) for document in documents if any(learned for _, learned in document)]
+
+
+def documents_of_step(chapter, args, train_set):
+    """Return the documents of step 1."""
+    samples = chapter.samples_at(args, train_set, range(args.global_batch_size))
+    return split_documents(chapter, samples)
+
+
+def plain_model(model, dtype=torch.float64):
+    """Return a model of transformers with the weights of a sharded model, but without adapters."""
+    # A model keeps its configuration, and set_attn_implementation() changes it.
+    plain = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=dtype)
+    weights = {name: weight.full_tensor() for name, weight in model.state_dict().items()}
+    plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
+    plain.set_attn_implementation("eager")
+    return plain.train()
+
+
+def loss_of_documents(model, documents):
+    """Return the mean loss of the learned tokens, from one document at a time."""
+    total, count = 0.0, 0
+    for document in documents:
+        ids = torch.tensor([[token for token, _ in document]])
+        targets = torch.tensor([token if learned else -100 for token, learned in document[1:]])
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+        total += cross_entropy(logits, targets, reduction="sum")
+        count += int((targets != -100).sum())
+    return total / count
+
+
+def distances(chapter, args, model, train_set, loss, gradients):
+    """Return the distances of the loss and of the gradients in step 1 from a reference."""
+    found = chapter.forward_backward(args, model, train_set, 1, torch.device("cpu"))
+    apart = []
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and gradients[name].norm() > 1e-12:
+            gradient = weight.grad.full_tensor().double() - gradients[name]
+            apart.append((gradient.norm() / gradients[name].norm()).item())
+    return abs(found.item() - loss), max(apart)

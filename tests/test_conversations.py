@@ -1,0 +1,293 @@
+"""Fine-tuning on conversations learns the answers, and nothing else, on any layout."""
+
+import json
+import shutil
+from argparse import Namespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from chats import (
+    TEMPLATES,
+    conversations,
+    distances,
+    documents_of_step,
+    expected_documents,
+    loss_of_documents,
+    plain_model,
+    prepare,
+    split_documents,
+    write_conversations,
+    write_rows,
+    write_tokens,
+)
+from conftest import curves_of, disagreement, user_error
+from families import ARGS, shrink
+from marks import slow
+
+
+@pytest.fixture
+def chapter(load, one_rank_group):
+    return load("conversations")
+
+
+# ---- the gradient ----------------------------------------------------------------------------
+def tokens_of(tokenizer, document):
+    """Return an expected document as a tuple of (token, whether it is learned)."""
+    tokens = []
+    for text, is_learned in document:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        tokens += [(token, is_learned) for token in ids]
+    # Nothing comes before the first token, so it cannot be predicted.
+    return ((tokens[0][0], False), *tokens[1:])
+
+
+def step_distances(chapter, args, model, train_set):
+    """Return a function that compares step 1 with a reference in fp64 that packs nothing."""
+    plain = plain_model(model)
+    # This function runs before a test breaks the step, so the documents are the right ones.
+    loss = loss_of_documents(plain, documents_of_step(chapter, args, train_set))
+    loss.backward()
+    gradients = {name: weight.grad for name, weight in plain.named_parameters()}
+    return lambda: distances(chapter, args, model, train_set, loss.item(), gradients)
+
+
+WINDOW = {"mistral": ["--config", "sliding_window=24"]}
+CASES = [("llama", "built-in"), ("mistral", "qwen3"), slow("gpt2", "chatml")]
+CASES += [slow("llama", name) for name in ("chatml", "llama3", "qwen3")]
+CASES += [slow("gemma3-window", "llama3")]
+
+
+@pytest.mark.parametrize("family, template", CASES)
+def test_packed_gradient_equals_one_conversation_at_a_time(
+    chapter, layout_models, tmp_path, family, template
+):
+    folder = shutil.copytree(layout_models / family, tmp_path / family)
+    if TEMPLATES[template]:
+        (folder / "chat_template.jinja").write_text(TEMPLATES[template])
+    words = ["-m", folder, "-d", write_conversations(tmp_path), *WINDOW.get(family, [])]
+    args, model, train_set, held_out = prepare(chapter, *words)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    expected = [
+        tokens_of(tokenizer, document)
+        for turns in conversations()
+        for document in expected_documents(template, turns)
+    ]
+    samples = torch.cat([train_set.pieces[0], held_out])
+    assert sorted(split_documents(chapter, samples)) == sorted(expected)
+    loss_apart, gradient_apart = step_distances(chapter, args, model, train_set)()
+    assert loss_apart < 1e-6 and gradient_apart < 1e-5
+
+
+FAULTS = [("no mask", "llama"), ("mean of means", "llama"), slow("context is learned", "llama")]
+FAULTS += [slow("positions do not restart", "gpt2"), slow("mask hides the window", "mistral")]
+
+
+def faulty_functions(chapter, fault):
+    """Return the functions, by name, that give a step this fault."""
+    separate, samples_at = chapter.inputs_that_separate, chapter.samples_at
+    loss_of = chapter.loss_of
+
+    def only(name):
+        return {"inputs_that_separate": lambda *args: {name: separate(*args)[name]}}
+
+    def full_mask(_, is_first):
+        documents = is_first.cumsum(1)
+        return {"attention_mask": (documents[:, None, :, None] == documents[:, None, None]).tril()}
+
+    def mean_loss(args, model, batch):
+        return loss_of(args, model, batch) / chapter.count_answers(batch)
+
+    return {
+        "no mask": only("position_ids"),
+        "positions do not restart": only("attention_mask"),
+        "mean of means": {
+            "loss_of": mean_loss,
+            "answers_at": lambda args, *_: torch.tensor(args.accumulation),
+        },
+        "context is learned": {"samples_at": lambda *args: samples_at(*args) & ~chapter.CONTEXT},
+        "mask hides the window": {"inputs_that_separate": full_mask},
+    }[fault]
+
+
+@pytest.mark.parametrize("fault, family", FAULTS)
+def test_faulty_step_has_a_different_gradient(
+    chapter, monkeypatch, layout_models, tmp_path, fault, family
+):
+    words = ["-m", layout_models / family, "-d", write_conversations(tmp_path)]
+    args, model, train_set, _ = prepare(chapter, *words, *WINDOW.get(family, []))
+    measure = step_distances(chapter, args, model, train_set)
+    for name, function in faulty_functions(chapter, fault).items():
+        monkeypatch.setattr(chapter, name, function)
+    assert measure()[1] > 1e-2
+
+
+LEAK = "tokens attend to the conversation before theirs; choose a different model"
+FAMILIES = dict.fromkeys(("mistral", "gemma3_text", "qwen3_moe"))
+FAMILIES |= dict.fromkeys(("bloom", "qwen3_next"), LEAK)
+
+
+@pytest.mark.parametrize("kind, error", FAMILIES.items())
+def test_family_that_cannot_separate_conversations_is_refused(chapter, capsys, kind, error):
+    args, device = Namespace(**ARGS | {"model_name": kind}), torch.device("cpu")
+    model = chapter.shard(args, chapter.build_model(args, shrink(CONFIG_MAPPING[kind]())), device)
+    if error:
+        problem = user_error(capsys, chapter.check_forward, args, model, device)
+        assert f"--model-name {kind}: {error}" in problem
+    else:
+        chapter.check_forward(args, model, device)
+
+
+# ---- prepared tokens -------------------------------------------------------------------------
+STEPS = "--num-steps 2 --global-batch-size 4 --eval-samples 4 -b 1 --eval-every 1 --lr 0.01".split()
+
+
+def random_tokens(number, dtype):
+    """Return samples of 64 random tokens, as prepare.py writes them for a text."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, 259, (number, 64), generator=generator).to(dtype)
+
+
+@pytest.fixture(scope="module")
+def tokens(load, tmp_path_factory):
+    """Prepare a text, context without answers, and samples that give rank 0 of 2 no answer."""
+    root, chapter = tmp_path_factory.mktemp("tokens"), load("conversations")
+    context = random_tokens(12, torch.int32) | chapter.CONTEXT
+    context[:, [0, 20]] |= chapter.FIRST
+    mixed = context.clone()
+    for position, index in enumerate(chapter.order_of(0, 0, 8).tolist()):
+        if position % 2:
+            mixed[index, 30 : 32 + 4 * position] &= ~chapter.CONTEXT
+    mixed[9:, 50:55] &= ~chapter.CONTEXT
+    samples = {"text": random_tokens(12, torch.uint16), "context": context, "mixed": mixed}
+    return {name: write_tokens(root / f"{name}.tokens", samples[name]) for name in samples}
+
+
+def test_rank_without_answers_changes_no_curve(chapter, tokens, tmp_path):
+    job = "conversations", [*STEPS, "-d", tokens["mixed"]]
+    curves = curves_of(tmp_path, {1: {"one": job}, 2: {"two": job}})
+    assert disagreement(curves["one"], curves["two"]) == {}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "two/model")
+    held_out = chapter.map_samples(tokens["mixed"] / "000000.tokens", torch.int32, 64)[8:]
+    with torch.no_grad():
+        loss = loss_of_documents(model, split_documents(chapter, held_out)).item()
+    assert loss == pytest.approx(curves["two"][2]["val_loss"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_prepared_text_is_learned_as_in_chapter_05(tokens, tmp_path):
+    args = [*STEPS, "-d", tokens["text"]]
+    curves = curves_of(tmp_path, {1: {name: (name, args) for name in ("05", "conversations")}})
+    assert disagreement(curves["05"], curves["conversations"]) == {}
+
+
+def test_step_without_answers_keeps_the_weights_finite(chapter, tokens):
+    words = ["-s", 64, "-d", tokens["context"], "--global-batch-size", 4]
+    args, model, train_set, _ = prepare(chapter, *words)
+    optimizer, device = chapter.build_optimizer(args, model), torch.device("cpu")
+    loss, _ = chapter.train_step(args, model, optimizer, train_set, 1, device)
+    assert loss == 0 and all(weight.to_local().isfinite().all() for weight in model.parameters())
+
+
+# ---- files -----------------------------------------------------------------------------------
+def say(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+def samples_of(chapter, path, template=None, **values):
+    """Return the training samples and the held-out samples of a file."""
+    args = {"dataset_name": str(path), "dataset_subset": None, "text_column": "messages"}
+    args |= {"seq_length": 64, "eval_samples": 1, "model_name": "tiny"}
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = template or chapter.CHAT_TEMPLATE
+    train_set, held_out = chapter.build_data(Namespace(**args | values), tokenizer)
+    return torch.cat([*train_set.pieces, held_out])
+
+
+def error_of(capsys, *args):
+    """Return the error line that samples_of() ends with."""
+    return user_error(capsys, samples_of, *args).splitlines()[-1]
+
+
+ASK, ANSWER = say("user", "Why?"), say("assistant", "Because.")
+CALL = {"type": "function", "function": {"name": "find", "arguments": {"word": "a"}}}
+CALLS = [ASK, {"role": "assistant", "tool_calls": [CALL]}, say("tool", "b"), ANSWER]
+MISTAKES = {
+    "role": ([ASK, say("bot", "Hm.")], "unknown role bot; known are system, developer, user"),
+    "empty": ([], "it has no messages"),
+    "null": (None, "it has no messages"),
+    "no answer": ([say("system", "Be short."), ASK], "its last turn is by the user; end it with"),
+    "parts": ([say("user", [{"text": "Why?"}]), ANSWER], "a turn's content is not text, but [{"),
+    "no content": ([ASK, {"role": "assistant"}], "a turn by the assistant has no content"),
+    "tool calls": (CALLS, "the model's chat template leaves out 'find' of an answer"),
+}
+
+
+@pytest.mark.parametrize("turns, expected", MISTAKES.values(), ids=MISTAKES)
+def test_mistake_in_a_conversation_is_reported_with_its_number(
+    chapter, capsys, tmp_path, turns, expected
+):
+    rows = [{"messages": messages} for messages in ([ASK, ANSWER], [ASK, ANSWER], turns)]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    line = f"error: --dataset-name {path}: conversation 3: {expected}"
+    assert line in error_of(capsys, chapter, path)
+
+
+RAISE = "{{ raise_exception('roles must alternate') }}"
+UNEQUAL = "{{ '<' if add_generation_prompt else messages[-1].content }}"
+PAIR = {"prompt": "caf\xe9", "completion": "b"}
+FILES = {
+    "text": ({"messages": "a"}, None, "conversation 1: a turn has no role and content, but is 'a'"),
+    "latin1": (PAIR, None, "after conversation 0: 'utf-8' codec can't decode"),
+    "column": ({"text": "a"}, None, "messages: no such column, and no prompt and completion; "),
+    "raises": (PAIR | {"prompt": "a"}, RAISE, "TemplateError('roles must alternate')"),
+    "no text": (
+        PAIR | {"prompt": "a"},
+        "{{ 'x' * messages | length }}",
+        "leaves out 'b' of an answer",
+    ),
+    "unequal": (PAIR | {"prompt": "a"}, UNEQUAL, "'b' does not begin with the prompt '<'"),
+}
+
+
+@pytest.mark.parametrize("row, template, expected", FILES.values(), ids=FILES)
+def test_unusable_file_or_template_is_refused(chapter, capsys, tmp_path, row, template, expected):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="latin1")
+    assert expected in error_of(capsys, chapter, path, template)
+
+
+def test_long_conversations_and_control_tokens_are_left_out(chapter, capsys, tmp_path):
+    # Two documents of these do not fit into a sample.
+    good = [[ASK, ANSWER], [say("system", "Be short."), ASK, ANSWER]]
+    left_out = [[ASK, say("assistant", "a" * 64)], [say("user", "</s>"), ANSWER]]
+    rows = [{"messages": turns} for turns in [*good, *left_out]]
+    samples = samples_of(chapter, write_rows(tmp_path / "a.jsonl", rows))
+    assert len(split_documents(chapter, samples)) == 2
+    assert "Left out: 1 too long for --seq-length, 1 with a control token" in capsys.readouterr()[0]
+    line = error_of(capsys, chapter, write_rows(tmp_path / "b.jsonl", rows[2:]))
+    assert "0 samples of 64 tokens are not more than --eval-samples 1; add conversations" in line
+
+
+def test_formats_of_conversations_give_the_same_samples(chapter, tmp_path):
+    rows = {"messages": [], "conversations": [], "pairs": []}
+    for question, answer in [("Why?", "Because."), ("How?", "So."), ("Is it so?", "It is.")]:
+        rows["messages"].append({"messages": [say("user", question), say("assistant", answer)]})
+        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+        rows["conversations"].append({"conversations": turns})
+        rows["pairs"].append({"prompt": question, "completion": answer})
+    messages, *others = (
+        samples_of(chapter, write_rows(tmp_path / f"{name}.jsonl", rows[name]), text_column=name)
+        for name in rows
+    )
+    assert len(messages) == 2 and all(torch.equal(messages, other) for other in others)
+
+
+def test_held_out_samples_are_not_the_shortest(chapter, tmp_path):
+    lengths = [1, 30, 20, 25, 30, 28]
+    rows = [{"prompt": "a" * length, "completion": "b"} for length in lengths]
+    samples = samples_of(chapter, write_rows(tmp_path / "a.jsonl", rows))
+    *_, held_out = split_documents(chapter, samples)
+    assert len(held_out) == 20 + lengths[-1]

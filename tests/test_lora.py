@@ -1,0 +1,134 @@
+"""LoRA: the gradients are those of peft, and the files hold adapters that peft can load."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from chats import (
+    distances,
+    documents_of_step,
+    loss_of_documents,
+    plain_model,
+    prepare,
+    split_documents,
+    write_conversations,
+)
+from conftest import SHORT, metrics, run_or_fail, user_error
+from families import make_hub_folder
+from marks import slow
+from runs import arguments_of, read_checkpoint
+
+RANK = 4
+WHY = "peft is not installed; run make extras"
+
+
+@pytest.fixture
+def chapter(load, one_rank_group):
+    return load("lora")
+
+
+@pytest.fixture(scope="module")
+def base(layout_models, tmp_path_factory):
+    """Save a model in fp32 as a published model is saved; return its folder."""
+    root = tmp_path_factory.mktemp("base")
+    return make_hub_folder(layout_models, root, "llama", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def run_dir(base, tmp_path_factory):
+    """Train adapters on two ranks; return the run's folder."""
+    root = tmp_path_factory.mktemp("lora")
+    args = [*SHORT, "-m", base, "--pretrained", "--lora-rank", RANK, "--lr", 0.03, "-s", 128]
+    args += ["-d", write_conversations(root, 100), "--num-steps", 4, "--save-dir", root]
+    run_or_fail(2, [("lora", [*args, "-e", "run"])], root / "jobs")
+    return root / "run"
+
+
+@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-5), slow("bf16", 5e-2)])
+def test_gradients_are_those_of_peft(chapter, layout_models, tmp_path, precision, tolerance):
+    peft = pytest.importorskip("peft", reason=WHY)
+    words = ["-m", layout_models / "llama", "-d", write_conversations(tmp_path)]
+    words += ["--lora-rank", RANK, "--precision", precision]
+    args, model, train_set, _ = prepare(chapter, *words)
+    adapters = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    for weight in adapters.values():
+        # With B = 0, as at the start, A would have no gradient.
+        torch.nn.init.normal_(weight.detach().to_local(), std=0.05)
+    config = peft.LoraConfig(r=RANK, lora_alpha=args.lora_alpha, target_modules=args.lora_modules)
+    other = peft.get_peft_model(plain_model(model, torch.float32), config)
+    values = {f"base_model.model.{name}": weight.full_tensor() for name, weight in adapters.items()}
+    peft.set_peft_model_state_dict(other, values)
+    loss = loss_of_documents(other, documents_of_step(chapter, args, train_set))
+    loss.backward()
+    found = {name: weight.grad for name, weight in other.named_parameters() if weight.requires_grad}
+    names = [name.removeprefix("base_model.model.").replace(".default", "") for name in found]
+    assert sorted(names) == sorted(adapters), "peft adapts other modules"
+    gradients = dict(zip(names, found.values(), strict=True))
+    apart = distances(chapter, args, model, train_set, loss.item(), gradients)
+    # peft computes in fp32 on the same weights; in bf16, the worst gradient is 2.3% away.
+    assert apart[0] < min(tolerance, 5e-3) and apart[1] < tolerance
+
+
+def test_checkpoint_holds_only_adapters(run_dir):
+    weights = read_checkpoint(run_dir, 4)["model"]
+    assert weights and all(".lora_" in name for name in weights)
+    size = sum(path.stat().st_size for path in (run_dir / "checkpoints/step-00000004").iterdir())
+    num_weights = sum(weight.numel() for weight in weights.values())
+    # Each weight and its two moments have 4 bytes. Each of two ranks saves a part of every weight,
+    # of its moments and of its step, and a file has about 1.6 KiB more for each part.
+    assert size < 12 * num_weights + 2048 * 2 * 4 * len(weights)
+
+
+def test_adapters_merge_into_the_finished_model(chapter, base, run_dir):
+    args, row = arguments_of(run_dir, 4), metrics(run_dir)[4]
+    adapters = load_file(run_dir / "adapters/adapter_model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "model")
+    weights, merged = load_file(base / "model.safetensors"), model.state_dict()
+    for name in [name for name in adapters if name.endswith("lora_B.weight")]:
+        product = adapters[name] @ adapters[name.replace("lora_B", "lora_A")]
+        target = name.removeprefix("base_model.model.").replace("lora_B.", "")
+        weights[target] += args["lora_alpha"] / RANK * product
+    assert weights.keys() == merged.keys()
+    assert max((weights[name] - merged[name]).abs().max().item() for name in weights) < 1e-5
+    for path in [*run_dir.glob("adapters/*"), *run_dir.glob("model/*")]:
+        assert path.stat().st_mode & 0o044 == 0o044, f"others cannot read {path.name}"
+    *_, held_out = prepare(chapter, "-s", 128, "-d", args["dataset_name"], "--eval-samples", 10)
+    with torch.no_grad():
+        loss = loss_of_documents(model, split_documents(chapter, held_out)).item()
+    assert loss == pytest.approx(row["val_loss"], abs=1e-5)
+
+
+def test_adapters_give_the_merged_logits_in_peft(base, run_dir):
+    peft = pytest.importorskip("peft", reason=WHY)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "model")
+    ids = torch.arange(3, 99)[None]
+    with torch.no_grad():
+        before, merged = plain(ids).logits, model(ids).logits
+        adapted = peft.PeftModel.from_pretrained(plain, run_dir / "adapters").eval()(ids).logits
+    assert (adapted - merged).abs().max() < 1e-5 < 1e-2 < (before - merged).abs().max()
+
+
+MISTAKES = {
+    "--lora-modules q_proj nosuch": "--lora-modules nosuch q_proj: the linear modules in a layer of"
+    " tiny are: down_proj gate_proj k_proj o_proj q_proj up_proj v_proj",
+    "-m {models}/gpt2": "gpt2: its layers have no linear modules to adapt",
+    "--lora-rank 0": "--lora-rank 0: must be at least 1",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_mistake_costs_one_line(chapter, capsys, layout_models, line):
+    words = line.format(models=layout_models).split()
+    assert MISTAKES[line] in user_error(capsys, prepare, chapter, *words)
+
+
+def test_resume_with_a_different_rank_is_refused(chapter, capsys, run_dir):
+    saved = arguments_of(run_dir, 4)
+    for name, value in {"lora_rank": 8, "lora_alpha": 1, "lora_modules": ["q_proj"]}.items():
+        args = Namespace(**saved | {name: value})
+        error = user_error(capsys, chapter.compare_args, args, saved, "step-00000004")
+        assert f"{name} was {saved[name]}, is now {value}; choose a different" in error
