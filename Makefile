@@ -100,7 +100,7 @@ extras: install  ## install what some tests skip without: frameworks and linters
 test-all: extras test test-slow test-exhaustive  ## run all tests
 
 .PHONY: cluster
-cluster:  ## practise Slurm: a shell on a cluster of two nodes, all on this machine (needs root)
+cluster:  ## practice Slurm: a shell on a cluster of two nodes, all on this machine (needs root)
 	@$(PYTHON) tests/cluster/cluster.py shell
 
 .PHONY: lint

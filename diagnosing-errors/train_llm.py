@@ -1,4 +1,4 @@
-"""Break a training step on purpose, to practise finding the reason. Parent: 03-job-launchers.
+"""Break a training step on purpose, to practice finding the reason. Parent: 03-job-launchers.
 
 Small:  torchrun --standalone --nproc-per-node 3 diagnosing-errors/watched.py \
             --into outputs/diagnosing-errors diagnosing-errors/train_llm.py \

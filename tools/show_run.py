@@ -30,7 +30,7 @@ def main():
     print(f"  finished model     {run_folder / 'model'}")
     print(f"  metrics            {run_folder / 'metrics.jsonl'}")
     print(f"  loss curves        {run_folder / 'loss.png'}")
-    print("\nNext, train the same on one device, and see that the losses are the same:")
+    print("\nNext, train the same model on one device, and see that the losses are the same:")
     batch = f" --global-batch-size {args.global_batch_size}" if args.global_batch_size != 32 else ""
     print(f"  .venv/bin/python 01-single-gpu/train_llm.py{batch}")
 

@@ -25,7 +25,7 @@ ENVIRONMENT = {
     "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}",
 }
 # The needs of the blocks that a reader types into the practice cluster begin with these words.
-PRACTICE = "the cluster to practise on"
+PRACTICE = "the cluster to practice on"
 
 
 def run(block, folder, timeout=None, typed=""):
