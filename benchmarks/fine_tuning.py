@@ -1,0 +1,122 @@
+"""Compare fine-tuning/conversations with SFTTrainer of trl: speed, with packing, on the same data.
+
+All:  python benchmarks/fine_tuning.py --output benchmarks/results/fine-tuning.json
+
+Both train a Llama of 7 million weights on one device, and take turns. The speed counts only the
+tokens of conversations, because the two pack them with different amounts of padding.
+"""
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from pydoc_data.topics import topics
+from statistics import median
+
+import harness
+from on_ranks import BATCH, SEQ_LENGTH, WINDOW, make_7m_llama, training_flags
+
+SCRIPT = harness.ROOT / "fine-tuning/conversations/train_llm.py"
+
+
+def write_conversations(path):
+    """Write a conversation for each paragraph of Python's documentation that is not too long."""
+    with open(path, "w") as file:
+        for topic, text in topics.items():
+            for number, paragraph in enumerate(text.split("\n\n")):
+                prompt = f"What does paragraph {number} on {topic} say?"
+                if 40 < len(paragraph) < 2 * SEQ_LENGTH:
+                    file.write(json.dumps({"prompt": prompt, "completion": paragraph}) + "\n")
+    return path
+
+
+def run_chapter(folder, data, steps, name):
+    """Return the tokens of conversations per second of the chapter's script."""
+    flags = ["-m", f"{folder}/llama", "-d", data, *training_flags(folder, name, steps)]
+    done = harness.call(harness.launch_command(1, [SCRIPT, *flags]), HF_HOME=f"{folder}/hf")
+    padding = float(re.search(r"([\d.]+)% are padding", done.stdout)[1]) / 100
+    rows = map(json.loads, Path(folder, name, "metrics.jsonl").read_text().splitlines())
+    speeds = [row["tokens_per_second"] for row in rows if row["step"] > WINDOW]
+    return median(speeds) * (1 - padding)
+
+
+def run_trl(folder, data, steps, name):
+    """Return the tokens of conversations per second of SFTTrainer."""
+    result = folder / f"{name}.json"
+    words = [*harness.words_of(train_with_trl), folder / "llama", data, steps, result]
+    harness.call(harness.launch_command(0, words), HF_HOME=f"{folder}/hf")
+    return json.loads(result.read_text())
+
+
+def train_with_trl():
+    """Train with SFTTrainer; write the tokens per second to a file."""
+    import datasets
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    model, data, steps, result = sys.argv[1:5]
+    windows = []
+
+    class Trainer(SFTTrainer):
+        """Note the tokens and the time of each step."""
+
+        def training_step(self, model, inputs, *args, **options):
+            begun = time.perf_counter()
+            loss = super().training_step(model, inputs, *args, **options)
+            windows.append((int((inputs["input_ids"] >= 0).sum()), begun))
+            return loss
+
+    trainer = Trainer(
+        model=AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).float(),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        train_dataset=datasets.load_dataset("json", data_files=data, split="train"),
+        args=SFTConfig(
+            packing=True,
+            max_length=SEQ_LENGTH,
+            completion_only_loss=True,
+            per_device_train_batch_size=BATCH,
+            max_steps=int(steps),
+            learning_rate=1e-5,
+            optim="adamw_torch_fused",
+            bf16=harness.fast_precision() == "bf16",
+            use_cpu=not torch.cuda.is_available(),
+            gradient_checkpointing=False,
+            logging_steps=WINDOW,
+            output_dir=Path(result).parent / "trl",
+            save_strategy="no",
+            report_to=[],
+            dataloader_drop_last=True,
+        ),
+    )
+    trainer.train()
+    tokens, begun = zip(*windows[WINDOW:], strict=True)
+    speed = sum(tokens[:-1]) / (begun[-1] - begun[0])
+    Path(result).write_text(json.dumps(speed))
+
+
+RUNS = {"conversations": run_chapter, "trl": run_trl}
+
+
+def fine_tuning(args, folder):
+    """Let both take turns; compare their speeds."""
+    make_7m_llama(folder / "llama")
+    data = write_conversations(folder / "conversations.jsonl")
+
+    def measure(name, number):
+        return RUNS[name](folder, str(data), args.steps, f"{name}-{number}")
+
+    for rounds in harness.take_turns(RUNS, args.rounds, measure, "{:,.0f} tokens/s".format):
+        ratios = [found["conversations"] / found["trl"] for found in rounds]
+        yield {"conversations / trl": {"median": median(ratios), "rounds": ratios}}
+
+
+def add_flags(add):
+    """Declare the flags."""
+    add("--rounds", type=int, default=3, help="how often each of the two runs")
+    add("--steps", type=int, default=40, help=f"of each run; the first {WINDOW} warm it up")
+
+
+if __name__ == "__main__":
+    harness.benchmark(__doc__, fine_tuning, add_flags)
