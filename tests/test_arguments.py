@@ -51,7 +51,7 @@ def test_help_explains_every_flag(chapter, parse, monkeypatch, capsys):
     assert "--num-steps" in flags
     unexplained = [flag for flag in flags if not re.search(rf"{flag}\b[^\n]*(\n\s+)?\S", output)]
     assert unexplained == []
-    assert "(default: 0.001)" in output
+    assert "(default: 32)" in output
 
 
 BATCHES = [
