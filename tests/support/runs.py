@@ -73,6 +73,12 @@ def wait_for(condition, processes, seconds=120):
     return all_running(processes)
 
 
+def arguments_of(run_dir, step):
+    """Return the arguments in a checkpoint, which are JSON if the checkpoint has shards."""
+    args = read_checkpoint(run_dir, step)["args"]
+    return args if isinstance(args, dict) else json.loads(args)
+
+
 def has_weights_of(model, checkpoint):
     """Return whether a model has the weights of a checkpoint, which may have a tied weight once."""
     weights, saved = model.state_dict(), checkpoint["model"]
