@@ -16,9 +16,10 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 
 FORKS = multiprocessing.get_context("forkserver")
 IMPORTED = "torch torch.distributed.checkpoint.staging torch.distributed.checkpoint.state_dict "
@@ -29,6 +30,9 @@ IMPORTED += "transformers.models.llama.modeling_llama pydoc_data.topics "
 IMPORTED += "accelerate deepspeed"
 FORKS.set_forkserver_preload(IMPORTED.split())
 # pytest changes the first variables in each test, and libraries set the others once.
+# A start polls all processes. If two threads read the status of a process at the same time, the
+# second thread finds no status and reports 255.
+LOCK = threading.RLock()
 IGNORED_VARIABLES = ("PYTEST_", "_MLFLOW_", "MLFLOW_", "PYTORCH_NVML_BASED_CUDA_CHECK")
 
 
@@ -51,26 +55,28 @@ class Server:
         if current_environment() != self.environment:
             return subprocess.Popen([sys.executable, *command], env=env, stdout=out, stderr=err)
         process = Forked(target=run_script, args=(command, env, out.name, err.name), daemon=True)
-        process.start()
+        with LOCK:
+            process.start()
         return process
 
 
 class Forked(FORKS.Process):
     """A process that the server forked; it has the interface of subprocess.Popen, without pipes."""
 
-    returncode = property(lambda self: self.exitcode)
+    returncode = property(lambda self: self.poll())
 
     def poll(self):
-        return self.exitcode
+        with LOCK:
+            return self.exitcode
 
     def wait(self, timeout=None):
-        self.join(timeout)
-        if self.exitcode is None:
+        connection.wait([self.sentinel], timeout)
+        if self.poll() is None:
             raise subprocess.TimeoutExpired(self.name, timeout)
-        return self.exitcode
+        return self.poll()
 
     def send_signal(self, number):
-        if self.exitcode is None:
+        if self.poll() is None:
             # The process may end before the signal arrives.
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
