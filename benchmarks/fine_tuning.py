@@ -1,6 +1,7 @@
 """Compare fine-tuning/conversations with SFTTrainer of trl: speed, with packing, on the same data.
 
-All:  python benchmarks/fine_tuning.py --output benchmarks/results/fine-tuning.json
+First:  pip install trl==1.16.0
+All:    python benchmarks/fine_tuning.py --output benchmarks/results/fine-tuning.json
 
 Both train a Llama of 7 million weights on one device, and take turns. The speed counts only the
 tokens of conversations, because the two pack them with different amounts of padding.
