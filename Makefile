@@ -157,7 +157,7 @@ gpu-check: install  ## prove on this machine's GPUs what a CPU cannot: ONLY="par
 	$(PY) benchmarks/gpu_check.py $(if $(ONLY),--only $(ONLY))
 
 .PHONY: site
-site: install  ## build pages that show each README beside its diff: open site/index.html
+site: install  ## build the site, with each README beside its diff: open site/index.html
 	rm -rf site
 	$(PY) tools/maintain/pages.py
 

@@ -32,7 +32,7 @@ def test_links_and_anchors_lead_somewhere(site):
         assert max(anchors.values(), default=1) == 1, f"{path}: an anchor is there twice"
         for target in targets:
             file, _, anchor = target.partition("#")
-            page = (path.parent / file).resolve() if file else path
+            page = (path.parent / file.partition("?")[0]).resolve() if file else path
             if not target.startswith(("https:", "data:")):
                 assert page.is_file() and (not anchor or pages[page][0][anchor]), (path, target)
 
@@ -44,11 +44,28 @@ def plain(html):
 @pytest.mark.parametrize("chapter", CHILDREN)
 def test_split_diff_has_the_parent_on_the_left(site, chapter):
     parent, script = chapters()[parent_of(chapter)], chapters()[chapter]
-    page = site / script.relative_to(ROOT).with_name("index.html")
-    rows = re.findall(r"^<tr>(<td.*)", page.read_text(), re.M)
-    cells = [re.findall(r'<td>\d*<td class="(\w+)">(.*?)(?=<td>|$)', row) for row in rows]
-    for column, path, mark in zip(zip(*cells, strict=True), (parent, script), "-+", strict=True):
-        found = [(status, plain(html)) for status, html in column if status != "empty"]
-        statuses = {" ": "same", "-": "removed", "+": "added"}
+    page = (site / script.relative_to(ROOT).with_name("diff.html")).read_text()
+    rows = re.findall(r"^<tr>(<td.*)", page, re.M)
+    cells = [re.findall(r'<td>(\d*)<td(?: class="(\w+)")?>(.*?)(?=<td>|$)', row) for row in rows]
+    for side, mark, status in (0, "-", "removed"), (1, "+", "added"):
+        found = {(int(number), kind) for number, kind, _ in (row[side] for row in cells) if number}
         lines = [line for line in diff(parent, script) if line[0] in f"{mark} "]
-        assert found == [(statuses[line[0]], line[1]) for line in lines], path
+        changed = {(line[2 + side], status) for line in lines if line[0] == mark}
+        assert changed == {line for line in found if line[1]}, f"{chapter}: side {side}"
+        text = {
+            int(number): plain(html)
+            for number, kind, html in (row[side] for row in cells)
+            if kind and number
+        }
+        assert text == {line[2 + side]: line[1] for line in lines if line[0] == mark}
+
+
+def test_site_needs_no_network_and_is_small(site):
+    for path in site.glob("**/*.html"):
+        loads = re.findall(r"<(?:script|img|iframe|source)[^>]*\ssrc=\"(.*?)\"", path.read_text())
+        loads += re.findall(
+            r"<link[^>]*rel=\"(?:stylesheet|preload)\"[^>]*href=\"(.*?)\"", path.read_text()
+        )
+        assert not [url for url in loads if "//" in url], f"{path} loads files from a network"
+    size = sum(path.stat().st_size for path in site.glob("**/*") if path.is_file())
+    assert size < 8_000_000, f"the site has {size / 1e6:.1f} MB"

@@ -1,77 +1,129 @@
-"""Build the site: all READMEs, and beside a chapter's README the diff of its script.
+"""Build the site with Sphinx: all READMEs, and for each chapter a page beside its script's diff.
 
 Here:  make site
 """
 
 import argparse
 import os
+import re
 import shutil
+import tempfile
+from hashlib import sha256
 from html import escape
-from itertools import groupby, pairwise, zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
-from urllib.parse import quote
 
 import jinja2
 import merman
 import pygments
-from markdown_it import MarkdownIt
 from pygments.formatters import HtmlFormatter
-from pygments.lexers import get_lexer_by_name
+from pygments.lexers import PythonLexer
+from sphinx.cmd.build import main as sphinx
 
 from chapters import ROOT, chapters, diff, parent_of, parts
-from readme import readmes, slug
+from readme import readmes
 
-TEMPLATES = Path(__file__).with_suffix("")
-
-
-# ---- READMEs ---------------------------------------------------------------------------------
-def highlight(text, language, _attributes=""):
-    """Return a text as HTML: code in colors, and a Mermaid diagram as a picture."""
-    if language == "mermaid":
-        drawn = quote(merman.Merman().render_svg(text, None))
-        return f'<pre><img alt="{escape(text)}" src="data:image/svg+xml,{drawn}"></pre>'
-    lexer = get_lexer_by_name(language or "text", stripnl=False)
-    return pygments.highlight(text, lexer, HtmlFormatter(nowrap=True))
-
-
-MARKDOWN = MarkdownIt("gfm-like", {"linkify": False, "highlight": highlight})
-
-
-def page_path(path):
-    """Return the path of a file's page on the site; a picture is its own page."""
-    if path.name == "README.md":
-        return path.relative_to(ROOT).with_name("index.html")
-    if path.suffix in (".png", ".svg"):
-        return path.relative_to(ROOT)
-    suffix = ".html" if path.suffix == ".md" else f"{path.suffix}.html"
-    return path.relative_to(ROOT).with_suffix(suffix)
+SITE = Path(__file__).with_name("site")
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
+MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.M | re.S)
+# Names, operators and punctuation have no color of their own.
+PLAIN = re.compile(r'<span class="(?:n|o|p|w)">(.*?)</span>')
+FENCED = re.compile(r"(^ *```.*?^ *```$)", re.M | re.S)
+# The sidebar, in the order of reading. A page is in the first part that has a matching pattern.
+SIDEBAR = {
+    "Chapters": "0*/*",
+    "Around the chapters": "preparing-data/* fine-tuning/* diagnosing-errors/* tools/*/*",
+    "Questions and choices": "docs/*",
+    "More": "alternative-frameworks/* related-topics/* benchmarks/*",
+    "About": "*",
+}
 
 
-def render(path):
-    """Return the title and the HTML of a README, and the files that it links."""
-    tokens, linked = MARKDOWN.parse(path.read_text()), set()
-    for token, following in pairwise(tokens):
-        if token.type == "heading_open":
-            token.attrSet("id", slug(following.content))
-        for piece in token.children or ():
-            for name in {"href", "src"} & piece.attrs.keys():
-                file, hash_sign, anchor = piece.attrs[name].partition("#")
-                if file and "://" not in file:
-                    target = (path.parent / file).resolve()
-                    linked.add(target)
-                    file = os.path.relpath(page_path(target), page_path(path).parent)
-                    piece.attrSet(name, f"{file}{hash_sign}{anchor}")
-    # A README begins with its title.
-    title = next(token.content for token in tokens if token.type == "inline")
-    return title.replace("`", ""), MARKDOWN.renderer.render(tokens, MARKDOWN.options, {}), linked
+# ---- sources for Sphinx ----------------------------------------------------------------------
+def stage_readme(path, stage):
+    """Write a README as MyST reads it, and return the other files that it links.
+
+    A link to a script becomes a link to the page with its diff.
+    """
+    linked = set()
+
+    def to_page(match):
+        target = (path.parent / match[1]).resolve()
+        if target.suffix in (".md", ".png", ".svg"):
+            return match[0]
+        if target in chapters().values():
+            return f"]({os.path.relpath(target.with_name('diff.md'), path.parent)}"
+        linked.add(target)
+        # conf.py makes a URL of the part after the colon.
+        return f"](source:{match[1].rstrip('/')}.txt"
+
+    def to_picture(match):
+        name = f"{sha256(match[1].encode()).hexdigest()[:12]}.svg"
+        (stage / "assets" / name).write_text(merman.Merman().render_svg(match[1], None))
+        assets = os.path.relpath(ROOT / "assets", path.parent)
+        return f"![diagram]({assets}/{name})"
+
+    pieces = FENCED.split(MERMAID.sub(to_picture, path.read_text()))
+    for index in range(0, len(pieces), 2):
+        pieces[index] = ANCHOR.sub(r"[]{#\1}", LINK.sub(to_page, pieces[index]))
+    write(stage / path.relative_to(ROOT), "".join(pieces))
+    return linked
 
 
-# ---- scripts ---------------------------------------------------------------------------------
+def stage_source(path, stage):
+    """Copy a file as text, which every browser shows; for a folder, write the names in it."""
+    text = "\n".join(sorted(os.listdir(path))) if path.is_dir() else path.read_text()
+    write(stage / "files" / f"{path.relative_to(ROOT)}.txt", text)
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+# ---- a chapter beside its diff ---------------------------------------------------------------
+def stage_step(chapter, stage):
+    """Write the page that shows a chapter's README on the left and its script's diff on the right.
+
+    A link below the README's title leads there.
+    """
+    template = jinja2.Template((SITE / "step.html").read_text(), trim_blocks=True)
+    script = template.render(parts=list(split_diff(chapter)), first=not parent_of(chapter))
+    folder = stage / chapters()[chapter].parent.relative_to(ROOT)
+    page = f"""---
+orphan: true
+hide-toc: true
+nosearch: true
+---
+```{{raw}} html
+<div class="step"><div class="read">
+```
+```{{include}} README.md
+```
+```{{raw}} html
+</div>
+{script}
+</div>
+```
+"""
+    write(folder / "diff.md", page)
+    title, text = (folder / "README.md").read_text().split("\n", 1)
+    link = "[Read this page beside its diff](diff.md)"
+    write(folder / "README.md", f"{title}\n\n{link}\n{text}")
+
+
 def split_diff(chapter):
-    """Yield the parts of a script in order, each with its name, its size and its rows."""
+    """Yield the parts of a script in order, each with its name, its size and its rows.
+
+    A part that does not differ has its text as `same`.
+    """
     paths = chapters().get(parent_of(chapter), Path(os.devnull)), chapters()[chapter]
     texts = [path.read_text() for path in paths]
-    html = [highlight(text, "python").splitlines() for text in texts]
+    lexer, formatter = PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)
+    html = [
+        PLAIN.sub(r"\1", pygments.highlight(text, lexer, formatter)).splitlines() for text in texts
+    ]
     old_names, new_names = (
         {number: name for name, numbers in parts(text).items() for number in numbers}
         for text in texts
@@ -86,7 +138,8 @@ def split_diff(chapter):
         marks = [mark for mark, *_ in lines]
         added, removed = marks.count("+"), marks.count("-")
         size = f"+{added} −{removed}" if added or removed else ""
-        yield {"name": name, "size": size, "rows": rows_of(lines, *html)}
+        same = "" if size else escape("\n".join(line for _, line, *_ in lines))
+        yield {"name": name, "size": size, "same": same, "rows": rows_of(lines, *html)}
 
 
 def rows_of(lines, old_html, new_html):
@@ -104,34 +157,53 @@ def rows_of(lines, old_html, new_html):
 
 
 # ---- the command -----------------------------------------------------------------------------
+def home_of(page, pages):
+    """Return the README that is nearest above a page."""
+    folder = page.parent.parent if page.name == "README.md" else page.parent
+    while folder / "README.md" not in pages:
+        folder = folder.parent
+    return folder / "README.md"
+
+
+def add_sidebar(pages, stage):
+    """Add to each README the table of the pages below it, which Sphinx shows as the sidebar."""
+    top = Path("README.md")
+    below = {page: [other for other in pages if home_of(other, pages) == page] for page in pages}
+    below[top].remove(top)
+    for title, patterns in SIDEBAR.items():
+        found = [page for page in below[top] if any(map(page.match, patterns.split()))]
+        below[top] = [page for page in below[top] if page not in found]
+        add_table(stage / top, found, f":caption: {title}\n")
+    for page in pages:
+        add_table(stage / page, below[page])
+
+
+def add_table(path, pages, caption=""):
+    names = "\n".join(f"/{page}" for page in pages)
+    if pages:
+        with open(path, "a") as page:
+            page.write(f"\n```{{toctree}}\n:hidden:\n{caption}\n{names}\n```\n")
+
+
 def main():
-    """Write all pages to a folder."""
+    """Write the sources of all pages to a temporary folder, and build the site from them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=ROOT / "site")
     output = parser.parse_args().output
-    shutil.copytree(ROOT / "assets", output / "assets", ignore=shutil.ignore_patterns("*.txt"))
-    shutil.copy(TEMPLATES / "site.css", output)
-    template = jinja2.Template((TEMPLATES / "page.html").read_text(), trim_blocks=True)
-    pages = {path: render(path) for path in readmes()}
-    menu = {page_path(path): title for path, (title, *_) in pages.items()}
-    names = {script.with_name("README.md"): name for name, script in chapters().items()}
-    navigation = {page_path(path): name for path, name in names.items()}
-
-    def write(path, **values):
-        target = output / page_path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        root = "../" * (len(page_path(path).parts) - 1)
-        target.write_text(template.render(root=root, menu=menu, navigation=navigation, **values))
-
-    for path, (title, html, _) in pages.items():
-        name = names.get(path)
-        parts_of_diff = list(split_diff(name)) if name else []
-        write(path, title=title, html=html, chapter=name, parts=parts_of_diff)
-    for path in set().union(*(linked for *_, linked in pages.values())):
-        if path.suffix not in (".md", ".png", ".svg"):
-            text = "\n".join(sorted(os.listdir(path))) if path.is_dir() else path.read_text()
-            write(path, title=path.relative_to(ROOT), html=f"<pre>{escape(text)}</pre>")
+    with tempfile.TemporaryDirectory() as name:
+        stage = Path(name)
+        shutil.copytree(ROOT / "assets", stage / "assets", ignore=shutil.ignore_patterns("*.txt"))
+        shutil.copytree(SITE, stage, dirs_exist_ok=True)
+        linked = set().union(*(stage_readme(path, stage) for path in readmes()))
+        for path in linked:
+            stage_source(path, stage)
+        for chapter in chapters():
+            stage_step(chapter, stage)
+        add_sidebar([path.relative_to(ROOT) for path in readmes()], stage)
+        status = sphinx(["-q", "-W", "-b", "html", "-d", f"{name}.trees", str(stage), str(output)])
+    shutil.copy(output / "README.html", output / "index.html")
     print(f"open {output / 'index.html'}")
+    raise SystemExit(status)
 
 
 if __name__ == "__main__":
