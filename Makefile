@@ -142,7 +142,6 @@ bench: install  ## measure the chapters next to other trainers; make tables and 
 	$(PY) benchmarks/frameworks.py --output $$out/frameworks.json; \
 	$(PY) benchmarks/overhead.py watched --output $$out/watching.json; \
 	$(PY) benchmarks/large.py reading saves --output $$out/large.json; \
-	$(PY) benchmarks/fsdp.py --output $$out/fsdp-cpu-2cores.json; \
 	$(PY) benchmarks/where.py --output $$out/where.json; \
 	$(PY) benchmarks/scale.py --output $$out/scale.json; \
 	$(PY) benchmarks/bubble.py --seconds 0.4 --output $$out/bubble.json; \
