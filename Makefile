@@ -63,7 +63,7 @@ install:  ## make .venv, or repair it, with all that training and the tests need
 # With these settings glibc keeps the memory that is freed: to get it anew from the system costs a
 # run on a CPU a fifth of its speed.
 .PHONY: train
-train: install  ## train chapter 02 on all GPUs, or on two CPU processes; show how it went
+train: install  ## train chapter 02 on all GPUs, or on two CPU processes; draw the losses
 	@set -e; layout=$$($(PY) -c "$$LAYOUT"); \
 	set -- $$layout; \
 	export OMP_NUM_THREADS="$${OMP_NUM_THREADS:-$$3}"; \
@@ -73,9 +73,10 @@ train: install  ## train chapter 02 on all GPUs, or on two CPU processes; show h
 		02-ddp/train_llm.py -e $(RUN) --device $$4 --global-batch-size $$2; \
 	echo "$$*"; \
 	"$$@"; \
-	echo "== done"; \
-	shift $$(($$# - 1)); \
-	$(PY) tools/show_run.py outputs/$(RUN) --global-batch-size $$1
+	$(PY) tools/plot.py outputs/$(RUN) --output outputs/$(RUN)/loss.png; \
+	shift $$(($$# - 2)); \
+	echo "== done; next, train the same model on one device, and see that the losses are the same:"; \
+	echo "$(PY) 01-single-gpu/train_llm.py $$*"
 
 # Tests run side by side, on small machines too: many wait, for Slurm or for other ranks.
 .PHONY: test
@@ -142,7 +143,6 @@ bench: install  ## measure the chapters next to other trainers; make tables and 
 	$(PY) benchmarks/frameworks.py --output $$out/frameworks.json; \
 	$(PY) benchmarks/overhead.py watched --output $$out/watching.json; \
 	$(PY) benchmarks/large.py reading saves --output $$out/large.json; \
-	$(PY) benchmarks/fsdp.py --output $$out/fsdp-cpu-2cores.json; \
 	$(PY) benchmarks/where.py --output $$out/where.json; \
 	$(PY) benchmarks/scale.py --output $$out/scale.json; \
 	$(PY) benchmarks/bubble.py --seconds 0.4 --output $$out/bubble.json; \

@@ -1,4 +1,4 @@
-"""Compare chapters 03 and 04 with the same training in frameworks: speed, memory, saves.
+"""Compare chapters 03 and 04 with the same training in frameworks: speed and memory.
 
 All:     python benchmarks/frameworks.py --output benchmarks/results/frameworks.json
 Closer:  python benchmarks/frameworks.py --only 03 deepspeed --rounds 5
@@ -10,8 +10,6 @@ and take turns. A ratio is one of two runs in the same round.
 import json
 import os
 import sys
-import time
-from functools import wraps
 from itertools import permutations
 from pathlib import Path
 from statistics import median
@@ -20,7 +18,6 @@ import harness
 from on_ranks import BATCH, WINDOW, make_7m_llama, training_flags
 
 RANKS = 2
-SAVE_SECONDS = "save-seconds.json"
 
 
 def contenders(folder):
@@ -36,35 +33,10 @@ def contenders(folder):
     return found | {"deepspeed-zero-3": (found["deepspeed"][0], ["--deepspeed-config", path])}
 
 
-def time_saves():
-    """Run a script with its arguments; write the seconds of its last save into the run's folder."""
-    script, seconds = harness.load(sys.argv.pop(1)), {}
-
-    def timed(function):
-        @wraps(function)
-        def call(*args):
-            begun = time.perf_counter()
-            result = function(*args)
-            seconds[function.__name__] = time.perf_counter() - begun
-            return result
-
-        return call
-
-    script.save_checkpoint = timed(script.save_checkpoint)
-    # transformers' Trainer saves a checkpoint, and then the script publishes it.
-    if hasattr(script, "Trainer"):
-        script.Trainer._save_checkpoint = timed(script.Trainer._save_checkpoint)
-    args = script.parse_args()
-    script.main()
-    if os.environ["RANK"] == "0":
-        path = Path(args.save_dir, args.experiment_name, SAVE_SECONDS)
-        path.write_text(json.dumps(sum(seconds.values())))
-
-
 def run(script, flags, steps, folder, run_name):
-    """Run a script; return its tokens per second, its GiB, and the seconds of its last save."""
+    """Run a script; return its tokens per second, and the most GiB that it has used."""
     flags = ["--model-name", f"{folder}/llama", *training_flags(folder, run_name, steps), *flags]
-    command = harness.launch_command(RANKS, [*harness.words_of(time_saves), script, *flags])
+    command = harness.launch_command(RANKS, [script, *flags])
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, os.cpu_count() // RANKS)))
     settings = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     harness.call(command, HF_HOME=f"{folder}/hf", **settings)
@@ -74,7 +46,6 @@ def run(script, flags, steps, folder, run_name):
     return {
         "speed": median(row["tokens_per_second"] for row in rows),
         "memory": max(row["peak_memory_gib"] for row in rows),
-        "save": json.loads(Path(folder, run_name, SAVE_SECONDS).read_text()),
     }
 
 
@@ -89,7 +60,7 @@ def compare(rounds):
 
 
 def frameworks(args, folder):
-    """Let the contenders take turns; compare their speeds, memory and saves."""
+    """Let the contenders take turns; compare their speeds and their memory."""
     make_7m_llama(folder / "llama")
     everyone = contenders(folder)
 

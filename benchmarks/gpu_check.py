@@ -24,11 +24,8 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
@@ -36,12 +33,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import harness
-from on_ranks import build
 from overhead import bare
 
 sys.path += [str(harness.ROOT / "tests/support"), str(harness.ROOT / "tools")]
 
-from families import SENSITIVE, VARIED_FAMILIES, save_small_model
+from families import MODERN, save_small_model
 from plot import largest_difference, read_metrics
 
 CHAPTERS = ("01", "02", "03", "04", "05", "06", "07", "08")
@@ -55,13 +51,11 @@ NUM_FORBIDDEN = 60
 WINDOW, WINDOWS = 3, 3
 # The seconds that a check needs to begin, and the seconds that it may take.
 LEAST, LIMIT = 30, 200
-LONGER = {"families": 400, "memory": 300}
+LONGER = {"memory": 300}
 # The tolerance of losses in float32 on different devices.
 WITHIN = (0, 1e-4)
 # The tolerance of losses in bfloat16 against float32, which differ by 2e-3 on an H200.
 ROUGHLY = (0, 1e-2)
-# All experts tie at first, and devices break ties differently.
-TIED = ["afmoe", "ernie4_5_moe"]
 # What whats_wrong.py should find.
 KINDS = {"nan-data": "not-finite", "oom-device": "device-out-of-memory"}
 # The shape of Llama-3.2-1B, and a model that several checks train side by side.
@@ -219,10 +213,11 @@ def follow(bench, chapter, flags, runs):
         bench.numbers[f"difference, {name}"] = difference(bench.wait(job), reference)
 
 
-def parity(bench, chapter, own_flags=FP32, model="", within=WITHIN, split=""):
+def parity(bench, chapter, own_flags=FP32, model="", family="", within=WITHIN, split=""):
     """Compare a chapter's losses, on one device and on all, with one process in fp32 on the CPU.
 
-    With `split`, a flag, the devices share each layer, sequence or model.
+    `model` has flags of all runs. With `family`, train a small model of a family of transformers,
+    perhaps with settings. With `split`, a flag, the devices share each layer, sequence or model.
     """
     counts = {1} if chapter == "01" else {1, bench.count}
     if split:
@@ -230,8 +225,10 @@ def parity(bench, chapter, own_flags=FP32, model="", within=WITHIN, split=""):
         counts = {math.gcd(bench.count, 4)}
     if split and counts == {1}:
         raise Skip("one GPU, or an odd number of them, splits nothing")
-    flags = f"{TINY} --global-batch-size {math.lcm(8, bench.count)} "
-    flags += model.format(folder=bench.session.folder)
+    flags = f"{TINY} --global-batch-size {math.lcm(8, bench.count)} {model}"
+    if family:
+        save_small_model(family, bench.folder / "model")
+        flags += f" -m {bench.folder}/model"
     runs = {}
     for count in counts:
         more = f"{own_flags} {split} {count}" if split else own_flags
@@ -261,65 +258,6 @@ def framework(bench, name, settings=""):
         runs[precision] = (script, flags, bench.count)
     follow(bench, "01", f"{TINY} {batch}", runs)
     return bench.judged({"difference, fp32": WITHIN, "difference, bf16": ROUGHLY})
-
-
-def families(bench):
-    """Compare the losses in fp32 of all families of models in chapter 01 with those on the CPU."""
-    names = ["llama", "gpt2", "bert"] if bench.device == "cpu" else VARIED_FAMILIES
-    names = [name for name in names if name not in TIED + SENSITIVE]
-    command = [*harness.words_of(compare_families), bench.folder, bench.device, *names]
-    verdicts = json.loads(bench.tool("families", *command).splitlines()[-1])
-    counts = Counter(filter(None, verdicts.values()))
-    bench.numbers |= {"equal": 0, "refused": 0, "different": 0} | counts
-    names = [name for name, verdict in verdicts.items() if verdict == "different"]
-    return bench.judged({"different": (0, 0)}, ", ".join(names))
-
-
-def compare_families():
-    """Print the verdicts on the families of the command line, as a line of JSON."""
-    folder, device, *names = sys.argv[1:]
-    compare = partial(compare_family, Path(folder), device)
-    # Import the libraries of the chapter, so that the forks have them.
-    harness.load("01")
-    # After some errors, a process cannot use its GPU, so each family has a process of its own.
-    with get_context("fork").Pool(4, maxtasksperchild=1) as pool:
-        verdicts = pool.map(compare, names, chunksize=1)
-    print("", json.dumps(dict(zip(names, verdicts, strict=True))), sep="\n")
-
-
-def compare_family(folder, device, name):
-    """Compare a family's first losses on a device with those on the CPU; skip large models."""
-    try:
-        save_small_model(name, folder / name)
-    except ValueError:
-        return None
-    chapter = harness.load("01")
-    words = f"{FP32} -s 32 --global-batch-size 4 -b 2 --num-steps 4 --warmup-steps 1"
-    words = [*words.split(), "-m", folder / name, "--save-dir", folder / "runs", "-e", name]
-    try:
-        losses, others = (first_losses(chapter, [*words, "--device", it]) for it in ("cpu", device))
-    except Exception:
-        traceback.print_exc()
-        return "different"
-    if losses == others == []:
-        return "refused"
-    near = [abs(loss - other) <= WITHIN[1] for loss, other in zip(losses, others, strict=False)]
-    return "equal" if losses and others and all(near) else "different"
-
-
-def first_losses(chapter, words):
-    """Return the losses of four steps, or no losses if the chapter refuses the model."""
-    sys.argv = ["train_llm.py", *map(str, words)]
-    try:
-        args = chapter.parse_args()
-        device, _ = chapter.setup(args)
-        model, _, optimizer, samples = build(chapter, args, device)
-        chapter.check_forward(args, model, device)
-    except SystemExit:
-        return []
-    steps = range(1, args.num_steps + 1)
-    losses = [chapter.train_step(args, model, optimizer, samples, it, device)[0] for it in steps]
-    return [loss.item() for loss in losses]
 
 
 def resume(bench, chapter, flags=""):
@@ -477,12 +415,14 @@ def ratios(rows, tokens_per_second, how):
     return {name: tokens_per_second / limit for name, limit in limits.items() if limit}
 
 
-MIXED = {"model": "-m {folder}/mixture"}
+MIXED = {"family": MIXTURE}
 BF16 = {"own_flags": "--precision bf16 --compile", "within": ROUGHLY}
 STAGES = "--batch-size 2 --pipeline-parallel-size"  # four micro-batches
 INTERLEAVED = f"--pipeline-schedule interleaved-1f1b {STAGES}"
 # With two stages on each rank, stages of distant ranks exchange tensors, too.
 EIGHT_LAYERS = "--config num_hidden_layers=8"
+# Rounding errors grow with the steps, and differ on each device.
+FOUR_STEPS = {"chapter": "01", "model": "--num-steps 4 --warmup-steps 1"}
 TRAINER = [harness.ROOT / "alternative-frameworks/trainer/train_llm.py"]
 SPEED_GOALS = {"to trainer": (1.1, math.inf), "to bare": (0.95, math.inf), "to matmul": (0.65, 1)}
 TOGETHER = {
@@ -501,7 +441,7 @@ TOGETHER = {
     "deepspeed-zero2": partial(framework, name="deepspeed", settings="--no-reshard-after-forward"),
     "deepspeed-zero3": partial(framework, name="deepspeed", settings="--reshard-after-forward"),
     "deepspeed-offload": partial(framework, name="deepspeed", settings="--cpu-offload"),
-    "families": families,
+    **{f"family-{name}": partial(parity, family=name, **FOUR_STEPS) for name in MODERN},
     "no-sync": no_sync,
     "resume-01": partial(resume, chapter="01"),
     "resume-05-async": partial(resume, chapter="05", flags="--checkpoint-async"),
@@ -556,7 +496,6 @@ class Session:
         slug = re.sub("[^a-z0-9]+", "-", gpu["name"].lower()).strip("-")
         self.output = args.output or harness.ROOT / f"benchmarks/results/gpu-check-{slug}.json"
         self.rows, self.jobs, self.lock = {}, [], threading.Lock()
-        save_small_model(MIXTURE, self.folder / "mixture")
 
     def check(self, name):
         """Run a check; keep, print and write its row, even if the check raises an exception."""

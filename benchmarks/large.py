@@ -6,6 +6,7 @@ reading  the peak host memory of a rank that reads published weights, for 1, 2 a
 saves    how long training stops for a checkpoint, in the background and not
 """
 
+import re
 import threading
 import time
 from itertools import product
@@ -16,10 +17,15 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import benchmark, show
-from on_ranks import build, make_model_folder, on_ranks, own_memory
+from on_ranks import build, make_model_folder, on_ranks
 
 # The rounds of saves, and the width of the models.
 ROUNDS, WIDTH = 3, 768
+
+
+def own_memory():
+    """Return the bytes of host memory that this process has filled, files not counted."""
+    return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 
 def highest_memory(ended, found):

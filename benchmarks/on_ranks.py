@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import re
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -58,11 +57,6 @@ def training_flags(folder, run_name, steps):
         --global-batch-size {BATCH} --batch-size {BATCH} --num-steps {steps} --log-every {WINDOW}
         --eval-samples {BATCH} --eval-every {steps} --checkpoint-every {steps}
         --save-dir {folder} --experiment-name {run_name}""".split()
-
-
-def own_memory():
-    """Return the bytes of host memory that this process has filled, files not counted."""
-    return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 
 def torchrun(ranks, command, folder, threads=1):

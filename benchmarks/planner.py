@@ -11,13 +11,12 @@ same flags.
 
 import json
 import sys
-import tempfile
 
 from torch._C._profiler import _EventType
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from fsdp import bytes_of
-from harness import PLANNER, describe_machine, keep, parser_of, run
+from harness import PLANNER, benchmark, run, show
 from on_ranks import build, make_model_folder, on_ranks
 
 SMALL = {"layers": 4, "width": 256, "heads": 8, "kv": 4, "vocabulary": 2000, "tied": False}
@@ -43,6 +42,12 @@ STEPS = 8
 COMMON = "--device cpu --global-batch-size 8"
 # The names of collectives begin so.
 GLOO = ("c10d::", "_c10d_functional::", "gloo:")
+
+
+def bytes_of(tensors):
+    """Return the number of bytes of these tensors that lie on this rank."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.nbytes for tensor in local)
 
 
 def measure(chapter, args, device):
@@ -120,13 +125,12 @@ def planned(case, folder):
     return json.loads(run(command).stdout)["asked"]
 
 
-def compare(case):
+def compare(case, folder):
     """Run a case; return a row with the measured bytes, the planned bytes, and their ratio."""
     chapter, ranks, changes, flags = CASES[case]
-    with tempfile.TemporaryDirectory() as folder:
-        model = make_model_folder(f"{folder}/model", **(SMALL | changes))
-        measured = on_ranks(measure, chapter, ranks, model, folder, f"{COMMON} {flags}")
-        plan = planned(case, folder)
+    model = make_model_folder(f"{folder}/model", **(SMALL | changes))
+    measured = on_ranks(measure, chapter, ranks, model, folder, f"{COMMON} {flags}")
+    plan = planned(case, folder)
     row = {"case": case, "ranks": ranks, "flags": flags, "measured": measured}
     row["planned"] = plan["state"] | {"peak": plan["gpu_total"]}
     row["when"] = plan["gpu_when"]
@@ -134,16 +138,19 @@ def compare(case):
     return row | {"peak ratio": plan["gpu_total"] / measured["peak"]}
 
 
-def main():
-    """Measure the cases; print and keep the rows."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="cases")
-    args, rows = parser.parse_args(), []
+def memory(args, folder):
+    """Run the cases."""
+    rows = []
     for case in args.only:
-        rows.append(compare(case))
-        print(json.dumps(rows[-1]), flush=True)
-    keep(args.output, describe_machine(), {"rows": rows})
+        rows.append(compare(case, folder / str(len(rows))))
+        show(rows[-1])
+        yield {"rows": rows}
+
+
+def add_flags(add):
+    """Declare the flags."""
+    add("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="cases")
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, memory, add_flags)

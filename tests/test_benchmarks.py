@@ -54,10 +54,9 @@ def test_speed_counts_the_last_row_of_a_step_after_the_warm_up(monkeypatch, tmp_
     lines = [json.dumps(row | {"peak_memory_gib": 2.0}) for row in rows]
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text("\n".join(lines))
-    (tmp_path / "run" / frameworks.SAVE_SECONDS).write_text("0.5")
     monkeypatch.setattr(harness, "call", lambda *_, **__: None)
     found = frameworks.run("03", [], 30, tmp_path, "run")
-    assert found == {"speed": 8, "memory": 2.0, "save": 0.5}
+    assert found == {"speed": 8, "memory": 2.0}
 
 
 @pytest.mark.slow

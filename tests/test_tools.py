@@ -72,11 +72,6 @@ def test_runs_are_drawn_and_compared(tmp_path):
     done = run_command(ROOT / "tools/plot.py", "one", "two", "-o", "runs.png", cwd=tmp_path)
     assert done.stdout == "drawn: runs.png; largest difference between losses: 1.0e-06\n"
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "one/checkpoints/step-00000002").mkdir(parents=True)
-    done = run_command(ROOT / "tools/show_run.py", "one", "--global-batch-size", "8", cwd=tmp_path)
-    assert "validation loss    2.500 -> 2.500  (step 0 -> step 2)" in done.stdout
-    assert "newest checkpoint  one/checkpoints/step-00000002" in done.stdout
-    assert "train_llm.py --global-batch-size 8" in done.stdout
 
 
 def test_last_row_of_a_step_counts(tmp_path):

@@ -54,15 +54,11 @@ def needs_of(size):
     row = {"size": size, "embeddings": VOCABULARY * width * (1 if tied else 2)}
     for gpus in MACHINES:
         words = [*STEP.split(), "--gpus-per-node", str(gpus), "--config", *config_of(size)]
-        args = planner.parse_args(words)
-        args.model = planner.model_of(planner.load_config(args)[0])
-        # The settings begin with the fastest; take the first that fits.
-        for name, changes in planner.SETTINGS.items():
-            plan = planner.plan_of(planner.setting_of(args, name[:2], changes))
-            if plan["fits"]:
-                row[f"{gpus} GPUs"] = {"setting": name, "gib": plan["gpu_needs"] / planner.GIB}
-                break
-    weights = args.model.weights
+        plan = planner.make_plan(planner.parse_args(words))
+        # The settings begin with the fastest.
+        needs = plan["settings"][plan["first"]]["gpu_needs"] / planner.GIB
+        row[f"{gpus} GPUs"] = {"setting": plan["first"], "gib": needs}
+    weights = plan["model"]["weights"]
     hours = 6 * weights * TOKENS * weights / (MFU * PEAK) / 3600
     return row | {"weights": weights, "tokens": TOKENS * weights, "gpu_hours": hours}
 
