@@ -205,14 +205,6 @@ def curves_of(root, runs):
     return {path.parent.name: metrics(path.parent) for path in root.glob("*/metrics.jsonl")}
 
 
-def torchrun(chapter, *args, launcher=(), **options):
-    """Start a chapter under torchrun on two ranks; return the process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *launcher]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
-    return subprocess.Popen([*command, str(SCRIPTS[chapter]), *map(str, args)], **options)
-
-
 def run_command(*command, check=False, **options):
     """Run a Python script or a command; return its CompletedProcess, with its output as text."""
     command = [sys.executable] * str(command[0]).endswith(".py") + list(map(str, command))
@@ -220,14 +212,19 @@ def run_command(*command, check=False, **options):
     return subprocess.run(command, check=check, **options)
 
 
-def prepare_training(chapter, *words):
-    """Return the arguments, the model, the optimizer and both sets of samples of a command line."""
+def parse(chapter, *words, ranks=1):
+    """Return the arguments of a chapter's command line, as the first of some ranks reads it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train_llm.py", *map(str, words)])
-        values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
         for name, value in values.items():
-            patch.setenv(name, value)
-        args = chapter.parse_args()
+            patch.setenv(name, str(value))
+        return chapter.parse_args()
+
+
+def prepare_training(chapter, *words):
+    """Return the arguments, the model, the optimizer and both sets of samples of a command line."""
+    args = parse(chapter, *words)
     tokenizer, config = chapter.build_tokenizer_and_config(args)
     model = chapter.build_model(args, config)
     optimizer = chapter.build_optimizer(args, model)
@@ -247,12 +244,6 @@ def metrics(run_dir):
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines if line.endswith("}")]
     return {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
-
-
-def has_logged(run_dir, step):
-    """Return whether a run has logged a step."""
-    path = run_dir / "metrics.jsonl"
-    return path.exists() and f'"step": {step},' in path.read_text()
 
 
 def difference(curve, other_curve, after=0, names=METRICS, relative=False):
@@ -348,9 +339,8 @@ def fast_byte_tokenizer():
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: number for number, letter in enumerate(letters)}
-    tokenizer = Tokenizer(BPE(vocabulary, []))
+    letters = ["</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(BPE({letter: number for number, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 

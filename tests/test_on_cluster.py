@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from cluster.cluster import wait_until
-from conftest import ROOT, SCRIPTS, SHORT, curves_of, difference, has_logged, metrics
+from conftest import ROOT, SCRIPTS, SHORT, curves_of, difference, metrics
 from marks import exhaustive
 from readme import blocks
+from runs import last_logged_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CHAPTER = ROOT / "03-job-launchers"
@@ -95,7 +96,7 @@ class User:
         return "\n".join(f"== {path}\n{path.read_text()}" for path in logs)
 
     def wait_for_step(self, step):
-        wait_until(lambda: has_logged(self.run_dir, step), 150, f"step {step}")
+        wait_until(lambda: last_logged_step(self.run_dir) >= step, 150, f"step {step}")
 
     def ranks(self, tool="pgrep"):
         """Find the ranks with pgrep, or signal them with pkill; return each host's output."""

@@ -3,15 +3,14 @@
 import argparse
 import json
 import shutil
-import sys
 import time
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cluster.cluster import wait_until
-from conftest import ROOT, free_port, run_or_fail
+from conftest import ROOT, run_or_fail
+from harness import launch_command
 
 WATCHED = ROOT / "diagnosing-errors/watched.py"
 
@@ -142,21 +141,4 @@ def call_on_ranks(world_size, script, cases, folder, *words):
 
 def watched_command(folder, *words, ranks=0):
     """Return a command that runs a script under watched.py; with `ranks`, under torchrun, too."""
-    launcher = [sys.executable]
-    if ranks:
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", ranks]
-        launcher += ["--master-addr", "127.0.0.1", "--master-port", free_port()]
-    return list(map(str, [*launcher, WATCHED, "--into", folder, *words]))
-
-
-def wait_for_verdict(cluster, run, env, verdict_kinds, *options):
-    """Run whats_wrong.py until its verdict has one of these kinds; return the verdict."""
-    tool = ROOT / "diagnosing-errors/whats_wrong.py"
-    command = [sys.executable, tool, run, "--json", *options]
-
-    def verdict_of_kind():
-        result = cluster.run("head", command, 60, check=False, env=env)
-        verdict = json.loads(result.stdout)
-        return verdict if verdict["kind"] in verdict_kinds else None
-
-    return wait_until(verdict_of_kind, 90, f"a verdict of {verdict_kinds}")
+    return list(map(str, launch_command(ranks, [WATCHED, "--into", folder, *words])))
