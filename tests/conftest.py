@@ -231,6 +231,15 @@ def prepare_training(chapter, *words):
     return args, model, optimizer, *chapter.build_data(args, tokenizer)
 
 
+def change_script(script, old, new, copy=None):
+    """Replace a text that a script has once, in the script or in a copy; return the new script."""
+    text, path = script.read_text(), copy or script
+    assert text.count(old) == 1, f"{script} does not have exactly once: {old}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text.replace(old, new))
+    return path
+
+
 def user_error(capsys, function, *args):
     """Call a function that must exit with status 2; return the error that it prints."""
     with pytest.raises(SystemExit) as stop:

@@ -13,12 +13,11 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from conftest import ROOT, SPLIT, difference, metrics, prepare_training, run_jobs, user_error
 from families import ARGS, MODERN, SENSITIVE, VARIED_FAMILIES, save_small_model, shrink
-from runs import validation_loss
+from runs import evaluate_export
 
 RESULTS = ROOT / "benchmarks/results/families.json"
 # Chapter 01 trains on one rank, and the others on two.
@@ -190,16 +189,6 @@ def check_curve(curve, reference):
     assert difference(*first_steps, names=["grad_norm"], relative=True) <= 1e-4
 
 
-def check_export(load, run_dir, val_loss):
-    """Check that the exported model has all weights, and the validation loss that was logged."""
-    model, info = AutoModelForCausalLM.from_pretrained(run_dir / "model", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"], info
-    model.config.use_cache = False
-    data = {"dataset_name": str(run_dir.parent / "text.txt"), "dataset_subset": None}
-    data |= {"text_column": "text", "seq_length": 32, "eval_samples": 4}
-    assert abs(validation_loss(model, run_dir, data, load("01")) - val_loss) <= 1e-5
-
-
 @pytest.mark.slow
 def test_family_follows_chapter_01_or_is_refused(load, tmp_path, publish, family):
     try:
@@ -219,7 +208,9 @@ def test_family_follows_chapter_01_or_is_refused(load, tmp_path, publish, family
         reference = curve if chapter == "01" else reference
         assert reference, f"chapter {chapter} trains a model that chapter 01 refuses"
         check_curve(curve, reference)
-        check_export(load, tmp_path / chapter, curve[max(curve)]["val_loss"])
+        last = max(curve)
+        loss = evaluate_export(tmp_path / chapter, last, load("01"))
+        assert abs(loss - curve[last]["val_loss"]) <= 1e-5, f"the export of chapter {chapter}"
         rows.append(row | {"verdict": "equal"})
     publish({"rows": [*published()["rows"], *rows]})
     expected = {row["chapter"]: row for row in published()["rows"] if row["family"] == family}

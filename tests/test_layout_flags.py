@@ -5,7 +5,6 @@ import inspect
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from checks import check_two_ranks_fail
 from conftest import SHORT, parse, user_error
 from families import shrink
 from runs import check_user_error
@@ -68,12 +67,6 @@ def begin(load):
 def test_wrong_layout_stops_with_one_line(begin, capsys, chapter, ranks, line, expected):
     error = user_error(capsys, begin, chapter, ranks, line)
     check_user_error({"stderr": error, "status": 2}, expected)
-
-
-@pytest.mark.slow
-def test_wrong_layout_ends_all_ranks_and_writes_nothing(layout_models, tmp_path):
-    args = [*SHORT, *TP2.split(), "-m", layout_models / "gpt2"]
-    check_two_ranks_fail("06", args, "--tensor-parallel-size 2: ", tmp_path, tmp_path / "runs")
 
 
 @pytest.mark.parametrize(

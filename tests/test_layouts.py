@@ -252,7 +252,8 @@ def test_split_by_one_rank_changes_no_bit(layout_models, tmp_path, chapter, flag
 
 # ---- a run continues -------------------------------------------------------------------------
 REPEATED = ["01@gpt2-dropout", "ddp2@gpt2-dropout", "fsdp2@plain"]
-REPEATED += map(slow, ("01@bf16", "hsdp4@gpt2-dropout", "fsdp2@qwen3", "chats2@2", "lora2@2"))
+REPEATED += map(slow, ("01@bf16", "hsdp4@gpt2-dropout", "fsdp2@qwen3", "large2@async"))
+REPEATED += map(slow, ("chats2@2", "lora2@2"))
 REPEATED += map(exhaustive, ("fsdp4@plain", "dp2-tp2@plain", "tp2-pp2@qwen3", "cp2@plain"))
 REPEATED += [exhaustive("ulysses2@plain")]
 

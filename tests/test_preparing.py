@@ -26,6 +26,7 @@ from conftest import (
     SCRIPTS,
     SERVER,
     SHORT,
+    change_script,
     difference,
     metrics,
     run_command,
@@ -37,7 +38,6 @@ from in_process import Captured
 from runs import all_running, kill, last_logged_step, wait_for
 
 TOOL = ROOT / "preparing-data/prepare.py"
-SLOW_TOOL = ROOT / "tests/support/slow_prepare.py"
 MODULE = recorded.load(TOOL)
 LICENSE = (ROOT / "LICENSE").read_text()
 # The end-of-text token of the tiny model. Its other tokens are 3 + a byte.
@@ -255,7 +255,11 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, starte
     documents = write_shards(tmp_path / "shards", 3, 12 * kills + 10)
     output, run, record = tmp_path / "out.tokens", tmp_path / "run", tmp_path / "record"
     record.mkdir()
-    slowly = [SLOW_TOOL, kills / 10, "-o", output, "--workers", 1]
+    # Pause before each file, so that kills hit every kind of work.
+    line = "def write(path, data):\n"
+    pause = f"{line}    time.sleep({kills / 10})\n"
+    tool = change_script(TOOL, line, pause, tmp_path / "prepare.py")
+    slowly = [tool, "-o", output, "--workers", 1]
     slowly += ["--piece", 1500, tmp_path / "shards"]
     num_tokens = sum(len(text) + 1 for text in documents)
     args = [*SHORT, "--seq-length", 32, "--checkpoint-every", 3, "--eval-every", 500]

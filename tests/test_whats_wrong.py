@@ -101,45 +101,28 @@ VERDICTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", VERDICTS)
-def test_made_up_facts_give_the_expected_verdict(case):
-    *expected, facts = VERDICTS[case]
-    verdict = judged(facts)
-    assert verdict[: len(expected)] == tuple(expected)
-    if case == "C code":
-        assert "train_llm.py:778 some_function" in verdict[3]
-
-
 NCCL = """torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, \
 unhandled cuda error, NCCL version 2.27.3
 ncclUnhandledCudaError: Call to CUDA function failed.
 Last error:
 Cuda failure 2 'out of memory'"""
-
-
-@pytest.mark.parametrize(
-    "message, kind",
-    [
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to", "device-out-of-memory"),
-        ("RuntimeError: CUDA error: out of memory", "device-out-of-memory"),
-        (NCCL, "device-out-of-memory"),
-        ("OSError: [Errno 24] Too many open files: 'x'", "too-many-open-files"),
-        ("OSError: [Errno 28] No space left on device", "disk-full"),
-        ("MemoryError", "host-memory-leak"),
-        ("SystemExit: error: a gradient in steps 1 to 5 was not finite", "not-finite"),
-        ("RuntimeError: Unable to find address for: eth9", "rendezvous"),
-        ("SystemExit: error: no checkpoint in x/checkpoints can be read", "corrupt-checkpoint"),
-    ],
-)  # fmt: skip
-def test_error_text_decides_the_kind(message, kind):
-    """Check also that the verdict starts with NCCL's reason, which NCCL reports last."""
+# The last error of rank 1, and the kind of the verdict.
+ERRORS = {
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to": "device-out-of-memory",
+    "RuntimeError: CUDA error: out of memory": "device-out-of-memory",
+    NCCL: "device-out-of-memory",
+    "OSError: [Errno 24] Too many open files: 'x'": "too-many-open-files",
+    "OSError: [Errno 28] No space left on device": "disk-full",
+    "MemoryError": "host-memory-leak",
+    "SystemExit: error: a gradient in steps 1 to 5 was not finite": "not-finite",
+    "RuntimeError: Unable to find address for: eth9": "rendezvous",
+    "SystemExit: error: no checkpoint in x/checkpoints can be read": "corrupt-checkpoint",
+}
+for message, kind in ERRORS.items():
     odd = {"age": 31.0, "end": "failed", "error": message}
-    verdict = judged(facts_of(files_of(odd=odd), gone=[1]))
-    assert verdict[:2] == (kind, [1])
-    assert message != NCCL or "Error: Cuda failure 2" in verdict[3]
+    VERDICTS[message] = kind, [1], run(odd, gone=[1])
 
 
-# ---- runs that move ------------------------------------------------------------------------------
 def checks(rank, weights=7, losses=(3.0, 3.1), data=None):
     """Return the checks of a rank in two steps."""
     hashes = data or (100 * rank + 1, 100 * rank + 2)
@@ -147,31 +130,41 @@ def checks(rank, weights=7, losses=(3.0, 3.1), data=None):
             for n, x in enumerate(hashes, 1)]  # fmt: skip
 
 
-# Each case has changes to the heartbeat of rank 1, the number of ranks, and the verdict.
-HEARTBEATS = [
-    ({"bad": {"step": 12, "loss": float("inf"), "gradients": 1}}, 4, "not-finite", [1]),
-    ({"bad": {"step": 12, "loss": 3.0, "gradients": 1}}, 4, "not-finite", [1]),
-    ({"checks": checks(1, weights=8)}, 4, "replicas-differ", [1]),
-    ({"checks": checks(1, weights=8)}, 2, "replicas-differ", [0, 1]),
-    ({"checks": checks(1, weights=8), "shard": "0: 1"}, 2, "healthy", []),
-    ({"checks": checks(1, data=(1, 2))}, 4, "same-data", [0, 1]),
-    ({"checks": checks(1, losses=(5.5, 5.6))}, 4, "loss-spike", [1]),
-    ({"memory": [0.7, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7]}, 4, "host-memory-leak", [1]),
-    ({"memory": [0.7, 0.7, 0.7, 1.7, 1.7, 1.7, 1.7]}, 4, "healthy", []),
-    ({"printed": ["x/step-20 cannot be read: EOFError(); trying the previous checkpoint"]}, 4,
-     "corrupt-checkpoint", []),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("odd, size, kind, ranks", HEARTBEATS)
-def test_values_in_heartbeats_give_the_expected_verdict(odd, size, kind, ranks):
+def moving(size=4, **odd):
+    """Return facts about ranks that take steps; these values in rank 1's heartbeat are odd."""
     files = moving_ranks(size)
     for rank in files:
         files[rank]["beat"]["checks"] = checks(rank)
     files[1]["beat"] |= odd
-    assert judged(facts_of(files))[:2] == (kind, ranks)
+    return facts_of(files)
 
 
+BAD, UNREAD = {"step": 12, "gradients": 1}, "x/step-20 cannot be read: EOFError(); trying the prev"
+VERDICTS |= {
+    "infinite loss": ("not-finite", [1], moving(bad=BAD | {"loss": float("inf")})),
+    "infinite gradient": ("not-finite", [1], moving(bad=BAD | {"loss": 3.0})),
+    "one of 4 replicas": ("replicas-differ", [1], moving(checks=checks(1, weights=8))),
+    "one of 2 replicas": ("replicas-differ", [0, 1], moving(2, checks=checks(1, weights=8))),
+    "2 shards": ("healthy", [], moving(2, checks=checks(1, weights=8), shard="0: 1")),
+    "same samples": ("same-data", [0, 1], moving(checks=checks(1, data=(1, 2)))),
+    "high losses": ("loss-spike", [1], moving(checks=checks(1, losses=(5.5, 5.6)))),
+    "leak": ("host-memory-leak", [1], moving(memory=[0.7, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7])),
+    "one allocation": ("healthy", [], moving(memory=[0.7, 0.7, 0.7, 1.7, 1.7, 1.7, 1.7])),
+    "unreadable": ("corrupt-checkpoint", [], moving(printed=[UNREAD])),
+}
+# A part of the reasons. NCCL reports its own reason last.
+REASONS = {"C code": "train_llm.py:778 some_function", NCCL: "Error: Cuda failure 2"}
+
+
+@pytest.mark.parametrize("case", VERDICTS)
+def test_made_up_facts_give_the_expected_verdict(case):
+    *expected, facts = VERDICTS[case]
+    verdict = judged(facts)
+    assert verdict[: len(expected)] == tuple(expected)
+    assert REASONS.get(case, "") in verdict[3]
+
+
+# ---- stragglers ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("size", [2, 4])
 def test_rank_that_is_late_for_every_collective_is_a_straggler(size):
     """Rank 1 calls each collective 60 ms late; one collective takes 100 ms."""

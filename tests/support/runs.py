@@ -117,6 +117,8 @@ def validation_loss(model, run_dir, args, chapter):
     args = args if isinstance(args, dict) else json.loads(args)
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "model")
     _, held_out = chapter.build_data(argparse.Namespace(**args), tokenizer)
+    # With the caches of some families, the model returns a different loss.
+    model.config.use_cache = False
     with torch.no_grad():
         return model(input_ids=held_out.long(), labels=held_out.long()).loss.item()
 
