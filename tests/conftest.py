@@ -43,18 +43,13 @@ def pytest_addoption(parser):
     parser.addoption("--record", action="store_true", help="publish the measured results")
 
 
-def pytest_configure(config):
+def pytest_configure():
     # A process that a shell starts with & ignores Ctrl-C, and its children inherit this. The tests
     # send Ctrl-C to children, so restore the default.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # The libraries read these variables when the test modules import them: one thread per process,
     # no hub, and no GPU for DeepSpeed.
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", DS_ACCELERATOR="cpu")
-    config.addinivalue_line("markers", "slow: takes minutes, is random, or needs root")
-    config.addinivalue_line("markers", "exhaustive: rarely broken by a change of a chapter")
-    config.addinivalue_line("markers", "tool: tests a tool, so its slow tests are exhaustive")
-    config.addinivalue_line("markers", "alone: compares speeds, so no other test may run")
-    config.addinivalue_line("markers", "cluster: runs on simulated hosts of this machine")
 
 
 # ---- tests side by side ----------------------------------------------------------------------
@@ -66,25 +61,19 @@ LONGEST += ["test_published_files", "test_costs", "test_kill", "test_faults", "t
 INDEPENDENT = {"test_faults", "test_kill", "test_kubernetes", "test_readme"}
 
 
-def group_of(name):
-    """Return the group of a test. A worker runs all tests of a group, because they share fixtures.
-
-    The groups are the files, and the single tests of the files in INDEPENDENT.
-    """
-    file = Path(name.partition("::")[0]).stem
-    return name if file in INDEPENDENT else file
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Give each worker of pytest-xdist one group at a time.
+    """Give each worker of pytest-xdist one group at a time, because its tests share fixtures.
 
-    Its own option for groups does not work: https://github.com/pytest-dev/pytest-xdist/issues/1386
+    The groups are the files, and the single tests of the files in INDEPENDENT. The option of xdist
+    for groups does not work: https://github.com/pytest-dev/pytest-xdist/issues/1386
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Groups(LoadScopeScheduling):
-        _split_scope = staticmethod(group_of)
+        def _split_scope(self, name):
+            file = Path(name.partition("::")[0]).stem
+            return name if file in INDEPENDENT else file
 
     # Keep the order of LONGEST; xdist would sort the groups by their number of tests.
     config.option.loadscopereorder = False

@@ -2,19 +2,11 @@
 
 import math
 
+import inject
 import pytest
 import torch
 
-from conftest import (
-    ROOT,
-    SCRIPTS,
-    SHORT,
-    curves_of,
-    difference,
-    metrics,
-    prepare_training,
-    run_or_fail,
-)
+from conftest import SCRIPTS, SHORT, curves_of, difference, metrics, prepare_training, run_or_fail
 from in_process import tensors_of
 from runs import copy_run
 
@@ -104,7 +96,7 @@ def test_overflow_on_one_rank_skips_its_step_on_all_ranks(tmp_path):
     """
     args = [*ARGS, *FP16, "--init-scale", 2.0**12, "--save-dir", tmp_path, "-e"]
     fault = ["nan-gradient@rank1:step2", SCRIPTS["fp16"]]
-    complete = ROOT / "diagnosing-errors/inject.py", [*fault, *args, "complete"]
+    complete = inject.__file__, [*fault, *args, "complete"]
     run_or_fail(2, [complete], tmp_path / "first")
     copy_run(tmp_path / "complete", 4, tmp_path / "continued")
     [[first, _]] = run_or_fail(2, [("fp16", [*args, "continued"])], tmp_path / "second")
