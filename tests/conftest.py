@@ -299,6 +299,12 @@ def load():
     return lambda chapter: harness.load(SCRIPTS[chapter])
 
 
+@pytest.fixture(scope="session")
+def chapter(load):
+    """Return the script of chapter 01 as a module."""
+    return load("01")
+
+
 @pytest.fixture
 def no_group():
     """Destroy the process group of simulated ranks that the planner may have initialized."""

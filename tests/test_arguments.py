@@ -10,11 +10,6 @@ import transformers
 from conftest import FRAMEWORKS, SCRIPTS, curves_of, parse, user_error
 
 
-@pytest.fixture(scope="module")
-def chapter(load):
-    return load("01")
-
-
 def test_file_of_arguments_is_read(chapter, tmp_path):
     file = tmp_path / "run.args"
     file.write_text("# comment\n--num-steps 7\n-d 'my file.jsonl'  # comment\n\n--compile\n")

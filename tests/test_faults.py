@@ -232,9 +232,8 @@ def test_every_fault_that_a_verdict_names_has_a_section():
 
 
 # ---- on two hosts ------------------------------------------------------------------------------
-FAST = """--device cpu --precision fp32 -s 64 --global-batch-size 8 -b 8 --num-steps 5000
-    --log-every 5 --eval-every 5000 --eval-samples 8 --checkpoint-every 5000
-    --dist-timeout 40""".split()
+LONG = [*SHORT, "--num-steps", 5000, "--eval-every", 5000, "--checkpoint-every", 5000]
+LONG += ["--dist-timeout", 40]
 
 
 @pytest.mark.slow
@@ -246,7 +245,7 @@ def test_lost_host_is_named(cluster, tmp_path, fault):
     bin_first = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {"PATH": bin_first, "OMP_NUM_THREADS": "1", "RANKS_PER_NODE": "1", "HF_HUB_OFFLINE": "1"}
     command = [ROOT / "03-job-launchers/ssh/launch.sh", hosts, CHAPTER / "watched.py"]
-    command += ["--into", run, SCRIPTS["03"], *FAST, "--save-dir", tmp_path, "-e", "run"]
+    command += ["--into", run, SCRIPTS["03"], *LONG, "--save-dir", tmp_path, "-e", "run"]
     with open(tmp_path / "log", "w") as log:
         cluster.popen("head", list(map(str, command)), stdout=log, stderr=log, env=env)
     wait_until(lambda: last_logged_step(run) >= 10, 90, "the run takes ten steps")

@@ -5,13 +5,12 @@ import os
 import random
 import re
 import sys
-from argparse import Namespace
 from importlib.util import find_spec
 from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from checks import check_bad_gradient
 from conftest import (
@@ -43,7 +42,7 @@ pytestmark = pytest.mark.skipif(
 # ---- what a run needs ------------------------------------------------------------------------
 # A run is FRAMEWORK@RANKS, and words that choose its flags, its configuration file or its model.
 FLAGS = {"accumulated": ["--batch-size", 1], "bf16": ["--precision", "bf16"]}
-FLAGS |= {"compiled": ["--compile"], "sparse": ["--log-every", 10]}
+FLAGS |= {"compiled": ["--compile"], "sparse": ["--log-every", 10], "cold": ["--warmup-steps", 0]}
 # These flags of the planner change the configuration file only.
 SETTINGS = {"recompute": ["--recompute", "full"], "weights": ["--weights-dtype", "bf16"]}
 SETTINGS["offload"] = ["--cpu-offload", "--recompute", "full"]
@@ -60,7 +59,7 @@ KINDS += ["2,fsdp2,recompute", "2,gpt2", "2,fsdp2,qwen3", "2,fsdp2,bf16"]
 RUNS += [f"{framework}@{kind}" for framework in ("accelerate", "trainer") for kind in KINDS]
 # The Trainer gives the samples of a step to other ranks, so with dropout it runs on one rank.
 RUNS += ["accelerate@2,gpt2-dropout", "trainer@1,gpt2-dropout", "trainer@2,sparse"]
-RUNS += ["trainer@2,zero1", "trainer@2,zero2,bf16", "trainer@2,zero3"]
+RUNS += ["trainer@2,zero1", "trainer@2,zero2,bf16", "trainer@2,zero3", "trainer@1,cold"]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +95,7 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def curves(request, root, models, job_of):
     """The metrics of chapter 01 and of the runs that tests take, by name."""
-    flags = {"01": [], "01-bf16": ["--precision", "bf16"]}
+    flags = {"01": [], "01-bf16": FLAGS["bf16"], "01-cold": FLAGS["cold"]}
     flags |= {f"01-{name}": ["-m", models / name] for name in ("gpt2", "qwen3")}
     curves_of(root, {1: {name: ("01", args) for name, args in flags.items()}})
     for ranks in (1, 2):
@@ -136,7 +135,7 @@ def test_run_follows_the_curve_of_the_chapters(curves, root, held_out, run):
 
     With weights in bf16, the forward pass reads rounded weights, so losses differ by up to 2e-2.
     """
-    parts = ["03" if "dropout" in run else "01", *re.findall("gpt2-dropout|gpt2|qwen3", run)]
+    parts = ["03" if "dropout" in run else "01", *re.findall("gpt2-dropout|gpt2|qwen3|cold", run)]
     parts += ["bf16"] * ("bf16" in run) + [run.split("@")[1][0]] * ("dropout" in run)
     reference, curve = curves["-".join(parts)], curves[run]
     reference = {step: row for step, row in reference.items() if step in curve}
@@ -275,16 +274,3 @@ def test_trainer_decays_matrices_only(models, family):
     # The Trainer also names tied weights, which named_parameters() leaves out.
     decay = weights.keys() & Trainer.get_decay_parameter_names(None, model)
     assert decay == {name for name, weight in weights.items() if weight.ndim >= 2}
-
-
-def test_trainer_has_the_schedule_of_the_chapters(load):
-    for warmup, steps in ((0, 20), (1, 20), (10, 20), (10, 100)):
-        args = Namespace(lr=1e-3, warmup_steps=warmup, num_steps=steps)
-        optimizer, settings = torch.optim.SGD([torch.zeros(1)], args.lr), {"min_lr_rate": 0.1}
-        name = "cosine_warmup_with_min_lr"
-        schedule = get_scheduler(name, optimizer, warmup, steps, settings)
-        for step in range(1, steps + 1):
-            expected = load("03").lr_at(args, step)
-            assert optimizer.param_groups[0]["lr"] == pytest.approx(expected, abs=1e-12)
-            optimizer.step()
-            schedule.step()

@@ -23,7 +23,7 @@ from conftest import (
     user_error,
 )
 from harness import launch_command
-from in_process import set_up_chapter
+from in_process import Captured
 from marks import exhaustive, slow
 from runs import last_logged_step
 
@@ -88,10 +88,17 @@ def test_rank_uses_the_gpu_of_its_number_or_its_only_gpu(
     # The first collective of setup() is on the GPUs.
     monkeypatch.setattr(chapter.torch, "zeros", lambda *_, **__: None)
     monkeypatch.setattr(chapter.dist, "all_reduce", lambda tensor: None)
+    fakes = {"init_process_group": None, "get_rank": 0, "get_world_size": 2}
+    for function, result in fakes.items():
+        monkeypatch.setattr(chapter.dist, function, lambda *_, result=result, **__: result)
+    for function in ("patient_group", "check_shared"):
+        monkeypatch.setattr(chapter, function, lambda *_: None, raising=False)
     launched = {"TORCHELASTIC_RUN_ID": "77"} if under_torchrun else {}
     monkeypatch.setattr(os, "environ", {"LOCAL_RANK": "1", **launched})
-    with contextlib.suppress(SystemExit):
-        set_up_chapter(chapter, monkeypatch, tmp_path, device="cuda", precision="bf16")
+    args = {"device": "cuda", "precision": "bf16", "dist_timeout": 9}
+    args |= {"save_dir": tmp_path, "experiment_name": "run"}
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(Captured()):
+        chapter.setup(argparse.Namespace(**args))
     assert expected in f"{selected}{capsys.readouterr().err}"
 
 

@@ -23,11 +23,6 @@ def script(name):
     return harness.load(TOPICS / name)
 
 
-def results(name):
-    """Return the rows that were measured for a topic."""
-    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["rows"]
-
-
 def test_index_has_every_topic():
     index = (TOPICS / "README.md").read_text()
     pages = [path.parent.name for path in TOPICS.glob("*/README.md")]
@@ -81,7 +76,10 @@ def test_bits_finds_one_flipped_bit():
 
 
 # ---- own architecture ------------------------------------------------------------------------
-@pytest.mark.parametrize("row", results("own-architecture"), ids=lambda row: row["size"])
+SIZES = json.loads((ROOT / "benchmarks/results/own-architecture.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize("row", SIZES, ids=lambda row: row["size"])
 def test_size_has_the_weights_of_its_name(load, row):
     """By hand, and on the meta device in the configuration that a chapter makes of it."""
     sizes, planner = script("own-architecture/sizes.py"), importlib.import_module("will_it_fit")

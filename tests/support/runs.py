@@ -104,19 +104,14 @@ def evaluate_export(run_dir, step, chapter):
     config = json.loads((run_dir / "model/config.json").read_text())
     assert config["architectures"] == [type(model).__name__] and config["dtype"] == "float32"
     assert not [path for path in (run_dir / "model").iterdir() if path.is_dir()]
-    checkpoint = read_checkpoint(run_dir, step)
-    assert has_weights_of(model, checkpoint)
-    return validation_loss(model, run_dir, checkpoint["args"], chapter)
+    assert has_weights_of(model, read_checkpoint(run_dir, step))
+    return validation_loss(model, run_dir, step, chapter)
 
 
-def validation_loss(model, run_dir, args, chapter):
-    """Return the loss of a finished run's model on the held-out samples.
-
-    The arguments of the run come from a checkpoint, and are JSON if the checkpoint has shards.
-    """
-    args = args if isinstance(args, dict) else json.loads(args)
-    tokenizer = AutoTokenizer.from_pretrained(run_dir / "model")
-    _, held_out = chapter.build_data(argparse.Namespace(**args), tokenizer)
+def validation_loss(model, run_dir, step, chapter):
+    """Return the loss of a model on the held-out samples of a run, which has saved this step."""
+    args = argparse.Namespace(**arguments_of(run_dir, step))
+    _, held_out = chapter.build_data(args, AutoTokenizer.from_pretrained(run_dir / "model"))
     # With the caches of some families, the model returns a different loss.
     model.config.use_cache = False
     with torch.no_grad():
