@@ -71,6 +71,14 @@ def test_scale_keeps_small_gradients_from_becoming_zero(script):
     assert zeros[0] == zeros[1] < zeros[2] - 20, zeros
 
 
+def test_bad_loss_of_a_different_rank_is_fatal(script, monkeypatch):
+    args, model, optimizer, train_set, *_ = take_step(script, *FP16)
+    # In this step, the only all-reduce is that of the number that tells whether a loss is bad.
+    monkeypatch.setattr(script.dist, "all_reduce", lambda is_fatal, operation: is_fatal.fill_(1))
+    loss, norm = script.train_step(args, model, optimizer, train_set, 2, DEVICE)
+    assert loss.isfinite() and norm.isfinite() and optimizer.found_inf
+
+
 # ---- runs ------------------------------------------------------------------------------------
 @pytest.mark.exhaustive
 def test_curve_is_nearer_to_fp32_than_that_of_bf16(tmp_path):
