@@ -220,10 +220,10 @@ def prepare_training(chapter, *words):
     return args, model, optimizer, *chapter.build_data(args, tokenizer)
 
 
-def change_script(script, old, new, copy=None):
-    """Replace a text that a script has once, in the script or in a copy; return the new script."""
-    text, path = script.read_text(), copy or script
-    assert text.count(old) == 1, f"{script} does not have exactly once: {old}"
+def change_file(file, old, new, copy=None):
+    """Replace a text that a file has once, in the file or in a copy of it; return the new file."""
+    text, path = file.read_text(), copy or file
+    assert text.count(old) == 1, f"{file} does not have exactly once: {old}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text.replace(old, new))
     return path

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from checks import check_two_ranks_fail
-from conftest import SHORT, metrics, run_jobs, run_or_fail
+from conftest import SHORT, change_file, metrics, run_jobs, run_or_fail
 from marks import exhaustive, slow
 from runs import check_user_error
 
@@ -26,8 +26,7 @@ def files(tmp_path_factory, models):
     (folder / "brackets[1]").mkdir()
     (folder / "brackets[1]/text.txt").write_text("text " * 999)
     shutil.copytree(models / "gpt2", folder / "small-embedding")
-    config = json.loads((folder / "small-embedding/config.json").read_text())
-    (folder / "small-embedding/config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    change_file(folder / "small-embedding/config.json", '_size": 384', '_size": 100')
     (folder / "no-tokenizer").mkdir()
     shutil.copy(models / "gpt2/config.json", folder / "no-tokenizer")
     return folder

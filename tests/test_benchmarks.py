@@ -10,7 +10,7 @@ import pytest
 
 import frameworks
 import harness
-from conftest import ROOT, change_script, run_command
+from conftest import ROOT, change_file, run_command
 
 pytestmark = pytest.mark.tool
 
@@ -64,7 +64,7 @@ def test_speed_counts_the_last_row_of_a_step_after_the_warm_up(monkeypatch, tmp_
 def test_chapter_that_waits_in_each_step_misses_its_goal(tmp_path):
     shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
     script, line = "01-single-gpu/train_llm.py", "    optimizer.step()\n"
-    change_script(ROOT / script, line, f"{line}    time.sleep(0.5)\n", tmp_path / script)
+    change_file(ROOT / script, line, f"{line}    time.sleep(0.5)\n", tmp_path / script)
     options = ["--blocks", 6, "--output", tmp_path / "found.json"]
     command = ["benchmarks/overhead.py", "chapter", *options]
     done = run_command(*command, cwd=tmp_path, timeout=600)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import gpu_check
-from conftest import ROOT, SCRIPTS, change_script, run_command, user_error
+from conftest import ROOT, SCRIPTS, change_file, run_command, user_error
 
 pytestmark = pytest.mark.tool
 
@@ -66,7 +66,7 @@ def test_broken_or_hanging_check_fails_with_its_reason(tmp_path):
         ("02", "def build_optimizer", fault),
     ):
         script = SCRIPTS[chapter]
-        change_script(script, old, new, root / script.relative_to(ROOT))
+        change_file(script, old, new, root / script.relative_to(ROOT))
     names = ["parity-01", "parity-02", "no-sync"]
     status, rows, output = run_checks(["-c", BROKEN, root], tmp_path / "rows.json", *names)
     assert status == 1

@@ -44,28 +44,22 @@ WRONG = [
 ]
 
 
-@pytest.fixture
-def begin(load):
-    """Return a function that parses a command line and builds its model, as rank 0 would."""
-
-    def begin(chapter, ranks, line):
-        script = load(chapter)
-        args = parse(script, *SHORT, *line.split(), ranks=ranks)
-        if args.model_name == "tiny":
-            # Leave out the decorator by which the other ranks wait for rank 0.
-            _, config = inspect.unwrap(script.build_tokenizer_and_config)(args)
-        else:
-            settings = SETTINGS.get(args.model_name, {})
-            config = shrink(CONFIG_MAPPING[args.model_name](), **settings)
-        script.build_model(args, config)
-        return args
-
-    return begin
+def begin(script, ranks, line):
+    """Return the arguments of a command line; build its model, as the first of some ranks would."""
+    args = parse(script, *SHORT, *line.split(), ranks=ranks)
+    if args.model_name == "tiny":
+        # Leave out the decorator by which the other ranks wait for rank 0.
+        _, config = inspect.unwrap(script.build_tokenizer_and_config)(args)
+    else:
+        settings = SETTINGS.get(args.model_name, {})
+        config = shrink(CONFIG_MAPPING[args.model_name](), **settings)
+    script.build_model(args, config)
+    return args
 
 
 @pytest.mark.parametrize("chapter, ranks, line, expected", WRONG)
-def test_wrong_layout_stops_with_one_line(begin, capsys, chapter, ranks, line, expected):
-    error = user_error(capsys, begin, chapter, ranks, line)
+def test_wrong_layout_stops_with_one_line(load, capsys, chapter, ranks, line, expected):
+    error = user_error(capsys, begin, load(chapter), ranks, line)
     check_user_error({"stderr": error, "status": 2}, expected)
 
 
@@ -87,11 +81,11 @@ def test_wrong_layout_stops_with_one_line(begin, capsys, chapter, ranks, line, e
     ],
 )
 def test_layout_divides_the_batch_by_its_data_ranks_and_micro_batches(
-    begin, chapter, ranks, line, micro_batch_size, accumulation
+    load, chapter, ranks, line, micro_batch_size, accumulation
 ):
-    args = begin(chapter, ranks, line)
+    args = begin(load(chapter), ranks, line)
     assert (args.micro_batch_size, args.accumulation) == (micro_batch_size, accumulation)
     if chapter == "07":
         assert args.num_stages == args.pipeline_parallel_size
-        stages = begin(chapter, ranks, f"{line} {INTERLEAVED}").num_stages
+        stages = begin(load(chapter), ranks, f"{line} {INTERLEAVED}").num_stages
         assert stages == 2 * args.num_stages

@@ -269,7 +269,7 @@ def test_resume_repeats_every_bit(layout_models, tmp_path, resumed):
     [[first_rank, *_]] = run_or_fail(ranks, [job], tmp_path / "jobs")
     assert "step-00000002\n" in first_rank["stdout"].partition("continuing from")[2]
     assert difference(metrics(tmp_path / "entire"), metrics(tmp_path / "resumed")) == 0
-    assert have_same_weights(tmp_path / "entire", tmp_path / "resumed")
+    assert have_same_weights(tmp_path / "entire", tmp_path / "resumed"), "a weight was lost"
 
 
 # With this warmup, the learning rate of a step does not depend on the number of steps.

@@ -68,4 +68,5 @@ def test_steps_after_a_bad_gradient_change_nothing(
     _, norm = chapter.train_step(args, model, optimizer, train_set, 5, device)
     assert found == fatal_steps and norm.isfinite() and optimizer.found_inf
     after = tensors_of(model, optimizer)
-    assert all(map(torch.equal, before, after)) and len(before) == len(after) > 100
+    assert len(before) == len(after) > 100, "the optimizer has no moments"
+    assert all(map(torch.equal, before, after)), "a step after the bad gradient changed a tensor"

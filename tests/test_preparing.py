@@ -27,7 +27,7 @@ from conftest import (
     SERVER,
     SHORT,
     SPLIT,
-    change_script,
+    change_file,
     difference,
     metrics,
     run_command,
@@ -262,7 +262,7 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, starte
     # Pause before each file, so that kills hit every kind of work.
     line = "def write(path, data):\n"
     pause = f"{line}    time.sleep({kills / 10})\n"
-    tool = change_script(TOOL, line, pause, tmp_path / "prepare.py")
+    tool = change_file(TOOL, line, pause, tmp_path / "prepare.py")
     slowly = [tool, "-o", output, "--workers", 1]
     slowly += ["--piece", 1500, tmp_path / "shards"]
     num_tokens = sum(len(text) + 1 for text in documents)
@@ -274,7 +274,7 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, starte
         wait_for((output / "index.json").exists, [feeder])
         for attempt in range(kills + 1):
             chapter, ranks = RESUMES[attempt % len(RESUMES)]
-            script = change_script(SCRIPTS[chapter], RETURN, RECORD, tmp_path / f"{chapter}.py")
+            script = change_file(SCRIPTS[chapter], RETURN, RECORD, tmp_path / f"{chapter}.py")
             command = [script, *args, "-e", "run", *SPLIT.get(chapter, [])]
             variables = {"RECORD": f"{record}/{attempt:03}."}
             processes = start_ranks(ranks, command, tmp_path, f"-{attempt}", **variables)

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from conftest import SCRIPTS, SHORT, change_script, difference, metrics, run_jobs, run_or_fail
+from conftest import SCRIPTS, SHORT, change_file, difference, metrics, run_jobs, run_or_fail
 from marks import exhaustive, slow
 from runs import copy_run
 
@@ -136,7 +136,7 @@ def test_ranks_that_read_different_checkpoints_stop(run_of, tmp_path):
     copy_run(run_of("02", 2), 8, tmp_path / "run")
     line = "            state = torch.load("
     fault = '            assert dist.get_rank() == 0 or checkpoint.name != "step-00000008"\n'
-    script = change_script(SCRIPTS["02"], line, fault + line, tmp_path / "blind.py")
+    script = change_file(SCRIPTS["02"], line, fault + line, tmp_path / "blind.py")
     args = [*ARGS, "--save-dir", tmp_path, "-e", "run"]
     [ranks] = run_jobs(2, [(script, args)], tmp_path / "jobs")
     assert [rank["status"] for rank in ranks] == [2, 2]

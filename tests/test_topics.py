@@ -30,14 +30,10 @@ def test_index_has_every_topic():
 
 
 # ---- batch size and learning rate ------------------------------------------------------------
-@pytest.fixture
-def sweep():
-    return script("batch-size-and-lr/sweep.py")
-
-
-def test_sweep_trains_the_grid_and_the_scaled_rates(sweep, monkeypatch, tmp_path, capsys):
+def test_sweep_trains_the_grid_and_the_scaled_rates(monkeypatch, tmp_path, capsys):
     """The rate of the fewest samples is the best at 2e-3, and rates above 2e-2 diverge."""
-    trained, output = [], tmp_path / "found.json"
+    sweep, trained = script("batch-size-and-lr/sweep.py"), []
+    output = tmp_path / "found.json"
 
     def train(samples, batch, lr, seed):
         trained.append((batch, lr, seed))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from conftest import change_script
+from conftest import change_file
 from where import SCRIPTS, WINDOW, parts_of, run
 
 pytestmark = pytest.mark.tool
@@ -73,7 +73,7 @@ def test_late_batch_is_data_of_its_rank_and_a_wait_of_the_other(tmp_path):
     assert row["compute"] > 0 and row["host"] > 0
     line = "    batch = samples_at(args, samples, positions).long()\n"
     late = f"{line}    time.sleep({DELAY} * dist.get_rank())\n"
-    script = change_script(SCRIPTS["02"], line, late, tmp_path / "02-late" / "train_llm.py")
+    script = change_file(SCRIPTS["02"], line, late, tmp_path / "02-late" / "train_llm.py")
     [first], [second] = run(script, 2, tmp_path / "runs", 1, *TINY)
     assert second["data"] >= DELAY * WINDOW
     assert first["data"] < second["data"] - DELAY * WINDOW / 2
