@@ -48,7 +48,7 @@ def begin(script, ranks, line):
     """Return the arguments of a command line; build its model, as the first of some ranks would."""
     args = parse(script, *SHORT, *line.split(), ranks=ranks)
     if args.model_name == "tiny":
-        # Leave out the decorator by which the other ranks wait for rank 0.
+        # Leave out the decorator that makes the other ranks wait for rank 0.
         _, config = inspect.unwrap(script.build_tokenizer_and_config)(args)
     else:
         settings = SETTINGS.get(args.model_name, {})
