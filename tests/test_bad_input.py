@@ -122,7 +122,7 @@ def test_full_disk_loses_no_checkpoint(small_disk, tmp_path, chapter):
     args = [*SHORT, "--num-steps", steps, "--checkpoint-every", 2, "--save-dir", small_disk]
     args += ["-e", "run", *["--checkpoint-async"] * (chapter == "05")]
     [ranks] = run_jobs(num_ranks, [(chapter, args)], tmp_path / "full")
-    assert all(rank["status"] for rank in ranks)
+    assert all(rank["status"] for rank in ranks), "a rank ended as if the disk were not full"
     checkpoints = small_disk / "run/checkpoints"
     names = sorted(folder.name for folder in checkpoints.iterdir())
     assert names == [".partial", "step-00000002", "step-00000004"]

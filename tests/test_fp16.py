@@ -39,7 +39,7 @@ def test_overflow_skips_its_step_and_halves_the_scale(script):
     args, model, optimizer, train_set, before, norm = take_step(script, *words)
     assert not norm.isfinite() and not optimizer.found_inf
     assert optimizer.scaler.get_scale() == 2.0**19
-    assert all(map(torch.equal, before, model.state_dict().values()))
+    assert all(map(torch.equal, before, model.state_dict().values())), "a weight changed"
     for step in range(2, 6):
         loss, norm = script.train_step(args, model, optimizer, train_set, step, DEVICE)
         if norm.isfinite():

@@ -188,7 +188,7 @@ def test_worker_dies_with_its_launcher(chapter, tmp_path):
     launcher.kill()
     args += ["--num-steps", last_logged_step(tmp_path / "run") + 10]
     [[first, _]] = run_or_fail(2, [(chapter, args)], tmp_path / "again")
-    assert not any(worker.is_running() for worker in workers)
+    assert not any(worker.is_running() for worker in workers), "a worker outlived torchrun"
     assert "continuing from" in first["stdout"]
     assert difference(uninterrupted(chapter, args, tmp_path), metrics(tmp_path / "run")) == 0.0
 

@@ -247,7 +247,7 @@ def test_split_by_one_rank_changes_no_bit(layout_models, tmp_path, chapter, flag
     jobs = [(earlier, [*args, "earlier"]), (chapter, [*args, "later", *flags.split()])]
     run_or_fail(2, jobs, tmp_path / "jobs")
     assert difference(metrics(tmp_path / "earlier"), metrics(tmp_path / "later")) == 0
-    assert have_same_weights(tmp_path / "earlier", tmp_path / "later")
+    assert have_same_weights(tmp_path / "earlier", tmp_path / "later"), "a weight differs"
 
 
 # ---- a run continues -------------------------------------------------------------------------
@@ -299,7 +299,9 @@ def test_run_that_changes_its_layout_stays_on_the_curve(layout_models, tmp_path,
         found = ranks[0]["stdout"].partition("continuing from")[2]
         assert start == 0 or f"step-{2 * start:08}\n" in found, ranks[0]["stdout"]
     assert disagreement(metrics(tmp_path / "entire"), metrics(tmp_path / "run")) == {}
-    assert have_same_weights(tmp_path / "entire", tmp_path / "run", tolerance=1e-4)
+    assert have_same_weights(tmp_path / "entire", tmp_path / "run", tolerance=1e-4), (
+        "a weight differs"
+    )
 
 
 # ---- dropout ---------------------------------------------------------------------------------

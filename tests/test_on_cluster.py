@@ -313,10 +313,10 @@ def test_launcher_that_is_stopped_saves_and_leaves_no_rank(user, stop):
     (user.folder / "hosts.txt").write_text("h1 slots=1\nh2 slots=1\n")
     user.type(user.line(typed.replace(":2", ":1"), *LONG, "--checkpoint-every", 1000))
     user.wait_for_step(20)
-    assert all(user.ranks())
+    assert all(user.ranks()), "a host has no rank"
     user.cluster.run("head", command, cwd=user.folder, env=user.env)
     wait_until(lambda: not any(user.ranks()), 60, "all ranks have ended")
-    assert any(user.run_dir.glob("checkpoints/step-*"))
+    assert any(user.run_dir.glob("checkpoints/step-*")), "the ranks have saved nothing"
     assert not (user.run_dir / "model").exists(), "the run has finished; nothing stopped it"
 
 

@@ -289,7 +289,7 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, starte
             kill([*processes, feeder])
             feeder = SERVER.start(slowly, {}, log)
             started.append(feeder)
-        assert not any(process.wait(timeout=300) for process in processes)
+        assert not any(process.wait(timeout=300) for process in processes), "a rank failed"
         assert feeder.wait(timeout=120) == 0, (tmp_path / "feeder.log").read_text()
     words = ["-o", tmp_path / "complete.tokens", "--workers", 3, *slowly[-3:]]
     run_command(TOOL, *words, check=True)

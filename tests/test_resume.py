@@ -156,4 +156,4 @@ def test_resume_continues_the_wandb_run(tmp_path):
     assert "continuing from" in result["stdout"] and "wandb was" not in result["stdout"]
     runs = list((tmp_path / "run/wandb").glob("offline-run-*"))
     assert len(runs) == 2 and len({folder.name.rpartition("-")[2] for folder in runs}) == 1, runs
-    assert all(list(folder.glob("*.wandb")) for folder in runs)
+    assert all(list(folder.glob("*.wandb")) for folder in runs), "a wandb run has no file"
