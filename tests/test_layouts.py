@@ -299,9 +299,7 @@ def test_run_that_changes_its_layout_stays_on_the_curve(layout_models, tmp_path,
         found = ranks[0]["stdout"].partition("continuing from")[2]
         assert start == 0 or f"step-{2 * start:08}\n" in found, ranks[0]["stdout"]
     assert disagreement(metrics(tmp_path / "entire"), metrics(tmp_path / "run")) == {}
-    assert have_same_weights(tmp_path / "entire", tmp_path / "run", tolerance=1e-4), (
-        "a weight differs"
-    )
+    assert have_same_weights(tmp_path / "entire", tmp_path / "run", tolerance=1e-4), "not equal"
 
 
 # ---- dropout ---------------------------------------------------------------------------------
