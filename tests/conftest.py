@@ -43,18 +43,13 @@ def pytest_addoption(parser):
     parser.addoption("--record", action="store_true", help="publish the measured results")
 
 
-def pytest_configure(config):
+def pytest_configure():
     # A process that a shell starts with & ignores Ctrl-C, and its children inherit this. The tests
     # send Ctrl-C to children, so restore the default.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # The libraries read these variables when the test modules import them: one thread per process,
     # no hub, and no GPU for DeepSpeed.
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", DS_ACCELERATOR="cpu")
-    config.addinivalue_line("markers", "slow: takes minutes, is random, or needs root")
-    config.addinivalue_line("markers", "exhaustive: rarely broken by a change of a chapter")
-    config.addinivalue_line("markers", "tool: tests a tool, so its slow tests are exhaustive")
-    config.addinivalue_line("markers", "alone: compares speeds, so no other test may run")
-    config.addinivalue_line("markers", "cluster: runs on simulated hosts of this machine")
 
 
 # ---- tests side by side ----------------------------------------------------------------------
@@ -66,25 +61,19 @@ LONGEST += ["test_published_files", "test_costs", "test_kill", "test_faults", "t
 INDEPENDENT = {"test_faults", "test_kill", "test_kubernetes", "test_readme"}
 
 
-def group_of(name):
-    """Return the group of a test. A worker runs all tests of a group, because they share fixtures.
-
-    The groups are the files, and the single tests of the files in INDEPENDENT.
-    """
-    file = Path(name.partition("::")[0]).stem
-    return name if file in INDEPENDENT else file
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Give each worker of pytest-xdist one group at a time.
+    """Give each worker of pytest-xdist one group at a time, because its tests share fixtures.
 
-    Its own option for groups does not work: https://github.com/pytest-dev/pytest-xdist/issues/1386
+    The groups are the files, and the single tests of the files in INDEPENDENT. The option of xdist
+    for groups does not work: https://github.com/pytest-dev/pytest-xdist/issues/1386
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Groups(LoadScopeScheduling):
-        _split_scope = staticmethod(group_of)
+        def _split_scope(self, name):
+            file = Path(name.partition("::")[0]).stem
+            return name if file in INDEPENDENT else file
 
     # Keep the order of LONGEST; xdist would sort the groups by their number of tests.
     config.option.loadscopereorder = False
@@ -205,14 +194,6 @@ def curves_of(root, runs):
     return {path.parent.name: metrics(path.parent) for path in root.glob("*/metrics.jsonl")}
 
 
-def torchrun(chapter, *args, launcher=(), **options):
-    """Start a chapter under torchrun on two ranks; return the process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *launcher]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
-    return subprocess.Popen([*command, str(SCRIPTS[chapter]), *map(str, args)], **options)
-
-
 def run_command(*command, check=False, **options):
     """Run a Python script or a command; return its CompletedProcess, with its output as text."""
     command = [sys.executable] * str(command[0]).endswith(".py") + list(map(str, command))
@@ -220,18 +201,32 @@ def run_command(*command, check=False, **options):
     return subprocess.run(command, check=check, **options)
 
 
-def prepare_training(chapter, *words):
-    """Return the arguments, the model, the optimizer and both sets of samples of a command line."""
+def parse(chapter, *words, ranks=1):
+    """Return the arguments of a chapter's command line, as the first of some ranks reads it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train_llm.py", *map(str, words)])
-        values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
         for name, value in values.items():
-            patch.setenv(name, value)
-        args = chapter.parse_args()
+            patch.setenv(name, str(value))
+        return chapter.parse_args()
+
+
+def prepare_training(chapter, *words):
+    """Return the arguments, the model, the optimizer and both sets of samples of a command line."""
+    args = parse(chapter, *words)
     tokenizer, config = chapter.build_tokenizer_and_config(args)
     model = chapter.build_model(args, config)
     optimizer = chapter.build_optimizer(args, model)
     return args, model, optimizer, *chapter.build_data(args, tokenizer)
+
+
+def change_file(file, old, new, copy=None):
+    """Replace a text that a file has once, in the file or in a copy of it; return the new file."""
+    text, path = file.read_text(), copy or file
+    assert text.count(old) == 1, f"{file} does not have exactly once: {old}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text.replace(old, new))
+    return path
 
 
 def user_error(capsys, function, *args):
@@ -247,12 +242,6 @@ def metrics(run_dir):
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines if line.endswith("}")]
     return {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
-
-
-def has_logged(run_dir, step):
-    """Return whether a run has logged a step."""
-    path = run_dir / "metrics.jsonl"
-    return path.exists() and f'"step": {step},' in path.read_text()
 
 
 def difference(curve, other_curve, after=0, names=METRICS, relative=False):
@@ -310,6 +299,12 @@ def load():
     return lambda chapter: harness.load(SCRIPTS[chapter])
 
 
+@pytest.fixture(scope="session")
+def chapter(load):
+    """Return the script of chapter 01 as a module."""
+    return load("01")
+
+
 @pytest.fixture
 def no_group():
     """Destroy the process group of simulated ranks that the planner may have initialized."""
@@ -348,9 +343,8 @@ def fast_byte_tokenizer():
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: number for number, letter in enumerate(letters)}
-    tokenizer = Tokenizer(BPE(vocabulary, []))
+    letters = ["</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(BPE({letter: number for number, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 

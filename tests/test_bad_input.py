@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from checks import check_two_ranks_fail
-from conftest import SHORT, metrics, run_jobs, run_or_fail
+from conftest import SHORT, change_file, metrics, run_jobs, run_or_fail
 from marks import exhaustive, slow
 from runs import check_user_error
 
@@ -26,8 +26,7 @@ def files(tmp_path_factory, models):
     (folder / "brackets[1]").mkdir()
     (folder / "brackets[1]/text.txt").write_text("text " * 999)
     shutil.copytree(models / "gpt2", folder / "small-embedding")
-    config = json.loads((folder / "small-embedding/config.json").read_text())
-    (folder / "small-embedding/config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    change_file(folder / "small-embedding/config.json", '_size": 384', '_size": 100')
     (folder / "no-tokenizer").mkdir()
     shutil.copy(models / "gpt2/config.json", folder / "no-tokenizer")
     return folder
@@ -69,39 +68,49 @@ def test_mistake_costs_one_line_and_no_file(files, tmp_path):
         assert list((tmp_path / case).glob("*")) == [], case
 
 
-RESUMED = {
-    "fewer steps": ("--num-steps 2", "--num-steps 2: {tmp_path}/run has a checkpoint of step 4"),
-    "seed": ("--seed 1", "seed was 0, is now 1"),
-    "data": ("-d {files}/other.txt", "dataset_fingerprint was "),
-    "model": ("-m {models}/gpt2", "model_name was tiny, is now {models}/gpt2"),
-}
+RESUMED = [
+    ("--num-steps 2", "--num-steps 2: {tmp_path}/run has a checkpoint of step 4"),
+    ("--seed 1", "seed was 0, is now 1"),
+    ("-d {files}/other.txt", "dataset_fingerprint was "),
+    ("-m {models}/gpt2", "model_name was tiny, is now {models}/gpt2"),
+]
 
 
-def test_resume_with_different_arguments_changes_nothing(files, models, small_text, tmp_path):
-    """The error names the value of the checkpoint and the value of the command."""
+@pytest.mark.parametrize("chapter, ranks, other", [("01", 1, "04"), slow("04", 2, "02")])
+def test_resume_with_different_arguments_changes_nothing(
+    files, models, small_text, tmp_path, chapter, ranks, other
+):
+    """The error names the value of the checkpoint and the value of the command.
+
+    The checkpoints of the other chapter have a different format.
+    """
     (files / "other.txt").write_text("other text " * 2000)
     args = [*SHORT, "-d", small_text, "--num-steps", 4, "--save-dir", tmp_path, "-e", "run"]
-    run_or_fail(1, [("01", args)], tmp_path / "first")
+    run_or_fail(ranks, [(chapter, args)], tmp_path / "first")
     folders = {"files": files, "models": models, "tmp_path": tmp_path}
-    jobs = [("01", [*args, *line.format(**folders).split()]) for line, _ in RESUMED.values()]
+    jobs = [(chapter, [*args, *line.format(**folders).split()]) for line, _ in RESUMED]
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
-    results = run_jobs(1, jobs, tmp_path / "jobs", shares=2)
-    for [result], (_, expected) in zip(results, RESUMED.values(), strict=True):
-        check_user_error(result, expected.format(**folders))
+    results = run_jobs(ranks, [*jobs, (other, args)], tmp_path / "jobs", shares=2 // ranks)
+    unreadable = "", "no checkpoint in {tmp_path}/run/checkpoints can be read; delete the folder"
+    for result, (_, expected) in zip(results, [*RESUMED, unreadable], strict=True):
+        check_user_error(result[0], expected.format(**folders))
+        assert {rank["status"] for rank in result} == {2}
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
 @pytest.mark.parametrize(
-    "arguments, expected",
+    "chapter, arguments, expected",
     [
-        ("-d {files}/latin1.jsonl", "latin1.jsonl: cannot tokenize it with the tokenizer of tiny"),
-        ("--global-batch-size 9", "--global-batch-size 9: not divisible by 2 data-parallel"),
+        ("02", "-d {files}/latin1.jsonl", "latin1.jsonl: cannot tokenize it with the tokenizer of"),
+        ("02", "--global-batch-size 9", "--global-batch-size 9: not divisible by 2 data-parallel"),
+        slow("04", "-e run[1]", "run[1]: choose --save-dir and --experiment-name without *, ? and"),
+        slow("06", "--tensor-parallel-size 2 -m {models}/gpt2", "--tensor-parallel-size 2: the"),
     ],
 )
-def test_only_one_rank_reports_a_mistake(files, tmp_path, arguments, expected):
+def test_only_one_rank_reports_a_mistake(files, models, tmp_path, chapter, arguments, expected):
     """Rank 0 fails while rank 1 waits for it, or before the ranks know each other."""
-    args = [*SHORT, *arguments.format(files=files).split()]
-    check_two_ranks_fail("02", args, expected, tmp_path, tmp_path / "runs")
+    args = [*SHORT, *arguments.format(files=files, models=models).split()]
+    check_two_ranks_fail(chapter, args, expected, tmp_path, tmp_path / "runs")
 
 
 @pytest.mark.parametrize("chapter", ["01", slow("05"), exhaustive("02"), exhaustive("04")])
@@ -113,7 +122,7 @@ def test_full_disk_loses_no_checkpoint(small_disk, tmp_path, chapter):
     args = [*SHORT, "--num-steps", steps, "--checkpoint-every", 2, "--save-dir", small_disk]
     args += ["-e", "run", *["--checkpoint-async"] * (chapter == "05")]
     [ranks] = run_jobs(num_ranks, [(chapter, args)], tmp_path / "full")
-    assert all(rank["status"] for rank in ranks)
+    assert all(rank["status"] for rank in ranks), "a rank ended as if the disk were not full"
     checkpoints = small_disk / "run/checkpoints"
     names = sorted(folder.name for folder in checkpoints.iterdir())
     assert names == [".partial", "step-00000002", "step-00000004"]

@@ -20,11 +20,6 @@ from conftest import SHORT, run_or_fail, user_error
 DEVICE = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def chapter(load):
-    return load("01")
-
-
 @pytest.fixture
 def ids_at(load, monkeypatch):
     """Return a function that returns the ids of a step's samples, in the order of the stream."""

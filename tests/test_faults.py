@@ -21,8 +21,8 @@ import pytest
 import whats_wrong
 
 from cluster.cluster import wait_until
-from conftest import ROOT, SCRIPTS, SHORT, has_logged, run_command
-from runs import wait_for_verdict, watched_command
+from conftest import ROOT, SCRIPTS, SHORT, run_command
+from runs import last_logged_step, watched_command
 
 pytestmark = pytest.mark.tool
 
@@ -232,9 +232,8 @@ def test_every_fault_that_a_verdict_names_has_a_section():
 
 
 # ---- on two hosts ------------------------------------------------------------------------------
-FAST = """--device cpu --precision fp32 -s 64 --global-batch-size 8 -b 8 --num-steps 5000
-    --log-every 5 --eval-every 5000 --eval-samples 8 --checkpoint-every 5000
-    --dist-timeout 40""".split()
+LONG = [*SHORT, "--num-steps", 5000, "--eval-every", 5000, "--checkpoint-every", 5000]
+LONG += ["--dist-timeout", 40]
 
 
 @pytest.mark.slow
@@ -246,14 +245,20 @@ def test_lost_host_is_named(cluster, tmp_path, fault):
     bin_first = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {"PATH": bin_first, "OMP_NUM_THREADS": "1", "RANKS_PER_NODE": "1", "HF_HUB_OFFLINE": "1"}
     command = [ROOT / "03-job-launchers/ssh/launch.sh", hosts, CHAPTER / "watched.py"]
-    command += ["--into", run, SCRIPTS["03"], *FAST, "--save-dir", tmp_path, "-e", "run"]
+    command += ["--into", run, SCRIPTS["03"], *LONG, "--save-dir", tmp_path, "-e", "run"]
     with open(tmp_path / "log", "w") as log:
         cluster.popen("head", list(map(str, command)), stdout=log, stderr=log, env=env)
-    wait_until(lambda: has_logged(run, 10), 90, "the run takes ten steps")
+    wait_until(lambda: last_logged_step(run) >= 10, 90, "the run takes ten steps")
     getattr(cluster, fault)("h2")
     # A host without its network still writes heartbeats to the folder that the hosts share.
     verdict_kinds = ["host-unreachable", "network"] if fault == "unplug" else ["host-unreachable"]
-    verdict = wait_for_verdict(cluster, run, env, verdict_kinds, "--hosts", hosts)
+    tool = [sys.executable, CHAPTER / "whats_wrong.py", run, "--json", "--hosts", hosts]
+
+    def find_verdict():
+        verdict = json.loads(cluster.run("head", tool, check=False, env=env).stdout)
+        return verdict if verdict["kind"] in verdict_kinds else None
+
+    verdict = wait_until(find_verdict, PATIENCE, f"a verdict of {verdict_kinds}")
     assert "h2" in verdict["hosts"], verdict
 
 

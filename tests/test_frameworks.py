@@ -5,15 +5,13 @@ import os
 import random
 import re
 import sys
-from argparse import Namespace
 from importlib.util import find_spec
 from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
-import harness
 from checks import check_bad_gradient
 from conftest import (
     ROOT,
@@ -23,6 +21,7 @@ from conftest import (
     difference,
     disagreement,
     metrics,
+    parse,
     prepare_training,
     run_command,
     run_jobs,
@@ -31,20 +30,19 @@ from conftest import (
     user_error,
 )
 from framework_files import write_config
-from marks import exhaustive as rare
+from marks import exhaustive
 from runs import kill, last_logged_step, wait_for
 
 pytestmark = pytest.mark.skipif(
     not (find_spec("accelerate") and find_spec("deepspeed")),
     reason="accelerate or deepspeed is not installed; run make extras",
 )
-exhaustive = pytest.mark.exhaustive
 
 
 # ---- what a run needs ------------------------------------------------------------------------
 # A run is FRAMEWORK@RANKS, and words that choose its flags, its configuration file or its model.
 FLAGS = {"accumulated": ["--batch-size", 1], "bf16": ["--precision", "bf16"]}
-FLAGS |= {"compiled": ["--compile"], "sparse": ["--log-every", 10]}
+FLAGS |= {"compiled": ["--compile"], "sparse": ["--log-every", 10], "cold": ["--warmup-steps", 0]}
 # These flags of the planner change the configuration file only.
 SETTINGS = {"recompute": ["--recompute", "full"], "weights": ["--weights-dtype", "bf16"]}
 SETTINGS["offload"] = ["--cpu-offload", "--recompute", "full"]
@@ -61,7 +59,7 @@ KINDS += ["2,fsdp2,recompute", "2,gpt2", "2,fsdp2,qwen3", "2,fsdp2,bf16"]
 RUNS += [f"{framework}@{kind}" for framework in ("accelerate", "trainer") for kind in KINDS]
 # The Trainer gives the samples of a step to other ranks, so with dropout it runs on one rank.
 RUNS += ["accelerate@2,gpt2-dropout", "trainer@1,gpt2-dropout", "trainer@2,sparse"]
-RUNS += ["trainer@2,zero1", "trainer@2,zero2,bf16", "trainer@2,zero3"]
+RUNS += ["trainer@2,zero1", "trainer@2,zero2,bf16", "trainer@2,zero3", "trainer@1,cold"]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +95,7 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def curves(request, root, models, job_of):
     """The metrics of chapter 01 and of the runs that tests take, by name."""
-    flags = {"01": [], "01-bf16": ["--precision", "bf16"]}
+    flags = {"01": [], "01-bf16": FLAGS["bf16"], "01-cold": FLAGS["cold"]}
     flags |= {f"01-{name}": ["-m", models / name] for name in ("gpt2", "qwen3")}
     curves_of(root, {1: {name: ("01", args) for name, args in flags.items()}})
     for ranks in (1, 2):
@@ -130,14 +128,14 @@ def held_out(load):
 
 
 # ---- one curve -------------------------------------------------------------------------------
-@exhaustive
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("run", RUNS)
 def test_run_follows_the_curve_of_the_chapters(curves, root, held_out, run):
     """Losses agree within 1e-5 in fp32, and within 5e-3 if the forward pass is in bf16.
 
     With weights in bf16, the forward pass reads rounded weights, so losses differ by up to 2e-2.
     """
-    parts = ["03" if "dropout" in run else "01", *re.findall("gpt2-dropout|gpt2|qwen3", run)]
+    parts = ["03" if "dropout" in run else "01", *re.findall("gpt2-dropout|gpt2|qwen3|cold", run)]
     parts += ["bf16"] * ("bf16" in run) + [run.split("@")[1][0]] * ("dropout" in run)
     reference, curve = curves["-".join(parts)], curves[run]
     reference = {step: row for step, row in reference.items() if step in curve}
@@ -165,7 +163,7 @@ LAYOUTS += [
 LAYOUTS += [("accelerate@2,fsdp2", "accelerate@2,fsdp2"), ("trainer@2,zero3", "trainer@2,zero3")]
 
 
-@exhaustive
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("run, after", LAYOUTS)
 def test_killed_run_continues_on_the_curve(curves, job_of, held_out, tmp_path, run, after):
@@ -192,7 +190,7 @@ def test_killed_run_continues_on_the_curve(curves, job_of, held_out, tmp_path, r
         assert difference(curves[run], metrics(run_dir)) == 0.0
 
 
-@exhaustive
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("run", ["deepspeed@2,zero1", "deepspeed@2,zero3", "trainer@2,fsdp2"])
 @pytest.mark.parametrize("fault", ["nan-data", "nan-gradient"])
 def test_bad_gradient_ends_the_run_before_its_next_save(job_of, tmp_path, fault, run):
@@ -206,64 +204,52 @@ def test_bad_gradient_ends_the_run_before_its_next_save(job_of, tmp_path, fault,
 
 # ---- configuration files ---------------------------------------------------------------------
 @pytest.fixture
-def load_script(monkeypatch):
-    """Return a function that imports a script for a command line on one rank."""
-    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    with patch.dict(os.environ, launcher):
-
-        def load(framework, *words):
-            words = ["train_llm.py", "--device", "cpu", "--global-batch-size", 8, *words]
-            monkeypatch.setattr(sys, "argv", list(map(str, words)))
-            return harness.load(SCRIPTS[framework])
-
-        yield load
+def variables():
+    """Return the environment, and undo the changes of a script to it."""
+    with patch.dict(os.environ):
+        yield os.environ
 
 
 FSDP2 = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}}
 WRONG = [
     ("accelerate", FSDP2 | {"mixed_precision": "bf16"}, "Accelerate has mixed_precision bf16"),
     ("accelerate", FSDP2 | {"mixed_precision": "fp16"}, "mixed_precision fp16: not supported"),
-    rare("deepspeed", {"train_batch_size": 16}, "train_batch_size is 16, but the flags give 8"),
-    rare("deepspeed", {"scheduler": {}}, "scheduler is not supported; remove it"),
-    rare("trainer", {}, "ZeRO is off; choose stage 1, 2 or 3"),
+    exhaustive("deepspeed", {"train_batch_size": 16}, "train_batch_size is 16, but the flags"),
+    exhaustive("deepspeed", {"scheduler": {}}, "scheduler is not supported; remove it"),
+    exhaustive("trainer", {}, "ZeRO is off; choose stage 1, 2 or 3"),
 ]
 
 
 @pytest.mark.parametrize("framework, config, expected", WRONG)
 def test_wrong_configuration_costs_one_line(
-    load_script, capsys, tmp_path, framework, config, expected
+    load, variables, capsys, tmp_path, framework, config, expected
 ):
     """The file contradicts the flags, or names a setting that the script does not support."""
     reader, path = "accelerate" if framework == "accelerate" else "deepspeed", tmp_path / "it.json"
     path.write_text(json.dumps(config))
-    script = load_script(framework, "--precision", "fp32", f"--{reader}-config", path)
-
-    def read_configuration():
-        args = script.parse_args()
-        script.load_zero_settings(args)
-
-    error = user_error(capsys, read_configuration)
+    script, words = load(framework), [*SHORT, f"--{reader}-config", path]
+    error = user_error(capsys, lambda: script.load_zero_settings(parse(script, *words)))
     assert error.count("\n") == 1 and expected in error
 
 
 @pytest.mark.parametrize("framework", ["accelerate", "trainer"])
-def test_accelerate_file_sets_precision_and_sharding(load_script, capsys, tmp_path, framework):
+def test_accelerate_file_sets_precision_and_sharding(load, variables, capsys, tmp_path, framework):
     words = ["--gpus-per-node", 2, "--precision", "bf16"]
     path = write_config(tmp_path / "fsdp2.yaml", "accelerate", *words)
-    args = load_script(framework, "--accelerate-config", path).parse_args()
-    assert args.precision == "bf16" and os.environ["ACCELERATE_USE_FSDP"] == "true"
-    os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
-    script = load_script(framework)
-    assert "this run uses no GPU; set it to false" in user_error(capsys, script.parse_args)
+    script, words = load(framework), ["--device", "cpu", "--global-batch-size", 8]
+    args = parse(script, *words, "--accelerate-config", path)
+    assert args.precision == "bf16" and variables["ACCELERATE_USE_FSDP"] == "true"
+    variables["FSDP_OFFLOAD_PARAMS"] = "true"
+    error = user_error(capsys, parse, script, *words)
+    assert "this run uses no GPU; set it to false" in error
 
 
 @pytest.mark.parametrize("framework", ["accelerate", "trainer"])
-def test_script_without_ranks_names_the_launchers(load_script, capsys, framework):
+def test_script_without_ranks_names_the_launchers(load, monkeypatch, capsys, framework):
     """With --cpu, `accelerate launch` starts one process, and gives it no rank."""
-    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        del os.environ[variable]
-    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
-    assert "this script with a launcher" in user_error(capsys, load_script(framework).parse_args)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setattr(sys, "argv", ["train_llm.py", "--device", "cpu"])
+    assert "this script with a launcher" in user_error(capsys, load(framework).parse_args)
 
 
 # ---- the Trainer -----------------------------------------------------------------------------
@@ -288,16 +274,3 @@ def test_trainer_decays_matrices_only(models, family):
     # The Trainer also names tied weights, which named_parameters() leaves out.
     decay = weights.keys() & Trainer.get_decay_parameter_names(None, model)
     assert decay == {name for name, weight in weights.items() if weight.ndim >= 2}
-
-
-def test_trainer_has_the_schedule_of_the_chapters(load):
-    for warmup, steps in ((0, 20), (1, 20), (10, 20), (10, 100)):
-        args = Namespace(lr=1e-3, warmup_steps=warmup, num_steps=steps)
-        optimizer, settings = torch.optim.SGD([torch.zeros(1)], args.lr), {"min_lr_rate": 0.1}
-        name = "cosine_warmup_with_min_lr"
-        schedule = get_scheduler(name, optimizer, warmup, steps, settings)
-        for step in range(1, steps + 1):
-            expected = load("03").lr_at(args, step)
-            assert optimizer.param_groups[0]["lr"] == pytest.approx(expected, abs=1e-12)
-            optimizer.step()
-            schedule.step()

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import gpu_check
-from conftest import ROOT, SCRIPTS, run_command, user_error
+from conftest import ROOT, SCRIPTS, change_file, run_command, user_error
 
 pytestmark = pytest.mark.tool
 
@@ -60,13 +60,13 @@ def test_checks_pass_without_a_gpu(tmp_path):
 
 @pytest.mark.slow
 def test_broken_or_hanging_check_fails_with_its_reason(tmp_path):
-    source, root = SCRIPTS["01"].read_text(), tmp_path / "broken"
-    unseeded = source.replace("torch.manual_seed(args.seed)", "torch.seed()")
-    broken = SCRIPTS["02"].read_text().replace("def build_optimizer", "raise OSError(7)\n\n\ndef x")
-    assert unseeded != source, "the test no longer finds the seed"
-    for chapter, text in (("01-single-gpu", unseeded), ("02-ddp", broken)):
-        (root / chapter).mkdir(parents=True)
-        (root / chapter / "train_llm.py").write_text(text)
+    root, fault = tmp_path / "broken", "raise OSError(7)\n\n\ndef build_optimizer"
+    for chapter, old, new in (
+        ("01", "torch.manual_seed(args.seed)", "torch.seed()"),
+        ("02", "def build_optimizer", fault),
+    ):
+        script = SCRIPTS[chapter]
+        change_file(script, old, new, root / script.relative_to(ROOT))
     names = ["parity-01", "parity-02", "no-sync"]
     status, rows, output = run_checks(["-c", BROKEN, root], tmp_path / "rows.json", *names)
     assert status == 1

@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from cluster.cluster import wait_until
-from conftest import ROOT, SHORT, curves_of, difference, free_port, has_logged, metrics
+from conftest import ROOT, SHORT, curves_of, difference, free_port, metrics
 from marks import exhaustive
+from runs import last_logged_step
 
 FOLDER = ROOT / "03-job-launchers/kubernetes"
 
@@ -134,7 +135,7 @@ def test_bad_argument_fails_the_job(pods):
 def test_drained_pod_is_replaced_and_so_is_the_other(pods, drained):
     """Start each pod again the moment it has ended, which is sooner than Kubernetes does."""
     pods.train("--num-steps", "60")
-    wait_until(lambda: has_logged(pods.run_dir, 5), 120, "step 5")
+    wait_until(lambda: last_logged_step(pods.run_dir) >= 5, 120, "step 5")
     pods.processes[drained].send_signal(signal.SIGTERM)
     # Its DisruptionTarget replaces a drained pod, whatever its status is.
     assert pods.processes[drained].wait(timeout=120) == 128 + signal.SIGTERM

@@ -17,14 +17,13 @@ from conftest import (
     SHORT,
     curves_of,
     difference,
-    has_logged,
     metrics,
     run_or_fail,
     start_ranks,
-    torchrun,
     user_error,
 )
-from in_process import set_up_chapter
+from harness import launch_command
+from in_process import Captured
 from marks import exhaustive, slow
 from runs import last_logged_step
 
@@ -50,15 +49,21 @@ def test_ranks_under_srun_meet_on_the_first_node_at_a_port_of_their_step(
     assert os.environ["MASTER_PORT"] == "10770"
 
 
-@pytest.mark.parametrize("names", ["", OPEN_MPI, MPICH])
-def test_missing_launcher_or_address_is_reported(load, monkeypatch, capsys, names):
+TORCHRUN, LAUNCHER = "needs torchrun: torchrun --standalone", "with a launcher, such as torchrun"
+ADDRESS = "pass it and MASTER_PORT with -x"
+
+
+@pytest.mark.parametrize(
+    "name, names, problem",
+    [("02", "", TORCHRUN), ("03", "", LAUNCHER), ("03", OPEN_MPI, ADDRESS), ("03", MPICH, ADDRESS)],
+)
+def test_missing_launcher_or_address_is_reported(load, monkeypatch, capsys, name, names, problem):
     """mpirun gives a rank its number, but no address."""
-    chapter, numbers = load("03"), ["3", "4", "1"] if names else []
+    chapter, numbers = load(name), ["3", "4", "1"] if names else []
     monkeypatch.setattr(chapter.time, "sleep", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["train_llm.py", "--device", "cpu"])
     monkeypatch.setattr(os, "environ", dict(zip(names.split(), numbers, strict=True)))
     error = user_error(capsys, chapter.parse_args)
-    problem = "pass it and MASTER_PORT with -x" if names else "with a launcher, such as torchrun"
     assert error.count("\n") == 1 and problem in error
     adopted = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     assert [os.environ[name] for name in adopted if name in os.environ] == numbers
@@ -83,10 +88,17 @@ def test_rank_uses_the_gpu_of_its_number_or_its_only_gpu(
     # The first collective of setup() is on the GPUs.
     monkeypatch.setattr(chapter.torch, "zeros", lambda *_, **__: None)
     monkeypatch.setattr(chapter.dist, "all_reduce", lambda tensor: None)
+    fakes = {"init_process_group": None, "get_rank": 0, "get_world_size": 2}
+    for function, result in fakes.items():
+        monkeypatch.setattr(chapter.dist, function, lambda *_, result=result, **__: result)
+    for function in ("patient_group", "check_shared"):
+        monkeypatch.setattr(chapter, function, lambda *_: None, raising=False)
     launched = {"TORCHELASTIC_RUN_ID": "77"} if under_torchrun else {}
     monkeypatch.setattr(os, "environ", {"LOCAL_RANK": "1", **launched})
-    with contextlib.suppress(SystemExit):
-        set_up_chapter(chapter, monkeypatch, tmp_path, device="cuda", precision="bf16")
+    args = {"device": "cuda", "precision": "bf16", "dist_timeout": 9}
+    args |= {"save_dir": tmp_path, "experiment_name": "run"}
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(Captured()):
+        chapter.setup(argparse.Namespace(**args))
     assert expected in f"{selected}{capsys.readouterr().err}"
 
 
@@ -121,7 +133,7 @@ def test_stopped_run_continues_without_a_difference(chapter, request_stop, tmp_p
         # Let the stop meet a save.
         args += ["--checkpoint-async", "--checkpoint-every", 8]
     ranks = start_ranks(2, [SCRIPTS[chapter], *args, *ENDLESS], tmp_path)
-    wait_until(lambda: has_logged(run_dir, 5), 150, "step 5")
+    wait_until(lambda: last_logged_step(run_dir) >= 5, 150, "step 5")
     if request_stop == "file":
         (run_dir / "stop").touch()
     else:
@@ -157,9 +169,11 @@ def test_request_to_stop_travels_during_a_step_and_nobody_waits_for_it(
 def start_under_torchrun(chapter, args, folder):
     """Start a run under torchrun; return torchrun and its workers, once step 15 is logged."""
     env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    options = {"launcher": ["--max-restarts", "3"], "env": env, "stderr": subprocess.STDOUT}
-    launcher = torchrun(chapter, *args, **options)
-    wait_until(lambda: launcher.poll() or has_logged(folder / "run", 15), 150, "step 15")
+    command = launch_command(2, ["--max-restarts", 3, SCRIPTS[chapter], *args])
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    launcher = subprocess.Popen(list(map(str, command)), env=env, **options)
+    run_dir = folder / "run"
+    wait_until(lambda: launcher.poll() or last_logged_step(run_dir) >= 15, 150, "step 15")
     children = psutil.Process(launcher.pid).children()
     return launcher, [child for child in children if "train_llm.py" in str(child.cmdline())]
 
@@ -174,7 +188,7 @@ def test_worker_dies_with_its_launcher(chapter, tmp_path):
     launcher.kill()
     args += ["--num-steps", last_logged_step(tmp_path / "run") + 10]
     [[first, _]] = run_or_fail(2, [(chapter, args)], tmp_path / "again")
-    assert not any(worker.is_running() for worker in workers)
+    assert not any(worker.is_running() for worker in workers), "a worker outlived torchrun"
     assert "continuing from" in first["stdout"]
     assert difference(uninterrupted(chapter, args, tmp_path), metrics(tmp_path / "run")) == 0.0
 

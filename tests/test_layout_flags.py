@@ -1,10 +1,11 @@
-"""Flags that split a model or a sequence: wrong ones stop the run, right ones share the batch."""
+"""Wrong flags that split a model or a sequence stop the run; right flags share the batch."""
+
+import inspect
 
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from checks import check_two_ranks_fail
-from conftest import SHORT, user_error
+from conftest import SHORT, parse, user_error
 from families import shrink
 from runs import check_user_error
 
@@ -43,43 +44,33 @@ WRONG = [
 ]
 
 
-@pytest.fixture
-def begin(load, monkeypatch):
-    """Return a function that parses a command line and builds its model, as rank 0 would."""
-
-    def begin(chapter, world_size, line):
-        variables = {"WORLD_SIZE": world_size, "RANK": 0, "LOCAL_RANK": 0, "MASTER_ADDR": "here"}
-        for name, value in variables.items():
-            monkeypatch.setenv(name, str(value))
-        monkeypatch.setattr("sys.argv", ["train_llm.py", *SHORT, *line.split()])
-        script = load(chapter)
-        args = script.parse_args()
-        if args.model_name == "tiny":
-            _, config = script.build_tokenizer_and_config.__wrapped__(args)
-        else:
-            settings = SETTINGS.get(args.model_name, {})
-            config = shrink(CONFIG_MAPPING[args.model_name](), **settings)
-        script.build_model(args, config)
-        return args
-
-    return begin
+def begin(script, ranks, line):
+    """Return the arguments of a command line; build its model, as the first of some ranks would."""
+    args = parse(script, *SHORT, *line.split(), ranks=ranks)
+    if args.model_name == "tiny":
+        # Leave out the decorator that makes the other ranks wait for rank 0.
+        _, config = inspect.unwrap(script.build_tokenizer_and_config)(args)
+    else:
+        settings = SETTINGS.get(args.model_name, {})
+        config = shrink(CONFIG_MAPPING[args.model_name](), **settings)
+    script.build_model(args, config)
+    return args
 
 
 @pytest.mark.parametrize("chapter, ranks, line, expected", WRONG)
-def test_wrong_layout_stops_with_one_line(begin, capsys, chapter, ranks, line, expected):
-    error = user_error(capsys, begin, chapter, ranks, line)
+def test_wrong_layout_stops_with_one_line(load, capsys, chapter, ranks, line, expected):
+    error = user_error(capsys, begin, load(chapter), ranks, line)
     check_user_error({"stderr": error, "status": 2}, expected)
-
-
-@pytest.mark.slow
-def test_wrong_layout_ends_all_ranks_and_writes_nothing(layout_models, tmp_path):
-    args = [*SHORT, *TP2.split(), "-m", layout_models / "gpt2"]
-    check_two_ranks_fail("06", args, "--tensor-parallel-size 2: ", tmp_path, tmp_path / "runs")
 
 
 @pytest.mark.parametrize(
     "chapter, ranks, line, micro_batch_size, accumulation",
     [
+        ("01", 1, "--global-batch-size 32", 8, 4),
+        ("01", 1, "--global-batch-size 32 -b 99", 32, 1),
+        ("01", 1, "--global-batch-size 7 -b 4", 1, 7),
+        ("02", 2, "--global-batch-size 24", 6, 2),
+        ("02", 12, "--global-batch-size 24", 2, 1),
         # The ranks that split a matrix or a sequence process the same samples.
         ("06", 4, TP4, 8, 1),
         ("08", 8, f"{CP4} {ONE_HEAD}", 4, 1),
@@ -89,12 +80,12 @@ def test_wrong_layout_ends_all_ranks_and_writes_nothing(layout_models, tmp_path)
         ("07", 8, f"{PP2} {TP2} {ONE_SAMPLE}", 1, 4),
     ],
 )
-def test_layout_divides_the_batch_by_its_data_ranks(
-    begin, chapter, ranks, line, micro_batch_size, accumulation
+def test_layout_divides_the_batch_by_its_data_ranks_and_micro_batches(
+    load, chapter, ranks, line, micro_batch_size, accumulation
 ):
-    args = begin(chapter, ranks, line)
+    args = begin(load(chapter), ranks, line)
     assert (args.micro_batch_size, args.accumulation) == (micro_batch_size, accumulation)
     if chapter == "07":
         assert args.num_stages == args.pipeline_parallel_size
-        stages = begin(chapter, ranks, f"{line} {INTERLEAVED}").num_stages
+        stages = begin(load(chapter), ranks, f"{line} {INTERLEAVED}").num_stages
         assert stages == 2 * args.num_stages

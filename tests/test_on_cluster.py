@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from cluster.cluster import wait_until
-from conftest import ROOT, SCRIPTS, SHORT, curves_of, difference, has_logged, metrics
+from conftest import ROOT, SCRIPTS, SHORT, curves_of, difference, metrics
 from marks import exhaustive
 from readme import blocks
+from runs import last_logged_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CHAPTER = ROOT / "03-job-launchers"
@@ -95,7 +96,7 @@ class User:
         return "\n".join(f"== {path}\n{path.read_text()}" for path in logs)
 
     def wait_for_step(self, step):
-        wait_until(lambda: has_logged(self.run_dir, step), 150, f"step {step}")
+        wait_until(lambda: last_logged_step(self.run_dir) >= step, 150, f"step {step}")
 
     def ranks(self, tool="pgrep"):
         """Find the ranks with pgrep, or signal them with pkill; return each host's output."""
@@ -312,10 +313,10 @@ def test_launcher_that_is_stopped_saves_and_leaves_no_rank(user, stop):
     (user.folder / "hosts.txt").write_text("h1 slots=1\nh2 slots=1\n")
     user.type(user.line(typed.replace(":2", ":1"), *LONG, "--checkpoint-every", 1000))
     user.wait_for_step(20)
-    assert all(user.ranks())
+    assert all(user.ranks()), "a host has no rank"
     user.cluster.run("head", command, cwd=user.folder, env=user.env)
     wait_until(lambda: not any(user.ranks()), 60, "all ranks have ended")
-    assert any(user.run_dir.glob("checkpoints/step-*"))
+    assert any(user.run_dir.glob("checkpoints/step-*")), "the ranks have saved nothing"
     assert not (user.run_dir / "model").exists(), "the run has finished; nothing stopped it"
 
 

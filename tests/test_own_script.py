@@ -101,7 +101,7 @@ def test_only_buffers_move(folders, one_rank_group):
     model = from_pretrained(folders["mistral"])
     page().buffers_to(model, "meta")
     assert all(buffer.is_meta for buffer in model.buffers()) and list(model.buffers())
-    assert not any(weight.is_meta for weight in model.parameters())
+    assert not any(weight.is_meta for weight in model.parameters()), "a weight moved"
 
 
 # ---- resume ------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_lost_state_is_the_only_difference_in_the_line(old, new, name, one_rank_
     resumed_losses, resumed_lines = run(code, tmp_path / "killed")
     line, resumed_line = lines[SAVED], resumed_lines[SAVED]
     assert {key for key in line if resumed_line[key] != line[key]} == {name}
-    assert any(resumed_losses[step] != losses[step] for step in resumed_losses)
+    assert any(resumed_losses[step] != losses[step] for step in resumed_losses), "no loss shows it"
 
 
 def test_size_of_micro_batches_changes_no_loss(one_rank_group, tmp_path):

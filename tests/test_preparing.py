@@ -26,6 +26,8 @@ from conftest import (
     SCRIPTS,
     SERVER,
     SHORT,
+    SPLIT,
+    change_file,
     difference,
     metrics,
     run_command,
@@ -37,7 +39,6 @@ from in_process import Captured
 from runs import all_running, kill, last_logged_step, wait_for
 
 TOOL = ROOT / "preparing-data/prepare.py"
-SLOW_TOOL = ROOT / "tests/support/slow_prepare.py"
 MODULE = recorded.load(TOOL)
 LICENSE = (ROOT / "LICENSE").read_text()
 # The end-of-text token of the tiny model. Its other tokens are 3 + a byte.
@@ -238,9 +239,12 @@ def started():
 
 
 # Each resume continues on a different layout.
-RESUMES = [("04", 2, []), ("08", 2, ["--context-parallel-size", 2]), ("05", 1, [])]
-RESUMES += [("06", 2, ["--tensor-parallel-size", 2]), ("04", 4, ["--batch-size", 1])]
-RESUMES += [("07", 2, ["--pipeline-parallel-size", 2, "--batch-size", 2])]
+RESUMES = [("04", 2), ("08", 2), ("05", 1), ("06", 2), ("04", 4), ("07", 2)]
+# A script with these lines records the samples at the positions that a rank trains on.
+RETURN = "    return torch.cat(rows)\n"
+RECORD = f"""    with open(os.environ["RECORD"] + os.environ["RANK"] + ".jsonl", "a") as record:
+        print(json.dumps([list(positions), torch.cat(rows).tolist()]), file=record)
+{RETURN}"""
 
 
 @pytest.mark.slow
@@ -255,7 +259,11 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, starte
     documents = write_shards(tmp_path / "shards", 3, 12 * kills + 10)
     output, run, record = tmp_path / "out.tokens", tmp_path / "run", tmp_path / "record"
     record.mkdir()
-    slowly = [SLOW_TOOL, kills / 10, "-o", output, "--workers", 1]
+    # Pause before each file, so that kills hit every kind of work.
+    line = "def write(path, data):\n"
+    pause = f"{line}    time.sleep({kills / 10})\n"
+    tool = change_file(TOOL, line, pause, tmp_path / "prepare.py")
+    slowly = [tool, "-o", output, "--workers", 1]
     slowly += ["--piece", 1500, tmp_path / "shards"]
     num_tokens = sum(len(text) + 1 for text in documents)
     args = [*SHORT, "--seq-length", 32, "--checkpoint-every", 3, "--eval-every", 500]
@@ -265,10 +273,11 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, starte
         started.append(feeder)
         wait_for((output / "index.json").exists, [feeder])
         for attempt in range(kills + 1):
-            chapter, ranks, flags = RESUMES[attempt % len(RESUMES)]
-            command = [ROOT / "tests/support/recorded.py", SCRIPTS[chapter]]
-            command += [record / f"{attempt:03}", *args, "-e", "run", *flags]
-            processes = start_ranks(ranks, command, tmp_path, f"-{attempt}")
+            chapter, ranks = RESUMES[attempt % len(RESUMES)]
+            script = change_file(SCRIPTS[chapter], RETURN, RECORD, tmp_path / f"{chapter}.py")
+            command = [script, *args, "-e", "run", *SPLIT.get(chapter, [])]
+            variables = {"RECORD": f"{record}/{attempt:03}."}
+            processes = start_ranks(ranks, command, tmp_path, f"-{attempt}", **variables)
             started.extend(processes)
             if attempt == kills:
                 break
@@ -280,7 +289,7 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, starte
             kill([*processes, feeder])
             feeder = SERVER.start(slowly, {}, log)
             started.append(feeder)
-        assert not any(process.wait(timeout=300) for process in processes)
+        assert not any(process.wait(timeout=300) for process in processes), "a rank failed"
         assert feeder.wait(timeout=120) == 0, (tmp_path / "feeder.log").read_text()
     words = ["-o", tmp_path / "complete.tokens", "--workers", 3, *slowly[-3:]]
     run_command(TOOL, *words, check=True)

@@ -23,7 +23,7 @@ from conftest import (
 )
 from families import make_hub_folder, shrink
 from marks import exhaustive, slow
-from runs import have_same_weights, read_checkpoint, validation_loss
+from runs import have_same_weights, validation_loss
 
 ARGS = [*SHORT, "--num-steps", 2, "--eval-every", 2, "--checkpoint-every", 2, "--pretrained"]
 ARGS += ["-s", 32, "--global-batch-size", 4, "--batch-size", 2, "--eval-samples", 4]
@@ -76,17 +76,18 @@ def change_files(folder, kind):
         save_file(others, folder / "model-00001-of-00001.safetensors")
     elif kind == "other name":
         tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
-        save_file(tensors, path, metadata={"format": "pt"})
+        change_folder(folder, tensors)
     elif kind == "scalars":
         halves = {name: tensor / 2 for name, tensor in tensors.items() if tensor.ndim == 0}
         assert halves
-        save_file(tensors | halves, path, metadata={"format": "pt"})
+        change_folder(folder, tensors | halves)
     elif kind == "first layers":
-        change_config(folder, num_hidden_layers=2)
+        change_folder(folder, tensors, num_hidden_layers=2)
 
 
-def change_config(folder, **settings):
-    """Change settings in the configuration of a folder."""
+def change_folder(folder, tensors, **settings):
+    """Write the weights of a folder, and change settings in its configuration."""
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | settings))
 
@@ -108,11 +109,10 @@ def test_published_model_is_read_and_written_as_published(
     jobs = {name: (name, [*SPLIT.get(name, []), *args]) for name in chapters}
     curves = curves_of(tmp_path, {1: {"01": ("01", args)}, 2: jobs})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    args = read_checkpoint(tmp_path / "01", 2)["args"]
-    loss = validation_loss(model, tmp_path / "01", args, load("01"))
+    loss = validation_loss(model, tmp_path / "01", 2, load("01"))
     assert curves["01"][0]["val_loss"] == pytest.approx(loss, abs=1e-6), "started elsewhere"
     if kind in MIXTURES:
-        assert any(".experts.3." in name for name in names_in_files(folder))
+        assert any(".experts.3." in name for name in names_in_files(folder)), "no experts"
     for chapter in ["01", *chapters]:
         assert difference(curves["01"], curves[chapter]) < 1e-5, chapter
         assert have_same_weights(tmp_path / "01", tmp_path / chapter, tolerance=1e-4), chapter
@@ -147,8 +147,7 @@ def unfit(layout_models, tmp_path_factory):
 
     def change(name, changed=None, **settings):
         folder = shutil.copytree(good, root / name)
-        save_file(changed or weights, folder / "model.safetensors", metadata={"format": "pt"})
-        change_config(folder, **settings)
+        change_folder(folder, changed or weights, **settings)
         return folder / "model.safetensors"
 
     change("prefix", {f"_orig_mod.{name}": weight for name, weight in weights.items()})

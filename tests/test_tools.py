@@ -7,7 +7,7 @@ import pytest
 
 import plot
 from carry import carry
-from conftest import ROOT, run_command
+from conftest import ROOT, change_file, run_command
 
 SCRIPT = '''"""A chapter.{parent}"""
 
@@ -33,16 +33,10 @@ def guide(tmp_path):
     return tmp_path
 
 
-def change(guide, folder, old, new):
-    path = guide / folder / "train_llm.py"
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new))
-
-
 def test_fix_reaches_all_descendants(guide, capsys):
-    change(guide, "01-a", "return 1", "return 10")
+    change_file(guide / "01-a/train_llm.py", "return 1", "return 10")
     # This is a change of 03's own, and stays.
-    change(guide, "03-c", "return 2", "return 30")
+    change_file(guide / "03-c/train_llm.py", "return 2", "return 30")
     assert carry("01", guide) == []
     printed = capsys.readouterr().out
     assert printed == "01 -> 02: merged\n02 -> 03: merged\n02 -> other: merged\n"
@@ -52,8 +46,8 @@ def test_fix_reaches_all_descendants(guide, capsys):
 
 
 def test_conflict_is_marked_and_stops_no_other_chapter(guide):
-    change(guide, "01-a", "return 1", "return 10")
-    change(guide, "03-c", "return 1", "return 11")
+    change_file(guide / "01-a/train_llm.py", "return 1", "return 10")
+    change_file(guide / "03-c/train_llm.py", "return 1", "return 11")
     assert carry("01", guide) == ["03"]
     assert "<<<<<<<" in (guide / "03-c" / "train_llm.py").read_text()
     assert "return 10" in (guide / "other" / "train_llm.py").read_text()

@@ -11,7 +11,7 @@ import torch
 
 import harness
 import samples
-from conftest import ROOT, disagreement, metrics, user_error
+from conftest import ROOT, disagreement, metrics, parse, user_error
 from flags import unknown_flags
 from readme import Block
 
@@ -23,11 +23,6 @@ def script(name):
     return harness.load(TOPICS / name)
 
 
-def results(name):
-    """Return the rows that were measured for a topic."""
-    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["rows"]
-
-
 def test_index_has_every_topic():
     index = (TOPICS / "README.md").read_text()
     pages = [path.parent.name for path in TOPICS.glob("*/README.md")]
@@ -35,14 +30,10 @@ def test_index_has_every_topic():
 
 
 # ---- batch size and learning rate ------------------------------------------------------------
-@pytest.fixture
-def sweep():
-    return script("batch-size-and-lr/sweep.py")
-
-
-def test_sweep_trains_the_grid_and_the_scaled_rates(sweep, monkeypatch, tmp_path, capsys):
+def test_sweep_trains_the_grid_and_the_scaled_rates(monkeypatch, tmp_path, capsys):
     """The rate of the fewest samples is the best at 2e-3, and rates above 2e-2 diverge."""
-    trained, output = [], tmp_path / "found.json"
+    sweep, trained = script("batch-size-and-lr/sweep.py"), []
+    output = tmp_path / "found.json"
 
     def train(samples, batch, lr, seed):
         trained.append((batch, lr, seed))
@@ -81,8 +72,11 @@ def test_bits_finds_one_flipped_bit():
 
 
 # ---- own architecture ------------------------------------------------------------------------
-@pytest.mark.parametrize("row", results("own-architecture"), ids=lambda row: row["size"])
-def test_size_has_the_weights_of_its_name(monkeypatch, load, row):
+SIZES = json.loads((ROOT / "benchmarks/results/own-architecture.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize("row", SIZES, ids=lambda row: row["size"])
+def test_size_has_the_weights_of_its_name(load, row):
     """By hand, and on the meta device in the configuration that a chapter makes of it."""
     sizes, planner = script("own-architecture/sizes.py"), importlib.import_module("will_it_fit")
     width, layers, heads, kv_heads, inner, tied = sizes.SHAPES[row["size"]]
@@ -94,10 +88,9 @@ def test_size_has_the_weights_of_its_name(monkeypatch, load, row):
     assert (row["weights"], row["embeddings"]) == (by_hand, embeddings)
     unit = {"M": 1e6, "B": 1e9}[row["size"][-1]]
     assert float(row["size"][:-1]) == pytest.approx(by_hand / unit, rel=0.05)
-    words = ["--config", *sizes.config_of(row["size"]), "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", ["train_llm.py", *words])
-    chapter = load("01")
-    _, config = chapter.build_tokenizer_and_config(chapter.parse_args())
+    chapter, settings = load("01"), sizes.config_of(row["size"])
+    args = parse(chapter, "--device", "cpu", "--config", *settings)
+    _, config = chapter.build_tokenizer_and_config(args)
     assert planner.model_of(config).weights == by_hand
 
 

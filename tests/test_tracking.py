@@ -10,7 +10,7 @@ import pytest
 
 import track
 import wandb_files
-from conftest import ROOT, SCRIPTS, SERVER, SHORT, metrics, run_or_fail, user_error
+from conftest import ROOT, SCRIPTS, SERVER, SHORT, change_file, metrics, run_or_fail, user_error
 from runs import wait_for
 
 PATCH = ROOT / "related-topics/tracking/each-node.patch"
@@ -135,9 +135,7 @@ def test_patched_chapter_tracks_each_rank(tmp_path, chapter):
     """As the page describes it, with a wandb run on each rank."""
     script = tmp_path / "train_llm.py"
     subprocess.run(["patch", "--output", script, SCRIPTS[chapter], PATCH], check=True)
-    text, is_tracked = script.read_text(), 'is_tracked = os.environ["LOCAL_RANK"] == "0"'
-    assert text.count(is_tracked) == 1
-    script.write_text(text.replace(is_tracked, "is_tracked = True"))
+    change_file(script, 'is_tracked = os.environ["LOCAL_RANK"] == "0"', "is_tracked = True")
     args = [*SHORT, "--num-steps", 4, "--wandb", "offline", "--save-dir", tmp_path, "-e", "run"]
     run_or_fail(2, [(script, args)], tmp_path / "jobs")
     found, expected = wandb_files.rows_of(tmp_path / "run"), metrics(tmp_path / "run")

@@ -24,12 +24,17 @@ def test_step_reads_no_value_from_the_device(load, models, name):
     assert [event for event in events if SYNC_OPS.match(event)] == []
 
 
-def test_step_reduces_each_bucket_of_ddp_once_and_nothing_else(load, one_rank_group):
-    events, ddp = events_of_steps(load("02"), "--global-batch-size", 8)
+@pytest.mark.parametrize("chapter, precision, further", [("02", "bf16", 0), ("fp16", "fp16", 1)])
+def test_step_reduces_each_bucket_of_ddp_once_and_nothing_else(
+    load, one_rank_group, chapter, precision, further
+):
+    """In fp16, a step also reduces the number that tells whether a loss is not finite."""
+    words = ["--global-batch-size", 8, "--precision", precision]
+    events, ddp = events_of_steps(load(chapter), *words)
     num_buckets = len(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(","))
     assert num_buckets in (1, 2)
     # The profile has three steps.
-    assert events.count("c10d::allreduce_") == 3 * num_buckets
+    assert events.count("c10d::allreduce_") == 3 * (num_buckets + further)
     others = [event for event in events if COLLECTIVES.match(event) and event not in REDUCTION]
     assert others == []
     assert [event for event in events if SYNC_OPS.match(event)] == []

@@ -9,19 +9,73 @@ import whats_wrong
 from facts import ranks_of, read_ranks
 
 from conftest import ROOT, run_command
-from fake_facts import (
-    BUCKET,
-    FLAG,
-    GATHER,
-    NOW,
-    STEPS,
-    facts_of,
-    files_of,
-    moving_ranks,
-    rank_files,
-)
 
 TOOL = ROOT / "diagnosing-errors/whats_wrong.py"
+
+
+# ---- made-up facts -----------------------------------------------------------------------------
+NOW = 1_000_000.0
+FLAG = ("all_reduce", "[[]]", 405, "measure")
+BUCKET = ("all_reduce", "[[606976]]", 746, "train_step")
+GATHER = ("all_gather", "[[21]]", 412, "gather")
+STEPS = [BUCKET, BUCKET, FLAG, GATHER] * 5
+
+
+def collectives(calls, pending, late=0.0):
+    """Return calls as watched.py writes them, 0.1 s apart; `pending` applies to the last call."""
+    records = [
+        {"group": "gloo 0", "number": n, "call": f"{name} {sizes} at train_llm.py:{line} {at}",
+         "called": NOW - 50 + n / 10 + late, "milliseconds": None,
+         "pending": pending and n == len(calls), "patient": False}
+        for n, (name, sizes, line, at) in enumerate(calls, 1)
+    ]  # fmt: skip
+    return records and [
+        *records,
+        records[-1] | {"group": "gloo 1", "patient": True, "pending": True},
+    ]
+
+
+STACK = [["/run/train_llm.py", 746, "train_step"]]
+
+
+def rank_files(rank, size, since=60.0, calls=STEPS, pending=True, age=1.0, **changes):
+    """Return the contents of the files of a rank that has been in one phase for `since` seconds.
+
+    The other changes are values of the heartbeat, but `crash` is the text of faulthandler.
+    """
+    late, crash = changes.pop("late", 0.0), changes.pop("crash", "")
+    beat = {
+        "rank": rank, "world_size": size, "host": f"h{rank // 8}", "pid": 1000 + rank,
+        "started": NOW - 500, "time": NOW, "phase": "backward", "step": 12,
+        "since": NOW - since, "step_seconds": 1.0, "shard": "whole", "frame": STACK[0],
+        "lines": {"train_llm.py:746 train_step": 0.9}, "memory": [0.69, 0.7, 0.7, 0.7, 0.7],
+        "checks": [], "cpu": 0.0, "printed": [], "end": None,
+    }  # fmt: skip
+    dump = {"time": NOW, "reason": "asked", "stacks": {"MainThread": STACK}}
+    dump |= {"collectives": collectives(calls, pending, late)}
+    return {"beat": beat | changes, "age": age, "dump": dump, "crash": crash}
+
+
+def facts_of(ranks, gone=(), stopped=()):
+    """Return facts about ranks whose hosts all answer.
+
+    The ranks in `gone` have no process, and the processes of the ranks in `stopped` are stopped.
+    """
+    hosts = {}
+    for rank, files in ranks.items():
+        states = hosts.setdefault(files["beat"]["host"], {})
+        if rank not in gone:
+            states[str(files["beat"]["pid"])] = "T" if rank in stopped else "S"
+    hosts = {host: {"host": host, "states": states} for host, states in hosts.items()}
+    return {"run": "/run/outputs/x", "free": 2**40, "ranks": ranks, "hosts": hosts}
+
+
+def run(odd=None, size=4, gone=(), stopped=(), **changes):
+    """Return facts about ranks with the same changes; rank 1 may have its own changes."""
+    files = {rank: rank_files(rank, size, **changes) for rank in range(size)}
+    if odd:
+        files[1] = rank_files(1, size, **odd)
+    return facts_of(files, gone, stopped)
 
 
 def judged(facts):
@@ -50,21 +104,16 @@ ABORTED = "Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n
 ABORTED += '  File "/x/torch/distributed/distributed_c10d.py", line 3252 in all_reduce\n'
 SEGFAULT = "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):"
 SEGFAULT += '\n  File "/run/train_llm.py", line 778 in some_function\n'
-ALL = range(4)
+ALL, MOVING = range(4), {"since": 1.0, "pending": False}
 STARTING = {rank: rank_files(rank, 4, phase="start", step_seconds=None) for rank in range(3)}
 UNREACHABLE = facts_of({n: rank_files(n, 16, age=1.0 if n < 8 else 50.0) for n in range(16)})
 UNREACHABLE["hosts"]["h1"] = {"error": "No route to host"}
 UNCHECKED = UNREACHABLE | {"hosts": {"h0": UNREACHABLE["hosts"]["h0"]}}
 
 
-def run(odd=None, size=4, gone=(), **changes):
-    """Return facts about ranks with the same changes; rank 1 also has the changes in `odd`."""
-    return facts_of(files_of(size, odd, **changes), gone)
-
-
 # Each case has the start of (kind, ranks, certainty), and facts.
 VERDICTS = {
-    "training": ("healthy", [], "certain", facts_of(moving_ranks())),
+    "training": ("healthy", [], "certain", run(**MOVING)),
     "equally slow": ("healthy", run(step_seconds=90.0)),
     "evaluation takes minutes": ("healthy", run(since=900.0, phase="evaluation", cpu=0.5)),
     "one rank has no batch": ("hang-in-data", [1], "certain", run(NO_BATCH)),
@@ -77,7 +126,7 @@ VERDICTS = {
     "in a different group": ("skipped-collective", [1], run(NO_BATCH | {"phase": "collective"})),
     "still computes": ("straggler", [1], run(NO_BATCH | {"phase": "forward"})),
     "all ranks in one collective": ("network", [], run(size=16)),
-    "stopped": ("stopped-process", [1], "certain", facts_of(files_of(), stopped=[1])),
+    "stopped": ("stopped-process", [1], "certain", run(stopped=[1])),
     "own error": (
         "crash", [1], "certain",
         run({"age": 31.0, **failed("ValueError: x")}, gone=ALL, age=30.0, **LOST),
@@ -93,7 +142,7 @@ VERDICTS = {
         "hang-in-data", [1], run(NO_BATCH, 4, (0, 2, 3), age=30.0, crash=ABORTED)
     ),
     "all ranks timed out": ("hang-in-data", [1], run(NO_BATCH | LATE, 4, ALL, **LATE)),
-    "full disk": ("disk-full", [], facts_of(moving_ranks(), free=4096)),
+    "full disk": ("disk-full", [], run(**MOVING) | {"free": 4096}),
     "the last rank never started": ("rendezvous", [3], facts_of(STARTING)),
     "a host does not answer": ("host-unreachable", [*range(8, 16)], "certain", UNREACHABLE),
     "a host was not asked": ("host-unreachable", [*range(8, 16)], "a guess", UNCHECKED),
@@ -101,45 +150,28 @@ VERDICTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", VERDICTS)
-def test_made_up_facts_give_the_expected_verdict(case):
-    *expected, facts = VERDICTS[case]
-    verdict = judged(facts)
-    assert verdict[: len(expected)] == tuple(expected)
-    if case == "C code":
-        assert "train_llm.py:778 some_function" in verdict[3]
-
-
 NCCL = """torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, \
 unhandled cuda error, NCCL version 2.27.3
 ncclUnhandledCudaError: Call to CUDA function failed.
 Last error:
 Cuda failure 2 'out of memory'"""
-
-
-@pytest.mark.parametrize(
-    "message, kind",
-    [
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to", "device-out-of-memory"),
-        ("RuntimeError: CUDA error: out of memory", "device-out-of-memory"),
-        (NCCL, "device-out-of-memory"),
-        ("OSError: [Errno 24] Too many open files: 'x'", "too-many-open-files"),
-        ("OSError: [Errno 28] No space left on device", "disk-full"),
-        ("MemoryError", "host-memory-leak"),
-        ("SystemExit: error: a gradient in steps 1 to 5 was not finite", "not-finite"),
-        ("RuntimeError: Unable to find address for: eth9", "rendezvous"),
-        ("SystemExit: error: no checkpoint in x/checkpoints can be read", "corrupt-checkpoint"),
-    ],
-)  # fmt: skip
-def test_error_text_decides_the_kind(message, kind):
-    """Check also that the verdict starts with NCCL's reason, which NCCL reports last."""
+# The last error of rank 1, and the kind of the verdict.
+ERRORS = {
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to": "device-out-of-memory",
+    "RuntimeError: CUDA error: out of memory": "device-out-of-memory",
+    NCCL: "device-out-of-memory",
+    "OSError: [Errno 24] Too many open files: 'x'": "too-many-open-files",
+    "OSError: [Errno 28] No space left on device": "disk-full",
+    "MemoryError": "host-memory-leak",
+    "SystemExit: error: a gradient in steps 1 to 5 was not finite": "not-finite",
+    "RuntimeError: Unable to find address for: eth9": "rendezvous",
+    "SystemExit: error: no checkpoint in x/checkpoints can be read": "corrupt-checkpoint",
+}
+for message, kind in ERRORS.items():
     odd = {"age": 31.0, "end": "failed", "error": message}
-    verdict = judged(facts_of(files_of(odd=odd), gone=[1]))
-    assert verdict[:2] == (kind, [1])
-    assert message != NCCL or "Error: Cuda failure 2" in verdict[3]
+    VERDICTS[message] = kind, [1], run(odd, gone=[1])
 
 
-# ---- runs that move ------------------------------------------------------------------------------
 def checks(rank, weights=7, losses=(3.0, 3.1), data=None):
     """Return the checks of a rank in two steps."""
     hashes = data or (100 * rank + 1, 100 * rank + 2)
@@ -147,60 +179,70 @@ def checks(rank, weights=7, losses=(3.0, 3.1), data=None):
             for n, x in enumerate(hashes, 1)]  # fmt: skip
 
 
-# Each case has changes to the heartbeat of rank 1, the number of ranks, and the verdict.
-HEARTBEATS = [
-    ({"bad": {"step": 12, "loss": float("inf"), "gradients": 1}}, 4, "not-finite", [1]),
-    ({"bad": {"step": 12, "loss": 3.0, "gradients": 1}}, 4, "not-finite", [1]),
-    ({"checks": checks(1, weights=8)}, 4, "replicas-differ", [1]),
-    ({"checks": checks(1, weights=8)}, 2, "replicas-differ", [0, 1]),
-    ({"checks": checks(1, weights=8), "shard": "0: 1"}, 2, "healthy", []),
-    ({"checks": checks(1, data=(1, 2))}, 4, "same-data", [0, 1]),
-    ({"checks": checks(1, losses=(5.5, 5.6))}, 4, "loss-spike", [1]),
-    ({"memory": [0.7, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7]}, 4, "host-memory-leak", [1]),
-    ({"memory": [0.7, 0.7, 0.7, 1.7, 1.7, 1.7, 1.7]}, 4, "healthy", []),
-    ({"printed": ["x/step-20 cannot be read: EOFError(); trying the previous checkpoint"]}, 4,
-     "corrupt-checkpoint", []),
-]  # fmt: skip
+def moving(size=4, **odd):
+    """Return facts about ranks that take steps; these values in rank 1's heartbeat are odd."""
+    facts = run(size=size, **MOVING)
+    for rank, files in facts["ranks"].items():
+        files["beat"]["checks"] = checks(rank)
+    facts["ranks"][1]["beat"] |= odd
+    return facts
 
 
-@pytest.mark.parametrize("odd, size, kind, ranks", HEARTBEATS)
-def test_values_in_heartbeats_give_the_expected_verdict(odd, size, kind, ranks):
-    files = moving_ranks(size)
-    for rank in files:
-        files[rank]["beat"]["checks"] = checks(rank)
-    files[1]["beat"] |= odd
-    assert judged(facts_of(files))[:2] == (kind, ranks)
+BAD, UNREAD = {"step": 12, "gradients": 1}, "x/step-20 cannot be read: EOFError(); trying the prev"
+VERDICTS |= {
+    "infinite loss": ("not-finite", [1], moving(bad=BAD | {"loss": float("inf")})),
+    "infinite gradient": ("not-finite", [1], moving(bad=BAD | {"loss": 3.0})),
+    "one of 4 replicas": ("replicas-differ", [1], moving(checks=checks(1, weights=8))),
+    "one of 2 replicas": ("replicas-differ", [0, 1], moving(2, checks=checks(1, weights=8))),
+    "2 shards": ("healthy", [], moving(2, checks=checks(1, weights=8), shard="0: 1")),
+    "same samples": ("same-data", [0, 1], moving(checks=checks(1, data=(1, 2)))),
+    "high losses": ("loss-spike", [1], moving(checks=checks(1, losses=(5.5, 5.6)))),
+    "leak": ("host-memory-leak", [1], moving(memory=[0.7, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7])),
+    "one allocation": ("healthy", [], moving(memory=[0.7, 0.7, 0.7, 1.7, 1.7, 1.7, 1.7])),
+    "unreadable": ("corrupt-checkpoint", [], moving(printed=[UNREAD])),
+}
+# A part of the reasons. NCCL reports its own reason last.
+REASONS = {"C code": "train_llm.py:778 some_function", NCCL: "Error: Cuda failure 2"}
 
 
+@pytest.mark.parametrize("case", VERDICTS)
+def test_made_up_facts_give_the_expected_verdict(case):
+    *expected, facts = VERDICTS[case]
+    verdict = judged(facts)
+    assert verdict[: len(expected)] == tuple(expected)
+    assert REASONS.get(case, "") in verdict[3]
+
+
+# ---- stragglers ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("size", [2, 4])
 def test_rank_that_is_late_for_every_collective_is_a_straggler(size):
     """Rank 1 calls each collective 60 ms late; one collective takes 100 ms."""
-    slow = {"late": 0.06, "lines": {"train_llm.py:99 read": 0.6}}
-    ranks = moving_ranks(size, odd=slow, calls=STEPS * 2)
-    *verdict, reason = judged(facts_of(ranks))
+    same = MOVING | {"calls": STEPS * 2}
+    facts = run(same | {"late": 0.06, "lines": {"train_llm.py:99 read": 0.6}}, size, **same)
+    *verdict, reason = judged(facts)
     assert verdict == ["straggler", [1], "certain"]
     assert "train_llm.py:99 read (+60%)" in reason
     # A rank that is late only for the newer half of the collectives is no straggler.
-    prompt, late = (ranks[rank]["dump"]["collectives"] for rank in (0, 1))
-    ranks[1]["dump"]["collectives"] = prompt[:25] + late[25:]
-    assert judged(facts_of(ranks))[0] == "healthy"
+    prompt, late = (facts["ranks"][rank]["dump"]["collectives"] for rank in (0, 1))
+    facts["ranks"][1]["dump"]["collectives"] = prompt[:25] + late[25:]
+    assert judged(facts)[0] == "healthy"
 
 
 def test_rank_with_the_shortest_nccl_collectives_is_a_straggler():
     """On a GPU, all hosts queue a collective at the same time, so only its duration differs."""
-    ranks = moving_ranks(4, calls=STEPS * 2)
-    for rank, files in ranks.items():
+    facts = run(calls=STEPS * 2, **MOVING)
+    for rank, files in facts["ranks"].items():
         for call in files["dump"]["collectives"]:
             call["milliseconds"] = 5.0 if rank == 2 else 65.0
-    assert judged(facts_of(ranks))[:3] == ("straggler", [2], "certain")
+    assert judged(facts)[:3] == ("straggler", [2], "certain")
 
 
 def test_different_clocks_do_not_make_a_straggler():
-    ranks = moving_ranks(16)
+    facts = run(size=16, **MOVING)
     for rank in range(8, 16):
-        ranks[rank] = rank_files(rank, 16, since=1.0, pending=False, late=7.0)
-        ranks[rank]["beat"] |= {"time": NOW + 7, "since": NOW + 6}
-    assert judged(facts_of(ranks))[0] == "healthy"
+        facts["ranks"][rank] = rank_files(rank, 16, late=7.0, **MOVING)
+        facts["ranks"][rank]["beat"] |= {"time": NOW + 7, "since": NOW + 6}
+    assert judged(facts)[0] == "healthy"
 
 
 # ---- the command ---------------------------------------------------------------------------------

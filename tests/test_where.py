@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from conftest import change_file
 from where import SCRIPTS, WINDOW, parts_of, run
 
 pytestmark = pytest.mark.tool
@@ -70,13 +71,9 @@ def test_late_batch_is_data_of_its_rank_and_a_wait_of_the_other(tmp_path):
     [[row]] = run(SCRIPTS["01"], 1, tmp_path / "alone", 1, *TINY)
     assert row["exposed"] == row["hidden"] == 0, "one rank waits for no other rank"
     assert row["compute"] > 0 and row["host"] > 0
-    script = tmp_path / "02-late" / "train_llm.py"
-    script.parent.mkdir()
-    source = SCRIPTS["02"].read_text()
     line = "    batch = samples_at(args, samples, positions).long()\n"
-    assert source.count(line) == 1, "the test no longer finds the place to wait"
-    late = f"    time.sleep({DELAY} * dist.get_rank())\n"
-    script.write_text(source.replace(line, line + late))
+    late = f"{line}    time.sleep({DELAY} * dist.get_rank())\n"
+    script = change_file(SCRIPTS["02"], line, late, tmp_path / "02-late" / "train_llm.py")
     [first], [second] = run(script, 2, tmp_path / "runs", 1, *TINY)
     assert second["data"] >= DELAY * WINDOW
     assert first["data"] < second["data"] - DELAY * WINDOW / 2

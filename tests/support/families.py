@@ -4,12 +4,11 @@ import json
 import shutil
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from conftest import fast_byte_tokenizer
 
 # Settings by their small size. Families name their settings differently, and shrink() skips the
 # settings that a family does not have.
@@ -136,11 +135,7 @@ def save_small_model(family, folder):
     if num_weights > MOST_WEIGHTS:
         raise ValueError(f"{num_weights:,} weights")
     config.save_pretrained(folder)
-    letters = {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()), 1)}
-    tokenizer = Tokenizer(BPE({"</s>": 0} | letters, []))
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
-    fast.save_pretrained(folder)
+    fast_byte_tokenizer().save_pretrained(folder)
 
 
 def make_hub_folder(

@@ -1,7 +1,5 @@
 """Run the training steps of one rank in the process of a test."""
 
-import argparse
-import contextlib
 import io
 import re
 
@@ -60,14 +58,3 @@ def in_optimizer(event):
     while event and event.name != "aten::_fused_adamw_":
         event = event.cpu_parent
     return event is not None
-
-
-def set_up_chapter(chapter, monkeypatch, tmp_path, **args):
-    """Call a chapter's setup() as rank 0 of 16 simulated ranks."""
-    for name, value in {"init_process_group": None, "get_rank": 0, "get_world_size": 16}.items():
-        monkeypatch.setattr(chapter.dist, name, lambda *_, value=value, **__: value)
-    for name in ("patient_group", "check_shared"):
-        monkeypatch.setattr(chapter, name, lambda *_: None, raising=False)
-    args |= {"dist_timeout": 9, "save_dir": tmp_path, "experiment_name": "run"}
-    with contextlib.redirect_stdout(Captured()):
-        chapter.setup(argparse.Namespace(**args))

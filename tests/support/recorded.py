@@ -1,14 +1,7 @@
-"""Run a script's main(), and record the samples that it trains on.
-
-Usage: recorded.py SCRIPT FILE ARGUMENT...
-
-Each rank appends to FILE.RANK.jsonl. `trained()` reads these files.
-"""
+"""Import scripts as modules, and read the samples that the ranks of a run have recorded."""
 
 import importlib.util
 import json
-import os
-import sys
 
 
 def load(path):
@@ -16,22 +9,6 @@ def load(path):
     spec = importlib.util.spec_from_file_location("script", path)
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
     return module
-
-
-def main():
-    """Run a chapter with a samples_at() that keeps a record."""
-    script, file, *arguments = sys.argv[1:]
-    chapter, sys.argv = load(script), [script, *arguments]
-    samples_at = chapter.samples_at
-
-    def recorded(args, samples, positions):
-        rows = samples_at(args, samples, positions)
-        with open(f"{file}.{os.environ.get('RANK', '0')}.jsonl", "a") as record:
-            print(json.dumps([list(positions), rows.tolist()]), file=record)
-        return rows
-
-    chapter.samples_at = recorded
-    chapter.main()
 
 
 def trained(folder):
@@ -47,7 +24,3 @@ def trained(folder):
                 positions, rows = json.loads(line)
                 samples |= zip(positions, map(tuple, rows), strict=True)
     return samples
-
-
-if __name__ == "__main__":
-    main()

@@ -3,15 +3,14 @@
 import argparse
 import json
 import shutil
-import sys
 import time
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cluster.cluster import wait_until
-from conftest import ROOT, free_port, run_or_fail
+from conftest import ROOT, run_or_fail
+from harness import launch_command
 
 WATCHED = ROOT / "diagnosing-errors/watched.py"
 
@@ -105,19 +104,16 @@ def evaluate_export(run_dir, step, chapter):
     config = json.loads((run_dir / "model/config.json").read_text())
     assert config["architectures"] == [type(model).__name__] and config["dtype"] == "float32"
     assert not [path for path in (run_dir / "model").iterdir() if path.is_dir()]
-    checkpoint = read_checkpoint(run_dir, step)
-    assert has_weights_of(model, checkpoint)
-    return validation_loss(model, run_dir, checkpoint["args"], chapter)
+    assert has_weights_of(model, read_checkpoint(run_dir, step))
+    return validation_loss(model, run_dir, step, chapter)
 
 
-def validation_loss(model, run_dir, args, chapter):
-    """Return the loss of a finished run's model on the held-out samples.
-
-    The arguments of the run come from a checkpoint, and are JSON if the checkpoint has shards.
-    """
-    args = args if isinstance(args, dict) else json.loads(args)
-    tokenizer = AutoTokenizer.from_pretrained(run_dir / "model")
-    _, held_out = chapter.build_data(argparse.Namespace(**args), tokenizer)
+def validation_loss(model, run_dir, step, chapter):
+    """Return the loss of a model on the held-out samples of a run, which has saved this step."""
+    args = argparse.Namespace(**arguments_of(run_dir, step))
+    _, held_out = chapter.build_data(args, AutoTokenizer.from_pretrained(run_dir / "model"))
+    # With the caches of some families, the model returns a different loss.
+    model.config.use_cache = False
     with torch.no_grad():
         return model(input_ids=held_out.long(), labels=held_out.long()).loss.item()
 
@@ -142,21 +138,4 @@ def call_on_ranks(world_size, script, cases, folder, *words):
 
 def watched_command(folder, *words, ranks=0):
     """Return a command that runs a script under watched.py; with `ranks`, under torchrun, too."""
-    launcher = [sys.executable]
-    if ranks:
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", ranks]
-        launcher += ["--master-addr", "127.0.0.1", "--master-port", free_port()]
-    return list(map(str, [*launcher, WATCHED, "--into", folder, *words]))
-
-
-def wait_for_verdict(cluster, run, env, verdict_kinds, *options):
-    """Run whats_wrong.py until its verdict has one of these kinds; return the verdict."""
-    tool = ROOT / "diagnosing-errors/whats_wrong.py"
-    command = [sys.executable, tool, run, "--json", *options]
-
-    def verdict_of_kind():
-        result = cluster.run("head", command, 60, check=False, env=env)
-        verdict = json.loads(result.stdout)
-        return verdict if verdict["kind"] in verdict_kinds else None
-
-    return wait_until(verdict_of_kind, 90, f"a verdict of {verdict_kinds}")
+    return list(map(str, launch_command(ranks, [WATCHED, "--into", folder, *words])))
