@@ -201,9 +201,8 @@ def test_family_follows_chapter_01_or_is_refused(load, tmp_path, publish, family
         # Later, AdamW amplifies rounding errors.
         first_steps = [{step: rows[step] for step in (1, 2)} for rows in (curve, reference)]
         assert difference(*first_steps, names=["grad_norm"], relative=True) <= 1e-4
-        last = max(curve)
-        loss = evaluate_export(tmp_path / chapter, last, load("01"))
-        assert abs(loss - curve[last]["val_loss"]) <= 1e-5, f"the export of chapter {chapter}"
+        loss = evaluate_export(tmp_path / chapter, max(curve), load("01"))
+        assert abs(loss - curve[max(curve)]["val_loss"]) <= 1e-5, f"the export of chapter {chapter}"
         rows.append(row | {"verdict": "equal"})
     publish({"rows": [*published()["rows"], *rows]})
     expected = {row["chapter"]: row for row in published()["rows"] if row["family"] == family}

@@ -227,8 +227,13 @@ def test_wrong_configuration_costs_one_line(
     """The file contradicts the flags, or names a setting that the script does not support."""
     reader, path = "accelerate" if framework == "accelerate" else "deepspeed", tmp_path / "it.json"
     path.write_text(json.dumps(config))
-    script, words = load(framework), [*SHORT, f"--{reader}-config", path]
-    error = user_error(capsys, lambda: script.load_zero_settings(parse(script, *words)))
+    script = load(framework)
+
+    def read_configuration():
+        args = parse(script, *SHORT, f"--{reader}-config", path)
+        script.load_zero_settings(args)
+
+    error = user_error(capsys, read_configuration)
     assert error.count("\n") == 1 and expected in error
 
 
@@ -240,8 +245,7 @@ def test_accelerate_file_sets_precision_and_sharding(load, variables, capsys, tm
     args = parse(script, *words, "--accelerate-config", path)
     assert args.precision == "bf16" and variables["ACCELERATE_USE_FSDP"] == "true"
     variables["FSDP_OFFLOAD_PARAMS"] = "true"
-    error = user_error(capsys, parse, script, *words)
-    assert "this run uses no GPU; set it to false" in error
+    assert "this run uses no GPU; set it to false" in user_error(capsys, parse, script, *words)
 
 
 @pytest.mark.parametrize("framework", ["accelerate", "trainer"])

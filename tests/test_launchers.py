@@ -172,8 +172,7 @@ def start_under_torchrun(chapter, args, folder):
     command = launch_command(2, ["--max-restarts", 3, SCRIPTS[chapter], *args])
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     launcher = subprocess.Popen(list(map(str, command)), env=env, **options)
-    run_dir = folder / "run"
-    wait_until(lambda: launcher.poll() or last_logged_step(run_dir) >= 15, 150, "step 15")
+    wait_until(lambda: launcher.poll() or last_logged_step(folder / "run") >= 15, 150, "step 15")
     children = psutil.Process(launcher.pid).children()
     return launcher, [child for child in children if "train_llm.py" in str(child.cmdline())]
 
