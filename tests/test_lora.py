@@ -144,14 +144,30 @@ def test_bf16_gradients_are_as_close_to_fp64_as_those_of_peft(chapter, layout_mo
     assert loss_apart < 1e-3 and 1e-3 < apart < 1.25 * apart_of_peft
 
 
+def checkpoint_size(run_dir, step):
+    """Return the bytes of a checkpoint's files."""
+    return sum(path.stat().st_size for path in run_dir.glob(f"checkpoints/step-{step:08}/*"))
+
+
 def test_checkpoint_holds_only_adapters(run_dir):
     weights = read_checkpoint(run_dir, 4)["model"]
     assert weights and all(".lora_" in name for name in weights)
-    size = sum(path.stat().st_size for path in (run_dir / "checkpoints/step-00000004").iterdir())
     num_weights = sum(weight.numel() for weight in weights.values())
     # Each weight and its two moments have 4 bytes. Each of two ranks saves a part of every weight,
     # of its moments and of its step, and a file has about 1.6 KiB more for each part.
-    assert size < 12 * num_weights + 2048 * 2 * 4 * len(weights)
+    assert checkpoint_size(run_dir, 4) < 12 * num_weights + 2048 * 2 * 4 * len(weights)
+
+
+def test_checkpoint_of_few_tensors_has_12_bytes_per_weight(chapter, layout_models, tmp_path):
+    """Four tensors and their moments are so few parts that all else is below 64 KiB."""
+    words = ["-m", layout_models / "llama", "-d", write_conversations(tmp_path)]
+    words += ["--config", "num_hidden_layers=2", "--lora-modules", "q_proj", "--lora-rank", 64]
+    args, model, *_ = prepare(chapter, *words)
+    chapter.save_checkpoint(args, tmp_path, model, chapter.build_optimizer(args, model), 1)
+    trained = [weight.numel() for weight in model.parameters() if weight.requires_grad]
+    frozen = model.num_parameters() - sum(trained)
+    size = checkpoint_size(tmp_path, 1)
+    assert len(trained) == 4 and 12 * sum(trained) < size < 12 * sum(trained) + 2**16 < 4 * frozen
 
 
 def test_adapters_merge_into_the_finished_model(chapter, base, run_dir):
