@@ -212,10 +212,11 @@ def run(command, limit=LONGEST, **variables):
 
 
 def call(command, limit=LONGEST, **variables):
-    """Run a command that must succeed."""
+    """Run a command that must succeed; return its CompletedProcess."""
     done = run(command, limit, **variables)
     if done.returncode:
         raise Failed(f"{done.stdout}{done.stderr}\nfailed: {shlex.join(done.args)}")
+    return done
 
 
 def take_turns(names, rounds, measure, show):
