@@ -32,7 +32,7 @@ PLANNER = ROOT / "tools/planner/will_it_fit.py"
 # glibc gives large blocks back to the system as soon as they are free, and the system clears each
 # page that it gives out again. So all runs keep the memory that they free, as `make train` does.
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl")
 # The first start of DeepSpeed compiles for minutes.
 LONGEST = 1200
 
@@ -212,10 +212,11 @@ def run(command, limit=LONGEST, **variables):
 
 
 def call(command, limit=LONGEST, **variables):
-    """Run a command that must succeed."""
+    """Run a command that must succeed; return its CompletedProcess."""
     done = run(command, limit, **variables)
     if done.returncode:
         raise Failed(f"{done.stdout}{done.stderr}\nfailed: {shlex.join(done.args)}")
+    return done
 
 
 def take_turns(names, rounds, measure, show):

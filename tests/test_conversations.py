@@ -23,7 +23,7 @@ from chats import (
     write_rows,
     write_tokens,
 )
-from conftest import curves_of, disagreement, user_error
+from conftest import ROOT, SCRIPTS, curves_of, disagreement, run_command, user_error
 from families import ARGS, shrink
 from marks import slow
 
@@ -291,3 +291,42 @@ def test_held_out_samples_are_not_the_shortest(chapter, tmp_path):
     samples = samples_of(chapter, write_rows(tmp_path / "a.jsonl", rows))
     *_, held_out = split_documents(chapter, samples)
     assert len(held_out) == 20 + lengths[-1]
+
+
+# ---- the same on chapter 08 ------------------------------------------------------------------
+PATCH = ROOT / "fine-tuning/conversations/on-08.patch"
+PARALLEL = {
+    "tensor": ["--tensor-parallel-size", 2],
+    "gather": ["--context-parallel-size", 2],
+    "ulysses": ["--context-parallel-size", 2, "--context-parallel-style", "ulysses"],
+    "pipeline": ["--pipeline-parallel-size", 2],
+    "interleaved": ["--pipeline-parallel-size", 2, "--pipeline-schedule", "interleaved-1f1b"],
+}
+
+
+@pytest.fixture
+def merged_script(tmp_path):
+    """Merge the diff of conversations into chapter 08; return the script's path."""
+    script = shutil.copy(SCRIPTS["08"], tmp_path / "on_08.py")
+    merge = ["git", "merge-file", "--ours", script, SCRIPTS["05"], SCRIPTS["conversations"]]
+    assert run_command(*merge).returncode == 0
+    done = run_command("patch", "--fuzz=0", script, PATCH)
+    assert done.returncode == 0 and "FAILED" not in done.stdout, done.stdout
+    return script
+
+
+@pytest.mark.slow
+def test_merged_into_chapter_08_the_curve_stays_the_same(merged_script, layout_models, tmp_path):
+    args = ["-m", layout_models / "llama", "-d", write_conversations(tmp_path, 100), "-s", 128]
+    args += ["-b", 2, "--lr", 0.001]
+    jobs = {name: (merged_script, [*args, *flags]) for name, flags in PARALLEL.items()}
+    curves = curves_of(tmp_path, {1: {"one": ("conversations", args)}, 2: jobs})
+    apart = {name: disagreement(curves["one"], curves[name]) for name in jobs}
+    assert apart == {name: {} for name in jobs}
+
+
+def test_merged_into_chapter_08_it_has_all_that_conversations_has(load, merged_script):
+    import harness
+
+    own, merged = load("conversations"), harness.load(merged_script)
+    assert {name for name in vars(own) if not name.startswith("_")} <= vars(merged).keys()

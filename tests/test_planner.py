@@ -101,6 +101,13 @@ def test_lora_has_gradients_and_moments_of_adapters_only():
     assert plan["checkpoint"] == 4 * 12 * adapters + 4 * 56
 
 
+def test_lora_merges_all_matrices_of_the_layers_on_the_host():
+    """The sums have 4 bytes per weight, and so does the copy that is read to compare."""
+    plan = asked("--gpus-per-node 4 --lora-rank 4")
+    assert plan["host_when"] == "the export"
+    assert plan["host"] == {"merged weights": 8 * 4 * TINY_MATRICES}
+
+
 def test_pipeline_keeps_the_activations_of_the_micro_batches_in_flight():
     kept = {}
     for schedule in ("gpipe", "1f1b", "interleaved-1f1b"):

@@ -928,7 +928,7 @@ def token_file(args, tokenizer):
         fail(f"--dataset-name {args.dataset_name}: {where} {counts['read']}: {problem}")
     size = max(1, counts["samples"] * args.seq_length)
     summary = f"{counts['read']:,} conversations are packed into {counts['samples']:,} samples: "
-    summary += f"{counts['answers'] / size:.1%} of the tokens are in answers, "
+    summary += f"{counts['answers']:,} tokens ({counts['answers'] / size:.1%}) are in answers, "
     summary += f"{1 - counts['tokens'] / size:.1%} are padding. Left out: {counts['long']:,} too "
     summary += f"long for --seq-length, {counts['control']:,} with a control token in their text."
     print(summary)
@@ -1429,7 +1429,8 @@ def merge_adapters(args, model):
             columns = module.lora_A.weight.redistribute(placements=placements)
             product = module.lora_B.weight @ columns
             merged = module.weight.float() + args.lora_alpha / args.lora_rank * product
-            module.weight = torch.nn.Parameter(merged)
+            # FSDP keeps the frozen weights on the GPU, which may not have space for the sum too.
+            module.weight = torch.nn.Parameter(merged.cpu())
             del module.lora_A, module.lora_B
 
 

@@ -361,6 +361,13 @@ def host_memory(setting, part):
     elif not setting.cpu_offload and setting.chapter != "02":
         # DCP holds its copies of the weights and the two moments until it closes the file.
         train["copy being saved"] = pinned + 2 * pinned
-    phases = (start, "the start"), (train, "training")
+    phases = [(start, "the start"), (train, "training")]
+    if setting.lora_rank:
+        # fine-tuning/lora adds up the matrices of the layers in float32 on the CPU. After it has
+        # written them, it reads them again, to compare.
+        matrices = [shape for layer in part.layers for shape in layer if len(shape) == 2]
+        merged = 4 * shard_numbers(matrices, setting.shards)
+        export = {"parameters": train.get("parameters", 0), "merged weights": 2 * merged}
+        phases.append((export, "the export"))
     fullest, when = max(phases, key=lambda phase: sum(phase[0].values()))
     return {name: size * setting.gpus_per_node for name, size in fullest.items() if size}, when
