@@ -164,6 +164,12 @@ def small_model(setting):
     config.num_hidden_layers = min(2, config.num_hidden_layers)
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:2]
+    # If the first layers of a mixture have no experts, keep one such layer, and one with experts.
+    for name, most in {"first_k_dense_replace": 1, "decoder_sparse_step": 2}.items():
+        if getattr(config, name, None):
+            setattr(config, name, min(most, getattr(config, name)))
+    if getattr(config, "mlp_only_layers", None):
+        config.mlp_only_layers = [number for number in config.mlp_only_layers if number == 0]
     chapter = load_chapter("04") if setting.chapter < "05" else newest_chapter()
     with mock.patch.object(chapter, "fail", refuse):
         model = chapter.build_model(setting, config)

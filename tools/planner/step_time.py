@@ -13,14 +13,15 @@ that a GPU reaches (`--flops-efficiency`). What is assumed besides:
 - Copies of offloaded shards run in line with their collectives, and AdamW then runs on the host.
   From the second micro-batch on, a rank waits until gradients have been copied and added up.
 - A pipeline gathers once per step, reduces at its end, and is as fast as its slowest stage.
+- Each layer takes the time of the average layer, even if the first layers of a mixture have no
+  experts. All experts receive the same number of tokens.
 - A sequence that is split by gathered keys and values is as fast as its last rank, which attends to
   the most keys.
 """
 
-import math
 from collections import Counter
 
-from training_step import bubble, numbers, shard_numbers, stages_of
+from training_step import bubble, newest_chapter, numbers, shard_numbers, stages_of
 
 # The share of its peak that a GPU reaches in the published runs of benchmarks/published.json:
 # with and without --compile.
@@ -50,13 +51,12 @@ NCCL = {
 }
 
 
-def active_numbers(shapes, config):
-    """Return the number of weights that a token uses: of experts, only those of its own experts."""
-    # The weights of all experts are one tensor; its first dimension is the number of experts.
-    chosen = getattr(config, "num_experts_per_tok", None)
-    experts = [shape for shape in shapes if len(shape) == 3 and chosen]
-    active = numbers(shapes) - numbers(experts)
-    return active + sum(chosen * math.prod(shape[1:]) for shape in experts)
+def active_numbers(model):
+    """Return the number of weights in the layers that a token uses; it uses only a few experts."""
+    chapter = newest_chapter()
+    layers = chapter.layers_of(model.built)
+    weights = [item for layer in layers for item in layer.named_parameters()]
+    return sum(chapter.num_active(model.config, name, weight.shape) for name, weight in weights)
 
 
 def forward_flops(setting):
@@ -66,8 +66,7 @@ def forward_flops(setting):
     appendix B, https://arxiv.org/abs/2204.02311. Looking up an embedding needs none.
     """
     model, config = setting.model, setting.model.config
-    layers = [shape for layer in model.layers for shape in layer]
-    matrices = 2 * active_numbers(layers, config) / len(model.layers)
+    matrices = 2 * active_numbers(model) / len(model.layers)
     attention = 4 * attention_width(config) * setting.seq_length
     return matrices, attention, 2 * config.vocab_size * config.hidden_size
 

@@ -30,6 +30,8 @@ from transformers.integrations import moe
 # On the meta device, torch knows the shapes of grouped_mm() in bf16 only, so compute experts in a
 # loop.
 moe._can_use_grouped_mm = lambda *_: False
+# Chapters 01 to 03 let autocast compute experts in bf16, too.
+torch.library.register_autocast("transformers::grouped_mm_fallback", "cpu", torch.bfloat16)
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {path.parent.name[:2]: path for path in sorted(ROOT.glob("[0-9][0-9]-*/train_llm.py"))}
 # The flags that a setting can change, and their defaults.
