@@ -85,14 +85,14 @@ CHUNK_SIZE = 1024
 PENDING_SAVES = []
 
 
-class RoutedByToken(tp.ParallelStyle):
-    """Replicate a router: each tensor-parallel rank routes the tokens of its part of a sequence."""
+class ReplicatedRouter(tp.ParallelStyle):
+    """Replicate a router, with which each rank routes the tokens of its part of each sequence."""
 
     def _apply(self, module, mesh):
         for name, weight in module.named_parameters(recurse=False):
             replicated = distribute_tensor(weight.data, mesh, [Replicate()], src_data_rank=None)
             module.register_parameter(name, torch.nn.Parameter(replicated))
-        # Add up the gradients of all ranks.
+        # Each rank has the gradient of its own tokens; Partial() adds them up.
         module.forward = forward_on_local_weights(module, grad_placements=[Partial()])
         return module
 
@@ -107,7 +107,7 @@ STYLES = {
     "rowwise_split_input": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "embedding_rowwise": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "replicated_with_grad_allreduce": tp.SequenceParallel(use_local_output=True),
-    "router": RoutedByToken(),
+    "router": ReplicatedRouter(),
 }
 # The class of each schedule, and its number of stages per rank.
 SCHEDULES = {
@@ -893,7 +893,7 @@ def shard(args, model, device):
     if args.context_parallel_size > 1:
         register_attention(args, device)
     layers, all_experts = layers_of(model), []
-    # TP: the hidden states of a layer are split by tokens, so its experts need the dispatch, too.
+    # TP: the plan cannot split experts. Instead, all ranks hold shards of them, as with EP.
     if args.expert_parallel_size * args.tensor_parallel_size > 1:
         all_experts, expert_mesh = experts_of(model), build_expert_mesh(args, device)
     owners = owners_of(model)
@@ -1138,7 +1138,9 @@ def dispatch(mesh, num_local_experts, run_experts, hidden, indices, weights):
     num_sent, num_received = torch.stack([sent, received]).sum(2).tolist()
     tokens = Exchange.apply(hidden[order // num_choices], num_sent, num_received, group)
     local_indices = torch.arange(num_local_experts, device=hidden.device).repeat(mesh.size())
-    local_indices = local_indices.repeat_interleave(received.flatten())
+    # Without output_size, the host would wait once more.
+    size = {"output_size": sum(num_received)}
+    local_indices = local_indices.repeat_interleave(received.flatten(), **size)
     if not len(tokens):
         # Run an expert on zeros: it must have a gradient, because FSDP reduces one on every rank.
         tokens, local_indices = F.pad(tokens, (0, 0, 0, 1)), F.pad(local_indices, (0, 1))
