@@ -11,9 +11,19 @@ from typing import NamedTuple
 import pytest
 
 from chats import write_conversations
-from conftest import MIXTURES, SHORT, difference, disagreement, metrics, run_or_fail
+from conftest import (
+    MIXTURES,
+    SCRIPTS,
+    SHORT,
+    difference,
+    disagreement,
+    metrics,
+    run_or_fail,
+    start_ranks,
+)
 from marks import exhaustive, slow
 from runs import copy_run, evaluate_export, have_same_weights
+from runs import kill, last_logged_step, newest_step, wait_for
 
 TP2, TP4 = "--tensor-parallel-size 2", "--tensor-parallel-size 4"
 # With 8 samples per step, a stage receives 4 micro-batches, or 2 if two ranks share the samples.
@@ -331,6 +341,33 @@ def test_run_that_changes_its_layout_stays_on_the_curve(layout_models, tmp_path,
         assert start == 0 or f"step-{2 * start:08}\n" in found, ranks[0]["stdout"]
     assert disagreement(metrics(tmp_path / "entire"), metrics(tmp_path / "run")) == {}
     assert have_same_weights(tmp_path / "entire", tmp_path / "run", tolerance=1e-4)
+
+
+# Data, shards, matrices, layers, sequences and experts are split, alone and together.
+EXAM = "hsdp4 mixture-tp2 pp2 cp2 ep2 large2 pp2-ep2 dp2-tp2-ep2".split()
+
+
+@pytest.mark.slow
+def test_run_killed_in_six_kinds_of_parallelism_stays_on_the_curve(layout_models, tmp_path):
+    """Each layout continues from the newest checkpoint of the one before, and is killed in turn."""
+    more = [*ENDLESS, "--eval-every", 4, "--checkpoint-every", 2, "--num-steps", 5 * len(EXAM)]
+    job = job_of(layout_models, "01@glm4_moe", tmp_path, *more, "-e", "entire")
+    run_or_fail(1, [job], tmp_path / "jobs")
+    run_dir, logs, newest = tmp_path / "run", tmp_path / "logs", 0
+    logs.mkdir()
+    for name in EXAM:
+        chapter, args = job_of(layout_models, f"{name}@glm4_moe", tmp_path, *more, "-e", "run")
+        processes = start_ranks(LAYOUTS[name].ranks, [SCRIPTS[chapter], *args], logs, log=name)
+        wait_for(lambda step=newest + 3: last_logged_step(run_dir) >= step, processes)
+        kill(processes)
+        output = (logs / f"rank0{name}.log").read_text()
+        continues = f"step-{newest:08}\n" in output.partition("continuing from")[2]
+        assert newest == 0 or continues, output
+        assert newest_step(run_dir) > newest, output
+        newest = newest_step(run_dir)
+    run_or_fail(LAYOUTS[name].ranks, [(chapter, args)], tmp_path / "jobs")
+    assert disagreement(metrics(tmp_path / "entire"), metrics(run_dir)) == {}
+    assert have_same_weights(tmp_path / "entire", run_dir, tolerance=1e-4)
 
 
 # ---- dropout ---------------------------------------------------------------------------------
