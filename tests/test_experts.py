@@ -16,10 +16,6 @@ PP2 = ["--pipeline-parallel-size", 2, "-b", 2]
 LAYOUTS = {"one": (1, []), "fsdp2": (2, []), "ep2": (2, EP2)}
 MORE_LAYOUTS = {"ep4": (4, EP4), "pp2-ep2": (4, [*PP2, *EP2])}
 MORE_LAYOUTS["full"] = (2, [*EP2, "--recompute", "full"])
-    "ep4": (4, EP4),
-    "pp2-ep2": (4, [*PP2, *EP2]),
-    "full": (2, [*EP2, "--recompute", "full"]),
-}
 
 
 def is_bias(name):

@@ -22,8 +22,15 @@ from conftest import (
     start_ranks,
 )
 from marks import exhaustive, slow
-from runs import copy_run, evaluate_export, have_same_weights
-from runs import kill, last_logged_step, newest_step, wait_for
+from runs import (
+    copy_run,
+    evaluate_export,
+    have_same_weights,
+    kill,
+    last_logged_step,
+    newest_step,
+    wait_for,
+)
 
 TP2, TP4 = "--tensor-parallel-size 2", "--tensor-parallel-size 4"
 # With 8 samples per step, a stage receives 4 micro-batches, or 2 if two ranks share the samples.
