@@ -14,7 +14,7 @@ ARGS = [*SHORT, "--seq-length", 32, "--num-steps", 12, "--log-every", 5, "--chec
 FAULTS = ("nan-data", "nan-gradient")
 CASES = [("01", "nan-data"), ("02", "nan-gradient"), ("04", "nan-gradient")]
 CASES += [slow("05", "nan-data"), slow("fp16", "nan-gradient")]
-CASES += [exhaustive(*case) for case in itertools.product(("04", "05", "07", "08"), FAULTS)]
+CASES += [exhaustive(*case) for case in itertools.product(("04", "05", "07", "08", "09"), FAULTS)]
 
 
 @pytest.mark.parametrize("chapter, fault", CASES)
