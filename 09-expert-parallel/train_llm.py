@@ -86,7 +86,7 @@ PENDING_SAVES = []
 
 
 class ReplicatedRouter(tp.ParallelStyle):
-    """Replicate a router, with which each rank routes the tokens of its part of each sequence."""
+    """Replicate a router: each rank uses it for the tokens of its part of each sequence."""
 
     def _apply(self, module, mesh):
         for name, weight in module.named_parameters(recurse=False):
@@ -1154,7 +1154,8 @@ def dispatch(mesh, num_local_experts, run_experts, hidden, indices, weights):
 
 
 def count_tokens(indices, num_experts):
-    """Return how often each expert is chosen; unlike bincount(), do not let the host wait."""
+    """Return the number of tokens that have chosen each expert, as a tensor on the device."""
+    # bincount() would make the host wait for the device.
     choices = indices.flatten()
     return choices.new_zeros(num_experts).index_add_(0, choices, torch.ones_like(choices))
 
