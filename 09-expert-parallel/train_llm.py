@@ -695,10 +695,9 @@ def module_without_style(model):
     """Return the name of the first module that has weights but no style, or None."""
     styles, all_experts = styles_of(model), experts_of(model)
     for name, module in model.named_modules():
-        # EP: experts need no style, because split_experts() splits them.
-        if module in all_experts:
-            continue
-        if styles[module] is None and list(module.parameters(recurse=False)):
+        # EP: split_experts() splits experts, which have no style.
+        has_style = styles[module] is not None or module in all_experts
+        if not has_style and list(module.parameters(recurse=False)):
             return name
     return None
 
@@ -1178,6 +1177,7 @@ def split_matrices(model, modules, mesh):
             for name, weight in weights.items():
                 rows = distribute_tensor(weight.data, mesh, [Shard(0)], src_data_rank=None)
                 module.register_parameter(name, torch.nn.Parameter(rows))
+        # EP: experts have no style, because split_experts() splits them.
         elif weights and styles[module]:
             tp.parallelize_module(module, mesh, styles[module], src_data_rank=None)
         if isinstance(module, torch.nn.Embedding):
@@ -1995,7 +1995,7 @@ def measure(args, model, train_set, step, loss, grad_norm, interval_start):
         memory = torch.cuda.max_memory_allocated()
     row |= {"lr": lr_at(args, step), "tokens_per_second": speed, "mfu": mfu(args, model, speed)}
     if experts_of(model):
-        # The share of a layer's tokens that the most loaded expert of all layers received.
+        # The largest share of a layer's tokens that one expert received in this step.
         row["experts"] = model.largest_share.item()
     return row | {"peak_memory_gib": memory / 2**30}
 

@@ -288,10 +288,12 @@ def test_exported_model_has_the_logged_loss(root, load, run):
         ("07", f"-b 2 {INTERLEAVED}", "tp2@2"),
         ("08", "--context-parallel-style ulysses", "tp2@plain"),
         ("08", "--context-parallel-style ulysses", "pp2@plain"),
+        ("09", "", "tp2@plain"),
+        ("09", "", "cp2@plain"),
     ],
 )
 def test_split_by_one_rank_changes_no_bit(layout_models, tmp_path, chapter, flags, layout):
-    """Chapter 07 with one stage is chapter 06; chapter 08 with full sequences is chapter 07."""
+    """A later chapter with one stage, full sequences or a dense model is an earlier chapter."""
     earlier, args = job_of(layout_models, layout, tmp_path, "-e")
     jobs = [(earlier, [*args, "earlier"]), (chapter, [*args, "later", *flags.split()])]
     run_or_fail(2, jobs, tmp_path / "jobs")
