@@ -86,7 +86,7 @@ PENDING_SAVES = []
 
 
 class ReplicatedRouter(tp.ParallelStyle):
-    """Replicate a router, with which each rank routes the tokens of its part of each sequence."""
+    """Replicate a router: each rank uses it for the tokens of its part of each sequence."""
 
     def _apply(self, module, mesh):
         for name, weight in module.named_parameters(recurse=False):
@@ -695,10 +695,9 @@ def module_without_style(model):
     """Return the name of the first module that has weights but no style, or None."""
     styles, all_experts = styles_of(model), experts_of(model)
     for name, module in model.named_modules():
-        # EP: experts need no style, because split_experts() splits them.
-        if module in all_experts:
-            continue
-        if styles[module] is None and list(module.parameters(recurse=False)):
+        # EP: split_experts() splits experts, which have no style.
+        has_style = styles[module] is not None or module in all_experts
+        if not has_style and list(module.parameters(recurse=False)):
             return name
     return None
 
@@ -1154,7 +1153,8 @@ def dispatch(mesh, num_local_experts, run_experts, hidden, indices, weights):
 
 
 def count_tokens(indices, num_experts):
-    """Return how often each expert is chosen; unlike bincount(), do not let the host wait."""
+    """Return the number of tokens that have chosen each expert, as a tensor on the device."""
+    # bincount() would make the host wait for the device.
     choices = indices.flatten()
     return choices.new_zeros(num_experts).index_add_(0, choices, torch.ones_like(choices))
 
@@ -1177,6 +1177,7 @@ def split_matrices(model, modules, mesh):
             for name, weight in weights.items():
                 rows = distribute_tensor(weight.data, mesh, [Shard(0)], src_data_rank=None)
                 module.register_parameter(name, torch.nn.Parameter(rows))
+        # EP: experts have no style, because split_experts() splits them.
         elif weights and styles[module]:
             tp.parallelize_module(module, mesh, styles[module], src_data_rank=None)
         if isinstance(module, torch.nn.Embedding):
@@ -2005,7 +2006,7 @@ def measure(args, model, train_set, step, loss, grad_norm, interval_start):
         memory = torch.cuda.max_memory_allocated()
     row |= {"lr": lr_at(args, step), "tokens_per_second": speed, "mfu": mfu(args, model, speed)}
     if experts_of(model):
-        # The share of a layer's tokens that the most loaded expert of all layers received.
+        # The largest share of a layer's tokens that one expert received in this step.
         row["experts"] = model.largest_share.item()
     return row | {"peak_memory_gib": memory / 2**30}
 

@@ -46,6 +46,7 @@ WRONG = [
     ("09", 8, "--expert-parallel-size 8 -m mixtral", "8: mixtral has 4 experts; choose a divisor"),
     ("09", 2, EP2, "--expert-parallel-size 2: transformers has no plan to split experts of tiny"),
     ("09", 2, f"{EP2} {CP2} -m gpt_oss", "size 2: gpt_oss has a mask, which needs full sequences"),
+    ("09", 2, f"{EP2} {CP2} -m qwen2_moe", "qwen2_moe has a mask, which needs full sequences"),
     ("09", 4, f"{EP2} {PP2} -m olmoe", "transformers has no pipeline plan for olmoe"),
     ("09", 2, f"{EP2} {TP2} -m gpt_oss", "the plan of gpt_oss does not say how to split model"),
     ("09", 2, f"{EP2} {TP2} -m qwen2_moe", "the plan of qwen2_moe does not say how to split"),
