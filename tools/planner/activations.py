@@ -115,7 +115,7 @@ def storages(tree):
 # The arguments that change the tensors of a layer.
 TRACED_ARGS = ["chapter", "precision", "weights_dtype", "model_name", "seq_length", "recompute"]
 TRACED_ARGS += ["micro_batch_size", "tensor_parallel_size"]
-TRACED_ARGS += ["context_parallel_size", "context_parallel_style"]
+TRACED_ARGS += ["context_parallel_size", "context_parallel_style", "expert_parallel_size"]
 # The segments of the settings that were traced.
 TRACES = {}
 
@@ -175,6 +175,11 @@ def small_model(setting):
         model = chapter.build_model(setting, config)
     if setting.context_parallel_size > 1:
         split_attention(setting)
+    # EP: on average, a rank receives as many tokens as it sends, for fewer experts.
+    for experts in newest_chapter().experts_of(model) if setting.expert_parallel_size > 1 else []:
+        experts.num_experts //= setting.expert_parallel_size
+        for weight in experts.parameters():
+            weight.data = weight.data[: experts.num_experts].clone()
     is_half = setting.precision == "bf16" and not setting.autocast
     for weight in model.parameters():
         weight.data = weight.data.to(torch.bfloat16 if is_half else torch.float32)
