@@ -1,4 +1,4 @@
-"""Write the type in which a chapter's forward pass computes the experts of a mixture."""
+"""Write the type of the numbers that the experts of a mixture compute in a chapter."""
 
 import json
 import sys

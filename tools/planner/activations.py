@@ -175,7 +175,7 @@ def small_model(setting):
         model = chapter.build_model(setting, config)
     if setting.context_parallel_size > 1:
         split_attention(setting)
-    # EP: on average, a rank receives as many tokens as it sends, for fewer experts.
+    # EP: on average, a rank receives the number of tokens that it sends, but for fewer experts.
     for experts in newest_chapter().experts_of(model) if setting.expert_parallel_size > 1 else []:
         experts.num_experts //= setting.expert_parallel_size
         for weight in experts.parameters():
