@@ -36,7 +36,6 @@ def test_step_moves_each_bias_toward_the_mean_load(load, one_rank_group, monkeyp
         patch.setattr(chapter, "build_optimizer", lambda *_: None)
         args, model, _, train_set, _ = prepare_training(chapter, *SHORT, *RATE)
     model = chapter.shard(args, model, device)
-    chapter.watch_experts(model, device)
     chosen = []
     routers = [module for module in model.modules() if "Router" in type(module).__name__]
     for router in routers:
