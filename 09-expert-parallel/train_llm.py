@@ -938,6 +938,7 @@ def shard(args, model, device):
         model.schedule = build_schedule(args, model, stages, device, mesh.get_group("pipeline"))
     if args.pretrained:
         read_weights(args, model)
+    watch_experts(model, device)
     return model
 
 
@@ -1670,6 +1671,9 @@ def clip_gradients(args, model):
 def train_step(args, model, optimizer, train_set, step, device):
     """Run one optimizer step; return the loss and the gradient norm as tensors on the device."""
     torch.manual_seed(mix(args.seed, step, dist.get_rank()))
+    # EP: forget the tokens of the previous step.
+    for experts in experts_of(model):
+        experts.token_counts.zero_()
     loss = forward_backward(args, model, train_set, step, device)
     grad_norm = clip_gradients(args, model)
     for group in optimizer.param_groups:
@@ -1683,7 +1687,7 @@ def train_step(args, model, optimizer, train_set, step, device):
 
 
 def watch_experts(model, device):
-    """Let each module of experts count, from now on, the tokens that choose each expert."""
+    """Let experts count the tokens that have chosen each of them in training."""
 
     @torch.compiler.disable
     def count(experts, inputs):
@@ -1702,15 +1706,13 @@ def balance_experts(args, model):
 
     The counts are those of all ranks, so the biases do not depend on the layout.
     """
-    all_counts = [experts.token_counts for experts in experts_of(model)]
-    if not all_counts:
+    all_experts = experts_of(model)
+    if not all_experts:
         return
     # PP: a rank has counted no tokens in the layers of other stages.
-    totals = torch.stack(all_counts)
+    totals = torch.stack([experts.token_counts for experts in all_experts])
     dist.all_reduce(totals)
     model.largest_share = (totals / totals.sum(1, keepdim=True)).max()
-    for counts in all_counts:
-        counts.zero_()
     if args.expert_balance_rate == 0:
         return
     # With --recompute, each token counts twice, which changes neither shares nor signs.
@@ -2057,7 +2059,6 @@ def main():
     args.dataset_fingerprint = mix(len(first), first[:: 1 + len(first) // 100].tolist())
     model = shard(args, build_model(args, config), device)
     check_forward(args, model, device)
-    watch_experts(model, device)
     args.num_weights = model.num_parameters()
     optimizer = build_optimizer(args, model)
     start = load_checkpoint(args, run_dir, model, optimizer)

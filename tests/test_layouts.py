@@ -356,7 +356,7 @@ def test_run_that_changes_its_layout_stays_on_the_curve(layout_models, tmp_path,
 
 
 # Data, shards, matrices, layers, sequences and experts are split, alone and together.
-EXAM = "hsdp4 mixture-tp2 pp2 cp2 ep2 large2 pp2-ep2 dp2-tp2-ep2".split()
+EXAM = "hsdp4 mixture-tp2 pp2 cp2 ep2 large2 pp2-ep2".split()
 
 
 @pytest.mark.slow
