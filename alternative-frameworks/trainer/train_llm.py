@@ -987,8 +987,8 @@ def mfu(args, model, tokens_per_second):
     if peak is None or tokens_per_second is None or args.precision != "bf16":
         return None
     modules = [model.get_output_embeddings(), *layers_of(model)]
-    # ZeRO: stage 3 empties the tensor of each weight, and stores the weight's shape in ds_shape.
     weights = [item for module in modules for item in module.named_parameters()]
+    # ZeRO: stage 3 empties the tensor of each weight, and stores the weight's shape in ds_shape.
     shapes = [(name, getattr(weight, "ds_shape", weight.shape)) for name, weight in weights]
     num_weights = sum(num_active(model.config, *item) for item in shapes)
     config, heads = model.config, model.config.num_attention_heads
