@@ -665,6 +665,10 @@ def check_model(args, model):
             (not all_experts, f"{flag}: transformers has no plan to split experts of {name}"),
             (remainder, f"{flag}: {name} has {max(counts, default=0)} experts; choose a divisor"),
         ]
+    if all_experts and expert_size * tensor_size > 1:
+        # The hooks of FSDP gather experts inside a layer, which the wrapper does not expect.
+        problem = "layers with split experts can only be recomputed in full; choose full"
+        problems += [(args.recompute == "selective", f"--recompute selective: {problem}")]
     if args.expert_balance_rate > 0:
         flag = f"--expert-balance-rate {args.expert_balance_rate}"
         has_biases = 0 < len(all_experts) == len(balancing_biases(model))

@@ -51,6 +51,7 @@ WRONG = [
     ("09", 2, f"{EP2} {TP2} -m gpt_oss", "the plan of gpt_oss does not say how to split model"),
     ("09", 2, f"{EP2} {TP2} -m qwen2_moe", "the plan of qwen2_moe does not say how to split"),
     ("09", 2, f"{EP2} {TP2} -m deepseek_v3", "the plan of deepseek_v3 does not say how to split"),
+    ("09", 2, f"{EP2} -m qwen3_moe --recompute selective", "selective: layers with split experts"),
     ("09", 1, f"{RATE} -m qwen3_moe", "0.1: the routers of qwen3_moe have no bias for balancing"),
     ("09", 1, RATE, "--expert-balance-rate 0.1: the routers of tiny have no bias for balancing"),
     ("09", 1, "--expert-balance-rate -1", "--expert-balance-rate -1.0: must be at least 0"),
