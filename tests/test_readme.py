@@ -46,7 +46,7 @@ def runs_here(block):
 
 
 # On a CPU, chapters 03 and 05 print what 02 and 04 print.
-RUNS = [block for block in commands() if re.fullmatch(r"0[124678]-run", block.sample)]
+RUNS = [block for block in commands() if re.fullmatch(r"0[1246789]-run", block.sample)]
 HUB_RUNS = [block for block in commands() if "hub" in block.needs and "train_llm.py" in block.text]
 
 
