@@ -73,9 +73,10 @@ def test_balancing_lowers_the_load_of_the_most_loaded_expert(root):
     shares = {}
     for name in ("off", "one"):
         curve = metrics(root / name)
-        shares[name] = sum(curve[step]["experts"] for step in range(16, 21)) / 5
-    # Each of the 16 experts would have a share of 1/16 if the loads were equal.
-    assert 1 / 16 < shares["one"] < 0.6 * shares["off"]
+        shares[name] = sum(curve[step]["experts"] for step in range(11, 21)) / 10
+    # Without biases, nearly all tokens choose the same two of 16 experts in one of the layers.
+    assert shares["off"] > 0.49
+    assert shares["one"] < 0.9 * shares["off"]
     assert not biases_of(root / "off", 20).any()
 
 
