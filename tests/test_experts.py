@@ -8,7 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from conftest import ROOT, SCRIPTS, SHORT, curves_of, difference, metrics, prepare_training
 from families import save_small_model
-from marks import exhaustive
+from marks import exhaustive, slow
 from runs import call_on_ranks, copy_run, have_same_weights, read_checkpoint
 
 TINY = ROOT / "09-expert-parallel/tiny-mixture"
@@ -103,8 +103,7 @@ def test_balance_does_not_depend_on_larger_layouts(root, tmp_path, name):
     check_balanced_run(tmp_path / name, root / "one")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first, second", [("ep2", "one"), ("fsdp2", "ep2")])
+@pytest.mark.parametrize("first, second", [slow("fsdp2", "ep2"), exhaustive("ep2", "one")])
 def test_balanced_run_continues_on_another_layout(root, tmp_path, first, second):
     copy_run(root / first, 10, tmp_path / "moved")
     ranks, flags = LAYOUTS[second]

@@ -356,8 +356,8 @@ def test_run_that_changes_its_layout_stays_on_the_curve(layout_models, tmp_path,
     assert have_same_weights(tmp_path / "entire", tmp_path / "run", tolerance=1e-4)
 
 
-# Data, shards, matrices, layers, sequences and experts are split, alone and together.
-EXAM = "hsdp4 mixture-tp2 pp2 cp2 ep2 large2 pp2-ep2".split()
+# These layouts split data, weights, matrices, sequences, layers and experts.
+EXAM = "hsdp4 mixture-tp2 cp2-ep2 large2 pp2-ep2".split()
 
 
 @pytest.mark.slow
