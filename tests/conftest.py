@@ -16,8 +16,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
-# The tests import ROOT from here.
-from chapters import ROOT, chapters  # noqa: F401
+from chapters import ROOT, chapters
 from cluster.cluster import Cluster, missing_requirement
 from fork_server import Server, current_environment
 
@@ -31,11 +30,14 @@ SHORT = (
     "--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8 "
     "--num-steps 20 --log-every 1 --eval-every 10 --eval-samples 10 --checkpoint-every 10"
 ).split()
+# The names of the mixtures in save_models().
+MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v3"]
 # These flags let a chapter split a model or a sequence over two ranks.
 SPLIT = {
     "06": ["--tensor-parallel-size", 2],
     "07": ["--pipeline-parallel-size", 2, "--batch-size", 4],
     "08": ["--context-parallel-size", 2],
+    "09": ["--expert-parallel-size", 2, "-m", ROOT / "09-expert-parallel/tiny-mixture"],
 }
 
 
@@ -384,6 +386,14 @@ def save_models(root, sizes, key_value_heads):
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     full = ids | sizes
     grouped = full | {"num_key_value_heads": key_value_heads, "head_dim": 16}
+    # Mixtures with eight experts, two for each token. The last two families, and Qwen2-MoE, also
+    # have shared experts, and no experts in the first layer.
+    eight = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    eight |= {"shared_expert_intermediate_size": 32}
+    shared = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    shared |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 16}
+    latent |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
     configs = {
         "llama": transformers.LlamaConfig(**grouped),
         # Its vocabulary is not divisible by the number of ranks.
@@ -393,6 +403,12 @@ def save_models(root, sizes, key_value_heads):
         "qwen3": transformers.Qwen3Config(**grouped, tie_word_embeddings=True),
         "mistral": transformers.MistralConfig(**grouped),
         "mixtral": transformers.MixtralConfig(**grouped, num_local_experts=4),
+        "qwen2_moe": transformers.Qwen2MoeConfig(**grouped | eight, mlp_only_layers=[0]),
+        "qwen3_moe": transformers.Qwen3MoeConfig(**grouped | eight),
+        "olmoe": transformers.OlmoeConfig(**full | eight),
+        "gpt_oss": transformers.GptOssConfig(**grouped, num_local_experts=8, num_experts_per_tok=2),
+        "glm4_moe": transformers.Glm4MoeConfig(**grouped | shared),
+        "deepseek_v3": transformers.DeepseekV3Config(**full | shared | latent),
         "gpt_neox": transformers.GPTNeoXConfig(**full),
         "apertus": transformers.ApertusConfig(**full, pad_token_id=0),
         "gemma": transformers.GemmaConfig(**grouped),
@@ -402,7 +418,7 @@ def save_models(root, sizes, key_value_heads):
     }
     for name, config in configs.items():
         config.save_pretrained(root / name)
-        needs_fast_tokenizer = name in ("mistral", "mixtral")
+        needs_fast_tokenizer = name in ("mistral", *MIXTURES)
         tokenizer = fast_byte_tokenizer() if needs_fast_tokenizer else transformers.ByT5Tokenizer()
         tokenizer.save_pretrained(root / name)
     return root

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from conftest import FRAMEWORKS, SCRIPTS, curves_of, parse, user_error
 
@@ -69,6 +70,40 @@ def test_mfu_counts_the_multiplications_of_a_llama(chapter, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     flops = 6 * (8_030_261_248 - 128256 * 4096) + 12 * 32 * 4096 * 4096
     assert chapter.mfu(args, model, 6667.0) == pytest.approx(6667 * flops / 989e12)
+
+
+QWEN3_30B = {"hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4}
+QWEN3_30B |= {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+QWEN3_30B |= {"num_attention_heads": 32, "head_dim": 128}
+# The billions of weights in total, and of those that a token uses, from the models' cards. The
+# cards of GPT-OSS do not count the embedding of the input. Without settings, a configuration of
+# transformers is that of Mixtral 8x7B, DeepSeek-V3 or gpt-oss-120b.
+CARDS = {
+    "qwen3_moe": (QWEN3_30B, 30.5, 3.3, True),
+    "mixtral": ({}, 46.7, 12.9, True),
+    "deepseek_v3": ({}, 671, 37, True),
+    "gpt_oss": ({}, 116.83, 5.13, False),
+}
+
+
+@pytest.mark.parametrize("kind", CARDS)
+def test_mfu_counts_the_active_weights_of_the_model_card(chapter, parse, monkeypatch, kind):
+    settings, total, active, counts_embedding = CARDS[kind]
+    args = parse("--precision bf16")
+    monkeypatch.setitem(chapter.PEAK_FLOPS, "cpu", 1.0)
+    config = CONFIG_MAPPING[kind](**settings)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    attention = 12 * config.num_hidden_layers * width * args.seq_length
+    counted = (chapter.mfu(args, model, 1.0) - attention) / 6
+    if counts_embedding:
+        counted += model.get_input_embeddings().weight.numel()
+    # A card's last digit may be rounded up or down.
+    for number, published in [(model.num_parameters(), total), (counted, active)]:
+        decimals = len(str(published).partition(".")[2])
+        assert abs(number / 1e9 - published) < 0.6 * 10**-decimals
 
 
 def test_metrics_have_the_promised_columns(small_text, tmp_path):

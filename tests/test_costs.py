@@ -2,7 +2,7 @@
 
 import pytest
 
-from conftest import SCRIPTS, SHORT
+from conftest import ROOT, SCRIPTS, SHORT
 from runs import call_on_ranks
 
 pytestmark = pytest.mark.slow
@@ -87,6 +87,24 @@ def test_tensor_parallel_step_sends_the_bytes_of_the_formula(tmp_path):
         }
         for kind, number in expected.items():
             assert costs["step"][kind] == {str(hidden): times * number, str(head): times}, name
+
+
+def test_experts_send_the_bytes_of_the_formula(tmp_path):
+    """A rank sends each token to its experts, and receives their results; so do the gradients."""
+    mixture = ROOT / "09-expert-parallel/tiny-mixture"
+    common = ["-m", mixture, "--expert-parallel-size", 4, "--batch-size", 1]
+    cases = {name: [*common, "--recompute", name] for name in ("none", "full")}
+    layers, experts, choices, samples = 3, 16, 2, 2
+    for name, costs in measure("09", cases, tmp_path).items():
+        tokens = choices * LENGTH * WIDTH * 4
+        passes = 2 if name == "none" else 3
+        for kind in ("sent", "received"):
+            counts = costs["step"][kind]
+            # Before, the ranks exchange the number of tokens for each expert.
+            assert counts.pop(str(experts * 8)) == samples * layers * (passes - 1)
+            assert sum(counts.values()) == 2 * samples * layers * passes
+            # The rank also receives the tokens of other ranks, and sends the results.
+            assert counts[str(tokens)] == samples * layers * passes
 
 
 @pytest.mark.exhaustive

@@ -15,9 +15,18 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from conftest import ROOT, SPLIT, difference, metrics, prepare_training, run_jobs, user_error
+from conftest import (
+    ROOT,
+    SCRIPTS,
+    SPLIT,
+    difference,
+    metrics,
+    prepare_training,
+    run_jobs,
+    user_error,
+)
 from families import ARGS, MODERN, SENSITIVE, VARIED_FAMILIES, save_small_model, shrink
-from runs import evaluate_export
+from runs import call_on_ranks, evaluate_export
 
 RESULTS = ROOT / "benchmarks/results/families.json"
 # Chapter 01 trains on one rank, and the others on two.
@@ -128,6 +137,17 @@ def test_router_loss_is_refused_with_the_setting_that_helps(chapter, capsys, mod
 )
 def test_sequence_is_split_only_if_attention_alone_joins_tokens(load, kind, settings, splits):
     assert load("08").is_split_by_tokens(shrink(CONFIG_MAPPING[kind](), **settings)) == splits
+
+
+AUTOCAST = [("01", "bf16"), ("02", "bf16"), ("fp16", "fp16"), ("diagnosing-errors", "bf16")]
+
+
+@pytest.mark.parametrize(("chapter", "precision"), AUTOCAST)
+def test_autocast_computes_experts_in_its_precision(models, tmp_path, chapter, precision):
+    cases = {precision: ["-m", models / "mixtral", "--device", "cpu", "--precision", precision]}
+    cases[precision] += ["-s", 16, "--save-dir", tmp_path]
+    types = call_on_ranks(1, "expert_types.py", cases, tmp_path / "types", SCRIPTS[chapter])
+    assert types == {precision: [{"bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]]}
 
 
 def test_wrong_export_is_refused(load, one_rank_group, monkeypatch, tmp_path, capsys):

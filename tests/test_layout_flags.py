@@ -12,6 +12,8 @@ from runs import check_user_error
 TP2, TP4 = "--tensor-parallel-size 2", "--tensor-parallel-size 4"
 PP2, PP4 = "--pipeline-parallel-size 2 -b 2", "--pipeline-parallel-size 4 -b 2"
 CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
+EP2, EP4 = "--expert-parallel-size 2", "--expert-parallel-size 4"
+RATE = "--expert-balance-rate 0.1"
 INTERLEAVED, ULYSSES = "--pipeline-schedule interleaved-1f1b", "--context-parallel-style ulysses"
 ONE_SAMPLE = "-b 1 --config num_hidden_layers=8"
 ONE_HEAD = "--config num_key_value_heads=1"
@@ -40,6 +42,20 @@ WRONG = [
     ("08", 2, f"{CP2} -m mistral", "mistral has a mask, which needs full sequences"),
     ("08", 2, f"{CP2} -m llama", "full sequences, because it has dynamic"),
     ("08", 2, f"{CP2} -m diffllama", "diffllama needs full sequences"),
+    ("09", 4, "--expert-parallel-size 3", "size 3: 4 ranks share a copy of each layer; choose"),
+    ("09", 4, f"{EP4} --replicas 2", "size 4: 2 ranks share a copy of each layer; choose a divi"),
+    ("09", 8, "--expert-parallel-size 8 -m mixtral", "8: mixtral has 4 experts; choose a divisor"),
+    ("09", 2, EP2, "--expert-parallel-size 2: transformers has no plan to split experts of tiny"),
+    ("09", 2, f"{EP2} {CP2} -m gpt_oss", "size 2: gpt_oss has a mask, which needs full sequences"),
+    ("09", 2, f"{EP2} {CP2} -m qwen2_moe", "qwen2_moe has a mask, which needs full sequences"),
+    ("09", 4, f"{EP2} {PP2} -m olmoe", "transformers has no pipeline plan for olmoe"),
+    ("09", 2, f"{EP2} {TP2} -m gpt_oss", "the plan of gpt_oss does not say how to split model"),
+    ("09", 2, f"{EP2} {TP2} -m qwen2_moe", "the plan of qwen2_moe does not say how to split"),
+    ("09", 2, f"{EP2} {TP2} -m deepseek_v3", "the plan of deepseek_v3 does not say how to split"),
+    ("09", 2, f"{EP2} -m qwen3_moe --recompute selective", "selective: layers with split experts"),
+    ("09", 1, f"{RATE} -m qwen3_moe", "0.1: the routers of qwen3_moe have no bias for balancing"),
+    ("09", 1, RATE, "--expert-balance-rate 0.1: the routers of tiny have no bias for balancing"),
+    ("09", 1, "--expert-balance-rate -1", "--expert-balance-rate -1.0: must be at least 0"),
     ("05", 1, "-m gemma3_text", "it caps its logits, which the chunked loss does not do"),
 ]
 

@@ -11,9 +11,26 @@ from typing import NamedTuple
 import pytest
 
 from chats import write_conversations
-from conftest import SHORT, difference, disagreement, metrics, run_or_fail
+from conftest import (
+    MIXTURES,
+    SCRIPTS,
+    SHORT,
+    difference,
+    disagreement,
+    metrics,
+    run_or_fail,
+    start_ranks,
+)
 from marks import exhaustive, slow
-from runs import copy_run, evaluate_export, have_same_weights
+from runs import (
+    copy_run,
+    evaluate_export,
+    have_same_weights,
+    kill,
+    last_logged_step,
+    newest_step,
+    wait_for,
+)
 
 TP2, TP4 = "--tensor-parallel-size 2", "--tensor-parallel-size 4"
 # With 8 samples per step, a stage receives 4 micro-batches, or 2 if two ranks share the samples.
@@ -21,6 +38,7 @@ PP2, PP4 = "--pipeline-parallel-size 2 -b 2", "--pipeline-parallel-size 4 -b 2"
 INTERLEAVED = "--pipeline-schedule interleaved-1f1b"
 CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
 ULYSSES2, ULYSSES4 = (f"{cp} --context-parallel-style ulysses" for cp in (CP2, CP4))
+EP2, EP4 = "--expert-parallel-size 2", "--expert-parallel-size 4"
 REPLICAS = "--replicas 2"
 # The high weight decay makes a wrong decay visible within a few steps. 10 held-out samples do not
 # fill the batches.
@@ -41,7 +59,7 @@ class Layout(NamedTuple):
 LAYOUTS = {
     "01": Layout("01", 1, core="plain 2", slow="bf16 gpt2 qwen3 gemma3"),
     "ddp1": Layout("02", 1, slow="2"),
-    "ddp2": Layout("02", 2, core="2", slow="bf16 gpt2 compiled over-20-steps"),
+    "ddp2": Layout("02", 2, core="2", slow="bf16 gpt2 compiled mixtral+bf16 over-20-steps"),
     "ddp4": Layout("02", 4, slow="over-20-steps"),
     "launched2": Layout("03", 2, core="plain"),
     "launched4": Layout("03", 4, slow="over-20-steps"),
@@ -49,7 +67,7 @@ LAYOUTS = {
     "fsdp2": Layout("04", 2, core="2", slow="kept+1 bf16 qwen3"),
     "fsdp4": Layout("04", 4, slow="over-20-steps"),
     "hsdp4": Layout("04", 4, REPLICAS, slow="1"),
-    "large1": Layout("05", 1, slow="offload"),
+    "large1": Layout("05", 1, core="mixtral+bf16", slow="offload"),
     "large2": Layout("05", 2, core="offload+1", slow="long selective+compiled bf16 over-20-steps"),
     "large4": Layout("05", 4, slow="offload+1"),
     "tp1": Layout("06", 1, slow="plain"),
@@ -79,6 +97,21 @@ LAYOUTS = {
     "dp2-ulysses2": Layout("08", 4, ULYSSES2, slow="2"),
     "tp2-ulysses2": Layout("08", 4, f"{TP2} {ULYSSES2}"),
     "pp2-ulysses2": Layout("08", 4, f"{PP2} {ULYSSES2}"),
+    # With a dense model, chapter 09 is chapter 08. With a mixture, one rank has all experts.
+    "ep1": Layout("09", 1),
+    "ep2": Layout("09", 2, EP2, core="glm4_moe", slow="full+qwen3_moe mixtral+bf16"),
+    "ep4": Layout("09", 4, EP4),
+    "dp2-ep2": Layout("09", 4, EP2, slow="deepseek_v3"),
+    "hsdp2-ep2": Layout("09", 4, f"{EP2} {REPLICAS}"),
+    "cp2-ep2": Layout("09", 2, f"{CP2} {EP2}"),
+    "dp2-cp2-ep2": Layout("09", 4, f"{CP2} {EP2}"),
+    "ulysses2-ep4": Layout("09", 4, f"{ULYSSES2} {EP4}"),
+    "pp2-ep2": Layout("09", 4, f"{PP2} {EP2}", slow="qwen2_moe"),
+    "interleaved2-ep2": Layout("09", 4, f"{PP2} {INTERLEAVED} {EP2}"),
+    "mixture-tp2": Layout("09", 2, TP2),
+    "tp2-ep2": Layout("09", 2, f"{TP2} {EP2}", slow="glm4_moe"),
+    "dp2-tp2-ep2": Layout("09", 4, f"{TP2} {EP2}"),
+    "tp2-ep4": Layout("09", 4, f"{TP2} {EP4}"),
     "chats1": Layout("conversations", 1),
     "chats2": Layout("conversations", 2, slow="2 offload+1"),
     "chats4": Layout("conversations", 4),
@@ -98,10 +131,14 @@ EXHAUSTIVE = {
     "02": ("plain gpt2 qwen3 bf16", "4"),
     "03": ("", ""),
     "04": ("plain kept 1 gpt2 qwen3", "compiled mistral gemma3"),
-    "05": ("plain long selective qwen3", "full full+compiled async offload gpt2 mistral gemma3"),
+    "05": (
+        "plain long selective qwen3 mixtral mixtral+bf16",
+        "full full+compiled async offload gpt2 mistral gemma3",
+    ),
     "06": ("plain offload+1 long bf16 qwen3 gpt_neox gemma odd", "4 1 compiled llama"),
     "07": ("plain 1 gpipe qwen3 gpt_neox", "4 compiled offload+1 bf16 five llama gpt2 olmo"),
     "08": ("llama qwen3 gpt_neox", "2 bf16 long offload compiled"),
+    "09": (" ".join(MIXTURES), "full+glm4_moe offload+glm4_moe 1+glm4_moe compiled+glm4_moe"),
     "conversations": ("plain 1 qwen3", "selective+compiled async bf16 gpt2 mistral gemma3-window"),
     "lora": ("plain 1 qwen3", "2 selective+compiled async bf16 mistral gemma3-window"),
 }
@@ -130,6 +167,19 @@ CURVES = {
 }
 
 
+# These mixtures have a mask, no pipeline plan, or no plan for all matrices, so chapter 09 refuses
+# them. With tensor parallelism, the gradient norm of OLMoE is 2e-5 too high, because ranks add up
+# equal gradients of the norms of queries and keys; so is that of OLMo 2 in chapter 06.
+LEFT_OUT = {"gpt_oss": "cp ulysses tp", "olmoe": "pp interleaved tp"}
+LEFT_OUT |= {"qwen2_moe": "cp ulysses tp", "deepseek_v3": "tp"}
+
+
+def is_left_out(layout, setting):
+    """Return whether a layout splits a mixture in a way that is not tested here."""
+    parts = LEFT_OUT.get(setting.rpartition("+")[2], "").split()
+    return any(part in layout for part in parts)
+
+
 def run_params():
     """Return each run of the table, LAYOUT@SETTINGS, as a parameter with the mark of its level."""
     params = []
@@ -139,6 +189,8 @@ def run_params():
         for number, more in enumerate(EXHAUSTIVE[layout.chapter]):
             if layout.ranks <= 4 // (number + 1):
                 for setting in more.split():
+                    if is_left_out(name, setting):
+                        continue
                     settings.setdefault(setting, pytest.mark.exhaustive)
         params += [pytest.param(f"{name}@{key}", marks=mark) for key, mark in settings.items()]
     return params
@@ -148,9 +200,10 @@ def reference_of(run):
     """Return the run whose curve a run must repeat; bf16 in chapter 01 must be close to fp32."""
     layout, _, setting = run.partition("@")
     first = FINE_TUNING.get(LAYOUTS[layout].chapter, "01")
-    if run == "01@bf16" or setting.partition("+")[0] in SETTINGS:
+    changes = [name for name in setting.split("+") if name not in SETTINGS]
+    if run == "01@bf16" or not changes:
         return f"{first}@plain"
-    return f"{first}@{setting}"
+    return f"{first}@{'+'.join(changes)}"
 
 
 def job_of(models, run, root, *more):
@@ -239,10 +292,12 @@ def test_exported_model_has_the_logged_loss(root, load, run):
         ("07", f"-b 2 {INTERLEAVED}", "tp2@2"),
         ("08", "--context-parallel-style ulysses", "tp2@plain"),
         ("08", "--context-parallel-style ulysses", "pp2@plain"),
+        ("09", "", "tp2@plain"),
+        ("09", "", "cp2@plain"),
     ],
 )
 def test_split_by_one_rank_changes_no_bit(layout_models, tmp_path, chapter, flags, layout):
-    """Chapter 07 with one stage is chapter 06; chapter 08 with full sequences is chapter 07."""
+    """A later chapter with one stage, full sequences or a dense model is an earlier chapter."""
     earlier, args = job_of(layout_models, layout, tmp_path, "-e")
     jobs = [(earlier, [*args, "earlier"]), (chapter, [*args, "later", *flags.split()])]
     run_or_fail(2, jobs, tmp_path / "jobs")
@@ -274,7 +329,7 @@ def test_resume_repeats_every_bit(layout_models, tmp_path, resumed):
 
 # With this warmup, the learning rate of a step does not depend on the number of steps.
 ENDLESS = ["--lr", 0.03, "--warmup-steps", 1000]
-SPLIT = [name for name, layout in LAYOUTS.items() if "03" < layout.chapter < "1"]
+SPLIT = [name for name, layout in LAYOUTS.items() if "03" < layout.chapter < "09"]
 ROUTES = {
     "data-parallel": "01 ddp2 launched4 ddp1".split(),
     "each-chapter": "fsdp4 dp2-tp2 tp2-pp2 dp2-ulysses2 fsdp2 large2 fsdp2 cp2 fsdp1 hsdp4".split(),
@@ -300,6 +355,33 @@ def test_run_that_changes_its_layout_stays_on_the_curve(layout_models, tmp_path,
         assert start == 0 or f"step-{2 * start:08}\n" in found, ranks[0]["stdout"]
     assert disagreement(metrics(tmp_path / "entire"), metrics(tmp_path / "run")) == {}
     assert have_same_weights(tmp_path / "entire", tmp_path / "run", tolerance=1e-4), "not equal"
+
+
+# These layouts split data, weights, matrices, sequences, layers and experts.
+EXAM = "hsdp4 mixture-tp2 cp2-ep2 large2 pp2-ep2".split()
+
+
+@pytest.mark.slow
+def test_run_killed_in_six_kinds_of_parallelism_stays_on_the_curve(layout_models, tmp_path):
+    """Each layout continues from the newest checkpoint, and is killed after three more steps."""
+    more = [*ENDLESS, "--eval-every", 4, "--checkpoint-every", 2, "--num-steps", 5 * len(EXAM)]
+    job = job_of(layout_models, "01@glm4_moe", tmp_path, *more, "-e", "entire")
+    run_or_fail(1, [job], tmp_path / "jobs")
+    run_dir, logs, newest = tmp_path / "run", tmp_path / "logs", 0
+    logs.mkdir()
+    for name in EXAM:
+        chapter, args = job_of(layout_models, f"{name}@glm4_moe", tmp_path, *more, "-e", "run")
+        processes = start_ranks(LAYOUTS[name].ranks, [SCRIPTS[chapter], *args], logs, log=name)
+        wait_for(lambda step=newest + 3: last_logged_step(run_dir) >= step, processes)
+        kill(processes)
+        output = (logs / f"rank0{name}.log").read_text()
+        continues = f"step-{newest:08}\n" in output.partition("continuing from")[2]
+        assert newest == 0 or continues, output
+        assert newest_step(run_dir) > newest, output
+        newest = newest_step(run_dir)
+    run_or_fail(LAYOUTS[name].ranks, [(chapter, args)], tmp_path / "jobs")
+    assert disagreement(metrics(tmp_path / "entire"), metrics(run_dir)) == {}
+    assert have_same_weights(tmp_path / "entire", run_dir, tolerance=1e-4)
 
 
 # ---- dropout ---------------------------------------------------------------------------------

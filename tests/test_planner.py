@@ -12,13 +12,15 @@ import layouts
 import scale
 import training_step
 import will_it_fit
+from activations import segments_of
 from conftest import ROOT, run_command
 from framework_files import write_config
+from memory import ShardedMemory
 from on_ranks import make_model_folder
 from planner import CASES, COMMON, SMALL
 from scale import setting_from
 from step_time import StepTime, collective, forward_flops, speed_of
-from training_step import bubble, in_flight
+from training_step import bubble, in_flight, numbers
 
 pytestmark = pytest.mark.tool
 
@@ -129,6 +131,52 @@ def test_context_parallel_rank_keeps_its_part_and_gathered_keys_and_values():
     assert gathered == pytest.approx(one / 2 + all_keys_and_values / 2, rel=0.02)
 
 
+# The first layer has no experts. Each of the other three has 16 experts of 3 × 128 × 64 weights.
+MIXTURE = f"-m {ROOT}/09-expert-parallel/tiny-mixture --gpus-per-node 4 -b 1 --recompute full"
+EXPERTS = 16 * 3 * 128 * 64
+
+
+def test_expert_parallel_rank_gathers_only_its_own_experts():
+    settings = [setting_from(f"{MIXTURE} --expert-parallel-size {size}") for size in (1, 2, 4)]
+    one, two, four = (ShardedMemory(setting, 0) for setting in settings)
+    assert one.state == two.state == four.state
+    # The first layer is dense. In the last layer, the experts are divided.
+    others = numbers(one.shapes(4)) - EXPERTS
+    assert [step.gathered_bytes(1) for step in (one, two, four)] == [one.gathered_bytes(1)] * 3
+    gathered = [step.gathered_bytes(4) for step in (one, two, four)]
+    assert gathered == [2 * (others + EXPERTS // size) for size in (1, 2, 4)]
+    totals = [layouts.plan_of(setting)["gpu_total"] for setting in settings]
+    assert totals[0] > totals[1] > totals[2]
+
+
+def test_experts_send_the_bytes_of_the_readme():
+    """A token goes to 2 experts and back, also with its gradient; the forward pass runs twice."""
+    tokens, passes, micro_batches = 256, 3, 8
+    for size in (1, 2, 4):
+        setting = setting_from(f"{MIXTURE} --expert-parallel-size {size}")
+        sent = StepTime(setting).sent["expert"]
+        share = (size - 1) / size
+        assert sent == pytest.approx(micro_batches * 3 * passes * 2 * 2 * tokens * 2 * 128 * share)
+
+
+def test_experts_of_a_few_nodes_leave_a_node_only_between_groups():
+    setting = setting_from(f"{MIXTURE} --nodes 2 --expert-parallel-size 8")
+    step = StepTime(setting)
+    # Four of the eight ranks of a group are on the other node.
+    assert step.sent["expert"] * 4 / 7 < step.sent["network"]
+    inside = StepTime(setting_from(f"{MIXTURE} --nodes 2 --expert-parallel-size 4"))
+    assert inside.sent["network"] < step.sent["network"]
+
+
+def test_layer_with_experts_is_traced_behind_dense_layers():
+    """The first three layers of DeepSeek-V3 have no experts, and the planner traces two layers."""
+    kept = []
+    for dense in (1, 3):
+        config = f"--config num_hidden_layers=5 first_k_dense_replace={dense}"
+        kept.append(segments_of(setting_from(f"{MIXTURE} {config}"))["head"].start["activations"])
+    assert kept[0] == kept[1] > 0
+
+
 def test_schedules_were_measured_as_planned():
     """The ranks kept exactly the planned micro-batches, and were idle for the planned share."""
     for row in json.loads((ROOT / "benchmarks/results/bubble.json").read_text())["rows"]:
@@ -139,7 +187,11 @@ def test_schedules_were_measured_as_planned():
         assert row["formula"] == pytest.approx(idle) and abs(row["bubble"] - idle) < 0.03, row
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3", "mistral", "gemma3", "gemma3-window"])
+FAMILIES = ["gpt2", "qwen3", "mistral", "gemma3", "gemma3-window", "mixtral", "qwen3_moe"]
+FAMILIES += ["gpt_oss", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_family_is_planned(models, family):
     plan = asked(f"-m {models / family} -s 64 --config num_hidden_layers=3")
     assert plan["gpu"]["activations"] > 0

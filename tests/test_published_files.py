@@ -43,7 +43,7 @@ FOLDERS = {
 MIXTURES = ["deepseek_v3", "mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2"]
 MIXTURES += ["flex_olmo", "exaone_moe"]
 # The chapters that train a folder. The other folders are for chapter 05, which reads files itself.
-CHAPTERS = dict.fromkeys(MIXTURES, "04 05 07 08")
+CHAPTERS = dict.fromkeys(MIXTURES, "04 05 07 08 09")
 CHAPTERS |= {"tied": "04 05 06 07 08", "many files": "05 06 07"}
 
 

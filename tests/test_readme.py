@@ -18,7 +18,7 @@ MEASURED = {"tokens_per_second", "data_wait", "second", "peak_memory_gib", "mfu"
 # These samples consist of measurements. Only the first words of their last lines stay the same.
 LIVE = {"06-apart", "data-loading-watch", "diagnosing-hang", "diagnosing-preflight", "fp16-check"}
 # After so many steps at a high learning rate, rounding changes a few of the answers.
-LIVE |= {"conversations-run", "lora-run"}
+LIVE |= {"conversations-run", "lora-run", "09-balance"}
 MODELS = {"Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"}
 HUB = {*MODELS, "roneneldan/TinyStories", "allenai/c4", "HuggingFaceFW/fineweb-edu"}
 SMALL = (
@@ -46,7 +46,7 @@ def runs_here(block):
 
 
 # On a CPU, chapters 03 and 05 print what 02 and 04 print.
-RUNS = [block for block in commands() if re.fullmatch(r"0[124678]-run", block.sample)]
+RUNS = [block for block in commands() if re.fullmatch(r"0[1246789]-run", block.sample)]
 HUB_RUNS = [block for block in commands() if "hub" in block.needs and "train_llm.py" in block.text]
 
 

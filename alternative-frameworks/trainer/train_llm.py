@@ -219,6 +219,9 @@ def setup(args):
     # fail() reports the errors of the libraries, so turn off the libraries' own messages.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     transformers.logging.set_verbosity_error()
+    # Autocast does not know grouped_mm, which multiplies tokens by the weights of their experts.
+    for name in ("aten::_grouped_mm", "transformers::grouped_mm_fallback"):
+        torch.library.register_autocast(name, args.device, torch.bfloat16)
     run_dir = Path(args.save_dir, args.experiment_name)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -984,13 +987,24 @@ def mfu(args, model, tokens_per_second):
     if peak is None or tokens_per_second is None or args.precision != "bf16":
         return None
     modules = [model.get_output_embeddings(), *layers_of(model)]
-    weights = [weight for module in modules for weight in module.parameters()]
-    # ZeRO: stage 3 empties the tensor of each weight, and stores the weight's size in ds_numel.
-    num_weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in weights)
+    weights = [item for module in modules for item in module.named_parameters()]
+    # ZeRO: stage 3 empties the tensor of each weight, and stores the weight's shape in ds_shape.
+    shapes = [(name, getattr(weight, "ds_shape", weight.shape)) for name, weight in weights]
+    num_weights = sum(num_active(model.config, *item) for item in shapes)
     config, heads = model.config, model.config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     flops_per_token = 6 * num_weights + 12 * config.num_hidden_layers * width * args.seq_length
     return tokens_per_second * flops_per_token / (peak * dist.get_world_size())
+
+
+def num_active(config, name, shape):
+    """Return the number of values in a weight that a token uses; it uses only a few experts."""
+    # transformers stacks the experts of a layer into weights of the shape [experts, ...].
+    is_stacked = "experts" in name.split(".") and len(shape) > 1
+    # Families name the number of experts that a token uses differently.
+    names = ("num_experts_per_tok", "moe_topk", "moe_k")
+    used = [getattr(config, key) for key in names if getattr(config, key, None)]
+    return math.prod((used[0], *shape[1:]) if is_stacked else shape)
 
 
 def measure(args, model, train_set, step, loss, logs, interval_start):

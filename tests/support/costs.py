@@ -28,6 +28,7 @@ COLLECTIVES = {
     "c10d::_allgather_base_": "all-gather",
     "c10d::_reduce_scatter_base_": "reduce-scatter",
     "c10d::allreduce_": "all-reduce",
+    "c10d::alltoall_base_": "all-to-all",
     "_c10d_functional::all_gather_into_tensor": "split all-gather",
     "_c10d_functional::reduce_scatter_tensor": "split reduce-scatter",
 }
@@ -45,7 +46,12 @@ class Traffic(TorchDispatchMode):
             # DTensor then calls this function again with the tensors of this rank.
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        if kind := COLLECTIVES.get(func.name()):
+        kind = COLLECTIVES.get(func.name())
+        if kind == "all-to-all":
+            # The ranks send and receive different numbers of bytes.
+            self.counts["received"][args[0].nbytes] += 1
+            self.counts["sent"][args[1].nbytes] += 1
+        elif kind:
             tensors = args[0] if kind == "all-reduce" else [*args[:2], result]
             tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
             # Either the input or the output is the full tensor.

@@ -376,6 +376,42 @@ def context():
     picture.save("08-context")
 
 
+# ---- 09 --------------------------------------------------------------------------------------
+def experts():
+    """Draw the way of token 0 to its two experts and back, for eight experts on four ranks."""
+    # A router gives each token a score for each expert. Here, the scores are random.
+    scores = 4 * torch.rand(8, 8, generator=torch.Generator().manual_seed(5))
+    best, chosen = scores.topk(2)
+    weights = best.softmax(1)
+    tokens, middle, results = 78, 212, 346
+    picture = Picture(452, "A token travels to its two experts on other ranks, and back")
+    # The left ends of the boxes of a token or an expert; each rank has two.
+    lefts = [20 + 146 * (number // 2) + 64 * (number % 2) for number in range(8)]
+    for number, left in enumerate(lefts):
+        rank = number // 2
+        color, center = ("teal", "blue", "orange", "purple")[rank], left + 30
+        if number % 2 == 0:
+            picture.text(left + 62, 22, f"rank {rank}", "bold")
+        for y in (tokens, results):
+            picture.box(left, y, 60, 32, f"token {number}", color, "small")
+        picture.box(left, middle, 60, 58, color=color)
+        picture.text(center, middle + 18, f"expert {number}", "small")
+        visitors = [str(token) for token in range(8) if number in chosen[token]]
+        picture.text(center, middle + 40, " ".join(visitors), "quiet small")
+    start = lefts[0] + 30
+    for expert, weight in zip(chosen[0].tolist(), weights[0].tolist(), strict=True):
+        center = lefts[expert] + 30
+        picture.line((start, tokens + 34), (center, middle - 3), style="strong", arrow=True)
+        picture.line((center, middle + 60), (start, results - 3), style="strong", arrow=True)
+        picture.text(center + 8, middle + 69, f"× {weight:.2f}", "warn small", "start")
+    picture.text(20, 56, "each rank routes its own tokens", "quiet", "start")
+    picture.text(580, 156, "all-to-all: tokens to experts", "warn small", "end")
+    picture.text(580, 318, "all-to-all: results to tokens", "warn small", "end")
+    picture.text(20, 404, "a token adds up the results of its experts", "quiet", "start")
+    picture.text(20, 432, "numbers in an expert: the tokens that chose it", "quiet", "start")
+    picture.save("09-experts")
+
+
 def main():
     """Draw all pictures."""
     killed_run()
@@ -387,6 +423,7 @@ def main():
     schedule("gpipe")
     schedule("1f1b")
     context()
+    experts()
 
 
 if __name__ == "__main__":

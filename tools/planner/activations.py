@@ -115,7 +115,7 @@ def storages(tree):
 # The arguments that change the tensors of a layer.
 TRACED_ARGS = ["chapter", "precision", "weights_dtype", "model_name", "seq_length", "recompute"]
 TRACED_ARGS += ["micro_batch_size", "tensor_parallel_size"]
-TRACED_ARGS += ["context_parallel_size", "context_parallel_style"]
+TRACED_ARGS += ["context_parallel_size", "context_parallel_style", "expert_parallel_size"]
 # The segments of the settings that were traced.
 TRACES = {}
 
@@ -164,11 +164,22 @@ def small_model(setting):
     config.num_hidden_layers = min(2, config.num_hidden_layers)
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:2]
+    # If the first layers of a mixture have no experts, keep one such layer, and one with experts.
+    for name, most in {"first_k_dense_replace": 1, "decoder_sparse_step": 2}.items():
+        if getattr(config, name, None):
+            setattr(config, name, min(most, getattr(config, name)))
+    if getattr(config, "mlp_only_layers", None):
+        config.mlp_only_layers = [number for number in config.mlp_only_layers if number == 0]
     chapter = load_chapter("04") if setting.chapter < "05" else newest_chapter()
     with mock.patch.object(chapter, "fail", refuse):
         model = chapter.build_model(setting, config)
     if setting.context_parallel_size > 1:
         split_attention(setting)
+    # EP: on average, a rank receives the number of tokens that it sends, but for fewer experts.
+    for experts in newest_chapter().experts_of(model) if setting.expert_parallel_size > 1 else []:
+        experts.num_experts //= setting.expert_parallel_size
+        for weight in experts.parameters():
+            weight.data = weight.data[: experts.num_experts].clone()
     is_half = setting.precision == "bf16" and not setting.autocast
     for weight in model.parameters():
         weight.data = weight.data.to(torch.bfloat16 if is_half else torch.float32)

@@ -25,7 +25,7 @@ GIB = 2**30
 # The flags with a value that choose a layout. All others are the same in all layouts.
 LAYOUT_FLAGS = ["--batch-size", "--recompute", "--replicas", "--tensor-parallel-size"]
 LAYOUT_FLAGS += ["--pipeline-parallel-size", "--pipeline-schedule"]
-LAYOUT_FLAGS += ["--context-parallel-size", "--context-parallel-style"]
+LAYOUT_FLAGS += ["--context-parallel-size", "--context-parallel-style", "--expert-parallel-size"]
 
 
 def plan_of(setting):
@@ -90,7 +90,7 @@ def ways_to_split(args):
     stages = sizes("pipeline", min(args.ranks, 32))
     schedules = ["--pipeline-schedule interleaved-1f1b", ""]
     styles = ["", "--context-parallel-style ulysses"]
-    return {
+    ways = {
         "DDP": ("02" if args.nodes == 1 else "03", [alone]),
         "FSDP": ("04", [alone, ["--no-reshard-after-forward", ""]]),
         "FSDP, replicas": ("04", [alone, replicas]),
@@ -101,6 +101,9 @@ def ways_to_split(args):
         "FSDP, TP, PP": ("07", [together, recompute, schedules, tensor, stages]),
         "FSDP, CP": ("08", [together, recompute, styles, context]),
     }
+    if newest_chapter().experts_of(args.model.built):
+        ways["FSDP, EP"] = ("09", [alone, recompute, sizes("expert", min(args.ranks, 64))])
+    return ways
 
 
 def best_layouts(args):
@@ -125,6 +128,8 @@ def words_without_layout(args, chapter):
     parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction)
     if chapter < "05":
         parser.add_argument("--checkpoint-async", action="store_true")
+    if chapter < "09":
+        parser.add_argument("--expert-balance-rate")
     return parser.parse_known_args(args.training_words)[1]
 
 

@@ -3,7 +3,15 @@
 from collections import Counter
 
 from activations import segments_of
-from training_step import adapter_shapes, in_flight, numbers, shard_numbers, stages_of
+from training_step import (
+    adapter_shapes,
+    in_flight,
+    local_numbers,
+    numbers,
+    padded_numbers,
+    shard_numbers,
+    stages_of,
+)
 
 # The parts of a GPU's memory that the run on fake tensors measures.
 TRACED_PARTS = ["activations", "logits"]
@@ -30,11 +38,11 @@ def state_bytes(model, setting):
     AdamW keeps two moments for each weight, and a step counter of 4 bytes for each tensor. With
     LoRA, only the adapters have gradients and moments, and they are in float32.
     """
-    weights = shard_numbers(model.shapes, setting.shards) * setting.weight_bytes
+    weights = shard_numbers(model.shapes, setting) * setting.weight_bytes
     trained, shapes = weights, model.shapes
     if setting.lora_rank:
         shapes = adapter_shapes(model.layers, setting.lora_rank)
-        trained = shard_numbers(shapes, setting.shards) * 4
+        trained = shard_numbers(shapes, setting) * 4
         weights += trained
     moments = 2 * trained + 4 * len(shapes)
     return {"parameters": weights, "gradients": trained, "optimizer state": moments}
@@ -116,10 +124,6 @@ class StepMemory:
             return adapter_shapes([self.shapes(group)], self.setting.lora_rank) if group else []
         return self.shapes(group)
 
-    def padded_numbers(self, shapes):
-        """Return the number of elements in tensors of these shapes with FSDP's padding."""
-        return shard_numbers(shapes, self.setting.shards) * self.setting.shards
-
     def update_peak(self, when, **temporary):
         """Store this moment if it is the fullest; `temporary` bytes exist at this moment only."""
         total = self.held + Counter(temporary)
@@ -188,7 +192,7 @@ class StepMemory:
     def gradients_of(self, group):
         """Return the bytes of a group's gradients as the backward pass produces them."""
         size = 4 if self.setting.autocast else self.setting.compute_bytes
-        return numbers(self.trained_shapes(group)) * size
+        return local_numbers(self.trained_shapes(group), self.setting) * size
 
 
 def segment_of(group):
@@ -197,7 +201,7 @@ def segment_of(group):
 
 
 class ShardedMemory(StepMemory):
-    """Count the bytes of chapters 04 to 08, where FSDP2 gathers weights and reduces gradients.
+    """Count the bytes of chapters 04 to 09, where FSDP2 gathers weights and reduces gradients.
 
     Buffers are allocated and freed in the order of torch/distributed/fsdp/_fully_shard.
     """
@@ -226,11 +230,12 @@ class ShardedMemory(StepMemory):
             return
         setting = self.setting
         # A single rank has the full weights already.
-        full = self.padded_numbers(self.shapes(group)) * setting.compute_bytes
-        output = full if setting.shards > 1 else 0
+        output = padded_numbers(self.shapes(group), setting, least_shards=2)
+        output *= setting.compute_bytes
         # FSDP copies the shard to change its type, or to move it to the GPU.
         copies_shard = setting.compute_bytes != setting.weight_bytes or setting.cpu_offload
-        input_copy = full // setting.shards if copies_shard else 0
+        shard = shard_numbers(self.shapes(group), setting) * setting.compute_bytes
+        input_copy = shard if copies_shard else 0
         # Gloo gathers into a second buffer.
         gloo_copy = 0 if setting.cuda else output
         when = f"all-gather of {name_of(group)}"
@@ -263,7 +268,7 @@ class ShardedMemory(StepMemory):
 
     def gathered_bytes(self, group):
         """Return the bytes of a group's gathered weights."""
-        return self.padded_numbers(self.shapes(group)) * self.setting.compute_bytes
+        return padded_numbers(self.shapes(group), self.setting) * self.setting.compute_bytes
 
     def head_backward(self):
         self.is_forward = False
@@ -276,12 +281,12 @@ class ShardedMemory(StepMemory):
         self.free(group)
         self.held["communication"] -= self.reduce_buffer
         size = 4 if setting.lora_rank else setting.weight_bytes
-        self.reduce_buffer = self.padded_numbers(self.trained_shapes(group)) * size
+        self.reduce_buffer = padded_numbers(self.trained_shapes(group), setting) * size
         self.held["communication"] += self.reduce_buffer
         when = f"reduce-scatter of {name_of(group)}"
         self.update_peak(when)
         self.held["full gradients"] -= self.gradients_of(group)
-        shard = self.reduce_buffer // setting.shards
+        shard = shard_numbers(self.trained_shapes(group), setting) * size
         # Gloo reduces in a second buffer.
         uses_gloo = not setting.cuda and setting.shards > 1
         gloo_copy = self.reduce_buffer if uses_gloo else 0
@@ -314,7 +319,8 @@ class PipelineMemory(ShardedMemory):
         tokens //= setting.context_parallel_size * setting.tensor_parallel_size
         hidden_bytes = tokens * setting.model.config.hidden_size * setting.compute_bytes
         self.held["communication"] = micro_batches * buffers_per_micro_batch * hidden_bytes
-        self.held["full gradients"] = self.model.weights * setting.weight_bytes
+        gradients = local_numbers(self.model.shapes, setting)
+        self.held["full gradients"] = gradients * setting.weight_bytes
 
     def reduce(self, group):
         """Add a group's gradients to the sums; the rank reduces the sums at the end of the step."""
@@ -339,7 +345,7 @@ def host_memory(setting, part):
     if not setting.cuda:
         return {}, "the step"
     state = state_bytes(part, setting)
-    shards = [shard_numbers([shape], setting.shards) for shape in part.shapes]
+    shards = [shard_numbers([shape], setting) for shape in part.shapes]
     pinned = sum(1 << (shard * setting.weight_bytes - 1).bit_length() for shard in shards)
     model, layer = setting.model, max(map(numbers, setting.model.layers), default=0)
     built_weights = model.weights if setting.chapter < "05" else numbers(model.root) + layer

@@ -8,19 +8,28 @@ that a GPU reaches (`--flops-efficiency`). What is assumed besides:
 - The backward pass of a layer takes twice as long as its forward pass, or three times as long with
   full recomputation. Selective recomputation costs no time.
 - The gather of a layer runs during the computation of the previous layer, and so do reductions.
-  Nothing hides the collectives of ranks that split a layer (TP) or a sequence (CP).
+  Nothing hides the collectives of ranks that split a layer (TP), a sequence (CP) or experts (EP).
 - DDP reduces one layer at a time, so its buckets are larger than the real ones.
 - Copies of offloaded shards run in line with their collectives, and AdamW then runs on the host.
   From the second micro-batch on, a rank waits until gradients have been copied and added up.
 - A pipeline gathers once per step, reduces at its end, and is as fast as its slowest stage.
+- Each layer takes the time of the average layer, even if the first layers of a mixture have no
+  experts. All experts receive the same number of tokens.
 - A sequence that is split by gathered keys and values is as fast as its last rank, which attends to
   the most keys.
 """
 
-import math
 from collections import Counter
 
-from training_step import bubble, numbers, shard_numbers, stages_of
+from training_step import (
+    ExpertShape,
+    bubble,
+    newest_chapter,
+    numbers,
+    padded_numbers,
+    shard_numbers,
+    stages_of,
+)
 
 # The share of its peak that a GPU reaches in the published runs of benchmarks/published.json:
 # with and without --compile.
@@ -50,13 +59,12 @@ NCCL = {
 }
 
 
-def active_numbers(shapes, config):
-    """Return the number of weights that a token uses: of experts, only those of its own experts."""
-    # The weights of all experts are one tensor; its first dimension is the number of experts.
-    chosen = getattr(config, "num_experts_per_tok", None)
-    experts = [shape for shape in shapes if len(shape) == 3 and chosen]
-    active = numbers(shapes) - numbers(experts)
-    return active + sum(chosen * math.prod(shape[1:]) for shape in experts)
+def active_numbers(model):
+    """Return the number of weights in the layers that a token uses; it uses only a few experts."""
+    chapter = newest_chapter()
+    layers = chapter.layers_of(model.built)
+    weights = [item for layer in layers for item in layer.named_parameters()]
+    return sum(chapter.num_active(model.config, name, weight.shape) for name, weight in weights)
 
 
 def forward_flops(setting):
@@ -66,8 +74,7 @@ def forward_flops(setting):
     appendix B, https://arxiv.org/abs/2204.02311. Looking up an embedding needs none.
     """
     model, config = setting.model, setting.model.config
-    layers = [shape for layer in model.layers for shape in layer]
-    matrices = 2 * active_numbers(layers, config) / len(model.layers)
+    matrices = 2 * active_numbers(model) / len(model.layers)
     attention = 4 * attention_width(config) * setting.seq_length
     return matrices, attention, 2 * config.vocab_size * config.hidden_size
 
@@ -111,9 +118,14 @@ def ring(setting, name):
     # The ring of replicas has one rank of each node.
     if name == "replicas":
         return setting.replicas, setting.replicas, setting.network_gbs
-    shards = setting.ranks if setting.chapter == "02" else setting.shards
-    ranks = setting.context_parallel_size if name == "context" else shards
+    ranks = setting.ranks if setting.chapter == "02" else setting.shards
     local_ranks = setting.gpus_per_node // setting.tensor_parallel_size
+    if name == "context":
+        ranks = setting.context_parallel_size
+    # EP: consecutive ranks have different experts.
+    if name == "expert copy":
+        ranks = setting.expert_shards
+        local_ranks = max(1, setting.gpus_per_node // setting.expert_parallel_size)
     nodes = -(-ranks // local_ranks)
     across = min(setting.nvlink_gbs, local_ranks * setting.network_gbs)
     return ranks, nodes, across if nodes > 1 else setting.nvlink_gbs
@@ -197,6 +209,34 @@ class StepTime:
         seconds = self.send("context", "all-gather", size, times)
         self.forward += seconds
         self.backward += (1 + repeats) * seconds
+        # EP: tokens travel to their experts, and results back; the backward pass sends both again.
+        choices = getattr(config, "num_experts_per_tok", None) or 0
+        size = choices * hidden / setting.tensor_parallel_size
+        share = sum(any(isinstance(s, ExpertShape) for s in layer) for layer in self.model.layers)
+        share /= self.depth
+        times = count * self.depth * share * (4 + 2 * repeats)
+        seconds = share * self.exchange(size, times)
+        self.forward += 2 * seconds
+        self.backward += (2 + 2 * repeats) * seconds
+
+    def exchange(self, size, times):
+        """Return the seconds of an all-to-all of `size` bytes, which is sent this number of times.
+
+        A rank sends the same number of bytes to each rank of its expert-parallel group.
+        """
+        setting, ranks = self.setting, self.setting.expert_parallel_size
+        if ranks == 1:
+            return 0.0
+        local_ranks = min(ranks, setting.gpus_per_node)
+        inside, between = size * (local_ranks - 1) / ranks, size * (ranks - local_ranks) / ranks
+        seconds = max(inside / setting.nvlink_gbs, between / setting.network_gbs) / 1e9
+        # All messages start at once, so the slowest hop counts.
+        _, start, local_hop, far_hop = NCCL["ring", "Simple"]
+        seconds += setting.latency * (start + (far_hop if between else local_hop)) / 1e6
+        self.busy["expert"] += times * seconds
+        self.sent["expert"] += times * (inside + between)
+        self.sent["network"] += times * between
+        return seconds
 
     def per_group(self, name, kind, size, times, seconds_per_gb=0.0):
         """Return the seconds of a collective of a layer's weights, and of one of the root's.
@@ -206,11 +246,21 @@ class StepTime:
         shard in line with the collective.
         """
         setting, seconds = self.setting, []
+        # The ranks of a ring of replicas reduce their shards.
+        elements = shard_numbers if name == "replicas" else padded_numbers
         for groups, count in zip((self.model.layers, [self.model.root]), times, strict=True):
-            shard = sum(shard_numbers(shapes, setting.shards) for shapes in groups) / len(groups)
-            copied = setting.cpu_offload * shard * setting.weight_bytes / 1e9 * seconds_per_gb
-            full = shard * setting.shards * size
-            seconds.append(self.send(name, kind, full, count) + copied)
+            shapes = [shape for group in groups for shape in group]
+            shard = shard_numbers(shapes, setting) / len(groups)
+            copied = setting.cpu_offload * shard * setting.weight_bytes / 1e9
+            seconds.append(copied * seconds_per_gb)
+            # EP: experts form a group of their own, which fewer ranks share.
+            apart = setting.expert_parallel_size > 1
+            experts = [shape for shape in shapes if apart and isinstance(shape, ExpertShape)]
+            others = [shape for shape in shapes if not (apart and isinstance(shape, ExpertShape))]
+            for part, ring_name in (others, name), (experts, name.replace("copy", "expert copy")):
+                full = elements(part, setting) / len(groups) * size
+                if part:
+                    seconds[-1] += self.send(ring_name, kind, full, count)
         return seconds
 
     def reduce(self, micro_steps, seconds_per_gb):
@@ -220,8 +270,8 @@ class StepTime:
 
     def reduce_replicas(self):
         """Return the seconds to add up a layer's shards, and the root's, over all replicas."""
-        size = self.setting.weight_bytes / self.setting.shards
-        return self.per_group("replicas", "all-reduce", size, (self.depth, 1))
+        size, times = self.setting.weight_bytes, (self.depth, 1)
+        return self.per_group("replicas", "all-reduce", size, times)
 
     def gather(self, layer_times, root_times):
         """Return the seconds to gather a layer's weights, and the root's."""

@@ -30,6 +30,8 @@ from transformers.integrations import moe
 # On the meta device, torch knows the shapes of grouped_mm() in bf16 only, so compute experts in a
 # loop.
 moe._can_use_grouped_mm = lambda *_: False
+# Chapters 01 to 03 let autocast compute experts in bf16, too.
+torch.library.register_autocast("transformers::grouped_mm_fallback", "cpu", torch.bfloat16)
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {path.parent.name[:2]: path for path in sorted(ROOT.glob("[0-9][0-9]-*/train_llm.py"))}
 # The flags that a setting can change, and their defaults.
@@ -43,6 +45,7 @@ ADDED_BY = {
     "checkpoint_async": ("05", False),
     "tensor_parallel_size": ("06", 1),
     "pipeline_parallel_size": ("07", 1),
+    "expert_parallel_size": ("09", 1),
 }
 
 # The models that model_of() has built.
@@ -162,7 +165,7 @@ def find_config(name):
         raise FileNotFoundError("file not found; check the path")
     with contextlib.suppress(OSError, ValueError):
         return AutoConfig.from_pretrained(name, local_files_only=True), "the cache of the hub"
-    for shape in ROOT.glob("05-large-model/configs/*.json"):
+    for shape in ROOT.glob("0*/configs/*.json"):
         if name.rpartition("/")[2].lower().startswith(shape.stem):
             source = f"{shape.relative_to(ROOT)}; the hub was not asked"
             return AutoConfig.from_pretrained(shape), source
@@ -195,18 +198,48 @@ class Model:
         return numbers(self.shapes)
 
 
+class ExpertShape(tuple):
+    """The shape of a weight that holds all experts of a layer: [experts, ...]."""
+
+
 def numbers(shapes):
     """Return the total number of elements in tensors of these shapes."""
     return sum(map(math.prod, shapes))
 
 
-def shard_numbers(shapes, ranks):
+def local_numbers(shapes, setting):
+    """Return the number of elements that a rank gathers: all, but of experts only its own."""
+    experts = [shape for shape in shapes if isinstance(shape, ExpertShape)]
+    others = numbers(shapes) - numbers(experts)
+    return others + numbers(experts) // setting.expert_parallel_size
+
+
+def shard_numbers(shapes, setting):
     """Return the number of elements in rank 0's shards of tensors of these shapes.
 
-    FSDP2 cuts the first dimension into `ranks` chunks of the same size, rounded up. It pads all
-    shards to this size for communication: see torch.chunk and _get_dim0_padded_size.
+    FSDP2 cuts the first dimension into chunks of the same size, rounded up. It pads all shards to
+    this size for communication: see torch.chunk and _get_dim0_padded_size.
     """
-    return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in shapes)
+    return sum(elements for elements, _ in shards_of(shapes, setting))
+
+
+def padded_numbers(shapes, setting, least_shards=1):
+    """Return the number of elements in all shards of these tensors, with FSDP's padding.
+
+    Leave out tensors with fewer than `least_shards` shards.
+    """
+    shards = shards_of(shapes, setting)
+    return sum(elements * count for elements, count in shards if count >= least_shards)
+
+
+def shards_of(shapes, setting):
+    """Return the number of elements in a shard of each tensor, and the number of its shards."""
+    found = []
+    for rows, *others, is_expert in ((*shape, isinstance(shape, ExpertShape)) for shape in shapes):
+        count = setting.expert_shards if is_expert else setting.shards
+        local_rows = rows // setting.expert_parallel_size if is_expert else rows
+        found.append((-(-local_rows // count) * math.prod(others), count))
+    return found
 
 
 def model_of(config, tp_size=1):
@@ -221,7 +254,7 @@ def model_of(config, tp_size=1):
 
 
 def split_matrices(model, tp_size):
-    """Split the weights of a model across `tp_size` ranks in place, as chapters 06 to 08 do."""
+    """Split the weights of a model across `tp_size` ranks in place, as chapters 06 to 09 do."""
     if tp_size > 1:
         newest_chapter().split_matrices(model, model.modules(), mesh_of(list(range(tp_size))))
         model.tie_weights()
@@ -235,17 +268,21 @@ def shapes_in(model, modules):
     direct_weights = (module.parameters(recurse=False) for module in modules)
     # Tied weights occur twice. A dict drops the second occurrence and keeps the order.
     unique_weights = dict.fromkeys(itertools.chain(*direct_weights))
+    all_experts = newest_chapter().experts_of(model)
+    expert_weights = {weight for experts in all_experts for weight in experts.parameters()}
+
+    def shapes_of(weights):
+        return [
+            (ExpertShape if weight in expert_weights else tuple)(local(weight).shape)
+            for weight in weights
+        ]
+
     return Model(
         config=model.config,
         layers=[shapes_of(layer.parameters()) for layer in layers],
         root=shapes_of(weight for weight in unique_weights if weight not in in_layers),
         built=model,
     )
-
-
-def shapes_of(tensors):
-    """Return the shapes of tensors, as tuples."""
-    return [tuple(local(tensor).shape) for tensor in tensors]
 
 
 def local(tensor):
@@ -280,6 +317,15 @@ class Setting(SimpleNamespace):
         """Return the number of FSDP shards of each weight, which is 1 under DDP."""
         ranks_per_copy = self.replicas * self.tensor_parallel_size * self.pipeline_parallel_size
         return 1 if self.chapter == "02" else self.ranks // ranks_per_copy
+
+    @property
+    def expert_shards(self):
+        """Return the number of FSDP shards of the experts that a rank gathers.
+
+        In chapter 09, the ranks of a tensor-parallel group hold different shards, too.
+        """
+        tp_size = self.tensor_parallel_size if self.chapter == "09" else 1
+        return self.shards * tp_size // self.expert_parallel_size
 
     @property
     def num_stages(self):
@@ -344,7 +390,8 @@ def split_stages(model, model_name, ranks, num_stages):
     args = SimpleNamespace(model_name=model_name, num_stages=num_stages)
     args.pipeline_parallel_size = ranks
     # Check only the stages here; activations.py checks the splits of layers and sequences.
-    args.tensor_parallel_size = args.context_parallel_size = 1
+    args.tensor_parallel_size = args.context_parallel_size = args.expert_parallel_size = 1
+    args.expert_balance_rate = 0.0
     chapter = newest_chapter()
     with mock.patch.object(chapter, "fail", refuse), contextlib.redirect_stdout(None):
         chapter.check_model(args, model.built)

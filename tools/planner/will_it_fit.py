@@ -10,9 +10,9 @@ follow from the shapes of the weights. To measure what a layer keeps for its bac
 planner runs two layers on fake tensors, which have shapes but no data. With these sizes, it then
 simulates a training step event by event; the fullest moment of the step must fit. The planner
 counts only the bytes of tensors: --gpu-overhead-gib and --fragmentation estimate the rest. The
-functions of the newest chapter's script parse the flags, and split matrices, layers or sequences
-across ranks; the fullest rank must fit. Formulas for computation and collectives add up the seconds
-of the same step: step_time.py lists what they assume.
+functions of the newest chapter's script parse the flags, and split matrices, layers, sequences or
+experts across ranks; the fullest rank must fit. Formulas for computation and collectives add up the
+seconds of the same step: step_time.py lists what they assume.
 """
 
 import argparse
@@ -53,7 +53,8 @@ SETTINGS = {
     "05 --cpu-offload --recompute full": {"cpu_offload": True, "recompute": "full"},
 }
 # The flags of a single rank.
-ALONE = "--replicas 1 --tensor-parallel-size 1 --pipeline-parallel-size 1 --context-parallel-size 1"
+ALONE = "--replicas 1 --tensor-parallel-size 1 --pipeline-parallel-size 1"
+ALONE += " --context-parallel-size 1 --expert-parallel-size 1"
 
 
 # ---- command line ----------------------------------------------------------------------------
@@ -72,8 +73,9 @@ def parse_args(argv=None):
     if args.weights_dtype == "bf16" and args.precision == "fp32":
         problem = "weights in bf16 cannot compute in fp32"
         fail(f"--weights-dtype bf16 --precision fp32: {problem}; use --precision bf16")
-    # Only these chapters split matrices, layers or sequences.
-    for name, chapter in {"tensor": "06", "pipeline": "07", "context": "08"}.items():
+    # Only these chapters split matrices, layers, sequences or experts.
+    splits = {"tensor": "06", "pipeline": "07", "context": "08", "expert": "09"}
+    for name, chapter in splits.items():
         if getattr(args, f"{name}_parallel_size") > 1:
             args.chapter = chapter
     args.flops_efficiency = args.flops_efficiency or EFFICIENCY[args.compile]
@@ -98,7 +100,7 @@ def build_parser():
     parser.convert_arg_line_to_args = lambda line: shlex.split(line, comments=True)
     parser.error = fail
     add = parser.add_argument_group("the plan").add_argument
-    chapters = "02 04 05 06 07 08".split()
+    chapters = "02 04 05 06 07 08 09".split()
     add("--chapter", choices=chapters, default="05", help="chapter whose script will train")
     add("--layouts", action="store_true", help="compare all ways to split, with their commands")
     add("--tokens", type=at_least(0.0), help="tokens to train on, to see how many days they take")

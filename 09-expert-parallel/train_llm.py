@@ -1,0 +1,2119 @@
+"""Train a mixture of experts whose experts devices share. Parent: 08-context-parallel.
+
+Small:  torchrun --standalone --nproc-per-node 2 09-expert-parallel/train_llm.py \
+            --model-name 09-expert-parallel/tiny-mixture --expert-parallel-size 2
+Real:   sbatch --nodes 4 --gpus-per-node 8 03-job-launchers/slurm/train.sbatch \
+            09-expert-parallel/train_llm.py --model-name Qwen/Qwen3-30B-A3B --pretrained \
+            --seq-length 4096 --expert-parallel-size 8 --recompute full
+"""
+
+import argparse
+import bisect
+import copy
+import ctypes
+import dataclasses
+import functools
+import glob
+import hashlib
+import itertools
+import json
+import logging
+import math
+import os
+import re
+import resource
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import uuid
+import warnings
+from array import array
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from itertools import accumulate, chain, pairwise
+from pathlib import Path
+from pydoc_data.topics import topics
+from types import SimpleNamespace
+from unittest import mock
+
+import datasets
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.pipelining as pp
+import torch.distributed.tensor.parallel as tp
+import torch.nn.functional as F
+import transformers
+import wandb
+from datasets.fingerprint import Hasher
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.func import functional_call
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as recompute
+from tqdm import tqdm
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import core_model_loading as conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.initialization import no_init_weights
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.hub import cached_file
+
+# The environment variables that each launcher sets to the rank, the world size and the local rank,
+# in this order.
+LAUNCHER_VARIABLES = {
+    "torchrun": ["RANK", "WORLD_SIZE", "LOCAL_RANK"],
+    "Open MPI": ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],
+    "MPICH": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],
+    "srun": ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],
+}
+# The number of tokens whose logits exist at the same time.
+CHUNK_SIZE = 1024
+# The asynchronous save in progress: a list with at most one Future object.
+PENDING_SAVES = []
+
+
+class ReplicatedRouter(tp.ParallelStyle):
+    """Replicate a router: each rank uses it for the tokens of its part of each sequence."""
+
+    def _apply(self, module, mesh):
+        for name, weight in module.named_parameters(recurse=False):
+            replicated = distribute_tensor(weight.data, mesh, [Replicate()], src_data_rank=None)
+            module.register_parameter(name, torch.nn.Parameter(replicated))
+        # Each rank has the gradient of its own tokens; Partial() adds them up.
+        module.forward = forward_on_local_weights(module, grad_placements=[Partial()])
+        return module
+
+
+# Each style defines how ranks share the work of a module. The keys are the style names in the
+# tensor-parallel plans of transformers. Shard(1) splits hidden states along the sequence: each rank
+# has one part of each sequence.
+STYLES = {
+    "colwise": tp.ColwiseParallel(),
+    "rowwise": tp.RowwiseParallel(output_layouts=Shard(1)),
+    "colwise_gather_output": tp.ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "embedding_rowwise": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "replicated_with_grad_allreduce": tp.SequenceParallel(use_local_output=True),
+    "router": ReplicatedRouter(),
+}
+# The class of each schedule, and its number of stages per rank.
+SCHEDULES = {
+    "gpipe": (pp.ScheduleGPipe, 1),
+    "1f1b": (pp.Schedule1F1B, 1),
+    "interleaved-1f1b": (pp.ScheduleInterleaved1F1B, 2),
+}
+
+
+def parse_args():
+    """Parse and check the command line, and compute the size and number of micro-batches."""
+    adopt_launcher()
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(formatter_class=formatter, fromfile_prefix_chars="@")
+    parser.allow_abbrev = False
+    parser.convert_arg_line_to_args = lambda line: shlex.split(line, comments=True)
+    parser.error = fail
+    chapter = Path(__file__).resolve().parent.name
+    add = parser.add_argument
+
+    add("-m", "--model-name", default="tiny", help="hub id, folder, or tiny (a built-in Llama)")
+    add("--config", nargs="+", default=[], metavar="NAME=VALUE", help="override model settings")
+    add("--pretrained", action="store_true", help="start from the published weights")
+
+    sources = "hub id, folder, .txt/.jsonl/.csv/.parquet, or FOLDER.tokens of prepare.py"
+    add("-d", "--dataset-name", default="pydoc", help=sources)
+    add("--dataset-subset", help="the subset to load, if the hub dataset has subsets")
+    add("--text-column", default="text", help="the column that holds the text")
+    add("-s", "--seq-length", type=int, default=256, help="tokens per sample")
+
+    add("--global-batch-size", type=int, default=32, help="samples per optimizer step")
+    add("-b", "--batch-size", type=int, default=8, help="maximum samples per forward pass")
+    add("--num-steps", type=int, default=100, help="total number of optimizer steps")
+    add("--lr", type=float, default=1e-3, help="peak learning rate, reached after the warmup")
+    add("--warmup-steps", type=int, default=10, help="steps until the learning rate peaks")
+    add("--weight-decay", type=float, default=0.1, help="decay of matrices; vectors have no decay")
+    add("--max-grad-norm", type=float, default=1.0, help="maximum gradient norm; 0 means no limit")
+    skipping = "steps of samples to skip; without it, a resume keeps its number"
+    add("--skip-steps", type=int, default=0, help=skipping)
+    add("--seed", type=int, default=0, help="seed for weights, data order and dropout")
+
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
+    add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 if fast")
+    add("--compile", action="store_true", help="compile the layers and the loss")
+    switch = argparse.BooleanOptionalAction
+    add("--reshard-after-forward", action=switch, default=True, help="free gathered weights early")
+    add("--replicas", type=int, default=1, help="model copies, each sharded across its own ranks")
+    add("--cpu-offload", action="store_true", help="keep shards on the CPU, and run AdamW there")
+    add(
+        "--recompute",
+        choices=["none", "full", "selective"],
+        default="none",
+        help="activations to compute again in the backward pass",
+    )
+    add("--tensor-parallel-size", type=int, default=1, help="ranks that split each matrix")
+    add("--pipeline-parallel-size", type=int, default=1, help="ranks that each hold some layers")
+    add("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="order of micro-batches")
+    add("--context-parallel-size", type=int, default=1, help="ranks that split each sequence")
+    add(
+        "--context-parallel-style",
+        choices=["gather", "ulysses"],
+        default="gather",
+        help="how attention combines the parts of a sequence",
+    )
+    add("--expert-parallel-size", type=int, default=1, help="ranks that split a layer's experts")
+    balancing = "change of the routers' biases per step, toward experts with few tokens"
+    add("--expert-balance-rate", type=float, default=0.0, help=balancing)
+
+    add("-e", "--experiment-name", default=chapter, help="name of the run's folder in --save-dir")
+    add("--save-dir", default="outputs", help="the folder that holds all runs")
+    add("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
+    add("--keep-checkpoints", type=int, default=2, help="number of checkpoints to keep")
+    add("--eval-every", type=int, default=50, help="steps between evaluations")
+    add("--eval-samples", type=int, default=64, help="number of samples to hold out")
+    add("--log-every", type=int, default=10, help="steps between log lines")
+    add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="wandb mode")
+    add("--dist-timeout", type=int, default=600, help="maximum seconds to wait for other ranks")
+    add("--checkpoint-async", action="store_true", help="write checkpoints in the background")
+
+    args = parser.parse_args()
+    may_be_zero = ["lr", "warmup_steps", "weight_decay", "max_grad_norm", "seed", "skip_steps"]
+    may_be_zero += ["expert_balance_rate"]
+    minimums = dict.fromkeys(may_be_zero, 0) | {"seq_length": 2}
+    for name, value in vars(args).items():
+        minimum = minimums.get(name, 1)
+        flag = f"--{name.replace('_', '-')} {value}"
+        # "not value >= minimum" also rejects NaN; "value < minimum" would accept NaN.
+        if type(value) in (int, float) and not value >= minimum:
+            fail(f"{flag}: must be at least {minimum}")
+        if type(value) is int and value >= 2**63:
+            fail(f"{flag}: must be less than 2**63, because torch counts in 64 bits")
+    if args.pretrained and args.model_name == "tiny":
+        fail("--pretrained: tiny has no published weights; choose a model with --model-name")
+    if args.device == "auto":
+        args.device = "cuda" if has_gpu() else "cpu"
+    if args.device == "cuda" and not torch.cuda.is_available():
+        problem = f"torch {torch.__version__} finds no working GPU"
+        fail(f"--device cuda: {problem}; repair the driver, or pass --device cpu")
+    if args.precision == "auto":
+        # GPUs below compute capability 8.0 emulate bf16, and the emulation is slow.
+        has_bf16 = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+        args.precision = "bf16" if has_bf16 else "fp32"
+    if "LOCAL_RANK" not in os.environ:
+        fail("start this script with a launcher, such as torchrun, srun or mpirun")
+    if "MASTER_ADDR" not in os.environ:
+        fail("MASTER_ADDR is not set; pass it and MASTER_PORT with -x (Open MPI) or -genv (MPICH)")
+    world_size = int(os.environ["WORLD_SIZE"])
+    # TP: the ranks that split a matrix process the same samples, and split each sequence.
+    ranks_per_sample = args.tensor_parallel_size
+    layout = f"--tensor-parallel-size {args.tensor_parallel_size}"
+    # CP: context-parallel ranks split each sequence; tensor-parallel ranks then split each part
+    # again.
+    ranks_per_sample *= args.context_parallel_size
+    layout += f" --context-parallel-size {args.context_parallel_size}"
+    if args.seq_length % ranks_per_sample:
+        problem = f"not divisible by the {ranks_per_sample} ranks that split a sequence ({layout})"
+        fail(f"--seq-length {args.seq_length}: {problem}; choose a multiple")
+    # PP: all stages process the same samples.
+    ranks_per_sample *= args.pipeline_parallel_size
+    layout += f" --pipeline-parallel-size {args.pipeline_parallel_size}"
+    if world_size % ranks_per_sample:
+        problem = f"{world_size} ranks are not divisible by {ranks_per_sample}"
+        fail(f"{layout}: {problem}; start a multiple of {ranks_per_sample} ranks")
+    num_data_ranks = world_size // ranks_per_sample
+    local_batch_size, remainder = divmod(args.global_batch_size, num_data_ranks)
+    if remainder:
+        problem = f"not divisible by {num_data_ranks} data-parallel ranks; choose a multiple"
+        fail(f"--global-batch-size {args.global_batch_size}: {problem}")
+    if num_data_ranks % args.replicas:
+        problem = f"{num_data_ranks} data-parallel ranks are not divisible by {args.replicas}"
+        fail(f"--replicas {args.replicas}: {problem}; choose a divisor")
+    # EP: the ranks that together hold one copy of a layer split the layer's experts.
+    ranks_per_copy = world_size // args.pipeline_parallel_size // args.replicas
+    if ranks_per_copy % args.expert_parallel_size:
+        problem = f"{ranks_per_copy} ranks share a copy of each layer; choose a divisor"
+        fail(f"--expert-parallel-size {args.expert_parallel_size}: {problem}")
+    sizes = range(1, args.batch_size + 1)
+    args.micro_batch_size = max(size for size in sizes if local_batch_size % size == 0)
+    args.accumulation = local_batch_size // args.micro_batch_size
+    args.num_stages = args.pipeline_parallel_size * SCHEDULES[args.pipeline_schedule][1]
+    check_schedule(args)
+    args.wandb_id = uuid.uuid4().hex[:8]
+    return args
+
+
+def check_schedule(args):
+    """Stop if the micro-batches of a step do not fill the pipeline schedule."""
+    ranks, micro_batches = args.pipeline_parallel_size, args.accumulation
+    # For the interleaved schedule, require a multiple of `ranks`, as its paper does. torch also
+    # accepts some other numbers of micro-batches.
+    group_size = ranks if args.pipeline_schedule == "interleaved-1f1b" else 1
+    if micro_batches < ranks or micro_batches % group_size:
+        problem = f"{micro_batches} micro-batches do not fill the pipeline; lower --batch-size"
+        fail(f"--pipeline-parallel-size {ranks}: {problem} or raise --global-batch-size")
+
+
+def adopt_launcher():
+    """Set torchrun's variables from the variables of the launcher that started this rank."""
+    for names in LAUNCHER_VARIABLES.values():
+        if all(name in os.environ for name in names):
+            values = [os.environ[name] for name in names]
+            os.environ |= zip(LAUNCHER_VARIABLES["torchrun"], values, strict=True)
+            break
+    if "SLURM_STEP_NODELIST" in os.environ:
+        # srun: rank 0 runs on the first node of the list. The list gpu[03-07,12] starts with gpu03.
+        nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
+        os.environ.setdefault("MASTER_ADDR", nodes.split(",")[0])
+        # srun: derive the port from the job and step ids; each call of srun needs its own port.
+        job_step = 10 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ["SLURM_STEP_ID"])
+        os.environ.setdefault("MASTER_PORT", str(10_000 + job_step % 20_000))
+
+
+def has_gpu():
+    """Return whether this process has a GPU, even if torch cannot use the GPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible in ("", "-1"):  # all GPUs are hidden
+        return False
+    # Slurm: SLURM_GPUS_ON_NODE is set only in a job that has requested GPUs.
+    if "SLURM_GPUS_ON_NODE" in os.environ:
+        return True
+    # The NVIDIA driver creates /dev/nvidiactl, and the AMD driver creates /dev/kfd.
+    has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
+    return has_driver or bool(visible) or torch.cuda.is_available()
+
+
+def setup(args):
+    """Join the process group; return this rank's device and the run's folder."""
+    # DDP: let Linux kill this rank when its launcher dies. Otherwise, this rank could keep training
+    # and overwrite the files of the next run. The 1 is PR_SET_PDEATHSIG.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    sys.stdout.reconfigure(line_buffering=True)
+    # If stderr is not a terminal, disable progress bars, because they would clutter a log file.
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+        transformers.logging.disable_progress_bar()
+    # fail() reports the errors of the libraries, so turn off the libraries' own messages.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    transformers.logging.set_verbosity_error()
+    run_dir = Path(args.save_dir, args.experiment_name)
+    # FSDP: DCP reads these characters as a pattern when it joins the files of the exported model.
+    if glob.escape(str(run_dir)) != str(run_dir):
+        fail(f"{run_dir}: choose --save-dir and --experiment-name without *, ? and [")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--save-dir {args.save_dir}: {error}")
+    device = torch.device(args.device)
+    if args.device == "cuda":
+        local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        # srun: with --gpus-per-task=1, each rank sees only its own GPU, which has index 0.
+        if num_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+            local_rank = 0
+        if local_rank >= num_gpus:
+            fail(f"local rank {local_rank}: torch sees only {num_gpus} GPU(s); start fewer ranks")
+        # DDP: without set_device(), every rank would also allocate memory on GPU 0.
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.dist_timeout))
+    # DDP: NCCL connects the ranks in the first operation, so let all ranks take part in that one.
+    dist.all_reduce(torch.zeros((), device=device))
+    # DDP: only rank 0 prints to stdout.
+    if dist.get_rank() != 0:
+        sys.stdout = open(os.devnull, "w")
+    check_shared(run_dir)
+    print(f"training on {device} in {args.precision}")
+    return device, run_dir
+
+
+@functools.cache
+def patient_group():
+    """Return a group whose timeout is a week, because tokenizing may take hours."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
+
+
+@functools.cache
+def background_group():
+    """Return a group of all ranks for the collectives of the thread that saves checkpoints."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
+
+
+@contextmanager
+def rank_first():
+    """Run the body on rank 0, then on local rank 0 of the other nodes, then on the remaining ranks.
+
+    Later ranks find the files that earlier ranks have written.
+    """
+    if dist.get_rank() == 0:
+        turn = 0
+    elif os.environ["LOCAL_RANK"] == "0":
+        turn = 1
+    else:
+        turn = 2
+    for _ in range(turn):
+        wait_for_all()
+    yield
+    for _ in range(2 - turn):
+        wait_for_all()
+
+
+def wait_for_all():
+    """Wait until all ranks have called this function, even if some ranks need hours."""
+    try:
+        dist.barrier(group=patient_group())
+    except RuntimeError as error:
+        # DDP: wait while the failed rank reports the reason; torchrun usually ends this rank then.
+        time.sleep(10)
+        sys.exit(f"another rank has failed: {error}")
+
+
+def check_shared(run_dir):
+    """Stop if a node cannot see the files that rank 0 writes to the run's folder."""
+    probe = [run_dir / f".probe-{uuid.uuid4().hex}"]
+    if dist.get_rank() == 0:
+        probe[0].touch()
+    dist.broadcast_object_list(probe, group=patient_group())
+    host_without_access = None if probe[0].exists() else socket.gethostname()
+    hosts_without_access = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts_without_access, host_without_access, group=patient_group())
+    if dist.get_rank() == 0:
+        probe[0].unlink()
+    if hosts := set(hosts_without_access) - {None}:
+        problem = f"{', '.join(hosts)} cannot see what rank 0 writes to {run_dir.resolve()}"
+        fail(f"--save-dir: {problem}; choose a folder that all nodes share")
+
+
+def stop_requests(run_dir):
+    """Yield, before each step, whether the run should stop after that step.
+
+    SIGTERM, SIGUSR1 or SIGHUP on any rank requests a stop, and so does a file named `stop` in the
+    run's folder. An all-reduce gives all ranks the same answer. The all-reduce runs in the
+    background during the previous step, so that the ranks rarely wait for the answer.
+    """
+    received = []
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, lambda number, _: received.append(number))
+    # A `stop` file that already exists was meant for an earlier run.
+    (run_dir / "stop").unlink(missing_ok=True)
+    stop = False
+    while True:
+        requested = received or (dist.get_rank() == 0 and (run_dir / "stop").exists())
+        any_requested = torch.tensor(bool(requested), dtype=torch.int32)
+        options = {"op": dist.ReduceOp.MAX, "group": patient_group(), "async_op": True}
+        exchange = dist.all_reduce(any_requested, **options)
+        yield stop
+        exchange.wait()
+        stop = bool(any_requested)
+
+
+def fail(message):
+    """Report a user error in one line on stderr, and exit with status 2."""
+    # DDP: let rank 0 report an error that all ranks have; the launcher then ends this rank. If only
+    # this rank has the error, this rank reports it after the wait.
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(10)
+    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def mix(*numbers):
+    """Hash the numbers into a 64-bit seed that, unlike their sum, depends on their order."""
+    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little")
+
+
+# ---- model -----------------------------------------------------------------------------------
+@rank_first()
+def build_tokenizer_and_config(args):
+    """Load the tokenizer and the configuration of `--model-name`, and apply `--config`."""
+    try:
+        if args.model_name == "tiny":
+            # ByT5's tokens are bytes, so its tokenizer needs no vocabulary file.
+            tokenizer = transformers.ByT5Tokenizer()
+            config = transformers.LlamaConfig(
+                hidden_size=128,
+                intermediate_size=352,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                vocab_size=len(tokenizer),
+                bos_token_id=None,
+                eos_token_id=tokenizer.eos_token_id,
+            )
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+            config = AutoConfig.from_pretrained(args.model_name)
+            if getattr(config, "quantization_config", None):
+                raise ValueError("its weights are quantized; choose a model with bf16 weights")
+            # Train only the text part of a multimodal model.
+            config = config.get_text_config(decoder=True)
+        if args.config:
+            config.update_from_string(",".join(args.config))
+            # Drop layer_types, so that from_dict() derives it from the new number of layers.
+            values = config.to_dict()
+            values.pop("layer_types", None)
+            config = config.from_dict(values)
+    except Exception as error:
+        # transformers raises a different type of exception for each kind of bad value.
+        fail(f"--model-name {' '.join([args.model_name, *args.config])}: {error}")
+    if getattr(config, "output_router_logits", False):
+        problem = "a router loss would depend on the size of the micro-batches"
+        fail(f"--config output_router_logits: {problem}; pass --config output_router_logits=false")
+    max_length = getattr(config, "max_position_embeddings", None) or args.seq_length
+    if 0 < max_length < args.seq_length:
+        fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {max_length} tokens")
+    if len(tokenizer) < 2:
+        fail(f"--model-name {args.model_name}: found no tokenizer; check the model's files")
+    if tokenizer.eos_token_id is None:
+        fail(f"--model-name {args.model_name}: its tokenizer has no eos_token; define one")
+    # A tokenizer may leave out numbers, so its highest token id may be above its number of tokens.
+    highest_id = max(tokenizer.get_vocab().values())
+    if highest_id >= config.vocab_size:
+        problem = f"token id {highest_id}, but only {config.vocab_size} embeddings"
+        fail(f"--model-name {args.model_name}: found {problem}")
+    return tokenizer, config
+
+
+def build_model(args, config):
+    """Build the model with uninitialized weights.
+
+    Linux gives them memory only when shard() fills them.
+    """
+    torch.manual_seed(args.seed)
+    try:
+        # Skip random initialization in the constructors; shard() initializes weights layer by
+        # layer.
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:
+        # Unsuitable models raise many types of exceptions.
+        fail(f"--model-name {args.model_name}: cannot build the model: {error!r:.300}")
+    if not layers_of(model):
+        fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
+    model.train()
+
+    # In every forward pass, transformers checks whether samples are packed, because packed samples
+    # need a mask. This check makes the host wait for the device. Plain causal attention needs no
+    # mask, so register SDPA under a new name. transformers has no mask function for the new name,
+    # so it skips both the check and the mask.
+    if needs_no_mask(args, model):
+        AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
+        model.set_attn_implementation("causal_sdpa")
+
+    check_model(args, model)
+    # transformers finds these rules by the name of the class, which fully_shard() changes.
+    model.conversion_rules = get_model_conversion_mapping(model)
+    # chunked_loss() applies the weights of the head, so the head itself only clones the hidden
+    # states. Without the clone, FSDP would warn that a module returns a view.
+    head = model.get_output_embeddings()
+    head.forward = torch.clone
+    model.loss_function = functools.partial(chunked_loss, head)
+
+    # Wrap the layers for recomputation before they are compiled and sharded.
+    if args.recompute != "none":
+        contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)
+        options = {"context_fn": contexts} if args.recompute == "selective" else {}
+        for layer in layers_of(model):
+            forward = functools.partial(recompute, layer.forward, use_reentrant=False, **options)
+            layer.forward = forward
+
+    # layer.compile() keeps the names of the weights; torch.compile(layer) would change the names.
+    # With dynamic=False, torch compiles a separate graph for each input shape.
+    if args.compile:
+        for layer in layers_of(model):
+            layer.compile(dynamic=False)
+        model.loss_function = torch.compile(model.loss_function, dynamic=False)
+    return model
+
+
+def check_names(args, model, missing_keys, unexpected_keys, mismatched_keys, **_):
+    """Stop if the files of `--pretrained` do not have exactly the weights of the model."""
+    # With --config num_hidden_layers, the model may have only the first layers of the files.
+    patterns = {re.sub(r"\d+", "*", name) for name in model.state_dict()}
+    unknown = [name for name in unexpected_keys if re.sub(r"\d+", "*", name) not in patterns]
+    reshaped = [name for name, *_ in mismatched_keys]
+    problems = [("lack", missing_keys), ("have a different shape of", reshaped)]
+    problems += [("have the unknown weight", unknown)]
+    texts = [f"{text} {min(names)} ({len(names)} weights)" for text, names in problems if names]
+    if texts:
+        fail(f"--pretrained: the files of {args.model_name} {'; they '.join(texts)}")
+
+
+def needs_no_mask(args, model):
+    """Return whether every token attends to itself and all tokens before it, in every layer."""
+    if not model._supports_attention_backend or model.config._attn_implementation != "sdpa":
+        return False
+    name, keys = f"--model-name {args.model_name}", torch.arange(args.seq_length)
+    queries = keys[:: 1 + args.seq_length // 64, None]
+    results = []
+
+    def check_mask(*_, mask_function, allow_is_causal_skip, **__):
+        mask = mask_function(0, 0, queries, keys)
+        if (mask & (keys > queries)).any():
+            fail(f"{name}: tokens attend to later tokens; choose a model with causal attention")
+        results.append(allow_is_causal_skip and torch.equal(mask, keys <= queries))
+
+    def stop(*_, **__):
+        raise StopIteration
+
+    # Every forward pass builds all masks before it calls attention for the first time. Check these
+    # masks, and stop there. A layer that cannot do without a mask stops earlier, with an exception.
+    # Restore the random state, because dropout changes it, and weights may be initialized later.
+    AttentionMaskInterface.register("check_mask", check_mask)
+    AttentionInterface.register("check_mask", stop)
+    model.set_attn_implementation("check_mask")
+    with suppress(Exception), torch.no_grad(), torch.random.fork_rng([]):
+        model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
+    model.set_attn_implementation("sdpa")
+    return len(results) > 0 and all(results)
+
+
+def check_forward(args, model, device):
+    """Stop unless attention is causal and the model's loss is just the next-token loss."""
+    # TP, PP: no rank has full sequences or the full model, so only try whether the model runs when
+    # it is split. check_model() has found plain causal attention, or a pipeline plan, which
+    # transformers has for decoders only.
+    sizes = args.tensor_parallel_size, args.pipeline_parallel_size, args.context_parallel_size
+    # CP: a rank has only its part of each sequence.
+    if max(sizes) > 1:
+        sample = torch.zeros(1, args.seq_length, dtype=torch.int64)
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                evaluate(args, model, sample, device)
+        except Exception as error:
+            # PP: torch hides the reason in __cause__.
+            reason = error.__cause__ or error
+            fail(f"--model-name {args.model_name}: cannot be split: {reason!r:.200}")
+        # FSDP: reshard the weights that the evaluation left gathered.
+        weights_of(model)
+        return
+    name, ids = f"--model-name {args.model_name}", torch.arange(16, device=device)[None]
+    # Only the first half has labels, so the loss must not depend on the tokens of the second half.
+    labels = ids.where(ids < 8, -100)
+    embedded = []
+    # Do not compile graphs for this short sequence.
+    with torch.compiler.set_stance("force_eager"):
+        try:
+            embedding = model.get_input_embeddings()
+            hook = embedding.register_forward_hook(lambda *call: embedded.append(call[-1]))
+            output = model(input_ids=ids, labels=labels, use_cache=False)
+            loss = model.loss_function(output.logits, labels, vocab_size=model.config.vocab_size)
+            embedded[0].retain_grad()
+            output.loss.backward()
+        except Exception as error:
+            # Each kind of unsuitable model raises a different type of exception.
+            fail(f"{name}: cannot be trained on tokens alone: {error!r}")
+    hook.remove()
+    model.zero_grad()
+    if abs(output.loss - loss) > 1e-5 * loss:
+        fail(f"{name}: its loss is not the next-token loss; choose a different model")
+    gradient = embedded[0].grad.abs()
+    if gradient[:, 8:].max() > 1e-5 * gradient.max():
+        fail(f"{name}: tokens attend to later tokens; choose a model with causal attention")
+
+
+def check_model(args, model):
+    """If this script cannot train the model, report the reason and stop."""
+    caps = ["final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"]
+    has_cap = any(getattr(model.config, cap, None) for cap in caps)
+    name = args.model_name
+    problems = [
+        (has_cap, f"--model-name {name}: it caps its logits, which the chunked loss does not do"),
+    ]
+    tensor_size = args.tensor_parallel_size
+    if tensor_size > 1:
+        flag, heads = f"--tensor-parallel-size {tensor_size}", key_value_heads_of(model.config)
+        module = module_without_style(model)
+        problems += [
+            (module, f"{flag}: the plan of {name} does not say how to split {module}"),
+            (heads % tensor_size, f"{flag}: {name} has {heads} key-value heads; choose a divisor"),
+            (needs_mask(model), f"{flag}: {name} has a mask, which needs full sequences"),
+        ]
+    if args.pipeline_parallel_size > 1:
+        flag, stages = f"--pipeline-parallel-size {args.pipeline_parallel_size}", args.num_stages
+        has_plan = model.config.base_model_pp_plan or model.config.model_type == "gpt2"
+        problems += [
+            (not has_plan, f"{flag}: transformers has no pipeline plan for {name}"),
+            (len(layers_of(model)) < stages, f"{flag}: {name} has fewer than {stages} layers"),
+        ]
+    context_size = args.context_parallel_size
+    if context_size > 1:
+        flag, heads = f"--context-parallel-size {context_size}", key_value_heads_of(model.config)
+        head_ranks = context_size * tensor_size if args.context_parallel_style == "ulysses" else 1
+        feature = full_sequence_feature(model.config)
+        problems += [
+            (feature, f"{flag}: {name} needs full sequences, because it has {feature}"),
+            (needs_mask(model), f"{flag}: {name} has a mask, which needs full sequences"),
+            (not is_split_by_tokens(model.config), f"{flag}: {name} needs full sequences"),
+            (heads % head_ranks, f"{flag}: {heads} key-value heads for {head_ranks} ranks"),
+        ]
+    all_experts, expert_size = experts_of(model), args.expert_parallel_size
+    if expert_size > 1:
+        flag, counts = f"--expert-parallel-size {expert_size}", [e.num_experts for e in all_experts]
+        remainder = any(count % expert_size for count in counts)
+        problems += [
+            (not all_experts, f"{flag}: transformers has no plan to split experts of {name}"),
+            (remainder, f"{flag}: {name} has {max(counts, default=0)} experts; choose a divisor"),
+        ]
+    if all_experts and expert_size * tensor_size > 1:
+        # The hooks of FSDP gather experts inside a layer, which the wrapper does not expect.
+        problem = "layers with split experts can only be recomputed in full; choose full"
+        problems += [(args.recompute == "selective", f"--recompute selective: {problem}")]
+    if args.expert_balance_rate > 0:
+        flag = f"--expert-balance-rate {args.expert_balance_rate}"
+        has_biases = 0 < len(all_experts) == len(balancing_biases(model))
+        problems += [(not has_biases, f"{flag}: the routers of {name} have no bias for balancing")]
+    for has_problem, problem in problems:
+        if has_problem:
+            fail(problem)
+
+
+def styles_of(model):
+    """Map each module to its tensor-parallel style, or to None if it has no style."""
+    plan, styles = model.tp_plan or {}, {}
+    for name, module in model.named_modules():
+        # A plan has a * in place of a layer's number.
+        plan_name = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        # A norm that the plan lacks is replicated, unless it has a row of weights for each head.
+        is_norm = "Norm" in type(module).__name__
+        is_norm = is_norm and all(weight.dim() == 1 for weight in module.parameters())
+        default = "replicated_with_grad_allreduce" if is_norm else None
+        default = "router" if "Router" in type(module).__name__ else default
+        styles[module] = STYLES.get(plan.get(plan_name, default))
+    # Split embeddings by rows: each row belongs to one token of the vocabulary.
+    embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return styles | dict.fromkeys(embeddings, STYLES["embedding_rowwise"])
+
+
+def module_without_style(model):
+    """Return the name of the first module that has weights but no style, or None."""
+    styles, all_experts = styles_of(model), experts_of(model)
+    for name, module in model.named_modules():
+        # EP: split_experts() splits experts, which have no style.
+        has_style = styles[module] is not None or module in all_experts
+        if not has_style and list(module.parameters(recurse=False)):
+            return name
+    return None
+
+
+def experts_of(model):
+    """Return the modules that each hold all experts of a layer, and take tokens and their experts.
+
+    The first dimension of their weights is the number of experts.
+    """
+    plan, modules = model.ep_plan or {}, []
+    for name, module in model.named_modules():
+        plan_name = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        if plan.get(plan_name) == "ep_dispatch_experts":
+            modules.append(module)
+    return modules
+
+
+def balancing_biases(model):
+    """Return the biases that routers add to scores only to choose experts, in the layers' order."""
+    name_end = ".e_score_correction_bias"
+    return [bias for name, bias in model.named_buffers() if name.endswith(name_end)]
+
+
+def key_value_heads_of(config):
+    """Return the number of key-value heads in each layer of the full model."""
+    # A model without attention has no heads, and no plan either.
+    num_heads = getattr(config, "num_attention_heads", 0)
+    return getattr(config, "num_key_value_heads", None) or num_heads
+
+
+def full_sequence_feature(config):
+    """Return the kind of layer or position encoding that needs full sequences, or None."""
+    settings = f"{getattr(config, 'layer_types', '')} {getattr(config, 'rope_parameters', '')}"
+    match = re.search("conv|mamba|linear_attention|dynamic|longrope", settings)
+    return match and match[0]
+
+
+def is_split_by_tokens(config):
+    """Return whether tokens affect each other in attention only, and are numbered by position_ids.
+
+    Run the model's forward pass on the meta device, which computes shapes but no values.
+    """
+    length, lengths = 17, []
+
+    def count_call(module, query, key, value, *_, **__):
+        batch_size, num_heads, num_tokens, _ = query.shape
+        lengths.append(num_tokens)
+        return value.new_empty(batch_size, num_tokens, num_heads, value.shape[3]), None
+
+    AttentionInterface.register("count_calls", count_call)
+    with no_init_weights(), torch.device("meta"), suppress(Exception):
+        # On the meta device, torch can run mixtures of experts in bf16 only.
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.bfloat16)
+        model.set_attn_implementation("count_calls")
+        ids = torch.zeros(1, length, dtype=torch.int64)
+        with mock.patch("torch.arange", wraps=torch.arange) as arange:
+            model(input_ids=ids, position_ids=ids, use_cache=False)
+        numbers_tokens = any(length in call.args for call in arange.call_args_list)
+        # In RoBERTa models, the row of position 0 comes after the row of the padding.
+        num_positions = getattr(config, "max_position_embeddings", 0)
+        for module in model.modules():
+            if getattr(module, "num_embeddings", None) == num_positions:
+                numbers_tokens |= module.padding_idx is not None
+        # Each layer must call attention once.
+        return lengths == [length] * len(layers_of(model)) and not numbers_tokens
+    return False
+
+
+def needs_mask(model):
+    """Return whether attention needs a mask; causal_sdpa from build_model() needs no mask."""
+    return model.config._attn_implementation != "causal_sdpa"
+
+
+def chunked_loss(head, logits, labels, *_, **__):
+    """Return the summed cross entropy of predicting each label from the previous hidden state.
+
+    `logits` contains hidden states, [batch, sequence, width], because `head` returns its input. The
+    true logits, [tokens, vocabulary], exist for only one chunk of tokens at a time.
+    """
+    # The last position has no next token; cross_entropy() ignores the target -100.
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+    # TP: this rank has the hidden states of one part of each sequence, so use that part's targets.
+    num_parts = labels.shape[1] // logits.shape[1]
+    targets = targets.chunk(num_parts, dim=1)[dist.get_rank() % num_parts]
+    weights = (full_weight(head.weight), full_weight(head.bias))
+    hidden_chunks = logits.flatten(0, 1).split(CHUNK_SIZE)
+    target_chunks = targets.flatten().split(CHUNK_SIZE)
+    total_loss = 0.0
+    for chunk in zip(hidden_chunks, target_chunks, strict=True):
+        total_loss += recompute(loss_of_chunk, weights, *chunk, use_reentrant=False)
+    # TP: add up the losses of the tensor-parallel ranks, which hold different parts of sequences.
+    if isinstance(head.weight, DTensor):
+        mesh = head.weight.device_mesh
+        # Without the clone, FSDP would warn that the model returns a view.
+        total_loss = DTensor.from_local(total_loss, mesh, [Partial()]).full_tensor().clone()
+    return total_loss
+
+
+def full_weight(weight):
+    """Gather a split weight; in the backward pass, add up its gradients across the ranks."""
+    if isinstance(weight, DTensor):
+        return weight.full_tensor(grad_placements=[Partial()])
+    return weight
+
+
+def loss_of_chunk(weights, hidden, targets):
+    """Return the summed cross entropy of hidden states [tokens, width] and targets [tokens]."""
+    logits = F.linear(hidden, *weights)
+    return F.cross_entropy(logits.float(), targets, reduction="sum")
+
+
+def keep_products(_, operation, *args, **kwargs):
+    """Keep the results of matrix products and attention, which are expensive to recompute."""
+    is_expensive = "mm" in str(operation) or "scaled_dot_product" in str(operation)
+    return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def layers_of(model):
+    """Return the decoder layers, which in transformers share a base class."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def build_mesh(args, device):
+    """Arrange the ranks in a mesh with one dimension for each kind of parallelism."""
+    sizes = {
+        # PP: stages exchange little data, so they may be on different nodes.
+        "pipeline": args.pipeline_parallel_size,
+        "replicate": args.replicas,
+        # CP: like data-parallel ranks, context-parallel ranks hold different shards of the model.
+        "shard": data_rank_of(args)[1] // args.replicas * args.context_parallel_size,
+        # TP: put this dimension last, so that each tensor-parallel group consists of consecutive
+        # ranks, which share a node.
+        "tensor": args.tensor_parallel_size,
+    }
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    # TP: the gradient norm is reduced over the shard and tensor dimensions. _flatten() gives them
+    # one group; without it, torch would run two all-reduces and warn on each rank. torch has no
+    # public function for this purpose.
+    mesh["shard", "tensor"]._flatten()
+    return mesh
+
+
+def build_expert_mesh(args, device):
+    """Arrange the same ranks in a mesh for experts.
+
+    The ranks of the shard and tensor dimensions are divided in another way here.
+    """
+    ranks_per_copy = dist.get_world_size() // args.pipeline_parallel_size // args.replicas
+    sizes = {
+        "pipeline": args.pipeline_parallel_size,
+        "replicate": args.replicas,
+        # EP: these ranks hold different shards of the same experts.
+        "expert_shard": ranks_per_copy // args.expert_parallel_size,
+        # EP: these ranks hold different experts. They are consecutive, so they may share a node.
+        "expert": args.expert_parallel_size,
+    }
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    # EP: the gradient norm of experts is reduced over these two dimensions, as in build_mesh().
+    mesh["expert_shard", "expert"]._flatten()
+    return mesh
+
+
+def register_attention(args, device):
+    """Replace plain causal attention with attention across the ranks that share a sequence."""
+    ranks_per_sequence = args.context_parallel_size * args.tensor_parallel_size
+    sizes = {
+        "sequences": dist.get_world_size() // ranks_per_sequence,
+        "context": args.context_parallel_size,
+        "tensor": args.tensor_parallel_size,
+    }
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    styles = {"gather": gathered_attention, "ulysses": ulysses_attention}
+    attention = functools.partial(styles[args.context_parallel_style], mesh["context"])
+    AttentionInterface.register("causal_sdpa", attention)
+
+
+def shard(args, model, device):
+    """Initialize the model and split it across the ranks layer by layer; return the model.
+
+    After a layer gets its values, fully_shard() keeps this rank's shard and frees the rest of the
+    layer. Only then does the next layer get its values, so that no rank has to hold the full model.
+    The shards are on the device or, with --cpu-offload, on the CPU.
+    """
+    mesh = build_mesh(args, device)
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options = {
+        "mesh": mesh["replicate", "shard"] if args.replicas > 1 else mesh["shard"],
+        "mp_policy": bf16 if args.precision == "bf16" else MixedPrecisionPolicy(),
+    }
+    if args.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=args.device == "cuda")
+    if args.context_parallel_size > 1:
+        register_attention(args, device)
+    layers, all_experts = layers_of(model), []
+    # TP: the plan cannot split experts. Instead, all ranks hold shards of them, as with EP.
+    if args.expert_parallel_size * args.tensor_parallel_size > 1:
+        all_experts, expert_mesh = experts_of(model), build_expert_mesh(args, device)
+    owners = owners_of(model)
+    stages, other_modules = {0: model}, set()
+    if args.pipeline_parallel_size > 1:
+        stages, other_modules = build_stages(args, model, mesh.get_local_rank("pipeline"))
+
+    def initialize_and_shard(module):
+        initialize(args, owners[module], module)
+        if module in other_modules:
+            # PP: this module belongs to another rank, so drop its values. The initialization was
+            # still necessary: it has advanced the random number generator, so that later modules
+            # get the same values as in chapter 01.
+            module.to_empty(device="meta").requires_grad_(False)
+            return
+        if module in layers:
+            split_matrices(model, module.modules(), mesh["tensor"])
+            # FSDP: keep the last layer gathered, because the backward pass starts with it.
+            reshard = args.reshard_after_forward and module is not layers[-1]
+            # PP: a step runs each layer for many micro-batches, so keep all layers gathered.
+            reshard = reshard and args.pipeline_parallel_size == 1
+            # EP: split the experts only now, after all weights of the layer have their values.
+            for experts in (part for part in module.modules() if part in all_experts):
+                split_experts(args, experts, expert_mesh, options, reshard)
+            fully_shard(module, reshard_after_forward=reshard, **options)
+
+    # apply() visits the children of a module before the module itself.
+    model.apply(initialize_and_shard)
+    # TP: also split the modules outside the layers, such as the embeddings and the head.
+    layer_modules = {module for layer in layers for module in layer.modules()}
+    # PP: skip the modules of other ranks, because their weights have no values here.
+    layer_modules |= other_modules
+    outer_modules = [module for module in model.modules() if module not in layer_modules]
+    split_matrices(model, outer_modules, mesh["tensor"])
+    model.tie_weights()
+    # FSDP: this call shards the weights that are outside of the layers.
+    for stage in stages.values():
+        fully_shard(stage, reshard_after_forward=False, **options)
+    if args.pipeline_parallel_size > 1:
+        # PP: fully_shard() has replaced the weight of the embedding, so tie the head to the new
+        # weight.
+        model.tie_weights()
+        model.schedule = build_schedule(args, model, stages, device, mesh.get_group("pipeline"))
+    if args.pretrained:
+        read_weights(args, model)
+    watch_experts(model, device)
+    return model
+
+
+def build_stages(args, model, pipeline_rank):
+    """Build a model for each stage of this rank.
+
+    Return a dict from stage number to model, and the set of modules that only other ranks have.
+    """
+    modules = split_into_stages(args, model)
+    numbers = range(pipeline_rank, args.num_stages, args.pipeline_parallel_size)
+    stages = {number: build_stage(args, model, modules, number) for number in numbers}
+    own_modules = {module for number in numbers for module in modules[number]}
+    return stages, {*chain(*modules)} - own_modules
+
+
+def split_into_stages(args, model):
+    """Return each stage's modules.
+
+    The first and the last stage also have modules outside of the layers.
+    """
+    layers, num_stages = layers_of(model), args.num_stages
+    # To balance the stages, count the embedding as an extra layer at the start, and the head as an
+    # extra layer at the end. Every stage has at least one decoder layer.
+    borders = []
+    for number in range(num_stages + 1):
+        border = round(number * (len(layers) + 2) / num_stages) - 1
+        borders.append(max(number, min(border, len(layers) - num_stages + number)))
+    print("layers of each stage:", *(f"{first}-{end - 1}" for first, end in pairwise(borders)))
+    stages = [layers[first:end] for first, end in pairwise(borders)]
+    layer_modules = {module for layer in layers for module in layer.modules()}
+    for module in model.modules():
+        if module not in layer_modules and list(module.parameters(recurse=False)):
+            stages[0 if isinstance(module, torch.nn.Embedding) else -1].append(module)
+    # The last stage has a copy of a tied embedding; see sum_tied_gradients().
+    if model.all_tied_weights_keys:
+        stages[-1].append(model.get_input_embeddings())
+    return stages
+
+
+class Entry(torch.nn.Module):
+    """Stand in for the modules of earlier stages, and return the input of this stage."""
+
+    def forward(self, *_, **__):
+        return self.hidden
+
+
+class Exit(torch.nn.Module):
+    """Stand in for the modules of later stages; keep and return the output of this stage."""
+
+    def forward(self, hidden, *_, **__):
+        if hidden.ndim != 3:
+            raise ValueError(f"layers exchange tensors of shape {[*hidden.shape]}")
+        if self.hidden is None:
+            self.hidden = hidden
+        return self.hidden
+
+
+def build_stage(args, model, modules, number):
+    """Build a model that runs one stage of `model`.
+
+    The new model shares the modules of that stage with `model`, and has stand-ins for the modules
+    of the other stages. Its forward pass takes token ids in the first stage and hidden states in
+    the other stages, and returns hidden states.
+    """
+    entry, end = Entry(), Exit()
+    # If the id of a module is in the memo, deepcopy() uses the object that the memo holds for that
+    # id, instead of a copy of the module.
+    memo = {id(module): entry for module in chain(*modules[:number])}
+    memo |= {id(module): end for module in chain(*modules[number + 1 :])}
+    memo |= {id(module): module for module in modules[number]}
+    stage = copy.deepcopy(model, memo)
+    full_forward = stage.forward
+
+    def forward(received):
+        stage.train(model.training)
+        if number and model.training:
+            # In torch 2.11, the buffers need no gradients if an evaluation allocated them.
+            received.requires_grad_()
+        entry.hidden, end.hidden = received, None
+        inputs = {"inputs_embeds" if number else "input_ids": received}
+        positions = torch.arange(args.seq_length, device=received.device)[None]
+        positions = context_part(args, positions)
+        output = full_forward(**inputs, position_ids=positions, use_cache=False)
+        # The head passes hidden states through, so the logits of the last stage are hidden states.
+        return output.logits if end.hidden is None else end.hidden
+
+    stage.forward = forward
+    return stage
+
+
+def build_schedule(args, model, stages, device, group):
+    """Build the schedule, which runs micro-batches forward and backward through the stages."""
+    # Describe the inputs and outputs of the stages with empty meta tensors, so that the schedule
+    # can allocate its receive buffers.
+    length = args.seq_length // args.context_parallel_size
+    ids = torch.empty(args.micro_batch_size, length, dtype=torch.int64, device="meta")
+    dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
+    shape = (args.micro_batch_size, length // args.tensor_parallel_size, model.config.hidden_size)
+    hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+    pipeline_stages = []
+    for number, stage in stages.items():
+        options = {"input_args": hidden if number else ids, "output_args": hidden, "group": group}
+        pipeline_stages.append(pp.PipelineStage(stage, number, args.num_stages, device, **options))
+    num_targets = args.accumulation * args.micro_batch_size * (args.seq_length - 1)
+
+    def share_of_loss(hidden, labels):
+        return args.context_parallel_size * model.loss_function(hidden, labels) / num_targets
+
+    schedule, stages_per_rank = SCHEDULES[args.pipeline_schedule]
+    stage = pipeline_stages if stages_per_rank > 1 else pipeline_stages[0]
+    return schedule(stage, args.accumulation, loss_fn=share_of_loss, scale_grads=False)
+
+
+def owners_of(model):
+    """Return, for each module, the innermost transformers model that contains it."""
+    owners = {}
+    # modules() lists outer models first, so inner models overwrite the entries of outer models.
+    for owner in model.modules():
+        if isinstance(owner, transformers.PreTrainedModel):
+            owners |= dict.fromkeys(owner.modules(), owner)
+    return owners
+
+
+def initialize(args, owner, module):
+    """Give a module's own weights the values that they have in chapter 01."""
+    for weight in module.parameters(recurse=False):
+        # With --pretrained, read_weights() will fill the weight later, so keep transformers from
+        # initializing it.
+        weight._is_hf_initialized = args.pretrained
+    owner._init_weights(module)
+
+
+def split_experts(args, experts, mesh, options, reshard):
+    """Keep this rank's experts of a layer; from now on, tokens travel to the experts they need."""
+    for name, weight in experts.named_parameters(recurse=False):
+        local = distribute_tensor(weight.data, mesh["expert"], [Shard(0)], src_data_rank=None)
+        experts.register_parameter(name, torch.nn.Parameter(local))
+    experts.num_experts //= args.expert_parallel_size
+    run_experts = forward_on_local_weights(experts)
+    experts.forward = functools.partial(dispatch, mesh["expert"], experts.num_experts, run_experts)
+    # FSDP: the other ranks with the same experts hold the other shards of their weights.
+    names = ("replicate", "expert_shard") if args.replicas > 1 else "expert_shard"
+    # dispatch() multiplies by the routers' weights, which stay in fp32.
+    policy = dataclasses.replace(options["mp_policy"], cast_forward_inputs=False)
+    more = {"mesh": mesh[names], "mp_policy": policy, "reshard_after_forward": reshard}
+    fully_shard(experts, **options | more)
+    # An expert's gradient is the sum over the tokens of all ranks. FSDP would divide it by the
+    # number of ranks that hold these experts; divide it by the number of ranks with a loss.
+    num_losses = dist.get_world_size() // args.pipeline_parallel_size // args.tensor_parallel_size
+    experts.set_gradient_divide_factor(num_losses)
+    # Gloo cannot divide. With one shard, torch divides anyway, so this setting would do it twice.
+    experts.set_force_sum_reduction_for_comms(mesh["expert_shard"].size() > 1)
+
+
+def forward_on_local_weights(module, **options):
+    """Return a function that runs a module's forward pass with this rank's part of its weights."""
+    # functional_call() runs a copy, because the module gets another forward method and hooks.
+    inner = copy.deepcopy(module).to("meta")
+
+    def forward(*inputs):
+        weights = {name: weight.to_local(**options) for name, weight in module.named_parameters()}
+        return functional_call(inner, weights | dict(module.named_buffers()), inputs)
+
+    return forward
+
+
+class Exchange(torch.autograd.Function):
+    """Send rows to the ranks of a group, and, in the backward pass, return their gradients."""
+
+    @staticmethod
+    def forward(ctx, rows, num_sent, num_received, group):
+        ctx.way_back = num_received, num_sent, group
+        received = rows.new_empty(sum(num_received), rows.shape[1])
+        dist.all_to_all_single(received, rows.contiguous(), num_received, num_sent, group)
+        return received
+
+    @staticmethod
+    def backward(ctx, gradients):
+        return Exchange.apply(gradients, *ctx.way_back), None, None, None
+
+
+# The number of tokens that a rank receives differs in each call, so do not compile this function.
+@torch.compiler.disable
+def dispatch(mesh, num_local_experts, run_experts, hidden, indices, weights):
+    """Send each token to the ranks of its experts; return the weighted sums of their results.
+
+    The shape of `hidden` is [tokens, width]; `indices` and `weights` are [tokens, choices]: the
+    numbers of the experts that a token has chosen, and the factors of their results.
+    """
+    group, num_choices = mesh.get_group(), indices.shape[1]
+    # Sort by expert. An expert's number also determines its rank, so this sorts by rank, too.
+    order = indices.flatten().argsort(stable=True)
+    sent = count_tokens(indices, mesh.size() * num_local_experts).view(mesh.size(), -1)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    # Here, the host waits for the device, because it must know the sizes of the messages.
+    num_sent, num_received = torch.stack([sent, received]).sum(2).tolist()
+    tokens = Exchange.apply(hidden[order // num_choices], num_sent, num_received, group)
+    local_indices = torch.arange(num_local_experts, device=hidden.device).repeat(mesh.size())
+    # Without output_size, the host would wait once more.
+    size = {"output_size": sum(num_received)}
+    local_indices = local_indices.repeat_interleave(received.flatten(), **size)
+    if not len(tokens):
+        # Run an expert on zeros: it must have a gradient, because FSDP reduces one on every rank.
+        tokens, local_indices = F.pad(tokens, (0, 0, 0, 1)), F.pad(local_indices, (0, 1))
+    ones = tokens.new_ones(len(tokens), 1)
+    results = run_experts(tokens, local_indices[:, None], ones)[: sum(num_received)]
+    results = Exchange.apply(results, num_received, num_sent, group)
+    # Restore the order of the choices, [tokens, choices, width].
+    results = torch.empty_like(results).index_copy(0, order, results)
+    results = results.view(*indices.shape, -1)
+    return (results * weights[..., None]).sum(1).to(hidden.dtype)
+
+
+def count_tokens(indices, num_experts):
+    """Return the number of tokens that have chosen each expert, as a tensor on the device."""
+    # bincount() would make the host wait for the device.
+    choices = indices.flatten()
+    return choices.new_zeros(num_experts).index_add_(0, choices, torch.ones_like(choices))
+
+
+def split_matrices(model, modules, mesh):
+    """Split the weights of these modules across a tensor-parallel group, in place.
+
+    Inside a block (attention or MLP), a rank computes its own heads or columns for the full
+    sequence. Between blocks, a rank has complete hidden states, but only for its part of the
+    sequence.
+    """
+    if mesh.size() == 1:
+        return
+    styles, head = styles_of(model), model.get_output_embeddings()
+    for module in modules:
+        weights = dict(module.named_parameters(recurse=False))
+        if module is head:
+            # Split the weights of the head, but do not change its forward pass, because
+            # chunked_loss() gathers and applies the weights.
+            for name, weight in weights.items():
+                rows = distribute_tensor(weight.data, mesh, [Shard(0)], src_data_rank=None)
+                module.register_parameter(name, torch.nn.Parameter(rows))
+        # EP: experts have no style, because split_experts() splits them.
+        elif weights and styles[module]:
+            tp.parallelize_module(module, mesh, styles[module], src_data_rank=None)
+        if isinstance(module, torch.nn.Embedding):
+            # An asynchronous collective returns the hidden states. clone() waits until they are
+            # complete; compiled layers would not wait.
+            module.register_forward_hook(lambda _module, _ids, hidden: hidden.clone())
+        if any(isinstance(styles[child], tp.ColwiseParallel) for child in module.children()):
+            gather = functools.partial(gather_sequence, mesh)
+            module.register_forward_pre_hook(gather, with_kwargs=True)
+
+
+def gather_sequence(mesh, block, args, kwargs):
+    """Gather the full sequence's hidden states; the backward pass reduce-scatters the gradient."""
+    local = args[0] if args else kwargs["hidden_states"]
+    hidden = DTensor.from_local(local, mesh, [Shard(1)]).redistribute(placements=[Replicate()])
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": hidden}
+
+
+def gathered_attention(mesh, module, query, key, value, attention_mask, **options):
+    """Attend from this rank's tokens to the tokens of this rank and of all ranks before it.
+
+    The shape of query, key and value is [batch, heads, sequence, width].
+    """
+    length = query.shape[2]
+    end = length * (mesh.get_local_rank() + 1)
+    # full_weight() also fits keys and values: it gathers them, and adds up their gradients over all
+    # ranks.
+    key, value = (full_weight(DTensor.from_local(x, mesh, [Shard(2)])) for x in (key, value))
+    # The last query attends to all keys before `end`. Each earlier query attends to one key fewer
+    # than the query after it.
+    mask = causal_lower_right(length, end)
+    key, value = key[:, :, :end], value[:, :, :end]
+    return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+
+def ulysses_attention(mesh, module, query, key, value, attention_mask, **options):
+    """Attend with this rank's heads over the full sequence (arxiv.org/abs/2309.14509)."""
+    query, key, value = (all_to_all(mesh, tensor) for tensor in (query, key, value))
+    output, weights = sdpa_attention_forward(module, query, key, value, None, **options)
+    # The output is [batch, sequence, heads, width], so all_to_all() splits the sequence again.
+    return all_to_all(mesh, output), weights
+
+
+def all_to_all(mesh, tensor):
+    """Reshard the tensor across the ranks: split dimension 1 instead of dimension 2."""
+    split = DTensor.from_local(tensor, mesh, [Shard(2)])
+    return split.redistribute(placements=[Shard(1)]).to_local()
+
+
+def read_weights(args, model):
+    """Read this rank's shards, and nothing else, from the safetensors files of `--model-name`."""
+    # The reader reads all files of a folder, so make a folder of links to the files of the model.
+    folder = tempfile.TemporaryDirectory()
+    for file in weight_files(args):
+        Path(folder.name, Path(file).name).symlink_to(Path(file).resolve())
+    reader = dcp.HuggingFaceStorageReader(folder.name)
+    file_metadata = reader.read_metadata().state_dict_metadata
+    if any(entry.properties.dtype.itemsize < 2 for entry in file_metadata.values()):
+        fail(f"--pretrained: the weights of {args.model_name} are quantized; choose a bf16 copy")
+    matches = match_names(model, file_metadata)
+    aliases = {source: target for target, source in model.all_tied_weights_keys.items()}
+    missing, unexpected, mismatched = set(), matches.keys() - model.state_dict().keys(), []
+    tensors, copies = {}, {}
+    for name, weight in own_weights(weights_of(model)).items():
+        # A file may store a tied weight under its other name, or under both names.
+        alias = aliases.get(name)
+        views = views_of(weight, matches.get(name) or matches.get(alias))
+        if views is None:
+            missing.add(name)
+            continue
+        tensors |= views
+        if any(view.shape != file_metadata[key].size for key, view in views.items()):
+            mismatched.append([name])
+        if {name, alias} <= matches.keys():
+            [[alias_key]] = matches[alias]
+            copies[name] = weight, torch.empty_like(weight)
+            tensors[alias_key] = copies[name][1]
+    names = SimpleNamespace(missing_keys=missing, unexpected_keys=unexpected)
+    # Leave out the names that transformers ignores for this family.
+    model._adjust_missing_and_unexpected_keys(names)
+    check_names(args, model, **vars(names), mismatched_keys=mismatched)
+    dcp.load(tensors, storage_reader=reader, process_group=patient_group())
+    for name, copies_in_files in copies.items():
+        if not torch.equal(*(copy_in_file.to_local() for copy_in_file in copies_in_files)):
+            problem = f"the files have different values for {name} and {aliases[name]}"
+            fail(f"--pretrained: {problem}; pass --config tie_word_embeddings=false")
+    # Not every model has a generation config.
+    with suppress(OSError):
+        model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
+
+
+def match_names(model, keys):
+    """Map the name of each weight to the keys that its values have in published files.
+
+    For most weights this is [[key]]. transformers stacks the experts of a layer into one tensor. In
+    files each expert has a tensor for each projection, so the value is a list of keys, one for each
+    expert, for each projection.
+    """
+    rules = model.conversion_rules
+    renamings = [rule for rule in rules if isinstance(rule, conversion.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, conversion.WeightConverter)]
+    names, prefix, matches = model.state_dict(), model.base_model_prefix, {}
+    for key in sorted(keys, key=conversion.dot_natural_key):
+        name, pattern = conversion.rename_source_key(key, renamings, converters, prefix, names)
+        if pattern is None:
+            matches[name] = [[key]]
+            continue
+        rule = next(rule for rule in converters if pattern in rule.source_patterns)
+        operations = " ".join(map(repr, rule.operations))
+        # The other operations change the order of a weight's values.
+        if re.fullmatch(r"MergeModulelist\(dim=0\)( Concatenate\(dim=1\))?", operations):
+            rows = matches.setdefault(name, [[] for _ in rule.source_patterns])
+            rows[rule.source_patterns.index(pattern)].append(key)
+        else:
+            matches[key] = [[key]]
+    return matches
+
+
+def views_of(weight, rows):
+    """Return this rank's part of a weight by key in files, or None if the files lack a part."""
+    if rows is None:
+        return None
+    if len(rows) == len(rows[0]) == 1:
+        return {rows[0][0]: weight}
+    if any(len(row) != len(weight) for row in rows):
+        return None
+    views = {}
+    # FSDP: a rank's shard has full experts. PP: a rank has no shards of other stages.
+    for chunk in [] if weight.is_meta else weight.__create_chunk_list__():
+        for number, expert in enumerate(weight.to_local(), chunk.offsets[0]):
+            keys = [row[number] for row in rows]
+            views |= zip(keys, expert.chunk(len(rows)), strict=True)
+    return views
+
+
+@rank_first()
+def weight_files(args):
+    """Return the safetensors files that from_pretrained() would read; download them if needed."""
+    name = args.model_name
+    try:
+        try:
+            paths = [cached_file(name, "model.safetensors")]
+        except OSError:
+            index = cached_file(name, "model.safetensors.index.json")
+            files = json.loads(Path(index).read_text())["weight_map"].values()
+            paths = [cached_file(name, file) for file in set(files)]
+        for path in paths:
+            # Opening a file also compares its length with its header.
+            with safe_open(path, "pt"):
+                pass
+    except Exception as error:
+        fail(f"--pretrained: cannot read the safetensors files of {name}: {error!r:.300}")
+    return paths
+
+
+def build_optimizer(args, model):
+    """Build AdamW with weight decay for matrices, but not for norms and biases."""
+    # With --cpu-offload, AdamW runs on the CPU. torchrun gives each rank only one thread, so divide
+    # the cores of this node among its ranks.
+    if args.cpu_offload:
+        hostnames = [None] * dist.get_world_size()
+        dist.all_gather_object(hostnames, socket.gethostname(), group=patient_group())
+        ranks_on_host = hostnames.count(socket.gethostname())
+        cores_per_rank = len(os.sched_getaffinity(0)) // ranks_on_host
+        torch.set_num_threads(max(torch.get_num_threads(), cores_per_rank))
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    matrices = [weight for weight in weights if weight.ndim >= 2]
+    vectors = [weight for weight in weights if weight.ndim < 2]
+    groups = [{"params": group} for group in by_mesh(matrices)]
+    groups += [{"params": group, "weight_decay": 0.0} for group in by_mesh(vectors)]
+    optimizer = torch.optim.AdamW(
+        groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
+    )
+    # Fused AdamW skips its update while found_inf is 1; train_step() sets found_inf.
+    optimizer.found_inf = torch.zeros((), device=matrices[0].device)
+    return optimizer
+
+
+def by_mesh(tensors):
+    """Group DTensors by their mesh, because torch's operations on lists take only one mesh."""
+    groups = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh, []).append(tensor)
+    return groups.values()
+
+
+def lr_at(args, step):
+    """Return the learning rate at `step`: linear warmup, then cosine decay to a tenth of `--lr`."""
+    if step <= args.warmup_steps:
+        return args.lr * step / args.warmup_steps
+    progress = (step - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
+    return args.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+# ---- data ------------------------------------------------------------------------------------
+@rank_first()
+def build_data(args, tokenizer):
+    """Return the training samples and the held-out samples, a [samples, seq_length] tensor."""
+    pieces = pieces_of(args, tokenizer)
+    first = next(pieces, torch.empty(0, args.seq_length))
+    num_train = len(first) - args.eval_samples
+    if num_train < 1:
+        samples = f"{len(first)} samples of {args.seq_length} tokens"
+        problem = f"{samples} are not more than --eval-samples {args.eval_samples}"
+        fail(f"--dataset-name {args.dataset_name}: {problem}; add text, or lower --seq-length")
+    first, held_out = first.split([num_train, args.eval_samples])
+    return Samples(first, pieces), held_out
+
+
+class Samples:
+    """The training samples of one or more pieces: memory-mapped [samples, seq_length] tensors."""
+
+    def __init__(self, first, further=()):
+        """Begin with the first piece; `further` yields the other pieces."""
+        self.pieces, self.further = [first], iter(further)
+        # Where each piece begins in an epoch, and where the last one ends.
+        self.starts = [0, len(first)]
+
+    def place_of(self, position):
+        """Return the epoch, the piece and the index in the piece of a position in all epochs."""
+        while position >= self.starts[-1] and (piece := next(self.further, None)) is not None:
+            self.pieces.append(piece)
+            self.starts.append(self.starts[-1] + len(piece))
+        epoch, position = divmod(position, self.starts[-1])
+        piece = bisect.bisect(self.starts, position) - 1
+        return epoch, piece, position - self.starts[piece]
+
+
+def pieces_of(args, tokenizer):
+    """Yield the samples of one token file, or of each piece in a folder that prepare.py writes."""
+    folder = Path(args.dataset_name)
+    if folder.suffix != ".tokens":
+        yield map_samples(token_file(args, tokenizer), torch.int32, args.seq_length)
+        return
+    try:
+        index = json.loads((folder / "index.json").read_text())
+    except (OSError, ValueError) as error:
+        fail(f"--dataset-name {folder}: {error}; write it with preparing-data/prepare.py")
+    vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id])
+    if index["tokenizer"] != hashlib.sha256(vocabulary.encode()).hexdigest()[:16]:
+        fail(f"--dataset-name {folder}: was prepared with a different tokenizer")
+    # Part k of n has the pieces k, k + n, k + 2n, ... up to its end.
+    number = num_missing = 0
+    while num_missing < index["parts"]:
+        path = wait_for_piece(folder, number, index["parts"])
+        if path:
+            yield map_samples(path, getattr(torch, index["dtype"]), args.seq_length)
+        number, num_missing = number + 1, 0 if path else num_missing + 1
+
+
+def wait_for_piece(folder, number, num_parts):
+    """Return the path of a piece when it is complete, or None if its part has ended before it."""
+    path, part = folder / f"{number:06}.tokens", folder / f"part-{number % num_parts}.json"
+    for second in itertools.count():
+        # A shared file system may show the end of a part before it shows the part's last piece.
+        state = json.loads(part.read_text()) if part.exists() else {}
+        if state.get("ended") and number // num_parts >= state["pieces"]:
+            return None
+        if path.exists():
+            return path
+        if second % 60 == 0:
+            print(f"waiting for {path}; is prepare.py running?", flush=True)
+        time.sleep(1)
+
+
+def map_samples(path, dtype, seq_length):
+    """Return the samples in a token file as a memory-mapped [samples, seq_length] tensor."""
+    num_samples = path.stat().st_size // dtype.itemsize // seq_length
+    tokens = torch.from_file(str(path), size=num_samples * seq_length, dtype=dtype)
+    return tokens.view(num_samples, seq_length)
+
+
+def token_file(args, tokenizer):
+    """Tokenize all documents into one int32 file, unless it exists; return the file's path."""
+    documents = load_documents(args)
+    key = Hasher.hash([documents.cache_files, args.text_column, tokenizer])
+    path = Path(datasets.config.HF_DATASETS_CACHE, f"{key}.tokens")
+    if path.exists():
+        return path
+    partial = path.with_suffix(f".{uuid.uuid4().hex}")
+    try:
+        with open(partial, "wb") as file:
+            for batch in tqdm(documents.iter(1000), "tokenizing", disable=None):
+                texts = [text or "" for text in batch[args.text_column]]
+                for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+                    array("i", [*ids, tokenizer.eos_token_id]).tofile(file)
+    except Exception as error:
+        # The text may not be UTF-8, a character may have no token, or the disk may be full.
+        partial.unlink(missing_ok=True)
+        problem = f"cannot tokenize it with the tokenizer of {args.model_name}"
+        fail(f"--dataset-name {args.dataset_name}: {problem}: {error!r}")
+    return partial.rename(path)
+
+
+def load_documents(args):
+    """Return a dataset with one document per row."""
+    name, path = args.dataset_name, Path(args.dataset_name)
+    formats = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
+    formats[".parquet"] = "parquet"
+    # The name of a compressed file has two suffixes, such as .txt.gz.
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:] if suffix.lower() in formats]
+    reader, options = name, {"name": args.dataset_subset}
+    if suffixes:
+        # In patterns, brackets have a meaning; in the name of a file, they have none.
+        files = glob.escape(name) if path.is_file() else name
+        reader, options = formats[suffixes[-1]], {"data_files": files}
+    elif path.is_file():
+        fail(f"--dataset-name {name}: its format is unknown; known are {' '.join(formats)}")
+    elif path.is_dir() and set("[]*?") & set(name):
+        fail(f"--dataset-name {name}: rename the folder; datasets takes [ ] * ? for a pattern")
+    try:
+        if name == "pydoc":
+            documents = datasets.Dataset.from_generator(
+                lambda: ({"text": text} for text in topics.values())
+            )
+        else:
+            config = datasets.load_dataset_builder(reader, **options).config
+            # In text files, blank lines separate documents.
+            if hasattr(config, "sample_by"):
+                options["sample_by"] = "paragraph"
+            # By default, pandas drops the first fields of a CSV line that has too many fields.
+            if hasattr(config, "index_col"):
+                options["index_col"] = False
+                warnings.filterwarnings("error", message="Length of header")
+            if ".tsv" in suffixes:
+                options["sep"] = "\t"
+            documents = datasets.load_dataset(reader, split="train", **options)
+    except Exception as error:
+        # The datasets library raises many exception types, and often hides the reason in __cause__.
+        fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'the dataset is empty'}")
+    features = documents.features.items()
+    types = {column: str(getattr(feature, "dtype", feature)) for column, feature in features}
+    if types.get(args.text_column) not in ("string", "large_string"):
+        fail(f"--text-column {args.text_column}: not a text column; {name} has the columns {types}")
+    return documents
+
+
+@functools.lru_cache(maxsize=2)
+def order_of(seed, visit, num_samples):
+    """Return a random order of the samples of a piece, different in each visit."""
+    generator = torch.Generator().manual_seed(mix(seed, visit))
+    return torch.randperm(num_samples, generator=generator)
+
+
+def batch_at(args, samples, step, micro_step, device):
+    """Return an int64 micro-batch; its samples depend on the step number, not on past steps."""
+    data_rank, num_data_ranks = data_rank_of(args)
+    size = args.micro_batch_size * num_data_ranks
+    first = end_of(args, step - 1) + micro_step * size
+    positions = range(first + data_rank, first + size, num_data_ranks)
+    # DDP: wait for the whole step's pieces, because a collective cannot wait for long.
+    samples.place_of(end_of(args, step) - 1)
+    batch = samples_at(args, samples, positions).long()
+    return batch.pin_memory().to(device, non_blocking=True) if args.device == "cuda" else batch
+
+
+def data_rank_of(args):
+    """Return this rank's data-parallel rank, and the number of data-parallel ranks."""
+    # TP: neighboring ranks process the same samples.
+    # CP: context-parallel ranks process different parts of the same samples.
+    ranks_per_sequence = args.tensor_parallel_size * args.context_parallel_size
+    # PP: all ranks of one pipeline process the same samples.
+    num_data_ranks = dist.get_world_size() // ranks_per_sequence // args.pipeline_parallel_size
+    return dist.get_rank() // ranks_per_sequence % num_data_ranks, num_data_ranks
+
+
+def context_part(args, sequences):
+    """Return this rank's part of each sequence; the shape of `sequences` is [batch, length]."""
+    context_rank = dist.get_rank() // args.tensor_parallel_size % args.context_parallel_size
+    return sequences.chunk(args.context_parallel_size, dim=1)[context_rank]
+
+
+def end_of(args, step):
+    """Return the position after the last sample of a step, counted over all epochs."""
+    return (step + args.skip_steps) * args.global_batch_size
+
+
+def samples_at(args, samples, positions):
+    """Return the samples at the given positions in the endless sequence of shuffled epochs."""
+    rows = []
+    for position in positions:
+        epoch, number, index = samples.place_of(position)
+        piece = samples.pieces[number]
+        # Each visit to a piece has an order of its own.
+        visit = epoch * len(samples.pieces) + number
+        rows.append(piece[order_of(args.seed, visit, len(piece))[index, None]])
+    return torch.cat(rows)
+
+
+# ---- one step --------------------------------------------------------------------------------
+def loss_of(args, model, batch):
+    """Return the mean next-token loss of `batch`."""
+    if args.pipeline_parallel_size > 1:
+        return run_schedule(args, model, batch)
+    options = {"use_cache": False}
+    # TP, CP: pass the positions; otherwise the model would number each part of a sequence from 0.
+    if args.tensor_parallel_size * args.context_parallel_size > 1:
+        positions = torch.arange(batch.shape[1], device=batch.device)[None]
+        options["position_ids"] = context_part(args, positions)
+    # CP: the loss of a rank covers only one part of each sequence. Multiply it by the number of
+    # parts, so that the mean over all ranks is the mean loss.
+    total_loss = model(input_ids=context_part(args, batch), labels=batch, **options).loss
+    return args.context_parallel_size * total_loss / batch[:, 1:].numel()
+
+
+def run_schedule(args, model, batch):
+    """Run a batch forward through all stages and, in training, backward through all stages.
+
+    Only the ranks of the last stage have the loss; the other ranks return 0. The returned loss is
+    scaled, so that its mean over all ranks of a pipeline is the mean loss of the batch.
+    """
+    # The schedule needs a fixed number of samples, so pad the batch. The loss ignores target -100.
+    num_samples = args.accumulation * args.micro_batch_size
+    labels = F.pad(batch, (0, 0, 0, num_samples - len(batch)), value=-100)
+    run_micro_batches = model.schedule.step if model.training else model.schedule.eval
+    losses = []
+    ids = context_part(args, labels.clamp(min=0))
+    run_micro_batches(ids, target=labels, losses=losses, return_outputs=False)
+    total_loss = sum(losses, torch.zeros((), device=batch.device)).detach()
+    # share_of_loss() also counts padded samples, so rescale the mean to len(batch) samples.
+    return total_loss * args.pipeline_parallel_size * num_samples / len(batch)
+
+
+def forward_backward(args, model, train_set, step, device):
+    """Compute the gradients of the step's mean loss; return the mean loss as a device tensor."""
+    if args.pipeline_parallel_size > 1:
+        # PP: the schedule runs the forward and backward passes of all micro-batches.
+        batches = [batch_at(args, train_set, step, n, device) for n in range(args.accumulation)]
+        return run_schedule(args, model, torch.cat(batches))
+    total_loss = torch.zeros((), device=device)
+    for micro_step in range(args.accumulation):
+        # FSDP: every micro-batch adds to the gradient shards. All-reduce these shards between the
+        # replicas in the last micro-batch only.
+        model.set_requires_all_reduce(micro_step == args.accumulation - 1)
+        batch = batch_at(args, train_set, step, micro_step, device)
+        loss = loss_of(args, model, batch) / args.accumulation
+        loss.backward()
+        total_loss += loss.detach()
+    return total_loss
+
+
+def sum_tied_gradients(args, model):
+    """Add up the gradients of a tied weight, which the first and the last stage both hold.
+
+    On the ranks of the last stage, return that stage's copy of the weight; otherwise return None.
+    """
+    if args.pipeline_parallel_size == 1 or not model.all_tied_weights_keys:
+        return None
+    ranks_per_stage = dist.get_world_size() // args.pipeline_parallel_size
+    pipeline_rank, last = dist.get_rank() // ranks_per_stage, args.pipeline_parallel_size - 1
+    if pipeline_rank not in (0, last):
+        return None
+    peer = (last - pipeline_rank) * ranks_per_stage + dist.get_rank() % ranks_per_stage
+    weight = model.get_input_embeddings().weight
+    grad = weight.grad.to_local()
+    peer_grad = torch.empty_like(grad)
+    exchange = [dist.P2POp(dist.isend, grad, peer), dist.P2POp(dist.irecv, peer_grad, peer)]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    grad += peer_grad
+    return weight if pipeline_rank == last else None
+
+
+def clip_gradients(args, model):
+    """Limit the norm of the gradients to `--max-grad-norm`; return the norm before clipping."""
+    # PP: the first stage counts the tied weight in the norm, so the last stage leaves it out.
+    tied_copy = sum_tied_gradients(args, model)
+    weights = [weight for weight in model.parameters() if weight is not tied_copy]
+    grads = [weight.grad for weight in weights if weight.grad is not None]
+    # FSDP: full_tensor() combines the norms of all shards.
+    # EP: the experts are on a mesh of their own.
+    norms = [torch.nn.utils.get_total_norm(group).full_tensor() for group in by_mesh(grads)]
+    grad_norm = torch.stack(norms).norm()
+    if args.pipeline_parallel_size > 1:
+        # PP: add up the squares of the norms of all pipeline ranks. All ranks with the same
+        # pipeline rank have the same norm, so the sum is the mean over all ranks times the number
+        # of pipeline ranks.
+        dist.all_reduce(grad_norm.square_(), dist.ReduceOp.AVG)
+        grad_norm.mul_(args.pipeline_parallel_size).sqrt_()
+    # FSDP: replicas may round the norm differently, so all ranks use the norm of rank 0.
+    dist.broadcast(grad_norm, 0)
+    max_norm = args.max_grad_norm or math.inf
+    for group in by_mesh(weight for weight in model.parameters() if weight.grad is not None):
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, grad_norm)
+    return grad_norm
+
+
+def train_step(args, model, optimizer, train_set, step, device):
+    """Run one optimizer step; return the loss and the gradient norm as tensors on the device."""
+    torch.manual_seed(mix(args.seed, step, dist.get_rank()))
+    # EP: forget the tokens of the previous step.
+    for experts in experts_of(model):
+        experts.token_counts.zero_()
+    loss = forward_backward(args, model, train_set, step, device)
+    grad_norm = clip_gradients(args, model)
+    for group in optimizer.param_groups:
+        group["lr"] = lr_at(args, step)
+    # Once a gradient is not finite, found_inf stays 1, and AdamW skips this and all later updates.
+    optimizer.found_inf = torch.maximum(optimizer.found_inf, (~grad_norm.isfinite()).float())
+    optimizer.step()
+    optimizer.zero_grad()
+    balance_experts(args, model)
+    return loss, grad_norm
+
+
+def watch_experts(model, device):
+    """Let experts count the tokens that have chosen each of them in training."""
+
+    @torch.compiler.disable
+    def count(experts, inputs):
+        if experts.training:
+            experts.token_counts += count_tokens(inputs[1], len(experts.token_counts))
+
+    for experts in experts_of(model):
+        num_experts = len(next(experts.parameters()))
+        experts.token_counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        experts.register_forward_pre_hook(count)
+
+
+@torch.no_grad()
+def balance_experts(args, model):
+    """Make experts with few tokens in this step more likely (arxiv.org/abs/2408.15664).
+
+    The counts are those of all ranks, so the biases do not depend on the layout.
+    """
+    all_experts = experts_of(model)
+    if not all_experts:
+        return
+    # PP: a rank has counted no tokens in the layers of other stages.
+    totals = torch.stack([experts.token_counts for experts in all_experts])
+    dist.all_reduce(totals)
+    model.largest_share = (totals / totals.sum(1, keepdim=True)).max()
+    if args.expert_balance_rate == 0:
+        return
+    # With --recompute, each token counts twice, which changes neither shares nor signs.
+    signs = (totals.sum(1, keepdim=True) - totals * totals.shape[1]).sign()
+    for bias, sign in zip(balancing_biases(model), signs, strict=True):
+        if not bias.is_meta:
+            bias.add_(sign, alpha=args.expert_balance_rate)
+
+
+@torch.no_grad()
+def evaluate(args, model, held_out, device):
+    """Return the mean loss of the held-out samples."""
+    model.eval()
+    total_loss, num_samples = torch.zeros(2, device=device)
+    data_rank, num_data_ranks = data_rank_of(args)
+    batch_size = args.micro_batch_size
+    # PP: one call of the schedule processes all micro-batches of a step.
+    if args.pipeline_parallel_size > 1:
+        batch_size *= args.accumulation
+    num_rounds = math.ceil(len(held_out) / (batch_size * num_data_ranks))
+    for batch in held_out.tensor_split(num_rounds * num_data_ranks)[data_rank::num_data_ranks]:
+        # DDP: a rank with no samples left evaluates the first sample with weight 0, so that every
+        # rank runs the same number of forward passes.
+        inputs = batch if len(batch) else held_out[:1]
+        total_loss += loss_of(args, model, inputs.long().to(device)) * len(batch)
+        num_samples += len(batch)
+    model.train()
+    dist.all_reduce(total_loss)
+    dist.all_reduce(num_samples)
+    return (total_loss / num_samples).item()
+
+
+# ---- checkpoint ------------------------------------------------------------------------------
+@rank_first()
+def partial_of(folder):
+    """Create an empty temporary folder beside `folder`; publish() renames it to `folder`."""
+    partial = folder.with_name(".partial")
+    if dist.get_rank() != 0:
+        return partial
+    # A run that was killed during a save may have left files behind.
+    delete(partial)
+    partial.mkdir(parents=True, exist_ok=True)
+    return partial
+
+
+def delete(folder):
+    """Delete a folder if it exists; of a symbolic link, delete only the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(args, partial, folder):
+    """Flush `partial` to disk, rename it to `folder`, and delete the oldest checkpoints."""
+    for path in (*partial.rglob("*"), partial):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    # The folder may hold a checkpoint that could not be read, or the model of an earlier export.
+    delete(folder)
+    partial.rename(folder)
+    checkpoints = [path for path in sorted(folder.parent.glob("step-????????")) if path <= folder]
+    for checkpoint in checkpoints[: -args.keep_checkpoints]:
+        # Rename a checkpoint before deleting it, so that a kill leaves no half-deleted checkpoint.
+        delete(checkpoint.rename(partial))
+
+
+class PublishingWriter(dcp.FileSystemWriter):
+    """Publish a checkpoint once the shards of all ranks are on disk."""
+
+    def __init__(self, args, checkpoint):
+        super().__init__(partial_of(checkpoint))
+        self.args, self.checkpoint = args, checkpoint
+
+    def finish(self, metadata, results):
+        # FSDP: DCP calls finish() on rank 0, after all ranks have written their shards.
+        super().finish(metadata, results)
+        publish(self.args, self.path, self.checkpoint)
+
+
+def finish_saves():
+    """Wait until the asynchronous save, if there is one, has been published."""
+    while PENDING_SAVES:
+        PENDING_SAVES.pop().result()
+
+
+def save_checkpoint(args, run_dir, model, optimizer, step):
+    """Save the model, the optimizer and the arguments; the step number determines the rest."""
+    finish_saves()
+    checkpoint = run_dir / f"checkpoints/step-{step:08}"
+    state = state_of(model, optimizer)
+    # FSDP: only rank 0 adds its arguments to the state; otherwise, DCP would save the arguments of
+    # an arbitrary rank.
+    if dist.get_rank() == 0:
+        state["args"] = json.dumps(vars(args))
+    writer = PublishingWriter(args, checkpoint)
+    if args.checkpoint_async:
+        options = {"storage_writer": writer, "process_group": background_group()}
+        PENDING_SAVES.append(dcp.async_save(state, **options))
+        return
+    dcp.save(state, storage_writer=writer, process_group=patient_group())
+
+
+def state_of(model, optimizer):
+    """Return this rank's shards in a dict whose keys do not depend on the number of ranks."""
+    # FSDP: call weights_of() first, because it reshards weights that an evaluation left gathered.
+    weights = own_weights(weights_of(model))
+    # FSDP: get_optimizer_state_dict() also creates the optimizer's state if the optimizer has no
+    # state yet.
+    optimizer_state = get_optimizer_state_dict(model, optimizer)["state"]
+    return {"model": weights, "optimizer": optimizer_state}
+
+
+def weights_of(model):
+    """Return this rank's shards of the weights by name; a tied weight appears only once."""
+    tied, weights = model.all_tied_weights_keys, model.state_dict()
+    return {name: weight for name, weight in weights.items() if name not in tied}
+
+
+def published_weights(model):
+    """Return the weights by their keys in published files; other ranks' experts are on meta."""
+    weights, published = weights_of(model), {}
+    shapes = {
+        name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        for name, weight in weights.items()
+    }
+    shapes = conversion.revert_weight_conversion(model, shapes)
+    matches = match_names(model, shapes)
+    for name, weight in weights.items():
+        rows = matches.get(name, [[name]])
+        published |= {key: shapes[key] for key in chain(*rows) if key in shapes}
+        published |= views_of(weight, rows)
+    return published
+
+
+def own_weights(weights):
+    """Return the weights that this rank holds at least a part of; the others are on meta."""
+    return {name: weight for name, weight in weights.items() if not weight.is_meta}
+
+
+def load_checkpoint(args, run_dir, model, optimizer):
+    """Restore the newest readable checkpoint; return its step, or 0 for a new run."""
+    checkpoints = sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)
+    # FSDP: hide DCP's long warnings about an unreadable checkpoint; print() reports it below.
+    logging.getLogger().setLevel(logging.ERROR)
+    # DDP: all ranks try the checkpoints that rank 0 has found.
+    candidates = [checkpoints]
+    dist.broadcast_object_list(candidates, group=patient_group())
+    for checkpoint in candidates[0]:
+        try:
+            saved = {"args": ""}
+            dcp.load(saved, checkpoint_id=checkpoint, process_group=patient_group())
+            saved_args = json.loads(saved["args"])
+            compare_args(args, saved_args, checkpoint)
+            state = state_of(model, optimizer)
+            # FSDP: each rank reads its shards directly into the model and the optimizer.
+            dcp.load(state, checkpoint_id=checkpoint, process_group=patient_group())
+        except (Exception, dcp.CheckpointException) as error:
+            # FSDP: DCP raises an error of one rank on all ranks, so all ranks try the same
+            # checkpoint next.
+            print(f"{checkpoint} cannot be read: {error!r:.200}; trying the previous checkpoint")
+            continue
+        args.wandb_id = saved_args["wandb_id"]
+        print(f"continuing from {checkpoint}")
+        return int(checkpoint.name.removeprefix("step-"))
+    if checkpoints:
+        fail(f"no checkpoint in {run_dir}/checkpoints can be read; delete the folder to start over")
+    return 0
+
+
+def compare_args(args, saved_args, checkpoint):
+    """Stop if an argument that must stay the same has changed; print all other changes."""
+    args.skip_steps = args.skip_steps or saved_args.get("skip_steps", 0)
+    must_match = ["model_name", "config", "num_weights", "dataset_fingerprint"]
+    must_match += ["seq_length", "global_batch_size", "seed"]
+    for name, value in vars(args).items():
+        if name == "wandb_id" or value == saved_args.get(name):
+            continue
+        change = f"{checkpoint}: {name} was {saved_args.get(name)}, is now {value}"
+        if name in must_match:
+            fail(f"{change}; choose a different --experiment-name")
+        print(change)
+
+
+def export_model(args, run_dir, model, tokenizer):
+    """Write the finished model to a folder that `from_pretrained` can load."""
+    partial, weights = partial_of(run_dir / "model"), published_weights(model)
+    # FSDP: no rank holds the full model. Each rank writes its shards, and rank 0 joins the shards
+    # into files of about 5 GB.
+    ends = accumulate(weight.numel() * weight.itemsize for weight in weights.values())
+    files = {name: 1 + end // 5_000_000_000 for name, end in zip(weights, ends, strict=True)}
+    # FSDP: DCP joins neither integers nor tensors without dimensions. Save these as bytes in a file
+    # of their own, and join this file here.
+    floats = [name for name, weight in weights.items() if weight.is_floating_point()]
+    others = [name for name in weights if name not in floats or weights[name].ndim == 0]
+    files |= dict.fromkeys(others, max(files.values()) + 1)
+    saved = {name: weights[name].reshape(-1).view(torch.float8_e4m3fn) for name in others}
+    saved = weights | saved
+    writer = dcp.HuggingFaceStorageWriter(
+        partial, files, save_distributed=True, enable_consolidation=True
+    )
+    dcp.save(own_weights(saved), storage_writer=writer, process_group=patient_group())
+    if others and dist.get_rank() == 0:
+        path, tensors = max(partial.glob("*.safetensors")), {}
+        for shard in partial.glob(f"sharded/*{path.name}"):
+            for name, tensor in load_file(shard).items():
+                tensors[name] = tensor.view(weights[name].dtype).view(weights[name].shape)
+        save_file(tensors, path, metadata={"format": "pt"})
+    wait_for_all()
+    check_export(partial, own_weights(weights))
+    if dist.get_rank() != 0:
+        return
+    shutil.rmtree(partial / "sharded")
+    # FSDP: fully_shard() has changed the name of the model's class.
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    model.config.save_pretrained(partial)
+    model.generation_config.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    publish(args, partial, run_dir / "model")
+    (run_dir / f"finished-{args.num_steps}").touch()
+
+
+def check_export(partial, weights):
+    """Stop unless each rank finds the values of its shards in the exported files."""
+    saved = {name: torch.empty_like(weight) for name, weight in weights.items()}
+    reader = dcp.HuggingFaceStorageReader(partial)
+    dcp.load(saved, storage_reader=reader, process_group=patient_group())
+    for name, weight in weights.items():
+        # torch.equal() would compare DTensors across all ranks.
+        pair = [saved[name], weight]
+        if isinstance(weight, DTensor):
+            pair = [tensor.to_local() for tensor in pair]
+        if not torch.equal(*pair):
+            fail(f"{partial} has other values of {name} than the model; run the command again")
+
+
+# ---- main ------------------------------------------------------------------------------------
+# Peak bf16 TFLOP/s without sparsity, from the vendors' data sheets.
+PEAK_TFLOPS = {
+    312: ["A100-SXM4-40GB", "A100-SXM4-80GB", "A100-PCIE-40GB", "A100 80GB PCIe"],
+    362: ["L40S"],
+    756: ["H100 PCIe"],
+    835: ["H100 NVL", "H200 NVL"],
+    989: ["H100 80GB HBM3", "H200", "GH200 480GB"],
+    1307: ["AMD Instinct MI300X"],
+    2250: ["B200", "B300 SXM6 AC"],
+    2500: ["GB200", "GB300"],
+}
+PEAK_FLOPS = {name: peak * 1e12 for peak, names in PEAK_TFLOPS.items() for name in names}
+
+
+def mfu(args, model, tokens_per_second):
+    """Return the model FLOPs utilization (PaLM, appendix B, arxiv.org/abs/2204.02311).
+
+    Return None if the speed is unknown, if PEAK_FLOPS does not list the device, or if the precision
+    is not bf16.
+    """
+    device_name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    peak = PEAK_FLOPS.get(device_name.removeprefix("NVIDIA "))
+    if peak is None or tokens_per_second is None or args.precision != "bf16":
+        return None
+    modules = [model.get_output_embeddings(), *layers_of(model)]
+    weights = [item for module in modules for item in module.named_parameters()]
+    num_weights = sum(num_active(model.config, name, weight.shape) for name, weight in weights)
+    config, heads = model.config, model.config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    flops_per_token = 6 * num_weights + 12 * config.num_hidden_layers * width * args.seq_length
+    return tokens_per_second * flops_per_token / (peak * dist.get_world_size())
+
+
+def num_active(config, name, shape):
+    """Return the number of values in a weight that a token uses; it uses only a few experts."""
+    # transformers stacks the experts of a layer into weights of the shape [experts, ...].
+    is_stacked = "experts" in name.split(".") and len(shape) > 1
+    # Families name the number of experts that a token uses differently.
+    names = ("num_experts_per_tok", "moe_topk", "moe_k")
+    used = [getattr(config, key) for key in names if getattr(config, key, None)]
+    return math.prod((used[0], *shape[1:]) if is_stacked else shape)
+
+
+def measure(args, model, train_set, step, loss, grad_norm, interval_start):
+    """Return the metrics of `step`; loss.item() makes the host wait for the device."""
+    dist.all_reduce(loss, dist.ReduceOp.AVG)
+    epoch, *_ = train_set.place_of(end_of(args, step) - 1)
+    row = {"step": step, "epoch": epoch, "loss": loss.item(), "grad_norm": grad_norm.item()}
+    start_step, start_time = interval_start
+    tokens = (step - start_step) * args.global_batch_size * args.seq_length
+    speed = tokens / (time.perf_counter() - start_time) if start_time else None
+    # On Linux, the unit of ru_maxrss is KiB.
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if args.device == "cuda":
+        memory = torch.cuda.max_memory_allocated()
+    row |= {"lr": lr_at(args, step), "tokens_per_second": speed, "mfu": mfu(args, model, speed)}
+    if experts_of(model):
+        # The largest share of a layer's tokens that one expert received in this step.
+        row["experts"] = model.largest_share.item()
+    return row | {"peak_memory_gib": memory / 2**30}
+
+
+def start_tracking(args, run_dir):
+    """Start a wandb run, or continue the wandb run whose id is in the checkpoint."""
+    wandb_run = wandb.init(
+        id=args.wandb_id,
+        name=args.experiment_name,
+        config=vars(args),
+        dir=run_dir,
+        mode=args.wandb if dist.get_rank() == 0 else "disabled",
+        resume="allow",
+    )
+    # Plot each metric against the "step" in its row. By default, wandb numbers the rows itself, so
+    # steps that a resume repeats would look like new steps.
+    wandb_run.define_metric("*", step_metric="step")
+    return wandb_run
+
+
+def log(run_dir, wandb_run, row):
+    """Append `row` to metrics.jsonl, and send `row` to wandb and stdout.
+
+    After a resume, metrics.jsonl may have several rows for a step; the last row is valid.
+    """
+    if dist.get_rank() != 0:
+        return
+    with open(run_dir / "metrics.jsonl", "ab+") as file:
+        # A kill or a full disk may have cut the last row short. If so, begin a new line.
+        file.seek(max(0, file.tell() - 1))
+        separator = b"" if file.read() in (b"", b"\n") else b"\n"
+        file.write(separator + json.dumps(row).encode() + b"\n")
+    wandb_run.log(row)
+    # Keep training if the terminal has been closed.
+    with suppress(OSError):
+        known = {name: value for name, value in row.items() if value is not None}
+        tqdm.write("  ".join(f"{name} {value:,.6g}" for name, value in known.items()))
+
+
+@record
+def main():
+    """Train the model; if the run has a checkpoint, continue from the newest checkpoint."""
+    args = parse_args()
+    device, run_dir = setup(args)
+    tokenizer, config = build_tokenizer_and_config(args)
+    train_set, held_out = build_data(args, tokenizer)
+    first = train_set.pieces[0]
+    args.dataset_fingerprint = mix(len(first), first[:: 1 + len(first) // 100].tolist())
+    model = shard(args, build_model(args, config), device)
+    check_forward(args, model, device)
+    args.num_weights = model.num_parameters()
+    optimizer = build_optimizer(args, model)
+    start = load_checkpoint(args, run_dir, model, optimizer)
+    if start > args.num_steps:
+        fail(f"--num-steps {args.num_steps}: {run_dir} has a checkpoint of step {start} already")
+    if start == args.num_steps and (run_dir / f"finished-{start}").exists():
+        print(f"{run_dir} is already finished, at step {start}")
+        return
+
+    wandb_run = start_tracking(args, run_dir)
+    if start == 0:
+        log(run_dir, wandb_run, {"step": 0, "val_loss": evaluate(args, model, held_out, device)})
+    # The first interval may include compilation. Without a start time, measure() reports no speed.
+    interval_start = start, None
+    steps = range(start + 1, args.num_steps + 1)
+    stops = stop_requests(run_dir)
+    for step in tqdm(steps, initial=start, total=args.num_steps, file=sys.stdout, disable=None):
+        stop = next(stops)
+        loss, grad_norm = train_step(args, model, optimizer, train_set, step, device)
+        is_last = step == args.num_steps
+        evaluating = is_last or step % args.eval_every == 0
+        reporting = evaluating or step % args.log_every == 0
+        saving = is_last or step % args.checkpoint_every == 0 or stop
+        if (reporting or saving) and optimizer.found_inf:
+            first = interval_start[0] + 1
+            fail(f"a gradient in steps {first} to {step} was not finite; these steps are not saved")
+        if reporting:
+            row = measure(args, model, train_set, step, loss, grad_norm, interval_start)
+            if evaluating:
+                row["val_loss"] = evaluate(args, model, held_out, device)
+            log(run_dir, wandb_run, row)
+        if saving:
+            save_checkpoint(args, run_dir, model, optimizer, step)
+        if reporting or saving:
+            interval_start = step, time.perf_counter()
+        if stop and not is_last:
+            finish_saves()
+            print(f"stopped at step {step}; run the same command to continue")
+            wandb_run.finish()
+            return
+
+    finish_saves()
+    export_model(args, run_dir, model, tokenizer)
+    print(f"finished: {run_dir} has the model, the metrics and the last checkpoints")
+    wandb_run.finish()
+
+
+if __name__ == "__main__":
+    main()
+    # DDP: after --help, @record makes main() return before setup() has created a process group.
+    if dist.is_initialized():
+        # DDP: keep every rank alive until all ranks have finished.
+        wait_for_all()
+        dist.destroy_process_group()
