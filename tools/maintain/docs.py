@@ -224,6 +224,31 @@ def flag_rows(chapter, *names):
         yield {option.arg: option.value for option in options} | {"name": name}
 
 
+def flag_table():
+    """Yield all flags by the first script that has them, with their defaults and help as text."""
+    known = set()
+    for name, path in chapters().items():
+        source = path.read_text()
+        # The help of some flags is in a variable.
+        texts = {
+            ast.unparse(node.targets[0]): node.value.value
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        }
+        for flag in [flag for flag in flags(source) if flag not in known]:
+            known.add(flag)
+            [row] = flag_rows(name, flag.removeprefix("--"))
+            default = row.get("default", ast.Constant("off" if "action" in row else "none"))
+            # Some defaults depend on the script; the default of --config is an empty list.
+            value = getattr(default, "value", "none" if flag == "--config" else "its folder's name")
+            help_text = texts.get(ast.unparse(row["help"])) or getattr(row["help"], "value", None)
+            # Of an f-string, show only the words before its first value.
+            help_text = help_text or f"{row['help'].values[0].value}..."
+            page = os.path.relpath(path.with_name("README.md"), current_folder())
+            shown = "on" if value is True else value
+            yield {"flag": flag, "script": name, "page": page, "default": shown, "help": help_text}
+
+
 def reason_of(row):
     """Return the line that refuses a model, without what differs between models."""
     reason = row["refused"].replace(row["family"], "NAME")

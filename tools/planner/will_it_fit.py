@@ -69,6 +69,9 @@ def parse_args(argv=None):
     if args.layouts:
         words, ranks = [*words, *ALONE.split()], 1
     vars(args).update(vars(parse_training_args(words, ranks)))
+    if args.tokens:
+        steps = math.ceil(args.tokens / args.global_batch_size / args.seq_length)
+        args.training_words += ["--num-steps", str(steps)]
     if args.weights_dtype == "bf16" and args.precision == "fp32":
         problem = "weights in bf16 cannot compute in fp32"
         fail(f"--weights-dtype bf16 --precision fp32: {problem}; use --precision bf16")
@@ -125,6 +128,8 @@ def build_parser():
     add("--flops-efficiency", type=at_least(0.001), help=efficiency_help)
     for name, (speed, description) in SPEEDS.items():
         add(name, type=at_least(0.0), default=speed, help=description)
+    storage_help = "GB/s that all nodes together write to the file system"
+    add("--storage-gbs", type=at_least(0.001), default=5.0, help=storage_help)
     return parser
 
 
@@ -216,7 +221,7 @@ def show(args, plan):
     print(f"\nper host, at the fullest moment: {asked['host_when']}")
     overhead = args.host_overhead_gib * args.gpus_per_node * GIB
     show_rows(asked["host"] | {"overhead": overhead, "margin": asked["host_margin"]})
-    print(f"\na checkpoint: {asked['checkpoint'] / 1e9:,.4g} GB")
+    print(f"\n{checkpoint_text(args, [asked])}")
     if asked["speed"]:
         print(f"speed: {speed_text(args, asked['speed'])}")
     print(f"\n{'setting':38}{'GPU':>13}{'host':>14}")
@@ -232,12 +237,24 @@ def show_layouts(args, plan):
     show_machines(args, plan["model"])
     speeds = [f"{name} {getattr(args, name[2:].replace('-', '_')):g}" for name in SPEEDS]
     print(f"assumed: --flops-efficiency {args.flops_efficiency:g}", *speeds)
+    print(checkpoint_text(args, plan["layouts"]))
     for layout in plan["layouts"]:
         needs = [f"{text_of(layout[f'{name}_needs'])} per {name}" for name in ("gpu", "host")]
         needs = ", ".join(needs).replace("gpu", "GPU")
         print(f"\n{layout['way']}: {verdict(layout, sizes=True)}; {needs}")
         if layout["fits"]:
             print(f"{speed_text(args, layout['speed'])}\n{layout['command']}")
+
+
+def checkpoint_text(args, plans):
+    """Return the size of a checkpoint as text, and the warning that Slurm must give the job."""
+    size = plans[0]["checkpoint"] / 1e9
+    text = f"a checkpoint: {size:,.4g} GB, {size / args.storage_gbs:,.0f} s at "
+    text += f"{args.storage_gbs:g} GB/s"
+    # The slowest of the plans needs the most time.
+    if seconds := [plan["stop_seconds"] for plan in plans if plan["stop_seconds"]]:
+        text += f"; under Slurm: SBATCH_SIGNAL=B:USR1@{max(seconds)}"
+    return text
 
 
 def speed_text(args, speed):
