@@ -239,14 +239,14 @@ def flag_table():
             known.add(flag)
             [row] = flag_rows(name, flag.removeprefix("--"))
             default = row.get("default", ast.Constant("off" if "action" in row else "none"))
-            # Some defaults depend on the script; the default of --config is an empty list.
-            value = getattr(default, "value", "none" if flag == "--config" else "its folder's name")
+            # The only default in a variable is the name of the script's folder.
+            value = "its folder's name" if isinstance(default, ast.Name) else ast.unparse(default)
+            value = {"True": "on", "[]": "none"}.get(value, value.strip("'\""))
             help_text = texts.get(ast.unparse(row["help"])) or getattr(row["help"], "value", None)
             # Of an f-string, show only the words before its first value.
             help_text = help_text or f"{row['help'].values[0].value}..."
             page = os.path.relpath(path.with_name("README.md"), current_folder())
-            shown = "on" if value is True else value
-            yield {"flag": flag, "script": name, "page": page, "default": shown, "help": help_text}
+            yield {"flag": flag, "script": name, "page": page, "default": value, "help": help_text}
 
 
 def reason_of(row):
