@@ -4,11 +4,12 @@ Here:  python tools/evaluate.py outputs/01-single-gpu/model --dataset-name my.tx
        python tools/evaluate.py outputs/04-fsdp/checkpoints/step-00000050 --held-out
        python tools/evaluate.py outputs/04-fsdp/model -d my.jsonl -s 2048 --stride 1024
 
-The text may have any format that --dataset-name of chapter 01 takes, whose functions read it. The
-tokens are cut into windows of --seq-length tokens. Each window begins --stride tokens after the one
-before it, so windows overlap if the stride is shorter. A window counts only the tokens that no
-window before it has counted; the overlap is context for them. With the default, windows do not
-overlap, and the first token of each window is not counted, because it has no context.
+The text may have any format that --dataset-name of chapter 01 accepts; chapter 01's functions read
+it. The tokens are cut into windows of --seq-length tokens, and a window begins every --stride
+tokens. If the stride is shorter than a window, windows overlap: a window counts only the tokens
+after the end of the previous window, and the overlap is context for these tokens. By default,
+windows do not overlap. Then the first token of each window is not counted, because it has no
+context.
 """
 
 import argparse

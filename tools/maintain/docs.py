@@ -276,6 +276,29 @@ def fastest(row, ways):
     return max(fitting, key=speed_of.get, default="does not fit")
 
 
+def job(seq_length):
+    """Return the 70B job of docs/train-a-70b-on-64-gpus.md: its plans, and its fastest layout.
+
+    The total is in tokens per second of all GPUs. A step takes `step` seconds.
+    """
+    row = next(row for row in load("scale.json")["job"] if row["seq_length"] == seq_length)
+    best = row["layouts"][0]
+    _, script_words, layout_words = best["command"].split(" \\\n    ")
+    script, _ = script_words.split(" ", 1)
+    if "--recompute" not in layout_words:
+        layout_words += " --recompute none"
+    steps = re.search(r"--num-steps (\d+)", script_words)[1]
+    found = {"best": best, "script": script, "words": layout_words, "steps": int(steps)}
+    found["total"] = 64 * best["speed"]["tokens_per_second"]
+    found["stop_seconds"] = max(layout["stop_seconds"] or 0 for layout in row["layouts"])
+    return row | found | best["speed"]
+
+
+def days(tokens, tokens_per_second):
+    """Return the days that 64 GPUs need for a number of tokens, at a speed of each GPU."""
+    return tokens / tokens_per_second / 64 / 86400
+
+
 def spread(values, digits=2):
     """Return the lowest and the highest value."""
     return f"{min(values):.{digits}f} – {max(values):.{digits}f}"

@@ -164,7 +164,7 @@ def layout_of(args, chapter, words, layout_words):
 
 
 def last_of_each(words):
-    """Return a command line in which each flag stands only once, with the value that counts."""
+    """Return a command line with each flag once, and with its last value, which is valid."""
     flags = {}
     for word in words:
         if re.match("--?[a-z]", word):
