@@ -280,7 +280,7 @@ def test_job_that_cannot_train_is_not_requeued(user, requeues):
         job = user.submit(user.line(LAUNCHERS["sbatch"], "--nosuch", "1"))
     end = user.end_of(job)
     assert (end["JobState"], end["Restarts"]) == ("FAILED", "0")
-    assert f"job {job} ended with status 1; the last errors of its ranks:" in user.output()
+    assert re.search(rf"job {job} ended with status \d+; the last errors", user.output())
 
 
 @pytest.mark.parametrize(

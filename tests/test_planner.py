@@ -384,7 +384,7 @@ def jobs_of_pages():
 
 @pytest.mark.parametrize(("line", "chapter", "words"), jobs_of_pages())
 def test_job_of_a_page_has_the_time_that_its_stop_takes(line, chapter, words):
-    """SBATCH_SIGNAL is what the planner prints; without it, the default of train.sbatch is enough."""
+    """SBATCH_SIGNAL is what the planner prints; otherwise the default of train.sbatch suffices."""
     words = shlex.split(words.replace("$", "").replace("@05", f"@{ROOT}/05"))
     nodes, gpus = (re.search(rf"--{name} (\d+)", line) for name in ("nodes", "gpus-per-node"))
     if "--device" in words or not gpus:

@@ -136,7 +136,7 @@ def test_windows_count_each_token_once(length, stride):
 
 
 @pytest.mark.slow
-def test_overlap_gives_tokens_context(models, small_text):
+def test_overlap_gives_tokens_context(models):
     """The sum of windows that begin at each token is that of one forward pass for each token."""
     model = AutoModelForCausalLM.from_pretrained(models / "qwen3")
     tokens = torch.arange(24) % 11
