@@ -22,6 +22,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import datasets
 import torch
 import transformers
 from torch.nn.functional import cross_entropy
@@ -164,6 +165,7 @@ def main():
     """Print the loss per token, the perplexity, and the number of tokens."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
     chapter = load_chapter()
     args = parse_args(chapter)
     with model_folder(chapter, args.model) as folder:
