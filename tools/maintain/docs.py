@@ -290,8 +290,7 @@ def job(seq_length):
     steps = re.search(r"--num-steps (\d+)", script_words)[1]
     found = {"best": best, "script": script, "words": layout_words, "steps": int(steps)}
     found["total"] = 64 * best["speed"]["tokens_per_second"]
-    found["stop_seconds"] = max(layout["stop_seconds"] or 0 for layout in row["layouts"])
-    return row | found | best["speed"]
+    return row | found | best["speed"] | {"stop_seconds": best["stop_seconds"]}
 
 
 def days(tokens, tokens_per_second):
