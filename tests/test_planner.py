@@ -444,6 +444,22 @@ def test_gib_in_the_text_of_a_page_are_those_of_the_plan(page):
         assert int(number) == round(planned["gpu_needs"] / layouts.GIB)
 
 
+@pytest.mark.slow
+def test_speed_of_the_8b_is_that_of_the_planner(monkeypatch):
+    """All pages take it from scale.json."""
+    monkeypatch.setattr(scale, "DEVICES", (8,))
+    [row] = scale.fastest_rows("meta-llama/Llama-3.1-8B")
+    assert row in json.loads((ROOT / "benchmarks/results/scale.json").read_text())["fastest"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", range(3))
+def test_plans_of_the_70b_job_are_those_of_the_planner(monkeypatch, number):
+    monkeypatch.setattr(scale, "JOB_SHAPES", [scale.JOB_SHAPES[number]])
+    rows = json.loads((ROOT / "benchmarks/results/scale.json").read_text())["job"]
+    assert json.loads(json.dumps(scale.job_rows())) == [rows[number]]
+
+
 def test_size_of_a_checkpoint_is_the_same_on_all_pages():
     for name, size in {"70b": 847, "405b": 4870}.items():
         setting = setting_from(f"-m meta-llama/Llama-3.1-{name.upper()} --nodes 8")
