@@ -382,7 +382,7 @@ def jobs_of_pages():
                 yield pytest.param(line, *script.groups(), id=block.name)
 
 
-@pytest.mark.parametrize(("line", "chapter", "words"), jobs_of_pages())
+@pytest.mark.parametrize(("line", "chapter", "words"), list(jobs_of_pages()))
 def test_job_of_a_page_has_the_time_that_its_stop_takes(line, chapter, words):
     """SBATCH_SIGNAL is what the planner prints; otherwise the default of train.sbatch suffices."""
     words = shlex.split(words.replace("$", "").replace("@05", f"@{ROOT}/05"))
@@ -462,7 +462,7 @@ def test_plans_of_the_70b_job_are_those_of_the_planner(monkeypatch, number):
 
 def test_size_of_a_checkpoint_is_the_same_on_all_pages():
     for name, size in {"70b": 847, "405b": 4870}.items():
-        setting = setting_from(f"-m meta-llama/Llama-3.1-{name.upper()} --nodes 8")
+        setting = setting_from(f"@{ROOT}/05-large-model/configs/llama-3.1-{name}.args --nodes 8")
         assert round(layouts.checkpoint_bytes(setting) / 1e9) == size
     texts = {path: path.read_text() for path in ROOT.glob("[0-9fd]*/**/*.md")}
     assert any("847 GB" in text for text in texts.values())
