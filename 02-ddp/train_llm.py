@@ -91,7 +91,10 @@ def parse_args():
     add("--log-every", type=int, default=10, help="steps between log lines")
     add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="wandb mode")
 
-    args = parser.parse_args()
+    args, unknown = parser.parse_known_args()
+    if unknown:
+        problem = "unknown argument; a later chapter may have it"
+        fail(f"{' '.join(unknown)}: {problem}, see docs/flags.md")
     may_be_zero = ["lr", "warmup_steps", "weight_decay", "max_grad_norm", "seed", "skip_steps"]
     minimums = dict.fromkeys(may_be_zero, 0) | {"seq_length": 2}
     for name, value in vars(args).items():

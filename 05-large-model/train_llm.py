@@ -133,7 +133,10 @@ def parse_args():
     add("--dist-timeout", type=int, default=600, help="maximum seconds to wait for other ranks")
     add("--checkpoint-async", action="store_true", help="write checkpoints in the background")
 
-    args = parser.parse_args()
+    args, unknown = parser.parse_known_args()
+    if unknown:
+        problem = "unknown argument; a later chapter may have it"
+        fail(f"{' '.join(unknown)}: {problem}, see docs/flags.md")
     may_be_zero = ["lr", "warmup_steps", "weight_decay", "max_grad_norm", "seed", "skip_steps"]
     minimums = dict.fromkeys(may_be_zero, 0) | {"seq_length": 2}
     for name, value in vars(args).items():

@@ -175,10 +175,30 @@ def fastest_rows(model):
     return rows
 
 
+# Of docs/train-a-70b-on-64-gpus.md: pairs of sequence length and global batch size. Each step has
+# 2,097,152 tokens.
+JOB = f"@{ROOT}/05-large-model/configs/llama-3.1-70b.args --nodes 8 --tokens 15e9 --layouts"
+JOB_COLUMNS = "way fits gpu_needs host_needs checkpoint stop_seconds speed command".split()
+JOB_SHAPES = [(4096, 512), (32768, 64), (131072, 16)]
+
+
+def job_rows():
+    """Return for each sequence length all ways to split the 70B job, the fastest first."""
+    rows = []
+    for length, batch in JOB_SHAPES:
+        words = f"{JOB} --seq-length {length} --global-batch-size {batch}"
+        args = planner.parse_args(shlex.split(words))
+        layouts = planner.make_plan(args)["layouts"]
+        layouts = [{name: layout[name] for name in JOB_COLUMNS} for layout in layouts]
+        rows.append({"seq_length": length, "global_batch_size": batch, "layouts": layouts})
+    return rows
+
+
 PARTS = {
     "published": published_rows,
     "scenes": scene_rows,
     "layers": layer_rows,
+    "job": job_rows,
     "fastest": lambda: [row for model in MODELS[1:] for row in fastest_rows(model)],
 }
 

@@ -8,7 +8,8 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from conftest import FRAMEWORKS, SCRIPTS, curves_of, parse, user_error
+from chapters import flags as flags_of
+from conftest import FRAMEWORKS, ROOT, SCRIPTS, curves_of, parse, user_error
 
 
 def test_file_of_arguments_is_read(chapter, tmp_path):
@@ -31,6 +32,33 @@ def test_help_explains_every_flag(load, monkeypatch, capsys, name):
     unexplained = [flag for flag in flags if not re.search(rf"{flag}\b[^\n]*(\n\s+)?\S", output)]
     assert unexplained == []
     assert "(default: 256)" in output
+
+
+UNKNOWN = "--nosuch 1: unknown argument; a later chapter may have it, see docs/flags.md"
+
+
+@pytest.mark.parametrize("name", sorted(SCRIPTS.keys() - FRAMEWORKS))
+def test_unknown_flag_ends_with_the_same_words_in_every_script(load, capsys, name):
+    message = user_error(capsys, parse, load(name), "--nosuch", 1, "--compile")
+    assert message == f"train_llm.py: error: {UNKNOWN}\n"
+    assert (ROOT / "docs/flags.md").exists()
+
+
+@pytest.mark.parametrize("framework", sorted(FRAMEWORKS))
+def test_script_in_a_framework_has_the_lines_about_unknown_flags(framework):
+    """The packages of the framework may not be installed."""
+    [lines] = re.findall(r"args, unknown = .*?flags.md\"\)\n", SCRIPTS["01"].read_text(), re.DOTALL)
+    assert lines in SCRIPTS[framework].read_text()
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("*/configs/*.args")), ids=lambda file: file.stem)
+def test_argument_file_names_the_first_chapter_that_has_its_flags(file):
+    first_line, *_ = file.read_text().splitlines()
+    used = set(re.findall(r"^--[\w-]+", file.read_text(), re.M))
+    numbers = [name for name in SCRIPTS if name.isdecimal()]
+    fitting = [name for name in numbers if used <= flags_of(SCRIPTS[name].read_text()).keys()]
+    assert first_line == f"# For chapter {fitting[0]} and all later chapters."
+    assert fitting == numbers[numbers.index(fitting[0]) :]
 
 
 def test_learning_rate_rises_then_falls_to_a_tenth(chapter):

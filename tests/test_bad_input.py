@@ -37,7 +37,7 @@ CASES = {
     "nan": ("--lr nan", "--lr nan: must be at least 0"),
     "seed": (f"--seed {2**70}", f"--seed {2**70}: must be less than 2**63"),
     "change": ("--config nosuch=1", "tiny nosuch=1: key nosuch isn't in the original config"),
-    "flag": ("--nosuch 1", "unrecognized arguments: --nosuch 1"),
+    "flag": ("--nosuch 1", "--nosuch 1: unknown argument; a later chapter may have it, see"),
     "too long": ("--seq-length 4096", "--seq-length 4096: tiny takes at most 2048 tokens"),
     "no cuda": ("--device cuda", "finds no working GPU"),
     "nothing pretrained": ("--pretrained", "--pretrained: tiny has no published weights"),

@@ -173,7 +173,7 @@ def wait_for_request(user):
 
 
 def run_out_of_time(user, job):
-    """Leave the job one to two minutes. It has asked for a signal 120 s before its end."""
+    """Leave the job one to two minutes. It has asked for a signal 300 s before its end."""
     minutes = int(user.cluster.job(job)["RunTime"].split(":")[1])
     user.cluster.run("head", f"scontrol update JobId={job} TimeLimit={minutes + 2}")
     wait_for_request(user)
@@ -251,6 +251,63 @@ def check_continued_curve(user, curves, was_asked=True):
     assert difference(*first_steps, names=["loss", "val_loss"]) < 1e-5
     # The differences by rounding grow over many steps.
     assert difference(*full, names=["loss", "val_loss"]) < 1e-3
+
+
+def crash(user):
+    """Kill a rank; with MAX_RESTARTS=0, torchrun does not restart it."""
+    user.cluster.run("h2", ["pkill", "-KILL", "-f", RANKS])
+
+
+def test_job_that_has_used_up_its_restarts_requeues_itself(user, curves):
+    """After the first crash, the job comes back and finishes; after too many, it stays failed."""
+    user.env |= {"MAX_RESTARTS": "0", "MAX_REQUEUES": "1"}
+    job = submit_long(user)
+    crash(user)
+    wait_until(lambda: user.cluster.job(job)["Restarts"] == "1", 90, "the job is requeued")
+    assert user.end_of(job)["JobState"] == "COMPLETED"
+    assert f"job {job}: all restarts failed; requeue 1 of 1" in user.output()
+    check_step_of_restart(user, was_asked=False)
+    assert difference(curves["long"], metrics(user.run_dir)) == 0.0
+
+
+@pytest.mark.parametrize("requeues", ["0", "5"])
+def test_job_that_cannot_train_is_not_requeued(user, requeues):
+    """With 0, a run that has trained crashes; with 5, the script refuses a flag at once."""
+    user.env |= {"MAX_RESTARTS": "0", "MAX_REQUEUES": requeues}
+    if requeues == "0":
+        job = submit_long(user)
+        crash(user)
+    else:
+        job = user.submit(user.line(LAUNCHERS["sbatch"], "--nosuch", "1"))
+    end = user.end_of(job)
+    assert (end["JobState"], end["Restarts"]) == ("FAILED", "0")
+    assert re.search(rf"job {job} ended with status \d+; the last errors", user.output())
+
+
+@pytest.mark.parametrize(
+    "minutes, seconds, message",
+    [(9, 300, "must stop 300 s before its end; submit it with a longer --time"), (9, 60, "")],
+)
+def test_job_without_time_for_a_stop_is_refused(user, minutes, seconds, message):
+    """SBATCH_SIGNAL sets the signal of Slurm, and the time that torchrun leaves its ranks."""
+    user.env |= {"SBATCH_SIGNAL": f"B:USR1@{seconds}", "RANKS_PER_NODE": "1"}
+    script = user.folder / "limit.py"
+    script.write_text("import os; print('limit', os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'])")
+    typed = LAUNCHERS["sbatch"].replace("--nodes=2", f"--nodes=1 --time={minutes}")
+    end = user.end_of(user.submit(user.line(typed, script=script)))
+    assert end["JobState"] == ("FAILED" if message else "COMPLETED")
+    assert message in user.output()
+    assert ("limit 40" in user.output()) != bool(message)
+
+
+def test_ranks_that_are_killed_before_they_have_saved_are_reported(user):
+    user.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "1"
+    job = submit_long(user)
+    # Suspended ranks cannot save.
+    user.ranks("pkill -STOP")
+    user.cluster.run("head", f"scancel --signal=USR1 --batch {job}")
+    wait_until(lambda: "after 1 s, the ranks had not saved" in user.output(), 90, "the report")
+    user.cluster.run("head", f"scancel {job}")
 
 
 @pytest.mark.parametrize("before, after", [(2, 1), exhaustive(1, 2)])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 import sys
 
@@ -18,6 +19,7 @@ from framework_files import write_config
 from memory import ShardedMemory
 from on_ranks import make_model_folder
 from planner import CASES, COMMON, SMALL
+from readme import commands
 from scale import setting_from
 from step_time import StepTime, collective, forward_flops, speed_of
 from training_step import bubble, in_flight, numbers
@@ -423,6 +425,107 @@ def test_command_of_a_layout_starts_its_chapter(monkeypatch):
 def test_way_that_a_chapter_refuses_for_a_model_is_left_out(models):
     found = {layout["way"] for layout in plan(f"-m {models / 'gpt2'} -s 64 --layouts")["layouts"]}
     assert "FSDP, PP" in found and not found & {"FSDP, TP", "FSDP, TP, PP"}
+
+
+# ---- what the pages say about real jobs --------------------------------------------------------
+
+
+def jobs_of_pages():
+    """Yield each job of a page that runs a chapter with train.sbatch: where, and its words."""
+    for block in commands():
+        text = block.text.replace("\\\n", " ")
+        for line in re.findall(r".*sbatch .*train\.sbatch .*", text):
+            # Fine-tuning all weights is planned as chapter 05.
+            as_chapter = line.replace("fine-tuning/conversations", "05-large-model")
+            if script := re.search(r"(0\d)-[\w-]+/train_llm\.py (.*)", as_chapter):
+                yield pytest.param(line, *script.groups(), id=block.name)
+
+
+@pytest.mark.parametrize(("line", "chapter", "words"), list(jobs_of_pages()))
+def test_job_of_a_page_has_the_time_that_its_stop_takes(line, chapter, words):
+    """SBATCH_SIGNAL is what the planner prints; otherwise the default of train.sbatch suffices."""
+    words = shlex.split(words.replace("$", "").replace("@05", f"@{ROOT}/05"))
+    nodes, gpus = (re.search(rf"--{name} (\d+)", line) for name in ("nodes", "gpus-per-node"))
+    if "--device" in words or not gpus:
+        pytest.skip("a job on CPUs")
+    line_of_plan = f"--nodes {nodes[1]} --gpus-per-node {gpus[1]} {shlex.join(words)}"
+    # Chapter 03 is planned as 02.
+    chapter = {"03": "02"}.get(chapter, chapter)
+    args = will_it_fit.parse_args([*shlex.split(line_of_plan), "--chapter", chapter])
+    args.model = training_step.model_of(training_step.load_config(args)[0])
+    setting = training_step.setting_of(args, chapter)
+    size = layouts.checkpoint_bytes(setting)
+    needed = layouts.stop_seconds(setting, size, speed_of(setting))
+    given = re.search(r"SBATCH_SIGNAL=B:USR1@(\d+)", line)
+    script = (ROOT / "03-job-launchers/slurm/train.sbatch").read_text()
+    default = int(re.search(r"--signal=B:USR1@(\d+)", script)[1])
+    assert needed == int(given[1]) if given else needed <= default
+    assert "--signal" not in line
+
+
+# Where a page has numbers of the planner in its text: a pattern of the text, a command line, and
+# what the plan has for each number.
+CONFIGS = "@05-large-model/configs/llama-3.1-"
+SPLIT_405B = f"{CONFIGS}405b.args --nodes 8 --tensor-parallel-size 8"
+IN_TEXT = {
+    "06-tensor-parallel/README.md": (
+        r"expects (\d+) GiB per\s+GPU\. Without the last two flags it expects (\d+) GiB",
+        [f"{SPLIT_405B} --batch-size 8", f"{CONFIGS}405b.args --nodes 8"],
+    ),
+    "07-pipeline-parallel/README.md": (
+        r"expects (\d+) GiB per GPU .*expects (\d+) GiB\.",
+        [
+            f"{SPLIT_405B} --pipeline-parallel-size 8",
+            f"{SPLIT_405B} --pipeline-parallel-size 8 --no-cpu-offload",
+        ],
+    ),
+    "08-context-parallel/README.md": (
+        r"expects (\d+) GiB per GPU, .*Without the last flag it expects (\d+) GiB",
+        [
+            f"{CONFIGS}8b.args --nodes 4 -s 131072 --recompute full --context-parallel-size 8",
+            f"{CONFIGS}8b.args --nodes 4 -s 131072 --recompute full",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("page", IN_TEXT)
+def test_gib_in_the_text_of_a_page_are_those_of_the_plan(page):
+    pattern, lines = IN_TEXT[page]
+    found = re.search(pattern, (ROOT / page).read_text(), re.DOTALL).groups()
+    for number, line in zip(found, lines, strict=True):
+        args = shlex.split(line.replace("@05", f"@{ROOT}/05"))
+        without = [word for word in args if word != "--no-cpu-offload"]
+        options = will_it_fit.parse_args(without)
+        options.cpu_offload &= without == args
+        options.model = training_step.model_of(training_step.load_config(options)[0])
+        planned = layouts.plan_of(training_step.setting_of(options, options.chapter))
+        assert int(number) == round(planned["gpu_needs"] / layouts.GIB)
+
+
+@pytest.mark.slow
+def test_speed_of_the_8b_is_that_of_the_planner(monkeypatch):
+    """All pages take it from scale.json."""
+    monkeypatch.setattr(scale, "DEVICES", (8,))
+    [row] = scale.fastest_rows("meta-llama/Llama-3.1-8B")
+    assert row in json.loads((ROOT / "benchmarks/results/scale.json").read_text())["fastest"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", range(3))
+def test_plans_of_the_70b_job_are_those_of_the_planner(monkeypatch, number):
+    monkeypatch.setattr(scale, "JOB_SHAPES", [scale.JOB_SHAPES[number]])
+    rows = json.loads((ROOT / "benchmarks/results/scale.json").read_text())["job"]
+    assert json.loads(json.dumps(scale.job_rows())) == [rows[number]]
+
+
+def test_size_of_a_checkpoint_is_the_same_on_all_pages():
+    for name, size in {"70b": 847, "405b": 4870}.items():
+        setting = setting_from(f"@{ROOT}/05-large-model/configs/llama-3.1-{name}.args --nodes 8")
+        assert round(layouts.checkpoint_bytes(setting) / 1e9) == size
+    texts = {path: path.read_text() for path in ROOT.glob("[0-9fd]*/**/*.md")}
+    assert any("847 GB" in text for text in texts.values())
+    assert not [path for path, text in texts.items() if re.search(r"\b84[0-689] GB", text)]
 
 
 # ---- files for frameworks --------------------------------------------------------------------

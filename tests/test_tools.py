@@ -1,13 +1,20 @@
 """Tests of the tools: a fix reaches all descendants, conflicts are shown, runs are compared."""
 
+import argparse
 import json
+import math
+import re
 import subprocess
+import sys
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+import evaluate
 import plot
 from carry import carry
-from conftest import ROOT, change_file, run_command
+from conftest import ROOT, change_file, curves_of, run_command
 
 SCRIPT = '''"""A chapter.{parent}"""
 
@@ -77,3 +84,103 @@ def test_last_row_of_a_step_counts(tmp_path):
 def test_missing_run_is_reported_in_one_line(tmp_path):
     done = run_command(ROOT / "tools/plot.py", "nowhere", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "nowhere" in done.stderr
+
+
+# ---- evaluate.py -----------------------------------------------------------------------------
+def evaluate_text(*words, **options):
+    """Run evaluate.py; return its number of tokens, its loss and its perplexity."""
+    done = run_command(ROOT / "tools/evaluate.py", *words, "--device", "cpu", **options)
+    assert done.returncode == 0, done.stderr
+    numbers = re.search(r"(\S+) of .*\nloss (\S+) nats per token, perplexity (\S+)\n", done.stdout)
+    return [float(number.replace(",", "")) for number in numbers.groups()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chapter", ["01", "06"])
+def test_perplexity_of_the_held_out_samples_is_that_of_the_validation_loss(tmp_path, chapter):
+    """A model, and a checkpoint of one file or of the shards of two ranks."""
+    ranks = 1 if chapter == "01" else 2
+    split = ["--tensor-parallel-size", 2] if chapter == "06" else []
+    rows = curves_of(tmp_path, {ranks: {"run": (chapter, split)}})["run"]
+    for folder, step in {"model": 20, "checkpoints/step-00000010": 10}.items():
+        words = ["--held-out", "--seq-length", 64, "--eval-samples", 10]
+        tokens, loss, perplexity = evaluate_text(tmp_path / "run" / folder, *words)
+        assert tokens == 10 * 63
+        assert loss == pytest.approx(rows[step]["val_loss"], abs=2e-5)
+        assert perplexity == pytest.approx(math.exp(rows[step]["val_loss"]), rel=1e-4)
+    left = [path.name for path in (tmp_path / "run/checkpoints").iterdir()]
+    assert not any(name.startswith(".evaluate") for name in left)
+
+
+@pytest.mark.parametrize("length", [2, 7, 8, 9, 40])
+@pytest.mark.parametrize("stride", [1, 3, 8])
+def test_windows_count_each_token_once(length, stride):
+    counted, size = [], 8
+    for first, start, end in evaluate.windows_of(length, size, stride):
+        assert first < start <= end <= first + size
+        counted += range(start, end)
+    # The first token of a text has no context; without an overlap, no first token of a window has.
+    uncounted = set(range(0, length, size)) if stride == size else {0}
+    assert counted == sorted(set(range(length)) - uncounted)
+
+
+@pytest.mark.slow
+def test_overlap_gives_tokens_context(models):
+    """The sum of windows that begin at each token is that of one forward pass for each token."""
+    model = AutoModelForCausalLM.from_pretrained(models / "qwen3")
+    tokens = torch.arange(24) % 11
+    args = argparse.Namespace(seq_length=8, stride=1, batch_size=5)
+    total, count = evaluate.total_loss(args, model, tokens)
+    expected = 0.0
+    for position in range(1, 24):
+        context = tokens[max(0, position - 7) : position]
+        scores = model(input_ids=context[None]).logits[0, -1].log_softmax(0)
+        expected -= scores[tokens[position]].item()
+    assert count == 23 and total == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["nowhere"], "nowhere: no such folder; give RUN/model"),
+        ([".", "--stride", "300"], "--stride 300: must be from 1 to --seq-length 256"),
+        ([".", "--nosuch"], "--nosuch: unknown argument"),
+        (["empty"], "empty: neither a model nor a checkpoint that can be read"),
+    ],
+)
+def test_mistake_in_an_evaluation_is_reported_in_one_line(tmp_path, words, message):
+    (tmp_path / "empty").mkdir()
+    done = run_command(ROOT / "tools/evaluate.py", *words, "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 2 and f"evaluate.py: error: {message}" in done.stderr
+
+
+TASK = """task: local
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list: [{{metric: byte_perplexity}}]
+"""
+
+
+@pytest.mark.exhaustive
+def test_lm_eval_runs_on_a_finished_model(tmp_path):
+    """The command of docs/train-a-70b-on-64-gpus.md, with a task whose tokens are bytes."""
+    pytest.importorskip("lm_eval")
+    curves_of(tmp_path, {1: {"run": ("01", [])}})
+    text = "The import statement finds a module, and then binds it to a name. " * 8
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}))
+    (tmp_path / "local.yaml").write_text(TASK.format(file=tmp_path / "text.jsonl"))
+    options = ["--model_args", "pretrained=run/model,dtype=float32", "--device", "cpu"]
+    command = ["-m", "lm_eval", "--model", "hf", *options, "--include_path", tmp_path]
+    command += ["--tasks", "local", "--batch_size", 1, "--output_path", "results"]
+    done = run_command(sys.executable, *command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    [results] = tmp_path.glob("results/**/results_*.json")
+    found = json.loads(results.read_text())["results"]["local"]["byte_perplexity,none"]
+    words = ["-d", tmp_path / "text.jsonl", "-s", 1024]
+    _, _, perplexity = evaluate_text(tmp_path / "run/model", *words)
+    # lm-eval also counts the first token, and evaluate.py the end of the text.
+    assert found == pytest.approx(perplexity, rel=0.05)

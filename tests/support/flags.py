@@ -17,6 +17,8 @@ def declared_flags(script):
     # The planner's scripts accept all flags of the newest chapter, too.
     if script.startswith("tools/planner/"):
         flags |= declared_flags(max(map(str, ROOT.glob("[0-9][0-9]-*/train_llm.py"))))
+    if script == "tools/evaluate.py":
+        flags |= declared_flags("01-single-gpu/train_llm.py")
     # The harness declares the flag that all benchmarks have.
     if script.startswith("benchmarks/") and script != "benchmarks/harness.py":
         flags |= declared_flags("benchmarks/harness.py")

@@ -224,6 +224,31 @@ def flag_rows(chapter, *names):
         yield {option.arg: option.value for option in options} | {"name": name}
 
 
+def flag_table():
+    """Yield all flags by the first script that has them, with their defaults and help as text."""
+    known = set()
+    for name, path in chapters().items():
+        source = path.read_text()
+        # The help of some flags is in a variable.
+        texts = {
+            ast.unparse(node.targets[0]): node.value.value
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        }
+        for flag in [flag for flag in flags(source) if flag not in known]:
+            known.add(flag)
+            [row] = flag_rows(name, flag.removeprefix("--"))
+            default = row.get("default", ast.Constant("off" if "action" in row else "none"))
+            # The only default in a variable is the name of the script's folder.
+            value = "its folder's name" if isinstance(default, ast.Name) else ast.unparse(default)
+            value = {"True": "on", "[]": "none"}.get(value, value.strip("'\""))
+            help_text = texts.get(ast.unparse(row["help"])) or getattr(row["help"], "value", None)
+            # Of an f-string, show only the words before its first value.
+            help_text = help_text or f"{row['help'].values[0].value}..."
+            page = os.path.relpath(path.with_name("README.md"), current_folder())
+            yield {"flag": flag, "script": name, "page": page, "default": value, "help": help_text}
+
+
 def reason_of(row):
     """Return the line that refuses a model, without what differs between models."""
     reason = row["refused"].replace(row["family"], "NAME")
@@ -249,6 +274,28 @@ def fastest(row, ways):
     fitting = [way for way in ways if way in row]
     speed_of = {way: row[way]["tokens_per_second"] for way in fitting}
     return max(fitting, key=speed_of.get, default="does not fit")
+
+
+def job(seq_length):
+    """Return the 70B job of docs/train-a-70b-on-64-gpus.md: its plans, and its fastest layout.
+
+    The total is in tokens per second of all GPUs. A step takes `step` seconds.
+    """
+    row = next(row for row in load("scale.json")["job"] if row["seq_length"] == seq_length)
+    best = row["layouts"][0]
+    _, script_words, layout_words = best["command"].split(" \\\n    ")
+    script, _ = script_words.split(" ", 1)
+    if "--recompute" not in layout_words:
+        layout_words += " --recompute none"
+    steps = re.search(r"--num-steps (\d+)", script_words)[1]
+    found = {"best": best, "script": script, "words": layout_words, "steps": int(steps)}
+    found["total"] = 64 * best["speed"]["tokens_per_second"]
+    return row | found | best["speed"] | {"stop_seconds": best["stop_seconds"]}
+
+
+def days(tokens, tokens_per_second):
+    """Return the days that 64 GPUs need for a number of tokens, at a speed of each GPU."""
+    return tokens / tokens_per_second / 64 / 86400
 
 
 def spread(values, digits=2):

@@ -3,6 +3,8 @@
 import argparse
 import contextlib
 import itertools
+import math
+import re
 import shlex
 from unittest import mock
 
@@ -45,6 +47,8 @@ def plan_of(setting):
         gpu_needs = gpu_total + host_overhead
         host_needs = gpu_needs * local_ranks
     fits = gpu_room >= gpu_needs and host_room >= host_needs
+    checkpoint = checkpoint_bytes(setting)
+    speed = speed_of(setting) if fits and setting.cuda and not setting.lora_rank else None
     return {
         "gpu": {name: step.most[name] for name in PARTS},
         "gpu_when": step.when,
@@ -57,9 +61,20 @@ def plan_of(setting):
         "host_needs": host_needs,
         "host_margin": host_room - host_needs,
         "fits": fits,
-        "checkpoint": checkpoint_bytes(setting),
-        "speed": speed_of(setting) if fits and setting.cuda and not setting.lora_rank else None,
+        "checkpoint": checkpoint,
+        "stop_seconds": stop_seconds(setting, checkpoint, speed) if speed else None,
+        "speed": speed,
     }
+
+
+def stop_seconds(setting, checkpoint, speed):
+    """Return the seconds that a stop takes: up to two steps, the saves, and a minute in reserve.
+
+    With `--checkpoint-async`, a save that is still being written must end before the last save.
+    """
+    saves = 2 if setting.checkpoint_async else 1
+    seconds = 2 * speed["step"] + saves * checkpoint / 1e9 / setting.storage_gbs + 60
+    return 10 * math.ceil(seconds / 10)
 
 
 def checkpoint_bytes(setting):
@@ -150,10 +165,22 @@ def layout_of(args, chapter, words, layout_words):
         # From chapter 05 on, scripts refuse some models.
         if chapter >= "05":
             newest.check_model(setting.changed(context_parallel_size=1), args.model.built)
-        lines = [launcher(args), shlex.join([str(script), *words]), shlex.join(layout_words)]
+        script_words = [str(script), *last_of_each(words)]
+        lines = [launcher(args), shlex.join(script_words), shlex.join(layout_words)]
         command = " \\\n    ".join(lines)
         return {"setting": setting, "command": command, "speed": speed_of(setting)}
     return None
+
+
+def last_of_each(words):
+    """Return a command line with each flag once, and with its last value, which is valid."""
+    flags = {}
+    for word in words:
+        if re.match("--?[a-z]", word):
+            flag = word
+            flags[flag] = []
+        flags[flag].append(word)
+    return list(itertools.chain(*flags.values()))
 
 
 def launcher(args):

@@ -70,6 +70,9 @@ def parse_args(argv=None):
     if args.layouts:
         words, ranks = [*words, *ALONE.split()], 1
     vars(args).update(vars(parse_training_args(words, ranks)))
+    if args.tokens:
+        steps = math.ceil(args.tokens / args.global_batch_size / args.seq_length)
+        args.training_words += ["--num-steps", str(steps)]
     if args.weights_dtype == "bf16" and args.precision == "fp32":
         problem = "weights in bf16 cannot compute in fp32"
         fail(f"--weights-dtype bf16 --precision fp32: {problem}; use --precision bf16")
@@ -127,6 +130,8 @@ def build_parser():
     add("--flops-efficiency", type=at_least(0.001), help=efficiency_help)
     for name, (speed, description) in SPEEDS.items():
         add(name, type=at_least(0.0), default=speed, help=description)
+    storage_help = "GB/s that all nodes together write to the file system"
+    add("--storage-gbs", type=at_least(0.001), default=5.0, help=storage_help)
     return parser
 
 
@@ -218,9 +223,9 @@ def show(args, plan):
     print(f"\nper host, at the fullest moment: {asked['host_when']}")
     overhead = args.host_overhead_gib * args.gpus_per_node * GIB
     show_rows(asked["host"] | {"overhead": overhead, "margin": asked["host_margin"]})
-    print(f"\na checkpoint: {asked['checkpoint'] / 1e9:,.4g} GB")
+    print(f"\n{checkpoint_text(args, asked)}")
     if asked["speed"]:
-        print(f"speed: {speed_text(args, asked['speed'])}")
+        print(f"speed: {speed_text(args, asked)}")
     print(f"\n{'setting':38}{'GPU':>13}{'host':>14}")
     for name, setting in plan["settings"].items():
         sizes = f"{text_of(setting['gpu_needs']):>13}{text_of(setting['host_needs']):>14}"
@@ -234,22 +239,31 @@ def show_layouts(args, plan):
     show_machines(args, plan["model"])
     speeds = [f"{name} {getattr(args, name[2:].replace('-', '_')):g}" for name in SPEEDS]
     print(f"assumed: --flops-efficiency {args.flops_efficiency:g}", *speeds)
+    print(checkpoint_text(args, plan["layouts"][0]))
     for layout in plan["layouts"]:
         needs = [f"{text_of(layout[f'{name}_needs'])} per {name}" for name in ("gpu", "host")]
         needs = ", ".join(needs).replace("gpu", "GPU")
         print(f"\n{layout['way']}: {verdict(layout, sizes=True)}; {needs}")
         if layout["fits"]:
-            print(f"{speed_text(args, layout['speed'])}\n{layout['command']}")
+            print(f"{speed_text(args, layout)}\n{layout['command']}")
 
 
-def speed_text(args, speed):
-    """Return the speed of a plan as text, and how long --tokens take."""
+def checkpoint_text(args, plan):
+    """Return the size of a checkpoint, and the time of a save, as text."""
+    size = plan["checkpoint"] / 1e9
+    seconds, rate = size / args.storage_gbs, args.storage_gbs
+    return f"a checkpoint: {size:,.4g} GB, {seconds:,.0f} s at {rate:g} GB/s"
+
+
+def speed_text(args, plan):
+    """Return the speed of a plan as text, how long --tokens take, and what Slurm must know."""
+    speed = plan["speed"]
     text = f"{speed['tokens_per_second']:,.0f} tokens/s per GPU, {speed['mfu']:.1%} MFU, "
     text += f"{speed['exposed']:.1%} of a step waits for communication"
     if args.tokens:
         days = args.tokens / speed["tokens_per_second"] / args.ranks / 86400
         text += f", {days:,.2f} days for {args.tokens / 1e9:,.4g} billion tokens"
-    return text
+    return f"{text}; under Slurm: SBATCH_SIGNAL=B:USR1@{plan['stop_seconds']}"
 
 
 def show_rows(rows):

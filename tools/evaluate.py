@@ -1,0 +1,186 @@
+"""Compute the loss and the perplexity of a model, or of a run's checkpoint, on any text.
+
+Here:  python tools/evaluate.py outputs/01-single-gpu/model --dataset-name my.txt
+       python tools/evaluate.py outputs/04-fsdp/checkpoints/step-00000050 --held-out
+       python tools/evaluate.py outputs/04-fsdp/model -d my.jsonl -s 2048 --stride 1024
+
+The text may have any format that --dataset-name of chapter 01 accepts; chapter 01's functions read
+it. The tokens are cut into windows of --seq-length tokens, and a window begins every --stride
+tokens. If the stride is shorter than a window, windows overlap: a window counts only the tokens
+after the end of the previous window, and the overlap is context for these tokens. By default,
+windows do not overlap. Then the first token of each window is not counted, because it has no
+context.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import math
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import datasets
+import torch
+import transformers
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def load_chapter():
+    """Import the script of chapter 01, whose functions parse flags and read text."""
+    spec = importlib.util.spec_from_file_location("chapter", ROOT / "01-single-gpu/train_llm.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.fail = fail
+    return module
+
+
+def fail(message):
+    """Report a user error in one line on stderr, and exit with status 2."""
+    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse_args(chapter):
+    """Parse the command line; chapter 01 parses and checks the flags that it also has."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        epilog="These flags of chapter 01 are accepted, too: -d, --dataset-subset, --text-column, "
+        "-s, -b, --device, --precision, --eval-samples.",
+        allow_abbrev=False,
+    )
+    parser.error = fail
+    add = parser.add_argument
+    add("model", type=Path, help="a folder such as RUN/model or RUN/checkpoints/step-00000050")
+    add("--stride", type=int, help="tokens between the starts of windows (default: --seq-length)")
+    held_out_help = "take only the samples that a run with the same flags holds out"
+    add("--held-out", action="store_true", help=held_out_help)
+    all_gpus_help = "spread the layers over all GPUs of this machine; needs accelerate"
+    add("--all-gpus", action="store_true", help=all_gpus_help)
+    own, words = parser.parse_known_args()
+    with mock.patch.object(sys, "argv", [sys.argv[0], *words]):
+        args = chapter.parse_args()
+    args = argparse.Namespace(**vars(args) | vars(own))
+    args.stride = args.stride or args.seq_length
+    if not 1 <= args.stride <= args.seq_length:
+        problem = f"must be from 1 to --seq-length {args.seq_length}, or tokens would be left out"
+        fail(f"--stride {args.stride}: {problem}")
+    if not args.model.is_dir():
+        fail(f"{args.model}: no such folder; give RUN/model, or a folder in RUN/checkpoints")
+    return args
+
+
+# ---- the model -------------------------------------------------------------------------------
+@contextlib.contextmanager
+def model_folder(chapter, path):
+    """Yield a folder that `from_pretrained` loads; of a checkpoint, write one for a while."""
+    if (path / "config.json").exists():
+        yield path
+        return
+    # The disk that holds the checkpoints also has room for their weights.
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".evaluate-") as folder:
+        model = Path(folder, "model")
+        if (path / "state.pt").exists():
+            export_state(chapter, path / "state.pt", model)
+        else:
+            converter = ROOT / "04-fsdp/to_transformers.py"
+            command = [sys.executable, converter, path, model]
+            if subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode:
+                fail(f"{path}: neither a model nor a checkpoint that can be read")
+        yield model
+
+
+def export_state(chapter, file, folder):
+    """Write the model of a checkpoint of the chapters 01 to 03."""
+    state = torch.load(file, "cpu", mmap=True, weights_only=True)
+    args = argparse.Namespace(**state["args"])
+    tokenizer, config = chapter.build_tokenizer_and_config(args)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder, state_dict=state["model"])
+    tokenizer.save_pretrained(folder)
+
+
+def load_model(args, folder):
+    """Return the model on its devices, in the precision of the arguments."""
+    dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
+    options = {"device_map": "auto"} if args.all_gpus else {}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+    except ImportError as error:
+        fail(f"--all-gpus: {error}")
+    return model.eval() if args.all_gpus else model.eval().to(args.device)
+
+
+# ---- the text --------------------------------------------------------------------------------
+def tokens_of(chapter, args, tokenizer):
+    """Return all tokens of the text, or those of the samples that a run holds out."""
+    if args.held_out:
+        _, held_out = chapter.build_data(args, tokenizer)
+        return held_out.flatten()
+    if args.dataset_name.endswith(".tokens"):
+        fail(f"--dataset-name {args.dataset_name}: give a text instead, or pass --held-out")
+    path = chapter.token_file(args, tokenizer)
+    return torch.from_file(str(path), size=path.stat().st_size // 4, dtype=torch.int32)
+
+
+def windows_of(num_tokens, seq_length, stride):
+    """Yield for each window of a text where it begins, where it begins to count, and its end."""
+    end = 0
+    for first in range(0, num_tokens, stride):
+        counted_before, end = end, min(first + seq_length, num_tokens)
+        # Nothing is before the first token of a window, so no model can predict it.
+        yield first, max(counted_before, first + 1), end
+        if end == num_tokens:
+            return
+
+
+@torch.no_grad()
+def total_loss(args, model, tokens):
+    """Return the sum of the losses of all counted tokens, and their number."""
+    total, count = 0.0, 0
+    windows = list(windows_of(len(tokens), args.seq_length, args.stride))
+    # Only the last window may be shorter than the others.
+    full, last = windows[:-1], windows[-1:]
+    groups = [full[at : at + args.batch_size] for at in range(0, len(full), args.batch_size)]
+    for group in [*groups, last]:
+        batch = torch.stack([tokens[first:end] for first, _, end in group]).long().to(model.device)
+        logits = model(input_ids=batch, use_cache=False).logits
+        for window, row, (first, start, end) in zip(batch, logits, group, strict=True):
+            # Position i predicts token i + 1.
+            counted = slice(start - first, end - first)
+            before = slice(start - first - 1, end - first - 1)
+            labels = window[counted].to(row.device)
+            total += cross_entropy(row[before].float(), labels, reduction="sum").item()
+            count += end - start
+    return total, count
+
+
+def main():
+    """Print the loss per token, the perplexity, and the number of tokens."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    chapter = load_chapter()
+    args = parse_args(chapter)
+    with model_folder(chapter, args.model) as folder:
+        args.model_name = str(folder)
+        tokenizer, _ = chapter.build_tokenizer_and_config(args)
+        model = load_model(args, folder)
+    tokens = tokens_of(chapter, args, tokenizer)
+    if len(tokens) < 2:
+        fail(f"--dataset-name {args.dataset_name}: has {len(tokens)} tokens; add text")
+    total, count = total_loss(args, model, tokens)
+    windows = f"windows of {args.seq_length} tokens, {args.stride} apart"
+    print(f"{args.model} on {args.dataset_name}, in {windows}")
+    print(f"{count:,} of {len(tokens):,} tokens counted")
+    print(f"loss {total / count:.5f} nats per token, perplexity {math.exp(total / count):.4f}")
+
+
+if __name__ == "__main__":
+    main()
