@@ -1,5 +1,7 @@
 """Chapter 09: biases balance the experts, and a rank may receive no tokens."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -12,7 +14,9 @@ from marks import exhaustive, slow
 from runs import call_on_ranks, copy_run, have_same_weights, read_checkpoint
 
 TINY = ROOT / "09-expert-parallel/tiny-mixture"
-RATE = ["-m", TINY, "--expert-balance-rate", 0.01]
+# With a high learning rate, scores change faster than biases.
+MIXTURE = ["-m", TINY, "--lr", 2e-4]
+RATE = [*MIXTURE, "--expert-balance-rate", 0.01]
 EP2, EP4 = ["--expert-parallel-size", 2], ["--expert-parallel-size", 4]
 PP2 = ["--pipeline-parallel-size", 2, "-b", 2]
 # The number of ranks and the flags of each layout.
@@ -61,7 +65,7 @@ def test_step_moves_each_bias_toward_the_mean_load(load, one_rank_group, monkeyp
 def root(tmp_path_factory):
     """Runs without balancing, and with it on several layouts; return their folder."""
     root = tmp_path_factory.mktemp("balanced")
-    runs = {1: {"off": ("09", ["-m", TINY])}}
+    runs = {1: {"off": ("09", MIXTURE)}}
     for name, (ranks, flags) in LAYOUTS.items():
         runs.setdefault(ranks, {})[name] = ("09", [*RATE, *flags])
     curves_of(root, runs)
@@ -74,9 +78,9 @@ def test_balancing_lowers_the_load_of_the_most_loaded_expert(root):
     for name in ("off", "one"):
         curve = metrics(root / name)
         shares[name] = sum(curve[step]["experts"] for step in range(11, 21)) / 10
-    # Without biases, nearly all tokens choose the same two of 16 experts in one of the layers.
-    assert shares["off"] > 0.49
-    assert shares["one"] < 0.9 * shares["off"]
+    # Without biases, most tokens choose the same two of 16 experts in one of the layers.
+    assert shares["off"] > 0.45
+    assert shares["one"] < 0.7 * shares["off"]
     assert not biases_of(root / "off", 20).any()
 
 
@@ -137,6 +141,29 @@ def test_rank_without_tokens_changes_no_curve(tmp_path, small_text):
     assert [row["experts"] for row in curves["09"].values() if "experts" in row] == [0.5] * 4
     assert difference(curves["01"], curves["09"]) < 1e-5
     assert have_same_weights(tmp_path / "01", tmp_path / "09", tolerance=1e-4)
+
+
+def test_rank_without_tokens_runs_an_expert_for_its_gradient(load, monkeypatch):
+    """Of two ranks, this rank sends tokens, but receives none."""
+    chapter, sizes = load("09"), []
+    weight = torch.ones(8, 8, requires_grad=True)
+    hidden = torch.ones(3, 8, requires_grad=True)
+
+    def run_experts(tokens, indices, factors):
+        sizes.append((len(tokens), len(indices), len(factors)))
+        return tokens @ weight
+
+    def receive_zeros(output, *_, **__):
+        output.zero_()
+
+    monkeypatch.setattr(chapter.dist, "all_to_all_single", receive_zeros)
+    mesh = SimpleNamespace(size=lambda: 2, get_group=lambda: None)
+    choices, factors = torch.tensor([[0, 1], [1, 0], [0, 1]]), torch.ones(3, 2)
+    output = chapter.dispatch(mesh, 4, run_experts, hidden, choices, factors)
+    output.sum().backward()
+    assert output.shape == (3, 8) and sizes == [(1, 1, 1)]
+    assert weight.grad is not None and not weight.grad.any()
+    assert hidden.grad is not None
 
 
 # ---- all families ----------------------------------------------------------------------------

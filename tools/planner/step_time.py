@@ -257,10 +257,11 @@ class StepTime:
             apart = setting.expert_parallel_size > 1
             experts = [shape for shape in shapes if apart and isinstance(shape, ExpertShape)]
             others = [shape for shape in shapes if not (apart and isinstance(shape, ExpertShape))]
-            for part, ring_name in (others, name), (experts, name.replace("copy", "expert copy")):
-                full = elements(part, setting) / len(groups) * size
-                if part:
-                    seconds[-1] += self.send(ring_name, kind, full, count)
+            full = elements(others, setting) / len(groups) * size
+            seconds[-1] += self.send(name, kind, full, count)
+            if experts:
+                full = elements(experts, setting) / len(groups) * size
+                seconds[-1] += self.send(name.replace("copy", "expert copy"), kind, full, count)
         return seconds
 
     def reduce(self, micro_steps, seconds_per_gb):
