@@ -196,12 +196,15 @@ def uncounted(watch, function):
 # What autocast computes in bf16 or fp16 on a GPU, and in float32.
 HALF = "mm addmm bmm baddbmm matmul linear conv1d einsum".split()
 FULL = "pow rsqrt layer_norm softmax log_softmax nll_loss sum cumsum norm".split()
-LIBRARY = torch.library.Library("aten", "IMPL")
+LIBRARY, FALLBACK = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
 
 
 def add_autocast():
     """Cast on the fake GPU as autocast does on a GPU."""
+    for name in ("silu_backward", "mish_backward"):
+        LIBRARY.impl(name, lambda *_: None, "PrivateUse1")
     key, cache = torch._C.DispatchKey.AutocastPrivateUse1, {}
+    FALLBACK.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     clear = torch.clear_autocast_cache
     torch.clear_autocast_cache = lambda: (cache.clear(), clear())
 
