@@ -14,7 +14,6 @@ import contextlib
 import importlib.util
 import json
 import linecache
-import math
 import multiprocessing
 import os
 import sys
@@ -39,6 +38,8 @@ from step_watch import Watch  # noqa: E402
 from training_step import copy_of_config, needs_no_mask  # noqa: E402
 
 GIB = 2**30
+# The name of the script as a module.
+MODULE = "script_of_dry_run"
 # The phase that each function of a script is.
 PHASES = {
     "build_model": "build",
@@ -111,15 +112,15 @@ def ranks_to_run(options, args):
 
 
 def load_script(options):
-    """Import the script as a module, and return the module and the script's arguments."""
-    spec = importlib.util.spec_from_file_location("script_of_dry_run", options.script)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    """Import the script as a module, and return its arguments."""
+    spec = importlib.util.spec_from_file_location(MODULE, options.script)
+    module = sys.modules[MODULE] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     prepare(options, module, Watch(options))
     launcher = fake_machine.launcher_variables(options, 0)
     words = [options.script, *options.words, "--device", "cuda"]
     with mock.patch.dict(os.environ, launcher), mock.patch.object(sys, "argv", words):
-        return module, module.parse_args()
+        return module.parse_args()
 
 
 def prepare(options, module, watch):
@@ -184,8 +185,9 @@ def add_phases(module, watch, modes, progress):
             setattr(module, name, as_phase(getattr(module, name), phase))
 
 
-def run_rank(options, module, rank):
+def run_rank(options, rank):
     """Run the script as this rank, and return what it did as a dictionary."""
+    module = sys.modules[MODULE]
     began, watch, problem = time.perf_counter(), Watch(options), None
     fake_machine.add_ranks(options, rank)
     fake_machine.add_gpu(options, watch)
@@ -235,33 +237,159 @@ def describe(options, error):
 
 def summary(options, watch):
     """Return the numbers of a watch as dictionaries and lists."""
-    needs = {}
-    peaks = []
-    for (phase, device), (kinds, (line, function)) in watch.peaks.items():
-        row = {"phase": phase, "device": device, "bytes": kinds.total(), "kinds": dict(kinds)}
-        peaks.append(row | {"line": line, "function": function})
+    peaks = [
+        {"phase": phase, "device": device, "bytes": kinds.total(), "kinds": dict(kinds)}
+        | {"line": line, "function": function}
+        for (phase, device), (kinds, (line, function)) in watch.peaks.items()
+    ]
     on_gpu = [row for row in peaks if row["device"] == "gpu"]
-    in_steps = [row for row in peaks if row["device"] == "cpu" and row["phase"][:4] == "step"]
     fullest = max(on_gpu, key=lambda row: row["bytes"], default={"bytes": 0})
-    needs["gpu"] = fullest["bytes"] * (1 + options.fragmentation) + options.gpu_overhead_gib * GIB
-    sent = [
-        dict(zip(("phase", "kind", "ranks", "nodes", "device"), key, strict=True))
-        | dict(zip(("calls", "bytes", "seconds"), value, strict=True))
-        for key, value in watch.sent.items()
-    ]
-    waits = [
-        {"phase": phase, "line": line, "function": function, "reason": reason, "times": times}
-        for (phase, (line, function), reason), times in watch.waits.items()
-    ]
-    host = max((row["bytes"] for row in in_steps), default=0)
-    result = {"fullest": fullest, "needs": needs["gpu"], "host": host, "peaks": peaks}
-    return result | {"sent": sent, "waits": waits}
+    on_host = [row for row in peaks if row["device"] == "cpu" and row["phase"].startswith("step")]
+    needs = fullest["bytes"] * (1 + options.fragmentation) + options.gpu_overhead_gib * GIB
+    return {
+        "fullest": fullest,
+        "needs": needs,
+        "margin": fake_machine.GPUS[options.gpu][1] * GIB - needs,
+        "host": max((row["bytes"] for row in on_host), default=0),
+        "peaks": peaks,
+        "sent": [
+            dict(zip(("phase", "kind", "ranks", "nodes", "device"), key, strict=True))
+            | dict(zip(("calls", "bytes", "seconds"), value, strict=True))
+            for key, value in watch.sent.items()
+        ],
+        "waits": [
+            {"phase": phase, "line": line, "function": function, "reason": reason, "times": times}
+            for (phase, (line, function), reason), times in watch.waits.items()
+        ],
+    }
 
 
-def run_ranks(options, module, ranks):
+def run_ranks(options, ranks):
     """Run the script as each rank, each in a process of its own; return the results in order."""
     # The processes inherit the imported modules.
     context = multiprocessing.get_context("fork")
     processes = min(len(ranks), len(os.sched_getaffinity(0)))
     with context.Pool(processes, maxtasksperchild=1) as pool:
-        return pool.starmap(run_rank, [(options, module, rank) for rank in ranks], chunksize=1)
+        return pool.starmap(run_rank, [(options, rank) for rank in ranks], chunksize=1)
+
+
+# ---- report ----------------------------------------------------------------------------------
+
+
+def show(options, results):
+    """Print what the ranks did, and the details of the rank that needs the most memory."""
+    nodes = -(-options.gpus // options.gpus_per_node)
+    print(f"{name_of(options)} on {options.gpus} × {options.gpu}, nodes: {nodes}\n")
+    print(f"{'rank':>8}{'tensors':>14}{'with all else':>16}")
+    for result in results:
+        sizes = f"{gib(result['fullest']['bytes']):>14}{gib(result['needs']):>16}"
+        print(f"{result['rank']:>8}{sizes}  {verdict(options, result)}")
+    worst = worst_of(results)
+    print(f"\nrank {worst['rank']}:")
+    if worst["problem"]:
+        print(place(options, worst["problem"]["line"]))
+        print(f"    {worst['problem']['reason']}")
+    show_memory(options, worst)
+    show_sent(worst)
+    show_waits(options, worst)
+    print(f"\n{UNKNOWN}")
+
+
+def worst_of(results):
+    """Return the result of a rank that fails, otherwise of the rank that needs the most memory."""
+    return max(results, key=lambda result: (bool(result["problem"]), result["needs"]))
+
+
+def verdict(options, result):
+    """Return in a few words whether a rank gets through a step and fits."""
+    if result["problem"]:
+        return f"fails at line {result['problem']['line']}"
+    margin = gib(abs(result["margin"]))
+    return f"fits; {margin} are free" if result["margin"] >= 0 else f"does not fit; lacks {margin}"
+
+
+def show_memory(options, result):
+    """Print what the memory consists of at the fullest moment, and the peak of each phase."""
+    fullest = result["fullest"]
+    if not fullest["bytes"]:
+        return
+    print(f"the fullest moment is in {fullest['phase']}:")
+    print(place(options, fullest["line"]))
+    for kind, size in sorted(fullest["kinds"].items(), key=lambda item: -item[1]):
+        if size >= GIB / 200:
+            print(f"  {kind:20}{gib(size):>12}")
+    print(f"  {'all tensors':20}{gib(fullest['bytes']):>12}")
+    print("\npeak of each phase")
+    for row in result["peaks"]:
+        if row["device"] == "gpu" and row["phase"] != "between steps":
+            print(f"  {row['phase']:20}{gib(row['bytes']):>12}")
+    print(f"  {'host, in a step':20}{gib(result['host']):>12}")
+
+
+def show_sent(result):
+    """Print what the rank sends in the second step."""
+    rows = [row for row in result["sent"] if row["phase"].startswith("step 2")]
+    if not rows:
+        return
+    print("\nsent in a step           ranks  nodes  calls            GB   seconds  in")
+    for row in rows:
+        kind = row["kind"] + (" (host)" if row["device"] == "cpu" else "")
+        part = row["phase"].partition(", ")[2] or "forward"
+        counts = f"{row['ranks']:>7}{row['nodes']:>7}{row['calls']:>7}"
+        print(f"  {kind:21}{counts}{row['bytes'] / 1e9:>14,.4f}{row['seconds']:>10.3f}  {part}")
+    total = sum(row["bytes"] for row in rows) / 1e9
+    seconds = sum(row["seconds"] for row in rows)
+    print(f"  {'together':42}{total:>14,.4f}{seconds:>10.3f}")
+
+
+def show_waits(options, result):
+    """Print where the CPU waits for the GPU, except at the start."""
+    phases = ("step", "evaluation", "between")
+    rows = [row for row in result["waits"] if row["phase"].startswith(phases)]
+    totals = Counter()
+    for row in rows:
+        key = row["phase"].startswith("step"), row["line"], row["reason"]
+        totals[key] += row["times"]
+    print(
+        "\nthe CPU waits for the GPU in a step" + ("" if any(k[0] for k in totals) else ": never")
+    )
+    for in_step in (True, False):
+        if not in_step and totals:
+            print("the CPU waits for the GPU in logs and evaluations")
+        for (is_in_step, line, reason), times in totals.items():
+            if is_in_step == in_step:
+                print(f"{place(options, line)}\n    {reason}, {times} times")
+
+
+def place(options, line):
+    """Return the path, the number and the text of a line of the script."""
+    text = linecache.getline(options.script, line).strip()
+    return f"  {name_of(options)}:{line}: {text}"
+
+
+def name_of(options):
+    """Return the path of the script, from the root of the repository if it is there."""
+    path = Path(options.script)
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+def gib(size):
+    """Return a number of bytes as text."""
+    return f"{size / GIB:,.2f} GiB"
+
+
+def main():
+    """Run the ranks, and print the report; exit with 0 if all get through a step and fit."""
+    options = parse_args()
+    ranks = ranks_to_run(options, load_script(options))
+    results = run_ranks(options, ranks)
+    if options.json:
+        print(json.dumps(results, indent=1))
+    else:
+        show(options, results)
+    fits = all(not result["problem"] and result["margin"] >= 0 for result in results)
+    sys.exit(0 if fits else 1)
+
+
+if __name__ == "__main__":
+    main()

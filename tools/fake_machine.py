@@ -12,7 +12,7 @@ import types
 
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # noqa: F401  (adds the shapes of collectives)
+import torch.distributed._tools.fake_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -67,7 +67,7 @@ def gpu_functions(options, watch):
         "is_initialized": True,
         "is_bf16_supported": capability >= (8, 0),
         "device_count": options.gpus_per_node,
-        "current_device": int(os.environ.get("LOCAL_RANK", 0)),
+        "current_device": int(os.environ.get("LOCAL_RANK", "0")),
         "get_device_name": name,
         "get_device_capability": capability,
         "get_amp_supported_dtype": [torch.bfloat16, torch.float16],
