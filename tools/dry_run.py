@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,6 @@ from unittest import mock
 
 import torch
 import transformers
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tools/planner"))
@@ -127,6 +127,7 @@ def prepare(options, module, watch):
     """Replace what needs a GPU, files, or other ranks."""
     module.torch = fake_machine.ScriptTorch(options, watch)
     module.has_gpu = lambda: True
+    module.fail = fail
     module.AutoConfig = SimpleNamespace(from_pretrained=copy_of_config)
     module.AutoTokenizer = SimpleNamespace(from_pretrained=lambda _: transformers.ByT5Tokenizer())
     # Fake tensors have no values to compare masks with.
@@ -171,7 +172,7 @@ def add_phases(module, watch, modes, progress):
             elif before == "between steps":
                 progress(watch.phase)
             if phase == "build":
-                modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+                modes.enter_context(fake_machine.FakeTensors())
                 modes.enter_context(watch)
             try:
                 return function(*args, **kwargs)
@@ -188,6 +189,8 @@ def add_phases(module, watch, modes, progress):
 def run_rank(options, rank):
     """Run the script as this rank, and return what it did as a dictionary."""
     module = sys.modules[MODULE]
+    # torch warns about the data of fake tensors.
+    warnings.simplefilter("ignore")
     began, watch, problem = time.perf_counter(), Watch(options), None
     fake_machine.add_ranks(options, rank)
     fake_machine.add_gpu(options, watch)
@@ -208,7 +211,7 @@ def run_rank(options, rank):
         setup = module.setup
 
         def setup_on_fake_gpu(args):
-            with FakeTensorMode(allow_non_fake_inputs=True), watch:
+            with fake_machine.FakeTensors(), watch:
                 return setup(args)
 
         module.setup = setup_on_fake_gpu
@@ -221,17 +224,31 @@ def run_rank(options, rank):
             module.main()
         except BaseException as error:
             problem = describe(options, error)
+            if "DRY_DEBUG" in os.environ:
+                print(problem["traceback"], file=sys.stderr)
         finally:
             sys.stdout = stdout
     return {"rank": rank, "problem": problem} | summary(options, watch)
 
 
+class ScriptError(Exception):
+    """The message that the script would print before it exits."""
+
+
+def fail(message):
+    """Raise the message of the script as an exception."""
+    raise ScriptError(" ".join(message.split()))
+
+
 def describe(options, error):
     """Return the script's line that failed, and the error."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)]
-    lines = [frame.lineno for frame in frames if frame.filename == options.script]
     trace = "".join(traceback.format_exception(error))
-    reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+    # The script reports an error of a library in a message of its own.
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == options.script]
+    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     return {"line": lines[-1] if lines else 0, "reason": reason, "traceback": trace}
 
 
@@ -267,10 +284,29 @@ def summary(options, watch):
 def run_ranks(options, ranks):
     """Run the script as each rank, each in a process of its own; return the results in order."""
     # The processes inherit the imported modules.
-    context = multiprocessing.get_context("fork")
-    processes = min(len(ranks), len(os.sched_getaffinity(0)))
-    with context.Pool(processes, maxtasksperchild=1) as pool:
-        return pool.starmap(run_rank, [(options, rank) for rank in ranks], chunksize=1)
+    context, results = multiprocessing.get_context("fork"), []
+    cores = len(os.sched_getaffinity(0))
+    for first in range(0, len(ranks), cores):
+        receivers = {}
+        for rank in ranks[first : first + cores]:
+            receivers[rank], sender = context.Pipe(duplex=False)
+            context.Process(target=send_result, args=(sender, options, rank), daemon=True).start()
+            sender.close()
+        results += [receive_result(receiver, rank) for rank, receiver in receivers.items()]
+    return results
+
+
+def send_result(sender, options, rank):
+    """Run the script as this rank, and send the result to the parent process."""
+    sender.send(run_rank(options, rank))
+
+
+def receive_result(receiver, rank):
+    """Return the result of a rank, and stop if its process has been killed."""
+    try:
+        return receiver.recv()
+    except EOFError:
+        sys.exit(f"dry_run.py: error: rank {rank}: its process was killed; free some memory")
 
 
 # ---- report ----------------------------------------------------------------------------------

@@ -13,7 +13,10 @@ import types
 import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import stage as stage_module
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import backend_registration
@@ -75,9 +78,10 @@ def gpu_functions(options, watch):
         "default_stream": stream,
         "_is_in_bad_fork": False,
     }
-    nothing = dict.fromkeys("set_device manual_seed manual_seed_all empty_cache".split())
+    nothing = "set_device manual_seed manual_seed_all get_rng_state set_rng_state empty_cache"
     functions = {
-        name: lambda *_, _value=value, **__: _value for name, value in (values | nothing).items()
+        name: lambda *_, _value=value, **__: _value
+        for name, value in (values | dict.fromkeys(nothing.split())).items()
     }
     return functions | {
         "synchronize": lambda *_: watch.wait("calls synchronize()"),
@@ -87,6 +91,15 @@ def gpu_functions(options, watch):
         "stream": lambda *_: contextlib.nullcontext(),
         "device": lambda *_: contextlib.nullcontext(),
     }
+
+
+class FakeTensors(FakeTensorMode):
+    """Create tensors without data, also where torch.tensor() gets numbers and a device."""
+
+    avoid_device_init = True
+
+    def __init__(self):
+        super().__init__(allow_non_fake_inputs=True)
 
 
 class ScriptTorch(types.ModuleType):
@@ -250,6 +263,15 @@ def add_ranks(options, rank):
     dist.init_process_group, dist.all_gather_object = init_process_group, all_gather_object
     dist.new_group = on_real_tensors(lambda ranks=None, *_, **__: new(ranks, backend=backend))
     dist.barrier = dist.broadcast_object_list = lambda *_, **__: None
+    schedules._PipelineSchedule._warmup_p2p = decide_alone
+
+
+def decide_alone(_, stages, has_backward, p2p_done):
+    """Let each stage decide, without a vote of all stages, whether it must ask for shapes."""
+    mode = stage_module.InferenceMode
+    for stage in stages:
+        is_dynamic = mode.needs_dynamic(stage._user_meta, has_backward)
+        stage._inference_mode = mode.DYNAMIC if is_dynamic else mode.STATIC
 
 
 def launcher_variables(options, rank):
