@@ -24,7 +24,7 @@ WEIGHTS = LAYERS * LAYER + OUTER
 
 
 def run(script, gpus, arguments, ranks="0"):
-    """Run a script dry as some of its ranks, and return what they did."""
+    """Run a script dry as some of its ranks, and return their numbers."""
     words = f"--gpus {gpus} --rank {ranks} -- {script} {arguments} --global-batch-size {gpus}"
     options = dry_run.parse_args(shlex.split(words))
     dry_run.load_script(options)

@@ -14,6 +14,7 @@ import contextlib
 import importlib.util
 import json
 import linecache
+import math
 import multiprocessing
 import os
 import sys
@@ -100,12 +101,16 @@ def ranks_to_run(options, args):
         if not all(0 <= number < options.gpus for number in numbers):
             sys.exit(f"dry_run.py: error: --rank {' '.join(options.rank)}: unknown rank")
         return numbers
-    tensor, context, stages = (
-        getattr(args, f"{name}_parallel_size", 1) for name in ("tensor", "context", "pipeline")
-    )
+    tensor, context, stages = split_sizes(args)
     last_context, last_stage = tensor * (context - 1), options.gpus - options.gpus // stages
     ranks = {0, last_context, last_stage, last_stage + last_context, options.gpus - 1}
     return sorted(ranks)
+
+
+def split_sizes(args):
+    """Return the number of ranks that split a matrix, a sequence, and the layers."""
+    names = ("tensor", "context", "pipeline")
+    return [getattr(args, f"{name}_parallel_size", 1) for name in names]
 
 
 # ---- the script ------------------------------------------------------------------------------
@@ -154,7 +159,8 @@ def shorten(options, module):
         # All samples share the memory of one token.
         samples = torch.zeros(1, 1, dtype=torch.int32)
         samples = samples.expand(3 * args.global_batch_size, args.seq_length)
-        return module.Samples(samples), samples[: min(args.eval_samples, options.gpus)]
+        held_out = args.micro_batch_size * options.gpus // math.prod(split_sizes(args))
+        return module.Samples(samples), samples[:held_out]
 
     module.parse_args, module.build_data = parse_short_run, build_data
 
@@ -187,7 +193,7 @@ def add_phases(module, watch, modes, progress):
 
 
 def run_rank(options, rank):
-    """Run the script as this rank, and return what it did as a dictionary."""
+    """Run the script as this rank, and return its numbers as a dictionary."""
     module = sys.modules[MODULE]
     # torch warns about the data of fake tensors.
     warnings.simplefilter("ignore")
@@ -323,7 +329,7 @@ def show(options, results):
     worst = worst_of(results)
     print(f"\nrank {worst['rank']}:")
     if worst["problem"]:
-        print(place(options, worst["problem"]["line"]))
+        print(line_of(options, worst["problem"]["line"]))
         print(f"    {worst['problem']['reason']}")
     show_memory(options, worst)
     show_sent(worst)
@@ -350,7 +356,7 @@ def show_memory(options, result):
     if not fullest["bytes"]:
         return
     print(f"the fullest moment is in {fullest['phase']}:")
-    print(place(options, fullest["line"]))
+    print(line_of(options, fullest["line"]))
     for kind, size in sorted(fullest["kinds"].items(), key=lambda item: -item[1]):
         if size >= GIB / 200:
             print(f"  {kind:20}{gib(size):>12}")
@@ -394,10 +400,10 @@ def show_waits(options, result):
             print("the CPU waits for the GPU in logs and evaluations")
         for (is_in_step, line, reason), times in totals.items():
             if is_in_step == in_step:
-                print(f"{place(options, line)}\n    {reason}, {times} times")
+                print(f"{line_of(options, line)}\n    {reason}, {times} times")
 
 
-def place(options, line):
+def line_of(options, line):
     """Return the path, the number and the text of a line of the script."""
     text = linecache.getline(options.script, line).strip()
     return f"  {name_of(options)}:{line}: {text}"

@@ -1,8 +1,8 @@
 """Stand in for GPUs and ranks that do not exist, so that a chapter's script runs without them.
 
 The GPU is the device "gpu", a device of the kind that torch has for backends written in Python. Its
-tensors are fake: they have shapes, types and a device, but no data. The process group has as many
-ranks as you want, and sends nothing.
+tensors are fake: they have shapes, types and a device, but no data. The process group has the
+number of ranks that you want, and sends nothing.
 """
 
 import contextlib
@@ -256,8 +256,8 @@ def add_ranks(options, rank):
     def init_process_group(*_, **__):
         start(backend, rank=rank, world_size=options.gpus, store=FakeStore())
 
-    def all_gather_object(objects, mine, group=None):
-        objects[:] = [mine] * len(objects)
+    def all_gather_object(objects, own_object, group=None):
+        objects[:] = [own_object] * len(objects)
 
     os.environ.update(launcher_variables(options, rank))
     dist.init_process_group, dist.all_gather_object = init_process_group, all_gather_object

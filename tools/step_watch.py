@@ -103,7 +103,7 @@ class Watch(TorchDispatchMode):
 
     # ---- where the script is -----------------------------------------------------------------
 
-    def place(self):
+    def running_line(self):
         """Return the script's line and function, and the kind of the tensors created there."""
         frame, kind = sys._getframe(2), None
         while frame and frame.f_code.co_filename != self.options.script:
@@ -119,19 +119,19 @@ class Watch(TorchDispatchMode):
 
     def wait(self, reason):
         """Count a wait of the CPU for the GPU."""
-        self.waits[self.phase, self.place()[0], reason] += 1
+        self.waits[self.phase, self.running_line()[0], reason] += 1
 
     # ---- memory ------------------------------------------------------------------------------
 
     def count(self, storage, device=None):
         """Count a storage that is new, or that has a new size."""
-        key, place = storage._cdata, None
+        key = storage._cdata
         before, device, kind = self.storages.get(key, (0, device, None))
         # torch's allocator rounds sizes up to 512 bytes.
         size = -(-storage.nbytes() // 512) * 512
         if size == before:
             return
-        place, kind_here = self.place()
+        line, kind_here = self.running_line()
         if kind is None:
             kind = kind_here or self.default_kind()
             weakref.finalize(storage, self.forget, key)
@@ -139,7 +139,7 @@ class Watch(TorchDispatchMode):
         live[kind] += size - before
         self.storages[key] = size, device, kind
         if phase not in self.peaks or live.total() > self.peaks[phase][0].total():
-            self.peaks[phase] = +live, place
+            self.peaks[phase] = +live, line
 
     def default_kind(self):
         """Return the kind of a new tensor that no function in KINDS creates."""
@@ -228,7 +228,7 @@ class Watch(TorchDispatchMode):
         group = next(filter(None, map(group_of, tree_leaves(args))), None)
         if kind is None or group is None or not tensors:
             return
-        if kind == "reduce-scatter" and self.place()[1] == "communication":
+        if kind == "reduce-scatter" and self.running_line()[1] == "communication":
             self.rename(tensors[0], "gradients")
         ranks = dist.get_process_group_ranks(group)
         if kind == "send":
