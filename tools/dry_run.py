@@ -52,7 +52,7 @@ PHASES = {
     "clip_gradients": "clip",
 }
 # The functions that do nothing here.
-SKIPPED = ["check_shared", "read_weights", "save_checkpoint", "finish_saves", "export_model"]
+SKIPPED = ["check_shared", "read_weights", "save_checkpoint"]
 UNKNOWN = """\
 Not checked: speed of the kernels, hangs and order of collectives, memory outside of tensors, data,
 and saving. Assumed: the code runs without --compile, and attention is flash attention if its
@@ -151,8 +151,9 @@ def shorten(options, module):
     def parse_short_run():
         args = parse_args()
         args.compile = args.pretrained = args.checkpoint_async = False
-        args.num_steps = args.eval_every = args.log_every = 2
-        args.wandb = "disabled"
+        # as_phase() ends the run after the second step.
+        args.num_steps = args.eval_every = 3
+        args.log_every, args.wandb = 1, "disabled"
         return args
 
     def build_data(args, _):
@@ -181,9 +182,12 @@ def add_phases(module, watch, modes, progress):
                 modes.enter_context(fake_machine.FakeTensors())
                 modes.enter_context(watch)
             try:
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
             finally:
                 watch.phase = before
+            if phase == "step" and args[4] == 2:
+                raise EndOfRun
+            return result
 
         return call
 
@@ -228,13 +232,17 @@ def run_rank(options, rank):
         stdout, sys.stdout = sys.stdout, nowhere
         try:
             module.main()
+        except EndOfRun:
+            pass
         except BaseException as error:
             problem = describe(options, error)
-            if "DRY_DEBUG" in os.environ:
-                print(problem["traceback"], file=sys.stderr)
         finally:
             sys.stdout = stdout
     return {"rank": rank, "problem": problem} | summary(options, watch)
+
+
+class EndOfRun(Exception):
+    """End the run after its second step."""
 
 
 class ScriptError(Exception):
@@ -249,9 +257,11 @@ def fail(message):
 def describe(options, error):
     """Return the script's line that failed, and the error."""
     trace = "".join(traceback.format_exception(error))
-    # The script reports an error of a library in a message of its own.
-    while error.__cause__ or error.__context__:
-        error = error.__cause__ or error.__context__
+    # The script and torch report some errors of a library in a message of their own.
+    if isinstance(error, ScriptError) and error.__context__:
+        error = error.__context__
+    while error.__cause__:
+        error = error.__cause__
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == options.script]
     reason = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -423,7 +433,10 @@ def gib(size):
 def main():
     """Run the ranks, and print the report; exit with 0 if all get through a step and fit."""
     options = parse_args()
-    ranks = ranks_to_run(options, load_script(options))
+    try:
+        ranks = ranks_to_run(options, load_script(options))
+    except ScriptError as error:
+        sys.exit(f"dry_run.py: error: {error}")
     results = run_ranks(options, ranks)
     if options.json:
         print(json.dumps(results, indent=1))

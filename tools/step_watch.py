@@ -9,6 +9,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -168,8 +169,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # DTensor calls the operation again, with local tensors.
-        if any(issubclass(kind, DTensor) for kind in types):
+        # These classes call the operation again, with the tensors that they contain.
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
             return NotImplemented
         if self.paused:
             return func(*args, **kwargs)
@@ -202,7 +203,7 @@ class Watch(TorchDispatchMode):
         """Count the waits and the bytes that an operation sends; raise its errors about devices."""
         name = func._schema.name
         if name.startswith(("c10d::", "_c10d_functional::", "_dtensor::")) and "wait" not in name:
-            self.send(name, args)
+            self.send(name.partition("::")[2], args)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         devices = {tensor.device.type for tensor in tensors}
         if func in SHAPES and "gpu" in devices:
@@ -237,6 +238,9 @@ class Watch(TorchDispatchMode):
         if len(ranks) > 1:
             nodes = len({rank // self.options.gpus_per_node for rank in ranks})
             size = max(tensor.numel() * tensor.itemsize for tensor in tensors)
+            # The functions of DTensor return the full tensor; their argument is a part of it.
+            if name.startswith("all_gather"):
+                size *= len(ranks)
             seconds, sent = transfer(self.options, kind, size, len(ranks), nodes)
             key = self.phase_now(), kind, len(ranks), nodes, tensors[0].device.type
             calls, all_sent, all_seconds = self.sent.get(key, (0, 0.0, 0.0))
