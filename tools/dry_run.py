@@ -231,7 +231,8 @@ def run_rank(options, rank):
         watch.phase = "between steps"
         stdout, sys.stdout = sys.stdout, nowhere
         try:
-            module.main()
+            # Leave out torchrun's decorator, which would report the end of the run as an error.
+            getattr(module.main, "__wrapped__", module.main)()
         except EndOfRun:
             pass
         except BaseException as error:
