@@ -275,10 +275,10 @@ def decide_alone(_, stages, has_backward, p2p_done):
 
 
 def launcher_variables(options, rank):
-    """Return the variables that torchrun sets; a single GPU needs no launcher."""
+    """Return the variables that torchrun sets."""
     values = {"RANK": rank, "WORLD_SIZE": options.gpus, "LOCAL_RANK": rank % options.gpus_per_node}
     values |= {"MASTER_ADDR": "none", "MASTER_PORT": 0, "TORCHELASTIC_RUN_ID": "none"}
-    return {name: str(value) for name, value in values.items()} if options.gpus > 1 else {}
+    return {name: str(value) for name, value in values.items()}
 
 
 class ReplicatedModel(torch.nn.Module):
