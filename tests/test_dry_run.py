@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.tool, pytest.mark.usefixtures("no_group")]
 WIDTH, MLP_WIDTH, VOCABULARY, LAYERS, LENGTH = 512, 1024, 512, 3, 64
 MODEL = (
     f"--config hidden_size={WIDTH} intermediate_size={MLP_WIDTH} vocab_size={VOCABULARY} "
-    f"num_hidden_layers={LAYERS} num_attention_heads=8 num_key_value_heads=8 head_dim=64 -s {LENGTH} -b 1 "
+    f"num_hidden_layers={LAYERS} num_attention_heads=8 num_key_value_heads=8 head_dim=64 "
+    f"-s {LENGTH} -b 1 "
 )
 # The numbers of weights of a layer, and of the embedding, the norm and the head.
 LAYER = 4 * WIDTH**2 + 3 * WIDTH * MLP_WIDTH + 2 * WIDTH
