@@ -44,6 +44,7 @@ ATEN, FALLBACK = torch.library.Library("aten", "IMPL"), torch.library.Library("_
 class Instant:
     """Stand in for a stream or an event; nothing waits, because nothing runs."""
 
+    watch = None
     device_index = stream_id = priority = 0
 
     def __init__(self, *_, **__):
@@ -58,6 +59,10 @@ class Instant:
     def record(self, *_, **__):
         return self
 
+    def synchronize(self):
+        """Count a wait of the CPU."""
+        self.watch.wait("waits for an event")
+
     wait = wait_event = wait_stream = record_event = record
 
 
@@ -70,7 +75,7 @@ def gpu_functions(options, watch):
         "is_initialized": True,
         "is_bf16_supported": capability >= (8, 0),
         "device_count": options.gpus_per_node,
-        "current_device": int(os.environ.get("LOCAL_RANK", "0")),
+        "current_device": 0,
         "get_device_name": name,
         "get_device_capability": capability,
         "get_amp_supported_dtype": [torch.bfloat16, torch.float16],
@@ -114,13 +119,13 @@ class ScriptTorch(types.ModuleType):
 
     @staticmethod
     def device(kind, *index):
-        """Return a device, as torch.device() does."""
-        return torch.device("gpu" if kind == "cuda" else kind, *index)
+        """Return a device, as torch.device() does; a rank has only the GPU with index 0."""
+        return torch.device("gpu", 0) if kind == "cuda" else torch.device(kind, *index)
 
 
 def add_gpu(options, watch):
     """Add the device "gpu" to this process, and replace what fails on fake tensors."""
-    module = types.ModuleType("torch.gpu")
+    Instant.watch, module = watch, types.ModuleType("torch.gpu")
     vars(module).update(gpu_functions(options, watch))
     backend_registration._setup_privateuseone_for_python_backend("gpu", module)
     torch.autograd.set_multithreading_enabled(False)
