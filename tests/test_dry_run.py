@@ -117,6 +117,7 @@ def test_context_parallelism_sends_the_bytes_of_the_formula(style, gpus):
 
 # ---- memory ----------------------------------------------------------------------------------
 SMALL_8B = "-m meta-llama/Llama-3.1-8B --config num_hidden_layers=3 -s 4096 -b 1 "
+PIPELINE = "-b 4 --recompute full"
 LAYOUTS = {
     "02": [8, ""],
     "04": [8, ""],
@@ -125,8 +126,8 @@ LAYOUTS = {
     "05 selective": [64, "--recompute selective"],
     "05 offload": [64, "--cpu-offload --recompute full"],
     "06": [64, "--tensor-parallel-size 8"],
-    "07 first": [64, "--tensor-parallel-size 4 --pipeline-parallel-size 2 -b 4", "0"],
-    "07 last": [64, "--tensor-parallel-size 4 --pipeline-parallel-size 2 -b 4", "last"],
+    "07 first": [64, f"--tensor-parallel-size 4 --pipeline-parallel-size 2 {PIPELINE}", "0"],
+    "07 last": [64, f"--tensor-parallel-size 4 --pipeline-parallel-size 2 {PIPELINE}", "last"],
     "08": [8, "--context-parallel-size 8 -s 32768", "7"],
     "08 ulysses": [8, "--context-parallel-size 8 --context-parallel-style ulysses -s 32768", "7"],
 }
@@ -157,7 +158,9 @@ def test_peak_equals_the_planner(name):
     result = run(SCRIPTS[name[:2]], gpus, arguments, *ranks)
     assert not result["problem"], result["problem"]["traceback"]
     expected = planned(name, gpus, arguments)
-    assert result["fullest"]["bytes"] == pytest.approx(expected, abs=dry_run.GIB / 100)
+    # The planner simulates one micro-batch of a pipeline, and adds what the others keep.
+    tolerance = {"rel": 0.03} if "07" in name else {"abs": dry_run.GIB / 100}
+    assert result["fullest"]["bytes"] == pytest.approx(expected, **tolerance)
 
 
 # ---- faults ----------------------------------------------------------------------------------
