@@ -191,9 +191,9 @@ def split_attention(setting):
     """Make attention work as on the last of the ranks that split each sequence."""
     chapter, size = newest_chapter(), setting.context_parallel_size
     styles = {"gather": chapter.gathered_attention, "ulysses": chapter.ulysses_attention}
-    # This process is rank 0. The mesh lists it last, because the last rank attends to the most
-    # keys.
-    mesh = mesh_of([*range(1, size), 0])
+    mesh = mesh_of([*range(size)])
+    # This process is rank 0, but the last rank attends to the most keys.
+    mesh.get_local_rank = lambda: size - 1
     attention = functools.partial(styles[setting.context_parallel_style], mesh)
     AttentionInterface.register("causal_sdpa", attention)
 

@@ -1,0 +1,230 @@
+"""The dry run counts what the READMEs compute and the planner plans, and finds planted faults."""
+
+import shlex
+
+import pytest
+
+import dry_run
+import will_it_fit
+from conftest import SCRIPTS
+from marks import exhaustive
+from memory import PipelineMemory, fullest_step
+
+pytestmark = [pytest.mark.tool, pytest.mark.usefixtures("no_group")]
+
+# Sizes that 512 ranks can split without padding.
+WIDTH, MLP_WIDTH, VOCABULARY, LAYERS, LENGTH = 512, 1024, 512, 3, 64
+MODEL = (
+    f"--config hidden_size={WIDTH} intermediate_size={MLP_WIDTH} vocab_size={VOCABULARY} "
+    f"num_hidden_layers={LAYERS} num_attention_heads=8 num_key_value_heads=8 head_dim=64 "
+    f"-s {LENGTH} -b 1 "
+)
+# The numbers of weights of a layer, and of the embedding, the norm and the head.
+LAYER = 4 * WIDTH**2 + 3 * WIDTH * MLP_WIDTH + 2 * WIDTH
+OUTER = 2 * VOCABULARY * WIDTH + WIDTH
+WEIGHTS = LAYERS * LAYER + OUTER
+
+
+def run(script, gpus, arguments, ranks="0"):
+    """Run a script dry as some of its ranks, and return their numbers."""
+    words = f"--gpus {gpus} --rank {ranks} -- {script} {arguments} --global-batch-size {gpus}"
+    options = dry_run.parse_args(shlex.split(words))
+    dry_run.load_script(options)
+    results = dry_run.run_ranks(options, dry_run.ranks_to_run(options, None))
+    return results if len(results) > 1 else results[0]
+
+
+def sent(result, kind, ranks=None):
+    """Return the bytes that a rank sends in the second step with collectives of a kind."""
+    assert not result["problem"], result["problem"]["traceback"]
+    return sum(
+        row["bytes"]
+        for row in result["sent"]
+        if row["phase"].startswith("step 2")
+        and row["kind"] == kind
+        and row["ranks"] == (ranks or row["ranks"])
+        # The ranks also exchange single numbers, such as the norm of the gradients.
+        and row["bytes"] > 8 * row["calls"]
+    )
+
+
+def share(ranks):
+    """Return which part of a tensor each rank of a ring sends."""
+    return (ranks - 1) / ranks
+
+
+# ---- what a rank sends -----------------------------------------------------------------------
+GPUS = [8, exhaustive(64), exhaustive(512)]
+
+
+@pytest.mark.parametrize("gpus", GPUS)
+def test_ddp_sends_the_bytes_of_the_formula(gpus):
+    result = run(SCRIPTS["02"], gpus, MODEL)
+    assert sent(result, "all-reduce") == pytest.approx(2 * share(gpus) * 4 * WEIGHTS)
+
+
+@pytest.mark.parametrize("gpus", GPUS)
+@pytest.mark.parametrize("chapter", ["04", exhaustive("05")])
+def test_fsdp_sends_the_bytes_of_the_formula(chapter, gpus):
+    result = run(SCRIPTS[chapter], gpus, MODEL)
+    gathered = 2 * 2 * WEIGHTS - 2 * OUTER - 2 * LAYER
+    assert sent(result, "all-gather") == pytest.approx(share(gpus) * gathered)
+    assert sent(result, "reduce-scatter") == pytest.approx(share(gpus) * 4 * WEIGHTS)
+
+
+@pytest.mark.parametrize("gpus", [exhaustive(8), 64, exhaustive(512)])
+def test_replicas_send_the_bytes_of_the_formula(gpus):
+    result = run(SCRIPTS["04"], gpus, f"{MODEL} --replicas {gpus // 4}")
+    assert sent(result, "reduce-scatter", 4) == pytest.approx(share(4) * 4 * WEIGHTS)
+    reduced = 2 * share(gpus // 4) * 4 * WEIGHTS / 4
+    assert sent(result, "all-reduce", gpus // 4) == pytest.approx(reduced)
+
+
+@pytest.mark.parametrize("gpus", GPUS)
+def test_tensor_parallelism_sends_the_bytes_of_the_formula(gpus):
+    result = run(SCRIPTS["06"], gpus, f"{MODEL} --tensor-parallel-size 4")
+    # Four ranks process four micro-batches of one sample. A layer gathers its hidden states, of two
+    # bytes, four times. The backward pass of the embedding gathers too, and so does the head, for
+    # its weights.
+    gathered = (4 * LAYERS + 1) * 2 * LENGTH * WIDTH + 2 * VOCABULARY * WIDTH
+    assert sent(result, "all-gather", 4) == pytest.approx(4 * share(4) * gathered)
+    norms, shards = (2 * LAYERS + 1) * WIDTH, gpus // 4
+    reduced = 4 * ((WEIGHTS - norms) / 4 + norms)
+    assert sent(result, "reduce-scatter", shards) == pytest.approx(4 * share(shards) * reduced)
+
+
+@pytest.mark.parametrize("gpus", GPUS)
+def test_pipeline_sends_the_bytes_of_the_formula(gpus):
+    arguments = f"{MODEL} --pipeline-parallel-size 2"
+    result = run(SCRIPTS["07"], gpus, arguments)
+    # The first rank sends the hidden states of its two micro-batches forward.
+    assert sent(result, "send") == 2 * 2 * LENGTH * WIDTH
+
+
+@pytest.mark.parametrize("gpus", GPUS)
+@pytest.mark.parametrize("style", ["gather", exhaustive("ulysses")])
+def test_context_parallelism_sends_the_bytes_of_the_formula(style, gpus):
+    # The keys are as wide as the hidden states. Four ranks process four micro-batches.
+    size, keys, micro_batches = 4, WIDTH, 4
+    arguments = f"{MODEL} --context-parallel-size {size} --context-parallel-style {style}"
+    result = run(SCRIPTS["08"], gpus, arguments)
+    if style == "gather":
+        kind, per_layer = "all-gather", 4 * LENGTH * keys * share(size)
+    else:
+        kind, per_layer = "all-to-all", 2 * 4 * LENGTH * (WIDTH + keys) * share(size) / size
+    assert sent(result, kind, size) == pytest.approx(micro_batches * LAYERS * per_layer)
+
+
+# ---- memory ----------------------------------------------------------------------------------
+SMALL_8B = "-m meta-llama/Llama-3.1-8B --config num_hidden_layers=3 -s 4096 -b 1 "
+PIPELINE = "-b 4 --recompute full"
+LAYOUTS = {
+    "02": [8, ""],
+    "04": [8, ""],
+    "04 replicas": [64, "--replicas 8"],
+    "05": [64, "--recompute full"],
+    "05 selective": [64, "--recompute selective"],
+    "05 offload": [64, "--cpu-offload --recompute full"],
+    "06": [64, "--tensor-parallel-size 8"],
+    "07 first": [64, f"--tensor-parallel-size 4 --pipeline-parallel-size 2 {PIPELINE}", "0"],
+    "07 last": [64, f"--tensor-parallel-size 4 --pipeline-parallel-size 2 {PIPELINE}", "last"],
+    "08": [8, "--context-parallel-size 8 -s 32768", "7"],
+    "08 ulysses": [8, "--context-parallel-size 8 --context-parallel-style ulysses -s 32768", "7"],
+}
+
+
+def planned(name, gpus, arguments):
+    """Return the planner's bytes of tensors on the fullest GPU, or on a GPU of a pipeline rank."""
+    chapter, _, part = name.partition(" ")
+    nodes = f"--chapter {chapter} --nodes {gpus // 8} --gpus-per-node 8 --global-batch-size {gpus}"
+    args = will_it_fit.parse_args(shlex.split(f"{arguments} {nodes}"))
+    config, _ = will_it_fit.load_config(args)
+    args.model = will_it_fit.model_of(config)
+    setting = will_it_fit.setting_of(args, chapter)
+    if chapter == "07":
+        step = PipelineMemory(setting, {"first": 0, "last": 1}[part])
+        step.simulate()
+    else:
+        step = fullest_step(setting)
+    return step.most.total()
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("02", "07 first") else exhaustive(name) for name in LAYOUTS]
+)
+def test_peak_equals_the_planner(name):
+    gpus, arguments, *ranks = LAYOUTS[name]
+    arguments = f"{SMALL_8B} {arguments}"
+    result = run(SCRIPTS[name[:2]], gpus, arguments, *ranks)
+    assert not result["problem"], result["problem"]["traceback"]
+    expected = planned(name, gpus, arguments)
+    # The planner simulates one micro-batch of a pipeline, and adds what the others keep.
+    tolerance = {"rel": 0.03} if "07" in name else {"abs": dry_run.GIB / 100}
+    assert result["fullest"]["bytes"] == pytest.approx(expected, **tolerance)
+
+
+# ---- faults ----------------------------------------------------------------------------------
+# The line of a script, what replaces it, and what the dry run reports about the new line.
+FAULTS = {
+    "total on the CPU": (
+        "total_loss = torch.zeros((), device=device)",
+        "total_loss = torch.zeros(())",
+        "total_loss += loss.detach()",
+        "same device",
+    ),
+    "item in the step": (
+        "total_loss += loss.detach()",
+        "total_loss += loss.item()",
+        "total_loss += loss.item()",
+        "reads a value",
+    ),
+    "blocking copy of the batch": (
+        ".to(device, non_blocking=True)",
+        ".to(device)",
+        "return batch.pin_memory().to(device)",
+        "copies to the GPU",
+    ),
+    "positions on the CPU": (
+        "torch.arange(batch.shape[1], device=batch.device)",
+        "torch.arange(batch.shape[1])",
+        "total_loss = model(input_ids=context_part(args, batch)",
+        "copies to the GPU",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_found_with_its_line(name, tmp_path):
+    line, replacement, reported, reason = FAULTS[name]
+    source = SCRIPTS["08"].read_text()
+    assert source.count(line) == 1
+    script = tmp_path / "train_llm.py"
+    script.write_text(source.replace(line, replacement))
+    result = run(script, 2, f"{MODEL} --context-parallel-size 2")
+    found = [row for row in result["waits"] if row["phase"].startswith("step")]
+    found += [result["problem"]] if result["problem"] else []
+    assert len({row["line"] for row in found}) == 1
+    assert reported in script.read_text().splitlines()[found[0]["line"] - 1]
+    assert reason in found[0]["reason"]
+
+
+# ---- the report ------------------------------------------------------------------------------
+
+
+def test_unchanged_step_never_waits_for_the_gpu():
+    result = run(SCRIPTS["08"], 2, f"{MODEL} --context-parallel-size 2")
+    assert not result["problem"]
+    assert not [row for row in result["waits"] if row["phase"].startswith("step")]
+
+
+def test_report_names_the_worst_rank_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["--gpus", "2", "--gpu-overhead-gib", "100", "--", str(SCRIPTS["07"])]
+    words += shlex.split(f"{MODEL} --pipeline-parallel-size 2 --global-batch-size 4")
+    monkeypatch.setattr("sys.argv", ["dry_run.py", *words])
+    with pytest.raises(SystemExit) as end:
+        dry_run.main()
+    assert end.value.code == 1
+    output = capsys.readouterr().out
+    assert "does not fit" in output
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,451 @@
+"""Run a chapter's command on GPUs that do not exist, before you rent them.
+
+Small:  python tools/dry_run.py --gpus 2 -- 04-fsdp/train_llm.py
+Big:    python tools/dry_run.py --gpus 64 -- 06-tensor-parallel/train_llm.py \
+            @05-large-model/configs/llama-3.1-70b.args --tensor-parallel-size 8
+
+The script itself runs, unchanged and with its real sizes, as one rank after the other: it builds
+and splits the model, evaluates it, and trains two steps. Its tensors have shapes but no data, so a
+laptop is large enough. The tool reads no data and no weights, and writes nothing.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import linecache
+import math
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import transformers
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tools/planner"))
+
+import fake_machine  # noqa: E402
+from step_time import SPEEDS  # noqa: E402
+from step_watch import Watch  # noqa: E402
+from training_step import copy_of_config, needs_no_mask  # noqa: E402
+
+GIB = 2**30
+# The name of the script as a module.
+MODULE = "script_of_dry_run"
+# The phase that each function of a script is.
+PHASES = {
+    "build_model": "build",
+    "shard": "shard",
+    "check_forward": "check",
+    "build_optimizer": "optimizer",
+    "evaluate": "evaluation",
+    "train_step": "step",
+    "clip_gradients": "clip",
+}
+# The functions that do nothing here.
+SKIPPED = ["check_shared", "read_weights", "save_checkpoint"]
+UNKNOWN = """\
+Not checked: speed of the kernels, hangs and order of collectives, memory outside of tensors, data,
+and saving. Assumed: the code runs without --compile, and attention is flash attention if its
+inputs are in bf16 or fp16, there is no mask, and the GPU is an A100 or newer."""
+
+
+# ---- command line ----------------------------------------------------------------------------
+
+
+def parse_args(argv=None):
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog="The exit status is 0 if the script gets through a step on all ranks that ran and "
+        "fits in memory; otherwise it is 1.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--gpus", type=int, required=True, help="number of GPUs, with a rank on each")
+    add("--gpus-per-node", type=int, default=8, help="GPUs of a node")
+    add("--gpu", choices=fake_machine.GPUS, default="H100-80GB", help="kind of the GPUs")
+    add("--rank", nargs="+", help="ranks to run, such as 0 7 last; None: the ranks that differ")
+    add("--json", action="store_true", help="print all numbers as JSON, in bytes and seconds")
+    add("--gpu-overhead-gib", type=float, default=3.0, help="for CUDA, NCCL and cuBLAS")
+    fragmentation_help = "memory that the allocator loses, as a share of the tensors"
+    add("--fragmentation", type=float, default=0.05, help=fragmentation_help)
+    for name in ("--nvlink-gbs", "--network-gbs", "--latency"):
+        add(name, type=float, default=SPEEDS[name][0], help=SPEEDS[name][1])
+    add("script", help="a chapter's train_llm.py; write -- before it")
+    add("words", nargs=argparse.REMAINDER, help="the arguments of the script")
+    options = parser.parse_args(argv)
+    options.script = str(Path(options.script).resolve())
+    if not Path(options.script).is_file():
+        parser.error(f"{options.script}: file not found")
+    return options
+
+
+def ranks_to_run(options, args):
+    """Return the chosen ranks, or the first and the last of each kind of parallelism.
+
+    `args` are the script's arguments.
+    """
+    if options.rank:
+        numbers = [options.gpus - 1 if text == "last" else int(text) for text in options.rank]
+        if not all(0 <= number < options.gpus for number in numbers):
+            sys.exit(f"dry_run.py: error: --rank {' '.join(options.rank)}: unknown rank")
+        return numbers
+    tensor, context, stages = split_sizes(args)
+    last_context, last_stage = tensor * (context - 1), options.gpus - options.gpus // stages
+    ranks = {0, last_context, last_stage, last_stage + last_context, options.gpus - 1}
+    return sorted(ranks)
+
+
+def split_sizes(args):
+    """Return the number of ranks that split a matrix, a sequence, and the layers."""
+    names = ("tensor", "context", "pipeline")
+    return [getattr(args, f"{name}_parallel_size", 1) for name in names]
+
+
+# ---- the script ------------------------------------------------------------------------------
+
+
+def load_script(options):
+    """Import the script as a module, and return its arguments."""
+    spec = importlib.util.spec_from_file_location(MODULE, options.script)
+    module = sys.modules[MODULE] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    prepare(options, module, Watch(options))
+    launcher = fake_machine.launcher_variables(options, 0)
+    words = [options.script, *options.words, "--device", "cuda"]
+    with mock.patch.dict(os.environ, launcher), mock.patch.object(sys, "argv", words):
+        return module.parse_args()
+
+
+def prepare(options, module, watch):
+    """Replace what needs a GPU, files, or other ranks."""
+    module.torch = fake_machine.ScriptTorch(options, watch)
+    module.has_gpu = lambda: True
+    module.fail = fail
+    module.AutoConfig = SimpleNamespace(from_pretrained=copy_of_config)
+    module.AutoTokenizer = SimpleNamespace(from_pretrained=lambda _: transformers.ByT5Tokenizer())
+    # Fake tensors have no values to compare masks with.
+    module.needs_no_mask = needs_no_mask
+    module.causal_lower_right = fake_machine.LowerRight
+    module.DistributedDataParallel = fake_machine.ReplicatedModel
+    module.load_checkpoint = lambda *_: 0
+    for name in SKIPPED:
+        setattr(module, name, lambda *_: None)
+
+
+def shorten(options, module):
+    """Let the script train two steps, and evaluate one batch of each rank, without reading data."""
+    parse_args = module.parse_args
+
+    def parse_short_run():
+        args = parse_args()
+        args.compile = args.pretrained = args.checkpoint_async = False
+        # as_phase() ends the run after the second step.
+        args.num_steps = args.eval_every = 3
+        args.log_every, args.wandb = 1, "disabled"
+        return args
+
+    def build_data(args, _):
+        # All samples share the memory of one token.
+        samples = torch.zeros(1, 1, dtype=torch.int32)
+        samples = samples.expand(3 * args.global_batch_size, args.seq_length)
+        held_out = args.micro_batch_size * options.gpus // math.prod(split_sizes(args))
+        return module.Samples(samples), samples[:held_out]
+
+    module.parse_args, module.build_data = parse_short_run, build_data
+
+
+def add_phases(module, watch, modes, progress):
+    """Let the functions of the script begin phases, and the first function the fake tensors."""
+
+    def as_phase(function, phase):
+        def call(*args, **kwargs):
+            before, watch.phase = watch.phase, phase
+            if phase == "step":
+                watch.phase = f"step {args[4]}"
+            if phase == "clip":
+                watch.phase = f"{before}, clip"
+            elif before == "between steps":
+                progress(watch.phase)
+            if phase == "build":
+                modes.enter_context(fake_machine.FakeTensors())
+                modes.enter_context(watch)
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                watch.phase = before
+            if phase == "step" and args[4] == 2:
+                raise EndOfRun
+            return result
+
+        return call
+
+    for name, phase in PHASES.items():
+        if hasattr(module, name):
+            setattr(module, name, as_phase(getattr(module, name), phase))
+
+
+def run_rank(options, rank):
+    """Run the script as this rank, and return its numbers as a dictionary."""
+    module = sys.modules[MODULE]
+    # torch warns about the data of fake tensors.
+    warnings.simplefilter("ignore")
+    began, watch, problem = time.perf_counter(), Watch(options), None
+    fake_machine.add_ranks(options, rank)
+    fake_machine.add_gpu(options, watch)
+    watch.watch_torch()
+    prepare(options, module, watch)
+    shorten(options, module)
+
+    def progress(phase):
+        seconds = time.perf_counter() - began
+        print(f"rank {rank}, {seconds:.0f} s: {phase}", file=sys.stderr, flush=True)
+
+    with (
+        contextlib.ExitStack() as modes,
+        tempfile.TemporaryDirectory() as folder,
+        open(os.devnull, "w") as nowhere,
+    ):
+        add_phases(module, watch, modes, progress)
+        setup = module.setup
+
+        def setup_on_fake_gpu(args):
+            with fake_machine.FakeTensors(), watch:
+                return setup(args)
+
+        module.setup = setup_on_fake_gpu
+        if hasattr(module, "init_device_mesh"):
+            module.init_device_mesh = fake_machine.on_real_tensors(module.init_device_mesh)
+        sys.argv = [options.script, *options.words, "--device", "cuda", "--save-dir", folder]
+        watch.phase = "between steps"
+        stdout, sys.stdout = sys.stdout, nowhere
+        try:
+            # Leave out torchrun's decorator, which would report the end of the run as an error.
+            getattr(module.main, "__wrapped__", module.main)()
+        except EndOfRun:
+            pass
+        except BaseException as error:
+            problem = describe(options, error)
+        finally:
+            sys.stdout = stdout
+    return {"rank": rank, "problem": problem} | summary(options, watch)
+
+
+class EndOfRun(Exception):
+    """End the run after its second step."""
+
+
+class ScriptError(Exception):
+    """The message that the script would print before it exits."""
+
+
+def fail(message):
+    """Raise the message of the script as an exception."""
+    raise ScriptError(" ".join(message.split()))
+
+
+def describe(options, error):
+    """Return the script's line that failed, and the error."""
+    trace = "".join(traceback.format_exception(error))
+    # The script and torch report some errors of a library in a message of their own.
+    if isinstance(error, ScriptError) and error.__context__:
+        error = error.__context__
+    while error.__cause__:
+        error = error.__cause__
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == options.script]
+    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return {"line": lines[-1] if lines else 0, "reason": reason, "traceback": trace}
+
+
+def summary(options, watch):
+    """Return the numbers of a watch as dictionaries and lists."""
+    peaks = [
+        {"phase": phase, "device": device, "bytes": kinds.total(), "kinds": dict(kinds)}
+        | {"line": line, "function": function}
+        for (phase, device), (kinds, (line, function)) in watch.peaks.items()
+    ]
+    on_gpu = [row for row in peaks if row["device"] == "gpu"]
+    fullest = max(on_gpu, key=lambda row: row["bytes"], default={"bytes": 0})
+    on_host = [row for row in peaks if row["device"] == "cpu" and row["phase"].startswith("step")]
+    needs = fullest["bytes"] * (1 + options.fragmentation) + options.gpu_overhead_gib * GIB
+    return {
+        "fullest": fullest,
+        "needs": needs,
+        "margin": fake_machine.GPUS[options.gpu][1] * GIB - needs,
+        "host": max((row["bytes"] for row in on_host), default=0),
+        "peaks": peaks,
+        "sent": [
+            dict(zip(("phase", "kind", "ranks", "nodes", "device"), key, strict=True))
+            | dict(zip(("calls", "bytes", "seconds"), value, strict=True))
+            for key, value in watch.sent.items()
+        ],
+        "waits": [
+            {"phase": phase, "line": line, "function": function, "reason": reason, "times": times}
+            for (phase, (line, function), reason), times in watch.waits.items()
+        ],
+    }
+
+
+def run_ranks(options, ranks):
+    """Run the script as each rank, each in a process of its own; return the results in order."""
+    # The processes inherit the imported modules.
+    context, results = multiprocessing.get_context("fork"), []
+    cores = len(os.sched_getaffinity(0))
+    for first in range(0, len(ranks), cores):
+        receivers = {}
+        for rank in ranks[first : first + cores]:
+            receivers[rank], sender = context.Pipe(duplex=False)
+            context.Process(target=send_result, args=(sender, options, rank), daemon=True).start()
+            sender.close()
+        results += [receive_result(receiver, rank) for rank, receiver in receivers.items()]
+    return results
+
+
+def send_result(sender, options, rank):
+    """Run the script as this rank, and send the result to the parent process."""
+    sender.send(run_rank(options, rank))
+
+
+def receive_result(receiver, rank):
+    """Return the result of a rank, and stop if its process has been killed."""
+    try:
+        return receiver.recv()
+    except EOFError:
+        sys.exit(f"dry_run.py: error: rank {rank}: its process was killed; free some memory")
+
+
+# ---- report ----------------------------------------------------------------------------------
+
+
+def show(options, results):
+    """Print what the ranks did, and the details of the rank that needs the most memory."""
+    nodes = -(-options.gpus // options.gpus_per_node)
+    print(f"{name_of(options)} on {options.gpus} × {options.gpu}, nodes: {nodes}\n")
+    print(f"{'rank':>8}{'tensors':>14}{'with all else':>16}")
+    for result in results:
+        sizes = f"{gib(result['fullest']['bytes']):>14}{gib(result['needs']):>16}"
+        print(f"{result['rank']:>8}{sizes}  {verdict(options, result)}")
+    worst = worst_of(results)
+    print(f"\nrank {worst['rank']}:")
+    if worst["problem"]:
+        print(line_of(options, worst["problem"]["line"]))
+        print(f"    {worst['problem']['reason']}")
+    show_memory(options, worst)
+    show_sent(worst)
+    show_waits(options, worst)
+    print(f"\n{UNKNOWN}")
+
+
+def worst_of(results):
+    """Return the result of a rank that fails, otherwise of the rank that needs the most memory."""
+    return max(results, key=lambda result: (bool(result["problem"]), result["needs"]))
+
+
+def verdict(options, result):
+    """Return in a few words whether a rank gets through a step and fits."""
+    if result["problem"]:
+        return f"fails at line {result['problem']['line']}"
+    margin = gib(abs(result["margin"]))
+    return f"fits; {margin} are free" if result["margin"] >= 0 else f"does not fit; lacks {margin}"
+
+
+def show_memory(options, result):
+    """Print what the memory consists of at the fullest moment, and the peak of each phase."""
+    fullest = result["fullest"]
+    if not fullest["bytes"]:
+        return
+    print(f"the fullest moment is in {fullest['phase']}:")
+    print(line_of(options, fullest["line"]))
+    for kind, size in sorted(fullest["kinds"].items(), key=lambda item: -item[1]):
+        if size >= GIB / 200:
+            print(f"  {kind:20}{gib(size):>12}")
+    print(f"  {'all tensors':20}{gib(fullest['bytes']):>12}")
+    print("\npeak of each phase")
+    for row in result["peaks"]:
+        if row["device"] == "gpu" and row["phase"] != "between steps":
+            print(f"  {row['phase']:20}{gib(row['bytes']):>12}")
+    print(f"  {'host, in a step':20}{gib(result['host']):>12}")
+
+
+def show_sent(result):
+    """Print what the rank sends in the second step."""
+    rows = [row for row in result["sent"] if row["phase"].startswith("step 2")]
+    if not rows:
+        return
+    print("\nsent in a step           ranks  nodes  calls            GB   seconds  in")
+    for row in rows:
+        kind = row["kind"] + (" (host)" if row["device"] == "cpu" else "")
+        part = row["phase"].partition(", ")[2] or "forward"
+        counts = f"{row['ranks']:>7}{row['nodes']:>7}{row['calls']:>7}"
+        print(f"  {kind:21}{counts}{row['bytes'] / 1e9:>14,.4f}{row['seconds']:>10.3f}  {part}")
+    total = sum(row["bytes"] for row in rows) / 1e9
+    seconds = sum(row["seconds"] for row in rows)
+    print(f"  {'together':42}{total:>14,.4f}{seconds:>10.3f}")
+
+
+def show_waits(options, result):
+    """Print where the CPU waits for the GPU, except at the start."""
+    phases = ("step", "evaluation", "between")
+    rows = [row for row in result["waits"] if row["phase"].startswith(phases)]
+    totals = Counter()
+    for row in rows:
+        key = row["phase"].startswith("step"), row["line"], row["reason"]
+        totals[key] += row["times"]
+    print(
+        "\nthe CPU waits for the GPU in a step" + ("" if any(k[0] for k in totals) else ": never")
+    )
+    for in_step in (True, False):
+        if not in_step and totals:
+            print("the CPU waits for the GPU in logs and evaluations")
+        for (is_in_step, line, reason), times in totals.items():
+            if is_in_step == in_step:
+                print(f"{line_of(options, line)}\n    {reason}, {times} times")
+
+
+def line_of(options, line):
+    """Return the path, the number and the text of a line of the script."""
+    text = linecache.getline(options.script, line).strip()
+    return f"  {name_of(options)}:{line}: {text}"
+
+
+def name_of(options):
+    """Return the path of the script, from the root of the repository if it is there."""
+    path = Path(options.script)
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+def gib(size):
+    """Return a number of bytes as text."""
+    return f"{size / GIB:,.2f} GiB"
+
+
+def main():
+    """Run the ranks, and print the report; exit with 0 if all get through a step and fit."""
+    options = parse_args()
+    try:
+        ranks = ranks_to_run(options, load_script(options))
+    except ScriptError as error:
+        sys.exit(f"dry_run.py: error: {error}")
+    results = run_ranks(options, ranks)
+    if options.json:
+        print(json.dumps(results, indent=1))
+    else:
+        show(options, results)
+    fits = all(not result["problem"] and result["margin"] >= 0 for result in results)
+    sys.exit(0 if fits else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,331 @@
+"""Stand in for GPUs and ranks that do not exist, so that a chapter's script runs without them.
+
+The GPU is the device "gpu", a device of the kind that torch has for backends written in Python. Its
+tensors are fake: they have shapes, types and a device, but no data. The process group has the
+number of ranks that you want, and sends nothing.
+"""
+
+import contextlib
+import functools
+import os
+import types
+
+import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import stage as stage_module
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+aten = torch.ops.aten
+# The name that torch has for each GPU, its memory in GiB, and its compute capability.
+GPUS = {
+    "T4-16GB": ("Tesla T4", 15, (7, 5)),
+    "A100-40GB": ("NVIDIA A100-SXM4-40GB", 40, (8, 0)),
+    "A100-80GB": ("NVIDIA A100-SXM4-80GB", 80, (8, 0)),
+    "H100-80GB": ("NVIDIA H100 80GB HBM3", 80, (9, 0)),
+    "H200-141GB": ("NVIDIA H200", 140, (9, 0)),
+    "B200-180GB": ("NVIDIA B200", 179, (10, 0)),
+}
+# What autocast computes in bf16 or fp16 on a GPU, and what it computes in float32.
+HALF = "mm addmm bmm baddbmm matmul linear conv1d einsum".split()
+FULL = "pow rsqrt layer_norm softmax log_softmax nll_loss sum cumsum norm".split()
+# The registrations end when these objects are deleted.
+ATEN, FALLBACK = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
+
+
+# ---- the GPU ---------------------------------------------------------------------------------
+class Instant:
+    """Stand in for a stream or an event; nothing waits, because nothing runs."""
+
+    watch = None
+    device_index = stream_id = priority = 0
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __eq__(self, other):
+        return isinstance(other, Instant)
+
+    def __hash__(self):
+        return 0
+
+    def record(self, *_, **__):
+        return self
+
+    def synchronize(self):
+        """Count a wait of the CPU."""
+        self.watch.wait("waits for an event")
+
+    wait = wait_event = wait_stream = record_event = record
+
+
+def gpu_functions(options, watch):
+    """Return the functions of torch.cuda that the script and torch call, by name."""
+    name, _, capability = GPUS[options.gpu]
+    stream = Instant()
+    values = {
+        "is_available": True,
+        "is_initialized": True,
+        "is_bf16_supported": capability >= (8, 0),
+        "device_count": options.gpus_per_node,
+        "current_device": 0,
+        "get_device_name": name,
+        "get_device_capability": capability,
+        "get_amp_supported_dtype": [torch.bfloat16, torch.float16],
+        "current_stream": stream,
+        "default_stream": stream,
+        "_is_in_bad_fork": False,
+    }
+    nothing = "set_device manual_seed manual_seed_all get_rng_state set_rng_state empty_cache"
+    functions = {
+        name: lambda *_, _value=value, **__: _value
+        for name, value in (values | dict.fromkeys(nothing.split())).items()
+    }
+    return functions | {
+        "synchronize": lambda *_: watch.wait("calls synchronize()"),
+        "max_memory_allocated": lambda *_: watch.peak_bytes("gpu"),
+        "Stream": Instant,
+        "Event": Instant,
+        "stream": lambda *_: contextlib.nullcontext(),
+        "device": lambda *_: contextlib.nullcontext(),
+    }
+
+
+class FakeTensors(FakeTensorMode):
+    """Create tensors without data, also where torch.tensor() gets numbers and a device."""
+
+    avoid_device_init = True
+
+    def __init__(self):
+        super().__init__(allow_non_fake_inputs=True)
+
+
+class ScriptTorch(types.ModuleType):
+    """Stand in for torch in the script, where "cuda" names the fake GPU."""
+
+    def __init__(self, options, watch):
+        super().__init__("torch")
+        self.cuda = types.SimpleNamespace(**gpu_functions(options, watch))
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    @staticmethod
+    def device(kind, *index):
+        """Return a device, as torch.device() does; a rank has only the GPU with index 0."""
+        return torch.device("gpu", 0) if kind == "cuda" else torch.device(kind, *index)
+
+
+def add_gpu(options, watch):
+    """Add the device "gpu" to this process, and replace what fails on fake tensors."""
+    Instant.watch, module = watch, types.ModuleType("torch.gpu")
+    vars(module).update(gpu_functions(options, watch))
+    backend_registration._setup_privateuseone_for_python_backend("gpu", module)
+    torch.autograd.set_multithreading_enabled(False)
+    # PipelineStage describes its inputs with meta tensors.
+    torch._functorch.config.fake_tensor_allow_meta = True
+    torch.utils.swap_tensors = swap
+    _fsdp_init._move_states_to_device = _fully_shard._move_states_to_device = move
+    torch.accelerator.current_stream = lambda *_: Instant()
+    # A mesh computes with the numbers of the ranks.
+    mesh = dist.device_mesh.DeviceMesh
+    names = "__init__ __getitem__ _flatten _unflatten _concatenate get_coordinate get_local_rank"
+    for name in names.split():
+        if hasattr(mesh, name):
+            setattr(mesh, name, on_real_tensors(getattr(mesh, name)))
+    # DTensor derives the shapes of results from full tensors that no rank ever has.
+    for name in ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta"):
+        setattr(ShardingPropagator, name, watch.ignore(getattr(ShardingPropagator, name)))
+    # A GPU has kernels for these operations. Without kernels, torch would split them up, which
+    # needs more memory. Nothing calls the kernels, because fake tensors compute only shapes.
+    for name in ("silu_backward", "mish_backward"):
+        ATEN.impl(name, lambda *_: None, "PrivateUse1")
+    add_autocast()
+    torch.nn.functional.scaled_dot_product_attention = attention_on(options)
+
+
+def swap(one, other):
+    """Exchange two tensors in place; unlike torch's function, allow weak references to them."""
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    torch._C._swap_tensor_impl(one, other)
+
+
+def move(weights, buffers, device):
+    """Move tensors to a device in place; FSDP's own function leaves fake tensors where they are."""
+    for tensor in (*weights, *buffers):
+        if tensor.device != device and tensor.device.type != "meta":
+            with torch.no_grad():
+                moved = tensor.to(device)
+            if isinstance(tensor, torch.nn.Parameter):
+                moved = torch.nn.Parameter(moved, requires_grad=tensor.requires_grad)
+            swap(tensor, moved)
+
+
+def on_real_tensors(function):
+    """Return the function, but let it create real tensors instead of fake ones."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def add_autocast():
+    """Let autocast cast tensors on the fake GPU as it does on a GPU."""
+    key, cache = torch._C.DispatchKey.AutocastPrivateUse1, {}
+    clear = torch.clear_autocast_cache
+    torch.clear_autocast_cache = lambda: (cache.clear(), clear())
+
+    def cast(dtype, value):
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        if not is_float or value.device.type != "gpu" or value.dtype == dtype:
+            return value
+        # Autocast casts each weight once per forward pass.
+        if value.is_leaf and value.requires_grad and dtype != torch.float32:
+            if id(value) not in cache:
+                cache[id(value)] = value.to(dtype)
+            return cache[id(value)]
+        return value.to(dtype)
+
+    def kernel(operation, is_half, *args, **kwargs):
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+            dtype = torch.get_autocast_dtype("gpu") if is_half else torch.float32
+            inputs = tree_map(functools.partial(cast, dtype), (args, kwargs))
+            return operation(*inputs[0], **inputs[1])
+
+    FALLBACK.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for name in HALF + FULL:
+        packet = getattr(aten, name)
+        for overload in packet.overloads():
+            if not overload.endswith(("out", "dimname")):
+                operation = getattr(packet, overload)
+                implementation = functools.partial(kernel, operation, name in HALF)
+                ATEN.impl(operation, implementation, "AutocastPrivateUse1")
+
+
+class LowerRight:
+    """Stand in for the mask of causal_lower_right(), which has no data on a GPU."""
+
+    shape = ()
+
+    def __init__(self, *_):
+        pass
+
+
+def attention_on(options):
+    """Return attention as a GPU computes it: with flash attention, if its kernel takes the inputs.
+
+    F.scaled_dot_product_attention() would ask the driver of a real GPU which kernel to use.
+    """
+    original, capability = torch.nn.functional.scaled_dot_product_attention, GPUS[options.gpu][2]
+
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
+        inputs = query, key, value
+        if query.device.type != "gpu":
+            return original(*inputs, attn_mask, dropout_p, is_causal, **options)
+        if torch.is_autocast_enabled("gpu"):
+            inputs = [tensor.to(torch.get_autocast_dtype("gpu")) for tensor in inputs]
+        if isinstance(attn_mask, LowerRight):
+            attn_mask, is_causal = None, True
+        scale, has_groups = {"scale": options.get("scale")}, options.get("enable_gqa")
+        is_half = inputs[0].dtype in (torch.bfloat16, torch.float16)
+        if is_half and attn_mask is None and capability >= (8, 0):
+            flash = aten._scaled_dot_product_flash_attention
+            return flash(*inputs, dropout_p, is_causal, **scale)[0]
+        # Only flash attention takes grouped heads; torch then uses no kernel of its own.
+        if has_groups:
+            unfused = aten._scaled_dot_product_attention_math
+            return unfused(*inputs, attn_mask, dropout_p, is_causal, enable_gqa=True, **scale)[0]
+        efficient = aten._scaled_dot_product_efficient_attention
+        return efficient(*inputs, attn_mask, True, dropout_p, is_causal, **scale)[0]
+
+    return attention
+
+
+# ---- the ranks -------------------------------------------------------------------------------
+def add_ranks(options, rank):
+    """Make this process one rank of a group that sends nothing."""
+    start, new = dist.init_process_group, dist.new_group
+    backend = "cpu:fake,gpu:fake"
+
+    def init_process_group(*_, **__):
+        start(backend, rank=rank, world_size=options.gpus, store=FakeStore())
+
+    def all_gather_object(objects, own_object, group=None):
+        objects[:] = [own_object] * len(objects)
+
+    os.environ.update(launcher_variables(options, rank))
+    dist.init_process_group, dist.all_gather_object = init_process_group, all_gather_object
+    dist.new_group = on_real_tensors(lambda ranks=None, *_, **__: new(ranks, backend=backend))
+    dist.barrier = dist.broadcast_object_list = lambda *_, **__: None
+    schedules._PipelineSchedule._warmup_p2p = decide_alone
+
+
+def decide_alone(_, stages, has_backward, p2p_done):
+    """Let each stage decide, without a vote of all stages, whether it must ask for shapes."""
+    mode = stage_module.InferenceMode
+    for stage in stages:
+        is_dynamic = mode.needs_dynamic(stage._user_meta, has_backward)
+        stage._inference_mode = mode.DYNAMIC if is_dynamic else mode.STATIC
+
+
+def launcher_variables(options, rank):
+    """Return the variables that torchrun sets."""
+    values = {"RANK": rank, "WORLD_SIZE": options.gpus, "LOCAL_RANK": rank % options.gpus_per_node}
+    values |= {"MASTER_ADDR": "none", "MASTER_PORT": 0, "TORCHELASTIC_RUN_ID": "none"}
+    return {name: str(value) for name, value in values.items()}
+
+
+class ReplicatedModel(torch.nn.Module):
+    """Stand in for DistributedDataParallel, whose C++ code reads the data of tensors."""
+
+    def __init__(self, module, **_):
+        super().__init__()
+        self.module, self.syncs = module, True
+        weights = [weight for weight in module.parameters() if weight.requires_grad][::-1]
+        # As in DDP, the first bucket has at least one MiB, and the others have 25.
+        bucket, limit = [], 2**20
+        for weight in weights:
+            bucket.append(weight)
+            if sum(w.numel() * w.itemsize for w in bucket) >= limit or weight is weights[-1]:
+                self.make_bucket(bucket)
+                bucket, limit = [], 25 * 2**20
+
+    def make_bucket(self, weights):
+        """Let the gradients of these weights be parts of one tensor; reduce it when it is full."""
+        sizes, ready = [weight.numel() for weight in weights], []
+        bucket = torch.zeros(sum(sizes), device=weights[0].device)
+
+        def after_gradient(part, weight):
+            if not self.syncs:
+                return
+            if weight.grad.untyped_storage()._cdata != bucket.untyped_storage()._cdata:
+                weight.grad = part.view_as(weight)
+            ready.append(weight)
+            if len(ready) == len(weights):
+                ready.clear()
+                dist.all_reduce(bucket.div_(dist.get_world_size()))
+
+        for weight, part in zip(weights, bucket.split(sizes), strict=True):
+            weight.register_post_accumulate_grad_hook(functools.partial(after_gradient, part))
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Add up gradients without reducing them."""
+        self.syncs = False
+        yield
+        self.syncs = True
+
+    def forward(self, *args, **kwargs):
+        """Run the model."""
+        return self.module(*args, **kwargs)

@@ -1,0 +1,274 @@
+"""Count what one rank does: bytes of tensors, bytes that it sends, and waits of the CPU."""
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from step_time import collective
+
+aten = torch.ops.aten
+# The kinds of the tensors that these functions create.
+KINDS = {
+    "init_all_gather_outputs": "gathered weights",
+    "alloc_all_gather_outputs": "gathered weights",
+    "all_gather_inputs": "communication",
+    "foreach_all_gather": "communication",
+    "foreach_reduce": "communication",
+    "to_accumulated_grad_if_needed": "full gradients",
+    "make_bucket": "gradients",
+    "_init_group": "optimizer state",
+    "loss_of_chunk": "logits",
+    "_prepare_forward_infra": "communication",
+    "_prepare_backward_infra": "communication",
+}
+# The kinds of collectives, by a part of the names of torch's operations.
+COLLECTIVES = {
+    "allreduce": "all-reduce",
+    "all_reduce": "all-reduce",
+    "allgather": "all-gather",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+    "all_to_all": "all-to-all",
+    "broadcast": "broadcast",
+    "send": "send",
+}
+# The operations that return a value, or a shape that depends on values. The CPU waits for them.
+READS = [aten._local_scalar_dense.default, aten.is_nonzero.default, aten.item.default]
+SHAPES = [aten.nonzero.default, aten.masked_select.default]
+
+
+class Watch(TorchDispatchMode):
+    """Count tensors, collectives and waits in the phases of a run.
+
+    `phase` names the current phase. `peaks` has the fullest moment of each phase and device: the
+    bytes by kind, and the line of the script. `waits` counts by phase, line and reason. `sent` has
+    the calls, bytes and seconds by phase, kind of collective, ranks, nodes and device.
+    """
+
+    def __init__(self, options):
+        super().__init__()
+        self.options, self.phase, self.paused = options, "start", 0
+        # The size, the device and the kind of each live storage, and their sums.
+        self.storages, self.live = {}, {"gpu": Counter(), "cpu": Counter()}
+        self.peaks, self.waits, self.sent = {}, Counter(), {}
+        self.pinned = set()
+
+    def watch_torch(self):
+        """Also count storages that are resized, and name the gradients of gathered weights."""
+        resize, init_weight = torch.UntypedStorage.resize_, FSDPParam.init_unsharded_param
+
+        def resize_and_count(storage, size):
+            resize(storage, size)
+            if storage._cdata in self.storages:
+                self.count(storage)
+
+        def init_and_watch(weight):
+            is_new = not hasattr(weight, "_unsharded_param")
+            init_weight(weight)
+            if is_new and weight._unsharded_param.requires_grad:
+                weight._unsharded_param.register_post_accumulate_grad_hook(
+                    lambda full_weight: self.rename(full_weight.grad, "full gradients")
+                )
+
+        torch.UntypedStorage.resize_ = resize_and_count
+        FSDPParam.init_unsharded_param = init_and_watch
+
+    def ignore(self, function):
+        """Return the function, but do not count the tensors that it creates."""
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            self.paused += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.paused -= 1
+
+        return call
+
+    def peak_bytes(self, device):
+        """Return the bytes at the fullest moment so far."""
+        return max((kinds.total() for (_, on), (kinds, _) in self.peaks.items() if on == device))
+
+    # ---- where the script is -----------------------------------------------------------------
+
+    def running_line(self):
+        """Return the script's line and function, and the kind of the tensors created there."""
+        frame, kind = sys._getframe(2), None
+        while frame and frame.f_code.co_filename != self.options.script:
+            kind = kind or KINDS.get(frame.f_code.co_name)
+            frame = frame.f_back
+        line = (frame.f_lineno, frame.f_code.co_name) if frame else (0, "")
+        return line, kind or KINDS.get(line[1])
+
+    def phase_now(self):
+        """Return the phase, and whether it is the backward pass of the phase."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        return f"{self.phase}, backward" if in_backward else self.phase
+
+    def wait(self, reason):
+        """Count a wait of the CPU for the GPU."""
+        self.waits[self.phase, self.running_line()[0], reason] += 1
+
+    # ---- memory ------------------------------------------------------------------------------
+
+    def count(self, storage, device=None):
+        """Count a storage that is new, or that has a new size."""
+        key = storage._cdata
+        before, device, kind = self.storages.get(key, (0, device, None))
+        # torch's allocator rounds sizes up to 512 bytes.
+        size = -(-storage.nbytes() // 512) * 512
+        if size == before:
+            return
+        line, kind_here = self.running_line()
+        if kind is None:
+            kind = kind_here or self.default_kind()
+            weakref.finalize(storage, self.forget, key)
+        live, phase = self.live[device], (self.phase_now(), device)
+        live[kind] += size - before
+        self.storages[key] = size, device, kind
+        if phase not in self.peaks or live.total() > self.peaks[phase][0].total():
+            self.peaks[phase] = +live, line
+
+    def default_kind(self):
+        """Return the kind of a new tensor that no function in KINDS creates."""
+        if not self.phase.startswith(("step", "evaluation", "check")):
+            return "parameters"
+        is_forward = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        return "activations" if is_forward else "temporary"
+
+    def forget(self, key):
+        """Stop counting a storage."""
+        size, device, kind = self.storages.pop(key)
+        self.pinned.discard(key)
+        self.live[device][kind] -= size
+
+    def rename(self, tensor, kind):
+        """Change the kind of a tensor that is already counted."""
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        key = tensor.untyped_storage()._cdata
+        if key in self.storages:
+            size, device, before = self.storages[key]
+            self.storages[key] = size, device, kind
+            self.live[device] += Counter({kind: size})
+            self.live[device][before] -= size
+
+    # ---- operations --------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        # These classes call the operation again, with the tensors that they contain.
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
+            return NotImplemented
+        if self.paused:
+            return func(*args, **kwargs)
+        if func in READS:
+            return self.read(func, args[0])
+        if func is aten._pin_memory.default:
+            output = torch.empty_like(args[0])
+            self.pinned.add(output.untyped_storage()._cdata)
+        elif func is aten.is_pinned.default:
+            return args[0].untyped_storage()._cdata in self.pinned
+        else:
+            self.check(func, args, kwargs)
+            output = func(*args, **kwargs)
+            # The fake result is a view of a larger tensor, which a GPU would not have.
+            if func is torch.ops._dtensor.shard_dim_alltoall.default:
+                output = output.clone()
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, FakeTensor) and tensor.device.type in self.live:
+                self.count(tensor.untyped_storage(), tensor.device.type)
+        return output
+
+    def read(self, func, tensor):
+        """Return zero in place of the value of a tensor."""
+        if tensor.device.type == "gpu":
+            self.wait("reads a value")
+        if not isinstance(tensor, FakeTensor):
+            return func(tensor)
+        if tensor.dtype == torch.bool or func is aten.is_nonzero.default:
+            return False
+        return 0.0 if tensor.is_floating_point() else 0
+
+    def check(self, func, args, kwargs):
+        """Count the waits and the bytes that an operation sends; raise its errors about devices."""
+        name = func._schema.name
+        if name.startswith(("c10d::", "_c10d_functional::", "_dtensor::")) and "wait" not in name:
+            self.send(name.partition("::")[2], args)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        devices = {tensor.device.type for tensor in tensors}
+        if func in SHAPES and "gpu" in devices:
+            self.wait("asks how many values are not zero")
+        target = tensors[0].device.type if tensors else None
+        if func is aten._to_copy.default and kwargs.get("device"):
+            target = torch.device(kwargs["device"]).type
+        if not {"cpu", "gpu"} <= devices | {target}:
+            return
+        if func in (aten._to_copy.default, aten.copy_.default):
+            if not kwargs.get("non_blocking") and args[2:] != (True,):
+                self.wait(f"copies to the {target.upper()}")
+        elif "index" in name:
+            self.wait("copies indices to the GPU")
+        # A number on the CPU may be an input, but not a result.
+        elif "fused" in name or (func._schema.is_mutable and tensors[0].device.type == "cpu"):
+            raise RuntimeError(f"{name}: expected all tensors to be on the same device")
+
+    def send(self, name, args):
+        """Count a collective of this rank, or what it sends to another rank."""
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        kind = next((kind for part, kind in COLLECTIVES.items() if part in name), None)
+        group = next(filter(None, map(group_of, tree_leaves(args))), None)
+        if kind is None or group is None or not tensors:
+            return
+        if kind == "reduce-scatter" and self.running_line()[1] == "communication":
+            self.rename(tensors[0], "gradients")
+        ranks = dist.get_process_group_ranks(group)
+        if kind == "send":
+            peer = next(value for value in args if type(value) is int)
+            ranks = [dist.get_rank(), ranks[peer]]
+        if len(ranks) > 1:
+            nodes = len({rank // self.options.gpus_per_node for rank in ranks})
+            size = max(tensor.numel() * tensor.itemsize for tensor in tensors)
+            # The functions of DTensor return the full tensor; their argument is a part of it.
+            if name.startswith("all_gather"):
+                size *= len(ranks)
+            seconds, sent = transfer(self.options, kind, size, len(ranks), nodes)
+            key = self.phase_now(), kind, len(ranks), nodes, tensors[0].device.type
+            calls, all_sent, all_seconds = self.sent.get(key, (0, 0.0, 0.0))
+            self.sent[key] = calls + 1, all_sent + sent, all_seconds + seconds
+
+
+def group_of(value):
+    """Return the process group that an argument of a collective names, or None."""
+    with contextlib.suppress(Exception):
+        if isinstance(value, torch.ScriptObject):
+            return dist.ProcessGroup.unbox(value)
+        if isinstance(value, str):
+            return dist.distributed_c10d._resolve_process_group(value)
+    return None
+
+
+def transfer(options, kind, size, ranks, nodes):
+    """Return the seconds of a collective by NCCL's estimate, and the bytes that each rank sends.
+
+    `size` is the number of bytes of the full tensor. A ring that spans nodes leaves each node
+    through the network links of all its ranks.
+    """
+    gbs = options.nvlink_gbs
+    if nodes > 1:
+        gbs = min(gbs, ranks / nodes * options.network_gbs)
+    if kind == "send":
+        return size / gbs / 1e9, size
+    return collective(options, kind, size, ranks, nodes, gbs)
