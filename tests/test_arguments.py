@@ -115,9 +115,9 @@ CARDS = {
 
 
 @pytest.mark.parametrize("kind", CARDS)
-def test_mfu_counts_the_active_weights_of_the_model_card(chapter, parse, monkeypatch, kind):
+def test_mfu_counts_the_active_weights_of_the_model_card(chapter, monkeypatch, kind):
     settings, total, active, counts_embedding = CARDS[kind]
-    args = parse("--precision bf16")
+    args = parse(chapter, "--precision", "bf16")
     monkeypatch.setitem(chapter.PEAK_FLOPS, "cpu", 1.0)
     config = CONFIG_MAPPING[kind](**settings)
     with torch.device("meta"):

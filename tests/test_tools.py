@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import evaluate
 import plot
@@ -124,10 +124,10 @@ def test_windows_count_each_token_once(length, stride):
     assert counted == sorted(set(range(length)) - uncounted)
 
 
-@pytest.mark.slow
 def test_overlap_gives_tokens_context(models):
     """The sum of windows that begin at each token is that of one forward pass for each token."""
-    model = AutoModelForCausalLM.from_pretrained(models / "qwen3")
+    config = AutoConfig.from_pretrained(models / "qwen3")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     tokens = torch.arange(24) % 11
     args = argparse.Namespace(seq_length=8, stride=1, batch_size=5)
     total, count = evaluate.total_loss(args, model, tokens)

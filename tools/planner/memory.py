@@ -378,7 +378,7 @@ def host_memory(setting, part):
         # fine-tuning/lora adds up the matrices of the layers in float32 on the CPU. After it has
         # written them, it reads them again, to compare.
         matrices = [shape for layer in part.layers for shape in layer if len(shape) == 2]
-        merged = 4 * shard_numbers(matrices, setting.shards)
+        merged = 4 * shard_numbers(matrices, setting)
         export = {"parameters": train.get("parameters", 0), "merged weights": 2 * merged}
         phases.append((export, "the export"))
     fullest, when = max(phases, key=lambda phase: sum(phase[0].values()))
