@@ -53,7 +53,9 @@ class Server:
         err = err or out
         command, env = list(map(str, command)), os.environ | variables
         if current_environment() != self.environment:
-            return subprocess.Popen([sys.executable, *command], env=env, stdout=out, stderr=err)
+            # A script may signal its process group, which must not be that of the tests.
+            options = {"env": env, "stdout": out, "stderr": err, "start_new_session": True}
+            return subprocess.Popen([sys.executable, *command], **options)
         process = Forked(target=run_script, args=(command, env, out.name, err.name), daemon=True)
         with LOCK:
             process.start()
