@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pydoc_data.topics import topics
+from unittest import mock
 
 import pytest
 
@@ -298,7 +299,12 @@ def load():
     """Return a function that imports a chapter's script as a module."""
     import harness
 
-    return lambda chapter: harness.load(SCRIPTS[chapter])
+    def load(chapter):
+        # Libraries set environment variables; with them, run_jobs() could not fork.
+        with mock.patch.dict(os.environ):
+            return harness.load(SCRIPTS[chapter])
+
+    return load
 
 
 @pytest.fixture(scope="session")
