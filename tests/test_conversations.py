@@ -315,7 +315,7 @@ def merged_script(tmp_path):
     return script
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_merged_into_chapter_08_the_curve_stays_the_same(merged_script, layout_models, tmp_path):
     args = ["-m", layout_models / "llama", "-d", write_conversations(tmp_path, 100), "-s", 128]
     args += ["-b", 2, "--lr", 0.001]
