@@ -437,7 +437,9 @@ def jobs_of_pages():
         for line in re.findall(r".*sbatch .*train\.sbatch .*", text):
             # Fine-tuning all weights is planned as chapter 05.
             as_chapter = line.replace("fine-tuning/conversations", "05-large-model")
-            if script := re.search(r"(0\d)-[\w-]+/train_llm\.py (.*)", as_chapter):
+            script = re.search(r"(0\d)-[\w-]+/train_llm\.py (.*)", as_chapter)
+            # The planner knows no speed of CPUs.
+            if script and "--device" not in line and "--gpus-per-node" in line:
                 yield pytest.param(line, *script.groups(), id=block.name)
 
 
@@ -446,8 +448,6 @@ def test_job_of_a_page_has_the_time_that_its_stop_takes(line, chapter, words):
     """SBATCH_SIGNAL is what the planner prints; otherwise the default of train.sbatch suffices."""
     words = shlex.split(words.replace("$", "").replace("@05", f"@{ROOT}/05"))
     nodes, gpus = (re.search(rf"--{name} (\d+)", line) for name in ("nodes", "gpus-per-node"))
-    if "--device" in words or not gpus:
-        pytest.skip("a job on CPUs")
     line_of_plan = f"--nodes {nodes[1]} --gpus-per-node {gpus[1]} {shlex.join(words)}"
     # Chapter 03 is planned as 02.
     chapter = {"03": "02"}.get(chapter, chapter)
