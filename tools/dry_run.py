@@ -411,7 +411,7 @@ def show_waits(options, result):
             print("the CPU waits for the GPU in logs and evaluations")
         for (is_in_step, line, reason), times in totals.items():
             if is_in_step == in_step:
-                print(f"{line_of(options, line)}\n    {reason}, {times} times")
+                print(f"{line_of(options, line)}\n    {reason} (waits: {times})")
 
 
 def line_of(options, line):
