@@ -165,6 +165,7 @@ def tokens(load, tmp_path_factory):
     return {name: write_tokens(root / f"{name}.tokens", samples[name]) for name in samples}
 
 
+@pytest.mark.slow
 def test_rank_without_answers_changes_no_curve(chapter, tokens, tmp_path):
     job = "conversations", [*STEPS, "-d", tokens["mixed"]]
     curves = curves_of(tmp_path, {1: {"one": job}, 2: {"two": job}})

@@ -26,6 +26,7 @@ from conftest import (
     user_error,
 )
 from families import ARGS, MODERN, SENSITIVE, VARIED_FAMILIES, save_small_model, shrink
+from marks import slow
 from runs import call_on_ranks, evaluate_export
 
 RESULTS = ROOT / "benchmarks/results/families.json"
@@ -139,7 +140,8 @@ def test_sequence_is_split_only_if_attention_alone_joins_tokens(load, kind, sett
     assert load("08").is_split_by_tokens(shrink(CONFIG_MAPPING[kind](), **settings)) == splits
 
 
-AUTOCAST = [("01", "bf16"), ("02", "bf16"), ("fp16", "fp16"), ("diagnosing-errors", "bf16")]
+AUTOCAST = [("01", "bf16"), slow("02", "bf16"), slow("fp16", "fp16")]
+AUTOCAST += [slow("diagnosing-errors", "bf16")]
 
 
 @pytest.mark.parametrize(("chapter", "precision"), AUTOCAST)

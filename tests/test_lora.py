@@ -149,6 +149,7 @@ def checkpoint_size(run_dir, step):
     return sum(path.stat().st_size for path in run_dir.glob(f"checkpoints/step-{step:08}/*"))
 
 
+@pytest.mark.slow
 def test_checkpoint_holds_only_adapters(run_dir):
     weights = read_checkpoint(run_dir, 4)["model"]
     assert weights and all(".lora_" in name for name in weights)
@@ -170,6 +171,7 @@ def test_checkpoint_of_few_tensors_has_12_bytes_per_weight(chapter, layout_model
     assert len(trained) == 4 and 12 * sum(trained) < size < 12 * sum(trained) + 2**16 < 4 * frozen
 
 
+@pytest.mark.slow
 def test_adapters_merge_into_the_finished_model(chapter, base, run_dir):
     args, row = arguments_of(run_dir, 4), metrics(run_dir)[4]
     adapters = load_file(run_dir / "adapters/adapter_model.safetensors")
