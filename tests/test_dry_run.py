@@ -6,7 +6,7 @@ import pytest
 
 import dry_run
 import will_it_fit
-from conftest import SCRIPTS
+from conftest import ROOT, SCRIPTS
 from marks import exhaustive
 from memory import PipelineMemory, fullest_step
 
@@ -149,18 +149,42 @@ def planned(name, gpus, arguments):
     return step.most.total()
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ("02", "07 first") else exhaustive(name) for name in LAYOUTS]
-)
-def test_peak_equals_the_planner(name):
-    gpus, arguments, *ranks = LAYOUTS[name]
-    arguments = f"{SMALL_8B} {arguments}"
+def check_peak(name, gpus, arguments, *ranks):
+    """Check that the peak of a dry run is the planner's."""
     result = run(SCRIPTS[name[:2]], gpus, arguments, *ranks)
     assert not result["problem"], result["problem"]["traceback"]
     expected = planned(name, gpus, arguments)
     # The planner simulates one micro-batch of a pipeline, and adds what the others keep.
     tolerance = {"rel": 0.03} if "07" in name else {"abs": dry_run.GIB / 100}
     assert result["fullest"]["bytes"] == pytest.approx(expected, **tolerance)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("02", "07 first") else exhaustive(name) for name in LAYOUTS]
+)
+def test_peak_equals_the_planner(name):
+    gpus, arguments, *ranks = LAYOUTS[name]
+    check_peak(name, gpus, f"{SMALL_8B} {arguments}", *ranks)
+
+
+CONFIGS = "@05-large-model/configs/llama-3.1-"
+FULL_SIZE_8B = "-m meta-llama/Llama-3.1-8B -s 4096 -b 1"
+FULL_SIZE = {
+    "02 8B": [8, FULL_SIZE_8B],
+    "04 8B, replicas": [512, f"{FULL_SIZE_8B} --replicas 64"],
+    "05 8B": [64, f"{CONFIGS}8b.args --recompute full"],
+    "05 70B": [64, f"{CONFIGS}70b.args"],
+    "05 405B": [64, f"{CONFIGS}405b.args"],
+    "06 70B": [64, f"{CONFIGS}70b.args -b 8 --tensor-parallel-size 8"],
+    "08 8B": [32, f"{CONFIGS}8b.args --recompute full -s 131072 --context-parallel-size 8", "7"],
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_peak_at_full_size_equals_the_planner(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    check_peak(name, *FULL_SIZE[name])
 
 
 # ---- faults ----------------------------------------------------------------------------------
