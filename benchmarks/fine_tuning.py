@@ -3,8 +3,10 @@
 First:  pip install trl==1.16.0
 All:    python benchmarks/fine_tuning.py --output benchmarks/results/fine-tuning.json
 
-Both train a Llama of 7 million weights on one device, and take turns. The speed counts only the
-tokens of conversations, because the two pack them with different amounts of padding.
+Both train a Llama on one device, and take turns: on a GPU, one of 475 million weights with samples
+of 2,048 tokens; on a CPU, one of 7 million weights with samples of 256. The speed counts only the
+tokens of conversations, because the two pack them with different amounts of padding. TRL packs in
+two ways: "bfd" keeps conversations apart; "wrapped" cuts them, and they attend to each other.
 """
 
 import json
@@ -15,9 +17,14 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import median
 
-import harness
-from on_ranks import BATCH, SEQ_LENGTH, WINDOW, make_7m_llama, training_flags
+import torch
+from transformers import AutoTokenizer
 
+import harness
+from on_ranks import BATCH, SEQ_LENGTH, WINDOW, make_7m_llama, make_model_folder, training_flags
+
+ON_GPU = torch.cuda.is_available()
+LENGTH = 2048 if ON_GPU else SEQ_LENGTH
 SCRIPT = harness.ROOT / "fine-tuning/conversations/train_llm.py"
 
 
@@ -27,7 +34,7 @@ def write_conversations(path):
         for topic, text in topics.items():
             for number, paragraph in enumerate(text.split("\n\n")):
                 prompt = f"What does paragraph {number} on {topic} say?"
-                if 40 < len(paragraph) < 2 * SEQ_LENGTH:
+                if 40 < len(paragraph) < 2 * LENGTH:
                     file.write(json.dumps({"prompt": prompt, "completion": paragraph}) + "\n")
     return path
 
@@ -35,6 +42,7 @@ def write_conversations(path):
 def run_chapter(folder, data, steps, name):
     """Return the tokens of conversations per second of the chapter's script."""
     flags = ["-m", f"{folder}/llama", "-d", data, *training_flags(folder, name, steps)]
+    flags += ["--seq-length", str(LENGTH)]
     done = harness.call(harness.launch_command(1, [SCRIPT, *flags]), HF_HOME=f"{folder}/hf")
     padding = float(re.search(r"([\d.]+)% are padding", done.stdout)[1]) / 100
     rows = map(json.loads, Path(folder, name, "metrics.jsonl").read_text().splitlines())
@@ -43,9 +51,10 @@ def run_chapter(folder, data, steps, name):
 
 
 def run_trl(folder, data, steps, name):
-    """Return the tokens of conversations per second of SFTTrainer."""
+    """Return the tokens of conversations per second of SFTTrainer; `name` has its packing."""
     result = folder / f"{name}.json"
-    words = [*harness.words_of(train_with_trl), folder / "llama", data, steps, result]
+    packing = name.split("-")[1]
+    words = [*harness.words_of(train_with_trl), folder / "llama", data, steps, packing, result]
     harness.call(harness.launch_command(0, words), HF_HOME=f"{folder}/hf")
     return json.loads(result.read_text())
 
@@ -53,11 +62,10 @@ def run_trl(folder, data, steps, name):
 def train_with_trl():
     """Train with SFTTrainer; write the tokens per second to a file."""
     import datasets
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
     from trl import SFTConfig, SFTTrainer
 
-    model, data, steps, result = sys.argv[1:5]
+    model, data, steps, packing, result = sys.argv[1:6]
     windows = []
 
     class Trainer(SFTTrainer):
@@ -75,14 +83,15 @@ def train_with_trl():
         train_dataset=datasets.load_dataset("json", data_files=data, split="train"),
         args=SFTConfig(
             packing=True,
-            max_length=SEQ_LENGTH,
+            packing_strategy=packing,
+            max_length=LENGTH,
             completion_only_loss=True,
             per_device_train_batch_size=BATCH,
             max_steps=int(steps),
             learning_rate=1e-5,
             optim="adamw_torch_fused",
             bf16=harness.fast_precision() == "bf16",
-            use_cpu=not torch.cuda.is_available(),
+            use_cpu=not ON_GPU,
             gradient_checkpointing=False,
             logging_steps=WINDOW,
             output_dir=Path(result).parent / "trl",
@@ -97,20 +106,26 @@ def train_with_trl():
     Path(result).write_text(json.dumps(speed))
 
 
-RUNS = {"conversations": run_chapter, "trl": run_trl}
+RUNS = {"conversations": run_chapter, "trl-bfd": run_trl, "trl-wrapped": run_trl}
 
 
 def fine_tuning(args, folder):
     """Let both take turns; compare their speeds."""
     make_7m_llama(folder / "llama")
+    if ON_GPU:
+        tokenizer = AutoTokenizer.from_pretrained(folder / "llama")
+        make_model_folder(folder / "llama", 16, 1536, vocabulary=4096, tokenizer=tokenizer)
     data = write_conversations(folder / "conversations.jsonl")
 
     def measure(name, number):
         return RUNS[name](folder, str(data), args.steps, f"{name}-{number}")
 
     for rounds in harness.take_turns(RUNS, args.rounds, measure, "{:,.0f} tokens/s".format):
-        ratios = [found["conversations"] / found["trl"] for found in rounds]
-        yield {"conversations / trl": {"median": median(ratios), "rounds": ratios}}
+        yield {
+            f"conversations / {trl}": {"median": median(ratios), "rounds": ratios}
+            for trl in list(rounds[0])[1:]
+            for ratios in [[found["conversations"] / found[trl] for found in rounds]]
+        }
 
 
 def add_flags(add):

@@ -40,7 +40,10 @@ sys.path += [str(harness.ROOT / "tests/support"), str(harness.ROOT / "tools")]
 from families import MODERN, save_small_model
 from plot import largest_difference, read_metrics
 
-CHAPTERS = ("01", "02", "03", "04", "05", "06", "07", "08")
+CHAPTERS = ("01", "02", "03", "04", "05", "06", "07", "08", "09")
+FINE_TUNING = ("conversations", "lora")
+SCRIPTS = {chapter: harness.script_of(chapter) for chapter in CHAPTERS}
+SCRIPTS |= {name: harness.ROOT / f"fine-tuning/{name}/train_llm.py" for name in FINE_TUNING}
 TINY = """--seq-length 64 --global-batch-size 8 --batch-size 4 --num-steps 20 --log-every 1
     --eval-every 10 --eval-samples 10 --checkpoint-every 10"""
 FP32 = "--precision fp32"
@@ -151,8 +154,8 @@ class Bench:
         return job
 
     def train(self, script, flags, name="train", device=None, ranks=1, run=None):
-        """Start a chapter or a command in words, which has the flags of the chapters."""
-        command = [harness.script_of(script)] if script in CHAPTERS else script
+        """Start a script of SCRIPTS, or a command in words that has the flags of the chapters."""
+        command = [SCRIPTS[script]] if script in SCRIPTS else script
         where = self.folder / (run or name)
         flags = f"{flags} --device {device or self.device} --save-dir {where} --experiment-name run"
         return self.start(name, [*command, *flags.split()], 0 if script == "01" else ranks, run)
@@ -312,7 +315,9 @@ def memory(bench, chapter, flags=""):
     """Compare the peak memory of tensors on a GPU with the plan."""
     flags = f"{bench.model(MIDDLE)} -s 1024 -b 4 --precision bf16 {flags}"
     # The gradients of chapter 01 live as long as those of DDP, but they have no second copy.
-    plan = "02 --global-batch-size 4" if chapter == "01" else f"{chapter} --global-batch-size 8"
+    plans = {"01": "02 --global-batch-size 4", "conversations": f"05 {EIGHT}"}
+    plans["lora"] = f"05 {EIGHT} --lora-rank 16"
+    plan = plans.get(chapter, f"{chapter} {EIGHT}")
     with bench.session.room:
         job = bench.train(chapter, f"{flags} --global-batch-size 8 {LONG} --log-every 1")
         options = f"--json --nodes 1 --gpus-per-node 1 --device {bench.device} --chapter {plan}"
@@ -325,6 +330,26 @@ def memory(bench, chapter, flags=""):
     bench.numbers |= {"peak GiB": job.rows()[-1]["peak_memory_gib"], "planned GiB": planned}
     bench.numbers["planned / peak"] = planned / bench.numbers["peak GiB"]
     return bench.judged({"planned / peak": (0.9, 1.1)})
+
+
+def note_later_peak():
+    """Run a script; print the peak memory of tensors on the GPU after the last step, in GiB."""
+    register_optimizer_step_post_hook(lambda *_: torch.cuda.reset_peak_memory_stats())
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    print("peak after the last step:", torch.cuda.max_memory_allocated() / 2**30)
+
+
+def export(bench):
+    """Check that the export of LoRA keeps the merged weights, which are in float32, off the GPU."""
+    flags = f"{bench.model(MIDDLE)} -s 64 -b 1 --precision bf16 {EIGHT} --num-steps 2"
+    command = [*harness.words_of(note_later_peak), SCRIPTS["lora"]]
+    job = bench.wait(bench.train(command, f"{flags} --eval-samples 1"))
+    merged = sum(file.stat().st_size for file in job.run_dir.glob("model/*.safetensors")) / 2**30
+    peak = float(re.search(r"peak after the last step: ([\d.]+)", job.printed())[1])
+    # A peak of 0.5 times the merged weights would be the frozen weights in bfloat16 alone.
+    bench.numbers |= {"peak GiB": peak, "merged GiB": merged, "peak / merged": peak / merged}
+    return bench.judged({"peak / merged": (0.4, 0.8)})
 
 
 def under_watched(bench):
@@ -365,10 +390,10 @@ def preflight(bench):
     return {"passed": "\ngo: " in output, "reason": "; ".join(found) or job.last_words()}
 
 
-def speed_flags(bench, ranks=1):
+def speed_flags(bench, ranks=1, model=LARGE):
     """Return the flags of all runs whose speeds are compared."""
     length, batch, micro = (4096, 8, bench.session.micro) if bench.device == "cuda" else (64, 4, 2)
-    flags = f"{bench.model(LARGE)} -s {length} -b {micro}"
+    flags = f"{bench.model(model)} -s {length} -b {micro}"
     flags += f" --precision {harness.fast_precision()}"
     return f"{flags} --global-batch-size {batch * ranks} {LONG} --log-every {WINDOW}"
 
@@ -383,12 +408,22 @@ def speed_bare(bench):
     return bench.judged({})
 
 
-def speed(bench, script, how="eager"):
+def mixture_model(bench):
+    """Return the flags of a mixture with the shape of Qwen3-30B-A3B, but with two layers."""
+    folder = bench.folder / "mixture"
+    shutil.copytree(harness.ROOT / "09-expert-parallel/tiny-mixture", folder)
+    config = harness.ROOT / "09-expert-parallel/configs/qwen3-30b-a3b.json"
+    shutil.copy(config, folder / "config.json")
+    return f"-m {folder} --config num_hidden_layers=2"
+
+
+def speed(bench, script, how="eager", mixture=False):
     """Measure the tokens per second on one device, or on all, against the upper limits."""
-    ranks = bench.count if script in CHAPTERS[1:] else 1
+    ranks = bench.count if script in SCRIPTS and script != "01" else 1
     if script == TRAINER and not importlib.util.find_spec("accelerate"):
         raise Skip("accelerate is not installed, and the Trainer needs it")
-    flags = speed_flags(bench, ranks) + (" --compile" if how == "compiled" else "")
+    model = mixture_model(bench) if mixture else LARGE
+    flags = speed_flags(bench, ranks, model) + (" --compile" if how == "compiled" else "")
     job = bench.train(script, flags, ranks=ranks)
     # The first rows are those of step 0 and of the first window.
     bench.wait(job, until=lambda: len(job.rows()) > 1 + WINDOWS)
@@ -398,7 +433,7 @@ def speed(bench, script, how="eager"):
     bench.numbers |= {"ranks": ranks, "tokens/s": measured, "peak GiB": rows[-1]["peak_memory_gib"]}
     # mfu is only known for some GPUs.
     bench.numbers |= {"mfu": rows[-1]["mfu"]} if rows[-1]["mfu"] else {}
-    if script == TRAINER:
+    if script == TRAINER or mixture:
         return bench.judged({})
     bench.numbers |= ratios(bench.session.rows, measured / ranks, how)
     has_goals = (script, how, bench.device) == ("01", "compiled", "cuda")
@@ -423,18 +458,22 @@ INTERLEAVED = f"--pipeline-schedule interleaved-1f1b {STAGES}"
 EIGHT_LAYERS = "--config num_hidden_layers=8"
 # Rounding errors grow with the steps, and differ on each device.
 FOUR_STEPS = {"chapter": "01", "model": "--num-steps 4 --warmup-steps 1"}
+EIGHT = "--global-batch-size 8"
 TRAINER = [harness.ROOT / "alternative-frameworks/trainer/train_llm.py"]
 SPEED_GOALS = {"to trainer": (1.1, math.inf), "to bare": (0.95, math.inf), "to matmul": (0.65, 1)}
 TOGETHER = {
-    **{f"parity-{name}": partial(parity, chapter=name) for name in CHAPTERS},
+    **{f"parity-{name}": partial(parity, chapter=name) for name in SCRIPTS},
     "mixture-01": partial(parity, chapter="01", **MIXED),
     "mixture-05": partial(parity, chapter="05", **MIXED),
-    **{f"bf16-{name}": partial(parity, chapter=name, **BF16) for name in CHAPTERS},
+    "mixture-09": partial(parity, chapter="09", **MIXED),
+    **{f"bf16-{name}": partial(parity, chapter=name, **BF16) for name in SCRIPTS},
     "bf16-mixture": partial(parity, chapter="05", **MIXED, **BF16),
+    "bf16-mixture-09": partial(parity, chapter="09", **MIXED, **BF16),
     "split-layers": partial(parity, chapter="06", split="--tensor-parallel-size"),
     "spread-layers": partial(parity, chapter="07", split=STAGES),
     "interleaved-layers": partial(parity, chapter="07", split=INTERLEAVED, model=EIGHT_LAYERS),
     "split-sequences": partial(parity, chapter="08", split="--context-parallel-size"),
+    "spread-experts": partial(parity, chapter="09", split="--expert-parallel-size", **MIXED),
     "accelerate-ddp": partial(framework, name="accelerate", settings="--chapter 02"),
     "accelerate-fsdp2": partial(framework, name="accelerate", settings="--chapter 05"),
     "trainer": partial(framework, name="trainer"),
@@ -445,10 +484,14 @@ TOGETHER = {
     "no-sync": no_sync,
     "resume-01": partial(resume, chapter="01"),
     "resume-05-async": partial(resume, chapter="05", flags="--checkpoint-async"),
+    "resume-lora": partial(resume, chapter="lora"),
     **{f"memory-{name}": partial(memory, chapter=name) for name in ("01", "02", "04", "05")},
     "memory-05-offload": partial(memory, chapter="05", flags="--cpu-offload"),
     "memory-05-full": partial(memory, chapter="05", flags="--recompute full"),
     "memory-05-selective": partial(memory, chapter="05", flags="--recompute selective"),
+    "memory-conversations": partial(memory, chapter="conversations"),
+    "memory-lora": partial(memory, chapter="lora"),
+    "export-lora": export,
     "watched": watched,
     **{f"fault-{name}": partial(fault, name=name) for name in KINDS},
 }
@@ -459,10 +502,14 @@ ALONE = {
     "speed-01-compiled": partial(speed, script="01", how="compiled"),
     "speed-01": partial(speed, script="01"),
     **{f"speed-{n}-compiled": partial(speed, script=n, how="compiled") for n in ("04", "05", "02")},
+    **{f"speed-{n}-compiled": partial(speed, script=n, how="compiled") for n in FINE_TUNING},
+    **{f"speed-mixture-{n}": partial(speed, script=n, mixture=True) for n in ("01", "09")},
+    "speed-mixture-09-compiled": partial(speed, script="09", how="compiled", mixture=True),
 }
 CHECKS = TOGETHER | ALONE
 GPU_ONLY = {"no-sync": "a CPU is not waited for"}
-GPU_ONLY |= {n: "on a CPU the peak is that of the process" for n in CHECKS if n[:6] == "memory"}
+PEAKS = [name for name in CHECKS if name.startswith(("memory", "export"))]
+GPU_ONLY |= dict.fromkeys(PEAKS, "on a CPU the peak is that of the process")
 
 
 # ---- all checks ------------------------------------------------------------------------------

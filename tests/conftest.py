@@ -345,18 +345,6 @@ def small_disk(machine, tmp_path):
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def fast_byte_tokenizer():
-    """Return a byte tokenizer of the type that Mistral and Mixtral need."""
-    from tokenizers import Tokenizer, pre_tokenizers
-    from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast
-
-    letters = ["</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(BPE({letter: number for number, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
-
-
 @pytest.fixture(scope="session")
 def small_text(tmp_path_factory):
     """Write a small dataset; the tokenizer of each model would need many seconds for pydoc."""
@@ -384,6 +372,8 @@ def layout_models(tmp_path_factory):
 def save_models(root, sizes, key_value_heads):
     """Save a configuration of each family with a byte tokenizer; return their folder."""
     import transformers
+
+    from families import fast_byte_tokenizer
 
     ids = {"vocab_size": 384, "bos_token_id": None, "eos_token_id": 1}
     gpt2 = ids | {"n_embd": sizes["hidden_size"], "n_layer": sizes["num_hidden_layers"]}

@@ -16,12 +16,11 @@ from conftest import (
     SPLIT,
     curves_of,
     difference,
-    fast_byte_tokenizer,
     prepare_training,
     run_command,
     user_error,
 )
-from families import make_hub_folder, shrink
+from families import fast_byte_tokenizer, make_hub_folder, shrink
 from marks import exhaustive, slow
 from runs import have_same_weights, validation_loss
 

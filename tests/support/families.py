@@ -4,11 +4,11 @@ import json
 import shutil
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-from conftest import fast_byte_tokenizer
 
 # Settings by their small size. Families name their settings differently, and shrink() skips the
 # settings that a family does not have.
@@ -106,6 +106,14 @@ def shrink(config, **settings):
     sizes = {config.attribute_map.get(name, name): value for name, value in SMALL.items()}
     sizes = {name: value for name, value in sizes.items() if values.get(name)}
     return type(config)(**values | sizes | settings)
+
+
+def fast_byte_tokenizer():
+    """Return a byte tokenizer of the type that Mistral and Mixtral need."""
+    letters = ["</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(BPE({letter: number for number, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 
 
 def save_small_model(family, folder):
