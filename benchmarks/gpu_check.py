@@ -155,7 +155,7 @@ class Bench:
 
     def train(self, script, flags, name="train", device=None, ranks=1, run=None):
         """Start a script of SCRIPTS, or a command in words that has the flags of the chapters."""
-        command = [SCRIPTS[script]] if script in SCRIPTS else script
+        command = script if isinstance(script, list) else [SCRIPTS[script]]
         where = self.folder / (run or name)
         flags = f"{flags} --device {device or self.device} --save-dir {where} --experiment-name run"
         return self.start(name, [*command, *flags.split()], 0 if script == "01" else ranks, run)
@@ -334,7 +334,12 @@ def memory(bench, chapter, flags=""):
 
 def note_later_peak():
     """Run a script; print the peak memory of tensors on the GPU after the last step, in GiB."""
-    register_optimizer_step_post_hook(lambda *_: torch.cuda.reset_peak_memory_stats())
+
+    def after_step(*_):
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+
+    register_optimizer_step_post_hook(after_step)
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
     print("peak after the last step:", torch.cuda.max_memory_allocated() / 2**30)
@@ -419,7 +424,7 @@ def mixture_model(bench):
 
 def speed(bench, script, how="eager", mixture=False):
     """Measure the tokens per second on one device, or on all, against the upper limits."""
-    ranks = bench.count if script in SCRIPTS and script != "01" else 1
+    ranks = 1 if script in ("01", TRAINER) else bench.count
     if script == TRAINER and not importlib.util.find_spec("accelerate"):
         raise Skip("accelerate is not installed, and the Trainer needs it")
     model = mixture_model(bench) if mixture else LARGE
