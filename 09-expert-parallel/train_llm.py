@@ -714,7 +714,8 @@ def experts_of(model):
 
     The first dimension of their weights is the number of experts.
     """
-    plan, modules = model.ep_plan or {}, []
+    # Models have no such plan in transformers 5.17.
+    plan, modules = getattr(model, "ep_plan", None) or {}, []
     for name, module in model.named_modules():
         plan_name = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         if plan.get(plan_name) == "ep_dispatch_experts":

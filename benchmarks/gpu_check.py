@@ -332,29 +332,32 @@ def memory(bench, chapter, flags=""):
     return bench.judged({"planned / peak": (0.9, 1.1)})
 
 
-def note_later_peak():
-    """Run a script; print the peak memory of tensors on the GPU after the last step, in GiB."""
+def note_peak_of_export():
+    """Run a script; print the peak memory of tensors on the GPU during its export, in GiB."""
+    script = harness.load(sys.argv[1])
+    del sys.argv[0]
+    export_model = script.export_model
 
-    def after_step(*_):
+    def noted(*args):
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
+        export_model(*args)
+        print("peak of the export:", torch.cuda.max_memory_allocated() / 2**30)
 
-    register_optimizer_step_post_hook(after_step)
-    del sys.argv[0]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    print("peak after the last step:", torch.cuda.max_memory_allocated() / 2**30)
+    script.export_model = noted
+    script.main()
 
 
 def export(bench):
     """Check that the export of LoRA keeps the merged weights, which are in float32, off the GPU."""
     flags = f"{bench.model(MIDDLE)} -s 64 -b 1 --precision bf16 {EIGHT} --num-steps 2"
-    command = [*harness.words_of(note_later_peak), SCRIPTS["lora"]]
+    command = [*harness.words_of(note_peak_of_export), SCRIPTS["lora"]]
     job = bench.wait(bench.train(command, f"{flags} --eval-samples 1"))
     merged = sum(file.stat().st_size for file in job.run_dir.glob("model/*.safetensors")) / 2**30
-    peak = float(re.search(r"peak after the last step: ([\d.]+)", job.printed())[1])
-    # A peak of 0.5 times the merged weights would be the frozen weights in bfloat16 alone.
+    peak = float(re.search(r"peak of the export: ([\d.]+)", job.printed())[1])
+    # The frozen weights, which are in bfloat16, are 0.5 times as large as the merged weights.
     bench.numbers |= {"peak GiB": peak, "merged GiB": merged, "peak / merged": peak / merged}
-    return bench.judged({"peak / merged": (0.4, 0.8)})
+    return bench.judged({"peak / merged": (0.4, 0.9)})
 
 
 def under_watched(bench):
@@ -471,7 +474,8 @@ TOGETHER = {
     "mixture-01": partial(parity, chapter="01", **MIXED),
     "mixture-05": partial(parity, chapter="05", **MIXED),
     "mixture-09": partial(parity, chapter="09", **MIXED),
-    **{f"bf16-{name}": partial(parity, chapter=name, **BF16) for name in SCRIPTS},
+    # LoRA makes its frozen weights in bfloat16, so without --pretrained they are different weights.
+    **{f"bf16-{name}": partial(parity, chapter=name, **BF16) for name in SCRIPTS if name != "lora"},
     "bf16-mixture": partial(parity, chapter="05", **MIXED, **BF16),
     "bf16-mixture-09": partial(parity, chapter="09", **MIXED, **BF16),
     "split-layers": partial(parity, chapter="06", split="--tensor-parallel-size"),
