@@ -98,7 +98,7 @@ def parse_args():
     add("--warmup-steps", type=int, default=10, help="steps until the learning rate peaks")
     add("--weight-decay", type=float, default=0.1, help="decay of matrices; vectors have no decay")
     add("--max-grad-norm", type=float, default=1.0, help="maximum gradient norm; 0 means no limit")
-    skipping = "steps of samples to skip; without it, a resume keeps its number"
+    skipping = "steps whose samples to skip; by default, a resume keeps the saved number"
     add("--skip-steps", type=int, default=0, help=skipping)
     add("--seed", type=int, default=0, help="seed for weights, data order and dropout")
 
@@ -115,7 +115,7 @@ def parse_args():
     add("--log-every", type=int, default=10, help="steps between log lines")
     add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="wandb mode")
     add("--dist-timeout", type=int, default=600, help="maximum seconds to wait for other ranks")
-    add("--inject", metavar="FAULT@rankR:stepS", help=f"FAULT is one of {', '.join(FAULTS)}")
+    add("--inject", metavar="FAULT@rankR:stepS", help=f"the fault to make: {', '.join(FAULTS)}")
 
     args, unknown = parser.parse_known_args()
     if unknown:

@@ -106,7 +106,7 @@ def parse_args():
     add("--config", nargs="+", default=[], metavar="NAME=VALUE", help="override model settings")
     add("--pretrained", action="store_true", help="start from the published weights")
     add("--lora-rank", type=int, default=16, help="rank of the product that an adapter adds")
-    add("--lora-alpha", type=int, default=32, help="the product is multiplied by alpha / rank")
+    add("--lora-alpha", type=int, default=32, help="multiplies the product by alpha / rank")
     modules = "names of the modules with adapters, such as q_proj; default: all linear modules"
     add("--lora-modules", nargs="+", default=[], metavar="NAME", help=modules)
 
@@ -123,7 +123,7 @@ def parse_args():
     add("--warmup-steps", type=int, default=10, help="steps until the learning rate peaks")
     add("--weight-decay", type=float, default=0.1, help="decay of matrices; vectors have no decay")
     add("--max-grad-norm", type=float, default=1.0, help="maximum gradient norm; 0 means no limit")
-    skipping = "steps of samples to skip; without it, a resume keeps its number"
+    skipping = "steps whose samples to skip; by default, a resume keeps the saved number"
     add("--skip-steps", type=int, default=0, help=skipping)
     add("--seed", type=int, default=0, help="seed for weights, data order and dropout")
 
