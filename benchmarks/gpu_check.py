@@ -355,9 +355,10 @@ def export(bench):
     job = bench.wait(bench.train(command, f"{flags} --eval-samples 1"))
     merged = sum(file.stat().st_size for file in job.run_dir.glob("model/*.safetensors")) / 2**30
     peak = float(re.search(r"peak of the export: ([\d.]+)", job.printed())[1])
-    # The frozen weights, which are in bfloat16, are 0.5 times as large as the merged weights.
+    # The frozen weights in bfloat16 and the sums of one matrix are about as large as the merged
+    # weights of this small model. If the merged weights stayed on the GPU, the peak would be 1.7.
     bench.numbers |= {"peak GiB": peak, "merged GiB": merged, "peak / merged": peak / merged}
-    return bench.judged({"peak / merged": (0.4, 0.9)})
+    return bench.judged({"peak / merged": (0.4, 1.2)})
 
 
 def under_watched(bench):
