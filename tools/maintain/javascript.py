@@ -91,7 +91,8 @@ class Translator:
             listed.append(f"{node.args.kwarg.arg} = {{}}")
         stored = (child for child in ast.walk(node) if isinstance(child, ast.Name))
         stored = {name.id for name in stored if isinstance(name.ctx, ast.Store)}
-        local = sorted(f"{n}_" if n in RESERVED else n for n in stored - set(names)) + (["self = this"] if is_method else [])
+        local = sorted(self.name(name) for name in stored - set(names))
+        local += ["self = this"] * is_method
         declared = f"let {', '.join(local)};\n" if local else ""
         body = "\n".join(map(self.statement, node.body))
         return f"{opening}({', '.join(listed)}) {{\n{declared}{body}\n}}"
@@ -182,7 +183,10 @@ class Translator:
         return json.dumps(node.value, ensure_ascii=False)
 
     def expression_Name(self, node):
-        return f"{node.id}_" if node.id in RESERVED else node.id
+        return self.name(node.id)
+
+    def name(self, name):
+        return f"{name}_" if name in RESERVED else name
 
     def expression_Attribute(self, node):
         value = self.expression(node.value)
@@ -291,10 +295,10 @@ class Translator:
         # Python passes arguments by name, and JavaScript by position.
         for parameter in known[len(args) :] if named else []:
             args.append(named.pop(parameter, "undefined"))
-        rest = [f"{json.dumps(key)}: {value}" for key, value in named.items() if key != "strict"]
-        rest += [f"...{self.expression(word.value)}" for word in node.keywords if not word.arg]
-        if rest:
-            args.append(f"{{{', '.join(rest)}}}")
+        others = [f"{json.dumps(key)}: {value}" for key, value in named.items() if key != "strict"]
+        others += [f"...{self.expression(word.value)}" for word in node.keywords if not word.arg]
+        if others:
+            args.append(f"{{{', '.join(others)}}}")
         if isinstance(function, ast.Name):
             return f"{name}({', '.join(args)})"
         owner = getattr(function.value, "func", None)

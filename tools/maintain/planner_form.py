@@ -5,7 +5,7 @@ from javascript import translate
 
 PLANNER = ROOT / "tools/planner"
 PARTS = ROOT / "tools/maintain/site/planner"
-# What the form needs of each module, in which all else reads models, flags or files.
+# The parts of each module that the form needs. The other parts read models, flags or files.
 SOURCES = {
     "training_step": "UnsupportedModelError numbers local_numbers shard_numbers padded_numbers "
     "shards_of Setting in_flight bubble",

@@ -6,9 +6,10 @@ const Exception = class extends Error {};
 // A dictionary is an object. A tuple is an array, and as a key, a text.
 const keyOf = (key) => Array.isArray(key) ? key.join("\0") : key;
 const dict = (pairs) => Object.fromEntries(pairs.map(([key, value]) => [keyOf(key), value]));
-const Counter = callable(class { constructor(values) { Object.assign(this, values); } });
-const isDict = (value) => value instanceof Counter || value?.constructor === Object;
-const iterate = (values) => isDict(values) ? Object.keys(values) : values;
+const CounterType = class { constructor(values) { Object.assign(this, values); } };
+const Counter = callable(CounterType);
+const isDict = (value) => value instanceof CounterType || value?.constructor === Object;
+const iterate = (values) => Array.isArray(values) || !isDict(values) ? values : Object.keys(values);
 
 function truth(value) {
   if (Array.isArray(value)) return value.length > 0;
@@ -21,7 +22,7 @@ const and = (value, other) => truth(value) ? other() : value;
 function at(values, key) {
   if (typeof key === "number" && key < 0) return values[values.length + key];
   const value = values[keyOf(key)];
-  if (value === undefined && values instanceof Counter) return 0;
+  if (value === undefined && values instanceof CounterType) return 0;
   if (value === undefined) throw new Error(`no ${key}`);
   return value;
 }
@@ -32,13 +33,14 @@ const union = (left, right) => ({ ...left, ...right });
 const modulo = (left, right) => left - right * Math.floor(left / right);
 
 function add(left, right) {
+  if (typeof left !== "object") return left + right;
   if (Array.isArray(left)) return [...left, ...right];
-  if (!(left instanceof Counter)) return left + right;
-  const names = new Set([...Object.keys(left), ...Object.keys(right)]);
-  const sums = [...names].map((name) => [name, at(left, name) + at(right, name)]);
-  return Counter(dict(sums.filter(([, value]) => value > 0)));
+  const sums = Counter(left);
+  for (const name in right) sums[name] = at(sums, name) + right[name];
+  for (const name in sums) if (sums[name] <= 0) delete sums[name];
+  return sums;
 }
-const subtract = (left, right) => left instanceof Counter
+const subtract = (left, right) => left instanceof CounterType
   ? add(left, Counter(dict(Object.entries(right).map(([name, value]) => [name, -value]))))
   : left - right;
 
@@ -58,7 +60,7 @@ const methods = {
   total: (values) => sum(Object.values(values)),
   update: (values, others) => {
     for (const [key, value] of Object.entries(others))
-      values[key] = values instanceof Counter ? at(values, key) + value : value;
+      values[key] = values instanceof CounterType ? at(values, key) + value : value;
   },
   values: Object.values,
 };
