@@ -60,8 +60,8 @@ FLAGS += ["context_parallel_size", "context_parallel_style", "expert_parallel_si
 class FormulaRecorder(activations.Recorder):
     """Record the live bytes of each moment, by kind and by the term that they grow with."""
 
-    # The chunks of the loss, and the shape of each counted tensor, by the key of its storage.
-    chunks, shapes = 1, {}
+    # The samples of the step, the chunks of its loss, and the shapes of tensors by their storages.
+    samples, chunks, shapes = SAMPLES, 1, {}
 
     def begin(self, name, kind="activations"):
         super().begin(name, kind)
@@ -85,7 +85,7 @@ class FormulaRecorder(activations.Recorder):
             return "constant"
         if math.prod(pieces) % self.chunks:
             return "chunk"
-        return "sequence" if math.prod(shape) % SAMPLES else "tokens"
+        return "sequence" if math.prod(shape) % self.samples else "tokens"
 
     @classmethod
     def storages(cls, tree):
@@ -104,19 +104,20 @@ def record(setting, chunks=1):
     number of chunks.
     """
     split = setting.tensor_parallel_size * setting.context_parallel_size
-    length = PIECE * chunks * split
-    values = {"constant": 1, "sequence": length, "tokens": SAMPLES * length}
-    values["chunk"] = SAMPLES * PIECE
+    length, samples = PIECE * chunks * split, setting.micro_batch_size
+    values = {"constant": 1, "sequence": length, "tokens": samples * length}
+    values["chunk"] = samples * PIECE
     with (
         mock.patch.object(activations, "Recorder", FormulaRecorder),
         mock.patch.object(activations, "storages", FormulaRecorder.storages),
-        mock.patch.object(FormulaRecorder, "chunks", chunks),
-        mock.patch.object(newest_chapter(), "CHUNK_SIZE", SAMPLES * PIECE),
+        mock.patch.multiple(FormulaRecorder, chunks=chunks, samples=samples),
+        mock.patch.object(newest_chapter(), "CHUNK_SIZE", samples * PIECE),
     ):
-        segments = activations.trace(setting.changed(micro_batch_size=SAMPLES, seq_length=length))
+        segments = activations.trace(setting.changed(seq_length=length))
 
     def formula(live):
-        return tuple(live[kind, term] / values[term] for kind in KINDS for term in TERMS)
+        terms = ((kind, term) for kind in KINDS for term in TERMS)
+        return tuple(round(live[kind, term] / values[term], 6) for kind, term in terms)
 
     return {
         name: (formula(segment.start), [formula(moment) for moment in segment.moments])
@@ -202,6 +203,7 @@ def number(value):
 def settings_of(args):
     """Yield the settings that differ in the tensors of a layer, each with its key."""
     base = setting_of(args, "05").changed(device="cuda", cpu_offload=False)
+    base = base.changed(micro_batch_size=SAMPLES)
     yield base.changed(chapter="02", recompute="none", accumulation=2)
     yield base.changed(chapter="04", recompute="none")
     sizes = [("tensor_parallel_size", 2**power, "gather") for power in (0, 1, 2, 3)]
@@ -215,14 +217,19 @@ def settings_of(args):
     for (name, size, style), recompute in itertools.product(sizes, ["none", "selective", "full"]):
         changes = {name: size, "context_parallel_style": style, "recompute": recompute}
         yield base.changed(**changes)
+        if name == "tensor_parallel_size" and size > 1:
+            # TP: a single sample needs fewer copies.
+            yield base.changed(**changes, micro_batch_size=1)
 
 
 def key_of(setting):
-    """Return the key of the segments of a setting; form.js has the same function."""
+    """Return the key of the segments of a setting; model.js has the same function."""
     kind = "02" if setting.chapter == "02" else "04" if setting.chapter < "05" else "05"
     style = setting.context_parallel_style if setting.context_parallel_size > 1 else "gather"
     sizes = setting.tensor_parallel_size, setting.context_parallel_size, style
-    return " ".join(map(str, (kind, *sizes, setting.expert_parallel_size, setting.recompute)))
+    alone = setting.tensor_parallel_size > 1 and setting.micro_batch_size == 1
+    words = kind, *sizes, setting.expert_parallel_size, setting.recompute, 1 if alone else "more"
+    return " ".join(map(str, words))
 
 
 def segments_of(args):

@@ -36,8 +36,9 @@ function stages_of(setting) {
 function segmentsKey(setting) {
   const kind = setting.chapter === "02" ? "02" : setting.chapter < "05" ? "04" : "05";
   const style = setting.context_parallel_size > 1 ? setting.context_parallel_style : "gather";
+  const alone = setting.tensor_parallel_size > 1 && setting.micro_batch_size === 1;
   return [kind, setting.tensor_parallel_size, setting.context_parallel_size, style,
-    setting.expert_parallel_size, setting.recompute].join(" ");
+    setting.expert_parallel_size, setting.recompute, alone ? 1 : "more"].join(" ");
 }
 
 // Return the bytes of tensors in each segment of a step, by the formulas that were recorded.
