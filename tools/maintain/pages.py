@@ -195,6 +195,16 @@ def add_table(path, pages, caption=""):
             page.write(f"\n```{{toctree}}\n:hidden:\n{caption}\n{names}\n```\n")
 
 
+def shrink(output):
+    """Delete the maps of minified files, and the spaces that a browser ignores."""
+    for path in output.glob("_static/**/*.map"):
+        path.unlink()
+    for page in output.glob("**/*.html"):
+        pieces = re.split("(<pre.*?</pre>)", page.read_text(), flags=re.S)
+        pieces[::2] = [re.sub(r"\n\s+", "\n", piece) for piece in pieces[::2]]
+        page.write_text("".join(pieces))
+
+
 def main():
     """Write the sources of all pages to a temporary folder, and build the site from them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -212,6 +222,7 @@ def main():
         stage_form(stage)
         add_sidebar([path.relative_to(ROOT) for path in readmes()], stage)
         status = sphinx(["-q", "-W", "-b", "html", "-d", f"{name}.trees", str(stage), str(output)])
+    shrink(output)
     shutil.copy(output / "README.html", output / "index.html")
     print(f"open {output / 'index.html'}")
     raise SystemExit(status)

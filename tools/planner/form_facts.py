@@ -9,6 +9,7 @@ tensor whose size is a multiple of such a prime grows with it.
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -158,45 +159,56 @@ def grown(formula, growth, split):
 
 
 def relative(segments, base):
-    """Return the segments of the head relative to the starts of other segments."""
+    """Return the segments of the head relative to segments for one chunk, as all settings need it.
 
-    def minus(formula, start):
-        return tuple(x - y for x, y in zip(formula, start, strict=True))
-
-    return {
-        name: (
-            minus(segments[name][0], base[name][0]),
-            [minus(moment, base[name][0]) for moment in segments[name][1]],
-        )
-        for name in HEAD
-    }
-
-
-def compact(segments, besides_gradients=False):
-    """Return segments with only those moments that can be the fullest, as lists of integers."""
-    found = {}
-    for name, (start, all_moments) in segments.items():
-        moments = all_moments
-        if besides_gradients:
-            moments = [moment[:8] + (0.0,) * 4 for moment in moments]
-        totals = {}
-        for moment in moments:
-            totals.setdefault(tuple(sum(moment[term::4]) for term in range(4)), moment)
-        fullest = [
-            moment
-            for total, moment in totals.items()
-            if not any(
-                other != total and all(x <= y for x, y in zip(total, other, strict=True))
-                for other in totals
-            )
-        ]
-        found[name] = [list(map(number, formula)) for formula in (start, *fullest)]
+    The moments after the last norm have the activations of the backward pass, and are relative to
+    its start: the segment "chunks".
+    """
+    found = {"chunks": ((0.0,) * 12, [])}
+    for name in HEAD:
+        start, after_norm = base[name][0], base["head backward"][0]
+        found[name] = minus(segments[name][0], start), []
+        for moment in segments[name][1]:
+            is_after = name == "head" and moment[:4] == after_norm[:4]
+            origin, others = (after_norm, "chunks") if is_after else (start, name)
+            found[others][1].append(minus(moment, origin))
     return found
 
 
-def number(value):
-    """Return an integer if the value is one."""
-    return int(value) if value == int(value) else round(value, 6)
+def minus(formula, start):
+    return tuple(x - y for x, y in zip(formula, start, strict=True))
+
+
+def compact(segments, besides_gradients=False):
+    """Return segments with the moments that are the fullest for some values of the form."""
+    found = {}
+    for name, (start, moments) in segments.items():
+        totals = {}
+        for moment in moments:
+            counted = (*moment[:8], *[0.0] * 4) if besides_gradients else moment
+            totals.setdefault(tuple(sum(counted[term::4]) for term in range(4)), counted)
+        # The form has these numbers of samples and tokens; a chunk of several is a full one.
+        values = [
+            (1, 2**power, samples * 2**power, newest_chapter().CHUNK_SIZE)
+            for power in range(10, 18)
+            for samples in range(1, 17)
+        ]
+        fullest = {max(totals, key=functools.partial(dot, value)) for value in values}
+        kept = [moment for total, moment in totals.items() if total in fullest]
+        found[name] = [short(formula) for formula in (start, *kept)]
+    return found
+
+
+def dot(values, formula):
+    return sum(value * size for value, size in zip(values, formula, strict=True))
+
+
+def short(formula):
+    """Return a formula as a list without the zeros at its end, and with integers."""
+    numbers = [int(value) if value == int(value) else value for value in formula]
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return numbers
 
 
 # ---- the facts of a model --------------------------------------------------------------------
@@ -324,7 +336,7 @@ def main():
         "chunk_size": newest_chapter().CHUNK_SIZE,
         "models": {name: models[name] for name in MODELS if name in models},
     }
-    FACTS.write_text(json.dumps(facts).replace('], "', '],\n"') + "\n")
+    FACTS.write_text(json.dumps(facts, separators=(",", ":")).replace('],"', '],\n"') + "\n")
 
 
 if __name__ == "__main__":

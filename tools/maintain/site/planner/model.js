@@ -52,19 +52,19 @@ function segments_of(setting) {
   const bytes = (formula) => Counter(dict(KINDS.map((kind, number) => [kind, values.reduce(
     (size, value, term) => size + value * (formula[number * TERMS + term] ?? 0), 0)])));
   const fullest = (moments) => max(moments, (moment) => methods.total(moment));
-  // The loss of several chunks has other moments, which are relative to the start of the segment.
+  // The loss of several chunks has other moments, which are relative to the start of a segment.
   const chunks = Math.ceil(tokens / split / chunk);
   const head = chunks > 1 && facts.heads[`${setting.tensor_parallel_size} ${setting.context_parallel_size}`];
-  const moreChunks = head && setting.chapter >= "05" ? head[Math.min(chunks, 3) - 2] : {};
-  return dict(Object.entries(segments).map(([name, [start, ...moments]]) => {
-    start = bytes(start);
-    moments = moments.map(bytes);
-    if (moreChunks[name]) {
-      const base = start;
-      const sums = moreChunks[name].map(bytes).map((more) =>
-        Counter(dict(KINDS.map((kind) => [kind, base[kind] + more[kind]]))));
-      [start, ...moments] = sums;
-    }
+  const more = head && setting.chapter >= "05" ? head[Math.min(chunks, 3) - 2] : {};
+  const relativeTo = (origin) => (formula) => {
+    const start = bytes(segments[origin][0]), change = bytes(formula);
+    return Counter(dict(KINDS.map((kind) => [kind, start[kind] + change[kind]])));
+  };
+  return dict(Object.keys(segments).map((name) => {
+    let [start, ...moments] = segments[name].map(bytes);
+    if (more[name]) [start, ...moments] = more[name].map(relativeTo(name));
+    if (more[name] && name === "head")
+      moments.push(...more.chunks.slice(1).map(relativeTo("head backward")));
     const most = fullest(moments);
     return [name, { start, most, most_besides_gradients: most }];
   }));

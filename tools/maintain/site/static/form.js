@@ -43,6 +43,11 @@ function show() {
 
 // Let the browser show the new value first, because large models take a moment.
 let timer = 0;
-form.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(show, 200); });
+function plan() {
+  shown.textContent = "Computing …";
+  clearTimeout(timer);
+  timer = setTimeout(show, 200);
+}
+form.addEventListener("input", plan);
 form.addEventListener("submit", (event) => event.preventDefault());
-show();
+plan();
