@@ -21,6 +21,7 @@ from pygments.lexers import PythonLexer
 from sphinx.cmd.build import main as sphinx
 
 from chapters import ROOT, chapters, diff, parent_of, parts
+from planner_form import planner_script
 from readme import readmes
 
 SITE = Path(__file__).with_name("site")
@@ -156,6 +157,15 @@ def rows_of(lines, old_html, new_html):
     return rows
 
 
+# ---- the planner's form ----------------------------------------------------------------------
+def stage_form(stage):
+    """Write the planner's form into its page, and the script that computes the layouts."""
+    page, form = stage / "tools/planner/form.md", (SITE / "planner/form.html").read_text()
+    empty = '<div id="planner-form"></div>'
+    write(page, page.read_text().replace(empty, f"```{{raw}} html\n{form}```"))
+    write(stage / "static/planner.js", planner_script())
+
+
 # ---- the command -----------------------------------------------------------------------------
 def home_of(page, pages):
     """Return the README that is nearest above a page."""
@@ -185,6 +195,16 @@ def add_table(path, pages, caption=""):
             page.write(f"\n```{{toctree}}\n:hidden:\n{caption}\n{names}\n```\n")
 
 
+def shrink(output):
+    """Delete the maps of minified files, and the spaces that a browser ignores."""
+    for path in output.glob("_static/**/*.map"):
+        path.unlink()
+    for page in output.glob("**/*.html"):
+        pieces = re.split("(<pre.*?</pre>)", page.read_text(), flags=re.S)
+        pieces[::2] = [re.sub(r"\n\s+", "\n", piece) for piece in pieces[::2]]
+        page.write_text("".join(pieces))
+
+
 def main():
     """Write the sources of all pages to a temporary folder, and build the site from them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -199,8 +219,10 @@ def main():
             stage_source(path, stage)
         for chapter in chapters():
             stage_step(chapter, stage)
+        stage_form(stage)
         add_sidebar([path.relative_to(ROOT) for path in readmes()], stage)
         status = sphinx(["-q", "-W", "-b", "html", "-d", f"{name}.trees", str(stage), str(output)])
+    shrink(output)
     shutil.copy(output / "README.html", output / "index.html")
     print(f"open {output / 'index.html'}")
     raise SystemExit(status)

@@ -136,7 +136,9 @@ def trace(setting):
     """Run forward and backward passes of the model with two layers; return segments by name."""
     length = setting.seq_length // setting.context_parallel_size
     simulate_ranks()
-    with FakeTensorMode():
+    # torch copies the storage of a tensor, which fake tensors lack.
+    copy_fake = mock.patch.object(torch.Tensor, "__deepcopy__", lambda t, _: t.detach().clone())
+    with FakeTensorMode(), copy_fake:
         small = small_model(setting)
         ids = torch.zeros(setting.micro_batch_size, setting.seq_length, dtype=torch.long)
         inputs = {"input_ids": ids[:, :length], "labels": ids, "use_cache": False}

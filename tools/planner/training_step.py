@@ -235,7 +235,8 @@ def padded_numbers(shapes, setting, least_shards=1):
 def shards_of(shapes, setting):
     """Return the number of elements in a shard of each tensor, and the number of its shards."""
     found = []
-    for rows, *others, is_expert in ((*shape, isinstance(shape, ExpertShape)) for shape in shapes):
+    for shape in shapes:
+        is_expert, (rows, *others) = isinstance(shape, ExpertShape), shape
         count = setting.expert_shards if is_expert else setting.shards
         local_rows = rows // setting.expert_parallel_size if is_expert else rows
         found.append((-(-local_rows // count) * math.prod(others), count))

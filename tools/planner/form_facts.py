@@ -1,0 +1,343 @@
+"""Write what the planner's form needs to know of each model: tools/planner/form.json.
+
+Here:  python tools/planner/form_facts.py
+
+A browser cannot run a model on fake tensors, so this script does, and records each size as a
+formula. For this, it makes the batch, the sequence and the chunks of the loss prime numbers: a
+tensor whose size is a multiple of such a prime grows with it.
+"""
+
+import argparse
+import contextlib
+import functools
+import itertools
+import json
+import math
+from unittest import mock
+
+import activations
+import will_it_fit
+from layouts import last_of_each, words_without_layout
+from step_time import active_numbers
+from training_step import (
+    ROOT,
+    SCRIPTS,
+    ExpertShape,
+    UnsupportedModelError,
+    load_config,
+    model_of,
+    newest_chapter,
+    refuse,
+    setting_of,
+    stages_of,
+)
+
+FACTS = ROOT / "tools/planner/form.json"
+# The words of each model's command.
+CONFIGS = "05-large-model/configs"
+MODELS = {
+    "Llama 3.2 1B": f"@{CONFIGS}/llama-3.2-1b.args",
+    "Llama 3.1 8B": f"@{CONFIGS}/llama-3.1-8b.args",
+    "Llama 3.1 70B": f"@{CONFIGS}/llama-3.1-70b.args",
+    "Llama 3.1 405B": f"@{CONFIGS}/llama-3.1-405b.args",
+    "Qwen3 30B-A3B": "--model-name Qwen/Qwen3-30B-A3B --pretrained --dataset-name "
+    "roneneldan/TinyStories --seq-length 4096 --global-batch-size 64 --batch-size 1 --num-steps "
+    "1000 --lr 1e-5 --compile --checkpoint-async",
+}
+CONFIG_KEYS = ["hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads"]
+CONFIG_KEYS += ["head_dim", "tie_word_embeddings", "num_experts_per_tok"]
+# The primes of a recorded step: its samples, and the tokens that a rank has of one of its chunks.
+SAMPLES, PIECE = 11, 101
+KINDS = ["activations", "logits", "gradients"]
+TERMS = ["constant", "sequence", "tokens", "chunk"]
+HEAD = ["head", "head backward"]
+# The flags that a layout may have.
+FLAGS = ["batch_size", "recompute", "replicas", "cpu_offload", "reshard_after_forward"]
+FLAGS += ["tensor_parallel_size", "pipeline_parallel_size", "pipeline_schedule"]
+FLAGS += ["context_parallel_size", "context_parallel_style", "expert_parallel_size"]
+
+
+# ---- sizes as formulas -----------------------------------------------------------------------
+class FormulaRecorder(activations.Recorder):
+    """Record the live bytes of each moment, by kind and by the term that they grow with."""
+
+    # The samples of the step, the chunks of its loss, and the shapes of tensors by their storages.
+    samples, chunks, shapes = SAMPLES, 1, {}
+
+    def begin(self, name, kind="activations"):
+        super().begin(name, kind)
+        self.segment.moments = [+self.live]
+
+    def update_peaks(self):
+        self.segment.__dict__.setdefault("moments", []).append(+self.live)
+
+    def count(self, storage, kind):
+        super().count(storage, (kind, self.term_of(self.shapes[storage._cdata])))
+
+    def rename(self, tensor, kind):
+        key = activations.local(tensor).untyped_storage()._cdata
+        if key in self.kind_of:
+            super().rename(tensor, (kind, self.kind_of[key][1]))
+
+    def term_of(self, shape):
+        """Return the term that the size of a tensor is proportional to."""
+        pieces = [size // PIECE for size in shape if size and size % PIECE == 0]
+        if not pieces:
+            return "constant"
+        if math.prod(pieces) % self.chunks:
+            return "chunk"
+        return "sequence" if math.prod(shape) % self.samples else "tokens"
+
+    @classmethod
+    def storages(cls, tree):
+        """Return the storages of the tensors in a tree, and store the shapes of these tensors."""
+        tensors = [leaf for leaf in activations.tree_leaves(tree) if hasattr(leaf, "shape")]
+        found = [tensor.untyped_storage() for tensor in tensors]
+        shapes = [tensor.shape for tensor in tensors]
+        cls.shapes.update(zip((storage._cdata for storage in found), shapes, strict=True))
+        return found
+
+
+def record(setting, chunks=1):
+    """Return the segments of a step: the formula of each one's start, and of all its moments.
+
+    A formula has a coefficient, in bytes, for each kind of tensor and each term. The loss has this
+    number of chunks.
+    """
+    split = setting.tensor_parallel_size * setting.context_parallel_size
+    length, samples = PIECE * chunks * split, setting.micro_batch_size
+    values = {"constant": 1, "sequence": length, "tokens": samples * length}
+    values["chunk"] = samples * PIECE
+    with (
+        mock.patch.object(activations, "Recorder", FormulaRecorder),
+        mock.patch.object(activations, "storages", FormulaRecorder.storages),
+        mock.patch.multiple(FormulaRecorder, chunks=chunks, samples=samples),
+        mock.patch.object(newest_chapter(), "CHUNK_SIZE", samples * PIECE),
+    ):
+        segments = activations.trace(setting.changed(seq_length=length))
+
+    def formula(live):
+        terms = ((kind, term) for kind in KINDS for term in TERMS)
+        return tuple(round(live[kind, term] / values[term], 6) for kind, term in terms)
+
+    return {
+        name: (formula(segment.start), [formula(moment) for moment in segment.moments])
+        for name, segment in segments.items()
+        if name not in ("before", "end")
+    }
+
+
+def many_chunks(setting):
+    """Return the segments of the head for three chunks or more.
+
+    Each chunk adds the same number of bytes to the last moments, and none to the first ones.
+    """
+    three, five, seven = (record(setting, chunks) for chunks in (3, 5, 7))
+    split = setting.tensor_parallel_size * setting.context_parallel_size
+    found = {}
+    for name in HEAD:
+        (start, few), (_, more), (_, most) = three[name], five[name], seven[name]
+        moments = [a for a, b in zip(few, more, strict=False) if a == b]
+        for a, b, c in zip(few[::-1], more[::-1], most[::-1], strict=False):
+            growth = [(y - x) / 2 for x, y in zip(a, b, strict=True)]
+            if growth == [(z - y) / 2 for y, z in zip(b, c, strict=True)]:
+                moments.append(grown(a, growth, split))
+        found[name] = start, moments
+    return found
+
+
+def grown(formula, growth, split):
+    """Return the formula for any number of chunks, from the one for three and from its growth."""
+    formula = list(formula)
+    for first in range(0, len(formula), len(TERMS)):
+        constant, chunk = growth[first], growth[first + 3]
+        # All chunks together are the rank's tokens, and a chunk has CHUNK_SIZE tokens.
+        formula[first] -= 3 * constant
+        formula[first + 3] -= 3 * chunk
+        formula[first + 2] += (chunk + constant / newest_chapter().CHUNK_SIZE) / split
+    return tuple(formula)
+
+
+def relative(segments, base):
+    """Return the segments of the head relative to segments for one chunk, as all settings need it.
+
+    The moments after the last norm have the activations of the backward pass, and are relative to
+    its start: the segment "chunks".
+    """
+    found = {"chunks": ((0.0,) * 12, [])}
+    for name in HEAD:
+        start, after_norm = base[name][0], base["head backward"][0]
+        found[name] = minus(segments[name][0], start), []
+        for moment in segments[name][1]:
+            is_after = name == "head" and moment[:4] == after_norm[:4]
+            origin, others = (after_norm, "chunks") if is_after else (start, name)
+            found[others][1].append(minus(moment, origin))
+    return found
+
+
+def minus(formula, start):
+    return tuple(x - y for x, y in zip(formula, start, strict=True))
+
+
+def compact(segments, besides_gradients=False):
+    """Return segments with the moments that are the fullest for some values of the form."""
+    found = {}
+    for name, (start, moments) in segments.items():
+        totals = {}
+        for moment in moments:
+            counted = (*moment[:8], *[0.0] * 4) if besides_gradients else moment
+            totals.setdefault(tuple(sum(counted[term::4]) for term in range(4)), counted)
+        # The form has these numbers of samples and tokens; a chunk of several is a full one.
+        values = [
+            (1, 2**power, samples * 2**power, newest_chapter().CHUNK_SIZE)
+            for power in range(10, 18)
+            for samples in range(1, 17)
+        ]
+        fullest = {max(totals, key=functools.partial(dot, value)) for value in values}
+        kept = [moment for total, moment in totals.items() if total in fullest]
+        found[name] = [short(formula) for formula in (start, *kept)]
+    return found
+
+
+def dot(values, formula):
+    return sum(value * size for value, size in zip(values, formula, strict=True))
+
+
+def short(formula):
+    """Return a formula as a list without the zeros at its end, and with integers."""
+    numbers = [int(value) if value == int(value) else value for value in formula]
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return numbers
+
+
+# ---- the facts of a model --------------------------------------------------------------------
+def settings_of(args):
+    """Yield the settings that differ in the tensors of a layer, each with its key."""
+    base = setting_of(args, "05").changed(device="cuda", cpu_offload=False)
+    base = base.changed(micro_batch_size=SAMPLES)
+    yield base.changed(chapter="02", recompute="none", accumulation=2)
+    yield base.changed(chapter="04", recompute="none")
+    sizes = [("tensor_parallel_size", 2**power, "gather") for power in (0, 1, 2, 3)]
+    sizes += [
+        ("context_parallel_size", 2**power, style)
+        for power in (1, 2, 3)
+        for style in ("gather", "ulysses")
+    ]
+    if newest_chapter().experts_of(args.model.built):
+        sizes += [("expert_parallel_size", 2**power, "gather") for power in range(1, 7)]
+    for (name, size, style), recompute in itertools.product(sizes, ["none", "selective", "full"]):
+        changes = {name: size, "context_parallel_style": style, "recompute": recompute}
+        yield base.changed(**changes)
+        if name == "tensor_parallel_size" and size > 1:
+            # TP: a single sample needs fewer copies.
+            yield base.changed(**changes, micro_batch_size=1)
+
+
+def key_of(setting):
+    """Return the key of the segments of a setting; model.js has the same function."""
+    kind = "02" if setting.chapter == "02" else "04" if setting.chapter < "05" else "05"
+    style = setting.context_parallel_style if setting.context_parallel_size > 1 else "gather"
+    sizes = setting.tensor_parallel_size, setting.context_parallel_size, style
+    alone = setting.tensor_parallel_size > 1 and setting.micro_batch_size == 1
+    words = kind, *sizes, setting.expert_parallel_size, setting.recompute, 1 if alone else "more"
+    return " ".join(map(str, words))
+
+
+def segments_of(args):
+    """Return the segments of all settings by key, and those of the head by its chunks."""
+    found, heads = {}, {}
+    for setting in settings_of(args):
+        # A chapter may refuse to split this model.
+        with contextlib.suppress(UnsupportedModelError):
+            check(setting.changed(context_parallel_size=1), args.model)
+            segments = record(setting)
+            found[key_of(setting)] = compact(segments, setting.chapter == "02")
+            head = f"{setting.tensor_parallel_size} {setting.context_parallel_size}"
+            if setting.chapter == "05" and head not in heads:
+                chunked = record(setting, 2), many_chunks(setting)
+                heads[head] = [compact(relative(split, segments)) for split in chunked]
+            print(key_of(setting), flush=True)
+    return {"segments": found, "heads": heads}
+
+
+def check(setting, model):
+    """Raise an error if the newest chapter cannot split the model in this way."""
+    chapter = newest_chapter()
+    # Tracing checks masks.
+    no_masks = mock.patch.object(chapter, "needs_mask", return_value=False)
+    with mock.patch.object(chapter, "fail", refuse), no_masks:
+        chapter.check_model(setting, model.built)
+
+
+def shapes_of(args):
+    """Return the shapes of a layer and of the root on a tensor-parallel rank, and the stages."""
+    found, stages = {}, {}
+    base = setting_of(args, "07")
+    for tp_size in (1, 2, 4, 8):
+        with contextlib.suppress(UnsupportedModelError):
+            check(base.changed(tensor_parallel_size=tp_size), args.model)
+            model = model_of(args.model.config, tp_size)
+            assert all(layer == model.layers[0] for layer in model.layers)
+            found[tp_size] = [named(model.layers[0]), named(model.root)]
+            for ranks, schedule in itertools.product(
+                (2, 4, 8, 16, 32), ("1f1b", "interleaved-1f1b")
+            ):
+                with contextlib.suppress(UnsupportedModelError):
+                    setting = base.changed(
+                        tensor_parallel_size=tp_size,
+                        pipeline_parallel_size=ranks,
+                        pipeline_schedule=schedule,
+                    )
+                    stages[f"{tp_size} {ranks} {setting.num_stages}"] = [
+                        [len(stage.layers), named(stage.root)] for stage in stages_of(setting)
+                    ]
+    return {"shapes": found, "stages": stages}
+
+
+def named(shapes):
+    """Return shapes as lists; those of experts begin with a word."""
+    return [["experts"] * isinstance(shape, ExpertShape) + list(shape) for shape in shapes]
+
+
+def facts_of(words):
+    """Return the facts of the model that a command trains."""
+    args = will_it_fit.parse_args([*words.split(), "--layouts"])
+    config, source = load_config(args)
+    args.model = model_of(config)
+    words = last_of_each(words_without_layout(args, "09"))
+    return (
+        {
+            "words": words,
+            "source": source,
+            "batch": args.batch_size,
+            "layers": len(args.model.layers),
+            "active": active_numbers(args.model),
+            "config": {key: getattr(config, key, None) for key in CONFIG_KEYS},
+        }
+        | shapes_of(args)
+        | segments_of(args)
+    )
+
+
+def main():
+    """Write the facts of the chosen models, or of all models."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("models", nargs="*", default=list(MODELS), metavar="MODEL")
+    new = {name: facts_of(MODELS[name]) for name in parser.parse_args().models}
+    models = (json.loads(FACTS.read_text())["models"] if FACTS.exists() else {}) | new
+    args = vars(will_it_fit.parse_args([]))
+    machines = vars(will_it_fit.build_parser().parse_args([]))
+    del machines["flops_efficiency"]
+    facts = {
+        "defaults": {name: args[name] for name in (*machines, "device", "precision")},
+        "flags": {name: args[name] for name in FLAGS},
+        "scripts": {name: str(path.relative_to(ROOT)) for name, path in SCRIPTS.items()},
+        "chunk_size": newest_chapter().CHUNK_SIZE,
+        "models": {name: models[name] for name in MODELS if name in models},
+    }
+    FACTS.write_text(json.dumps(facts, separators=(",", ":")).replace('],"', '],\n"') + "\n")
+
+
+if __name__ == "__main__":
+    main()
