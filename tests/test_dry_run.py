@@ -1,5 +1,6 @@
 """The dry run counts what the READMEs compute and the planner plans, and finds planted faults."""
 
+import ast
 import shlex
 
 import pytest
@@ -220,6 +221,28 @@ def test_gather_copies_grouped_keys_in_fp32_only(precision):
         peaks.append(result["fullest"]["bytes"])
     saved = layers * 2 * length * WIDTH * 3 / 4 * (2 if precision == "bf16" else 4)
     assert (peaks[1] - peaks[0] > saved) == (precision == "bf16")
+
+
+def real_command(chapter):
+    """Return the GPUs and the arguments of the real command in the docstring of a script."""
+    docstring = ast.get_docstring(ast.parse(SCRIPTS[chapter].read_text()))
+    words = shlex.split(docstring.partition("Real:")[2].replace("\\\n", " "))
+    nodes = int(words[words.index("--nodes") + 1]) if "--nodes" in words else 1
+    return 8 * nodes, words[words.index(str(SCRIPTS[chapter].relative_to(ROOT))) + 1 :]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("chapter", ["02", "03", "04"])
+def test_real_command_fits_on_h100s(chapter, monkeypatch):
+    """The commands of 05, 06 and 08 are in FULL_SIZE, with fewer micro-batches in a step."""
+    monkeypatch.chdir(ROOT)
+    gpus, arguments = real_command(chapter)
+    words = ["--gpus", gpus, "--rank", "last", "--", SCRIPTS[chapter], *arguments]
+    options = dry_run.parse_args(list(map(str, words)))
+    dry_run.load_script(options)
+    [result] = dry_run.run_ranks(options, [gpus - 1])
+    assert not result["problem"], result["problem"]["traceback"]
+    assert result["margin"] >= 0
 
 
 # ---- faults ----------------------------------------------------------------------------------
