@@ -3,7 +3,7 @@
 Small:  python 01-single-gpu/train_llm.py
 Real:   python 01-single-gpu/train_llm.py \
             -m meta-llama/Llama-3.2-1B -d roneneldan/TinyStories \
-            -s 2048 --global-batch-size 64 --num-steps 5000 --compile
+            -s 2048 -b 4 --global-batch-size 64 --num-steps 5000 --compile
 """
 
 import argparse

@@ -556,7 +556,7 @@ def loss_of_chunk(weights, hidden, targets):
 
 def keep_products(_, operation, *args, **kwargs):
     """Keep the results of matrix products and attention, which are expensive to recompute."""
-    is_expensive = "mm" in str(operation) or "scaled_dot_product" in str(operation)
+    is_expensive = "mm" in str(operation) or "attention" in str(operation)
     return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -66,7 +66,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 from transformers import core_model_loading as conversion
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.hub import cached_file
@@ -819,7 +819,7 @@ def loss_of_chunk(weights, hidden, targets):
 
 def keep_products(_, operation, *args, **kwargs):
     """Keep the results of matrix products and attention, which are expensive to recompute."""
-    is_expensive = "mm" in str(operation) or "scaled_dot_product" in str(operation)
+    is_expensive = "mm" in str(operation) or "attention" in str(operation)
     return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -877,9 +877,17 @@ def register_attention(args, device):
         "tensor": args.tensor_parallel_size,
     }
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    styles = {"gather": gathered_attention, "ulysses": ulysses_attention}
-    attention = functools.partial(styles[args.context_parallel_style], mesh["context"])
-    AttentionInterface.register("causal_sdpa", attention)
+    mesh = mesh["context"]
+    # This rank's last query attends to all keys up to its own. Each earlier query attends to one
+    # key fewer than the query after it. Make this mask now, because causal_lower_right() fails
+    # inside of layers that are recomputed selectively.
+    length = args.seq_length // args.context_parallel_size
+    mask = causal_lower_right(length, length * (mesh.get_local_rank() + 1))
+    styles = {
+        "gather": functools.partial(gathered_attention, mesh, mask),
+        "ulysses": functools.partial(ulysses_attention, mesh),
+    }
+    AttentionInterface.register("causal_sdpa", styles[args.context_parallel_style])
 
 
 def shard(args, model, device):
@@ -1207,7 +1215,7 @@ def gather_sequence(mesh, block, args, kwargs):
     return args, kwargs | {"hidden_states": hidden}
 
 
-def gathered_attention(mesh, module, query, key, value, attention_mask, **options):
+def gathered_attention(mesh, mask, module, query, key, value, attention_mask, **options):
     """Attend from this rank's tokens to the tokens of this rank and of all ranks before it.
 
     The shape of query, key and value is [batch, heads, sequence, width].
@@ -1217,11 +1225,15 @@ def gathered_attention(mesh, module, query, key, value, attention_mask, **option
     # full_weight() also fits keys and values: it gathers them, and adds up their gradients over all
     # ranks.
     key, value = (full_weight(DTensor.from_local(x, mesh, [Shard(2)])) for x in (key, value))
-    # The last query attends to all keys before `end`. Each earlier query attends to one key fewer
-    # than the query after it.
-    mask = causal_lower_right(length, end)
     key, value = key[:, :, :end], value[:, :, :end]
-    return sdpa_attention_forward(module, query, key, value, mask, **options)
+    # Flash attention takes grouped heads. The kernels for fp32 do not, so sdpa_attention_forward()
+    # copies keys and values for each query head. It also reports a softcap, which SDPA lacks.
+    takes_groups = query.dtype != torch.float32 and use_gqa_in_sdpa(None, key, value)
+    if not takes_groups or options.get("softcap"):
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+    options = {"dropout_p": options.get("dropout", 0.0), "scale": options.get("scaling")}
+    output = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True, **options)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def ulysses_attention(mesh, module, query, key, value, attention_mask, **options):

@@ -1,5 +1,6 @@
 """The dry run counts what the READMEs compute and the planner plans, and finds planted faults."""
 
+import ast
 import shlex
 
 import pytest
@@ -25,9 +26,10 @@ OUTER = 2 * VOCABULARY * WIDTH + WIDTH
 WEIGHTS = LAYERS * LAYER + OUTER
 
 
-def run(script, gpus, arguments, ranks="0"):
+def run(script, gpus, arguments, ranks="0", gpu="H100-80GB"):
     """Run a script dry as some of its ranks, and return their numbers."""
-    words = f"--gpus {gpus} --rank {ranks} -- {script} {arguments} --global-batch-size {gpus}"
+    words = f"--gpus {gpus} --gpu {gpu} --rank {ranks} -- {script} {arguments} "
+    words += f"--global-batch-size {gpus}"
     options = dry_run.parse_args(shlex.split(words))
     dry_run.load_script(options)
     results = dry_run.run_ranks(options, dry_run.ranks_to_run(options, None))
@@ -185,6 +187,62 @@ FULL_SIZE = {
 def test_peak_at_full_size_equals_the_planner(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     check_peak(name, *FULL_SIZE[name])
+
+
+@pytest.mark.parametrize(
+    "chapter, precision, gpu, stores_scores",
+    [
+        ("fp16", "fp16", "T4-16GB", False),
+        ("02", "bf16", "A100-80GB", False),
+        exhaustive("02", "fp32", "T4-16GB", True),
+    ],
+)
+def test_only_fp32_stores_the_scores_of_grouped_heads(chapter, precision, gpu, stores_scores):
+    heads, length, layers, peaks = 8, 2048, 3, []
+    for groups in (2, heads):
+        model = MODEL.replace("num_key_value_heads=8", f"num_key_value_heads={groups}")
+        arguments = f"{model} -s {length} --precision {precision}"
+        result = run(SCRIPTS[chapter], 2, arguments, gpu=gpu)
+        assert not result["problem"], result["problem"]["traceback"]
+        peaks.append(result["fullest"]["bytes"])
+    scores = layers * heads * length**2 * (4 if precision == "fp32" else 2)
+    assert (peaks[0] - peaks[1] > scores / 2) == stores_scores
+
+
+@pytest.mark.parametrize("precision", ["bf16", exhaustive("fp32")])
+def test_gather_copies_grouped_keys_in_fp32_only(precision):
+    """Each copy that a layer keeps has the keys and values of all tokens."""
+    size, length, layers, peaks = 4, 2048, 3, []
+    for groups in (2, 8):
+        model = MODEL.replace("num_key_value_heads=8", f"num_key_value_heads={groups}")
+        arguments = f"{model} -s {length} --precision {precision} --context-parallel-size {size}"
+        result = run(SCRIPTS["08"], size, arguments, ranks=f"{size - 1}")
+        assert not result["problem"], result["problem"]["traceback"]
+        peaks.append(result["fullest"]["bytes"])
+    saved = layers * 2 * length * WIDTH * 3 / 4 * (2 if precision == "bf16" else 4)
+    assert (peaks[1] - peaks[0] > saved) == (precision == "bf16")
+
+
+def real_command(chapter):
+    """Return the GPUs and the arguments of the real command in the docstring of a script."""
+    docstring = ast.get_docstring(ast.parse(SCRIPTS[chapter].read_text()))
+    words = shlex.split(docstring.partition("Real:")[2].replace("\\\n", " "))
+    nodes = int(words[words.index("--nodes") + 1]) if "--nodes" in words else 1
+    return 8 * nodes, words[words.index(str(SCRIPTS[chapter].relative_to(ROOT))) + 1 :]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("chapter", ["02", "03", "04"])
+def test_real_command_fits_on_h100s(chapter, monkeypatch):
+    """The commands of 05, 06 and 08 are in FULL_SIZE, with fewer micro-batches in a step."""
+    monkeypatch.chdir(ROOT)
+    gpus, arguments = real_command(chapter)
+    words = ["--gpus", gpus, "--rank", "last", "--", SCRIPTS[chapter], *arguments]
+    options = dry_run.parse_args(list(map(str, words)))
+    dry_run.load_script(options)
+    [result] = dry_run.run_ranks(options, [gpus - 1])
+    assert not result["problem"], result["problem"]["traceback"]
+    assert result["margin"] >= 0
 
 
 # ---- faults ----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import math
 import inject
 import pytest
 import torch
+from torch.nn.attention.bias import CausalBias
 
 from conftest import SCRIPTS, SHORT, curves_of, difference, metrics, prepare_training, run_or_fail
 from in_process import tensors_of
@@ -77,6 +78,23 @@ def test_bad_loss_of_a_different_rank_is_fatal(script, monkeypatch):
     monkeypatch.setattr(script.dist, "all_reduce", lambda is_fatal, operation: is_fatal.fill_(1))
     loss, norm = script.train_step(args, model, optimizer, train_set, 2, DEVICE)
     assert loss.isfinite() and norm.isfinite() and optimizer.found_inf
+
+
+def test_attention_gets_a_key_for_each_query_head(script, monkeypatch):
+    """Kernels other than flash attention need the same number of heads for queries and keys."""
+    calls, sdpa = [], script.sdpa_attention_forward
+
+    def record(module, query, key, value, mask, **options):
+        calls.append(mask)
+        return sdpa(module, query, key, value, mask, **options)
+
+    monkeypatch.setattr(script, "sdpa_attention_forward", record)
+    groups = ["--config", "num_hidden_layers=1", "num_key_value_heads=1"]
+    take_step(script, *FP16, *groups)
+    for mask in calls:
+        # With a mask, transformers copies keys and values. This mask never becomes a tensor.
+        assert isinstance(mask, CausalBias) and mask.seq_len_q == mask.seq_len_kv
+    assert calls
 
 
 # ---- runs ------------------------------------------------------------------------------------

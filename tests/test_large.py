@@ -28,6 +28,25 @@ def test_chunked_loss_equals_the_loss(load, monkeypatch, chunk, bias):
         assert (gradient - other).abs().max() < 2e-6
 
 
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        # The mask of chapter 08 calls this kernel itself.
+        "_efficient_attention_forward",
+    ],
+)
+def test_selective_recompute_keeps_the_result_of_each_attention_kernel(load, kernel):
+    chapter, operations = load("05"), torch.ops.aten
+    attention = getattr(operations, kernel).default
+    assert chapter.keep_products(None, attention) is chapter.CheckpointPolicy.MUST_SAVE
+    recomputed = chapter.keep_products(None, operations.silu.default)
+    assert recomputed is chapter.CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def test_adamw_uses_all_cores_of_the_host(load, monkeypatch):
     """torchrun gives each rank one thread; a higher number that the user sets stays."""
     chapter, threads = load("05"), []

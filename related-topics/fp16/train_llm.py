@@ -3,7 +3,7 @@
 Small:  torchrun --standalone --nproc-per-node 2 related-topics/fp16/train_llm.py \
             --precision fp16
 Real:   torchrun --standalone --nproc-per-node gpu related-topics/fp16/train_llm.py \
-            -m Qwen/Qwen3-0.6B -d roneneldan/TinyStories -s 1024 -b 1 \
+            -m Qwen/Qwen3-0.6B -d roneneldan/TinyStories -b 1 \
             --global-batch-size 64 --num-steps 5000 --precision fp16
 """
 
@@ -39,6 +39,7 @@ import transformers
 import wandb
 from datasets.fingerprint import Hasher
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -321,7 +322,7 @@ def build_model(args, config):
     # mask, so register SDPA under a new name. transformers has no mask function for the new name,
     # so it skips both the check and the mask.
     if needs_no_mask(args, model):
-        AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
+        AttentionInterface.register("causal_sdpa", causal_attention)
         model.set_attn_implementation("causal_sdpa")
 
     # layer.compile() keeps the names of the weights; torch.compile(layer) would change the names.
@@ -331,6 +332,16 @@ def build_model(args, config):
             layer.compile(dynamic=False)
         model.loss_function = torch.compile(model.loss_function, dynamic=False)
     return model
+
+
+def causal_attention(module, query, key, value, attention_mask, **options):
+    """Call SDPA with a causal mask that has no data, so that transformers repeats keys and values.
+
+    Without a mask, transformers passes fewer heads of keys than of queries. On GPUs without flash
+    attention, SDPA then stores the scores of all pairs of tokens.
+    """
+    mask = causal_lower_right(query.shape[2], key.shape[2])
+    return sdpa_attention_forward(module, query, key, value, mask, **options)
 
 
 def check_names(args, model, missing_keys, unexpected_keys, mismatched_keys, **_):

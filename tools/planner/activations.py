@@ -192,12 +192,15 @@ def small_model(setting):
 def split_attention(setting):
     """Make attention work as on the last of the ranks that split each sequence."""
     chapter, size = newest_chapter(), setting.context_parallel_size
-    styles = {"gather": chapter.gathered_attention, "ulysses": chapter.ulysses_attention}
     mesh = mesh_of([*range(size)])
     # This process is rank 0, but the last rank attends to the most keys.
     mesh.get_local_rank = lambda: size - 1
-    attention = functools.partial(styles[setting.context_parallel_style], mesh)
-    AttentionInterface.register("causal_sdpa", attention)
+    mask = chapter.causal_lower_right(setting.seq_length // size, setting.seq_length)
+    styles = {
+        "gather": functools.partial(chapter.gathered_attention, mesh, mask),
+        "ulysses": functools.partial(chapter.ulysses_attention, mesh),
+    }
+    AttentionInterface.register("causal_sdpa", styles[setting.context_parallel_style])
 
 
 def watch(model, record):
