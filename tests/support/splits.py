@@ -79,9 +79,9 @@ def differences(gradients, split_gradients):
     assert gradients.keys() == split_gradients.keys()
     norms = {name: gradient.norm() for name, gradient in gradients.items()}
     # Some gradients are zero but for rounding errors.
-    least = 1e-6 * max(norms.values())
+    smallest_norm = 1e-6 * max(norms.values())
     return {
-        name: ((split_gradients[name] - gradient).norm() / max(norms[name], least)).item()
+        name: ((split_gradients[name] - gradient).norm() / max(norms[name], smallest_norm)).item()
         for name, gradient in gradients.items()
     }
 
