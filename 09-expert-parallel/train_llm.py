@@ -1115,8 +1115,10 @@ def split_experts(args, experts, mesh, options, reshard):
 
 def forward_on_local_weights(module, **options):
     """Return a function that runs a module's forward pass with this rank's part of its weights."""
-    # functional_call() runs a copy, because the module gets another forward method and hooks.
-    inner = copy.deepcopy(module).to("meta")
+    # functional_call() runs a copy without data, because the module gets another forward method and
+    # hooks.
+    tensors = chain(module.parameters(), module.buffers())
+    inner = copy.deepcopy(module, {id(tensor): tensor.data.to("meta") for tensor in tensors})
 
     def forward(*inputs):
         weights = {name: weight.to_local(**options) for name, weight in module.named_parameters()}
