@@ -5,13 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from conftest import ROOT, SCRIPTS, SHORT, curves_of, difference, metrics, prepare_training
-from families import save_small_model
+from conftest import ROOT, SHORT, curves_of, difference, metrics, prepare_training
 from marks import exhaustive, slow
-from runs import call_on_ranks, copy_run, have_same_weights, read_checkpoint
+from runs import copy_run, have_same_weights, read_checkpoint
 
 TINY = ROOT / "09-expert-parallel/tiny-mixture"
 # With a high learning rate, scores change faster than biases.
@@ -164,38 +161,3 @@ def test_rank_without_tokens_runs_an_expert_for_its_gradient(load, monkeypatch):
     assert output.shape == (3, 8) and sizes == [(1, 1, 1)]
     assert weight.grad is not None and not weight.grad.any()
     assert hidden.grad is not None
-
-
-# ---- all families ----------------------------------------------------------------------------
-def mixture_families():
-    """Return the families whose experts transformers has a plan to split."""
-    plans = {
-        kind: str(getattr(CONFIG_MAPPING[kind], "base_model_ep_plan", None))
-        for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    }
-    return [kind for kind, plan in plans.items() if "ep_dispatch_experts" in plan]
-
-
-@pytest.mark.exhaustive
-def test_every_mixture_trains_alike_with_split_experts_or_is_refused(tmp_path):
-    flags = """--device cpu --precision fp32 -s 16 --global-batch-size 4 -b 2 --num-steps 4
-        --eval-samples 4 --warmup-steps 1""".split()
-    cases = {}
-    for family in mixture_families():
-        try:
-            save_small_model(family, tmp_path / family)
-        except ValueError as reason:
-            print(f"{family}: {reason}")
-            continue
-        cases[family] = ["-m", tmp_path / family, *flags, "--save-dir", tmp_path / "runs"]
-    results = call_on_ranks(2, "mixtures.py", cases, tmp_path / "ranks", SCRIPTS["09"], *EP2)
-    equal = 0
-    for family, (steps, split_steps) in results.items():
-        if isinstance(steps, str) or isinstance(split_steps, str):
-            print(f"{family}: {split_steps}")
-            continue
-        for (loss, norm), (split_loss, split_norm) in zip(steps, split_steps, strict=True):
-            assert abs(loss - split_loss) < 1e-5, family
-            assert abs(norm - split_norm) < 1e-5 * norm, family
-        equal += 1
-    assert equal > 35

@@ -87,15 +87,20 @@ def differences(gradients, split_gradients):
 
 
 def main():
-    """Train each family twice; rank 0 writes both results, and the differences of the gradients."""
+    """Train each family twice; rank 0 writes both results, and the differences of the gradients.
+
+    If the chapter does not split a family, rank 0 writes the reason.
+    """
     cases, result, script, *flags = sys.argv[1:]
     chapter, results = load(script), {}
     chapter.fail = refuse
     for family, words in json.loads(Path(cases).read_text()).items():
-        steps, gradients = train(chapter, words)
         split_steps, split_gradients = train(chapter, [*words, *flags])
-        is_trained = gradients and split_gradients
-        apart = differences(gradients, split_gradients) if is_trained else {}
+        if not split_gradients:
+            results[family] = split_steps
+            continue
+        steps, gradients = train(chapter, words)
+        apart = differences(gradients, split_gradients)
         results[family] = [steps, split_steps, apart]
     if os.environ["RANK"] == "0":
         Path(result).write_text(json.dumps(results))

@@ -1,0 +1,70 @@
+"""A model has the same gradients, whether or not ranks split its matrices, sequences or experts."""
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from conftest import MIXTURES, SCRIPTS
+from families import VARIED_FAMILIES, save_small_model
+from marks import exhaustive, slow
+from runs import call_on_ranks
+
+TP2, CP2 = ["--tensor-parallel-size", 2], ["--context-parallel-size", 2]
+EP2 = ["--expert-parallel-size", 2]
+# Each of these families shares the work of a layer in a different way.
+DENSE = "llama qwen2 qwen3 gemma olmo2 phi3 gpt_neox".split()
+TRAINING = """--device cpu --precision fp32 -s 16 --global-batch-size 4 -b 2 --num-steps 4
+    --eval-samples 4 --warmup-steps 1""".split()
+
+
+def all_mixtures():
+    """Return the families whose experts transformers has a plan to split."""
+    plans = {
+        kind: str(getattr(CONFIG_MAPPING[kind], "base_model_ep_plan", None))
+        for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    }
+    return [kind for kind, plan in plans.items() if "ep_dispatch_experts" in plan]
+
+
+# It takes seconds to import the configurations of all mixtures, so only their tests do this.
+FAMILIES = {"dense": lambda: DENSE, "mixtures": lambda: MIXTURES}
+FAMILIES |= {"all": lambda: VARIED_FAMILIES, "all-mixtures": all_mixtures}
+# The chapter, its flags, the families, and the least number of families that it does not refuse.
+CASES = [
+    slow("06", TP2, "dense", 7),
+    slow("09", EP2, "mixtures", 7),
+    exhaustive("06", TP2, "all", 30),
+    exhaustive("08", CP2, "all", 40),
+    exhaustive("09", EP2, "all-mixtures", 35),
+    exhaustive("09", TP2, "all-mixtures", 8),
+    exhaustive("09", [*TP2, *EP2], "all-mixtures", 8),
+]
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("chapter, flags, families, fewest", CASES)
+def test_split_model_has_the_same_gradients_or_is_refused(
+    tmp_path, chapter, flags, families, fewest
+):
+    cases = {}
+    for family in FAMILIES[families]():
+        try:
+            save_small_model(family, tmp_path / family)
+        except ValueError as reason:
+            print(f"{family}: {reason}")
+            continue
+        cases[family] = ["-m", tmp_path / family, *TRAINING, "--save-dir", tmp_path / "runs"]
+    results = call_on_ranks(2, "splits.py", cases, tmp_path / "ranks", SCRIPTS[chapter], *flags)
+    equal = 0
+    for family, result in results.items():
+        if isinstance(result, str):
+            print(f"{family}: {result}")
+            continue
+        steps, split_steps, differences = result
+        # A gradient that is added up twice changes the norm of all gradients very little.
+        assert {name: apart for name, apart in differences.items() if apart > 1e-4} == {}, family
+        for (loss, norm), (split_loss, split_norm) in zip(steps, split_steps, strict=True):
+            assert abs(loss - split_loss) < 1e-5, family
+            assert abs(norm - split_norm) < 1e-4 * norm, family
+        equal += 1
+    assert equal >= fewest
