@@ -186,7 +186,7 @@ def small_model(setting):
 
 
 def split_experts(setting, model):
-    """Make experts work as on one of the ranks that share them; all receive as many tokens."""
+    """Make experts work as on one of the ranks that share them."""
     chapter, size = newest_chapter(), setting.expert_parallel_size
     mesh, dispatch = mesh_of([*range(size)]), balanced(chapter.dispatch)
     for experts in chapter.experts_of(model):
