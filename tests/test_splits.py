@@ -40,6 +40,7 @@ FAMILIES |= {"all": lambda: VARIED_FAMILIES, "all-mixtures": lambda: with_expert
 CASES = [
     slow("06", TP2, "dense", 7),
     slow("09", EP2, "mixtures", 7),
+    exhaustive("09", [*EP2, "--recompute", "full"], "mixtures", 7),
     exhaustive("06", TP2, "all", 30),
     exhaustive("08", CP2, "all", 40),
     exhaustive("09", EP2, "all-mixtures", 35),
