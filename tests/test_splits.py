@@ -27,10 +27,10 @@ def all_mixtures():
 
 
 def with_experts(kinds):
-    """Give a family a setting if the first two layers, which small models have, lack experts."""
+    """Give a family settings if the first two layers, which small models have, lack experts."""
     numbers = {kind: getattr(CONFIG_MAPPING[kind](), "first_k_dense_replace", 0) for kind in kinds}
-    setting = "+first_k_dense_replace=1"
-    return [kind + setting * ((number or 0) > 1) for kind, number in numbers.items()]
+    settings = "+first_k_dense_replace=1+n_group=1+topk_group=1"
+    return [kind + settings * ((number or 0) > 1) for kind, number in numbers.items()]
 
 
 # It takes seconds to import the configurations of all mixtures, so only their tests do this.
