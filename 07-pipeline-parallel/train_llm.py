@@ -79,6 +79,16 @@ LAUNCHER_VARIABLES = {
 CHUNK_SIZE = 1024
 # The asynchronous save in progress: a list with at most one Future object.
 PENDING_SAVES = []
+
+
+class ReplicatedNorm(tp.SequenceParallel):
+    """Replicate a norm that all ranks compute for the same input, and so with equal gradients."""
+
+    def __init__(self):
+        super().__init__(use_local_output=True)
+        self.sequence_sharding = (Replicate(),)
+
+
 # Each style defines how ranks share the work of a module. The keys are the style names in the
 # tensor-parallel plans of transformers. Shard(1) splits hidden states along the sequence: each rank
 # has one part of each sequence.
@@ -89,6 +99,7 @@ STYLES = {
     "rowwise_split_input": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "embedding_rowwise": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "replicated_with_grad_allreduce": tp.SequenceParallel(use_local_output=True),
+    "replicated_norm": ReplicatedNorm(),
 }
 # The class of each schedule, and its number of stages per rank.
 SCHEDULES = {
@@ -616,13 +627,17 @@ def check_model(args, model):
 def styles_of(model):
     """Map each module to its tensor-parallel style, or to None if it has no style."""
     plan, styles = model.tp_plan or {}, {}
+    # In these blocks, each rank has the full result of each split matrix.
+    gathered = [key.rpartition(".")[0] for key in plan if plan[key] == "colwise_gather_output"]
     for name, module in model.named_modules():
         # A plan has a * in place of a layer's number.
         plan_name = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         # A norm that the plan lacks is replicated, unless it has a row of weights for each head.
         is_norm = "Norm" in type(module).__name__
         is_norm = is_norm and all(weight.dim() == 1 for weight in module.parameters())
-        default = "replicated_with_grad_allreduce" if is_norm else None
+        is_gathered = plan_name.rpartition(".")[0] in gathered
+        norm_style = "replicated_norm" if is_gathered else "replicated_with_grad_allreduce"
+        default = norm_style if is_norm else None
         styles[module] = STYLES.get(plan.get(plan_name, default))
     # Split embeddings by rows: each row belongs to one token of the vocabulary.
     embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]

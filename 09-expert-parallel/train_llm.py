@@ -85,6 +85,14 @@ CHUNK_SIZE = 1024
 PENDING_SAVES = []
 
 
+class ReplicatedNorm(tp.SequenceParallel):
+    """Replicate a norm that all ranks compute for the same input, and so with equal gradients."""
+
+    def __init__(self):
+        super().__init__(use_local_output=True)
+        self.sequence_sharding = (Replicate(),)
+
+
 class ReplicatedRouter(tp.ParallelStyle):
     """Replicate a router: each rank uses it for the tokens of its part of each sequence."""
 
@@ -107,6 +115,7 @@ STYLES = {
     "rowwise_split_input": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "embedding_rowwise": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "replicated_with_grad_allreduce": tp.SequenceParallel(use_local_output=True),
+    "replicated_norm": ReplicatedNorm(),
     "router": ReplicatedRouter(),
 }
 # The class of each schedule, and its number of stages per rank.
@@ -684,13 +693,17 @@ def check_model(args, model):
 def styles_of(model):
     """Map each module to its tensor-parallel style, or to None if it has no style."""
     plan, styles = model.tp_plan or {}, {}
+    # In these blocks, each rank has the full result of each split matrix.
+    gathered = [key.rpartition(".")[0] for key in plan if plan[key] == "colwise_gather_output"]
     for name, module in model.named_modules():
         # A plan has a * in place of a layer's number.
         plan_name = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         # A norm that the plan lacks is replicated, unless it has a row of weights for each head.
         is_norm = "Norm" in type(module).__name__
         is_norm = is_norm and all(weight.dim() == 1 for weight in module.parameters())
-        default = "replicated_with_grad_allreduce" if is_norm else None
+        is_gathered = plan_name.rpartition(".")[0] in gathered
+        norm_style = "replicated_norm" if is_gathered else "replicated_with_grad_allreduce"
+        default = norm_style if is_norm else None
         default = "router" if "Router" in type(module).__name__ else default
         styles[module] = STYLES.get(plan.get(plan_name, default))
     # Split embeddings by rows: each row belongs to one token of the vocabulary.
@@ -1111,8 +1124,10 @@ def split_experts(args, experts, mesh, options, reshard):
 
 def forward_on_local_weights(module, **options):
     """Return a function that runs a module's forward pass with this rank's part of its weights."""
-    # functional_call() runs a copy, because the module gets another forward method and hooks.
-    inner = copy.deepcopy(module).to("meta")
+    # functional_call() runs a copy without data, because the module gets another forward method and
+    # hooks.
+    tensors = chain(module.parameters(), module.buffers())
+    inner = copy.deepcopy(module, {id(tensor): tensor.data.to("meta") for tensor in tensors})
 
     def forward(*inputs):
         weights = {name: weight.to_local(**options) for name, weight in module.named_parameters()}

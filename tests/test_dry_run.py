@@ -24,6 +24,7 @@ MODEL = (
 LAYER = 4 * WIDTH**2 + 3 * WIDTH * MLP_WIDTH + 2 * WIDTH
 OUTER = 2 * VOCABULARY * WIDTH + WIDTH
 WEIGHTS = LAYERS * LAYER + OUTER
+MIXTURE = f"-m {ROOT}/09-expert-parallel/tiny-mixture -b 1"
 
 
 def run(script, gpus, arguments, ranks="0", gpu="H100-80GB"):
@@ -117,8 +118,22 @@ def test_context_parallelism_sends_the_bytes_of_the_formula(style, gpus):
     assert sent(result, kind, size) == pytest.approx(micro_batches * LAYERS * per_layer)
 
 
+@pytest.mark.parametrize("size", [2, exhaustive(8)])
+def test_expert_parallelism_sends_the_bytes_of_the_formula(size):
+    arguments = f"{MIXTURE} -s 256 --expert-parallel-size {size}"
+    result = run(SCRIPTS["09"], 8, arguments)
+    # Each of 256 tokens travels to two experts and back, in three of the layers, in the forward and
+    # in the backward pass. Its hidden state has 128 numbers of two bytes.
+    per_pass = 2 * 3 * 256 * 2 * 128 * 2
+    assert sent(result, "all-to-all", size) == pytest.approx(2 * per_pass * share(size), rel=0.01)
+    # In each layer, the host waits for the numbers of tokens.
+    [wait] = [row for row in result["waits"] if row["phase"].startswith("step 2")]
+    assert wait["function"] == "dispatch" and wait["times"] == 3
+
+
 # ---- memory ----------------------------------------------------------------------------------
 SMALL_8B = "-m meta-llama/Llama-3.1-8B --config num_hidden_layers=3 -s 4096 -b 1 "
+SMALL_30B = "-m Qwen/Qwen3-30B-A3B --config num_hidden_layers=3 -s 4096 -b 1"
 PIPELINE = "-b 4 --recompute full"
 LAYOUTS = {
     "02": [8, ""],
@@ -132,6 +147,9 @@ LAYOUTS = {
     "07 last": [64, f"--tensor-parallel-size 4 --pipeline-parallel-size 2 {PIPELINE}", "last"],
     "08": [8, "--context-parallel-size 8 -s 32768", "7"],
     "08 ulysses": [8, "--context-parallel-size 8 --context-parallel-style ulysses -s 32768", "7"],
+    "09": [16, f"{SMALL_30B} --expert-parallel-size 8"],
+    "09 TP": [16, f"{SMALL_30B} -s 32768 --expert-parallel-size 8 --tensor-parallel-size 2"],
+    "09 recompute": [16, f"{SMALL_30B} --expert-parallel-size 8 --recompute full"],
 }
 
 
@@ -178,6 +196,7 @@ FULL_SIZE = {
     "05 70B": [64, f"{CONFIGS}70b.args"],
     "05 405B": [64, f"{CONFIGS}405b.args"],
     "06 70B": [64, f"{CONFIGS}70b.args -b 8 --tensor-parallel-size 8"],
+    "09 30B": [16, "-m Qwen/Qwen3-30B-A3B -s 4096 -b 1 --expert-parallel-size 8"],
     "08 8B": [32, f"{CONFIGS}8b.args --recompute full -s 131072 --context-parallel-size 8", "7"],
 }
 

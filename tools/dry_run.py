@@ -11,6 +11,7 @@ laptop is large enough. The tool reads no data and no weights, and writes nothin
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import json
 import linecache
@@ -36,7 +37,7 @@ sys.path.append(str(ROOT / "tools/planner"))
 import fake_machine  # noqa: E402
 from step_time import SPEEDS  # noqa: E402
 from step_watch import Watch  # noqa: E402
-from training_step import copy_of_config, needs_no_mask  # noqa: E402
+from training_step import balanced, copy_of_config, needs_no_mask  # noqa: E402
 
 GIB = 2**30
 # The name of the script as a module.
@@ -227,6 +228,9 @@ def run_rank(options, rank):
         module.setup = setup_on_fake_gpu
         if hasattr(module, "init_device_mesh"):
             module.init_device_mesh = fake_machine.on_real_tensors(module.init_device_mesh)
+        if hasattr(module, "dispatch"):
+            wait = functools.partial(watch.wait, "reads the numbers of tokens")
+            module.dispatch = balanced(module.dispatch, wait)
         sys.argv = [options.script, *options.words, "--device", "cuda", "--save-dir", folder]
         watch.phase = "between steps"
         stdout, sys.stdout = sys.stdout, nowhere

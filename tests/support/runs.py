@@ -132,7 +132,7 @@ def call_on_ranks(world_size, script, cases, folder, *words):
     cases = {name: list(map(str, args)) for name, args in cases.items()}
     (folder / "cases.json").write_text(json.dumps(cases))
     args = [folder / "cases.json", folder / "result.json", *words]
-    run_or_fail(world_size, [(ROOT / "tests/support" / script, args)], folder, timeout=300)
+    run_or_fail(world_size, [(ROOT / "tests/support" / script, args)], folder, timeout=1200)
     return json.loads((folder / "result.json").read_text())
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
 from training_step import (
+    balanced,
     load_chapter,
     local,
     mesh_of,
@@ -177,16 +178,25 @@ def small_model(setting):
         model = chapter.build_model(setting, config)
     if setting.context_parallel_size > 1:
         split_attention(setting)
-    # EP: on average, a rank receives the number of tokens that it sends, but for fewer experts.
-    for experts in newest_chapter().experts_of(model) if setting.expert_parallel_size > 1 else []:
-        experts.num_experts //= setting.expert_parallel_size
-        for weight in experts.parameters():
-            weight.data = weight.data[: experts.num_experts].clone()
+    if setting.expert_parallel_size * setting.tensor_parallel_size > 1:
+        split_experts(setting, model)
     is_half = setting.precision == "bf16" and not setting.autocast
     for weight in model.parameters():
         weight.data = weight.data.to(torch.bfloat16 if is_half else torch.float32)
     split_matrices(model, setting.tensor_parallel_size)
     return model
+
+
+def split_experts(setting, model):
+    """Make experts work as on one of the ranks that share them."""
+    chapter, size = newest_chapter(), setting.expert_parallel_size
+    mesh, dispatch = mesh_of([*range(size)]), balanced(chapter.dispatch)
+    for experts in chapter.experts_of(model):
+        experts.num_experts //= size
+        for weight in experts.parameters():
+            weight.data = weight.data[: experts.num_experts].clone()
+        run_experts = experts.forward
+        experts.forward = functools.partial(dispatch, mesh, experts.num_experts, run_experts)
 
 
 def split_attention(setting):

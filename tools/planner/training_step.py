@@ -21,7 +21,7 @@ import huggingface_hub
 import torch
 import torch.distributed as dist
 import transformers
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -105,6 +105,27 @@ def needs_no_mask(setting, model):
     window = getattr(model.config, "sliding_window", None) or setting.seq_length
     uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
     return uses_sdpa and setting.seq_length <= window
+
+
+def balanced(dispatch, wait=lambda: None):
+    """Return dispatch() of chapter 09 for fake tensors, whose values no rank can read.
+
+    Assume that each rank sends the same number of tokens to each of the ranks that share experts.
+    Call `wait` where the host would wait for the device to count the tokens.
+    """
+
+    def dispatch_evenly(mesh, num_local_experts, run_experts, hidden, indices, weights):
+        num_sent = [indices.numel() // mesh.size()] * mesh.size()
+        num_sent[0] += indices.numel() % mesh.size()
+
+        def read(_):
+            wait()
+            return num_sent, num_sent
+
+        with mock.patch.object(FakeTensor, "tolist", read):
+            return dispatch(mesh, num_local_experts, run_experts, hidden, indices, weights)
+
+    return dispatch_evenly
 
 
 def simulate_ranks():

@@ -1,0 +1,88 @@
+"""A model has the same gradients, whether or not ranks split its matrices, sequences or experts."""
+
+import json
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from conftest import MIXTURES, ROOT, SCRIPTS
+from families import save_small_model
+from marks import exhaustive, slow
+from runs import call_on_ranks
+
+TP2, CP2 = ["--tensor-parallel-size", 2], ["--context-parallel-size", 2]
+EP2 = ["--expert-parallel-size", 2]
+# Each of these families shares the work of a layer in a different way.
+DENSE = "llama qwen2 qwen3 gemma olmo2 phi3 gpt_neox".split()
+TRAINING = """--device cpu --precision fp32 -s 16 --global-batch-size 4 -b 2 --num-steps 4
+    --eval-samples 4 --warmup-steps 1""".split()
+
+
+def all_mixtures():
+    """Return the families whose experts transformers has a plan to split."""
+    plans = {
+        kind: str(getattr(CONFIG_MAPPING[kind], "base_model_ep_plan", None))
+        for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    }
+    return [kind for kind, plan in plans.items() if "ep_dispatch_experts" in plan]
+
+
+def trained_by(chapter):
+    """Return the families that a chapter does not refuse, by the published table."""
+    rows = json.loads((ROOT / "benchmarks/results/families.json").read_text())["rows"]
+    rows = [row for row in rows if (row["chapter"], row["verdict"]) == (chapter, "equal")]
+    return [row["family"] for row in rows]
+
+
+def with_experts(kinds):
+    """Give a family settings if the first two layers, which small models have, lack experts."""
+    numbers = {kind: getattr(CONFIG_MAPPING[kind](), "first_k_dense_replace", 0) for kind in kinds}
+    settings = "+first_k_dense_replace=1+n_group=1+topk_group=1"
+    return [kind + settings * ((number or 0) > 1) for kind, number in numbers.items()]
+
+
+# It takes seconds to import the configurations of all mixtures, so only their tests do this.
+FAMILIES = {"dense": lambda: DENSE, "mixtures": lambda: with_experts(MIXTURES)}
+FAMILIES |= {"all-mixtures": lambda: with_experts(all_mixtures())}
+FAMILIES |= {"all-of-06": lambda: trained_by("06"), "all-of-08": lambda: trained_by("08")}
+# The chapter, its flags, the families, and the least number of families that it does not refuse.
+CASES = [
+    slow("06", TP2, "dense", 7),
+    slow("09", EP2, "mixtures", 7),
+    exhaustive("09", [*EP2, "--recompute", "full"], "mixtures", 7),
+    exhaustive("06", TP2, "all-of-06", 30),
+    exhaustive("08", CP2, "all-of-08", 40),
+    exhaustive("09", EP2, "all-mixtures", 35),
+    exhaustive("09", TP2, "all-mixtures", 8),
+    exhaustive("09", [*TP2, *EP2], "all-mixtures", 8),
+]
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("chapter, flags, families, fewest", CASES)
+def test_split_model_has_the_same_gradients_or_is_refused(
+    tmp_path, chapter, flags, families, fewest
+):
+    cases = {}
+    for family in FAMILIES[families]():
+        try:
+            save_small_model(family, tmp_path / family)
+        except ValueError as reason:
+            print(f"{family}: {reason}")
+            continue
+        cases[family] = ["-m", tmp_path / family, *TRAINING, "--save-dir", tmp_path / "runs"]
+    results = call_on_ranks(2, "splits.py", cases, tmp_path / "ranks", SCRIPTS[chapter], *flags)
+    equal = 0
+    for family, result in results.items():
+        if isinstance(result, str):
+            print(f"{family}: {result}")
+            continue
+        steps, split_steps, differences = result
+        # A gradient that is added up twice changes the norm of all gradients very little.
+        assert {name: apart for name, apart in differences.items() if apart > 1e-4} == {}, family
+        for (loss, norm), (split_loss, split_norm) in zip(steps, split_steps, strict=True):
+            assert abs(loss - split_loss) < 1e-5, family
+            assert abs(norm - split_norm) < 1e-4 * norm, family
+        equal += 1
+    assert equal >= fewest
