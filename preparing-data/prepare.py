@@ -153,7 +153,7 @@ def pydoc_records(column):
 def check_column(column, names):
     """Raise an error that names the columns if the column of the text is not there."""
     if column not in names:
-        raise ValueError(f"it has no column {column}, but {' '.join(names)}")
+        raise ValueError(f"no column {column}; choose --text-column from: {', '.join(names)}")
 
 
 def text_of(record, column):
@@ -163,7 +163,7 @@ def text_of(record, column):
     if isinstance(record, bytes):
         record = json.loads(record)
     if not isinstance(record, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("not a JSON object")
     check_column(column, record)
     text = record[column]
     if isinstance(text, bytes):

@@ -139,7 +139,7 @@ BAD = {
     "empty.jsonl": (b"", "empty.jsonl: it has no documents"),
     "cut.jsonl.gz": (gzip.compress(b'{"text": "x"}\n' * 999)[:-30], "cut.jsonl.gz: "),
     "latin1.jsonl": ('{"text": "é"}\n'.encode("latin1"), "latin1.jsonl, line 1: Unicode"),
-    "column.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', "line 2: it has no column text, but body"),
+    "column.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', "line 2: no column text; choose"),
     "lists.jsonl": (b'{"text": ["a"]}\n', "line 1: column text has a list, and not text"),
     "latin1.txt": ("é".encode("latin1"), "latin1.txt, line 1: UnicodeDecodeError"),
     "half.jsonl": (b'{"text": "a"}\n{"text": "\\ud800"}\n', "half.jsonl, line 2: Unicode"),
