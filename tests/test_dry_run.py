@@ -253,7 +253,7 @@ def real_command(chapter):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("chapter", ["02", "03", "04"])
 def test_real_command_fits_on_h100s(chapter, monkeypatch):
-    """The commands of 05, 06 and 08 are in FULL_SIZE, with fewer micro-batches in a step."""
+    """FULL_SIZE has the commands of 05 and 08, with one sample per GPU and step."""
     monkeypatch.chdir(ROOT)
     gpus, arguments = real_command(chapter)
     words = ["--gpus", gpus, "--rank", "last", "--", SCRIPTS[chapter], *arguments]
