@@ -1,4 +1,4 @@
-"""A model has the same gradients, whether or not ranks split its matrices, sequences or experts."""
+"""A model has the same gradients, whether or not ranks split its matrices or experts."""
 
 import json
 
@@ -11,8 +11,7 @@ from families import save_small_model
 from marks import exhaustive, slow
 from runs import call_on_ranks
 
-TP2, CP2 = ["--tensor-parallel-size", 2], ["--context-parallel-size", 2]
-EP2 = ["--expert-parallel-size", 2]
+TP2, EP2 = ["--tensor-parallel-size", 2], ["--expert-parallel-size", 2]
 # Each of these families shares the work of a layer in a different way.
 DENSE = "llama qwen2 qwen3 gemma olmo2 phi3 gpt_neox".split()
 TRAINING = """--device cpu --precision fp32 -s 16 --global-batch-size 4 -b 2 --num-steps 4
@@ -45,14 +44,13 @@ def with_experts(kinds):
 # It takes seconds to import the configurations of all mixtures, so only their tests do this.
 FAMILIES = {"dense": lambda: DENSE, "mixtures": lambda: with_experts(MIXTURES)}
 FAMILIES |= {"all-mixtures": lambda: with_experts(all_mixtures())}
-FAMILIES |= {"all-of-06": lambda: trained_by("06"), "all-of-08": lambda: trained_by("08")}
+FAMILIES |= {"all-of-06": lambda: trained_by("06")}
 # The chapter, its flags, the families, and the least number of families that it does not refuse.
 CASES = [
     slow("06", TP2, "dense", 7),
     slow("09", EP2, "mixtures", 7),
     exhaustive("09", [*EP2, "--recompute", "full"], "mixtures", 7),
     exhaustive("06", TP2, "all-of-06", 30),
-    exhaustive("08", CP2, "all-of-08", 40),
     exhaustive("09", EP2, "all-mixtures", 35),
     exhaustive("09", TP2, "all-mixtures", 8),
     exhaustive("09", [*TP2, *EP2], "all-mixtures", 8),
