@@ -469,18 +469,18 @@ CONFIGS = "@05-large-model/configs/llama-3.1-"
 SPLIT_405B = f"{CONFIGS}405b.args --nodes 8 --tensor-parallel-size 8"
 IN_TEXT = {
     "06-tensor-parallel/README.md": (
-        r"expects (\d+) GiB per\s+GPU\. Without the last two flags it expects (\d+) GiB",
+        r"expects (\d+) GiB per\s+GPU\. Without the last two flags, it expects (\d+) GiB",
         [f"{SPLIT_405B} --batch-size 8", f"{CONFIGS}405b.args --nodes 8"],
     ),
     "07-pipeline-parallel/README.md": (
-        r"expects (\d+) GiB per GPU .*expects (\d+) GiB\.",
+        r"expects (\d+) GiB per GPU .*expects (\d+) GiB per GPU\.",
         [
             f"{SPLIT_405B} --pipeline-parallel-size 8",
             f"{SPLIT_405B} --pipeline-parallel-size 8 --no-cpu-offload",
         ],
     ),
     "08-context-parallel/README.md": (
-        r"expects (\d+) GiB per GPU, .*Without the last flag it expects (\d+) GiB",
+        r"With gather, it expects (\d+) GiB, .*Without context parallelism, it expects (\d+) GiB",
         [
             f"{CONFIGS}8b.args --nodes 4 -s 131072 --recompute full --context-parallel-size 8",
             f"{CONFIGS}8b.args --nodes 4 -s 131072 --recompute full",

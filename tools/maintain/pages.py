@@ -196,13 +196,15 @@ def add_table(path, pages, caption=""):
 
 
 def shrink(output):
-    """Delete the maps of minified files, and the spaces that a browser ignores."""
+    """Delete the maps of minified files, and spaces and decimals that a browser does not show."""
     for path in output.glob("_static/**/*.map"):
         path.unlink()
     for page in output.glob("**/*.html"):
         pieces = re.split("(<pre.*?</pre>)", page.read_text(), flags=re.S)
         pieces[::2] = [re.sub(r"\n\s+", "\n", piece) for piece in pieces[::2]]
         page.write_text("".join(pieces))
+    for picture in output.glob("_images/*.svg"):
+        picture.write_text(re.sub(r"(\.\d\d)\d+", r"\1", picture.read_text()))
 
 
 def main():
