@@ -76,7 +76,7 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize("chapter, ranks, other", [("01", 1, "04"), slow("04", 2, "02")])
+@pytest.mark.parametrize("chapter, ranks, other", [("01", 1, "04"), exhaustive("04", 2, "02")])
 def test_resume_with_different_arguments_changes_nothing(
     files, models, small_text, tmp_path, chapter, ranks, other
 ):

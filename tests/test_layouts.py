@@ -338,7 +338,7 @@ ROUTES = {
 
 
 @pytest.mark.parametrize(
-    "route", ["data-parallel", *map(slow, ("each-chapter", "lora")), exhaustive("each-layout")]
+    "route", ["data-parallel", slow("each-chapter"), *map(exhaustive, ("lora", "each-layout"))]
 )
 def test_run_that_changes_its_layout_stays_on_the_curve(layout_models, tmp_path, route):
     """Every two steps, the next layout continues the run; the model has tied embeddings."""

@@ -115,7 +115,7 @@ def user(cluster, tmp_path):
 # ---- the same losses under every launcher ------------------------------------------------------
 
 
-QUICK = ["ssh", "sbatch", "srun", "Open MPI"]
+QUICK = ["ssh", "srun", "Open MPI"]
 
 
 @pytest.mark.parametrize("launcher", [*QUICK, *map(exhaustive, sorted(LAUNCHERS.keys() - QUICK))])
@@ -140,6 +140,7 @@ def test_launcher_passes_variables_of_the_network_to_all_ranks(user, launcher):
     assert user.output().count(str([*given.values()])) == 4
 
 
+@pytest.mark.exhaustive
 def test_array_job_prepares_data_while_chapter_04_trains_across_hosts(user):
     """Each task of the array writes a part. The training starts when the folder exists."""
     data = user.folder / "web.tokens"

@@ -96,9 +96,7 @@ def names_in_files(folder):
     return {name for path in folder.glob("*.safetensors") for name in load_file(path)}
 
 
-@pytest.mark.parametrize(
-    "kind", [*map(slow, [*FOLDERS, MIXTURES[0]]), *map(exhaustive, MIXTURES[1:])]
-)
+@pytest.mark.parametrize("kind", [*map(slow, FOLDERS), *map(exhaustive, MIXTURES)])
 def test_published_model_is_read_and_written_as_published(
     load, layout_models, small_text, tmp_path, kind
 ):

@@ -15,6 +15,7 @@ import evaluate
 import plot
 from carry import carry
 from conftest import ROOT, change_file, curves_of, run_command
+from marks import exhaustive
 
 SCRIPT = '''"""A chapter.{parent}"""
 
@@ -96,7 +97,7 @@ def evaluate_text(*words, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chapter", ["01", "06"])
+@pytest.mark.parametrize("chapter", ["01", exhaustive("06")])
 def test_perplexity_of_the_held_out_samples_is_that_of_the_validation_loss(tmp_path, chapter):
     """A model, and a checkpoint of one file or of the shards of two ranks."""
     ranks = 1 if chapter == "01" else 2
