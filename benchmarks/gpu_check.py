@@ -356,7 +356,7 @@ def export(bench):
     merged = sum(file.stat().st_size for file in job.run_dir.glob("model/*.safetensors")) / 2**30
     peak = float(re.search(r"peak of the export: ([\d.]+)", job.printed())[1])
     # The frozen weights in bfloat16 and the sums of one matrix are about as large as the merged
-    # weights of this small model. If the merged weights stayed on the GPU, the peak would be 1.7.
+    # weights of this small model. If they stayed on the GPU, this ratio would be about 1.7.
     bench.numbers |= {"peak GiB": peak, "merged GiB": merged, "peak / merged": peak / merged}
     return bench.judged({"peak / merged": (0.4, 1.2)})
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -44,6 +45,15 @@ def test_missing_gpu_or_check_fails_with_the_reason(monkeypatch, capsys, words, 
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", *words.split()])
     line = user_error(capsys, gpu_check.main).splitlines()[-1]
     assert line.startswith("gpu_check.py: error: ") and error in line
+
+
+def test_checks_start_without_the_modules_of_the_tests():
+    """run_command() would start the script in a process that has already imported conftest."""
+    env = os.environ | {"PYTHONPATH": ""}
+    command = [sys.executable, ROOT / "benchmarks/gpu_check.py", "--list"]
+    options = {"check": False, "capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run(command, env=env, **options)
+    assert "parity-09" in done.stdout.split(), done.stderr
 
 
 @pytest.mark.slow
