@@ -95,9 +95,9 @@ STYLES = {
     "rowwise": tp.RowwiseParallel(output_layouts=Shard(1)),
     "colwise_gather_output": tp.ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "embedding_rowwise": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "replicated_with_grad_allreduce": tp.SequenceParallel(use_local_output=True),
     "replicated_norm": ReplicatedNorm(),
+    "embedding": tp.ColwiseParallel(output_layouts=Shard(1)),
 }
 
 
@@ -256,6 +256,8 @@ def setup(args):
     # fail() reports the errors of the libraries, so turn off the libraries' own messages.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     transformers.logging.set_verbosity_error()
+    # TP: on CPUs, DTensor warns that it replaces an all-to-all by an all-gather.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     run_dir = Path(args.save_dir, args.experiment_name)
     # FSDP: DCP reads these characters as a pattern when it joins the files of the exported model.
     if glob.escape(str(run_dir)) != str(run_dir):
@@ -603,9 +605,9 @@ def styles_of(model):
         norm_style = "replicated_norm" if is_gathered else "replicated_with_grad_allreduce"
         default = norm_style if is_norm else None
         styles[module] = STYLES.get(plan.get(plan_name, default))
-    # Split embeddings by rows: each row belongs to one token of the vocabulary.
+    # Split the embedding by columns, so that a rank makes the gradient of only its own columns.
     embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
-    return styles | dict.fromkeys(embeddings, STYLES["embedding_rowwise"])
+    return styles | dict.fromkeys(embeddings, STYLES["embedding"])
 
 
 def module_without_style(model):
@@ -764,6 +766,8 @@ def split_matrices(model, modules, mesh):
     if mesh.size() == 1:
         return
     styles, head = styles_of(model), model.get_output_embeddings()
+    # The styles of the matrices at the beginning of a block.
+    first_styles = {STYLES["colwise"], STYLES["colwise_gather_output"]}
     for module in modules:
         weights = dict(module.named_parameters(recurse=False))
         if module is head:
@@ -774,11 +778,7 @@ def split_matrices(model, modules, mesh):
                 module.register_parameter(name, torch.nn.Parameter(rows))
         elif weights:
             tp.parallelize_module(module, mesh, styles[module], src_data_rank=None)
-        if isinstance(module, torch.nn.Embedding):
-            # An asynchronous collective returns the hidden states. clone() waits until they are
-            # complete; compiled layers would not wait.
-            module.register_forward_hook(lambda _module, _ids, hidden: hidden.clone())
-        if any(isinstance(styles[child], tp.ColwiseParallel) for child in module.children()):
+        if first_styles & {styles[child] for child in module.children()}:
             gather = functools.partial(gather_sequence, mesh)
             module.register_forward_pre_hook(gather, with_kwargs=True)
 

@@ -87,10 +87,12 @@ def test_replicas_send_the_bytes_of_the_formula(gpus):
 def test_tensor_parallelism_sends_the_bytes_of_the_formula(gpus):
     result = run(SCRIPTS["06"], gpus, f"{MODEL} --tensor-parallel-size 4")
     # Four ranks process four micro-batches of one sample. A layer gathers its hidden states, of two
-    # bytes, four times. The backward pass of the embedding gathers too, and so does the head, for
-    # its weights.
-    gathered = (4 * LAYERS + 1) * 2 * LENGTH * WIDTH + 2 * VOCABULARY * WIDTH
+    # bytes, four times. The head gathers its weights.
+    gathered = 4 * LAYERS * 2 * LENGTH * WIDTH + 2 * VOCABULARY * WIDTH
     assert sent(result, "all-gather", 4) == pytest.approx(4 * share(4) * gathered)
+    # The ranks exchange their columns of the embedded tokens, and then those of the gradient.
+    exchanged = 4 * 2 * 2 * LENGTH * WIDTH / 4
+    assert sent(result, "all-to-all", 4) == pytest.approx(share(4) * exchanged)
     norms, shards = (2 * LAYERS + 1) * WIDTH, gpus // 4
     reduced = 4 * ((WEIGHTS - norms) / 4 + norms)
     assert sent(result, "reduce-scatter", shards) == pytest.approx(4 * share(shards) * reduced)

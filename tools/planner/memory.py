@@ -1,6 +1,5 @@
 """Add up the bytes of a training step, event by event; the fullest moment must fit."""
 
-import math
 from collections import Counter
 
 from activations import segments_of
@@ -321,11 +320,6 @@ class PipelineMemory(ShardedMemory):
         hidden_bytes = tokens * setting.model.config.hidden_size * setting.compute_bytes
         self.held["communication"] = micro_batches * buffers_per_micro_batch * hidden_bytes
         gradients = local_numbers(self.model.shapes, setting)
-        if rank == 0 and setting.tensor_parallel_size > 1:
-            # Each tensor-parallel rank makes a gradient of the entire embedding. Only the end of
-            # the step adds up these gradients, and leaves each rank its own rows.
-            own_rows = math.prod(self.model.root[0])
-            gradients += own_rows * (setting.tensor_parallel_size - 1)
         self.held["full gradients"] = gradients * setting.weight_bytes
 
     def reduce(self, group):

@@ -195,9 +195,11 @@ class StepTime:
         seconds = self.send("tensor", "all-gather", hidden, times)
         self.forward += 4 * seconds
         self.backward += (4 + 3 * repeats) * seconds
-        # TP: besides, the embedding's result and its gradient, and the head and its gradient.
+        # TP: besides, an all-to-all of the embedding's result and of its gradient, which takes as
+        # long as an all-gather of one rank's part, and the head and its gradient.
         if setting.pipeline_parallel_size == 1:
-            self.head += 2 * self.send("tensor", "all-gather", hidden, 2 * count)
+            part = hidden / setting.tensor_parallel_size
+            self.head += 2 * self.send("tensor", "all-gather", part, 2 * count)
         head = config.vocab_size * config.hidden_size * setting.compute_bytes * self.has_head
         self.head += 2 * self.has_head * self.send("tensor", "all-gather", head, 2 * count)
         # CP: keys and values of all tokens, or this rank's part of them, of queries and of results.
