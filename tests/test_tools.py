@@ -149,10 +149,15 @@ def test_overlap_gives_tokens_context(models):
         (["empty"], "empty: neither a model nor a checkpoint that can be read"),
     ],
 )
-def test_mistake_in_an_evaluation_is_reported_in_one_line(tmp_path, words, message):
+def test_mistake_in_an_evaluation_is_reported_in_one_line(
+    tmp_path, monkeypatch, capsys, words, message
+):
     (tmp_path / "empty").mkdir()
-    done = run_command(ROOT / "tools/evaluate.py", *words, "--device", "cpu", cwd=tmp_path)
-    assert done.returncode == 2 and f"evaluate.py: error: {message}" in done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["evaluate.py", *words, "--device", "cpu"])
+    with pytest.raises(SystemExit, match="2"):
+        evaluate.main()
+    assert capsys.readouterr().err.startswith(f"evaluate.py: error: {message}")
 
 
 TASK = """task: local

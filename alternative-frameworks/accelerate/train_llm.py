@@ -1,4 +1,4 @@
-"""Train with Accelerate, whose file chooses DDP or FSDP2. Parent: 03-job-launchers.
+"""Train a causal language model with Accelerate, on DDP or FSDP2. Parent: 03-job-launchers.
 
 Small:  torchrun --standalone --nproc-per-node 2 alternative-frameworks/accelerate/train_llm.py
 Real:   python tools/planner/will_it_fit.py --gpus-per-node 8 -m meta-llama/Llama-3.2-1B \

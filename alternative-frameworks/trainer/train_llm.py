@@ -1,4 +1,4 @@
-"""Train with the Hugging Face Trainer, on the guide's data and curve. Parent: 03-job-launchers.
+"""Train a causal language model with the Hugging Face Trainer. Parent: 03-job-launchers.
 
 Small:  torchrun --standalone --nproc-per-node 2 alternative-frameworks/trainer/train_llm.py
 Real:   python tools/planner/will_it_fit.py --gpus-per-node 8 -m meta-llama/Llama-3.2-1B \

@@ -106,7 +106,7 @@ def parse_args():
     add("--config", nargs="+", default=[], metavar="NAME=VALUE", help="override model settings")
     add("--pretrained", action="store_true", help="start from the published weights")
     add("--lora-rank", type=int, default=16, help="rank of the product that an adapter adds")
-    add("--lora-alpha", type=int, default=32, help="multiplies the product by alpha / rank")
+    add("--lora-alpha", type=int, default=32, help="the factor of the product is alpha / rank")
     modules = "names of the modules with adapters, such as q_proj; default: all linear modules"
     add("--lora-modules", nargs="+", default=[], metavar="NAME", help=modules)
 
