@@ -34,10 +34,10 @@ def together(batches):
 
 
 def main():
-    """Print which of 27 samples each rank has read with two workers."""
+    """Print which of 29 samples each rank has read with two workers."""
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    share = Share(range(27), rank, world_size)
+    share = Share(range(29), rank, world_size)
     batches = DataLoader(share, batch_size=2, num_workers=2, drop_last=True)
     read = [batch.tolist() for batch in together(batches)]
     lines = [None] * world_size
