@@ -2043,7 +2043,7 @@ def measure(args, model, train_set, step, loss, grad_norm, interval_start):
         memory = torch.cuda.max_memory_allocated()
     row |= {"lr": lr_at(args, step), "tokens_per_second": speed, "mfu": mfu(args, model, speed)}
     if experts_of(model):
-        # The largest share of a layer's tokens that one expert received in this step.
+        # The largest share of a layer's routing choices that one expert received in this step.
         row["experts"] = model.largest_share.item()
     return row | {"peak_memory_gib": memory / 2**30}
 
