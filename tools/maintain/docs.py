@@ -157,12 +157,21 @@ def checks_of(file):
     return [summary_of(kind, rows) for kind, rows in rows_by_kind.items()], skipped
 
 
+# The names of numbers in a file of gpu_check.py, and their names in the table.
+LONG_NAMES = {
+    "to trainer": "speed / speed of the Trainer",
+    "to bare": "speed / speed of the bare loop",
+    "to matmul": "speed / speed of the matrix products alone",
+    "difference, ranks: 1": "largest difference between losses, on one GPU",
+}
+
+
 def summary_of(kind, rows):
     """Return the name, the verdict and the numbers of a kind of checks."""
     failed = [f"**{row['name']}: {row['reason']}**" for row in rows if not row["passed"]]
     values_by_name = defaultdict(list)
     for name, value in (pair for row in rows for pair in row["numbers"].items()):
-        values_by_name[name].append(value)
+        values_by_name[LONG_NAMES.get(name, name)].append(value)
     return {
         "name": f"{kind}-*" if len(rows) > 1 else rows[0]["name"],
         "passed": "; ".join([f"{len(rows) - len(failed)} of {len(rows)}", *failed]),
