@@ -282,7 +282,7 @@ def setup(args):
     # fail() reports the errors of the libraries, so turn off the libraries' own messages.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     transformers.logging.set_verbosity_error()
-    # TP: on CPUs, DTensor warns that it replaces an all-to-all by an all-gather.
+    # TP: DTensor warns that it replaces an all-to-all by an all-gather on CPUs.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     run_dir = Path(args.save_dir, args.experiment_name)
     # FSDP: DCP reads these characters as a pattern when it joins the files of the exported model.
