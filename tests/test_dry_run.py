@@ -1,15 +1,17 @@
 """The dry run counts what the READMEs compute and the planner plans, and finds planted faults."""
 
-import ast
 import shlex
+import sys
 
 import pytest
 
 import dry_run
 import will_it_fit
 from conftest import ROOT, SCRIPTS
+from fake_machine import GPUS as KINDS
 from marks import exhaustive
 from memory import PipelineMemory, fullest_step
+from real_commands import real_commands
 
 pytestmark = [pytest.mark.tool, pytest.mark.usefixtures("no_group")]
 
@@ -242,26 +244,67 @@ def test_gather_copies_grouped_keys_in_fp32_only(precision):
     assert (peaks[1] - peaks[0] > saved) == (precision == "bf16")
 
 
-def real_command(chapter):
-    """Return the GPUs and the arguments of the real command in the docstring of a script."""
-    docstring = ast.get_docstring(ast.parse(SCRIPTS[chapter].read_text()))
-    words = shlex.split(docstring.partition("Real:")[2].replace("\\\n", " "))
-    nodes = int(words[words.index("--nodes") + 1]) if "--nodes" in words else 1
-    return 8 * nodes, words[words.index(str(SCRIPTS[chapter].relative_to(ROOT))) + 1 :]
+# These arguments change nothing in a dry run, so commands that differ only in them share a run.
+WITHOUT_EFFECT = """
+    checkpoint_async checkpoint_every compile dataset_name experiment_name keep_checkpoints lr
+    num_steps pretrained text_column wandb_id warmup_steps
+""".split()
+# With more layers than this, a run would take more than three minutes.
+MAX_LAYERS = 48
+PEAKS = {}
+
+
+def options_of(command, *more_arguments):
+    """Return the options of a dry run of a command of the guide."""
+    words = ["--gpus", command.gpus, "--gpu", command.gpu, "--", command.script]
+    return dry_run.parse_args([str(word) for word in (*words, *command.arguments, *more_arguments)])
+
+
+def peaks_of(command, rank, *more_arguments):
+    """Run a command dry as one rank; return the bytes of its tensors at the peak of each phase."""
+    options = options_of(command, *more_arguments)
+    dry_run.load_script(options)
+    [result] = dry_run.run_ranks(options, [rank])
+    assert not result["problem"], result["problem"]["traceback"]
+    return {row["phase"]: row["bytes"] for row in result["peaks"] if row["device"] == "gpu"}
+
+
+def peak_of(command, rank, args, layers):
+    """Return the bytes of the tensors of a rank at the fullest moment of a command.
+
+    Later micro-batches need the memory of the second one, so run only two of them; a pipeline needs
+    all of them. Run a deep model with two small numbers of layers, and extend the line through the
+    two peaks of each phase to the real number of layers.
+    """
+    stages, changes = getattr(args, "num_stages", 1), []
+    if stages == 1 and args.accumulation > 2:
+        changes = ["--global-batch-size", 2 * args.global_batch_size // args.accumulation]
+    if layers <= MAX_LAYERS:
+        return max(peaks_of(command, rank, *changes).values())
+    # With all of these numbers of layers, the same stages have one layer more than the others.
+    short, long = [layers % stages + number for number in (max(stages, 6), max(2 * stages, 10))]
+    few = peaks_of(command, rank, *changes, "--config", f"num_hidden_layers={short}")
+    more = peaks_of(command, rank, *changes, "--config", f"num_hidden_layers={long}")
+    steps = (layers - short) / (long - short)
+    return max(few[phase] + steps * (more[phase] - few[phase]) for phase in few)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("chapter", ["02", "03", "04"])
-def test_real_command_fits_on_h100s(chapter, monkeypatch):
-    """FULL_SIZE has the commands of 05 and 08, with one sample per GPU and step."""
+@pytest.mark.parametrize("command", real_commands(), ids=lambda command: command.name)
+def test_real_command_fits(command, monkeypatch):
+    """New commands need no new test, because real_commands() reads them from the guide's files."""
     monkeypatch.chdir(ROOT)
-    gpus, arguments = real_command(chapter)
-    words = ["--gpus", gpus, "--rank", "last", "--", SCRIPTS[chapter], *arguments]
-    options = dry_run.parse_args(list(map(str, words)))
-    dry_run.load_script(options)
-    [result] = dry_run.run_ranks(options, [gpus - 1])
-    assert not result["problem"], result["problem"]["traceback"]
-    assert result["margin"] >= 0
+    options = options_of(command)
+    args = dry_run.load_script(options)
+    _, config = sys.modules[dry_run.MODULE].build_tokenizer_and_config(args)
+    values = [item for item in vars(args).items() if item[0] not in WITHOUT_EFFECT]
+    key = command.script, command.gpus, repr(values)
+    if key not in PEAKS:
+        ranks = {0, command.gpus - 1} if getattr(args, "num_stages", 1) > 1 else {command.gpus - 1}
+        layers = config.num_hidden_layers
+        PEAKS[key] = max(peak_of(command, rank, args, layers) for rank in ranks)
+    needs = PEAKS[key] * (1 + options.fragmentation) + options.gpu_overhead_gib * dry_run.GIB
+    assert needs <= KINDS[command.gpu][1] * dry_run.GIB
 
 
 # ---- faults ----------------------------------------------------------------------------------
