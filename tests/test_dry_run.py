@@ -249,7 +249,7 @@ WITHOUT_EFFECT = """
     num_steps pretrained text_column wandb_id warmup_steps
 """.split()
 # Deeper models run with fewer layers, so that all commands together take less than 15 minutes.
-MAX_LAYERS = 16
+MAX_LAYERS = 28
 PEAKS = {}
 
 
