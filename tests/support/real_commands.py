@@ -1,0 +1,76 @@
+"""Find the commands of real size that the guide gives to its readers.
+
+They come from the docstrings of the scripts, from the pages, and from the files of arguments.
+"""
+
+import ast
+import re
+import shlex
+from dataclasses import dataclass
+
+from conftest import FRAMEWORKS, ROOT, SCRIPTS
+from readme import commands
+
+
+@dataclass
+class RealCommand:
+    """A command: where it comes from, its GPUs, its script, and the arguments of the script."""
+
+    name: str
+    gpus: int
+    script: str
+    arguments: list
+
+    @property
+    def gpu(self):
+        """The kind of the GPUs: the guide chooses fp16 only for GPUs without bf16."""
+        return "T4-16GB" if "fp16" in self.arguments else "H100-80GB"
+
+
+def real_commands():
+    """Return all commands for GPUs; the dry run cannot replace the GPUs of other frameworks."""
+    found = [*from_docstrings(), *from_pages(), *from_argument_files()]
+    others = {str(SCRIPTS[name].relative_to(ROOT)) for name in FRAMEWORKS}
+    return [command for command in found if command.script not in others]
+
+
+def from_docstrings():
+    """Yield the command after "Real:" in the docstring of each script."""
+    for path in SCRIPTS.values():
+        docstring = ast.get_docstring(ast.parse(path.read_text()))
+        yield from commands_in(str(path.relative_to(ROOT)), docstring.partition("Real:")[2])
+
+
+def from_pages():
+    """Yield the commands in blocks that need a GPU or Slurm."""
+    for block in commands():
+        if {"GPU", "Slurm"} & set(block.needs.split(", ")):
+            yield from commands_in(block.name, block.text)
+
+
+def from_argument_files():
+    """Yield each file of arguments, as the first lines of the file plan its smallest run."""
+    for path in sorted(ROOT.glob("*/configs/*.args")):
+        name, text = str(path.relative_to(ROOT)), path.read_text()
+        script = SCRIPTS[re.match(r"# For chapter (\d\d)", text)[1]].relative_to(ROOT)
+        samples = re.search(r"with (\d+) samples a step", text)[1]
+        nodes, gpus = map(int, re.search(r"# (\d+) × (\d+) GPUs", text).groups())
+        arguments = [f"@{name}", "--global-batch-size", samples]
+        yield RealCommand(name, nodes * gpus, str(script), arguments)
+
+
+def commands_in(name, text):
+    """Yield each command in a text that starts a chapter's script."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line)
+        scripts = [word for word in words if word.endswith("train_llm.py")]
+        if scripts:
+            start = words.index(scripts[-1])
+            yield RealCommand(name, gpus_of(text), scripts[-1], words[start + 1 :])
+
+
+def gpus_of(text):
+    """Return the number of GPUs of the commands in a text, with eight GPUs in each node."""
+    if nodes := re.search(r"--nodes (\d+)", text):
+        return 8 * int(nodes[1])
+    return 8 if "torchrun" in text else 1
