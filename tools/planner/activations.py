@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, placement_types
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
@@ -139,7 +139,8 @@ def trace(setting):
     simulate_ranks()
     # torch copies the storage of a tensor, which fake tensors lack.
     copy_fake = mock.patch.object(torch.Tensor, "__deepcopy__", lambda t, _: t.detach().clone())
-    with FakeTensorMode(), copy_fake:
+    exchange = mock.patch.object(placement_types, "shard_dim_alltoall", reshape_locally)
+    with FakeTensorMode(), copy_fake, exchange:
         small = small_model(setting)
         ids = torch.zeros(setting.micro_batch_size, setting.seq_length, dtype=torch.long)
         inputs = {"input_ids": ids[:, :length], "labels": ids, "use_cache": False}
@@ -159,6 +160,11 @@ def trace(setting):
             loss.backward()
             record.begin("end")
     return record.segments
+
+
+def reshape_locally(tensor, gather_dim, shard_dim, mesh, mesh_dim):
+    """Replace an all-to-all, whose result has the size of its input; a CPU would gather instead."""
+    return torch.cat(tensor.chunk(mesh.size(mesh_dim), shard_dim), gather_dim)
 
 
 def small_model(setting):
