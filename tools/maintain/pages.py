@@ -196,13 +196,13 @@ def add_table(path, pages, caption=""):
 
 
 def shrink(output):
-    """Delete the maps of minified files, and spaces and decimals that a browser does not show."""
+    """Delete the maps of minified files, and the characters that a browser does not need."""
     for path in output.glob("_static/**/*.map"):
         path.unlink()
     for page in output.glob("**/*.html"):
         pieces = re.split("(<pre.*?</pre>)", page.read_text(), flags=re.S)
         pieces[::2] = [re.sub(r"\n\s+", "\n", piece) for piece in pieces[::2]]
-        page.write_text("".join(pieces))
+        page.write_text(re.sub(r'<span class="(\w+)">', r"<span class=\1>", "".join(pieces)))
     for picture in output.glob("_images/*.svg"):
         picture.write_text(re.sub(r"(\.\d\d)\d+", r"\1", picture.read_text()))
 
