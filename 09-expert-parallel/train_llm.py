@@ -709,6 +709,7 @@ def styles_of(model):
         default = "router" if "Router" in type(module).__name__ else default
         styles[module] = STYLES.get(plan.get(plan_name, default))
     # Split the embedding by columns, so that a rank makes the gradient of only its own columns.
+    # The head counts as split, too: split_matrices() splits it by rows.
     embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
     return styles | dict.fromkeys(embeddings, STYLES["embedding"])
 

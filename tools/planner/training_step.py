@@ -9,7 +9,6 @@ import copy
 import functools
 import importlib.util
 import itertools
-import logging
 import math
 import os
 import sys
@@ -31,8 +30,6 @@ from transformers.integrations import moe
 # On the meta device, torch knows the shapes of grouped_mm() in bf16 only, so compute experts in a
 # loop.
 moe._can_use_grouped_mm = lambda *_: False
-# The simulated ranks are CPUs, so DTensor warns that it replaces an all-to-all by an all-gather.
-logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
 # Chapters 01 to 03 let autocast compute experts in bf16, too.
 torch.library.register_autocast("transformers::grouped_mm_fallback", "cpu", torch.bfloat16)
 ROOT = Path(__file__).resolve().parents[2]
