@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -136,7 +137,7 @@ def run_jobs(world_size, jobs, folder, timeout=1200, shares=1, must_succeed=Fals
     failed rank ends all jobs, because the other ranks of its job may wait for days.
     """
 
-    def run(number):
+    def run(number, may_start_again=True):
         (name, args), job_folder = jobs[number], folder / str(number)
         job_folder.mkdir(parents=True, exist_ok=True)
         command = [SCRIPTS.get(name, name), *args]
@@ -147,12 +148,17 @@ def run_jobs(world_size, jobs, folder, timeout=1200, shares=1, must_succeed=Fals
                 break
             time.sleep(0.02)
         results = []
-        for number, rank in enumerate(ranks):
+        for index, rank in enumerate(ranks):
             rank.kill()
             rank.wait()
-            out, err = (job_folder / f"rank{number}.{kind}" for kind in ("log", "err"))
+            out, err = (job_folder / f"rank{index}.{kind}" for kind in ("log", "err"))
             result = {"status": rank.returncode, "stdout": out.read_text()}
             results.append(result | {"stderr": err.read_text()})
+        if may_start_again and any(map(crashed_in_collective, results)):
+            warnings.warn(
+                f"PyTorch has crashed a rank in {job_folder}: started again", stacklevel=1
+            )
+            return run(number, may_start_again=False)
         if must_succeed and any(result["status"] for result in results):
             output = "".join(result["stdout"] + result["stderr"] for result in results)
             pytest.fail(f"{' '.join(map(str, command))}\n{output}")
@@ -160,6 +166,16 @@ def run_jobs(world_size, jobs, folder, timeout=1200, shares=1, must_succeed=Fals
 
     with ThreadPoolExecutor(shares) as pool:
         return list(pool.map(run, range(len(jobs))))
+
+
+def crashed_in_collective(result):
+    """Return whether PyTorch has crashed a rank that waited for a collective of DTensor.
+
+    With PyTorch 2.13 and Gloo, one of some hundred runs of chapters 06 to 09 ends with such a
+    segmentation fault or a corrupted heap. We do not know the reason. A second start resumes.
+    """
+    is_crash = result["status"] in (-signal.SIGSEGV, -signal.SIGABRT)
+    return is_crash and "torch/distributed/_functional_collectives.py" in result["stderr"]
 
 
 def start_ranks(world_size, command, folder, log="", split_output=False, **variables):
