@@ -333,9 +333,12 @@ def chapter(load):
 def no_group():
     """Destroy the process group of simulated ranks that the planner may have initialized."""
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     if dist.is_initialized():
         dist.destroy_process_group()
+        # DTensor caches the meshes of operations, whose groups are gone now.
+        _clear_sharding_prop_cache()
 
 
 @pytest.fixture
