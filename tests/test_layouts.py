@@ -174,7 +174,10 @@ LEFT_OUT |= {"qwen2_moe": "cp ulysses tp", "deepseek_v3": "tp"}
 
 
 def is_left_out(layout, setting):
-    """Return whether a layout splits a mixture in a way that is not tested here."""
+    """Return whether a run is its own reference, or splits a mixture in a way that is not tested."""
+    run = f"{layout}@{setting}"
+    if layout in FINE_TUNING.values() and reference_of(run) == run:
+        return True
     parts = LEFT_OUT.get(setting.rpartition("+")[2], "").split()
     return any(part in layout for part in parts)
 
