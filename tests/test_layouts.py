@@ -174,7 +174,7 @@ LEFT_OUT |= {"qwen2_moe": "cp ulysses tp", "deepseek_v3": "tp"}
 
 
 def is_left_out(layout, setting):
-    """Return whether a run is its own reference, or splits a mixture in a way that is not tested."""
+    """Return whether a run is its own reference, or splits a mixture as no test does."""
     run = f"{layout}@{setting}"
     if layout in FINE_TUNING.values() and reference_of(run) == run:
         return True
