@@ -171,8 +171,8 @@ def run_jobs(world_size, jobs, folder, timeout=1200, shares=1, must_succeed=Fals
 def crashed_in_collective(result):
     """Return whether PyTorch has crashed a rank that waited for a collective of DTensor.
 
-    With PyTorch 2.13 and Gloo, one of some hundred runs of chapters 06 to 09 ends with such a
-    segmentation fault or a corrupted heap. We do not know the reason. A second start resumes.
+    With PyTorch 2.13 and Gloo, a few runs of chapters 06 to 09 have ended with such a segmentation
+    fault or a corrupted heap. We do not know the reason. A second start resumes the run.
     """
     is_crash = result["status"] in (-signal.SIGSEGV, -signal.SIGABRT)
     return is_crash and "torch/distributed/_functional_collectives.py" in result["stderr"]
