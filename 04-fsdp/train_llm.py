@@ -514,7 +514,7 @@ def shard(args, model, device):
         "mp_policy": bf16 if args.precision == "bf16" else MixedPrecisionPolicy(),
     }
     layers = layers_of(model)
-    # FSDP: shard an inner layer before the layer that contains it, which comes first in the list.
+    # FSDP: shard inner layers first. In the list, a layer stands before the layers inside it.
     for layer in reversed(layers):
         # FSDP: keep the last layer gathered, because the backward pass starts with it.
         reshard = args.reshard_after_forward and layer is not layers[-1]

@@ -43,7 +43,8 @@ CLUES = {
     "device-out-of-memory": r"out of memory|OutOfMemoryError|_ALLOC_FAILED|MemoryAllocation"
     r"|DefaultCPUAllocator: can't allocate",
     "too-many-open-files": r"[Tt]oo many open files|EMFILE",
-    "disk-full": r"No space left on device|[Dd]isk quota exceeded|ENOSPC",
+    # torch.save() hides the reason, and only reports that its position in the file is wrong.
+    "disk-full": r"No space left on device|[Dd]isk quota exceeded|ENOSPC|unexpected pos \d+ vs \d+",
     "host-memory-leak": r"Cannot allocate memory|\bMemoryError|bad_alloc",
     "mismatched-collective": r"Detected mismatch between collectives|op\.preamble\.length",
     "rendezvous": r"Unable to find address for|RendezvousTimeout|[Nn]o socket interface"

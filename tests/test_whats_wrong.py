@@ -162,6 +162,7 @@ ERRORS = {
     NCCL: "device-out-of-memory",
     "OSError: [Errno 24] Too many open files: 'x'": "too-many-open-files",
     "OSError: [Errno 28] No space left on device": "disk-full",
+    "[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0": "disk-full",
     "MemoryError": "host-memory-leak",
     "SystemExit: error: a gradient in steps 1 to 5 was not finite": "not-finite",
     "RuntimeError: Unable to find address for: eth9": "rendezvous",
