@@ -163,6 +163,17 @@ LONG_NAMES = {
     "to bare": "speed / speed of the bare loop",
     "to matmul": "speed / speed of the matrix products alone",
     "difference, ranks: 1": "largest difference between losses, on one GPU",
+    "waits are seen": "planted waits that the check found",
+    "looks": "looks of watched.py",
+    "merged GiB": "GiB of the merged weights",
+    "peak / merged": "peak GiB / GiB of the merged weights",
+    "tokens/s": "tokens per second",
+    "GFLOP a token": "GFLOP per token",
+    "eager tokens/s": "tokens per second, eager",
+    "compiled tokens/s": "tokens per second, compiled",
+    "matmul TFLOP/s": "TFLOP/s of matrix products",
+    "matmul TFLOP/s, eager": "TFLOP/s of matrix products, eager",
+    "matmul TFLOP/s, compiled": "TFLOP/s of matrix products, compiled",
 }
 
 
@@ -181,7 +192,9 @@ def summary_of(kind, rows):
 
 def ends(values):
     """Return the lowest and the highest value, or only one if they are equal."""
-    return " – ".join(dict.fromkeys(f"{value:.3g}" for value in (min(values), max(values))))
+    # Large numbers would have exponents without the second format.
+    rounded = [float(f"{value:.3g}") for value in (min(values), max(values))]
+    return " – ".join(dict.fromkeys(f"{value:,g}" for value in rounded))
 
 
 # ---- tables: what tables.jinja calls ---------------------------------------------------------
