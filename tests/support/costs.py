@@ -11,54 +11,43 @@ runs.call_on_ranks() starts this script once per rank, with these arguments:
 import json
 import os
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recorded import load
 
-# FSDP calls the operations of c10d, and tensor parallelism calls the functional operations.
 COLLECTIVES = {
     "c10d::_allgather_base_": "all-gather",
     "c10d::_reduce_scatter_base_": "reduce-scatter",
     "c10d::allreduce_": "all-reduce",
-    "c10d::alltoall_base_": "all-to-all",
-    "_c10d_functional::all_gather_into_tensor": "split all-gather",
-    "_c10d_functional::reduce_scatter_tensor": "split reduce-scatter",
 }
 
 
 class Traffic(TorchDispatchMode):
-    """Counts collectives by their kind and by the number of bytes of the full tensor."""
+    """Counts the collectives of each kind, and the bytes of their full tensors."""
 
     def __init__(self):
         super().__init__()
-        self.counts = defaultdict(Counter)
+        self.counts = defaultdict(lambda: [0, 0])
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
-            # DTensor then calls this function again with the tensors of this rank.
-            return NotImplemented
         result = func(*args, **(kwargs or {}))
         kind = COLLECTIVES.get(func.name())
-        if kind == "all-to-all":
-            # The ranks send and receive different numbers of bytes.
-            self.counts["received"][args[0].nbytes] += 1
-            self.counts["sent"][args[1].nbytes] += 1
-        elif kind:
+        if kind:
             tensors = args[0] if kind == "all-reduce" else [*args[:2], result]
             tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
             # Either the input or the output is the full tensor.
             num_bytes = max(tensor.nbytes for tensor in tensors)
             # The ranks also exchange single numbers, such as gradient norms.
             if num_bytes > 8:
-                self.counts[kind][num_bytes] += 1
+                self.counts[kind][0] += 1
+                self.counts[kind][1] += num_bytes
         return result
 
 
@@ -69,7 +58,7 @@ def bytes_of(tensors):
 
 
 def measure(chapter, args):
-    """Train for two steps, evaluate, and return the costs of the second step."""
+    """Train for two steps, and return the costs of the second step."""
     device = torch.device("cpu")
     _, config = chapter.build_tokenizer_and_config(args)
     model = chapter.shard(args, chapter.build_model(args, config), device)
@@ -93,14 +82,10 @@ def measure(chapter, args):
     ids = torch.randint(config.vocab_size, (args.global_batch_size, args.seq_length))
     samples = chapter.Samples(ids)
     chapter.train_step(args, model, optimizer, samples, 1, device)
-    with Traffic() as step:
+    with Traffic() as sent:
         chapter.train_step(args, model, optimizer, samples, 2, device)
     states = [moment for state in optimizer.state.values() for moment in state.values()]
-    # The hooks also run in the evaluation, so copy the costs of training before it.
-    results = costs | {"optimizer": bytes_of(states), "step": step.counts}
-    with Traffic() as evaluation:
-        chapter.evaluate(args, model, ids, device)
-    return results | {"evaluation": evaluation.counts}
+    return costs | {"optimizer": bytes_of(states), "sent": sent.counts}
 
 
 def main():
