@@ -1,6 +1,6 @@
 """What a rank of chapter 04 holds and sends in a training step is what its README computes.
 
-test_dry_run.py compares what ranks of all chapters would send with the formulas, on up to 512 GPUs.
+test_dry_run.py compares what the ranks of all chapters would send, on up to 512 GPUs.
 """
 
 import pytest
