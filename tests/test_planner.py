@@ -584,6 +584,7 @@ BAD = {
     "--write-config deepspeed file --recompute selective": "choose none or full",
     "--write-config deepspeed file --chapter 02": "choose --chapter 04 or 05",
     "--write-config accelerate file --weights-dtype bf16": "choose fp32",
+    "--write-config accelerate file --expert-parallel-size 2": "a file cannot express this value",
 }
 
 

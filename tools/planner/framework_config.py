@@ -11,6 +11,7 @@ SUPPORTED = {
     "tensor_parallel_size": [1],
     "pipeline_parallel_size": [1],
     "context_parallel_size": [1],
+    "expert_parallel_size": [1],
     "replicas": [1],
     "recompute": ["none", "full"],
 }
