@@ -68,7 +68,7 @@ def parse_args():
     add("--warmup-steps", type=int, default=10, help="steps until the learning rate peaks")
     add("--weight-decay", type=float, default=0.1, help="decay of matrices; vectors have no decay")
     add("--max-grad-norm", type=float, default=1.0, help="maximum gradient norm; 0 means no limit")
-    skipping = "steps whose samples to skip; by default, a resume keeps the saved number"
+    skipping = "number of steps whose samples are skipped; by default, that of the checkpoint"
     add("--skip-steps", type=int, default=0, help=skipping)
     add("--seed", type=int, default=0, help="seed for weights, data order and dropout")
 

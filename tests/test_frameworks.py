@@ -259,7 +259,9 @@ def test_script_without_ranks_names_the_launchers(load, monkeypatch, capsys, fra
 # ---- the Trainer -----------------------------------------------------------------------------
 def test_trainer_defaults_are_those_of_the_readme():
     readme = (ROOT / "alternative-frameworks/trainer/README.md").read_text()
-    table = readme.partition("## Which defaults to change")[2].partition("These settings and behaviors need no change")[0]
+    table = readme.partition("## Which defaults to change")[2]
+    table, found, _ = table.partition("These settings and behaviors need no change")
+    assert found, "the page has changed"
     expected = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", table, re.M))
     assert len(expected) > 10
     expected |= {"optim": "adamw_torch_fused", "adam_epsilon": "1e-08", "max_grad_norm": "1.0"}
