@@ -84,12 +84,18 @@ def test_replicas_send_the_bytes_of_the_formula(gpus):
     assert sent(result, "all-reduce", gpus // 4) == pytest.approx(reduced)
 
 
-@pytest.mark.parametrize("gpus", GPUS)
-def test_tensor_parallelism_sends_the_bytes_of_the_formula(gpus):
-    result = run(SCRIPTS["06"], gpus, f"{MODEL} --tensor-parallel-size 4")
+@pytest.mark.parametrize(
+    "gpus, recompute",
+    [(8, "none"), exhaustive(64, "none"), exhaustive(512, "none"), exhaustive(8, "full")]
+    + [exhaustive(8, "selective")],
+)
+def test_tensor_parallelism_sends_the_bytes_of_the_formula(gpus, recompute):
+    arguments = f"{MODEL} --tensor-parallel-size 4 --recompute {recompute}"
+    result = run(SCRIPTS["06"], gpus, arguments)
     # Four ranks process four micro-batches of one sample. A layer gathers its hidden states, of two
-    # bytes, four times. The head gathers its weights.
-    gathered = 4 * LAYERS * 2 * LENGTH * WIDTH + 2 * VOCABULARY * WIDTH
+    # bytes, four times, and twice more if it is recomputed. The head gathers its weights.
+    gathers = 4 if recompute == "none" else 6
+    gathered = gathers * LAYERS * 2 * LENGTH * WIDTH + 2 * VOCABULARY * WIDTH
     assert sent(result, "all-gather", 4) == pytest.approx(4 * share(4) * gathered)
     # The ranks exchange their columns of the embedded tokens, and then those of the gradient.
     exchanged = 4 * 2 * 2 * LENGTH * WIDTH / 4

@@ -115,7 +115,7 @@ def storages(tree):
 
 # The arguments that change the tensors of a layer.
 TRACED_ARGS = ["chapter", "precision", "weights_dtype", "model_name", "seq_length", "recompute"]
-TRACED_ARGS += ["micro_batch_size", "tensor_parallel_size"]
+TRACED_ARGS += ["micro_batch_size", "tensor_parallel_size", "lora_rank"]
 TRACED_ARGS += ["context_parallel_size", "context_parallel_style", "expert_parallel_size"]
 # The segments of the settings that were traced.
 TRACES = {}
@@ -186,6 +186,10 @@ def small_model(setting):
         split_attention(setting)
     if setting.expert_parallel_size * setting.tensor_parallel_size > 1:
         split_experts(setting, model)
+    if setting.lora_rank:
+        # The head has no gradient under LoRA. The layers get one through their inputs.
+        model.get_output_embeddings().requires_grad_(False)
+        model.enable_input_require_grads()
     is_half = setting.precision == "bf16" and not setting.autocast
     for weight in model.parameters():
         weight.data = weight.data.to(torch.bfloat16 if is_half else torch.float32)
@@ -223,7 +227,8 @@ def watch(model, record):
     """Add hooks that begin a segment at the borders of each layer, forward and backward."""
     for weight in model.parameters():
         record.weights.add(local(weight).untyped_storage()._cdata)
-        weight.register_post_accumulate_grad_hook(lambda w: record.rename(w.grad, "gradients"))
+        if weight.requires_grad:
+            weight.register_post_accumulate_grad_hook(lambda w: record.rename(w.grad, "gradients"))
 
     def before(number, _, args, kwargs):
         record.begin(f"layer {number}")
