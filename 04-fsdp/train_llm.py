@@ -516,7 +516,7 @@ def shard(args, model, device):
     layers = layers_of(model)
     # FSDP: shard inner layers first. In the list, a layer stands before the layers inside it.
     for layer in reversed(layers):
-        # FSDP: keep the last layer gathered, because the backward pass starts with it.
+        # FSDP: keep the last layer gathered, because it is the first in the backward pass.
         reshard = args.reshard_after_forward and layer is not layers[-1]
         fully_shard(layer, reshard_after_forward=reshard, **options)
     # FSDP: this call shards the weights that are outside of the layers.

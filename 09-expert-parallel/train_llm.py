@@ -942,7 +942,7 @@ def shard(args, model, device):
             return
         if module in layers:
             split_matrices(model, module.modules(), mesh["tensor"])
-            # FSDP: keep the last layer gathered, because the backward pass starts with it.
+            # FSDP: keep the last layer gathered, because it is the first in the backward pass.
             reshard = args.reshard_after_forward and module is not layers[-1]
             # PP: a step runs each layer for many micro-batches, so keep all layers gathered.
             reshard = reshard and args.pipeline_parallel_size == 1

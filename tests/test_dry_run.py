@@ -86,8 +86,13 @@ def test_replicas_send_the_bytes_of_the_formula(gpus):
 
 @pytest.mark.parametrize(
     "gpus, recompute",
-    [(8, "none"), exhaustive(64, "none"), exhaustive(512, "none"), exhaustive(8, "full")]
-    + [exhaustive(8, "selective")],
+    [
+        (8, "none"),
+        exhaustive(64, "none"),
+        exhaustive(512, "none"),
+        exhaustive(8, "full"),
+        exhaustive(8, "selective"),
+    ],
 )
 def test_tensor_parallelism_sends_the_bytes_of_the_formula(gpus, recompute):
     arguments = f"{MODEL} --tensor-parallel-size 4 --recompute {recompute}"

@@ -616,7 +616,7 @@ def shard(args, model, device):
     def initialize_and_shard(module):
         initialize(args, owners[module], module)
         if module in layers:
-            # FSDP: keep the last layer gathered, because the backward pass starts with it.
+            # FSDP: keep the last layer gathered, because it is the first in the backward pass.
             reshard = args.reshard_after_forward and module is not layers[-1]
             fully_shard(module, reshard_after_forward=reshard, **options)
 

@@ -68,12 +68,12 @@ def plan_of(setting):
 
 
 def stop_seconds(setting, checkpoint, speed):
-    """Return the seconds that a stop takes: up to two steps, the saves, and a minute in reserve.
+    """Return the seconds that a stop takes: up to three steps, the saves, a minute in reserve.
 
     With `--checkpoint-async`, a save that is still being written must end before the last save.
     """
     saves = 2 if setting.checkpoint_async else 1
-    seconds = 2 * speed["step"] + saves * checkpoint / 1e9 / setting.storage_gbs + 60
+    seconds = 3 * speed["step"] + saves * checkpoint / 1e9 / setting.storage_gbs + 60
     return 10 * math.ceil(seconds / 10)
 
 
