@@ -4,7 +4,7 @@ Small:  torchrun --standalone --nproc-per-node 2 06-tensor-parallel/train_llm.py
             --tensor-parallel-size 2
 Real:   sbatch --nodes 8 --gpus-per-node 8 03-job-launchers/slurm/train.sbatch \
             06-tensor-parallel/train_llm.py --tensor-parallel-size 8 \
-            @05-large-model/configs/llama-3.1-405b.args
+            @05-large-model/configs/llama-3.1-405b.args --batch-size 8
 """
 
 import argparse
@@ -87,9 +87,9 @@ class ReplicatedNorm(tp.SequenceParallel):
         self.sequence_sharding = (Replicate(),)
 
 
-# Each style defines how ranks share the work of a module. The keys are the style names in the
-# tensor-parallel plans of transformers. Shard(1) splits hidden states along the sequence: each rank
-# has one part of each sequence.
+# Each style defines how ranks share the work of a module. The keys are names of styles: the last
+# two are our own, and the others are in the tensor-parallel plans of transformers. Shard(1) splits
+# hidden states along the sequence: each rank has one part of each sequence.
 STYLES = {
     "colwise": tp.ColwiseParallel(),
     "rowwise": tp.RowwiseParallel(output_layouts=Shard(1)),

@@ -89,9 +89,9 @@ class ReplicatedNorm(tp.SequenceParallel):
         self.sequence_sharding = (Replicate(),)
 
 
-# Each style defines how ranks share the work of a module. The keys are the style names in the
-# tensor-parallel plans of transformers. Shard(1) splits hidden states along the sequence: each rank
-# has one part of each sequence.
+# Each style defines how ranks share the work of a module. The keys are names of styles: the last
+# two are our own, and the others are in the tensor-parallel plans of transformers. Shard(1) splits
+# hidden states along the sequence: each rank has one part of each sequence.
 STYLES = {
     "colwise": tp.ColwiseParallel(),
     "rowwise": tp.RowwiseParallel(output_layouts=Shard(1)),

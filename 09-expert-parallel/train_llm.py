@@ -105,9 +105,9 @@ class ReplicatedRouter(tp.ParallelStyle):
         return module
 
 
-# Each style defines how ranks share the work of a module. The keys are the style names in the
-# tensor-parallel plans of transformers. Shard(1) splits hidden states along the sequence: each rank
-# has one part of each sequence.
+# Each style defines how ranks share the work of a module. The keys are names of styles: the last
+# two are our own, and the others are in the tensor-parallel plans of transformers. Shard(1) splits
+# hidden states along the sequence: each rank has one part of each sequence.
 STYLES = {
     "colwise": tp.ColwiseParallel(),
     "rowwise": tp.RowwiseParallel(output_layouts=Shard(1)),
