@@ -227,7 +227,7 @@ def parity(bench, chapter, own_flags=FP32, model="", family="", within=WITHIN, s
         # The heads of the tiny model can be split among 4 ranks.
         counts = {math.gcd(bench.count, 4)}
     if split and counts == {1}:
-        raise Skip("one GPU, or an odd number of them, splits nothing")
+        raise Skip("they need an even number of GPUs")
     flags = f"{TINY} --global-batch-size {math.lcm(8, bench.count)} {model}"
     if family:
         save_small_model(family, bench.folder / "model")

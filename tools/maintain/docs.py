@@ -151,14 +151,15 @@ def checks_of(file):
         is_speed = row["name"].startswith("speed")
         kind = row["name"] if is_speed else row["name"].partition("-")[0]
         if row["passed"] is None:
-            skipped[row["reason"]].append(f"`{row['name']}`")
+            skipped[LONG_NAMES.get(row["reason"], row["reason"])].append(f"`{row['name']}`")
         else:
             rows_by_kind[kind].append(row)
     return [summary_of(kind, rows) for kind, rows in rows_by_kind.items()], skipped
 
 
-# The names of numbers in a file of gpu_check.py, and their names in the table.
+# The names of numbers and reasons in a file of gpu_check.py, and their names on the page.
 LONG_NAMES = {
+    "one GPU, or an odd number of them, splits nothing": "they need an even number of GPUs",
     "to trainer": "speed / speed of the Trainer",
     "to bare": "speed / speed of the bare loop",
     "to matmul": "speed / speed of the matrix products alone",
