@@ -76,7 +76,7 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize("chapter, ranks, other", [("01", 1, "04"), exhaustive("04", 2, "02")])
+@pytest.mark.parametrize("chapter, ranks, other", [slow("01", 1, "04"), exhaustive("04", 2, "02")])
 def test_resume_with_different_arguments_changes_nothing(
     files, models, small_text, tmp_path, chapter, ranks, other
 ):
@@ -101,10 +101,10 @@ def test_resume_with_different_arguments_changes_nothing(
 @pytest.mark.parametrize(
     "chapter, arguments, expected",
     [
-        ("02", "-d {files}/latin1.jsonl", "latin1.jsonl: cannot tokenize it with the tokenizer of"),
+        slow("02", "-d {files}/latin1.jsonl", "latin1.jsonl: cannot tokenize it with the token"),
         ("02", "--global-batch-size 9", "--global-batch-size 9: not divisible by 2 data-parallel"),
         slow("04", "-e run[1]", "run[1]: choose --save-dir and --experiment-name without *, ? and"),
-        slow("06", "--tensor-parallel-size 2 -m {models}/gpt2", "--tensor-parallel-size 2: the"),
+        exhaustive("06", "--tensor-parallel-size 2 -m {models}/gpt2", "--tensor-parallel-size 2:"),
     ],
 )
 def test_only_one_rank_reports_a_mistake(files, models, tmp_path, chapter, arguments, expected):
@@ -113,7 +113,7 @@ def test_only_one_rank_reports_a_mistake(files, models, tmp_path, chapter, argum
     check_two_ranks_fail(chapter, args, expected, tmp_path, tmp_path / "runs")
 
 
-@pytest.mark.parametrize("chapter", ["01", slow("05"), exhaustive("02"), exhaustive("04")])
+@pytest.mark.parametrize("chapter", [slow("01"), *map(exhaustive, ("02", "04", "05"))])
 def test_full_disk_loses_no_checkpoint(small_disk, tmp_path, chapter):
     """The third save fails; when there is space, the run continues from the second save."""
     num_ranks = 1 if chapter == "01" else 2

@@ -123,7 +123,7 @@ def test_pods_have_the_losses_of_two_ranks_on_one_node(pods):
     assert (pods.run_dir / "model/config.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bad_argument_fails_the_job(pods):
     pods.train("--lr", "nan")
     assert pods.end_of(0) == "FailJob"

@@ -191,6 +191,7 @@ def test_adapters_merge_into_the_finished_model(chapter, base, run_dir):
     assert loss == pytest.approx(row["val_loss"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_give_the_merged_logits_in_peft(base, run_dir):
     peft = pytest.importorskip("peft", reason=WHY)
     plain = AutoModelForCausalLM.from_pretrained(base)

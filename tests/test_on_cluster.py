@@ -131,7 +131,7 @@ def test_launcher_starts_two_ranks_per_host_with_the_losses_of_one_host(user, cu
         assert "h1: finished: " in user.output(), "no line is marked with its host"
 
 
-@pytest.mark.parametrize("launcher", ["ssh", "Open MPI", "deepspeed"])
+@pytest.mark.parametrize("launcher", ["ssh", "Open MPI", exhaustive("deepspeed")])
 def test_launcher_passes_variables_of_the_network_to_all_ranks(user, launcher):
     given = {"NCCL_IB_HCA": "mlx5_0,mlx5_1", "TORCH_NCCL_TRACE": "a b", "FI_PROVIDER": "efa"}
     script, user.env = user.folder / "variables.py", user.env | given
@@ -271,7 +271,7 @@ def test_job_that_has_used_up_its_restarts_requeues_itself(user, curves):
     assert difference(curves["long"], metrics(user.run_dir)) == 0.0
 
 
-@pytest.mark.parametrize("requeues", ["0", "5"])
+@pytest.mark.parametrize("requeues", ["0", exhaustive("5")])
 def test_job_that_cannot_train_is_not_requeued(user, requeues):
     """With 0, a run that has trained crashes; with 5, the script refuses a flag at once."""
     user.env |= {"MAX_RESTARTS": "0", "MAX_REQUEUES": requeues}

@@ -11,6 +11,7 @@ import pytest
 import track
 import wandb_files
 from conftest import ROOT, SCRIPTS, SERVER, SHORT, change_file, metrics, run_or_fail, user_error
+from marks import exhaustive
 from runs import wait_for
 
 PATCH = ROOT / "related-topics/tracking/each-node.patch"
@@ -130,7 +131,7 @@ def test_mlflow_gets_each_new_value_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chapter", ["03", "08"])
+@pytest.mark.parametrize("chapter", ["03", exhaustive("08")])
 def test_patched_chapter_tracks_each_rank(tmp_path, chapter):
     """As the page describes it, with a wandb run on each rank."""
     script = tmp_path / "train_llm.py"
