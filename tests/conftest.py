@@ -60,7 +60,7 @@ def pytest_configure():
 
 # The longest files start first, so that all workers finish at about the same time.
 LONGEST = ["test_on_cluster", "test_layouts", "test_resume", "test_launchers", "test_frameworks"]
-LONGEST += ["test_published_files", "test_costs", "test_kill", "test_faults", "test_readme"]
+LONGEST += ["test_published_files", "test_kill", "test_faults", "test_readme"]
 # The tests in these files share no fixture, so any worker may run any of them.
 INDEPENDENT = {"test_faults", "test_kill", "test_kubernetes", "test_readme"}
 
