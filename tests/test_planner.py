@@ -470,11 +470,11 @@ CONFIGS = "@05-large-model/configs/llama-3.1-"
 SPLIT_405B = f"{CONFIGS}405b.args --nodes 8 --tensor-parallel-size 8"
 IN_TEXT = {
     "06-tensor-parallel/README.md": (
-        r"expects (\d+) GiB per\s+GPU\. Without the last two flags, it expects (\d+) GiB",
+        r"expects (\d+) GiB per\s+GPU\.\s+Without the last two flags, the planner expects (\d+) GiB",
         [f"{SPLIT_405B} --batch-size 8", f"{CONFIGS}405b.args --nodes 8"],
     ),
     "07-pipeline-parallel/README.md": (
-        r"expects (\d+) GiB per GPU .*expects (\d+) GiB per GPU\.",
+        r"expects (\d+) GiB per GPU\s.*expects (\d+) GiB per GPU\. This number",
         [
             f"{SPLIT_405B} --pipeline-parallel-size 8",
             f"{SPLIT_405B} --pipeline-parallel-size 8 --no-cpu-offload",
@@ -605,11 +605,11 @@ def test_mistake_costs_one_line(options, tmp_path, monkeypatch, capsys):
 def check(row):
     """Fail unless the state of training is exactly as planned, and the peak nearly.
 
-    The plan misses a peak by at most 0.08%. For a pipeline, it has 2.6% too much, and the reason is
-    not known.
+    The plan misses a peak by at most 0.08%. For a pipeline, it has 2.6 to 3.2% too much: measured
+    peaks differ. The reason is not known.
     """
     assert row["exact"], row
-    highest = 1.03 if "--pipeline" in row["flags"] else 1.001
+    highest = 1.04 if "--pipeline" in row["flags"] else 1.001
     assert 0.999 < row["peak ratio"] < highest, row
 
 

@@ -3,11 +3,13 @@
 Fake tensors have shapes, but no data.
 """
 
+import contextlib
 import copy
 import functools
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -187,14 +189,21 @@ def small_model(setting):
     if setting.expert_parallel_size * setting.tensor_parallel_size > 1:
         split_experts(setting, model)
     if setting.lora_rank:
-        # The head has no gradient under LoRA. The layers get one through their inputs.
-        model.get_output_embeddings().requires_grad_(False)
-        model.enable_input_require_grads()
+        add_adapters(setting, model)
     is_half = setting.precision == "bf16" and not setting.autocast
     for weight in model.parameters():
         weight.data = weight.data.to(torch.bfloat16 if is_half else torch.float32)
     split_matrices(model, setting.tensor_parallel_size)
     return model
+
+
+def add_adapters(setting, model):
+    """Freeze the weights and add adapters, as fine-tuning/lora does."""
+    args = SimpleNamespace(lora_rank=setting.lora_rank, lora_alpha=1, lora_modules=[])
+    with contextlib.redirect_stdout(None):
+        load_chapter("lora").add_adapters(args, model)
+    # The first traced layer stands for layers whose inputs have gradients.
+    model.enable_input_require_grads()
 
 
 def split_experts(setting, model):

@@ -248,15 +248,13 @@ class ShardedMemory(StepMemory):
         if group in self.gathered:
             return
         self.gather(group)
-        # In the forward pass, FSDP keeps the previous output buffer until now, so that its
-        # copies can overlap with the next all-gather.
-        if self.is_forward:
-            self.held["communication"] -= self.last_gather_buffer
         self.held["gathered weights"] += self.gathered_bytes(group)
         self.gathered.add(group)
         self.update_peak(f"copy of {name_of(group)}")
         output = self.gather_buffers.pop(group)
         if self.is_forward:
+            # FSDP keeps the previous output buffer until this copy has been launched.
+            self.held["communication"] -= self.last_gather_buffer
             self.last_gather_buffer = output
         else:
             self.held["communication"] -= output

@@ -72,9 +72,13 @@ def refuse(message):
 
 
 @functools.cache
-def load_chapter(number):
-    """Import a chapter's script as a module; replace what needs data, files or other ranks."""
-    spec = importlib.util.spec_from_file_location(f"chapter_{number}", SCRIPTS[number])
+def load_chapter(name):
+    """Import a script as a module, by a chapter's number or as "lora".
+
+    Replace what needs data, files or other ranks.
+    """
+    path = SCRIPTS.get(name, ROOT / f"fine-tuning/{name}/train_llm.py")
+    spec = importlib.util.spec_from_file_location(f"chapter_{name}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.fail = fail
