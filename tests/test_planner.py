@@ -470,7 +470,7 @@ CONFIGS = "@05-large-model/configs/llama-3.1-"
 SPLIT_405B = f"{CONFIGS}405b.args --nodes 8 --tensor-parallel-size 8"
 IN_TEXT = {
     "06-tensor-parallel/README.md": (
-        r"expects (\d+) GiB per\s+GPU\.\s+Without the last two flags, the planner expects (\d+) GiB",
+        r"expects (\d+) GiB per GPU\.\s+Without the last two flags, .*? expects (\d+) GiB",
         [f"{SPLIT_405B} --batch-size 8", f"{CONFIGS}405b.args --nodes 8"],
     ),
     "07-pipeline-parallel/README.md": (
