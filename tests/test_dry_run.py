@@ -209,8 +209,8 @@ def check_peak(name, gpus, arguments, *ranks):
     result = run(SCRIPTS[name.partition(" ")[0]], gpus, arguments, *ranks)
     assert not result["problem"], result["problem"]["traceback"]
     expected = planned(name, gpus, arguments)
-    # The planner simulates one micro-batch of a pipeline, and adds what the others keep. It knows no
-    # mask of conversations.
+    # The planner simulates one micro-batch of a pipeline, and adds what the others keep. It
+    # ignores the mask of conversations.
     relative = {"07": 0.03, "lora": 0.02}.get(name.partition(" ")[0])
     tolerance = {"rel": relative} if relative else {"abs": dry_run.GIB / 100}
     assert result["fullest"]["bytes"] == pytest.approx(expected, **tolerance)
