@@ -38,14 +38,14 @@ def run(script, gpus, arguments, ranks="0", gpu="H100-80GB"):
     return results if len(results) > 1 else results[0]
 
 
-def sent(result, kind, ranks=None, what="bytes"):
+def sent(result, kind, ranks=None, column="bytes"):
     """Return the bytes that a rank sends in the second step with collectives of a kind.
 
-    With `what="calls"`, return the number of these collectives.
+    With `column="calls"`, return the number of these collectives.
     """
     assert not result["problem"], result["problem"]["traceback"]
     return sum(
-        row[what]
+        row[column]
         for row in result["sent"]
         if row["phase"].startswith("step 2")
         and row["kind"] == kind
@@ -77,9 +77,9 @@ def test_fsdp_sends_the_bytes_of_the_formula(chapter, gpus):
     # The backward pass gathers each layer a second time, except for the last one.
     gathered = 2 * 2 * WEIGHTS - 2 * OUTER - 2 * LAYER
     assert sent(result, "all-gather") == pytest.approx(share(gpus) * gathered)
-    assert sent(result, "all-gather", what="calls") == 2 * LAYERS
+    assert sent(result, "all-gather", column="calls") == 2 * LAYERS
     assert sent(result, "reduce-scatter") == pytest.approx(share(gpus) * 4 * WEIGHTS)
-    assert sent(result, "reduce-scatter", what="calls") == LAYERS + 1
+    assert sent(result, "reduce-scatter", column="calls") == LAYERS + 1
 
 
 def test_each_micro_batch_of_kept_layers_sends_the_bytes_of_the_formula():
@@ -87,7 +87,7 @@ def test_each_micro_batch_of_kept_layers_sends_the_bytes_of_the_formula():
     assert sent(result, "all-gather") == pytest.approx(2 * share(8) * 2 * WEIGHTS)
     assert sent(result, "reduce-scatter") == pytest.approx(2 * share(8) * 4 * WEIGHTS)
     for kind in ("all-gather", "reduce-scatter"):
-        assert sent(result, kind, what="calls") == 2 * (LAYERS + 1)
+        assert sent(result, kind, column="calls") == 2 * (LAYERS + 1)
 
 
 @pytest.mark.parametrize("gpus", [exhaustive(8), exhaustive(64), exhaustive(512)])
@@ -96,7 +96,7 @@ def test_replicas_send_the_bytes_of_the_formula(gpus):
     assert sent(result, "reduce-scatter", 4) == pytest.approx(share(4) * 4 * WEIGHTS)
     reduced = 2 * share(gpus // 4) * 4 * WEIGHTS / 4
     assert sent(result, "all-reduce", gpus // 4) == pytest.approx(reduced)
-    assert sent(result, "all-reduce", gpus // 4, what="calls") == LAYERS + 1
+    assert sent(result, "all-reduce", gpus // 4, column="calls") == LAYERS + 1
 
 
 @pytest.mark.parametrize(
