@@ -30,6 +30,10 @@ ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
 MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.M | re.S)
 # Names, operators and punctuation have no color of their own.
 PLAIN = re.compile(r'<span class="(?:n|o|p|w)">(.*?)</span>')
+# In HTML, a value of letters needs no quotes, unless a slash follows.
+QUOTED = re.compile(r'(<[a-z][^<>]* class=)"([\w-]+)"(?=[\s>])')
+# The theme puts these icons into all pages, for links to the source that the site does not have.
+UNUSED = re.compile(r'<symbol id="svg-(?:pencil|eye)".*?</symbol>', re.S)
 FENCED = re.compile(r"(^ *```.*?^ *```$)", re.M | re.S)
 # The sidebar, in the order of reading. A page is in the first part that has a matching pattern.
 SIDEBAR = {
@@ -202,7 +206,7 @@ def shrink(output):
     for page in output.glob("**/*.html"):
         pieces = re.split("(<pre.*?</pre>)", page.read_text(), flags=re.S)
         pieces[::2] = [re.sub(r"\n\s+", "\n", piece) for piece in pieces[::2]]
-        page.write_text(re.sub(r'<span class="(\w+)">', r"<span class=\1>", "".join(pieces)))
+        page.write_text(QUOTED.sub(r"\1\2", UNUSED.sub("", "".join(pieces))))
     for picture in output.glob("_images/*.svg"):
         picture.write_text(re.sub(r"(\.\d\d)\d+", r"\1", picture.read_text()))
 
