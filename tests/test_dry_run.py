@@ -28,10 +28,13 @@ WEIGHTS = LAYERS * LAYER + OUTER
 MIXTURE = f"-m {ROOT}/09-expert-parallel/tiny-mixture -b 1"
 
 
-def run(script, gpus, arguments, ranks="0", gpu="H100-80GB"):
-    """Run a script dry as some of its ranks, and return their numbers."""
-    words = f"--gpus {gpus} --gpu {gpu} --rank {ranks} -- {script} "
-    words += f"--global-batch-size {gpus} {arguments}"
+def run(script, gpus, arguments, ranks="0", gpu="H100-80GB", samples=None):
+    """Run a script dry as some of its ranks, and return their numbers.
+
+    By default, a step has one sample for each GPU.
+    """
+    words = f"--gpus {gpus} --gpu {gpu} --rank {ranks} -- {script} {arguments} "
+    words += f"--global-batch-size {samples or gpus}"
     options = dry_run.parse_args(shlex.split(words))
     dry_run.load_script(options)
     results = dry_run.run_ranks(options, dry_run.ranks_to_run(options, None))
@@ -83,7 +86,7 @@ def test_fsdp_sends_the_bytes_of_the_formula(chapter, gpus):
 
 
 def test_each_micro_batch_of_kept_layers_sends_the_bytes_of_the_formula():
-    result = run(SCRIPTS["04"], 8, f"{MODEL} --no-reshard-after-forward --global-batch-size 16")
+    result = run(SCRIPTS["04"], 8, f"{MODEL} --no-reshard-after-forward", samples=16)
     assert sent(result, "all-gather") == pytest.approx(2 * share(8) * 2 * WEIGHTS)
     assert sent(result, "reduce-scatter") == pytest.approx(2 * share(8) * 4 * WEIGHTS)
     for kind in ("all-gather", "reduce-scatter"):

@@ -46,7 +46,7 @@ def test_split_diff_has_the_parent_on_the_left(site, chapter):
     parent, script = chapters()[parent_of(chapter)], chapters()[chapter]
     page = (site / script.relative_to(ROOT).with_name("diff.html")).read_text()
     rows = re.findall(r"^<tr>(<td.*)", page, re.M)
-    cells = [re.findall(r'<td>(\d*)<td(?: class=(\w+))?>(.*?)(?=<td>|$)', row) for row in rows]
+    cells = [re.findall(r"<td>(\d*)<td(?: class=(\w+))?>(.*?)(?=<td>|$)", row) for row in rows]
     for side, mark, status in (0, "-", "removed"), (1, "+", "added"):
         found = {(int(number), kind) for number, kind, _ in (row[side] for row in cells) if number}
         lines = [line for line in diff(parent, script) if line[0] in f"{mark} "]
