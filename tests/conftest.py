@@ -106,6 +106,9 @@ def environment(tmp_path_factory):
         TOKENIZERS_PARALLELISM="false",
     )
     SERVER.environment = current_environment()
+    yield
+    # After a lasting change, each script would start in a new process, which takes seconds.
+    assert current_environment() == SERVER.environment, "a library has changed the environment"
 
 
 def linter(name):

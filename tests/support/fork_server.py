@@ -34,6 +34,7 @@ FORKS.set_forkserver_preload(IMPORTED.split())
 # second thread finds no status and reports 255.
 LOCK = threading.RLock()
 IGNORED_VARIABLES = ("PYTEST_", "_MLFLOW_", "MLFLOW_", "PYTORCH_NVML_BASED_CUDA_CHECK")
+IGNORED_VARIABLES += ("KMP_",)  # set by the first import of threadpoolctl or scikit-learn
 
 
 class Server:
