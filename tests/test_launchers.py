@@ -187,7 +187,8 @@ def test_worker_dies_with_its_launcher(chapter, tmp_path):
     launcher.kill()
     args += ["--num-steps", last_logged_step(tmp_path / "run") + 10]
     [[first, _]] = run_or_fail(2, [(chapter, args)], tmp_path / "again")
-    _, left = psutil.wait_procs(workers, timeout=10)  # process 1 may take a while to remove zombies
+    # Process 1 may take a while to remove a killed worker.
+    _, left = psutil.wait_procs(workers, timeout=10)
     states = [worker.status() for worker in left]
     assert set(states) <= {psutil.STATUS_ZOMBIE}, "a worker outlived torchrun"
     assert "continuing from" in first["stdout"]

@@ -29,12 +29,13 @@ IMPORTED += "transformers.models.llama.modeling_llama pydoc_data.topics "
 # If accelerate and DeepSpeed are installed, save_pretrained() imports them, which takes seconds.
 IMPORTED += "accelerate deepspeed"
 FORKS.set_forkserver_preload(IMPORTED.split())
-# pytest changes the first variables in each test, and libraries set the others once.
 # A start polls all processes. If two threads read the status of a process at the same time, the
 # second thread finds no status and reports 255.
 LOCK = threading.RLock()
-IGNORED_VARIABLES = ("PYTEST_", "_MLFLOW_", "MLFLOW_", "PYTORCH_NVML_BASED_CUDA_CHECK")
-IGNORED_VARIABLES += ("KMP_",)  # set by the first import of threadpoolctl or scikit-learn
+# pytest changes its variables in each test. Libraries set the others once, some of them long after
+# the first test has begun: threadpoolctl sets KMP_*, and a compilation sets _TORCHINDUCTOR_*.
+IGNORED_VARIABLES = ("PYTEST_", "_MLFLOW_", "MLFLOW_", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_")
+IGNORED_VARIABLES += ("_TORCHINDUCTOR_",)
 
 
 class Server:
