@@ -1,12 +1,13 @@
 """The dry run counts what the READMEs compute and the planner plans, and finds planted faults."""
 
+import json
 import shlex
 
 import pytest
 
 import dry_run
 import will_it_fit
-from conftest import ROOT, SCRIPTS
+from conftest import ROOT, SCRIPTS, SHORT, run_or_fail
 from fake_machine import GPUS as KINDS
 from marks import exhaustive
 from memory import PipelineMemory, fullest_step
@@ -164,6 +165,35 @@ def test_expert_parallelism_sends_the_bytes_of_the_formula(size):
     # In each layer, the host waits for the numbers of tokens.
     [wait] = [row for row in result["waits"] if row["phase"].startswith("step 2")]
     assert wait["function"] == "dispatch" and wait["times"] == 3
+
+
+# On a CPU, DTensor gathers where a GPU exchanges with an all-to-all, so leave that out.
+REAL_RANKS = {
+    "02": [2, "--batch-size 2", "all-reduce"],
+    "04": [4, "--replicas 2 --batch-size 1", "all-gather reduce-scatter all-reduce"],
+    "06": [2, "--tensor-parallel-size 2 --recompute full", "reduce-scatter"],
+    "07": [2, "--pipeline-parallel-size 2 --batch-size 4", "send"],
+    "08": [2, "--context-parallel-size 2", "all-gather reduce-scatter"],
+    "09": [2, "--expert-parallel-size 2 --recompute full", "all-gather reduce-scatter"],
+}
+
+
+@pytest.mark.parametrize(
+    "chapter", [name if name < "07" else exhaustive(name) for name in REAL_RANKS]
+)
+def test_real_ranks_send_what_the_dry_run_counts(chapter, tmp_path):
+    ranks, split, kinds = REAL_RANKS[chapter]
+    words = ["--precision", "fp32", *split.split()]
+    if chapter == "09":
+        words += ["-m", f"{ROOT}/09-expert-parallel/tiny-mixture"]
+    arguments = [*SHORT, *words, "--num-steps", 2, "--save-dir", tmp_path / "runs"]
+    job = [ROOT / "tests/support/count_sent.py", [tmp_path / "sent", SCRIPTS[chapter], *arguments]]
+    run_or_fail(ranks, [job], tmp_path / "jobs")
+    real = {"problem": None, "sent": json.loads((tmp_path / "sent").read_text())}
+    dry = run(SCRIPTS[chapter], ranks, shlex.join(map(str, [*SHORT, *words])), samples=8)
+    for kind in kinds.split():
+        for column in ("calls", "bytes"):
+            assert sent(real, kind, column=column) == sent(dry, kind, column=column) > 0
 
 
 # ---- memory ----------------------------------------------------------------------------------

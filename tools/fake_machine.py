@@ -291,7 +291,7 @@ class ReplicatedModel(torch.nn.Module):
 
     def __init__(self, module, **_):
         super().__init__()
-        self.module, self.syncs = module, True
+        self.module, self.require_backward_grad_sync = module, True
         weights = [weight for weight in module.parameters() if weight.requires_grad][::-1]
         # As in DDP, the first bucket has at least one MiB, and the others have 25.
         bucket, limit = [], 2**20
@@ -307,7 +307,7 @@ class ReplicatedModel(torch.nn.Module):
         bucket = torch.zeros(sum(sizes), device=weights[0].device)
 
         def after_gradient(part, weight):
-            if not self.syncs:
+            if not self.require_backward_grad_sync:
                 return
             if weight.grad.untyped_storage()._cdata != bucket.untyped_storage()._cdata:
                 weight.grad = part.view_as(weight)
@@ -322,9 +322,9 @@ class ReplicatedModel(torch.nn.Module):
     @contextlib.contextmanager
     def no_sync(self):
         """Add up gradients without reducing them."""
-        self.syncs = False
+        self.require_backward_grad_sync = False
         yield
-        self.syncs = True
+        self.require_backward_grad_sync = True
 
     def forward(self, *args, **kwargs):
         """Run the model."""
