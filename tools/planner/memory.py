@@ -54,8 +54,7 @@ class StepMemory:
     After simulate(), `most` has the bytes of each part at the peak, and `when` names that moment.
 
     This class models chapters 02 and 03, which use DDP and autocast. DDP's gradient buckets last
-    for the entire run, but only the last micro-step writes its gradients into them. The sums of the
-    gradients of earlier micro-steps are separate tensors.
+    for the entire run, and every micro-step adds its gradients to them.
     """
 
     # Whether gradients become separate tensors, which stay until they are reduced.
@@ -76,10 +75,8 @@ class StepMemory:
         self.held, self.most, self.when = Counter(), Counter(), ""
 
     def simulate(self):
-        """Simulate the last micro-step, which begins with the summed gradients of earlier ones."""
+        """Simulate one micro-step, because all have the same peak."""
         self.held.update(self.state)
-        if self.setting.accumulation > 1:
-            self.held["full gradients"] = sum(map(self.gradients_of, range(self.depth + 1)))
         self.micro_step()
 
     def micro_step(self):
