@@ -183,11 +183,8 @@ def sources_of(args):
         return [Source(args, 0, list(weights), 1.0, False)]
     if missing := [name for name, weight in weights.items() if not weight]:
         fail(f"{missing[0]}: give each source a weight above 0, or none of them")
-    total = sum(weights.values())
-    return [
-        Source(args, number, [name], weight / total, True)
-        for number, (name, weight) in enumerate(weights.items())
-    ]
+    total, items = sum(weights.values()), enumerate(weights.items())
+    return [Source(args, n, [name], weight / total, True) for n, (name, weight) in items]
 
 
 class Source:
@@ -402,13 +399,13 @@ class Stream:
             self.next_batch()
         return tokens
 
-    def is_within_document(self):
-        """Return whether a piece has the start of a document, but not its end."""
-        return self.used > 0 and self.used not in self.ends
+    def urgency(self, total):
+        """Return whether a piece has the start of a document, but not its end.
 
-    def behind(self, total):
-        """Return the number of tokens that are missing from this source, of `total` tokens."""
-        return self.source.weight * total - self.num_tokens
+        Also return the number of tokens that are missing from this source, of `total` tokens.
+        """
+        is_within_document = self.used > 0 and self.used not in self.ends
+        return is_within_document, self.source.weight * total - self.num_tokens
 
 
 # ---- pieces ----------------------------------------------------------------------------------
@@ -467,7 +464,7 @@ def write_pieces(args, index, sources, pool):
     while not ended:
         # Finish a document first; then take the source that is furthest behind its weight.
         total = sum(stream.num_tokens for stream in streams)
-        stream = max(streams, key=lambda it: (it.is_within_document(), it.behind(total)))
+        stream = max(streams, key=lambda it: it.urgency(total))
         tokens = stream.take(args.piece - filled)
         piece[filled : filled + len(tokens)] = tokens
         filled += len(tokens)
