@@ -24,7 +24,6 @@ import traceback
 import warnings
 from collections import Counter
 from pathlib import Path
-from unittest import mock
 
 import torch
 
@@ -34,7 +33,7 @@ sys.path.append(str(ROOT / "tools/planner"))
 import fake_machine  # noqa: E402
 from step_time import SPEEDS  # noqa: E402
 from step_watch import Watch  # noqa: E402
-from training_step import balanced, import_script  # noqa: E402
+from training_step import balanced, import_script, parse_training_args  # noqa: E402
 
 GIB = 2**30
 # The phase that each function of a script is.
@@ -125,10 +124,7 @@ def load_script(options):
     module.load_checkpoint = lambda *_: 0
     for name in SKIPPED:
         setattr(module, name, lambda *_: None)
-    launcher = fake_machine.launcher_variables(options, 0)
-    words = [options.script, *options.words, "--device", "cuda"]
-    with mock.patch.dict(os.environ, launcher), mock.patch.object(sys, "argv", words):
-        return module.parse_args()
+    return parse_training_args([*options.words, "--device", "cuda"], options.gpus, module)
 
 
 def shorten(options, module):
@@ -372,15 +368,15 @@ def show_sent(result):
 
 def show_waits(options, result):
     """Print where the CPU waits for the GPU, except at the start."""
-    places = {"a step": ("step",), "logs and evaluations": ("evaluation", "between")}
+    parts = {"a step": ("step",), "logs and evaluations": ("evaluation", "between")}
     print()
-    for place, phases in places.items():
+    for part, phases in parts.items():
         totals = Counter()
         for row in result["waits"]:
             if row["phase"].startswith(phases):
                 totals[row["line"], row["reason"]] += row["times"]
-        if totals or place == "a step":
-            print(f"the CPU waits for the GPU in {place}{'' if totals else ': never'}")
+        if totals or part == "a step":
+            print(f"the CPU waits for the GPU in {part}{'' if totals else ': never'}")
         for (line, reason), times in totals.items():
             print(f"{line_of(options, line)}\n    {reason} (waits: {times})")
 

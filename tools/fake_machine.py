@@ -50,12 +50,6 @@ class Instant:
     def __init__(self, *_, **__):
         pass
 
-    def __eq__(self, other):
-        return isinstance(other, Instant)
-
-    def __hash__(self):
-        return 0
-
     def record(self, *_, **__):
         return self
 

@@ -67,9 +67,8 @@ class Watch(TorchDispatchMode):
             is_new = not hasattr(weight, "_unsharded_param")
             init_weight(weight)
             if is_new and weight._unsharded_param.requires_grad:
-                weight._unsharded_param.register_post_accumulate_grad_hook(
-                    lambda full_weight: self.rename(full_weight.grad, "full gradients")
-                )
+                add_hook = weight._unsharded_param.register_post_accumulate_grad_hook
+                add_hook(lambda full_weight: self.rename(full_weight.grad, "full gradients"))
 
         torch.UntypedStorage.resize_ = resize_and_count
         FSDPParam.init_unsharded_param = init_and_watch

@@ -60,8 +60,7 @@ class Recorder(TorchDispatchMode):
 
     def update_peaks(self):
         """Store the live bytes if they exceed the peaks of the segment."""
-        live = self.live.items()
-        besides_gradients = Counter({kind: size for kind, size in live if kind != "gradients"})
+        besides_gradients = self.live - Counter(gradients=self.live["gradients"])
         if self.live.total() > self.segment.most.total():
             self.segment.most = +self.live
         if besides_gradients.total() > self.segment.most_besides_gradients.total():

@@ -19,7 +19,7 @@ import numpy as np
 
 import activations
 import will_it_fit
-from layouts import last_of_each, words_without_layout
+from layouts import LAYOUT_FLAGS, last_of_each, words_without_layout
 from step_time import active_numbers
 from training_step import (
     ROOT,
@@ -54,9 +54,8 @@ KINDS = ["activations", "logits", "gradients"]
 TERMS = ["constant", "sequence", "tokens", "chunk"]
 HEAD = ["head", "head backward"]
 # The flags that a layout may have.
-FLAGS = ["batch_size", "recompute", "replicas", "cpu_offload", "reshard_after_forward"]
-FLAGS += ["tensor_parallel_size", "pipeline_parallel_size", "pipeline_schedule"]
-FLAGS += ["context_parallel_size", "context_parallel_style", "expert_parallel_size"]
+FLAGS = [flag[2:].replace("-", "_") for flag in LAYOUT_FLAGS]
+FLAGS += ["cpu_offload", "reshard_after_forward"]
 
 
 # ---- sizes as formulas -----------------------------------------------------------------------
@@ -161,17 +160,14 @@ def relative(segments, base):
 def compact(segments, besides_gradients=False):
     """Return segments with the moments that are the fullest for some values of the form."""
     found = {}
+    # The form has these numbers of samples and tokens; a chunk of several is a full one.
+    lengths, chunk = [2**power for power in range(10, 18)], newest_chapter().CHUNK_SIZE
+    values = [(1, n, samples * n, chunk) for n in lengths for samples in range(1, 17)]
     for name, (start, moments) in segments.items():
         totals = {}
         for moment in moments:
             counted = moment * [[1], [1], [0]] if besides_gradients else moment
             totals.setdefault(tuple(counted.sum(axis=0).tolist()), counted)
-        # The form has these numbers of samples and tokens; a chunk of several is a full one.
-        values = [
-            (1, 2**power, samples * 2**power, newest_chapter().CHUNK_SIZE)
-            for power in range(10, 18)
-            for samples in range(1, 17)
-        ]
         fullest = {max(totals, key=functools.partial(dot, value)) for value in values}
         kept = [moment for total, moment in totals.items() if total in fullest]
         found[name] = [short(formula) for formula in (start, *kept)]
@@ -250,9 +246,8 @@ def shapes_of(args):
                 with contextlib.suppress(UnsupportedModelError):
                     pipeline = {"pipeline_parallel_size": ranks, "pipeline_schedule": schedule}
                     setting = split.changed(**pipeline)
-                    stages[f"{tp_size} {ranks} {setting.num_stages}"] = [
-                        [len(stage.layers), named(stage.root)] for stage in stages_of(setting)
-                    ]
+                    parts = [[len(part.layers), named(part.root)] for part in stages_of(setting)]
+                    stages[f"{tp_size} {ranks} {setting.num_stages}"] = parts
     return {"shapes": found, "stages": stages}
 
 

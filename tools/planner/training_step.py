@@ -161,8 +161,11 @@ def mesh_of(ranks):
         return DeviceMesh("cpu", ranks)
 
 
-def parse_training_args(words, ranks):
-    """Return the chapter's arguments, as the first of so many ranks with GPUs parses them."""
+def parse_training_args(words, ranks, script=None):
+    """Return the arguments of a script, as the first of so many ranks with GPUs parses them.
+
+    By default, this is the script of the newest chapter.
+    """
     launcher = {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "none"}
     with (
         mock.patch.dict(os.environ, launcher, clear=True),
@@ -170,7 +173,7 @@ def parse_training_args(words, ranks):
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
     ):
-        return newest_chapter().parse_args()
+        return (script or newest_chapter()).parse_args()
 
 
 # ---- the model's shapes ----------------------------------------------------------------------
@@ -311,13 +314,10 @@ def shapes_in(model, modules):
     # Tied weights occur twice. A dict drops the second occurrence and keeps the order.
     unique_weights = dict.fromkeys(itertools.chain(*direct_weights))
     all_experts = newest_chapter().experts_of(model)
-    expert_weights = {weight for experts in all_experts for weight in experts.parameters()}
+    kinds = {weight: ExpertShape for experts in all_experts for weight in experts.parameters()}
 
     def shapes_of(weights):
-        return [
-            (ExpertShape if weight in expert_weights else tuple)(local(weight).shape)
-            for weight in weights
-        ]
+        return [kinds.get(weight, tuple)(local(weight).shape) for weight in weights]
 
     return Model(
         config=model.config,
