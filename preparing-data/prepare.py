@@ -53,10 +53,8 @@ Shard = namedtuple("Shard", "name size read")
 
 def parse_args():
     """Return the checked arguments."""
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=formatter, allow_abbrev=False
-    )
+    options = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], **options)
     parser.error = fail
     add = parser.add_argument
     add(
@@ -207,9 +205,8 @@ class Source:
     def load_state(self, state):
         """Continue with the batch that followed when state() returned `state`."""
         self.pass_number, self.batch = state["pass"], state["batch"]
-        self.num_opened, self.readers = state["shards"], []
-        for number, used in state["open"]:
-            self.readers.append([number, used, self.records_of(number, used)])
+        self.num_opened = state["shards"]
+        self.readers = [[*reader, self.records_of(*reader)] for reader in state["open"]]
 
     def records_of(self, number, used):
         """Yield this part's records of a shard from an index on: (index, line, record)."""
@@ -247,6 +244,7 @@ class Source:
             reader = choose.choice(self.readers)
             try:
                 index, line, record = next(reader[2])
+                reader[1] = index + 1
             except StopIteration:
                 self.readers.remove(reader)
                 continue
@@ -254,8 +252,6 @@ class Source:
             except Exception as error:
                 line, record = None, ValueError(reason_of(error))
                 self.readers.remove(reader)
-            else:
-                reader[1] = index + 1
             records.append((reader[0], line, record))
         self.batch += 1
         if not self.readers and self.num_opened == len(order):
