@@ -610,9 +610,8 @@ def main():
         print(json.dumps(verdict, indent=1))
     else:
         show(facts, verdict, ranks)
-    if verdict["kind"] == "unknown":
-        sys.exit(3)
-    sys.exit(0 if verdict["kind"] in NO_FAULT else 1)
+    statuses = dict.fromkeys(NO_FAULT, 0) | {"unknown": 3}
+    sys.exit(statuses.get(verdict["kind"], 1))
 
 
 if __name__ == "__main__":
