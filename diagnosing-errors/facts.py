@@ -169,7 +169,7 @@ class Rank:
             # A stopped rank cannot write a dump, so its heartbeat has its latest frame.
             self.frames = [self.frame]
         elif dump and dump["reason"] != "failed":
-            self.frames = dump["stacks"].get("MainThread") or []
+            self.frames = dump["stack"]
 
     def __getattr__(self, name):
         return self.beat.get(name)

@@ -470,9 +470,8 @@ class Watch:
             # Keep the dump of the stall, because it shows where the rank waited.
             return
         self.dump_time = time.time()
-        stacks = {"MainThread": main_stack()}
-        content = {"time": self.dump_time, "reason": reason, "stacks": stacks}
-        self.write(".dump.json", content | {"collectives": recorded_collectives()})
+        content = {"reason": reason, "stack": main_stack(), "collectives": recorded_collectives()}
+        self.write(".dump.json", content)
 
     def leave(self, error):
         """Write the last heartbeat, and a dump if an error has ended the script."""

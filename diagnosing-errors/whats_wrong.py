@@ -36,7 +36,8 @@ FULL_DISK_BYTES = 2**24
 # These phases may take minutes in a healthy run.
 LONG_PHASES = ("start", "compile", "evaluation", "checkpoint", "export")
 
-# The first pattern that an error matches decides the kind of the fault.
+# The first pattern that an error matches decides the kind of the fault. The kind is None if the
+# error is only a consequence of a fault elsewhere.
 CLUES = {
     "not-finite": r"not finite",
     # In a run on CPUs, the CPU is the device, so an error of its allocator belongs to this kind.
@@ -51,13 +52,10 @@ CLUES = {
     r"|client socket has (failed|timed out)|C10d store has failed",
     "corrupt-checkpoint": r"(no checkpoint in \S+ can|step-\d+ cannot) be read|PytorchStreamReader",
     "interrupted": r"KeyboardInterrupt",
+    None: r"(?i)connection (closed|reset|refused)|timed out|timeout|broken pipe|read error|NCCL"
+    r"|pair closure|DistBackendError|ChildFailedError|another rank has failed|SIGTERM|watchdog",
+    "crash": "",
 }
-# An error that matches this pattern, but no pattern in CLUES, is only a consequence of a fault
-# elsewhere.
-VICTIM = (
-    r"(?i)connection (closed|reset|refused)|timed out|timeout|broken pipe|read error|pair closure"
-    r"|NCCL|DistBackendError|ChildFailedError|another rank has failed|SIGTERM|watchdog"
-)
 
 
 def parse_args():
@@ -162,11 +160,7 @@ def cause_of(error):
     text, _, nccl_reason = message.partition("Last error: ")
     if nccl_reason:
         text = f"{text.split(':')[0]}: {nccl_reason} ({text.strip()})"
-    for kind, clue in CLUES.items():
-        if re.search(clue, text):
-            return kind, text
-    kind = None if re.search(VICTIM, text) else "crash"
-    return kind, text
+    return next(kind for kind, clue in CLUES.items() if re.search(clue, text)), text
 
 
 def location_of_error(text):
@@ -300,10 +294,8 @@ def explain_hang(ranks):
         return finding("hang-in-data", loading, reason, "certain" if late else "likely")
     if late:
         kind = "skipped-collective" if is_waiting(late[0]) else "straggler"
-        reason = (
-            f"the other ranks wait in a collective that was not called here ({stay_of(late[0])})"
-        )
-        return finding(kind, late, reason)
+        reason = "the other ranks wait in a collective that was not called here "
+        return finding(kind, late, f"{reason}({stay_of(late[0])})")
     if ranks and all(is_waiting(rank) for rank in ranks):
         reason = f"all ranks wait in the same collective ({stay_of(ranks[0])})"
         return finding("network", [], reason)
@@ -618,9 +610,8 @@ def main():
         print(json.dumps(verdict, indent=1))
     else:
         show(facts, verdict, ranks)
-    if verdict["kind"] == "unknown":
-        sys.exit(3)
-    sys.exit(0 if verdict["kind"] in NO_FAULT else 1)
+    statuses = dict.fromkeys(NO_FAULT, 0) | {"unknown": 3}
+    sys.exit(statuses.get(verdict["kind"], 1))
 
 
 if __name__ == "__main__":

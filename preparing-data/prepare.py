@@ -53,10 +53,8 @@ Shard = namedtuple("Shard", "name size read")
 
 def parse_args():
     """Return the checked arguments."""
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=formatter, allow_abbrev=False
-    )
+    options = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], **options)
     parser.error = fail
     add = parser.add_argument
     add(
@@ -183,11 +181,8 @@ def sources_of(args):
         return [Source(args, 0, list(weights), 1.0, False)]
     if missing := [name for name, weight in weights.items() if not weight]:
         fail(f"{missing[0]}: give each source a weight above 0, or none of them")
-    total = sum(weights.values())
-    return [
-        Source(args, number, [name], weight / total, True)
-        for number, (name, weight) in enumerate(weights.items())
-    ]
+    total, items = sum(weights.values()), enumerate(weights.items())
+    return [Source(args, n, [name], weight / total, True) for n, (name, weight) in items]
 
 
 class Source:
@@ -210,9 +205,8 @@ class Source:
     def load_state(self, state):
         """Continue with the batch that followed when state() returned `state`."""
         self.pass_number, self.batch = state["pass"], state["batch"]
-        self.num_opened, self.readers = state["shards"], []
-        for number, used in state["open"]:
-            self.readers.append([number, used, self.records_of(number, used)])
+        self.num_opened = state["shards"]
+        self.readers = [[*reader, self.records_of(*reader)] for reader in state["open"]]
 
     def records_of(self, number, used):
         """Yield this part's records of a shard from an index on: (index, line, record)."""
@@ -250,6 +244,7 @@ class Source:
             reader = choose.choice(self.readers)
             try:
                 index, line, record = next(reader[2])
+                reader[1] = index + 1
             except StopIteration:
                 self.readers.remove(reader)
                 continue
@@ -257,8 +252,6 @@ class Source:
             except Exception as error:
                 line, record = None, ValueError(reason_of(error))
                 self.readers.remove(reader)
-            else:
-                reader[1] = index + 1
             records.append((reader[0], line, record))
         self.batch += 1
         if not self.readers and self.num_opened == len(order):
@@ -402,13 +395,13 @@ class Stream:
             self.next_batch()
         return tokens
 
-    def is_within_document(self):
-        """Return whether a piece has the start of a document, but not its end."""
-        return self.used > 0 and self.used not in self.ends
+    def urgency(self, total):
+        """Return whether a piece has the start of a document, but not its end.
 
-    def behind(self, total):
-        """Return the number of tokens that are missing from this source, of `total` tokens."""
-        return self.source.weight * total - self.num_tokens
+        Also return the number of tokens that are missing from this source, of `total` tokens.
+        """
+        is_within_document = self.used > 0 and self.used not in self.ends
+        return is_within_document, self.source.weight * total - self.num_tokens
 
 
 # ---- pieces ----------------------------------------------------------------------------------
@@ -467,7 +460,7 @@ def write_pieces(args, index, sources, pool):
     while not ended:
         # Finish a document first; then take the source that is furthest behind its weight.
         total = sum(stream.num_tokens for stream in streams)
-        stream = max(streams, key=lambda it: (it.is_within_document(), it.behind(total)))
+        stream = max(streams, key=lambda it: it.urgency(total))
         tokens = stream.take(args.piece - filled)
         piece[filled : filled + len(tokens)] = tokens
         filled += len(tokens)

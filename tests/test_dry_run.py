@@ -12,6 +12,7 @@ from fake_machine import GPUS as KINDS
 from marks import exhaustive
 from memory import PipelineMemory, fullest_step
 from real_commands import real_commands
+from training_step import copy_of_config
 
 pytestmark = [pytest.mark.tool, pytest.mark.usefixtures("no_group")]
 
@@ -354,7 +355,7 @@ def peak_of(command, args):
         samples = 2 * stages * args.global_batch_size // args.accumulation
         changes = ["--global-batch-size", samples]
     is_tiny = args.model_name == "tiny"
-    layers = 0 if is_tiny else dry_run.copy_of_config(args.model_name).num_hidden_layers
+    layers = 0 if is_tiny else copy_of_config(args.model_name).num_hidden_layers
     if layers <= MAX_LAYERS:
         return max(peaks_of(command, ranks, *changes).values())
     # With all of these numbers of layers, the same stages have one layer more than the others.

@@ -51,7 +51,7 @@ def rank_files(rank, size, since=60.0, calls=STEPS, pending=True, age=1.0, **cha
         "lines": {"train_llm.py:746 train_step": 0.9}, "memory": [0.69, 0.7, 0.7, 0.7, 0.7],
         "checks": [], "cpu": 0.0, "printed": [], "end": None,
     }  # fmt: skip
-    dump = {"time": NOW, "reason": "asked", "stacks": {"MainThread": STACK}}
+    dump = {"reason": "asked", "stack": STACK}
     dump |= {"collectives": collectives(calls, pending, late)}
     return {"beat": beat | changes, "age": age, "dump": dump, "crash": crash}
 

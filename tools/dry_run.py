@@ -12,7 +12,6 @@ laptop is large enough. The tool reads no data and no weights, and writes nothin
 import argparse
 import contextlib
 import functools
-import importlib.util
 import json
 import linecache
 import math
@@ -25,11 +24,8 @@ import traceback
 import warnings
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import torch
-import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tools/planner"))
@@ -37,11 +33,9 @@ sys.path.append(str(ROOT / "tools/planner"))
 import fake_machine  # noqa: E402
 from step_time import SPEEDS  # noqa: E402
 from step_watch import Watch  # noqa: E402
-from training_step import balanced, copy_of_config, needs_no_mask  # noqa: E402
+from training_step import balanced, import_script, parse_training_args  # noqa: E402
 
 GIB = 2**30
-# The name of the script as a module.
-MODULE = "script_of_dry_run"
 # The phase that each function of a script is.
 PHASES = {
     "build_model": "build",
@@ -54,6 +48,8 @@ PHASES = {
 }
 # The functions that do nothing here.
 SKIPPED = ["check_shared", "read_weights", "save_checkpoint"]
+# What is known about the collectives of one kind.
+COLUMNS = ["phase", "kind", "ranks", "nodes", "device", "calls", "bytes", "seconds"]
 UNKNOWN = """\
 Not checked: speed of the kernels, hangs and order of collectives, memory outside of tensors, data,
 and saving. Assumed: the code runs without --compile, and attention is flash attention if its
@@ -118,31 +114,17 @@ def split_sizes(args):
 
 
 def load_script(options):
-    """Import the script as a module, and return its arguments."""
-    spec = importlib.util.spec_from_file_location(MODULE, options.script)
-    module = sys.modules[MODULE] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    prepare(options, module, Watch(options))
-    launcher = fake_machine.launcher_variables(options, 0)
-    words = [options.script, *options.words, "--device", "cuda"]
-    with mock.patch.dict(os.environ, launcher), mock.patch.object(sys, "argv", words):
-        return module.parse_args()
-
-
-def prepare(options, module, watch):
-    """Replace what needs a GPU, files, or other ranks."""
-    module.torch = fake_machine.ScriptTorch(options, watch)
-    module.has_gpu = lambda: True
+    """Import the script without what needs a GPU, files or other ranks; return its arguments."""
+    module = options.module = import_script(options.script)
+    options.watch = Watch(options)
+    module.torch = fake_machine.ScriptTorch(options, options.watch)
     module.fail = fail
-    module.AutoConfig = SimpleNamespace(from_pretrained=copy_of_config)
-    module.AutoTokenizer = SimpleNamespace(from_pretrained=lambda _: transformers.ByT5Tokenizer())
-    # Fake tensors have no values to compare masks with.
-    module.needs_no_mask = needs_no_mask
     module.causal_lower_right = fake_machine.LowerRight
     module.DistributedDataParallel = fake_machine.ReplicatedModel
     module.load_checkpoint = lambda *_: 0
     for name in SKIPPED:
         setattr(module, name, lambda *_: None)
+    return parse_training_args([*options.words, "--device", "cuda"], options.gpus, module)
 
 
 def shorten(options, module):
@@ -197,16 +179,14 @@ def add_phases(module, watch, modes, progress):
             setattr(module, name, as_phase(getattr(module, name), phase))
 
 
-def run_rank(options, rank):
-    """Run the script as this rank, and return its numbers as a dictionary."""
-    module = sys.modules[MODULE]
+def run_rank(options, rank, sender):
+    """Run the script as this rank, and send its numbers to the parent process as a dictionary."""
     # torch warns about the data of fake tensors.
     warnings.simplefilter("ignore")
-    began, watch, problem = time.perf_counter(), Watch(options), None
+    module, watch, began, problem = options.module, options.watch, time.perf_counter(), None
     fake_machine.add_ranks(options, rank)
     fake_machine.add_gpu(options, watch)
     watch.watch_torch()
-    prepare(options, module, watch)
     shorten(options, module)
 
     def progress(phase):
@@ -217,6 +197,7 @@ def run_rank(options, rank):
         contextlib.ExitStack() as modes,
         tempfile.TemporaryDirectory() as folder,
         open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
     ):
         add_phases(module, watch, modes, progress)
         setup = module.setup
@@ -233,7 +214,6 @@ def run_rank(options, rank):
             module.dispatch = balanced(module.dispatch, wait)
         sys.argv = [options.script, *options.words, "--device", "cuda", "--save-dir", folder]
         watch.phase = "between steps"
-        stdout, sys.stdout = sys.stdout, nowhere
         try:
             # Leave out torchrun's decorator, which would report the end of the run as an error.
             getattr(module.main, "__wrapped__", module.main)()
@@ -241,9 +221,7 @@ def run_rank(options, rank):
             pass
         except BaseException as error:
             problem = describe(options, error)
-        finally:
-            sys.stdout = stdout
-    return {"rank": rank, "problem": problem} | summary(options, watch)
+    sender.send({"rank": rank, "problem": problem} | summary(options, watch))
 
 
 class EndOfRun(Exception):
@@ -291,9 +269,7 @@ def summary(options, watch):
         "host": max((row["bytes"] for row in on_host), default=0),
         "peaks": peaks,
         "sent": [
-            dict(zip(("phase", "kind", "ranks", "nodes", "device"), key, strict=True))
-            | dict(zip(("calls", "bytes", "seconds"), value, strict=True))
-            for key, value in watch.sent.items()
+            dict(zip(COLUMNS, (*key, *value), strict=True)) for key, value in watch.sent.items()
         ],
         "waits": [
             {"phase": phase, "line": line, "function": function, "reason": reason, "times": times}
@@ -311,15 +287,10 @@ def run_ranks(options, ranks):
         receivers = {}
         for rank in ranks[first : first + cores]:
             receivers[rank], sender = context.Pipe(duplex=False)
-            context.Process(target=send_result, args=(sender, options, rank), daemon=True).start()
+            context.Process(target=run_rank, args=(options, rank, sender), daemon=True).start()
             sender.close()
         results += [receive_result(receiver, rank) for rank, receiver in receivers.items()]
     return results
-
-
-def send_result(sender, options, rank):
-    """Run the script as this rank, and send the result to the parent process."""
-    sender.send(run_rank(options, rank))
 
 
 def receive_result(receiver, rank):
@@ -341,7 +312,8 @@ def show(options, results):
     for result in results:
         sizes = f"{gib(result['fullest']['bytes']):>14}{gib(result['needs']):>16}"
         print(f"{result['rank']:>8}{sizes}  {verdict(options, result)}")
-    worst = worst_of(results)
+    # Show a rank that fails, otherwise the rank that needs the most memory.
+    worst = max(results, key=lambda result: (bool(result["problem"]), result["needs"]))
     print(f"\nrank {worst['rank']}:")
     if worst["problem"]:
         print(line_of(options, worst["problem"]["line"]))
@@ -350,11 +322,6 @@ def show(options, results):
     show_sent(worst)
     show_waits(options, worst)
     print(f"\n{UNKNOWN}")
-
-
-def worst_of(results):
-    """Return the result of a rank that fails, otherwise of the rank that needs the most memory."""
-    return max(results, key=lambda result: (bool(result["problem"]), result["needs"]))
 
 
 def verdict(options, result):
@@ -401,21 +368,17 @@ def show_sent(result):
 
 def show_waits(options, result):
     """Print where the CPU waits for the GPU, except at the start."""
-    phases = ("step", "evaluation", "between")
-    rows = [row for row in result["waits"] if row["phase"].startswith(phases)]
-    totals = Counter()
-    for row in rows:
-        key = row["phase"].startswith("step"), row["line"], row["reason"]
-        totals[key] += row["times"]
-    print(
-        "\nthe CPU waits for the GPU in a step" + ("" if any(k[0] for k in totals) else ": never")
-    )
-    for in_step in (True, False):
-        if not in_step and totals:
-            print("the CPU waits for the GPU in logs and evaluations")
-        for (is_in_step, line, reason), times in totals.items():
-            if is_in_step == in_step:
-                print(f"{line_of(options, line)}\n    {reason} (waits: {times})")
+    parts = {"a step": ("step",), "logs and evaluations": ("evaluation", "between")}
+    print()
+    for part, phases in parts.items():
+        totals = Counter()
+        for row in result["waits"]:
+            if row["phase"].startswith(phases):
+                totals[row["line"], row["reason"]] += row["times"]
+        if totals or part == "a step":
+            print(f"the CPU waits for the GPU in {part}{'' if totals else ': never'}")
+        for (line, reason), times in totals.items():
+            print(f"{line_of(options, line)}\n    {reason} (waits: {times})")
 
 
 def line_of(options, line):

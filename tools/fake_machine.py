@@ -50,12 +50,6 @@ class Instant:
     def __init__(self, *_, **__):
         pass
 
-    def __eq__(self, other):
-        return isinstance(other, Instant)
-
-    def __hash__(self):
-        return 0
-
     def record(self, *_, **__):
         return self
 
@@ -142,7 +136,7 @@ def add_gpu(options, watch):
             setattr(mesh, name, on_real_tensors(getattr(mesh, name)))
     # DTensor derives the shapes of results from full tensors that no rank ever has.
     for name in ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta"):
-        setattr(ShardingPropagator, name, watch.ignore(getattr(ShardingPropagator, name)))
+        setattr(ShardingPropagator, name, watch.ignoring()(getattr(ShardingPropagator, name)))
     # A GPU has kernels for these operations. Without kernels, torch would split them up, which
     # needs more memory. Nothing calls the kernels, because fake tensors compute only shapes.
     for name in ("silu_backward", "mish_backward"):
@@ -171,13 +165,7 @@ def move(weights, buffers, device):
 
 def on_real_tensors(function):
     """Return the function, but let it create real tensors instead of fake ones."""
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return call
+    return _disable_current_modes()(function)
 
 
 def add_autocast():

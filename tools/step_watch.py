@@ -1,7 +1,6 @@
 """Count what one rank does: bytes of tensors, bytes that it sends, and waits of the CPU."""
 
 import contextlib
-import functools
 import sys
 import weakref
 from collections import Counter
@@ -32,18 +31,8 @@ KINDS = {
     "_prepare_forward_infra": "communication",
     "_prepare_backward_infra": "communication",
 }
-# The kinds of collectives, by a part of the names of torch's operations.
-COLLECTIVES = {
-    "allreduce": "all-reduce",
-    "all_reduce": "all-reduce",
-    "allgather": "all-gather",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "alltoall": "all-to-all",
-    "all_to_all": "all-to-all",
-    "broadcast": "broadcast",
-    "send": "send",
-}
+# The names of torch's operations contain these kinds of collectives, some with _ between words.
+COLLECTIVES = "all-reduce all-gather reduce-scatter all-to-all broadcast send".split()
 # The operations that return a value, or a shape that depends on values. The CPU waits for them.
 READS = [aten._local_scalar_dense.default, aten.is_nonzero.default, aten.item.default]
 SHAPES = [aten.nonzero.default, aten.masked_select.default]
@@ -78,25 +67,20 @@ class Watch(TorchDispatchMode):
             is_new = not hasattr(weight, "_unsharded_param")
             init_weight(weight)
             if is_new and weight._unsharded_param.requires_grad:
-                weight._unsharded_param.register_post_accumulate_grad_hook(
-                    lambda full_weight: self.rename(full_weight.grad, "full gradients")
-                )
+                add_hook = weight._unsharded_param.register_post_accumulate_grad_hook
+                add_hook(lambda full_weight: self.rename(full_weight.grad, "full gradients"))
 
         torch.UntypedStorage.resize_ = resize_and_count
         FSDPParam.init_unsharded_param = init_and_watch
 
-    def ignore(self, function):
-        """Return the function, but do not count the tensors that it creates."""
-
-        @functools.wraps(function)
-        def call(*args, **kwargs):
-            self.paused += 1
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.paused -= 1
-
-        return call
+    @contextlib.contextmanager
+    def ignoring(self):
+        """Count no tensors that are created in this context, or in a function that it decorates."""
+        self.paused += 1
+        try:
+            yield
+        finally:
+            self.paused -= 1
 
     def peak_bytes(self, device):
         """Return the bytes at the fullest moment so far."""
@@ -228,7 +212,8 @@ class Watch(TorchDispatchMode):
     def send(self, name, args):
         """Count a collective of this rank, or what it sends to another rank."""
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        kind = next((kind for part, kind in COLLECTIVES.items() if part in name), None)
+        letters = name.replace("_", "")
+        kind = next((kind for kind in COLLECTIVES if kind.replace("-", "") in letters), None)
         group = next(filter(None, map(group_of, tree_leaves(args))), None)
         if kind is None or group is None or not tensors:
             return

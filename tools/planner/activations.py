@@ -8,7 +8,6 @@ import copy
 import functools
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from unittest import mock
 
@@ -32,16 +31,6 @@ from training_step import (
 )
 
 
-@dataclass
-class Segment:
-    """Hold the bytes of tensors by kind in a part of a step: at its start and at its peak."""
-
-    start: Counter = field(default_factory=Counter)
-    most: Counter = field(default_factory=Counter)
-    # The peak of the bytes without finished gradients. It can occur at a different moment.
-    most_besides_gradients: Counter = field(default_factory=Counter)
-
-
 class Recorder(TorchDispatchMode):
     """Count the bytes of each tensor that an operation creates, until nothing refers to it.
 
@@ -59,15 +48,19 @@ class Recorder(TorchDispatchMode):
         self.begin("before")
 
     def begin(self, name, kind="activations"):
-        """Begin the segment `name`, and count new tensors as tensors of this kind."""
-        self.segment = self.segments[name] = Segment()
+        """Begin the segment `name`, and count new tensors as tensors of this kind.
+
+        A segment has the bytes by kind at its start and at its peak. The peak of the bytes without
+        finished gradients can occur at a different moment.
+        """
+        segment = SimpleNamespace(start=Counter(), most=Counter(), most_besides_gradients=Counter())
+        self.segment = self.segments[name] = segment
         self.kind, self.at_start = kind, True
         self.update_peaks()
 
     def update_peaks(self):
         """Store the live bytes if they exceed the peaks of the segment."""
-        live = self.live.items()
-        besides_gradients = Counter({kind: size for kind, size in live if kind != "gradients"})
+        besides_gradients = self.live - Counter(gradients=self.live["gradients"])
         if self.live.total() > self.segment.most.total():
             self.segment.most = +self.live
         if besides_gradients.total() > self.segment.most_besides_gradients.total():
@@ -82,16 +75,18 @@ class Recorder(TorchDispatchMode):
         if self.at_start:
             self.segment.start, self.at_start = +self.live, False
         output = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         seen = self.kind_of.keys() | self.weights
-        new = [storage for storage in storages(output) if storage._cdata not in seen]
-        for storage in new:
-            self.count(storage, self.kind)
+        new = [tensor for tensor in tensors if key_of(tensor) not in seen]
+        for tensor in new:
+            self.count(tensor, self.kind)
         if new:
             self.update_peaks()
         return output
 
-    def count(self, storage, kind):
-        """Count a storage until Python deletes it."""
+    def count(self, tensor, kind):
+        """Count the storage of a tensor until Python deletes it."""
+        storage = tensor.untyped_storage()
         self.kind_of[storage._cdata] = kind
         self.live[kind] += storage.nbytes()
         weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes())
@@ -102,17 +97,16 @@ class Recorder(TorchDispatchMode):
 
     def rename(self, tensor, kind):
         """Change the kind of a tensor that is already counted."""
-        storage = local(tensor).untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key, size = key_of(tensor), local(tensor).untyped_storage().nbytes()
         if key in self.kind_of:
             self.live[self.kind_of[key]] -= size
             self.live[kind] += size
             self.kind_of[key] = kind
 
 
-def storages(tree):
-    """Return the storages of the tensors among arguments or results."""
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+def key_of(tensor):
+    """Return the key of a tensor's storage."""
+    return local(tensor).untyped_storage()._cdata
 
 
 # The arguments that change the tensors of a layer.
@@ -235,7 +229,7 @@ def split_attention(setting):
 def watch(model, record):
     """Add hooks that begin a segment at the borders of each layer, forward and backward."""
     for weight in model.parameters():
-        record.weights.add(local(weight).untyped_storage()._cdata)
+        record.weights.add(key_of(weight))
         if weight.requires_grad:
             weight.register_post_accumulate_grad_hook(lambda w: record.rename(w.grad, "gradients"))
 

@@ -15,19 +15,21 @@ import json
 import math
 from unittest import mock
 
+import numpy as np
+
 import activations
 import will_it_fit
-from layouts import last_of_each, words_without_layout
+from layouts import LAYOUT_FLAGS, last_of_each, words_without_layout
 from step_time import active_numbers
 from training_step import (
     ROOT,
     SCRIPTS,
     ExpertShape,
     UnsupportedModelError,
+    check_split,
     load_config,
     model_of,
     newest_chapter,
-    refuse,
     setting_of,
     stages_of,
 )
@@ -52,30 +54,25 @@ KINDS = ["activations", "logits", "gradients"]
 TERMS = ["constant", "sequence", "tokens", "chunk"]
 HEAD = ["head", "head backward"]
 # The flags that a layout may have.
-FLAGS = ["batch_size", "recompute", "replicas", "cpu_offload", "reshard_after_forward"]
-FLAGS += ["tensor_parallel_size", "pipeline_parallel_size", "pipeline_schedule"]
-FLAGS += ["context_parallel_size", "context_parallel_style", "expert_parallel_size"]
+FLAGS = [flag[2:].replace("-", "_") for flag in LAYOUT_FLAGS]
+FLAGS += ["cpu_offload", "reshard_after_forward"]
 
 
 # ---- sizes as formulas -----------------------------------------------------------------------
 class FormulaRecorder(activations.Recorder):
     """Record the live bytes of each moment, by kind and by the term that they grow with."""
 
-    # The samples of the step, the chunks of its loss, and the shapes of tensors by their storages.
-    samples, chunks, shapes = SAMPLES, 1, {}
-
-    def begin(self, name, kind="activations"):
-        super().begin(name, kind)
-        self.segment.moments = [+self.live]
+    # The samples of the step, and the chunks of its loss.
+    samples, chunks = SAMPLES, 1
 
     def update_peaks(self):
         self.segment.__dict__.setdefault("moments", []).append(+self.live)
 
-    def count(self, storage, kind):
-        super().count(storage, (kind, self.term_of(self.shapes[storage._cdata])))
+    def count(self, tensor, kind):
+        super().count(tensor, (kind, self.term_of(tensor.shape)))
 
     def rename(self, tensor, kind):
-        key = activations.local(tensor).untyped_storage()._cdata
+        key = activations.key_of(tensor)
         if key in self.kind_of:
             super().rename(tensor, (kind, self.kind_of[key][1]))
 
@@ -88,21 +85,12 @@ class FormulaRecorder(activations.Recorder):
             return "chunk"
         return "sequence" if math.prod(shape) % self.samples else "tokens"
 
-    @classmethod
-    def storages(cls, tree):
-        """Return the storages of the tensors in a tree, and store the shapes of these tensors."""
-        tensors = [leaf for leaf in activations.tree_leaves(tree) if hasattr(leaf, "shape")]
-        found = [tensor.untyped_storage() for tensor in tensors]
-        shapes = [tensor.shape for tensor in tensors]
-        cls.shapes.update(zip((storage._cdata for storage in found), shapes, strict=True))
-        return found
-
 
 def record(setting, chunks=1):
     """Return the segments of a step: the formula of each one's start, and of all its moments.
 
-    A formula has a coefficient, in bytes, for each kind of tensor and each term. The loss has this
-    number of chunks.
+    A formula is a matrix: it has a coefficient, in bytes, for each kind of tensor and each term.
+    The loss has this number of chunks.
     """
     split = setting.tensor_parallel_size * setting.context_parallel_size
     length, samples = PIECE * chunks * split, setting.micro_batch_size
@@ -110,15 +98,13 @@ def record(setting, chunks=1):
     values["chunk"] = samples * PIECE
     with (
         mock.patch.object(activations, "Recorder", FormulaRecorder),
-        mock.patch.object(activations, "storages", FormulaRecorder.storages),
         mock.patch.multiple(FormulaRecorder, chunks=chunks, samples=samples),
         mock.patch.object(newest_chapter(), "CHUNK_SIZE", samples * PIECE),
     ):
         segments = activations.trace(setting.changed(seq_length=length))
 
     def formula(live):
-        terms = ((kind, term) for kind in KINDS for term in TERMS)
-        return tuple(round(live[kind, term] / values[term], 6) for kind, term in terms)
+        return np.array([[round(live[kind, t] / values[t], 6) for t in TERMS] for kind in KINDS])
 
     return {
         name: (formula(segment.start), [formula(moment) for moment in segment.moments])
@@ -137,25 +123,20 @@ def many_chunks(setting):
     found = {}
     for name in HEAD:
         (start, few), (_, more), (_, most) = three[name], five[name], seven[name]
-        moments = [a for a, b in zip(few, more, strict=False) if a == b]
+        moments = [a for a, b in zip(few, more, strict=False) if np.array_equal(a, b)]
         for a, b, c in zip(few[::-1], more[::-1], most[::-1], strict=False):
-            growth = [(y - x) / 2 for x, y in zip(a, b, strict=True)]
-            if growth == [(z - y) / 2 for y, z in zip(b, c, strict=True)]:
-                moments.append(grown(a, growth, split))
+            if np.array_equal(b - a, c - b):
+                moments.append(grown(a, (b - a) / 2, split))
         found[name] = start, moments
     return found
 
 
 def grown(formula, growth, split):
     """Return the formula for any number of chunks, from the one for three and from its growth."""
-    formula = list(formula)
-    for first in range(0, len(formula), len(TERMS)):
-        constant, chunk = growth[first], growth[first + 3]
-        # All chunks together are the rank's tokens, and a chunk has CHUNK_SIZE tokens.
-        formula[first] -= 3 * constant
-        formula[first + 3] -= 3 * chunk
-        formula[first + 2] += (chunk + constant / newest_chapter().CHUNK_SIZE) / split
-    return tuple(formula)
+    constant, _, _, chunk = growth.T
+    # All chunks together are the rank's tokens, and a chunk has CHUNK_SIZE tokens.
+    per_token = (chunk + constant / newest_chapter().CHUNK_SIZE) / split
+    return formula + np.stack([-3 * constant, 0 * chunk, per_token, -3 * chunk], axis=1)
 
 
 def relative(segments, base):
@@ -164,35 +145,29 @@ def relative(segments, base):
     The moments after the last norm have the activations of the backward pass, and are relative to
     its start: the segment "chunks".
     """
-    found = {"chunks": ((0.0,) * 12, [])}
+    found = {"chunks": (np.zeros((len(KINDS), len(TERMS))), [])}
     for name in HEAD:
         start, after_norm = base[name][0], base["head backward"][0]
-        found[name] = minus(segments[name][0], start), []
+        found[name] = segments[name][0] - start, []
         for moment in segments[name][1]:
-            is_after = name == "head" and moment[:4] == after_norm[:4]
+            # The first row has the activations.
+            is_after = name == "head" and np.array_equal(moment[0], after_norm[0])
             origin, others = (after_norm, "chunks") if is_after else (start, name)
-            found[others][1].append(minus(moment, origin))
+            found[others][1].append(moment - origin)
     return found
-
-
-def minus(formula, start):
-    return tuple(x - y for x, y in zip(formula, start, strict=True))
 
 
 def compact(segments, besides_gradients=False):
     """Return segments with the moments that are the fullest for some values of the form."""
     found = {}
+    # The form has these numbers of samples and tokens; a chunk of several is a full one.
+    lengths, chunk = [2**power for power in range(10, 18)], newest_chapter().CHUNK_SIZE
+    values = [(1, n, samples * n, chunk) for n in lengths for samples in range(1, 17)]
     for name, (start, moments) in segments.items():
         totals = {}
         for moment in moments:
-            counted = (*moment[:8], *[0.0] * 4) if besides_gradients else moment
-            totals.setdefault(tuple(sum(counted[term::4]) for term in range(4)), counted)
-        # The form has these numbers of samples and tokens; a chunk of several is a full one.
-        values = [
-            (1, 2**power, samples * 2**power, newest_chapter().CHUNK_SIZE)
-            for power in range(10, 18)
-            for samples in range(1, 17)
-        ]
+            counted = moment * [[1], [1], [0]] if besides_gradients else moment
+            totals.setdefault(tuple(counted.sum(axis=0).tolist()), counted)
         fullest = {max(totals, key=functools.partial(dot, value)) for value in values}
         kept = [moment for total, moment in totals.items() if total in fullest]
         found[name] = [short(formula) for formula in (start, *kept)]
@@ -205,10 +180,8 @@ def dot(values, formula):
 
 def short(formula):
     """Return a formula as a list without the zeros at its end, and with integers."""
-    numbers = [int(value) if value == int(value) else value for value in formula]
-    while numbers and not numbers[-1]:
-        numbers.pop()
-    return numbers
+    numbers = np.trim_zeros(formula.ravel(), "b").tolist()
+    return [int(value) if value.is_integer() else value for value in numbers]
 
 
 # ---- the facts of a model --------------------------------------------------------------------
@@ -218,15 +191,12 @@ def settings_of(args):
     base = base.changed(micro_batch_size=SAMPLES)
     yield base.changed(chapter="02", recompute="none", accumulation=2)
     yield base.changed(chapter="04", recompute="none")
-    sizes = [("tensor_parallel_size", 2**power, "gather") for power in (0, 1, 2, 3)]
-    sizes += [
-        ("context_parallel_size", 2**power, style)
-        for power in (1, 2, 3)
-        for style in ("gather", "ulysses")
-    ]
+    product = itertools.product
+    sizes = [*product(["tensor_parallel_size"], (1, 2, 4, 8), ["gather"])]
+    sizes += product(["context_parallel_size"], (2, 4, 8), ["gather", "ulysses"])
     if newest_chapter().experts_of(args.model.built):
-        sizes += [("expert_parallel_size", 2**power, "gather") for power in range(1, 7)]
-    for (name, size, style), recompute in itertools.product(sizes, ["none", "selective", "full"]):
+        sizes += product(["expert_parallel_size"], (2, 4, 8, 16, 32, 64), ["gather"])
+    for (name, size, style), recompute in product(sizes, ["none", "selective", "full"]):
         changes = {name: size, "context_parallel_style": style, "recompute": recompute}
         yield base.changed(**changes)
         if name == "tensor_parallel_size" and size > 1:
@@ -250,7 +220,7 @@ def segments_of(args):
     for setting in settings_of(args):
         # A chapter may refuse to split this model.
         with contextlib.suppress(UnsupportedModelError):
-            check(setting.changed(context_parallel_size=1), args.model)
+            check_split(setting, args.model)
             segments = record(setting)
             found[key_of(setting)] = compact(segments, setting.chapter == "02")
             head = f"{setting.tensor_parallel_size} {setting.context_parallel_size}"
@@ -261,37 +231,23 @@ def segments_of(args):
     return {"segments": found, "heads": heads}
 
 
-def check(setting, model):
-    """Raise an error if the newest chapter cannot split the model in this way."""
-    chapter = newest_chapter()
-    # Tracing checks masks.
-    no_masks = mock.patch.object(chapter, "needs_mask", return_value=False)
-    with mock.patch.object(chapter, "fail", refuse), no_masks:
-        chapter.check_model(setting, model.built)
-
-
 def shapes_of(args):
     """Return the shapes of a layer and of the root on a tensor-parallel rank, and the stages."""
     found, stages = {}, {}
-    base = setting_of(args, "07")
+    pipelines = list(itertools.product((2, 4, 8, 16, 32), ["1f1b", "interleaved-1f1b"]))
     for tp_size in (1, 2, 4, 8):
         with contextlib.suppress(UnsupportedModelError):
-            check(base.changed(tensor_parallel_size=tp_size), args.model)
+            split = setting_of(args, "07").changed(tensor_parallel_size=tp_size)
+            check_split(split, args.model)
             model = model_of(args.model.config, tp_size)
             assert all(layer == model.layers[0] for layer in model.layers)
             found[tp_size] = [named(model.layers[0]), named(model.root)]
-            for ranks, schedule in itertools.product(
-                (2, 4, 8, 16, 32), ("1f1b", "interleaved-1f1b")
-            ):
+            for ranks, schedule in pipelines:
                 with contextlib.suppress(UnsupportedModelError):
-                    setting = base.changed(
-                        tensor_parallel_size=tp_size,
-                        pipeline_parallel_size=ranks,
-                        pipeline_schedule=schedule,
-                    )
-                    stages[f"{tp_size} {ranks} {setting.num_stages}"] = [
-                        [len(stage.layers), named(stage.root)] for stage in stages_of(setting)
-                    ]
+                    pipeline = {"pipeline_parallel_size": ranks, "pipeline_schedule": schedule}
+                    setting = split.changed(**pipeline)
+                    parts = [[len(part.layers), named(part.root)] for part in stages_of(setting)]
+                    stages[f"{tp_size} {ranks} {setting.num_stages}"] = parts
     return {"shapes": found, "stages": stages}
 
 
@@ -306,18 +262,15 @@ def facts_of(words):
     config, source = load_config(args)
     args.model = model_of(config)
     words = last_of_each(words_without_layout(args, "09"))
-    return (
-        {
-            "words": words,
-            "source": source,
-            "batch": args.batch_size,
-            "layers": len(args.model.layers),
-            "active": active_numbers(args.model),
-            "config": {key: getattr(config, key, None) for key in CONFIG_KEYS},
-        }
-        | shapes_of(args)
-        | segments_of(args)
-    )
+    facts = {
+        "words": words,
+        "source": source,
+        "batch": args.batch_size,
+        "layers": len(args.model.layers),
+        "active": active_numbers(args.model),
+        "config": {key: getattr(config, key, None) for key in CONFIG_KEYS},
+    }
+    return facts | shapes_of(args) | segments_of(args)
 
 
 def main():

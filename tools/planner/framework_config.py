@@ -7,14 +7,9 @@ import yaml
 from training_step import fail
 
 # The values that a framework's file can express.
-SUPPORTED = {
-    "tensor_parallel_size": [1],
-    "pipeline_parallel_size": [1],
-    "context_parallel_size": [1],
-    "expert_parallel_size": [1],
-    "replicas": [1],
-    "recompute": ["none", "full"],
-}
+SPLITS = ("tensor", "pipeline", "context", "expert")
+SUPPORTED = {f"{name}_parallel_size": [1] for name in SPLITS}
+SUPPORTED |= {"replicas": [1], "recompute": ["none", "full"]}
 
 
 def config_text(args):

@@ -15,6 +15,7 @@ from training_step import (
     SCRIPTS,
     UnsupportedModelError,
     adapter_shapes,
+    check_split,
     newest_chapter,
     numbers,
     parse_training_args,
@@ -136,8 +137,7 @@ def best_layouts(args):
 def words_without_layout(args, chapter):
     """Return the words of the command line that no layout sets, and that the chapter accepts."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("-b")
-    for flag in LAYOUT_FLAGS:
+    for flag in ("-b", *LAYOUT_FLAGS):
         parser.add_argument(flag)
     parser.add_argument("--cpu-offload", action="store_true")
     parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction)
@@ -150,21 +150,17 @@ def words_without_layout(args, chapter):
 
 def layout_of(args, chapter, words, layout_words):
     """Return the setting, the command and the speed of a layout, or None if it is impossible."""
-    script, newest = SCRIPTS[chapter].relative_to(ROOT), newest_chapter()
+    script = SCRIPTS[chapter].relative_to(ROOT)
     # The number of samples, layers or heads may not be divisible by the ranks.
-    with (
-        contextlib.suppress(UnsupportedModelError),
-        mock.patch.object(newest, "fail", refuse),
-        # Tracing checks masks, and how sequences are split.
-        mock.patch.object(newest, "needs_mask", return_value=False),
-    ):
+    refusing = mock.patch.object(newest_chapter(), "fail", refuse)
+    with contextlib.suppress(UnsupportedModelError), refusing:
         training_args = parse_training_args([*words, *layout_words], args.ranks)
         values = argparse.Namespace(**vars(args) | vars(training_args))
         # Chapter 03 trains as chapter 02 does.
         setting = setting_of(values, "02" if chapter == "03" else chapter)
         # From chapter 05 on, scripts refuse some models.
         if chapter >= "05":
-            newest.check_model(setting.changed(context_parallel_size=1), args.model.built)
+            check_split(setting, args.model)
         script_words = [str(script), *last_of_each(words)]
         lines = [launcher(args), shlex.join(script_words), shlex.join(layout_words)]
         command = " \\\n    ".join(lines)

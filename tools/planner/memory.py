@@ -344,16 +344,12 @@ def host_memory(setting, part):
     pinned = sum(1 << (shard * setting.weight_bytes - 1).bit_length() for shard in shards)
     model, layer = setting.model, max(map(numbers, setting.model.layers), default=0)
     built_weights = model.weights if setting.chapter < "05" else numbers(model.root) + layer
-    start = {
-        "model in the making": built_weights * (setting.weight_bytes if setting.lora_rank else 4)
-    }
-    train = {}
+    built_bytes = built_weights * (setting.weight_bytes if setting.lora_rank else 4)
+    start, train = {"model in the making": built_bytes}, {}
     if setting.cpu_offload:
         start["parameters"] = pinned
-        train |= {
-            "parameters": pinned,
-            "gradients": state["gradients"] if setting.lora_rank else pinned,
-        }
+        train["parameters"] = pinned
+        train["gradients"] = state["gradients"] if setting.lora_rank else pinned
         train["optimizer state"] = state["optimizer state"]
     if setting.lora_rank:
         train["copy being saved"] = state["gradients"] + state["optimizer state"]

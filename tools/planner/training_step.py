@@ -75,20 +75,10 @@ def refuse(message):
 def load_chapter(name):
     """Import a script as a module, by a chapter's number or as "lora".
 
-    Replace what needs data, files or other ranks.
+    Replace what needs files or other ranks.
     """
-    path = SCRIPTS.get(name, ROOT / f"fine-tuning/{name}/train_llm.py")
-    spec = importlib.util.spec_from_file_location(f"chapter_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = import_script(SCRIPTS.get(name, ROOT / f"fine-tuning/{name}/train_llm.py"))
     module.fail = fail
-    # Assume that the ranks have GPUs.
-    module.has_gpu = lambda: True
-    # Configurations may come from configs/. No plan depends on the tokenizer.
-    module.AutoConfig = SimpleNamespace(from_pretrained=copy_of_config)
-    module.AutoTokenizer = SimpleNamespace(from_pretrained=lambda _: transformers.ByT5Tokenizer())
-    # Fake tensors have no values to compare masks with.
-    module.needs_no_mask = needs_no_mask
     # Fake tensors have no random state to preserve, and a real random state needs almost no memory.
     if hasattr(module, "recompute"):
         module.recompute = functools.partial(module.recompute, preserve_rng_state=False)
@@ -96,6 +86,21 @@ def load_chapter(name):
     module.causal_lower_right = lambda *shape: torch.zeros(()).expand(shape)
     # An all-to-all returns a tensor of the same size, so a local reshape replaces it.
     module.all_to_all = lambda mesh, tensor: torch.cat(tensor.chunk(mesh.size(), 1), 2)
+    return module
+
+
+def import_script(path):
+    """Import a script as a module that needs neither GPUs nor downloads."""
+    spec = importlib.util.spec_from_file_location("script", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    # Assume that the ranks have GPUs.
+    module.has_gpu = lambda: True
+    # Configurations may come from configs/. No plan depends on the tokenizer.
+    module.AutoConfig = SimpleNamespace(from_pretrained=copy_of_config)
+    module.AutoTokenizer = SimpleNamespace(from_pretrained=lambda _: transformers.ByT5Tokenizer())
+    # Fake tensors have no values to compare masks with.
+    module.needs_no_mask = needs_no_mask
     return module
 
 
@@ -109,6 +114,17 @@ def needs_no_mask(setting, model):
     window = getattr(model.config, "sliding_window", None) or setting.seq_length
     uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
     return uses_sdpa and setting.seq_length <= window
+
+
+def check_split(setting, model):
+    """Raise an error if the newest chapter cannot split the model in this way.
+
+    Masks, and how sequences are split, are checked when the layers run on fake tensors.
+    """
+    chapter = newest_chapter()
+    no_masks = mock.patch.object(chapter, "needs_mask", return_value=False)
+    with mock.patch.object(chapter, "fail", refuse), no_masks:
+        chapter.check_model(setting.changed(context_parallel_size=1), model.built)
 
 
 def balanced(dispatch, wait=lambda: None):
@@ -145,8 +161,11 @@ def mesh_of(ranks):
         return DeviceMesh("cpu", ranks)
 
 
-def parse_training_args(words, ranks):
-    """Return the chapter's arguments, as the first of so many ranks with GPUs parses them."""
+def parse_training_args(words, ranks, script=None):
+    """Return the arguments of a script, as the first of so many ranks with GPUs parses them.
+
+    By default, this is the script of the newest chapter.
+    """
     launcher = {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "none"}
     with (
         mock.patch.dict(os.environ, launcher, clear=True),
@@ -154,7 +173,7 @@ def parse_training_args(words, ranks):
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
     ):
-        return newest_chapter().parse_args()
+        return (script or newest_chapter()).parse_args()
 
 
 # ---- the model's shapes ----------------------------------------------------------------------
@@ -295,13 +314,10 @@ def shapes_in(model, modules):
     # Tied weights occur twice. A dict drops the second occurrence and keeps the order.
     unique_weights = dict.fromkeys(itertools.chain(*direct_weights))
     all_experts = newest_chapter().experts_of(model)
-    expert_weights = {weight for experts in all_experts for weight in experts.parameters()}
+    kinds = {weight: ExpertShape for experts in all_experts for weight in experts.parameters()}
 
     def shapes_of(weights):
-        return [
-            (ExpertShape if weight in expert_weights else tuple)(local(weight).shape)
-            for weight in weights
-        ]
+        return [kinds.get(weight, tuple)(local(weight).shape) for weight in weights]
 
     return Model(
         config=model.config,

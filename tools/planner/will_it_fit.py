@@ -307,10 +307,7 @@ def main():
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     plan = make_plan(args)
-    if args.layouts:
-        fits = any(layout["fits"] for layout in plan["layouts"])
-    else:
-        fits = plan["asked"]["fits"]
+    fits = any(layout["fits"] for layout in plan.get("layouts", [plan.get("asked")]))
     if args.json:
         print(json.dumps(plan, indent=1, default=lambda _: None))
     elif args.layouts:
