@@ -18,7 +18,7 @@ from on_ranks import build, on_ranks
 CASES = {"one rank": (1, "gather")}
 for style, ranks in product(("gather", "ulysses"), (2, 4)):
     CASES[f"{style}, {ranks} ranks"] = (ranks, style)
-SAMPLES = 4
+SAMPLES, LENGTHS = 4, (256, 512, 1024, 2048)
 
 
 def storage_of(tensor):
@@ -45,37 +45,28 @@ def bytes_kept(chapter, args, model, batch):
 
 
 def measure(chapter, args, device):
-    """Return, for each length, the bytes on the rank that keeps most."""
+    """Return the bytes on the rank that keeps most."""
     model, *_ = build(chapter, args, device)
-    found = {}
-    # The name of the run has the lengths.
-    for length in map(int, args.experiment_name.split("-")):
-        args.seq_length = length
-        batch = torch.randint(model.config.vocab_size, (SAMPLES, length))
-        most = torch.tensor(bytes_kept(chapter, args, model, batch))
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        found[length] = most.item()
-    return found
+    batch = torch.randint(model.config.vocab_size, (SAMPLES, args.seq_length))
+    most = torch.tensor(bytes_kept(chapter, args, model, batch))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return most.item()
 
 
 def activations(args, folder):
     """Count in each case."""
     rows = []
-    for name in args.only:
-        ranks, style = CASES[name]
-        flags = f"--context-parallel-size {ranks} --context-parallel-style {style} "
-        flags += f"-s {max(args.lengths)} -e {'-'.join(map(str, args.lengths))}"
-        found = on_ranks(measure, "08", ranks, "tiny", folder, flags)
+    for name, (ranks, style) in CASES.items():
+        flags = f"--context-parallel-size {ranks} --context-parallel-style {style} --seq-length"
+        # The mask of a rank is for one length, so each length is a run of its own.
+        found = {
+            length: on_ranks(measure, "08", ranks, "tiny", folder, f"{flags} {length}")
+            for length in LENGTHS
+        }
         rows.append({"case": name, "ranks": ranks, "style": style, "bytes": found})
         print(rows[-1], flush=True)
         yield {"samples": SAMPLES, "rows": rows}
 
 
-def add_flags(add):
-    """Declare the flags."""
-    add("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="cases")
-    add("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="of sequences")
-
-
 if __name__ == "__main__":
-    benchmark(__doc__, activations, add_flags)
+    benchmark(__doc__, activations)
