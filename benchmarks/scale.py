@@ -19,14 +19,11 @@ import will_it_fit as planner
 from step_time import StepTime, speed_of
 from training_step import load_config, model_of, setting_of
 
-TITAN = (
-    "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
-)
+GITHUB = "https://github.com"
+TITAN = f"{GITHUB}/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
 # The pages of MaxText and NeMo.
-RECIPES = (
-    "https://github.com/NVIDIA/dgxc-benchmarking/tree/143b90dd91f9be958fed4773ae95d941a3356a82"
-)
-LAMBDA = "https://github.com/LambdaLabsML/distributed-training-guide/tree"
+RECIPES = f"{GITHUB}/NVIDIA/dgxc-benchmarking/tree/143b90dd91f9be958fed4773ae95d941a3356a82"
+LAMBDA = f"{GITHUB}/LambdaLabsML/distributed-training-guide/tree"
 LAMBDA += "/1fbe39a1f86f84bb019ec1a0af666bc26d4a2aaa/05-training-llama-405b#run-statistics"
 # torchtitan's H100s have a memory of 2.4 TB/s.
 TITAN_8B = "-m meta-llama/Llama-3.1-8B -s 8192 -b 2 --recompute selective --gpu-bandwidth-gbs 2400"

@@ -16,7 +16,7 @@ import sys
 import tomllib
 from collections import defaultdict
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import median
 
@@ -48,17 +48,11 @@ def listing(path, *names, only=""):
     source, lines = (ROOT / path).read_text(), []
     for name in names:
         lines += ["", ""] if lines else []
-        left_out = False
-        for number in parts(source)[name]:
-            line = source.splitlines()[number - 1]
-            if not line.startswith("def ") and not re.search(only, line):
-                left_out = True
-                continue
-            if left_out:
-                lines.append(" " * (len(line) - len(line.lstrip())) + "...")
-            lines.append(line)
-            left_out = False
-        lines += ["    ..."] if left_out else []
+        part = [source.splitlines()[number - 1] for number in parts(source)[name]]
+        for is_shown, group in groupby(part, lambda line: bool(re.search(f"^def |{only}", line))):
+            found = list(group)
+            indents = [re.match(" *", line)[0] for line in found if line]
+            lines += found if is_shown else [min(indents, default="") + "..."]
     fenced("python", lines)
 
 
@@ -328,7 +322,8 @@ def macros():
     )
     # The macros may call every function in this file, also as a filter.
     environment.globals |= globals()
-    environment.filters |= globals() | {
+    environment.filters = globals() | environment.filters
+    environment.filters |= {
         "f": format,
         "mb": lambda value, digits=".0f": format(value / 1e6, digits),
         "before": lambda text, mark: text.partition(mark)[0],

@@ -195,12 +195,9 @@ def ring():
     for y, text in ((270, "rounds 1 – 3:"), (290, "reduce-scatter"), (322, "rounds 4 – 6:")):
         picture.text(24, y, text, anchor="start")
     picture.text(24, 342, "all-gather", anchor="start")
-    notes = (
-        "A column holds the pieces of a rank. A number says how many ranks",
-        "are added up in it.",
-    )
-    for number, note in enumerate(notes):
-        picture.text(24, 398 + 20 * number, note, "quiet", "start")
+    note = "A column holds the pieces of a rank. A number says how many ranks"
+    picture.text(24, 398, note, "quiet", "start")
+    picture.text(24, 418, "are added up in it.", "quiet", "start")
     picture.legend(444, ("orange", "just received"), ("teal", "the sum of all ranks"))
     picture.save("02-ring")
 
@@ -242,12 +239,9 @@ def gathered_layers():
             picture.text(left - 10, y + 15, f"layer {layer}", anchor="end")
             forward, backward = layer - 1, 8 - layer
             for turn in range(8):
-                is_used = turn in (forward, backward)
-                is_next = turn + 1 in (forward, backward)
-                is_kept = number == 1 and forward <= turn <= backward
-                is_next = is_next and (number == 0 or turn < forward)
-                color = "teal" if is_used else "purple" if is_kept else "idle"
-                color = "orange" if is_next and not is_used and not is_kept else color
+                color = "orange" if turn + 1 in (forward, backward) else "idle"
+                color = "purple" if number == 1 and forward <= turn <= backward else color
+                color = "teal" if turn in (forward, backward) else color
                 picture.box(left + width * turn, y, width - 2, 30, color=color, line=False)
     picture.legend(400, ("teal", "computes"), ("orange", "arrives"), ("purple", "stays gathered"))
     picture.save("04-gathered")
