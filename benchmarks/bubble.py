@@ -90,9 +90,12 @@ def most_in_flight(events, passes):
 
 
 def measure(chapter, args, device):
-    """Run the schedules, with the seconds that are the run's name; return a row for each run."""
-    seconds, rows = float(args.experiment_name), []
+    """Run the schedules that the run's name lists; return a row for each of them."""
+    seconds, *only = args.experiment_name.split(",")
+    seconds, rows = float(seconds), []
     for name, micro_batches in RUNS:
+        if name not in only:
+            continue
         found = [None] * RANKS
         dist.all_gather_object(found, take_step(chapter, name, micro_batches, seconds))
         slowest, passes = max(taken for taken, _ in found), chapter.SCHEDULES[name][1]
@@ -105,7 +108,8 @@ def measure(chapter, args, device):
 
 def bubble(args, folder):
     """Run the schedules on four ranks."""
-    flags = f"--pipeline-parallel-size {RANKS} --num-steps 1 -e {args.seconds}"
+    run_name = ",".join([str(args.seconds), *args.only])
+    flags = f"--pipeline-parallel-size {RANKS} --num-steps 1 -e {run_name}"
     rows = on_ranks(measure, "07", RANKS, "tiny", folder, flags)
     for row in rows:
         show(row)
@@ -114,7 +118,9 @@ def bubble(args, folder):
 
 def add_flags(add):
     """Declare the flags."""
+    names = list(dict.fromkeys(name for name, _ in RUNS))
     add("--seconds", type=float, default=0.2, help="of a rank's forward pass")
+    add("--only", nargs="+", choices=names, default=names, metavar="NAME", help="schedules")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from on_ranks import build, on_ranks
 CASES = {"one rank": (1, "gather")}
 for style, ranks in product(("gather", "ulysses"), (2, 4)):
     CASES[f"{style}, {ranks} ranks"] = (ranks, style)
-SAMPLES, LENGTHS = 4, (256, 512, 1024, 2048)
+SAMPLES = 4
 
 
 def storage_of(tensor):
@@ -56,17 +56,24 @@ def measure(chapter, args, device):
 def activations(args, folder):
     """Count in each case."""
     rows = []
-    for name, (ranks, style) in CASES.items():
+    for name in args.only:
+        ranks, style = CASES[name]
         flags = f"--context-parallel-size {ranks} --context-parallel-style {style} --seq-length"
         # The mask of a rank is for one length, so each length is a run of its own.
         found = {
             length: on_ranks(measure, "08", ranks, "tiny", folder, f"{flags} {length}")
-            for length in LENGTHS
+            for length in args.lengths
         }
         rows.append({"case": name, "ranks": ranks, "style": style, "bytes": found})
         print(rows[-1], flush=True)
         yield {"samples": SAMPLES, "rows": rows}
 
 
+def add_flags(add):
+    """Declare the flags."""
+    add("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="cases")
+    add("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="of sequences")
+
+
 if __name__ == "__main__":
-    benchmark(__doc__, activations)
+    benchmark(__doc__, activations, add_flags)

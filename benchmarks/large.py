@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from harness import benchmark, show
 from on_ranks import build, make_model_folder, on_ranks
 
-# The rounds of saves, the numbers of ranks that read, and the width of the models.
-ROUNDS, RANKS, WIDTH = 3, (1, 2, 4), 768
+# The rounds of saves, and the width of the models.
+ROUNDS, WIDTH = 3, 768
 
 
 def own_memory():
@@ -90,23 +90,23 @@ def measure_saves(chapter, args, device):
     return {"bytes": size, "rounds": rows[1:]}
 
 
-def reading(folder):
+def reading(args, folder):
     """Measure the host memory for each number of ranks in both chapters."""
-    model = make_model_folder(folder / "model", 8, WIDTH, vocabulary=16_384)
+    model = make_model_folder(folder / "model", args.layers, WIDTH, vocabulary=16_384)
     config = AutoConfig.from_pretrained(model)
     published = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     published.save_pretrained(model, max_shard_size="50MB")
     rows, options = [], "--pretrained --seq-length 64 --global-batch-size 4"
-    for ranks, chapter in product(RANKS, ("04", "05")):
+    for ranks, chapter in product(args.ranks, ("04", "05")):
         found = on_ranks(measure_reading, chapter, ranks, model, folder, options)
         rows.append({"chapter": chapter, "ranks": ranks} | found)
         show(rows[-1])
     return rows
 
 
-def saves(folder):
+def saves(args, folder):
     """Measure the seconds of saves on two ranks."""
-    model = make_model_folder(folder / "model", 12, WIDTH)
+    model = make_model_folder(folder / "model", args.layers * 3 // 2, WIDTH)
     options = "--seq-length 64 --global-batch-size 2"
     found = on_ranks(measure_saves, "05", 2, model, folder, options)
     print(found, flush=True)
@@ -119,12 +119,14 @@ MEASURES = {"reading": reading, "saves": saves}
 def large(args, folder):
     """Measure what the arguments name."""
     for name in args.what:
-        yield {name: MEASURES[name](folder / name)}
+        yield {name: MEASURES[name](args, folder / name)}
 
 
 def add_flags(add):
     """Declare the flags."""
     add("what", nargs="+", choices=MEASURES)
+    add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks that read")
+    add("--layers", type=int, default=8, help="of the models that are read and saved")
 
 
 if __name__ == "__main__":

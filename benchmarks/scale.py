@@ -123,11 +123,10 @@ def layer_rows():
     """
     rows, tokens = [], 1024
     for model, devices in itertools.product(MODELS, (8, 512)):
-        steps = (
+        alone, split = (
             StepTime(scene_setting(f"{tokens} tokens", strategy, devices, model, "none"))
             for strategy in ("FSDP", "tensor parallel")
         )
-        alone, split = steps
         row = {"model": model, "devices": devices, "compute": alone.forward + alone.backward}
         split.sent.clear()
         hidden = 8 * tokens * split.model.config.hidden_size * split.setting.compute_bytes

@@ -177,8 +177,8 @@ def ring_rounds(ranks):
 def ring():
     """Draw what each of four ranks has after each round of a ring all-reduce."""
     picture = Picture(464, "A ring all-reduce of four ranks takes three rounds, and three more")
-    size, before = 30, None
-    for number, held in enumerate(ring_rounds(4)):
+    size, rounds = 30, ring_rounds(4)
+    for number, (before, held) in enumerate(pairwise([rounds[0], *rounds])):
         left = 24 + 146 * (number if number < 4 else number - 3)
         top = 52 if number < 4 else 252
         name = f"round {number}" if number else "at the start"
@@ -187,11 +187,10 @@ def ring():
             picture.text(left + size * (rank + 0.5), top - 12, f"r{rank}", "quiet small")
             for piece in range(4):
                 count = held[rank][piece]
-                is_new = before is not None and count != before[rank][piece]
+                is_new = count != before[rank][piece]
                 color = "teal" if count == 4 else "orange" if is_new else "paper"
                 x, y = left + size * rank, top + size * piece
                 picture.box(x, y, size, size, str(count), color)
-        before = held
     for y, text in ((270, "rounds 1 – 3:"), (290, "reduce-scatter"), (322, "rounds 4 – 6:")):
         picture.text(24, y, text, anchor="start")
     picture.text(24, 342, "all-gather", anchor="start")
@@ -351,8 +350,7 @@ def context():
         pairs = sum(query + 1 for query in (2 * rank, 2 * rank + 1))
         picture.text(60 + 8 * size + 14, y, f"{pairs} of 36 pairs of tokens", "quiet", "start")
     picture.text(20, 314, "Ulysses: exchange tokens for heads", "bold", "start")
-    names = "q, k, v", "attention", "output"
-    for number, name in enumerate(names):
+    for number, name in enumerate(("q, k, v", "attention", "output")):
         left = 60 + 190 * number
         picture.text(left + 2 * size, 346, name, "quiet")
         for token in range(8):
