@@ -45,17 +45,12 @@ def bytes_kept(chapter, args, model, batch):
 
 
 def measure(chapter, args, device):
-    """Return, for each length, the bytes on the rank that keeps most."""
+    """Return the bytes on the rank that keeps most."""
     model, *_ = build(chapter, args, device)
-    found = {}
-    # The name of the run has the lengths.
-    for length in map(int, args.experiment_name.split("-")):
-        args.seq_length = length
-        batch = torch.randint(model.config.vocab_size, (SAMPLES, length))
-        most = torch.tensor(bytes_kept(chapter, args, model, batch))
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        found[length] = most.item()
-    return found
+    batch = torch.randint(model.config.vocab_size, (SAMPLES, args.seq_length))
+    most = torch.tensor(bytes_kept(chapter, args, model, batch))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return most.item()
 
 
 def activations(args, folder):
@@ -63,9 +58,12 @@ def activations(args, folder):
     rows = []
     for name in args.only:
         ranks, style = CASES[name]
-        flags = f"--context-parallel-size {ranks} --context-parallel-style {style} "
-        flags += f"-s {max(args.lengths)} -e {'-'.join(map(str, args.lengths))}"
-        found = on_ranks(measure, "08", ranks, "tiny", folder, flags)
+        flags = f"--context-parallel-size {ranks} --context-parallel-style {style} --seq-length"
+        # The mask of a rank is for one length, so each length is a run of its own.
+        found = {
+            length: on_ranks(measure, "08", ranks, "tiny", folder, f"{flags} {length}")
+            for length in args.lengths
+        }
         rows.append({"case": name, "ranks": ranks, "style": style, "bytes": found})
         print(rows[-1], flush=True)
         yield {"samples": SAMPLES, "rows": rows}

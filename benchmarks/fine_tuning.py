@@ -23,6 +23,8 @@ from transformers import AutoTokenizer
 import harness
 from on_ranks import BATCH, SEQ_LENGTH, WINDOW, make_7m_llama, make_model_folder, training_flags
 
+# The runs of each trainer, and the steps of a run; the first WINDOW steps warm it up.
+ROUNDS, STEPS = 3, 40
 ON_GPU = torch.cuda.is_available()
 LENGTH = 2048 if ON_GPU else SEQ_LENGTH
 SCRIPT = harness.ROOT / "fine-tuning/conversations/train_llm.py"
@@ -39,9 +41,9 @@ def write_conversations(path):
     return path
 
 
-def run_chapter(folder, data, steps, name):
+def run_chapter(folder, data, name):
     """Return the tokens of conversations per second of the chapter's script."""
-    flags = ["-m", f"{folder}/llama", "-d", data, *training_flags(folder, name, steps)]
+    flags = ["-m", f"{folder}/llama", "-d", data, *training_flags(folder, name, STEPS)]
     flags += ["--seq-length", str(LENGTH)]
     done = harness.call(harness.launch_command(1, [SCRIPT, *flags]), HF_HOME=f"{folder}/hf")
     padding = float(re.search(r"([\d.]+)% are padding", done.stdout)[1]) / 100
@@ -50,11 +52,11 @@ def run_chapter(folder, data, steps, name):
     return median(speeds) * (1 - padding)
 
 
-def run_trl(folder, data, steps, name):
+def run_trl(folder, data, name):
     """Return the tokens of conversations per second of SFTTrainer; `name` has its packing."""
     result = folder / f"{name}.json"
     packing = name.split("-")[1]
-    words = [*harness.words_of(train_with_trl), folder / "llama", data, steps, packing, result]
+    words = [*harness.words_of(train_with_trl), folder / "llama", data, packing, result]
     harness.call(harness.launch_command(0, words), HF_HOME=f"{folder}/hf")
     return json.loads(result.read_text())
 
@@ -65,7 +67,7 @@ def train_with_trl():
     from transformers import AutoConfig, AutoModelForCausalLM
     from trl import SFTConfig, SFTTrainer
 
-    model, data, steps, packing, result = sys.argv[1:6]
+    model, data, packing, result = sys.argv[1:5]
     windows = []
 
     class Trainer(SFTTrainer):
@@ -87,7 +89,7 @@ def train_with_trl():
             max_length=LENGTH,
             completion_only_loss=True,
             per_device_train_batch_size=BATCH,
-            max_steps=int(steps),
+            max_steps=STEPS,
             learning_rate=1e-5,
             optim="adamw_torch_fused",
             bf16=harness.fast_precision() == "bf16",
@@ -118,9 +120,9 @@ def fine_tuning(args, folder):
     data = write_conversations(folder / "conversations.jsonl")
 
     def measure(name, number):
-        return RUNS[name](folder, str(data), args.steps, f"{name}-{number}")
+        return RUNS[name](folder, str(data), f"{name}-{number}")
 
-    for rounds in harness.take_turns(RUNS, args.rounds, measure, "{:,.0f} tokens/s".format):
+    for rounds in harness.take_turns(RUNS, ROUNDS, measure, "{:,.0f} tokens/s".format):
         yield {
             f"conversations / {trl}": {"median": median(ratios), "rounds": ratios}
             for trl in list(rounds[0])[1:]
@@ -128,11 +130,5 @@ def fine_tuning(args, folder):
         }
 
 
-def add_flags(add):
-    """Declare the flags."""
-    add("--rounds", type=int, default=3, help="how often each of the two runs")
-    add("--steps", type=int, default=40, help=f"of each run; the first {WINDOW} warm it up")
-
-
 if __name__ == "__main__":
-    harness.benchmark(__doc__, fine_tuning, add_flags)
+    harness.benchmark(__doc__, fine_tuning)

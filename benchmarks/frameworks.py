@@ -7,15 +7,17 @@ All runs train a Llama of 7 million weights from the same weights on the same sa
 and take turns. A ratio is one of two runs in the same round.
 """
 
-import json
 import os
 import sys
 from itertools import permutations
-from pathlib import Path
 from statistics import median
 
 import harness
 from on_ranks import BATCH, WINDOW, make_7m_llama, training_flags
+
+sys.path.append(str(harness.ROOT / "tools"))
+
+from plot import read_metrics
 
 RANKS = 2
 
@@ -40,9 +42,8 @@ def run(script, flags, steps, folder, run_name):
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, os.cpu_count() // RANKS)))
     settings = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     harness.call(command, HF_HOME=f"{folder}/hf", **settings)
-    rows = map(json.loads, Path(folder, run_name, "metrics.jsonl").read_text().splitlines())
-    # A step may have two rows, and the last one counts. The first window is a warm-up.
-    rows = {row["step"]: row for row in rows if row["step"] > WINDOW}.values()
+    # The first window is a warm-up.
+    rows = [row for row in read_metrics(folder / run_name) if row["step"] > WINDOW]
     return {
         "speed": median(row["tokens_per_second"] for row in rows),
         "memory": max(row["peak_memory_gib"] for row in rows),

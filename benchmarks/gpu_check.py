@@ -468,13 +468,12 @@ EIGHT_LAYERS = "--config num_hidden_layers=8"
 # Rounding errors grow with the steps, and differ on each device.
 FOUR_STEPS = {"chapter": "01", "model": "--num-steps 4 --warmup-steps 1"}
 EIGHT = "--global-batch-size 8"
+COMPILED = ("04", "05", "02", *FINE_TUNING)
 TRAINER = [harness.ROOT / "alternative-frameworks/trainer/train_llm.py"]
 SPEED_GOALS = {"to trainer": (1.1, math.inf), "to bare": (0.95, math.inf), "to matmul": (0.65, 1)}
 TOGETHER = {
     **{f"parity-{name}": partial(parity, chapter=name) for name in SCRIPTS},
-    "mixture-01": partial(parity, chapter="01", **MIXED),
-    "mixture-05": partial(parity, chapter="05", **MIXED),
-    "mixture-09": partial(parity, chapter="09", **MIXED),
+    **{f"mixture-{n}": partial(parity, chapter=n, **MIXED) for n in ("01", "05", "09")},
     # LoRA makes its frozen weights in bfloat16, so without --pretrained they are different weights.
     **{f"bf16-{name}": partial(parity, chapter=name, **BF16) for name in SCRIPTS if name != "lora"},
     "bf16-mixture": partial(parity, chapter="05", **MIXED, **BF16),
@@ -511,8 +510,7 @@ ALONE = {
     "speed-trainer": partial(speed, script=TRAINER),
     "speed-01-compiled": partial(speed, script="01", how="compiled"),
     "speed-01": partial(speed, script="01"),
-    **{f"speed-{n}-compiled": partial(speed, script=n, how="compiled") for n in ("04", "05", "02")},
-    **{f"speed-{n}-compiled": partial(speed, script=n, how="compiled") for n in FINE_TUNING},
+    **{f"speed-{n}-compiled": partial(speed, script=n, how="compiled") for n in COMPILED},
     **{f"speed-mixture-{n}": partial(speed, script=n, mixture=True) for n in ("01", "09")},
     "speed-mixture-09-compiled": partial(speed, script="09", how="compiled", mixture=True),
 }

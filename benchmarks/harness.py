@@ -11,12 +11,12 @@ import inspect
 import json
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 import uuid
 from contextlib import suppress
@@ -119,20 +119,11 @@ def describe_machine(gpus=True):
     }
 
 
-def in_rows(value, depth=2):
-    """Format a value as JSON with a line for each value at `depth`.
-
-    Plain values that belong together, such as the facts about a machine, share a line.
-    """
-    nested = (dict, list)
-    parts = value.values() if isinstance(value, dict) else value
-    if depth == 0 or not isinstance(value, nested) or not any(isinstance(x, nested) for x in parts):
-        return json.dumps(value, ensure_ascii=False)
-    first, last = "{}" if isinstance(value, dict) else "[]"
-    parts = [in_rows(part, depth - 1) for part in parts]
-    if isinstance(value, dict):
-        parts = [f"{json.dumps(name)}: {part}" for name, part in zip(value, parts, strict=True)]
-    return "\n".join([first, textwrap.indent(",\n".join(parts), " "), last])
+def in_rows(results):
+    """Format results as JSON with a line for each row, such as `results["rows"][0]`."""
+    text = json.dumps(results, indent=1, ensure_ascii=False)
+    # The lines of a row have three or more spaces; its closing bracket has two.
+    return re.sub(r"\n {3,}|\n {2}(?=[]}])", " ", text)
 
 
 def keep(output, machine, results):

@@ -117,20 +117,14 @@ def rises(events):
     return list(most.values())
 
 
-def planned(case, folder):
-    """Return the plan of a case, for the model in the folder."""
-    chapter, ranks, _, flags = CASES[case]
-    command = [sys.executable, PLANNER, "--json", "--model-name", f"{folder}/model"]
-    command += ["--chapter", chapter, "--gpus-per-node", ranks, *f"{COMMON} {flags}".split()]
-    return json.loads(run(command).stdout)["asked"]
-
-
 def compare(case, folder):
     """Run a case; return a row with the measured bytes, the planned bytes, and their ratio."""
     chapter, ranks, changes, flags = CASES[case]
-    model = make_model_folder(f"{folder}/model", **(SMALL | changes))
-    measured = on_ranks(measure, chapter, ranks, model, folder, f"{COMMON} {flags}")
-    plan = planned(case, folder)
+    model, options = make_model_folder(f"{folder}/model", **(SMALL | changes)), f"{COMMON} {flags}"
+    measured = on_ranks(measure, chapter, ranks, model, folder, options)
+    command = [sys.executable, PLANNER, "--json", "--model-name", model, "--chapter", chapter]
+    done = run([*command, "--gpus-per-node", ranks, *options.split()])
+    plan = json.loads(done.stdout)["asked"]
     row = {"case": case, "ranks": ranks, "flags": flags, "measured": measured}
     row["planned"] = plan["state"] | {"peak": plan["gpu_total"]}
     row["when"] = plan["gpu_when"]

@@ -6,30 +6,24 @@ Closer:  python benchmarks/scale.py --only published scenes
 Nothing is measured here. The published runs trained Llama in bf16, unless their name says Float8.
 """
 
-import argparse
 import itertools
 import json
 import shlex
 import sys
-from pathlib import Path
 
-from harness import ROOT
+from harness import ROOT, benchmark
 
 sys.path.append(str(ROOT / "tools/planner"))
 
 import will_it_fit as planner
-from layouts import best_layouts
 from step_time import StepTime, speed_of
 from training_step import load_config, model_of, setting_of
 
-TITAN = (
-    "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
-)
+GITHUB = "https://github.com"
+TITAN = f"{GITHUB}/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
 # The pages of MaxText and NeMo.
-RECIPES = (
-    "https://github.com/NVIDIA/dgxc-benchmarking/tree/143b90dd91f9be958fed4773ae95d941a3356a82"
-)
-LAMBDA = "https://github.com/LambdaLabsML/distributed-training-guide/tree"
+RECIPES = f"{GITHUB}/NVIDIA/dgxc-benchmarking/tree/143b90dd91f9be958fed4773ae95d941a3356a82"
+LAMBDA = f"{GITHUB}/LambdaLabsML/distributed-training-guide/tree"
 LAMBDA += "/1fbe39a1f86f84bb019ec1a0af666bc26d4a2aaa/05-training-llama-405b#run-statistics"
 # torchtitan's H100s have a memory of 2.4 TB/s.
 TITAN_8B = "-m meta-llama/Llama-3.1-8B -s 8192 -b 2 --recompute selective --gpu-bandwidth-gbs 2400"
@@ -84,6 +78,11 @@ def setting_from(words):
     return setting_of(args, args.chapter)
 
 
+def layouts_of(words):
+    """Return the best layout of each way to split, for a command line of the planner."""
+    return planner.make_plan(planner.parse_args(shlex.split(f"{words} --layouts")))["layouts"]
+
+
 def published_rows():
     """Return the published speeds next to the predicted speeds."""
     rows = []
@@ -124,11 +123,10 @@ def layer_rows():
     """
     rows, tokens = [], 1024
     for model, devices in itertools.product(MODELS, (8, 512)):
-        steps = (
+        alone, split = (
             StepTime(scene_setting(f"{tokens} tokens", strategy, devices, model, "none"))
             for strategy in ("FSDP", "tensor parallel")
         )
-        alone, split = steps
         row = {"model": model, "devices": devices, "compute": alone.forward + alone.backward}
         split.sent.clear()
         hidden = 8 * tokens * split.model.config.hidden_size * split.setting.compute_bytes
@@ -159,25 +157,22 @@ def fastest_rows(model):
     """Return the fastest layout that fits, for each number of devices and way to split."""
     rows = []
     for devices in DEVICES:
-        words = f"-m {model} -s 4096 --global-batch-size 1024 -b 1 --compile --layouts "
-        args = planner.parse_args(shlex.split(f"{words} --nodes {devices // 8}"))
-        args.model = model_of(load_config(args)[0])
         row = {"model": model, "devices": devices}
-        for layout in best_layouts(args):
+        words = f"-m {model} -s 4096 --global-batch-size 1024 -b 1 --compile"
+        for layout in layouts_of(f"{words} --nodes {devices // 8}"):
             if layout["fits"] and layout["way"] in COLUMNS:
                 speed = layout["speed"]["tokens_per_second"]
                 stages = layout["setting"].pipeline_parallel_size
+                fastest = {"tokens_per_second": speed, "stages": stages}
                 # The fastest layout comes first.
-                row.setdefault(
-                    COLUMNS[layout["way"]], {"tokens_per_second": speed, "stages": stages}
-                )
+                row.setdefault(COLUMNS[layout["way"]], fastest)
         rows.append(row)
     return rows
 
 
 # Of docs/train-a-70b-on-64-gpus.md: pairs of sequence length and global batch size. Each step has
 # 2,097,152 tokens.
-JOB = f"@{ROOT}/05-large-model/configs/llama-3.1-70b.args --nodes 8 --tokens 15e9 --layouts"
+JOB = f"@{ROOT}/05-large-model/configs/llama-3.1-70b.args --nodes 8 --tokens 15e9"
 JOB_COLUMNS = "way fits gpu_needs host_needs checkpoint stop_seconds speed command".split()
 JOB_SHAPES = [(4096, 512), (32768, 64), (131072, 16)]
 
@@ -186,10 +181,8 @@ def job_rows():
     """Return for each sequence length all ways to split the 70B job, the fastest first."""
     rows = []
     for length, batch in JOB_SHAPES:
-        words = f"{JOB} --seq-length {length} --global-batch-size {batch}"
-        args = planner.parse_args(shlex.split(words))
-        layouts = planner.make_plan(args)["layouts"]
-        layouts = [{name: layout[name] for name in JOB_COLUMNS} for layout in layouts]
+        found = layouts_of(f"{JOB} --seq-length {length} --global-batch-size {batch}")
+        layouts = [{name: layout[name] for name in JOB_COLUMNS} for layout in found]
         rows.append({"seq_length": length, "global_batch_size": batch, "layouts": layouts})
     return rows
 
@@ -203,18 +196,17 @@ PARTS = {
 }
 
 
-def main():
-    """Print the rows, and replace those parts of the file."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts")
-    parser.add_argument("--output", type=Path, help="JSON file whose parts to replace")
-    args = parser.parse_args()
+def scale(args, folder):
+    """Compute and print the rows."""
     parts = {part: PARTS[part]() for part in args.only}
     print(json.dumps(parts, indent=1))
-    if args.output:
-        known = json.loads(args.output.read_text()) if args.output.exists() else {}
-        args.output.write_text(json.dumps(known | parts) + "\n")
+    yield parts
+
+
+def add_flags(add):
+    """Declare the flags."""
+    add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts")
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, scale, add_flags, gpus=False)

@@ -39,10 +39,13 @@ def test_sweep_trains_the_grid_and_the_scaled_rates(monkeypatch, tmp_path, capsy
         trained.append((batch, lr, seed))
         return None if lr > 0.02 else (lr - 0.002) ** 2 + batch
 
+    def run_sweep():
+        harness.benchmark("", sweep.batch_sizes, sweep.add_flags)
+
     monkeypatch.setattr(sweep, "train", train)
     words = ["--batch-sizes", 64, 4, 16, "--lrs", 1e-3, 2e-3, 4e-3, "--output", output]
     monkeypatch.setattr(sys, "argv", ["sweep.py", *map(str, words)])
-    sweep.main()
+    run_sweep()
     grid = list(product([4, 16, 64], [1e-3, 2e-3, 4e-3], [0]))
     assert trained == [*grid, (64, 8e-3, 0), (16, 8e-3, 0), (64, 32e-3, 0)]
     losses = sweep.losses_of(json.loads(output.read_text())["rows"])
@@ -54,7 +57,7 @@ def test_sweep_trains_the_grid_and_the_scaled_rates(monkeypatch, tmp_path, capsy
     }
     assert "batch 64   steps 64    lr 0.032   diverged" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["sweep.py", "--samples", "100", "--batch-sizes", "8"])
-    assert "--samples 100: not divisible by a batch of 8" in user_error(capsys, sweep.main)
+    assert "--samples 100: not divisible by a batch of 8" in user_error(capsys, run_sweep)
 
 
 # ---- determinism -----------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
 
-from harness import describe_machine, keep, load, parser_of  # noqa: E402
+from harness import benchmark, load  # noqa: E402
 from plot import fail  # noqa: E402
 
 # These settings make the built-in model `tiny` smaller.
@@ -82,21 +82,12 @@ def scaled(losses):
     }
 
 
-def main():
+def batch_sizes(args, folder):
     """Train all pairs, then at the rates of the rules; print each rule's losses."""
-    parser = parser_of(__doc__)
-    add, rates = parser.add_argument, [1e-3, 2e-3, 4e-3, 8e-3, 16e-3]
-    sizes = [4, 16, 64, 256]
-    add("--batch-sizes", nargs="+", type=int, default=sizes, help="samples per optimizer step")
-    add("--lrs", nargs="+", type=float, default=rates, help="learning rates")
-    add("--samples", type=int, default=4096, help="samples that each run trains on")
-    add("--seeds", type=int, default=1, help="runs to average per batch size and rate")
-    args, rows = parser.parse_args(), []
+    rows = []
     for size in args.batch_sizes:
         if size < 1 or args.samples % size:
             fail(f"--samples {args.samples}: not divisible by a batch of {size}; choose a multiple")
-    # Describe the machine before train() changes sys.argv, which is a part of the description.
-    machine = describe_machine()
     datasets.disable_progress_bars()
     sweep(args, list(product(sorted(args.batch_sizes), args.lrs)), rows)
     by_rule = scaled(losses_of(rows))
@@ -105,8 +96,17 @@ def main():
     for rule, rates in by_rule.items():
         words = "  ".join(f"{batch}: {losses[batch][lr]:.4f}" for batch, lr in rates.items())
         print(f"{rule:14} {words}")
-    keep(args.output, machine, {"rows": rows})
+    yield {"rows": rows}
+
+
+def add_flags(add):
+    """Declare the flags."""
+    sizes, rates = [4, 16, 64, 256], [1e-3, 2e-3, 4e-3, 8e-3, 16e-3]
+    add("--batch-sizes", nargs="+", type=int, default=sizes, help="samples per optimizer step")
+    add("--lrs", nargs="+", type=float, default=rates, help="learning rates")
+    add("--samples", type=int, default=4096, help="samples that each run trains on")
+    add("--seeds", type=int, default=1, help="runs to average per batch size and rate")
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, batch_sizes, add_flags)

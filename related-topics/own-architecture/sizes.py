@@ -8,12 +8,13 @@ All:   python related-topics/own-architecture/sizes.py \
 tools/planner/will_it_fit.py counts the weights on the meta device, and plans the memory.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools"), str(ROOT / "tools/planner")]
+
+from harness import benchmark  # noqa: E402
 
 VOCABULARY, LONGEST = 32_768, 4096  # tokens
 # Each size has a width, layers, attention heads, heads of keys and values, a width inside the MLP,
@@ -63,20 +64,18 @@ def needs_of(size):
     return row | {"weights": weights, "tokens": TOKENS * weights, "gpu_hours": hours}
 
 
-def main():
-    """Print a configuration, or write the needs of all sizes."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("size", nargs="?", choices=SHAPES, help="size whose values to print")
-    parser.add_argument("--output", type=Path, help="JSON file for the needs of all sizes")
-    args = parser.parse_args()
+def sizes(args, folder):
+    """Print a configuration, or compute the needs of all sizes."""
     if args.size:
         print(*config_of(args.size))
     else:
-        from harness import describe_machine, keep
+        yield {"rows": [needs_of(size) for size in SHAPES]}
 
-        rows = [needs_of(size) for size in SHAPES]
-        keep(args.output, describe_machine(gpus=False), {"rows": rows})
+
+def add_flags(add):
+    """Declare the arguments."""
+    add("size", nargs="?", choices=SHAPES, help="size whose values to print")
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, sizes, add_flags, gpus=False)

@@ -16,7 +16,7 @@ import sys
 import tomllib
 from collections import defaultdict
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import median
 
@@ -48,17 +48,11 @@ def listing(path, *names, only=""):
     source, lines = (ROOT / path).read_text(), []
     for name in names:
         lines += ["", ""] if lines else []
-        left_out = False
-        for number in parts(source)[name]:
-            line = source.splitlines()[number - 1]
-            if not line.startswith("def ") and not re.search(only, line):
-                left_out = True
-                continue
-            if left_out:
-                lines.append(" " * (len(line) - len(line.lstrip())) + "...")
-            lines.append(line)
-            left_out = False
-        lines += ["    ..."] if left_out else []
+        part = [source.splitlines()[number - 1] for number in parts(source)[name]]
+        for is_shown, group in groupby(part, lambda line: bool(re.search(f"^def |{only}", line))):
+            found = list(group)
+            indents = [re.match(" *", line)[0] for line in found if line]
+            lines += found if is_shown else [min(indents, default="") + "..."]
     fenced("python", lines)
 
 
@@ -151,31 +145,10 @@ def checks_of(file):
         is_speed = row["name"].startswith("speed")
         kind = row["name"] if is_speed else row["name"].partition("-")[0]
         if row["passed"] is None:
-            skipped[LONG_NAMES.get(row["reason"], row["reason"])].append(f"`{row['name']}`")
+            skipped[row["reason"]].append(f"`{row['name']}`")
         else:
             rows_by_kind[kind].append(row)
     return [summary_of(kind, rows) for kind, rows in rows_by_kind.items()], skipped
-
-
-# The names of numbers and reasons in a file of gpu_check.py, and their names on the page.
-LONG_NAMES = {
-    "one GPU, or an odd number of them, splits nothing": "they need an even number of GPUs",
-    "to trainer": "speed / speed of the Trainer",
-    "to bare": "speed / speed of the bare loop",
-    "to matmul": "speed / speed of the matrix products alone",
-    "difference, ranks: 1": "largest difference between losses, on one GPU",
-    "waits are seen": "planted waits that the check found",
-    "looks": "looks of watched.py",
-    "merged GiB": "GiB of the merged weights",
-    "peak / merged": "peak GiB / GiB of the merged weights",
-    "tokens/s": "tokens per second",
-    "GFLOP a token": "GFLOP per token",
-    "eager tokens/s": "tokens per second, eager",
-    "compiled tokens/s": "tokens per second, compiled",
-    "matmul TFLOP/s": "TFLOP/s of matrix products",
-    "matmul TFLOP/s, eager": "TFLOP/s of matrix products, eager",
-    "matmul TFLOP/s, compiled": "TFLOP/s of matrix products, compiled",
-}
 
 
 def summary_of(kind, rows):
@@ -183,11 +156,11 @@ def summary_of(kind, rows):
     failed = [f"**{row['name']}: {row['reason']}**" for row in rows if not row["passed"]]
     values_by_name = defaultdict(list)
     for name, value in (pair for row in rows for pair in row["numbers"].items()):
-        values_by_name[LONG_NAMES.get(name, name)].append(value)
+        values_by_name[name].append(value)
     return {
         "name": f"{kind}-*" if len(rows) > 1 else rows[0]["name"],
         "passed": "; ".join([f"{len(rows) - len(failed)} of {len(rows)}", *failed]),
-        "numbers": "; ".join(f"{name}: {ends(them)}" for name, them in values_by_name.items()),
+        "numbers": {name: ends(values) for name, values in values_by_name.items()},
     }
 
 
@@ -347,28 +320,22 @@ def macros():
         lstrip_blocks=True,
         undefined=jinja2.ChainableUndefined,
     )
-    # The macros may call every function in this file.
+    # The macros may call every function in this file, also as a filter.
     environment.globals |= globals()
+    environment.filters = globals() | environment.filters
     environment.filters |= {
         "f": format,
         "mb": lambda value, digits=".0f": format(value / 1e6, digits),
         "before": lambda text, mark: text.partition(mark)[0],
         "ratios": lambda rows, name, other: [row[name] / row[other] for row in rows],
-        "median": median,
-        "spread": spread,
-        "with_range": with_range,
-        "reason_of": reason_of,
     }
     module = environment.get_template("tables.jinja").module
 
     def printing(macro):
         return lambda *args: print(macro(*args).strip())
 
-    return {
-        name: printing(macro)
-        for name, macro in vars(module).items()
-        if isinstance(macro, jinja2.runtime.Macro)
-    }
+    found = {name: macro for name, macro in vars(module).items() if not name.startswith("_")}
+    return {name: printing(macro) for name, macro in found.items()}
 
 
 globals().update(macros())

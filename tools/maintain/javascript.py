@@ -131,9 +131,6 @@ class Translator:
         is_docstring = isinstance(node.value, ast.Constant)
         return "" if is_docstring else f"{self.expression(node.value)};"
 
-    def statement_Pass(self, _):
-        return ""
-
     def statement_Continue(self, _):
         return "continue;"
 
@@ -277,9 +274,6 @@ class Translator:
         return self.comprehension(node, self.expression(node.elt))
 
     expression_GeneratorExp = expression_ListComp
-
-    def expression_SetComp(self, node):
-        return f"new Set({self.expression_ListComp(node)})"
 
     def expression_DictComp(self, node):
         pair = f"[{self.expressions([node.key, node.value])}]"

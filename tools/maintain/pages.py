@@ -172,18 +172,15 @@ def stage_form(stage):
 
 # ---- the command -----------------------------------------------------------------------------
 def home_of(page, pages):
-    """Return the README that is nearest above a page."""
-    folder = page.parent.parent if page.name == "README.md" else page.parent
-    while folder / "README.md" not in pages:
-        folder = folder.parent
-    return folder / "README.md"
+    """Return the README that is nearest above a page; the top page has none."""
+    folders = page.parents[1:] if page.name == "README.md" else page.parents
+    return next((folder / "README.md" for folder in folders if folder / "README.md" in pages), None)
 
 
 def add_sidebar(pages, stage):
     """Add to each README the table of the pages below it, which Sphinx shows as the sidebar."""
     top = Path("README.md")
     below = {page: [other for other in pages if home_of(other, pages) == page] for page in pages}
-    below[top].remove(top)
     for title, patterns in SIDEBAR.items():
         found = [page for page in below[top] if any(map(page.match, patterns.split()))]
         below[top] = [page for page in below[top] if page not in found]

@@ -177,8 +177,8 @@ def ring_rounds(ranks):
 def ring():
     """Draw what each of four ranks has after each round of a ring all-reduce."""
     picture = Picture(464, "A ring all-reduce of four ranks takes three rounds, and three more")
-    size, before = 30, None
-    for number, held in enumerate(ring_rounds(4)):
+    size, rounds = 30, ring_rounds(4)
+    for number, (before, held) in enumerate(pairwise([rounds[0], *rounds])):
         left = 24 + 146 * (number if number < 4 else number - 3)
         top = 52 if number < 4 else 252
         name = f"round {number}" if number else "at the start"
@@ -187,20 +187,16 @@ def ring():
             picture.text(left + size * (rank + 0.5), top - 12, f"r{rank}", "quiet small")
             for piece in range(4):
                 count = held[rank][piece]
-                is_new = before is not None and count != before[rank][piece]
+                is_new = count != before[rank][piece]
                 color = "teal" if count == 4 else "orange" if is_new else "paper"
                 x, y = left + size * rank, top + size * piece
                 picture.box(x, y, size, size, str(count), color)
-        before = held
     for y, text in ((270, "rounds 1 – 3:"), (290, "reduce-scatter"), (322, "rounds 4 – 6:")):
         picture.text(24, y, text, anchor="start")
     picture.text(24, 342, "all-gather", anchor="start")
-    notes = (
-        "A column holds the pieces of a rank. A number says how many ranks",
-        "are added up in it.",
-    )
-    for number, note in enumerate(notes):
-        picture.text(24, 398 + 20 * number, note, "quiet", "start")
+    note = "A column holds the pieces of a rank. A number says how many ranks"
+    picture.text(24, 398, note, "quiet", "start")
+    picture.text(24, 418, "are added up in it.", "quiet", "start")
     picture.legend(444, ("orange", "just received"), ("teal", "the sum of all ranks"))
     picture.save("02-ring")
 
@@ -242,12 +238,9 @@ def gathered_layers():
             picture.text(left - 10, y + 15, f"layer {layer}", anchor="end")
             forward, backward = layer - 1, 8 - layer
             for turn in range(8):
-                is_used = turn in (forward, backward)
-                is_next = turn + 1 in (forward, backward)
-                is_kept = number == 1 and forward <= turn <= backward
-                is_next = is_next and (number == 0 or turn < forward)
-                color = "teal" if is_used else "purple" if is_kept else "idle"
-                color = "orange" if is_next and not is_used and not is_kept else color
+                color = "orange" if turn + 1 in (forward, backward) else "idle"
+                color = "purple" if number == 1 and forward <= turn <= backward else color
+                color = "teal" if turn in (forward, backward) else color
                 picture.box(left + width * turn, y, width - 2, 30, color=color, line=False)
     picture.legend(400, ("teal", "computes"), ("orange", "arrives"), ("purple", "stays gathered"))
     picture.save("04-gathered")
@@ -357,8 +350,7 @@ def context():
         pairs = sum(query + 1 for query in (2 * rank, 2 * rank + 1))
         picture.text(60 + 8 * size + 14, y, f"{pairs} of 36 pairs of tokens", "quiet", "start")
     picture.text(20, 314, "Ulysses: exchange tokens for heads", "bold", "start")
-    names = "q, k, v", "attention", "output"
-    for number, name in enumerate(names):
+    for number, name in enumerate(("q, k, v", "attention", "output")):
         left = 60 + 190 * number
         picture.text(left + 2 * size, 346, name, "quiet")
         for token in range(8):

@@ -37,11 +37,6 @@ def readmes():
     return sorted(found, key=lambda path: (len(path.parts), path))
 
 
-def slug(heading):
-    """Return the anchor that GitHub gives a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-
-
 def blocks(path):
     """Return the blocks of a README.
 
