@@ -670,8 +670,8 @@ def train_step(args, model, optimizer, train_set, step, device):
     # Once a gradient is not finite, found_inf stays 1, and AdamW skips this and all later updates.
     optimizer.found_inf = torch.maximum(optimizer.found_inf, (~grad_norm.isfinite()).float())
     optimizer.step()
-    # DDP: set the gradients to 0, and keep them in the buckets. Without them, a micro-batch that is
-    # not the last one would store its gradients beside the buckets.
+    # DDP: set the gradients to 0. If zero_grad() deleted them, all micro-batches except for the
+    # last would store their gradients outside of DDP's buckets, which needs more memory.
     optimizer.zero_grad(set_to_none=False)
     if args.precision == "fp16":
         is_fatal = update_scale(optimizer.scaler, loss)
