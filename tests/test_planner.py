@@ -625,6 +625,9 @@ def test_measured_runs_were_as_planned(case, tmp_path):
 
 
 @pytest.mark.slow
+# The profiler does not see what Gloo's threads release. Beside other tests, the peak of a run of
+# chapter 02 once seemed to have the gradients twice.
+@pytest.mark.alone
 def test_runs_are_as_planned(tmp_path):
     cases = ["02 bf16", "04 kept", "05 selective", "06 full", "07"]
     command = [ROOT / "benchmarks/planner.py", "--output", tmp_path / "rows.json", "--only"]
