@@ -962,6 +962,9 @@ def main():
         fail(f"the ranks cannot read the same checkpoint: {problem}; check the mount of --save-dir")
     # DDP: keep torch.compile from splitting a layer's graph at the ends of gradient buckets.
     torch._dynamo.config.optimize_ddp = False
+    # DDP: begin with gradients of 0. DDP moves them into its buckets, also after a resume.
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     # DDP: training never changes the buffers, so do not broadcast them in each forward pass.
     ddp.broadcast_buffers = False

@@ -8,7 +8,7 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-from tokenizers import ByteLevelBPETokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch.nn.parallel import DistributedDataParallel
 from transformers import ByT5Tokenizer, LlamaConfig, PreTrainedTokenizerFast
 
@@ -41,10 +41,12 @@ def make_model_folder(
 
 def make_7m_llama(folder):
     """Write a Llama of 7 million weights, and a tokenizer trained on Python's documentation."""
-    end, tokens = "<|endoftext|>", ByteLevelBPETokenizer()
-    options = {"min_frequency": 0, "special_tokens": [end], "show_progress": False}
-    tokens.train_from_iterator(topics.values(), vocab_size=4096, **options)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens._tokenizer, eos_token=end)
+    end, alphabet = "<|endoftext|>", pre_tokenizers.ByteLevel.alphabet()
+    tokens = Tokenizer(models.BPE())
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    options = {"special_tokens": [end], "initial_alphabet": alphabet, "show_progress": False}
+    tokens.train_from_iterator(topics.values(), trainers.BpeTrainer(vocab_size=4096, **options))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=end)
     return make_model_folder(folder, 6, 256, vocabulary=4096, tokenizer=tokenizer)
 
 
