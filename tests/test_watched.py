@@ -98,7 +98,7 @@ time.sleep(1e6)
 def test_sigterm_ends_the_script_at_once_and_is_recorded(tmp_path, text):
     process = start(tmp_path, written(tmp_path, text))
     log = tmp_path / "rank0.log"
-    wait_until(lambda: "ready" in log.read_text(), 60, "the script runs")
+    wait_until(lambda: "ready\n" in log.read_text(), 60, "the script runs")
     start_time = time.monotonic()
     process.send_signal(signal.SIGTERM)
     status = process.wait(timeout=20)
