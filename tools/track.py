@@ -12,7 +12,8 @@ WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME.
 
 import argparse
 import os
-import time
+import queue
+import signal
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -125,8 +126,26 @@ class Tracked:
         self.rows = rows
 
 
+def follow(tracked):
+    """Look for new rows every two seconds until Ctrl-C, then once more; a second one ends it."""
+    # Its put() may be called in a handler of signals.
+    ends = queue.SimpleQueue()
+
+    def end(*_):
+        ends.put(True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, end)
+    ended = False
+    while not ended:
+        with suppress(queue.Empty):
+            ended = ends.get(timeout=2)
+        for one in tracked:
+            one.update()
+
+
 def main():
-    """Send all runs; with --follow, look for new rows every two seconds."""
+    """Send the rows of all runs, and those that they add while it follows them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, help="folders of runs; those without metrics are left out")
@@ -138,13 +157,10 @@ def main():
         tracked = [Tracked(run, TRACKERS[args.to]) for run in runs]
     except ImportError as error:
         fail(f"--to {args.to}: {error}; install the package")
-    with suppress(KeyboardInterrupt):
-        while True:
-            for one in tracked:
-                one.update()
-            if not args.follow:
-                break
-            time.sleep(2)
+    for one in tracked:
+        one.update()
+    if args.follow:
+        follow(tracked)
     for one in tracked:
         one.tracker.close()
         print(f"{one.run}: {len(one.rows)} steps")
