@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from conftest import prepare_training
+from conftest import SCRIPTS, SHORT, change_file, prepare_training, run_or_fail
 from in_process import FLAGS, SYNC_OPS, events_of_steps
 from marks import exhaustive
 
@@ -38,6 +38,19 @@ def test_step_reduces_each_bucket_of_ddp_once_and_nothing_else(
     others = [event for event in events if COLLECTIVES.match(event) and event not in REDUCTION]
     assert others == []
     assert [event for event in events if SYNC_OPS.match(event)] == []
+
+
+@pytest.mark.parametrize("chapter", ["02", "fp16"])
+def test_gradients_stay_in_the_buckets_of_ddp(chapter, tmp_path):
+    """Before, between and after the micro-batches, also in the first step after a resume."""
+    forward = "        loss = loss_of("
+    check = """        for weight in model.parameters():
+            assert weight.grad.untyped_storage().nbytes() > weight.grad.nbytes, "not in a bucket"
+"""
+    script = change_file(SCRIPTS[chapter], forward, check + forward, tmp_path / "train_llm.py")
+    words = [*SHORT, "--batch-size", 2, "--save-dir", tmp_path / "runs", "-e", "run"]
+    for num_steps in (2, 4):
+        run_or_fail(1, [(script, [*words, "--num-steps", num_steps])], tmp_path / "jobs")
 
 
 @pytest.mark.slow
