@@ -232,6 +232,17 @@ def test_every_fault_that_a_verdict_names_has_a_section():
     assert not missing, f"faults.md has no section {missing}"
 
 
+def test_published_verdicts_name_the_lines_of_the_scripts():
+    rows = {(row["script"], row["fault"]): row for row in json.loads(RESULTS.read_text())["rows"]}
+    for case in CASES:
+        row, script = rows[case.script, case.fault], ROOT / case.script
+        lines = script.read_text().splitlines()
+        assert line_of(case) in row["reason"], f"record {case.fault} again: its line has moved"
+        for number, code in re.findall(rf"{script.name}:(\d+) \S+: (.*)", row["text"]):
+            line = lines[int(number) - 1].strip()
+            assert code.startswith(line), f"record {case.fault} again: line {number} is {line}"
+
+
 # ---- on two hosts ------------------------------------------------------------------------------
 LONG = [*SHORT, "--num-steps", 5000, "--eval-every", 5000, "--checkpoint-every", 5000]
 LONG += ["--dist-timeout", 40]
