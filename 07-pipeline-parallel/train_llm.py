@@ -868,7 +868,7 @@ def build_stage(args, model, modules, number):
     def forward(received):
         stage.train(model.training)
         if number and model.training:
-            # In torch 2.11, the buffers need no gradients if an evaluation allocated them.
+            # In torch 2.11, buffers that an evaluation allocated have requires_grad=False.
             received.requires_grad_()
         entry.hidden, end.hidden = received, None
         inputs = {"inputs_embeds" if number else "input_ids": received}

@@ -722,7 +722,7 @@ def is_split_by_tokens(config):
         for module in model.modules():
             if getattr(module, "num_embeddings", None) == num_positions:
                 numbers_tokens |= module.padding_idx is not None
-        # Each layer must call attention once.
+        # The number of calls of attention must be the number of layers.
         return lengths == [length] * len(layers_of(model)) and not numbers_tokens
     return False
 
@@ -957,7 +957,7 @@ def build_stage(args, model, modules, number):
     def forward(received):
         stage.train(model.training)
         if number and model.training:
-            # In torch 2.11, the buffers need no gradients if an evaluation allocated them.
+            # In torch 2.11, buffers that an evaluation allocated have requires_grad=False.
             received.requires_grad_()
         entry.hidden, end.hidden = received, None
         inputs = {"inputs_embeds" if number else "input_ids": received}

@@ -481,7 +481,7 @@ IN_TEXT = {
         ],
     ),
     "08-context-parallel/README.md": (
-        r"With gather, it expects (\d+) GiB, .*Without context parallelism, it expects (\d+) GiB",
+        r"With gather, [\w ]* expects (\d+) GiB, .*context parallelism, [\w ]* expects (\d+) GiB",
         [
             f"{CONFIGS}8b.args --nodes 4 -s 131072 --recompute full --context-parallel-size 8",
             f"{CONFIGS}8b.args --nodes 4 -s 131072 --recompute full",

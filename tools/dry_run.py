@@ -6,7 +6,7 @@ Big:    python tools/dry_run.py --gpus 64 -- 06-tensor-parallel/train_llm.py \
 
 The script itself runs, unchanged and with its real sizes, as one rank after the other: it builds
 and splits the model, evaluates it, and trains two steps. Its tensors have shapes but no data, so a
-laptop is large enough. The tool reads no data and no weights, and writes nothing.
+laptop is large enough. The tool reads no data and no weights, and leaves no files.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        epilog="The exit status is 0 if the script gets through a step on all ranks that ran and "
+        epilog="The exit status is 0 if the script completes two steps on all ranks that ran and "
         "fits in memory; otherwise it is 1.",
         allow_abbrev=False,
     )
@@ -325,7 +325,7 @@ def show(options, results):
 
 
 def verdict(options, result):
-    """Return in a few words whether a rank gets through a step and fits."""
+    """Return in a few words whether a rank completes two steps and fits."""
     if result["problem"]:
         return f"fails at line {result['problem']['line']}"
     margin = gib(abs(result["margin"]))
@@ -399,7 +399,7 @@ def gib(size):
 
 
 def main():
-    """Run the ranks, and print the report; exit with 0 if all get through a step and fit."""
+    """Run the ranks, and print the report; exit with 0 if all complete two steps and fit."""
     options = parse_args()
     try:
         ranks = ranks_to_run(options, load_script(options))
