@@ -359,6 +359,8 @@ STOPS = {
     # A terminal signals the launcher's group of processes.
     "Ctrl-C": ("ssh", "kill -INT -- -$(pgrep -o -f ssh/launch.sh)"),
     "lost connection": ("ssh", "pkill -KILL -f 'launch.sh|ssh -tt'"),
+    # script is the terminal of its command.
+    "closed terminal": ("ssh", "pkill -KILL -x script"),
     # launch.sh --tmux prints the command.
     "tmux": ("tmux", "eval $(sed -n 's/^stop: *//p' head.log)"),
     "signal": ("Open MPI", "pkill -USR1 -x mpirun"),
@@ -372,7 +374,10 @@ def test_launcher_that_is_stopped_saves_and_leaves_no_rank(user, stop):
     typed = LAUNCHERS.get(launcher, "{chapter}/ssh/launch.sh --tmux {folder}/hosts.txt")
     user.env["RANKS_PER_NODE"] = "1"
     (user.folder / "hosts.txt").write_text("h1 slots=1\nh2 slots=1\n")
-    user.type(user.line(typed.replace(":2", ":1"), *LONG, "--checkpoint-every", 1000))
+    line = user.line(typed.replace(":2", ":1"), *LONG, "--checkpoint-every", 1000)
+    if stop == "closed terminal":
+        line = shlex.join(["script", "--quiet", "--command", line, "terminal.log"])
+    user.type(line)
     user.wait_for_step(20)
     assert all(user.ranks()), "a host has no rank"
     user.cluster.run("head", command, cwd=user.folder, env=user.env)

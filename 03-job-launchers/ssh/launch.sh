@@ -4,9 +4,10 @@
 #   RANKS_PER_NODE=8 03-job-launchers/ssh/launch.sh hosts.txt 03-job-launchers/train_llm.py --num-steps 5000
 #
 # All hosts need this folder and this Python environment at the same paths. The output of all hosts
-# comes to this terminal, each line marked with its host. Ctrl-C asks all ranks to save and stop. If
-# a host fails, this script asks the other hosts to stop, unless MIN_NODES gives the number of hosts
-# that are enough to continue. The exit status is the highest exit status of all hosts.
+# comes to this terminal, each line marked with its host. Ctrl-C asks all ranks to save and stop, and
+# so does closing the terminal. If a host fails, this script asks the other hosts to stop, unless
+# MIN_NODES gives the number of hosts that are enough to continue. The exit status is the highest exit
+# status of all hosts.
 #
 # Options, before the file's name:
 #   --pdsh  connect to the hosts with pdsh, instead of one ssh for each host
@@ -97,21 +98,25 @@ done
 stop() {
     [[ -z ${stopping:-} ]] || return 0
     stopping=yes
+    # When a terminal closes, its shell may signal twice. Ignoring a signal also protects the ssh of
+    # the next lines from it.
+    trap '' INT HUP
     echo "launch.sh: asking all ranks to save and stop"
     for host in "${hosts[@]}"; do
         # The brackets keep the pattern from matching the remote shell that runs pkill.
         quiet_ssh "$host" "pkill -TERM -f '[r]dzv-id $id'" &
     done
 }
-trap stop INT TERM USR2
+trap stop INT TERM HUP USR2
 
 # run_marked MARK COMMAND...: run ssh or pdsh, mark each line of its output, and save its status.
 run_marked() {
     local mark=$1
     shift
-    trap '' INT
-    # setsid keeps Ctrl-C away from ssh, so that only this script handles it.
-    setsid "$@" </dev/null 2>&1 | sed -u "s/^/$mark/; s/\r$//"
+    trap '' INT HUP
+    # setsid keeps Ctrl-C away from ssh, so that only this script handles it. If the terminal is
+    # closed, sed fails, and cat reads the rest of the output, so that the ranks can save.
+    setsid "$@" </dev/null 2>&1 | { sed -u "s/^/$mark/; s/\r$//" 2>/dev/null || cat >/dev/null; }
     local status=${PIPESTATUS[0]}
     echo "$status" >>"$status_file"
     # For pdsh, the mark is empty. pdsh returns only when the command has ended on all hosts, so no
