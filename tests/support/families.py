@@ -66,7 +66,7 @@ LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type", "per_layer
 VARIANTS = """mistral+sliding_window=8 gemma3_text+sliding_window=8 qwen2_moe+sliding_window=8
     phi3+sliding_window=8 starcoder2+sliding_window=8 cohere2+sliding_window=8
     olmo3+sliding_window=8 modernbert-decoder+sliding_window=8
-    llama4_text+attention_chunk_size=8 llama4_text+floor_scale=4
+    llama4_text+attention_chunk_size=8 llama4_text+no_rope_layer_interval=2
     gemma3_text+use_bidirectional_attention=true bert+is_decoder=true roberta+is_decoder=true
     deepseek_v32+index_topk=8 glm_moe_dsa+index_topk=8 dots3_note_text+index_topk=8
     qwen3_moe+output_router_logits=true mixtral+output_router_logits=true
