@@ -235,7 +235,8 @@ def root(request, tmp_path_factory, layout_models):
     return root
 
 
-@pytest.mark.timeout(3600)
+# The first test also waits for all runs of the fixture: up to 400 runs, in about an hour.
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("run", run_params())
 def test_layout_follows_its_reference_curve(root, run):
     """In each step, the loss and the gradient norm are the same; so is each validation loss."""
@@ -278,7 +279,7 @@ def test_reference_curve_learns_and_has_every_step(root, run):
 EXPORTED = [param for param in run_params() if param.values[0][:4] not in ("chat", "lora")]
 
 
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("run", EXPORTED)
 def test_exported_model_has_the_logged_loss(root, load, run):
     """transformers loads the model by its folder alone; its weights are those of the checkpoint."""
