@@ -35,7 +35,7 @@ LOCK = threading.RLock()
 # pytest changes its variables in each test. Libraries set the others once, some of them long after
 # the first test has begun: threadpoolctl sets KMP_*, and a compilation sets _TORCHINDUCTOR_*.
 IGNORED_VARIABLES = ("PYTEST_", "_MLFLOW_", "MLFLOW_", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_")
-IGNORED_VARIABLES += ("_TORCHINDUCTOR_",)
+IGNORED_VARIABLES += ("_TORCHINDUCTOR_", "HF_XET_")
 
 
 class Server:
