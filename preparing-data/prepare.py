@@ -8,8 +8,8 @@ Each piece, such as `000007.tokens`, holds `--piece` tokens. It has this name on
 complete, so a training run may read the pieces while more are written. Part k of n writes the
 pieces k, k + n, and so on; the last piece of a part may be shorter. What a piece contains depends
 on the documents and how they are read, the tokenizer, the weights, the seed, the size of a piece
-and the number of parts, but not on the number of workers. Start the same command again after a kill: it continues with the piece that
-it was writing.
+and the number of parts, but not on the number of workers. Start the same command again after a
+kill: it continues with the piece that it was writing.
 """
 
 import argparse
