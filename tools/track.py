@@ -127,12 +127,13 @@ class Tracked:
 
 
 def follow(tracked):
-    """Look for new rows every two seconds until Ctrl-C, then once more; a second one ends it."""
-    # Its put() may be called in a handler of signals.
+    """Look for new rows every two seconds until Ctrl-C, and then once more."""
+    # A signal handler may call the put() of this queue.
     ends = queue.SimpleQueue()
 
     def end(*_):
         ends.put(True)
+        # A second Ctrl-C ends the tool at once.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     signal.signal(signal.SIGINT, end)
@@ -145,7 +146,7 @@ def follow(tracked):
 
 
 def main():
-    """Send the rows of all runs, and those that they add while it follows them."""
+    """Send the rows of all runs; with --follow, also send the rows that the runs add later."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, help="folders of runs; those without metrics are left out")

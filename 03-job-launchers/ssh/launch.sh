@@ -98,8 +98,8 @@ done
 stop() {
     [[ -z ${stopping:-} ]] || return 0
     stopping=yes
-    # When a terminal closes, its shell may signal twice. Ignoring a signal also protects the ssh of
-    # the next lines from it.
+    # When a terminal closes, its shell may send a second signal. The ssh processes below inherit
+    # that this script ignores the signal.
     trap '' INT HUP
     echo "launch.sh: asking all ranks to save and stop"
     for host in "${hosts[@]}"; do
