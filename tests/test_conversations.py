@@ -86,29 +86,28 @@ FAULTS += [slow("positions do not restart", "gpt2"), slow("mask hides the window
 
 
 def faulty_functions(chapter, fault):
-    """Return the functions, by name, that give a step this fault."""
-    separate, samples_at = chapter.inputs_that_separate, chapter.samples_at
-    loss_of = chapter.loss_of
+    """Return the functions that give a step this fault, by the object and name that they replace."""
+    loss_of, sample_at = chapter.loss_of, chapter.Samples.__getitem__
 
-    def only(name):
-        return {"inputs_that_separate": lambda *args: {name: separate(*args)[name]}}
-
-    def full_mask(_, is_first):
+    def full_mask(is_first):
         documents = is_first.cumsum(1)
         return {"attention_mask": (documents[:, None, :, None] == documents[:, None, None]).tril()}
 
     def mean_loss(args, model, batch):
         return loss_of(args, model, batch) / chapter.count_answers(batch)
 
+    def learned_sample(samples, position):
+        return sample_at(samples, position) & ~chapter.CONTEXT
+
     return {
-        "no mask": only("position_ids"),
-        "positions do not restart": only("attention_mask"),
+        "no mask": {(chapter.masking_utils, "find_packed_sequence_indices"): torch.zeros_like},
+        "positions do not restart": {(chapter, "inputs_that_separate"): full_mask},
         "mean of means": {
-            "loss_of": mean_loss,
-            "answers_at": lambda args, *_: torch.tensor(args.accumulation),
+            (chapter, "loss_of"): mean_loss,
+            (chapter, "answers_at"): lambda args, *_: torch.tensor(args.accumulation),
         },
-        "context is learned": {"samples_at": lambda *args: samples_at(*args) & ~chapter.CONTEXT},
-        "mask hides the window": {"inputs_that_separate": full_mask},
+        "context is learned": {(chapter.Samples, "__getitem__"): learned_sample},
+        "mask hides the window": {(chapter, "inputs_that_separate"): full_mask},
     }[fault]
 
 
@@ -119,8 +118,8 @@ def test_faulty_step_has_a_different_gradient(
     words = ["-m", layout_models / family, "-d", write_conversations(tmp_path)]
     args, model, train_set, _ = prepare(chapter, *words, *WINDOW.get(family, []))
     measure = step_distances(chapter, args, model, train_set)
-    for name, function in faulty_functions(chapter, fault).items():
-        monkeypatch.setattr(chapter, name, function)
+    for (target, name), function in faulty_functions(chapter, fault).items():
+        monkeypatch.setattr(target, name, function)
     assert measure()[1] > 1e-2
 
 
@@ -134,10 +133,10 @@ def test_family_that_cannot_separate_conversations_is_refused(chapter, capsys, k
     args, device = Namespace(**ARGS | {"model_name": kind}), torch.device("cpu")
     model = chapter.shard(args, chapter.build_model(args, shrink(CONFIG_MAPPING[kind]())), device)
     if error:
-        problem = user_error(capsys, chapter.check_forward, args, model, device)
+        problem = user_error(capsys, chapter.check_causal, args, model, device)
         assert f"--model-name {kind}: {error}" in problem
     else:
-        chapter.check_forward(args, model, device)
+        chapter.check_causal(args, model, device)
 
 
 # ---- prepared tokens -------------------------------------------------------------------------
@@ -157,7 +156,7 @@ def tokens(load, tmp_path_factory):
     context = random_tokens(12, torch.int32) | chapter.CONTEXT
     context[:, [0, 20]] |= chapter.FIRST
     mixed = context.clone()
-    for position, index in enumerate(chapter.order_of(0, 0, 8).tolist()):
+    for position, index in enumerate(chapter.random_order(0, 0, 8).tolist()):
         if position % 2:
             mixed[index, 30 : 32 + 4 * position] &= ~chapter.CONTEXT
     mixed[9:, 50:55] &= ~chapter.CONTEXT

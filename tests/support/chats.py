@@ -154,8 +154,8 @@ def split_documents(chapter, samples):
 
 def documents_of_step(chapter, args, train_set):
     """Return the documents of step 1."""
-    samples = chapter.samples_at(args, train_set, range(args.global_batch_size))
-    return split_documents(chapter, samples)
+    samples = [train_set[position] for position in range(args.global_batch_size)]
+    return split_documents(chapter, torch.stack(samples))
 
 
 def plain_model(model, dtype=torch.float64):
