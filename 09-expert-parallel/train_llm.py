@@ -1297,18 +1297,12 @@ def build_optimizer(args, model):
         ranks_on_host = hostnames.count(socket.gethostname())
         cores_per_rank = len(os.sched_getaffinity(0)) // ranks_on_host
         torch.set_num_threads(max(torch.get_num_threads(), cores_per_rank))
-<<<<<<< 09-expert-parallel
-    matrices = [weight for weight in model.parameters() if weight.ndim >= 2]
-    vectors = [weight for weight in model.parameters() if weight.ndim < 2]
-    groups = [{"params": group} for group in by_mesh(matrices)]
-    groups += [{"params": group, "weight_decay": 0.0} for group in by_mesh(vectors)]
-=======
     # PP: leave out the weights of other stages, which are on the meta device.
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     matrices = [weight for weight in weights if weight.ndim >= 2]
     vectors = [weight for weight in weights if weight.ndim < 2]
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
->>>>>>> 08-context-parallel
+    groups = [{"params": group} for group in by_mesh(matrices)]
+    groups += [{"params": group, "weight_decay": 0.0} for group in by_mesh(vectors)]
     options = {"betas": (0.9, 0.95), "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(groups, lr=args.lr, **options)
     # Fused AdamW skips its update while found_inf is 1; train_step() sets found_inf.

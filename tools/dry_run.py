@@ -40,7 +40,7 @@ GIB = 2**30
 PHASES = {
     "build_model": "build",
     "shard": "shard",
-    "check_forward": "check",
+    "check_causal": "check",
     "build_optimizer": "optimizer",
     "evaluate": "evaluation",
     "train_step": "step",
@@ -144,9 +144,11 @@ def shorten(options, module):
         samples = torch.zeros(1, 1, dtype=torch.int32)
         samples = samples.expand(3 * args.global_batch_size, args.seq_length)
         held_out = args.micro_batch_size * options.gpus // math.prod(split_sizes(args))
-        return module.Samples(samples), samples[:held_out]
+        return module.Samples(args.seed, samples, iter(())), samples[:held_out]
 
     module.parse_args, module.build_data = parse_short_run, build_data
+    # A fake tensor has no values that could be an order.
+    module.random_order = lambda seed, shuffle, num_samples: range(num_samples)
 
 
 def add_phases(module, watch, modes, progress):

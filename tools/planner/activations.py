@@ -139,23 +139,29 @@ def trace(setting):
     with FakeTensorMode(), copy_fake, exchange:
         small = small_model(setting)
         ids = torch.zeros(setting.micro_batch_size, setting.seq_length, dtype=torch.long)
-        inputs = {"input_ids": ids[:, :length], "labels": ids, "use_cache": False}
+        inputs = {"input_ids": ids[:, :length], "use_cache": False}
         if setting.tensor_parallel_size * setting.context_parallel_size > 1:
             inputs["position_ids"] = torch.arange(length)[None]
             # On first use, DTensor runs extra operations to learn the shapes of results. Run once
             # before recording, so that they are not counted.
-            small(**inputs).loss.backward()
+            loss_of(small, inputs, ids).backward()
             small.zero_grad()
         record = Recorder()
         watch(small, record)
         with record, torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast):
             record.begin("embedding")
-            loss = small(**inputs).loss
+            loss = loss_of(small, inputs, ids)
         with record:
             record.begin("head backward", "logits")
             loss.backward()
             record.begin("end")
     return record.segments
+
+
+def loss_of(model, inputs, labels):
+    """Return the loss; its logits live as long as in the function of this name in the chapters."""
+    logits = model(**inputs).logits
+    return model.loss_function(logits, labels)
 
 
 def reshape_locally(tensor, gather_dim, shard_dim, mesh, mesh_dim):
@@ -179,7 +185,7 @@ def small_model(setting):
     with mock.patch.object(chapter, "fail", refuse):
         model = chapter.build_model(setting, config)
     if setting.context_parallel_size > 1:
-        split_attention(setting)
+        split_attention(setting, model)
     if setting.expert_parallel_size * setting.tensor_parallel_size > 1:
         split_experts(setting, model)
     if setting.lora_rank:
@@ -212,7 +218,7 @@ def split_experts(setting, model):
         experts.forward = functools.partial(dispatch, mesh, experts.num_experts, run_experts)
 
 
-def split_attention(setting):
+def split_attention(setting, model):
     """Make attention work as on the last of the ranks that split each sequence."""
     chapter, size = newest_chapter(), setting.context_parallel_size
     mesh = mesh_of([*range(size)])
@@ -223,7 +229,8 @@ def split_attention(setting):
         "gather": functools.partial(chapter.gathered_attention, mesh, mask),
         "ulysses": functools.partial(chapter.ulysses_attention, mesh),
     }
-    AttentionInterface.register("causal_sdpa", styles[setting.context_parallel_style])
+    AttentionInterface.register("context_parallel", styles[setting.context_parallel_style])
+    model.set_attn_implementation("context_parallel")
 
 
 def watch(model, record):

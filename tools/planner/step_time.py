@@ -61,10 +61,13 @@ NCCL = {
 
 def active_numbers(model):
     """Return the number of weights in the layers that a token uses; it uses only a few experts."""
-    chapter = newest_chapter()
-    layers = chapter.layers_of(model.built)
-    weights = [item for layer in layers for item in layer.named_parameters()]
-    return sum(chapter.num_active(model.config, name, weight.shape) for name, weight in weights)
+    num_used, total = getattr(model.config, "num_experts_per_tok", None) or 1, 0
+    for layer in newest_chapter().layers_of(model.built):
+        for name, weight in layer.named_parameters():
+            # transformers stacks the experts of a layer into weights of the shape [experts, ...].
+            is_stacked = "experts" in name.split(".") and weight.ndim > 1
+            total += num_used * weight[0].numel() if is_stacked else weight.numel()
+    return total
 
 
 def forward_flops(setting):

@@ -94,13 +94,11 @@ def import_script(path):
     spec = importlib.util.spec_from_file_location("script", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    # Assume that the ranks have GPUs.
-    module.has_gpu = lambda: True
     # Configurations may come from configs/. No plan depends on the tokenizer.
     module.AutoConfig = SimpleNamespace(from_pretrained=copy_of_config)
     module.AutoTokenizer = SimpleNamespace(from_pretrained=lambda _: transformers.ByT5Tokenizer())
     # Fake tensors have no values to compare masks with.
-    module.needs_no_mask = needs_no_mask
+    module.needs_mask = needs_mask
     return module
 
 
@@ -109,11 +107,11 @@ def newest_chapter():
     return load_chapter(max(SCRIPTS))
 
 
-def needs_no_mask(setting, model):
-    """Return whether the chapters run this model's attention without a mask."""
+def needs_mask(setting, model):
+    """Return whether a layer of this model needs a mask for samples of this length."""
     window = getattr(model.config, "sliding_window", None) or setting.seq_length
     uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
-    return uses_sdpa and setting.seq_length <= window
+    return not uses_sdpa or setting.seq_length > window
 
 
 def check_split(setting, model):
@@ -433,7 +431,7 @@ def split_stages(model, model_name, ranks, num_stages):
     args.pipeline_parallel_size = ranks
     # Check only the stages here; activations.py checks the splits of layers and sequences.
     args.tensor_parallel_size = args.context_parallel_size = args.expert_parallel_size = 1
-    args.expert_balance_rate = 0.0
+    args.expert_balance_rate, args.seq_length = 0.0, 1
     chapter = newest_chapter()
     with mock.patch.object(chapter, "fail", refuse), contextlib.redirect_stdout(None):
         chapter.check_model(args, model.built)
