@@ -706,8 +706,8 @@ def main():
             continue
         row = measure(args, model, train_set, step, loss, grad_norm, interval_start)
         if optimizer.found_inf:
-            first_step = interval_start[0] + 1
-            fail(f"a gradient in steps {first_step} to {step} was not finite; nothing was saved")
+            first = interval_start[0] + 1
+            fail(f"a gradient in steps {first} to {step} was not finite; these steps are not saved")
         if evaluating:
             row["val_loss"] = evaluate(args, model, held_out, device)
         log(run_dir, wandb_run, row)

@@ -23,6 +23,10 @@ from transformers import AutoTokenizer
 import harness
 from on_ranks import BATCH, SEQ_LENGTH, WINDOW, make_7m_llama, make_model_folder, training_flags
 
+sys.path.append(str(harness.ROOT / "tools"))
+
+from plot import read_metrics
+
 # The runs of each trainer, and the steps of a run; the first WINDOW steps warm it up.
 ROUNDS, STEPS = 3, 40
 ON_GPU = torch.cuda.is_available()
@@ -47,7 +51,7 @@ def run_chapter(folder, data, name):
     flags += ["--seq-length", str(LENGTH)]
     done = harness.call(harness.launch_command(1, [SCRIPT, *flags]), HF_HOME=f"{folder}/hf")
     padding = float(re.search(r"([\d.]+)% are padding", done.stdout)[1]) / 100
-    rows = map(json.loads, Path(folder, name, "metrics.jsonl").read_text().splitlines())
+    rows = read_metrics(Path(folder, name))
     speeds = [row["tokens_per_second"] for row in rows if row["step"] > WINDOW]
     return median(speeds) * (1 - padding)
 

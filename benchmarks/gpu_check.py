@@ -38,7 +38,7 @@ from overhead import bare
 sys.path += [str(harness.ROOT / "tests/support"), str(harness.ROOT / "tools")]
 
 from families import MODERN, save_small_model
-from plot import largest_difference, read_metrics
+from plot import largest_difference, read_metrics, rows_of
 
 CHAPTERS = ("01", "02", "03", "04", "05", "06", "07", "08", "09")
 FINE_TUNING = ("conversations", "lora")
@@ -115,8 +115,7 @@ class Job(harness.Job):
     def rows(self):
         """Return the complete rows of metrics.jsonl."""
         path = self.run_dir / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return rows_of(path) if path.exists() else []
 
     def last_words(self):
         """Return the lines of the log that report an error; if there are none, the last lines."""

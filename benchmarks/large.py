@@ -63,7 +63,6 @@ def seconds_of(work, *args):
 
 def measure_saves(chapter, args, device):
     """Save in both ways in turn; return seconds and bytes."""
-    args.dataset_fingerprint = args.num_weights = None
     model, _, optimizer, samples = build(chapter, args, device)
     run_dir, rows = Path(args.save_dir, "run"), []
 

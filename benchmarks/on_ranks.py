@@ -86,11 +86,12 @@ def build(chapter, args, device):
         model = wrapped = chapter.shard(args, model, device)
     elif dist.is_initialized():
         wrapped = DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
-        wrapped.broadcast_buffers = False
+        wrapped.broadcast_buffers, wrapped.loss_function = False, model.loss_function
     else:
         model = wrapped = model.to(device)
     ids = torch.randint(config.vocab_size, (8, args.seq_length), dtype=torch.int32)
-    return model, wrapped, chapter.build_optimizer(args, model), chapter.Samples(ids)
+    samples = chapter.Samples(args.seed, ids, iter(()))
+    return model, wrapped, chapter.build_optimizer(args, model), samples
 
 
 def work_on_rank():

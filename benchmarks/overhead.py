@@ -31,21 +31,24 @@ GOAL = 1 / 0.97
 
 # ---- the bare loop ---------------------------------------------------------------------------
 def bare_model(script, args, config):
-    """Build the chapter's model without compiling it, and without masks, as the chapter does."""
+    """Build the chapter's model without compiling it."""
     compiled, args.compile = args.compile, False
     model = script.build_model(args, config)
     args.compile = compiled
-    model.set_attn_implementation("causal_sdpa")
     return model
 
 
-def bare_step(args, forward, model, optimizer, micro_batches, mixed):
+def bare_loss(model, batch):
+    """Return the mean next-token loss of a batch."""
+    return model.loss_function(model(input_ids=batch, use_cache=False).logits, batch)
+
+
+def bare_step(args, loss_of, model, optimizer, micro_batches, mixed):
     """Take forward and backward passes, clip and step; return the loss and the norm."""
     total = 0.0
     for batch in micro_batches:
         with torch.autocast(batch.device.type, torch.bfloat16, enabled=mixed):
-            loss = forward(input_ids=batch, labels=batch, use_cache=False).loss
-        loss = loss / len(micro_batches)
+            loss = loss_of(model, batch) / len(micro_batches)
         loss.backward()
         total += loss.detach()
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
@@ -65,7 +68,7 @@ def bare():
     interval_start, mixed = (0, None), args.precision == "bf16"
     with open(run_dir / "metrics.jsonl", "w") as file:
         for step in range(1, args.num_steps + 1):
-            result = bare_step(args, model, model, optimizer, batches, mixed)
+            result = bare_step(args, bare_loss, model, optimizer, batches, mixed)
             if step == 1 or step % args.log_every == 0:
                 row = chapter.measure(args, model, samples, step, *result, interval_start)
                 print(json.dumps(row), file=file)
@@ -98,16 +101,16 @@ def measure_chapter(chapter, args, device):
     """Compare the chapter's train_step() with a bare step on an equal model."""
     model, _, optimizer, samples = build(chapter, args, device)
     bare = bare_model(chapter, args, model.config).to(device)
-    forward = torch.compile(bare) if args.compile else bare
+    loss_of = torch.compile(bare_loss) if args.compile else bare_loss
     bare_optimizer = chapter.build_optimizer(args, bare)
     batch = chapter.batch_at(args, samples, 1, 0, device)
     mixed = args.precision == "bf16"
-    loss, _ = bare_step(args, forward, bare, bare_optimizer, [batch], mixed)
+    loss, _ = bare_step(args, loss_of, bare, bare_optimizer, [batch], mixed)
     other_loss, _ = chapter.train_step(args, model, optimizer, samples, 1, device)
     if abs(loss - other_loss) > 0.01:
         sys.exit(f"the first loss of the bare loop is {loss:.4f}, that of 01 is {other_loss:.4f}")
     steps = {
-        "bare": lambda _: bare_step(args, forward, bare, bare_optimizer, [batch], mixed),
+        "bare": lambda _: bare_step(args, loss_of, bare, bare_optimizer, [batch], mixed),
         "chapter": lambda step: chapter.train_step(args, model, optimizer, samples, step, device),
     }
     return shares_of(args, device, steps)

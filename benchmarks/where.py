@@ -149,8 +149,8 @@ def trace_windows():
     mark(chapter, "loss_of", "forward")
     mark(torch.Tensor, "backward", "backward")
     mark(dist.Work, "wait", "waiting")
-    mark(torch.nn.utils, "get_total_norm", "clip and step")
-    mark(torch.nn.utils, "clip_grads_with_norm_", "clip and step")
+    for name in ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_"):
+        mark(torch.nn.utils, name, "clip and step")
     mark(torch.optim.AdamW, "step", "clip and step")
     chapter.main()
 

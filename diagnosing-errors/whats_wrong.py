@@ -50,7 +50,8 @@ CLUES = {
     "mismatched-collective": r"Detected mismatch between collectives|op\.preamble\.length",
     "rendezvous": r"Unable to find address for|RendezvousTimeout|[Nn]o socket interface"
     r"|client socket has (failed|timed out)|C10d store has failed",
-    "corrupt-checkpoint": r"(no checkpoint in \S+ can|step-\d+ cannot) be read|PytorchStreamReader",
+    "corrupt-checkpoint": r"step-\d+:? cannot (be read|read it)|cannot read its checkpoints"
+    r"|PytorchStreamReader",
     "interrupted": r"KeyboardInterrupt",
     None: r"(?i)connection (closed|reset|refused)|timed out|timeout|broken pipe|read error|NCCL"
     r"|pair closure|DistBackendError|ChildFailedError|another rank has failed|SIGTERM|watchdog",

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import random
@@ -242,6 +243,13 @@ def prepare_training(chapter, *words):
     return args, model, optimizer, *chapter.build_data(args, tokenizer)
 
 
+def prepare_tokens(source, folder, model="tiny"):
+    """Prepare a text for a model, as a reader would; return the folder of tokens."""
+    words = ["-m", model, "-o", folder, source]
+    run_command(ROOT / "preparing-data/prepare.py", *words, check=True)
+    return folder
+
+
 def change_file(file, old, new, copy=None):
     """Replace a text that a file has once, in the file or in a copy of it; return the new file."""
     text, path = file.read_text(), copy or file
@@ -368,11 +376,19 @@ def small_disk(machine, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def small_text(tmp_path_factory):
-    """Write a small dataset; the tokenizer of each model would need many seconds for pydoc."""
-    path = tmp_path_factory.mktemp("text") / "small.txt"
-    path.write_text("\n\n".join(topics.values())[:100_000])
-    return path
+def small_tokens(tmp_path_factory):
+    """Return a function that prepares a small text for a model, and returns the folder of tokens.
+
+    The tokenizer of each model would need many seconds for pydoc.
+    """
+    root = tmp_path_factory.mktemp("small")
+    (root / "small.txt").write_text("\n\n".join(topics.values())[:100_000])
+
+    @functools.cache
+    def prepare(model="tiny"):
+        return prepare_tokens(root / "small.txt", root / f"{Path(model).name}.tokens", model)
+
+    return prepare
 
 
 @pytest.fixture(scope="session")

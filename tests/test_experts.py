@@ -131,7 +131,7 @@ def test_finished_model_has_the_biases(root):
 
 # ---- ranks without tokens --------------------------------------------------------------------
 @pytest.mark.slow
-def test_rank_without_tokens_changes_no_curve(tmp_path, small_text):
+def test_rank_without_tokens_changes_no_curve(tmp_path, small_tokens):
     """The biases of the published model are so high that all tokens choose experts of rank 0."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY))
@@ -141,7 +141,8 @@ def test_rank_without_tokens_changes_no_curve(tmp_path, small_text):
     model.save_pretrained(tmp_path / "hub")
     for path in TINY.glob("tokenizer*"):
         (tmp_path / "hub" / path.name).write_bytes(path.read_bytes())
-    args = ["-m", tmp_path / "hub", "--pretrained", "-d", small_text, "--num-steps", 4]
+    args = ["-m", tmp_path / "hub", "--pretrained", "--num-steps", 4]
+    args += ["-d", small_tokens(tmp_path / "hub")]
     jobs = {"01": ("01", args)}, {"09": ("09", [*args, *EP2])}
     curves = curves_of(tmp_path, dict(zip((1, 2), jobs, strict=True)))
     assert [row["experts"] for row in curves["09"].values() if "experts" in row] == [0.5] * 4

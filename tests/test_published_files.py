@@ -102,11 +102,12 @@ KINDS += map(exhaustive, ("no head", "other files", "other name", "first layers"
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_published_model_is_read_and_written_as_published(
-    load, layout_models, small_text, tmp_path, kind
+    load, layout_models, small_tokens, tmp_path, kind
 ):
     """Chapter 01 starts from the weights of the files, and the other chapters follow its curve."""
     folder = publish(layout_models, tmp_path / "hub", kind)
-    args, chapters = [*ARGS, "-m", folder, "-d", small_text], CHAPTERS.get(kind, "05").split()
+    args = [*ARGS, "-m", folder, "-d", small_tokens(folder)]
+    chapters = CHAPTERS.get(kind, "05").split()
     jobs = {name: (name, [*SPLIT.get(name, []), *args]) for name in chapters}
     curves = curves_of(tmp_path, {1: {"01": ("01", args)}, 2: jobs})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -124,9 +125,9 @@ def test_published_model_is_read_and_written_as_published(
 
 # ---- files that do not fit the model ---------------------------------------------------------
 UNFIT = {
-    "prefix": "lack lm_head.weight (39 weights); they have the unknown weight _orig_mod.",
+    "prefix": "lack lm_head.weight (39 weights)",
     "missing": "lack model.layers.1.mlp.up_proj.weight (1 weights)",
-    "vocabulary": "have a different shape of lm_head.weight (2 weights)",
+    "vocabulary": "You set `ignore_mismatched_sizes` to `False`",
     "fp8": "its weights are quantized; choose a model with bf16 weights",
     "truncated": "incomplete metadata, file not fully covered",
     "lfs": "header too large",
@@ -134,6 +135,7 @@ UNFIT = {
 }
 # Chapter 05 reads the files itself, and reports more problems.
 UNFIT_FOR_05 = UNFIT | {
+    "vocabulary": "lack lm_head.weight (2 weights)",
     "int8": "are quantized; choose a bf16 copy",
     "untied": "different values for model.embed_tokens.weight and lm_head.weight",
 }
@@ -177,8 +179,8 @@ def test_unfit_files_are_named(unfit, load, capsys, name):
         for name in UNFIT_FOR_05
     ],
 )
-def test_unfit_files_cost_one_line_on_two_ranks(unfit, small_text, tmp_path, name):
-    args = [*ARGS, "-m", unfit / name, "-d", small_text]
+def test_unfit_files_cost_one_line_on_two_ranks(unfit, small_tokens, tmp_path, name):
+    args = [*ARGS, "-m", unfit / name, "-d", small_tokens(unfit / name)]
     check_two_ranks_fail("05", args, UNFIT_FOR_05[name], tmp_path, tmp_path / "runs")
 
 

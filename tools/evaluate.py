@@ -1,11 +1,12 @@
 """Compute the loss and the perplexity of a model, or of a run's checkpoint, on any text.
 
-Here:  python tools/evaluate.py outputs/01-single-gpu/model --dataset-name my.txt
+Here:  python tools/evaluate.py outputs/01-single-gpu/model
        python tools/evaluate.py outputs/04-fsdp/checkpoints/step-00000050 --held-out
-       python tools/evaluate.py outputs/04-fsdp/model -d my.jsonl -s 2048 --stride 1024
+       python tools/evaluate.py outputs/04-fsdp/model -d my.tokens -s 2048 --stride 1024
 
-The text may have any format that --dataset-name of chapter 01 accepts; chapter 01's functions read
-it. The tokens are cut into windows of --seq-length tokens, and a window begins every --stride
+The text is what --dataset-name of chapter 01 accepts, and chapter 01's functions read it: pydoc, a
+dataset of the hub, or all pieces of a folder that preparing-data/prepare.py has written for the
+model's tokenizer. The tokens are cut into windows of --seq-length tokens, and a window begins every --stride
 tokens. If the stride is shorter than a window, windows overlap: a window counts only the tokens
 after the end of the previous window, and the overlap is context for these tokens. By default,
 windows do not overlap. Then the first token of each window is not counted, because it has no
@@ -123,10 +124,9 @@ def tokens_of(chapter, args, tokenizer):
     if args.held_out:
         _, held_out = chapter.build_data(args, tokenizer)
         return held_out.flatten()
-    if args.dataset_name.endswith(".tokens"):
-        fail(f"--dataset-name {args.dataset_name}: give a text instead, or pass --held-out")
-    path = chapter.token_file(args, tokenizer)
-    return torch.from_file(str(path), size=path.stat().st_size // 4, dtype=torch.int32)
+    # In samples of one token, no token at the end of a piece is missing.
+    args = argparse.Namespace(**vars(args) | {"seq_length": 1})
+    return torch.cat([piece.flatten() for piece in chapter.pieces_of(args, tokenizer)])
 
 
 def windows_of(num_tokens, seq_length, stride):
@@ -171,8 +171,10 @@ def main():
     with model_folder(chapter, args.model) as folder:
         args.model_name = str(folder)
         tokenizer, _ = chapter.build_tokenizer_and_config(args)
+        # A message about the text names the model of the user, because this folder may be deleted.
+        args.model_name = str(args.model)
+        tokens = tokens_of(chapter, args, tokenizer)
         model = load_model(args, folder)
-    tokens = tokens_of(chapter, args, tokenizer)
     if len(tokens) < 2:
         fail(f"--dataset-name {args.dataset_name}: has {len(tokens)} tokens; add text")
     total, count = total_loss(args, model, tokens)

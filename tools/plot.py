@@ -29,18 +29,25 @@ def fail(message):
 def read_metrics(run):
     """Return the rows of a run's metrics.jsonl by step, at least one.
 
-    A run that was stopped logs steps again, so the last row of a step counts. A kill may cut a row.
+    A run that was stopped logs steps again, so the last row of a step counts.
     """
-    path, rows = run / "metrics.jsonl", []
+    path = run / "metrics.jsonl"
     try:
-        lines = path.read_text().splitlines()
+        last = {row["step"]: row for row in rows_of(path)}
     except (OSError, ValueError) as error:
         fail(f"cannot read {path}: {error}")
-    for line in lines:
+    if not last:
+        fail(f"{path} is empty: nothing was trained yet")
+    return [last[step] for step in sorted(last)]
+
+
+def rows_of(path):
+    """Return the rows of a metrics.jsonl; leave out a line that a kill or a full disk has cut."""
+    rows = []
+    for line in path.read_text().splitlines():
         with suppress(ValueError):
             rows.append(json.loads(line))
-    last = {row["step"]: row for row in rows} or fail(f"{path} is empty: nothing was trained yet")
-    return [last[step] for step in sorted(last)]
+    return rows
 
 
 def series(rows, name):

@@ -119,10 +119,13 @@ def validation_loss(model, run_dir, step, chapter):
 
 
 def check_user_error(result, expected):
-    """Check that a rank printed one error line, which contains `expected`, and exited with 2."""
-    lines = [line for line in result["stderr"].splitlines() if line.strip()]
-    assert len(lines) == 1, result["stderr"]
-    assert lines[0].startswith("train_llm.py: error: ") and expected in lines[0]
+    """Check that a rank printed one error line, which contains `expected`, and exited with 2.
+
+    Before this line, a library may have printed a report or a progress bar.
+    """
+    *before, line = [line for line in result["stderr"].splitlines() if line.strip()]
+    assert line.startswith("train_llm.py: error: ") and expected in line, result["stderr"]
+    assert "Traceback" not in before and not any("error: " in line for line in before), before
     assert result["status"] == 2
 
 

@@ -3,7 +3,6 @@
 Here:  make pictures      which runs this, and writes benchmarks/results/killed.json
 """
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -12,8 +11,9 @@ from pathlib import Path
 
 from chapters import ROOT, chapters
 
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
 
+import plot
 from harness import describe_machine, keep
 
 ARGUMENTS = "--device cpu --num-steps 100 --checkpoint-every 20 --log-every 1 --seq-length 64"
@@ -24,8 +24,7 @@ KILLED_AFTER = (34, 73)
 def rows_of(folder):
     """Return the rows (step, loss) of a run."""
     path = Path(folder, "01-single-gpu/metrics.jsonl")
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = [json.loads(line) for line in lines]
+    rows = plot.rows_of(path) if path.exists() else []
     return [(row["step"], row["loss"]) for row in rows if "loss" in row]
 
 
