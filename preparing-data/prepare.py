@@ -1,6 +1,7 @@
 """Tokenize documents into a folder of pieces, which every chapter can train on.
 
 Here:      python preparing-data/prepare.py -m tiny -o outputs/pydoc.tokens pydoc
+A file:    python preparing-data/prepare.py -m MODEL -o notes.tokens notes.txt
 Mixed:     python preparing-data/prepare.py -m MODEL -o mix.tokens web:0.8 code:0.2
 On nodes:  sbatch --array=0-7 --wrap "python preparing-data/prepare.py -m MODEL -o mix.tokens web"
 
@@ -13,6 +14,8 @@ kill: it continues with the piece that it was writing.
 """
 
 import argparse
+import codecs
+import csv
 import ctypes
 import hashlib
 import io
@@ -21,6 +24,7 @@ import lzma
 import os
 import random
 import re
+import shlex
 import signal
 import sys
 import time
@@ -38,17 +42,35 @@ from pydoc_data.topics import topics
 import numpy as np
 import pyarrow
 import pyarrow.parquet
-from transformers import AutoTokenizer, ByT5Tokenizer
 
 # The version of the format of a folder.
-FORMAT = 1
+FORMAT = 2
 # The number of shards of a source that are open. Each document comes from one of them, at random.
 OPEN_SHARDS = 16
 # The number of documents that a worker tokenizes at a time.
 BATCH = 256
-SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
-# A part of a source: its name, its size in bytes, and a function that yields its records.
-Shard = namedtuple("Shard", "name size read")
+# If all sources together have fewer bytes, starting processes would take longer than they save.
+SMALL = 2**26
+# The size of the blocks of a file, in bytes, that tell whether its content has changed.
+BLOCK = 2**16
+FORMATS = ("jsonl", "json", "txt", "parquet", "csv", "tsv")
+COMPRESSIONS = {"gz": "gzip", "bz2": "bz2", "zst": "zstd", "xz": "xz"}
+# A file's name: a stem, perhaps a number such as -00000-of-00012, a format, perhaps a compression.
+NAME = re.compile(
+    r"(?P<stem>.+?)([-_.]\d+(-of-\d+)?(-[0-9a-f]+)?)?"
+    rf"\.(?P<format>{'|'.join(FORMATS)})(\.(?P<compression>{'|'.join(COMPRESSIONS)}))?"
+)
+# Files of a folder that hold no data: hidden files, descriptions, and pieces from this program.
+NO_DATA = re.compile(
+    r"(.*/)?(\..*|[^/]*\.tokens/.*|[^/]*\.md|(readme|license)(\.\w+)?|dataset_(infos?|dict)\.json)"
+)
+# If a folder has a file or folder that is named train, files with these names are for evaluation.
+HELD_OUT = {"test", "validation", "valid", "val", "dev", "eval"}
+# SOURCE or SOURCE:WEIGHT; a weight may be 2, 0.25 or 1e-3.
+WEIGHTED = re.compile(r"(.*?)(?::(\d*\.?\d+(?:[eE][-+]?\d+)?))?")
+# A part of a source: its name, its size in bytes or 0 if it is unknown, a hash of its content, and
+# a function that yields its records.
+Shard = namedtuple("Shard", "name size content read")
 
 
 def parse_args():
@@ -64,16 +86,17 @@ def parse_args():
     add("-m", "--model-name", default="tiny", help="whose tokenizer: hub id, local folder, or tiny")
     add("--text-column", default="text", help="which column is the text")
     add("--piece", type=int, default=2**28, metavar="TOKENS", help="tokens in a piece")
-    add("--workers", type=int, default=num_cores(), help="tokenizing processes")
+    workers = "tokenizing processes; 0: one for each core, or a thread if the sources are small"
+    add("--workers", type=int, default=0, help=workers)
     add("--seed", type=int, default=0, help="for the order of the documents")
     add("--part", type=part_of, default=slurm_part(), metavar="K/N", help="part K, from 0, of N")
     add("--skip-bad", action="store_true", help="count documents that cannot be read, and continue")
     args = parser.parse_args()
     if args.output.suffix != ".tokens":
         fail(f"--output {args.output}: must end in .tokens; use --output {args.output}.tokens")
-    for name in ("piece", "workers"):
-        if getattr(args, name) < 1:
-            fail(f"--{name} {getattr(args, name)}: must be at least 1")
+    for name, minimum in {"piece": 1, "workers": 0}.items():
+        if getattr(args, name) < minimum:
+            fail(f"--{name} {getattr(args, name)}: must be at least {minimum}")
     return args
 
 
@@ -104,32 +127,69 @@ def fail(problem):
 
 
 # ---- documents -------------------------------------------------------------------------------
+def match_name(path):
+    """Return the match of a file's name, or None if the name does not end in a known format."""
+    return NAME.fullmatch(path.name.lower())
+
+
 def open_decompressed(path):
-    """Open a file for reading bytes; its suffix, such as .gz or .zst, says how it is compressed."""
-    if path.suffix.lower() == ".xz":
-        return lzma.open(path)
-    return io.BufferedReader(pyarrow.input_stream(path))
+    """Open a file for reading bytes, without the byte order mark that it may begin with."""
+    compression = COMPRESSIONS.get(match_name(path)["compression"])
+    if compression == "xz":
+        stream = lzma.open(path)
+    else:
+        stream = pyarrow.input_stream(path, compression=compression)
+    file = io.BufferedReader(stream)
+    if file.peek(3).startswith(codecs.BOM_UTF8):
+        file.read(3)
+    return file
 
 
-def format_of(path):
-    """Return the suffix that names a file's format, or None; a last suffix may name compression."""
-    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
-    return next((suffix for suffix in reversed(suffixes) if suffix in SUFFIXES), None)
+def files_of(folder):
+    """Return the files of a folder that hold training data; print which others are left out."""
+    paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    names = sorted(path.relative_to(folder) for path in paths)
+    names = [name for name in names if not NO_DATA.fullmatch(str(name).lower())]
+    files = [name for name in names if (folder / name).is_file() and match_name(name)]
+    if any("train" in words_of(name) for name in files):
+        files = [name for name in files if not HELD_OUT & words_of(name)]
+    if left := sorted({*names} - {*files}):
+        shown = ", ".join(map(str, left[:3])) + ", ..." * (len(left) > 3)
+        count = f"{len(left)} of {len(names)} files"
+        print(f"{folder}: leaves out {count} (unknown format or held-out split): {shown}")
+    return [folder / name for name in files]
+
+
+def words_of(name):
+    """Return what may name the split of a file: its folders, and its stem without a number."""
+    return {*map(str.lower, name.parent.parts), match_name(name)["stem"]}
+
+
+def shard_of(path):
+    """Return a file as a shard, with a hash of its first, its middle and its last block."""
+    size, content = path.stat().st_size, hashlib.sha256()
+    with open(path, "rb") as file:
+        for start in (0, size // 2, size - BLOCK):
+            file.seek(max(0, start))
+            content.update(file.read(BLOCK))
+    return Shard(str(path), size, content.hexdigest(), partial(records_of, path))
 
 
 def records_of(path, column):
     """Yield the records of a file, each with its line or row: rows, or lines of JSON."""
-    kind = format_of(path)
-    if kind == ".parquet":
+    kind = match_name(path)["format"]
+    if kind == "parquet":
         table = pyarrow.parquet.ParquetFile(path)
         check_column(column, table.schema_arrow.names)
         batches = table.iter_batches(1000, columns=[column])
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
         return
     with open_decompressed(path) as file:
-        if kind == ".txt":
+        if kind == "txt":
             yield from paragraphs_of(file, column)
-        elif kind == ".json" and file.peek(1)[:1] == b"[":
+        elif kind in ("csv", "tsv"):
+            yield from rows_of(file, "," if kind == "csv" else "\t")
+        elif kind == "json" and file.peek(1).lstrip()[:1] == b"[":
             yield from enumerate(json.load(file), 1)
         else:
             yield from ((line, record) for line, record in enumerate(file, 1) if record.strip())
@@ -141,6 +201,21 @@ def paragraphs_of(file, column):
         if not is_blank:
             numbers, texts = zip(*lines, strict=True)
             yield numbers[0], {column: b"".join(texts).rstrip(b"\r\n")}
+
+
+def rows_of(file, delimiter):
+    """Yield the rows of a table, each with its last line; a row is an error unless it fits."""
+    csv.field_size_limit(2**31 - 1)
+    # text_of() reports bytes that are not UTF-8.
+    lines = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    names = next(rows, [])
+    for row in filter(None, rows):
+        if len(row) == len(names):
+            yield rows.line_num, dict(zip(names, row, strict=True))
+        else:
+            problem = f"has {len(row)} fields, but the header has {len(names)}"
+            yield rows.line_num, ValueError(f"{problem}; put quotes around each text")
 
 
 def pydoc_records(column):
@@ -164,19 +239,24 @@ def text_of(record, column):
         raise ValueError("not a JSON object")
     check_column(column, record)
     text = record[column]
-    if isinstance(text, bytes):
-        text = text.decode()
-    if not isinstance(text, str | None):
-        raise ValueError(f"column {column} has a {type(text).__name__}, and not text")
-    # A tokenizer cannot read half of a surrogate pair, and neither can this.
-    (text or "").encode()
-    return text or ""
+    if isinstance(text, str):
+        # A tokenizer cannot read half of a surrogate pair, and neither can this.
+        text = text.encode(errors="surrogateescape")
+    if not isinstance(text, bytes):
+        kind = "null" if text is None else type(text).__name__
+        raise ValueError(f"column {column} holds {kind}, and not text")
+    return text.decode()
 
 
 def sources_of(args):
     """Return the sources: one for each that has a weight, or a single one that is read once."""
-    words = [re.fullmatch(r"(.+?)(?::(\d*\.?\d+))?", word).groups() for word in args.sources]
-    weights = {name: float(weight or 0) for name, weight in words}
+    weights = {}
+    for word in args.sources:
+        # The name of a file may itself end in a colon and a number.
+        name, weight = (word, 0) if os.path.exists(word) else WEIGHTED.fullmatch(word).groups()
+        if os.path.abspath(name) in map(os.path.abspath, weights):
+            fail(f"{name}: given twice; give each source once")
+        weights[name] = float(weight or 0)
     if not any(weights.values()):
         return [Source(args, 0, list(weights), 1.0, False)]
     if missing := [name for name, weight in weights.items() if not weight]:
@@ -211,12 +291,10 @@ class Source:
     def records_of(self, number, used):
         """Yield this part's records of a shard from an index on: (index, line, record)."""
         part, parts = self.args.part
-        index = -1
-        for index, (line, record) in enumerate(self.shards[number].read(self.args.text_column)):
+        records = until_error(self.shards[number].read(self.args.text_column))
+        for index, (line, record) in enumerate(records):
             if index >= used and (self.by_shard or index % parts == part):
                 yield index, line, record
-        if index < 0:
-            raise ValueError("it has no documents")
 
     def state(self):
         """Return a state for load_state(), which then continues with the next batch."""
@@ -248,10 +326,6 @@ class Source:
             except StopIteration:
                 self.readers.remove(reader)
                 continue
-            # The rest of this shard cannot be read.
-            except Exception as error:
-                line, record = None, ValueError(reason_of(error))
-                self.readers.remove(reader)
             records.append((reader[0], line, record))
         self.batch += 1
         if not self.readers and self.num_opened == len(order):
@@ -259,6 +333,18 @@ class Source:
                 fail(f"{self.name}: too few documents for {self.args.part[1]} parts")
             self.pass_number, self.batch, self.num_opened = self.pass_number + 1, 0, 0
         return records
+
+
+def until_error(records):
+    """Yield the records; if an error ends them, yield it as the last record."""
+    line = 0
+    try:
+        for line, record in records:
+            yield line, record
+        if not line:
+            raise ValueError("it has no documents")
+    except Exception as error:
+        yield f"{line + 1} or later" if line else "", ValueError(reason_of(error))
 
 
 def reason_of(error):
@@ -271,21 +357,29 @@ def shards_of(name):
     """Return the shards of a source."""
     path = Path(name)
     if name == "pydoc":
-        size = sum(map(len, topics.values()))
-        return [Shard(name, size, pydoc_records)]
-    if path.exists():
-        paths = sorted([path] if path.is_file() else path.rglob("*"))
-        paths = [path for path in paths if path.is_file() and format_of(path)]
-        if not paths:
-            fail(f"{name}: no file with a name in {' '.join(SUFFIXES)}, compressed or not")
-        return [Shard(str(file), file.stat().st_size, partial(records_of, file)) for file in paths]
+        text = "".join(topics.values()).encode()
+        return [Shard(name, len(text), hashlib.sha256(text).hexdigest(), pydoc_records)]
+    # A name that is empty is no path.
+    if os.path.exists(name):
+        files = [path] if path.is_file() and match_name(path) else files_of(path)
+        if not files:
+            fail(f"{name}: no file with a name in .{' .'.join(FORMATS)}, compressed or not")
+        try:
+            with ThreadPoolExecutor() as pool:
+                return list(pool.map(shard_of, files))
+        except OSError as error:
+            fail(f"{name}: {reason_of(error)}")
     # Import it only here, because the import takes each worker seconds.
     import datasets
 
     datasets.disable_progress_bars()
     dataset, _, subset = name.rpartition("/") if name.count("/") > 1 else (name, "", None)
+    load = partial(datasets.load_dataset, dataset, subset, split="train", streaming=True)
     try:
-        stream = datasets.load_dataset(dataset, subset, split="train", streaming=True)
+        stream = load()
+        # In text files, blank lines separate the documents.
+        if stream.info.builder_name == "text":
+            stream = load(sample_by="paragraph")
     except Exception as error:
         fail(f"{name}: no such file or folder, and no dataset of the hub: {reason_of(error)}")
 
@@ -293,14 +387,26 @@ def shards_of(name):
         return enumerate(stream.shard(num_shards=stream.num_shards, index=number), 1)
 
     numbers = range(stream.num_shards)
-    return [Shard(f"{name}, shard {number}", 0, partial(read, number)) for number in numbers]
+    return [Shard(f"{name}, shard {number}", 0, "", partial(read, number)) for number in numbers]
 
 
 # ---- tokens ----------------------------------------------------------------------------------
 @cache
 def load_tokenizer(name):
     """Return a model's tokenizer, as the chapters load it."""
-    return ByT5Tokenizer() if name == "tiny" else AutoTokenizer.from_pretrained(name)
+    # Hide torch from transformers. No tokenizer needs it, and its import takes seconds.
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    torch = sys.modules.setdefault("torch", None)
+    import transformers
+
+    if not torch:
+        del sys.modules["torch"]
+    is_tiny = name == "tiny"
+    return (
+        transformers.ByT5Tokenizer()
+        if is_tiny
+        else transformers.AutoTokenizer.from_pretrained(name)
+    )
 
 
 def fingerprint_of(tokenizer):
@@ -310,12 +416,18 @@ def fingerprint_of(tokenizer):
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def num_workers(sources):
+    """Return 1 if the sources are small, and the number of cores otherwise."""
+    sizes = [shard.size for source in sources for shard in source.shards]
+    return 1 if all(sizes) and sum(sizes) < SMALL else num_cores()
+
+
 def start_workers(args):
     """Return an executor of tokenize(): processes or, for a single worker, a thread."""
-    # Each worker tokenizes with one thread.
-    os.environ["RAYON_NUM_THREADS"] = "1"
     if args.workers == 1:
         return ThreadPoolExecutor(1)
+    # Each process tokenizes with one thread.
+    os.environ["RAYON_NUM_THREADS"] = "1"
     return ProcessPoolExecutor(args.workers, get_context("spawn"), initializer=start_worker)
 
 
@@ -334,7 +446,8 @@ def tokenize(model_name, column, records):
             texts.append(text_of(record, column))
         except Exception as error:
             problems.append((shard, line, reason_of(error)))
-    options = {"add_special_tokens": False, "verbose": False}
+    # If a text quotes a control token, such as </s>, split it into ordinary tokens.
+    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     ids = tokenizer(texts, **options)["input_ids"] if texts else []
     documents = [np.array([*tokens, tokenizer.eos_token_id], dtype=np.int32) for tokens in ids]
     ends = list(accumulate(map(len, documents)))
@@ -379,8 +492,8 @@ class Stream:
             for shard, line, reason in problems:
                 where = source.shards[shard].name + (f", line {line}" if line else "")
                 if not args.skip_bad:
-                    fail(f"{where}: {reason}")
-                if not line:
+                    fail(f"{where}: {reason}; --skip-bad leaves it out")
+                if not isinstance(line, int):
                     print(f"{where}: {reason}; the rest of this shard is left out")
             self.num_bad += len(problems)
 
@@ -424,13 +537,13 @@ def write(path, data):
 def describe(args, sources, tokenizer):
     """Return the facts that determine the content of the pieces, and how they are read."""
     largest = max(tokenizer.get_vocab().values())
-    listing = [[shard.name, shard.size] for source in sources for shard in source.shards]
+    listing = [shard[:3] for source in sources for shard in source.shards]
     return {
         "format": FORMAT,
         "dtype": "uint16" if largest < 2**16 else "int32",
         "tokenizer": fingerprint_of(tokenizer),
         "parts": args.part[1],
-        **{name: getattr(args, name) for name in ("piece", "seed", "text_column", "skip_bad")},
+        **{name: getattr(args, name) for name in ("piece", "seed", "text_column")},
         "sources": {source.name: source.weight if source.repeats else None for source in sources},
         "shards": hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16],
     }
@@ -480,13 +593,20 @@ def write_pieces(args, index, sources, pool):
     return streams
 
 
-def report(streams):
-    """Print how often each source was read, and how many of its documents were left out."""
+def report(args, streams):
+    """Print how each source was read and, once all parts have ended, how to train."""
     for stream in streams:
         passes = stream.batch["pass"]
         read = f", read {passes} times" if passes > 1 else ""
         bad = f", {stream.num_bad:,} bad documents left out" if stream.num_bad else ""
         print(f"{stream.source.name}: {stream.num_tokens:,} tokens{read}{bad}")
+    paths = [args.output / f"part-{part}.json" for part in range(args.part[1])]
+    has_pieces = any(args.output.glob("*.tokens"))
+    if has_pieces and all(
+        path.exists() and json.loads(path.read_text())["ended"] for path in paths
+    ):
+        words = ["-m", args.model_name, "-d", str(args.output)]
+        print("train on it:", shlex.join(["python", "01-single-gpu/train_llm.py", *words]))
 
 
 def main():
@@ -494,14 +614,17 @@ def main():
     args = parse_args()
     sys.stdout.reconfigure(line_buffering=True)
     sources = sources_of(args)
+    args.workers = args.workers or num_workers(sources)
     try:
         tokenizer = load_tokenizer(args.model_name)
     except Exception as error:
         fail(f"--model-name {args.model_name}: {reason_of(error)}")
+    if tokenizer.eos_token_id is None:
+        fail(f"--model-name {args.model_name}: its tokenizer has no end-of-text token; define one")
     index = describe(args, sources, tokenizer)
     write_index(args.output / "index.json", index)
     with start_workers(args) as pool:
-        report(write_pieces(args, index, sources, pool))
+        report(args, write_pieces(args, index, sources, pool))
 
 
 if __name__ == "__main__":

@@ -269,8 +269,10 @@ def user_error(capsys, function, *args):
 
 def metrics(run_dir):
     """Return a run's metrics: the last row of each step, by step; a full disk may cut a row."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines if line.endswith("}")]
+    rows = []
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
     return {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
 
 

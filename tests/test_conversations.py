@@ -199,7 +199,7 @@ def say(role, content, **more):
 def samples_of(chapter, path, template=None, **values):
     """Return the training samples and the held-out samples of a file."""
     args = {"dataset_name": str(path), "dataset_subset": None, "text_column": "messages"}
-    args |= {"seq_length": 64, "eval_samples": 1, "model_name": "tiny"}
+    args |= {"seq_length": 64, "eval_samples": 1, "model_name": "tiny", "seed": 0, "wandb_id": "a"}
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = template or chapter.CHAT_TEMPLATE
     train_set, held_out = chapter.build_data(Namespace(**args | values), tokenizer)
@@ -268,7 +268,7 @@ def test_long_conversations_and_control_tokens_are_left_out(chapter, capsys, tmp
     assert len(split_documents(chapter, samples)) == 2
     assert "Left out: 1 too long for --seq-length, 1 with a control token" in capsys.readouterr()[0]
     line = error_of(capsys, chapter, write_rows(tmp_path / "b.jsonl", rows[2:]))
-    assert "0 samples of 64 tokens are not more than --eval-samples 1; add conversations" in line
+    assert "--eval-samples 1: there are only 0 samples; add conversations" in line
 
 
 def test_formats_of_conversations_give_the_same_samples(chapter, tmp_path):

@@ -1,21 +1,23 @@
 """Each sample comes once an epoch, on one rank, no matter how often the run stops and starts."""
 
-import gzip
+import functools
 import json
-import lzma
 import random
+import shlex
 import shutil
 from argparse import Namespace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import ByT5Tokenizer
 
-from conftest import SHORT, run_or_fail, user_error
+from conftest import ROOT, SHORT, run_command, run_or_fail, user_error
 
 DEVICE = torch.device("cpu")
 
@@ -26,12 +28,10 @@ def ids_at(load, monkeypatch):
 
     def ids_at(name, step, ranks=1, micro_batch_size=2, pieces=(103,), skip_steps=0):
         script = load(name)
-        args = Namespace(seed=7, device="cpu", skip_steps=skip_steps, global_batch_size=48)
+        args = Namespace(device="cpu", skip_steps=skip_steps, global_batch_size=48)
         args.micro_batch_size, args.accumulation = micro_batch_size, 48 // ranks // micro_batch_size
-        first, *further = (
-            torch.arange(sum(pieces), dtype=torch.int32).view(-1, 1).split(list(pieces))
-        )
-        samples = script.Samples(first, further)
+        first, *later = torch.arange(sum(pieces), dtype=torch.int32).view(-1, 1).split(list(pieces))
+        samples = script.Samples(7, first, iter(later))
         monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
         ids = []
         for micro_step in range(args.accumulation):
@@ -55,13 +55,13 @@ LAYOUTS = [("01", 1), ("02", 1), ("02", 2), ("02", 4), ("02", 8)]
 def test_ranks_share_the_seeded_permutations(
     chapter, ids_at, name, ranks, micro_batch_size, pieces
 ):
-    """The stream does not depend on the layout, and each visit to a piece has its own order."""
+    """The stream does not depend on the layout, and each shuffle of a piece has its own order."""
     stream, expected = [], []
     for step in range(1, 8):
         stream += ids_at(name, step, ranks, micro_batch_size, pieces)
-    for visit in range(3 * len(pieces)):
-        number = visit % len(pieces)
-        generator = torch.Generator().manual_seed(chapter.mix(7, visit))
+    for shuffle in range(3 * len(pieces)):
+        number = shuffle % len(pieces)
+        generator = torch.Generator().manual_seed(chapter.hash_of(7, shuffle))
         order = torch.randperm(pieces[number], generator=generator)
         expected += (sum(pieces[:number]) + order).tolist()
     assert stream[: len(expected)] == expected and len(stream) >= len(expected)
@@ -74,34 +74,52 @@ def test_skipped_steps_shift_the_samples(ids_at, name):
 
 def test_late_step_takes_two_permutations_at_most(chapter, ids_at):
     """The start of a resumed run does not take longer in later steps."""
-    chapter.order_of.cache_clear()
+    chapter.random_order.cache_clear()
     ids_at("01", 10**12)
-    assert chapter.order_of.cache_info().misses <= 2
+    assert chapter.random_order.cache_info().misses <= 2
 
 
 def test_resume_keeps_the_number_of_skipped_steps(chapter, capsys):
     for skip_steps, kept, output in ((0, 30, ""), (50, 50, "skip_steps was 30, is now 50")):
         args = Namespace(skip_steps=skip_steps)
-        chapter.compare_args(args, {"skip_steps": 30}, "step-00000010")
+        chapter.compare_args(args, {"skip_steps": 30, "wandb_id": "a"}, "step-00000010")
         assert args.skip_steps == kept
         assert capsys.readouterr().out.strip().removeprefix("step-00000010: ") == output
 
 
 def test_seeds_are_mixed_not_added(chapter):
-    seeds = {chapter.mix(*numbers) for numbers in product(range(10), repeat=3)}
+    seeds = {chapter.hash_of(*numbers) for numbers in product(range(10), repeat=3)}
     assert len(seeds) == 1000
     assert all(0 <= seed < 2**64 for seed in seeds)
 
 
-def build(script, folder, rows, **changes):
-    """Return the training and held-out samples of some texts."""
+# ---- a dataset of the hub --------------------------------------------------------------------
+@pytest.fixture
+def hub(chapter, monkeypatch):
+    """Return a function that stands in for a dataset of the hub, and trains on its samples.
+
+    Of a name on the hub, the real function would download files such as `path`.
+    """
+    real = datasets.load_dataset
+
+    def build(path, reader="json", **changes):
+        def load_dataset(name, subset, split, **options):
+            assert (name, subset, split) == ("some/texts", None, "train")
+            return real(reader, data_files=str(path), split=split, **options)
+
+        monkeypatch.setattr(chapter.datasets, "load_dataset", load_dataset)
+        args = {"dataset_name": "some/texts", "dataset_subset": None, "text_column": "text"}
+        args |= {"seq_length": 64, "eval_samples": 5, "seed": 0, "wandb_id": "a"} | changes
+        return chapter.build_data(Namespace(**args), ByT5Tokenizer())
+
+    return build
+
+
+def write_rows(folder, rows):
+    """Write texts to a file as lines of JSON; return the file's path."""
     path = folder / "data.jsonl"
-    if not path.exists():
-        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
-    args = {"dataset_name": str(path), "dataset_subset": None, "text_column": "text"}
-    args |= {"seq_length": 64, "eval_samples": 5} | changes
-    samples, held_out = script.build_data(Namespace(**args), ByT5Tokenizer())
-    return samples.pieces[0], held_out
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    return path
 
 
 def make_texts(count):
@@ -110,77 +128,77 @@ def make_texts(count):
     return ["".join(source.choices("abcdefgh ", k=source.randrange(400))) for _ in range(count)]
 
 
-def test_samples_are_the_documents_joined_and_cut(chapter, tmp_path):
-    """A missing text is an empty document. Only an incomplete last sample is left out."""
-    rows = [*make_texts(2350), None, "text " * 40]
-    train, held_out = build(chapter, tmp_path, rows)
-    stream = [
-        byte + 3 if byte >= 0 else 1 for text in rows for byte in [*(text or "").encode(), -1]
-    ]
-    assert torch.cat([train, held_out]).flatten().tolist() == stream[: len(stream) // 64 * 64]
+def stream_of(rows):
+    """Return the tokens of joined documents, without an incomplete last sample."""
+    stream = [byte + 3 if byte >= 0 else 1 for text in rows for byte in [*text.encode(), -1]]
+    return stream[: len(stream) // 64 * 64]
+
+
+def test_samples_are_the_documents_joined_and_cut(hub, tmp_path):
+    """Only an incomplete last sample is left out. A quoted control token is an ordinary text."""
+    rows = [*make_texts(2350), "<p>price <s>9</s></p>", "text " * 40]
+    samples, held_out = hub(write_rows(tmp_path, rows))
+    [train] = samples.pieces
+    assert torch.cat([train, held_out]).flatten().tolist() == stream_of(rows)
     assert len(held_out) == 5 and train.dtype == torch.int32
+
+
+def test_blank_lines_separate_documents_in_a_dataset_of_text_files(hub, tmp_path):
+    rows = [text.strip().replace(" ", "\n", 1) for text in make_texts(200) if text.strip()]
+    (tmp_path / "a.txt").write_text("\n\n".join(rows))
+    samples, held_out = hub(tmp_path / "a.txt", "text")
+    assert torch.cat([*samples.pieces, held_out]).flatten().tolist() == stream_of(rows)
+
+
+UNUSABLE = {
+    "null": ([None], {}, "--text-column text: a row has no text; prepare.py can skip it"),
+    "column": (["b"], {"text_column": "body"}, "--text-column body: some/texts has text"),
+    "short": (["b"], {}, "--eval-samples 5: the text has only 0 samples"),
+}
+
+
+@pytest.mark.parametrize("rows, changes, expected", UNUSABLE.values(), ids=UNUSABLE)
+def test_unusable_dataset_costs_one_line(hub, tmp_path, capsys, rows, changes, expected):
+    path = write_rows(tmp_path, ["a", *rows])
+    error = user_error(capsys, functools.partial(hub, path, **changes))
+    assert error.splitlines()[-1].endswith(expected)
+
+
+def test_file_on_the_disk_is_answered_with_the_command_that_prepares_it(tmp_path, monkeypatch):
+    """The command runs as it is, and the next command trains on the folder that it writes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my text.txt").write_text("\n\n".join(make_texts(200)))
+    shutil.copytree(ROOT / "preparing-data", tmp_path / "preparing-data")
+    script = ROOT / "01-single-gpu/train_llm.py"
+    refused = run_command(script, *SHORT, "--num-steps", 1, "-d", "my text.txt")
+    line = refused.stderr.splitlines()[-1]
+    assert refused.returncode == 2 and "--dataset-name my text.txt: prepare it: " in line
+    _, tool, *words = shlex.split(line.partition("prepare it: ")[2])
+    run_command(tool, *words, check=True)
+    folder = words[words.index("-o") + 1]
+    run_command(script, *SHORT, "--num-steps", 1, "-d", folder, check=True)
 
 
 @pytest.mark.slow
 def test_ranks_find_the_tokens_of_rank_0(tmp_path, monkeypatch):
     """The processes hash strings differently, because a new environment gives each its own seed."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    (tmp_path / "data.txt").write_text("\n\n".join(make_texts(210)))
-    args = [*SHORT, "--num-steps", 1, "-d", tmp_path / "data.txt", "--save-dir", tmp_path]
+    args = [*SHORT, "--num-steps", 1, "--save-dir", tmp_path]
     run_or_fail(2, [("02", args)], tmp_path / "ranks")
     assert len([path for path in (tmp_path / "hf").rglob("*.tokens*")]) == 1
 
 
-def test_formats_give_the_same_samples(chapter, tmp_path):
-    """All formats, compressed files, and text files in folders hold the same documents."""
-    # A document of several lines shows whether a reader takes lines for documents.
-    rows = [text.strip().replace(" ", "\n", 1) for text in make_texts(200) if text.strip()]
-    table = datasets.Dataset.from_dict({"text": rows})
-    table.to_csv(tmp_path / "a.csv")
-    table.to_parquet(tmp_path / "a.parquet")
-    table.to_json(tmp_path / "a.jsonl")
-    table.to_json(tmp_path / "list.json", lines=False)
-    table.to_csv(tmp_path / "a.tsv", sep="\t")
-    (tmp_path / "a.txt").write_text("\n\n".join(rows))
-    for name in ("a.txt", "a.jsonl", "a.csv"):
-        (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
-    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress((tmp_path / "a.jsonl").read_bytes()))
-    # A card, as on the hub, is not data.
-    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nText about the data.\n")
-    copies = {"a.jsonl": ["B [1].JSONL", "card/a.jsonl"], "README.md": ["card/README.md"]}
-    copies |= {"a.txt": ["folder/a.txt", "nested/one/two/a.txt"], "a.txt.gz": ["packed/a.txt.gz"]}
-    for source, path in [(name, path) for name in copies for path in copies[name]]:
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(tmp_path / source, tmp_path / path)
-    names = ["a.csv", "a.jsonl", "a.txt", "folder", "nested", "packed", "a.txt.gz", "a.jsonl.gz"]
-    names += ["a.csv.gz", "a.jsonl.xz", "a.tsv", "list.json", "B [1].JSONL", "[ab].jsonl", "card"]
-    expected, _ = build(chapter, tmp_path, [], dataset_name=str(tmp_path / "a.parquet"))
-    for name in names:
-        samples, _ = build(chapter, tmp_path, [], dataset_name=str(tmp_path / name))
-        assert torch.equal(samples, expected), name
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_tokenizing_takes_the_same_memory_for_any_corpus(chapter, tmp_path, monkeypatch):
+def test_tokenizing_takes_the_same_memory_for_any_corpus(chapter, hub, tmp_path, monkeypatch):
     """Ten MB of tokens pass through, and the memory that belongs to no file stays."""
-    array, sizes = chapter.array, []
+    sizes = []
 
-    def measure(*args):
+    def measure(*args, **options):
         status = Path("/proc/self/status").read_text()
         sizes.append(int(status.split("RssAnon:")[1].split()[0]) / 1024)
-        return array(*args)
+        return np.array(*args, **options)
 
-    monkeypatch.setattr(chapter, "array", measure)
-    build(chapter, tmp_path, make_texts(12_000))
+    monkeypatch.setattr(chapter, "np", SimpleNamespace(array=measure, int32=np.int32))
+    hub(write_rows(tmp_path, make_texts(12_000)))
     assert len(sizes) == 12_000
     assert max(sizes[4000:]) - sizes[4000] < 4, (sizes[4000], max(sizes[4000:]))
-
-
-@pytest.mark.parametrize("lines", ["a, b\nc\n", 'he said "hi", ok\n'])
-def test_csv_with_commas_in_its_texts_is_rejected(chapter, tmp_path, capsys, lines):
-    """By default, pandas would take the first fields of these lines for their names."""
-    path = tmp_path / "a.csv"
-    path.write_text("text\n" + lines)
-    options = {"dataset_name": str(path), "eval_samples": 1, "seq_length": 2}
-    error = user_error(capsys, lambda: build(chapter, tmp_path, [], **options))
-    assert f"--dataset-name {path}: " in error

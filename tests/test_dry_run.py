@@ -385,8 +385,8 @@ def test_real_command_fits(command, monkeypatch):
 # The line of a script, what replaces it, and what the dry run reports about the new line.
 FAULTS = {
     "total on the CPU": (
-        "total_loss = torch.zeros((), device=device)",
-        "total_loss = torch.zeros(())",
+        "total_loss = torch.zeros((), device=device)\n    for micro_step",
+        "total_loss = torch.zeros(())\n    for micro_step",
         "total_loss += loss.detach()",
         "same device",
     ),
@@ -405,7 +405,7 @@ FAULTS = {
     "positions on the CPU": (
         "torch.arange(batch.shape[1], device=batch.device)",
         "torch.arange(batch.shape[1])",
-        "total_loss = model(input_ids=context_part(args, batch)",
+        "hidden = model(input_ids=context_part(args, batch)",
         "copies to the GPU",
     ),
 }

@@ -207,7 +207,7 @@ MISTAKES = {
     "--lora-modules q_proj nosuch": "--lora-modules nosuch q_proj: the linear modules in a layer of"
     " tiny are: down_proj gate_proj k_proj o_proj q_proj up_proj v_proj",
     "-m {models}/gpt2": "gpt2: its layers have no linear modules to adapt",
-    "--lora-rank 0": "--lora-rank 0: must be at least 1",
+    "--lora-rank 0": "argument --lora-rank: 0 is below 1",
 }
 
 

@@ -6,7 +6,9 @@ import math
 import re
 import subprocess
 import sys
+from pydoc_data.topics import topics
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -14,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import evaluate
 import plot
 from carry import carry
-from conftest import ROOT, change_file, curves_of, run_command
+from conftest import ROOT, change_file, curves_of, prepare_tokens, run_command, user_error
 from marks import exhaustive
 
 SCRIPT = '''"""A chapter.{parent}"""
@@ -62,10 +64,11 @@ def test_conflict_is_marked_and_stops_no_other_chapter(guide):
 
 
 def write_run(folder, rows):
-    """Write the metrics of a run, and half of a row, as a kill may."""
+    """Write the metrics of a run, and twice half of a row, as a kill may; a resume continues."""
     folder.mkdir()
     lines = [json.dumps({"tokens_per_second": 9.0, "val_loss": 2.5} | row) for row in rows]
-    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 3, "lo']))
+    torn = '{"step": 3, "lo'
+    (folder / "metrics.jsonl").write_text("\n".join([torn + lines[0], *lines, torn]))
 
 
 def test_runs_are_drawn_and_compared(tmp_path):
@@ -140,12 +143,35 @@ def test_overlap_gives_tokens_context(models):
     assert count == 23 and total == pytest.approx(expected, rel=1e-5)
 
 
+def test_all_pieces_of_a_folder_are_evaluated_in_order(chapter, tmp_path):
+    (tmp_path / "text.txt").write_text("\n\n".join(topics.values())[:5000])
+    words = ["-o", tmp_path / "text.tokens", "--piece", 999, "--workers", 1, tmp_path / "text.txt"]
+    run_command(ROOT / "preparing-data/prepare.py", *words, check=True)
+    pieces = [np.fromfile(path, "uint16") for path in sorted(tmp_path.glob("text.tokens/*.tokens"))]
+    args = argparse.Namespace(model_name="tiny", config=[], held_out=False, seq_length=256)
+    tokenizer, _ = chapter.build_tokenizer_and_config(args)
+    args.dataset_name = str(tmp_path / "text.tokens")
+    tokens = evaluate.tokens_of(chapter, args, tokenizer)
+    assert len(pieces) > 3
+    assert tokens.tolist() == np.concatenate(pieces).tolist()
+
+
+def test_text_must_be_prepared(models, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.txt").touch()
+    folder = models / "qwen3"
+    monkeypatch.setattr("sys.argv", ["evaluate.py", str(folder), "-d", "my.txt", "--device", "cpu"])
+    command = f"python preparing-data/prepare.py -m {folder} -o my.tokens my.txt"
+    expected = f"evaluate.py: error: --dataset-name my.txt: prepare it: {command}\n"
+    assert user_error(capsys, evaluate.main) == expected
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
         (["nowhere"], "nowhere: no such folder; give RUN/model"),
         ([".", "--stride", "300"], "--stride 300: must be from 1 to --seq-length 256"),
-        ([".", "--nosuch"], "--nosuch: unknown argument"),
+        ([".", "--nosuch"], "unrecognized arguments: --nosuch;"),
         (["empty"], "empty: neither a model nor a checkpoint that can be read"),
     ],
 )
@@ -155,9 +181,7 @@ def test_mistake_in_an_evaluation_is_reported_in_one_line(
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["evaluate.py", *words, "--device", "cpu"])
-    with pytest.raises(SystemExit, match="2"):
-        evaluate.main()
-    assert capsys.readouterr().err.startswith(f"evaluate.py: error: {message}")
+    assert user_error(capsys, evaluate.main).startswith(f"evaluate.py: error: {message}")
 
 
 TASK = """task: local
@@ -186,7 +210,7 @@ def test_lm_eval_runs_on_a_finished_model(tmp_path):
     assert done.returncode == 0, done.stderr
     [results] = tmp_path.glob("results/**/results_*.json")
     found = json.loads(results.read_text())["results"]["local"]["byte_perplexity,none"]
-    words = ["-d", tmp_path / "text.jsonl", "-s", 1024]
-    _, _, perplexity = evaluate_text(tmp_path / "run/model", *words)
+    tokens = prepare_tokens(tmp_path / "text.jsonl", tmp_path / "text.tokens")
+    _, _, perplexity = evaluate_text(tmp_path / "run/model", "-d", tokens, "-s", 1024)
     # lm-eval also counts the first token, and evaluate.py the end of the text.
     assert found == pytest.approx(perplexity, rel=0.05)

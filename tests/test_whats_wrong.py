@@ -166,7 +166,8 @@ ERRORS = {
     "MemoryError": "host-memory-leak",
     "SystemExit: error: a gradient in steps 1 to 5 was not finite": "not-finite",
     "RuntimeError: Unable to find address for: eth9": "rendezvous",
-    "SystemExit: error: no checkpoint in x/checkpoints can be read": "corrupt-checkpoint",
+    "SystemExit: error: x/step-00000020: cannot read it, so move it away": "corrupt-checkpoint",
+    "SystemExit: error: x: cannot read its checkpoints; choose a different": "corrupt-checkpoint",
 }
 for message, kind in ERRORS.items():
     odd = {"age": 31.0, "end": "failed", "error": message}

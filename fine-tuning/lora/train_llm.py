@@ -100,8 +100,8 @@ def parse_args():
     add("-m", "--model-name", default="tiny", help="hub id, folder, or tiny (a built-in Llama)")
     add("--config", nargs="+", default=[], metavar="NAME=VALUE", help="override model settings")
     add("--pretrained", action="store_true", help="start from the published weights")
-    add("--lora-rank", type=int, default=16, help="rank of the product that an adapter adds")
-    add("--lora-alpha", type=int, default=32, help="the factor of the product is alpha / rank")
+    add("--lora-rank", type=positive, default=16, help="rank of the product that an adapter adds")
+    add("--lora-alpha", type=positive, default=32, help="the factor of the product is alpha / rank")
     modules = "names of the modules with adapters, such as q_proj; default: all linear modules"
     add("--lora-modules", nargs="+", default=[], metavar="NAME", help=modules)
 

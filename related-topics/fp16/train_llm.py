@@ -753,10 +753,10 @@ def main():
         if not (evaluating or saving or step % args.log_every == 0):
             continue
         row = measure(args, model, train_set, step, loss, grad_norm, interval_start)
-        row["loss_scale"] = optimizer.scaler.get_scale()
         if optimizer.found_inf:
-            first_step = interval_start[0] + 1
-            fail(f"a gradient in steps {first_step} to {step} was not finite; nothing was saved")
+            first = interval_start[0] + 1
+            fail(f"a gradient in steps {first} to {step} was not finite; these steps are not saved")
+        row["loss_scale"] = optimizer.scaler.get_scale()
         if evaluating:
             row["val_loss"] = evaluate(args, model, held_out, device)
         log(run_dir, wandb_run, row)

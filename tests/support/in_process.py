@@ -38,7 +38,7 @@ def events_of_steps(chapter, *words):
     args, model, optimizer, train_set, _ = prepare_training(chapter, *flags, *words)
     if hasattr(chapter, "DistributedDataParallel"):
         model = chapter.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        model.broadcast_buffers = False
+        model.broadcast_buffers, model.loss_function = False, model.module.loss_function
     device = torch.device("cpu")
     # Take two steps first, because DDP rebuilds its buckets after the first step.
     for step in (1, 2):

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import ROOT, run_or_fail
 from harness import launch_command
+from plot import rows_of
 
 WATCHED = ROOT / "diagnosing-errors/watched.py"
 
@@ -48,8 +49,8 @@ def newest_step(run_dir):
 def last_logged_step(run_dir):
     """Return the step of the last complete row in the metrics, or 0."""
     path = run_dir / "metrics.jsonl"
-    rows = path.read_text().split("\n")[:-1] if path.exists() else []
-    return json.loads(rows[-1])["step"] if rows else 0
+    rows = rows_of(path) if path.exists() else []
+    return rows[-1]["step"] if rows else 0
 
 
 def all_running(processes):

@@ -48,15 +48,15 @@ def train(chapter, words):
             chapter.setup(args)
         _, config = chapter.build_tokenizer_and_config(args)
         model = chapter.shard(args, chapter.build_model(args, config), device)
-        chapter.check_forward(args, model, device)
         optimizer = chapter.build_optimizer(args, model)
+        chapter.check_causal(args, model, device)
     except RefusedError as reason:
         return str(reason), {}
     torch.manual_seed(0)
     ids = torch.randint(3, 200, (32, args.seq_length))
     chapter.clip_gradients = keep_and_clip
     for step in (1, 2, 3):
-        samples = chapter.Samples(ids)
+        samples = chapter.Samples(args.seed, ids, iter(()))
         loss, norm = chapter.train_step(args, model, optimizer, samples, step, device)
         dist.all_reduce(loss, dist.ReduceOp.AVG)
         steps.append([loss.item(), norm.item()])
