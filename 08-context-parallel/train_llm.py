@@ -442,10 +442,6 @@ def build_model(args, config):
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
-    # In every forward pass, transformers asks the device whether samples hold several packed
-    # sequences, and the host has to wait for the answer. Here, the answer is always no.
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-
     check_model(args, model)
     # transformers finds these rules by the name of the class, which fully_shard() changes.
     model.conversion_rules = get_model_conversion_mapping(model)
@@ -454,6 +450,10 @@ def build_model(args, config):
     head = model.get_output_embeddings()
     head.forward = torch.clone
     model.loss_function = functools.partial(chunked_loss, head)
+
+    # In every forward pass, transformers asks the device whether samples hold several packed
+    # sequences, and the host has to wait for the answer. Here, the answer is always no.
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
     # Wrap the layers for recomputation before they are compiled and sharded.
     if args.recompute != "none":

@@ -382,10 +382,6 @@ def build_model(args, config):
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
 
-    # In every forward pass, transformers asks the device whether samples hold several packed
-    # sequences, and the host has to wait for the answer. Here, the answer is always yes.
-    masking_utils.find_packed_sequence_indices = number_documents
-
     check_model(args, model)
     add_adapters(args, model)
     # transformers finds these rules by the name of the class, which fully_shard() changes.
@@ -395,6 +391,10 @@ def build_model(args, config):
     head = model.get_output_embeddings()
     head.forward = torch.clone
     model.loss_function = functools.partial(chunked_loss, head)
+
+    # In every forward pass, transformers asks the device whether samples hold several packed
+    # sequences, and the host has to wait for the answer. Here, the answer is always yes.
+    masking_utils.find_packed_sequence_indices = number_documents
 
     # Wrap the layers for recomputation before they are compiled and sharded.
     if args.recompute != "none":
