@@ -57,6 +57,26 @@ def test_readme_lists_all_changes(chapter):
     assert listed_changes(chapter) == changes(chapter)
 
 
+# The most code lines that a script may add to its parent, because only small scripts are read. A
+# commit that raises a ceiling says which line a reader would miss.
+CEILINGS = {"01": 420, "02": 92, "03": 63, "04": 126, "05": 206, "06": 145, "07": 156, "08": 102}
+CEILINGS["09"] = 157
+
+
+@pytest.mark.parametrize("chapter", CEILINGS)
+def test_script_stays_below_its_ceiling(chapter):
+    script, parent = chapters()[chapter], parent_of(chapter)
+    if parent is None:
+        assert len(scripts.code_lines(script.read_text())) <= CEILINGS[chapter]
+    else:
+        assert scripts.num_added(chapters()[parent], script) <= CEILINGS[chapter]
+
+
+def test_code_is_counted_without_comments_and_docstrings():
+    source = '"""One.\n\nTwo."""\nx = "#"  # Three.\n# Four.\n\ndef f():\n    """Five."""\n    return x\n'
+    assert scripts.code_lines(source) == ['x = "#"', "def f():", "    return x"]
+
+
 @pytest.mark.parametrize("chapter", CHILDREN)
 def test_no_hunk_is_noise(chapter):
     assert noise(chapters()[parent_of(chapter)], chapters()[chapter]) == []

@@ -1,8 +1,11 @@
 """List the chapters, and compare two scripts: all facts come from the scripts themselves."""
 
 import ast
+import difflib
+import io
 import re
 import subprocess
+import tokenize
 from itertools import groupby
 from pathlib import Path
 
@@ -64,6 +67,23 @@ def imports(source):
     return {name.asname or name.name for node in statements for name in node.names}
 
 
+def code_lines(source):
+    """Return the lines of code of a script, without blank lines, comments and docstrings."""
+    left_out, comments = set(), {}
+    for node in ast.walk(ast.parse(source)):
+        may_have_one = isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
+        if may_have_one and ast.get_docstring(node):
+            left_out |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            comments[token.start[0]] = token.start[1]
+    lines = []
+    for number, line in enumerate(source.splitlines(), 1):
+        code = line[: comments.get(number)].rstrip()
+        lines += [code] * (code != "" and number not in left_out)
+    return lines
+
+
 # ---- two scripts -----------------------------------------------------------------------------
 def diff(before, after):
     """Return all lines of two scripts as (mark, line, number in `before`, number in `after`).
@@ -78,6 +98,13 @@ def diff(before, after):
         new += mark != "-"
         lines.append((mark, line, old, new))
     return lines
+
+
+def num_added(before, after):
+    """Return the number of code lines that a script adds to another one."""
+    pair = [code_lines(path.read_text()) for path in (before, after)]
+    marked = difflib.unified_diff(*pair, n=0, lineterm="")
+    return sum(line.startswith("+") and not line.startswith("+++") for line in marked)
 
 
 def noise(before, after):
