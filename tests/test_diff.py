@@ -73,7 +73,8 @@ def test_script_stays_below_its_ceiling(chapter):
 
 
 def test_code_is_counted_without_comments_and_docstrings():
-    source = '"""One.\n\nTwo."""\nx = "#"  # Three.\n# Four.\n\ndef f():\n    """Five."""\n    return x\n'
+    source = '"""One.\n\nTwo."""\nx = "#"  # Three.\n# Four.\n\n'
+    source += 'def f():\n    """Five."""\n    return x'
     assert scripts.code_lines(source) == ['x = "#"', "def f():", "    return x"]
 
 

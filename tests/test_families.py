@@ -207,6 +207,10 @@ def train(family, chapter, folder, tokens):
     errors = "".join(result["stderr"] for result in results if result["status"] == 2)
     if refusal := re.search(r"^train_llm.py: error: (.*)", errors, re.M):
         return None, refusal[1].replace(f"{folder}/", "")
+    if not (folder / chapter / "metrics.jsonl").exists():
+        # A rank has stopped before the first step, with the exception of a library.
+        errors = "".join(result["stderr"] for result in results)
+        return None, re.findall(r"^(?:\w+\.)*\w+Error: .*", errors, re.M)[-1]
     assert [result["status"] for result in results] == [0] * ranks, results
     return metrics(folder / chapter), None
 
