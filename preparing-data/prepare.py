@@ -161,7 +161,7 @@ def files_of(folder):
 
 
 def words_of(name):
-    """Return what may name the split of a file: its folders, and its stem without a number."""
+    """Return the words that may name a file's split: its folders, and its stem without a number."""
     return {*map(str.lower, name.parent.parts), match_name(name)["stem"]}
 
 
@@ -401,12 +401,9 @@ def load_tokenizer(name):
 
     if not torch:
         del sys.modules["torch"]
-    is_tiny = name == "tiny"
-    return (
-        transformers.ByT5Tokenizer()
-        if is_tiny
-        else transformers.AutoTokenizer.from_pretrained(name)
-    )
+    if name == "tiny":
+        return transformers.ByT5Tokenizer()
+    return transformers.AutoTokenizer.from_pretrained(name)
 
 
 def fingerprint_of(tokenizer):

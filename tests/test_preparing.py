@@ -8,12 +8,14 @@ import lzma
 import os
 import random
 import shutil
+import subprocess
 import sys
 import time
 from argparse import Namespace
 from contextlib import redirect_stderr, redirect_stdout
 from itertools import chain
 
+import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -67,7 +69,7 @@ def prepare(output, *words, part="0/1", status=0):
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(out):
         patch.setattr(sys, "argv", list(map(str, command)))
         # The tool sets this variable; undo this after the test.
-        patch.setenv("RAYON_NUM_THREADS", "1")
+        patch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         try:
             MODULE.main()
         except SystemExit as stop:
@@ -101,7 +103,7 @@ def documents_of(folder, parts=1):
 def test_weights_mix_sources_by_tokens(tmp_path):
     large = set(write_shards(tmp_path / "large", 2, 400, seed=1))
     small = set(write_shards(tmp_path / "small", 1, 20, seed=2))
-    sources = [f"{tmp_path}/large:0.75", f"{tmp_path}/small:0.25"]
+    sources = [f"{tmp_path}/large:75e-2", f"{tmp_path}/small:.25"]
     output = prepare(tmp_path / "o.tokens", *sources)
     texts = documents_of(tmp_path / "o.tokens")
     sizes = [sum(len(text) + 1 for text in texts if text in group) for group in (large, small)]
@@ -109,22 +111,37 @@ def test_weights_mix_sources_by_tokens(tmp_path):
     assert large <= set(texts) and "small: " in output and " times" in output
 
 
+def parquet_of(rows):
+    """Return rows as the bytes of a parquet file."""
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file := io.BytesIO())
+    return file.getvalue()
+
+
 TEXTS = ["one", "two\nlines", ""]
 ROWS = [{"text": text, "other": 1} for text in TEXTS]
 LINES = [json.dumps(row).encode() + b"\n" for row in ROWS]
-PARQUET = io.BytesIO()
-pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), PARQUET)
 FILES = {
     "a.json": (json.dumps(ROWS).encode(), TEXTS),
     "b.jsonl": (b"".join(LINES), TEXTS),
-    "c.parquet": (PARQUET.getvalue(), TEXTS),
+    "c.parquet": (parquet_of(ROWS), TEXTS),
     "d.txt": (b"one\n\n\ntwo\nlines\n\nthree\n", ["one", "two\nlines", "three"]),
     # Each of these files consists of compressed files.
     "e.jsonl.gz": (b"".join(map(gzip.compress, LINES)), TEXTS),
     "f.jsonl.xz": (b"".join(map(lzma.compress, LINES)), TEXTS),
     "g.jsonl.bz2": (b"".join(map(bz2.compress, LINES)), TEXTS),
     "h.txt.zst": (pyarrow.compress(b"one\n\ntwo", "zstd", asbytes=True), ["one", "two"]),
+    "i.csv": (b'other,text\n1,one\n1,"two\nlines"\n1,\n', TEXTS),
+    "j.tsv.gz": (gzip.compress(b'text\tother\none\t1\n"two\nlines"\t1\n\t1\n'), TEXTS),
+    "k.JSONL.GZ": (gzip.compress(b"".join(LINES)), TEXTS),
+    "l.csv": (b'text\r\nNA\r\nnull\r\nnan\r\nNone\r\n""\r\n', ["NA", "null", "nan", "None", ""]),
+    # This is longer than the fields that the csv module reads by default.
+    "m.csv": (b"text\n" + b"x" * 140_000, ["x" * 140_000]),
+    # The text of a control token does not end a document.
+    "n.txt": (b"<s>1 euro</s>", ["<s>1 euro</s>"]),
 }
+# Each of these files begins with a byte order mark.
+for name in ("a.json", "b.jsonl", "d.txt", "i.csv"):
+    FILES[f"marked-{name}"] = (b"\xef\xbb\xbf" + FILES[name][0], FILES[name][1])
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -140,9 +157,18 @@ BAD = {
     "cut.jsonl.gz": (gzip.compress(b'{"text": "x"}\n' * 999)[:-30], "cut.jsonl.gz: "),
     "latin1.jsonl": ('{"text": "é"}\n'.encode("latin1"), "latin1.jsonl, line 1: Unicode"),
     "column.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', "line 2: no column text; choose"),
-    "lists.jsonl": (b'{"text": ["a"]}\n', "line 1: column text has a list, and not text"),
+    "lists.jsonl": (b'{"text": ["a"]}\n', "line 1: column text holds list, and not text"),
+    "null.jsonl": (b'{"text": ""}\n{"text": null}\n', "line 2: column text holds null, and not"),
+    "null.parquet": (parquet_of([{"text": "a"}, {"text": None}]), "null.parquet, line 2: "),
+    "body.parquet": (parquet_of([{"body": "a"}]), "body.parquet: no column text; choose"),
     "latin1.txt": ("é".encode("latin1"), "latin1.txt, line 1: UnicodeDecodeError"),
     "half.jsonl": (b'{"text": "a"}\n{"text": "\\ud800"}\n', "half.jsonl, line 2: Unicode"),
+    "commas.csv": (b"text\na, b\nc\n", "commas.csv, line 2: has 2 fields, but the header has 1"),
+    "quotes.csv": (b'text\nhe said "hi", ok\n', "quotes.csv, line 2: has 2 fields"),
+    "short.tsv": (b"text\tid\na\t1\nb\n", "short.tsv, line 3: has 1 fields"),
+    "open.csv": (b'text\na\n"b\nc\n', "open.csv, line 3 or later: Error: unexpected end of data"),
+    "header.csv": (b"a,b\n1,2\n", "line 2: no column text; choose --text-column from: a, b; "),
+    "latin1.csv": ("text\né\n".encode("latin1"), "latin1.csv, line 2: UnicodeDecodeError"),
     "torn.jsonl": (b'{"text": "a"}\n{"text": "b', "torn.jsonl, line 2: JSONDecodeError"),
 }
 
@@ -153,25 +179,136 @@ def test_bad_input_is_one_line_and_leaves_no_piece(tmp_path, name):
     (tmp_path / name).write_bytes(data)
     [line] = prepare(tmp_path / "o.tokens", tmp_path / name, status=2).splitlines()
     assert line.startswith("prepare.py: error: ") and expected in line
+    assert line.endswith("; --skip-bad leaves it out")
     assert {path.name for path in (tmp_path / "o.tokens").glob("*")} <= {"index.json"}
 
 
 def test_skipping_counts_bad_documents(tmp_path):
-    lines = b'{"text": "a"}\n{"text": 7}\nno JSON\n{"text": "\\ud800"}\n{"text": "b"}\n'
+    lines = b'{"text": "a"}\n{"text": 7}\nno JSON\n{"text": "\\ud800"}\n{"text": "b"}\n{}\n'
     (tmp_path / "some").mkdir()
     (tmp_path / "some/1.jsonl").write_bytes(lines)
     (tmp_path / "some/2.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 99)[:-9])
+    (tmp_path / "some/3.csv").write_bytes(b'text\nc\nc, c\nd\n"e')
     output = prepare(tmp_path / "o.tokens", tmp_path / "some", "--skip-bad")
     assert "some/2.jsonl.gz: OSError" in output and "the rest of this shard is left out" in output
+    assert "some/3.csv, line 5 or later: Error: unexpected end of data; the rest" in output
     found = set(documents_of(tmp_path / "o.tokens"))
-    assert {"a", "b"} <= found <= {"a", "b", "x"}
-    assert "4 bad documents left out" in output
+    assert {"a", "b", "c", "d"} <= found <= {"a", "b", "c", "d", "x"}
+    assert "7 bad documents left out" in output
+
+
+def test_files_of_a_folder_are_read_or_named(tmp_path):
+    folder = tmp_path / "mixed"
+    texts = {"a.JSONL": '{"text": "a"}', "b/b.txt": "b", "C.Csv": "text\nc", "b/d.pdf": "d"}
+    no_data = [".git/a.txt", "README.md", "b/License.txt", "dataset_infos.json", "o.tokens/a.json"]
+    for name, text in (texts | dict.fromkeys(no_data, "no data")).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    output = prepare(tmp_path / "o.tokens", folder)
+    expected = "mixed: leaves out 1 of 4 files (unknown format or held-out split): b/d.pdf\n"
+    assert expected in output and output.count("leaves out") == 1
+    assert sorted(documents_of(tmp_path / "o.tokens")) == ["a", "b", "c"]
+
+
+# The files of a folder, and how many of them, at the end, are left out.
+SPLITS = [
+    (["train_history.txt", "cooking.txt", "test_driving.txt"], 0),
+    (["test.txt", "dev.txt"], 0),
+    (["train.txt", "latest.txt", "test.txt", "Val.txt"], 2),
+    (["train-00000-of-00001.txt", "test-a.txt", "test-00000-of-00001.txt"], 1),
+    (["train/test-drive.txt", "en/training.txt", "en/Validation/a.txt"], 1),
+]
+
+
+@pytest.mark.parametrize("names, num_left", SPLITS)
+def test_held_out_splits_beside_train_are_left_out(tmp_path, names, num_left):
+    for name in names:
+        (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "d" / name).write_text(name)
+    output = prepare(tmp_path / "o.tokens", tmp_path / "d")
+    assert sorted(documents_of(tmp_path / "o.tokens")) == sorted(names[: len(names) - num_left])
+    [line] = [line for line in output.splitlines() if "leaves out" in line] or [""]
+    assert all((name in line) == (n >= len(names) - num_left) for n, name in enumerate(names))
+
+
+def test_hub_text_is_read_by_paragraph(tmp_path, monkeypatch):
+    def load_dataset(name, subset, split, streaming, sample_by="line"):
+        assert (name, subset, split, streaming) == ("user/texts", "en", "train", True)
+        texts = ["one", "two", "", "three"] if sample_by == "line" else ["one\ntwo", "three"]
+        rows = [{"text": text} for text in texts]
+        info = Namespace(builder_name="text")
+        return Namespace(info=info, num_shards=1, shard=lambda num_shards, index: rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    prepare(tmp_path / "o.tokens", "user/texts/en")
+    assert documents_of(tmp_path / "o.tokens") == ["one\ntwo", "three"]
+
+
+def test_existing_path_wins_over_a_weight(tmp_path):
+    (tmp_path / "dump-12:30").mkdir()
+    (tmp_path / "dump-12:30/a.txt").write_text("a")
+    prepare(tmp_path / "o.tokens", tmp_path / "dump-12:30")
+    assert documents_of(tmp_path / "o.tokens") == ["a"]
+
+
+def test_folder_of_other_content_or_format_is_not_continued(tmp_path):
+    source, output = tmp_path / "a.txt", tmp_path / "o.tokens"
+    source.write_text("alpha")
+    prepare(output, source)
+    # Another file of the same size and time, as rsync copies it.
+    times = source.stat()
+    source.write_text("omega")
+    os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))
+    [line] = prepare(output, source, status=2).splitlines()
+    assert "o.tokens: shards was " in line and line.endswith("; choose a different --output")
+    index = json.loads((output / "index.json").read_text())
+    (output / "index.json").write_text(json.dumps(index | {"format": 1}))
+    [line] = prepare(output, source, status=2).splitlines()
+    assert "o.tokens: format was 1, is now 2; choose a different --output" in line
+
+
+def test_change_in_a_large_file_changes_its_hash(tmp_path):
+    path, hashes = tmp_path / "a.txt", set()
+    for offset in (0, 200_000, 399_999, None):
+        data = bytearray(b"a" * 400_000)
+        if offset is not None:
+            data[offset] = ord("b")
+        path.write_bytes(data)
+        hashes.add(MODULE.shard_of(path).content)
+    assert len(hashes) == 4
+
+
+def test_small_sources_need_no_processes():
+    def num_workers(*sizes):
+        shards = [MODULE.Shard("a", size, "", None) for size in sizes]
+        return MODULE.num_workers([Namespace(shards=shards)])
+
+    assert num_workers(1, 10**6) == 1
+    # The size of a dataset of the hub is unknown.
+    assert num_workers(1, 10**9) == num_workers(0, 1) == MODULE.num_cores()
+
+
+def test_last_part_prints_how_to_train(tmp_path):
+    write_shards(tmp_path / "shards", 2, 9)
+    outputs = [prepare(tmp_path / "o.tokens", tmp_path / "shards", part=f"{k}/2") for k in (1, 0)]
+    command = f"python 01-single-gpu/train_llm.py -m tiny -d {tmp_path}/o.tokens"
+    assert "train on it" not in outputs[0]
+    assert outputs[1].splitlines()[-1] == f"train on it: {command}"
+
+
+def test_command_starts_without_torch(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    command = [sys.executable, "-X", "importtime", TOOL, "-o", "o.tokens", "a.txt"]
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
+    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == 0 and "transformers" in modules and "torch" not in modules
 
 
 WRONG = [
     (["--seed", "5", "text.txt"], "seed was 0, is now 5; choose a different --output"),
     (["nosuch"], "nosuch: no such file or folder"),
     (["--part", "3/3", "text.txt"], "3/3: must be K/N"),
+    (["text.txt", "./text.txt"], "./text.txt: given twice; give each source once"),
     (["text.txt:0.5", "empty"], "empty: give each source a weight above 0"),
     (["empty"], "empty: no file with a name in .jsonl .json"),
 ]
@@ -219,12 +356,10 @@ def test_each_sample_is_read_once_per_epoch(tmp_path, load, num_shards, parts, p
     last = [max(number for number in sizes if number % parts == part) for part in range(parts)]
     assert all(size == piece for number, size in sizes.items() if number not in last)
     args = Namespace(dataset_name=str(output), seq_length=64, eval_samples=5, seed=0)
-    chapter = load("01")
-    samples, held_out = chapter.build_data(args, ByT5Tokenizer())
+    samples, held_out = load("01").build_data(args, ByT5Tokenizer())
     expected, expected_held_out = samples_of(output, 64, 5)
     assert list(map(tuple, held_out.tolist())) == expected_held_out
-    positions = range(2 * len(expected))
-    rows = list(map(tuple, chapter.samples_at(args, samples, positions).tolist()))
+    rows = [tuple(samples[position].tolist()) for position in range(2 * len(expected))]
     first, second = rows[: len(expected)], rows[len(expected) :]
     assert sorted(first) == sorted(second) == sorted(expected) and first != second
 
@@ -241,10 +376,12 @@ def started():
 # Each resume continues on a different layout.
 RESUMES = [("04", 2), ("08", 2), ("05", 1), ("06", 2), ("04", 4), ("07", 2)]
 # A script with these lines records the samples at the positions that a rank trains on.
-RETURN = "    return torch.cat(rows)\n"
+RETURN = "    return batch.pin_memory()"
 RECORD = f"""    with open(os.environ["RECORD"] + os.environ["RANK"] + ".jsonl", "a") as record:
-        print(json.dumps([list(positions), torch.cat(rows).tolist()]), file=record)
+        print(json.dumps([list(positions), batch.tolist()]), file=record)
 {RETURN}"""
+# A script waits for only a moment before it looks for a piece again.
+PAUSE = 'is prepare.py running?", flush=True)\n            time.sleep(10)\n'
 
 
 @pytest.mark.slow
@@ -275,6 +412,7 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, starte
         for attempt in range(kills + 1):
             chapter, ranks = RESUMES[attempt % len(RESUMES)]
             script = change_file(SCRIPTS[chapter], RETURN, RECORD, tmp_path / f"{chapter}.py")
+            change_file(script, PAUSE, PAUSE.replace("10", "0.1"))
             command = [script, *args, "-e", "run", *SPLIT.get(chapter, [])]
             variables = {"RECORD": f"{record}/{attempt:03}."}
             processes = start_ranks(ranks, command, tmp_path, f"-{attempt}", **variables)
@@ -337,11 +475,15 @@ def test_ranks_wait_for_a_piece_without_a_collective_and_say_so(tmp_path, starte
 
 def test_piece_that_appears_after_the_end_of_its_part_is_not_missed(tmp_path, load, monkeypatch):
     """A shared file system may show files in a different order."""
-    chapter, late = load("01"), tmp_path / "000003.tokens"
-    (tmp_path / "part-1.json").write_text(json.dumps({"pieces": 2, "ended": True}))
-    monkeypatch.setattr(chapter.time, "sleep", lambda _: late.touch())
-    assert chapter.wait_for_piece(tmp_path, 3, 2) == late
-    assert chapter.wait_for_piece(tmp_path, 5, 2) is None
+    chapter, late = load("01"), tmp_path / "o.tokens/000003.tokens"
+    write_shards(tmp_path / "shards", 3, 60)
+    for part in ("0/2", "1/2"):
+        prepare(tmp_path / "o.tokens", tmp_path / "shards", part=part)
+    late.rename(tmp_path / "hidden")
+    monkeypatch.setattr(chapter.time, "sleep", lambda _: (tmp_path / "hidden").rename(late))
+    args = Namespace(dataset_name=str(tmp_path / "o.tokens"), seq_length=64)
+    pieces = list(chapter.pieces_of(args, ByT5Tokenizer()))
+    assert late.exists() and len(pieces) == len(contents(tmp_path / "o.tokens"))
 
 
 def test_folder_of_a_different_tokenizer_is_refused(tmp_path, load, capsys):
@@ -349,7 +491,7 @@ def test_folder_of_a_different_tokenizer_is_refused(tmp_path, load, capsys):
     prepare(tmp_path / "o.tokens", tmp_path / "text.txt")
     path = tmp_path / "o.tokens/index.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer": "0" * 16}))
-    args = Namespace(dataset_name=str(tmp_path / "o.tokens"), seq_length=64, eval_samples=5)
+    args = Namespace(dataset_name=str(tmp_path / "o.tokens"), seq_length=64, eval_samples=5, seed=0)
     error = user_error(capsys, load("01").build_data, args, ByT5Tokenizer())
     assert "was prepared with a different tokenizer" in error
     args.dataset_name = str(tmp_path / "none.tokens")
