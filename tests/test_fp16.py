@@ -5,7 +5,7 @@ import math
 import inject
 import pytest
 import torch
-from torch.nn.attention.bias import CausalBias
+from transformers.integrations import sdpa_attention
 
 from conftest import SCRIPTS, SHORT, curves_of, difference, metrics, prepare_training, run_or_fail
 from in_process import tensors_of
@@ -15,10 +15,13 @@ FP16 = ["--precision", "fp16"]
 ARGS = [*SHORT, "--config", "num_hidden_layers=1", "--seq-length", 32, "--global-batch-size", 4]
 ARGS += ["--num-steps", 8, "--eval-every", 4, "--checkpoint-every", 4]
 DEVICE = torch.device("cpu")
+USE_GQA = sdpa_attention.use_gqa_in_sdpa
 
 
 @pytest.fixture
-def script(load, one_rank_group):
+def script(load, one_rank_group, monkeypatch):
+    """Return the script, and undo its change of transformers afterwards."""
+    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", USE_GQA)
     return load("fp16")
 
 
@@ -82,19 +85,28 @@ def test_bad_loss_of_a_different_rank_is_fatal(script, monkeypatch):
 
 def test_attention_gets_a_key_for_each_query_head(script, monkeypatch):
     """Kernels other than flash attention need the same number of heads for queries and keys."""
-    calls, sdpa = [], script.sdpa_attention_forward
+    calls, sdpa = [], torch.nn.functional.scaled_dot_product_attention
 
-    def record(module, query, key, value, mask, **options):
-        calls.append(mask)
-        return sdpa(module, query, key, value, mask, **options)
+    def record(query, key, value, **options):
+        assert query.shape == key.shape == value.shape and "enable_gqa" not in options
+        # A mask in memory would have a number for each pair of tokens.
+        calls.append((options["attn_mask"], options["is_causal"]))
+        return sdpa(query, key, value, **options)
 
-    monkeypatch.setattr(script, "sdpa_attention_forward", record)
-    groups = ["--config", "num_hidden_layers=1", "num_key_value_heads=1"]
-    take_step(script, *FP16, *groups)
-    for mask in calls:
-        # With a mask, transformers copies keys and values. This mask never becomes a tensor.
-        assert isinstance(mask, CausalBias) and mask.seq_len_q == mask.seq_len_kv
-    assert calls
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    take_step(script, *FP16, "--config", "num_hidden_layers=1", "num_key_value_heads=1")
+    assert {*calls} == {(None, True)}
+
+
+def test_grouped_heads_have_the_gradients_of_the_parent(load, script, models):
+    """In fp32, a repeated key gets the same gradient as a key that SDPA shares between heads."""
+    gradients = []
+    for chapter in (load("02"), script):
+        _, model, optimizer, *_ = take_step(chapter, "-m", models / "qwen3", "--max-grad-norm", 0)
+        moments = first_moments(model, optimizer)
+        gradients.append(torch.cat([moment.flatten() for moment in moments]))
+    largest = gradients[0].abs().max()
+    assert (gradients[0] - gradients[1]).abs().max() < 1e-5 * largest
 
 
 # ---- runs ------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ Here:  python tools/evaluate.py outputs/01-single-gpu/model
 
 The text is what --dataset-name of chapter 01 accepts, and chapter 01's functions read it: pydoc, a
 dataset of the hub, or all pieces of a folder that preparing-data/prepare.py has written for the
-model's tokenizer. The tokens are cut into windows of --seq-length tokens, and a window begins every --stride
-tokens. If the stride is shorter than a window, windows overlap: a window counts only the tokens
-after the end of the previous window, and the overlap is context for these tokens. By default,
-windows do not overlap. Then the first token of each window is not counted, because it has no
-context.
+model's tokenizer. The tokens are cut into windows of --seq-length tokens, and a window begins every
+--stride tokens. If the stride is shorter than a window, windows overlap: a window counts only the
+tokens after the end of the previous window, and the overlap is context for these tokens. By
+default, windows do not overlap. Then the first token of each window is not counted, because it has
+no context.
 """
 
 import argparse

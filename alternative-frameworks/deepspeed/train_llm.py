@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -200,6 +201,8 @@ def setup(args):
     if args.device != get_accelerator().device_name():
         problem = f"DeepSpeed has chosen {get_accelerator().device_name()}"
         fail(f"--device {args.device}: {problem}; set DS_ACCELERATOR={args.device}")
+    # ZeRO: hide torch's warnings about deprecated functions, which DeepSpeed calls in each step.
+    warnings.filterwarnings("ignore", category=FutureWarning)
     # ZeRO: keep DeepSpeed from compiling its all-reduce for CPUs, which would take minutes.
     if args.device == "cpu":
         deepspeed.ops.__compatible_ops__ = {}

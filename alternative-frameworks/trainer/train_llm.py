@@ -13,9 +13,7 @@ import argparse
 import bisect
 import ctypes
 import functools
-import glob
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -27,17 +25,16 @@ import signal
 import socket
 import sys
 import time
-import uuid
-import warnings
-from array import array
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import datasets
+import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
 import wandb
 from accelerate import DistributedType, PartialState
@@ -47,10 +44,8 @@ from datasets.fingerprint import Hasher
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, masking_utils
 from transformers.initialization import no_init_weights
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 # The environment variables that each launcher sets to the rank, the world size and the local rank,
@@ -64,13 +59,12 @@ LAUNCHER_VARIABLES = {
 
 
 def parse_args():
-    """Parse and check the command line, and compute the size and number of micro-batches."""
+    """Parse the command line, and compute the size and the number of the micro-batches."""
     adopt_launcher()
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(formatter_class=formatter, fromfile_prefix_chars="@")
-    parser.allow_abbrev = False
+    parser = argparse.ArgumentParser(fromfile_prefix_chars="@", allow_abbrev=False)
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.convert_arg_line_to_args = lambda line: shlex.split(line, comments=True)
-    parser.error = fail
+    parser.error = lambda message: fail(f"{message}; docs/flags.md has the flags of each chapter")
     chapter = Path(__file__).resolve().parent.name
     add = parser.add_argument
 
@@ -78,21 +72,19 @@ def parse_args():
     add("--config", nargs="+", default=[], metavar="NAME=VALUE", help="override model settings")
     add("--pretrained", action="store_true", help="start from the published weights")
 
-    sources = "hub id, folder, .txt/.jsonl/.csv/.parquet, or FOLDER.tokens of prepare.py"
-    add("-d", "--dataset-name", default="pydoc", help=sources)
+    add("-d", "--dataset-name", default="pydoc", help="hub id, FOLDER.tokens, or pydoc")
     add("--dataset-subset", help="the subset to load, if the hub dataset has subsets")
     add("--text-column", default="text", help="the column that holds the text")
-    add("-s", "--seq-length", type=int, default=256, help="tokens per sample")
+    add("-s", "--seq-length", type=positive, default=256, help="tokens per sample")
 
-    add("--global-batch-size", type=int, default=32, help="samples per optimizer step")
-    add("-b", "--batch-size", type=int, default=8, help="maximum samples per forward pass")
-    add("--num-steps", type=int, default=100, help="total number of optimizer steps")
+    add("--global-batch-size", type=positive, default=32, help="samples per optimizer step")
+    add("-b", "--batch-size", type=positive, default=8, help="maximum samples per forward pass")
+    add("--num-steps", type=positive, default=100, help="total number of optimizer steps")
     add("--lr", type=float, default=1e-3, help="peak learning rate, reached after the warmup")
     add("--warmup-steps", type=int, default=10, help="steps until the learning rate peaks")
     add("--weight-decay", type=float, default=0.1, help="decay of matrices; vectors have no decay")
     add("--max-grad-norm", type=float, default=1.0, help="maximum gradient norm; 0 means no limit")
-    skipping = "number of steps whose samples are skipped; by default, that of the checkpoint"
-    add("--skip-steps", type=int, default=0, help=skipping)
+    add("--skip-steps", type=int, default=0, help="steps whose samples are left out")
     add("--seed", type=int, default=0, help="seed for weights, data order and dropout")
 
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
@@ -103,35 +95,22 @@ def parse_args():
 
     add("-e", "--experiment-name", default=chapter, help="name of the run's folder in --save-dir")
     add("--save-dir", default="outputs", help="the folder that holds all runs")
-    add("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
-    add("--keep-checkpoints", type=int, default=2, help="number of checkpoints to keep")
-    add("--eval-every", type=int, default=50, help="steps between evaluations")
-    add("--eval-samples", type=int, default=64, help="number of samples to hold out")
-    add("--log-every", type=int, default=10, help="steps between log lines")
+    add("--checkpoint-every", type=positive, default=50, help="steps between checkpoints")
+    add("--keep-checkpoints", type=positive, default=2, help="number of checkpoints to keep")
+    add("--eval-every", type=positive, default=50, help="steps between evaluations")
+    add("--eval-samples", type=positive, default=64, help="number of samples to hold out")
+    add("--log-every", type=positive, default=10, help="steps between log lines")
     add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="wandb mode")
-    add("--dist-timeout", type=int, default=600, help="maximum seconds to wait for other ranks")
+    add("--dist-timeout", type=positive, default=600, help="most seconds to wait for other ranks")
 
-    args, unknown = parser.parse_known_args()
-    if unknown:
-        problem = "unknown argument; a later chapter may have it"
-        fail(f"{' '.join(unknown)}: {problem}, see docs/flags.md")
-    may_be_zero = ["lr", "warmup_steps", "weight_decay", "max_grad_norm", "seed", "skip_steps"]
-    minimums = dict.fromkeys(may_be_zero, 0) | {"seq_length": 2}
-    for name, value in vars(args).items():
-        minimum = minimums.get(name, 1)
-        flag = f"--{name.replace('_', '-')} {value}"
-        # "not value >= minimum" also rejects NaN; "value < minimum" would accept NaN.
-        if type(value) in (int, float) and not value >= minimum:
-            fail(f"{flag}: must be at least {minimum}")
-        if type(value) is int and value >= 2**63:
-            fail(f"{flag}: must be less than 2**63, because torch counts in 64 bits")
-    if args.pretrained and args.model_name == "tiny":
-        fail("--pretrained: tiny has no published weights; choose a model with --model-name")
+    args = parser.parse_args()
     if args.device == "auto":
-        args.device = "cuda" if has_gpu() else "cpu"
+        # If a GPU is broken, this run must not continue on the CPU.
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
+        has_gpu = torch.cuda.is_available() or (os.path.exists("/dev/nvidiactl") and not hidden)
+        args.device = "cuda" if has_gpu else "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
-        problem = f"torch {torch.__version__} finds no working GPU"
-        fail(f"--device cuda: {problem}; repair the driver, or pass --device cpu")
+        fail("torch finds no working GPU; repair the driver, or pass --device cpu")
     adopt_config(args)
     if args.precision == "auto":
         # GPUs below compute capability 8.0 emulate bf16, and the emulation is slow.
@@ -142,6 +121,7 @@ def parse_args():
     if "MASTER_ADDR" not in os.environ:
         fail("MASTER_ADDR is not set; pass it and MASTER_PORT with -x (Open MPI) or -genv (MPICH)")
     num_data_ranks = int(os.environ["WORLD_SIZE"])
+    # The samples that this device processes in each step.
     local_batch_size, remainder = divmod(args.global_batch_size, num_data_ranks)
     if remainder:
         problem = f"not divisible by {num_data_ranks} data-parallel ranks; choose a multiple"
@@ -149,8 +129,15 @@ def parse_args():
     sizes = range(1, args.batch_size + 1)
     args.micro_batch_size = max(size for size in sizes if local_batch_size % size == 0)
     args.accumulation = local_batch_size // args.micro_batch_size
-    args.wandb_id = uuid.uuid4().hex[:8]
+    args.wandb_id = os.urandom(4).hex()
     return args
+
+
+def positive(text):
+    """Convert the value of a flag to an integer; raise an error if it is below 1."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return number
 
 
 def adopt_config(args):
@@ -195,19 +182,6 @@ def adopt_launcher():
         os.environ.setdefault("MASTER_PORT", str(10_000 + job_step % 20_000))
 
 
-def has_gpu():
-    """Return whether this process has a GPU, even if torch cannot use the GPU."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible in ("", "-1"):  # all GPUs are hidden
-        return False
-    # Slurm: SLURM_GPUS_ON_NODE is set only in a job that has requested GPUs.
-    if "SLURM_GPUS_ON_NODE" in os.environ:
-        return True
-    # The NVIDIA driver creates /dev/nvidiactl, and the AMD driver creates /dev/kfd.
-    has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
-    return has_driver or bool(visible) or torch.cuda.is_available()
-
-
 def setup(args):
     """Join the process group; return this rank's device and the run's folder."""
     # DDP: let Linux kill this rank when its launcher dies. Otherwise, this rank could keep training
@@ -215,21 +189,11 @@ def setup(args):
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     sys.stdout.reconfigure(line_buffering=True)
-    # If stderr is not a terminal, disable progress bars, because they would clutter a log file.
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-        transformers.logging.disable_progress_bar()
-    # fail() reports the errors of the libraries, so turn off the libraries' own messages.
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    transformers.logging.set_verbosity_error()
     # Autocast does not know grouped_mm, which multiplies tokens by the weights of their experts.
     for name in ("aten::_grouped_mm", "transformers::grouped_mm_fallback"):
         torch.library.register_autocast(name, args.device, torch.bfloat16)
     run_dir = Path(args.save_dir, args.experiment_name)
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"--save-dir {args.save_dir}: {error}")
+    run_dir.mkdir(parents=True, exist_ok=True)
     device = torch.device(args.device)
     if args.device == "cuda":
         local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
@@ -245,9 +209,9 @@ def setup(args):
     dist.init_process_group(backend, timeout=timedelta(seconds=args.dist_timeout))
     # DDP: NCCL connects the ranks in the first operation, so let all ranks take part in that one.
     dist.all_reduce(torch.zeros((), device=device))
-    # DDP: only rank 0 prints to stdout.
+    # DDP: only rank 0 prints to stdout and talks to wandb.
     if dist.get_rank() != 0:
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout, args.wandb = open(os.devnull, "w"), "disabled"
     check_shared(run_dir)
     print(f"training on {device} in {args.precision}")
     return device, run_dir
@@ -290,7 +254,7 @@ def wait_for_all():
 
 def check_shared(run_dir):
     """Stop if a node cannot see the files that rank 0 writes to the run's folder."""
-    probe = [run_dir / f".probe-{uuid.uuid4().hex}"]
+    probe = [run_dir / f".probe-{os.urandom(8).hex()}"]
     if dist.get_rank() == 0:
         probe[0].touch()
     dist.broadcast_object_list(probe, group=patient_group())
@@ -320,11 +284,13 @@ def stop_requests(run_dir):
     while True:
         requested = received or (dist.get_rank() == 0 and (run_dir / "stop").exists())
         any_requested = torch.tensor(bool(requested), dtype=torch.int32)
-        options = {"op": dist.ReduceOp.MAX, "group": patient_group(), "async_op": True}
-        exchange = dist.all_reduce(any_requested, **options)
+        exchange = dist.all_reduce(any_requested, dist.ReduceOp.MAX, patient_group(), async_op=True)
         yield stop
         exchange.wait()
         stop = bool(any_requested)
+        # Printing to a closed terminal would end this rank before it saves.
+        if signal.SIGHUP in received:
+            sys.stdout = open(os.devnull, "w")
 
 
 def fail(message):
@@ -337,9 +303,9 @@ def fail(message):
     sys.exit(2)
 
 
-def mix(*numbers):
-    """Hash the numbers into a 64-bit seed that, unlike their sum, depends on their order."""
-    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little")
+def hash_of(*values):
+    """Hash numbers and texts, in their order, into 64 bits."""
+    return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little")
 
 
 # ---- model -----------------------------------------------------------------------------------
@@ -350,15 +316,9 @@ def build_tokenizer_and_config(args):
         if args.model_name == "tiny":
             # ByT5's tokens are bytes, so its tokenizer needs no vocabulary file.
             tokenizer = transformers.ByT5Tokenizer()
-            config = transformers.LlamaConfig(
-                hidden_size=128,
-                intermediate_size=352,
-                num_hidden_layers=4,
-                num_attention_heads=4,
-                vocab_size=len(tokenizer),
-                bos_token_id=None,
-                eos_token_id=tokenizer.eos_token_id,
-            )
+            settings = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": len(tokenizer)}
+            settings |= {"num_hidden_layers": 4, "num_attention_heads": 4, "bos_token_id": None}
+            config = transformers.LlamaConfig(**settings, eos_token_id=tokenizer.eos_token_id)
         else:
             tokenizer = AutoTokenizer.from_pretrained(args.model_name)
             config = AutoConfig.from_pretrained(args.model_name)
@@ -369,63 +329,36 @@ def build_tokenizer_and_config(args):
         if args.config:
             config.update_from_string(",".join(args.config))
             # Drop layer_types, so that from_dict() derives it from the new number of layers.
-            values = config.to_dict()
-            values.pop("layer_types", None)
-            config = config.from_dict(values)
-    except Exception as error:
-        # transformers raises a different type of exception for each kind of bad value.
+            items = config.to_dict().items()
+            config = config.from_dict({key: value for key, value in items if key != "layer_types"})
+        if getattr(config, "output_router_logits", False):
+            raise ValueError("no router loss is added; pass --config output_router_logits=false")
+    except (OSError, ValueError) as error:
         fail(f"--model-name {' '.join([args.model_name, *args.config])}: {error}")
-    if getattr(config, "output_router_logits", False):
-        problem = "a router loss would depend on the size of the micro-batches"
-        fail(f"--config output_router_logits: {problem}; pass --config output_router_logits=false")
-    max_length = getattr(config, "max_position_embeddings", None) or args.seq_length
-    if 0 < max_length < args.seq_length:
-        fail(f"--seq-length {args.seq_length}: {args.model_name} takes at most {max_length} tokens")
-    if len(tokenizer) < 2:
-        fail(f"--model-name {args.model_name}: found no tokenizer; check the model's files")
-    if tokenizer.eos_token_id is None:
-        fail(f"--model-name {args.model_name}: its tokenizer has no eos_token; define one")
+    if len(tokenizer) < 2 or tokenizer.eos_token_id is None:
+        fail(f"--model-name {args.model_name}: found no tokenizer with an end-of-text token")
     # A tokenizer may leave out numbers, so its highest token id may be above its number of tokens.
-    highest_id = max(tokenizer.get_vocab().values())
-    if highest_id >= config.vocab_size:
-        problem = f"token id {highest_id}, but only {config.vocab_size} embeddings"
-        fail(f"--model-name {args.model_name}: found {problem}")
+    if (highest_id := max(tokenizer.get_vocab().values())) >= config.vocab_size:
+        fail(f"--model-name {args.model_name}: found no embedding for token id {highest_id}")
+    args.model_fingerprint = hash_of(config.to_diff_dict() | {"transformers_version": None})
     return tokenizer, config
 
 
 def build_model(args, config):
     """Build the model on the CPU, so that its initial weights do not depend on the device."""
     torch.manual_seed(args.seed)
-    try:
-        if args.pretrained:
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                args.model_name,
-                config=config,
-                dtype=torch.float32,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-            check_names(args, model, **loading)
-        else:
-            # Skip random initialization in the constructors; init_weights() initializes all
-            # weights.
-            with no_init_weights():
-                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            model.init_weights()
-    except Exception as error:
-        # Unsuitable models raise many types of exceptions.
-        fail(f"--model-name {args.model_name}: cannot build the model: {error!r:.300}")
-    if not layers_of(model):
-        fail(f"--model-name {args.model_name}: found no decoder layers; choose a different model")
-    model.train()
+    if args.pretrained:
+        model = load_pretrained(args, config)
+    else:
+        # Skip random initialization in the constructors; init_weights() initializes all weights.
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.init_weights()
+    model.loss_function = next_token_loss
 
-    # In every forward pass, transformers checks whether samples are packed, because packed samples
-    # need a mask. This check makes the host wait for the device. Plain causal attention needs no
-    # mask, so register SDPA under a new name. transformers has no mask function for the new name,
-    # so it skips both the check and the mask.
-    if needs_no_mask(args, model):
-        AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
-        model.set_attn_implementation("causal_sdpa")
+    # In every forward pass, transformers asks the device whether samples hold several packed
+    # sequences, and the host has to wait for the answer. Here, the answer is always no.
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
     # layer.compile() keeps the names of the weights; torch.compile(layer) would change the names.
     # With dynamic=False, torch compiles a separate graph for each input shape.
@@ -436,73 +369,33 @@ def build_model(args, config):
     return model
 
 
-def check_names(args, model, missing_keys, unexpected_keys, mismatched_keys, **_):
-    """Stop if the files of `--pretrained` do not have exactly the weights of the model."""
-    # With --config num_hidden_layers, the model may have only the first layers of the files.
-    patterns = {re.sub(r"\d+", "*", name) for name in model.state_dict()}
-    unknown = [name for name in unexpected_keys if re.sub(r"\d+", "*", name) not in patterns]
-    reshaped = [name for name, *_ in mismatched_keys]
-    problems = [("lack", missing_keys), ("have a different shape of", reshaped)]
-    problems += [("have the unknown weight", unknown)]
-    texts = [f"{text} {min(names)} ({len(names)} weights)" for text, names in problems if names]
-    if texts:
-        fail(f"--pretrained: the files of {args.model_name} {'; they '.join(texts)}")
+def load_pretrained(args, config):
+    """Load the published weights of `--model-name`; stop if a weight is missing."""
+    name, options = args.model_name, {"dtype": torch.float32, "use_safetensors": True}
+    load = functools.partial(AutoModelForCausalLM.from_pretrained, output_loading_info=True)
+    try:
+        model, loading = load(name, config=config, **options)
+    except Exception as error:
+        # Each kind of damaged file raises a different type of exception.
+        fail(f"--pretrained: cannot read the safetensors files of {name}: {error!r:.300}")
+    # Otherwise, transformers would train a missing weight from random values.
+    if missing := loading["missing_keys"]:
+        fail(f"--pretrained: the files of {name} lack {min(missing)} ({len(missing)} weights)")
+    return model
 
 
-def needs_no_mask(args, model):
-    """Return whether every token attends to itself and all tokens before it, in every layer."""
-    if not model._supports_attention_backend or model.config._attn_implementation != "sdpa":
-        return False
-    name, keys = f"--model-name {args.model_name}", torch.arange(args.seq_length)
-    queries = keys[:: 1 + args.seq_length // 64, None]
-    results = []
-
-    def check_mask(*_, mask_function, allow_is_causal_skip, **__):
-        mask = mask_function(0, 0, queries, keys)
-        if (mask & (keys > queries)).any():
-            fail(f"{name}: tokens attend to later tokens; choose a model with causal attention")
-        results.append(allow_is_causal_skip and torch.equal(mask, keys <= queries))
-
-    def stop(*_, **__):
-        raise StopIteration
-
-    # Every forward pass builds all masks before it calls attention for the first time. Check these
-    # masks, and stop there. A layer that cannot do without a mask stops earlier, with an exception.
-    # Restore the random state, because dropout changes it, and weights may be initialized later.
-    AttentionMaskInterface.register("check_mask", check_mask)
-    AttentionInterface.register("check_mask", stop)
-    model.set_attn_implementation("check_mask")
-    with suppress(Exception), torch.no_grad(), torch.random.fork_rng([]):
-        model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
-    model.set_attn_implementation("sdpa")
-    return len(results) > 0 and all(results)
-
-
-def check_forward(args, model, device):
-    """Stop unless attention is causal and the model's loss is just the next-token loss."""
-    name, ids = f"--model-name {args.model_name}", torch.arange(16, device=device)[None]
-    # Only the first half has labels, so the loss must not depend on the tokens of the second half.
-    labels = ids.where(ids < 8, -100)
-    embedded = []
-    # Do not compile graphs for this short sequence.
-    with torch.compiler.set_stance("force_eager"):
-        try:
-            embedding = model.get_input_embeddings()
-            hook = embedding.register_forward_hook(lambda *call: embedded.append(call[-1]))
-            output = model(input_ids=ids, labels=labels, use_cache=False)
-            loss = model.loss_function(output.logits, labels, vocab_size=model.config.vocab_size)
-            embedded[0].retain_grad()
-            output.loss.backward()
-        except Exception as error:
-            # Each kind of unsuitable model raises a different type of exception.
-            fail(f"{name}: cannot be trained on tokens alone: {error!r}")
-    hook.remove()
-    model.zero_grad()
-    if abs(output.loss - loss) > 1e-5 * loss:
-        fail(f"{name}: its loss is not the next-token loss; choose a different model")
-    gradient = embedded[0].grad.abs()
-    if gradient[:, 8:].max() > 1e-5 * gradient.max():
-        fail(f"{name}: tokens attend to later tokens; choose a model with causal attention")
+def check_causal(args, model, device):
+    """Stop if a token attends to later tokens, because the model would see what it predicts."""
+    # These two sequences differ only in their second half.
+    batch = torch.arange(16, device=device).repeat(2, 1)
+    batch[1, 8:] = 0
+    model.eval()
+    # Do not compile graphs for these short sequences.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        logits = model(input_ids=batch, use_cache=False).logits[:, :8]
+    model.train()
+    if (logits[0] - logits[1]).abs().max() > 1e-3 * logits.std():
+        fail(f"--model-name {args.model_name}: tokens see later tokens; choose a causal model")
 
 
 def layers_of(model):
@@ -510,38 +403,56 @@ def layers_of(model):
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
+def next_token_loss(logits, labels):
+    """Return the mean cross entropy of predicting each token from the tokens before it.
+
+    The shape of `logits` is [batch, sequence, vocabulary], that of `labels` [batch, sequence].
+    """
+    # The last position has no next token; cross_entropy() ignores the target -100.
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
 # ---- data ------------------------------------------------------------------------------------
 @rank_first()
 def build_data(args, tokenizer):
     """Return the training samples and the held-out samples, a [samples, seq_length] tensor."""
     pieces = pieces_of(args, tokenizer)
-    first = next(pieces, torch.empty(0, args.seq_length))
-    num_train = len(first) - args.eval_samples
-    if num_train < 1:
-        samples = f"{len(first)} samples of {args.seq_length} tokens"
-        problem = f"{samples} are not more than --eval-samples {args.eval_samples}"
-        fail(f"--dataset-name {args.dataset_name}: {problem}; add text, or lower --seq-length")
-    first, held_out = first.split([num_train, args.eval_samples])
-    return Samples(first, pieces), held_out
+    piece = next(pieces, torch.empty(0, args.seq_length))
+    if len(piece) <= args.eval_samples:
+        fail(f"--eval-samples {args.eval_samples}: the text has only {len(piece)} samples")
+    piece, held_out = piece.tensor_split([-args.eval_samples])
+    args.dataset_fingerprint = hash_of(len(piece), piece[:: 1 + len(piece) // 100].tolist())
+    return Samples(args.seed, piece, pieces), held_out
 
 
 class Samples:
-    """The training samples of one or more pieces: memory-mapped [samples, seq_length] tensors."""
+    """An endless sequence of training samples, which repeats all samples in each epoch.
 
-    def __init__(self, first, further=()):
-        """Begin with the first piece; `further` yields the other pieces."""
-        self.pieces, self.further = [first], iter(further)
+    The samples come in pieces. Each piece is shuffled on its own, differently in each epoch.
+    """
+
+    def __init__(self, seed, first_piece, later_pieces):
+        self.seed, self.pieces, self.later_pieces = seed, [first_piece], later_pieces
         # Where each piece begins in an epoch, and where the last one ends.
-        self.starts = [0, len(first)]
+        self.starts = [0, len(first_piece)]
 
-    def place_of(self, position):
-        """Return the epoch, the piece and the index in the piece of a position in all epochs."""
-        while position >= self.starts[-1] and (piece := next(self.further, None)) is not None:
+    def __getitem__(self, position):
+        while position >= self.starts[-1] and (piece := next(self.later_pieces, None)) is not None:
             self.pieces.append(piece)
             self.starts.append(self.starts[-1] + len(piece))
         epoch, position = divmod(position, self.starts[-1])
-        piece = bisect.bisect(self.starts, position) - 1
-        return epoch, piece, position - self.starts[piece]
+        number = bisect.bisect(self.starts, position) - 1
+        shuffle, num_samples = epoch * len(self.pieces) + number, len(self.pieces[number])
+        order = random_order(self.seed, shuffle, num_samples)
+        return self.pieces[number][order[position - self.starts[number]]]
+
+
+@functools.lru_cache(maxsize=2)
+def random_order(seed, shuffle, num_samples):
+    """Return the order of the samples of a piece in one of its shuffles."""
+    generator = torch.Generator().manual_seed(hash_of(seed, shuffle))
+    return torch.randperm(num_samples, generator=generator).numpy()
 
 
 def pieces_of(args, tokenizer):
@@ -550,114 +461,72 @@ def pieces_of(args, tokenizer):
     if folder.suffix != ".tokens":
         yield map_samples(token_file(args, tokenizer), torch.int32, args.seq_length)
         return
-    try:
-        index = json.loads((folder / "index.json").read_text())
-    except (OSError, ValueError) as error:
-        fail(f"--dataset-name {folder}: {error}; write it with preparing-data/prepare.py")
+    if not (folder / "index.json").exists():
+        fail(f"--dataset-name {folder}: no index.json; write it with preparing-data/prepare.py")
+    index = json.loads((folder / "index.json").read_text())
     vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id])
     if index["tokenizer"] != hashlib.sha256(vocabulary.encode()).hexdigest()[:16]:
         fail(f"--dataset-name {folder}: was prepared with a different tokenizer")
-    # Part k of n has the pieces k, k + n, k + 2n, ... up to its end.
-    number = num_missing = 0
-    while num_missing < index["parts"]:
-        path = wait_for_piece(folder, number, index["parts"])
-        if path:
-            yield map_samples(path, getattr(torch, index["dtype"]), args.seq_length)
-        number, num_missing = number + 1, 0 if path else num_missing + 1
-
-
-def wait_for_piece(folder, number, num_parts):
-    """Return the path of a piece when it is complete, or None if its part has ended before it."""
-    path, part = folder / f"{number:06}.tokens", folder / f"part-{number % num_parts}.json"
-    for second in itertools.count():
-        # A shared file system may show the end of a part before it shows the part's last piece.
-        state = json.loads(part.read_text()) if part.exists() else {}
-        if state.get("ended") and number // num_parts >= state["pieces"]:
-            return None
+    # Part k of n writes the pieces k, k + n, k + 2n, ... until it has ended.
+    number, num_ended, num_parts = 0, 0, index["parts"]
+    while num_ended < num_parts:
+        path, part = folder / f"{number:06}.tokens", folder / f"part-{number % num_parts}.json"
+        state = json.loads(part.read_text()) if part.exists() else {"ended": False}
         if path.exists():
-            return path
-        if second % 60 == 0:
+            yield map_samples(path, getattr(torch, index["dtype"]), args.seq_length)
+            number, num_ended = number + 1, 0
+        elif state["ended"] and number // num_parts >= state["pieces"]:
+            number, num_ended = number + 1, num_ended + 1
+        else:
             print(f"waiting for {path}; is prepare.py running?", flush=True)
-        time.sleep(1)
+            time.sleep(10)
 
 
 def map_samples(path, dtype, seq_length):
     """Return the samples in a token file as a memory-mapped [samples, seq_length] tensor."""
-    num_samples = path.stat().st_size // dtype.itemsize // seq_length
-    tokens = torch.from_file(str(path), size=num_samples * seq_length, dtype=dtype)
-    return tokens.view(num_samples, seq_length)
+    size = path.stat().st_size // dtype.itemsize // seq_length * seq_length
+    return torch.from_file(str(path), size=size, dtype=dtype).view(-1, seq_length)
 
 
 def token_file(args, tokenizer):
     """Tokenize all documents into one int32 file, unless it exists; return the file's path."""
     documents = load_documents(args)
-    key = Hasher.hash([documents.cache_files, args.text_column, tokenizer])
+    # If a text quotes a control token, such as </s>, split it into ordinary tokens.
+    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    key = Hasher.hash([documents.cache_files, args.text_column, tokenizer, options])
     path = Path(datasets.config.HF_DATASETS_CACHE, f"{key}.tokens")
     if path.exists():
         return path
-    partial = path.with_suffix(f".{uuid.uuid4().hex}")
-    try:
-        with open(partial, "wb") as file:
-            for batch in tqdm(documents.iter(1000), "tokenizing", disable=None):
-                texts = [text or "" for text in batch[args.text_column]]
-                for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
-                    array("i", [*ids, tokenizer.eos_token_id]).tofile(file)
-    except Exception as error:
-        # The text may not be UTF-8, a character may have no token, or the disk may be full.
-        partial.unlink(missing_ok=True)
-        problem = f"cannot tokenize it with the tokenizer of {args.model_name}"
-        fail(f"--dataset-name {args.dataset_name}: {problem}: {error!r}")
+    partial = path.with_suffix(f".{args.wandb_id}")
+    with open(partial, "wb") as file:
+        for batch in tqdm(documents.iter(1000), "tokenizing", disable=None):
+            if None in batch[args.text_column]:
+                fail(f"--text-column {args.text_column}: a row has no text; prepare.py can skip it")
+            for ids in tokenizer(batch[args.text_column], **options)["input_ids"]:
+                np.array([*ids, tokenizer.eos_token_id], dtype=np.int32).tofile(file)
     return partial.rename(path)
 
 
 def load_documents(args):
     """Return a dataset with one document per row."""
-    name, path = args.dataset_name, Path(args.dataset_name)
-    formats = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
-    formats[".parquet"] = "parquet"
-    # The name of a compressed file has two suffixes, such as .txt.gz.
-    suffixes = [suffix.lower() for suffix in path.suffixes[-2:] if suffix.lower() in formats]
-    reader, options = name, {"name": args.dataset_subset}
-    if suffixes:
-        # In patterns, brackets have a meaning; in the name of a file, they have none.
-        files = glob.escape(name) if path.is_file() else name
-        reader, options = formats[suffixes[-1]], {"data_files": files}
-    elif path.is_file():
-        fail(f"--dataset-name {name}: its format is unknown; known are {' '.join(formats)}")
-    elif path.is_dir() and set("[]*?") & set(name):
-        fail(f"--dataset-name {name}: rename the folder; datasets takes [ ] * ? for a pattern")
+    name = args.dataset_name
+    if name == "pydoc":
+        return datasets.Dataset.from_generator(lambda: ({"text": text} for text in topics.values()))
+    if os.path.exists(name):
+        words = ["prepare.py", "-m", args.model_name, "-o", f"{Path(name).stem}.tokens", name]
+        fail(f"--dataset-name {name}: prepare it: python preparing-data/{shlex.join(words)}")
+    load = functools.partial(datasets.load_dataset, name, args.dataset_subset, split="train")
     try:
-        if name == "pydoc":
-            documents = datasets.Dataset.from_generator(
-                lambda: ({"text": text} for text in topics.values())
-            )
-        else:
-            config = datasets.load_dataset_builder(reader, **options).config
-            # In text files, blank lines separate documents.
-            if hasattr(config, "sample_by"):
-                options["sample_by"] = "paragraph"
-            # By default, pandas drops the first fields of a CSV line that has too many fields.
-            if hasattr(config, "index_col"):
-                options["index_col"] = False
-                warnings.filterwarnings("error", message="Length of header")
-            if ".tsv" in suffixes:
-                options["sep"] = "\t"
-            documents = datasets.load_dataset(reader, split="train", **options)
+        documents = load()
+        # In text files, blank lines separate documents.
+        if documents.builder_name == "text":
+            documents = load(sample_by="paragraph")
     except Exception as error:
         # The datasets library raises many exception types, and often hides the reason in __cause__.
-        fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'the dataset is empty'}")
-    features = documents.features.items()
-    types = {column: str(getattr(feature, "dtype", feature)) for column, feature in features}
-    if types.get(args.text_column) not in ("string", "large_string"):
-        fail(f"--text-column {args.text_column}: not a text column; {name} has the columns {types}")
+        fail(f"--dataset-name {name}: {error.__cause__ or error}")
+    if args.text_column not in documents.column_names:
+        fail(f"--text-column {args.text_column}: {name} has {', '.join(documents.column_names)}")
     return documents
-
-
-@functools.lru_cache(maxsize=2)
-def order_of(seed, visit, num_samples):
-    """Return a random order of the samples of a piece, different in each visit."""
-    generator = torch.Generator().manual_seed(mix(seed, visit))
-    return torch.randperm(num_samples, generator=generator)
 
 
 class OrderedSamples(torch.utils.data.Dataset):
@@ -671,36 +540,34 @@ class OrderedSamples(torch.utils.data.Dataset):
 
     def __getitem__(self, position):
         step = 1 + position // self.args.global_batch_size
-        # DDP: wait for the whole step's pieces, because a collective cannot wait for long.
-        self.samples.place_of(end_of(self.args, step) - 1)
-        position += end_of(self.args, 0)
-        tokens = samples_at(self.args, self.samples, [position])[0].long()
+        # DDP: wait for the pieces of the entire step here, because a collective cannot wait for
+        # long.
+        _ = self.samples[position_of(self.args, step + 1) - 1]
+        # With --skip-steps, the first sample of the run is not at position 0.
+        tokens = self.samples[position_of(self.args, 1) + position].long()
         return {"input_ids": tokens, "labels": tokens}
 
 
-def end_of(args, step):
-    """Return the position after the last sample of a step, counted over all epochs."""
-    return (step + args.skip_steps) * args.global_batch_size
-
-
-def samples_at(args, samples, positions):
-    """Return the samples at the given positions in the endless sequence of shuffled epochs."""
-    rows = []
-    for position in positions:
-        epoch, number, index = samples.place_of(position)
-        piece = samples.pieces[number]
-        # Each visit to a piece has an order of its own.
-        visit = epoch * len(samples.pieces) + number
-        rows.append(piece[order_of(args.seed, visit, len(piece))[index, None]])
-    return torch.cat(rows)
+def position_of(args, step):
+    """Return the position of the first sample of a step, counted over all epochs."""
+    return (step - 1 + args.skip_steps) * args.global_batch_size
 
 
 # ---- one step --------------------------------------------------------------------------------
 class StepTrainer(transformers.Trainer):
-    """Record the loss of each step, because the Trainer logs only a mean over several steps."""
+    """Compute the loss as chapter 03 does, and record the loss of each step."""
+
+    # Trainer: let the Trainer divide each mean loss by the number of micro-batches.
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        outputs = model(input_ids=inputs["input_ids"], use_cache=False)
+        loss = self.model.loss_function(outputs.logits, inputs["labels"])
+        return (loss, outputs) if return_outputs else loss
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
+        # Trainer: the Trainer itself logs only a mean over several steps.
         self.guide.loss += loss
         return loss
 
@@ -730,7 +597,7 @@ class GuideCallback(transformers.TrainerCallback):
             self.interval_start = state.global_step, time.perf_counter()
             self.interval_ended = False
         self.stop, self.loss = next(self.stops), torch.zeros((), device=self.args.device)
-        torch.manual_seed(mix(self.args.seed, state.global_step + 1, dist.get_rank()))
+        torch.manual_seed(hash_of(self.args.seed, state.global_step + 1, dist.get_rank()))
 
     def on_step_end(self, _, state, control, **__):
         control.should_save |= self.stop
@@ -803,9 +670,6 @@ def build_trainer(args, run_dir, guide, model, train_set, held_out):
         kind = DistributedType.MULTI_GPU if uses_fsdp else DistributedType.MULTI_CPU
         kind = DistributedType.DEEPSPEED if zero_settings else kind
         PartialState(cpu=True).distributed_type = kind
-    # Trainer: without loss_type, the Trainer would divide GPT-2's summed loss by the number of all
-    # tokens, including the first token of each sample, which the model does not predict.
-    model.loss_type = "ForCausalLM"
     # Trainer: the Trainer repeats samples to fill an incomplete last batch. If possible, choose a
     # batch size for evaluation that leaves no incomplete batch.
     num_ranks = dist.get_world_size()
@@ -882,8 +746,7 @@ def delete(folder):
     """Delete a folder if it exists; of a symbolic link, delete only the link."""
     if folder.is_symlink():
         folder.unlink()
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(args, partial, folder):
@@ -892,11 +755,10 @@ def publish(args, partial, folder):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    # The folder may hold a checkpoint that could not be read, or the model of an earlier export.
+    # An earlier export may have left a model.
     delete(folder)
     partial.rename(folder)
-    checkpoints = [path for path in sorted(folder.parent.glob("step-????????")) if path <= folder]
-    for checkpoint in checkpoints[: -args.keep_checkpoints]:
+    for checkpoint in sorted(folder.parent.glob("step-????????"))[: -args.keep_checkpoints]:
         # Rename a checkpoint before deleting it, so that a kill leaves no half-deleted checkpoint.
         delete(checkpoint.rename(partial))
 
@@ -917,31 +779,29 @@ def load_checkpoint(args, run_dir):
 
     trainer.train() loads the checkpoint later.
     """
-    candidates = [max((run_dir / "checkpoints").glob("step-????????"), default=None)]
-    # DDP: all ranks use the checkpoint that rank 0 has found.
-    dist.broadcast_object_list(candidates, group=patient_group())
-    checkpoint = candidates[0]
+    checkpoint = max((run_dir / "checkpoints").glob("step-????????"), default=None)
+    # DDP: all ranks load the checkpoint that rank 0 has found.
+    found = [checkpoint]
+    dist.broadcast_object_list(found, group=patient_group())
+    checkpoint = found[0]
     if checkpoint is None:
         return None, 0
-    saved_args = json.loads((checkpoint / "args.json").read_text())
-    compare_args(args, saved_args, checkpoint)
-    args.wandb_id = saved_args["wandb_id"]
+    compare_args(args, json.loads((checkpoint / "args.json").read_text()), checkpoint)
     print(f"continuing from {checkpoint}")
     return checkpoint, int(checkpoint.name.removeprefix("step-"))
 
 
 def compare_args(args, saved_args, checkpoint):
     """Stop if an argument that must stay the same has changed; print all other changes."""
+    args.wandb_id = saved_args["wandb_id"]
     args.skip_steps = args.skip_steps or saved_args.get("skip_steps", 0)
-    must_match = ["model_name", "config", "num_weights", "dataset_fingerprint"]
-    must_match += ["seq_length", "global_batch_size", "seed"]
-    for name, value in vars(args).items():
-        if name == "wandb_id" or value == saved_args.get(name):
-            continue
-        change = f"{checkpoint}: {name} was {saved_args.get(name)}, is now {value}"
-        if name in must_match:
-            fail(f"{change}; choose a different --experiment-name")
-        print(change)
+    fixed = ["model_fingerprint", "dataset_fingerprint", "seq_length", "global_batch_size", "seed"]
+    for name, saved_value in saved_args.items():
+        if (value := getattr(args, name, saved_value)) != saved_value:
+            change = f"{checkpoint}: {name} was {saved_value}, is now {value}"
+            if name in fixed:
+                fail(f"{change}; choose a different --experiment-name")
+            print(change)
 
 
 def export_model(args, run_dir, trainer, tokenizer):
@@ -966,77 +826,53 @@ def export_model(args, run_dir, trainer, tokenizer):
 
 # ---- main ------------------------------------------------------------------------------------
 # Peak bf16 TFLOP/s without sparsity, from the vendors' data sheets.
-PEAK_TFLOPS = {
-    312: ["A100-SXM4-40GB", "A100-SXM4-80GB", "A100-PCIE-40GB", "A100 80GB PCIe"],
-    362: ["L40S"],
-    756: ["H100 PCIe"],
-    835: ["H100 NVL", "H200 NVL"],
-    989: ["H100 80GB HBM3", "H200", "GH200 480GB"],
-    1307: ["AMD Instinct MI300X"],
-    2250: ["B200", "B300 SXM6 AC"],
-    2500: ["GB200", "GB300"],
-}
-PEAK_FLOPS = {name: peak * 1e12 for peak, names in PEAK_TFLOPS.items() for name in names}
+PEAK_TFLOPS = {"A100-SXM4-80GB": 312, "H100 80GB HBM3": 989, "H200": 989, "B200": 2250}
+PEAK_TFLOPS |= {"L40S": 362, "H100 PCIe": 756, "GH200 480GB": 989, "AMD Instinct MI300X": 1307}
 
 
 def mfu(args, model, tokens_per_second):
     """Return the model FLOPs utilization (PaLM, appendix B, arxiv.org/abs/2204.02311).
 
-    Return None if the speed is unknown, if PEAK_FLOPS does not list the device, or if the precision
-    is not bf16.
+    Return None if the speed is unknown, if PEAK_TFLOPS does not list the device, or if the
+    precision is not bf16.
     """
     device_name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    peak = PEAK_FLOPS.get(device_name.removeprefix("NVIDIA "))
+    peak = PEAK_TFLOPS.get(device_name.removeprefix("NVIDIA "))
     if peak is None or tokens_per_second is None or args.precision != "bf16":
         return None
-    modules = [model.get_output_embeddings(), *layers_of(model)]
-    weights = [item for module in modules for item in module.named_parameters()]
-    # ZeRO: stage 3 empties the tensor of each weight, and stores the weight's shape in ds_shape.
-    shapes = [(name, getattr(weight, "ds_shape", weight.shape)) for name, weight in weights]
-    num_weights = sum(num_active(model.config, *item) for item in shapes)
     config, heads = model.config, model.config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    flops_per_token = 6 * num_weights + 12 * config.num_hidden_layers * width * args.seq_length
-    return tokens_per_second * flops_per_token / (peak * dist.get_world_size())
-
-
-def num_active(config, name, shape):
-    """Return the number of values in a weight that a token uses; it uses only a few experts."""
-    # transformers stacks the experts of a layer into weights of the shape [experts, ...].
-    is_stacked = "experts" in name.split(".") and len(shape) > 1
-    # Families name the number of experts that a token uses differently.
-    names = ("num_experts_per_tok", "moe_topk", "moe_k")
-    used = [getattr(config, key) for key in names if getattr(config, key, None)]
-    return math.prod((used[0], *shape[1:]) if is_stacked else shape)
+    flops_per_token = 12 * config.num_hidden_layers * width * args.seq_length
+    # A token uses only a few of a layer's experts, which transformers stacks into one weight.
+    num_used = getattr(config, "num_experts_per_tok", None) or 1
+    for module in [model.get_output_embeddings(), *layers_of(model)]:
+        for name, weight in module.named_parameters():
+            # ZeRO: stage 3 empties the tensor of each weight, and stores its shape in ds_shape.
+            shape = getattr(weight, "ds_shape", weight.shape)
+            is_stacked = "experts" in name.split(".") and len(shape) > 1
+            flops_per_token += 6 * shape.numel() * (num_used / shape[0] if is_stacked else 1)
+    return tokens_per_second * flops_per_token / (peak * 1e12 * dist.get_world_size())
 
 
 def measure(args, model, train_set, step, loss, logs, interval_start):
     """Return the metrics of `step`; loss.item() makes the host wait for the device."""
     dist.all_reduce(loss, dist.ReduceOp.AVG)
-    epoch, *_ = train_set.place_of(end_of(args, step) - 1)
+    epoch = (position_of(args, step + 1) - 1) // train_set.starts[-1]
     row = {"step": step, "epoch": epoch, "loss": loss.item(), "grad_norm": logs["grad_norm"]}
     start_step, start_time = interval_start
     tokens = (step - start_step) * args.global_batch_size * args.seq_length
     speed = tokens / (time.perf_counter() - start_time) if start_time else None
     # On Linux, the unit of ru_maxrss is KiB.
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if args.device == "cuda":
-        memory = torch.cuda.max_memory_allocated()
-    row |= {"lr": logs["learning_rate"], "tokens_per_second": speed}
-    row |= {"mfu": mfu(args, model, speed)}
+    host_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    memory = torch.cuda.max_memory_allocated() if args.device == "cuda" else host_memory
+    row |= {"lr": logs["learning_rate"], "tokens_per_second": speed, "mfu": mfu(args, model, speed)}
     return row | {"peak_memory_gib": memory / 2**30}
 
 
 def start_tracking(args, run_dir):
     """Start a wandb run, or continue the wandb run whose id is in the checkpoint."""
-    wandb_run = wandb.init(
-        id=args.wandb_id,
-        name=args.experiment_name,
-        config=vars(args),
-        dir=run_dir,
-        mode=args.wandb if dist.get_rank() == 0 else "disabled",
-        resume="allow",
-    )
+    options = {"id": args.wandb_id, "name": args.experiment_name, "resume": "allow"}
+    wandb_run = wandb.init(config=vars(args), dir=run_dir, mode=args.wandb, **options)
     # Plot each metric against the "step" in its row. By default, wandb numbers the rows itself, so
     # steps that a resume repeats would look like new steps.
     wandb_run.define_metric("*", step_metric="step")
@@ -1050,16 +886,11 @@ def log(run_dir, wandb_run, row):
     """
     if dist.get_rank() != 0:
         return
-    with open(run_dir / "metrics.jsonl", "ab+") as file:
-        # A kill or a full disk may have cut the last row short. If so, begin a new line.
-        file.seek(max(0, file.tell() - 1))
-        separator = b"" if file.read() in (b"", b"\n") else b"\n"
-        file.write(separator + json.dumps(row).encode() + b"\n")
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
     wandb_run.log(row)
-    # Keep training if the terminal has been closed.
-    with suppress(OSError):
-        known = {name: value for name, value in row.items() if value is not None}
-        tqdm.write("  ".join(f"{name} {value:,.6g}" for name, value in known.items()))
+    known = {name: value for name, value in row.items() if value is not None}
+    tqdm.write("  ".join(f"{name} {value:,.6g}" for name, value in known.items()))
 
 
 @record
@@ -1069,16 +900,10 @@ def main():
     _, run_dir = setup(args)
     tokenizer, config = build_tokenizer_and_config(args)
     train_set, held_out = build_data(args, tokenizer)
-    first = train_set.pieces[0]
-    args.dataset_fingerprint = mix(len(first), first[:: 1 + len(first) // 100].tolist())
     model = build_model(args, config)
-    if dist.get_rank() == 0:
-        check_forward(args, model, torch.device("cpu"))
-    args.num_weights = model.num_parameters()
+    check_causal(args, model, torch.device("cpu"))
     checkpoint, start = load_checkpoint(args, run_dir)
-    if start > args.num_steps:
-        fail(f"--num-steps {args.num_steps}: {run_dir} has a checkpoint of step {start} already")
-    if start == args.num_steps and (run_dir / f"finished-{start}").exists():
+    if start >= args.num_steps and (run_dir / f"finished-{start}").exists():
         print(f"{run_dir} is already finished, at step {start}")
         return
 

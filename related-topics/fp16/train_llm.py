@@ -72,8 +72,12 @@ def parse_args():
     add("--seed", type=int, default=0, help="seed for weights, data order and dropout")
 
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
-    precisions = ["auto", "bf16", "fp32", "fp16"]
-    add("--precision", choices=precisions, default="auto", help="auto: bf16 if fast")
+    add(
+        "--precision",
+        choices=["auto", "bf16", "fp32", "fp16"],
+        default="auto",
+        help="auto: bf16 if fast",
+    )
     add("--compile", action="store_true", help="compile the layers and the loss")
     add("--init-scale", type=float, default=2.0**16, help="initial loss scale in fp16")
 

@@ -48,7 +48,7 @@ OWN_SETTINGS = {
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
     "plbart": {"encoder_attention_heads": 2, "decoder_attention_heads": 2},
-    "reformer": {"is_decoder": True, "axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16]},
+    "reformer": {"is_decoder": True, "axial_pos_shape": [4, 8], "axial_pos_embds_dim": [16, 16]},
     "whisper": {"encoder_attention_heads": 2, "decoder_attention_heads": 2},
     "xlnet": {"d_head": 16},
     "xlstm": {"embedding_dim": 32},
