@@ -320,7 +320,7 @@ def build_tokenizer_and_config(args):
     # A tokenizer may leave out numbers, so its highest token id may be above its number of tokens.
     if (highest_id := max(tokenizer.get_vocab().values())) >= config.vocab_size:
         fail(f"--model-name {args.model_name}: found no embedding for token id {highest_id}")
-    args.model_fingerprint = hash_of(config.to_diff_dict() | {"transformers_version": None})
+    args.config_fingerprint = hash_of(config.to_diff_dict() | {"transformers_version": None})
     return tokenizer, config
 
 
@@ -454,7 +454,7 @@ def build_data(args, tokenizer):
     pieces = pieces_of(args, tokenizer)
     piece = next(pieces, torch.empty(0, args.seq_length))
     if len(piece) <= args.eval_samples:
-        fail(f"--eval-samples {args.eval_samples}: the text has only {len(piece)} samples")
+        fail(f"--eval-samples {args.eval_samples}: there are only {len(piece)} samples")
     piece, held_out = piece.tensor_split([-args.eval_samples])
     args.dataset_fingerprint = hash_of(len(piece), piece[:: 1 + len(piece) // 100].tolist())
     return Samples(args.seed, piece, pieces), held_out
@@ -673,7 +673,7 @@ def publish(args, partial, folder):
     # An earlier export may have left a model.
     delete(folder)
     partial.rename(folder)
-    # FSDP: keep a later checkpoint that could not be read, but do not count it.
+    # FSDP: a later checkpoint could not be read. Keep it, but do not count it.
     checkpoints = [path for path in sorted(folder.parent.glob("step-????????")) if path <= folder]
     for checkpoint in checkpoints[: -args.keep_checkpoints]:
         # Rename a checkpoint before deleting it, so that a kill leaves no half-deleted checkpoint.
@@ -744,7 +744,7 @@ def load_checkpoint(args, run_dir, model, optimizer):
             continue
         print(f"continuing from {checkpoint}")
         return int(checkpoint.name.removeprefix("step-"))
-    if checkpoints:
+    if candidates[0]:
         fail(f"{run_dir}: cannot read its checkpoints; choose a different --experiment-name")
     return 0
 
@@ -753,7 +753,7 @@ def compare_args(args, saved_args, checkpoint):
     """Stop if an argument that must stay the same has changed; print all other changes."""
     args.wandb_id = saved_args["wandb_id"]
     args.skip_steps = args.skip_steps or saved_args.get("skip_steps", 0)
-    fixed = ["model_fingerprint", "dataset_fingerprint", "seq_length", "global_batch_size", "seed"]
+    fixed = ["config_fingerprint", "dataset_fingerprint", "seq_length", "global_batch_size", "seed"]
     for name, saved_value in saved_args.items():
         if (value := getattr(args, name, saved_value)) != saved_value:
             change = f"{checkpoint}: {name} was {saved_value}, is now {value}"

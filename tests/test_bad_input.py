@@ -37,7 +37,7 @@ CASES = {
     "missing file": ("-d nosuch.txt", "--dataset-name nosuch.txt: "),
     "text file": ("-d {files}/text.txt", "prepare it: python preparing-data/prepare.py -m tiny -o"),
     "no folder": ("-d nosuch.tokens", "--dataset-name nosuch.tokens: no index.json; write it with"),
-    "no sample": ("--eval-samples 99999", "--eval-samples 99999: the text has only "),
+    "no sample": ("--eval-samples 99999", "--eval-samples 99999: there are only "),
 }
 
 
@@ -55,8 +55,8 @@ def test_mistake_costs_one_line_and_no_file(files, tmp_path):
 RESUMED = [
     ("--seed 1", "seed was 0, is now 1"),
     ("-d {other}", "dataset_fingerprint was "),
-    ("-m {models}/gpt2", "model_fingerprint was "),
-    ("--config rms_norm_eps=1e-3", "model_fingerprint was "),
+    ("-m {models}/gpt2", "config_fingerprint was "),
+    ("--config rms_norm_eps=1e-3", "config_fingerprint was "),
 ]
 # The checkpoints of the other chapter have a different format.
 UNREADABLE = {

@@ -86,7 +86,7 @@ FAULTS += [slow("positions do not restart", "gpt2"), slow("mask hides the window
 
 
 def faulty_functions(chapter, fault):
-    """Return the functions that give a step this fault, by the object and name that they replace."""
+    """Return the functions that give a step this fault, by what they replace."""
     loss_of, sample_at = chapter.loss_of, chapter.Samples.__getitem__
 
     def full_mask(is_first):

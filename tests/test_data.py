@@ -153,7 +153,7 @@ def test_blank_lines_separate_documents_in_a_dataset_of_text_files(hub, tmp_path
 UNUSABLE = {
     "null": ([None], {}, "--text-column text: a row has no text; prepare.py can skip it"),
     "column": (["b"], {"text_column": "body"}, "--text-column body: some/texts has text"),
-    "short": (["b"], {}, "--eval-samples 5: the text has only 0 samples"),
+    "short": (["b"], {}, "--eval-samples 5: there are only 0 samples"),
 }
 
 

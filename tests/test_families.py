@@ -102,7 +102,8 @@ def test_only_plain_causal_attention_needs_no_mask(load, kind, settings, is_need
     ("kind", "settings"),
     [
         ("bert", {}),
-        ("roc_bert", {}),  # of all families, its early logits depend the least on later tokens
+        # The early logits of RoCBert depend less on later tokens than those of all other families.
+        ("roc_bert", {}),
         ("gemma3_text", {"use_bidirectional_attention": True}),
         ("llama", {"is_causal": False}),
     ],

@@ -116,8 +116,8 @@ def test_broken_checkpoint_stops_the_run_until_it_is_moved_away(
     broken = tmp_path / "run/checkpoints/step-00000012"
     content = (broken / "state.pt").read_bytes()
     job = chapter, [*ARGS, "--save-dir", tmp_path, "-e", "run"]
-    for rest in (content[: len(content) // 2], b""):
-        (broken / "state.pt").write_bytes(rest)
+    for damaged in (content[: len(content) // 2], b""):
+        (broken / "state.pt").write_bytes(damaged)
         [ranks] = run_jobs(num_ranks, [job], tmp_path / "jobs")
         check_user_error(ranks[0], f"{broken}: cannot read it, so move it away to use an older one")
         assert [rank["status"] for rank in ranks] == [2] * num_ranks

@@ -362,7 +362,7 @@ def build_tokenizer_and_config(args):
     # A tokenizer may leave out numbers, so its highest token id may be above its number of tokens.
     if (highest_id := max(tokenizer.get_vocab().values())) >= config.vocab_size:
         fail(f"--model-name {args.model_name}: found no embedding for token id {highest_id}")
-    args.model_fingerprint = hash_of(config.to_diff_dict() | {"transformers_version": None})
+    args.config_fingerprint = hash_of(config.to_diff_dict() | {"transformers_version": None})
     return tokenizer, config
 
 
@@ -386,7 +386,7 @@ def build_model(args, config):
     model.loss_function = functools.partial(chunked_loss, head)
 
     # In every forward pass, transformers asks the device whether samples hold several packed
-    # sequences, and the host has to wait for the answer. Here, the answer is always yes.
+    # sequences, and the host has to wait for the answer. number_documents() needs no wait.
     masking_utils.find_packed_sequence_indices = number_documents
 
     # Wrap the layers for recomputation before they are compiled and sharded.
@@ -408,8 +408,8 @@ def build_model(args, config):
 
 def check_causal(args, model, device):
     """Stop if a token attends to later tokens or to another conversation."""
-    # Each sequence has two documents of 8 tokens. The sequences differ from the first one in the
-    # document before, or in the last tokens, which the tokens in between must not see.
+    # Each sequence has two documents of 8 tokens. The second sequence has a new first document, and
+    # the third one has new last tokens. Tokens 8 to 11 must see neither change.
     batch = torch.arange(16, device=device).repeat(3, 1)
     batch[1, :8] = 0
     batch[2, 12:] = 0
@@ -993,8 +993,8 @@ def loss_of(args, model, batch):
 def inputs_that_separate(is_first):
     """Return the inputs that keep documents apart; `is_first` marks where each of them begins.
 
-    In every document, positions start at 0. transformers sees in the positions where a document
-    begins, and builds masks in which a token attends only to tokens of its document.
+    In every document, positions start at 0. From the positions, transformers sees where a document
+    begins, and masks the tokens of all other documents.
     """
     positions = torch.arange(is_first.shape[1], device=is_first.device)
     starts = (positions * is_first).cummax(1).values
@@ -1002,7 +1002,7 @@ def inputs_that_separate(is_first):
 
 
 def number_documents(position_ids):
-    """Number the documents of each sample by their positions, as transformers' masks need it."""
+    """Return the number of each token's document, counted from 0 in each sample."""
     return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(1)
 
 
@@ -1095,7 +1095,7 @@ def publish(args, partial, folder):
     # An earlier export may have left a model.
     delete(folder)
     partial.rename(folder)
-    # FSDP: keep a later checkpoint that could not be read, but do not count it.
+    # FSDP: a later checkpoint could not be read. Keep it, but do not count it.
     checkpoints = [path for path in sorted(folder.parent.glob("step-????????")) if path <= folder]
     for checkpoint in checkpoints[: -args.keep_checkpoints]:
         # Rename a checkpoint before deleting it, so that a kill leaves no half-deleted checkpoint.
@@ -1198,7 +1198,7 @@ def load_checkpoint(args, run_dir, model, optimizer):
             continue
         print(f"continuing from {checkpoint}")
         return int(checkpoint.name.removeprefix("step-"))
-    if checkpoints:
+    if candidates[0]:
         fail(f"{run_dir}: cannot read its checkpoints; choose a different --experiment-name")
     return 0
 
@@ -1207,7 +1207,7 @@ def compare_args(args, saved_args, checkpoint):
     """Stop if an argument that must stay the same has changed; print all other changes."""
     args.wandb_id = saved_args["wandb_id"]
     args.skip_steps = args.skip_steps or saved_args.get("skip_steps", 0)
-    fixed = ["model_fingerprint", "dataset_fingerprint", "seq_length", "global_batch_size", "seed"]
+    fixed = ["config_fingerprint", "dataset_fingerprint", "seq_length", "global_batch_size", "seed"]
     for name, saved_value in saved_args.items():
         if (value := getattr(args, name, saved_value)) != saved_value:
             change = f"{checkpoint}: {name} was {saved_value}, is now {value}"
