@@ -22,6 +22,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "COLUMNS": "100",
     "DS_ACCELERATOR": "cpu",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}",
 }
 # The needs of the blocks that a reader types into the practice cluster begin with these words.
