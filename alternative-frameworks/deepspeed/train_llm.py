@@ -709,6 +709,8 @@ def load_checkpoint(args, run_dir, engine):
     except Exception as error:
         # Reading a damaged file can raise almost any type of exception.
         fail(f"{checkpoint}: cannot read it, so move it away to use an older one: {error!r:.200}")
+    # ZeRO: each rank reads its own files, so wait until all ranks have read theirs.
+    wait_for_all()
     # Take the moments from the checkpoint, and the hyperparameters from the command line.
     for group, settings in zip(engine.optimizer.param_groups, param_groups, strict=True):
         group.update(settings, params=group["params"])
