@@ -24,7 +24,7 @@ import socket
 import sys
 import time
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -102,7 +102,8 @@ def parse_args():
 
     args = parser.parse_args()
     if args.device == "auto":
-        # If a GPU is broken, this run must not continue on the CPU.
+        # The driver creates /dev/nvidiactl, even if torch cannot use the GPU. A run with a broken
+        # GPU must not continue on the CPU.
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
         has_gpu = torch.cuda.is_available() or (os.path.exists("/dev/nvidiactl") and not hidden)
         args.device = "cuda" if has_gpu else "cpu"
@@ -174,8 +175,7 @@ def adopt_launcher():
     """Set torchrun's variables from the variables of the launcher that started this rank."""
     for names in LAUNCHER_VARIABLES.values():
         if all(name in os.environ for name in names):
-            values = [os.environ[name] for name in names]
-            os.environ |= zip(LAUNCHER_VARIABLES["torchrun"], values, strict=True)
+            os.environ |= zip(LAUNCHER_VARIABLES["torchrun"], map(os.getenv, names), strict=True)
             break
     if "SLURM_STEP_NODELIST" in os.environ:
         # srun: rank 0 runs on the first node of the list. The list gpu[03-07,12] starts with gpu03.
@@ -193,7 +193,7 @@ def setup(args):
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     sys.stdout.reconfigure(line_buffering=True)
-    # Autocast does not know grouped_mm, which multiplies tokens by the weights of their experts.
+    # Let autocast run grouped_mm, which multiplies tokens by the weights of their experts, in bf16.
     for name in ("aten::_grouped_mm", "transformers::grouped_mm_fallback"):
         torch.library.register_autocast(name, args.device, torch.bfloat16)
     run_dir = Path(args.save_dir, args.experiment_name)
@@ -300,9 +300,6 @@ def stop_requests(run_dir):
         yield stop
         exchange.wait()
         stop = bool(any_requested)
-        # Printing to a closed terminal would end this rank before it saves.
-        if signal.SIGHUP in received:
-            sys.stdout = open(os.devnull, "w")
 
 
 def fail(message):
@@ -316,7 +313,7 @@ def fail(message):
 
 
 def hash_of(*values):
-    """Hash numbers and texts, in their order, into 64 bits."""
+    """Hash the values, in their order, into 64 bits."""
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little")
 
 
@@ -395,10 +392,10 @@ def load_pretrained(args, config):
     except Exception as error:
         # Each kind of damaged file raises a different type of exception.
         fail(f"--pretrained: cannot read the safetensors files of {name}: {error!r:.300}")
-    # Otherwise, transformers would train a missing weight from random values.
+    # Otherwise, a missing weight would start with random values.
     if missing := loading["missing_keys"]:
         fail(f"--pretrained: the files of {name} lack {min(missing)} ({len(missing)} weights)")
-    return model
+    return model.train()
 
 
 def check_causal(args, model, device):
@@ -460,7 +457,7 @@ def lr_at(args, step):
 # ---- data ------------------------------------------------------------------------------------
 @rank_first()
 def build_data(args, tokenizer):
-    """Return the training samples and the held-out samples, a [samples, seq_length] tensor."""
+    """Return the training samples, and a [samples, seq_length] tensor of held-out samples."""
     pieces = pieces_of(args, tokenizer)
     piece = next(pieces, torch.empty(0, args.seq_length))
     if len(piece) <= args.eval_samples:
@@ -471,17 +468,18 @@ def build_data(args, tokenizer):
 
 
 class Samples:
-    """An endless sequence of training samples, which repeats all samples in each epoch.
+    """An endless sequence of training samples: each epoch has every sample once.
 
     The samples come in pieces. Each piece is shuffled on its own, differently in each epoch.
     """
 
     def __init__(self, seed, first_piece, later_pieces):
         self.seed, self.pieces, self.later_pieces = seed, [first_piece], later_pieces
-        # Where each piece begins in an epoch, and where the last one ends.
+        # The positions in an epoch at which the pieces begin, and the end of the last piece.
         self.starts = [0, len(first_piece)]
 
     def __getitem__(self, position):
+        # Take pieces until one of them holds this position, or until no more pieces come.
         while position >= self.starts[-1] and (piece := next(self.later_pieces, None)) is not None:
             self.pieces.append(piece)
             self.starts.append(self.starts[-1] + len(piece))
@@ -494,7 +492,7 @@ class Samples:
 
 @functools.lru_cache(maxsize=2)
 def random_order(seed, shuffle, num_samples):
-    """Return the order of the samples of a piece in one of its shuffles."""
+    """Return a random order of the samples of a piece, different for each `shuffle`."""
     generator = torch.Generator().manual_seed(hash_of(seed, shuffle))
     return torch.randperm(num_samples, generator=generator).numpy()
 
@@ -511,7 +509,7 @@ def pieces_of(args, tokenizer):
     vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id])
     if index["tokenizer"] != hashlib.sha256(vocabulary.encode()).hexdigest()[:16]:
         fail(f"--dataset-name {folder}: was prepared with a different tokenizer")
-    # Part k of n writes the pieces k, k + n, k + 2n, ... until it has ended.
+    # A process of prepare.py writes part k of n: the pieces k, k + n, k + 2n, ... until it ends.
     number, num_ended, num_parts = 0, 0, index["parts"]
     while num_ended < num_parts:
         path, part = folder / f"{number:06}.tokens", folder / f"part-{number % num_parts}.json"
@@ -535,12 +533,13 @@ def map_samples(path, dtype, seq_length):
 def token_file(args, tokenizer):
     """Tokenize all documents into one int32 file, unless it exists; return the file's path."""
     documents = load_documents(args)
-    # If a text quotes a control token, such as </s>, split it into ordinary tokens.
+    # Split a control token that a text quotes, such as </s>, into ordinary tokens.
     options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     key = Hasher.hash([documents.cache_files, args.text_column, tokenizer, options])
     path = Path(datasets.config.HF_DATASETS_CACHE, f"{key}.tokens")
     if path.exists():
         return path
+    # Two runs may write this file at the same time, so add a random id to the temporary name.
     partial = path.with_suffix(f".{args.wandb_id}")
     with open(partial, "wb") as file:
         for batch in tqdm(documents.iter(1000), "tokenizing", disable=None):
@@ -562,7 +561,7 @@ def load_documents(args):
     load = functools.partial(datasets.load_dataset, name, args.dataset_subset, split="train")
     try:
         documents = load()
-        # In text files, blank lines separate documents.
+        # Load text files again, because blank lines separate their documents.
         if documents.builder_name == "text":
             documents = load(sample_by="paragraph")
     except Exception as error:
@@ -579,7 +578,7 @@ def batch_at(args, train_set, step, micro_step, device):
     size = args.micro_batch_size * num_data_ranks
     start = position_of(args, step) + micro_step * size
     positions = range(start + data_rank, start + size, num_data_ranks)
-    # DDP: wait for the pieces of the entire step here, because a collective cannot wait for long.
+    # DDP: wait for the piece of the step's last sample, because a collective cannot wait for long.
     _ = train_set[position_of(args, step + 1) - 1]
     batch = torch.stack([train_set[position] for position in positions]).long()
     return batch.pin_memory().to(device, non_blocking=True) if args.device == "cuda" else batch
@@ -661,7 +660,7 @@ def publish(args, partial, folder):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    # An earlier export may have left a model.
+    # The folder may hold the model of an earlier export.
     delete(folder)
     partial.rename(folder)
     for checkpoint in sorted(folder.parent.glob("step-????????"))[: -args.keep_checkpoints]:
@@ -818,7 +817,9 @@ def log(run_dir, wandb_run, row):
         file.write(json.dumps(row) + "\n")
     wandb_run.log(row)
     known = {name: value for name, value in row.items() if value is not None}
-    tqdm.write("  ".join(f"{name} {value:,.6g}" for name, value in known.items()))
+    # Printing to a closed terminal must not end this rank before it saves.
+    with suppress(OSError):
+        tqdm.write("  ".join(f"{name} {value:,.6g}" for name, value in known.items()))
 
 
 @record

@@ -148,7 +148,8 @@ def parse_args():
     parser.set_defaults(dataset_name="letters", text_column="messages", lr=2e-4)
     args = parser.parse_args()
     if args.device == "auto":
-        # If a GPU is broken, this run must not continue on the CPU.
+        # The driver creates /dev/nvidiactl, even if torch cannot use the GPU. A run with a broken
+        # GPU must not continue on the CPU.
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
         has_gpu = torch.cuda.is_available() or (os.path.exists("/dev/nvidiactl") and not hidden)
         args.device = "cuda" if has_gpu else "cpu"
@@ -189,8 +190,7 @@ def adopt_launcher():
     """Set torchrun's variables from the variables of the launcher that started this rank."""
     for names in LAUNCHER_VARIABLES.values():
         if all(name in os.environ for name in names):
-            values = [os.environ[name] for name in names]
-            os.environ |= zip(LAUNCHER_VARIABLES["torchrun"], values, strict=True)
+            os.environ |= zip(LAUNCHER_VARIABLES["torchrun"], map(os.getenv, names), strict=True)
             break
     if "SLURM_STEP_NODELIST" in os.environ:
         # srun: rank 0 runs on the first node of the list. The list gpu[03-07,12] starts with gpu03.
@@ -313,9 +313,6 @@ def stop_requests(run_dir):
         yield stop
         exchange.wait()
         stop = bool(any_requested)
-        # Printing to a closed terminal would end this rank before it saves.
-        if signal.SIGHUP in received:
-            sys.stdout = open(os.devnull, "w")
 
 
 def fail(message):
@@ -329,7 +326,7 @@ def fail(message):
 
 
 def hash_of(*values):
-    """Hash numbers and texts, in their order, into 64 bits."""
+    """Hash the values, in their order, into 64 bits."""
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little")
 
 
@@ -715,7 +712,7 @@ def lr_at(args, step):
 # ---- data ------------------------------------------------------------------------------------
 @rank_first()
 def build_data(args, tokenizer):
-    """Return the training samples and the held-out samples, a [samples, seq_length] tensor."""
+    """Return the training samples, and a [samples, seq_length] tensor of held-out samples."""
     pieces = pieces_of(args, tokenizer)
     piece = next(pieces, torch.empty(0, args.seq_length))
     if len(piece) <= args.eval_samples:
@@ -728,17 +725,18 @@ def build_data(args, tokenizer):
 
 
 class Samples:
-    """An endless sequence of training samples, which repeats all samples in each epoch.
+    """An endless sequence of training samples: each epoch has every sample once.
 
     The samples come in pieces. Each piece is shuffled on its own, differently in each epoch.
     """
 
     def __init__(self, seed, first_piece, later_pieces):
         self.seed, self.pieces, self.later_pieces = seed, [first_piece], later_pieces
-        # Where each piece begins in an epoch, and where the last one ends.
+        # The positions in an epoch at which the pieces begin, and the end of the last piece.
         self.starts = [0, len(first_piece)]
 
     def __getitem__(self, position):
+        # Take pieces until one of them holds this position, or until no more pieces come.
         while position >= self.starts[-1] and (piece := next(self.later_pieces, None)) is not None:
             self.pieces.append(piece)
             self.starts.append(self.starts[-1] + len(piece))
@@ -751,7 +749,7 @@ class Samples:
 
 @functools.lru_cache(maxsize=2)
 def random_order(seed, shuffle, num_samples):
-    """Return the order of the samples of a piece in one of its shuffles."""
+    """Return a random order of the samples of a piece, different for each `shuffle`."""
     generator = torch.Generator().manual_seed(hash_of(seed, shuffle))
     return torch.randperm(num_samples, generator=generator).numpy()
 
@@ -768,7 +766,7 @@ def pieces_of(args, tokenizer):
     vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id])
     if index["tokenizer"] != hashlib.sha256(vocabulary.encode()).hexdigest()[:16]:
         fail(f"--dataset-name {folder}: was prepared with a different tokenizer")
-    # Part k of n writes the pieces k, k + n, k + 2n, ... until it has ended.
+    # A process of prepare.py writes part k of n: the pieces k, k + n, k + 2n, ... until it ends.
     number, num_ended, num_parts = 0, 0, index["parts"]
     while num_ended < num_parts:
         path, part = folder / f"{number:06}.tokens", folder / f"part-{number % num_parts}.json"
@@ -997,7 +995,7 @@ def batch_at(args, train_set, step, micro_step, device):
     size = args.micro_batch_size * num_data_ranks
     start = position_of(args, step) + micro_step * size
     positions = range(start + data_rank, start + size, num_data_ranks)
-    # DDP: wait for the pieces of the entire step here, because a collective cannot wait for long.
+    # DDP: wait for the piece of the step's last sample, because a collective cannot wait for long.
     _ = train_set[position_of(args, step + 1) - 1]
     batch = torch.stack([train_set[position] for position in positions]).long()
     return batch.pin_memory().to(device, non_blocking=True) if args.device == "cuda" else batch
@@ -1131,7 +1129,7 @@ def publish(args, partial, folder):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    # An earlier export may have left a model.
+    # The folder may hold the model of an earlier export.
     delete(folder)
     partial.rename(folder)
     # FSDP: a later checkpoint could not be read. Keep it, but do not count it.
@@ -1418,7 +1416,9 @@ def log(run_dir, wandb_run, row):
         file.write(json.dumps(row) + "\n")
     wandb_run.log(row)
     known = {name: value for name, value in row.items() if value is not None}
-    tqdm.write("  ".join(f"{name} {value:,.6g}" for name, value in known.items()))
+    # Printing to a closed terminal must not end this rank before it saves.
+    with suppress(OSError):
+        tqdm.write("  ".join(f"{name} {value:,.6g}" for name, value in known.items()))
 
 
 @record
