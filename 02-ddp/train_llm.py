@@ -344,7 +344,7 @@ class Samples:
 
     def __init__(self, seed, first_piece, later_pieces):
         self.seed, self.pieces, self.later_pieces = seed, [first_piece], later_pieces
-        # The positions in an epoch at which the pieces begin, and the end of the last piece.
+        # Where each piece begins in an epoch, and where the last one ends.
         self.starts = [0, len(first_piece)]
 
     def __getitem__(self, position):
