@@ -184,7 +184,7 @@ def test_made_fault_gets_its_verdict(case, tmp_path, record):
     if case.fault == "corrupt-checkpoint":
         with started(case, tmp_path, words) as process:
             assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()
-        words, first_sign = words[2:], "cannot be read"
+        words, first_sign = words[2:], "cannot read it"
     with started(case, tmp_path, words):
         row = verdict_on(case, tmp_path, first_sign)
     culprits = [case.rank] if case.ranks is None else list(case.ranks)
