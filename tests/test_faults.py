@@ -81,7 +81,7 @@ CASES = [
     Case("same-data", TRAIN, 1, "same-data", ranks=(0, 1)),
     Case("loss-spike", TRAIN, 1, "loss-spike"),
     # All ranks read the checkpoint, so the verdict names no rank.
-    Case("corrupt-checkpoint", DDP, 0, "corrupt-checkpoint", ranks=(), flags=RESUME),
+    Case("corrupt-checkpoint", DDP, 0, "corrupt-checkpoint", flags=RESUME),
 ]
 HEALTHY_CASES = [Case("healthy", script, 0, "healthy") for script in (STRANGER, DDP, FSDP)]
 
