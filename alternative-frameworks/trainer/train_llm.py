@@ -539,7 +539,7 @@ class OrderedSamples(torch.utils.data.Dataset):
 
     def __getitem__(self, position):
         step = 1 + position // self.args.global_batch_size
-        # DDP: wait for the pieces of the entire step here, because a collective cannot wait for
+        # DDP: wait for the piece of the step's last sample, because a collective cannot wait for
         # long.
         _ = self.samples[position_of(self.args, step + 1) - 1]
         # With --skip-steps, the first sample of the run is not at position 0.
