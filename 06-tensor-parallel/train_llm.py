@@ -1268,8 +1268,8 @@ def mfu(args, model, tokens_per_second):
     peak = PEAK_TFLOPS.get(device_name.removeprefix("NVIDIA "))
     if peak is None or tokens_per_second is None or args.precision != "bf16":
         return None
-    config, heads = model.config, model.config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    config, heads = model.config, getattr(model.config, "num_attention_heads", 0)
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))
     flops_per_token = 12 * config.num_hidden_layers * width * args.seq_length
     # A token uses only a few of a layer's experts, which transformers stacks into one weight.
     num_used = getattr(config, "num_experts_per_tok", None) or 1

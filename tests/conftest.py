@@ -336,6 +336,14 @@ def load():
     return load
 
 
+@pytest.fixture(autouse=True)
+def undo_fp16(monkeypatch):
+    """Undo what the script for fp16 changes in transformers, because plans depend on it."""
+    from transformers.integrations import sdpa_attention
+
+    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", sdpa_attention.use_gqa_in_sdpa)
+
+
 @pytest.fixture(scope="session")
 def chapter(load):
     """Return the script of chapter 01 as a module."""

@@ -5,7 +5,6 @@ import math
 import inject
 import pytest
 import torch
-from transformers.integrations import sdpa_attention
 
 from conftest import SCRIPTS, SHORT, curves_of, difference, metrics, prepare_training, run_or_fail
 from in_process import tensors_of
@@ -15,13 +14,10 @@ FP16 = ["--precision", "fp16"]
 ARGS = [*SHORT, "--config", "num_hidden_layers=1", "--seq-length", 32, "--global-batch-size", 4]
 ARGS += ["--num-steps", 8, "--eval-every", 4, "--checkpoint-every", 4]
 DEVICE = torch.device("cpu")
-USE_GQA = sdpa_attention.use_gqa_in_sdpa
 
 
 @pytest.fixture
-def script(load, one_rank_group, monkeypatch):
-    """Return the script, and undo its change of transformers afterwards."""
-    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", USE_GQA)
+def script(load, one_rank_group):
     return load("fp16")
 
 

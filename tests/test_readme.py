@@ -20,7 +20,15 @@ LIVE = {"06-apart", "data-loading-watch", "diagnosing-hang", "diagnosing-preflig
 # After so many steps at a high learning rate, rounding changes a few of the answers.
 LIVE |= {"conversations-run", "lora-run", "09-balance"}
 MODELS = {"Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"}
-HUB = {*MODELS, "roneneldan/TinyStories", "allenai/c4", "HuggingFaceFW/fineweb-edu"}
+# The datasets, with a subset of each.
+DATASETS = {"roneneldan/TinyStories": "default", "allenai/c4": "en"}
+DATASETS |= {"HuggingFaceFW/fineweb-edu": "sample-10BT"}
+STAND_IN = """
+import datasets
+
+load = datasets.load_dataset
+datasets.load_dataset = lambda name, *args, **options: load({hub!r} + name, *args, **options)
+"""
 SMALL = (
     " --num-steps 2 --seq-length 32 --global-batch-size 4 --batch-size 2 --eval-samples 4"
     " --device cpu --precision fp32"
@@ -132,30 +140,28 @@ def test_wrong_sample_has_differences(line, same):
     assert (differences(expected, line) == []) == same
 
 
-@pytest.fixture(scope="session")
-def stand_in(models, tmp_path_factory):
-    """Create a folder with local models and datasets under the names that the READMEs use."""
-    folder = tmp_path_factory.mktemp("hub")
+@pytest.fixture
+def stand_in(models, tmp_path, monkeypatch):
+    """Let local folders replace the models and datasets of the hub that the READMEs name."""
     for name in MODELS:
-        (folder / name).parent.mkdir()
-        (folder / name).symlink_to(models / "qwen3")
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).symlink_to(models / "qwen3")
     rows = [json.dumps({"text": f"Once upon a time there was number {n}."}) for n in range(100)]
-    files = {"roneneldan/TinyStories/train.jsonl": rows}
-    files |= {f"allenai/c4/en/{n}.jsonl": rows for n in range(64)}
-    files["HuggingFaceFW/fineweb-edu/sample-10BT/0.jsonl"] = rows
-    files["allenai/c4/README.md"] = ["---", "configs: [{config_name: en, data_files: en/*}]", "---"]
-    for name, lines in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("\n".join(lines))
-    return folder
+    for name, subset in DATASETS.items():
+        folder = tmp_path / "hub" / name
+        folder.mkdir(parents=True)
+        (folder / "train.jsonl").write_text("\n".join(rows))
+        card = f"---\nconfigs: [{{config_name: {subset}, data_files: train.jsonl}}]\n---\n"
+        (folder / "README.md").write_text(card)
+    # Each Python imports this module when it starts.
+    (tmp_path / "sitecustomize.py").write_text(STAND_IN.format(hub=f"{tmp_path}/hub/"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", HUB_RUNS, ids=lambda block: block.name)
 def test_command_for_the_hub_runs_on_a_stand_in(block, stand_in, tmp_path):
     """Local folders replace the hub, two CPU processes the GPUs; other tests compile."""
-    for name in HUB:
-        (tmp_path / name.split("/")[0]).symlink_to(stand_in / name.split("/")[0])
     text = block.text.replace("--nproc-per-node gpu", "--nproc-per-node 2").replace("--compile", "")
     assert text.count("train_llm.py") == 1, "the sizes belong to the end of the one command"
     block = Block(block.name, "bash", text.rstrip() + SMALL)
