@@ -12,6 +12,7 @@ laptop is large enough. The tool reads no data and no weights, and leaves no fil
 import argparse
 import contextlib
 import functools
+import gc
 import json
 import linecache
 import math
@@ -285,6 +286,9 @@ def run_ranks(options, ranks):
     # The processes inherit the imported modules.
     context, results = multiprocessing.get_context("fork"), []
     cores = len(os.sched_getaffinity(0))
+    # A rank must not collect garbage that it inherits, because a process group waits for its
+    # threads, which a fork does not copy.
+    gc.freeze()
     for first in range(0, len(ranks), cores):
         receivers = {}
         for rank in ranks[first : first + cores]:
@@ -292,6 +296,7 @@ def run_ranks(options, ranks):
             context.Process(target=run_rank, args=(options, rank, sender), daemon=True).start()
             sender.close()
         results += [receive_result(receiver, rank) for rank, receiver in receivers.items()]
+    gc.unfreeze()
     return results
 
 
