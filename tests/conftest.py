@@ -337,11 +337,16 @@ def load():
 
 
 @pytest.fixture(autouse=True)
-def undo_fp16(monkeypatch):
-    """Undo what the script for fp16 changes in transformers, because plans depend on it."""
+def keep_transformers(monkeypatch):
+    """Undo what a script changes in transformers, because plans and pictures depend on it."""
+    from transformers import masking_utils
     from transformers.integrations import sdpa_attention
 
-    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", sdpa_attention.use_gqa_in_sdpa)
+    for module, name in [
+        (masking_utils, "find_packed_sequence_indices"),
+        (sdpa_attention, "use_gqa_in_sdpa"),
+    ]:
+        monkeypatch.setattr(module, name, getattr(module, name))
 
 
 @pytest.fixture(scope="session")
