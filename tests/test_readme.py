@@ -20,7 +20,7 @@ LIVE = {"06-apart", "data-loading-watch", "diagnosing-hang", "diagnosing-preflig
 # After so many steps at a high learning rate, rounding changes a few of the answers.
 LIVE |= {"conversations-run", "lora-run", "09-balance"}
 MODELS = {"Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"}
-# The datasets, with a subset of each.
+# The name of each dataset, and the name of its subset.
 DATASETS = {"roneneldan/TinyStories": "default", "allenai/c4": "en"}
 DATASETS |= {"HuggingFaceFW/fineweb-edu": "sample-10BT"}
 STAND_IN = """
