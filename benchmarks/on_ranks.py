@@ -59,10 +59,10 @@ def training_flags(folder, run_name, steps):
         --save-dir {folder} --experiment-name {run_name}""".split()
 
 
-def torchrun(ranks, command, folder, threads=1):
+def torchrun(ranks, command, folder, threads=1, **variables):
     """Run a script and its arguments on a number of ranks; return the CompletedProcess."""
     settings = {"OMP_NUM_THREADS": str(threads), "HF_HOME": f"{folder}/hf", "HF_HUB_OFFLINE": "1"}
-    return run(launch_command(ranks, command), **settings)
+    return run(launch_command(ranks, command), **settings | variables)
 
 
 def on_ranks(work, chapter, ranks, model, folder, options, **settings):
