@@ -1,4 +1,4 @@
-"""One command turns a checkpoint of the chapters from 04 on into a folder for transformers."""
+"""One command turns a checkpoint of any chapter into a folder for transformers."""
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -11,14 +11,16 @@ pytestmark = pytest.mark.slow
 
 
 # The embeddings of qwen3 are tied.
-@pytest.mark.parametrize("family", ["llama", exhaustive("qwen3")])
-def test_checkpoint_becomes_a_model_with_one_command(models, tmp_path, family):
+@pytest.mark.parametrize(
+    "chapter, family", [("04", "llama"), ("02", "qwen3"), exhaustive("04", "qwen3")]
+)
+def test_checkpoint_becomes_a_model_with_one_command(models, tmp_path, chapter, family):
     """An earlier checkpoint gives its own weights, with the other files of the exported model."""
     args = [*SHORT, "--num-steps", 4, "--checkpoint-every", 2, "-m", models / family]
-    run_or_fail(2, [("04", [*args, "--save-dir", tmp_path, "-e", "run"])], tmp_path / "jobs")
+    run_or_fail(2, [(chapter, [*args, "--save-dir", tmp_path, "-e", "run"])], tmp_path / "jobs")
     run, folder = tmp_path / "run", tmp_path / "model"
     checkpoint = run / "checkpoints/step-00000002"
-    done = run_command(ROOT / "04-fsdp/to_transformers.py", checkpoint, folder)
+    done = run_command(ROOT / "tools/export.py", checkpoint, folder)
     assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
     assert done.stdout.strip().endswith("step-00000002")
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -28,7 +30,7 @@ def test_checkpoint_becomes_a_model_with_one_command(models, tmp_path, family):
 
 
 def test_folder_without_a_checkpoint_becomes_no_model(tmp_path):
-    done = run_command(ROOT / "04-fsdp/to_transformers.py", tmp_path, tmp_path / "model")
+    done = run_command(ROOT / "tools/export.py", tmp_path, tmp_path / "model")
     assert done.returncode == 1 and not (tmp_path / "model").exists()
     [line] = done.stderr.splitlines()
-    assert line.startswith(f"to_transformers.py: error: cannot read {tmp_path}: ")
+    assert line.startswith(f"export.py: error: cannot read {tmp_path}: ")

@@ -15,9 +15,7 @@ no context.
 
 import argparse
 import contextlib
-import importlib.util
 import math
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -29,16 +27,7 @@ import transformers
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def load_chapter():
-    """Import the script of chapter 01, whose functions parse flags and read text."""
-    spec = importlib.util.spec_from_file_location("chapter", ROOT / "01-single-gpu/train_llm.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.fail = fail
-    return module
+from export import load_chapter, write_model
 
 
 def fail(message):
@@ -86,25 +75,11 @@ def model_folder(chapter, path):
     # The disk that holds the checkpoints also has room for their weights.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".evaluate-") as folder:
         model = Path(folder, "model")
-        if (path / "state.pt").exists():
-            export_state(chapter, path / "state.pt", model)
-        else:
-            converter = ROOT / "04-fsdp/to_transformers.py"
-            command = [sys.executable, converter, path, model]
-            if subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode:
-                fail(f"{path}: neither a model nor a checkpoint that can be read")
+        try:
+            write_model(chapter, path, model)
+        except ValueError:
+            fail(f"{path}: neither a model nor a checkpoint that can be read")
         yield model
-
-
-def export_state(chapter, file, folder):
-    """Write the model of a checkpoint of the chapters 01 to 03."""
-    state = torch.load(file, "cpu", mmap=True, weights_only=True)
-    args = argparse.Namespace(**state["args"])
-    tokenizer, config = chapter.build_tokenizer_and_config(args)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder, state_dict=state["model"])
-    tokenizer.save_pretrained(folder)
 
 
 def load_model(args, folder):
@@ -167,6 +142,7 @@ def main():
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     chapter = load_chapter()
+    chapter.fail = fail
     args = parse_args(chapter)
     with model_folder(chapter, args.model) as folder:
         args.model_name = str(folder)

@@ -1,0 +1,88 @@
+"""Turn a checkpoint of any chapter, and of any number of ranks, into a folder for transformers.
+
+Here:  python tools/export.py outputs/04-fsdp/checkpoints/step-00000050 outputs/step-50
+"""
+
+import argparse
+import importlib.util
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def load_chapter():
+    """Import the script of chapter 01, which builds the tokenizer and the configuration."""
+    spec = importlib.util.spec_from_file_location("chapter", ROOT / "01-single-gpu/train_llm.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_model(chapter, checkpoint, folder):
+    """Write the model of a checkpoint, with its configuration and tokenizer, to a new folder.
+
+    `chapter` is the module that load_chapter() returns. Raise a ValueError if the checkpoint cannot
+    be read.
+    """
+    if (checkpoint / "state.pt").exists():
+        state = torch.load(checkpoint / "state.pt", "cpu", mmap=True, weights_only=True)
+        args, weights = state["args"], state["model"]
+    else:
+        args, weights = json.loads(read_shards(checkpoint, {"args": ""})["args"]), None
+    tokenizer, config = chapter.build_tokenizer_and_config(argparse.Namespace(**args))
+    # On the meta device, weights have names and shapes, but no memory.
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if weights is None:
+        # A checkpoint in shards has a tied weight only once.
+        weights = {
+            name: torch.empty_like(weight, device="cpu")
+            for name, weight in model.state_dict().items()
+            if name not in model.all_tied_weights_keys
+        }
+        read_shards(checkpoint, {"model": weights})
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.save_pretrained(folder)
+
+
+def read_shards(checkpoint, state):
+    """Replace the values of `state` by the values that the checkpoint has under the same names."""
+    # DCP logs pages about an error, but the message must fit on one line.
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    try:
+        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    except CheckpointException as error:
+        cause = next(cause for cause, _ in error.failures.values())
+        raise ValueError(f"cannot read {checkpoint}: {cause}") from error
+    return state
+
+
+def main():
+    """Read the checkpoint in one process; write the model, its configuration and its tokenizer."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("checkpoint", type=Path, help="such as RUN/checkpoints/step-00000050")
+    parser.add_argument("folder", type=Path, help="the new folder for the model")
+    paths = parser.parse_args()
+    transformers.logging.disable_progress_bar()
+    if paths.folder.exists():
+        parser.error(f"{paths.folder} exists already; choose a new folder")
+    try:
+        write_model(load_chapter(), paths.checkpoint, paths.folder)
+    except ValueError as error:
+        sys.exit(f"{Path(__file__).name}: error: {error}")
+    print(f"{paths.folder} has the model of {paths.checkpoint}")
+
+
+if __name__ == "__main__":
+    main()
