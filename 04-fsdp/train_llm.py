@@ -11,10 +11,8 @@ import argparse
 import bisect
 import ctypes
 import functools
-import glob
 import hashlib
 import json
-import logging
 import math
 import os
 import re
@@ -27,7 +25,7 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import accumulate
+from itertools import groupby
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -40,14 +38,15 @@ import torch.nn.functional as F
 import transformers
 import wandb
 from datasets.fingerprint import Hasher
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, masking_utils
+from transformers import core_model_loading as conversion
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -59,6 +58,8 @@ LAUNCHER_VARIABLES = {
     "MPICH": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],
     "srun": ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],
 }
+# The asynchronous save in progress: a list with at most one Future object.
+PENDING_SAVES = []
 
 
 def parse_args():
@@ -106,6 +107,7 @@ def parse_args():
     add("--log-every", type=positive, default=10, help="steps between log lines")
     add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="wandb mode")
     add("--dist-timeout", type=positive, default=600, help="most seconds to wait for other ranks")
+    add("--checkpoint-async", action="store_true", help="write checkpoints in the background")
 
     args = parser.parse_args()
     if args.device == "auto":
@@ -131,8 +133,7 @@ def parse_args():
         problem = f"not divisible by {num_data_ranks} data-parallel ranks; choose a multiple"
         fail(f"--global-batch-size {args.global_batch_size}: {problem}")
     if num_data_ranks % args.replicas:
-        problem = f"{num_data_ranks} data-parallel ranks are not divisible by {args.replicas}"
-        fail(f"--replicas {args.replicas}: {problem}; choose a divisor")
+        fail(f"--replicas {args.replicas} is not a divisor of {num_data_ranks} data-parallel ranks")
     sizes = range(1, args.batch_size + 1)
     args.micro_batch_size = max(size for size in sizes if local_batch_size % size == 0)
     args.accumulation = local_batch_size // args.micro_batch_size
@@ -170,9 +171,6 @@ def setup(args):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     sys.stdout.reconfigure(line_buffering=True)
     run_dir = Path(args.save_dir, args.experiment_name)
-    # FSDP: DCP reads these characters as a pattern when it joins the files of the exported model.
-    if glob.escape(str(run_dir)) != str(run_dir):
-        fail(f"{run_dir}: choose --save-dir and --experiment-name without *, ? and [")
     run_dir.mkdir(parents=True, exist_ok=True)
     device = torch.device(args.device)
     if args.device == "cuda":
@@ -198,8 +196,11 @@ def setup(args):
 
 
 @functools.cache
-def patient_group():
-    """Return a group whose timeout is a week, because tokenizing may take hours."""
+def patient_group(user="main thread"):
+    """Return a group whose timeout is a week, because tokenizing may take hours.
+
+    Each thread needs a group of its own.
+    """
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
@@ -396,7 +397,7 @@ def build_mesh(args, device):
         "replicate": args.replicas,
         "shard": dist.get_world_size() // args.replicas,
     }
-    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return dist.init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def shard(args, model, device):
@@ -692,16 +693,23 @@ class PublishingWriter(dcp.FileSystemWriter):
         publish(self.args, self.path, self.checkpoint)
 
 
-def save_checkpoint(args, run_dir, model, optimizer, step):
+def save_checkpoint(args, run_dir, model, optimizer, step, is_final):
     """Save the model, the optimizer and the arguments; the step number determines the rest."""
+    # FSDP: wait until the previous save has been published.
+    while PENDING_SAVES:
+        PENDING_SAVES.pop().result()
     checkpoint = run_dir / f"checkpoints/step-{step:08}"
     state = state_of(model, optimizer)
     # FSDP: only rank 0 adds its arguments to the state; otherwise, DCP would save the arguments of
     # an arbitrary rank.
     if dist.get_rank() == 0:
         state["args"] = json.dumps(vars(args))
-    writer = PublishingWriter(args, checkpoint)
-    dcp.save(state, storage_writer=writer, process_group=patient_group())
+    writer, group = PublishingWriter(args, checkpoint), patient_group("checkpoints")
+    if args.checkpoint_async and not is_final:
+        # FSDP: DCP copies the shards to host memory now, and writes them while training continues.
+        PENDING_SAVES.append(dcp.async_save(state, storage_writer=writer, process_group=group))
+    else:
+        dcp.save(state, storage_writer=writer, process_group=group)
 
 
 def state_of(model, optimizer):
@@ -710,8 +718,7 @@ def state_of(model, optimizer):
     weights = weights_of(model)
     # FSDP: get_optimizer_state_dict() also creates the optimizer's state if the optimizer has no
     # state yet.
-    optimizer_state = get_optimizer_state_dict(model, optimizer)["state"]
-    return {"model": weights, "optimizer": optimizer_state}
+    return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer)["state"]}
 
 
 def weights_of(model):
@@ -722,13 +729,12 @@ def weights_of(model):
 
 def load_checkpoint(args, run_dir, model, optimizer):
     """Restore the newest readable checkpoint; return its step, or 0 for a new run."""
-    checkpoints = sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)
-    # FSDP: hide DCP's long warnings about an unreadable checkpoint; print() reports it below.
-    logging.getLogger().setLevel(logging.ERROR)
+    found = [sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)]
     # DDP: all ranks try the checkpoints that rank 0 has found.
-    candidates = [checkpoints]
-    dist.broadcast_object_list(candidates, group=patient_group())
-    for checkpoint in candidates[0]:
+    dist.broadcast_object_list(found, group=patient_group())
+    for checkpoint in found[0]:
+        if (checkpoint / "state.pt").exists():
+            fail(f"{checkpoint}: continue it with chapter 03, or choose another --experiment-name")
         try:
             saved = {"args": ""}
             dcp.load(saved, checkpoint_id=checkpoint, process_group=patient_group())
@@ -736,16 +742,17 @@ def load_checkpoint(args, run_dir, model, optimizer):
             state = state_of(model, optimizer)
             # FSDP: each rank reads its shards directly into the model and the optimizer.
             dcp.load(state, checkpoint_id=checkpoint, process_group=patient_group())
+            break
         except (Exception, dcp.CheckpointException) as error:
             # FSDP: DCP raises an error of one rank on all ranks, so all ranks try the same
             # checkpoint next.
             print(f"{checkpoint} cannot be read: {error!r:.200}; trying the previous checkpoint")
-            continue
-        print(f"continuing from {checkpoint}")
-        return int(checkpoint.name.removeprefix("step-"))
-    if candidates[0]:
-        fail(f"{run_dir}: cannot read its checkpoints; choose a different --experiment-name")
-    return 0
+    else:
+        if found[0]:
+            fail(f"{run_dir}: cannot read its checkpoints; choose a different --experiment-name")
+        return 0
+    print(f"continuing from {checkpoint}")
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def compare_args(args, saved_args, checkpoint):
@@ -763,35 +770,25 @@ def compare_args(args, saved_args, checkpoint):
 
 def export_model(args, run_dir, model, tokenizer):
     """Write the finished model to a folder that `from_pretrained` can load."""
-    partial, weights = partial_of(run_dir / "model"), weights_of(model)
-    # FSDP: no rank holds the full model. Each rank writes its shards, and rank 0 joins the shards
-    # into files of about 5 GB.
-    ends = accumulate(weight.numel() * weight.itemsize for weight in weights.values())
-    files = {name: 1 + end // 5_000_000_000 for name, end in zip(weights, ends, strict=True)}
-    # FSDP: DCP joins neither integers nor tensors without dimensions. Save these as bytes in a file
-    # of their own, and join this file here.
-    floats = [name for name, weight in weights.items() if weight.is_floating_point()]
-    others = [name for name in weights if name not in floats or weights[name].ndim == 0]
-    files |= dict.fromkeys(others, max(files.values()) + 1)
-    saved = {name: weights[name].reshape(-1).view(torch.float8_e4m3fn) for name in others}
-    saved = weights | saved
-    writer = dcp.HuggingFaceStorageWriter(
-        partial, files, save_distributed=True, enable_consolidation=True
-    )
-    dcp.save(saved, storage_writer=writer, process_group=patient_group())
-    if others and dist.get_rank() == 0:
-        path, tensors = max(partial.glob("*.safetensors")), {}
-        for shard in partial.glob(f"sharded/*{path.name}"):
-            for name, tensor in load_file(shard).items():
-                tensors[name] = tensor.view(weights[name].dtype).view(weights[name].shape)
-        save_file(tensors, path, metadata={"format": "pt"})
-    wait_for_all()
-    check_export(partial, weights)
+    partial, is_writer = partial_of(run_dir / "model"), dist.get_rank() == 0
+    # FSDP: no rank holds the full model. The ranks gather one layer at a time, and rank 0 writes it
+    # to a file of its own, under the names that weights have in published files.
+    # transformers finds these names by the model's class, which fully_shard() has changed.
+    model.__class__ = next(cls for cls in type(model).__mro__ if "FSDP" not in cls.__name__)
+    layer_of = re.compile(r".*?\.\d+(?=\.)|.*").match
+    for layer, items in groupby(weights_of(model).items(), lambda item: layer_of(item[0])[0]):
+        weights = {name: gather(weight, is_writer) for name, weight in items}
+        if is_writer:
+            weights = conversion.revert_weight_conversion(model, weights)
+            # Only its owner could read a file that save_file() makes.
+            (partial / f"model-{layer}.safetensors").write_bytes(save(weights, {"format": "pt"}))
     if dist.get_rank() != 0:
         return
-    shutil.rmtree(partial / "sharded")
-    # FSDP: fully_shard() has changed the name of the model's class.
-    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    # FSDP: opening a file also compares its length with its header.
+    files = {key: path.name for path in partial.iterdir() for key in safe_open(path, "pt").keys()}
+    index = json.dumps({"metadata": {}, "weight_map": files}, indent=2)
+    (partial / "model.safetensors.index.json").write_text(index)
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(partial)
     model.generation_config.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
@@ -799,18 +796,10 @@ def export_model(args, run_dir, model, tokenizer):
     (run_dir / f"finished-{args.num_steps}").touch()
 
 
-def check_export(partial, weights):
-    """Stop unless each rank finds the values of its shards in the exported files."""
-    saved = {name: torch.empty_like(weight) for name, weight in weights.items()}
-    reader = dcp.HuggingFaceStorageReader(partial)
-    dcp.load(saved, storage_reader=reader, process_group=patient_group())
-    for name, weight in weights.items():
-        # torch.equal() would compare DTensors across all ranks.
-        pair = [saved[name], weight]
-        if isinstance(weight, DTensor):
-            pair = [tensor.to_local() for tensor in pair]
-        if not torch.equal(*pair):
-            fail(f"{partial} has other values of {name} than the model; run the command again")
+def gather(weight, is_writer):
+    """Gather a full weight; return it, on the CPU, on the ranks that write it to a file."""
+    full_weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return full_weight.cpu() if is_writer else None
 
 
 # ---- main ------------------------------------------------------------------------------------
@@ -919,7 +908,7 @@ def main():
             row["val_loss"] = evaluate(args, model, held_out, device)
         log(run_dir, wandb_run, row)
         if saving:
-            save_checkpoint(args, run_dir, model, optimizer, step)
+            save_checkpoint(args, run_dir, model, optimizer, step, stop or is_last)
         interval_start = step, time.perf_counter()
         if stop and not is_last:
             print(f"stopped at step {step}; run the same command to continue")

@@ -1,4 +1,4 @@
-"""Train a mixture of experts whose experts devices share. Parent: 08-context-parallel.
+"""Train a mixture of experts that are spread across devices. Parent: 08-context-parallel.
 
 Small:  torchrun --standalone --nproc-per-node 2 09-expert-parallel/train_llm.py \
             --model-name 09-expert-parallel/tiny-mixture --expert-parallel-size 2
@@ -13,7 +13,6 @@ import copy
 import ctypes
 import dataclasses
 import functools
-import glob
 import hashlib
 import json
 import logging
@@ -26,14 +25,12 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import accumulate, chain, pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
-from types import SimpleNamespace
 from unittest import mock
 
 import datasets
@@ -48,9 +45,8 @@ import transformers
 import wandb
 from datasets.fingerprint import Hasher
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -59,18 +55,13 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    masking_utils,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, masking_utils
 from transformers import core_model_loading as conversion
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.hub import cached_file
 
 # The environment variables that each launcher sets to the rank, the world size and the local rank,
@@ -236,8 +227,7 @@ def parse_args():
         problem = f"not divisible by {num_data_ranks} data-parallel ranks; choose a multiple"
         fail(f"--global-batch-size {args.global_batch_size}: {problem}")
     if num_data_ranks % args.replicas:
-        problem = f"{num_data_ranks} data-parallel ranks are not divisible by {args.replicas}"
-        fail(f"--replicas {args.replicas}: {problem}; choose a divisor")
+        fail(f"--replicas {args.replicas} is not a divisor of {num_data_ranks} data-parallel ranks")
     # EP: the ranks that together hold one copy of a layer split the layer's experts.
     ranks_per_copy = world_size // args.pipeline_parallel_size // args.replicas
     if ranks_per_copy % args.expert_parallel_size:
@@ -295,9 +285,6 @@ def setup(args):
     # TP: DTensor warns that it replaces an all-to-all by an all-gather on CPUs.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     run_dir = Path(args.save_dir, args.experiment_name)
-    # FSDP: DCP reads these characters as a pattern when it joins the files of the exported model.
-    if glob.escape(str(run_dir)) != str(run_dir):
-        fail(f"{run_dir}: choose --save-dir and --experiment-name without *, ? and [")
     run_dir.mkdir(parents=True, exist_ok=True)
     device = torch.device(args.device)
     if args.device == "cuda":
@@ -323,14 +310,11 @@ def setup(args):
 
 
 @functools.cache
-def patient_group():
-    """Return a group whose timeout is a week, because tokenizing may take hours."""
-    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
+def patient_group(user="main thread"):
+    """Return a group whose timeout is a week, because tokenizing may take hours.
 
-
-@functools.cache
-def background_group():
-    """Return a group of all ranks for the collectives of the thread that saves checkpoints."""
+    Each thread needs a group of its own.
+    """
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
@@ -470,6 +454,8 @@ def build_model(args, config):
     head = model.get_output_embeddings()
     head.forward = torch.clone
     model.loss_function = functools.partial(chunked_loss, head)
+    # In a step, all ranks together predict all tokens but the first one of each sample.
+    model.num_targets = args.global_batch_size * (args.seq_length - 1)
 
     # In every forward pass, transformers asks the device whether samples hold several packed
     # sequences, and the host has to wait for the answer. Here, the answer is always no.
@@ -494,21 +480,11 @@ def build_model(args, config):
 
 def check_causal(args, model, device):
     """Stop if a token attends to later tokens, because the model would see what it predicts."""
-    # TP, PP: no rank has full sequences or the full model, so only try whether the model runs when
-    # it is split. check_model() has found causal attention.
-    sizes = args.tensor_parallel_size, args.pipeline_parallel_size, args.context_parallel_size
+    # TP, PP: no rank has full sequences or the full model, but check_model() has found causal
+    # attention.
     # CP: a rank has only its part of each sequence.
+    sizes = args.tensor_parallel_size, args.pipeline_parallel_size, args.context_parallel_size
     if max(sizes) > 1:
-        sample = torch.zeros(1, args.seq_length, dtype=torch.int64)
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                evaluate(args, model, sample, device)
-        except Exception as error:
-            # PP: torch hides the reason in __cause__.
-            reason = error.__cause__ or error
-            fail(f"--model-name {args.model_name}: cannot be split: {reason!r:.200}")
-        # FSDP: reshard the weights that the evaluation left gathered.
-        weights_of(model)
         return
     # These two sequences differ only in their second half.
     batch = torch.arange(16, device=device).repeat(2, 1)
@@ -520,6 +496,11 @@ def check_causal(args, model, device):
     model.train()
     if (logits[0] - logits[1]).abs().max() > 1e-3 * logits.std():
         fail(f"--model-name {args.model_name}: tokens see later tokens; choose a causal model")
+
+
+def layers_of(model):
+    """Return the decoder layers, which in transformers share a base class."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def check_model(args, model):
@@ -657,7 +638,7 @@ def is_split_by_tokens(config):
         lengths.append(num_tokens)
         return value.new_empty(batch_size, num_tokens, num_heads, value.shape[3]), None
 
-    AttentionInterface.register("count_calls", count_call)
+    transformers.AttentionInterface.register("count_calls", count_call)
     with no_init_weights(), torch.device("meta"), suppress(Exception):
         # On the meta device, torch can run mixtures of experts in bf16 only.
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.bfloat16)
@@ -690,14 +671,12 @@ def needs_mask(args, model):
             fail(f"--model-name {args.model_name}: tokens see later tokens; choose a causal model")
         results.append(allow_is_causal_skip and torch.equal(mask, keys <= queries))
 
-    def stop(*_, **__):
-        raise StopIteration
-
     # Every forward pass builds all masks before it calls attention for the first time. Check these
-    # masks, and stop there. A layer that cannot do without a mask stops earlier, with an exception.
-    # Restore the random state, because dropout changes it, and weights may be initialized later.
+    # masks; None cannot be called, so the pass ends there. A layer that cannot do without a mask
+    # ends it earlier, with an exception. Restore the random state, because dropout changes it, and
+    # weights may be initialized later.
     masking_utils.AttentionMaskInterface.register("check_mask", check_mask)
-    AttentionInterface.register("check_mask", stop)
+    transformers.AttentionInterface.register("check_mask", None)
     model.set_attn_implementation("check_mask")
     with suppress(Exception), torch.no_grad(), torch.random.fork_rng([]):
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
@@ -705,27 +684,23 @@ def needs_mask(args, model):
     return not results or not all(results)
 
 
-def chunked_loss(head, logits, labels, *_, **__):
+def chunked_loss(head, hidden, labels):
     """Return the summed cross entropy of predicting each label from the previous hidden state.
 
-    `logits` contains hidden states, [batch, sequence, width], because `head` returns its input. The
-    true logits, [tokens, vocabulary], exist for only one chunk of tokens at a time.
+    The shape of `hidden` is [batch, sequence, width], that of `labels` [batch, sequence]. Logits,
+    [tokens, vocabulary], exist for only one chunk of tokens at a time.
     """
     # The last position has no next token; cross_entropy() ignores the target -100.
     targets = F.pad(labels[:, 1:], (0, 1), value=-100)
     # TP: this rank has the hidden states of one part of each sequence, so use that part's targets.
-    num_parts = labels.shape[1] // logits.shape[1]
+    num_parts = labels.shape[1] // hidden.shape[1]
     targets = targets.chunk(num_parts, dim=1)[dist.get_rank() % num_parts]
     weights = (full_weight(head.weight), full_weight(head.bias))
-    hidden_chunks = logits.flatten(0, 1).split(CHUNK_SIZE)
+    hidden_chunks = hidden.flatten(0, 1).split(CHUNK_SIZE)
     target_chunks = targets.flatten().split(CHUNK_SIZE)
     total_loss = 0.0
     for chunk in zip(hidden_chunks, target_chunks, strict=True):
         total_loss += recompute(loss_of_chunk, weights, *chunk, use_reentrant=False)
-    # TP: add up the losses of the tensor-parallel ranks, which hold different parts of sequences.
-    if isinstance(head.weight, DTensor):
-        mesh = head.weight.device_mesh
-        total_loss = DTensor.from_local(total_loss, mesh, [Partial()]).full_tensor()
     return total_loss
 
 
@@ -748,11 +723,6 @@ def keep_products(_, operation, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def layers_of(model):
-    """Return the decoder layers, which in transformers share a base class."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
 def build_mesh(args, device):
     """Arrange the ranks in a mesh with one dimension for each kind of parallelism."""
     sizes = {
@@ -765,7 +735,7 @@ def build_mesh(args, device):
         # ranks, which share a node.
         "tensor": args.tensor_parallel_size,
     }
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = dist.init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     # TP: the gradient norm is reduced over the shard and tensor dimensions. _flatten() gives them
     # one group; without it, torch would run two all-reduces and warn on each rank. torch has no
     # public function for this purpose.
@@ -787,7 +757,7 @@ def build_expert_mesh(args, device):
         # EP: these ranks hold different experts. They are consecutive, so they may share a node.
         "expert": args.expert_parallel_size,
     }
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = dist.init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     # EP: the gradient norm of experts is reduced over these two dimensions, as in build_mesh().
     mesh["expert_shard", "expert"]._flatten()
     return mesh
@@ -795,14 +765,10 @@ def build_expert_mesh(args, device):
 
 def replace_attention(args, model, device):
     """Replace causal attention with attention across the ranks that share a sequence."""
-    ranks_per_sequence = args.context_parallel_size * args.tensor_parallel_size
-    sizes = {
-        "sequences": dist.get_world_size() // ranks_per_sequence,
-        "context": args.context_parallel_size,
-        "tensor": args.tensor_parallel_size,
-    }
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    mesh = mesh["context"]
+    context, tensor = args.context_parallel_size, args.tensor_parallel_size
+    sizes = (dist.get_world_size() // context // tensor, context, tensor)
+    names = ("sequences", "context", "tensor")
+    mesh = dist.init_device_mesh(device.type, sizes, mesh_dim_names=names)["context"]
     # This rank's last query attends to all keys up to its own. Each earlier query attends to one
     # key fewer than the query after it. Make this mask now, because causal_lower_right() fails
     # inside of layers that are recomputed selectively.
@@ -812,7 +778,8 @@ def replace_attention(args, model, device):
         "gather": functools.partial(gathered_attention, mesh, mask),
         "ulysses": functools.partial(ulysses_attention, mesh),
     }
-    AttentionInterface.register("context_parallel", styles[args.context_parallel_style])
+    attention = styles[args.context_parallel_style]
+    transformers.AttentionInterface.register("context_parallel", attention)
     model.set_attn_implementation("context_parallel")
 
 
@@ -859,7 +826,7 @@ def shard(args, model, device):
             # EP: split the experts only now, after all weights of the layer have their values.
             for experts in (part for part in module.modules() if part in all_experts):
                 split_experts(args, experts, expert_mesh, options, reshard)
-            fully_shard(module, reshard_after_forward=reshard, **options)
+            fully_shard_to_sum(module, reshard_after_forward=reshard, **options)
 
     # apply() visits the children of a module before the module itself.
     model.apply(initialize_and_shard)
@@ -872,7 +839,7 @@ def shard(args, model, device):
     model.tie_weights()
     # FSDP: this call shards the weights that are outside of the layers.
     for stage in stages.values():
-        fully_shard(stage, reshard_after_forward=False, **options)
+        fully_shard_to_sum(stage, reshard_after_forward=False, **options)
     if args.pipeline_parallel_size > 1:
         # PP: fully_shard() has replaced the weight of the embedding, so tie the head to the new
         # weight.
@@ -880,8 +847,16 @@ def shard(args, model, device):
         model.schedule = build_schedule(args, model, stages, device, mesh.get_group("pipeline"))
     if args.pretrained:
         read_weights(args, model)
-    watch_experts(model, device)
+    register_token_counts(model, device)
     return model
+
+
+def fully_shard_to_sum(module, **options):
+    """Shard a module's weights; the ranks add up their gradients instead of averaging them."""
+    fully_shard(module, **options)
+    module.set_gradient_divide_factor(1.0)
+    # By default, torch would multiply and add in one operation, which Gloo does not have.
+    module.set_force_sum_reduction_for_comms(True)
 
 
 def build_stages(args, model, pipeline_rank):
@@ -920,14 +895,14 @@ def split_into_stages(args, model):
     return stages
 
 
-class Entry(torch.nn.Module):
-    """Stand in for the modules of earlier stages, and return the input of this stage."""
+class EarlierStages(torch.nn.Module):
+    """Stand in for the modules of earlier stages; return the input of this stage."""
 
     def forward(self, *_, **__):
         return self.hidden
 
 
-class Exit(torch.nn.Module):
+class LaterStages(torch.nn.Module):
     """Stand in for the modules of later stages; keep and return the output of this stage."""
 
     def forward(self, hidden, *_, **__):
@@ -945,11 +920,11 @@ def build_stage(args, model, modules, number):
     of the other stages. Its forward pass takes token ids in the first stage and hidden states in
     the other stages, and returns hidden states.
     """
-    entry, end = Entry(), Exit()
+    earlier, later = EarlierStages(), LaterStages()
     # If the id of a module is in the memo, deepcopy() uses the object that the memo holds for that
     # id, instead of a copy of the module.
-    memo = {id(module): entry for module in chain(*modules[:number])}
-    memo |= {id(module): end for module in chain(*modules[number + 1 :])}
+    memo = {id(module): earlier for module in chain(*modules[:number])}
+    memo |= {id(module): later for module in chain(*modules[number + 1 :])}
     memo |= {id(module): module for module in modules[number]}
     stage = copy.deepcopy(model, memo)
     full_forward = stage.forward
@@ -959,13 +934,13 @@ def build_stage(args, model, modules, number):
         if number and model.training:
             # In torch 2.11, buffers that an evaluation allocated have requires_grad=False.
             received.requires_grad_()
-        entry.hidden, end.hidden = received, None
+        earlier.hidden, later.hidden = received, None
         inputs = {"inputs_embeds" if number else "input_ids": received}
         positions = torch.arange(args.seq_length, device=received.device)[None]
         positions = context_part(args, positions)
         output = full_forward(**inputs, position_ids=positions, use_cache=False)
         # The head passes hidden states through, so the logits of the last stage are hidden states.
-        return output.logits if end.hidden is None else end.hidden
+        return output.logits if later.hidden is None else later.hidden
 
     stage.forward = forward
     return stage
@@ -984,14 +959,13 @@ def build_schedule(args, model, stages, device, group):
     for number, stage in stages.items():
         options = {"input_args": hidden if number else ids, "output_args": hidden, "group": group}
         pipeline_stages.append(pp.PipelineStage(stage, number, args.num_stages, device, **options))
-    num_targets = args.accumulation * args.micro_batch_size * (args.seq_length - 1)
 
     def share_of_loss(hidden, labels):
-        return args.context_parallel_size * model.loss_function(hidden, labels) / num_targets
+        return model.loss_function(hidden, labels) / model.num_targets
 
     schedule, stages_per_rank = SCHEDULES[args.pipeline_schedule]
-    stage = pipeline_stages if stages_per_rank > 1 else pipeline_stages[0]
-    return schedule(stage, args.accumulation, loss_fn=share_of_loss, scale_grads=False)
+    stage_or_stages = pipeline_stages if stages_per_rank > 1 else pipeline_stages[0]
+    return schedule(stage_or_stages, args.accumulation, loss_fn=share_of_loss, scale_grads=False)
 
 
 def owners_of(model):
@@ -1025,14 +999,8 @@ def split_experts(args, experts, mesh, options, reshard):
     names = ("replicate", "expert_shard") if args.replicas > 1 else "expert_shard"
     # dispatch() multiplies by the routers' weights, which stay in fp32.
     policy = dataclasses.replace(options["mp_policy"], cast_forward_inputs=False)
-    more = {"mesh": mesh[names], "mp_policy": policy, "reshard_after_forward": reshard}
-    fully_shard(experts, **options | more)
-    # An expert's gradient is the sum over the tokens of all ranks. FSDP would divide it by the
-    # number of ranks that hold these experts; divide it by the number of ranks with a loss.
-    num_losses = dist.get_world_size() // args.pipeline_parallel_size // args.tensor_parallel_size
-    experts.set_gradient_divide_factor(num_losses)
-    # Gloo cannot divide. With one shard, torch divides anyway, so this setting would do it twice.
-    experts.set_force_sum_reduction_for_comms(mesh["expert_shard"].size() > 1)
+    overrides = {"mesh": mesh[names], "mp_policy": policy, "reshard_after_forward": reshard}
+    fully_shard_to_sum(experts, **options | overrides)
 
 
 def forward_on_local_weights(module, **options):
@@ -1054,14 +1022,14 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, num_sent, num_received, group):
-        ctx.way_back = num_received, num_sent, group
+        ctx.reverse = num_received, num_sent, group
         received = rows.new_empty(sum(num_received), rows.shape[1])
         dist.all_to_all_single(received, rows.contiguous(), num_received, num_sent, group)
         return received
 
     @staticmethod
     def backward(ctx, gradients):
-        return Exchange.apply(gradients, *ctx.way_back), None, None, None
+        return Exchange.apply(gradients, *ctx.reverse), None, None, None
 
 
 # The number of tokens that a rank receives differs in each call, so do not compile this function.
@@ -1083,13 +1051,13 @@ def dispatch(mesh, num_local_experts, run_experts, hidden, indices, weights):
     tokens = Exchange.apply(hidden[order // num_choices], num_sent, num_received, group)
     local_indices = torch.arange(num_local_experts, device=hidden.device).repeat(mesh.size())
     # Without output_size, the host would wait once more.
-    size = {"output_size": sum(num_received)}
-    local_indices = local_indices.repeat_interleave(received.flatten(), **size)
+    num_rows = sum(num_received)
+    local_indices = local_indices.repeat_interleave(received.flatten(), output_size=num_rows)
     if not len(tokens):
         # Run an expert on zeros: it must have a gradient, because FSDP reduces one on every rank.
         tokens, local_indices = F.pad(tokens, (0, 0, 0, 1)), F.pad(local_indices, (0, 1))
     ones = tokens.new_ones(len(tokens), 1)
-    results = run_experts(tokens, local_indices[:, None], ones)[: sum(num_received)]
+    results = run_experts(tokens, local_indices[:, None], ones)[:num_rows]
     results = Exchange.apply(results, num_received, num_sent, group)
     # Restore the order of the choices, [tokens, choices, width].
     results = torch.empty_like(results).index_copy(0, order, results)
@@ -1178,95 +1146,49 @@ def all_to_all(mesh, tensor):
 
 def read_weights(args, model):
     """Read this rank's shards, and nothing else, from the safetensors files of `--model-name`."""
-    # The reader reads all files of a folder, so make a folder of links to the files of the model.
-    folder = tempfile.TemporaryDirectory()
-    for file in weight_files(args):
-        Path(folder.name, Path(file).name).symlink_to(Path(file).resolve())
-    reader = dcp.HuggingFaceStorageReader(folder.name)
-    file_metadata = reader.read_metadata().state_dict_metadata
-    if any(entry.properties.dtype.itemsize < 2 for entry in file_metadata.values()):
+    # get_slice() reads nothing yet.
+    tensors = {key: file.get_slice(key) for file in weight_files(args) for key in file.keys()}
+    if {"F4", "F8", "I8", "U8"} & {tensor.get_dtype()[:2] for tensor in tensors.values()}:
         fail(f"--pretrained: the weights of {args.model_name} are quantized; choose a bf16 copy")
-    matches = match_names(model, file_metadata)
-    aliases = {source: target for target, source in model.all_tied_weights_keys.items()}
-    missing, unexpected, mismatched = set(), matches.keys() - model.state_dict().keys(), []
-    tensors, copies = {}, {}
-    for name, weight in own_weights(weights_of(model)).items():
-        # A file may store a tied weight under its other name, or under both names.
-        alias = aliases.get(name)
-        views = views_of(weight, matches.get(name) or matches.get(alias))
-        if views is None:
-            missing.add(name)
-            continue
-        tensors |= views
-        if any(view.shape != file_metadata[key].size for key, view in views.items()):
-            mismatched.append(name)
-        if {name, alias} <= matches.keys():
-            [[alias_key]] = matches[alias]
-            copies[name] = weight, torch.empty_like(weight)
-            tensors[alias_key] = copies[name][1]
-    names = SimpleNamespace(missing_keys=missing, unexpected_keys=unexpected)
+    # FSDP: transformers replaces the uninitialized shards, so give back their memory. Pinned
+    # memory, which --cpu-offload uses on a machine with GPUs, cannot be given back here.
+    for weight in model.parameters():
+        if isinstance(weight, DTensor):
+            storage = weight.to_local().untyped_storage()
+            if storage.resizable():
+                storage.resize_(0)
+    # FSDP: transformers knows the names of weights in files, and reads only this rank's rows. It
+    # reads one weight after the other if it uses no threads, and then needs less memory.
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    devices = {name: buffer.device for name, buffer in model.named_buffers()}
+    devices[""] = "cpu" if args.cpu_offload else args.device
+    options = LoadStateDictConfig(weight_mapping=model.conversion_rules, device_map=devices)
+    # PP: transformers reads all weights that state_dict() returns, so leave out other stages.
+    weights = own_weights(model)
+    with mock.patch.object(model, "state_dict", lambda: weights):
+        names, _ = conversion.convert_and_load_state_dict_in_model(model, tensors, options)
+    # FSDP: a rank whose shard of a layer's experts is empty has found none of them.
+    sharded = [item for item in model.state_dict().items() if isinstance(item[1], DTensor)]
+    names.missing_keys -= {name for name, weight in sharded if not weight.to_local().numel()}
+    # A file may store a tied weight under its other name, or under both names.
+    tied = dict(model.all_tied_weights_keys)
+    model.tie_weights(names.missing_keys, recompute_mapping=False)
+    for name in tied.keys() - model.all_tied_weights_keys.keys():
+        problem = f"the files have different values for {tied[name]} and {name}"
+        fail(f"--pretrained: {problem}; pass --config tie_word_embeddings=false")
     # Leave out the names that transformers ignores for this family.
     model._adjust_missing_and_unexpected_keys(names)
-    if missing := [*names.missing_keys, *mismatched]:
+    if missing := names.missing_and_mismatched():
         name = args.model_name
         fail(f"--pretrained: the files of {name} lack {min(missing)} ({len(missing)} weights)")
-    dcp.load(tensors, storage_reader=reader, process_group=patient_group())
-    for name, copies_in_files in copies.items():
-        if not torch.equal(*(copy_in_file.to_local() for copy_in_file in copies_in_files)):
-            problem = f"the files have different values for {name} and {aliases[name]}"
-            fail(f"--pretrained: {problem}; pass --config tie_word_embeddings=false")
     # Not every model has a generation config.
     with suppress(OSError):
         model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
 
 
-def match_names(model, keys):
-    """Map the name of each weight to the keys that its values have in published files.
-
-    For most weights this is [[key]]. transformers stacks the experts of a layer into one tensor. In
-    files each expert has a tensor for each projection, so the value is a list of keys, one for each
-    expert, for each projection.
-    """
-    rules = model.conversion_rules
-    renamings = [rule for rule in rules if isinstance(rule, conversion.WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, conversion.WeightConverter)]
-    names, prefix, matches = model.state_dict(), model.base_model_prefix, {}
-    for key in sorted(keys, key=conversion.dot_natural_key):
-        name, pattern = conversion.rename_source_key(key, renamings, converters, prefix, names)
-        if pattern is None:
-            matches[name] = [[key]]
-            continue
-        rule = next(rule for rule in converters if pattern in rule.source_patterns)
-        operations = " ".join(map(repr, rule.operations))
-        # The other operations change the order of a weight's values.
-        if re.fullmatch(r"MergeModulelist\(dim=0\)( Concatenate\(dim=1\))?", operations):
-            rows = matches.setdefault(name, [[] for _ in rule.source_patterns])
-            rows[rule.source_patterns.index(pattern)].append(key)
-        else:
-            matches[key] = [[key]]
-    return matches
-
-
-def views_of(weight, rows):
-    """Return this rank's part of a weight by key in files, or None if the files lack a part."""
-    if rows is None:
-        return None
-    if len(rows) == len(rows[0]) == 1:
-        return {rows[0][0]: weight}
-    if any(len(row) != len(weight) for row in rows):
-        return None
-    views = {}
-    # FSDP: a rank's shard has full experts. PP: a rank has no shards of other stages.
-    for chunk in [] if weight.is_meta else weight.__create_chunk_list__():
-        for number, expert in enumerate(weight.to_local(), chunk.offsets[0]):
-            keys = [row[number] for row in rows]
-            views |= zip(keys, expert.chunk(len(rows)), strict=True)
-    return views
-
-
 @rank_first()
 def weight_files(args):
-    """Return the safetensors files that from_pretrained() would read; download them if needed."""
+    """Open the safetensors files that from_pretrained() would read; download them if needed."""
     name = args.model_name
     try:
         try:
@@ -1275,13 +1197,10 @@ def weight_files(args):
             index = cached_file(name, "model.safetensors.index.json")
             files = json.loads(Path(index).read_text())["weight_map"].values()
             paths = [cached_file(name, file) for file in set(files)]
-        for path in paths:
-            # Opening a file also compares its length with its header.
-            with safe_open(path, "pt"):
-                pass
+        # Opening a file also compares its length with its header.
+        return [safe_open(path, "pt") for path in paths]
     except Exception as error:
         fail(f"--pretrained: cannot read the safetensors files of {name}: {error!r:.300}")
-    return paths
 
 
 def build_optimizer(args, model):
@@ -1476,7 +1395,7 @@ def position_of(args, step):
 
 # ---- one step --------------------------------------------------------------------------------
 def loss_of(args, model, batch):
-    """Return the mean next-token loss of `batch`."""
+    """Return the share of a step's mean loss that this rank's tokens in `batch` have."""
     if args.pipeline_parallel_size > 1:
         return run_schedule(args, model, batch)
     options = {"use_cache": False}
@@ -1484,18 +1403,14 @@ def loss_of(args, model, batch):
     if args.tensor_parallel_size * args.context_parallel_size > 1:
         positions = torch.arange(batch.shape[1], device=batch.device)[None]
         options["position_ids"] = context_part(args, positions)
-    # CP: the loss of a rank covers only one part of each sequence. Multiply it by the number of
-    # parts, so that the mean over all ranks is the mean loss.
     hidden = model(input_ids=context_part(args, batch), **options).logits
-    total_loss = model.loss_function(hidden, batch)
-    return args.context_parallel_size * total_loss / batch[:, 1:].numel()
+    return model.loss_function(hidden, batch) / model.num_targets
 
 
 def run_schedule(args, model, batch):
     """Run a batch forward through all stages and, in training, backward through all stages.
 
-    Only the ranks of the last stage have the loss; the other ranks return 0. The returned loss is
-    scaled, so that its mean over all ranks of a pipeline is the mean loss of the batch.
+    Only the ranks of the last stage have a share of the loss; the other ranks return 0.
     """
     # The schedule needs a fixed number of samples, so pad the batch. The loss ignores target -100.
     num_samples = args.accumulation * args.micro_batch_size
@@ -1504,13 +1419,11 @@ def run_schedule(args, model, batch):
     losses = []
     ids = context_part(args, labels.clamp(min=0))
     run_micro_batches(ids, target=labels, losses=losses, return_outputs=False)
-    total_loss = sum(losses, torch.zeros((), device=batch.device)).detach()
-    # share_of_loss() also counts padded samples, so rescale the mean to len(batch) samples.
-    return total_loss * args.pipeline_parallel_size * num_samples / len(batch)
+    return sum(losses, torch.zeros((), device=batch.device)).detach()
 
 
 def forward_backward(args, model, train_set, step, device):
-    """Compute the gradients of the step's mean loss; return the mean loss as a device tensor."""
+    """Compute the gradients of the step's mean loss; return this rank's share of the mean loss."""
     if args.pipeline_parallel_size > 1:
         # PP: the schedule runs the forward and backward passes of all micro-batches.
         batches = [batch_at(args, train_set, step, n, device) for n in range(args.accumulation)]
@@ -1521,7 +1434,7 @@ def forward_backward(args, model, train_set, step, device):
         # replicas in the last micro-batch only.
         model.set_requires_all_reduce(micro_step == args.accumulation - 1)
         batch = batch_at(args, train_set, step, micro_step, device)
-        loss = loss_of(args, model, batch) / args.accumulation
+        loss = loss_of(args, model, batch)
         loss.backward()
         total_loss += loss.detach()
     return total_loss
@@ -1532,11 +1445,9 @@ def sum_tied_gradients(args, model):
 
     On the ranks of the last stage, return that stage's copy of the weight; otherwise return None.
     """
-    if args.pipeline_parallel_size == 1 or not model.all_tied_weights_keys:
-        return None
     ranks_per_stage = dist.get_world_size() // args.pipeline_parallel_size
     pipeline_rank, last = dist.get_rank() // ranks_per_stage, args.pipeline_parallel_size - 1
-    if pipeline_rank not in (0, last):
+    if last == 0 or pipeline_rank not in (0, last) or not model.all_tied_weights_keys:
         return None
     peer = (last - pipeline_rank) * ranks_per_stage + dist.get_rank() % ranks_per_stage
     weight = model.get_input_embeddings().weight
@@ -1576,9 +1487,6 @@ def clip_gradients(args, model):
 def train_step(args, model, optimizer, train_set, step, device):
     """Run one optimizer step; return the loss and the gradient norm as tensors on the device."""
     torch.manual_seed(hash_of(args.seed, step, dist.get_rank()))
-    # EP: forget the tokens of the previous step.
-    for experts in experts_of(model):
-        experts.token_counts.zero_()
     loss = forward_backward(args, model, train_set, step, device)
     grad_norm = clip_gradients(args, model)
     for group in optimizer.param_groups:
@@ -1591,7 +1499,7 @@ def train_step(args, model, optimizer, train_set, step, device):
     return loss, grad_norm
 
 
-def watch_experts(model, device):
+def register_token_counts(model, device):
     """Let experts count the tokens that have chosen each of them in training."""
 
     @torch.compiler.disable
@@ -1616,6 +1524,8 @@ def balance_experts(args, model):
         return
     # PP: a rank has counted no tokens in the layers of other stages.
     totals = torch.stack([experts.token_counts for experts in all_experts])
+    for experts in all_experts:
+        experts.token_counts.zero_()
     dist.all_reduce(totals)
     model.largest_share = (totals / totals.sum(1, keepdim=True)).max()
     if args.expert_balance_rate == 0:
@@ -1633,19 +1543,17 @@ def evaluate(args, model, held_out, device):
     model.eval()
     total_loss = torch.zeros((), device=device)
     data_rank, num_data_ranks = data_rank_of(args)
-    samples_per_rank = args.micro_batch_size
     # PP: one call of the schedule processes all micro-batches of a step.
-    if args.pipeline_parallel_size > 1:
-        samples_per_rank *= args.accumulation
-    for batch in held_out.split(samples_per_rank * num_data_ranks):
+    num_micro_batches = args.accumulation if args.pipeline_parallel_size > 1 else 1
+    for batch in held_out.split(num_micro_batches * args.micro_batch_size * num_data_ranks):
         # DDP: a rank with no samples left evaluates the first sample with weight 0, so that every
         # rank runs the same number of forward passes.
         share = batch[data_rank::num_data_ranks]
         inputs = share if len(share) else held_out[:1]
-        total_loss += loss_of(args, model, inputs.long().to(device)) * len(share)
-    dist.all_reduce(total_loss, dist.ReduceOp.AVG)
+        total_loss += loss_of(args, model, inputs.long().to(device)) * (len(share) > 0)
+    dist.all_reduce(total_loss)
     model.train()
-    return (total_loss * num_data_ranks / len(held_out)).item()
+    return (total_loss * model.num_targets / held_out[:, 1:].numel()).item()
 
 
 # ---- checkpoint ------------------------------------------------------------------------------
@@ -1697,75 +1605,53 @@ class PublishingWriter(dcp.FileSystemWriter):
         publish(self.args, self.path, self.checkpoint)
 
 
-def finish_saves():
-    """Wait until the asynchronous save, if there is one, has been published."""
+def save_checkpoint(args, run_dir, model, optimizer, step, is_final):
+    """Save the model, the optimizer and the arguments; the step number determines the rest."""
+    # FSDP: wait until the previous save has been published.
     while PENDING_SAVES:
         PENDING_SAVES.pop().result()
-
-
-def save_checkpoint(args, run_dir, model, optimizer, step):
-    """Save the model, the optimizer and the arguments; the step number determines the rest."""
-    finish_saves()
     checkpoint = run_dir / f"checkpoints/step-{step:08}"
     state = state_of(model, optimizer)
     # FSDP: only rank 0 adds its arguments to the state; otherwise, DCP would save the arguments of
     # an arbitrary rank.
     if dist.get_rank() == 0:
         state["args"] = json.dumps(vars(args))
-    writer = PublishingWriter(args, checkpoint)
-    if args.checkpoint_async:
-        options = {"storage_writer": writer, "process_group": background_group()}
-        PENDING_SAVES.append(dcp.async_save(state, **options))
-        return
-    dcp.save(state, storage_writer=writer, process_group=patient_group())
+    writer, group = PublishingWriter(args, checkpoint), patient_group("checkpoints")
+    if args.checkpoint_async and not is_final:
+        # FSDP: DCP copies the shards to host memory now, and writes them while training continues.
+        PENDING_SAVES.append(dcp.async_save(state, storage_writer=writer, process_group=group))
+    else:
+        dcp.save(state, storage_writer=writer, process_group=group)
 
 
 def state_of(model, optimizer):
     """Return this rank's shards in a dict whose keys do not depend on the number of ranks."""
     # FSDP: call weights_of() first, because it reshards weights that an evaluation left gathered.
-    weights = own_weights(weights_of(model))
+    weights = weights_of(model)
     # FSDP: get_optimizer_state_dict() also creates the optimizer's state if the optimizer has no
     # state yet.
-    optimizer_state = get_optimizer_state_dict(model, optimizer)["state"]
-    return {"model": weights, "optimizer": optimizer_state}
+    return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer)["state"]}
 
 
 def weights_of(model):
     """Return this rank's shards of the weights by name; a tied weight appears only once."""
-    tied, weights = model.all_tied_weights_keys, model.state_dict()
+    tied, weights = model.all_tied_weights_keys, own_weights(model)
     return {name: weight for name, weight in weights.items() if name not in tied}
 
 
-def published_weights(model):
-    """Return the weights by their keys in published files; other ranks' experts are on meta."""
-    weights, published = weights_of(model), {}
-    shapes = {
-        name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-        for name, weight in weights.items()
-    }
-    shapes = conversion.revert_weight_conversion(model, shapes)
-    matches = match_names(model, shapes)
-    for name, weight in weights.items():
-        rows = matches.get(name, [[name]])
-        published |= {key: shapes[key] for key in chain(*rows) if key in shapes}
-        published |= views_of(weight, rows)
-    return published
-
-
-def own_weights(weights):
-    """Return the weights that this rank holds at least a part of; the others are on meta."""
-    return {name: weight for name, weight in weights.items() if not weight.is_meta}
+def own_weights(model):
+    """Return the weights of this rank's stages; those of the other stages are on meta."""
+    return {name: weight for name, weight in model.state_dict().items() if not weight.is_meta}
 
 
 def load_checkpoint(args, run_dir, model, optimizer):
     """Restore the newest readable checkpoint; return its step, or 0 for a new run."""
-    checkpoints = sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)
-    # FSDP: hide DCP's long warnings about an unreadable checkpoint; print() reports it below.
-    logging.getLogger().setLevel(logging.ERROR)
+    found = [sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)]
     # DDP: all ranks try the checkpoints that rank 0 has found.
-    candidates = [checkpoints]
-    dist.broadcast_object_list(candidates, group=patient_group())
-    for checkpoint in candidates[0]:
+    dist.broadcast_object_list(found, group=patient_group())
+    for checkpoint in found[0]:
+        if (checkpoint / "state.pt").exists():
+            fail(f"{checkpoint}: continue it with chapter 03, or choose another --experiment-name")
         try:
             saved = {"args": ""}
             dcp.load(saved, checkpoint_id=checkpoint, process_group=patient_group())
@@ -1773,16 +1659,17 @@ def load_checkpoint(args, run_dir, model, optimizer):
             state = state_of(model, optimizer)
             # FSDP: each rank reads its shards directly into the model and the optimizer.
             dcp.load(state, checkpoint_id=checkpoint, process_group=patient_group())
+            break
         except (Exception, dcp.CheckpointException) as error:
             # FSDP: DCP raises an error of one rank on all ranks, so all ranks try the same
             # checkpoint next.
             print(f"{checkpoint} cannot be read: {error!r:.200}; trying the previous checkpoint")
-            continue
-        print(f"continuing from {checkpoint}")
-        return int(checkpoint.name.removeprefix("step-"))
-    if candidates[0]:
-        fail(f"{run_dir}: cannot read its checkpoints; choose a different --experiment-name")
-    return 0
+    else:
+        if found[0]:
+            fail(f"{run_dir}: cannot read its checkpoints; choose a different --experiment-name")
+        return 0
+    print(f"continuing from {checkpoint}")
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def compare_args(args, saved_args, checkpoint):
@@ -1800,35 +1687,32 @@ def compare_args(args, saved_args, checkpoint):
 
 def export_model(args, run_dir, model, tokenizer):
     """Write the finished model to a folder that `from_pretrained` can load."""
-    partial, weights = partial_of(run_dir / "model"), published_weights(model)
-    # FSDP: no rank holds the full model. Each rank writes its shards, and rank 0 joins the shards
-    # into files of about 5 GB.
-    ends = accumulate(weight.numel() * weight.itemsize for weight in weights.values())
-    files = {name: 1 + end // 5_000_000_000 for name, end in zip(weights, ends, strict=True)}
-    # FSDP: DCP joins neither integers nor tensors without dimensions. Save these as bytes in a file
-    # of their own, and join this file here.
-    floats = [name for name, weight in weights.items() if weight.is_floating_point()]
-    others = [name for name in weights if name not in floats or weights[name].ndim == 0]
-    files |= dict.fromkeys(others, max(files.values()) + 1)
-    saved = {name: weights[name].reshape(-1).view(torch.float8_e4m3fn) for name in others}
-    saved = weights | saved
-    writer = dcp.HuggingFaceStorageWriter(
-        partial, files, save_distributed=True, enable_consolidation=True
-    )
-    dcp.save(own_weights(saved), storage_writer=writer, process_group=patient_group())
-    if others and dist.get_rank() == 0:
-        path, tensors = max(partial.glob("*.safetensors")), {}
-        for shard in partial.glob(f"sharded/*{path.name}"):
-            for name, tensor in load_file(shard).items():
-                tensors[name] = tensor.view(weights[name].dtype).view(weights[name].shape)
-        save_file(tensors, path, metadata={"format": "pt"})
+    # PP: the first rank of each stage is the writer of that stage's layers.
+    ranks_per_stage = dist.get_world_size() // args.pipeline_parallel_size
+    partial, is_writer = partial_of(run_dir / "model"), dist.get_rank() % ranks_per_stage == 0
+    # FSDP: no rank holds the full model. The ranks gather one layer at a time, and rank 0 writes it
+    # to a file of its own, under the names that weights have in published files.
+    # transformers finds these names by the model's class, which fully_shard() has changed.
+    model.__class__ = next(cls for cls in type(model).__mro__ if "FSDP" not in cls.__name__)
+    layer_of = re.compile(r".*?\.\d+(?=\.)|.*").match
+    for layer, items in groupby(weights_of(model).items(), lambda item: layer_of(item[0])[0]):
+        # With --cpu-offload, gather on the device, so that only the writer needs host memory.
+        weights = {name: gather(weight.to(args.device), is_writer) for name, weight in items}
+        if is_writer:
+            weights = conversion.revert_weight_conversion(model, weights)
+            # PP: two stages have a tied weight, so rename the file only when it is complete.
+            path = partial / f"model-{layer}.safetensors"
+            unfinished = Path(f"{path}.{dist.get_rank()}")
+            unfinished.write_bytes(save(weights, {"format": "pt"}))
+            unfinished.rename(path)
     wait_for_all()
-    check_export(partial, own_weights(weights))
     if dist.get_rank() != 0:
         return
-    shutil.rmtree(partial / "sharded")
-    # FSDP: fully_shard() has changed the name of the model's class.
-    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    # FSDP: opening a file also compares its length with its header.
+    files = {key: path.name for path in partial.iterdir() for key in safe_open(path, "pt").keys()}
+    index = json.dumps({"metadata": {}, "weight_map": files}, indent=2)
+    (partial / "model.safetensors.index.json").write_text(index)
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(partial)
     model.generation_config.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
@@ -1836,18 +1720,10 @@ def export_model(args, run_dir, model, tokenizer):
     (run_dir / f"finished-{args.num_steps}").touch()
 
 
-def check_export(partial, weights):
-    """Stop unless each rank finds the values of its shards in the exported files."""
-    saved = {name: torch.empty_like(weight) for name, weight in weights.items()}
-    reader = dcp.HuggingFaceStorageReader(partial)
-    dcp.load(saved, storage_reader=reader, process_group=patient_group())
-    for name, weight in weights.items():
-        # torch.equal() would compare DTensors across all ranks.
-        pair = [saved[name], weight]
-        if isinstance(weight, DTensor):
-            pair = [tensor.to_local() for tensor in pair]
-        if not torch.equal(*pair):
-            fail(f"{partial} has other values of {name} than the model; run the command again")
+def gather(weight, is_writer):
+    """Gather a full weight; return it, on the CPU, on the ranks that write it to a file."""
+    full_weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return full_weight.cpu() if is_writer else None
 
 
 # ---- main ------------------------------------------------------------------------------------
@@ -1880,7 +1756,7 @@ def mfu(args, model, tokens_per_second):
 
 def measure(args, model, train_set, step, loss, grad_norm, interval_start):
     """Return the metrics of `step`; loss.item() makes the host wait for the device."""
-    dist.all_reduce(loss, dist.ReduceOp.AVG)
+    dist.all_reduce(loss)
     epoch = (position_of(args, step + 1) - 1) // train_set.starts[-1]
     row = {"step": step, "epoch": epoch, "loss": loss.item(), "grad_norm": grad_norm.item()}
     start_step, start_time = interval_start
@@ -1959,15 +1835,13 @@ def main():
             row["val_loss"] = evaluate(args, model, held_out, device)
         log(run_dir, wandb_run, row)
         if saving:
-            save_checkpoint(args, run_dir, model, optimizer, step)
+            save_checkpoint(args, run_dir, model, optimizer, step, stop or is_last)
         interval_start = step, time.perf_counter()
         if stop and not is_last:
-            finish_saves()
             print(f"stopped at step {step}; run the same command to continue")
             wandb_run.finish()
             return
 
-    finish_saves()
     export_model(args, run_dir, model, tokenizer)
     print(f"finished: {run_dir} has the model, the metrics and the last checkpoints")
     wandb_run.finish()

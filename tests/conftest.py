@@ -60,7 +60,14 @@ def pytest_configure():
 # ---- tests side by side ----------------------------------------------------------------------
 
 # The longest files start first, so that all workers finish at about the same time.
-LONGEST = ["test_on_cluster", "test_layouts", "test_resume", "test_launchers", "test_frameworks"]
+LONGEST = [
+    "test_on_cluster",
+    "test_dry_run",
+    "test_layouts",
+    "test_resume",
+    "test_launchers",
+    "test_frameworks",
+]
 LONGEST += ["test_published_files", "test_kill", "test_faults", "test_readme"]
 # The tests in these files share no fixture, so any worker may run any of them.
 INDEPENDENT = {"test_faults", "test_kill", "test_kubernetes", "test_readme"}

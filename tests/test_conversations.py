@@ -94,7 +94,8 @@ def faulty_functions(chapter, fault):
         return {"attention_mask": (documents[:, None, :, None] == documents[:, None, None]).tril()}
 
     def mean_loss(args, model, batch):
-        return loss_of(args, model, batch) / chapter.count_answers(batch)
+        share = loss_of(args, model, batch) / chapter.count_answers(batch)
+        return share * model.num_targets / args.accumulation
 
     def learned_sample(samples, position):
         return sample_at(samples, position) & ~chapter.CONTEXT
@@ -102,10 +103,7 @@ def faulty_functions(chapter, fault):
     return {
         "no mask": {(chapter.masking_utils, "find_packed_sequence_indices"): torch.zeros_like},
         "positions do not restart": {(chapter, "inputs_that_separate"): full_mask},
-        "mean of means": {
-            (chapter, "loss_of"): mean_loss,
-            (chapter, "answers_at"): lambda args, *_: torch.tensor(args.accumulation),
-        },
+        "mean of means": {(chapter, "loss_of"): mean_loss},
         "context is learned": {(chapter.Samples, "__getitem__"): learned_sample},
         "mask hides the window": {(chapter, "inputs_that_separate"): full_mask},
     }[fault]

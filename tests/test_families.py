@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from conftest import (
@@ -60,7 +61,7 @@ def poisoned_memory():
 def test_initial_values_are_set_and_equal_in_chapter_05(load, monkeypatch, poisoned_memory, kind):
     """Every bit of the weights and buffers is the same, and none is NaN, which equals nothing."""
     first, last, args = load("01"), load("05"), argparse.Namespace(**ARGS)
-    monkeypatch.setattr(last, "fully_shard", lambda *_, **__: None)
+    monkeypatch.setattr(last, "fully_shard_to_sum", lambda *_, **__: None)
     monkeypatch.setattr(last, "build_mesh", lambda *_: {"shard": None})
     # build_model() changes the configuration, so each chapter gets a copy of its own.
     full = first.build_model(args, shrink(CONFIG_MAPPING[kind]()))
@@ -152,16 +153,17 @@ def test_autocast_computes_experts_in_its_precision(models, tmp_path, chapter, p
     assert types == {precision: [{"bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]]}
 
 
-def test_wrong_export_is_refused(load, one_rank_group, monkeypatch, tmp_path, capsys):
+def test_cut_export_is_refused(load, one_rank_group, monkeypatch, tmp_path):
+    """On some full disks, a file is cut without an error."""
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     chapter, words = load("04"), ["--save-dir", tmp_path, "-s", 16, "--device", "cpu"]
     args, model, *_ = prepare_training(chapter, *words)
     model = chapter.shard(args, model, torch.device("cpu"))
-    chapter.export_model(args, tmp_path, model, transformers.ByT5Tokenizer())
-    with torch.no_grad():
-        model.get_input_embeddings().weight.to_local()[3, 5] += 1
-    error = user_error(capsys, chapter.check_export, tmp_path / "model", chapter.weights_of(model))
-    assert "has other values of model.embed_tokens.weight than the model" in error
+    save = chapter.save
+    monkeypatch.setattr(chapter, "save", lambda *options: save(*options)[:-4])
+    with pytest.raises(SafetensorError, match="file not fully covered"):
+        chapter.export_model(args, tmp_path, model, transformers.ByT5Tokenizer())
+    assert not (tmp_path / "model").exists()
 
 
 # ---- all families ------------------------------------------------------------------------------
@@ -211,7 +213,9 @@ def train(family, chapter, folder, tokens):
     if not (folder / chapter / "metrics.jsonl").exists():
         # A rank has stopped before the first step, with the exception of a library.
         errors = "".join(result["stderr"] for result in results)
-        return None, re.findall(r"^(?:\w+\.)*\w+Error: .*", errors, re.M)[-1]
+        found = re.findall(r"^(?:\w+\.)*\w+Error: .*", errors, re.M)
+        # Later errors have this cause, or are those of the rank whose connection has closed.
+        return None, next(error for error in found if "/gloo/" not in error)
     assert [result["status"] for result in results] == [0] * ranks, results
     return metrics(folder / chapter), None
 

@@ -125,9 +125,9 @@ def test_pods_have_the_losses_of_two_ranks_on_one_node(pods):
 
 @pytest.mark.exhaustive
 def test_bad_argument_fails_the_job(pods):
-    pods.train("--lr", "nan")
+    pods.train("--batch-size", "0")
     assert pods.end_of(0) == "FailJob"
-    assert "--lr nan: must be at least 0" in pods.log.read_text()
+    assert "argument -b/--batch-size: 0 is below 1" in pods.log.read_text()
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ def test_chunked_loss_equals_the_loss(load, monkeypatch, chunk, bias):
     inputs = [hidden, *head.parameters()]
     logits = head(hidden)[:, :-1].flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
-    chunked = chapter.chunked_loss(head, hidden, labels, vocab_size=50) / len(logits)
+    chunked = chapter.chunked_loss(head, hidden, labels) / len(logits)
     assert abs(loss - chunked) < 2e-6
     gradients, others = (torch.autograd.grad(value, inputs) for value in (loss, chunked))
     for gradient, other in zip(gradients, others, strict=True):
@@ -59,7 +59,7 @@ def test_adamw_uses_all_cores_of_the_host(load, monkeypatch):
 
     monkeypatch.setattr(chapter.dist, "get_world_size", lambda: 16)
     monkeypatch.setattr(chapter.dist, "all_gather_object", gather)
-    monkeypatch.setattr(chapter, "patient_group", lambda: None)
+    monkeypatch.setattr(chapter, "patient_group", lambda *_: None)
     args = argparse.Namespace(cpu_offload=True, lr=1e-3, weight_decay=0.1)
     for own, expected in ((1, 12), (16, 16)):
         monkeypatch.setattr(torch, "get_num_threads", lambda own=own: own)

@@ -164,7 +164,7 @@ def test_checkpoint_of_few_tensors_has_12_bytes_per_weight(chapter, layout_model
     words = ["-m", layout_models / "llama", "-d", write_conversations(tmp_path)]
     words += ["--config", "num_hidden_layers=2", "--lora-modules", "q_proj", "--lora-rank", 64]
     args, model, *_ = prepare(chapter, *words)
-    chapter.save_checkpoint(args, tmp_path, model, chapter.build_optimizer(args, model), 1)
+    chapter.save_checkpoint(args, tmp_path, model, chapter.build_optimizer(args, model), 1, True)
     trained = [weight.numel() for weight in model.parameters() if weight.requires_grad]
     frozen = model.num_parameters() - sum(trained)
     size = checkpoint_size(tmp_path, 1)

@@ -27,6 +27,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tools/planner"))
@@ -210,8 +211,7 @@ def run_rank(options, rank, sender):
                 return setup(args)
 
         module.setup = setup_on_fake_gpu
-        if hasattr(module, "init_device_mesh"):
-            module.init_device_mesh = fake_machine.on_real_tensors(module.init_device_mesh)
+        dist.init_device_mesh = fake_machine.on_real_tensors(dist.init_device_mesh)
         if hasattr(module, "dispatch"):
             wait = functools.partial(watch.wait, "reads the numbers of tokens")
             module.dispatch = balanced(module.dispatch, wait)

@@ -13,7 +13,6 @@ import functools
 import glob
 import hashlib
 import json
-import logging
 import math
 import os
 import random
@@ -25,15 +24,13 @@ import signal
 import socket
 import string
 import sys
-import tempfile
 import time
 import warnings
 from collections import Counter
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import accumulate, chain, groupby
+from itertools import groupby
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -45,9 +42,8 @@ import transformers
 import wandb
 from datasets.fingerprint import Hasher
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -59,6 +55,7 @@ from transformers import core_model_loading as conversion
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.hub import cached_file
 
 # The environment variables that each launcher sets to the rank, the world size and the local rank,
@@ -166,8 +163,7 @@ def parse_args():
         problem = f"not divisible by {num_data_ranks} data-parallel ranks; choose a multiple"
         fail(f"--global-batch-size {args.global_batch_size}: {problem}")
     if num_data_ranks % args.replicas:
-        problem = f"{num_data_ranks} data-parallel ranks are not divisible by {args.replicas}"
-        fail(f"--replicas {args.replicas}: {problem}; choose a divisor")
+        fail(f"--replicas {args.replicas} is not a divisor of {num_data_ranks} data-parallel ranks")
     sizes = range(1, args.batch_size + 1)
     args.micro_batch_size = max(size for size in sizes if local_batch_size % size == 0)
     args.accumulation = local_batch_size // args.micro_batch_size
@@ -205,9 +201,6 @@ def setup(args):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     sys.stdout.reconfigure(line_buffering=True)
     run_dir = Path(args.save_dir, args.experiment_name)
-    # FSDP: DCP reads these characters as a pattern when it joins the files of the exported model.
-    if glob.escape(str(run_dir)) != str(run_dir):
-        fail(f"{run_dir}: choose --save-dir and --experiment-name without *, ? and [")
     run_dir.mkdir(parents=True, exist_ok=True)
     device = torch.device(args.device)
     if args.device == "cuda":
@@ -233,14 +226,11 @@ def setup(args):
 
 
 @functools.cache
-def patient_group():
-    """Return a group whose timeout is a week, because tokenizing may take hours."""
-    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
+def patient_group(user="main thread"):
+    """Return a group whose timeout is a week, because tokenizing may take hours.
 
-
-@functools.cache
-def background_group():
-    """Return a group of all ranks for the collectives of the thread that saves checkpoints."""
+    Each thread needs a group of its own.
+    """
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
@@ -381,6 +371,8 @@ def build_model(args, config):
     head = model.get_output_embeddings()
     head.forward = torch.clone
     model.loss_function = functools.partial(chunked_loss, head)
+    # In a step, all ranks together predict all tokens but the first one of each sample.
+    model.num_targets = args.global_batch_size * (args.seq_length - 1)
 
     # In every forward pass, transformers asks the device whether samples hold several packed
     # sequences, and the host has to wait for the answer. number_documents() needs no wait.
@@ -424,6 +416,11 @@ def check_causal(args, model, device):
         fail(f"{name}: tokens attend to the conversation before theirs; choose a different model")
 
 
+def layers_of(model):
+    """Return the decoder layers, which in transformers share a base class."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 def check_model(args, model):
     """If this script cannot train the model, report the reason and stop."""
     caps = ["final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"]
@@ -437,16 +434,16 @@ def check_model(args, model):
             fail(problem)
 
 
-def chunked_loss(head, logits, labels, *_, **__):
+def chunked_loss(head, hidden, labels):
     """Return the summed cross entropy of predicting each label from the previous hidden state.
 
-    `logits` contains hidden states, [batch, sequence, width], because `head` returns its input. The
-    true logits, [tokens, vocabulary], exist for only one chunk of tokens at a time.
+    The shape of `hidden` is [batch, sequence, width], that of `labels` [batch, sequence]. Logits,
+    [tokens, vocabulary], exist for only one chunk of tokens at a time.
     """
     # The last position has no next token; cross_entropy() ignores the target -100.
     targets = F.pad(labels[:, 1:], (0, 1), value=-100)
     weights = (head.weight, head.bias)
-    hidden_chunks = logits.flatten(0, 1).split(CHUNK_SIZE)
+    hidden_chunks = hidden.flatten(0, 1).split(CHUNK_SIZE)
     target_chunks = targets.flatten().split(CHUNK_SIZE)
     total_loss = 0.0
     for chunk in zip(hidden_chunks, target_chunks, strict=True):
@@ -466,18 +463,13 @@ def keep_products(_, operation, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def layers_of(model):
-    """Return the decoder layers, which in transformers share a base class."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
 def build_mesh(args, device):
     """Arrange the ranks in a mesh with one dimension for each kind of parallelism."""
     sizes = {
         "replicate": args.replicas,
         "shard": dist.get_world_size() // args.replicas,
     }
-    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return dist.init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def shard(args, model, device):
@@ -503,16 +495,24 @@ def shard(args, model, device):
         if module in layers:
             # FSDP: keep the last layer gathered, because it is the first in the backward pass.
             reshard = args.reshard_after_forward and module is not layers[-1]
-            fully_shard(module, reshard_after_forward=reshard, **options)
+            fully_shard_to_sum(module, reshard_after_forward=reshard, **options)
 
     # apply() visits the children of a module before the module itself.
     model.apply(initialize_and_shard)
     model.tie_weights()
     # FSDP: this call shards the weights that are outside of the layers.
-    fully_shard(model, reshard_after_forward=False, **options)
+    fully_shard_to_sum(model, reshard_after_forward=False, **options)
     if args.pretrained:
         read_weights(args, model)
     return model
+
+
+def fully_shard_to_sum(module, **options):
+    """Shard a module's weights; the ranks add up their gradients instead of averaging them."""
+    fully_shard(module, **options)
+    module.set_gradient_divide_factor(1.0)
+    # By default, torch would multiply and add in one operation, which Gloo does not have.
+    module.set_force_sum_reduction_for_comms(True)
 
 
 def owners_of(model):
@@ -536,95 +536,46 @@ def initialize(args, owner, module):
 
 def read_weights(args, model):
     """Read this rank's shards, and nothing else, from the safetensors files of `--model-name`."""
-    # The reader reads all files of a folder, so make a folder of links to the files of the model.
-    folder = tempfile.TemporaryDirectory()
-    for file in weight_files(args):
-        Path(folder.name, Path(file).name).symlink_to(Path(file).resolve())
-    reader = dcp.HuggingFaceStorageReader(folder.name)
-    file_metadata = reader.read_metadata().state_dict_metadata
-    if any(entry.properties.dtype.itemsize < 2 for entry in file_metadata.values()):
+    # get_slice() reads nothing yet.
+    tensors = {key: file.get_slice(key) for file in weight_files(args) for key in file.keys()}
+    if {"F4", "F8", "I8", "U8"} & {tensor.get_dtype()[:2] for tensor in tensors.values()}:
         fail(f"--pretrained: the weights of {args.model_name} are quantized; choose a bf16 copy")
-    matches = match_names(model, file_metadata)
-    aliases = {source: target for target, source in model.all_tied_weights_keys.items()}
-    missing, unexpected, mismatched = set(), matches.keys() - model.state_dict().keys(), []
-    tensors, copies = {}, {}
-    for name, weight in weights_of(model).items():
-        # A file may store a tied weight under its other name, or under both names.
-        alias = aliases.get(name)
-        views = views_of(weight, matches.get(name) or matches.get(alias))
-        if views is None:
-            missing.add(name)
-            continue
-        tensors |= views
-        if any(view.shape != file_metadata[key].size for key, view in views.items()):
-            mismatched.append(name)
-        if {name, alias} <= matches.keys():
-            [[alias_key]] = matches[alias]
-            copies[name] = weight, torch.empty_like(weight)
-            tensors[alias_key] = copies[name][1]
-    names = SimpleNamespace(missing_keys=missing, unexpected_keys=unexpected)
+    # FSDP: transformers replaces the uninitialized shards, so give back their memory. Pinned
+    # memory, which --cpu-offload uses on a machine with GPUs, cannot be given back here.
+    for weight in model.parameters():
+        if isinstance(weight, DTensor):
+            storage = weight.to_local().untyped_storage()
+            if storage.resizable():
+                storage.resize_(0)
+    # FSDP: transformers knows the names of weights in files, and reads only this rank's rows. It
+    # reads one weight after the other if it uses no threads, and then needs less memory.
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    devices = {name: buffer.device for name, buffer in model.named_buffers()}
+    devices[""] = "cpu" if args.cpu_offload else args.device
+    options = LoadStateDictConfig(weight_mapping=model.conversion_rules, device_map=devices)
+    names, _ = conversion.convert_and_load_state_dict_in_model(model, tensors, options)
+    # FSDP: a rank whose shard of a layer's experts is empty has found none of them.
+    sharded = [item for item in model.state_dict().items() if isinstance(item[1], DTensor)]
+    names.missing_keys -= {name for name, weight in sharded if not weight.to_local().numel()}
+    # A file may store a tied weight under its other name, or under both names.
+    tied = dict(model.all_tied_weights_keys)
+    model.tie_weights(names.missing_keys, recompute_mapping=False)
+    for name in tied.keys() - model.all_tied_weights_keys.keys():
+        problem = f"the files have different values for {tied[name]} and {name}"
+        fail(f"--pretrained: {problem}; pass --config tie_word_embeddings=false")
     # Leave out the names that transformers ignores for this family.
     model._adjust_missing_and_unexpected_keys(names)
-    if missing := [*names.missing_keys, *mismatched]:
+    if missing := names.missing_and_mismatched():
         name = args.model_name
         fail(f"--pretrained: the files of {name} lack {min(missing)} ({len(missing)} weights)")
-    dcp.load(tensors, storage_reader=reader, process_group=patient_group())
-    for name, copies_in_files in copies.items():
-        if not torch.equal(*(copy_in_file.to_local() for copy_in_file in copies_in_files)):
-            problem = f"the files have different values for {name} and {aliases[name]}"
-            fail(f"--pretrained: {problem}; pass --config tie_word_embeddings=false")
     # Not every model has a generation config.
     with suppress(OSError):
         model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
 
 
-def match_names(model, keys):
-    """Map the name of each weight to the keys that its values have in published files.
-
-    For most weights this is [[key]]. transformers stacks the experts of a layer into one tensor. In
-    files each expert has a tensor for each projection, so the value is a list of keys, one for each
-    expert, for each projection.
-    """
-    rules = model.conversion_rules
-    renamings = [rule for rule in rules if isinstance(rule, conversion.WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, conversion.WeightConverter)]
-    names, prefix, matches = model.state_dict(), model.base_model_prefix, {}
-    for key in sorted(keys, key=conversion.dot_natural_key):
-        name, pattern = conversion.rename_source_key(key, renamings, converters, prefix, names)
-        if pattern is None:
-            matches[name] = [[key]]
-            continue
-        rule = next(rule for rule in converters if pattern in rule.source_patterns)
-        operations = " ".join(map(repr, rule.operations))
-        # The other operations change the order of a weight's values.
-        if re.fullmatch(r"MergeModulelist\(dim=0\)( Concatenate\(dim=1\))?", operations):
-            rows = matches.setdefault(name, [[] for _ in rule.source_patterns])
-            rows[rule.source_patterns.index(pattern)].append(key)
-        else:
-            matches[key] = [[key]]
-    return matches
-
-
-def views_of(weight, rows):
-    """Return this rank's part of a weight by key in files, or None if the files lack a part."""
-    if rows is None:
-        return None
-    if len(rows) == len(rows[0]) == 1:
-        return {rows[0][0]: weight}
-    if any(len(row) != len(weight) for row in rows):
-        return None
-    views = {}
-    # FSDP: a rank's shard has full experts.
-    for chunk in weight.__create_chunk_list__():
-        for number, expert in enumerate(weight.to_local(), chunk.offsets[0]):
-            keys = [row[number] for row in rows]
-            views |= zip(keys, expert.chunk(len(rows)), strict=True)
-    return views
-
-
 @rank_first()
 def weight_files(args):
-    """Return the safetensors files that from_pretrained() would read; download them if needed."""
+    """Open the safetensors files that from_pretrained() would read; download them if needed."""
     name = args.model_name
     try:
         try:
@@ -633,13 +584,10 @@ def weight_files(args):
             index = cached_file(name, "model.safetensors.index.json")
             files = json.loads(Path(index).read_text())["weight_map"].values()
             paths = [cached_file(name, file) for file in set(files)]
-        for path in paths:
-            # Opening a file also compares its length with its header.
-            with safe_open(path, "pt"):
-                pass
+        # Opening a file also compares its length with its header.
+        return [safe_open(path, "pt") for path in paths]
     except Exception as error:
         fail(f"--pretrained: cannot read the safetensors files of {name}: {error!r:.300}")
-    return paths
 
 
 def build_optimizer(args, model):
@@ -980,12 +928,12 @@ def count_answers(samples):
 
 # ---- one step --------------------------------------------------------------------------------
 def loss_of(args, model, batch):
-    """Return the summed next-token loss of the answer tokens in `batch`."""
+    """Return the share of a step's mean loss that the answer tokens in `batch` have."""
     ids = batch & (CONTEXT - 1)
     labels = ids.where(batch & CONTEXT == 0, -100)
     inputs = inputs_that_separate(batch & FIRST != 0)
     hidden = model(input_ids=ids, use_cache=False, **inputs).logits
-    return model.loss_function(hidden, labels)
+    return model.loss_function(hidden, labels) / model.num_targets
 
 
 def inputs_that_separate(is_first):
@@ -1005,17 +953,16 @@ def number_documents(position_ids):
 
 
 def forward_backward(args, model, train_set, step, device):
-    """Compute the gradients of the step's mean loss; return the mean loss as a device tensor."""
+    """Compute the gradients of the step's mean loss; return this rank's share of the mean loss."""
+    # The mean is over the answer tokens of all ranks.
+    model.num_targets = answers_at(args, train_set, step)
     total_loss = torch.zeros((), device=device)
-    # The mean is over the answer tokens of all ranks. FSDP divides the gradients by the number of
-    # ranks, so multiply by this number.
-    scale = dist.get_world_size() / answers_at(args, train_set, step)
     for micro_step in range(args.accumulation):
         # FSDP: every micro-batch adds to the gradient shards. All-reduce these shards between the
         # replicas in the last micro-batch only.
         model.set_requires_all_reduce(micro_step == args.accumulation - 1)
         batch = batch_at(args, train_set, step, micro_step, device)
-        loss = loss_of(args, model, batch) * scale
+        loss = loss_of(args, model, batch)
         loss.backward()
         total_loss += loss.detach()
     return total_loss
@@ -1061,7 +1008,7 @@ def evaluate(args, model, held_out, device):
         total_loss += loss_of(args, model, inputs.long().to(device)) * (len(share) > 0)
     dist.all_reduce(total_loss)
     model.train()
-    return (total_loss / count_answers(held_out)).item()
+    return (total_loss * model.num_targets / count_answers(held_out)).item()
 
 
 # ---- checkpoint ------------------------------------------------------------------------------
@@ -1113,27 +1060,23 @@ class PublishingWriter(dcp.FileSystemWriter):
         publish(self.args, self.path, self.checkpoint)
 
 
-def finish_saves():
-    """Wait until the asynchronous save, if there is one, has been published."""
+def save_checkpoint(args, run_dir, model, optimizer, step, is_final):
+    """Save the model, the optimizer and the arguments; the step number determines the rest."""
+    # FSDP: wait until the previous save has been published.
     while PENDING_SAVES:
         PENDING_SAVES.pop().result()
-
-
-def save_checkpoint(args, run_dir, model, optimizer, step):
-    """Save the model, the optimizer and the arguments; the step number determines the rest."""
-    finish_saves()
     checkpoint = run_dir / f"checkpoints/step-{step:08}"
     state = state_of(model, optimizer)
     # FSDP: only rank 0 adds its arguments to the state; otherwise, DCP would save the arguments of
     # an arbitrary rank.
     if dist.get_rank() == 0:
         state["args"] = json.dumps(vars(args))
-    writer = PublishingWriter(args, checkpoint)
-    if args.checkpoint_async:
-        options = {"storage_writer": writer, "process_group": background_group()}
-        PENDING_SAVES.append(dcp.async_save(state, **options))
-        return
-    dcp.save(state, storage_writer=writer, process_group=patient_group())
+    writer, group = PublishingWriter(args, checkpoint), patient_group("checkpoints")
+    if args.checkpoint_async and not is_final:
+        # FSDP: DCP copies the shards to host memory now, and writes them while training continues.
+        PENDING_SAVES.append(dcp.async_save(state, storage_writer=writer, process_group=group))
+    else:
+        dcp.save(state, storage_writer=writer, process_group=group)
 
 
 def state_of(model, optimizer):
@@ -1142,8 +1085,7 @@ def state_of(model, optimizer):
     weights = weights_of(model)
     # FSDP: get_optimizer_state_dict() also creates the optimizer's state if the optimizer has no
     # state yet.
-    optimizer_state = get_optimizer_state_dict(model, optimizer)["state"]
-    return {"model": weights, "optimizer": optimizer_state}
+    return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer)["state"]}
 
 
 def weights_of(model):
@@ -1152,36 +1094,14 @@ def weights_of(model):
     return {name: weight for name, weight in weights.items() if name not in tied}
 
 
-def published_weights(model):
-    """Return the weights by their keys in published files; other ranks' experts are on meta."""
-    weights, published = weights_of(model), {}
-    shapes = {
-        name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-        for name, weight in weights.items()
-    }
-    shapes = conversion.revert_weight_conversion(model, shapes)
-    matches = match_names(model, shapes)
-    for name, weight in weights.items():
-        rows = matches.get(name, [[name]])
-        published |= {key: shapes[key] for key in chain(*rows) if key in shapes}
-        published |= views_of(weight, rows)
-    return published
-
-
-def own_weights(weights):
-    """Return the weights that this rank holds at least a part of; the others are on meta."""
-    return {name: weight for name, weight in weights.items() if not weight.is_meta}
-
-
 def load_checkpoint(args, run_dir, model, optimizer):
     """Restore the newest readable checkpoint; return its step, or 0 for a new run."""
-    checkpoints = sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)
-    # FSDP: hide DCP's long warnings about an unreadable checkpoint; print() reports it below.
-    logging.getLogger().setLevel(logging.ERROR)
+    found = [sorted((run_dir / "checkpoints").glob("step-????????"), reverse=True)]
     # DDP: all ranks try the checkpoints that rank 0 has found.
-    candidates = [checkpoints]
-    dist.broadcast_object_list(candidates, group=patient_group())
-    for checkpoint in candidates[0]:
+    dist.broadcast_object_list(found, group=patient_group())
+    for checkpoint in found[0]:
+        if (checkpoint / "state.pt").exists():
+            fail(f"{checkpoint}: continue it with chapter 03, or choose another --experiment-name")
         try:
             saved = {"args": ""}
             dcp.load(saved, checkpoint_id=checkpoint, process_group=patient_group())
@@ -1189,16 +1109,17 @@ def load_checkpoint(args, run_dir, model, optimizer):
             state = state_of(model, optimizer)
             # FSDP: each rank reads its shards directly into the model and the optimizer.
             dcp.load(state, checkpoint_id=checkpoint, process_group=patient_group())
+            break
         except (Exception, dcp.CheckpointException) as error:
             # FSDP: DCP raises an error of one rank on all ranks, so all ranks try the same
             # checkpoint next.
             print(f"{checkpoint} cannot be read: {error!r:.200}; trying the previous checkpoint")
-            continue
-        print(f"continuing from {checkpoint}")
-        return int(checkpoint.name.removeprefix("step-"))
-    if candidates[0]:
-        fail(f"{run_dir}: cannot read its checkpoints; choose a different --experiment-name")
-    return 0
+    else:
+        if found[0]:
+            fail(f"{run_dir}: cannot read its checkpoints; choose a different --experiment-name")
+        return 0
+    print(f"continuing from {checkpoint}")
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def compare_args(args, saved_args, checkpoint):
@@ -1216,35 +1137,26 @@ def compare_args(args, saved_args, checkpoint):
 
 def export_model(args, run_dir, model, tokenizer):
     """Write the finished model to a folder that `from_pretrained` can load."""
-    partial, weights = partial_of(run_dir / "model"), published_weights(model)
-    # FSDP: no rank holds the full model. Each rank writes its shards, and rank 0 joins the shards
-    # into files of about 5 GB.
-    ends = accumulate(weight.numel() * weight.itemsize for weight in weights.values())
-    files = {name: 1 + end // 5_000_000_000 for name, end in zip(weights, ends, strict=True)}
-    # FSDP: DCP joins neither integers nor tensors without dimensions. Save these as bytes in a file
-    # of their own, and join this file here.
-    floats = [name for name, weight in weights.items() if weight.is_floating_point()]
-    others = [name for name in weights if name not in floats or weights[name].ndim == 0]
-    files |= dict.fromkeys(others, max(files.values()) + 1)
-    saved = {name: weights[name].reshape(-1).view(torch.float8_e4m3fn) for name in others}
-    saved = weights | saved
-    writer = dcp.HuggingFaceStorageWriter(
-        partial, files, save_distributed=True, enable_consolidation=True
-    )
-    dcp.save(own_weights(saved), storage_writer=writer, process_group=patient_group())
-    if others and dist.get_rank() == 0:
-        path, tensors = max(partial.glob("*.safetensors")), {}
-        for shard in partial.glob(f"sharded/*{path.name}"):
-            for name, tensor in load_file(shard).items():
-                tensors[name] = tensor.view(weights[name].dtype).view(weights[name].shape)
-        save_file(tensors, path, metadata={"format": "pt"})
-    wait_for_all()
-    check_export(partial, own_weights(weights))
+    partial, is_writer = partial_of(run_dir / "model"), dist.get_rank() == 0
+    # FSDP: no rank holds the full model. The ranks gather one layer at a time, and rank 0 writes it
+    # to a file of its own, under the names that weights have in published files.
+    # transformers finds these names by the model's class, which fully_shard() has changed.
+    model.__class__ = next(cls for cls in type(model).__mro__ if "FSDP" not in cls.__name__)
+    layer_of = re.compile(r".*?\.\d+(?=\.)|.*").match
+    for layer, items in groupby(weights_of(model).items(), lambda item: layer_of(item[0])[0]):
+        # With --cpu-offload, gather on the device, so that only the writer needs host memory.
+        weights = {name: gather(weight.to(args.device), is_writer) for name, weight in items}
+        if is_writer:
+            weights = conversion.revert_weight_conversion(model, weights)
+            # Only its owner could read a file that save_file() makes.
+            (partial / f"model-{layer}.safetensors").write_bytes(save(weights, {"format": "pt"}))
     if dist.get_rank() != 0:
         return
-    shutil.rmtree(partial / "sharded")
-    # FSDP: fully_shard() has changed the name of the model's class.
-    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    # FSDP: opening a file also compares its length with its header.
+    files = {key: path.name for path in partial.iterdir() for key in safe_open(path, "pt").keys()}
+    index = json.dumps({"metadata": {}, "weight_map": files}, indent=2)
+    (partial / "model.safetensors.index.json").write_text(index)
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(partial)
     model.generation_config.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
@@ -1252,18 +1164,10 @@ def export_model(args, run_dir, model, tokenizer):
     (run_dir / f"finished-{args.num_steps}").touch()
 
 
-def check_export(partial, weights):
-    """Stop unless each rank finds the values of its shards in the exported files."""
-    saved = {name: torch.empty_like(weight) for name, weight in weights.items()}
-    reader = dcp.HuggingFaceStorageReader(partial)
-    dcp.load(saved, storage_reader=reader, process_group=patient_group())
-    for name, weight in weights.items():
-        # torch.equal() would compare DTensors across all ranks.
-        pair = [saved[name], weight]
-        if isinstance(weight, DTensor):
-            pair = [tensor.to_local() for tensor in pair]
-        if not torch.equal(*pair):
-            fail(f"{partial} has other values of {name} than the model; run the command again")
+def gather(weight, is_writer):
+    """Gather a full weight; return it, on the CPU, on the ranks that write it to a file."""
+    full_weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return full_weight.cpu() if is_writer else None
 
 
 # ---- main ------------------------------------------------------------------------------------
@@ -1296,7 +1200,7 @@ def mfu(args, model, tokens_per_second):
 
 def measure(args, model, train_set, step, loss, grad_norm, interval_start):
     """Return the metrics of `step`; loss.item() makes the host wait for the device."""
-    dist.all_reduce(loss, dist.ReduceOp.AVG)
+    dist.all_reduce(loss)
     epoch = (position_of(args, step + 1) - 1) // train_set.starts[-1]
     row = {"step": step, "epoch": epoch, "loss": loss.item(), "grad_norm": grad_norm.item()}
     start_step, start_time = interval_start
@@ -1372,15 +1276,13 @@ def main():
             row["val_loss"] = evaluate(args, model, held_out, device)
         log(run_dir, wandb_run, row)
         if saving:
-            save_checkpoint(args, run_dir, model, optimizer, step)
+            save_checkpoint(args, run_dir, model, optimizer, step, stop or is_last)
         interval_start = step, time.perf_counter()
         if stop and not is_last:
-            finish_saves()
             print(f"stopped at step {step}; run the same command to continue")
             wandb_run.finish()
             return
 
-    finish_saves()
     export_model(args, run_dir, model, tokenizer)
     print(f"finished: {run_dir} has the model, the metrics and the last checkpoints")
     wandb_run.finish()
