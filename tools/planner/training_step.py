@@ -42,7 +42,7 @@ ADDED_BY = {
     "replicas": ("04", 1),
     "recompute": ("05", "none"),
     "cpu_offload": ("05", False),
-    "checkpoint_async": ("05", False),
+    "checkpoint_async": ("04", False),
     "tensor_parallel_size": ("06", 1),
     "pipeline_parallel_size": ("07", 1),
     "expert_parallel_size": ("09", 1),

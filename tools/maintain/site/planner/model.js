@@ -72,7 +72,7 @@ function segments_of(setting) {
 
 // ---- the layouts that the form compares ------------------------------------------------------
 const words_without_layout = (args, chapter) =>
-  args.words.filter((word) => word !== "--checkpoint-async" || chapter >= "05");
+  args.words.filter((word) => word !== "--checkpoint-async" || chapter >= "04");
 
 // Return the setting, the command and the speed of a layout, or null if a script refuses it.
 function layout_of(args, chapter, words, line) {
@@ -94,7 +94,7 @@ function layout_of(args, chapter, words, line) {
   const stages = flags.pipeline_parallel_size;
   const multiple = flags.pipeline_schedule === "interleaved-1f1b" ? stages : 1;
   if (accumulation < stages || accumulation % multiple) return null;
-  const checkpoint_async = args.checkpoint_async && chapter >= "05";
+  const checkpoint_async = args.checkpoint_async && chapter >= "04";
   const reshard_after_forward = flags.reshard_after_forward && stages === 1;
   const derived = { micro_batch_size, accumulation, checkpoint_async, reshard_after_forward };
   const setting = Setting({ ...args, ...flags, ...derived, chapter: chapter === "03" ? "02" : chapter });
