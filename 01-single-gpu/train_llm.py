@@ -200,6 +200,9 @@ def load_pretrained(args, config):
     # Otherwise, a missing weight would start with random values.
     if missing := loading["missing_keys"]:
         fail(f"--pretrained: the files of {name} lack {min(missing)} ({len(missing)} weights)")
+    # transformers does not tie two weights if the files have different values for them.
+    for key in model.get_expanded_tied_weights_keys().keys() - model.all_tied_weights_keys.keys():
+        fail(f"--pretrained: the files do not tie {key}; pass --config tie_word_embeddings=false")
     return model.train()
 
 
@@ -534,12 +537,11 @@ def mfu(args, model, tokens_per_second):
     return tokens_per_second * flops_per_token / (peak * 1e12)
 
 
-def measure(args, model, train_set, step, loss, grad_norm, interval_start):
+def measure(args, model, train_set, step, loss, grad_norm, first_step, start_time):
     """Return the metrics of `step`; loss.item() makes the host wait for the device."""
     epoch = (position_of(args, step + 1) - 1) // train_set.starts[-1]
     row = {"step": step, "epoch": epoch, "loss": loss.item(), "grad_norm": grad_norm.item()}
-    start_step, start_time = interval_start
-    tokens = (step - start_step) * args.global_batch_size * args.seq_length
+    tokens = (step - first_step + 1) * args.global_batch_size * args.seq_length
     speed = tokens / (time.perf_counter() - start_time) if start_time else None
     # On Linux, the unit of ru_maxrss is KiB.
     host_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -588,7 +590,7 @@ def main():
     if start == 0:
         log(run_dir, wandb_run, {"step": 0, "val_loss": evaluate(args, model, held_out, device)})
     # The first interval may include compilation. Without a start time, measure() reports no speed.
-    interval_start = start, None
+    interval_start = start + 1, None
     for step in tqdm(range(start + 1, args.num_steps + 1), file=sys.stdout, disable=None):
         loss, grad_norm = train_step(args, model, optimizer, train_set, step, device)
         is_last = step == args.num_steps
@@ -596,16 +598,15 @@ def main():
         saving = is_last or step % args.checkpoint_every == 0
         if not (evaluating or saving or step % args.log_every == 0):
             continue
-        row = measure(args, model, train_set, step, loss, grad_norm, interval_start)
+        row = measure(args, model, train_set, step, loss, grad_norm, *interval_start)
         if optimizer.found_inf:
-            first = interval_start[0] + 1
-            fail(f"a gradient in steps {first} to {step} was not finite; these steps are not saved")
+            fail(f"a gradient in steps {interval_start[0]} to {step} was not finite; none is saved")
         if evaluating:
             row["val_loss"] = evaluate(args, model, held_out, device)
         log(run_dir, wandb_run, row)
         if saving:
             save_checkpoint(args, run_dir, model, optimizer, step)
-        interval_start = step, time.perf_counter()
+        interval_start = step + 1, time.perf_counter()
 
     export_model(args, run_dir, model, tokenizer)
     print(f"finished: {run_dir} has the model, the metrics and the last checkpoints")

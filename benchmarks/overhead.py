@@ -65,14 +65,14 @@ def bare():
     model, _, optimizer, samples = build(chapter, args, device)
     micro_steps = range(args.accumulation)
     batches = [chapter.batch_at(args, samples, 1, number, device) for number in micro_steps]
-    interval_start, mixed = (0, None), args.precision == "bf16"
+    interval_start, mixed = (1, None), args.precision == "bf16"
     with open(run_dir / "metrics.jsonl", "w") as file:
         for step in range(1, args.num_steps + 1):
             result = bare_step(args, bare_loss, model, optimizer, batches, mixed)
             if step == 1 or step % args.log_every == 0:
-                row = chapter.measure(args, model, samples, step, *result, interval_start)
+                row = chapter.measure(args, model, samples, step, *result, *interval_start)
                 print(json.dumps(row), file=file)
-                interval_start = step, time.perf_counter()
+                interval_start = step + 1, time.perf_counter()
 
 
 # ---- steps that take turns -------------------------------------------------------------------

@@ -25,7 +25,7 @@ import signal
 import socket
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -55,6 +55,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, maskin
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+# The name of this start of the run, as rank 0 writes it to the run's folder.
+PROCESS = f"process {os.getpid()} on {socket.gethostname()}"
 # The environment variables that each launcher sets to the rank, the world size and the local rank,
 # in this order.
 LAUNCHER_VARIABLES = {
@@ -123,10 +125,10 @@ def parse_args():
         # GPUs below compute capability 8.0 emulate bf16, and the emulation is slow.
         has_bf16 = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
         args.precision = "bf16" if has_bf16 else "fp32"
-    if "LOCAL_RANK" not in os.environ:
+    if not all(map(os.environ.get, LAUNCHER_VARIABLES["torchrun"])):
         fail("start this script with a launcher, such as torchrun, srun or mpirun")
-    if "MASTER_ADDR" not in os.environ:
-        fail("MASTER_ADDR is not set; pass it and MASTER_PORT with -x (Open MPI) or -genv (MPICH)")
+    if not all(map(os.environ.get, ["MASTER_ADDR", "MASTER_PORT"])):
+        fail("set MASTER_ADDR and MASTER_PORT; pass them with -x (Open MPI) or -genv (MPICH)")
     num_data_ranks = int(os.environ["WORLD_SIZE"])
     # The samples that this device processes in each step.
     local_batch_size, remainder = divmod(args.global_batch_size, num_data_ranks)
@@ -176,7 +178,7 @@ def adopt_config(args):
 def adopt_launcher():
     """Set torchrun's variables from the variables of the launcher that started this rank."""
     for names in LAUNCHER_VARIABLES.values():
-        if all(name in os.environ for name in names):
+        if all(map(os.environ.get, names)):
             os.environ |= zip(LAUNCHER_VARIABLES["torchrun"], map(os.getenv, names), strict=True)
             break
     if "SLURM_STEP_NODELIST" in os.environ:
@@ -262,13 +264,13 @@ def check_shared(run_dir):
     """Stop if a node cannot see the files that rank 0 writes to the run's folder."""
     probe = [run_dir / f".probe-{os.urandom(8).hex()}"]
     if dist.get_rank() == 0:
-        probe[0].touch()
+        probe[0].write_text(PROCESS)
     dist.broadcast_object_list(probe, group=patient_group())
     host_without_access = None if probe[0].exists() else socket.gethostname()
     hosts_without_access = [None] * dist.get_world_size()
     dist.all_gather_object(hosts_without_access, host_without_access, group=patient_group())
     if dist.get_rank() == 0:
-        probe[0].unlink()
+        probe[0].rename(run_dir / "newest-start")
     if hosts := set(hosts_without_access) - {None}:
         problem = f"{', '.join(hosts)} cannot see what rank 0 writes to {run_dir.resolve()}"
         fail(f"--save-dir: {problem}; choose a folder that all nodes share")
@@ -410,6 +412,9 @@ def load_pretrained(args, config):
     # Otherwise, a missing weight would start with random values.
     if missing := loading["missing_keys"]:
         fail(f"--pretrained: the files of {name} lack {min(missing)} ({len(missing)} weights)")
+    # transformers does not tie two weights if the files have different values for them.
+    for key in model.get_expanded_tied_weights_keys().keys() - model.all_tied_weights_keys.keys():
+        fail(f"--pretrained: the files do not tie {key}; pass --config tie_word_embeddings=false")
     return model.train()
 
 
@@ -780,13 +785,12 @@ def mfu(args, model, tokens_per_second):
     return tokens_per_second * flops_per_token / (peak * 1e12 * dist.get_world_size())
 
 
-def measure(args, model, train_set, step, loss, grad_norm, interval_start):
+def measure(args, model, train_set, step, loss, grad_norm, first_step, start_time):
     """Return the metrics of `step`; loss.item() makes the host wait for the device."""
     dist.all_reduce(loss, dist.ReduceOp.AVG)
     epoch = (position_of(args, step + 1) - 1) // train_set.starts[-1]
     row = {"step": step, "epoch": epoch, "loss": loss.item(), "grad_norm": grad_norm.item()}
-    start_step, start_time = interval_start
-    tokens = (step - start_step) * args.global_batch_size * args.seq_length
+    tokens = (step - first_step + 1) * args.global_batch_size * args.seq_length
     speed = tokens / (time.perf_counter() - start_time) if start_time else None
     # On Linux, the unit of ru_maxrss is KiB.
     host_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -812,13 +816,17 @@ def log(run_dir, wandb_run, row):
     """
     if dist.get_rank() != 0:
         return
+    if (newest := (run_dir / "newest-start").read_text()) != PROCESS:
+        fail(f"{run_dir}: {newest} has started the same run, so this run stops")
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
     wandb_run.log(row)
     known = {name: value for name, value in row.items() if value is not None}
-    # Printing to a closed terminal must not end this rank before it saves.
-    with suppress(OSError):
+    try:
         tqdm.write("  ".join(f"{name} {value:,.6g}" for name, value in known.items()))
+    except OSError:
+        # The terminal is closed. Keep training, and print to nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @record
@@ -852,7 +860,7 @@ def main():
     if start == 0:
         log(run_dir, wandb_run, {"step": 0, "val_loss": evaluate(args, model, held_out, device)})
     # The first interval may include compilation. Without a start time, measure() reports no speed.
-    interval_start = start, None
+    interval_start = start + 1, None
     stops = stop_requests(run_dir)
     for step in tqdm(range(start + 1, args.num_steps + 1), file=sys.stdout, disable=None):
         stop = next(stops)
@@ -862,16 +870,15 @@ def main():
         saving = is_last or step % args.checkpoint_every == 0 or stop
         if not (evaluating or saving or step % args.log_every == 0):
             continue
-        row = measure(args, model, train_set, step, loss, grad_norm, interval_start)
+        row = measure(args, model, train_set, step, loss, grad_norm, *interval_start)
         if optimizer.found_inf:
-            first = interval_start[0] + 1
-            fail(f"a gradient in steps {first} to {step} was not finite; these steps are not saved")
+            fail(f"a gradient in steps {interval_start[0]} to {step} was not finite; none is saved")
         if evaluating:
             row["val_loss"] = evaluate(args, model, held_out, device)
         log(run_dir, wandb_run, row)
         if saving:
             save_checkpoint(args, run_dir, accelerator, step)
-        interval_start = step, time.perf_counter()
+        interval_start = step + 1, time.perf_counter()
         if stop and not is_last:
             print(f"stopped at step {step}; run the same command to continue")
             wandb_run.finish()

@@ -25,7 +25,7 @@ import signal
 import socket
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -48,6 +48,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, maskin
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+# The name of this start of the run, as rank 0 writes it to the run's folder.
+PROCESS = f"process {os.getpid()} on {socket.gethostname()}"
 # The environment variables that each launcher sets to the rank, the world size and the local rank,
 # in this order.
 LAUNCHER_VARIABLES = {
@@ -117,10 +119,10 @@ def parse_args():
         # GPUs below compute capability 8.0 emulate bf16, and the emulation is slow.
         has_bf16 = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
         args.precision = "bf16" if has_bf16 else "fp32"
-    if "LOCAL_RANK" not in os.environ:
+    if not all(map(os.environ.get, LAUNCHER_VARIABLES["torchrun"])):
         fail("start this script with a launcher, such as torchrun, srun or mpirun")
-    if "MASTER_ADDR" not in os.environ:
-        fail("MASTER_ADDR is not set; pass it and MASTER_PORT with -x (Open MPI) or -genv (MPICH)")
+    if not all(map(os.environ.get, ["MASTER_ADDR", "MASTER_PORT"])):
+        fail("set MASTER_ADDR and MASTER_PORT; pass them with -x (Open MPI) or -genv (MPICH)")
     num_data_ranks = int(os.environ["WORLD_SIZE"])
     # The samples that this device processes in each step.
     local_batch_size, remainder = divmod(args.global_batch_size, num_data_ranks)
@@ -170,7 +172,7 @@ def adopt_config(args):
 def adopt_launcher():
     """Set torchrun's variables from the variables of the launcher that started this rank."""
     for names in LAUNCHER_VARIABLES.values():
-        if all(name in os.environ for name in names):
+        if all(map(os.environ.get, names)):
             os.environ |= zip(LAUNCHER_VARIABLES["torchrun"], map(os.getenv, names), strict=True)
             break
     if "SLURM_STEP_NODELIST" in os.environ:
@@ -256,13 +258,13 @@ def check_shared(run_dir):
     """Stop if a node cannot see the files that rank 0 writes to the run's folder."""
     probe = [run_dir / f".probe-{os.urandom(8).hex()}"]
     if dist.get_rank() == 0:
-        probe[0].touch()
+        probe[0].write_text(PROCESS)
     dist.broadcast_object_list(probe, group=patient_group())
     host_without_access = None if probe[0].exists() else socket.gethostname()
     hosts_without_access = [None] * dist.get_world_size()
     dist.all_gather_object(hosts_without_access, host_without_access, group=patient_group())
     if dist.get_rank() == 0:
-        probe[0].unlink()
+        probe[0].rename(run_dir / "newest-start")
     if hosts := set(hosts_without_access) - {None}:
         problem = f"{', '.join(hosts)} cannot see what rank 0 writes to {run_dir.resolve()}"
         fail(f"--save-dir: {problem}; choose a folder that all nodes share")
@@ -378,6 +380,9 @@ def load_pretrained(args, config):
     # Otherwise, a missing weight would start with random values.
     if missing := loading["missing_keys"]:
         fail(f"--pretrained: the files of {name} lack {min(missing)} ({len(missing)} weights)")
+    # transformers does not tie two weights if the files have different values for them.
+    for key in model.get_expanded_tied_weights_keys().keys() - model.all_tied_weights_keys.keys():
+        fail(f"--pretrained: the files do not tie {key}; pass --config tie_word_embeddings=false")
     return model.train()
 
 
@@ -577,7 +582,7 @@ class GuideCallback(transformers.TrainerCallback):
     def __init__(self, args, run_dir, wandb_run, start):
         self.args, self.run_dir, self.wandb_run = args, run_dir, wandb_run
         # The first interval includes compilation, so its speed is not logged.
-        self.interval_start = start, None
+        self.interval_start = start + 1, None
         self.stops, self.interval_ended = stop_requests(run_dir), False
 
     def on_train_begin(self, args, state, control, optimizer, lr_scheduler, **_):
@@ -593,7 +598,7 @@ class GuideCallback(transformers.TrainerCallback):
 
     def on_step_begin(self, _, state, control, **__):
         if self.interval_ended:
-            self.interval_start = state.global_step, time.perf_counter()
+            self.interval_start = state.global_step + 1, time.perf_counter()
             self.interval_ended = False
         self.stop, self.loss = next(self.stops), torch.zeros((), device=self.args.device)
         torch.manual_seed(hash_of(self.args.seed, state.global_step + 1, dist.get_rank()))
@@ -610,12 +615,11 @@ class GuideCallback(transformers.TrainerCallback):
             # whether it has skipped a step.
             skipped = getattr(self.trainer.deepspeed, "skipped_steps", 0)
             if skipped or not math.isfinite(logs["grad_norm"]):
-                first = self.interval_start[0] + 1
-                problem = f"a gradient in steps {first} to {step} was not finite"
-                fail(f"{problem}; these steps are not saved")
+                first = self.interval_start[0]
+                fail(f"a gradient in steps {first} to {step} was not finite; none is saved")
             train_set = self.trainer.train_dataset.samples
             start = self.interval_start
-            self.row = measure(self.args, model, train_set, step, self.loss, logs, start)
+            self.row = measure(self.args, model, train_set, step, self.loss, logs, *start)
             self.interval_ended = True
         elif "eval_loss" in logs:
             row = self.row if step > 0 else {"step": 0}
@@ -698,7 +702,7 @@ def build_trainer(args, run_dir, guide, model, train_set, held_out):
         logging_nan_inf_filter=False,
         eval_strategy="steps",
         eval_steps=args.eval_every,
-        eval_on_start=guide.interval_start[0] == 0,
+        eval_on_start=guide.interval_start[0] == 1,
         per_device_eval_batch_size=max(eval_sizes, default=1),
         prediction_loss_only=True,
         save_steps=args.checkpoint_every,
@@ -853,13 +857,12 @@ def mfu(args, model, tokens_per_second):
     return tokens_per_second * flops_per_token / (peak * 1e12 * dist.get_world_size())
 
 
-def measure(args, model, train_set, step, loss, logs, interval_start):
+def measure(args, model, train_set, step, loss, logs, first_step, start_time):
     """Return the metrics of `step`; loss.item() makes the host wait for the device."""
     dist.all_reduce(loss, dist.ReduceOp.AVG)
     epoch = (position_of(args, step + 1) - 1) // train_set.starts[-1]
     row = {"step": step, "epoch": epoch, "loss": loss.item(), "grad_norm": logs["grad_norm"]}
-    start_step, start_time = interval_start
-    tokens = (step - start_step) * args.global_batch_size * args.seq_length
+    tokens = (step - first_step + 1) * args.global_batch_size * args.seq_length
     speed = tokens / (time.perf_counter() - start_time) if start_time else None
     # On Linux, the unit of ru_maxrss is KiB.
     host_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -885,13 +888,17 @@ def log(run_dir, wandb_run, row):
     """
     if dist.get_rank() != 0:
         return
+    if (newest := (run_dir / "newest-start").read_text()) != PROCESS:
+        fail(f"{run_dir}: {newest} has started the same run, so this run stops")
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
     wandb_run.log(row)
     known = {name: value for name, value in row.items() if value is not None}
-    # Printing to a closed terminal must not end this rank before it saves.
-    with suppress(OSError):
+    try:
         tqdm.write("  ".join(f"{name} {value:,.6g}" for name, value in known.items()))
+    except OSError:
+        # The terminal is closed. Keep training, and print to nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @record

@@ -103,7 +103,7 @@ def parse_args():
         # GPUs below compute capability 8.0 emulate bf16, and the emulation is slow.
         has_bf16 = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
         args.precision = "bf16" if has_bf16 else "fp32"
-    if "LOCAL_RANK" not in os.environ:
+    if not all(map(os.environ.get, ["RANK", "WORLD_SIZE", "LOCAL_RANK"])):
         fail(f"this script needs torchrun: torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
     num_data_ranks = int(os.environ["WORLD_SIZE"])
     # The samples that this device processes in each step.
@@ -285,6 +285,9 @@ def load_pretrained(args, config):
     # Otherwise, a missing weight would start with random values.
     if missing := loading["missing_keys"]:
         fail(f"--pretrained: the files of {name} lack {min(missing)} ({len(missing)} weights)")
+    # transformers does not tie two weights if the files have different values for them.
+    for key in model.get_expanded_tied_weights_keys().keys() - model.all_tied_weights_keys.keys():
+        fail(f"--pretrained: the files do not tie {key}; pass --config tie_word_embeddings=false")
     return model.train()
 
 
@@ -683,13 +686,12 @@ def mfu(args, model, tokens_per_second):
     return tokens_per_second * flops_per_token / (peak * 1e12 * dist.get_world_size())
 
 
-def measure(args, model, train_set, step, loss, grad_norm, interval_start):
+def measure(args, model, train_set, step, loss, grad_norm, first_step, start_time):
     """Return the metrics of `step`; loss.item() makes the host wait for the device."""
     dist.all_reduce(loss, dist.ReduceOp.AVG)
     epoch = (position_of(args, step + 1) - 1) // train_set.starts[-1]
     row = {"step": step, "epoch": epoch, "loss": loss.item(), "grad_norm": grad_norm.item()}
-    start_step, start_time = interval_start
-    tokens = (step - start_step) * args.global_batch_size * args.seq_length
+    tokens = (step - first_step + 1) * args.global_batch_size * args.seq_length
     speed = tokens / (time.perf_counter() - start_time) if start_time else None
     # On Linux, the unit of ru_maxrss is KiB.
     host_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -740,9 +742,12 @@ def main():
     # DDP: keep torch.compile from splitting a layer's graph at the ends of gradient buckets.
     torch._dynamo.config.optimize_ddp = False
     # DDP: begin with gradients of 0. DDP moves them into its buckets, also after a resume.
-    for weight in model.parameters():
-        weight.grad = torch.zeros_like(weight)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    loss_of(args, model, held_out[: args.micro_batch_size].long().to(device)).backward()
+    model.zero_grad(set_to_none=False)
+    # DDP: look for weights without a gradient only if there are any, because the search takes time.
+    # Without the search, DDP would wait for the gradients of these weights.
+    options = {"find_unused_parameters": any(weight.grad is None for weight in model.parameters())}
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
     # DDP: training never changes the buffers, so do not broadcast them in each forward pass.
     ddp.broadcast_buffers = False
     # DDP: loss_of() needs this attribute, which the wrapper does not pass on.
@@ -751,7 +756,7 @@ def main():
     if start == 0:
         log(run_dir, wandb_run, {"step": 0, "val_loss": evaluate(args, model, held_out, device)})
     # The first interval may include compilation. Without a start time, measure() reports no speed.
-    interval_start = start, None
+    interval_start = start + 1, None
     for step in tqdm(range(start + 1, args.num_steps + 1), file=sys.stdout, disable=None):
         loss, grad_norm = train_step(args, ddp, optimizer, train_set, step, device)
         is_last = step == args.num_steps
@@ -759,17 +764,16 @@ def main():
         saving = is_last or step % args.checkpoint_every == 0
         if not (evaluating or saving or step % args.log_every == 0):
             continue
-        row = measure(args, model, train_set, step, loss, grad_norm, interval_start)
+        row = measure(args, model, train_set, step, loss, grad_norm, *interval_start)
         if optimizer.found_inf:
-            first = interval_start[0] + 1
-            fail(f"a gradient in steps {first} to {step} was not finite; these steps are not saved")
+            fail(f"a gradient in steps {interval_start[0]} to {step} was not finite; none is saved")
         row["loss_scale"] = optimizer.scaler.get_scale()
         if evaluating:
             row["val_loss"] = evaluate(args, model, held_out, device)
         log(run_dir, wandb_run, row)
         if saving:
             save_checkpoint(args, run_dir, model, optimizer, step)
-        interval_start = step, time.perf_counter()
+        interval_start = step + 1, time.perf_counter()
 
     export_model(args, run_dir, model, tokenizer)
     print(f"finished: {run_dir} has the model, the metrics and the last checkpoints")
