@@ -160,12 +160,7 @@ def rank_first():
 
     Later ranks find the files that earlier ranks have written.
     """
-    if dist.get_rank() == 0:
-        turn = 0
-    elif os.environ["LOCAL_RANK"] == "0":
-        turn = 1
-    else:
-        turn = 2
+    turn = (dist.get_rank() != 0) + (os.environ["LOCAL_RANK"] != "0")
     for _ in range(turn):
         wait_for_all()
     yield

@@ -111,10 +111,9 @@ def parse_args():
         # GPUs below compute capability 8.0 emulate bf16, and the emulation is slow.
         has_bf16 = args.device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
         args.precision = "bf16" if has_bf16 else "fp32"
-    if not all(map(os.environ.get, LAUNCHER_VARIABLES["torchrun"])):
-        fail("start this script with a launcher, such as torchrun, srun or mpirun")
-    if not all(map(os.environ.get, ["MASTER_ADDR", "MASTER_PORT"])):
-        fail("set MASTER_ADDR and MASTER_PORT; pass them with -x (Open MPI) or -genv (MPICH)")
+    needed = [*LAUNCHER_VARIABLES["torchrun"], "MASTER_ADDR", "MASTER_PORT"]
+    if missing := [name for name in needed if not os.environ.get(name)]:
+        fail(f"start this script with a launcher, such as torchrun: {missing[0]} is not set")
     num_data_ranks = int(os.environ["WORLD_SIZE"])
     # The samples that this device processes in each step.
     local_batch_size, remainder = divmod(args.global_batch_size, num_data_ranks)
@@ -197,12 +196,7 @@ def rank_first():
 
     Later ranks find the files that earlier ranks have written.
     """
-    if dist.get_rank() == 0:
-        turn = 0
-    elif os.environ["LOCAL_RANK"] == "0":
-        turn = 1
-    else:
-        turn = 2
+    turn = (dist.get_rank() != 0) + (os.environ["LOCAL_RANK"] != "0")
     for _ in range(turn):
         wait_for_all()
     yield
@@ -222,18 +216,14 @@ def wait_for_all():
 
 def check_shared(run_dir):
     """Stop if a node cannot see the files that rank 0 writes to the run's folder."""
-    probe = [run_dir / f".probe-{os.urandom(8).hex()}"]
     if dist.get_rank() == 0:
-        probe[0].write_text(PROCESS)
-    dist.broadcast_object_list(probe, group=patient_group())
-    host_without_access = None if probe[0].exists() else socket.gethostname()
-    hosts_without_access = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts_without_access, host_without_access, group=patient_group())
-    if dist.get_rank() == 0:
-        probe[0].rename(run_dir / "newest-start")
-    if hosts := set(hosts_without_access) - {None}:
-        problem = f"{', '.join(hosts)} cannot see what rank 0 writes to {run_dir.resolve()}"
-        fail(f"--save-dir: {problem}; choose a folder that all nodes share")
+        (run_dir / "newest-start").write_text(PROCESS)
+    wait_for_all()
+    found = [path.read_text() for path in run_dir.glob("newest-start")]
+    found_by_all = [None] * dist.get_world_size()
+    dist.all_gather_object(found_by_all, (socket.gethostname(), found), group=patient_group())
+    if hosts := {host for host, found in found_by_all if found != found_by_all[0][1]}:
+        fail(f"--save-dir: {', '.join(hosts)} cannot see {run_dir.resolve()}; use a shared folder")
 
 
 def stop_requests(run_dir):
