@@ -664,7 +664,11 @@ def log(run_dir, wandb_run, row):
         file.write(json.dumps(row) + "\n")
     wandb_run.log(row)
     known = {name: value for name, value in row.items() if value is not None}
-    tqdm.write("  ".join(f"{name} {value:,.6g}" for name, value in known.items()))
+    try:
+        tqdm.write("  ".join(f"{name} {value:,.6g}" for name, value in known.items()))
+    except OSError:
+        # DDP: the terminal is closed. Print to nowhere, because an error would end all ranks.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @record

@@ -816,7 +816,7 @@ def log(run_dir, wandb_run, row):
     try:
         tqdm.write("  ".join(f"{name} {value:,.6g}" for name, value in known.items()))
     except OSError:
-        # The terminal is closed. Keep training, and print to nowhere.
+        # DDP: the terminal is closed. Print to nowhere, because an error would end all ranks.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
