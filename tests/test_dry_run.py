@@ -520,7 +520,7 @@ GUARD = 'if __name__ == "__main__":'
 OTHER_SCRIPTS = {
     "own script": (".*", "TRAIN", "because it lacks parse_args, setup, build_model"),
     "renamed function": ("def train_step", "TRAIN\ndef step", "because it lacks train_step;"),
-    "call of main on import": (GUARD, "TRAIN;", "would train on import"),
+    "call of main on import": (GUARD, "TRAIN\nif True:", "would train on import"),
     "framework": ("import torch", "TRAIN; import torch, deepspeed", "trains with deepspeed"),
     "not Python": ("import torch", "TRAIN; import", "is no Python script"),
 }
