@@ -1,5 +1,7 @@
 """The dry run counts what the READMEs compute and the planner plans, and finds planted faults."""
 
+import contextlib
+import io
 import json
 import shlex
 
@@ -9,6 +11,7 @@ import dry_run
 import will_it_fit
 from conftest import ROOT, SCRIPTS, SHORT, run_or_fail
 from fake_machine import GPUS as KINDS
+from families import save_small_model
 from marks import exhaustive
 from memory import PipelineMemory, fullest_step
 from real_commands import real_commands
@@ -313,6 +316,12 @@ def test_gather_copies_grouped_keys_in_fp32_only(precision):
     assert (peaks[1] - peaks[0] > saved) == (precision == "bf16")
 
 
+def test_peak_of_mamba_equals_the_planner(tmp_path):
+    """Its layers have no attention heads, and derive layer_types from the number of layers."""
+    save_small_model("mamba2", tmp_path)
+    check_peak("05", 8, f"-m {tmp_path} -s 256 -b 1")
+
+
 # These arguments change nothing in a dry run, so commands that differ only in them share a run.
 WITHOUT_EFFECT = """
     checkpoint_async checkpoint_every compile dataset_name experiment_name keep_checkpoints lr
@@ -426,7 +435,52 @@ def test_planted_fault_is_found_with_its_line(name, tmp_path):
     assert reason in found[0]["reason"]
 
 
+def test_second_wrapper_of_ddp_is_reported_with_its_line(tmp_path):
+    """With several micro-batches, the inner wrapper would reduce gradients in each of them."""
+    source = SCRIPTS["02"].read_text()
+    name = "import DistributedDataParallel"
+    wrapped = "ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)"
+    assert source.count(name) == source.count(wrapped) == 1
+    script = tmp_path / "train_llm.py"
+    source = source.replace(wrapped, "ddp = DDP(DDP(model))").replace(name, f"{name} as DDP")
+    script.write_text(source)
+    problem = run(script, 2, MODEL)["problem"]
+    assert "a second DistributedDataParallel" in problem["reason"]
+    assert "DDP(DDP(" in source.splitlines()[problem["line"] - 1]
+
+
 # ---- the report ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The lines of a report about a changed copy, which has new lines in its step."""
+    line, new = "total_loss += loss.detach()", "dist.all_reduce(loss.detach().clone())"
+    source = SCRIPTS["04"].read_text()
+    assert source.count(line) == 1
+    script = tmp_path_factory.mktemp("copy") / "my_train.py"
+    script.write_text(source.replace(line, f"total_loss += loss.item()\n        {new}"))
+    words = f"--gpus 2 --rank 0 -- {script} {MODEL} --global-batch-size 2"
+    options = dry_run.parse_args(shlex.split(words))
+    dry_run.load_script(options)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        dry_run.show(options, dry_run.run_ranks(options, [0]))
+    return [line.strip() for line in output.getvalue().splitlines()]
+
+
+def test_added_all_reduce_is_reported_with_its_line(report):
+    [number] = [
+        n
+        for n, line in enumerate(report)
+        if line.endswith("dist.all_reduce(loss.detach().clone())")
+    ]
+    assert "my_train.py:" in report[number]
+    assert report[number + 1].split()[:4] == ["all-reduce", "2", "1", "1"]
+
+
+def test_report_counts_the_waits_of_one_step(report):
+    [number] = [n for n, line in enumerate(report) if line.endswith("total_loss += loss.item()")]
+    assert report[number + 1] == "reads a value (waits: 1)"
 
 
 def test_unchanged_step_never_waits_for_the_gpu():
@@ -446,3 +500,63 @@ def test_report_names_the_worst_rank_and_writes_nothing(tmp_path, monkeypatch, c
     output = capsys.readouterr().out
     assert "does not fit" in output
     assert not list(tmp_path.iterdir())
+
+
+# ---- bad input -------------------------------------------------------------------------------
+
+BAD = {
+    "--gpus 0": "argument --gpus: must be at least 1, not 0",
+    "--gpus -8": "argument --gpus: must be at least 1, not -8",
+    "--gpus 8 --gpus-per-node 0": "argument --gpus-per-node: must be at least 1, not 0",
+    "--gpus 12": "--gpus 12: not divisible by --gpus-per-node 8; choose a multiple",
+    "--gpus 8 --rank foo": "argument --rank: foo is neither a rank nor last",
+    "--gpus 8 --rank -1": "argument --rank: -1 is neither a rank nor last",
+    "--gpus 8 --rank 0 8": "--rank 8: unknown rank; choose from 0 to 7",
+    "--gpus 8 --nvlink-gbs 0": "argument --nvlink-gbs: must be at least 0.001, not 0",
+    "--gpus 8 --fragmentation nan": "argument --fragmentation: must be at least 0.0, not nan",
+}
+GUARD = 'if __name__ == "__main__":'
+# What replaces the text of chapter 04, and what the dry run reports.
+OTHER_SCRIPTS = {
+    "own script": (".*", "TRAIN", "because it lacks parse_args, setup, build_model"),
+    "renamed function": ("def train_step", "TRAIN\ndef step", "because it lacks train_step;"),
+    "call of main on import": (GUARD, "TRAIN\nif True:", "would train on import"),
+    "framework": ("import torch", "TRAIN; import torch, deepspeed", "trains with deepspeed"),
+    "not Python": ("import torch", "TRAIN; import", "is no Python script"),
+}
+
+
+def check_refusal(words, message, monkeypatch, capsys):
+    """Check that the dry run ends with one line, and with the exit status of a mistake."""
+    monkeypatch.setattr("sys.argv", ["dry_run.py", *map(str, words)])
+    with pytest.raises(SystemExit) as end:
+        dry_run.main()
+    output, error = capsys.readouterr()
+    assert end.value.code == 2 and not output
+    assert error.startswith("dry_run.py: error: ") and error.count("\n") == 1
+    assert message in error
+
+
+@pytest.mark.parametrize("options", BAD)
+def test_mistake_in_a_flag_costs_one_line(options, monkeypatch, capsys):
+    words = [*options.split(), "--", SCRIPTS["04"]]
+    check_refusal(words, BAD[options], monkeypatch, capsys)
+
+
+def test_mistake_in_a_flag_of_the_script_costs_one_line(monkeypatch, capsys):
+    words = ["--gpus", 3, "--", SCRIPTS["04"]]
+    message = "--global-batch-size 32: not divisible by 3 data-parallel ranks; choose a multiple"
+    check_refusal(words, message, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("name", OTHER_SCRIPTS)
+def test_script_without_the_functions_of_a_chapter_is_not_executed(
+    name, tmp_path, monkeypatch, capsys
+):
+    old, new, message = OTHER_SCRIPTS[name]
+    script, ran = tmp_path / "train.py", tmp_path / "ran"
+    new = new.replace("TRAIN", f"open({str(ran)!r}, 'w')")
+    text = SCRIPTS["04"].read_text()
+    script.write_text(new if old == ".*" else text.replace(f"\n{old}", f"\n{new}", 1))
+    check_refusal(["--gpus", 2, "--", script], message, monkeypatch, capsys)
+    assert not ran.exists()

@@ -9,12 +9,14 @@ import sys
 import pytest
 import yaml
 
+import activations
 import layouts
 import scale
 import training_step
 import will_it_fit
 from activations import segments_of
 from conftest import ROOT, run_command
+from families import save_small_model
 from framework_files import write_config
 from memory import ShardedMemory
 from on_ranks import make_model_folder
@@ -197,6 +199,46 @@ FAMILIES += ["gpt_oss", "deepseek_v3"]
 def test_family_is_planned(models, family):
     plan = asked(f"-m {models / family} -s 64 --config num_hidden_layers=3")
     assert plan["gpu"]["activations"] > 0
+
+
+def test_setting_that_cannot_run_keeps_the_other_settings(models, monkeypatch, capsys):
+    """The experts of gpt-oss change a tensor that selective recomputation has stored."""
+    names = ["05 --recompute selective", "05 --recompute full"]
+    settings = {name: will_it_fit.SETTINGS[name] for name in names}
+    monkeypatch.setattr(will_it_fit, "SETTINGS", settings)
+    assert main(monkeypatch, f"-m {models / 'gpt_oss'} -s 64 --recompute full") == 0
+    output = capsys.readouterr().out
+    assert re.search(r"05 --recompute selective +no plan: .* selective activation", output)
+    assert re.search(r"05 --recompute full .* fits\n", output)
+    assert "the first that fits: 05 --recompute full" in output
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+def test_layers_without_attention_have_memory_but_no_speed(family, tmp_path, monkeypatch, capsys):
+    save_small_model(family, tmp_path)
+    monkeypatch.setattr(will_it_fit, "SETTINGS", {})
+    line = f"-m {tmp_path} -s 8"
+    assert main(monkeypatch, line) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"activations +[\d.]+ MiB", output) and "speed: unknown" in output
+    assert "tokens/s" not in output
+    assert main(monkeypatch, f"{line} --layouts") == 2
+    assert "knows no speed of layers without attention" in capsys.readouterr().err
+
+
+def test_layers_of_several_kinds_have_no_plan(tmp_path, monkeypatch, capsys):
+    """The planner traces two layers, and both would be of the same kind."""
+    save_small_model("jamba", tmp_path)
+    assert main(monkeypatch, f"-m {tmp_path} -s 16 --config num_hidden_layers=8") == 2
+    kinds = "layers of several kinds (full_attention, linear_attention)"
+    assert f"{kinds}; use tools/dry_run.py" in capsys.readouterr().err
+
+
+def test_layer_that_runs_token_by_token_ends_after_some_operations(tmp_path, monkeypatch, capsys):
+    save_small_model("mamba", tmp_path)
+    monkeypatch.setattr(activations, "MOST_OPERATIONS", 200)
+    assert main(monkeypatch, f"-m {tmp_path} -s 64") == 2
+    assert "one token after the other; choose a shorter --seq-length" in capsys.readouterr().err
 
 
 def test_405b_needs_the_published_memory():
@@ -572,6 +614,12 @@ def test_file_is_written_only_if_the_setting_fits(monkeypatch, tmp_path):
 
 BAD = {
     "--gpus-per-node 0": "--gpus-per-node: must be at least 1, not 0",
+    "--gpus-per-node foo": "--gpus-per-node: invalid int value: 'foo'",
+    "--nvlink-gbs 0": "--nvlink-gbs: must be at least 0.001, not 0",
+    "--gpus-per-node 3 --layouts": "--layouts: no layout has a plan",
+    "--gpus-per-node 2 --nodes 2 --tensor-parallel-size 4": "not a divisor of --gpus-per-node 2",
+    "-m meta-llama/Llama-3.1-8B --config vocab_size=1000": "no embedding for token id 128255",
+    "-m {folder}/gpt2 --config vocab_size=100": "no embedding for token id 256",
     "--config width=8": "--model-name tiny width=8: key width",
     "--context-parallel-size 8 --context-parallel-style ulysses": "4 key-value heads for 8 ranks",
     "--pipeline-parallel-size 8 -b 4": "tiny has fewer than 8 layers",
@@ -591,6 +639,8 @@ BAD = {
 @pytest.mark.parametrize("options", BAD)
 def test_mistake_costs_one_line(options, tmp_path, monkeypatch, capsys):
     (tmp_path / "broken.json").write_text("{")
+    if "gpt2" in options:
+        save_small_model("gpt2", tmp_path / "gpt2")
     assert main(monkeypatch, options.format(folder=tmp_path)) == 2
     output, error = capsys.readouterr()
     assert not output

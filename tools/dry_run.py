@@ -10,9 +10,11 @@ laptop is large enough. The tool reads no data and no weights, and leaves no fil
 """
 
 import argparse
+import ast
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import linecache
 import math
@@ -35,7 +37,13 @@ sys.path.append(str(ROOT / "tools/planner"))
 import fake_machine  # noqa: E402
 from step_time import SPEEDS  # noqa: E402
 from step_watch import Watch  # noqa: E402
-from training_step import balanced, import_script, parse_training_args  # noqa: E402
+from training_step import (  # noqa: E402
+    at_least,
+    balanced,
+    fail,
+    import_script,
+    parse_training_args,
+)
 
 GIB = 2**30
 # The phase that each function of a script is.
@@ -48,10 +56,19 @@ PHASES = {
     "train_step": "step",
     "clip_gradients": "clip",
 }
+# The phases outside of these functions.
+OUTSIDE = ["start", "between steps"]
 # The functions that do nothing here.
 SKIPPED = ["check_shared", "read_weights", "save_checkpoint"]
+# The dry run replaces these functions of a script, or needs their calls. Without one of them, the
+# script would read data, write files, or train without an end.
+NEEDED = "parse_args setup build_model build_data Samples load_checkpoint save_checkpoint".split()
+NEEDED += ["train_step", "main"]
+# The frameworks that have no stand-in here.
+FRAMEWORKS = {"accelerate", "deepspeed"}
 # What is known about the collectives of one kind.
-COLUMNS = ["phase", "kind", "ranks", "nodes", "device", "calls", "bytes", "seconds"]
+COLUMNS = ["phase", "kind", "ranks", "nodes", "device", "line", "function"]
+COLUMNS += ["calls", "bytes", "seconds"]
 UNKNOWN = """\
 Not checked: speed of the kernels, hangs and order of collectives, memory outside of tensors, data,
 and saving. Assumed: the code runs without --compile, and attention is flash attention if its
@@ -67,27 +84,67 @@ def parse_args(argv=None):
         description=__doc__.partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         epilog="The exit status is 0 if the script completes two steps on all ranks that ran and "
-        "fits in memory; otherwise it is 1.",
+        "fits in memory, 2 if the command has a mistake, and otherwise 1.",
         allow_abbrev=False,
     )
+    parser.error = fail
     add = parser.add_argument
-    add("--gpus", type=int, required=True, help="number of GPUs, with a rank on each")
-    add("--gpus-per-node", type=int, default=8, help="GPUs of a node")
+    add("--gpus", type=at_least(1), required=True, help="number of GPUs, with a rank on each")
+    add("--gpus-per-node", type=at_least(1), default=8, help="GPUs of a node")
     add("--gpu", choices=fake_machine.GPUS, default="H100-80GB", help="kind of the GPUs")
-    add("--rank", nargs="+", help="ranks to run, such as 0 7 last; None: the ranks that differ")
+    rank_help = "ranks to run, such as 0 7 last; None: the ranks that differ"
+    add("--rank", nargs="+", type=rank_number, help=rank_help)
     add("--json", action="store_true", help="print all numbers as JSON, in bytes and seconds")
-    add("--gpu-overhead-gib", type=float, default=3.0, help="for CUDA, NCCL and cuBLAS")
+    add("--gpu-overhead-gib", type=at_least(0.0), default=3.0, help="for CUDA, NCCL and cuBLAS")
     fragmentation_help = "memory that the allocator loses, as a share of the tensors"
-    add("--fragmentation", type=float, default=0.05, help=fragmentation_help)
+    add("--fragmentation", type=at_least(0.0), default=0.05, help=fragmentation_help)
     for name in ("--nvlink-gbs", "--network-gbs", "--latency"):
-        add(name, type=float, default=SPEEDS[name][0], help=SPEEDS[name][1])
-    add("script", help="a chapter's train_llm.py; write -- before it")
+        add(name, type=at_least(0.001), default=SPEEDS[name][0], help=SPEEDS[name][1])
+    add("script", help="a chapter's train_llm.py, or a changed copy; write -- before it")
     add("words", nargs=argparse.REMAINDER, help="the arguments of the script")
     options = parser.parse_args(argv)
+    gpus, local_gpus = options.gpus, options.gpus_per_node
+    if gpus > local_gpus and gpus % local_gpus:
+        fail(f"--gpus {gpus}: not divisible by --gpus-per-node {local_gpus}; choose a multiple")
+    if options.rank:
+        last = gpus - 1
+        # Keep the order, and run each rank once.
+        options.rank = list(dict.fromkeys(last if r == "last" else r for r in options.rank))
+        if max(options.rank) > last:
+            fail(f"--rank {max(options.rank)}: unknown rank; choose from 0 to {last}")
     options.script = str(Path(options.script).resolve())
-    if not Path(options.script).is_file():
-        parser.error(f"{options.script}: file not found")
+    check_script(options.script)
     return options
+
+
+def rank_number(text):
+    """Convert a value of --rank to an integer, unless it is "last"."""
+    if text != "last" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is neither a rank nor last")
+    return text if text == "last" else int(text)
+
+
+def check_script(path):
+    """Stop if the script is neither a chapter's nor a changed copy; nothing of the script runs."""
+    if not Path(path).is_file():
+        fail(f"{path}: file not found")
+    try:
+        statements = ast.parse(Path(path).read_bytes()).body
+    except (SyntaxError, ValueError) as error:
+        fail(f"{path}: is no Python script: {error}")
+    imports = [node for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
+    imported = [(node, alias) for node in imports for alias in node.names]
+    names = {getattr(node, "name", None) for node in statements}
+    names |= {alias.asname or alias.name for _, alias in imported}
+    if missing := [name for name in NEEDED if name not in names]:
+        problem = f"is not a copy of a chapter's script, because it lacks {', '.join(missing)}"
+        fail(f"{path}: {problem}; choose a chapter's script, or a copy with your changes")
+    guards = [node for node in statements if isinstance(node, ast.If)]
+    if not any("__name__" in ast.unparse(guard.test) for guard in guards):
+        fail(f'{path}: would train on import; call main() below: if __name__ == "__main__":')
+    modules = [getattr(node, "module", None) or alias.name for node, alias in imported]
+    if found := FRAMEWORKS & {module.partition(".")[0] for module in modules}:
+        fail(f"{path}: trains with {min(found)}, which has no dry run; choose a chapter's script")
 
 
 def ranks_to_run(options, args):
@@ -96,10 +153,7 @@ def ranks_to_run(options, args):
     `args` are the script's arguments.
     """
     if options.rank:
-        numbers = [options.gpus - 1 if text == "last" else int(text) for text in options.rank]
-        if not all(0 <= number < options.gpus for number in numbers):
-            sys.exit(f"dry_run.py: error: --rank {' '.join(options.rank)}: unknown rank")
-        return numbers
+        return options.rank
     tensor, context, stages = split_sizes(args)
     last_context, last_stage = tensor * (context - 1), options.gpus - options.gpus // stages
     ranks = {0, last_context, last_stage, last_stage + last_context, options.gpus - 1}
@@ -117,12 +171,17 @@ def split_sizes(args):
 
 def load_script(options):
     """Import the script without what needs a GPU, files or other ranks; return its arguments."""
+    # A changed copy may import files beside it.
+    sys.path.append(str(Path(options.script).parent))
     module = options.module = import_script(options.script)
     options.watch = Watch(options)
     module.torch = fake_machine.ScriptTorch(options, options.watch)
-    module.fail = fail
+    module.fail = raise_message
     module.causal_lower_right = fake_machine.LowerRight
-    module.DistributedDataParallel = fake_machine.ReplicatedModel
+    # A changed copy may give it a name of its own.
+    for name, value in list(vars(module).items()):
+        if value is torch.nn.parallel.DistributedDataParallel:
+            setattr(module, name, fake_machine.ReplicatedModel)
     module.load_checkpoint = lambda *_: 0
     for name in SKIPPED:
         setattr(module, name, lambda *_: None)
@@ -155,24 +214,26 @@ def shorten(options, module):
 
 def add_phases(module, watch, modes, progress):
     """Let the functions of the script begin phases, and the first function the fake tensors."""
+    steps = itertools.count(1)
 
     def as_phase(function, phase):
         def call(*args, **kwargs):
             before, watch.phase = watch.phase, phase
             if phase == "step":
-                watch.phase = f"step {args[4]}"
+                watch.phase = f"step {next(steps)}"
             if phase == "clip":
                 watch.phase = f"{before}, clip"
-            elif before == "between steps":
+            elif before in OUTSIDE:
                 progress(watch.phase)
             if phase == "build":
                 modes.enter_context(fake_machine.FakeTensors())
                 modes.enter_context(watch)
+            begun = watch.phase
             try:
                 result = function(*args, **kwargs)
             finally:
-                watch.phase = before
-            if phase == "step" and args[4] == 2:
+                watch.phase = "between steps" if phase == "step" else before
+            if begun == "step 2":
                 raise EndOfRun
             return result
 
@@ -216,7 +277,6 @@ def run_rank(options, rank, sender):
             wait = functools.partial(watch.wait, "reads the numbers of tokens")
             module.dispatch = balanced(module.dispatch, wait)
         sys.argv = [options.script, *options.words, "--device", "cuda", "--save-dir", folder]
-        watch.phase = "between steps"
         try:
             # Leave out torchrun's decorator, which would report the end of the run as an error.
             getattr(module.main, "__wrapped__", module.main)()
@@ -235,7 +295,7 @@ class ScriptError(Exception):
     """The message that the script would print before it exits."""
 
 
-def fail(message):
+def raise_message(message):
     """Raise the message of the script as an exception."""
     raise ScriptError(" ".join(message.split()))
 
@@ -326,7 +386,7 @@ def show(options, results):
         print(line_of(options, worst["problem"]["line"]))
         print(f"    {worst['problem']['reason']}")
     show_memory(options, worst)
-    show_sent(worst)
+    show_sent(options, worst)
     show_waits(options, worst)
     print(f"\n{UNKNOWN}")
 
@@ -352,30 +412,40 @@ def show_memory(options, result):
     print(f"  {'all tensors':20}{gib(fullest['bytes']):>12}")
     print("\npeak of each phase")
     for row in result["peaks"]:
-        if row["device"] == "gpu" and row["phase"] != "between steps":
+        if row["device"] == "gpu" and row["phase"] not in OUTSIDE:
             print(f"  {row['phase']:20}{gib(row['bytes']):>12}")
     print(f"  {'host, in a step':20}{gib(result['host']):>12}")
 
 
-def show_sent(result):
-    """Print what the rank sends in the second step."""
-    rows = [row for row in result["sent"] if row["phase"].startswith("step 2")]
-    if not rows:
-        return
-    print("\nsent in a step           ranks  nodes  calls            GB   seconds  in")
-    for row in rows:
-        kind = row["kind"] + (" (host)" if row["device"] == "cpu" else "")
-        part = row["phase"].partition(", ")[2] or "forward"
-        counts = f"{row['ranks']:>7}{row['nodes']:>7}{row['calls']:>7}"
-        print(f"  {kind:21}{counts}{row['bytes'] / 1e9:>14,.4f}{row['seconds']:>10.3f}  {part}")
-    total = sum(row["bytes"] for row in rows) / 1e9
-    seconds = sum(row["seconds"] for row in rows)
-    print(f"  {'together':42}{total:>14,.4f}{seconds:>10.3f}")
+def show_sent(options, result):
+    """Print what the rank sends in the second step, before it, and in an evaluation, by line."""
+    parts = {"in a step": "step 2", "between steps": "between", "in an evaluation": "evaluation"}
+    for part, phase in parts.items():
+        rows = [row for row in result["sent"] if row["phase"].startswith(phase)]
+        if rows:
+            print(f"\nsent {part:20}ranks  nodes  calls            GB   seconds  in")
+        for line in dict.fromkeys(row["line"] for row in rows):
+            print(line_of(options, line))
+            for row in rows:
+                if row["line"] == line:
+                    show_collective(row)
+        if phase == "step 2" and rows:
+            total, seconds = (sum(row[name] for row in rows) for name in ("bytes", "seconds"))
+            print(f"  {'together':42}{total / 1e9:>14,.4f}{seconds:>10.3f}")
+
+
+def show_collective(row):
+    """Print what one line of the script sends with one kind of collective."""
+    kind = row["kind"] + (" (host)" if row["device"] == "cpu" else "")
+    part = row["phase"].partition(", ")[2]
+    part = part or ("loop" if row["phase"] in OUTSIDE else "forward")
+    counts = f"{row['ranks']:>7}{row['nodes']:>7}{row['calls']:>7}"
+    print(f"    {kind:19}{counts}{row['bytes'] / 1e9:>14,.4f}{row['seconds']:>10.3f}  {part}")
 
 
 def show_waits(options, result):
-    """Print where the CPU waits for the GPU, except at the start."""
-    parts = {"a step": ("step",), "logs and evaluations": ("evaluation", "between")}
+    """Print where the CPU waits for the GPU in the second step, in a log and in an evaluation."""
+    parts = {"a step": ("step 2",), "logs and evaluations": ("evaluation", "between")}
     print()
     for part, phases in parts.items():
         totals = Counter()
@@ -411,7 +481,7 @@ def main():
     try:
         ranks = ranks_to_run(options, load_script(options))
     except ScriptError as error:
-        sys.exit(f"dry_run.py: error: {error}")
+        fail(str(error))
     results = run_ranks(options, ranks)
     if options.json:
         print(json.dumps(results, indent=1))

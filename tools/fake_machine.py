@@ -253,6 +253,7 @@ def add_ranks(options, rank):
         objects[:] = [own_object] * len(objects)
 
     os.environ.update(launcher_variables(options, rank))
+    torch.nn.parallel.DistributedDataParallel = ReplicatedModel
     dist.init_process_group, dist.all_gather_object = init_process_group, all_gather_object
     dist.new_group = on_real_tensors(lambda ranks=None, *_, **__: new(ranks, backend=backend))
     dist.barrier = dist.broadcast_object_list = lambda *_, **__: None
@@ -281,6 +282,9 @@ class ReplicatedModel(torch.nn.Module):
         super().__init__()
         self.module, self.require_backward_grad_sync = module, True
         weights = [weight for weight in module.parameters() if weight.requires_grad][::-1]
+        if any(hasattr(weight, "bucket") for weight in weights):
+            problem = "a second DistributedDataParallel would reduce the same gradients again"
+            raise RuntimeError(f"{problem}; wrap the model once")
         # As in DDP, the first bucket has at least one MiB, and the others have 25.
         bucket, limit = [], 2**20
         for weight in weights:
@@ -305,6 +309,7 @@ class ReplicatedModel(torch.nn.Module):
                 dist.all_reduce(bucket.div_(dist.get_world_size()))
 
         for weight, part in zip(weights, bucket.split(sizes), strict=True):
+            weight.bucket = bucket
             weight.register_post_accumulate_grad_hook(functools.partial(after_gradient, part))
 
     @contextlib.contextmanager

@@ -43,7 +43,7 @@ class Watch(TorchDispatchMode):
 
     `phase` names the current phase. `peaks` has the fullest moment of each phase and device: the
     bytes by kind, and the line of the script. `waits` counts by phase, line and reason. `sent` has
-    the calls, bytes and seconds by phase, kind of collective, ranks, nodes and device.
+    the calls, bytes and seconds by phase, kind of collective, ranks, nodes, device and line.
     """
 
     def __init__(self, options):
@@ -217,7 +217,8 @@ class Watch(TorchDispatchMode):
         group = next(filter(None, map(group_of, tree_leaves(args))), None)
         if kind is None or group is None or not tensors:
             return
-        if kind == "reduce-scatter" and self.running_line()[1] == "communication":
+        line, kind_of_tensors = self.running_line()
+        if kind == "reduce-scatter" and kind_of_tensors == "communication":
             self.rename(tensors[0], "gradients")
         ranks = dist.get_process_group_ranks(group)
         if kind == "send":
@@ -230,7 +231,7 @@ class Watch(TorchDispatchMode):
             if name.startswith("all_gather"):
                 size *= len(ranks)
             seconds, sent = transfer(self.options, kind, size, len(ranks), nodes)
-            key = self.phase_now(), kind, len(ranks), nodes, tensors[0].device.type
+            key = self.phase_now(), kind, len(ranks), nodes, tensors[0].device.type, *line
             calls, all_sent, all_seconds = self.sent.get(key, (0, 0.0, 0.0))
             self.sent[key] = calls + 1, all_sent + sent, all_seconds + seconds
 

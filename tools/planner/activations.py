@@ -20,7 +20,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
 from training_step import (
+    ATTENTION,
+    UnsupportedModelError,
     balanced,
+    kinds_of_layers,
     load_chapter,
     local,
     mesh_of,
@@ -43,7 +46,7 @@ class Recorder(TorchDispatchMode):
         self.weights = set()
         # The kind of each counted tensor, by the key of its storage.
         self.kind_of = {}
-        self.live = Counter()
+        self.live, self.operations = Counter(), Counter()
         self.segments = {}
         self.begin("before")
 
@@ -55,7 +58,7 @@ class Recorder(TorchDispatchMode):
         """
         segment = SimpleNamespace(start=Counter(), most=Counter(), most_besides_gradients=Counter())
         self.segment = self.segments[name] = segment
-        self.kind, self.at_start = kind, True
+        self.name, self.kind, self.at_start = name, kind, True
         self.update_peaks()
 
     def update_peaks(self):
@@ -74,6 +77,9 @@ class Recorder(TorchDispatchMode):
         # operation of the new segment.
         if self.at_start:
             self.segment.start, self.at_start = +self.live, False
+        self.operations[self.name] += 1
+        if self.name.startswith("layer") and self.operations[self.name] > MOST_OPERATIONS:
+            refuse("a layer computes one token after the other; choose a shorter --seq-length")
         output = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         seen = self.kind_of.keys() | self.weights
@@ -109,11 +115,14 @@ def key_of(tensor):
     return local(tensor).untyped_storage()._cdata
 
 
+# A layer that computes one token after the other runs more operations than this. Running each of
+# them on fake tensors would take an hour.
+MOST_OPERATIONS = 10_000
 # The arguments that change the tensors of a layer.
 TRACED_ARGS = ["chapter", "precision", "weights_dtype", "model_name", "seq_length", "recompute"]
 TRACED_ARGS += ["micro_batch_size", "tensor_parallel_size", "lora_rank"]
 TRACED_ARGS += ["context_parallel_size", "context_parallel_style", "expert_parallel_size"]
-# The segments of the settings that were traced.
+# The segments of the settings that were traced, or why a setting cannot be traced.
 TRACES = {}
 
 
@@ -125,8 +134,23 @@ def segments_of(setting):
         setting.chapter = "04" if setting.chapter < "05" else "05"
     key = (setting.model, *(getattr(setting, name) for name in TRACED_ARGS))
     if key not in TRACES:
-        TRACES[key] = trace(setting)
+        TRACES[key] = trace_or_problem(setting)
+    if isinstance(TRACES[key], str):
+        raise UnsupportedModelError(TRACES[key])
     return TRACES[key]
+
+
+def trace_or_problem(setting):
+    """Return the segments, or why this model cannot run in this setting, as a text."""
+    try:
+        return trace(setting)
+    except UnsupportedModelError as error:
+        return str(error)
+    except Exception as error:
+        # Some models compute with values, and fake tensors have only shapes. Others change a tensor
+        # that selective recomputation has stored.
+        problem = f"cannot run on fake tensors ({error!r:.200})"
+        return f"--model-name {setting.model_name}: {problem}; measure a training run instead"
 
 
 def trace(setting):
@@ -172,8 +196,12 @@ def reshape_locally(tensor, gather_dim, shard_dim, mesh, mesh_dim):
 def small_model(setting):
     """Build a model with two layers as the setting's chapter does, in the type that FSDP passes."""
     config = copy.deepcopy(setting.model.config)
+    if len(kinds := kinds_of_layers(config)) > 1 and kinds - ATTENTION:
+        problem = f"has layers of several kinds ({', '.join(sorted(kinds))})"
+        refuse(f"--model-name {setting.model_name}: {problem}; use tools/dry_run.py")
     config.num_hidden_layers = min(2, config.num_hidden_layers)
-    if getattr(config, "layer_types", None):
+    # Some families derive this list from the number of layers.
+    if config.to_dict().get("layer_types"):
         config.layer_types = config.layer_types[:2]
     # If the first layers of a mixture have no experts, keep one such layer, and one with experts.
     for name, most in {"first_k_dense_replace": 1, "decoder_sparse_step": 2}.items():

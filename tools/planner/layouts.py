@@ -34,7 +34,7 @@ LAYOUT_FLAGS += ["--context-parallel-size", "--context-parallel-style", "--exper
 def plan_of(setting):
     """Return the plan of one setting as a dictionary, with all sizes in bytes.
 
-    A setting that does not fit has no speed.
+    A setting has no speed if it does not fit, or if the formulas do not know its layers.
     """
     step = fullest_step(setting)
     host, when = host_memory(setting, step.model)
@@ -49,7 +49,9 @@ def plan_of(setting):
         host_needs = gpu_needs * local_ranks
     fits = gpu_room >= gpu_needs and host_room >= host_needs
     checkpoint = checkpoint_bytes(setting)
-    speed = speed_of(setting) if fits and setting.cuda and not setting.lora_rank else None
+    has_speed = fits and setting.cuda and not setting.lora_rank
+    has_speed = has_speed and not setting.model.has_other_layers
+    speed = speed_of(setting) if has_speed else None
     return {
         "gpu": {name: step.most[name] for name in PARTS},
         "gpu_when": step.when,
@@ -93,8 +95,9 @@ def ways_to_split(args):
     """
 
     def sizes(name, most):
-        """Return a flag for each power of two from 2 to `most`."""
-        return [f"--{name}-parallel-size {2**power}" for power in range(1, most.bit_length())]
+        """Return a flag for each power of two from 2 to `most` that divides `most`."""
+        powers = [2**power for power in range(1, most.bit_length())]
+        return [f"--{name}-parallel-size {size}" for size in powers if most % size == 0]
 
     # The ranks of a group process the same samples, so they can process more of them at once.
     batch, group = args.batch_size, args.batch_size * args.gpus_per_node

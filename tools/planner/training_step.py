@@ -4,6 +4,7 @@ memory.py adds up the bytes of such a step, and step_time.py adds up its seconds
 comes from the functions of the newest chapter's script.
 """
 
+import argparse
 import contextlib
 import copy
 import functools
@@ -24,7 +25,7 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import moe
 
 # On the meta device, torch knows the shapes of grouped_mm() in bf16 only, so compute experts in a
@@ -48,6 +49,9 @@ ADDED_BY = {
     "expert_parallel_size": ("09", 1),
 }
 
+# The kinds of layers whose memory and FLOPs the formulas know.
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+
 # The models that model_of() has built.
 BUILT_MODELS = {}
 
@@ -57,6 +61,20 @@ def fail(message):
     line = f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}"
     print(line, file=sys.stderr, flush=True)
     sys.exit(2)
+
+
+def at_least(minimum):
+    """Return an argument type for finite numbers of at least `minimum`, and of its type."""
+
+    def number(text):
+        value = type(minimum)(text)
+        if not minimum <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}, not {text}")
+        return value
+
+    # argparse prints this name if the text is not a number.
+    number.__name__ = type(minimum).__name__
+    return number
 
 
 class UnsupportedModelError(Exception):
@@ -94,9 +112,9 @@ def import_script(path):
     spec = importlib.util.spec_from_file_location("script", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    # Configurations may come from configs/. No plan depends on the tokenizer.
+    # Configurations may come from configs/, where no tokenizers are.
     module.AutoConfig = SimpleNamespace(from_pretrained=copy_of_config)
-    module.AutoTokenizer = SimpleNamespace(from_pretrained=lambda _: transformers.ByT5Tokenizer())
+    module.AutoTokenizer = SimpleNamespace(from_pretrained=tokenizer_of)
     # Fake tensors have no values to compare masks with.
     module.needs_mask = needs_mask
     return module
@@ -194,6 +212,21 @@ def copy_of_config(name):
     return copy.deepcopy(config)
 
 
+def tokenizer_of(name):
+    """Return the tokenizer of a model from this machine, otherwise one that stands in for it."""
+    with contextlib.suppress(Exception):
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
+        # From a folder without a tokenizer, transformers makes an empty one.
+        if len(tokenizer) > 1:
+            return tokenizer
+    stand_in = transformers.ByT5Tokenizer()
+    if not Path(name).exists():
+        # Assume that the tokenizer on the hub has a token for each row of the embedding.
+        vocabulary_size = find_config(name)[0].get_text_config(decoder=True).vocab_size
+        stand_in.get_vocab = lambda: {"": vocabulary_size - 1}
+    return stand_in
+
+
 @functools.cache
 def find_config(name):
     """Return the configuration of a model and its source, without reading weights.
@@ -238,6 +271,17 @@ class Model:
     def weights(self):
         """Return the number of weights of the model."""
         return numbers(self.shapes)
+
+    @property
+    def has_other_layers(self):
+        """Return whether layers have no attention, or not only attention, such as Mamba's."""
+        has_heads = getattr(self.config, "num_attention_heads", None)
+        return not has_heads or bool(kinds_of_layers(self.config) - ATTENTION)
+
+
+def kinds_of_layers(config):
+    """Return the kinds of layers that a configuration names; most families have one kind only."""
+    return set(getattr(config, "layer_types", None) or [])
 
 
 class ExpertShape(tuple):

@@ -16,7 +16,6 @@ seconds of the same step: step_time.py lists what they assume.
 """
 
 import argparse
-import contextlib
 import json
 import math
 import shlex
@@ -31,6 +30,7 @@ from layouts import GIB, best_layouts, plan_of
 from step_time import EFFICIENCY, SPEEDS
 from training_step import (
     UnsupportedModelError,
+    at_least,
     bubble,
     fail,
     load_config,
@@ -76,6 +76,10 @@ def parse_args(argv=None):
     if args.weights_dtype == "bf16" and args.precision == "fp32":
         problem = "weights in bf16 cannot compute in fp32"
         fail(f"--weights-dtype bf16 --precision fp32: {problem}; use --precision bf16")
+    size, gpus = args.tensor_parallel_size, args.gpus_per_node
+    if gpus % size:
+        problem = f"not a divisor of --gpus-per-node {gpus}"
+        fail(f"--tensor-parallel-size {size}: {problem}; the planner knows no group across nodes")
     # Only these chapters split matrices, layers, sequences or experts.
     splits = {"tensor": "06", "pipeline": "07", "context": "08", "expert": "09"}
     for name, chapter in splits.items():
@@ -129,24 +133,10 @@ def build_parser():
     efficiency_help = efficiency_help.format(EFFICIENCY[True], EFFICIENCY[False])
     add("--flops-efficiency", type=at_least(0.001), help=efficiency_help)
     for name, (speed, description) in SPEEDS.items():
-        add(name, type=at_least(0.0), default=speed, help=description)
+        add(name, type=at_least(0.001), default=speed, help=description)
     storage_help = "GB/s that all nodes together write to the file system"
     add("--storage-gbs", type=at_least(0.001), default=5.0, help=storage_help)
     return parser
-
-
-def at_least(minimum):
-    """Return an argument type for finite numbers of at least `minimum`, and of its type."""
-
-    def number(text):
-        value = type(minimum)(text)
-        if not minimum <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}, not {text}")
-        return value
-
-    # argparse prints this name if the text is not a number.
-    number.__name__ = type(minimum).__name__
-    return number
 
 
 # ---- the plan --------------------------------------------------------------------------------
@@ -160,25 +150,38 @@ def make_plan(args):
     config, source = load_config(args)
     try:
         args.model = model_of(config)
-        plan = {"layouts": best_layouts(args)} if args.layouts else plans_of_settings(args)
+        plan = plans_of_layouts(args) if args.layouts else plans_of_settings(args)
     except UnsupportedModelError as error:
         fail(f"chapter {args.chapter}: {error}")
     except Exception as error:
-        # Some models compute with values, and fake tensors have only shapes.
-        problem = f"cannot run on fake tensors ({error!r:.200})"
+        problem = f"cannot be planned ({error!r:.200})"
         fail(f"--model-name {args.model_name}: {problem}; measure a training run instead")
     weights, layers = args.model.weights, len(args.model.layers)
     return {"model": {"source": source, "weights": weights, "layers": layers}} | plan
 
 
+def plans_of_layouts(args):
+    """Return the plan of the best layout of each way to split."""
+    if args.model.has_other_layers:
+        fail("--layouts: the planner knows no speed of layers without attention; plan one layout")
+    if not (layouts := best_layouts(args)):
+        fail("--layouts: no layout has a plan; leave out --layouts to see the reason")
+    return {"layouts": layouts}
+
+
 def plans_of_settings(args):
-    """Return the plan of the chosen setting, and those of all settings of its chapter."""
-    plans = {}
+    """Return the plan of the chosen setting, and those of all settings of its chapter.
+
+    `refused` has the reason for each setting that has no plan.
+    """
+    asked, plans, refused = plan_of(setting_of(args, args.chapter)), {}, {}
     for name, changes in candidates(args).items():
-        with contextlib.suppress(UnsupportedModelError):
+        try:
             plans[name] = plan_of(setting_of(args, name[:2], changes))
+        except UnsupportedModelError as error:
+            refused[name] = str(error)
     first = next((name for name, plan in plans.items() if plan["fits"]), None)
-    return {"asked": plan_of(setting_of(args, args.chapter)), "settings": plans, "first": first}
+    return {"asked": asked, "settings": plans, "refused": refused, "first": first}
 
 
 def candidates(args):
@@ -226,10 +229,15 @@ def show(args, plan):
     print(f"\n{checkpoint_text(args, asked)}")
     if asked["speed"]:
         print(f"speed: {speed_text(args, asked)}")
+    elif args.model.has_other_layers:
+        print("speed: unknown, because the formulas are for layers with attention only")
     print(f"\n{'setting':38}{'GPU':>13}{'host':>14}")
-    for name, setting in plan["settings"].items():
-        sizes = f"{text_of(setting['gpu_needs']):>13}{text_of(setting['host_needs']):>14}"
-        print(f"{name:38}{sizes}  {verdict(setting)}")
+    for name in candidates(args):
+        if setting := plan["settings"].get(name):
+            sizes = f"{text_of(setting['gpu_needs']):>13}{text_of(setting['host_needs']):>14}"
+            print(f"{name:38}{sizes}  {verdict(setting)}")
+        else:
+            print(f"{name:38}   no plan: {plan['refused'][name]}")
     nothing = "none; use more nodes, larger GPUs or a smaller --seq-length"
     print(f"\nthe first that fits: {plan['first'] or nothing}")
 
