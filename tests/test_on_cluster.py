@@ -402,8 +402,8 @@ def test_folder_that_is_not_shared_is_reported_with_the_host(user):
     "launcher, variable, expected",
     [
         ("srun", "GLOO_SOCKET_IFNAME=eth9", "Error: .*eth9"),
-        ("srun", "MASTER_ADDR=h9", r"Error: .*\(h9, "),
-        ("srun", "MASTER_PORT=23456", r"Error: .*\(h1, 23456\)"),
+        ("salloc", "MASTER_ADDR=h9", r"Error: .*\(h9, "),
+        ("salloc", "MASTER_PORT=23456", r"Error: .*\(h1, 23456\)"),
         ("ssh", "MASTER_PORT=23456", r"h2: .*DistNetworkError: .*\(h1, 23456\)"),
     ],
 )
