@@ -8,8 +8,8 @@ Start it with the launcher of the run, because it tests the launcher too. Under 
 rank 0 names the ranks that do not connect. torchrun starts no rank before all of its nodes have
 joined, and reports a missing node itself.
 
-The exit status is 0 for go, with or without warnings, 1 for no-go, and 2 for wrong arguments.
-torchrun turns every status other than 0 into 1.
+The exit status is 0 for go, with or without warnings, 1 for no-go, and 2 for wrong arguments or
+wrong environment variables. torchrun turns every status other than 0 into 1.
 
 The check takes less than a minute, and finds the node that differs from the others. It does not
 replace `dcgmi diag -r 3`, which tests a GPU's memory and power under load, or nccl-tests, which
@@ -78,22 +78,63 @@ def parse_args(argv=None):
     add("--save-dir", default="outputs", help="folder where the run will write its checkpoints")
     add("--checkpoint-gb", type=float, default=0.0, help="size of a checkpoint, in 10^9 bytes")
     add("--network-gbs", type=float, default=0.0, help="expected GB/s between nodes; 0: unknown")
-    # A node with a GPU driver but no working GPU is faulty, so do not treat it as a CPU node.
-    has_gpu = os.path.exists("/dev/nvidiactl") or torch.cuda.is_available()
+    # A node with a GPU driver but no working GPU is faulty, so do not treat it as a CPU node. Slurm
+    # hides the GPUs from a job without GPUs with the value NoDevFiles.
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
+    has_gpu = torch.cuda.is_available() or (os.path.exists("/dev/nvidiactl") and not hidden)
     add("--device", choices=["cpu", "cuda"], default="cuda" if has_gpu else "cpu", help="of ranks")
     add("--timeout", type=int, default=60, help="maximum seconds to wait for other ranks")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no working GPU; repair it, or pass --device cpu")
-    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        parser.error("start this with a launcher; mpirun also needs -x MASTER_ADDR -x MASTER_PORT")
+    check_variables()
     return args
+
+
+def check_variables():
+    """Report a variable of the launcher that is missing, left over, or wrong on this node."""
+    names = [*LAUNCHERS[0], "MASTER_ADDR", "MASTER_PORT"]
+    values = {name: os.environ.get(name, "") for name in names}
+    if missing := [name for name in names if not values[name]]:
+        advice = "start this with a launcher, such as torchrun, srun or mpirun"
+        if not set(missing) & set(LAUNCHERS[0]):
+            advice = "pass MASTER_ADDR and MASTER_PORT with -x (Open MPI) or -genv (MPICH)"
+        fail(f"{', '.join(missing)}: not set; {advice}", status=2)
+    address = values.pop("MASTER_ADDR")
+    for name, value in values.items():
+        if not value.isdecimal():
+            fail(f"{name} {value}: not a number; unset it, or set it to a number", status=2)
+    try:
+        socket.getaddrinfo(address, None)
+    except OSError as error:
+        problem = f"MASTER_ADDR {address}: {error.strerror}"
+        fail(f"{problem}; set it to the name or the address of the node of rank 0", status=2)
+
+    # A shell that still has the variables of an earlier launcher passes them on to every rank. Each
+    # rank would then take itself for the same rank of a smaller run. torchrun always sets them.
+    sizes = [os.environ[size] for _, size, _ in LAUNCHERS if size in os.environ]
+    num_ranks = max(int(values["RANK"]) + 1, *map(int, sizes))
+    if num_ranks > int(values["WORLD_SIZE"]) and "TORCHELASTIC_RUN_ID" not in os.environ:
+        problem = f"WORLD_SIZE {values['WORLD_SIZE']}: there are at least {num_ranks} ranks"
+        fail(f"{problem}; unset the variables {', '.join(LAUNCHERS[0])} of your shell", status=2)
+
+    interfaces = [name for _, name in socket.if_nameindex()]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = os.environ.get(variable, "")
+        # The value `eth` selects all names that begin with eth. For NCCL, `=eth0` selects one name,
+        # and `^eth` selects all other names.
+        prefixes = tuple(value.removeprefix("=").split(","))
+        if value and value[0] != "^" and not any(name.startswith(prefixes) for name in interfaces):
+            problem = f"{variable} {value}: this node has only {', '.join(interfaces)}"
+            fail(f"{problem}; choose the interface that leads to the other nodes", status=2)
+    if "/" in (project := os.environ.get("WANDB_PROJECT", "")):
+        fail(f"WANDB_PROJECT {project}: has a slash; set WANDB_ENTITY to the part before", status=2)
 
 
 def adopt_launcher():
     """Translate the launcher's variables into the variables that torchrun would set."""
     for names in LAUNCHERS:
-        if all(name in os.environ for name in names):
+        if all(os.environ.get(name) for name in names):
             values = [os.environ[name] for name in names]
             os.environ |= zip(LAUNCHERS[0], values, strict=True)
             break
@@ -109,7 +150,7 @@ def adopt_launcher():
 
 def fail(message, status=1):
     """Report an error of this rank in one line on stderr, and exit."""
-    rank = os.environ.get("RANK", "0")
+    rank = os.environ.get("RANK") or "0"
     if rank != "0":
         # Let rank 0 report its error first. The launcher may then end this rank, so that the same
         # error is not printed again.
@@ -145,7 +186,7 @@ def connect(args, rank):
             socket.create_connection((address, port), timeout=5).close()
         except OSError as socket_error:
             reason = socket_error
-        advice = "check that rank 0 runs there, and that the port is free and not blocked"
+        advice = "set MASTER_ADDR to the node of rank 0, and MASTER_PORT to a free, open port"
         fail(f"cannot connect to {address}:{port}: {reason}; {advice}")
 
 

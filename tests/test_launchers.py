@@ -13,6 +13,7 @@ import pytest
 
 from cluster.cluster import wait_until
 from conftest import (
+    ROOT,
     SCRIPTS,
     SHORT,
     curves_of,
@@ -67,6 +68,31 @@ def test_missing_launcher_or_address_is_reported(load, monkeypatch, capsys, name
     assert error.count("\n") == 1 and problem in error
     adopted = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     assert [os.environ[name] for name in adopted if name in os.environ] == numbers
+
+
+NUMBERS = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
+
+
+@pytest.mark.parametrize(
+    "launcher, names",
+    [
+        ("slurm/srun-direct.sbatch", [*NUMBERS, "MASTER_ADDR", "MASTER_PORT"]),
+        # mpirun gets the address and the port from launch.sh.
+        ("mpi/launch.sh h1:2", NUMBERS),
+    ],
+)
+def test_launcher_drops_the_variables_of_an_earlier_launcher(tmp_path, launcher, names):
+    """Programs that print their environment stand in for mpirun and for Slurm's programs."""
+    env = os.environ | dict.fromkeys(names, "1") | {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}
+    env["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    for program in ("mpirun", "srun", "scontrol"):
+        (tmp_path / program).write_text("#!/bin/sh\nenv\n")
+        (tmp_path / program).chmod(0o755)
+    command = ["bash", *f"{ROOT}/03-job-launchers/{launcher}".split(), "train.py"]
+    options = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True}
+    output = subprocess.run(command, check=True, **options).stdout
+    seen = {line.partition("=")[0] for line in output.splitlines()}
+    assert "PATH" in seen and not seen & {*names}
 
 
 @pytest.mark.parametrize(

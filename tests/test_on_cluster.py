@@ -238,6 +238,25 @@ def test_job_that_is_requeued_has_the_losses_of_an_uninterrupted_run(user, curve
     assert difference(curves["long"], metrics(user.run_dir)) == 0.0
 
 
+@pytest.mark.exhaustive
+def test_job_waits_until_earlier_jobs_of_its_name_have_ended(user):
+    """The host has room for both jobs. The first job requeues itself, and still runs first."""
+    script, starts = user.folder / "starts.py", user.folder / "starts.txt"
+    script.write_text(
+        "import os, sys, time\n"
+        f"open('{starts}', 'a').write(os.environ['SLURM_JOB_ID'] + ' ')\n"
+        "time.sleep(600 * ('--wait' in sys.argv and 'SLURM_RESTART_COUNT' not in os.environ))"
+    )
+    user.env["RANKS_PER_NODE"] = "1"
+    typed = "sbatch --job-name=run --dependency=singleton {chapter}/slurm/train.sbatch"
+    lines = [user.line(typed, *options, script=script) for options in (["--wait"], [])]
+    first, second = map(user.submit, lines)
+    wait_until(starts.exists, 150, "the first job has started")
+    user.cluster.run("head", f"scancel --signal=USR1 --batch {first}")
+    assert user.end_of(second)["JobState"] == "COMPLETED"
+    assert starts.read_text().split() == [first, first, second]
+
+
 def check_step_of_restart(user, was_asked=True):
     """Return the only step that a run continued from; check that it was asked to stop there."""
     [step] = re.findall(r"^continuing from \S+/step-0*(\d+)$", user.output(), re.M)
@@ -402,8 +421,8 @@ def test_folder_that_is_not_shared_is_reported_with_the_host(user):
     "launcher, variable, expected",
     [
         ("srun", "GLOO_SOCKET_IFNAME=eth9", "Error: .*eth9"),
-        ("srun", "MASTER_ADDR=h9", r"Error: .*\(h9, "),
-        ("srun", "MASTER_PORT=23456", r"Error: .*\(h1, 23456\)"),
+        ("salloc", "MASTER_ADDR=h9", r"Error: .*\(h9, "),
+        ("salloc", "MASTER_PORT=23456", r"Error: .*\(h1, 23456\)"),
         ("ssh", "MASTER_PORT=23456", r"h2: .*DistNetworkError: .*\(h1, 23456\)"),
     ],
 )

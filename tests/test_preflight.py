@@ -122,12 +122,12 @@ def run_rank(no_group, monkeypatch, capsys, tmp_path):
         sys, "argv", ["preflight.py", "--timeout", "1", "--save-dir", str(tmp_path)]
     )
 
-    def run(rank, function=preflight.main, **variables):
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()} | variables
-        variables |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
-        for name, value in variables.items():
+    def run(rank, function=preflight.main, status=1, **variables):
+        defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        defaults |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
+        for name, value in (defaults | variables).items():
             monkeypatch.setenv(name, str(value))
-        with pytest.raises(SystemExit, match="1"):
+        with pytest.raises(SystemExit, match=str(status)):
             function()
         [line] = capsys.readouterr().err.splitlines()
         assert line.startswith(f"preflight.py: error: rank {rank} on ")
@@ -145,13 +145,72 @@ def test_more_ranks_than_gpus_is_an_error(run_rank, monkeypatch):
     "rank, variables, words",
     [
         (0, {}, "these ranks did not connect to 127.0.0.1:"),
-        (0, {"GLOO_SOCKET_IFNAME": "eth9"}, "Unable to find address for: eth9"),
-        (1, {}, "Connection refused"),
-        (1, {"MASTER_ADDR": "no.such.host.invalid"}, "Name or service not known"),
+        # Gloo needs both interfaces. For NCCL, one of them would be enough.
+        (0, {"GLOO_SOCKET_IFNAME": "lo,eth9"}, "Unable to find address for: eth9"),
+        (1, {}, "Connection refused; set MASTER_ADDR to the node of rank 0, and MASTER_PORT"),
     ],
 )
 def test_rank_that_cannot_connect_reports_why(run_rank, rank, variables, words):
     assert words in run_rank(rank, **variables)
+
+
+# For each mistake, the variables that differ, and words of the report.
+MISTAKES = [
+    ({"RANK": "", "WORLD_SIZE": ""}, "RANK, WORLD_SIZE: not set; start this with a launcher"),
+    ({"MASTER_PORT": ""}, "MASTER_PORT: not set; pass MASTER_ADDR and MASTER_PORT with -x"),
+    # Kubernetes sets this variable if a service has the name `master`.
+    ({"MASTER_PORT": "tcp://10.0.0.1:80"}, "MASTER_PORT tcp://10.0.0.1:80: not a number; unset"),
+    ({"MASTER_ADDR": "h[1-2]"}, "MASTER_ADDR h[1-2]: Name or service not known; set it to"),
+    ({"RANK": "3"}, "WORLD_SIZE 2: there are at least 4 ranks; unset the variables RANK,"),
+    ({"SLURM_STEP_NUM_TASKS": "4"}, "WORLD_SIZE 2: there are at least 4 ranks; unset the"),
+    ({"GLOO_SOCKET_IFNAME": "eth9"}, "GLOO_SOCKET_IFNAME eth9: this node has only lo"),
+    ({"NCCL_SOCKET_IFNAME": "=eth9,ib"}, "NCCL_SOCKET_IFNAME =eth9,ib: this node has only lo"),
+    ({"WANDB_PROJECT": "team/run"}, "WANDB_PROJECT team/run: has a slash; set WANDB_ENTITY"),
+]
+
+
+@pytest.mark.parametrize("variables, words", MISTAKES)
+def test_wrong_variable_is_reported_before_ranks_connect(run_rank, monkeypatch, variables, words):
+    monkeypatch.setattr(preflight, "connect", lambda *_: pytest.fail("connects"))
+    assert words in run_rank(int(variables.get("RANK") or 0), status=2, **variables)
+
+
+CORRECT = [
+    {"NCCL_SOCKET_IFNAME": "lo,eth9", "GLOO_SOCKET_IFNAME": "lo", "WANDB_PROJECT": "run"},
+    {"NCCL_SOCKET_IFNAME": "^eth9"},
+    # A task of srun can be a torchrun, and torchrun then starts the ranks.
+    {"SLURM_STEP_NUM_TASKS": "4", "TORCHELASTIC_RUN_ID": "1"},
+    # Only LOCAL_RANK is left from an earlier launcher, and srun sets the other numbers.
+    {"RANK": "", "WORLD_SIZE": "", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
+    | {"SLURM_LOCALID": "0"},
+]
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    """Return a function that sets the variables of a launcher, and parses the arguments."""
+
+    def parse(variables):
+        numbers = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+        monkeypatch.setattr(preflight.os, "environ", numbers | address | variables)
+        monkeypatch.setattr(preflight.os, "_exit", sys.exit)
+        preflight.adopt_launcher()
+        return preflight.parse_args([])
+
+    return parse
+
+
+@pytest.mark.parametrize("variables", CORRECT)
+def test_correct_variables_are_accepted(launch, variables):
+    launch(variables)
+    assert int(preflight.os.environ["RANK"]) < int(preflight.os.environ["WORLD_SIZE"])
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
+def test_node_with_hidden_gpus_is_a_cpu_node(launch, monkeypatch, hidden):
+    monkeypatch.setattr(preflight.os.path, "exists", lambda path: path == "/dev/nvidiactl")
+    assert launch({"CUDA_VISIBLE_DEVICES": hidden}).device == "cpu"
 
 
 # ---- several ranks on this machine -------------------------------------------------------------

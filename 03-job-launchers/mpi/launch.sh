@@ -12,6 +12,10 @@ set -euo pipefail
 hosts=$1
 shift
 
+# Drop variables that an earlier launcher has left in your shell. The ranks on this machine would use
+# them instead of those that mpirun sets.
+unset RANK WORLD_SIZE LOCAL_RANK
+
 options=(-H "$hosts" --bind-to none)
 [[ $(id -u) != 0 ]] || options+=(--allow-run-as-root)
 # Pass these variables to all ranks, if they are set. The last line of the list stands for all
