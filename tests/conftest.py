@@ -235,7 +235,8 @@ def parse(chapter, *words, ranks=1):
     """Return the arguments of a chapter's command line, as the first of some ranks reads it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train_llm.py", *map(str, words)])
-        values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
+        values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks}
+        values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29400}
         for name, value in values.items():
             patch.setenv(name, str(value))
         return chapter.parse_args()

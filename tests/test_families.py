@@ -226,6 +226,16 @@ def train(family, chapter, folder, tokens):
 
 
 @pytest.mark.slow
+def test_weights_without_gradients_train_under_ddp(tmp_path, license_tokens):
+    """The weights that choose the tokens of sparse attention get no gradient."""
+    save_small_model("deepseek_v32", tmp_path / "deepseek_v32")
+    curves = [
+        train("deepseek_v32", chapter, tmp_path, license_tokens)[0] for chapter in ("01", "02")
+    ]
+    assert difference(*curves, names=["loss", "val_loss"]) <= 1e-5
+
+
+@pytest.mark.slow
 def test_family_follows_chapter_01_or_is_refused(
     load, request, tmp_path, publish, license_tokens, family
 ):

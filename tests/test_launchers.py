@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from unittest import mock
 
 import psutil
 import pytest
@@ -51,7 +52,7 @@ def test_ranks_under_srun_meet_on_the_first_node_at_a_port_of_their_step(
 
 
 TORCHRUN, LAUNCHER = "needs torchrun: torchrun --standalone", "with a launcher, such as torchrun"
-ADDRESS = "pass it and MASTER_PORT with -x"
+ADDRESS = "with a launcher, such as torchrun: MASTER_ADDR is not set"
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,51 @@ def test_missing_launcher_or_address_is_reported(load, monkeypatch, capsys, name
 
 
 NUMBERS = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
+
+
+@pytest.mark.parametrize(
+    "name, missing",
+    [
+        ("02", ["RANK", "WORLD_SIZE"]),
+        ("02", ["RANK"]),
+        ("03", ["LOCAL_RANK"]),
+        ("03", ["MASTER_PORT"]),
+    ],
+)
+@pytest.mark.parametrize("value", [{}, {"": ""}], ids=["unset", "empty"])
+def test_incomplete_variables_of_a_launcher_cost_one_line(
+    load, monkeypatch, capsys, name, missing, value
+):
+    given = dict.fromkeys([*NUMBERS, "MASTER_PORT"], "0") | {"MASTER_ADDR": "127.0.0.1"}
+    given = {key: number for key, number in given.items() if key not in missing}
+    chapter = load(name)
+    monkeypatch.setattr(sys, "argv", ["train_llm.py", "--device", "cpu"])
+    monkeypatch.setattr(os, "environ", given | {key: "" for key in missing if value})
+    error = user_error(capsys, chapter.parse_args)
+    problem = TORCHRUN if name == "02" else f"{LAUNCHER}: {missing[0]} is not set"
+    assert error.count("\n") == 1 and problem in error
+
+
+def test_newest_start_of_a_run_owns_its_folder(load, one_rank_group, tmp_path, capsys):
+    chapter, wandb_run = load("03"), mock.Mock()
+    chapter.check_shared(tmp_path)
+    chapter.log(tmp_path, wandb_run, {"step": 1})
+    (tmp_path / "newest-start").write_text("process 7 on h2")
+    error = user_error(capsys, chapter.log, tmp_path, wandb_run, {"step": 2})
+    assert "process 7 on h2 has started the same run, so this run stops" in error
+    assert list(metrics(tmp_path)) == [1]
+
+
+@pytest.mark.slow
+def test_reader_that_leaves_ends_no_run(tmp_path):
+    """As in `torchrun ... | head -n 1`."""
+    command = [SCRIPTS["02"], *SHORT, "--save-dir", tmp_path, "-e", "run"]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(list(map(str, launch_command(2, command))), **options) as run:
+        assert run.stdout.readline().startswith("training on")
+        run.stdout.close()
+        assert run.wait(timeout=300) == 0, run.stderr.read()
+    assert (tmp_path / "run/finished-20").exists()
 
 
 @pytest.mark.parametrize(

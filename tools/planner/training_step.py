@@ -182,7 +182,8 @@ def parse_training_args(words, ranks, script=None):
 
     By default, this is the script of the newest chapter.
     """
-    launcher = {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "none"}
+    launcher = {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}
+    launcher |= {"MASTER_ADDR": "none", "MASTER_PORT": "0"}
     with (
         mock.patch.dict(os.environ, launcher, clear=True),
         mock.patch.object(sys, "argv", [sys.argv[0], *words]),
