@@ -31,6 +31,6 @@ def test_checkpoint_becomes_a_model_with_one_command(models, tmp_path, chapter, 
 
 def test_folder_without_a_checkpoint_becomes_no_model(tmp_path):
     done = run_command(ROOT / "tools/export.py", tmp_path, tmp_path / "model")
-    assert done.returncode == 1 and not (tmp_path / "model").exists()
+    assert done.returncode == 2 and not (tmp_path / "model").exists()
     [line] = done.stderr.splitlines()
     assert line.startswith(f"export.py: error: cannot read {tmp_path}: ")

@@ -121,6 +121,45 @@ def test_faulty_step_has_a_different_gradient(
     assert measure()[1] > 1e-2
 
 
+def on_two_ranks(chapter, monkeypatch, forward_backward):
+    """Return a function that computes a step as two ranks do, one rank after the other.
+
+    Gradients and losses of the ranks add up, as in FSDP's reduction.
+    """
+
+    def run(args, *more):
+        args = Namespace(**vars(args) | {"accumulation": args.accumulation // 2})
+        losses = []
+        for rank in range(2):
+            group = Namespace(get_rank=lambda rank=rank: rank, get_world_size=lambda: 2)
+            monkeypatch.setattr(chapter, "dist", group)
+            losses.append(forward_backward(args, *more))
+        return sum(losses)
+
+    return run
+
+
+@pytest.mark.parametrize("is_faulty", [False, True])
+def test_step_of_two_ranks_is_the_mean_over_the_answers_of_both(
+    chapter, monkeypatch, layout_models, tmp_path, is_faulty
+):
+    words = ["-m", layout_models / "llama", "-d", write_conversations(tmp_path)]
+    args, model, train_set, _ = prepare(chapter, *words)
+    measure, answers_at = step_distances(chapter, args, model, train_set), chapter.answers_at
+    step_of_ranks = on_two_ranks(chapter, monkeypatch, chapter.forward_backward)
+    monkeypatch.setattr(chapter, "forward_backward", step_of_ranks)
+
+    def answers_of_rank(args, samples, step):
+        """Return the divisor of a mean of the ranks' means."""
+        batches = range(args.accumulation)
+        batches = [chapter.batch_at(args, samples, step, k, torch.device("cpu")) for k in batches]
+        return 2 * chapter.count_answers(torch.cat(batches))
+
+    monkeypatch.setattr(chapter, "answers_at", answers_of_rank if is_faulty else answers_at)
+    loss_apart, gradient_apart = measure()
+    assert gradient_apart > 1e-2 if is_faulty else max(loss_apart, gradient_apart) < 1e-5
+
+
 LEAK = "tokens attend to the conversation before theirs; choose a different model"
 FAMILIES = dict.fromkeys(("mistral", "gemma3_text", "qwen3_moe"))
 FAMILIES |= dict.fromkeys(("bloom", "qwen3_next"), LEAK)

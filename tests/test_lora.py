@@ -1,12 +1,18 @@
 """LoRA: the gradients are those of peft, and the files hold adapters that peft can load."""
 
+import functools
+import json
 from argparse import Namespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import evaluate
+import export
 from chats import (
     distances,
     documents_of_step,
@@ -17,7 +23,8 @@ from chats import (
     write_conversations,
 )
 from conftest import SHORT, metrics, run_or_fail, user_error
-from families import make_hub_folder
+from families import ARGS, OWN_SETTINGS, fast_byte_tokenizer, make_hub_folder, shrink
+from marks import slow
 from runs import arguments_of, read_checkpoint
 
 RANK = 4
@@ -51,11 +58,15 @@ def with_random_adapters(chapter, layout_models, folder, precision):
     words = ["-m", layout_models / "llama", "-d", write_conversations(folder)]
     words += ["--lora-rank", RANK, "--precision", precision]
     args, model, train_set, _ = prepare(chapter, *words)
+    randomize_adapters(model)
+    return args, model, train_set, words
+
+
+def randomize_adapters(model, std=0.05):
     for weight in model.parameters():
         if weight.requires_grad:
             # With B = 0, as at the start, A would have no gradient.
-            torch.nn.init.normal_(weight.detach().to_local(), std=0.05)
-    return args, model, train_set, words
+            torch.nn.init.normal_(weight.detach().to_local(), std=std)
 
 
 def config_of(peft, args):
@@ -98,6 +109,19 @@ def test_gradients_are_those_of_peft(chapter, layout_models, tmp_path):
     assert sorted(gradients) == sorted(adapters), "peft adapts other modules"
     apart = distances(chapter, args, model, train_set, loss, gradients)
     assert max(apart) < 1e-5
+
+
+def test_adapters_change_no_loss_before_the_first_step(chapter, layout_models, tmp_path):
+    words = ["-m", layout_models / "llama", "-d", write_conversations(tmp_path)]
+    args, model, train_set, held_out = prepare(chapter, *words)
+    plain, device = plain_model(model), torch.device("cpu")
+    with torch.no_grad():
+        expected = loss_of_documents(plain, split_documents(chapter, held_out)).item()
+        first = loss_of_documents(plain, documents_of_step(chapter, args, train_set)).item()
+    loss = chapter.forward_backward(args, model, train_set, 1, device).item()
+    # evaluate() counts the answers of its own samples.
+    assert chapter.evaluate(args, model, held_out, device) == pytest.approx(expected, abs=1e-6)
+    assert loss == pytest.approx(first, abs=1e-6)
 
 
 @pytest.mark.slow
@@ -144,6 +168,103 @@ def test_bf16_gradients_are_as_close_to_fp64_as_those_of_peft(chapter, layout_mo
     assert loss_apart < 1e-3 and 1e-3 < apart < 1.25 * apart_of_peft
 
 
+# ---- mixtures --------------------------------------------------------------------------------
+# The layers of these models have experts, shared experts or plain MLPs.
+KINDS = {
+    "llama": {},
+    "deepseek_v3": {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "glm4_moe": {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "dots1": {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "ernie4_5_moe": {"moe_layer_start_index": 1, "moe_num_experts": 4, "moe_k": 2},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "qwen3_moe": {"mlp_only_layers": [0]},
+    "flint": {},
+}
+
+
+@pytest.fixture
+def load_base(chapter, monkeypatch):
+    """Return a function that saves a small model, and reads it into a model with adapters."""
+    # read_weights() sets this variable for the entire process.
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+    return functools.partial(base_with_adapters, chapter)
+
+
+def base_with_adapters(chapter, folder, kind, precision):
+    """Save a small model; return the arguments and the script's model with adapters, in eval()."""
+    torch.manual_seed(0)
+    settings = OWN_SETTINGS.get(kind, {}) | KINDS[kind]
+    config = shrink(CONFIG_MAPPING[kind](), pad_token_id=None, **settings)
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, weight in base.state_dict().items():
+        # In published files of DeepSeek-V3, these biases are near 5 and differ by a few hundredths.
+        if "correction_bias" in name:
+            weight.normal_(5, 0.02)
+    base.save_pretrained(folder)
+    fast_byte_tokenizer().save_pretrained(folder)
+    words = {"model_name": str(folder), "precision": precision, "pretrained": True}
+    words |= {"lora_modules": [], "lora_rank": RANK, "lora_alpha": 6, "config": []}
+    args = Namespace(**ARGS | words, keep_checkpoints=1)
+    _, config = chapter.build_tokenizer_and_config(args)
+    model = chapter.shard(args, chapter.build_model(args, config), torch.device("cpu"))
+    return args, model.eval()
+
+
+@torch.no_grad()
+def logits_of(model, ids):
+    """Return the logits of the script's model, whose head only returns hidden states."""
+    hidden = model(input_ids=ids, use_cache=False).logits
+    return linear(hidden, full(model.get_output_embeddings().weight))
+
+
+def full(weight):
+    """Return a weight that may be a shard, a gathered weight or a buffer."""
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+
+
+IDS = torch.arange(3, 43)[None]
+# flint keeps parameters of its attention in fp32, and ernie4_5_moe also the weights of its router.
+IN_FP32 = ["deepseek_v3", "ernie4_5_moe"]
+IN_FP32 += map(slow, ("llama", "dots1", "glm4_moe", "flint", "hunyuan_v1_moe"))
+
+
+@pytest.mark.parametrize("kind", IN_FP32)
+def test_frozen_weights_are_those_that_transformers_reads_in_bf16(load_base, tmp_path, kind):
+    _, model = load_base(tmp_path, kind, "bf16")
+    other = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    weights = model.state_dict()
+    for name, expected in other.state_dict().items():
+        weight = full(weights[name])
+        assert weight.dtype == expected.dtype and torch.equal(weight, expected), name
+    with torch.no_grad():
+        expected = other(input_ids=IDS, use_cache=False).logits
+    # A router that rounds differently chooses other experts.
+    assert (logits_of(model, IDS) - expected).abs().max() < 1e-3 * expected.std()
+
+
+IN_PEFT = ["llama", "deepseek_v3"]
+IN_PEFT += map(slow, ("glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "qwen3_moe"))
+
+
+@pytest.mark.parametrize("kind", IN_PEFT)
+def test_adapters_give_the_same_logits_in_peft(chapter, load_base, tmp_path, kind):
+    peft = pytest.importorskip("peft", reason=WHY)
+    args, model = load_base(tmp_path / "base", kind, "fp32")
+    randomize_adapters(model, std=0.1)
+    chapter.export_adapters(args, tmp_path, model)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        before = plain(input_ids=IDS, use_cache=False).logits
+        loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "adapters").eval()
+        found = loaded(input_ids=IDS, use_cache=False).logits
+    logits = logits_of(model, IDS)
+    assert (found - logits).abs().max() < 1e-5 < 1e-2 < (before - logits).abs().max()
+    # Programs that serve adapters need the names of modules.
+    config = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
+    assert config["target_modules"] == (args.lora_modules if kind == "llama" else [])
+
+
+# ---- files -----------------------------------------------------------------------------------
 def checkpoint_size(run_dir, step):
     """Return the bytes of a checkpoint's files."""
     return sum(path.stat().st_size for path in run_dir.glob(f"checkpoints/step-{step:08}/*"))
@@ -169,6 +290,23 @@ def test_checkpoint_of_few_tensors_has_12_bytes_per_weight(chapter, layout_model
     frozen = model.num_parameters() - sum(trained)
     size = checkpoint_size(tmp_path, 1)
     assert len(trained) == 4 and 12 * sum(trained) < size < 12 * sum(trained) + 2**16 < 4 * frozen
+
+
+@pytest.mark.parametrize("tool", [evaluate, export])
+def test_tool_refuses_a_checkpoint_of_adapters_in_one_line(
+    chapter, layout_models, tmp_path, monkeypatch, capsys, tool
+):
+    words = ["-m", layout_models / "llama", "-d", write_conversations(tmp_path)]
+    args, model, *_ = prepare(chapter, *words)
+    chapter.save_checkpoint(args, tmp_path, model, chapter.build_optimizer(args, model), 1, True)
+    checkpoint, name = tmp_path / "checkpoints/step-00000001", tool.__name__
+    words = [checkpoint] + [tmp_path / "new"] * (tool is export)
+    monkeypatch.setattr("sys.argv", [f"{name}.py", *map(str, words)])
+    # Preparing the samples may have printed a progress bar.
+    capsys.readouterr()
+    [line] = user_error(capsys, tool.main).splitlines()
+    assert line.startswith(f"{name}.py: error: {checkpoint}: it has only adapters; use the folder")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow

@@ -172,7 +172,7 @@ def test_text_must_be_prepared(models, tmp_path, monkeypatch, capsys):
         (["nowhere"], "nowhere: no such folder; give RUN/model"),
         ([".", "--stride", "300"], "--stride 300: must be from 1 to --seq-length 256"),
         ([".", "--nosuch"], "unrecognized arguments: --nosuch;"),
-        (["empty"], "empty: neither a model nor a checkpoint that can be read"),
+        (["empty"], "cannot read empty: "),
     ],
 )
 def test_mistake_in_an_evaluation_is_reported_in_one_line(

@@ -77,8 +77,8 @@ def model_folder(chapter, path):
         model = Path(folder, "model")
         try:
             write_model(chapter, path, model)
-        except ValueError:
-            fail(f"{path}: neither a model nor a checkpoint that can be read")
+        except ValueError as error:
+            fail(str(error))
         yield model
 
 

@@ -32,13 +32,16 @@ def write_model(chapter, checkpoint, folder):
     """Write the model of a checkpoint, with its configuration and tokenizer, to a new folder.
 
     `chapter` is the module that load_chapter() returns. Raise a ValueError if the checkpoint cannot
-    be read.
+    be read, or has only adapters.
     """
     if (checkpoint / "state.pt").exists():
         state = torch.load(checkpoint / "state.pt", "cpu", mmap=True, weights_only=True)
         args, weights = state["args"], state["model"]
     else:
         args, weights = json.loads(read_shards(checkpoint, {"args": ""})["args"]), None
+    if "lora_rank" in args:
+        problem = "it has only adapters; use the folder model/, which the run writes when it ends"
+        raise ValueError(f"{checkpoint}: {problem}")
     tokenizer, config = chapter.build_tokenizer_and_config(argparse.Namespace(**args))
     # On the meta device, weights have names and shapes, but no memory.
     with torch.device("meta"):
@@ -80,7 +83,8 @@ def main():
     try:
         write_model(load_chapter(), paths.checkpoint, paths.folder)
     except ValueError as error:
-        sys.exit(f"{Path(__file__).name}: error: {error}")
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        sys.exit(2)
     print(f"{paths.folder} has the model of {paths.checkpoint}")
 
 

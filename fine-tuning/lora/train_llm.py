@@ -101,8 +101,7 @@ def parse_args():
     add("--pretrained", action="store_true", help="start from the published weights")
     add("--lora-rank", type=positive, default=16, help="rank of the product that an adapter adds")
     add("--lora-alpha", type=positive, default=32, help="the factor of the product is alpha / rank")
-    modules = "names of the modules with adapters, such as q_proj; default: all linear modules"
-    add("--lora-modules", nargs="+", default=[], metavar="NAME", help=modules)
+    add("--lora-modules", nargs="+", default=[], metavar="NAME", help="default: all linear modules")
 
     add("-d", "--dataset-name", default="pydoc", help="hub id, FOLDER.tokens, or pydoc")
     add("--dataset-subset", help="the subset to load, if the hub dataset has subsets")
@@ -362,6 +361,7 @@ def build_model(args, config):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
 
     check_model(args, model)
+    keep_fp32(model, dtype)
     add_adapters(args, model)
     # transformers finds these rules by the name of the class, which fully_shard() changes.
     model.conversion_rules = get_model_conversion_mapping(model)
@@ -394,6 +394,19 @@ def build_model(args, config):
     return model
 
 
+def keep_fp32(model, dtype):
+    """Keep in fp32 what transformers never reads in bf16, such as the biases of many routers.
+
+    A weight becomes a buffer, because FSDP gathers all weights of a layer in bf16.
+    """
+    patterns = model._get_dtype_plan(dtype)
+    for name, weight in model.state_dict(keep_vars=True).items():
+        if torch.float32 == weight.dtype != dtype or any(re.search(x, name) for x in patterns):
+            path, _, key = name.rpartition(".")
+            delattr(module := model.get_submodule(path), key)
+            module.register_buffer(key, weight.detach().float())
+
+
 def add_adapters(args, model):
     """Freeze the model, and add an adapter to each linear module in `--lora-modules`.
 
@@ -401,8 +414,9 @@ def add_adapters(args, model):
     beginning, B is zero. A and B are modules within the module, so W keeps its name.
     """
     model.requires_grad_(False)
-    named_modules = [named for layer in layers_of(model) for named in layer.named_modules()]
-    linear = [named for named in named_modules if isinstance(named[1], torch.nn.Linear)]
+    modules = [named for layer in layers_of(model) for named in layer.named_modules()]
+    # A router that keep_fp32() has changed gets no adapter, because its inputs are in fp32.
+    linear = [(path, m) for path, m in modules if isinstance(m, torch.nn.Linear) and not m._buffers]
     known = sorted({path.rpartition(".")[2] for path, _ in linear})
     args.lora_modules = sorted(args.lora_modules or known)
     if not known:
@@ -509,7 +523,8 @@ def shard(args, model, device):
     The shards are on the device or, with --cpu-offload, on the CPU.
     """
     mesh = build_mesh(args, device)
-    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    # LoRA: the frozen weights are in bf16 already, so FSDP need not convert the inputs of layers.
+    bf16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     options = {
         "mesh": mesh["replicate", "shard"] if args.replicas > 1 else mesh["shard"],
         "mp_policy": bf16 if args.precision == "bf16" else MixedPrecisionPolicy(),
@@ -587,7 +602,7 @@ def read_weights(args, model):
     # FSDP: a rank whose shard of a layer's experts is empty has found none of them.
     sharded = [item for item in model.state_dict().items() if isinstance(item[1], DTensor)]
     names.missing_keys -= {name for name, weight in sharded if not weight.to_local().numel()}
-    names.missing_keys -= {name for name in names.missing_keys if is_adapter(name)}
+    names.missing_keys -= adapters_of(model).keys()
     # A file may store a tied weight under its other name, or under both names.
     tied = set(model.all_tied_weights_keys)
     model.tie_weights(names.missing_keys, recompute_mapping=False)
@@ -1113,15 +1128,15 @@ def save_checkpoint(args, run_dir, model, optimizer, step, is_final):
 def state_of(model, optimizer):
     """Return this rank's shards in a dict whose keys do not depend on the number of ranks."""
     # FSDP: call weights_of() first, because it reshards weights that an evaluation left gathered.
-    weights = {name: weight for name, weight in weights_of(model).items() if is_adapter(name)}
+    weights = adapters_of(model)
     # FSDP: get_optimizer_state_dict() also creates the optimizer's state if the optimizer has no
     # state yet.
     return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer)["state"]}
 
 
-def is_adapter(name):
-    """Return whether a weight of this name belongs to an adapter."""
-    return ".lora_" in name
+def adapters_of(model):
+    """Return this rank's shards of the adapters by name."""
+    return {name: weight for name, weight in weights_of(model).items() if ".lora_" in name}
 
 
 def weights_of(model):
@@ -1175,18 +1190,20 @@ def compare_args(args, saved_args, checkpoint):
 
 def export_adapters(args, run_dir, model):
     """Write the adapters to a folder that the library peft can load."""
-    partial, weights = partial_of(run_dir / "adapters"), weights_of(model).items()
+    partial, adapters = partial_of(run_dir / "adapters"), adapters_of(model)
     # FSDP: full_tensor() joins the shards of all ranks; adapters are small.
-    adapters = {name: weight.full_tensor().cpu() for name, weight in weights if is_adapter(name)}
+    adapters = {f"base_model.model.{key}": w.full_tensor().cpu() for key, w in adapters.items()}
     if dist.get_rank() != 0:
         return
-    adapters = {f"base_model.model.{name}": weight for name, weight in adapters.items()}
-    # save_file() would make a file that only its owner can read.
-    content = save(adapters, metadata={"format": "pt"})
-    (partial / "adapter_model.safetensors").write_bytes(content)
+    # Only its owner could read a file that save_file() makes.
+    (partial / "adapter_model.safetensors").write_bytes(save(adapters, {"format": "pt"}))
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "target_modules": args.lora_modules}
     config |= {"r": args.lora_rank, "lora_alpha": args.lora_alpha}
     config |= {"base_model_name_or_path": args.model_name}
+    # In mixtures, peft looks for modules such as up_proj only in the experts, so name the weights.
+    if any(isinstance(rule, conversion.WeightConverter) for rule in model.conversion_rules):
+        config["target_parameters"] = [f"{name}.weight" for name in config["target_modules"]]
+        config["target_modules"] = []
     (partial / "adapter_config.json").write_text(json.dumps(config, indent=2))
     publish(args, partial, run_dir / "adapters")
 
@@ -1197,16 +1214,14 @@ def merge_adapters(args, model):
     The result is in fp32, because in bf16, most small changes of a weight would be rounded away.
     """
     model.config.dtype = torch.float32
-    for module in model.modules():
-        if hasattr(module, "lora_A"):
-            # FSDP: this rank has some rows of W and the same rows of B; it needs all of A.
-            placements = [Replicate()] * module.lora_A.weight.device_mesh.ndim
-            columns = module.lora_A.weight.redistribute(placements=placements)
-            product = module.lora_B.weight @ columns
-            merged = module.weight.float() + args.lora_alpha / args.lora_rank * product
-            # FSDP keeps the frozen weights on the GPU, which may not have space for the sum too.
-            module.weight = torch.nn.Parameter(merged.cpu())
-            del module.lora_A, module.lora_B
+    for module in [module for module in model.modules() if hasattr(module, "lora_A")]:
+        A, B = module.lora_A.weight, module.lora_B.weight
+        # FSDP: this rank has some rows of W and the same rows of B; it needs all of A.
+        A = A.redistribute(placements=[Replicate()] * A.device_mesh.ndim)
+        merged = module.weight.float() + args.lora_alpha / args.lora_rank * (B @ A)
+        # FSDP keeps the frozen weights on the GPU, which may not have space for the sum too.
+        module.weight = torch.nn.Parameter(merged.cpu())
+        del module.lora_A, module.lora_B
 
 
 def export_model(args, run_dir, model, tokenizer):
