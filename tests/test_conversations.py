@@ -159,8 +159,8 @@ BEYOND_A_DOCUMENT = {
 @pytest.mark.parametrize("kind, settings", BEYOND_A_DOCUMENT.values(), ids=BEYOND_A_DOCUMENT)
 def test_model_that_looks_beyond_a_document_is_refused(chapter, capsys, kind, settings):
     check_family(chapter, kind, 15, settings)
-    problem = user_error(capsys, check_family, chapter, kind, 64, settings)
-    line = f"--seq-length 64: packing changes what {kind} computes for a conversation; lower it"
+    problem = user_error(capsys, check_family, chapter, kind, 256, settings)
+    line = f"--seq-length 256: packing changes what {kind} computes for a conversation; lower it"
     assert line in problem
 
 

@@ -405,13 +405,13 @@ def check_causal(args, model, device):
     batch[2, :8] = 0
     # This text is one document that fills a sample. The packed sample repeats the document's start.
     text = torch.arange(args.seq_length, device=device)[None] % model.config.vocab_size
-    positions = torch.arange(args.seq_length, device=device) % (min(args.seq_length // 8, 512) | 1)
+    indices = torch.arange(args.seq_length, device=device) % (math.isqrt(args.seq_length // 4) | 1)
     model.eval()
     # Do not compile graphs for these short sequences.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         logits = model(input_ids=batch, use_cache=False, **inputs).logits[:, 8:12]
-        alone = model(input_ids=text, use_cache=False).logits[:, positions]
-        packed = model(text[:, positions], position_ids=positions[None], use_cache=False).logits
+        alone = model(input_ids=text, use_cache=False).logits[:, indices]
+        packed = model(text[:, indices], position_ids=indices[None], use_cache=False).logits
     model.train()
     if (logits[0] - logits[1]).abs().max() > 1e-3 * logits.std():
         fail(f"--model-name {args.model_name}: tokens see later tokens; choose a causal model")
