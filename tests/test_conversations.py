@@ -24,7 +24,7 @@ from chats import (
     write_tokens,
 )
 from conftest import ROOT, SCRIPTS, curves_of, disagreement, run_command, user_error
-from families import ARGS, shrink
+from families import ARGS, LONG_ROPE, OWN_SETTINGS, shrink
 from marks import slow
 
 
@@ -162,18 +162,59 @@ def test_step_of_two_ranks_is_the_mean_over_the_answers_of_both(
 
 LEAK = "tokens attend to the conversation before theirs; choose a different model"
 FAMILIES = dict.fromkeys(("mistral", "gemma3_text", "qwen3_moe"))
-FAMILIES |= dict.fromkeys(("bloom", "qwen3_next"), LEAK)
+FAMILIES |= dict.fromkeys(("bloom", "qwen3_next", "xmod"), LEAK)
+
+
+def check_family(chapter, kind, seq_length, settings=None):
+    """Check a small model of a family as the script checks it before the first step."""
+    args = Namespace(**ARGS | {"model_name": kind, "seq_length": seq_length})
+    settings = OWN_SETTINGS.get(kind, {}) | (settings or {})
+    config = shrink(CONFIG_MAPPING[kind](), **settings)
+    device = torch.device("cpu")
+    model = chapter.shard(args, chapter.build_model(args, config), device)
+    chapter.check_causal(args, model, device)
 
 
 @pytest.mark.parametrize("kind, error", FAMILIES.items())
 def test_family_that_cannot_separate_conversations_is_refused(chapter, capsys, kind, error):
-    args, device = Namespace(**ARGS | {"model_name": kind}), torch.device("cpu")
-    model = chapter.shard(args, chapter.build_model(args, shrink(CONFIG_MAPPING[kind]())), device)
     if error:
-        problem = user_error(capsys, chapter.check_causal, args, model, device)
+        problem = user_error(capsys, check_family, chapter, kind, 32)
         assert f"--model-name {kind}: {error}" in problem
     else:
-        chapter.check_causal(args, model, device)
+        check_family(chapter, kind, 32)
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+PHI3 = {"rope_parameters": LONG_ROPE | {"partial_rotary_factor": 1.0}}
+# The angles or the scales of these models change at a length of 16 tokens.
+BEYOND_A_DOCUMENT = {
+    "longrope": ("llama", {"rope_parameters": LONG_ROPE}),
+    "longrope of Phi-3": ("phi3", PHI3 | {"original_max_position_embeddings": 16}),
+    "dynamic NTK": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 16}),
+    "temperature": ("llama4_text", {"no_rope_layers": [1, 0], "floor_scale": 16}),
+}
+
+
+@pytest.mark.parametrize("kind, settings", BEYOND_A_DOCUMENT.values(), ids=BEYOND_A_DOCUMENT)
+def test_model_that_looks_beyond_a_document_is_refused(chapter, capsys, kind, settings):
+    check_family(chapter, kind, 15, settings)
+    problem = user_error(capsys, check_family, chapter, kind, 256, settings)
+    line = f"--seq-length 256: packing changes what {kind} computes for a conversation; lower it"
+    assert line in problem
+
+
+RIGHT = {
+    # The positions of a document also decide where its chunks begin.
+    "chunks": ("llama4_text", {"attention_chunk_size": 8}),
+    "window": ("gemma3_text", {"sliding_window": 8}),
+    "static angles": ("llama", {"rope_parameters": LONG_ROPE | {"rope_type": "yarn"}}),
+    "learned positions": ("gpt2", {"n_positions": 64}),
+}
+
+
+@pytest.mark.parametrize("kind, settings", RIGHT.values(), ids=RIGHT)
+def test_model_that_follows_positions_is_not_refused(chapter, kind, settings):
+    check_family(chapter, kind, 64, settings)
 
 
 # ---- prepared tokens -------------------------------------------------------------------------
