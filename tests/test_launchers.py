@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from unittest import mock
 
 import psutil
 import pytest
@@ -98,13 +97,14 @@ def test_incomplete_variables_of_a_launcher_cost_one_line(
 
 
 def test_newest_start_of_a_run_owns_its_folder(load, one_rank_group, tmp_path, capsys):
-    chapter, wandb_run = load("03"), mock.Mock()
+    chapter = load("03")
     chapter.check_shared(tmp_path)
-    chapter.log(tmp_path, wandb_run, {"step": 1})
+    stops = chapter.stop_requests(tmp_path)
+    assert not any(next(stops) for _ in range(3))
     (tmp_path / "newest-start").write_text("process 7 on h2")
-    error = user_error(capsys, chapter.log, tmp_path, wandb_run, {"step": 2})
-    assert "process 7 on h2 has started the same run, so this run stops" in error
-    assert list(metrics(tmp_path)) == [1]
+    # The answer to the current request has already been exchanged.
+    assert [next(stops), next(stops)] == [False, True]
+    assert "process 7 on h2 has started the same run, so this one stops" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -193,6 +193,8 @@ def setup(args):
     # and overwrite the files of the next run. The 1 is PR_SET_PDEATHSIG.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    # Let Ctrl-C end this rank without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.stdout.reconfigure(line_buffering=True)
     # Let autocast run grouped_mm, which multiplies tokens by the weights of their experts, in bf16.
     for name in ("aten::_grouped_mm", "transformers::grouped_mm_fallback"):
@@ -276,16 +278,20 @@ def stop_requests(run_dir):
     """Yield, before each step, whether the run should stop after that step.
 
     SIGTERM, SIGUSR1 or SIGHUP on any rank requests a stop, and so does a file named `stop` in the
-    run's folder. An all-reduce gives all ranks the same answer. The all-reduce runs in the
-    background during the previous step, so that the ranks rarely wait for the answer.
+    run's folder, or a newer start of the same run. An all-reduce gives all ranks the same answer.
+    The all-reduce runs in the background during the previous step, so that the ranks rarely wait
+    for the answer.
     """
-    received = []
+    received, newest = [], run_dir / "newest-start"
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, lambda number, _: received.append(number))
     # A `stop` file that already exists was meant for an earlier run.
     (run_dir / "stop").unlink(missing_ok=True)
     stop = False
     while True:
+        if dist.get_rank() == 0 and newest.exists() and newest.read_text() != PROCESS:
+            print(f"{run_dir}: {newest.read_text()} has started the same run, so this one stops")
+            received.append(newest)
         requested = received or (dist.get_rank() == 0 and (run_dir / "stop").exists())
         any_requested = torch.tensor(bool(requested), dtype=torch.int32)
         exchange = dist.all_reduce(any_requested, dist.ReduceOp.MAX, patient_group(), async_op=True)
@@ -807,8 +813,6 @@ def log(run_dir, wandb_run, row):
     """
     if dist.get_rank() != 0:
         return
-    if (newest := (run_dir / "newest-start").read_text()) != PROCESS:
-        fail(f"{run_dir}: {newest} has started the same run, so this run stops")
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
     wandb_run.log(row)
