@@ -7,6 +7,7 @@ import copy
 import json
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
@@ -162,9 +163,15 @@ def plain_model(model, dtype=torch.float64):
     """Return a model of transformers with the weights of a sharded model, but without adapters."""
     # A model keeps its configuration, and set_attn_implementation() changes it.
     plain = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=dtype)
-    weights = {name: weight.full_tensor() for name, weight in model.state_dict().items()}
-    plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
+    # Buffers are not sharded.
+    values = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in model.state_dict().items()
+    }
+    plain.load_state_dict({name: values[name] for name in plain.state_dict()})
     plain.set_attn_implementation("eager")
+    # The default implementation has no fp64.
+    plain.set_experts_implementation("eager")
     return plain.train()
 
 

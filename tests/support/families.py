@@ -80,7 +80,6 @@ LONG_ROPE |= {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8
 VARIED_FAMILIES = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
 # Families whose small models cannot be compared.
 NOT_COMPARED = {
-    "phimoe": "its router draws experts at random in training, so each layout has other losses",
     "longcat_flash": "with few tokens, a rank may use no expert, and FSDP fails",
 }
 # In these models, rounding errors grow fast, so they are trained with a lower learning rate.
@@ -131,8 +130,8 @@ def save_small_model(family, folder):
     settings = OWN_SETTINGS.get(kind, {}) | {name: json.loads(value) for name, value in pairs}
     try:
         config = CONFIG_MAPPING[kind]()
-        # Without dropout, the losses do not depend on the layout.
-        rates = [name for name in config.to_dict() if "drop" in name]
+        # Without dropout and noise in routers, the losses do not depend on the layout.
+        rates = [name for name in config.to_dict() if "drop" in name or "jitter" in name]
         rates = [name for name in rates if isinstance(getattr(config, name), float)]
         config = shrink(config, **dict.fromkeys(rates, 0.0) | settings)
         with torch.device("meta"):
