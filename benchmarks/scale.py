@@ -29,8 +29,8 @@ LAMBDA += "/1fbe39a1f86f84bb019ec1a0af666bc26d4a2aaa/05-training-llama-405b#run-
 TITAN_8B = "-m meta-llama/Llama-3.1-8B -s 8192 -b 2 --recompute selective --gpu-bandwidth-gbs 2400"
 TITAN_405B = "-m meta-llama/Llama-3.1-405B -s 8192 -b 1 --recompute full --gpu-bandwidth-gbs 2400 "
 TITAN_405B += "--compile --tensor-parallel-size 8 --pipeline-parallel-size 8"
-LLAMA_2_70B = "-m meta-llama/Llama-3.1-70B --config vocab_size=32000 -s 4096 -b 2 --compile "
-LLAMA_2_70B += "--recompute selective"
+LLAMA_2_70B = f"-m {ROOT}/05-large-model/configs/llama-3.1-70b.json --config vocab_size=32000 "
+LLAMA_2_70B += "-s 4096 -b 2 --compile --recompute selective"
 # NeMo gives all ranks of a context-parallel group the same work, as Ulysses does.
 NEMO = "-s 8192 -b 1 --compile --pipeline-schedule interleaved-1f1b --context-parallel-size 2 "
 NEMO += "--context-parallel-style ulysses -m meta-llama/Llama-3.1-"

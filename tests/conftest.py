@@ -376,11 +376,12 @@ def no_group():
 
 
 @pytest.fixture
-def one_rank_group(no_group, tmp_path):
+def one_rank_group(no_group, monkeypatch, tmp_path):
     """Create a process group with this process as its only rank."""
     import torch
     import torch.distributed as dist
 
+    monkeypatch.setenv("LOCAL_RANK", "0")
     dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -439,7 +439,7 @@ def test_second_wrapper_of_ddp_is_reported_with_its_line(tmp_path):
     """With several micro-batches, the inner wrapper would reduce gradients in each of them."""
     source = SCRIPTS["02"].read_text()
     name = "import DistributedDataParallel"
-    wrapped = "ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)"
+    wrapped = "ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)"
     assert source.count(name) == source.count(wrapped) == 1
     script = tmp_path / "train_llm.py"
     source = source.replace(wrapped, "ddp = DDP(DDP(model))").replace(name, f"{name} as DDP")

@@ -144,7 +144,7 @@ def words_without_layout(args, chapter):
         parser.add_argument(flag)
     parser.add_argument("--cpu-offload", action="store_true")
     parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction)
-    if chapter < "05":
+    if chapter < "04":
         parser.add_argument("--checkpoint-async", action="store_true")
     if chapter < "09":
         parser.add_argument("--expert-balance-rate")
