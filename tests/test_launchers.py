@@ -101,6 +101,9 @@ def test_newest_start_of_a_run_owns_its_folder(load, one_rank_group, tmp_path, c
     chapter.check_shared(tmp_path)
     stops = chapter.stop_requests(tmp_path)
     assert not any(next(stops) for _ in range(3))
+    # A start that fails before its first step stops no older start.
+    chapter.check_shared(tmp_path)
+    assert not any(next(stops) for _ in range(3))
     (tmp_path / "newest-start").write_text("process 7 on h2")
     # The answer to the current request has already been exchanged.
     assert [next(stops), next(stops)] == [False, True]

@@ -59,7 +59,7 @@ PHASES = {
 # The phases outside of these functions.
 OUTSIDE = ["start", "between steps"]
 # The functions that do nothing here.
-SKIPPED = ["check_shared", "read_weights", "save_checkpoint"]
+SKIPPED = ["read_weights", "save_checkpoint"]
 # The dry run replaces these functions of a script, or needs their calls. Without one of them, the
 # script would read data, write files, or train without an end.
 NEEDED = "parse_args setup build_model build_data Samples load_checkpoint save_checkpoint".split()
@@ -185,6 +185,8 @@ def load_script(options):
     module.load_checkpoint = lambda *_: 0
     for name in SKIPPED:
         setattr(module, name, lambda *_: None)
+    # stop_requests() expects the file that check_shared() writes.
+    module.check_shared = lambda folder: (folder / ".probe").write_text(module.PROCESS)
     return parse_training_args([*options.words, "--device", "cuda"], options.gpus, module)
 
 

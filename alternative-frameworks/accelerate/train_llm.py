@@ -259,9 +259,9 @@ def wait_for_all():
 def check_shared(run_dir):
     """Stop if a node cannot see the files that rank 0 writes to the run's folder."""
     if dist.get_rank() == 0:
-        (run_dir / "newest-start").write_text(PROCESS)
+        (run_dir / ".probe").write_text(PROCESS)
     wait_for_all()
-    found = [path.read_text() for path in run_dir.glob("newest-start")]
+    found = [path.read_text() for path in run_dir.glob(".probe")]
     found_by_all = [None] * dist.get_world_size()
     dist.all_gather_object(found_by_all, (socket.gethostname(), found), group=patient_group())
     if hosts := {host for host, found in found_by_all if found != found_by_all[0][1]}:
@@ -281,6 +281,8 @@ def stop_requests(run_dir):
         signal.signal(number, lambda number, _: received.append(number))
     # A `stop` file that already exists was meant for an earlier run.
     (run_dir / "stop").unlink(missing_ok=True)
+    if dist.get_rank() == 0:
+        (run_dir / ".probe").rename(newest)
     stop = False
     while True:
         if dist.get_rank() == 0 and newest.exists() and newest.read_text() != PROCESS:
