@@ -200,8 +200,8 @@ def setup(args):
     # and overwrite the files of the next run. The 1 is PR_SET_PDEATHSIG.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    # Let Ctrl-C end this rank without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Ctrl-C ends this rank without a traceback.
+    signal.signal(signal.SIGINT, lambda *_: sys.exit("KeyboardInterrupt"))
     sys.stdout.reconfigure(line_buffering=True)
     run_dir = Path(args.save_dir, args.experiment_name)
     run_dir.mkdir(parents=True, exist_ok=True)
