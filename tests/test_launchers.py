@@ -231,6 +231,7 @@ def test_request_to_stop_travels_during_a_step_and_nobody_waits_for_it(
 ):
     """The exchange of a request ends before the next step, not before its own step."""
     chapter, handlers, waits = load("03"), {}, []
+    chapter.check_shared(tmp_path)
     monkeypatch.setattr(chapter.signal, "signal", handlers.__setitem__)
     exchange = argparse.Namespace(wait=lambda: waits.append("wait"))
     monkeypatch.setattr(chapter.dist, "all_reduce", lambda *_, async_op, **__: exchange)
