@@ -688,7 +688,7 @@ def main():
 
     # DDP: keep torch.compile from splitting a layer's graph at the ends of gradient buckets.
     torch._dynamo.config.optimize_ddp = False
-    # DDP: begin with gradients of 0. DDP moves them into its buckets, also after a resume.
+    # DDP: create gradients, and set them to 0. DDP moves them into its buckets at every start.
     loss_of(args, model, held_out[: args.micro_batch_size].long().to(device)).backward()
     model.zero_grad(set_to_none=False)
     # DDP: look for weights without a gradient only if there are any, because the search takes time.
