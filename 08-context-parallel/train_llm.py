@@ -1283,18 +1283,17 @@ def clip_gradients(args, model):
     weights = [weight for weight in model.parameters() if weight is not tied_copy]
     grads = [weight.grad for weight in weights if weight.grad is not None]
     # FSDP: full_tensor() combines the norms of all shards.
-    grad_norm = torch.nn.utils.get_total_norm(grads).full_tensor()
+    norm = torch.nn.utils.get_total_norm(grads).full_tensor()
     if args.pipeline_parallel_size > 1:
         # PP: add up the squares of the norms of all pipeline ranks. All ranks with the same
         # pipeline rank have the same norm, so the sum is the mean over all ranks times the number
         # of pipeline ranks.
-        dist.all_reduce(grad_norm.square_(), dist.ReduceOp.AVG)
-        grad_norm.mul_(args.pipeline_parallel_size).sqrt_()
+        dist.all_reduce(norm.square_(), dist.ReduceOp.AVG)
+        norm.mul_(args.pipeline_parallel_size).sqrt_()
     # FSDP: replicas may round the norm differently, so all ranks use the norm of rank 0.
-    dist.broadcast(grad_norm, 0)
-    max_norm = args.max_grad_norm or math.inf
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, grad_norm)
-    return grad_norm
+    dist.broadcast(norm, 0)
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm or math.inf, norm)
+    return norm
 
 
 def train_step(args, model, optimizer, train_set, step, device):

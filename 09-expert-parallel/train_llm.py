@@ -1469,19 +1469,18 @@ def clip_gradients(args, model):
     # FSDP: full_tensor() combines the norms of all shards.
     # EP: the experts are on a mesh of their own.
     norms = [torch.nn.utils.get_total_norm(group).full_tensor() for group in by_mesh(grads)]
-    grad_norm = torch.stack(norms).norm()
+    norm = torch.stack(norms).norm()
     if args.pipeline_parallel_size > 1:
         # PP: add up the squares of the norms of all pipeline ranks. All ranks with the same
         # pipeline rank have the same norm, so the sum is the mean over all ranks times the number
         # of pipeline ranks.
-        dist.all_reduce(grad_norm.square_(), dist.ReduceOp.AVG)
-        grad_norm.mul_(args.pipeline_parallel_size).sqrt_()
+        dist.all_reduce(norm.square_(), dist.ReduceOp.AVG)
+        norm.mul_(args.pipeline_parallel_size).sqrt_()
     # FSDP: replicas may round the norm differently, so all ranks use the norm of rank 0.
-    dist.broadcast(grad_norm, 0)
-    max_norm = args.max_grad_norm or math.inf
+    dist.broadcast(norm, 0)
     for group in by_mesh(weight for weight in model.parameters() if weight.grad is not None):
-        torch.nn.utils.clip_grads_with_norm_(group, max_norm, grad_norm)
-    return grad_norm
+        torch.nn.utils.clip_grads_with_norm_(group, args.max_grad_norm or math.inf, norm)
+    return norm
 
 
 def train_step(args, model, optimizer, train_set, step, device):

@@ -59,7 +59,7 @@ def test_readme_lists_all_changes(chapter):
 
 # The most code lines that a script may add to its parent, because only small scripts are read. A
 # commit that raises a ceiling says which line a reader would miss.
-CEILINGS = {"01": 420, "02": 92, "03": 63, "04": 111, "05": 134, "06": 127, "07": 159, "08": 95}
+CEILINGS = {"01": 420, "02": 92, "03": 63, "04": 110, "05": 134, "06": 127, "07": 159, "08": 95}
 CEILINGS["09"] = 154
 
 

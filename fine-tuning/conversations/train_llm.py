@@ -981,12 +981,11 @@ def clip_gradients(args, model):
     """Limit the norm of the gradients to `--max-grad-norm`; return the norm before clipping."""
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
     # FSDP: full_tensor() combines the norms of all shards.
-    grad_norm = torch.nn.utils.get_total_norm(grads).full_tensor()
+    norm = torch.nn.utils.get_total_norm(grads).full_tensor()
     # FSDP: replicas may round the norm differently, so all ranks use the norm of rank 0.
-    dist.broadcast(grad_norm, 0)
-    max_norm = args.max_grad_norm or math.inf
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, grad_norm)
-    return grad_norm
+    dist.broadcast(norm, 0)
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm or math.inf, norm)
+    return norm
 
 
 def train_step(args, model, optimizer, train_set, step, device):
