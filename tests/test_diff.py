@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 import chapters as scripts
-from chapters import chapters, imports, noise, parent_of
+from chapters import chapters, noise, parent_of
 
 # Several tests read each script.
 flags, parts = cache(scripts.flags), cache(scripts.parts)
@@ -16,45 +16,6 @@ CHILDREN = [name for name in chapters() if parent_of(name)]
 def sources(chapter):
     """Return the scripts of a chapter's parent and of the chapter."""
     return chapters()[parent_of(chapter)].read_text(), chapters()[chapter].read_text()
-
-
-def listed_changes(chapter):
-    """Return the README's list of changes: names by kind."""
-    text = (chapters()[chapter].parent / "README.md").read_text()
-    items = re.findall(r"^- \*\*(\w+)\*\*: (.*?)(?=^- |\n\n)", text, re.M | re.S)
-    return {kind: set(re.findall(r"`([\w-]+)`", names)) for kind, names in items}
-
-
-def texts_of(source):
-    """Return the decorators of each part of a script, and its other lines."""
-    found, lines = {}, source.splitlines()
-    for name, numbers in parts(source).items():
-        text = [lines[number - 1] for number in numbers]
-        decorators = [line for line in text if line.startswith("@")]
-        found[name] = decorators, [line for line in text if not line.startswith("@")]
-    return found
-
-
-def changes(chapter):
-    """Return the changes of a script: names by kind."""
-    before, after = sources(chapter)
-    old, new = texts_of(before), texts_of(after)
-    old_flags, new_flags = flags(before), flags(after)
-    same_text = {name for name in old.keys() & new.keys() if old[name][1] == new[name][1]}
-    found = {
-        "imports": imports(before) ^ imports(after),
-        "flags": {name for name, _ in old_flags.items() ^ new_flags.items()},
-        "changed": (old.keys() & new.keys()) - same_text,
-        "decorated": {name for name in same_text if old[name] != new[name]},
-        "new": new.keys() - old.keys(),
-        "gone": old.keys() - new.keys(),
-    }
-    return {kind: names for kind, names in found.items() if names}
-
-
-@pytest.mark.parametrize("chapter", CHILDREN)
-def test_readme_lists_all_changes(chapter):
-    assert listed_changes(chapter) == changes(chapter)
 
 
 # The most code lines that a script may add to its parent, because only small scripts are read. A

@@ -61,10 +61,10 @@ def flags(source):
 
 
 def imports(source):
-    """Return the names that a script imports."""
+    """Return the names that a script imports, as the keys of a dict, in their order."""
     nodes = ast.parse(source).body
     statements = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    return {name.asname or name.name for node in statements for name in node.names}
+    return dict.fromkeys(name.asname or name.name for node in statements for name in node.names)
 
 
 def code_lines(source):
@@ -105,6 +105,38 @@ def num_added(before, after):
     pair = [code_lines(path.read_text()) for path in (before, after)]
     marked = difflib.unified_diff(*pair, n=0, lineterm="")
     return sum(line.startswith("+") and not line.startswith("+++") for line in marked)
+
+
+def texts_of(source):
+    """Return the decorators of each part of a script, and its other lines."""
+    found, lines = {}, source.splitlines()
+    for name, numbers in parts(source).items():
+        text = [lines[number - 1] for number in numbers]
+        decorators = [line for line in text if line.startswith("@")]
+        found[name] = decorators, [line for line in text if not line.startswith("@")]
+    return found
+
+
+def changes(before, after):
+    """Return all names that two scripts do not share, or define in different ways, by kind."""
+    before, after = before.read_text(), after.read_text()
+    old, new = texts_of(before), texts_of(after)
+    old_flags, new_flags = flags(before), flags(after)
+    found = {
+        "imports": imports(before).keys() ^ imports(after).keys(),
+        "flags": {name for name, _ in old_flags.items() ^ new_flags.items()},
+        "changed": {name for name in old.keys() & new.keys() if old[name][1] != new[name][1]},
+        "decorated": {
+            name
+            for name in old.keys() & new.keys()
+            if old[name] != new[name] and old[name][1] == new[name][1]
+        },
+        "new": new.keys() - old.keys(),
+        "gone": old.keys() - new.keys(),
+    }
+    # Names stand in the order of the scripts.
+    order = [*imports(after), *imports(before), *new_flags, *old_flags, *new, *old]
+    return {kind: sorted(names, key=order.index) for kind, names in found.items() if names}
 
 
 def noise(before, after):

@@ -23,7 +23,7 @@ from statistics import median
 import jinja2
 from cogapp import Cog
 
-from chapters import ROOT, chapters, diff, flags, parent_of, parts
+from chapters import ROOT, changes, chapters, diff, flags, parent_of, parts
 from readme import readmes
 
 RESULTS = ROOT / "benchmarks/results"
@@ -86,6 +86,16 @@ def hunk(*names, context=3, only=""):
             if following is not None and following > number + 1:
                 lines.append(f"@@ {name}, further down @@")
     fenced("diff", lines)
+
+
+def all_changes():
+    """Print what a chapter's script changes in its parent, folded: all names by kind."""
+    chapter = next(name for name, path in chapters().items() if path.parent == current_folder())
+    parent, script = chapters()[parent_of(chapter)], chapters()[chapter]
+    print("<details><summary>Everything that changes</summary>", "", sep="\n")
+    for kind, names in changes(parent, script).items():
+        print(f"- **{kind}**:", ", ".join(f"`{name}`" for name in names))
+    print("", "</details>", sep="\n")
 
 
 def patch(path):
