@@ -41,7 +41,7 @@ from runs import call_on_ranks, evaluate_export
 
 RESULTS = ROOT / "benchmarks/results/families.json"
 # Chapter 01 trains on one rank, and the others on two.
-CHAPTERS = ("01", "04", "05", "06", "07", "08")
+CHAPTERS = ("01", "02", "04", "05", "06", "07", "08")
 FLAGS = """--device cpu --precision fp32 -s 32 --global-batch-size 4 -b 2 --num-steps 4
     --log-every 1 --eval-samples 4 --warmup-steps 1""".split()
 # The column of the gradients of packed conversations.
