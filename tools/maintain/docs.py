@@ -264,6 +264,27 @@ def reason_of(row):
     return re.sub(r"NAME has \d+ key-value", "NAME has N key-value", reason)
 
 
+def family_table():
+    """Return the table of families, with one row for all families that have the same results."""
+    results, columns, messages = defaultdict(dict), [], []
+    for row in load("families.json")["rows"]:
+        if row["chapter"] not in columns:
+            columns.append(row["chapter"])
+        message = reason_of(row) if "refused" in row else None
+        if message and message not in messages:
+            messages.append(message)
+        result = messages.index(message) + 1 if message else {"equal": "yes"}[row["verdict"]]
+        results[row["family"]][row["chapter"]] = result
+    families = defaultdict(list)
+    for family, by_chapter in sorted(results.items()):
+        name, *settings = family.split("+")
+        # A family without a result in a column was not trained in this chapter.
+        pattern = tuple(by_chapter.get(column, "") for column in columns)
+        families[pattern].append(" ".join([name, *(f"`{setting}`" for setting in settings)]))
+    rows = sorted(families.items(), key=lambda row: (-row[0].count("yes"), -len(row[1])))
+    return {"columns": columns, "rows": rows, "messages": messages}
+
+
 def at(scene, strategy, devices):
     """Return the prediction of benchmarks/scale.py for one point."""
     point = {"scene": scene, "strategy": strategy, "devices": devices}
