@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md lists what the guide promises, with the tests of each promise."""
+"""tests/promises.toml lists what the guide promises, with the tests of each promise."""
 
 import tomllib
 
