@@ -145,7 +145,7 @@ bench: install  ## measure the chapters next to other trainers; make tables and 
 	$(PY) benchmarks/overhead.py watched --output $$out/watching.json; \
 	$(PY) benchmarks/large.py reading saves --output $$out/large.json; \
 	$(PY) benchmarks/where.py --output $$out/where.json; \
-	$(PY) benchmarks/scale.py --output $$out/scale.json; \
+	$(PY) tools/planner/scale.py; \
 	$(PY) benchmarks/bubble.py --seconds 0.4 --output $$out/bubble.json; \
 	$(PY) benchmarks/context.py --output $$out/context.json; \
 	$(PY) tools/maintain/docs.py; \

@@ -13,10 +13,9 @@ import json
 import os
 import re
 import sys
-import tomllib
 from collections import defaultdict
 from functools import cache
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -38,22 +37,6 @@ def current_folder():
 def fenced(kind, lines):
     """Print lines as a block."""
     print(f"```{kind}", *lines, "```", sep="\n")
-
-
-def listing(path, *names, only=""):
-    """Print functions of a script: their first lines, and the lines that match `only`.
-
-    Three dots stand for the other lines.
-    """
-    source, lines = (ROOT / path).read_text(), []
-    for name in names:
-        lines += ["", ""] if lines else []
-        part = [source.splitlines()[number - 1] for number in parts(source)[name]]
-        for is_shown, group in groupby(part, lambda line: bool(re.search(f"^def |{only}", line))):
-            found = list(group)
-            indents = [re.match(" *", line)[0] for line in found if line]
-            lines += found if is_shown else [min(indents, default="") + "..."]
-    fenced("python", lines)
 
 
 def hunk(*names, context=3, only=""):
@@ -188,16 +171,6 @@ def load(file):
     return json.loads((RESULTS / file).read_text())
 
 
-def promises():
-    """Return the promises of the guide by group, each with its tests as links."""
-    groups = tomllib.loads((ROOT / "tests/promises.toml").read_text())
-    for rows in groups.values():
-        for promise, tests in rows.items():
-            names = [test.split("::") for test in tests]
-            rows[promise] = ", ".join(f"[{name}](tests/{file}.py)" for file, name in names)
-    return groups
-
-
 def script(path):
     """Return a script as a module."""
     sys.path.append(str(ROOT / "benchmarks"))
@@ -222,14 +195,6 @@ def chapter_rows(*names):
         }
 
 
-def flag_rows(chapter, *names):
-    """Yield flags of a chapter: the name, the default and the help."""
-    declared = flags(chapters()[chapter].read_text())
-    for name in names:
-        options = ast.parse(declared[f"--{name}"]).body[0].value.keywords
-        yield {option.arg: option.value for option in options} | {"name": name}
-
-
 def flag_table():
     """Yield all flags by the first script that has them, with their defaults and help as text."""
     known = set()
@@ -243,7 +208,8 @@ def flag_table():
         }
         for flag in [flag for flag in flags(source) if flag not in known]:
             known.add(flag)
-            [row] = flag_rows(name, flag.removeprefix("--"))
+            options = ast.parse(flags(source)[flag]).body[0].value.keywords
+            row = {option.arg: option.value for option in options}
             default = row.get("default", ast.Constant("off" if "action" in row else "none"))
             # The only default in a variable is the name of the script's folder.
             value = "its folder's name" if isinstance(default, ast.Name) else ast.unparse(default)
@@ -265,9 +231,10 @@ def reason_of(row):
 
 
 def at(scene, strategy, devices):
-    """Return the prediction of benchmarks/scale.py for one point."""
+    """Return the prediction of scale.json for one point."""
     point = {"scene": scene, "strategy": strategy, "devices": devices}
-    return next(row for row in load("scale.json")["scenes"] if point.items() <= row.items())
+    rows = load("scale.json")["scenes"]
+    return next(row["predicted"] for row in rows if point.items() <= row.items())
 
 
 def gain(point, other_point):
@@ -288,7 +255,7 @@ def job(seq_length):
     The total is in tokens per second of all GPUs. A step takes `step` seconds.
     """
     row = next(row for row in load("scale.json")["job"] if row["seq_length"] == seq_length)
-    best = row["layouts"][0]
+    best = row["predicted"][0]
     _, script_words, layout_words = best["command"].split(" \\\n    ")
     script, _ = script_words.split(" ", 1)
     if "--recompute" not in layout_words:
