@@ -71,9 +71,8 @@ def activations(args, folder):
 
 def add_flags(add):
     """Declare the flags."""
-    add("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="cases")
     add("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="of sequences")
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, activations, add_flags)
+    benchmark(__doc__, activations, add_flags, cases=CASES)

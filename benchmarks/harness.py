@@ -1,4 +1,4 @@
-"""Provide what all benchmarks share: the machine, the results, the runs, the turns.
+"""Share code between all benchmarks: describe the machine, keep results, run commands.
 
 Each benchmark is a short file with a question: a function that yields its results so far. The
 harness keeps only these aggregates, in a JSON file with the machine, the versions and the command.
@@ -64,14 +64,18 @@ def parser_of(docstring):
     return parser
 
 
-def benchmark(docstring, question, add_flags=lambda add: None, gpus=True):
+def benchmark(docstring, question, add_flags=lambda add: None, gpus=True, cases=()):
     """Parse the flags, ask a question, and keep each of the results that it yields.
 
-    The question gets the arguments and a temporary folder; `add_flags` declares its flags.
-    Without `gpus`, this process does not use a GPU, so the question may fork.
+    The question gets the arguments and a temporary folder; `add_flags` declares its flags. With
+    `cases`, the flag --only chooses some of them. Without `gpus`, this process does not use a GPU,
+    so the question may fork.
     """
     parser = parser_of(docstring)
     add_flags(parser.add_argument)
+    if cases:
+        choices = {"choices": cases, "default": list(cases), "metavar": "CASE"}
+        parser.add_argument("--only", nargs="+", **choices, help="run only these cases")
     args, machine = parser.parse_args(), describe_machine(gpus)
     with tempfile.TemporaryDirectory() as folder:
         for results in question(args, Path(folder)):

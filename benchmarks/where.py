@@ -159,7 +159,7 @@ def trace_windows():
 
 
 def most_ranks():
-    """Return the largest number of ranks that divides a batch and is not above that of devices."""
+    """Return the largest divisor of a batch that is not above the number of devices."""
     devices = torch.cuda.device_count() or 2
     return max(number for number in range(1, BATCH + 1) if number <= devices and not BATCH % number)
 
@@ -205,10 +205,9 @@ def where(args, folder):
 
 def add_flags(add):
     """Declare the flags."""
-    add("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="which chapters")
     add("--windows", type=int, default=5, help=f"of {WINDOW} steps, traced in each run")
     add("--trace", type=Path, metavar="FOLDER", help="keep each rank's last window there")
 
 
 if __name__ == "__main__":
-    harness.benchmark(__doc__, where, add_flags)
+    harness.benchmark(__doc__, where, add_flags, cases=SCRIPTS)

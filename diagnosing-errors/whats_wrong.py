@@ -134,7 +134,7 @@ def name_ranks(numbers):
 
 
 def names_of(ranks):
-    """Return ranks as a short phrase, too."""
+    """Return the numbers of these ranks as a short phrase."""
     return name_ranks([rank.rank for rank in ranks])
 
 

@@ -55,7 +55,7 @@ def test_speed_counts_the_last_row_of_a_step_after_the_warm_up(monkeypatch, tmp_
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text("\n".join(lines))
     monkeypatch.setattr(harness, "call", lambda *_, **__: None)
-    found = frameworks.run("03", [], 30, tmp_path, "run")
+    found = frameworks.run("03", [], tmp_path, "run")
     assert found == {"speed": 8, "memory": 2.0}
 
 

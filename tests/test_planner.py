@@ -438,6 +438,7 @@ def test_published_speeds_are_predicted_as_the_page_says():
     assert all(-0.5 < error < 0 for error in others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["scenes", "layers"])
 def test_recorded_rows_are_those_of_the_planner(part):
     for row in RECORDED[part]:

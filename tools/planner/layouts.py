@@ -95,7 +95,7 @@ def ways_to_split(args):
     """
 
     def sizes(name, most):
-        """Return a flag for each power of two from 2 to `most` that divides `most`."""
+        """Return a flag for each power of two above 1 that is a divisor of `most`."""
         powers = [2**power for power in range(1, most.bit_length())]
         return [f"--{name}-parallel-size {size}" for size in powers if most % size == 0]
 
