@@ -132,7 +132,8 @@ def best_layouts(args):
         words = words_without_layout(args, chapter)
         lines = (" ".join(flags).split() for flags in itertools.product(*choices))
         layouts = (layout_of(args, chapter, words, line) for line in lines)
-        if best := best_of([layout for layout in layouts if layout]):
+        best = best_of([layout for layout in layouts if layout])
+        if best:
             found.append({"way": way} | best)
     return sorted(found, key=lambda layout: -(layout["speed"] or {}).get("tokens_per_second", 0))
 
