@@ -141,7 +141,6 @@ bench: install  ## measure the chapters next to other trainers; make tables and 
 	$(PY) benchmarks/overhead.py chapter --output $$out/overhead.json || missed=$$?; \
 	$(PY) benchmarks/overhead.py chapter --compile --output $$out/overhead.json || missed=$$?; \
 	$(PY) benchmarks/frameworks.py --output $$out/frameworks.json; \
-	$(PY) benchmarks/fine_tuning.py --output $$out/fine-tuning.json; \
 	$(PY) benchmarks/overhead.py watched --output $$out/watching.json; \
 	$(PY) benchmarks/large.py reading saves --output $$out/large.json; \
 	$(PY) benchmarks/where.py --output $$out/where.json; \

@@ -70,7 +70,7 @@ def frameworks(args, folder):
     def measure(name, number):
         return run(*everyone[name], folder, f"{name}-{number}")
 
-    for rounds in harness.take_turns(args.only or everyone, ROUNDS, measure, str):
+    for rounds in harness.take_turns(args.only or everyone, ROUNDS, measure):
         yield {"ratios": compare(rounds), "rounds": rounds}
 
 

@@ -32,7 +32,7 @@ PLANNER = ROOT / "tools/planner/will_it_fit.py"
 # glibc gives large blocks back to the system as soon as they are free, and the system clears each
 # page that it gives out again. So all runs keep the memory that they free, as `make train` does.
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl")
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
 # The first start of DeepSpeed compiles for minutes.
 LONGEST = 1200
 
@@ -214,7 +214,7 @@ def call(command, limit=LONGEST, **variables):
     return done
 
 
-def take_turns(names, rounds, measure, show):
+def take_turns(names, rounds, measure):
     """Yield the rounds so far, after each round; a round has what `measure` returns, by name.
 
     On a shared machine speeds come and go, so only values of the same round are compared. If a
@@ -230,7 +230,7 @@ def take_turns(names, rounds, measure, show):
                 print(f"{error}\nso without {name}", flush=True)
                 names.remove(name)
             else:
-                print(f"round {number}: {name} {show(found[-1][name])}", flush=True)
+                print(f"round {number}: {name} {found[-1][name]}", flush=True)
         if not names:
             raise Failed("all runs have failed")
         found = [{name: runs[name] for name in names} for runs in found]

@@ -29,7 +29,7 @@ def test_failed_contender_leaves_all_rounds(capsys):
             raise harness.Failed("out of memory")
         return number
 
-    *_, rounds = harness.take_turns("ab", 2, measure, str)
+    *_, rounds = harness.take_turns("ab", 2, measure)
     assert rounds == [{"a": 1}, {"a": 2}]
     assert "out of memory\nso without b" in capsys.readouterr().out
 
