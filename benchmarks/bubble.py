@@ -22,7 +22,7 @@ RUNS = [("gpipe", 8), ("1f1b", 4), ("1f1b", 8), ("1f1b", 16), ("interleaved-1f1b
 
 
 class Sleep(torch.autograd.Function):
-    """Sleeps in the backward pass, and in the forward pass if its work has a name."""
+    """Sleep in the backward pass, and in the forward pass if it has a name."""
 
     @staticmethod
     def forward(ctx, tensor, work, forward_name, backward_name):
@@ -34,12 +34,12 @@ class Sleep(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         ctx.work(ctx.name)
-        # The gradient may be sent, so it must be contiguous.
+        # Make the gradient contiguous, because a stage may send it.
         return gradient.contiguous(), None, None, None
 
 
 class Stage(torch.nn.Module):
-    """Has one weight; notes its work, each of `seconds`, as [name, start, end]."""
+    """Hold one weight, and record each work of `seconds` as [name, start, end]."""
 
     def __init__(self, done):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Check on GPUs what the guide says of GPUs, and write down the results.
+"""Check on your GPUs that the guide's claims about GPUs hold, and record the results.
 
 Here:    python benchmarks/gpu_check.py
 Closer:  python benchmarks/gpu_check.py --only parity speed-01-compiled
@@ -58,7 +58,7 @@ LEAST, LIMIT = 30, 300
 WITHIN = (0, 1e-4)
 # The tolerance of losses in bfloat16 against float32, which differ by 2e-3 on an H200.
 ROUGHLY = (0, 1e-2)
-# What whats_wrong.py should find.
+# The kind of each injected fault that whats_wrong.py should report.
 KINDS = {"nan-data": "not-finite", "oom-device": "device-out-of-memory"}
 # The shape of Llama-3.2-1B, and a model that several checks train side by side.
 SHAPE = """--config hidden_size=2048 intermediate_size=8192 num_attention_heads=32 head_dim=64

@@ -53,19 +53,19 @@ def parts_of(path):
 
     data = when("user_annotation", "batch")
     waits = when("user_annotation", "waiting") | when("cpu_op", "_c10d_functional::wait_tensor")
-    # Gloo works in threads of its own.
+    # Search all threads, because Gloo uses threads of its own.
     gloo = when("user_annotation", "gloo:", events)
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if kernels:
         nccl = when("kernel", "nccl", kernels)
         compute = mask_of([e for e in kernels if not e["name"].startswith("nccl")], window)
         flight = nccl | gloo
-        # A host that waits for NCCL does not delay the GPU.
+        # Leave out the host's waits for NCCL, because they do not delay the GPU.
         order = {"compute": compute, "exposed": nccl | (gloo & waits), "data": data}
     else:
         compute, flight = when("cpu_op", OPERATORS), gloo
         exposed = waits | (gloo & mask_of(tails_of(own_thread), window))
-        # Operators make a batch, too.
+        # Count data first, because operators prepare a batch, too.
         order = {"data": data, "compute": compute, "exposed": exposed}
     # Where parts overlap, the time belongs to the first of them.
     remaining, parts = mask_of([window], window), {"hidden": compute & flight}

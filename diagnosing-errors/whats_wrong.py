@@ -285,7 +285,7 @@ def find_hang(ranks):
 
 
 def explain_hang(ranks):
-    """Explain what the ranks wait for."""
+    """Explain why ranks that stand still wait."""
     for group in calls_by_group(ranks):
         if mismatch := find_mismatch(group):
             return mismatch

@@ -22,7 +22,7 @@ def parse_args():
 
 def fail(message):
     """Print an error of the user in one line on stderr, and exit with status 2."""
-    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
 

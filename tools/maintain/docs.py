@@ -29,7 +29,7 @@ RESULTS = ROOT / "benchmarks/results"
 
 
 def current_folder():
-    """Return the folder of the README that cog is at."""
+    """Return the folder of the README that cog processes."""
     return Path(sys.modules["cog"].inFile).resolve().parent
 
 
@@ -100,10 +100,10 @@ def sample(name, head=None, tail=0, speed=True):
 
 
 def fault(name):
-    """Print what one broken run showed: lines of its log, and the verdict of whats_wrong.py."""
+    """Print the first lines of a broken run's log, and the verdict of whats_wrong.py."""
     rows = load("faults-cpu-2cores.json")["rows"]
     rows = [row for row in rows if row["fault"] == name and row["right"]]
-    # The tool may have been called again after it had found the fault.
+    # Take a row whose text has the verdict, because a later call can print a different verdict.
     row = next(row for row in rows if row["said"].upper() in row["text"])
     verdict = row["text"].rstrip().rpartition("\n\n")[2].splitlines()
     log = [line for line in row["log"] if "ChildFailedError" not in line]
@@ -200,7 +200,7 @@ def flag_table():
     known = set()
     for name, path in chapters().items():
         source = path.read_text()
-        # The help of some flags is in a variable.
+        # Collect the variables of the script, because the help of some flags is in a variable.
         texts = {
             ast.unparse(node.targets[0]): node.value.value
             for node in ast.walk(ast.parse(source))
@@ -222,7 +222,7 @@ def flag_table():
 
 
 def reason_of(row):
-    """Return the line that refuses a model, without what differs between models."""
+    """Return the line that refuses a model, with placeholders for the words of this model."""
     reason = row["refused"].replace(row["family"], "NAME")
     reason = re.sub(r"how to split \S+", "how to split MODULE", reason)
     reason = re.sub(r"(tokens alone|be split): \w+\(.*", r"\1: ...", reason)
