@@ -125,7 +125,7 @@ samples: install  ## run the commands whose output the READMEs show, keep it in 
 .PHONY: pictures
 pictures: install  ## measure what the chapters' pictures show, and draw them
 	$(PY) tools/maintain/killed.py benchmarks/results/killed.json
-	$(PY) benchmarks/where.py --only 02 --windows 1 --trace outputs/traces
+	$(PY) benchmarks/where.py --only 02 --steps 10 --trace outputs/traces
 	$(PY) tools/maintain/timeline.py outputs/traces benchmarks/results/step.json
 	$(PY) tools/maintain/pictures.py
 

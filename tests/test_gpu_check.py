@@ -70,7 +70,7 @@ def test_checks_pass_without_a_gpu(tmp_path):
     assert status == 0, output
     assert [rows[name]["passed"] for name in names] == [True, True, None, True, True], output
     assert rows["parity-01"]["numbers"]["difference, ranks: 1"] == 0
-    assert rows["no-sync"]["reason"] == "a CPU is not waited for"
+    assert rows["no-sync"]["reason"] == "needs a GPU"
     assert rows["speed-01"]["numbers"]["to bare"] > 0
     assert "5 checks, 0 failed, 1 skipped" in output
 

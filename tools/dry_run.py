@@ -131,7 +131,7 @@ def check_script(path):
     try:
         statements = ast.parse(Path(path).read_bytes()).body
     except (SyntaxError, ValueError) as error:
-        fail(f"{path}: is no Python script: {error}")
+        fail(f"{path}: not a Python script: {error}; choose a chapter's script, or a copy")
     imports = [node for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
     imported = [(node, alias) for node in imports for alias in node.names]
     names = {getattr(node, "name", None) for node in statements}

@@ -15,7 +15,7 @@ import re
 import sys
 from collections import defaultdict
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import median
 
@@ -37,6 +37,22 @@ def current_folder():
 def fenced(kind, lines):
     """Print lines as a block."""
     print(f"```{kind}", *lines, "```", sep="\n")
+
+
+def listing(path, *names, only=""):
+    """Print functions of a script: their first lines, and the lines that match `only`.
+
+    Three dots stand for the other lines.
+    """
+    source, lines = (ROOT / path).read_text(), []
+    for name in names:
+        lines += ["", ""] if lines else []
+        part = [source.splitlines()[number - 1] for number in parts(source)[name]]
+        for is_shown, group in groupby(part, lambda line: bool(re.search(f"^def |{only}", line))):
+            found = list(group)
+            indents = [re.match(" *", line)[0] for line in found if line]
+            lines += found if is_shown else [min(indents, default="") + "..."]
+    fenced("python", lines)
 
 
 def hunk(*names, context=3, only=""):
@@ -195,6 +211,14 @@ def chapter_rows(*names):
         }
 
 
+def flag_rows(chapter, *names):
+    """Yield flags of a chapter: the name, the default and the help."""
+    declared = flags(chapters()[chapter].read_text())
+    for name in names:
+        options = ast.parse(declared[f"--{name}"]).body[0].value.keywords
+        yield {option.arg: option.value for option in options} | {"name": name}
+
+
 def flag_table():
     """Yield all flags by the first script that has them, with their defaults and help as text."""
     known = set()
@@ -208,8 +232,7 @@ def flag_table():
         }
         for flag in [flag for flag in flags(source) if flag not in known]:
             known.add(flag)
-            options = ast.parse(flags(source)[flag]).body[0].value.keywords
-            row = {option.arg: option.value for option in options}
+            [row] = flag_rows(name, flag.removeprefix("--"))
             default = row.get("default", ast.Constant("off" if "action" in row else "none"))
             # The only default in a variable is the name of the script's folder.
             value = "its folder's name" if isinstance(default, ast.Name) else ast.unparse(default)
