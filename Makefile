@@ -60,8 +60,8 @@ install:  ## make .venv, or repair it, with all that training and the tests need
 	$(WANTED) > $(STAMP); \
 	echo "== .venv is ready: $$($(PY) -V), torch $$($(PY) -c 'import torch; print(torch.__version__)')"
 
-# With these settings glibc keeps the memory that is freed: to get it anew from the system costs a
-# run on a CPU a fifth of its speed.
+# With these settings, glibc keeps the memory that is freed. Without them, a run on a CPU loses a
+# fifth of its speed, because it requests the memory from the system again.
 .PHONY: train
 train: install  ## train chapter 02 on all GPUs, or on two CPU processes; draw the losses
 	@set -e; layout=$$($(PY) -c "$$LAYOUT"); \
@@ -114,7 +114,7 @@ lint: install  ## check the style of all Python and shell files, and the English
 	$(PY) tools/maintain/english.py
 
 .PHONY: docs
-docs: install  ## make the READMEs' diffs, samples and tables anew from the files they show
+docs: install  ## make the READMEs' diffs, samples and tables again from the files they show
 	$(PY) tools/maintain/docs.py
 
 .PHONY: samples
@@ -125,7 +125,7 @@ samples: install  ## run the commands whose output the READMEs show, keep it in 
 .PHONY: pictures
 pictures: install  ## measure what the chapters' pictures show, and draw them
 	$(PY) tools/maintain/killed.py benchmarks/results/killed.json
-	$(PY) benchmarks/where.py --only 02 --windows 1 --trace outputs/traces
+	$(PY) benchmarks/where.py --only 02 --steps 10 --trace outputs/traces
 	$(PY) tools/maintain/timeline.py outputs/traces benchmarks/results/step.json
 	$(PY) tools/maintain/pictures.py
 
@@ -141,12 +141,11 @@ bench: install  ## measure the chapters next to other trainers; make tables and 
 	$(PY) benchmarks/overhead.py chapter --output $$out/overhead.json || missed=$$?; \
 	$(PY) benchmarks/overhead.py chapter --compile --output $$out/overhead.json || missed=$$?; \
 	$(PY) benchmarks/frameworks.py --output $$out/frameworks.json; \
-	$(PY) benchmarks/fine_tuning.py --output $$out/fine-tuning.json; \
 	$(PY) benchmarks/overhead.py watched --output $$out/watching.json; \
 	$(PY) benchmarks/large.py reading saves --output $$out/large.json; \
 	$(PY) benchmarks/where.py --output $$out/where.json; \
-	$(PY) benchmarks/scale.py --output $$out/scale.json; \
-	$(PY) benchmarks/bubble.py --seconds 0.4 --output $$out/bubble.json; \
+	$(PY) tools/planner/scale.py; \
+	$(PY) benchmarks/bubble.py --output $$out/bubble.json; \
 	$(PY) benchmarks/context.py --output $$out/context.json; \
 	$(PY) tools/maintain/docs.py; \
 	exit $${missed:-0}

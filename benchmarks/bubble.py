@@ -16,12 +16,13 @@ import torch.distributed as dist
 from harness import benchmark, show
 from on_ranks import on_ranks
 
-RANKS = 4
+# The ranks, and the seconds of a rank's forward pass of a micro-batch.
+RANKS, SECONDS = 4, 0.4
 RUNS = [("gpipe", 8), ("1f1b", 4), ("1f1b", 8), ("1f1b", 16), ("interleaved-1f1b", 8)]
 
 
 class Sleep(torch.autograd.Function):
-    """Sleeps in the backward pass, and in the forward pass if its work has a name."""
+    """Sleep in the backward pass, and in the forward pass if it has a name."""
 
     @staticmethod
     def forward(ctx, tensor, work, forward_name, backward_name):
@@ -33,12 +34,12 @@ class Sleep(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         ctx.work(ctx.name)
-        # The gradient may be sent, so it must be contiguous.
+        # Make the gradient contiguous, because a stage may send it.
         return gradient.contiguous(), None, None, None
 
 
 class Stage(torch.nn.Module):
-    """Has one weight; notes its work, each of `seconds`, as [name, start, end]."""
+    """Hold one weight, and record each work of `seconds` as [name, start, end]."""
 
     def __init__(self, done):
         super().__init__()
@@ -57,7 +58,7 @@ class Stage(torch.nn.Module):
         return hidden + Sleep.apply(self.weight, self.work, None, "weight gradient")
 
 
-def take_step(chapter, name, micro_batches, seconds):
+def take_step(chapter, name, micro_batches):
     """Take two steps; return the second's seconds, and the most micro-batches in flight here."""
     rank, done = dist.get_rank(), []
     _, passes = chapter.SCHEDULES[name]
@@ -71,7 +72,7 @@ def take_step(chapter, name, micro_batches, seconds):
     schedule = chapter.build_schedule(args, model, stages, torch.device("cpu"), dist.group.WORLD)
     batch = torch.zeros(micro_batches, 2, dtype=torch.int64)
     # In the first step, which does not sleep, the ranks connect.
-    for pause in (0.0, seconds / passes):
+    for pause in (0.0, SECONDS / passes):
         for stage in stages.values():
             stage.seconds = pause
         done.clear()
@@ -91,16 +92,15 @@ def most_in_flight(events, passes):
 
 def measure(chapter, args, device):
     """Run the schedules that the run's name lists; return a row for each of them."""
-    seconds, *only = args.experiment_name.split(",")
-    seconds, rows = float(seconds), []
+    rows = []
     for name, micro_batches in RUNS:
-        if name not in only:
+        if name not in args.experiment_name.split(","):
             continue
         found = [None] * RANKS
-        dist.all_gather_object(found, take_step(chapter, name, micro_batches, seconds))
+        dist.all_gather_object(found, take_step(chapter, name, micro_batches))
         slowest, passes = max(taken for taken, _ in found), chapter.SCHEDULES[name][1]
         row = {"schedule": name, "micro_batches": micro_batches, "passes": passes}
-        row["bubble"] = 1 - 3 * micro_batches * seconds / slowest
+        row["bubble"] = 1 - 3 * micro_batches * SECONDS / slowest
         row["formula"] = (RANKS - 1) / (passes * micro_batches + RANKS - 1)
         rows.append(row | {"in flight": [in_flight for _, in_flight in found]})
     return rows
@@ -108,20 +108,12 @@ def measure(chapter, args, device):
 
 def bubble(args, folder):
     """Run the schedules on four ranks."""
-    run_name = ",".join([str(args.seconds), *args.only])
-    flags = f"--pipeline-parallel-size {RANKS} --num-steps 1 -e {run_name}"
+    flags = f"--pipeline-parallel-size {RANKS} --num-steps 1 -e {','.join(args.only)}"
     rows = on_ranks(measure, "07", RANKS, "tiny", folder, flags)
     for row in rows:
         show(row)
-    yield {"seconds": args.seconds, "rows": rows}
-
-
-def add_flags(add):
-    """Declare the flags."""
-    names = list(dict.fromkeys(name for name, _ in RUNS))
-    add("--seconds", type=float, default=0.2, help="of a rank's forward pass")
-    add("--only", nargs="+", choices=names, default=names, metavar="NAME", help="schedules")
+    yield {"seconds": SECONDS, "rows": rows}
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, bubble, add_flags)
+    benchmark(__doc__, bubble, cases=dict(RUNS))

@@ -31,7 +31,7 @@ def bytes_kept(chapter, args, model, batch):
     sizes = {}
 
     def pack(tensor):
-        # FSDP replaces the weights while a layer is gathered.
+        # Look up the weights each time, because FSDP replaces them while a layer is gathered.
         weights = {storage_of(weight).data_ptr() for weight in model.parameters()}
         storage = storage_of(tensor)
         if storage.data_ptr() not in weights:
@@ -59,7 +59,7 @@ def activations(args, folder):
     for name in args.only:
         ranks, style = CASES[name]
         flags = f"--context-parallel-size {ranks} --context-parallel-style {style} --seq-length"
-        # The mask of a rank is for one length, so each length is a run of its own.
+        # Start a run for each length, because a rank builds its mask for one length.
         found = {
             length: on_ranks(measure, "08", ranks, "tiny", folder, f"{flags} {length}")
             for length in args.lengths
@@ -71,9 +71,8 @@ def activations(args, folder):
 
 def add_flags(add):
     """Declare the flags."""
-    add("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="cases")
     add("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="of sequences")
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, activations, add_flags)
+    benchmark(__doc__, activations, add_flags, cases=CASES)

@@ -1,7 +1,7 @@
 """Compare chapters 03 and 04 with the same training in frameworks: speed and memory.
 
 All:     python benchmarks/frameworks.py --output benchmarks/results/frameworks.json
-Closer:  python benchmarks/frameworks.py --only 03 deepspeed --rounds 5
+Closer:  python benchmarks/frameworks.py --only 03 deepspeed
 
 All runs train a Llama of 7 million weights from the same weights on the same samples, on two ranks,
 and take turns. A ratio is one of two runs in the same round.
@@ -20,6 +20,8 @@ sys.path.append(str(harness.ROOT / "tools"))
 from plot import read_metrics
 
 RANKS = 2
+# The runs of each contender, and the steps of a run; the first WINDOW steps warm it up.
+ROUNDS, STEPS = 3, 30
 
 
 def contenders(folder):
@@ -35,9 +37,9 @@ def contenders(folder):
     return found | {"deepspeed-zero-3": (found["deepspeed"][0], ["--deepspeed-config", path])}
 
 
-def run(script, flags, steps, folder, run_name):
+def run(script, flags, folder, run_name):
     """Run a script; return its tokens per second, and the most GiB that it has used."""
-    flags = ["--model-name", f"{folder}/llama", *training_flags(folder, run_name, steps), *flags]
+    flags = ["--model-name", f"{folder}/llama", *training_flags(folder, run_name, STEPS), *flags]
     command = harness.launch_command(RANKS, [script, *flags])
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, os.cpu_count() // RANKS)))
     settings = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
@@ -66,16 +68,14 @@ def frameworks(args, folder):
     everyone = contenders(folder)
 
     def measure(name, number):
-        return run(*everyone[name], args.steps, folder, f"{name}-{number}")
+        return run(*everyone[name], folder, f"{name}-{number}")
 
-    for rounds in harness.take_turns(args.only or everyone, args.rounds, measure, str):
+    for rounds in harness.take_turns(args.only or everyone, ROUNDS, measure):
         yield {"ratios": compare(rounds), "rounds": rounds}
 
 
 def add_flags(add):
     """Declare the flags."""
-    add("--rounds", type=int, default=3, help="how often each contender runs")
-    add("--steps", type=int, default=30, help=f"of each run; the first {WINDOW} warm it up")
     add("--only", nargs="+", help="contenders, such as 03 deepspeed-zero-3")
 
 

@@ -1,4 +1,4 @@
-"""Provide what all benchmarks share: the machine, the results, the runs, the turns.
+"""Share code between all benchmarks: describe the machine, keep results, run commands.
 
 Each benchmark is a short file with a question: a function that yields its results so far. The
 harness keeps only these aggregates, in a JSON file with the machine, the versions and the command.
@@ -32,7 +32,7 @@ PLANNER = ROOT / "tools/planner/will_it_fit.py"
 # glibc gives large blocks back to the system as soon as they are free, and the system clears each
 # page that it gives out again. So all runs keep the memory that they free, as `make train` does.
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl")
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
 # The first start of DeepSpeed compiles for minutes.
 LONGEST = 1200
 
@@ -64,14 +64,18 @@ def parser_of(docstring):
     return parser
 
 
-def benchmark(docstring, question, add_flags=lambda add: None, gpus=True):
+def benchmark(docstring, question, add_flags=lambda add: None, gpus=True, cases=()):
     """Parse the flags, ask a question, and keep each of the results that it yields.
 
-    The question gets the arguments and a temporary folder; `add_flags` declares its flags.
-    Without `gpus`, this process does not use a GPU, so the question may fork.
+    The question gets the arguments and a temporary folder; `add_flags` declares its flags. With
+    `cases`, the flag --only chooses some of them. Without `gpus`, this process does not use a GPU,
+    so the question may fork.
     """
     parser = parser_of(docstring)
     add_flags(parser.add_argument)
+    if cases:
+        choices = {"choices": cases, "default": list(cases), "metavar": "CASE"}
+        parser.add_argument("--only", nargs="+", **choices, help="run only these cases")
     args, machine = parser.parse_args(), describe_machine(gpus)
     with tempfile.TemporaryDirectory() as folder:
         for results in question(args, Path(folder)):
@@ -210,7 +214,7 @@ def call(command, limit=LONGEST, **variables):
     return done
 
 
-def take_turns(names, rounds, measure, show):
+def take_turns(names, rounds, measure):
     """Yield the rounds so far, after each round; a round has what `measure` returns, by name.
 
     On a shared machine speeds come and go, so only values of the same round are compared. If a
@@ -226,7 +230,7 @@ def take_turns(names, rounds, measure, show):
                 print(f"{error}\nso without {name}", flush=True)
                 names.remove(name)
             else:
-                print(f"round {number}: {name} {show(found[-1][name])}", flush=True)
+                print(f"round {number}: {name} {found[-1][name]}", flush=True)
         if not names:
             raise Failed("all runs have failed")
         found = [{name: runs[name] for name in names} for runs in found]

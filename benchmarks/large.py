@@ -31,7 +31,7 @@ def own_memory():
 
 
 def highest_memory(ended, found):
-    """Note the highest memory of this process until an event, checked every millisecond."""
+    """Record the highest memory of this process every millisecond, until an event."""
     while not ended.wait(0.001):
         found.append(max(found[-1], own_memory()))
 

@@ -95,7 +95,7 @@ def build(chapter, args, device):
 
 
 def work_on_rank():
-    """Work as a rank that `on_ranks` started; rank 0 writes the result."""
+    """Call the function for a rank that `on_ranks` started; rank 0 writes the result."""
     module, work, name, result = sys.argv[1:5]
     del sys.argv[1:5]
     chapter = load(name)

@@ -141,10 +141,5 @@ def memory(args, folder):
         yield {"rows": rows}
 
 
-def add_flags(add):
-    """Declare the flags."""
-    add("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="cases")
-
-
 if __name__ == "__main__":
-    benchmark(__doc__, memory, add_flags)
+    benchmark(__doc__, memory, cases=CASES)

@@ -3,8 +3,8 @@
 Here:    python benchmarks/where.py --output benchmarks/results/where.json
 Closer:  python benchmarks/where.py --only 02 --trace traces
 
-Each chapter's own script trains a Llama of 7 million weights, and torch's profiler traces windows
-of its steps. These four parts of a window add up to its length.
+Each chapter's own script trains a Llama of 7 million weights, and torch's profiler traces a window
+of its steps. These four parts of the window add up to its length.
 
 compute   kernels run; on a CPU, torch's operators in the thread that trains
 exposed   communication that the rank waits for while it computes nothing
@@ -13,7 +13,7 @@ host      the rest: Python, launching kernels, logging
 
 Hidden is communication that is in flight while the rank computes, so it lies inside of compute. On
 a GPU, copies from and to the host count as compute. Each microsecond counts once.
---trace keeps each rank's last window for https://ui.perfetto.dev.
+--trace keeps the traces for https://ui.perfetto.dev.
 """
 
 import functools
@@ -21,10 +21,10 @@ import json
 import os
 import shutil
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ import harness
 from on_ranks import BATCH, WINDOW, make_7m_llama, training_flags
 
 SCRIPTS = {path.parent.name[:2]: path for path in sorted(harness.ROOT.glob("0*/train_llm.py"))}
-PARTS = ("compute", "exposed", "data", "host")
+PARTS = ("compute", "exposed", "data", "host", "hidden")
 OPERATORS = ("aten::", "fsdp::", "mkldnn::", "torch::distributed::reducer", "## Call Compiled")
 
 
@@ -53,19 +53,19 @@ def parts_of(path):
 
     data = when("user_annotation", "batch")
     waits = when("user_annotation", "waiting") | when("cpu_op", "_c10d_functional::wait_tensor")
-    # Gloo works in threads of its own.
+    # Search all threads, because Gloo uses threads of its own.
     gloo = when("user_annotation", "gloo:", events)
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if kernels:
         nccl = when("kernel", "nccl", kernels)
         compute = mask_of([e for e in kernels if not e["name"].startswith("nccl")], window)
         flight = nccl | gloo
-        # A host that waits for NCCL does not delay the GPU.
+        # Leave out the host's waits for NCCL, because they do not delay the GPU.
         order = {"compute": compute, "exposed": nccl | (gloo & waits), "data": data}
     else:
         compute, flight = when("cpu_op", OPERATORS), gloo
         exposed = waits | (gloo & mask_of(tails_of(own_thread), window))
-        # Operators make a batch, too.
+        # Count data first, because operators prepare a batch, too.
         order = {"data": data, "compute": compute, "exposed": exposed}
     # Where parts overlap, the time belongs to the first of them.
     remaining, parts = mask_of([window], window), {"hidden": compute & flight}
@@ -116,31 +116,29 @@ def mark(owner, function, name):
 
 
 @contextmanager
-def traced_window(trace):
-    """Trace a window of steps; append the seconds of its parts to a file."""
+def traced_window(path):
+    """Trace a window of steps, and write the trace to a file."""
     with profile() as profiler:
         # Start together, because one rank's profiler may start later than the others.
         if dist.is_initialized():
             dist.barrier()
         with record_function("window"):
             yield
-    profiler.export_chrome_trace(str(trace))
-    with open(trace.with_suffix(".jsonl"), "a") as file:
-        print(json.dumps(parts_of(trace)), file=file)
+    profiler.export_chrome_trace(str(path))
 
 
-def trace_windows():
-    """Run a chapter's script with its arguments, and trace its windows into a folder."""
+def trace_steps():
+    """Run a chapter's script with its arguments, and trace its steps after the warm-up."""
     folder = Path(sys.argv.pop(1))
-    chapter, window = harness.load(sys.argv.pop(1)), nullcontext()
-    trace = folder / f"rank{os.environ.get('RANK', '0')}.json"
+    chapter, window = harness.load(sys.argv.pop(1)), ExitStack()
+    path = folder / f"rank{os.environ.get('RANK', '0')}.json"
 
     def traced_step(args, model, optimizer, train_set, step, device):
-        nonlocal window
-        if step > WINDOW and step % WINDOW == 1:
-            window.__exit__(None, None, None)
-            window = nullcontext() if step == args.num_steps else traced_window(trace)
-            window.__enter__()
+        if step == WINDOW + 1:
+            window.enter_context(traced_window(path))
+        # The last step is after the window, because the script then also evaluates and saves.
+        if step == args.num_steps:
+            window.close()
         return train_step(args, model, optimizer, train_set, step, device)
 
     mark(chapter, "train_step", "step")
@@ -159,31 +157,20 @@ def trace_windows():
 
 
 def most_ranks():
-    """Return the largest number of ranks that divides a batch and is not above that of devices."""
+    """Return the largest divisor of a batch that is not above the number of devices."""
     devices = torch.cuda.device_count() or 2
     return max(number for number in range(1, BATCH + 1) if number <= devices and not BATCH % number)
 
 
-def run(script, ranks, folder, windows, *more):
-    """Run a script with more arguments; return the seconds of each window's parts, by rank."""
+def run(script, ranks, folder, num_traced, *more):
+    """Run a script with more arguments; return the seconds of the window's parts on each rank."""
     folder.mkdir(parents=True, exist_ok=True)
-    steps = WINDOW * (windows + 1) + 1  # the last step ends the last window
-    flags = [*training_flags(folder, "run", steps), *more]
-    command = [*harness.words_of(trace_windows), folder, script, *flags]
+    flags = [*training_flags(folder, "run", WINDOW + num_traced + 1), *more]
+    command = [*harness.words_of(trace_steps), folder, script, *flags]
     command = harness.launch_command(0 if "01" in script.parent.name else ranks, command)
     # A rank has the same number of threads in every chapter.
     harness.call(command, OMP_NUM_THREADS=str(max(1, os.cpu_count() // most_ranks())))
-    files = [folder / f"rank{rank}.jsonl" for rank in range(ranks)]
-    return [[json.loads(line) for line in open(file)] for file in files]
-
-
-def shares_of(windows):
-    """Return shares of the step: medians over a rank's windows, scaled so that they add up to 1."""
-    names = (*PARTS, "hidden")
-    middle = {name: median(row[name] / row["step"] for row in windows) for name in names}
-    scale = sum(middle[name] for name in PARTS)
-    seconds = median(row["step"] for row in windows) / WINDOW
-    return {"step_seconds": seconds} | {name: share / scale for name, share in middle.items()}
+    return [parts_of(folder / f"rank{rank}.json") for rank in range(ranks)]
 
 
 def where(args, folder):
@@ -192,10 +179,12 @@ def where(args, folder):
     for chapter, compiled in product(args.only, (False, True)):
         flags = ["--model-name", model, *["--compile"] * compiled]
         name, ranks = f"{chapter}{'-compiled' * compiled}", 1 if chapter == "01" else most_ranks()
-        windows = run(SCRIPTS[chapter], ranks, folder / name, args.windows, *flags)
-        by_rank = [shares_of(windows_of_rank) for windows_of_rank in windows]
+        by_rank = run(SCRIPTS[chapter], ranks, folder / name, args.steps, *flags)
         row = {"chapter": chapter, "compiled": compiled, "ranks": ranks}
-        rows.append(row | {part: fmean(shares[part] for shares in by_rank) for part in by_rank[0]})
+        row["step_seconds"] = fmean(seconds["step"] for seconds in by_rank) / args.steps
+        for part in PARTS:
+            row[part] = fmean(seconds[part] / seconds["step"] for seconds in by_rank)
+        rows.append(row)
         harness.show(rows[-1])
         yield {"rows": rows}
         for trace in (folder / name).glob("rank*.json") if args.trace else ():
@@ -205,10 +194,9 @@ def where(args, folder):
 
 def add_flags(add):
     """Declare the flags."""
-    add("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="which chapters")
-    add("--windows", type=int, default=5, help=f"of {WINDOW} steps, traced in each run")
-    add("--trace", type=Path, metavar="FOLDER", help="keep each rank's last window there")
+    add("--steps", type=int, default=50, help="that are traced in each run")
+    add("--trace", type=Path, metavar="FOLDER", help="keep the traces of all ranks there")
 
 
 if __name__ == "__main__":
-    harness.benchmark(__doc__, where, add_flags)
+    harness.benchmark(__doc__, where, add_flags, cases=SCRIPTS)

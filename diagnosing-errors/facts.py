@@ -1,4 +1,4 @@
-"""Collect what whats_wrong.py knows about a run.
+"""Collect the facts about a run that whats_wrong.py judges.
 
 The facts come from the files that watched.py writes to the run's folder, and from the processes on
 each host. Collecting them stops nothing.
@@ -62,7 +62,7 @@ def gather(run, reach):
         hosts = dict(zip(reach, answers, strict=True))
     disk = os.statvfs(run)
     free = disk.f_bavail * disk.f_frsize
-    # Read the files again, because a process that is gone may have written why in the meantime.
+    # Read the files again, because a process that is gone may have written its error just now.
     return {"run": str(run), "ranks": read_ranks(run, ahead), "hosts": hosts, "free": free}
 
 

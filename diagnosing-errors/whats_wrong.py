@@ -134,7 +134,7 @@ def name_ranks(numbers):
 
 
 def names_of(ranks):
-    """Return ranks as a short phrase, too."""
+    """Return the numbers of these ranks as a short phrase."""
     return name_ranks([rank.rank for rank in ranks])
 
 
@@ -285,7 +285,7 @@ def find_hang(ranks):
 
 
 def explain_hang(ranks):
-    """Explain what the ranks wait for."""
+    """Explain why ranks that stand still wait."""
     for group in calls_by_group(ranks):
         if mismatch := find_mismatch(group):
             return mismatch

@@ -240,7 +240,7 @@ def text_of(record, column):
     check_column(column, record)
     text = record[column]
     if isinstance(text, str):
-        # A tokenizer cannot read half of a surrogate pair, and neither can this.
+        # Keep half of a surrogate pair as a byte, so that decode() rejects it below.
         text = text.encode(errors="surrogateescape")
     if not isinstance(text, bytes):
         kind = "null" if text is None else type(text).__name__
@@ -359,7 +359,7 @@ def shards_of(name):
     if name == "pydoc":
         text = "".join(topics.values()).encode()
         return [Shard(name, len(text), hashlib.sha256(text).hexdigest(), pydoc_records)]
-    # A name that is empty is no path.
+    # Do not ask Path(""), because it would be the current folder.
     if os.path.exists(name):
         files = [path] if path.is_file() and match_name(path) else files_of(path)
         if not files:

@@ -29,7 +29,7 @@ def test_failed_contender_leaves_all_rounds(capsys):
             raise harness.Failed("out of memory")
         return number
 
-    *_, rounds = harness.take_turns("ab", 2, measure, str)
+    *_, rounds = harness.take_turns("ab", 2, measure)
     assert rounds == [{"a": 1}, {"a": 2}]
     assert "out of memory\nso without b" in capsys.readouterr().out
 
@@ -55,7 +55,7 @@ def test_speed_counts_the_last_row_of_a_step_after_the_warm_up(monkeypatch, tmp_
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text("\n".join(lines))
     monkeypatch.setattr(harness, "call", lambda *_, **__: None)
-    found = frameworks.run("03", [], 30, tmp_path, "run")
+    found = frameworks.run("03", [], tmp_path, "run")
     assert found == {"speed": 8, "memory": 2.0}
 
 

@@ -522,7 +522,7 @@ OTHER_SCRIPTS = {
     "renamed function": ("def train_step", "TRAIN\ndef step", "because it lacks train_step;"),
     "call of main on import": (GUARD, "TRAIN\nif True:", "would train on import"),
     "framework": ("import torch", "TRAIN; import torch, deepspeed", "trains with deepspeed"),
-    "not Python": ("import torch", "TRAIN; import", "is no Python script"),
+    "not Python": ("import torch", "TRAIN; import", "not a Python script"),
 }
 
 

@@ -79,7 +79,7 @@ def test_form_finds_the_layouts_of_the_command_line(in_browser, case):
 def test_form_finds_the_recorded_layouts_of_the_70b_job(in_browser, job):
     fields = dict(zip(FIELDS, CASES["70B on 64"], strict=True)) | {"tokens": TOKENS}
     fields |= {name: job[name] for name in ("seq_length", "global_batch_size")}
-    check(in_browser(**fields), job["layouts"])
+    check(in_browser(**fields), job["predicted"])
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The Python on docs/your-own-*.md does what the pages claim, and its checks notice mistakes."""
+"""The Python on pages does what the pages claim, and its checks notice mistakes."""
 
 import ast
 import contextlib
@@ -249,3 +249,23 @@ def test_all_ranks_end_together(others_have, monkeypatch):
 
     monkeypatch.setattr(dist, "all_reduce", reduce)
     assert [page().all_have(more, "cpu") for more in (True, False)] == [bool(others_have), False]
+
+
+def test_ranks_that_share_a_stream_end_together(tmp_path):
+    """Rank 0 would have one batch more than rank 1."""
+    page = ROOT / "preparing-data/data-loading.md"
+    code = "\n".join(block.text for block in blocks(page) if block.kind == "python")
+    script = tmp_path / "script.py"
+    script.write_text(f"""{code}
+from torch.utils.data import DataLoader
+dist.init_process_group("gloo")
+share = Share(range(29), dist.get_rank(), dist.get_world_size())
+batches = DataLoader(share, batch_size=2, num_workers=2, drop_last=True)
+print([batch.tolist() for batch in together(batches)])
+dist.destroy_process_group()
+""")
+    [results] = run_jobs(2, [(script, [])], tmp_path / "jobs", timeout=60)
+    assert [ast.literal_eval(result["stdout"]) for result in results] == [
+        [[0, 4], [1, 5], [8, 12], [9, 13], [16, 20], [17, 21]],
+        [[2, 6], [3, 7], [10, 14], [11, 15], [18, 22], [19, 23]],
+    ]

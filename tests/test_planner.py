@@ -423,14 +423,27 @@ def test_token_uses_only_the_chosen_experts(tmp_path):
     assert forward_flops(setting)[0] == 2 * (dense + 2 * expert)
 
 
+RECORDED = json.loads(scale.FILE.read_text())
+
+
 def test_published_speeds_are_predicted_as_the_page_says():
-    rows = scale.published_rows()
-    recorded = json.loads((ROOT / "benchmarks/results/scale.json").read_text())["published"]
-    assert rows == [pytest.approx(row) for row in recorded], "run benchmarks/scale.py again"
-    fitted, larger, others = rows[:2], rows[2:4], rows[4:]
-    assert all(abs(row["error"]) < 0.005 for row in fitted)
-    assert all(abs(row["error"]) < 0.04 for row in larger)
-    assert all(-0.5 < row["error"] < 0 for row in others)
+    errors = []
+    for row in RECORDED["published"]:
+        speed = scale.predict("published", row)
+        assert speed == pytest.approx(row["predicted"]), "run tools/planner/scale.py again"
+        errors.append(speed["tokens_per_second"] / row["published"] - 1)
+    fitted, larger, others = errors[:2], errors[2:4], errors[4:]
+    assert all(abs(error) < 0.005 for error in fitted)
+    assert all(abs(error) < 0.04 for error in larger)
+    assert all(-0.5 < error < 0 for error in others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["scenes", "layers"])
+def test_recorded_rows_are_those_of_the_planner(part):
+    for row in RECORDED[part]:
+        found = scale.predict(part, row)
+        assert found == pytest.approx(row["predicted"]), "run tools/planner/scale.py again"
 
 
 # ---- layouts ---------------------------------------------------------------------------------
@@ -547,19 +560,18 @@ def test_gib_in_the_text_of_a_page_are_those_of_the_plan(page):
 
 
 @pytest.mark.slow
-def test_speed_of_the_8b_is_that_of_the_planner(monkeypatch):
+def test_speed_of_the_8b_is_that_of_the_planner():
     """All pages take it from scale.json."""
-    monkeypatch.setattr(scale, "DEVICES", (8,))
-    [row] = scale.fastest_rows("meta-llama/Llama-3.1-8B")
-    assert row in json.loads((ROOT / "benchmarks/results/scale.json").read_text())["fastest"]
+    row = RECORDED["fastest"][0]
+    assert row["model"] == "meta-llama/Llama-3.1-8B" and row["devices"] == 8
+    assert scale.predict("fastest", row) == row["predicted"]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", range(3))
-def test_plans_of_the_70b_job_are_those_of_the_planner(monkeypatch, number):
-    monkeypatch.setattr(scale, "JOB_SHAPES", [scale.JOB_SHAPES[number]])
-    rows = json.loads((ROOT / "benchmarks/results/scale.json").read_text())["job"]
-    assert json.loads(json.dumps(scale.job_rows())) == [rows[number]]
+def test_plans_of_the_70b_job_are_those_of_the_planner(number):
+    row = RECORDED["job"][number]
+    assert json.loads(json.dumps(scale.predict("job", row))) == row["predicted"]
 
 
 def test_size_of_a_checkpoint_is_the_same_on_all_pages():

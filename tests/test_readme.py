@@ -198,7 +198,8 @@ def test_blocks_are_generated_or_run():
         languages = {block.kind for block in blocks(path)}
         assert languages <= {"bash", "text", "diff", "python", "mermaid"}, path
         by_hand = re.sub(r"\[\[\[cog.*?\[\[\[end\]\]\]", "", path.read_text(), flags=re.S)
-        generated = "diff|text" if path.name.startswith("your-own-") else "diff|python|text"
+        is_run = path.name.startswith(("your-own-", "data-loading"))
+        generated = "diff|text" if is_run else "diff|python|text"
         assert not re.search(f"```({generated})", by_hand), path
 
 

@@ -68,13 +68,13 @@ def test_trace_gives_the_seconds_of_its_parts(tmp_path, events, expected):
 
 @pytest.mark.slow
 def test_late_batch_is_data_of_its_rank_and_a_wait_of_the_other(tmp_path):
-    [[row]] = run(SCRIPTS["01"], 1, tmp_path / "alone", 1, *TINY)
+    [row] = run(SCRIPTS["01"], 1, tmp_path / "alone", WINDOW, *TINY)
     assert row["exposed"] == row["hidden"] == 0, "one rank waits for no other rank"
     assert row["compute"] > 0 and row["host"] > 0
     line = "    positions = range(start + data_rank, start + size, num_data_ranks)\n"
     late = f"{line}    time.sleep({DELAY} * dist.get_rank())\n"
     script = change_file(SCRIPTS["02"], line, late, tmp_path / "02-late" / "train_llm.py")
-    [first], [second] = run(script, 2, tmp_path / "runs", 1, *TINY)
+    first, second = run(script, 2, tmp_path / "runs", WINDOW, *TINY)
     assert second["data"] >= DELAY * WINDOW
     assert first["data"] < second["data"] - DELAY * WINDOW / 2
     assert second["exposed"] < first["exposed"] - DELAY * WINDOW / 2

@@ -46,7 +46,7 @@ from training_step import (  # noqa: E402
 )
 
 GIB = 2**30
-# The phase that each function of a script is.
+# The phase that begins when each function of a script is called.
 PHASES = {
     "build_model": "build",
     "shard": "shard",
@@ -58,7 +58,7 @@ PHASES = {
 }
 # The phases outside of these functions.
 OUTSIDE = ["start", "between steps"]
-# The functions that do nothing here.
+# The functions of a script that the dry run replaces by empty functions.
 SKIPPED = ["read_weights", "save_checkpoint"]
 # The dry run replaces these functions of a script, or needs their calls. Without one of them, the
 # script would read data, write files, or train without an end.
@@ -66,7 +66,7 @@ NEEDED = "parse_args setup build_model build_data Samples load_checkpoint save_c
 NEEDED += ["train_step", "main"]
 # The frameworks that have no stand-in here.
 FRAMEWORKS = {"accelerate", "deepspeed"}
-# What is known about the collectives of one kind.
+# The columns of a row that counts the collectives of one kind.
 COLUMNS = ["phase", "kind", "ranks", "nodes", "device", "line", "function"]
 COLUMNS += ["calls", "bytes", "seconds"]
 UNKNOWN = """\
@@ -131,7 +131,7 @@ def check_script(path):
     try:
         statements = ast.parse(Path(path).read_bytes()).body
     except (SyntaxError, ValueError) as error:
-        fail(f"{path}: is no Python script: {error}")
+        fail(f"{path}: not a Python script: {error}; choose a chapter's script, or a copy")
     imports = [node for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
     imported = [(node, alias) for node in imports for alias in node.names]
     names = {getattr(node, "name", None) for node in statements}

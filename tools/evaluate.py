@@ -28,12 +28,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from export import load_chapter, write_model
-
-
-def fail(message):
-    """Report a user error in one line on stderr, and exit with status 2."""
-    print(f"{Path(__file__).name}: error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
+from plot import fail
 
 
 def parse_args(chapter):

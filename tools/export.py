@@ -7,7 +7,6 @@ import argparse
 import importlib.util
 import json
 import logging
-import sys
 import warnings
 from pathlib import Path
 
@@ -16,6 +15,8 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM
+
+from plot import fail
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -83,8 +84,7 @@ def main():
     try:
         write_model(load_chapter(), paths.checkpoint, paths.folder)
     except ValueError as error:
-        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        fail(str(error))
     print(f"{paths.folder} has the model of {paths.checkpoint}")
 
 

@@ -33,7 +33,7 @@ GPUS = {
     "H200-141GB": ("NVIDIA H200", 140, (9, 0)),
     "B200-180GB": ("NVIDIA B200", 179, (10, 0)),
 }
-# What autocast computes in bf16 or fp16 on a GPU, and what it computes in float32.
+# The operations that autocast computes in bf16 or fp16 on a GPU, and its operations in float32.
 HALF = "mm addmm bmm baddbmm matmul linear conv1d einsum".split()
 FULL = "pow rsqrt layer_norm softmax log_softmax nll_loss sum cumsum norm".split()
 # The registrations end when these objects are deleted.

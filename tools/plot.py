@@ -1,4 +1,4 @@
-"""Draw the loss and the validation loss of one or several runs into one PNG.
+"""Plot the loss and the validation loss of one or several runs in one PNG.
 
 Here:  python tools/plot.py outputs/one outputs/two --output parity.png
 """
@@ -22,7 +22,7 @@ def parse_args():
 
 def fail(message):
     """Print an error of the user in one line on stderr, and exit with status 2."""
-    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -73,7 +73,7 @@ def draw(runs, path):
 
     Later curves are thinner, so curves that coincide remain visible.
     """
-    # Import it only here, because some programs only read the metrics.
+    # Import matplotlib only here, because some programs only read the metrics.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), dpi=100, layout="constrained")
@@ -93,7 +93,7 @@ def draw(runs, path):
 
 
 def main():
-    """Draw the runs."""
+    """Plot the runs."""
     args = parse_args()
     runs = {run.name: read_metrics(run) for run in args.runs}
     draw(runs, args.output)

@@ -35,7 +35,7 @@ def values_of(row):
 
 
 class TensorBoard:
-    """The event files of a run, in the run's folder."""
+    """Write the event files of a run to the run's folder."""
 
     def __init__(self, run):
         from torch.utils.tensorboard import SummaryWriter
@@ -56,7 +56,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A wandb run, which continues if it is sent again."""
+    """Send rows to a wandb run; a second start continues the same wandb run."""
 
     def __init__(self, run):
         import wandb
@@ -77,7 +77,7 @@ class Wandb:
 
 
 class MLflow:
-    """An MLflow run, which gets only the values that it does not have yet."""
+    """Send rows to an MLflow run, but only the values that it does not have yet."""
 
     def __init__(self, run):
         import mlflow
@@ -108,7 +108,7 @@ TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow}
 
 
 class Tracked:
-    """A run, and the rows of it that a tracker has."""
+    """Keep a run, and the rows that its tracker has already received."""
 
     def __init__(self, run, tracker):
         # Stop before the tracker is created if there is no such run.

@@ -16,7 +16,7 @@ from chapters import ROOT, chapters, parent_of
 
 
 def merge(child, parent, root):
-    """Merge the changes of the parent's script into the child's script; return whether it went."""
+    """Merge the changes of the parent's script into the child's; return whether this succeeded."""
     committed = ["git", "-C", root, "show", f"HEAD:{parent.relative_to(root)}"]
     with tempfile.NamedTemporaryFile() as before:
         subprocess.run(committed, check=True, stdout=before)

@@ -134,7 +134,7 @@ def changes(before, after):
         "new": new.keys() - old.keys(),
         "gone": old.keys() - new.keys(),
     }
-    # Names stand in the order of the scripts.
+    # Sort the names in the order of the scripts.
     order = [*imports(after), *imports(before), *new_flags, *old_flags, *new, *old]
     return {kind: sorted(names, key=order.index) for kind, names in found.items() if names}
 

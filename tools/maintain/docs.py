@@ -13,7 +13,6 @@ import json
 import os
 import re
 import sys
-import tomllib
 from collections import defaultdict
 from functools import cache
 from itertools import groupby, pairwise
@@ -30,7 +29,7 @@ RESULTS = ROOT / "benchmarks/results"
 
 
 def current_folder():
-    """Return the folder of the README that cog is at."""
+    """Return the folder of the README that cog processes."""
     return Path(sys.modules["cog"].inFile).resolve().parent
 
 
@@ -117,10 +116,10 @@ def sample(name, head=None, tail=0, speed=True):
 
 
 def fault(name):
-    """Print what one broken run showed: lines of its log, and the verdict of whats_wrong.py."""
+    """Print the first lines of a broken run's log, and the verdict of whats_wrong.py."""
     rows = load("faults-cpu-2cores.json")["rows"]
     rows = [row for row in rows if row["fault"] == name and row["right"]]
-    # The tool may have been called again after it had found the fault.
+    # Take a row whose text has the verdict, because a later call can print a different verdict.
     row = next(row for row in rows if row["said"].upper() in row["text"])
     verdict = row["text"].rstrip().rpartition("\n\n")[2].splitlines()
     log = [line for line in row["log"] if "ChildFailedError" not in line]
@@ -188,16 +187,6 @@ def load(file):
     return json.loads((RESULTS / file).read_text())
 
 
-def promises():
-    """Return the promises of the guide by group, each with its tests as links."""
-    groups = tomllib.loads((ROOT / "tests/promises.toml").read_text())
-    for rows in groups.values():
-        for promise, tests in rows.items():
-            names = [test.split("::") for test in tests]
-            rows[promise] = ", ".join(f"[{name}](tests/{file}.py)" for file, name in names)
-    return groups
-
-
 def script(path):
     """Return a script as a module."""
     sys.path.append(str(ROOT / "benchmarks"))
@@ -235,7 +224,7 @@ def flag_table():
     known = set()
     for name, path in chapters().items():
         source = path.read_text()
-        # The help of some flags is in a variable.
+        # Collect the variables of the script, because the help of some flags is in a variable.
         texts = {
             ast.unparse(node.targets[0]): node.value.value
             for node in ast.walk(ast.parse(source))
@@ -256,7 +245,7 @@ def flag_table():
 
 
 def reason_of(row):
-    """Return the line that refuses a model, without what differs between models."""
+    """Return the line that refuses a model, with placeholders for the words of this model."""
     reason = row["refused"].replace(row["family"], "NAME")
     reason = re.sub(r"how to split \S+", "how to split MODULE", reason)
     reason = re.sub(r"(tokens alone|be split): \w+\(.*", r"\1: ...", reason)
@@ -286,9 +275,10 @@ def family_table():
 
 
 def at(scene, strategy, devices):
-    """Return the prediction of benchmarks/scale.py for one point."""
+    """Return the prediction of scale.json for one point."""
     point = {"scene": scene, "strategy": strategy, "devices": devices}
-    return next(row for row in load("scale.json")["scenes"] if point.items() <= row.items())
+    rows = load("scale.json")["scenes"]
+    return next(row["predicted"] for row in rows if point.items() <= row.items())
 
 
 def gain(point, other_point):
@@ -309,7 +299,7 @@ def job(seq_length):
     The total is in tokens per second of all GPUs. A step takes `step` seconds.
     """
     row = next(row for row in load("scale.json")["job"] if row["seq_length"] == seq_length)
-    best = row["layouts"][0]
+    best = row["predicted"][0]
     _, script_words, layout_words = best["command"].split(" \\\n    ")
     script, _ = script_words.split(" ", 1)
     if "--recompute" not in layout_words:

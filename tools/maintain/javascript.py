@@ -1,7 +1,7 @@
 """Translate functions and classes of the planner to JavaScript, for its form on the site.
 
-This covers the part of Python that these functions use. Operations that JavaScript lacks become
-calls of the functions in site/static/python.js.
+The translator knows only the syntax that these functions use. It replaces operations that
+JavaScript lacks by calls of the functions in site/planner/python.js.
 """
 
 import ast
@@ -22,18 +22,14 @@ COMPARISONS = {
     ast.Eq: "({} === {})",
     ast.NotEq: "({} !== {})",
     ast.Lt: "({} < {})",
-    ast.LtE: "({} <= {})",
     ast.Gt: "({} > {})",
     ast.GtE: "({} >= {})",
-    ast.Is: "({} == {})",
     ast.IsNot: "({} != {})",
     ast.In: "contains({1}, {0})",
     ast.NotIn: "!contains({1}, {0})",
 }
 # The methods of Python's own types, which python.js has as functions.
-METHODS = "add append bit_length get items join keys pop remove replace split total update values"
-# A name that only Python allows.
-RESERVED = ["export"]
+METHODS = "add append bit_length get items join pop remove replace split total update values"
 # The parameters of functions in python.js that are passed by name.
 PARAMETERS = {"max": ["items", "key", "default"], "sorted": ["items", "key", "reverse"]}
 PARAMETERS |= {"min": PARAMETERS["max"], "zip": []}
@@ -91,7 +87,7 @@ class Translator:
             listed.append(f"{node.args.kwarg.arg} = {{}}")
         stored = (child for child in ast.walk(node) if isinstance(child, ast.Name))
         stored = {name.id for name in stored if isinstance(name.ctx, ast.Store)}
-        local = sorted(self.name(name) for name in stored - set(names))
+        local = sorted(stored - set(names))
         local += ["self = this"] * is_method
         declared = f"let {', '.join(local)};\n" if local else ""
         body = "\n".join(map(self.statement, node.body))
@@ -114,15 +110,11 @@ class Translator:
         return start + "\n".join(methods) + "\n});\n" + "\n".join(attributes)
 
     def class_attributes(self, name, node):
-        prototype = f"{name}.prototype"
+        prototype, value = f"{name}.prototype", node.value
+        is_method = isinstance(value, ast.Name) and value.id in self.methods
+        text = f"{prototype}.{value.id}" if is_method else self.expression(value)
         for target in node.targets:
-            names, values = [target], [node.value]
-            if isinstance(target, ast.Tuple):
-                names, values = target.elts, node.value.elts
-            for attribute, value in zip(names, values, strict=True):
-                is_method = isinstance(value, ast.Name) and value.id in self.methods
-                text = f"{prototype}.{value.id}" if is_method else self.expression(value)
-                yield f"{prototype}.{attribute.id} = {text};"
+            yield f"{prototype}.{target.id} = {text};"
 
     def statement_Return(self, node):
         return f"return {self.expression(node.value) if node.value else ''};"
@@ -180,10 +172,7 @@ class Translator:
         return json.dumps(node.value, ensure_ascii=False)
 
     def expression_Name(self, node):
-        return self.name(node.id)
-
-    def name(self, name):
-        return f"{name}_" if name in RESERVED else name
+        return node.id
 
     def expression_Attribute(self, node):
         value = self.expression(node.value)
@@ -242,9 +231,6 @@ class Translator:
     def expression_IfExp(self, node):
         values = self.expression(node.body), self.expression(node.orelse)
         return f"({self.condition(node.test)} ? {values[0]} : {values[1]})"
-
-    def expression_NamedExpr(self, node):
-        return f"({node.target.id} = {self.expression(node.value)})"
 
     def expression_Lambda(self, node):
         names = ", ".join(argument.arg for argument in node.args.args)

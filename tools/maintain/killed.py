@@ -1,6 +1,6 @@
-"""Train chapter 01 to the end, and again with two kills; pictures.py draws both loss curves.
+"""Train chapter 01 to the end, and again with two kills; pictures.py shows both loss curves.
 
-Here:  make pictures      which runs this, and writes benchmarks/results/killed.json
+Here:  make pictures      run this program, and write benchmarks/results/killed.json
 """
 
 import subprocess

@@ -1,9 +1,9 @@
 """Draw the pictures of the chapters as SVG files, which follow the reader's light or dark theme.
 
-Here:  make pictures       measures what two pictures show, and draws all of them
-       python tools/maintain/pictures.py        only draws, from the files in benchmarks/results
+Here:  make pictures       measure the data of two pictures, and draw all pictures
+       python tools/maintain/pictures.py        only draw, from the files in benchmarks/results
 
-A picture computes what it shows, or reads it from a measured file; only places are typed here.
+A picture computes its data, or reads them from a measured file. Only positions are typed here.
 """
 
 import json
@@ -33,7 +33,7 @@ ARROW = (
 
 
 class Picture:
-    """An SVG picture of WIDTH × `height` units; `title` is what a screen reader says."""
+    """Hold an SVG picture of WIDTH × `height` units; a screen reader reads its `title`."""
 
     def __init__(self, height, title):
         self.height = height
@@ -48,7 +48,7 @@ class Picture:
         self.parts.append(f"{tag}{escape(text)}</text>")
 
     def box(self, x, y, width, height, text="", color="idle", style="", line=True):
-        """Draw a filled rectangle with a text in its middle."""
+        """Add a filled rectangle with a text in its middle."""
         border = ' stroke="var(--line)"' if line else ""
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" '
@@ -57,13 +57,13 @@ class Picture:
         self.text(x + width / 2, y + height / 2, text, style)
 
     def line(self, *points, style="", arrow=False):
-        """Draw a line through points (x, y), with an arrow at its end if asked."""
+        """Add a line through points (x, y); `arrow` puts an arrow at its end."""
         end = ' marker-end="url(#arrow)"' if arrow else ""
         path = "M" + "L".join(f"{x:g} {y:g}" for x, y in points)
         self.parts.append(f'<path d="{path}" class="{style}"{end}/>')
 
     def axes(self, x_label, y_label, x_most, y_least, y_most):
-        """Draw two axes; return a function that turns values into a point."""
+        """Add two axes; return a function that converts values to a point."""
         left, right, top, bottom = 60, 580, 40, self.height - 60
         self.line((left, top), (left, bottom), (right, bottom))
         self.text((left + right) / 2, bottom + 38, x_label, "quiet")
@@ -98,7 +98,7 @@ def results(name):
 
 # ---- 01 --------------------------------------------------------------------------------------
 def killed_run():
-    """Draw the loss of a run that was killed twice over the loss of a run that was not."""
+    """Show the loss of a run that was killed twice, and the loss of a run that was not."""
     runs = results("killed")
     losses = [loss for _, loss in runs["straight"]]
     picture = Picture(340, "The loss of a run that was killed twice lies on that of a straight run")
@@ -123,7 +123,7 @@ def killed_run():
 
 # ---- 02 --------------------------------------------------------------------------------------
 def two_ranks():
-    """Draw one step of two ranks of chapter 02, as the profiler saw it."""
+    """Show one step of two ranks of chapter 02, as the profiler recorded it."""
     ranks = results("step")["ranks"]
     picture = Picture(270, "One step of two ranks: buckets are sent while the backward pass runs")
     starts = [span[0] for spans in ranks for parts in spans.values() for span in parts]
@@ -158,7 +158,7 @@ def two_ranks():
 
 
 def ring_rounds(ranks):
-    """Return the rounds of a ring all-reduce: of each rank and piece, how many ranks are in it."""
+    """Return the rounds of a ring all-reduce: for each rank and piece, the number of its ranks."""
     held = [[1] * ranks for _ in range(ranks)]
     rounds = [held]
     for number in range(2 * (ranks - 1)):
@@ -175,7 +175,7 @@ def ring_rounds(ranks):
 
 
 def ring():
-    """Draw what each of four ranks has after each round of a ring all-reduce."""
+    """Show the pieces of each of four ranks after each round of a ring all-reduce."""
     picture = Picture(464, "A ring all-reduce of four ranks takes three rounds, and three more")
     size, rounds = 30, ring_rounds(4)
     for number, (before, held) in enumerate(pairwise([rounds[0], *rounds])):
@@ -203,7 +203,7 @@ def ring():
 
 # ---- 04 --------------------------------------------------------------------------------------
 def held_bytes():
-    """Draw what a device holds of a model with 8 billion weights on two nodes with 8 GPUs each."""
+    """Show the bytes that a device holds of 8 billion weights, on two nodes with 8 GPUs each."""
     # In billions, so that bytes are GB.
     weights = 8
     rows = [("DDP", 1, 0), ("hybrid", 8, 0), ("ZeRO-2", 16, 2), ("ZeRO-3", 16, 0)]
@@ -225,7 +225,7 @@ def held_bytes():
 
 
 def gathered_layers():
-    """Draw when a device has all weights of each of four layers, in ZeRO-2 and in ZeRO-3."""
+    """Show when a device has all weights of each of four layers, in ZeRO-2 and in ZeRO-3."""
     turns = [("F", n) for n in range(1, 5)] + [("B", n) for n in range(4, 0, -1)]
     picture = Picture(420, "ZeRO-3 holds a layer while it is computed; ZeRO-2 from its forward on")
     for number, name in enumerate(("ZeRO-3", "ZeRO-2")):
@@ -276,7 +276,7 @@ def live_bytes(recompute):
 
 
 def kept_activations():
-    """Draw the activations that eight layers keep during a step, with recomputation and without."""
+    """Show the activations that eight layers keep during a step, with recomputation and without."""
     kept, full = live_bytes(recompute=False), live_bytes(recompute=True)
     picture = Picture(330, "Without recomputation, activations grow until the backward pass starts")
     top_label = f"{max(kept) / 2**20:.0f} MiB"
@@ -308,7 +308,7 @@ def turns_of(schedule, ranks, micro_batches):
 
 
 def schedule(name, ranks=3, micro_batches=4):
-    """Draw the turns of a schedule, and how many micro-batches each rank keeps at most."""
+    """Show the turns of a schedule, and the most micro-batches that each rank keeps."""
     turns = turns_of(name, ranks, micro_batches)
     last = max(turn for _, turn in turns)
     picture = Picture(100 + 40 * ranks, f"What each rank of {name} runs in each turn")
@@ -334,7 +334,7 @@ def schedule(name, ranks=3, micro_batches=4):
 
 # ---- 08 --------------------------------------------------------------------------------------
 def context():
-    """Draw what a rank holds and attends to with gather and with Ulysses, for four ranks."""
+    """Show the tokens that each of four ranks attends to, with gather and with Ulysses."""
     colors = ("teal", "blue", "orange", "purple")
     picture = Picture(610, "Gather: all keys for some queries. Ulysses: all tokens of some heads")
     size = 26
@@ -370,7 +370,7 @@ def context():
 
 # ---- 09 --------------------------------------------------------------------------------------
 def experts():
-    """Draw the way of token 0 to its two experts and back, for eight experts on four ranks."""
+    """Show the way of token 0 to its two experts and back, for eight experts on four ranks."""
     # A router gives each token a score for each expert. Here, the scores are random.
     scores = 4 * torch.rand(8, 8, generator=torch.Generator().manual_seed(5))
     best, chosen = scores.topk(2)
@@ -405,7 +405,7 @@ def experts():
 
 
 def main():
-    """Draw all pictures."""
+    """Make all pictures."""
     killed_run()
     two_ranks()
     ring()

@@ -1,6 +1,6 @@
-"""Read what two ranks of chapter 02 do in an optimizer step, from traces of benchmarks/where.py.
+"""Read from traces of benchmarks/where.py how two ranks of chapter 02 spend a step.
 
-Here:  make pictures      which runs this, and writes benchmarks/results/step.json
+Here:  make pictures      run this program, and write benchmarks/results/step.json
 """
 
 import json
@@ -22,7 +22,7 @@ def spans_of(trace):
     last = max(select(events, "user_annotation", "step"), key=lambda event: event["ts"])
     end = last["ts"] + last["dur"]
     events = [event for event in events if last["ts"] <= event["ts"] < end]
-    # The times of a trace count from a time of its own.
+    # Each trace counts its times from a different start, so add this start.
     offset = content.get("baseTimeNanoseconds", 0) / 1e6
 
     def spans(kind, name):
@@ -33,7 +33,7 @@ def spans_of(trace):
     nodes = spans("cpu_op", "autograd::engine::evaluate_function")
     first, last = min(start for start, _ in nodes), max(map(sum, nodes))
     found["backward"] = [(first, last - first)]
-    # Gloo's thread notes the end of an all-reduce late.
+    # Cut each all-reduce where its result is used, because Gloo's thread records its end late.
     used = min(start for start, _ in found["clip and step"])
     sums = spans("user_annotation", "gloo:all_reduce")
     found["all-reduce"] = [(start, min(length, used - start)) for start, length in sums]

@@ -95,7 +95,7 @@ def ways_to_split(args):
     """
 
     def sizes(name, most):
-        """Return a flag for each power of two from 2 to `most` that divides `most`."""
+        """Return a flag for each power of two above 1 that is a divisor of `most`."""
         powers = [2**power for power in range(1, most.bit_length())]
         return [f"--{name}-parallel-size {size}" for size in powers if most % size == 0]
 
@@ -132,7 +132,8 @@ def best_layouts(args):
         words = words_without_layout(args, chapter)
         lines = (" ".join(flags).split() for flags in itertools.product(*choices))
         layouts = (layout_of(args, chapter, words, line) for line in lines)
-        if best := best_of([layout for layout in layouts if layout]):
+        best = best_of([layout for layout in layouts if layout])
+        if best:
             found.append({"way": way} | best)
     return sorted(found, key=lambda layout: -(layout["speed"] or {}).get("tokens_per_second", 0))
 

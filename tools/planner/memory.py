@@ -203,7 +203,9 @@ class ShardedMemory(StepMemory):
     Buffers are allocated and freed in the order of torch/distributed/fsdp/_fully_shard.
     """
 
-    keeps_gradients, micro_steps = True, 2
+    keeps_gradients = True
+    # The number of micro-steps to simulate, if the step has this many.
+    micro_steps = 2
 
     def simulate(self):
         """Simulate the first micro-step and, if there are more, a second one.
@@ -364,7 +366,7 @@ def host_memory(setting, part):
         # written them, it reads them again, to compare.
         matrices = [shape for layer in part.layers for shape in layer if len(shape) == 2]
         merged = 4 * shard_numbers(matrices, setting)
-        export = {"parameters": train.get("parameters", 0), "merged weights": 2 * merged}
-        phases.append((export, "the export"))
+        at_export = {"parameters": train.get("parameters", 0), "merged weights": 2 * merged}
+        phases.append((at_export, "the export"))
     fullest, when = max(phases, key=lambda phase: sum(phase[0].values()))
     return {name: size * setting.gpus_per_node for name, size in fullest.items() if size}, when

@@ -31,8 +31,8 @@ from training_step import (
     stages_of,
 )
 
-# The share of its peak that a GPU reaches in the published runs of benchmarks/scale.py on one
-# node: with and without --compile.
+# The share of its peak that a GPU reaches with and without --compile. It is fitted to the published
+# runs on one node: see scale.py.
 EFFICIENCY = {True: 0.396, False: 0.342}
 # The speeds of an H100 and its links: flag, default and help. NCCL's developers report 370 of 450
 # GB/s for a ring inside a node (https://github.com/NVIDIA/nccl-tests/issues/212), and 47 of 50 for

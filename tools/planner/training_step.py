@@ -357,10 +357,10 @@ def shapes_in(model, modules):
     # Tied weights occur twice. A dict drops the second occurrence and keeps the order.
     unique_weights = dict.fromkeys(itertools.chain(*direct_weights))
     all_experts = newest_chapter().experts_of(model)
-    kinds = {weight: ExpertShape for experts in all_experts for weight in experts.parameters()}
+    types = {weight: ExpertShape for experts in all_experts for weight in experts.parameters()}
 
     def shapes_of(weights):
-        return [kinds.get(weight, tuple)(local(weight).shape) for weight in weights]
+        return [types.get(weight, tuple)(local(weight).shape) for weight in weights]
 
     return Model(
         config=model.config,

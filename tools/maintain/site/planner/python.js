@@ -52,7 +52,6 @@ const methods = {
   items: (values) => Object.entries(values)
     .map(([key, value]) => [key.includes("\0") ? key.split("\0") : key, value]),
   join: (between, texts) => [...texts].join(between),
-  keys: Object.keys,
   pop: (values, key) => { const value = values[key]; delete values[key]; return value; },
   remove: (values, item) => values.delete(item),
   replace: (text, old, other) => text.replaceAll(old, other),

@@ -1,0 +1,99 @@
+"""Predict again all speeds that the pages show, and write them to benchmarks/results/scale.json.
+
+Here:  python tools/planner/scale.py
+
+The file has the planner's command line for each row, so the same command shows a row in detail.
+Published runs trained Llama in bf16, unless their name says Float8. A pipeline of 8 stages needs 8
+nodes. The ranks of a tensor-parallel group process the samples that they would process alone.
+"""
+
+import json
+import shlex
+
+import will_it_fit as planner
+from step_time import StepTime, speed_of
+from training_step import ROOT, load_config, model_of, setting_of
+
+FILE = ROOT / "benchmarks/results/scale.json"
+# The column of each way to split in the table of the fastest layouts.
+COLUMNS = {"FSDP": "FSDP", "FSDP, replicas": "FSDP", "FSDP, recompute": "FSDP"}
+COLUMNS |= {"FSDP, TP": "TP", "FSDP, PP": "PP", "FSDP, TP, PP": "TP and PP"}
+JOB_KEYS = "way fits gpu_needs host_needs checkpoint stop_seconds speed command".split()
+
+
+def setting_from(words):
+    """Return the setting of a command line of the planner."""
+    args = planner.parse_args(shlex.split(words))
+    args.model = model_of(load_config(args)[0])
+    return setting_of(args, args.chapter)
+
+
+def layouts_of(words):
+    """Return the best layout of each way to split, the fastest first."""
+    return planner.make_plan(planner.parse_args([*shlex.split(words), "--layouts"]))["layouts"]
+
+
+def layer_of(words):
+    """Return the seconds and the GB of one layer, gathered by FSDP or split by TP.
+
+    FSDP's traffic does not depend on the tokens. With fewer tokens than "pays below", it takes
+    longer than tensor parallelism takes to compute and to send.
+    """
+    alone = StepTime(setting_from(f"{words} -b 1"))
+    split = StepTime(setting_from(f"{words} -b 8 --tensor-parallel-size 8"))
+    compute, config = alone.forward + alone.backward, alone.model.config
+    group = split.forward + split.backward - compute
+    # A rank sends 7/8 of the hidden states of 8 samples in each of 8 collectives.
+    group_bytes = 7 * 8 * alone.tokens * config.hidden_size * split.setting.compute_bytes
+    (fsdp, fsdp_gb), (across, across_gb) = layer_traffic(alone), layer_traffic(split)
+    row = {"compute": compute, "group": group, "group_gb": group_bytes / 1e9, "FSDP": fsdp}
+    row |= {"FSDP_gb": fsdp_gb, "across": across, "across_gb": across_gb}
+    return row | {"pays below": fsdp / (compute + group) * alone.tokens}
+
+
+def layer_traffic(step):
+    """Return the seconds and the GB to gather a layer twice, and to reduce its gradients."""
+    step.sent.clear()
+    gather, _ = step.per_group("copy", "all-gather", step.setting.compute_bytes, (2, 0))
+    reduce, _ = step.per_group("copy", "reduce-scatter", step.setting.weight_bytes, (1, 0))
+    return 2 * gather + reduce, step.sent["copy"] / 1e9
+
+
+def fastest_of(words):
+    """Return the speed and the stages of the fastest layout that fits, for each column."""
+    found = {}
+    for layout in layouts_of(words):
+        if layout["fits"] and layout["way"] in COLUMNS:
+            speed = layout["speed"]["tokens_per_second"]
+            row = {"tokens_per_second": speed, "stages": layout["setting"].pipeline_parallel_size}
+            found.setdefault(COLUMNS[layout["way"]], row)
+    return found
+
+
+# The function that predicts the rows of each part of the file from their command lines.
+PARTS = {
+    "published": lambda words: speed_of(setting_from(words)),
+    "scenes": lambda words: speed_of(setting_from(words)),
+    "layers": layer_of,
+    "job": lambda words: [{key: row[key] for key in JOB_KEYS} for row in layouts_of(words)],
+    "fastest": fastest_of,
+}
+
+
+def predict(part, row):
+    """Return the prediction for a row of a part."""
+    return PARTS[part](row["words"].format(root=ROOT))
+
+
+def main():
+    """Replace all predictions in the file."""
+    rows_by_part = json.loads(FILE.read_text())
+    for part, rows in rows_by_part.items():
+        for row in rows:
+            row["predicted"] = predict(part, row)
+            print(part, row["words"], flush=True)
+    FILE.write_text(json.dumps(rows_by_part, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
