@@ -134,15 +134,6 @@ def test_mfu_counts_the_active_weights_of_the_model_card(chapter, monkeypatch, k
         assert abs(number / 1e9 - published) < 0.6 * 10**-decimals
 
 
-def test_mfu_of_a_model_without_attention_counts_its_weights(chapter, monkeypatch):
-    args = parse(chapter, "--precision", "bf16")
-    monkeypatch.setitem(chapter.PEAK_TFLOPS, "cpu", 1e-12)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.MambaConfig())
-    # All weights are in layers and the head, except for the last norm.
-    assert chapter.mfu(args, model, 1.0) == pytest.approx(6 * model.num_parameters(), rel=1e-4)
-
-
 def test_metrics_have_the_promised_columns(small_tokens, tmp_path):
     args = ["-d", small_tokens(), "--num-steps", 6, "--log-every", 2, "--eval-every", 3]
     rows = curves_of(tmp_path, {1: {"run": ("01", args)}})["run"]

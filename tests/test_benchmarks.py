@@ -8,30 +8,10 @@ from statistics import median
 
 import pytest
 
-import frameworks
 import harness
 from conftest import ROOT, change_file, run_command
 
 pytestmark = pytest.mark.tool
-
-
-def test_ratios_compare_the_same_round():
-    speeds = [(20.0, 10.0), (30.0, 30.0), (10.0, 9.0)]
-    rounds = [{"03": {"speed": one}, "trainer": {"speed": other}} for one, other in speeds]
-    found = frameworks.compare(rounds)
-    assert found.keys() == {"trainer / 03, speed"}
-    assert found["trainer / 03, speed"] == {"median": 0.9, "rounds": [0.5, 1.0, 0.9]}
-
-
-def test_failed_contender_leaves_all_rounds(capsys):
-    def measure(name, number):
-        if (name, number) == ("b", 2):
-            raise harness.Failed("out of memory")
-        return number
-
-    *_, rounds = harness.take_turns("ab", 2, measure, str)
-    assert rounds == [{"a": 1}, {"a": 2}]
-    assert "out of memory\nso without b" in capsys.readouterr().out
 
 
 def test_time_limit_kills_all_processes(tmp_path):
@@ -46,17 +26,6 @@ def test_time_limit_kills_all_processes(tmp_path):
         harness.call([sys.executable, script, tmp_path / "pid"], limit=3)
     status = Path("/proc", (tmp_path / "pid").read_text().strip(), "status")
     assert not status.exists() or "zombie" in status.read_text(), "its child still runs"
-
-
-def test_speed_counts_the_last_row_of_a_step_after_the_warm_up(monkeypatch, tmp_path):
-    speeds = [(0, None), (10, None), (20, 3), (20, 7), (30, 9)]
-    rows = [{"step": step, "tokens_per_second": speed} for step, speed in speeds]
-    lines = [json.dumps(row | {"peak_memory_gib": 2.0}) for row in rows]
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/metrics.jsonl").write_text("\n".join(lines))
-    monkeypatch.setattr(harness, "call", lambda *_, **__: None)
-    found = frameworks.run("03", [], 30, tmp_path, "run")
-    assert found == {"speed": 8, "memory": 2.0}
 
 
 @pytest.mark.slow

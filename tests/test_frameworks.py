@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from checks import check_bad_gradient
 from conftest import (
@@ -248,14 +248,6 @@ def test_accelerate_file_sets_precision_and_sharding(load, variables, capsys, tm
     assert "this run uses no GPU; set it to false" in user_error(capsys, parse, script, *words)
 
 
-@pytest.mark.parametrize("framework", ["accelerate", "trainer"])
-def test_script_without_ranks_names_the_launchers(load, monkeypatch, capsys, framework):
-    """With --cpu, `accelerate launch` starts one process, and gives it no rank."""
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    monkeypatch.setattr(sys, "argv", ["train_llm.py", "--device", "cpu"])
-    assert "this script with a launcher" in user_error(capsys, load(framework).parse_args)
-
-
 # ---- the Trainer -----------------------------------------------------------------------------
 def test_trainer_defaults_are_those_of_the_readme():
     readme = (ROOT / "alternative-frameworks/trainer/README.md").read_text()
@@ -271,12 +263,3 @@ def test_trainer_defaults_are_those_of_the_readme():
     assert {
         name: str(getattr(value, "value", value)) for name, value in defaults.items()
     } == expected
-
-
-@pytest.mark.parametrize("family", ["gpt2", "qwen3", "mistral", "gpt_neox", "gemma3"])
-def test_trainer_decays_matrices_only(models, family):
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(models / family))
-    weights = dict(model.named_parameters())
-    # The Trainer also names tied weights, which named_parameters() leaves out.
-    decay = weights.keys() & Trainer.get_decay_parameter_names(None, model)
-    assert decay == {name for name, weight in weights.items() if weight.ndim >= 2}

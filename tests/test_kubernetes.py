@@ -123,13 +123,6 @@ def test_pods_have_the_losses_of_two_ranks_on_one_node(pods):
     assert (pods.run_dir / "model/config.json").exists()
 
 
-@pytest.mark.exhaustive
-def test_bad_argument_fails_the_job(pods):
-    pods.train("--batch-size", "0")
-    assert pods.end_of(0) == "FailJob"
-    assert "argument -b/--batch-size: 0 is below 1" in pods.log.read_text()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("drained", [0, exhaustive(1)])
 def test_drained_pod_is_replaced_and_so_is_the_other(pods, drained):

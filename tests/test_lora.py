@@ -11,8 +11,6 @@ from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-import evaluate
-import export
 from chats import (
     distances,
     documents_of_step,
@@ -122,36 +120,6 @@ def test_adapters_change_no_loss_before_the_first_step(chapter, layout_models, t
     # evaluate() counts the answers of its own samples.
     assert chapter.evaluate(args, model, held_out, device) == pytest.approx(expected, abs=1e-6)
     assert loss == pytest.approx(first, abs=1e-6)
-
-
-@pytest.mark.slow
-def test_bf16_gradients_are_those_of_peft_in_the_same_fsdp(
-    chapter, layout_models, tmp_path, monkeypatch
-):
-    peft = pytest.importorskip("peft", reason=WHY)
-    case = with_random_adapters(chapter, layout_models, tmp_path, "bf16")
-    args, model, train_set, words = case
-
-    config = config_of(peft, args)
-
-    def adapters_of_peft(_, model):
-        peft.inject_adapter_in_model(config, model)
-        for weight in model.parameters():
-            if weight.requires_grad:
-                weight.data = weight.data.float()
-
-    weights = dict(model.named_parameters())
-    monkeypatch.setattr(chapter, "add_adapters", adapters_of_peft)
-    args_of_peft, other, *_ = prepare(chapter, *words)
-    for name, weight in other.named_parameters():
-        weight.detach().to_local().copy_(weights[own_name(name)].detach().to_local())
-    device = torch.device("cpu")
-    loss = chapter.forward_backward(args_of_peft, other, train_set, 1, device).item()
-    gradients = gradients_of(other)
-    gradients = {name: gradient.full_tensor().double() for name, gradient in gradients.items()}
-    apart = distances(chapter, args, model, train_set, loss, gradients)
-    # The two round in the same places. Measured: no difference at all.
-    assert max(apart) < 5e-3
 
 
 @pytest.mark.slow
@@ -280,35 +248,6 @@ def test_checkpoint_holds_only_adapters(run_dir):
     assert checkpoint_size(run_dir, 4) < 12 * num_weights + 2048 * 2 * 4 * len(weights)
 
 
-def test_checkpoint_of_few_tensors_has_12_bytes_per_weight(chapter, layout_models, tmp_path):
-    """Four tensors and their moments are so few parts that all else is below 64 KiB."""
-    words = ["-m", layout_models / "llama", "-d", write_conversations(tmp_path)]
-    words += ["--config", "num_hidden_layers=2", "--lora-modules", "q_proj", "--lora-rank", 64]
-    args, model, *_ = prepare(chapter, *words)
-    chapter.save_checkpoint(args, tmp_path, model, chapter.build_optimizer(args, model), 1, True)
-    trained = [weight.numel() for weight in model.parameters() if weight.requires_grad]
-    frozen = model.num_parameters() - sum(trained)
-    size = checkpoint_size(tmp_path, 1)
-    assert len(trained) == 4 and 12 * sum(trained) < size < 12 * sum(trained) + 2**16 < 4 * frozen
-
-
-@pytest.mark.parametrize("tool", [evaluate, export])
-def test_tool_refuses_a_checkpoint_of_adapters_in_one_line(
-    chapter, layout_models, tmp_path, monkeypatch, capsys, tool
-):
-    words = ["-m", layout_models / "llama", "-d", write_conversations(tmp_path)]
-    args, model, *_ = prepare(chapter, *words)
-    chapter.save_checkpoint(args, tmp_path, model, chapter.build_optimizer(args, model), 1, True)
-    checkpoint, name = tmp_path / "checkpoints/step-00000001", tool.__name__
-    words = [checkpoint] + [tmp_path / "new"] * (tool is export)
-    monkeypatch.setattr("sys.argv", [f"{name}.py", *map(str, words)])
-    # Preparing the samples may have printed a progress bar.
-    capsys.readouterr()
-    [line] = user_error(capsys, tool.main).splitlines()
-    assert line.startswith(f"{name}.py: error: {checkpoint}: it has only adapters; use the folder")
-    assert not (tmp_path / "new").exists()
-
-
 @pytest.mark.slow
 def test_adapters_merge_into_the_finished_model(chapter, base, run_dir):
     args, row = arguments_of(run_dir, 4), metrics(run_dir)[4]
@@ -327,18 +266,6 @@ def test_adapters_merge_into_the_finished_model(chapter, base, run_dir):
     with torch.no_grad():
         loss = loss_of_documents(model, split_documents(chapter, held_out)).item()
     assert loss == pytest.approx(row["val_loss"], abs=1e-5)
-
-
-@pytest.mark.slow
-def test_adapters_give_the_merged_logits_in_peft(base, run_dir):
-    peft = pytest.importorskip("peft", reason=WHY)
-    plain = AutoModelForCausalLM.from_pretrained(base)
-    model = AutoModelForCausalLM.from_pretrained(run_dir / "model")
-    ids = torch.arange(3, 99)[None]
-    with torch.no_grad():
-        before, merged = plain(ids).logits, model(ids).logits
-        adapted = peft.PeftModel.from_pretrained(plain, run_dir / "adapters").eval()(ids).logits
-    assert (adapted - merged).abs().max() < 1e-5 < 1e-2 < (before - merged).abs().max()
 
 
 MISTAKES = {

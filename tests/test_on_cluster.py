@@ -141,23 +141,6 @@ def test_launcher_passes_variables_of_the_network_to_all_ranks(user, launcher):
     assert user.output().count(str([*given.values()])) == 4
 
 
-@pytest.mark.exhaustive
-def test_array_job_prepares_data_while_chapter_04_trains_across_hosts(user):
-    """Each task of the array writes a part. The training starts when the folder exists."""
-    data = user.folder / "web.tokens"
-    tool = f"python {ROOT}/preparing-data/prepare.py -o {data} --piece 4000 --workers 1 pydoc"
-    user.submit(f"sbatch --array=0-1 --wrap '{tool}'")
-    wait_until((data / "index.json").exists, 60, "index.json")
-    assert user.launch(user.line(LAUNCHERS["sbatch"], *SHORT, "-d", data, script="04"))
-
-    def ended():
-        return [json.loads(path.read_text())["ended"] for path in data.glob("part-*.json")]
-
-    wait_until(lambda: ended() == [True, True], 60, "both parts have ended")
-    one_host = curves_of(user.folder, {4: {"one-host": ("04", ["-d", data])}})["one-host"]
-    assert difference(one_host, metrics(user.run_dir)) < 1e-5
-
-
 # ---- jobs that are stopped, requeued, killed and continued -------------------------------------
 
 
@@ -236,25 +219,6 @@ def test_job_that_is_requeued_has_the_losses_of_an_uninterrupted_run(user, curve
     assert (end["JobState"], end["Restarts"]) == ("COMPLETED", "1")
     check_step_of_restart(user, was_asked=event is not kill_and_revive)
     assert difference(curves["long"], metrics(user.run_dir)) == 0.0
-
-
-@pytest.mark.exhaustive
-def test_job_waits_until_earlier_jobs_of_its_name_have_ended(user):
-    """The host has room for both jobs. The first job requeues itself, and still runs first."""
-    script, starts = user.folder / "starts.py", user.folder / "starts.txt"
-    script.write_text(
-        "import os, sys, time\n"
-        f"open('{starts}', 'a').write(os.environ['SLURM_JOB_ID'] + ' ')\n"
-        "time.sleep(600 * ('--wait' in sys.argv and 'SLURM_RESTART_COUNT' not in os.environ))"
-    )
-    user.env["RANKS_PER_NODE"] = "1"
-    typed = "sbatch --job-name=run --dependency=singleton {chapter}/slurm/train.sbatch"
-    lines = [user.line(typed, *options, script=script) for options in (["--wait"], [])]
-    first, second = map(user.submit, lines)
-    wait_until(starts.exists, 150, "the first job has started")
-    user.cluster.run("head", f"scancel --signal=USR1 --batch {first}")
-    assert user.end_of(second)["JobState"] == "COMPLETED"
-    assert starts.read_text().split() == [first, first, second]
 
 
 def check_step_of_restart(user, was_asked=True):

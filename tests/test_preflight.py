@@ -175,44 +175,6 @@ def test_wrong_variable_is_reported_before_ranks_connect(run_rank, monkeypatch, 
     assert words in run_rank(int(variables.get("RANK") or 0), status=2, **variables)
 
 
-CORRECT = [
-    {"NCCL_SOCKET_IFNAME": "lo,eth9", "GLOO_SOCKET_IFNAME": "lo", "WANDB_PROJECT": "run"},
-    {"NCCL_SOCKET_IFNAME": "^eth9"},
-    # A task of srun can be a torchrun, and torchrun then starts the ranks.
-    {"SLURM_STEP_NUM_TASKS": "4", "TORCHELASTIC_RUN_ID": "1"},
-    # Only LOCAL_RANK is left from an earlier launcher, and srun sets the other numbers.
-    {"RANK": "", "WORLD_SIZE": "", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
-    | {"SLURM_LOCALID": "0"},
-]
-
-
-@pytest.fixture
-def launch(monkeypatch):
-    """Return a function that sets the variables of a launcher, and parses the arguments."""
-
-    def parse(variables):
-        numbers = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
-        monkeypatch.setattr(preflight.os, "environ", numbers | address | variables)
-        monkeypatch.setattr(preflight.os, "_exit", sys.exit)
-        preflight.adopt_launcher()
-        return preflight.parse_args([])
-
-    return parse
-
-
-@pytest.mark.parametrize("variables", CORRECT)
-def test_correct_variables_are_accepted(launch, variables):
-    launch(variables)
-    assert int(preflight.os.environ["RANK"]) < int(preflight.os.environ["WORLD_SIZE"])
-
-
-@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
-def test_node_with_hidden_gpus_is_a_cpu_node(launch, monkeypatch, hidden):
-    monkeypatch.setattr(preflight.os.path, "exists", lambda path: path == "/dev/nvidiactl")
-    assert launch({"CUDA_VISIBLE_DEVICES": hidden}).device == "cpu"
-
-
 # ---- several ranks on this machine -------------------------------------------------------------
 def test_two_ranks_measure_and_name_a_full_disk(tmp_path):
     """The check leaves no file behind."""

@@ -8,7 +8,6 @@ import lzma
 import os
 import random
 import shutil
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -244,13 +243,6 @@ def test_hub_text_is_read_by_paragraph(tmp_path, monkeypatch):
     assert documents_of(tmp_path / "o.tokens") == ["one\ntwo", "three"]
 
 
-def test_existing_path_wins_over_a_weight(tmp_path):
-    (tmp_path / "dump-12:30").mkdir()
-    (tmp_path / "dump-12:30/a.txt").write_text("a")
-    prepare(tmp_path / "o.tokens", tmp_path / "dump-12:30")
-    assert documents_of(tmp_path / "o.tokens") == ["a"]
-
-
 def test_folder_of_other_content_or_format_is_not_continued(tmp_path):
     source, output = tmp_path / "a.txt", tmp_path / "o.tokens"
     source.write_text("alpha")
@@ -265,43 +257,6 @@ def test_folder_of_other_content_or_format_is_not_continued(tmp_path):
     (output / "index.json").write_text(json.dumps(index | {"format": 1}))
     [line] = prepare(output, source, status=2).splitlines()
     assert "o.tokens: format was 1, is now 2; choose a different --output" in line
-
-
-def test_change_in_a_large_file_changes_its_hash(tmp_path):
-    path, hashes = tmp_path / "a.txt", set()
-    for offset in (0, 200_000, 399_999, None):
-        data = bytearray(b"a" * 400_000)
-        if offset is not None:
-            data[offset] = ord("b")
-        path.write_bytes(data)
-        hashes.add(MODULE.shard_of(path).content)
-    assert len(hashes) == 4
-
-
-def test_small_sources_need_no_processes():
-    def num_workers(*sizes):
-        shards = [MODULE.Shard("a", size, "", None) for size in sizes]
-        return MODULE.num_workers([Namespace(shards=shards)])
-
-    assert num_workers(1, 10**6) == 1
-    # The size of a dataset of the hub is unknown.
-    assert num_workers(1, 10**9) == num_workers(0, 1) == MODULE.num_cores()
-
-
-def test_last_part_prints_how_to_train(tmp_path):
-    write_shards(tmp_path / "shards", 2, 9)
-    outputs = [prepare(tmp_path / "o.tokens", tmp_path / "shards", part=f"{k}/2") for k in (1, 0)]
-    command = f"python 01-single-gpu/train_llm.py -m tiny -d {tmp_path}/o.tokens"
-    assert "train on it" not in outputs[0]
-    assert outputs[1].splitlines()[-1] == f"train on it: {command}"
-
-
-def test_command_starts_without_torch(tmp_path):
-    (tmp_path / "a.txt").write_text("a")
-    command = [sys.executable, "-X", "importtime", TOOL, "-o", "o.tokens", "a.txt"]
-    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
-    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert done.returncode == 0 and "transformers" in modules and "torch" not in modules
 
 
 WRONG = [

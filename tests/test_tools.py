@@ -5,18 +5,14 @@ import json
 import math
 import re
 import subprocess
-import sys
-from pydoc_data.topics import topics
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import evaluate
-import plot
 from carry import carry
-from conftest import ROOT, change_file, curves_of, prepare_tokens, run_command, user_error
+from conftest import ROOT, change_file, curves_of, run_command, user_error
 from marks import exhaustive
 
 SCRIPT = '''"""A chapter.{parent}"""
@@ -79,12 +75,6 @@ def test_runs_are_drawn_and_compared(tmp_path):
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_last_row_of_a_step_counts(tmp_path):
-    rows = [{"step": step, "loss": loss} for step, loss in [(1, 9.0), (2, 8.0), (1, 7.0)]]
-    write_run(tmp_path / "run", rows)
-    assert plot.series(plot.read_metrics(tmp_path / "run"), "loss") == ([1, 2], [7.0, 8.0])
-
-
 def test_missing_run_is_reported_in_one_line(tmp_path):
     done = run_command(ROOT / "tools/plot.py", "nowhere", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "nowhere" in done.stderr
@@ -143,19 +133,6 @@ def test_overlap_gives_tokens_context(models):
     assert count == 23 and total == pytest.approx(expected, rel=1e-5)
 
 
-def test_all_pieces_of_a_folder_are_evaluated_in_order(chapter, tmp_path):
-    (tmp_path / "text.txt").write_text("\n\n".join(topics.values())[:5000])
-    words = ["-o", tmp_path / "text.tokens", "--piece", 999, "--workers", 1, tmp_path / "text.txt"]
-    run_command(ROOT / "preparing-data/prepare.py", *words, check=True)
-    pieces = [np.fromfile(path, "uint16") for path in sorted(tmp_path.glob("text.tokens/*.tokens"))]
-    args = argparse.Namespace(model_name="tiny", config=[], held_out=False, seq_length=256)
-    tokenizer, _ = chapter.build_tokenizer_and_config(args)
-    args.dataset_name = str(tmp_path / "text.tokens")
-    tokens = evaluate.tokens_of(chapter, args, tokenizer)
-    assert len(pieces) > 3
-    assert tokens.tolist() == np.concatenate(pieces).tolist()
-
-
 def test_text_must_be_prepared(models, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.txt").touch()
@@ -182,35 +159,3 @@ def test_mistake_in_an_evaluation_is_reported_in_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["evaluate.py", *words, "--device", "cpu"])
     assert user_error(capsys, evaluate.main).startswith(f"evaluate.py: error: {message}")
-
-
-TASK = """task: local
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{{{text}}}}"
-metric_list: [{{metric: byte_perplexity}}]
-"""
-
-
-@pytest.mark.exhaustive
-def test_lm_eval_runs_on_a_finished_model(tmp_path):
-    """The command of docs/train-a-70b-on-64-gpus.md, with a task whose tokens are bytes."""
-    pytest.importorskip("lm_eval")
-    curves_of(tmp_path, {1: {"run": ("01", [])}})
-    text = "The import statement finds a module, and then binds it to a name. " * 8
-    (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}))
-    (tmp_path / "local.yaml").write_text(TASK.format(file=tmp_path / "text.jsonl"))
-    options = ["--model_args", "pretrained=run/model,dtype=float32", "--device", "cpu"]
-    command = ["-m", "lm_eval", "--model", "hf", *options, "--include_path", tmp_path]
-    command += ["--tasks", "local", "--batch_size", 1, "--output_path", "results"]
-    done = run_command(sys.executable, *command, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    [results] = tmp_path.glob("results/**/results_*.json")
-    found = json.loads(results.read_text())["results"]["local"]["byte_perplexity,none"]
-    tokens = prepare_tokens(tmp_path / "text.jsonl", tmp_path / "text.tokens")
-    _, _, perplexity = evaluate_text(tmp_path / "run/model", "-d", tokens, "-s", 1024)
-    # lm-eval also counts the first token, and evaluate.py the end of the text.
-    assert found == pytest.approx(perplexity, rel=0.05)

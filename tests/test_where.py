@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from conftest import change_file
-from where import SCRIPTS, WINDOW, parts_of, run
+from where import parts_of
 
 pytestmark = pytest.mark.tool
 
@@ -64,17 +63,3 @@ def test_trace_gives_the_seconds_of_its_parts(tmp_path, events, expected):
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": written}))
     found = parts_of(tmp_path / "trace.json")
     assert found == pytest.approx(dict(zip(PARTS, expected, strict=True)))
-
-
-@pytest.mark.slow
-def test_late_batch_is_data_of_its_rank_and_a_wait_of_the_other(tmp_path):
-    [[row]] = run(SCRIPTS["01"], 1, tmp_path / "alone", 1, *TINY)
-    assert row["exposed"] == row["hidden"] == 0, "one rank waits for no other rank"
-    assert row["compute"] > 0 and row["host"] > 0
-    line = "    positions = range(start + data_rank, start + size, num_data_ranks)\n"
-    late = f"{line}    time.sleep({DELAY} * dist.get_rank())\n"
-    script = change_file(SCRIPTS["02"], line, late, tmp_path / "02-late" / "train_llm.py")
-    [first], [second] = run(script, 2, tmp_path / "runs", 1, *TINY)
-    assert second["data"] >= DELAY * WINDOW
-    assert first["data"] < second["data"] - DELAY * WINDOW / 2
-    assert second["exposed"] < first["exposed"] - DELAY * WINDOW / 2
