@@ -107,21 +107,6 @@ def test_model_that_looks_beyond_a_document_is_refused(chapter, capsys, settings
     assert line in problem
 
 
-RIGHT = {
-    "mistral": {},
-    "qwen3_moe": {},
-    # The positions of a document also decide where its chunks begin.
-    "llama4_text": {"attention_chunk_size": 8},
-    "gemma3_text": {"sliding_window": 8},
-    "llama": {"rope_parameters": LONG_ROPE | {"rope_type": "yarn"}},
-}
-
-
-@pytest.mark.parametrize("kind", RIGHT)
-def test_model_that_follows_positions_is_not_refused(chapter, kind):
-    check_family(chapter, kind, 64, RIGHT[kind])
-
-
 # ---- prepared tokens -------------------------------------------------------------------------
 STEPS = "--num-steps 2 --global-batch-size 4 --eval-samples 4 -b 1 --eval-every 1 --lr 0.01".split()
 

@@ -143,13 +143,6 @@ def test_samples_are_the_documents_joined_and_cut(hub, tmp_path):
     assert len(held_out) == 5 and train.dtype == torch.int32
 
 
-def test_blank_lines_separate_documents_in_a_dataset_of_text_files(hub, tmp_path):
-    rows = [text.strip().replace(" ", "\n", 1) for text in make_texts(200) if text.strip()]
-    (tmp_path / "a.txt").write_text("\n\n".join(rows))
-    samples, held_out = hub(tmp_path / "a.txt", "text")
-    assert torch.cat([*samples.pieces, held_out]).flatten().tolist() == stream_of(rows)
-
-
 UNUSABLE = {
     "null": ([None], {}, "--text-column text: a row has no text; prepare.py can skip it"),
     "column": (["b"], {"text_column": "body"}, "--text-column body: some/texts has text"),

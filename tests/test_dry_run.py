@@ -240,35 +240,18 @@ def planned(name, gpus, arguments):
     return step.most.total()
 
 
-CONFIGS = "@05-large-model/configs/llama-3.1-"
-FULL_SIZE_8B = "-m meta-llama/Llama-3.1-8B -s 4096 -b 1"
-FULL_SIZE = {
-    "02 8B": [8, FULL_SIZE_8B],
-    "04 8B, replicas": [512, f"{FULL_SIZE_8B} --replicas 64"],
-    "05 8B": [64, f"{CONFIGS}8b.args --recompute full"],
-    "05 405B": [64, f"{CONFIGS}405b.args"],
-    "06 70B": [64, f"{CONFIGS}70b.args -b 8 --tensor-parallel-size 8"],
-    "09 30B": [16, "-m Qwen/Qwen3-30B-A3B -s 4096 -b 1 --expert-parallel-size 8"],
-    "08 8B": [32, f"{CONFIGS}8b.args --recompute full -s 131072 --context-parallel-size 8", "7"],
-}
-PEAK_CASES = {
-    name: [gpus, f"{SMALL_8B} {words}", *rank] for name, (gpus, words, *rank) in LAYOUTS.items()
-}
-PEAK_CASES |= FULL_SIZE
-
-
 @pytest.mark.parametrize(
-    "name", [name if name in ("02", "06") else exhaustive(name) for name in PEAK_CASES]
+    "name", [name if name in ("02", "06") else exhaustive(name) for name in LAYOUTS]
 )
-def test_peak_equals_the_planner(name, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    result = run(SCRIPTS[name.partition(" ")[0]], *PEAK_CASES[name])
+def test_peak_equals_the_planner(name):
+    gpus, words, *ranks = LAYOUTS[name]
+    result = run(SCRIPTS[name.partition(" ")[0]], gpus, f"{SMALL_8B} {words}", *ranks)
     assert not result["problem"], result["problem"]["traceback"]
     # The planner simulates one micro-batch of a pipeline, and adds what the others keep. It
     # ignores the mask of conversations.
     relative = {"07": 0.03, "lora": 0.02}.get(name.partition(" ")[0])
     tolerance = {"rel": relative} if relative else {"abs": dry_run.GIB / 100}
-    expected = planned(name, *PEAK_CASES[name][:2])
+    expected = planned(name, gpus, f"{SMALL_8B} {words}")
     assert result["fullest"]["bytes"] == pytest.approx(expected, **tolerance)
 
 
@@ -385,28 +368,20 @@ def test_planted_fault_is_found_with_its_line(name, tmp_path):
 # ---- the report ------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    """The lines of a report about a changed copy, which has new lines in its step."""
+def test_added_all_reduce_is_reported_with_its_line(tmp_path):
     line, new = "total_loss += loss.detach()", "dist.all_reduce(loss.detach().clone())"
-    copy = tmp_path_factory.mktemp("copy") / "my_train.py"
+    copy = tmp_path / "my_train.py"
     script = change_file(SCRIPTS["04"], line, f"total_loss += loss.item()\n        {new}", copy)
     words = f"--gpus 2 --rank 0 -- {script} {MODEL} --global-batch-size 2"
     options = dry_run.parse_args(shlex.split(words))
     dry_run.load_script(options)
     with contextlib.redirect_stdout(io.StringIO()) as output:
         dry_run.show(options, dry_run.run_ranks(options, [0]))
-    return [line.strip() for line in output.getvalue().splitlines()]
-
-
-def test_added_all_reduce_is_reported_with_its_line(report):
+    report = [line.strip() for line in output.getvalue().splitlines()]
     added = "dist.all_reduce(loss.detach().clone())"
     [number] = [n for n, line in enumerate(report) if line.endswith(added)]
     assert "my_train.py:" in report[number]
     assert report[number + 1].split()[:4] == ["all-reduce", "2", "1", "1"]
-
-
-def test_report_counts_the_waits_of_one_step(report):
     [number] = [n for n, line in enumerate(report) if line.endswith("total_loss += loss.item()")]
     assert report[number + 1] == "reads a value (waits: 1)"
 

@@ -50,14 +50,6 @@ def test_overflow_skips_its_step_and_halves_the_scale(script):
     assert loss.isfinite() and not torch.equal(before[0], next(iter(model.state_dict().values())))
 
 
-def test_bad_loss_of_a_different_rank_is_fatal(script, monkeypatch):
-    args, model, optimizer, train_set, *_ = take_step(script, *FP16)
-    # In this step, the only all-reduce is that of the number that tells whether a loss is bad.
-    monkeypatch.setattr(script.dist, "all_reduce", lambda is_fatal, operation: is_fatal.fill_(1))
-    loss, norm = script.train_step(args, model, optimizer, train_set, 2, DEVICE)
-    assert loss.isfinite() and norm.isfinite() and optimizer.found_inf
-
-
 def test_grouped_heads_have_the_gradients_of_the_parent(load, script, models):
     """In fp32, a repeated key gets the same gradient as a key that SDPA shares between heads."""
     gradients = []

@@ -122,31 +122,14 @@ def test_adapters_change_no_loss_before_the_first_step(chapter, layout_models, t
     assert loss == pytest.approx(first, abs=1e-6)
 
 
-@pytest.mark.slow
-def test_bf16_gradients_are_as_close_to_fp64_as_those_of_peft(chapter, layout_models, tmp_path):
-    pytest.importorskip("peft", reason=WHY)
-    case = with_random_adapters(chapter, layout_models, tmp_path, "bf16")
-    args, model, train_set, _ = case
-    # The frozen weights of all three are the same bf16 numbers.
-    loss, exact = peft_step(chapter, args, model, train_set, torch.float64)
-    _, rounded = peft_step(chapter, args, model, train_set, torch.float32, autocast=True)
-    apart_of_peft = max((rounded[name] - exact[name]).norm() / exact[name].norm() for name in exact)
-    loss_apart, apart = distances(chapter, args, model, train_set, loss, exact)
-    # Measured: both are 3.0% away in the worst gradient.
-    assert loss_apart < 1e-3 and 1e-3 < apart < 1.25 * apart_of_peft
-
-
 # ---- mixtures --------------------------------------------------------------------------------
 # The layers of these models have experts, shared experts or plain MLPs.
 KINDS = {
     "llama": {},
     "deepseek_v3": {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "glm4_moe": {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
-    "dots1": {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "ernie4_5_moe": {"moe_layer_start_index": 1, "moe_num_experts": 4, "moe_k": 2},
-    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "qwen3_moe": {"mlp_only_layers": [0]},
-    "flint": {},
 }
 
 
@@ -191,9 +174,9 @@ def full(weight):
 
 
 IDS = torch.arange(3, 43)[None]
-# flint keeps parameters of its attention in fp32, and ernie4_5_moe also the weights of its router.
+# ernie4_5_moe keeps the weights of its router in fp32.
 IN_FP32 = ["deepseek_v3", "ernie4_5_moe"]
-IN_FP32 += map(slow, ("llama", "dots1", "glm4_moe", "flint", "hunyuan_v1_moe"))
+IN_FP32 += map(slow, ("llama", "glm4_moe"))
 
 
 @pytest.mark.parametrize("kind", IN_FP32)
@@ -211,7 +194,7 @@ def test_frozen_weights_are_those_that_transformers_reads_in_bf16(load_base, tmp
 
 
 IN_PEFT = ["llama", "deepseek_v3"]
-IN_PEFT += map(slow, ("glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "qwen3_moe"))
+IN_PEFT += map(slow, ("glm4_moe", "ernie4_5_moe", "qwen3_moe"))
 
 
 @pytest.mark.parametrize("kind", IN_PEFT)

@@ -53,15 +53,6 @@ def test_model_built_on_the_meta_device_equals_the_model_built_on_the_cpu(
     assert differing_names(page(), folders[name]) == []
 
 
-@pytest.mark.parametrize(
-    "line, replacement, ending",
-    [("model.init_weights()", "", "inv_freq"), ("dcp.load(weights, ", "dict(", "weight")],
-)
-def test_forgotten_line_is_noticed(line, replacement, ending, folders, one_rank_group):
-    names = differing_names(page(line, replacement), folders["mistral"])
-    assert names and all(name.endswith(ending) for name in names), names
-
-
 def test_weights_with_other_names_are_read_after_they_were_written_out(
     folders, one_rank_group, tmp_path
 ):

@@ -1,13 +1,11 @@
 """The planner: known bytes and speeds, verdicts that make sense, real runs, bad input."""
 
 import json
-import math
 import re
 import shlex
 import sys
 
 import pytest
-import yaml
 
 import layouts
 import scale
@@ -15,14 +13,13 @@ import training_step
 import will_it_fit
 from conftest import ROOT, run_command
 from families import save_small_model
-from framework_files import write_config
 from memory import ShardedMemory
 from on_ranks import make_model_folder
 from planner import CASES, COMMON, SMALL
 from readme import commands
 from scale import setting_from
-from step_time import StepTime, forward_flops, speed_of
-from training_step import bubble, in_flight, numbers
+from step_time import StepTime, speed_of
+from training_step import numbers
 
 pytestmark = pytest.mark.tool
 
@@ -31,13 +28,6 @@ PAPER = (
     "--global-batch-size 64 --cpu-offload --recompute full"
 )
 MEASURED = ROOT / "benchmarks/results/planner-cpu-2cores.json"
-# The numbers of weights as published.
-WEIGHTS = {
-    "llama-3.1-405b": 405_853_388_800,
-    "llama-3.1-70b": 70_553_706_496,
-    "llama-3.1-8b": 8_030_261_248,
-    "llama-3.2-1b": 1_235_814_400,
-}
 # Tiny has 4 layers with 4 matrices of 128 × 128, 3 matrices of 128 × 352, and 2 norms.
 TINY_MATRICES = 4 * 128 * 128 + 3 * 128 * 352
 TINY_LAYER, SPLIT_LAYER = TINY_MATRICES + 2 * 128, TINY_MATRICES / 2 + 2 * 128
@@ -64,12 +54,6 @@ def main(monkeypatch, options):
 
 
 # ---- bytes that are known --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "weights"), WEIGHTS.items())
-def test_shape_in_configs_has_the_published_number_of_weights(name, weights):
-    setting = setting_from(f"-m {ROOT}/05-large-model/configs/{name}.json")
-    assert setting.model.weights == weights
 
 
 # Two ranks that split layers have half of each matrix, and each norm completely. The first of two
@@ -133,16 +117,6 @@ def test_experts_send_the_bytes_of_the_readme():
         assert sent == pytest.approx(micro_batches * 3 * passes * 2 * 2 * tokens * 2 * 128 * share)
 
 
-def test_schedules_were_measured_as_planned():
-    """The ranks kept exactly the planned micro-batches, and were idle for the planned share."""
-    for row in json.loads((ROOT / "benchmarks/results/bubble.json").read_text())["rows"]:
-        schedule, count, kept = row["schedule"], row["micro_batches"], row["in flight"]
-        ranks = len(kept)
-        assert kept == [in_flight(schedule, rank, ranks, count) for rank in range(ranks)], row
-        idle = bubble(schedule, ranks, count)
-        assert row["formula"] == pytest.approx(idle) and abs(row["bubble"] - idle) < 0.03, row
-
-
 FAMILIES = ["gpt2", "qwen3", "mistral", "gemma3", "gemma3-window", "mixtral", "qwen3_moe"]
 FAMILIES += ["gpt_oss", "deepseek_v3"]
 
@@ -168,30 +142,11 @@ def test_405b_needs_the_published_memory():
 # ---- verdicts --------------------------------------------------------------------------------
 
 
-# The memory of a GPU in GiB, and the first setting of Llama-3.1-8B that fits.
-FIRST = {"400": "02", "70": "04 --no-reshard-after-forward", "55": "04"}
-FIRST |= {"14": "05 --cpu-offload --recompute full", "14 --host-memory-gib 100": None}
-
-
-@pytest.mark.parametrize(("memory", "first"), FIRST.items())
-def test_plan_names_the_first_setting_that_fits(memory, first):
-    planned = plan(f"-m meta-llama/Llama-3.1-8B -s 4096 -b 1 --gpu-memory-gib {memory}")
-    assert planned["first"] == first
-
-
 def test_exit_status_tells_whether_the_chosen_setting_fits(monkeypatch, capsys):
     assert main(monkeypatch, "--json") == 0
     assert json.loads(capsys.readouterr().out)["asked"]["fits"]
     assert main(monkeypatch, "--gpu-memory-gib 1") == 1
     assert "the first that fits: none; use more nodes" in capsys.readouterr().out
-
-
-def test_flags_are_those_of_the_newest_chapter(tmp_path):
-    (tmp_path / "some.args").write_text("--lr 1e-5  # slow\n--compile\n--recompute full\n")
-    args = will_it_fit.parse_args([f"@{tmp_path}/some.args", "--warmup-steps", "0", "-e", "name"])
-    assert (args.lr, args.compile, args.recompute) == (1e-5, True, "full")
-    # A plan is for GPUs, whether this machine has one or not.
-    assert (args.device, args.precision, args.ranks) == ("cuda", "bf16", 8)
 
 
 # ---- speed -----------------------------------------------------------------------------------
@@ -248,36 +203,6 @@ def test_sent_bytes_follow_the_closed_formulas(split, nodes, micro_steps):
     elif split == "hybrid":
         shards = 2 * 7 / 8 * 4 * WEIGHTS_8B / 8
         assert step.sent["network"] == step.sent["replicas"] == pytest.approx(shards, rel=1e-12)
-
-
-@pytest.mark.parametrize(("recompute", "passes"), [("none", 8), ("selective", 8 + 3)])
-def test_groups_send_the_hidden_states_keys_and_values_of_the_formulas(recompute, passes):
-    # The hidden states of 8 × 2 samples of 8,192 tokens, and the head.
-    hidden, head = 2 * 8 * 2 * 8192 * 4096, 2 * 128_256 * 4096
-    step = StepTime(setting_8b("tensor", 8, flags=f"--recompute {recompute}"))
-    # The embedding's result and its gradient travel in parts.
-    formula = 7 / 8 * ((LAYERS * passes + 2 / 8) * hidden + 2 * head)
-    assert step.sent["tensor"] == pytest.approx(formula, rel=1e-12)
-    assert step.busy["tensor"] > formula / 370e9
-    # Keys and values are 1,024 wide. Under Ulysses, a rank sends its part of the queries, too.
-    gathers = 2 if recompute == "none" else 3
-    for style, width in {"gather": 2 * 1024, "ulysses": (2 * 1024 + 2 * 4096) / 8}.items():
-        flags = f"--recompute {recompute} --context-parallel-style {style}"
-        step = StepTime(setting_8b("context", 8, flags=flags))
-        formula = 7 / 8 * LAYERS * gathers * 2 * 8 * 2 * 8192 * width
-        assert step.sent["context"] == pytest.approx(formula, rel=1e-12)
-
-
-def test_token_uses_only_the_chosen_experts(tmp_path):
-    sizes = {"hidden_size": 32, "moe_intermediate_size": 64, "num_hidden_layers": 1}
-    sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 384}
-    (tmp_path / "moe.json").write_text(json.dumps(sizes | {"model_type": "qwen3_moe"}))
-    [layer] = (setting := setting_from(f"-m {tmp_path}/moe.json")).model.layers
-    # Attention has 4 matrices of 32 × 32, the router has one of 8 × 32, and the norms have vectors.
-    dense, expert = 4 * 32 * 32 + 8 * 32 + 2 * 32 + 2 * 16, 3 * 32 * 64
-    assert sum(map(math.prod, layer)) == dense + 8 * expert
-    assert forward_flops(setting)[0] == 2 * (dense + 2 * expert)
 
 
 def test_published_speeds_are_predicted_as_the_page_says():
@@ -426,39 +351,6 @@ def test_size_of_a_checkpoint_is_the_same_on_all_pages():
     texts = {path: path.read_text() for path in ROOT.glob("[0-9fd]*/**/*.md")}
     assert any("847 GB" in text for text in texts.values())
     assert not [path for path, text in texts.items() if re.search(r"\b84[0-689] GB", text)]
-
-
-# ---- files for frameworks --------------------------------------------------------------------
-
-
-# The flags, the names of a value in the file, and the value.
-FILES = [
-    ("deepspeed --cpu-offload", "zero_optimization stage", 3),
-    ("deepspeed --cpu-offload", "zero_optimization offload_param device", "cpu"),
-    ("deepspeed --max-grad-norm 0.5", "gradient_clipping", 0.5),
-    ("deepspeed --no-reshard-after-forward --cpu-offload", "zero_optimization stage", 2),
-    ("deepspeed --weights-dtype bf16", "data_types grad_accum_dtype", "fp32"),
-    ("accelerate --recompute full", "fsdp_config fsdp_activation_checkpointing", True),
-    ("accelerate --no-reshard-after-forward", "fsdp_config fsdp_reshard_after_forward", False),
-    ("accelerate --chapter 02", "distributed_type", "MULTI_GPU"),
-]
-
-
-@pytest.mark.parametrize(("flags", "names", "value"), FILES)
-def test_file_for_a_framework_has_the_setting(flags, names, value, tmp_path):
-    framework, *words = flags.split()
-    # A file in JSON is also one in YAML.
-    found = yaml.safe_load(write_config(tmp_path / "file", framework, *words).read_text())
-    for name in names.split():
-        found = found.get(name)
-    assert found == value
-
-
-def test_file_is_written_only_if_the_setting_fits(monkeypatch, tmp_path):
-    path = tmp_path / "new/zero.json"
-    line = f"--brief --write-config deepspeed {path}"
-    assert main(monkeypatch, f"{line} --gpu-memory-gib 1") == 1 and not path.exists()
-    assert main(monkeypatch, line) == 0 and path.exists()
 
 
 # ---- bad input -------------------------------------------------------------------------------

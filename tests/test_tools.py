@@ -133,29 +133,22 @@ def test_overlap_gives_tokens_context(models):
     assert count == 23 and total == pytest.approx(expected, rel=1e-5)
 
 
-def test_text_must_be_prepared(models, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my.txt").touch()
-    folder = models / "qwen3"
-    monkeypatch.setattr("sys.argv", ["evaluate.py", str(folder), "-d", "my.txt", "--device", "cpu"])
-    command = f"python preparing-data/prepare.py -m {folder} -o my.tokens my.txt"
-    expected = f"evaluate.py: error: --dataset-name my.txt: prepare it: {command}\n"
-    assert user_error(capsys, evaluate.main) == expected
-
-
 @pytest.mark.parametrize(
     "words, message",
     [
         (["nowhere"], "nowhere: no such folder; give RUN/model"),
+        (["qwen3", "-d", "my.txt"], "--dataset-name my.txt: prepare it: python preparing-data/"),
         ([".", "--stride", "300"], "--stride 300: must be from 1 to --seq-length 256"),
         ([".", "--nosuch"], "unrecognized arguments: --nosuch;"),
         (["empty"], "cannot read empty: "),
     ],
 )
 def test_mistake_in_an_evaluation_is_reported_in_one_line(
-    tmp_path, monkeypatch, capsys, words, message
+    models, tmp_path, monkeypatch, capsys, words, message
 ):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "qwen3").symlink_to(models / "qwen3")
+    (tmp_path / "my.txt").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["evaluate.py", *words, "--device", "cpu"])
     assert user_error(capsys, evaluate.main).startswith(f"evaluate.py: error: {message}")
