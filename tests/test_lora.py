@@ -51,26 +51,11 @@ def run_dir(base, tmp_path_factory):
     return root / "run"
 
 
-def with_random_adapters(chapter, layout_models, folder, precision):
-    """Return the arguments, a model with nonzero adapters, the samples, and its command line."""
-    words = ["-m", layout_models / "llama", "-d", write_conversations(folder)]
-    words += ["--lora-rank", RANK, "--precision", precision]
-    args, model, train_set, _ = prepare(chapter, *words)
-    randomize_adapters(model)
-    return args, model, train_set, words
-
-
 def randomize_adapters(model, std=0.05):
     for weight in model.parameters():
         if weight.requires_grad:
             # With B = 0, as at the start, A would have no gradient.
             torch.nn.init.normal_(weight.detach().to_local(), std=std)
-
-
-def config_of(peft, args):
-    """Return the configuration of peft for the same adapters."""
-    modules = args.lora_modules
-    return peft.LoraConfig(r=RANK, lora_alpha=args.lora_alpha, target_modules=modules)
 
 
 def own_name(name):
@@ -79,33 +64,26 @@ def own_name(name):
     return name.replace(".default", "")
 
 
-def peft_step(chapter, args, model, train_set, dtype, autocast=False):
-    """Return the loss and the gradients that peft has in step 1, one conversation at a time."""
-    import peft
-
-    other = peft.get_peft_model(plain_model(model, dtype), config_of(peft, args))
-    weights = dict(model.named_parameters())
-    for name, weight in other.named_parameters():
-        weight.data = weights[own_name(name)].full_tensor().to(dtype)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = loss_of_documents(other, documents_of_step(chapter, args, train_set))
-    loss.backward()
-    return loss.item(), gradients_of(other)
-
-
-def gradients_of(model):
-    """Return the gradients of a model's adapters by the script's names."""
-    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    return {own_name(name): weight.grad for name, weight in trained.items()}
-
-
 def test_gradients_are_those_of_peft(chapter, layout_models, tmp_path):
-    pytest.importorskip("peft", reason=WHY)
-    args, model, train_set, _ = with_random_adapters(chapter, layout_models, tmp_path, "fp32")
-    loss, gradients = peft_step(chapter, args, model, train_set, torch.float32)
-    adapters = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    """peft computes one conversation at a time."""
+    peft = pytest.importorskip("peft", reason=WHY)
+    words = ["-m", layout_models / "llama", "-d", write_conversations(tmp_path)]
+    args, model, train_set, _ = prepare(chapter, *words, "--lora-rank", RANK)
+    randomize_adapters(model)
+    settings = {"lora_alpha": args.lora_alpha, "target_modules": args.lora_modules}
+    config = peft.LoraConfig(r=RANK, **settings)
+    other = peft.get_peft_model(plain_model(model, torch.float32), config)
+    weights, gradients = dict(model.named_parameters()), {}
+    for name, weight in other.named_parameters():
+        weight.data = weights[own_name(name)].full_tensor()
+    loss = loss_of_documents(other, documents_of_step(chapter, args, train_set))
+    loss.backward()
+    for name, weight in other.named_parameters():
+        if weight.requires_grad:
+            gradients[own_name(name)] = weight.grad
+    adapters = [name for name, weight in weights.items() if weight.requires_grad]
     assert sorted(gradients) == sorted(adapters), "peft adapts other modules"
-    apart = distances(chapter, args, model, train_set, loss, gradients)
+    apart = distances(chapter, args, model, train_set, loss.item(), gradients)
     assert max(apart) < 1e-5
 
 
@@ -216,11 +194,6 @@ def test_adapters_give_the_same_logits_in_peft(chapter, load_base, tmp_path, kin
 
 
 # ---- files -----------------------------------------------------------------------------------
-def checkpoint_size(run_dir, step):
-    """Return the bytes of a checkpoint's files."""
-    return sum(path.stat().st_size for path in run_dir.glob(f"checkpoints/step-{step:08}/*"))
-
-
 @pytest.mark.slow
 def test_checkpoint_holds_only_adapters(run_dir):
     weights = read_checkpoint(run_dir, 4)["model"]
@@ -228,7 +201,8 @@ def test_checkpoint_holds_only_adapters(run_dir):
     num_weights = sum(weight.numel() for weight in weights.values())
     # Each weight and its two moments have 4 bytes. Each of two ranks saves a part of every weight,
     # of its moments and of its step, and a file has about 1.6 KiB more for each part.
-    assert checkpoint_size(run_dir, 4) < 12 * num_weights + 2048 * 2 * 4 * len(weights)
+    size = sum(path.stat().st_size for path in run_dir.glob("checkpoints/step-00000004/*"))
+    assert size < 12 * num_weights + 2048 * 2 * 4 * len(weights)
 
 
 @pytest.mark.slow

@@ -58,13 +58,6 @@ def publish(models, root, kind):
     return root / kind
 
 
-def change_folder(folder, tensors, **settings):
-    """Write the weights of a folder, and change settings in its configuration."""
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | settings))
-
-
 def names_in_files(folder):
     """Return the names of all tensors in a folder's safetensors files."""
     return {name for path in folder.glob("*.safetensors") for name in load_file(path)}
@@ -123,7 +116,9 @@ def unfit(layout_models, tmp_path_factory):
 
     def change(name, changed=None, **settings):
         folder = shutil.copytree(good, root / name)
-        change_folder(folder, changed or weights, **settings)
+        save_file(changed or weights, folder / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | settings))
         return folder / "model.safetensors"
 
     change("prefix", {f"_orig_mod.{name}": weight for name, weight in weights.items()})

@@ -5,10 +5,7 @@ from collections import Counter
 
 import pytest
 
-from chapters import chapters, parent_of
 from conftest import ROOT, run_command
-
-CHILDREN = [name for name in chapters() if parent_of(name)]
 
 
 @pytest.fixture(scope="module")
