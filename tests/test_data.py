@@ -128,18 +128,14 @@ def make_texts(count):
     return ["".join(source.choices("abcdefgh ", k=source.randrange(400))) for _ in range(count)]
 
 
-def stream_of(rows):
-    """Return the tokens of joined documents, without an incomplete last sample."""
-    stream = [byte + 3 if byte >= 0 else 1 for text in rows for byte in [*text.encode(), -1]]
-    return stream[: len(stream) // 64 * 64]
-
-
 def test_samples_are_the_documents_joined_and_cut(hub, tmp_path):
     """Only an incomplete last sample is left out. A quoted control token is an ordinary text."""
     rows = [*make_texts(2350), "<p>price <s>9</s></p>", "text " * 40]
     samples, held_out = hub(write_rows(tmp_path, rows))
     [train] = samples.pieces
-    assert torch.cat([train, held_out]).flatten().tolist() == stream_of(rows)
+    stream = [byte + 3 if byte >= 0 else 1 for text in rows for byte in [*text.encode(), -1]]
+    expected = stream[: len(stream) // 64 * 64]
+    assert torch.cat([train, held_out]).flatten().tolist() == expected
     assert len(held_out) == 5 and train.dtype == torch.int32
 
 

@@ -202,13 +202,6 @@ def test_bad_gradient_ends_the_run_before_its_next_save(job_of, tmp_path, fault,
 
 
 # ---- configuration files ---------------------------------------------------------------------
-@pytest.fixture
-def variables():
-    """Return the environment, and undo the changes of a script to it."""
-    with patch.dict(os.environ):
-        yield os.environ
-
-
 FSDP2 = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}}
 WRONG = [
     ("accelerate", FSDP2 | {"mixed_precision": "bf16"}, "Accelerate has mixed_precision bf16"),
@@ -220,9 +213,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("framework, config, expected", WRONG)
-def test_wrong_configuration_costs_one_line(
-    load, variables, capsys, tmp_path, framework, config, expected
-):
+def test_wrong_configuration_costs_one_line(load, capsys, tmp_path, framework, config, expected):
     """The file contradicts the flags, or names a setting that the script does not support."""
     reader, path = "accelerate" if framework == "accelerate" else "deepspeed", tmp_path / "it.json"
     path.write_text(json.dumps(config))
@@ -232,7 +223,9 @@ def test_wrong_configuration_costs_one_line(
         args = parse(script, *SHORT, f"--{reader}-config", path)
         script.load_zero_settings(args)
 
-    error = user_error(capsys, read_configuration)
+    # The script changes the environment.
+    with patch.dict(os.environ):
+        error = user_error(capsys, read_configuration)
     assert error.count("\n") == 1 and expected in error
 
 

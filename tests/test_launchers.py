@@ -55,7 +55,6 @@ def test_ranks_under_srun_meet_on_the_first_node_at_a_port_of_their_step(
 TORCHRUN, LAUNCHER = "needs torchrun: torchrun --standalone", "with a launcher, such as torchrun"
 INCOMPLETE = [
     ("02", {}, TORCHRUN),
-    ("02", COMPLETE | {"RANK": "", "WORLD_SIZE": ""}, TORCHRUN),
     ("02", COMPLETE | {"RANK": ""}, TORCHRUN),
     ("03", {}, LAUNCHER),
     ("03", COMPLETE | {"LOCAL_RANK": ""}, f"{LAUNCHER}: LOCAL_RANK is not set"),

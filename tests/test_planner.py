@@ -162,10 +162,8 @@ SPLITS = {
     "kept": "--no-reshard-after-forward",
     "FSDP": "",
     "hybrid": "--replicas {nodes}",
-    "offload": "--cpu-offload",
     "tensor": "--tensor-parallel-size 8 -b 16",
     "pipeline": "--pipeline-parallel-size {nodes}",
-    "context": "--context-parallel-size 8 -b 16",
 }
 
 

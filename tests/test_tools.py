@@ -59,17 +59,14 @@ def test_conflict_is_marked_and_stops_no_other_chapter(guide):
     assert "return 10" in (guide / "other" / "train_llm.py").read_text()
 
 
-def write_run(folder, rows):
-    """Write the metrics of a run, and twice half of a row, as a kill may; a resume continues."""
-    folder.mkdir()
-    lines = [json.dumps({"tokens_per_second": 9.0, "val_loss": 2.5} | row) for row in rows]
-    torn = '{"step": 3, "lo'
-    (folder / "metrics.jsonl").write_text("\n".join([torn + lines[0], *lines, torn]))
-
-
 def test_runs_are_drawn_and_compared(tmp_path):
+    """A kill may have cut a row."""
     for name, shift in [("one", 0.0), ("two", 1e-6)]:
-        write_run(tmp_path / name, [{"step": step, "loss": 5 - step + shift} for step in range(3)])
+        rows = [{"step": step, "loss": 5 - step + shift, "val_loss": 2.5} for step in range(3)]
+        (tmp_path / name).mkdir()
+        lines = [json.dumps(row | {"tokens_per_second": 9.0}) for row in rows]
+        cut = '{"step": 3, "lo'
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join([cut + lines[0], *lines, cut]))
     done = run_command(ROOT / "tools/plot.py", "one", "two", "-o", "runs.png", cwd=tmp_path)
     assert done.stdout == "drawn: runs.png; largest difference between losses: 1.0e-06\n"
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
@@ -81,14 +78,6 @@ def test_missing_run_is_reported_in_one_line(tmp_path):
 
 
 # ---- evaluate.py -----------------------------------------------------------------------------
-def evaluate_text(*words, **options):
-    """Run evaluate.py; return its number of tokens, its loss and its perplexity."""
-    done = run_command(ROOT / "tools/evaluate.py", *words, "--device", "cpu", **options)
-    assert done.returncode == 0, done.stderr
-    numbers = re.search(r"(\S+) of .*\nloss (\S+) nats per token, perplexity (\S+)\n", done.stdout)
-    return [float(number.replace(",", "")) for number in numbers.groups()]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("chapter", ["01", exhaustive("06")])
 def test_perplexity_of_the_held_out_samples_is_that_of_the_validation_loss(tmp_path, chapter):
@@ -97,8 +86,11 @@ def test_perplexity_of_the_held_out_samples_is_that_of_the_validation_loss(tmp_p
     split = ["--tensor-parallel-size", 2] if chapter == "06" else []
     rows = curves_of(tmp_path, {ranks: {"run": (chapter, split)}})["run"]
     for folder, step in {"model": 20, "checkpoints/step-00000010": 10}.items():
-        words = ["--held-out", "--seq-length", 64, "--eval-samples", 10]
-        tokens, loss, perplexity = evaluate_text(tmp_path / "run" / folder, *words)
+        words = ["--device", "cpu", "--held-out", "--seq-length", 64, "--eval-samples", 10]
+        tool = ROOT / "tools/evaluate.py"
+        output = run_command(tool, tmp_path / "run" / folder, *words, check=True).stdout
+        pattern = r"(\S+) of .*\nloss (\S+) nats per token, perplexity (\S+)\n"
+        tokens, loss, perplexity = map(float, re.search(pattern, output).groups())
         assert tokens == 10 * 63
         assert loss == pytest.approx(rows[step]["val_loss"], abs=2e-5)
         assert perplexity == pytest.approx(math.exp(rows[step]["val_loss"]), rel=1e-4)
