@@ -46,7 +46,7 @@ def test_unknown_flag_ends_with_the_same_words_in_every_script(load, capsys, nam
 
 @pytest.mark.parametrize("framework", sorted(FRAMEWORKS))
 def test_script_in_a_framework_has_the_lines_about_unknown_flags(framework):
-    """The packages of the framework may not be installed."""
+    """Compare texts, because the packages of the framework may not be installed."""
     [line] = re.findall(r"    parser.error = .*\n", SCRIPTS["01"].read_text())
     assert line in SCRIPTS[framework].read_text()
 
@@ -171,7 +171,7 @@ def test_default_precision_is_bf16_where_it_is_fast(chapter, monkeypatch, capabi
 
 
 def test_configuration_takes_the_changes_of_the_command(chapter, models):
-    """Lists that depend on the number of layers follow."""
+    """The lists with an item for each layer change, too."""
     layers = ["--config", "num_hidden_layers=3"]
     args = parse(chapter, *layers, "rms_norm_eps=1e-5", "hidden_act=gelu")
     _, config = chapter.build_tokenizer_and_config(args)

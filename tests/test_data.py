@@ -1,4 +1,4 @@
-"""Each sample comes once an epoch, on one rank, no matter how often the run stops and starts."""
+"""Each sample is read once per epoch, by one rank, however often the run stops and starts."""
 
 import functools
 import json

@@ -170,7 +170,7 @@ def test_expert_parallelism_sends_the_bytes_of_the_formula(size):
     assert wait["function"] == "dispatch" and wait["times"] == 3
 
 
-# On a CPU, DTensor gathers where a GPU exchanges with an all-to-all, so leave that out.
+# On a CPU, DTensor gathers where a GPU uses an all-to-all, so no all-to-all is compared.
 REAL_RANKS = {
     "02": [2, "--batch-size 2", "all-reduce"],
     "04": [4, "--replicas 2 --batch-size 1", "all-gather reduce-scatter all-reduce"],
@@ -322,7 +322,8 @@ def test_real_command_fits(command, monkeypatch):
 
 
 # ---- faults ----------------------------------------------------------------------------------
-# The line of a script, what replaces it, and what the dry run reports about the new line.
+# For each fault, a text of the script, its replacement, the line that the dry run reports, and the
+# reason that it prints.
 FAULTS = {
     "total on the CPU": (
         "total_loss = torch.zeros((), device=device)\n    for micro_step",
@@ -414,7 +415,7 @@ BAD = {
     "--gpus 8 --rank 0 8": "--rank 8: unknown rank; choose from 0 to 7",
 }
 GUARD = 'if __name__ == "__main__":'
-# What replaces the text of chapter 04, and what the dry run reports.
+# For each script, a text of chapter 04, its replacement, and the error that the dry run reports.
 OTHER_SCRIPTS = {
     "own script": (".*", "TRAIN", "because it lacks parse_args, setup, build_model"),
     "renamed function": ("def train_step", "TRAIN\ndef step", "because it lacks train_step;"),

@@ -56,7 +56,7 @@ def test_step_moves_each_bias_toward_the_mean_load(load, one_rank_group, monkeyp
 # ---- runs with balancing ---------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Runs without balancing, and with it on several layouts; return their folder."""
+    """Train without balancing, and with balancing on several layouts; return the runs' folder."""
     root = tmp_path_factory.mktemp("balanced")
     runs = {1: {"off": ("09", MIXTURE)}}
     for name, (ranks, flags) in LAYOUTS.items():

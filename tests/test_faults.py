@@ -38,7 +38,7 @@ FLAGS = """--device cpu --precision fp32 -s 64 --global-batch-size 9 -b 3 --num-
     --log-every 5 --checkpoint-every 10 --eval-every 1000 --eval-samples 9""".split()
 # After a damaged checkpoint, the same command continues from the checkpoint before.
 RESUME = "--num-steps 20".split()
-# The first checkpoint, of step 10, is whole.
+# The first checkpoint, of step 10, is complete.
 FIRST_STEP = 12
 # A rank that stops or waits is found after 10 s; the limit leaves time for a busy machine.
 PATIENCE = 90
@@ -46,7 +46,7 @@ PATIENCE = 90
 
 @dataclass
 class Case:
-    """A fault that is made once, and the verdict that it must have."""
+    """A fault that is made once, and its expected verdict."""
 
     fault: str
     script: str

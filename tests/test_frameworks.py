@@ -1,4 +1,4 @@
-"""DeepSpeed, Accelerate and the Trainer keep the promises of chapter 03; some do more, unasked."""
+"""DeepSpeed, Accelerate and the Trainer keep the promises of chapter 03."""
 
 import json
 import os
@@ -64,7 +64,7 @@ RUNS += ["trainer@2,zero1", "trainer@2,zero2,bf16", "trainer@2,zero3"]
 
 @pytest.fixture(scope="module")
 def job_of(tmp_path_factory, models):
-    """A function that returns the framework, the number of ranks and the arguments of a run."""
+    """Return a function that returns the framework, the number of ranks and the arguments of a run."""
     folder = tmp_path_factory.mktemp("configs")
 
     def job_of(run):
@@ -94,7 +94,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def curves(request, root, models, job_of):
-    """The metrics of chapter 01 and of the runs that tests take, by name."""
+    """Return the metrics of chapter 01 and of the runs of the selected tests, by name."""
     flags = {"01": [], "01-bf16": FLAGS["bf16"]}
     flags |= {f"01-{name}": ["-m", models / name] for name in ("gpt2", "qwen3")}
     curves_of(root, {1: {name: ("01", args) for name, args in flags.items()}})

@@ -1,4 +1,4 @@
-"""Test the GPU checks without a GPU, with tiny sizes."""
+"""Run the GPU checks on a CPU, with tiny sizes."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def test_missing_gpu_or_check_fails_with_the_reason(monkeypatch, capsys, words, 
 
 
 def test_checks_start_without_the_modules_of_the_tests():
-    """run_command() would start the script in a process that has already imported conftest."""
+    """The checks also start where no test is installed."""
     env = os.environ | {"PYTHONPATH": ""}
     command = [sys.executable, ROOT / "benchmarks/gpu_check.py", "--list"]
     names = subprocess.check_output(command, env=env, text=True, timeout=120).split()

@@ -121,7 +121,7 @@ def test_drained_pod_is_replaced_and_so_is_the_other(pods, drained):
     pods.train("--num-steps", "60")
     wait_until(lambda: last_logged_step(pods.run_dir) >= 5, 120, "step 5")
     pods.processes[drained].send_signal(signal.SIGTERM)
-    # Its DisruptionTarget replaces a drained pod, whatever its status is.
+    # Kubernetes replaces a drained pod because of its DisruptionTarget, whatever its status is.
     assert pods.processes[drained].wait(timeout=120) == 128 + signal.SIGTERM
     pods.start(drained)
     assert pods.end_of(1 - drained) == "Ignore"

@@ -1,4 +1,4 @@
-"""Chapter 05: the loss in chunks, AdamW on the CPU, and a model too large for chapter 04."""
+"""Chapter 05: the loss in chunks, and a model too large for chapter 04."""
 
 import pytest
 import torch

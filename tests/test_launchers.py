@@ -27,7 +27,7 @@ from in_process import Captured
 from marks import exhaustive, slow
 from runs import last_logged_step
 
-# What srun sets for rank 3 of 4, which is number 1 on its node.
+# The variables that srun sets for rank 3 of 4, which has local rank 1.
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
 SRUN |= {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -48,7 +48,7 @@ def test_ranks_under_srun_meet_on_the_first_node_at_a_port_of_their_step(
     load("03").adopt_launcher()
     adopted = [os.environ[name] for name in (*NUMBERS, "MASTER_ADDR")]
     assert adopted == ["3", "4", "1", first]
-    # 10,000 + 10 times the job's id + the step's id.
+    # The port is 10,000 + 10 times the job's id + the step's id.
     assert os.environ["MASTER_PORT"] == "10770"
 
 
@@ -97,7 +97,7 @@ def test_newest_start_of_a_run_owns_its_folder(load, one_rank_group, tmp_path, c
 
 @pytest.mark.slow
 def test_reader_that_leaves_ends_no_run(tmp_path):
-    """As in `torchrun ... | head -n 1`."""
+    """The reader leaves as in `torchrun ... | head -n 1`."""
     command = [SCRIPTS["02"], *SHORT, "--save-dir", tmp_path, "-e", "run"]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(list(map(str, launch_command(2, command))), **options) as run:
@@ -189,7 +189,7 @@ def test_stopped_run_continues_without_a_difference(chapter, request_stop, tmp_p
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
-def test_request_to_stop_travels_during_a_step_and_nobody_waits_for_it(
+def test_request_to_stop_travels_during_a_step_without_a_wait(
     load, one_rank_group, monkeypatch, tmp_path, name
 ):
     """The exchange of a request ends before the next step, not before its own step."""

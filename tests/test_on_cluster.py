@@ -19,10 +19,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CHAPTER = ROOT / "03-job-launchers"
 LONG = [*SHORT, "--seq-length", "32", "--num-steps", "150", "--eval-every", "150"]
 LONG += ["--checkpoint-every", "20"]
-# The processes that train; the command lines of launchers begin with a different word.
+# A pattern of the processes that train. The command lines of launchers begin with a different word.
 RANKS = "^[^ ]*python[^ ]* (-u )?[^ ]*train_llm.py"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-# What a user types before a script to start two ranks on each of the hosts h1 and h2.
+# The words before a script that start two ranks on each of the hosts h1 and h2.
 SBATCH = "sbatch --nodes=2 --gpus-per-node=2 "
 LAUNCHERS = {
     "ssh": "{chapter}/ssh/launch.sh {folder}/hosts.txt",
@@ -307,7 +307,7 @@ def test_cancelled_job_saves_and_continues_on_other_nodes(user, curves, before, 
     assert user.cluster.job(job)["JobState"] == "CANCELLED", "the job came back"
 
 
-# A torchrun that continues with the hosts that are there.
+# This torchrun continues with the remaining hosts.
 ELASTIC = "torchrun --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d"
 ELASTIC += " --rdzv-id elastic --rdzv-endpoint h1:29400 --rdzv-conf last_call_timeout=10"
 
@@ -337,7 +337,7 @@ def test_torchrun_continues_with_a_host_that_joins(user, curves):
     check_continued_curve(user, curves)
 
 
-# A launcher, and what a user does on its host to stop it.
+# For each way to stop a run, a launcher, and the command that stops it on its host.
 STOPS = {
     # A terminal signals the launcher's group of processes.
     "Ctrl-C": ("ssh", "kill -INT -- -$(pgrep -o -f ssh/launch.sh)"),
@@ -391,7 +391,7 @@ def test_folder_that_is_not_shared_is_reported_with_the_host(user):
     ],
 )
 def test_ranks_that_cannot_meet_report_the_reason(user, launcher, variable, expected):
-    """A wrong interface, host or port is in the last words of the job, or of the launcher."""
+    """The last words of the job or of the launcher name the wrong interface, host or port."""
     user.cluster.block_port("h1", 23456)
     user.env |= [variable.split("="), ("RANKS_PER_NODE", "1")]
     typed = LAUNCHERS[launcher].replace("per-node=2", "per-node=1")

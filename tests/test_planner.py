@@ -142,7 +142,7 @@ def test_405b_needs_the_published_memory():
 # ---- verdicts --------------------------------------------------------------------------------
 
 
-def test_exit_status_tells_whether_the_chosen_setting_fits(monkeypatch, capsys):
+def test_exit_status_shows_whether_the_chosen_setting_fits(monkeypatch, capsys):
     assert main(monkeypatch, "--json") == 0
     assert json.loads(capsys.readouterr().out)["asked"]["fits"]
     assert main(monkeypatch, "--gpu-memory-gib 1") == 1
@@ -286,8 +286,8 @@ def test_job_of_a_page_has_the_time_that_its_stop_takes(line, chapter, words):
     assert "--signal" not in line
 
 
-# Where a page has numbers of the planner in its text: a pattern of the text, a command line, and
-# what the plan has for each number.
+# For each page, a pattern that finds the planner's numbers in the text, and the command line of each
+# number.
 CONFIGS = "@05-large-model/configs/llama-3.1-"
 SPLIT_405B = f"{CONFIGS}405b.args --nodes 8 --tensor-parallel-size 8"
 IN_TEXT = {

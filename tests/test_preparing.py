@@ -124,7 +124,7 @@ FILES = {
     "b.jsonl": (b"".join(LINES), TEXTS),
     "c.parquet": (parquet_of(ROWS), TEXTS),
     "d.txt": (b"one\n\n\ntwo\nlines\n\nthree\n", ["one", "two\nlines", "three"]),
-    # Each of these files consists of compressed files.
+    # Each of the next three files consists of several compressed files.
     "e.jsonl.gz": (b"".join(map(gzip.compress, LINES)), TEXTS),
     "f.jsonl.xz": (b"".join(map(lzma.compress, LINES)), TEXTS),
     "g.jsonl.bz2": (b"".join(map(bz2.compress, LINES)), TEXTS),
@@ -200,7 +200,7 @@ def test_files_of_a_folder_are_read_or_named(tmp_path):
     assert sorted(documents_of(tmp_path / "o.tokens")) == ["a", "b", "c"]
 
 
-# The files of a folder, and how many of them, at the end, are left out.
+# The files of a folder, and the number of files at the end of this list that are left out.
 SPLITS = [
     (["train_history.txt", "cooking.txt", "test_driving.txt"], 0),
     (["test.txt", "dev.txt"], 0),
@@ -260,7 +260,7 @@ WRONG = [
 ]
 
 
-def test_wrong_arguments_are_one_line(tmp_path, monkeypatch):
+def test_wrong_arguments_cost_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text(LICENSE)
@@ -274,7 +274,7 @@ def test_wrong_arguments_are_one_line(tmp_path, monkeypatch):
 def samples_of(folder, length, num_held_out):
     """Return the training samples in a folder of pieces, in order, and the held-out samples.
 
-    Of each piece, a rest that is shorter than a sample is left out.
+    A remainder of a piece that is shorter than a sample is left out.
     """
     found = []
     for tokens in pieces(folder).values():
@@ -332,7 +332,7 @@ PAUSE = 'is prepare.py running?", flush=True)\n            time.sleep(10)\n'
 
 @pytest.mark.slow
 def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, started, kills=2):
-    """Kills of both programs at random moments, while pieces appear; resumes on other layouts.
+    """Kill both programs at random moments, while pieces appear, and resume on other layouts.
 
     The pieces have the bytes that three workers write without a kill.
     """
@@ -394,7 +394,7 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, starte
 
 @pytest.mark.slow
 def test_ranks_wait_for_a_piece_without_a_collective_and_say_so(tmp_path, started):
-    """For longer than a collective may take; afterwards they continue."""
+    """The ranks wait for longer than a collective may take, and then continue."""
     write_shards(tmp_path / "shards", 3, 60)
     prepared, folder = tmp_path / "complete.tokens", tmp_path / "o.tokens"
     prepare(prepared, tmp_path / "shards")

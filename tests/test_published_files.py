@@ -109,7 +109,7 @@ UNFIT_FOR_05 = UNFIT | {
 
 @pytest.fixture(scope="module")
 def unfit(layout_models, tmp_path_factory):
-    """Folders of a small Llama, each with something wrong in its files."""
+    """Return a folder with copies of a small Llama, each with a fault in its files."""
     root = tmp_path_factory.mktemp("unfit")
     good = make_hub_folder(layout_models, root, "llama")
     weights = load_file(good / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Tests of the site: all links lead somewhere, and a chapter's page has both scripts."""
+"""Tests of the site: all links lead somewhere, and the site is small and needs no network."""
 
 import re
 from collections import Counter

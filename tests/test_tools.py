@@ -81,7 +81,7 @@ def test_missing_run_is_reported_in_one_line(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("chapter", ["01", exhaustive("06")])
 def test_perplexity_of_the_held_out_samples_is_that_of_the_validation_loss(tmp_path, chapter):
-    """A model, and a checkpoint of one file or of the shards of two ranks."""
+    """Evaluate a model, and a checkpoint of one file or of the shards of two ranks."""
     ranks = 1 if chapter == "01" else 2
     split = ["--tensor-parallel-size", 2] if chapter == "06" else []
     rows = curves_of(tmp_path, {ranks: {"run": (chapter, split)}})["run"]
@@ -105,13 +105,14 @@ def test_windows_count_each_token_once(length, stride):
     for first, start, end in evaluate.windows_of(length, size, stride):
         assert first < start <= end <= first + size
         counted += range(start, end)
-    # The first token of a text has no context; without an overlap, no first token of a window has.
+    # The first token of a text has no context. Without an overlap, the first token of a window has
+    # no context, either.
     uncounted = set(range(0, length, size)) if stride == size else {0}
     assert counted == sorted(set(range(length)) - uncounted)
 
 
 def test_overlap_gives_tokens_context(models):
-    """The sum of windows that begin at each token is that of one forward pass for each token."""
+    """The loss of windows that begin at each token equals that of one forward pass per token."""
     config = AutoConfig.from_pretrained(models / "qwen3")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     tokens = torch.arange(24) % 11

@@ -1,4 +1,4 @@
-"""Conversations, chat templates of the shapes that published models have, and what they must give.
+"""Conversations, chat templates as in published models, and the documents that they must give.
 
 The expected texts are written without the templates, so that they can check the templates' use.
 """
