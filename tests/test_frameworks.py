@@ -64,7 +64,7 @@ RUNS += ["trainer@2,zero1", "trainer@2,zero2,bf16", "trainer@2,zero3"]
 
 @pytest.fixture(scope="module")
 def job_of(tmp_path_factory, models):
-    """Return a function that returns the framework, the number of ranks and the arguments of a run."""
+    """Return a function that returns the framework, the ranks and the arguments of a run."""
     folder = tmp_path_factory.mktemp("configs")
 
     def job_of(run):

@@ -28,7 +28,7 @@ def test_missing_gpu_or_check_fails_with_the_reason(monkeypatch, capsys, words, 
 
 
 def test_checks_start_without_the_modules_of_the_tests():
-    """The checks also start where no test is installed."""
+    """Start them without the folders that pytest adds to the path."""
     env = os.environ | {"PYTHONPATH": ""}
     command = [sys.executable, ROOT / "benchmarks/gpu_check.py", "--list"]
     names = subprocess.check_output(command, env=env, text=True, timeout=120).split()

@@ -286,8 +286,8 @@ def test_job_of_a_page_has_the_time_that_its_stop_takes(line, chapter, words):
     assert "--signal" not in line
 
 
-# For each page, a pattern that finds the planner's numbers in the text, and the command line of each
-# number.
+# For each page, a pattern that finds the planner's numbers in the text, and the command line of
+# each number.
 CONFIGS = "@05-large-model/configs/llama-3.1-"
 SPLIT_405B = f"{CONFIGS}405b.args --nodes 8 --tensor-parallel-size 8"
 IN_TEXT = {
