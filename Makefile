@@ -93,10 +93,10 @@ test-exhaustive: install  ## run the rest: many kills, all faults, the tools and
 	$(PY) -m pytest -m "exhaustive and alone"
 
 .PHONY: extras
-extras: install  ## install what some tests skip without: frameworks, peft, lm-eval and linters
+extras: install  ## install what some tests skip without: frameworks, peft and linters
 	$(PIP) -r 03-job-launchers/deepspeed/requirements.txt \
 		-r alternative-frameworks/accelerate/requirements.txt \
-		-r fine-tuning/lora/requirements.txt -r tools/requirements.txt -r requirements-lint.txt
+		-r fine-tuning/lora/requirements.txt -r requirements-lint.txt
 
 .PHONY: test-all
 test-all: extras test test-slow test-exhaustive  ## run all tests

@@ -44,20 +44,9 @@ def tokens_of(tokenizer, document):
     return ((tokens[0][0], False), *tokens[1:])
 
 
-def step_distances(chapter, args, model, train_set):
-    """Return a function that compares step 1 with a reference in fp64 that packs nothing."""
-    plain = plain_model(model)
-    # This function runs before a test breaks the step, so the documents are the right ones.
-    loss = loss_of_documents(plain, documents_of_step(chapter, args, train_set))
-    loss.backward()
-    gradients = {name: weight.grad for name, weight in plain.named_parameters()}
-    return lambda: distances(chapter, args, model, train_set, loss.item(), gradients)
-
-
 WINDOW = {"mistral": ["--config", "sliding_window=24"]}
-CASES = [("llama", "built-in"), ("mistral", "qwen3"), slow("gpt2", "chatml")]
-CASES += [slow("llama", name) for name in ("chatml", "llama3", "qwen3")]
-CASES += [slow("gemma3-window", "llama3")]
+CASES = [("llama", "built-in"), ("mistral", "qwen3")]
+CASES += [slow("gpt2", "qwen3"), slow("gemma3-window", "llama3")]
 
 
 @pytest.mark.parametrize("family, template", CASES)
@@ -77,144 +66,45 @@ def test_packed_gradient_equals_one_conversation_at_a_time(
     ]
     samples = torch.cat([train_set.pieces[0], held_out])
     assert sorted(split_documents(chapter, samples)) == sorted(expected)
-    loss_apart, gradient_apart = step_distances(chapter, args, model, train_set)()
+    plain = plain_model(model)
+    loss = loss_of_documents(plain, documents_of_step(chapter, args, train_set))
+    loss.backward()
+    gradients = {name: weight.grad for name, weight in plain.named_parameters()}
+    found = distances(chapter, args, model, train_set, loss.item(), gradients)
+    loss_apart, gradient_apart = found
     assert loss_apart < 1e-6 and gradient_apart < 1e-5
 
 
-FAULTS = [("no mask", "llama"), ("mean of means", "llama"), slow("context is learned", "llama")]
-FAULTS += [slow("positions do not restart", "gpt2"), slow("mask hides the window", "mistral")]
-
-
-def faulty_functions(chapter, fault):
-    """Return the functions that give a step this fault, by what they replace."""
-    loss_of, sample_at = chapter.loss_of, chapter.Samples.__getitem__
-
-    def full_mask(is_first):
-        documents = is_first.cumsum(1)
-        return {"attention_mask": (documents[:, None, :, None] == documents[:, None, None]).tril()}
-
-    def mean_loss(args, model, batch):
-        share = loss_of(args, model, batch) / chapter.count_answers(batch)
-        return share * model.num_targets / args.accumulation
-
-    def learned_sample(samples, position):
-        return sample_at(samples, position) & ~chapter.CONTEXT
-
-    return {
-        "no mask": {(chapter.masking_utils, "find_packed_sequence_indices"): torch.zeros_like},
-        "positions do not restart": {(chapter, "inputs_that_separate"): full_mask},
-        "mean of means": {(chapter, "loss_of"): mean_loss},
-        "context is learned": {(chapter.Samples, "__getitem__"): learned_sample},
-        "mask hides the window": {(chapter, "inputs_that_separate"): full_mask},
-    }[fault]
-
-
-@pytest.mark.parametrize("fault, family", FAULTS)
-def test_faulty_step_has_a_different_gradient(
-    chapter, monkeypatch, layout_models, tmp_path, fault, family
-):
-    words = ["-m", layout_models / family, "-d", write_conversations(tmp_path)]
-    args, model, train_set, _ = prepare(chapter, *words, *WINDOW.get(family, []))
-    measure = step_distances(chapter, args, model, train_set)
-    for (target, name), function in faulty_functions(chapter, fault).items():
-        monkeypatch.setattr(target, name, function)
-    assert measure()[1] > 1e-2
-
-
-def on_two_ranks(chapter, monkeypatch, forward_backward):
-    """Return a function that computes a step as two ranks do, one rank after the other.
-
-    Gradients and losses of the ranks add up, as in FSDP's reduction.
-    """
-
-    def run(args, *more):
-        args = Namespace(**vars(args) | {"accumulation": args.accumulation // 2})
-        losses = []
-        for rank in range(2):
-            group = Namespace(get_rank=lambda rank=rank: rank, get_world_size=lambda: 2)
-            monkeypatch.setattr(chapter, "dist", group)
-            losses.append(forward_backward(args, *more))
-        return sum(losses)
-
-    return run
-
-
-@pytest.mark.parametrize("is_faulty", [False, True])
-def test_step_of_two_ranks_is_the_mean_over_the_answers_of_both(
-    chapter, monkeypatch, layout_models, tmp_path, is_faulty
-):
-    words = ["-m", layout_models / "llama", "-d", write_conversations(tmp_path)]
-    args, model, train_set, _ = prepare(chapter, *words)
-    measure, answers_at = step_distances(chapter, args, model, train_set), chapter.answers_at
-    step_of_ranks = on_two_ranks(chapter, monkeypatch, chapter.forward_backward)
-    monkeypatch.setattr(chapter, "forward_backward", step_of_ranks)
-
-    def answers_of_rank(args, samples, step):
-        """Return the divisor of a mean of the ranks' means."""
-        batches = range(args.accumulation)
-        batches = [chapter.batch_at(args, samples, step, k, torch.device("cpu")) for k in batches]
-        return 2 * chapter.count_answers(torch.cat(batches))
-
-    monkeypatch.setattr(chapter, "answers_at", answers_of_rank if is_faulty else answers_at)
-    loss_apart, gradient_apart = measure()
-    assert gradient_apart > 1e-2 if is_faulty else max(loss_apart, gradient_apart) < 1e-5
-
-
-LEAK = "tokens attend to the conversation before theirs; choose a different model"
-FAMILIES = dict.fromkeys(("mistral", "gemma3_text", "qwen3_moe"))
-FAMILIES |= dict.fromkeys(("bloom", "qwen3_next", "xmod"), LEAK)
-
-
-def check_family(chapter, kind, seq_length, settings=None):
+def check_family(chapter, kind, seq_length, settings):
     """Check a small model of a family as the script checks it before the first step."""
     args = Namespace(**ARGS | {"model_name": kind, "seq_length": seq_length})
-    settings = OWN_SETTINGS.get(kind, {}) | (settings or {})
-    config = shrink(CONFIG_MAPPING[kind](), **settings)
+    config = shrink(CONFIG_MAPPING[kind](), **OWN_SETTINGS.get(kind, {}) | settings)
     device = torch.device("cpu")
     model = chapter.shard(args, chapter.build_model(args, config), device)
     chapter.check_causal(args, model, device)
 
 
-@pytest.mark.parametrize("kind, error", FAMILIES.items())
-def test_family_that_cannot_separate_conversations_is_refused(chapter, capsys, kind, error):
-    if error:
-        problem = user_error(capsys, check_family, chapter, kind, 32)
-        assert f"--model-name {kind}: {error}" in problem
-    else:
-        check_family(chapter, kind, 32)
+@pytest.mark.parametrize("kind", ["bloom", "qwen3_next", "xmod"])
+def test_family_that_cannot_separate_conversations_is_refused(chapter, capsys, kind):
+    problem = user_error(capsys, check_family, chapter, kind, 32, {})
+    leak = "tokens attend to the conversation before theirs; choose a different model"
+    assert f"--model-name {kind}: {leak}" in problem
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-PHI3 = {"rope_parameters": LONG_ROPE | {"partial_rotary_factor": 1.0}}
-# The angles or the scales of these models change at a length of 16 tokens.
+# The angles of these models change at a length of 16 tokens.
 BEYOND_A_DOCUMENT = {
-    "longrope": ("llama", {"rope_parameters": LONG_ROPE}),
-    "longrope of Phi-3": ("phi3", PHI3 | {"original_max_position_embeddings": 16}),
-    "dynamic NTK": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 16}),
-    "temperature": ("llama4_text", {"no_rope_layers": [1, 0], "floor_scale": 16}),
+    "longrope": {"rope_parameters": LONG_ROPE},
+    "dynamic NTK": {"rope_parameters": DYNAMIC, "max_position_embeddings": 16},
 }
 
 
-@pytest.mark.parametrize("kind, settings", BEYOND_A_DOCUMENT.values(), ids=BEYOND_A_DOCUMENT)
-def test_model_that_looks_beyond_a_document_is_refused(chapter, capsys, kind, settings):
-    check_family(chapter, kind, 15, settings)
-    problem = user_error(capsys, check_family, chapter, kind, 256, settings)
-    line = f"--seq-length 256: packing changes what {kind} computes for a conversation; lower it"
+@pytest.mark.parametrize("settings", BEYOND_A_DOCUMENT.values(), ids=BEYOND_A_DOCUMENT)
+def test_model_that_looks_beyond_a_document_is_refused(chapter, capsys, settings):
+    check_family(chapter, "llama", 15, settings)
+    problem = user_error(capsys, check_family, chapter, "llama", 256, settings)
+    line = "--seq-length 256: packing changes what llama computes for a conversation; lower it"
     assert line in problem
-
-
-RIGHT = {
-    # The positions of a document also decide where its chunks begin.
-    "chunks": ("llama4_text", {"attention_chunk_size": 8}),
-    "window": ("gemma3_text", {"sliding_window": 8}),
-    "static angles": ("llama", {"rope_parameters": LONG_ROPE | {"rope_type": "yarn"}}),
-    "learned positions": ("gpt2", {"n_positions": 64}),
-}
-
-
-@pytest.mark.parametrize("kind, settings", RIGHT.values(), ids=RIGHT)
-def test_model_that_follows_positions_is_not_refused(chapter, kind, settings):
-    check_family(chapter, kind, 64, settings)
 
 
 # ---- prepared tokens -------------------------------------------------------------------------
@@ -313,20 +203,13 @@ def test_mistake_in_a_conversation_is_reported_with_its_number(
     assert line in error_of(capsys, chapter, path)
 
 
-RAISE = "{{ raise_exception('roles must alternate') }}"
 UNEQUAL = "{{ '<' if add_generation_prompt else messages[-1].content }}"
-PAIR = {"prompt": "caf\xe9", "completion": "b"}
+PAIR = {"prompt": "a", "completion": "b"}
 FILES = {
     "text": ({"messages": "a"}, None, "conversation 1: a turn has no role and content, but is 'a'"),
-    "latin1": (PAIR, None, "after conversation 0: 'utf-8' codec can't decode"),
+    "latin1": (PAIR | {"prompt": "é"}, None, "conversation 0: 'utf-8' codec can't decode"),
     "column": ({"text": "a"}, None, "messages: no such column, and no prompt and completion; "),
-    "raises": (PAIR | {"prompt": "a"}, RAISE, "TemplateError('roles must alternate')"),
-    "no text": (
-        PAIR | {"prompt": "a"},
-        "{{ 'x' * messages | length }}",
-        "leaves out 'b' of an answer",
-    ),
-    "unequal": (PAIR | {"prompt": "a"}, UNEQUAL, "'b' does not begin with the prompt '<'"),
+    "unequal": (PAIR, UNEQUAL, "'b' does not begin with the prompt '<'"),
 }
 
 
@@ -338,7 +221,7 @@ def test_unusable_file_or_template_is_refused(chapter, capsys, tmp_path, row, te
 
 
 def test_long_conversations_and_control_tokens_are_left_out(chapter, capsys, tmp_path):
-    # Two documents of these do not fit into a sample.
+    # A sample has no space for two of these documents.
     good = [[ASK, ANSWER], [say("system", "Be short."), ASK, ANSWER]]
     left_out = [[ASK, say("assistant", "a" * 64)], [say("user", "</s>"), ANSWER]]
     rows = [{"messages": turns} for turns in [*good, *left_out]]
@@ -361,14 +244,6 @@ def test_formats_of_conversations_give_the_same_samples(chapter, tmp_path):
         for name in rows
     )
     assert len(messages) == 2 and all(torch.equal(messages, other) for other in others)
-
-
-def test_held_out_samples_are_not_the_shortest(chapter, tmp_path):
-    lengths = [1, 30, 20, 25, 30, 28]
-    rows = [{"prompt": "a" * length, "completion": "b"} for length in lengths]
-    samples = samples_of(chapter, write_rows(tmp_path / "a.jsonl", rows))
-    *_, held_out = split_documents(chapter, samples)
-    assert len(held_out) == 20 + lengths[-1]
 
 
 # ---- the same on chapter 08 ------------------------------------------------------------------
@@ -403,7 +278,7 @@ def test_merged_into_chapter_08_the_curve_stays_the_same(merged_script, layout_m
     assert apart == {name: {} for name in jobs}
 
 
-def test_merged_into_chapter_08_it_has_all_that_conversations_has(load, merged_script):
+def test_script_merged_into_chapter_08_has_all_names_of_conversations(load, merged_script):
     import harness
 
     own, merged = load("conversations"), harness.load(merged_script)

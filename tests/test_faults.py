@@ -18,7 +18,6 @@ from pathlib import Path
 
 import inject
 import pytest
-import whats_wrong
 
 from cluster.cluster import wait_until
 from conftest import ROOT, SCRIPTS, SHORT, run_command
@@ -39,7 +38,7 @@ FLAGS = """--device cpu --precision fp32 -s 64 --global-batch-size 9 -b 3 --num-
     --log-every 5 --checkpoint-every 10 --eval-every 1000 --eval-samples 9""".split()
 # After a damaged checkpoint, the same command continues from the checkpoint before.
 RESUME = "--num-steps 20".split()
-# The first checkpoint, of step 10, is whole.
+# The first checkpoint, of step 10, is complete.
 FIRST_STEP = 12
 # A rank that stops or waits is found after 10 s; the limit leaves time for a busy machine.
 PATIENCE = 90
@@ -47,7 +46,7 @@ PATIENCE = 90
 
 @dataclass
 class Case:
-    """A fault that is made once, and the verdict that it must have."""
+    """A fault that is made once, and its expected verdict."""
 
     fault: str
     script: str
@@ -223,15 +222,6 @@ def test_each_fault_has_one_injector_a_case_and_a_sample(load):
     assert sorted(faults) == sorted(re.findall(r'cog fault\("([a-z-]+)"\)', FAULTS_PAGE))
 
 
-def test_every_fault_that_a_verdict_names_has_a_section():
-    verdict_kinds = {*whats_wrong.CLUES, *(case.kind for case in CASES)}
-    verdict_kinds -= {None, *whats_wrong.NO_FAULT}
-    headings = re.findall(r"^#+ (.*)$", FAULTS_PAGE, re.M)
-    anchors = {heading.lower().replace(" ", "-") for heading in headings}
-    missing = {*verdict_kinds, "network", "host-unreachable", "unknown"} - anchors
-    assert not missing, f"faults.md has no section {missing}"
-
-
 def test_published_verdicts_name_the_lines_of_the_scripts():
     rows = {(row["script"], row["fault"]): row for row in json.loads(RESULTS.read_text())["rows"]}
     for case in CASES:
@@ -272,17 +262,3 @@ def test_lost_host_is_named(cluster, tmp_path, fault):
 
     verdict = wait_until(find_verdict, PATIENCE, f"a verdict of {verdict_kinds}")
     assert "h2" in verdict["hosts"], verdict
-
-
-@pytest.mark.slow
-def test_full_disk_is_named(small_disk, tmp_path):
-    """The disk has no space for a checkpoint; the verdict is not a crash."""
-    args = [*SHORT, "--num-steps", 30, "--checkpoint-every", 3]
-    run = small_disk / "run"
-    command = watched_command(
-        run, SCRIPTS["03"], *args, "--save-dir", small_disk, "-e", "run", ranks=2
-    )
-    with open(tmp_path / "log", "w") as log:
-        assert subprocess.run(command, check=False, stdout=log, stderr=log, timeout=200).returncode
-    done = run_command(CHAPTER / "whats_wrong.py", run, "--json")
-    assert json.loads(done.stdout)["kind"] == "disk-full", done.stdout

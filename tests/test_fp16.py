@@ -50,50 +50,6 @@ def test_overflow_skips_its_step_and_halves_the_scale(script):
     assert loss.isfinite() and not torch.equal(before[0], next(iter(model.state_dict().values())))
 
 
-def test_clipping_sees_gradients_without_the_scale(script):
-    """The gradient norm and the clipped gradient are the same as in fp32."""
-    norms = []
-    for words in ([], FP16):
-        _, model, optimizer, *_, norm = take_step(script, *words, "--max-grad-norm", 0.01)
-        norms.append(norm.item())
-        clipped = torch.nn.utils.get_total_norm(first_moments(model, optimizer))
-        # The first moment is the gradient times 1 - beta1.
-        assert clipped == pytest.approx(0.01 * 0.1, rel=1e-2)
-    assert norms[1] == pytest.approx(norms[0], rel=2e-3) and norms[1] > 1
-
-
-def test_scale_keeps_small_gradients_from_becoming_zero(script):
-    zeros = []
-    for words in ([], FP16, [*FP16, "--init-scale", 1.0]):
-        _, model, optimizer, *_ = take_step(script, *words, "--config", "num_hidden_layers=4")
-        moments = first_moments(model, optimizer)
-        zeros.append(sum(int((moment == 0).sum()) for moment in moments))
-    assert zeros[0] == zeros[1] < zeros[2] - 20, zeros
-
-
-def test_bad_loss_of_a_different_rank_is_fatal(script, monkeypatch):
-    args, model, optimizer, train_set, *_ = take_step(script, *FP16)
-    # In this step, the only all-reduce is that of the number that tells whether a loss is bad.
-    monkeypatch.setattr(script.dist, "all_reduce", lambda is_fatal, operation: is_fatal.fill_(1))
-    loss, norm = script.train_step(args, model, optimizer, train_set, 2, DEVICE)
-    assert loss.isfinite() and norm.isfinite() and optimizer.found_inf
-
-
-def test_attention_gets_a_key_for_each_query_head(script, monkeypatch):
-    """Kernels other than flash attention need the same number of heads for queries and keys."""
-    calls, sdpa = [], torch.nn.functional.scaled_dot_product_attention
-
-    def record(query, key, value, **options):
-        assert query.shape == key.shape == value.shape and "enable_gqa" not in options
-        # A mask in memory would have a number for each pair of tokens.
-        calls.append((options["attn_mask"], options["is_causal"]))
-        return sdpa(query, key, value, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
-    take_step(script, *FP16, "--config", "num_hidden_layers=1", "num_key_value_heads=1")
-    assert {*calls} == {(None, True)}
-
-
 def test_grouped_heads_have_the_gradients_of_the_parent(load, script, models):
     """In fp32, a repeated key gets the same gradient as a key that SDPA shares between heads."""
     gradients = []

@@ -115,33 +115,19 @@ def pods(tmp_path):
 
 
 @pytest.mark.slow
-def test_pods_have_the_losses_of_two_ranks_on_one_node(pods):
-    pods.train()
-    assert [pods.end_of(0), pods.end_of(1)] == ["Succeeded", "Succeeded"]
-    one_node = curves_of(pods.folder, {2: {"one-node": ("03", [])}})["one-node"]
-    assert difference(metrics(pods.run_dir), one_node) < 1e-5
-    assert (pods.run_dir / "model/config.json").exists()
-
-
-@pytest.mark.exhaustive
-def test_bad_argument_fails_the_job(pods):
-    pods.train("--batch-size", "0")
-    assert pods.end_of(0) == "FailJob"
-    assert "argument -b/--batch-size: 0 is below 1" in pods.log.read_text()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("drained", [0, exhaustive(1)])
 def test_drained_pod_is_replaced_and_so_is_the_other(pods, drained):
     """Start each pod again the moment it has ended, which is sooner than Kubernetes does."""
     pods.train("--num-steps", "60")
     wait_until(lambda: last_logged_step(pods.run_dir) >= 5, 120, "step 5")
     pods.processes[drained].send_signal(signal.SIGTERM)
-    # Its DisruptionTarget replaces a drained pod, whatever its status is.
+    # Kubernetes replaces a drained pod because of its DisruptionTarget, whatever its status is.
     assert pods.processes[drained].wait(timeout=120) == 128 + signal.SIGTERM
     pods.start(drained)
     assert pods.end_of(1 - drained) == "Ignore"
     pods.start(1 - drained)
     assert [pods.end_of(0), pods.end_of(1)] == ["Succeeded", "Succeeded"]
     assert "continuing from" in pods.log.read_text()
-    assert 60 in metrics(pods.run_dir)
+    one_node = curves_of(pods.folder, {2: {"one-node": ("03", ["--num-steps", 60])}})["one-node"]
+    assert difference(metrics(pods.run_dir), one_node) < 1e-5
+    assert (pods.run_dir / "model/config.json").exists()

@@ -1,6 +1,4 @@
-"""Chapter 05: the loss in chunks, AdamW on the CPU, and a model too large for chapter 04."""
-
-import argparse
+"""Chapter 05: the loss in chunks, and a model too large for chapter 04."""
 
 import pytest
 import torch
@@ -26,45 +24,6 @@ def test_chunked_loss_equals_the_loss(load, monkeypatch, chunk, bias):
     gradients, others = (torch.autograd.grad(value, inputs) for value in (loss, chunked))
     for gradient, other in zip(gradients, others, strict=True):
         assert (gradient - other).abs().max() < 2e-6
-
-
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        # The mask of chapter 08 calls this kernel itself.
-        "_efficient_attention_forward",
-    ],
-)
-def test_selective_recompute_keeps_the_result_of_each_attention_kernel(load, kernel):
-    chapter, operations = load("05"), torch.ops.aten
-    attention = getattr(operations, kernel).default
-    assert chapter.keep_products(None, attention) is chapter.CheckpointPolicy.MUST_SAVE
-    recomputed = chapter.keep_products(None, operations.silu.default)
-    assert recomputed is chapter.CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def test_adamw_uses_all_cores_of_the_host(load, monkeypatch):
-    """torchrun gives each rank one thread; a higher number that the user sets stays."""
-    chapter, threads = load("05"), []
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.setattr(chapter.os, "sched_getaffinity", lambda _: range(96))
-
-    def gather(hosts, own_host, group):
-        # Eight of sixteen ranks are on this host.
-        hosts[:] = [own_host] * 8 + ["another"] * 8
-
-    monkeypatch.setattr(chapter.dist, "get_world_size", lambda: 16)
-    monkeypatch.setattr(chapter.dist, "all_gather_object", gather)
-    monkeypatch.setattr(chapter, "patient_group", lambda *_: None)
-    args = argparse.Namespace(cpu_offload=True, lr=1e-3, weight_decay=0.1)
-    for own, expected in ((1, 12), (16, 16)):
-        monkeypatch.setattr(torch, "get_num_threads", lambda own=own: own)
-        chapter.build_optimizer(args, torch.nn.Linear(2, 2))
-        assert threads.pop() == expected
 
 
 @pytest.mark.exhaustive

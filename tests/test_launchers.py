@@ -13,7 +13,6 @@ import pytest
 
 from cluster.cluster import wait_until
 from conftest import (
-    ROOT,
     SCRIPTS,
     SHORT,
     curves_of,
@@ -28,11 +27,14 @@ from in_process import Captured
 from marks import exhaustive, slow
 from runs import last_logged_step
 
-# What srun sets for rank 3 of 4, which is number 1 on its node.
+# The variables that srun sets for rank 3 of 4, which has local rank 1.
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
 SRUN |= {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
-OPEN_MPI = "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK"
-MPICH = "PMI_RANK PMI_SIZE MPI_LOCALRANKID"
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+COMPLETE = dict.fromkeys([*NUMBERS, "MASTER_PORT"], "0") | {"MASTER_ADDR": "127.0.0.1"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
+OPEN_MPI |= {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
 
 
 @pytest.mark.parametrize(
@@ -44,56 +46,39 @@ def test_ranks_under_srun_meet_on_the_first_node_at_a_port_of_their_step(
 ):
     monkeypatch.setattr(os, "environ", SRUN | {"SLURM_STEP_NODELIST": nodes})
     load("03").adopt_launcher()
-    adopted = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")]
+    adopted = [os.environ[name] for name in (*NUMBERS, "MASTER_ADDR")]
     assert adopted == ["3", "4", "1", first]
-    # 10,000 + 10 times the job's id + the step's id.
+    # The port is 10,000 + 10 times the job's id + the step's id.
     assert os.environ["MASTER_PORT"] == "10770"
 
 
 TORCHRUN, LAUNCHER = "needs torchrun: torchrun --standalone", "with a launcher, such as torchrun"
-ADDRESS = "with a launcher, such as torchrun: MASTER_ADDR is not set"
+INCOMPLETE = [
+    ("02", {}, TORCHRUN),
+    ("02", COMPLETE | {"RANK": ""}, TORCHRUN),
+    ("03", {}, LAUNCHER),
+    ("03", COMPLETE | {"LOCAL_RANK": ""}, f"{LAUNCHER}: LOCAL_RANK is not set"),
+    ("03", COMPLETE | {"MASTER_PORT": ""}, f"{LAUNCHER}: MASTER_PORT is not set"),
+    # mpirun gives a rank its number, but no address.
+    ("03", OPEN_MPI, f"{LAUNCHER}: MASTER_ADDR is not set"),
+    ("03", MPICH, f"{LAUNCHER}: MASTER_ADDR is not set"),
+]
 
 
-@pytest.mark.parametrize(
-    "name, names, problem",
-    [("02", "", TORCHRUN), ("03", "", LAUNCHER), ("03", OPEN_MPI, ADDRESS), ("03", MPICH, ADDRESS)],
-)
-def test_missing_launcher_or_address_is_reported(load, monkeypatch, capsys, name, names, problem):
-    """mpirun gives a rank its number, but no address."""
-    chapter, numbers = load(name), ["3", "4", "1"] if names else []
+@pytest.mark.parametrize("is_set", [True, False], ids=["empty", "unset"])
+@pytest.mark.parametrize("name, environment, problem", INCOMPLETE)
+def test_incomplete_variables_of_a_launcher_cost_one_line(
+    load, monkeypatch, capsys, name, environment, problem, is_set
+):
+    chapter = load(name)
+    given = {key: value for key, value in environment.items() if value or is_set}
     monkeypatch.setattr(chapter.time, "sleep", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["train_llm.py", "--device", "cpu"])
-    monkeypatch.setattr(os, "environ", dict(zip(names.split(), numbers, strict=True)))
+    monkeypatch.setattr(os, "environ", given)
     error = user_error(capsys, chapter.parse_args)
     assert error.count("\n") == 1 and problem in error
-    adopted = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    assert [os.environ[name] for name in adopted if name in os.environ] == numbers
-
-
-NUMBERS = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
-
-
-@pytest.mark.parametrize(
-    "name, missing",
-    [
-        ("02", ["RANK", "WORLD_SIZE"]),
-        ("02", ["RANK"]),
-        ("03", ["LOCAL_RANK"]),
-        ("03", ["MASTER_PORT"]),
-    ],
-)
-@pytest.mark.parametrize("value", [{}, {"": ""}], ids=["unset", "empty"])
-def test_incomplete_variables_of_a_launcher_cost_one_line(
-    load, monkeypatch, capsys, name, missing, value
-):
-    given = dict.fromkeys([*NUMBERS, "MASTER_PORT"], "0") | {"MASTER_ADDR": "127.0.0.1"}
-    given = {key: number for key, number in given.items() if key not in missing}
-    chapter = load(name)
-    monkeypatch.setattr(sys, "argv", ["train_llm.py", "--device", "cpu"])
-    monkeypatch.setattr(os, "environ", given | {key: "" for key in missing if value})
-    error = user_error(capsys, chapter.parse_args)
-    problem = TORCHRUN if name == "02" else f"{LAUNCHER}: {missing[0]} is not set"
-    assert error.count("\n") == 1 and problem in error
+    if environment in (OPEN_MPI, MPICH):
+        assert [os.environ[number] for number in NUMBERS] == ["3", "4", "1"]
 
 
 def test_newest_start_of_a_run_owns_its_folder(load, one_rank_group, tmp_path, capsys):
@@ -112,7 +97,7 @@ def test_newest_start_of_a_run_owns_its_folder(load, one_rank_group, tmp_path, c
 
 @pytest.mark.slow
 def test_reader_that_leaves_ends_no_run(tmp_path):
-    """As in `torchrun ... | head -n 1`."""
+    """The reader leaves as in `torchrun ... | head -n 1`."""
     command = [SCRIPTS["02"], *SHORT, "--save-dir", tmp_path, "-e", "run"]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(list(map(str, launch_command(2, command))), **options) as run:
@@ -120,28 +105,6 @@ def test_reader_that_leaves_ends_no_run(tmp_path):
         run.stdout.close()
         assert run.wait(timeout=300) == 0, run.stderr.read()
     assert (tmp_path / "run/finished-20").exists()
-
-
-@pytest.mark.parametrize(
-    "launcher, names",
-    [
-        ("slurm/srun-direct.sbatch", [*NUMBERS, "MASTER_ADDR", "MASTER_PORT"]),
-        # mpirun gets the address and the port from launch.sh.
-        ("mpi/launch.sh h1:2", NUMBERS),
-    ],
-)
-def test_launcher_drops_the_variables_of_an_earlier_launcher(tmp_path, launcher, names):
-    """Programs that print their environment stand in for mpirun and for Slurm's programs."""
-    env = os.environ | dict.fromkeys(names, "1") | {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}
-    env["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
-    for program in ("mpirun", "srun", "scontrol"):
-        (tmp_path / program).write_text("#!/bin/sh\nenv\n")
-        (tmp_path / program).chmod(0o755)
-    command = ["bash", *f"{ROOT}/03-job-launchers/{launcher}".split(), "train.py"]
-    options = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True}
-    output = subprocess.run(command, check=True, **options).stdout
-    seen = {line.partition("=")[0] for line in output.splitlines()}
-    assert "PATH" in seen and not seen & {*names}
 
 
 @pytest.mark.parametrize(
@@ -226,7 +189,7 @@ def test_stopped_run_continues_without_a_difference(chapter, request_stop, tmp_p
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
-def test_request_to_stop_travels_during_a_step_and_nobody_waits_for_it(
+def test_request_to_stop_travels_during_a_step_without_a_wait(
     load, one_rank_group, monkeypatch, tmp_path, name
 ):
     """The exchange of a request ends before the next step, not before its own step."""
@@ -279,12 +242,3 @@ def test_killed_worker_is_restarted_by_torchrun(tmp_path):
     output, _ = launcher.communicate(timeout=150)
     assert launcher.returncode == 0 and "continuing from" in output, output
     assert difference(uninterrupted("03", args, tmp_path), metrics(tmp_path / "run")) == 0.0
-
-
-def test_missing_rank_is_waited_for_as_long_as_the_flag_says(tmp_path):
-    args = [*SHORT, "--dist-timeout", 1, "--save-dir", tmp_path / "runs"]
-    first, second = start_ranks(2, [SCRIPTS["03"], *args], tmp_path)
-    second.kill()
-    assert first.wait(timeout=120) == 1
-    assert "1/2 clients joined" in (tmp_path / "rank0.log").read_text()
-    assert not [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]

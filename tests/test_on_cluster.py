@@ -19,10 +19,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CHAPTER = ROOT / "03-job-launchers"
 LONG = [*SHORT, "--seq-length", "32", "--num-steps", "150", "--eval-every", "150"]
 LONG += ["--checkpoint-every", "20"]
-# The processes that train; the command lines of launchers begin with a different word.
+# A pattern of the processes that train. The command lines of launchers begin with a different word.
 RANKS = "^[^ ]*python[^ ]* (-u )?[^ ]*train_llm.py"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-# What a user types before a script to start two ranks on each of the hosts h1 and h2.
+# The words before a script that start two ranks on each of the hosts h1 and h2.
 SBATCH = "sbatch --nodes=2 --gpus-per-node=2 "
 LAUNCHERS = {
     "ssh": "{chapter}/ssh/launch.sh {folder}/hosts.txt",
@@ -141,23 +141,6 @@ def test_launcher_passes_variables_of_the_network_to_all_ranks(user, launcher):
     assert user.output().count(str([*given.values()])) == 4
 
 
-@pytest.mark.exhaustive
-def test_array_job_prepares_data_while_chapter_04_trains_across_hosts(user):
-    """Each task of the array writes a part. The training starts when the folder exists."""
-    data = user.folder / "web.tokens"
-    tool = f"python {ROOT}/preparing-data/prepare.py -o {data} --piece 4000 --workers 1 pydoc"
-    user.submit(f"sbatch --array=0-1 --wrap '{tool}'")
-    wait_until((data / "index.json").exists, 60, "index.json")
-    assert user.launch(user.line(LAUNCHERS["sbatch"], *SHORT, "-d", data, script="04"))
-
-    def ended():
-        return [json.loads(path.read_text())["ended"] for path in data.glob("part-*.json")]
-
-    wait_until(lambda: ended() == [True, True], 60, "both parts have ended")
-    one_host = curves_of(user.folder, {4: {"one-host": ("04", ["-d", data])}})["one-host"]
-    assert difference(one_host, metrics(user.run_dir)) < 1e-5
-
-
 # ---- jobs that are stopped, requeued, killed and continued -------------------------------------
 
 
@@ -236,25 +219,6 @@ def test_job_that_is_requeued_has_the_losses_of_an_uninterrupted_run(user, curve
     assert (end["JobState"], end["Restarts"]) == ("COMPLETED", "1")
     check_step_of_restart(user, was_asked=event is not kill_and_revive)
     assert difference(curves["long"], metrics(user.run_dir)) == 0.0
-
-
-@pytest.mark.exhaustive
-def test_job_waits_until_earlier_jobs_of_its_name_have_ended(user):
-    """The host has room for both jobs. The first job requeues itself, and still runs first."""
-    script, starts = user.folder / "starts.py", user.folder / "starts.txt"
-    script.write_text(
-        "import os, sys, time\n"
-        f"open('{starts}', 'a').write(os.environ['SLURM_JOB_ID'] + ' ')\n"
-        "time.sleep(600 * ('--wait' in sys.argv and 'SLURM_RESTART_COUNT' not in os.environ))"
-    )
-    user.env["RANKS_PER_NODE"] = "1"
-    typed = "sbatch --job-name=run --dependency=singleton {chapter}/slurm/train.sbatch"
-    lines = [user.line(typed, *options, script=script) for options in (["--wait"], [])]
-    first, second = map(user.submit, lines)
-    wait_until(starts.exists, 150, "the first job has started")
-    user.cluster.run("head", f"scancel --signal=USR1 --batch {first}")
-    assert user.end_of(second)["JobState"] == "COMPLETED"
-    assert starts.read_text().split() == [first, first, second]
 
 
 def check_step_of_restart(user, was_asked=True):
@@ -343,7 +307,7 @@ def test_cancelled_job_saves_and_continues_on_other_nodes(user, curves, before, 
     assert user.cluster.job(job)["JobState"] == "CANCELLED", "the job came back"
 
 
-# A torchrun that continues with the hosts that are there.
+# This torchrun continues with the remaining hosts.
 ELASTIC = "torchrun --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d"
 ELASTIC += " --rdzv-id elastic --rdzv-endpoint h1:29400 --rdzv-conf last_call_timeout=10"
 
@@ -373,7 +337,7 @@ def test_torchrun_continues_with_a_host_that_joins(user, curves):
     check_continued_curve(user, curves)
 
 
-# A launcher, and what a user does on its host to stop it.
+# For each way to stop a run, a launcher, and the command that stops it on its host.
 STOPS = {
     # A terminal signals the launcher's group of processes.
     "Ctrl-C": ("ssh", "kill -INT -- -$(pgrep -o -f ssh/launch.sh)"),
@@ -427,7 +391,7 @@ def test_folder_that_is_not_shared_is_reported_with_the_host(user):
     ],
 )
 def test_ranks_that_cannot_meet_report_the_reason(user, launcher, variable, expected):
-    """A wrong interface, host or port is in the last words of the job, or of the launcher."""
+    """The last words of the job or of the launcher name the wrong interface, host or port."""
     user.cluster.block_port("h1", 23456)
     user.env |= [variable.split("="), ("RANKS_PER_NODE", "1")]
     typed = LAUNCHERS[launcher].replace("per-node=2", "per-node=1")

@@ -1,7 +1,5 @@
 """The committed pictures are those that tools/maintain/pictures.py makes."""
 
-import re
-
 import pictures
 from chapters import ROOT
 
@@ -11,9 +9,3 @@ def test_pictures_drawn_again_equal_the_committed_files(tmp_path, monkeypatch):
     pictures.main()
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert drawn == {path.name: path.read_text() for path in (ROOT / "assets").glob("*.svg")}
-
-
-def test_chapters_show_each_picture():
-    pages = "".join(page.read_text() for page in ROOT.glob("0*/README.md"))
-    shown = set(re.findall(r"assets/([\w-]+\.svg)", pages))
-    assert shown == {path.name for path in (ROOT / "assets").glob("*.svg")}

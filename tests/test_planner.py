@@ -1,30 +1,25 @@
 """The planner: known bytes and speeds, verdicts that make sense, real runs, bad input."""
 
 import json
-import math
 import re
 import shlex
 import sys
 
 import pytest
-import yaml
 
-import activations
 import layouts
 import scale
 import training_step
 import will_it_fit
-from activations import segments_of
 from conftest import ROOT, run_command
 from families import save_small_model
-from framework_files import write_config
 from memory import ShardedMemory
 from on_ranks import make_model_folder
 from planner import CASES, COMMON, SMALL
 from readme import commands
 from scale import setting_from
-from step_time import StepTime, collective, forward_flops, speed_of
-from training_step import bubble, in_flight, numbers
+from step_time import StepTime, speed_of
+from training_step import numbers
 
 pytestmark = pytest.mark.tool
 
@@ -33,13 +28,6 @@ PAPER = (
     "--global-batch-size 64 --cpu-offload --recompute full"
 )
 MEASURED = ROOT / "benchmarks/results/planner-cpu-2cores.json"
-# The numbers of weights as published.
-WEIGHTS = {
-    "llama-3.1-405b": 405_853_388_800,
-    "llama-3.1-70b": 70_553_706_496,
-    "llama-3.1-8b": 8_030_261_248,
-    "llama-3.2-1b": 1_235_814_400,
-}
 # Tiny has 4 layers with 4 matrices of 128 × 128, 3 matrices of 128 × 352, and 2 norms.
 TINY_MATRICES = 4 * 128 * 128 + 3 * 128 * 352
 TINY_LAYER, SPLIT_LAYER = TINY_MATRICES + 2 * 128, TINY_MATRICES / 2 + 2 * 128
@@ -66,12 +54,6 @@ def main(monkeypatch, options):
 
 
 # ---- bytes that are known --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "weights"), WEIGHTS.items())
-def test_shape_in_configs_has_the_published_number_of_weights(name, weights):
-    setting = setting_from(f"-m {ROOT}/05-large-model/configs/{name}.json")
-    assert setting.model.weights == weights
 
 
 # Two ranks that split layers have half of each matrix, and each norm completely. The first of two
@@ -107,34 +89,6 @@ def test_lora_has_gradients_and_moments_of_adapters_only():
     assert plan["checkpoint"] == 4 * 12 * adapters + 4 * 56
 
 
-def test_lora_merges_all_matrices_of_the_layers_on_the_host():
-    """The sums have 4 bytes per weight, and so does the copy that is read to compare."""
-    plan = asked("--gpus-per-node 4 --lora-rank 4")
-    assert plan["host_when"] == "the export"
-    assert plan["host"] == {"merged weights": 8 * 4 * TINY_MATRICES}
-
-
-def test_pipeline_keeps_the_activations_of_the_micro_batches_in_flight():
-    kept = {}
-    for schedule in ("gpipe", "1f1b", "interleaved-1f1b"):
-        options = f"--device cpu --gpus-per-node 4 -b 2 --pipeline-schedule {schedule}"
-        options += " --pipeline-parallel-size 2 --config num_hidden_layers=6"
-        kept[schedule] = asked(options)["gpu"]["activations"]
-    assert kept["gpipe"] / kept["1f1b"] == pytest.approx(8 / 2, rel=0.1)
-    assert kept["interleaved-1f1b"] / kept["1f1b"] == pytest.approx(2.5 / 2, rel=0.1)
-
-
-def test_context_parallel_rank_keeps_its_part_and_gathered_keys_and_values():
-    options = "--device cpu --gpus-per-node 4 --batch-size 4 -s 512 --context-parallel-size"
-    one = asked(f"{options} 1")["gpu"]["activations"]
-    swapped = asked(f"{options} 2 --context-parallel-style ulysses")["gpu"]["activations"]
-    assert swapped == pytest.approx(one / 2, rel=0.05)
-    # The keys and values of all tokens, in four layers; a rank had half of them before.
-    all_keys_and_values = 4 * 2 * 4 * 512 * 128 * 4
-    gathered = asked(f"{options} 2")["gpu"]["activations"]
-    assert gathered == pytest.approx(one / 2 + all_keys_and_values / 2, rel=0.02)
-
-
 # The first layer has no experts. Each of the other three has 16 experts of 3 × 128 × 64 weights.
 MIXTURE = f"-m {ROOT}/09-expert-parallel/tiny-mixture --gpus-per-node 4 -b 1 --recompute full"
 EXPERTS = 16 * 3 * 128 * 64
@@ -163,34 +117,6 @@ def test_experts_send_the_bytes_of_the_readme():
         assert sent == pytest.approx(micro_batches * 3 * passes * 2 * 2 * tokens * 2 * 128 * share)
 
 
-def test_experts_of_a_few_nodes_leave_a_node_only_between_groups():
-    setting = setting_from(f"{MIXTURE} --nodes 2 --expert-parallel-size 8")
-    step = StepTime(setting)
-    # Four of the eight ranks of a group are on the other node.
-    assert step.sent["expert"] * 4 / 7 < step.sent["network"]
-    inside = StepTime(setting_from(f"{MIXTURE} --nodes 2 --expert-parallel-size 4"))
-    assert inside.sent["network"] < step.sent["network"]
-
-
-def test_layer_with_experts_is_traced_behind_dense_layers():
-    """The first three layers of DeepSeek-V3 have no experts, and the planner traces two layers."""
-    kept = []
-    for dense in (1, 3):
-        config = f"--config num_hidden_layers=5 first_k_dense_replace={dense}"
-        kept.append(segments_of(setting_from(f"{MIXTURE} {config}"))["head"].start["activations"])
-    assert kept[0] == kept[1] > 0
-
-
-def test_schedules_were_measured_as_planned():
-    """The ranks kept exactly the planned micro-batches, and were idle for the planned share."""
-    for row in json.loads((ROOT / "benchmarks/results/bubble.json").read_text())["rows"]:
-        schedule, count, kept = row["schedule"], row["micro_batches"], row["in flight"]
-        ranks = len(kept)
-        assert kept == [in_flight(schedule, rank, ranks, count) for rank in range(ranks)], row
-        idle = bubble(schedule, ranks, count)
-        assert row["formula"] == pytest.approx(idle) and abs(row["bubble"] - idle) < 0.03, row
-
-
 FAMILIES = ["gpt2", "qwen3", "mistral", "gemma3", "gemma3-window", "mixtral", "qwen3_moe"]
 FAMILIES += ["gpt_oss", "deepseek_v3"]
 
@@ -199,46 +125,6 @@ FAMILIES += ["gpt_oss", "deepseek_v3"]
 def test_family_is_planned(models, family):
     plan = asked(f"-m {models / family} -s 64 --config num_hidden_layers=3")
     assert plan["gpu"]["activations"] > 0
-
-
-def test_setting_that_cannot_run_keeps_the_other_settings(models, monkeypatch, capsys):
-    """The experts of gpt-oss change a tensor that selective recomputation has stored."""
-    names = ["05 --recompute selective", "05 --recompute full"]
-    settings = {name: will_it_fit.SETTINGS[name] for name in names}
-    monkeypatch.setattr(will_it_fit, "SETTINGS", settings)
-    assert main(monkeypatch, f"-m {models / 'gpt_oss'} -s 64 --recompute full") == 0
-    output = capsys.readouterr().out
-    assert re.search(r"05 --recompute selective +no plan: .* selective activation", output)
-    assert re.search(r"05 --recompute full .* fits\n", output)
-    assert "the first that fits: 05 --recompute full" in output
-
-
-@pytest.mark.parametrize("family", ["mamba", "mamba2"])
-def test_layers_without_attention_have_memory_but_no_speed(family, tmp_path, monkeypatch, capsys):
-    save_small_model(family, tmp_path)
-    monkeypatch.setattr(will_it_fit, "SETTINGS", {})
-    line = f"-m {tmp_path} -s 8"
-    assert main(monkeypatch, line) == 0
-    output = capsys.readouterr().out
-    assert re.search(r"activations +[\d.]+ MiB", output) and "speed: unknown" in output
-    assert "tokens/s" not in output
-    assert main(monkeypatch, f"{line} --layouts") == 2
-    assert "knows no speed of layers without attention" in capsys.readouterr().err
-
-
-def test_layers_of_several_kinds_have_no_plan(tmp_path, monkeypatch, capsys):
-    """The planner traces two layers, and both would be of the same kind."""
-    save_small_model("jamba", tmp_path)
-    assert main(monkeypatch, f"-m {tmp_path} -s 16 --config num_hidden_layers=8") == 2
-    kinds = "layers of several kinds (full_attention, linear_attention)"
-    assert f"{kinds}; use tools/dry_run.py" in capsys.readouterr().err
-
-
-def test_layer_that_runs_token_by_token_ends_after_some_operations(tmp_path, monkeypatch, capsys):
-    save_small_model("mamba", tmp_path)
-    monkeypatch.setattr(activations, "MOST_OPERATIONS", 200)
-    assert main(monkeypatch, f"-m {tmp_path} -s 64") == 2
-    assert "one token after the other; choose a shorter --seq-length" in capsys.readouterr().err
 
 
 def test_405b_needs_the_published_memory():
@@ -256,39 +142,11 @@ def test_405b_needs_the_published_memory():
 # ---- verdicts --------------------------------------------------------------------------------
 
 
-# The memory of a GPU in GiB, and the first setting of Llama-3.1-8B that fits.
-FIRST = {"400": "02", "70": "04 --no-reshard-after-forward", "55": "04"}
-FIRST |= {"14": "05 --cpu-offload --recompute full", "14 --host-memory-gib 100": None}
-
-
-@pytest.mark.parametrize(("memory", "first"), FIRST.items())
-def test_plan_names_the_first_setting_that_fits(memory, first):
-    planned = plan(f"-m meta-llama/Llama-3.1-8B -s 4096 -b 1 --gpu-memory-gib {memory}")
-    assert planned["first"] == first
-
-
-def test_split_is_planned_with_the_settings_of_its_chapter():
-    planned = plan("--gpus-per-node 4 --tensor-parallel-size 2")
-    assert len(planned["settings"]) == 6 and all(name[:2] == "06" for name in planned["settings"])
-    assert planned["asked"] == planned["settings"]["06"]
-    for name, chapter in {"pipeline": "07", "context": "08"}.items():
-        words = ["--gpus-per-node", "4", "-b", "2", f"--{name}-parallel-size", "2"]
-        assert will_it_fit.parse_args(words).chapter == chapter
-
-
-def test_exit_status_tells_whether_the_chosen_setting_fits(monkeypatch, capsys):
+def test_exit_status_shows_whether_the_chosen_setting_fits(monkeypatch, capsys):
     assert main(monkeypatch, "--json") == 0
     assert json.loads(capsys.readouterr().out)["asked"]["fits"]
     assert main(monkeypatch, "--gpu-memory-gib 1") == 1
     assert "the first that fits: none; use more nodes" in capsys.readouterr().out
-
-
-def test_flags_are_those_of_the_newest_chapter(tmp_path):
-    (tmp_path / "some.args").write_text("--lr 1e-5  # slow\n--compile\n--recompute full\n")
-    args = will_it_fit.parse_args([f"@{tmp_path}/some.args", "--warmup-steps", "0", "-e", "name"])
-    assert (args.lr, args.compile, args.recompute) == (1e-5, True, "full")
-    # A plan is for GPUs, whether this machine has one or not.
-    assert (args.device, args.precision, args.ranks) == ("cuda", "bf16", 8)
 
 
 # ---- speed -----------------------------------------------------------------------------------
@@ -304,10 +162,8 @@ SPLITS = {
     "kept": "--no-reshard-after-forward",
     "FSDP": "",
     "hybrid": "--replicas {nodes}",
-    "offload": "--cpu-offload",
     "tensor": "--tensor-parallel-size 8 -b 16",
     "pipeline": "--pipeline-parallel-size {nodes}",
-    "context": "--context-parallel-size 8 -b 16",
 }
 
 
@@ -345,82 +201,6 @@ def test_sent_bytes_follow_the_closed_formulas(split, nodes, micro_steps):
     elif split == "hybrid":
         shards = 2 * 7 / 8 * 4 * WEIGHTS_8B / 8
         assert step.sent["network"] == step.sent["replicas"] == pytest.approx(shards, rel=1e-12)
-
-
-@pytest.mark.parametrize(("recompute", "passes"), [("none", 8), ("selective", 8 + 3)])
-def test_groups_send_the_hidden_states_keys_and_values_of_the_formulas(recompute, passes):
-    # The hidden states of 8 × 2 samples of 8,192 tokens, and the head.
-    hidden, head = 2 * 8 * 2 * 8192 * 4096, 2 * 128_256 * 4096
-    step = StepTime(setting_8b("tensor", 8, flags=f"--recompute {recompute}"))
-    # The embedding's result and its gradient travel in parts.
-    formula = 7 / 8 * ((LAYERS * passes + 2 / 8) * hidden + 2 * head)
-    assert step.sent["tensor"] == pytest.approx(formula, rel=1e-12)
-    assert step.busy["tensor"] > formula / 370e9
-    # Keys and values are 1,024 wide. Under Ulysses, a rank sends its part of the queries, too.
-    gathers = 2 if recompute == "none" else 3
-    for style, width in {"gather": 2 * 1024, "ulysses": (2 * 1024 + 2 * 4096) / 8}.items():
-        flags = f"--recompute {recompute} --context-parallel-style {style}"
-        step = StepTime(setting_8b("context", 8, flags=flags))
-        formula = 7 / 8 * LAYERS * gathers * 2 * 8 * 2 * 8192 * width
-        assert step.sent["context"] == pytest.approx(formula, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "micro_steps", "idle"),
-    [("1f1b", 1, 7 / 15), ("1f1b", 8, 7 / 71), ("interleaved-1f1b", 8, 7 / 135)],
-)
-def test_pipeline_is_idle_by_the_formula_and_sends_hidden_states(schedule, micro_steps, idle):
-    flags = f"--pipeline-schedule {schedule} --recompute none"
-    setting = setting_8b("pipeline", 8, micro_steps, flags)
-    step, passes, count = StepTime(setting), 1 if schedule == "1f1b" else 2, 8 * micro_steps
-    # The bytes of a micro-batch of 2 samples.
-    assert step.sent["stages"] == 2 * passes * count * 2 * 2 * 8192 * 4096
-    # Besides, the rank waits for the reduction at the end.
-    assert idle < speed_of(setting)["exposed"] < idle + 0.02
-    most = step.depth * 3 * step.forward * count
-    assert most <= step.busy["compute"] < 1.05 * (most + step.head * count)
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_waits_vanish_with_one_device_or_links_without_limits(split):
-    if split not in ("tensor", "context"):
-        alone = setting_8b(split, gpus=1)
-        assert not any(StepTime(alone).sent.values())
-        # With offload, a single device still copies to the host.
-        assert (speed_of(alone)["exposed"] > 1e-9) == (split == "offload")
-    # Eight micro-batches in eight stages are idle, however fast the links are.
-    idle = 7 / (8 + 7) if split == "pipeline" else 0
-    setting = setting_8b(split, 8)
-    fast = dict.fromkeys(("nvlink_gbs", "network_gbs", "pcie_gbs"), math.inf)
-    assert speed_of(setting.changed(latency=0, **fast))["exposed"] == pytest.approx(idle, abs=1e-3)
-    assert speed_of(setting)["exposed"] > idle + 1e-4
-
-
-def test_collective_takes_the_time_computed_by_hand():
-    # In a ring of 16 ranks on 2 nodes, one hop crosses. For 2**30 bytes at 370 GB/s, NCCL's
-    # "Simple" is the fastest.
-    expected = 15 / 16 * 2**30 / 370e9 + (8.4 + 14 * 3.4 + 14) * 1e-6
-    setting = setting_from("")
-    seconds, sent = collective(setting, "all-gather", 2**30, 16, 2, 370)
-    assert (seconds, sent) == (pytest.approx(expected), 15 / 16 * 2**30)
-    # A small collective is faster with LL128, and an all-reduce of 4,096 ranks with a tree.
-    seconds, _ = collective(setting, "all-gather", 1024, 16, 2, 370)
-    assert seconds == pytest.approx((14 + 14 * 1.9 + 4) * 1e-6, rel=1e-3)
-    gather, _ = collective(setting, "all-gather", 2**20, 4096, 512, 370)
-    reduce, _ = collective(setting, "all-reduce", 2**20, 4096, 512, 370)
-    assert gather > 4095 * 1.9e-6 > 10 * reduce
-
-
-def test_token_uses_only_the_chosen_experts(tmp_path):
-    sizes = {"hidden_size": 32, "moe_intermediate_size": 64, "num_hidden_layers": 1}
-    sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 384}
-    (tmp_path / "moe.json").write_text(json.dumps(sizes | {"model_type": "qwen3_moe"}))
-    [layer] = (setting := setting_from(f"-m {tmp_path}/moe.json")).model.layers
-    # Attention has 4 matrices of 32 × 32, the router has one of 8 × 32, and the norms have vectors.
-    dense, expert = 4 * 32 * 32 + 8 * 32 + 2 * 32 + 2 * 16, 3 * 32 * 64
-    assert sum(map(math.prod, layer)) == dense + 8 * expert
-    assert forward_flops(setting)[0] == 2 * (dense + 2 * expert)
 
 
 RECORDED = json.loads(scale.FILE.read_text())
@@ -519,8 +299,8 @@ def test_job_of_a_page_has_the_time_that_its_stop_takes(line, chapter, words):
     assert "--signal" not in line
 
 
-# Where a page has numbers of the planner in its text: a pattern of the text, a command line, and
-# what the plan has for each number.
+# For each page, a pattern that finds the planner's numbers in the text, and the command line of
+# each number.
 CONFIGS = "@05-large-model/configs/llama-3.1-"
 SPLIT_405B = f"{CONFIGS}405b.args --nodes 8 --tensor-parallel-size 8"
 IN_TEXT = {
@@ -583,76 +363,29 @@ def test_size_of_a_checkpoint_is_the_same_on_all_pages():
     assert not [path for path, text in texts.items() if re.search(r"\b84[0-689] GB", text)]
 
 
-# ---- files for frameworks --------------------------------------------------------------------
-
-
-# The flags, the names of a value in the file, and the value.
-FILES = [
-    ("deepspeed --cpu-offload", "zero_optimization stage", 3),
-    ("deepspeed --cpu-offload", "zero_optimization offload_param device", "cpu"),
-    ("deepspeed --max-grad-norm 0.5", "gradient_clipping", 0.5),
-    ("deepspeed -b 3", "train_micro_batch_size_per_gpu", 2),
-    ("deepspeed", "torch_autocast lower_precision_safe_modules", []),
-    ("deepspeed --no-reshard-after-forward --cpu-offload", "zero_optimization stage", 2),
-    ("deepspeed --no-reshard-after-forward --cpu-offload", "zero_optimization offload_param", None),
-    ("deepspeed --weights-dtype bf16", "torch_autocast", None),
-    ("deepspeed --weights-dtype bf16", "data_types grad_accum_dtype", "fp32"),
-    ("accelerate --gpus-per-node 4", "num_processes", 4),
-    ("accelerate --recompute full", "fsdp_config fsdp_activation_checkpointing", True),
-    ("accelerate --no-reshard-after-forward", "fsdp_config fsdp_reshard_after_forward", False),
-    ("accelerate --chapter 02", "distributed_type", "MULTI_GPU"),
-    ("accelerate --chapter 02", "fsdp_config", None),
-]
-
-
-@pytest.mark.parametrize(("flags", "names", "value"), FILES)
-def test_file_for_a_framework_has_the_setting(flags, names, value, tmp_path):
-    framework, *words = flags.split()
-    # A file in JSON is also one in YAML.
-    found = yaml.safe_load(write_config(tmp_path / "file", framework, *words).read_text())
-    for name in names.split():
-        found = found.get(name)
-    assert found == value
-
-
-def test_file_is_written_only_if_the_setting_fits(monkeypatch, tmp_path):
-    path = tmp_path / "new/zero.json"
-    line = f"--brief --write-config deepspeed {path}"
-    assert main(monkeypatch, f"{line} --gpu-memory-gib 1") == 1 and not path.exists()
-    assert main(monkeypatch, line) == 0 and path.exists()
-
-
 # ---- bad input -------------------------------------------------------------------------------
 
 BAD = {
     "--gpus-per-node 0": "--gpus-per-node: must be at least 1, not 0",
-    "--gpus-per-node foo": "--gpus-per-node: invalid int value: 'foo'",
-    "--nvlink-gbs 0": "--nvlink-gbs: must be at least 0.001, not 0",
     "--gpus-per-node 3 --layouts": "--layouts: no layout has a plan",
     "--gpus-per-node 2 --nodes 2 --tensor-parallel-size 4": "not a divisor of --gpus-per-node 2",
     "-m meta-llama/Llama-3.1-8B --config vocab_size=1000": "no embedding for token id 128255",
-    "-m {folder}/gpt2 --config vocab_size=100": "no embedding for token id 256",
-    "--config width=8": "--model-name tiny width=8: key width",
     "--context-parallel-size 8 --context-parallel-style ulysses": "4 key-value heads for 8 ranks",
-    "--pipeline-parallel-size 8 -b 4": "tiny has fewer than 8 layers",
     "-m nosuch.json": "--model-name nosuch.json: file not found",
     "-m {folder}/broken.json": "broken.json:",
-    "@nosuch.args": "'nosuch.args'",
-    "--precision fp32 --weights-dtype bf16": "weights in bf16 cannot compute in fp32",
-    "--layouts --device cpu": "leave out --write-config and --device cpu",
+    # The planner traces two layers, and both would be of the same kind.
+    "-m {folder}/jamba --config num_hidden_layers=8": "layers of several kinds",
     "--write-config horovod file": "unknown framework; choose deepspeed or accelerate",
     "--write-config deepspeed file --recompute selective": "choose none or full",
     "--write-config deepspeed file --chapter 02": "choose --chapter 04 or 05",
-    "--write-config accelerate file --weights-dtype bf16": "choose fp32",
-    "--write-config accelerate file --expert-parallel-size 2": "a file cannot express this value",
 }
 
 
 @pytest.mark.parametrize("options", BAD)
 def test_mistake_costs_one_line(options, tmp_path, monkeypatch, capsys):
     (tmp_path / "broken.json").write_text("{")
-    if "gpt2" in options:
-        save_small_model("gpt2", tmp_path / "gpt2")
+    if "jamba" in options:
+        save_small_model("jamba", tmp_path / "jamba")
     assert main(monkeypatch, options.format(folder=tmp_path)) == 2
     output, error = capsys.readouterr()
     assert not output

@@ -1,15 +1,11 @@
-"""Tests of the site: all links lead somewhere, and a chapter's page has both scripts."""
+"""Tests of the site: all links lead somewhere, and the site is small and needs no network."""
 
 import re
 from collections import Counter
-from html import unescape
 
 import pytest
 
-from chapters import chapters, diff, parent_of
 from conftest import ROOT, run_command
-
-CHILDREN = [name for name in chapters() if parent_of(name)]
 
 
 @pytest.fixture(scope="module")
@@ -35,29 +31,6 @@ def test_links_and_anchors_lead_somewhere(site):
             page = (path.parent / file.partition("?")[0]).resolve() if file else path
             if not target.startswith(("https:", "data:")):
                 assert page.is_file() and (not anchor or pages[page][0][anchor]), (path, target)
-
-
-def plain(html):
-    return unescape(re.sub(r"<[^>]*>", "", html))
-
-
-@pytest.mark.parametrize("chapter", CHILDREN)
-def test_split_diff_has_the_parent_on_the_left(site, chapter):
-    parent, script = chapters()[parent_of(chapter)], chapters()[chapter]
-    page = (site / script.relative_to(ROOT).with_name("diff.html")).read_text()
-    rows = re.findall(r"^<tr>(<td.*)", page, re.M)
-    cells = [re.findall(r"<td>(\d*)<td(?: class=(\w+))?>(.*?)(?=<td>|$)", row) for row in rows]
-    for side, mark, status in (0, "-", "removed"), (1, "+", "added"):
-        found = {(int(number), kind) for number, kind, _ in (row[side] for row in cells) if number}
-        lines = [line for line in diff(parent, script) if line[0] in f"{mark} "]
-        changed = {(line[2 + side], status) for line in lines if line[0] == mark}
-        assert changed == {line for line in found if line[1]}, f"{chapter}: side {side}"
-        text = {
-            int(number): plain(html)
-            for number, kind, html in (row[side] for row in cells)
-            if kind and number
-        }
-        assert text == {line[2 + side]: line[1] for line in lines if line[0] == mark}
 
 
 def test_site_needs_no_network_and_is_small(site):

@@ -1,12 +1,10 @@
 """A model has the same gradients, whether or not ranks split its matrices or experts."""
 
-import json
-
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from conftest import MIXTURES, ROOT, SCRIPTS
+from conftest import MIXTURES, SCRIPTS
 from families import save_small_model
 from marks import exhaustive, slow
 from runs import call_on_ranks
@@ -27,13 +25,6 @@ def all_mixtures():
     return [kind for kind, plan in plans.items() if "ep_dispatch_experts" in plan]
 
 
-def trained_by(chapter):
-    """Return the families that a chapter does not refuse, by the published table."""
-    rows = json.loads((ROOT / "benchmarks/results/families.json").read_text())["rows"]
-    rows = [row for row in rows if (row["chapter"], row["verdict"]) == (chapter, "equal")]
-    return [row["family"] for row in rows]
-
-
 def with_experts(kinds):
     """Give a family settings if the first two layers, which small models have, lack experts."""
     numbers = {kind: getattr(CONFIG_MAPPING[kind](), "first_k_dense_replace", 0) for kind in kinds}
@@ -44,13 +35,11 @@ def with_experts(kinds):
 # It takes seconds to import the configurations of all mixtures, so only their tests do this.
 FAMILIES = {"dense": lambda: DENSE, "mixtures": lambda: with_experts(MIXTURES)}
 FAMILIES |= {"all-mixtures": lambda: with_experts(all_mixtures())}
-FAMILIES |= {"all-of-06": lambda: trained_by("06")}
 # The chapter, its flags, the families, and the least number of families that it does not refuse.
 CASES = [
     slow("06", TP2, "dense", 7),
     slow("09", EP2, "mixtures", 7),
     exhaustive("09", [*EP2, "--recompute", "full"], "mixtures", 7),
-    exhaustive("06", TP2, "all-of-06", 30),
     exhaustive("09", EP2, "all-mixtures", 35),
     exhaustive("09", TP2, "all-mixtures", 8),
     exhaustive("09", [*TP2, *EP2], "all-mixtures", 8),

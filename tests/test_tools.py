@@ -5,18 +5,14 @@ import json
 import math
 import re
 import subprocess
-import sys
-from pydoc_data.topics import topics
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import evaluate
-import plot
 from carry import carry
-from conftest import ROOT, change_file, curves_of, prepare_tokens, run_command, user_error
+from conftest import ROOT, change_file, curves_of, run_command, user_error
 from marks import exhaustive
 
 SCRIPT = '''"""A chapter.{parent}"""
@@ -63,26 +59,17 @@ def test_conflict_is_marked_and_stops_no_other_chapter(guide):
     assert "return 10" in (guide / "other" / "train_llm.py").read_text()
 
 
-def write_run(folder, rows):
-    """Write the metrics of a run, and twice half of a row, as a kill may; a resume continues."""
-    folder.mkdir()
-    lines = [json.dumps({"tokens_per_second": 9.0, "val_loss": 2.5} | row) for row in rows]
-    torn = '{"step": 3, "lo'
-    (folder / "metrics.jsonl").write_text("\n".join([torn + lines[0], *lines, torn]))
-
-
 def test_runs_are_drawn_and_compared(tmp_path):
+    """A kill may have cut a row."""
     for name, shift in [("one", 0.0), ("two", 1e-6)]:
-        write_run(tmp_path / name, [{"step": step, "loss": 5 - step + shift} for step in range(3)])
+        rows = [{"step": step, "loss": 5 - step + shift, "val_loss": 2.5} for step in range(3)]
+        (tmp_path / name).mkdir()
+        lines = [json.dumps(row | {"tokens_per_second": 9.0}) for row in rows]
+        cut = '{"step": 3, "lo'
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join([cut + lines[0], *lines, cut]))
     done = run_command(ROOT / "tools/plot.py", "one", "two", "-o", "runs.png", cwd=tmp_path)
     assert done.stdout == "drawn: runs.png; largest difference between losses: 1.0e-06\n"
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_last_row_of_a_step_counts(tmp_path):
-    rows = [{"step": step, "loss": loss} for step, loss in [(1, 9.0), (2, 8.0), (1, 7.0)]]
-    write_run(tmp_path / "run", rows)
-    assert plot.series(plot.read_metrics(tmp_path / "run"), "loss") == ([1, 2], [7.0, 8.0])
 
 
 def test_missing_run_is_reported_in_one_line(tmp_path):
@@ -91,24 +78,19 @@ def test_missing_run_is_reported_in_one_line(tmp_path):
 
 
 # ---- evaluate.py -----------------------------------------------------------------------------
-def evaluate_text(*words, **options):
-    """Run evaluate.py; return its number of tokens, its loss and its perplexity."""
-    done = run_command(ROOT / "tools/evaluate.py", *words, "--device", "cpu", **options)
-    assert done.returncode == 0, done.stderr
-    numbers = re.search(r"(\S+) of .*\nloss (\S+) nats per token, perplexity (\S+)\n", done.stdout)
-    return [float(number.replace(",", "")) for number in numbers.groups()]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("chapter", ["01", exhaustive("06")])
 def test_perplexity_of_the_held_out_samples_is_that_of_the_validation_loss(tmp_path, chapter):
-    """A model, and a checkpoint of one file or of the shards of two ranks."""
+    """Evaluate a model, and a checkpoint of one file or of the shards of two ranks."""
     ranks = 1 if chapter == "01" else 2
     split = ["--tensor-parallel-size", 2] if chapter == "06" else []
     rows = curves_of(tmp_path, {ranks: {"run": (chapter, split)}})["run"]
     for folder, step in {"model": 20, "checkpoints/step-00000010": 10}.items():
-        words = ["--held-out", "--seq-length", 64, "--eval-samples", 10]
-        tokens, loss, perplexity = evaluate_text(tmp_path / "run" / folder, *words)
+        words = ["--device", "cpu", "--held-out", "--seq-length", 64, "--eval-samples", 10]
+        tool = ROOT / "tools/evaluate.py"
+        output = run_command(tool, tmp_path / "run" / folder, *words, check=True).stdout
+        pattern = r"(\S+) of .*\nloss (\S+) nats per token, perplexity (\S+)\n"
+        tokens, loss, perplexity = map(float, re.search(pattern, output).groups())
         assert tokens == 10 * 63
         assert loss == pytest.approx(rows[step]["val_loss"], abs=2e-5)
         assert perplexity == pytest.approx(math.exp(rows[step]["val_loss"]), rel=1e-4)
@@ -123,13 +105,14 @@ def test_windows_count_each_token_once(length, stride):
     for first, start, end in evaluate.windows_of(length, size, stride):
         assert first < start <= end <= first + size
         counted += range(start, end)
-    # The first token of a text has no context; without an overlap, no first token of a window has.
+    # The first token of a text has no context. Without an overlap, the first token of a window has
+    # no context, either.
     uncounted = set(range(0, length, size)) if stride == size else {0}
     assert counted == sorted(set(range(length)) - uncounted)
 
 
 def test_overlap_gives_tokens_context(models):
-    """The sum of windows that begin at each token is that of one forward pass for each token."""
+    """The loss of windows that begin at each token equals that of one forward pass per token."""
     config = AutoConfig.from_pretrained(models / "qwen3")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     tokens = torch.arange(24) % 11
@@ -143,74 +126,22 @@ def test_overlap_gives_tokens_context(models):
     assert count == 23 and total == pytest.approx(expected, rel=1e-5)
 
 
-def test_all_pieces_of_a_folder_are_evaluated_in_order(chapter, tmp_path):
-    (tmp_path / "text.txt").write_text("\n\n".join(topics.values())[:5000])
-    words = ["-o", tmp_path / "text.tokens", "--piece", 999, "--workers", 1, tmp_path / "text.txt"]
-    run_command(ROOT / "preparing-data/prepare.py", *words, check=True)
-    pieces = [np.fromfile(path, "uint16") for path in sorted(tmp_path.glob("text.tokens/*.tokens"))]
-    args = argparse.Namespace(model_name="tiny", config=[], held_out=False, seq_length=256)
-    tokenizer, _ = chapter.build_tokenizer_and_config(args)
-    args.dataset_name = str(tmp_path / "text.tokens")
-    tokens = evaluate.tokens_of(chapter, args, tokenizer)
-    assert len(pieces) > 3
-    assert tokens.tolist() == np.concatenate(pieces).tolist()
-
-
-def test_text_must_be_prepared(models, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my.txt").touch()
-    folder = models / "qwen3"
-    monkeypatch.setattr("sys.argv", ["evaluate.py", str(folder), "-d", "my.txt", "--device", "cpu"])
-    command = f"python preparing-data/prepare.py -m {folder} -o my.tokens my.txt"
-    expected = f"evaluate.py: error: --dataset-name my.txt: prepare it: {command}\n"
-    assert user_error(capsys, evaluate.main) == expected
-
-
 @pytest.mark.parametrize(
     "words, message",
     [
         (["nowhere"], "nowhere: no such folder; give RUN/model"),
+        (["qwen3", "-d", "my.txt"], "--dataset-name my.txt: prepare it: python preparing-data/"),
         ([".", "--stride", "300"], "--stride 300: must be from 1 to --seq-length 256"),
         ([".", "--nosuch"], "unrecognized arguments: --nosuch;"),
         (["empty"], "cannot read empty: "),
     ],
 )
 def test_mistake_in_an_evaluation_is_reported_in_one_line(
-    tmp_path, monkeypatch, capsys, words, message
+    models, tmp_path, monkeypatch, capsys, words, message
 ):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "qwen3").symlink_to(models / "qwen3")
+    (tmp_path / "my.txt").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["evaluate.py", *words, "--device", "cpu"])
     assert user_error(capsys, evaluate.main).startswith(f"evaluate.py: error: {message}")
-
-
-TASK = """task: local
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{{{text}}}}"
-metric_list: [{{metric: byte_perplexity}}]
-"""
-
-
-@pytest.mark.exhaustive
-def test_lm_eval_runs_on_a_finished_model(tmp_path):
-    """The command of docs/train-a-70b-on-64-gpus.md, with a task whose tokens are bytes."""
-    pytest.importorskip("lm_eval")
-    curves_of(tmp_path, {1: {"run": ("01", [])}})
-    text = "The import statement finds a module, and then binds it to a name. " * 8
-    (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}))
-    (tmp_path / "local.yaml").write_text(TASK.format(file=tmp_path / "text.jsonl"))
-    options = ["--model_args", "pretrained=run/model,dtype=float32", "--device", "cpu"]
-    command = ["-m", "lm_eval", "--model", "hf", *options, "--include_path", tmp_path]
-    command += ["--tasks", "local", "--batch_size", 1, "--output_path", "results"]
-    done = run_command(sys.executable, *command, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    [results] = tmp_path.glob("results/**/results_*.json")
-    found = json.loads(results.read_text())["results"]["local"]["byte_perplexity,none"]
-    tokens = prepare_tokens(tmp_path / "text.jsonl", tmp_path / "text.tokens")
-    _, _, perplexity = evaluate_text(tmp_path / "run/model", "-d", tokens, "-s", 1024)
-    # lm-eval also counts the first token, and evaluate.py the end of the text.
-    assert found == pytest.approx(perplexity, rel=0.05)

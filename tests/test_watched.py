@@ -4,7 +4,6 @@ import json
 import signal
 import textwrap
 import threading
-import time
 
 import pytest
 import torch
@@ -59,32 +58,18 @@ def test_exit_status_is_that_of_the_script(tmp_path, text, status, end, error):
     assert end == "failed" or log == "__main__\n"
 
 
-def test_script_has_its_own_arguments_folder_and_main(tmp_path):
-    """Check also that a process started by the script finds the script's functions."""
+def test_script_has_its_own_arguments_and_folder(tmp_path):
     (tmp_path / "neighbour.py").write_text("value = 5\n")
     text = """
-        import multiprocessing, pickle, sys
+        import sys
         from neighbour import value
-        class Kept: pass
-        def work(number): return number * value
-        if __name__ == "__main__":
-            assert sys.argv[1:] == ["-e", "--into"] and sys.argv[0].endswith("some_script.py")
-            pickle.loads(pickle.dumps(Kept()))
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                print(pool.map(work, [2, 3]))
+        assert sys.argv[1:] == ["-e", "--into"] and sys.argv[0].endswith("some_script.py")
+        print(__name__, value)
     """
     done = run_command(*watched_command(tmp_path / "run", written(tmp_path, text), "-e", "--into"))
-    assert (done.returncode, done.stdout) == (0, "[10, 15]\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "__main__ 5\n"), done.stderr
 
 
-# ctypes releases Python's global lock, but the main thread stays in C code, so no Python handler
-# runs.
-IN_C = """
-import ctypes, signal
-print('ready', flush=True)
-ctypes.CDLL(None).pause()
-ctypes.CDLL(None).sleep(1000)
-"""
 HANDLER = """
 import signal, time, sys
 def stop(*_): print("saving"); sys.exit(7)
@@ -94,43 +79,14 @@ time.sleep(1e6)
 """
 
 
-@pytest.mark.parametrize("text", [IN_C, HANDLER])
-def test_sigterm_ends_the_script_at_once_and_is_recorded(tmp_path, text):
-    process = start(tmp_path, written(tmp_path, text))
+def test_sigterm_reaches_the_handler_of_the_script_and_is_recorded(tmp_path):
+    process = start(tmp_path, written(tmp_path, HANDLER))
     log = tmp_path / "rank0.log"
     wait_until(lambda: "ready\n" in log.read_text(), 60, "the script runs")
-    start_time = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    status = process.wait(timeout=20)
-    assert time.monotonic() - start_time < 3
-    beat = beat_of(tmp_path)
-    assert beat["asked_to_end"], beat
-    if text == HANDLER:
-        assert (status, log.read_text()) == (7, "ready\nsaving\n")
-    else:
-        assert status == -signal.SIGTERM and "SIGTERM" in beat["error"]
-
-
-def test_sigterm_ends_a_forked_process(tmp_path):
-    text = """
-        import os, signal, time
-        child = os.fork()
-        if not child:
-            time.sleep(20)
-        os.kill(child, signal.SIGTERM)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    """
-    assert run(tmp_path, written(tmp_path, text)) == (0, "-15\n")
-
-
-def test_crash_in_c_code_writes_the_python_stack(tmp_path):
-    text = """
-        import ctypes
-        from torch.distributed.elastic.multiprocessing.errors import record
-        record(lambda: ctypes.string_at(0))()
-    """
-    assert run(tmp_path, written(tmp_path, text))[0] == -signal.SIGSEGV
-    assert "some_script.py" in (tmp_path / "ranks/00000.crash").read_text()
+    assert process.wait(timeout=3) == 7
+    assert log.read_text() == "ready\nsaving\n"
+    assert beat_of(tmp_path)["asked_to_end"]
 
 
 def test_missing_script_is_an_error(tmp_path):

@@ -102,8 +102,6 @@ SKIPPED = {"calls": [*STEPS, BUCKET, BUCKET, GATHER]}
 SHAPE = {"calls": [*STEPS, BUCKET, BUCKET, ("all_reduce", "[[1000]]", 405, "measure")]}
 ABORTED = "Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n"
 ABORTED += '  File "/x/torch/distributed/distributed_c10d.py", line 3252 in all_reduce\n'
-SEGFAULT = "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):"
-SEGFAULT += '\n  File "/run/train_llm.py", line 778 in some_function\n'
 ALL, MOVING = range(4), {"since": 1.0, "pending": False}
 STARTING = {rank: rank_files(rank, 4, phase="start", step_seconds=None) for rank in range(3)}
 UNREACHABLE = facts_of({n: rank_files(n, 16, age=1.0 if n < 8 else 50.0) for n in range(16)})
@@ -114,26 +112,17 @@ UNCHECKED = UNREACHABLE | {"hosts": {"h0": UNREACHABLE["hosts"]["h0"]}}
 # Each case has the start of (kind, ranks, certainty), and facts.
 VERDICTS = {
     "training": ("healthy", [], "certain", run(**MOVING)),
-    "equally slow": ("healthy", run(step_seconds=90.0)),
     "evaluation takes minutes": ("healthy", run(since=900.0, phase="evaluation", cpu=0.5)),
     "one rank has no batch": ("hang-in-data", [1], "certain", run(NO_BATCH)),
     "no rank has a batch": ("hang-in-data", [0, 1], run(size=2, phase="data", pending=False)),
-    "skipped, 2 ranks": ("skipped-collective", [1], "likely", run(SKIPPED, 2, **AHEAD)),
     "skipped, 4 ranks": ("skipped-collective", [1], "certain", run(SKIPPED, 4, **AHEAD)),
-    "wrong shape, 2 ranks": ("mismatched-collective", [1], "likely", run(SHAPE, 2, **AHEAD)),
     "wrong shape, 4 ranks": ("mismatched-collective", [1], "certain", run(SHAPE, 4, **AHEAD)),
-    "no history": ("mismatched-collective", [0, 1], run({"calls": [GATHER]}, 2, calls=[FLAG])),
     "in a different group": ("skipped-collective", [1], run(NO_BATCH | {"phase": "collective"})),
     "still computes": ("straggler", [1], run(NO_BATCH | {"phase": "forward"})),
     "all ranks in one collective": ("network", [], run(size=16)),
     "stopped": ("stopped-process", [1], "certain", run(stopped=[1])),
-    "own error": (
-        "crash", [1], "certain",
-        run({"age": 31.0, **failed("ValueError: x")}, gone=ALL, age=30.0, **LOST),
-    ),
     "vanished first": ("killed", [1], "likely", run({"age": 31.5}, 4, ALL, age=30.0, **LOST)),
     "SIGTERM after": ("killed", [1], run({"age": 31.5}, 4, ALL, age=30.0, asked_to_end=NOW)),
-    "C code": ("segfault", [1], "certain", run({"age": 31.0, "crash": SEGFAULT}, 4, [1])),
     "Gloo aborts the receiver of a wrong shape": (
         "mismatched-collective", [1],
         run(SHAPE | {"age": 30.0, **LOST}, 2, ALL, calls=[], age=31.0, crash=ABORTED),
@@ -157,16 +146,12 @@ Last error:
 Cuda failure 2 'out of memory'"""
 # The last error of rank 1, and the kind of the verdict.
 ERRORS = {
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to": "device-out-of-memory",
     "RuntimeError: CUDA error: out of memory": "device-out-of-memory",
     NCCL: "device-out-of-memory",
-    "OSError: [Errno 24] Too many open files: 'x'": "too-many-open-files",
     "OSError: [Errno 28] No space left on device": "disk-full",
     "[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0": "disk-full",
     "MemoryError": "host-memory-leak",
-    "SystemExit: error: a gradient in steps 1 to 5 was not finite": "not-finite",
     "RuntimeError: Unable to find address for: eth9": "rendezvous",
-    "SystemExit: error: x/step-00000020: cannot read it, so move it away": "corrupt-checkpoint",
     "SystemExit: error: x: cannot read its checkpoints; choose a different": "corrupt-checkpoint",
 }
 for message, kind in ERRORS.items():
@@ -174,11 +159,11 @@ for message, kind in ERRORS.items():
     VERDICTS[message] = kind, [1], run(odd, gone=[1])
 
 
-def checks(rank, weights=7, losses=(3.0, 3.1), data=None):
+def checks(rank, weights=7):
     """Return the checks of a rank in two steps."""
-    hashes = data or (100 * rank + 1, 100 * rank + 2)
-    return [{"step": 10 * n, "data": x, "weights": weights, "losses": [*losses]}
-            for n, x in enumerate(hashes, 1)]  # fmt: skip
+    hashes = enumerate((100 * rank + 1, 100 * rank + 2), 1)
+    return [{"step": 10 * n, "data": x, "weights": weights, "losses": [3.0, 3.1]}
+            for n, x in hashes]  # fmt: skip
 
 
 def moving(size=4, **odd):
@@ -193,18 +178,12 @@ def moving(size=4, **odd):
 BAD, UNREAD = {"step": 12, "gradients": 1}, "x/step-20 cannot be read: EOFError(); trying the prev"
 VERDICTS |= {
     "infinite loss": ("not-finite", [1], moving(bad=BAD | {"loss": float("inf")})),
-    "infinite gradient": ("not-finite", [1], moving(bad=BAD | {"loss": 3.0})),
     "one of 4 replicas": ("replicas-differ", [1], moving(checks=checks(1, weights=8))),
-    "one of 2 replicas": ("replicas-differ", [0, 1], moving(2, checks=checks(1, weights=8))),
     "2 shards": ("healthy", [], moving(2, checks=checks(1, weights=8), shard="0: 1")),
-    "same samples": ("same-data", [0, 1], moving(checks=checks(1, data=(1, 2)))),
-    "high losses": ("loss-spike", [1], moving(checks=checks(1, losses=(5.5, 5.6)))),
     "leak": ("host-memory-leak", [1], moving(memory=[0.7, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7])),
     "one allocation": ("healthy", [], moving(memory=[0.7, 0.7, 0.7, 1.7, 1.7, 1.7, 1.7])),
     "unreadable": ("corrupt-checkpoint", [], moving(printed=[UNREAD])),
 }
-# A part of the reasons. NCCL reports its own reason last.
-REASONS = {"C code": "train_llm.py:778 some_function", NCCL: "Error: Cuda failure 2"}
 
 
 @pytest.mark.parametrize("case", VERDICTS)
@@ -212,7 +191,8 @@ def test_made_up_facts_give_the_expected_verdict(case):
     *expected, facts = VERDICTS[case]
     verdict = judged(facts)
     assert verdict[: len(expected)] == tuple(expected)
-    assert REASONS.get(case, "") in verdict[3]
+    # NCCL reports its own reason last.
+    assert case != NCCL or "Error: Cuda failure 2" in verdict[3]
 
 
 # ---- stragglers ----------------------------------------------------------------------------------
@@ -248,32 +228,14 @@ def test_different_clocks_do_not_make_a_straggler():
 
 
 # ---- the command ---------------------------------------------------------------------------------
-def ask(*args):
-    """Run the tool; return its exit status, output and errors."""
-    done = run_command(TOOL, *args, "--json")
-    return done.returncode, done.stdout, done.stderr
-
-
-@pytest.mark.parametrize(
-    "args, problem",
-    [
-        (["nowhere"], "run nowhere: not a folder;"),
-        ([".", "--hosts", "nowhere"], "--hosts nowhere: no such file;"),
-    ],
-)
-def test_wrong_argument_is_an_error(args, problem):
-    status, _, errors = ask(*args)
-    assert status == 2 and f"whats_wrong.py: error: {problem}" in errors
-
-
 def test_missing_or_damaged_files_make_the_verdict_unknown(tmp_path):
     ranks = tmp_path / "ranks"
     ranks.mkdir()
     (ranks / "00000.json").write_text('{"rank": 0, "ti')
     (ranks / "00000.dump.json").write_bytes(b"\xff\x00{")
     (ranks / "x.json").write_text("{}")
-    status, output, errors = ask(tmp_path)
-    assert (status, json.loads(output)["kind"], errors) == (3, "unknown", "")
+    done = run_command(TOOL, tmp_path, "--json")
+    assert (done.returncode, json.loads(done.stdout)["kind"], done.stderr) == (3, "unknown", "")
 
 
 def test_files_of_an_earlier_start_are_ignored(tmp_path):

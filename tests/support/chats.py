@@ -1,4 +1,4 @@
-"""Conversations, chat templates of the shapes that published models have, and what they must give.
+"""Conversations, chat templates as in published models, and the documents that they must give.
 
 The expected texts are written without the templates, so that they can check the templates' use.
 """
@@ -16,16 +16,6 @@ from conftest import ROOT, prepare_training
 
 FLAGS = "--device cpu --precision fp32 -s 256 -b 2 --global-batch-size 8 --eval-samples 1".split()
 
-# As in Qwen2.5 and SmolLM.
-CHATML = """
-{%- for message in messages -%}
-<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt -%}
-<|im_start|>assistant
-{% endif -%}
-"""
 # As in Llama 3: the template prints a date, and the answer ends without a new line.
 LLAMA3 = """<s>system, {{ strftime_now("%Y-%m-%d") }}, {{ date_string }}
 {%- for message in messages %}<h>{{ message.role }}</h>
@@ -53,7 +43,7 @@ QWEN3 = """
 <|im_start|>assistant
 {% endif -%}
 """
-TEMPLATES = {"built-in": None, "chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3}
+TEMPLATES = {"built-in": None, "llama3": LLAMA3, "qwen3": QWEN3}
 
 
 def expected_documents(name, messages):
