@@ -28,6 +28,12 @@ SITE = Path(__file__).with_name("site")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
 MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.M | re.S)
+# Names, operators and punctuation have no color of their own.
+PLAIN = re.compile(r'<span class="(?:n|o|p|w)">(.*?)</span>')
+# In HTML, a value of letters needs no quotes, unless a slash follows.
+QUOTED = re.compile(r'(<[a-z][^<>]* class=)"([\w-]+)"(?=[\s>])')
+# The theme puts these icons into all pages, for links to the source that the site does not have.
+UNUSED = re.compile(r'<symbol id="svg-(?:pencil|eye)".*?</symbol>', re.S)
 FENCED = re.compile(r"(^ *```.*?^ *```$)", re.M | re.S)
 # The sidebar, in the order of reading. A page is in the first part that has a matching pattern.
 SIDEBAR = {
@@ -120,7 +126,9 @@ def split_diff(chapter):
     paths = chapters().get(parent_of(chapter), Path(os.devnull)), chapters()[chapter]
     texts = [path.read_text() for path in paths]
     lexer, formatter = PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)
-    html = [pygments.highlight(text, lexer, formatter).splitlines() for text in texts]
+    html = [
+        PLAIN.sub(r"\1", pygments.highlight(text, lexer, formatter)).splitlines() for text in texts
+    ]
     old_names, new_names = (
         {number: name for name, numbers in parts(text).items() for number in numbers}
         for text in texts
@@ -188,6 +196,18 @@ def add_table(path, pages, caption=""):
             page.write(f"\n```{{toctree}}\n:hidden:\n{caption}\n{names}\n```\n")
 
 
+def shrink(output):
+    """Delete the maps of minified files, and the characters that a browser does not need."""
+    for path in output.glob("_static/**/*.map"):
+        path.unlink()
+    for page in output.glob("**/*.html"):
+        pieces = re.split("(<pre.*?</pre>)", page.read_text(), flags=re.S)
+        pieces[::2] = [re.sub(r"\n\s+", "\n", piece) for piece in pieces[::2]]
+        page.write_text(QUOTED.sub(r"\1\2", UNUSED.sub("", "".join(pieces))))
+    for picture in output.glob("_images/*.svg"):
+        picture.write_text(re.sub(r"(\.\d\d)\d+", r"\1", picture.read_text()))
+
+
 def main():
     """Write the sources of all pages to a temporary folder, and build the site from them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -205,6 +225,7 @@ def main():
         stage_form(stage)
         add_sidebar([path.relative_to(ROOT) for path in readmes()], stage)
         status = sphinx(["-q", "-W", "-b", "html", "-d", f"{name}.trees", str(stage), str(output)])
+    shrink(output)
     shutil.copy(output / "README.html", output / "index.html")
     print(f"open {output / 'index.html'}")
     raise SystemExit(status)
