@@ -250,15 +250,16 @@ def reason_of(row):
     reason = re.sub(r"how to split \S+", "how to split MODULE", reason)
     reason = re.sub(r"(tokens alone|be split): \w+\(.*", r"\1: ...", reason)
     reason = re.sub(r"because it has \w+", "because it has FEATURE", reason)
-    return re.sub(r"NAME has \d+ key-value", "NAME has N key-value", reason)
+    # Show only the first sentence of an exception.
+    return re.sub(r"NAME has \d+ key-value", "NAME has N key-value", reason).partition(". ")[0]
 
 
 def family_table():
     """Return the table of families, with one row for all families that have the same results."""
-    results, columns, messages = defaultdict(dict), [], []
-    for row in load("families.json")["rows"]:
-        if row["chapter"] not in columns:
-            columns.append(row["chapter"])
+    results, messages = defaultdict(dict), []
+    rows = load("families.json")["rows"]
+    columns = sorted({row["chapter"] for row in rows})
+    for row in sorted(rows, key=lambda row: row["chapter"]):
         message = reason_of(row) if "refused" in row else None
         if message and message not in messages:
             messages.append(message)
