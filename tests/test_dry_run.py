@@ -453,3 +453,22 @@ def test_script_without_the_functions_of_a_chapter_is_not_executed(
     script.write_text(new if old == ".*" else text.replace(f"\n{old}", f"\n{new}", 1))
     check_refusal(["--gpus", 2, "--", script], message, monkeypatch, capsys)
     assert not ran.exists()
+
+
+def test_second_wrapper_of_ddp_is_reported_with_its_line(tmp_path):
+    """With several micro-batches, the inner wrapper would reduce gradients in each of them."""
+    source = SCRIPTS["02"].read_text()
+    name = "import DistributedDataParallel"
+    wrapped = "ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)"
+    assert source.count(name) == source.count(wrapped) == 1
+    script = tmp_path / "train_llm.py"
+    source = source.replace(wrapped, "ddp = DDP(DDP(model))").replace(name, f"{name} as DDP")
+    script.write_text(source)
+    problem = run(script, 2, MODEL)["problem"]
+    assert "a second DistributedDataParallel" in problem["reason"]
+    assert "DDP(DDP(" in source.splitlines()[problem["line"] - 1]
+
+
+def test_report_counts_the_waits_of_one_step(report):
+    [number] = [n for n, line in enumerate(report) if line.endswith("total_loss += loss.item()")]
+    assert report[number + 1] == "reads a value (waits: 1)"

@@ -13,6 +13,7 @@ import pytest
 
 from cluster.cluster import wait_until
 from conftest import (
+    ROOT,
     SCRIPTS,
     SHORT,
     curves_of,
@@ -242,3 +243,25 @@ def test_killed_worker_is_restarted_by_torchrun(tmp_path):
     output, _ = launcher.communicate(timeout=150)
     assert launcher.returncode == 0 and "continuing from" in output, output
     assert difference(uninterrupted("03", args, tmp_path), metrics(tmp_path / "run")) == 0.0
+
+
+@pytest.mark.parametrize(
+    "launcher, names",
+    [
+        ("slurm/srun-direct.sbatch", [*NUMBERS, "MASTER_ADDR", "MASTER_PORT"]),
+        # mpirun gets the address and the port from launch.sh.
+        ("mpi/launch.sh h1:2", NUMBERS),
+    ],
+)
+def test_launcher_drops_the_variables_of_an_earlier_launcher(tmp_path, launcher, names):
+    """Programs that print their environment stand in for mpirun and for Slurm's programs."""
+    env = os.environ | dict.fromkeys(names, "1") | {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}
+    env["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    for program in ("mpirun", "srun", "scontrol"):
+        (tmp_path / program).write_text("#!/bin/sh\nenv\n")
+        (tmp_path / program).chmod(0o755)
+    command = ["bash", *f"{ROOT}/03-job-launchers/{launcher}".split(), "train.py"]
+    options = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True}
+    output = subprocess.run(command, check=True, **options).stdout
+    seen = {line.partition("=")[0] for line in output.splitlines()}
+    assert "PATH" in seen and not seen & {*names}

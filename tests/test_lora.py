@@ -11,6 +11,8 @@ from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import evaluate
+import export
 from chats import (
     distances,
     documents_of_step,
@@ -106,8 +108,11 @@ KINDS = {
     "llama": {},
     "deepseek_v3": {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "glm4_moe": {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "dots1": {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "ernie4_5_moe": {"moe_layer_start_index": 1, "moe_num_experts": 4, "moe_k": 2},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "qwen3_moe": {"mlp_only_layers": [0]},
+    "flint": {},
 }
 
 
@@ -152,9 +157,9 @@ def full(weight):
 
 
 IDS = torch.arange(3, 43)[None]
-# ernie4_5_moe keeps the weights of its router in fp32.
+# flint keeps parameters of its attention in fp32, and ernie4_5_moe also the weights of its router.
 IN_FP32 = ["deepseek_v3", "ernie4_5_moe"]
-IN_FP32 += map(slow, ("llama", "glm4_moe"))
+IN_FP32 += map(slow, ("llama", "dots1", "glm4_moe", "flint", "hunyuan_v1_moe"))
 
 
 @pytest.mark.parametrize("kind", IN_FP32)
@@ -172,7 +177,7 @@ def test_frozen_weights_are_those_that_transformers_reads_in_bf16(load_base, tmp
 
 
 IN_PEFT = ["llama", "deepseek_v3"]
-IN_PEFT += map(slow, ("glm4_moe", "ernie4_5_moe", "qwen3_moe"))
+IN_PEFT += map(slow, ("glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "qwen3_moe"))
 
 
 @pytest.mark.parametrize("kind", IN_PEFT)
@@ -245,3 +250,20 @@ def test_resume_with_a_different_rank_is_refused(chapter, capsys, run_dir):
         args = Namespace(**saved | {name: value})
         error = user_error(capsys, chapter.compare_args, args, saved, "step-00000004")
         assert f"{name} was {saved[name]}, is now {value}; choose a different" in error
+
+
+@pytest.mark.parametrize("tool", [evaluate, export])
+def test_tool_refuses_a_checkpoint_of_adapters_in_one_line(
+    chapter, layout_models, tmp_path, monkeypatch, capsys, tool
+):
+    words = ["-m", layout_models / "llama", "-d", write_conversations(tmp_path)]
+    args, model, *_ = prepare(chapter, *words)
+    chapter.save_checkpoint(args, tmp_path, model, chapter.build_optimizer(args, model), 1, True)
+    checkpoint, name = tmp_path / "checkpoints/step-00000001", tool.__name__
+    words = [checkpoint] + [tmp_path / "new"] * (tool is export)
+    monkeypatch.setattr("sys.argv", [f"{name}.py", *map(str, words)])
+    # Preparing the samples may have printed a progress bar.
+    capsys.readouterr()
+    [line] = user_error(capsys, tool.main).splitlines()
+    assert line.startswith(f"{name}.py: error: {checkpoint}: it has only adapters; use the folder")
+    assert not (tmp_path / "new").exists()

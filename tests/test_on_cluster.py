@@ -397,3 +397,22 @@ def test_ranks_that_cannot_meet_report_the_reason(user, launcher, variable, expe
     typed = LAUNCHERS[launcher].replace("per-node=2", "per-node=1")
     assert not user.launch(user.line(typed, *SHORT, "--dist-timeout", 10))
     assert re.search(expected, user.output().rpartition("the last errors of its ranks:")[2])
+
+
+@pytest.mark.exhaustive
+def test_job_waits_until_earlier_jobs_of_its_name_have_ended(user):
+    """The host has room for both jobs. The first job requeues itself, and still runs first."""
+    script, starts = user.folder / "starts.py", user.folder / "starts.txt"
+    script.write_text(
+        "import os, sys, time\n"
+        f"open('{starts}', 'a').write(os.environ['SLURM_JOB_ID'] + ' ')\n"
+        "time.sleep(600 * ('--wait' in sys.argv and 'SLURM_RESTART_COUNT' not in os.environ))"
+    )
+    user.env["RANKS_PER_NODE"] = "1"
+    typed = "sbatch --job-name=run --dependency=singleton {chapter}/slurm/train.sbatch"
+    lines = [user.line(typed, *options, script=script) for options in (["--wait"], [])]
+    first, second = map(user.submit, lines)
+    wait_until(starts.exists, 150, "the first job has started")
+    user.cluster.run("head", f"scancel --signal=USR1 --batch {first}")
+    assert user.end_of(second)["JobState"] == "COMPLETED"
+    assert starts.read_text().split() == [first, first, second]

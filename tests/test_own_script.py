@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 
@@ -167,3 +168,13 @@ dist.destroy_process_group()
         [[0, 4], [1, 5], [8, 12], [9, 13], [16, 20], [17, 21]],
         [[2, 6], [3, 7], [10, 14], [11, 15], [18, 22], [19, 23]],
     ]
+
+
+@pytest.mark.parametrize("others_have", [0, 1])
+def test_all_ranks_end_together(others_have, monkeypatch):
+    def reduce(answer, operation):
+        assert operation == dist.ReduceOp.MIN
+        answer.clamp_(max=others_have)
+
+    monkeypatch.setattr(dist, "all_reduce", reduce)
+    assert [page().all_have(more, "cpu") for more in (True, False)] == [bool(others_have), False]

@@ -432,3 +432,28 @@ def test_runs_are_as_planned(tmp_path):
     assert [row["case"] for row in rows] == cases
     for row in rows:
         check(row)
+
+
+def test_setting_that_cannot_run_keeps_the_other_settings(models, monkeypatch, capsys):
+    """The experts of gpt-oss change a tensor that selective recomputation has stored."""
+    names = ["05 --recompute selective", "05 --recompute full"]
+    settings = {name: will_it_fit.SETTINGS[name] for name in names}
+    monkeypatch.setattr(will_it_fit, "SETTINGS", settings)
+    assert main(monkeypatch, f"-m {models / 'gpt_oss'} -s 64 --recompute full") == 0
+    output = capsys.readouterr().out
+    assert re.search(r"05 --recompute selective +no plan: .* selective activation", output)
+    assert re.search(r"05 --recompute full .* fits\n", output)
+    assert "the first that fits: 05 --recompute full" in output
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+def test_layers_without_attention_have_memory_but_no_speed(family, tmp_path, monkeypatch, capsys):
+    save_small_model(family, tmp_path)
+    monkeypatch.setattr(will_it_fit, "SETTINGS", {})
+    line = f"-m {tmp_path} -s 8"
+    assert main(monkeypatch, line) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"activations +[\d.]+ MiB", output) and "speed: unknown" in output
+    assert "tokens/s" not in output
+    assert main(monkeypatch, f"{line} --layouts") == 2
+    assert "knows no speed of layers without attention" in capsys.readouterr().err

@@ -75,6 +75,13 @@ def test_slow_host_is_one_finding():
     assert finding.ranks == "ranks 8, 9, 10, 11, 12, 13, 14, 15 on h1"
 
 
+def test_two_slow_hosts_are_found_only_with_an_expected_rate():
+    reports = healthy_reports(2, ranks_per_host=1)
+    assert findings_of(reports) == []
+    findings = findings_of(reports, network_gbs=100.0)
+    assert [finding.ranks for finding in findings] == ["rank 0 on h0", "rank 1 on h1"]
+
+
 # ---- measurements ------------------------------------------------------------------------------
 def test_rings_join_the_ranks_of_a_node_and_the_nodes():
     within, between = preflight.rings_of(["a", "a", "b", "b", "c"]).values()
@@ -129,6 +136,11 @@ def run_rank(no_group, monkeypatch, capsys, tmp_path):
     return run
 
 
+def test_more_ranks_than_gpus_is_an_error(run_rank, monkeypatch):
+    monkeypatch.setattr(preflight.torch.cuda, "device_count", lambda: 2)
+    assert "local rank 3 has no GPU: torch sees 2;" in run_rank(3, preflight.choose_gpu)
+
+
 @pytest.mark.parametrize(
     "rank, variables, words",
     [
@@ -161,6 +173,44 @@ MISTAKES = [
 def test_wrong_variable_is_reported_before_ranks_connect(run_rank, monkeypatch, variables, words):
     monkeypatch.setattr(preflight, "connect", lambda *_: pytest.fail("connects"))
     assert words in run_rank(int(variables.get("RANK") or 0), status=2, **variables)
+
+
+CORRECT = [
+    {"NCCL_SOCKET_IFNAME": "lo,eth9", "GLOO_SOCKET_IFNAME": "lo", "WANDB_PROJECT": "run"},
+    {"NCCL_SOCKET_IFNAME": "^eth9"},
+    # A task of srun can be a torchrun, and torchrun then starts the ranks.
+    {"SLURM_STEP_NUM_TASKS": "4", "TORCHELASTIC_RUN_ID": "1"},
+    # Only LOCAL_RANK is left from an earlier launcher, and srun sets the other numbers.
+    {"RANK": "", "WORLD_SIZE": "", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
+    | {"SLURM_LOCALID": "0"},
+]
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    """Return a function that sets the variables of a launcher, and parses the arguments."""
+
+    def parse(variables):
+        numbers = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+        monkeypatch.setattr(preflight.os, "environ", numbers | address | variables)
+        monkeypatch.setattr(preflight.os, "_exit", sys.exit)
+        preflight.adopt_launcher()
+        return preflight.parse_args([])
+
+    return parse
+
+
+@pytest.mark.parametrize("variables", CORRECT)
+def test_correct_variables_are_accepted(launch, variables):
+    launch(variables)
+    assert int(preflight.os.environ["RANK"]) < int(preflight.os.environ["WORLD_SIZE"])
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
+def test_node_with_hidden_gpus_is_a_cpu_node(launch, monkeypatch, hidden):
+    monkeypatch.setattr(preflight.os.path, "exists", lambda path: path == "/dev/nvidiactl")
+    assert launch({"CUDA_VISIBLE_DEVICES": hidden}).device == "cpu"
 
 
 # ---- several ranks on this machine -------------------------------------------------------------

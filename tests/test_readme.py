@@ -193,3 +193,31 @@ def test_commands_use_known_flags():
     """Check the blocks that need hardware, too, because no test runs these blocks."""
     unknown = {block.name: unknown_flags(block.text) for block in commands()}
     assert {name: flags for name, flags in unknown.items() if flags} == {}
+
+
+@pytest.mark.parametrize(
+    "line, same",
+    [
+        ("step 1  loss 2.54801  tokens_per_second 9", True),
+        ("step 1  loss 2.64801  tokens_per_second 9", False),
+        ("step 2  loss 2.54801  tokens_per_second 9", False),
+        ("step 1  loss 2.54801", False),
+    ],
+)
+def test_wrong_sample_has_differences(line, same):
+    expected = "step 1  loss 2.54800  tokens_per_second 14,590.5\n"
+    assert (differences(expected, line) == []) == same
+
+
+@pytest.mark.parametrize(
+    "text, unknown",
+    [
+        ("python 01-single-gpu/train_llm.py -e one --lr 1e-3 --seed=1 --help # --none", []),
+        ("python 01-single-gpu/train_llm.py \\\n    --nosuch 1", ["--nosuch"]),
+        ("torchrun 04-fsdp/train_llm.py --no-reshard-after-forward --no-lr", ["--no-lr"]),
+        ('run="python 01-single-gpu/train_llm.py --one"\n$run --two', ["--one", "--two"]),
+        ("cat > a <<END\n--three 3\nEND\npython 01-single-gpu/train_llm.py @a", ["--three"]),
+    ],
+)
+def test_unknown_flags_are_found(text, unknown):
+    assert [flag for _, flag in unknown_flags(text)] == unknown

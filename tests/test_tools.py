@@ -5,7 +5,9 @@ import json
 import math
 import re
 import subprocess
+from pydoc_data.topics import topics
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -145,3 +147,16 @@ def test_mistake_in_an_evaluation_is_reported_in_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["evaluate.py", *words, "--device", "cpu"])
     assert user_error(capsys, evaluate.main).startswith(f"evaluate.py: error: {message}")
+
+
+def test_all_pieces_of_a_folder_are_evaluated_in_order(chapter, tmp_path):
+    (tmp_path / "text.txt").write_text("\n\n".join(topics.values())[:5000])
+    words = ["-o", tmp_path / "text.tokens", "--piece", 999, "--workers", 1, tmp_path / "text.txt"]
+    run_command(ROOT / "preparing-data/prepare.py", *words, check=True)
+    pieces = [np.fromfile(path, "uint16") for path in sorted(tmp_path.glob("text.tokens/*.tokens"))]
+    args = argparse.Namespace(model_name="tiny", config=[], held_out=False, seq_length=256)
+    tokenizer, _ = chapter.build_tokenizer_and_config(args)
+    args.dataset_name = str(tmp_path / "text.tokens")
+    tokens = evaluate.tokens_of(chapter, args, tokenizer)
+    assert len(pieces) > 3
+    assert tokens.tolist() == np.concatenate(pieces).tolist()
