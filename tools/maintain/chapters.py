@@ -60,13 +60,6 @@ def flags(source):
     return found
 
 
-def imports(source):
-    """Return the names that a script imports, as the keys of a dict, in their order."""
-    nodes = ast.parse(source).body
-    statements = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    return dict.fromkeys(name.asname or name.name for node in statements for name in node.names)
-
-
 def code_lines(source):
     """Return the lines of code of a script, without blank lines, comments and docstrings."""
     left_out, comments = set(), {}
@@ -123,7 +116,6 @@ def changes(before, after):
     old, new = texts_of(before), texts_of(after)
     old_flags, new_flags = flags(before), flags(after)
     found = {
-        "imports": imports(before).keys() ^ imports(after).keys(),
         "flags": {name for name, _ in old_flags.items() ^ new_flags.items()},
         "changed": {name for name in old.keys() & new.keys() if old[name][1] != new[name][1]},
         "decorated": {
@@ -135,7 +127,7 @@ def changes(before, after):
         "gone": old.keys() - new.keys(),
     }
     # Sort the names in the order of the scripts.
-    order = [*imports(after), *imports(before), *new_flags, *old_flags, *new, *old]
+    order = [*new_flags, *old_flags, *new, *old]
     return {kind: sorted(names, key=order.index) for kind, names in found.items() if names}
 
 
