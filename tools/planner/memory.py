@@ -362,11 +362,14 @@ def host_memory(setting, part):
         train["copy being saved"] = pinned + 2 * pinned
     phases = [(start, "the start"), (train, "training")]
     if setting.lora_rank:
-        # fine-tuning/lora adds up the matrices of the layers in float32 on the CPU. After it has
-        # written them, it reads them again, to compare.
+        # fine-tuning/lora adds up the matrices of the layers in float32 on the CPU. Then rank 0
+        # holds one full layer, and the bytes of its file.
         matrices = [shape for layer in part.layers for shape in layer if len(shape) == 2]
-        merged = 4 * shard_numbers(matrices, setting)
-        at_export = {"parameters": train.get("parameters", 0), "merged weights": 2 * merged}
+        at_export = {
+            "parameters": train.get("parameters", 0),
+            "merged weights": 4 * shard_numbers(matrices, setting),
+            "the layer that rank 0 writes": 2 * 4 * layer / setting.gpus_per_node,
+        }
         phases.append((at_export, "the export"))
     fullest, when = max(phases, key=lambda phase: sum(phase[0].values()))
     return {name: size * setting.gpus_per_node for name, size in fullest.items() if size}, when
