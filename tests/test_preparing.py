@@ -326,7 +326,7 @@ RETURN = "    return batch.pin_memory()"
 RECORD = f"""    with open(os.environ["RECORD"] + os.environ["RANK"] + ".jsonl", "a") as record:
         print(json.dumps([list(positions), batch.tolist()]), file=record)
 {RETURN}"""
-# The tests shorten this pause, after which a script looks for a piece again.
+# The tests shorten this pause, so that a script soon looks for a piece again.
 PAUSE = 'is prepare.py running?", flush=True)\n            time.sleep(10)\n'
 
 

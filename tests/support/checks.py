@@ -20,7 +20,7 @@ def check_two_ranks_fail(chapter, args, expected, logs, folder):
     errors = re.findall("^train_llm.py: error:.*", output, re.M)
     assert len(errors) == 1 and expected in errors[0], output
     assert 'train_llm.py", line' not in output, f"a traceback:\n{output}"
-    # Ignore hidden files, because check_shared() writes one before the error.
+    # Ignore hidden files, because check_shared() writes a hidden file.
     assert [path for path in folder.rglob("[!.]*") if path.is_file()] == []
 
 
