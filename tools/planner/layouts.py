@@ -25,8 +25,7 @@ from training_step import (
 )
 
 GIB = 2**30
-# The flags with a value that choose a layout. All other flags with a value are the same in all
-# layouts.
+# The flags with a value that choose a layout. Other flags with a value do not depend on the layout.
 LAYOUT_FLAGS = ["--batch-size", "--recompute", "--replicas", "--tensor-parallel-size"]
 LAYOUT_FLAGS += ["--pipeline-parallel-size", "--pipeline-schedule"]
 LAYOUT_FLAGS += ["--context-parallel-size", "--context-parallel-style", "--expert-parallel-size"]
