@@ -51,7 +51,7 @@ class Stage(torch.nn.Module):
         self.done.append([name, start, time.monotonic()])
 
     def forward(self, received):
-        # The first stage receives token ids.
+        # Convert token ids, which the first stage receives, to numbers that can have gradients.
         if not received.is_floating_point():
             received = received.float()[..., None].requires_grad_()
         hidden = Sleep.apply(received, self.work, "forward", "input gradient")
@@ -59,7 +59,7 @@ class Stage(torch.nn.Module):
 
 
 def take_step(chapter, name, micro_batches):
-    """Take two steps; return the second's seconds, and the most micro-batches in flight here."""
+    """Take two steps; return the seconds and the most micro-batches in flight of the second."""
     rank, done = dist.get_rank(), []
     _, passes = chapter.SCHEDULES[name]
     stages = {number: Stage(done) for number in range(rank, RANKS * passes, RANKS)}
@@ -71,7 +71,7 @@ def take_step(chapter, name, micro_batches):
     )
     schedule = chapter.build_schedule(args, model, stages, torch.device("cpu"), dist.group.WORLD)
     batch = torch.zeros(micro_batches, 2, dtype=torch.int64)
-    # In the first step, which does not sleep, the ranks connect.
+    # Take a first step without sleep, because the ranks connect in it.
     for pause in (0.0, SECONDS / passes):
         for stage in stages.values():
             stage.seconds = pause

@@ -3,7 +3,7 @@
 Here:  python benchmarks/context.py --output benchmarks/results/context.json
 
 The count has all tensors that autograd saves in a forward pass, except the weights. The result is
-that of the rank that keeps most.
+the count of the rank that keeps the most bytes.
 """
 
 from itertools import product
@@ -27,7 +27,7 @@ def storage_of(tensor):
 
 
 def bytes_kept(chapter, args, model, batch):
-    """Return the number of bytes that autograd keeps of a forward pass."""
+    """Return the number of bytes that autograd keeps after a forward pass."""
     sizes = {}
 
     def pack(tensor):
@@ -45,7 +45,7 @@ def bytes_kept(chapter, args, model, batch):
 
 
 def measure(chapter, args, device):
-    """Return the bytes on the rank that keeps most."""
+    """Return the bytes of the rank that keeps the most."""
     model, *_ = build(chapter, args, device)
     batch = torch.randint(model.config.vocab_size, (SAMPLES, args.seq_length))
     most = torch.tensor(bytes_kept(chapter, args, model, batch))
@@ -54,7 +54,7 @@ def measure(chapter, args, device):
 
 
 def activations(args, folder):
-    """Count in each case."""
+    """Count the bytes of each case and each length."""
     rows = []
     for name in args.only:
         ranks, style = CASES[name]

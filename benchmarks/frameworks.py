@@ -4,7 +4,7 @@ All:     python benchmarks/frameworks.py --output benchmarks/results/frameworks.
 Closer:  python benchmarks/frameworks.py --only 03 deepspeed
 
 All runs train a Llama of 7 million weights from the same weights on the same samples, on two ranks,
-and take turns. A ratio is one of two runs in the same round.
+and take turns. A ratio compares two runs of the same round.
 """
 
 import os
@@ -25,7 +25,7 @@ ROUNDS, STEPS = 3, 30
 
 
 def contenders(folder):
-    """Return the script and the own flags of each contender by name."""
+    """Return the script and the additional flags of each contender by name."""
     found = {name: (harness.script_of(name), []) for name in ("03", "04")}
     for script in sorted((harness.ROOT / "alternative-frameworks").glob("*/train_llm.py")):
         found[script.parent.name] = (script, [])
@@ -44,7 +44,7 @@ def run(script, flags, folder, run_name):
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, os.cpu_count() // RANKS)))
     settings = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     harness.call(command, HF_HOME=f"{folder}/hf", **settings)
-    # The first window is a warm-up.
+    # Leave out the first window, which is a warm-up.
     rows = [row for row in read_metrics(folder / run_name) if row["step"] > WINDOW]
     return {
         "speed": median(row["tokens_per_second"] for row in rows),

@@ -4,8 +4,8 @@ Here:    python benchmarks/gpu_check.py
 Closer:  python benchmarks/gpu_check.py --only parity speed-01-compiled
 No GPU:  python benchmarks/gpu_check.py --device cpu --only parity-01 resume-01
 
-The checks that may share a GPU run first, side by side; the checks that need it for themselves run
-one by one. A check that fails or takes too long is a row of the result like any other, and --output
+The checks that may share a GPU run first, side by side; the checks that need all GPUs run one by
+one. A check that fails or takes too long is a row of the result like any other, and --output
 is written after each check. With --device cpu the same code runs with tiny sizes, which tests the
 checks, but no GPU.
 Exit status: 0 nothing failed, 1 a check failed, 2 there is no GPU or an argument is wrong.
@@ -93,11 +93,11 @@ def parse_args():
 
 
 class Skip(Exception):
-    """The reason why a check has no result."""
+    """Carry the reason why a check has no result."""
 
 
 class Job(harness.Job):
-    """A process of a check, its log, and the folder of its run."""
+    """Run a process of a check; find its log and the folder of its run."""
 
     def __init__(self, name, command, folder, run_dir, **variables):
         self.name, self.folder, self.run_dir = name, folder, run_dir
@@ -124,7 +124,7 @@ class Job(harness.Job):
 
 
 class Bench:
-    """The folder, the deadline and the numbers of a check, and ways to start processes."""
+    """Hold the folder, the deadline and the numbers of a check, and start its processes."""
 
     def __init__(self, session, name):
         self.session, self.device, self.count = session, session.device, session.count
@@ -165,7 +165,7 @@ class Bench:
         return self.wait(self.start(name, command), ok=ok).printed()
 
     def wait(self, job, until=None, ok=(0,)):
-        """Return the job when `until()` is true; without `until`, when the job has succeeded."""
+        """Wait until `until()` is true or, without it, the job has succeeded; return the job."""
         while True:
             met, status = until and until(), job.process.poll()
             if met or (status in ok and not until):
@@ -213,7 +213,7 @@ def follow(bench, chapter, flags, runs):
 
 
 def parity(bench, chapter, own_flags=FP32, model="", family="", within=WITHIN, split=""):
-    """Compare a chapter's losses, on one device and on all, with one process in fp32 on the CPU.
+    """Compare a chapter's losses, on one device and on all devices, with fp32 on the CPU.
 
     `model` has flags of all runs. With `family`, train a small model of a family of transformers,
     perhaps with settings. With `split`, a flag, the devices share each layer, sequence or model.
@@ -249,7 +249,7 @@ def framework(bench, name, settings=""):
         if settings:
             file = bench.folder / f"{precision}.{'json' if name == 'deepspeed' else 'yaml'}"
             words = f"{settings} {flags} {batch} --gpus-per-node {bench.count} --brief"
-            # The file of DeepSpeed also has the micro-batch.
+            # Pass the micro-batch size to the planner, because DeepSpeed's file contains it.
             words += " --batch-size 4" * (name == "deepspeed")
             words += f" --write-config {name} {file}"
             bench.tool(f"config-{precision}", harness.PLANNER, *words.split())
@@ -260,7 +260,7 @@ def framework(bench, name, settings=""):
 
 
 def resume(bench, chapter, flags=""):
-    """Kill a run with -9, start it again, and compare its losses with an uninterrupted run's."""
+    """Kill a run with -9, start it again, and compare its losses with a run without a kill."""
     flags = f"{TINY} {FP32} --num-steps 100 --eval-every 50 {flags}"
     uninterrupted, torn = (bench.train(chapter, flags, name) for name in ("uninterrupted", "torn"))
     saved = torn.run_dir / "checkpoints/step-00000030"
@@ -310,7 +310,8 @@ def no_sync(bench):
 def memory(bench, chapter, flags=""):
     """Compare the peak memory of tensors on a GPU with the plan."""
     flags = f"{bench.model(MIDDLE)} -s 1024 -b 4 --precision bf16 {flags}"
-    # The gradients of chapter 01 live as long as those of DDP, but they have no second copy.
+    # Plan chapter 01 as chapter 02 on one device: gradients live as long as DDP's, but have no
+    # second copy.
     plans = {"01": "02 --global-batch-size 4", "conversations": f"05 {EIGHT}"}
     plans["lora"] = f"05 {EIGHT} --lora-rank 16"
     plan = plans.get(chapter, f"{chapter} {EIGHT}")
@@ -318,9 +319,9 @@ def memory(bench, chapter, flags=""):
         job = bench.train(chapter, f"{flags} --global-batch-size 8 {LONG} --log-every 1")
         options = f"--json --nodes 1 --gpus-per-node 1 --device {bench.device} --chapter {plan}"
         command = [harness.PLANNER, *options.split(), *flags.split()]
-        # Exit status 1: the model would not fit.
+        # Accept exit status 1, which means that the model would not fit.
         planned = json.loads(bench.tool("plan", *command, ok=(0, 1)))["asked"]["gpu_total"] / 2**30
-        # The first row is that of step 0.
+        # Wait for several rows, because the first row comes from step 0.
         bench.wait(job, until=lambda: len(job.rows()) > 4)
         job.kill()
     bench.numbers |= {"peak GiB": job.rows()[-1]["peak_memory_gib"], "planned GiB": planned}
@@ -355,7 +356,7 @@ def fault(bench, name):
 
 
 def preflight(bench):
-    """Check that preflight.py, on one rank, lets this machine train."""
+    """Check that preflight.py, on one rank, finds no fault of this machine."""
     flags = f"--device {bench.device} --save-dir {bench.folder}/runs"
     command = [harness.ROOT / "diagnosing-errors/preflight.py", *flags.split()]
     job = bench.wait(bench.start("preflight", command, ranks=1), ok=(0, 1))
@@ -375,10 +376,10 @@ def speed_flags(bench, ranks=1, model=LARGE):
 
 
 def speed_bare(bench):
-    """Measure the upper limit: a loop with steps alone."""
+    """Measure the upper limit of the speed: a loop that only takes steps."""
     for how, more in {"eager": "", "compiled": "--compile"}.items():
         flags = f"{speed_flags(bench)} --num-steps {WINDOW * (1 + WINDOWS)} {more}"
-        # The first rows are those of step 1 and of the first window.
+        # Leave out the first two rows, which are of step 1 and of the first window.
         rows = bench.wait(bench.train([*harness.words_of(bare)], flags, how, ranks=0)).rows()
         bench.numbers[f"{how} tokens/s"] = median(row["tokens_per_second"] for row in rows[2:])
     return bench.judged({})
@@ -394,20 +395,20 @@ def mixture_model(bench):
 
 
 def speed(bench, script, how="eager", mixture=False):
-    """Measure the tokens per second on one device, or on all, against the upper limits."""
+    """Measure the tokens per second on one or all devices, against the upper limits."""
     ranks = 1 if script in ("01", TRAINER) else bench.count
     if script == TRAINER and not importlib.util.find_spec("accelerate"):
         raise Skip("accelerate is not installed, and the Trainer needs it")
     model = mixture_model(bench) if mixture else LARGE
     flags = speed_flags(bench, ranks, model) + (" --compile" if how == "compiled" else "")
     job = bench.train(script, flags, ranks=ranks)
-    # The first rows are those of step 0 and of the first window.
+    # Wait for WINDOWS rows after the first two, which are of step 0 and of the first window.
     bench.wait(job, until=lambda: len(job.rows()) > 1 + WINDOWS)
     job.kill()
     rows = job.rows()[2:]
     measured = median(row["tokens_per_second"] for row in rows)
     bench.numbers |= {"ranks": ranks, "tokens/s": measured, "peak GiB": rows[-1]["peak_memory_gib"]}
-    # mfu is only known for some GPUs.
+    # Record mfu only if it is known, because the script knows the peak of only some GPUs.
     bench.numbers |= {"mfu": rows[-1]["mfu"]} if rows[-1]["mfu"] else {}
     if script == TRAINER or mixture:
         return bench.judged({})
@@ -417,7 +418,7 @@ def speed(bench, script, how="eager", mixture=False):
 
 
 def ratios(rows, tokens_per_second, how):
-    """Return the ratios of a rank's speed to those results of earlier checks that are known."""
+    """Return the ratios of a rank's speed to the known results of earlier checks."""
     numbers = {}
     for name in ("preflight", "speed-trainer", "speed-bare"):
         numbers |= rows.get(name, {}).get("numbers", {})
@@ -432,7 +433,7 @@ STAGES = "--batch-size 2 --pipeline-parallel-size"  # four micro-batches
 INTERLEAVED = f"--pipeline-schedule interleaved-1f1b {STAGES}"
 # With two stages on each rank, stages of distant ranks exchange tensors, too.
 EIGHT_LAYERS = "--config num_hidden_layers=8"
-# Rounding errors grow with the steps, and differ on each device.
+# Compare only four steps, because rounding errors grow with the steps and differ on each device.
 FOUR_STEPS = {"chapter": "01", "model": "--num-steps 4 --warmup-steps 1"}
 EIGHT = "--global-batch-size 8"
 COMPILED = ("04", "05", "02", *FINE_TUNING)
@@ -441,7 +442,8 @@ SPEED_GOALS = {"to trainer": (1.1, math.inf), "to bare": (0.95, math.inf), "to m
 TOGETHER = {
     **{f"parity-{name}": partial(parity, chapter=name) for name in SCRIPTS},
     **{f"mixture-{n}": partial(parity, chapter=n, **MIXED) for n in ("01", "05", "09")},
-    # LoRA makes its frozen weights in bfloat16, so without --pretrained they are different weights.
+    # Leave out LoRA: it initializes frozen weights in bfloat16, so without --pretrained the weights
+    # would differ.
     **{f"bf16-{name}": partial(parity, chapter=name, **BF16) for name in SCRIPTS if name != "lora"},
     "bf16-mixture": partial(parity, chapter="05", **MIXED, **BF16),
     "bf16-mixture-09": partial(parity, chapter="09", **MIXED, **BF16),
@@ -481,7 +483,7 @@ ALONE = {
     "speed-mixture-09-compiled": partial(speed, script="09", how="compiled", mixture=True),
 }
 CHECKS = TOGETHER | ALONE
-# Checks whose names start so have no result on a CPU: a host does not wait for a CPU,
+# Checks whose names start with these words have no result on a CPU: a host does not wait for a CPU,
 # and the peak of a process is not the peak of its tensors.
 GPU_ONLY = ("no-sync", "memory")
 
@@ -492,7 +494,7 @@ GPU_ONLY = ("no-sync", "memory")
 def describe_gpus(device):
     """Return the facts about the GPUs and their software."""
     if device == "cpu":
-        # Two processes, to test several ranks.
+        # Report two devices, so that the checks run two ranks.
         return {"gpus": [{"name": "cpu", "memory.total": "16384"}], "count": 2}
     # Do not ask torch: it may use memory of a GPU, and preflight.py wants to find the GPU free.
     command = ["nvidia-smi", f"--query-gpu={GPU_FACTS}", "--format=csv,noheader,nounits"]
@@ -503,7 +505,7 @@ def describe_gpus(device):
 
 
 class Session:
-    """The machine, the time, the folder and the rows, which all checks share."""
+    """Hold what all checks share: the machine, the time, the folder and the rows."""
 
     def __init__(self, args, folder):
         self.device, self.folder = args.device, Path(folder)
@@ -511,7 +513,8 @@ class Session:
         self.machine = harness.describe_machine(gpus=False) | describe_gpus(args.device)
         self.count, [gpu, *_] = self.machine["count"], self.machine["gpus"]
         size = float(gpu["memory.total"]) / 1024
-        # The planner says that chapter 02 needs 53 GiB with micro-batches of 2, and 39 GiB with 1.
+        # The planner predicts that chapter 02 needs 53 GiB with micro-batches of 2, and 39 GiB with
+        # 1.
         self.micro = 2 if size > 70 else 1
         self.room = threading.Semaphore(max(1, int(size / 20)))
         slug = re.sub("[^a-z0-9]+", "-", gpu["name"].lower()).strip("-")
@@ -561,16 +564,16 @@ class Session:
                 if name in asked:
                     self.check(name)
         finally:
-            # Ctrl-C ends here, too.
+            # Kill all processes at the end, also after Ctrl-C.
             pool.shutdown(wait=False, cancel_futures=True)
             for job in self.jobs:
                 job.kill()
 
 
 def main():
-    """Run the checks; exit with status 0 only if none failed."""
+    """Run the checks; exit with status 0 only if no check failed."""
     args, names = parse_args()
-    # An exit runs the `finally` that kills the jobs.
+    # Exit on SIGTERM, because an exit runs the `finally` that kills the jobs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as folder:
         session = Session(args, folder)

@@ -33,7 +33,7 @@ PLANNER = ROOT / "tools/planner/will_it_fit.py"
 # page that it gives out again. So all runs keep the memory that they free, as `make train` does.
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
-# The first start of DeepSpeed compiles for minutes.
+# Allow a run this number of seconds, because the first start of DeepSpeed compiles for minutes.
 LONGEST = 1200
 
 
@@ -68,7 +68,7 @@ def benchmark(docstring, question, add_flags=lambda add: None, gpus=True, cases=
     """Parse the flags, ask a question, and keep each of the results that it yields.
 
     The question gets the arguments and a temporary folder; `add_flags` declares its flags. With
-    `cases`, the flag --only chooses some of them. Without `gpus`, this process does not use a GPU,
+    `cases`, the flag --only chooses some cases. Without `gpus`, this process does not use a GPU,
     so the question may fork.
     """
     parser = parser_of(docstring)
@@ -104,7 +104,7 @@ def bf16_flags():
 
 
 def fast_precision():
-    """Return bf16 where it is not emulated, on a GPU or a CPU with its instructions, else fp32."""
+    """Return bf16 on a GPU or on a CPU with instructions for bf16, otherwise fp32."""
     return "bf16" if torch.cuda.is_available() or bf16_flags() else "fp32"
 
 
@@ -126,7 +126,8 @@ def describe_machine(gpus=True):
 def in_rows(results):
     """Format results as JSON with a line for each row, such as `results["rows"][0]`."""
     text = json.dumps(results, indent=1, ensure_ascii=False)
-    # The lines of a row have three or more spaces; its closing bracket has two.
+    # Join the lines of a row, which begin with three or more spaces, and its closing bracket, which
+    # has two.
     return re.sub(r"\n {3,}|\n {2}(?=[]}])", " ", text)
 
 
@@ -143,7 +144,7 @@ def keep(output, machine, results):
 
 
 class Failed(SystemExit):
-    """The output of a command that failed; uncaught, it ends the benchmark with this output."""
+    """Carry the output of a failed command; uncaught, end the benchmark with this output."""
 
 
 def launch_command(ranks, command):
@@ -154,24 +155,24 @@ def launch_command(ranks, command):
 
 
 def words_of(function):
-    """Return the words that call a benchmark's function in a process, with the words after them."""
+    """Return the words of a command that calls a function; add the function's arguments."""
     return [Path(__file__).resolve(), Path(inspect.getfile(function)).stem, function.__name__]
 
 
 class Job:
-    """A command, and all processes that it starts: they have `mark` in their environment."""
+    """Run a command; all processes that it starts have `mark` in their environment."""
 
     def __init__(self, command, out=subprocess.PIPE, log=subprocess.PIPE, **variables):
         """Start the command with more variables in its environment."""
         self.command, self.mark = list(map(str, command)), uuid.uuid4().hex
-        # A job inside of a job has both marks.
+        # Append the mark, so that a job inside of a job has both marks.
         marks = os.environ.get("BENCHMARK_MARK", "") + self.mark
         environment = os.environ | ALLOCATOR | variables | {"BENCHMARK_MARK": marks}
         pipes = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": log, "text": True}
         self.process = subprocess.Popen(self.command, env=environment, **pipes)
 
     def kill(self):
-        """Kill all processes, including those that torchrun has put into sessions of their own."""
+        """Kill all processes, including processes that torchrun has put into new sessions."""
         deadline = time.monotonic() + 10
         # A driver may keep a process from ending, so stop trying after some time.
         while victims := self.living():
@@ -215,9 +216,9 @@ def call(command, limit=LONGEST, **variables):
 
 
 def take_turns(names, rounds, measure):
-    """Yield the rounds so far, after each round; a round has what `measure` returns, by name.
+    """Yield the rounds so far, after each round; a round has the results of `measure` by name.
 
-    On a shared machine speeds come and go, so only values of the same round are compared. If a
+    On a shared machine speeds vary, so compare only values of the same round. If a
     run fails, its name is left out of all rounds.
     """
     found, names = [], list(names)

@@ -1,9 +1,9 @@
-"""Measure what chapter 05 saves in memory and in waiting, against chapter 04.
+"""Measure the memory and the waiting that chapter 05 saves, against chapter 04.
 
 Here:  python benchmarks/large.py reading saves --output benchmarks/results/large.json
 
 reading  the peak host memory of a rank that reads published weights, for 1, 2 and 4 ranks
-saves    how long training stops for a checkpoint, in the background and not
+saves    how long training stops for a checkpoint, in the background or not
 """
 
 import re
@@ -64,7 +64,7 @@ def seconds_of(work, *args):
 
 
 def measure_saves(chapter, args, device):
-    """Save in both ways in turn; return seconds and bytes."""
+    """Save normally and in the background, in turn; return seconds and bytes."""
     model, _, optimizer, samples = build(chapter, args, device)
     run_dir, rows = Path(args.save_dir, "run"), []
 
@@ -76,7 +76,7 @@ def measure_saves(chapter, args, device):
         step = 2 * len(rows) + 1 + in_the_background
         chapter.save_checkpoint(args, run_dir, model, optimizer, step, is_final=False)
 
-    # The first round allocates the memory for the copies.
+    # Run one round more, because the first round allocates the memory for the copies.
     for _ in range(ROUNDS + 1):
         train()
         row = {"plain": seconds_of(save, False)}
@@ -118,7 +118,7 @@ MEASURES = {"reading": reading, "saves": saves}
 
 
 def large(args, folder):
-    """Measure what the arguments name."""
+    """Run the measurements that the arguments name."""
     for name in args.what:
         yield {name: MEASURES[name](args, folder / name)}
 

@@ -51,7 +51,7 @@ def make_7m_llama(folder):
 
 
 def training_flags(folder, run_name, steps):
-    """Return the flags of all runs of the 7M model that are compared."""
+    """Return the flags that all compared runs of the 7M model share."""
     return f"""
         --seq-length {SEQ_LENGTH} --precision {fast_precision()}
         --global-batch-size {BATCH} --batch-size {BATCH} --num-steps {steps} --log-every {WINDOW}

@@ -1,12 +1,12 @@
-"""Measure the time of a step of chapter 01 against a bare loop's, and of a watched step.
+"""Compare the time of a step of chapter 01 with a step of a bare loop, and with a watched step.
 
 Here:    python benchmarks/overhead.py chapter --output benchmarks/results/overhead.json
 Also:    python benchmarks/overhead.py chapter --compile
          python benchmarks/overhead.py watched --output benchmarks/results/watching.json
 
-Two kinds of steps take turns in one process, so that other load on the machine slows both. Each
-trains a Llama of 7 million weights in blocks of ten steps. A block counts as its mean step without
-the fastest and the slowest, as a share of the mean of the blocks before and after it. If the
+Two kinds of steps take turns in one process, so that other load on the machine slows both
+kinds. Each kind trains a Llama of 7 million weights in blocks of ten steps. A block counts as its
+mean step without the fastest and the slowest step, divided by the mean of its neighbors. If the
 chapter is slower than its goal, the exit status is 1.
 """
 
@@ -25,7 +25,7 @@ from on_ranks import BATCH, SEQ_LENGTH, build, make_7m_llama, on_ranks
 
 # The steps of a block; in each block, watched.py looks at losses and weights once.
 BLOCK = 10
-# The largest median of a chapter's shares: its speed is at least 97% of that of the bare loop.
+# The largest median of a chapter's shares: its speed is at least 97% of the bare loop's speed.
 GOAL = 1 / 0.97
 
 
@@ -90,7 +90,8 @@ def shares_of(args, device, steps):
             seconds.append(time.perf_counter() - begun)
         blocks.append(fmean(sorted(seconds)[1:-1]))
     shares = {name: [] for name in reversed(names)}
-    # The first two blocks are a warm-up.
+    # Do not use the first two blocks, which are a warm-up, so block 3 is the first with two
+    # neighbors.
     for block in range(3, len(blocks) - 1):
         neighbors = fmean([blocks[block - 1], blocks[block + 1]])
         shares[names[block % 2]].append(blocks[block] / neighbors)
@@ -127,7 +128,7 @@ def measure_watched(chapter, args, device):
     working = {name: getattr(watch, name) for name in ("look", "tell", "dump_if_due")}
 
     def take_step(watching, step):
-        # A fault keeps the hooks from working.
+        # Turn the hooks off with a fault, because no check runs after a fault.
         counter.fault = None if watching else "off"
         for name, work in working.items():
             setattr(watch, name, work if watching else lambda: None)
@@ -144,7 +145,7 @@ MEASURES = {"chapter": measure_chapter, "watched": measure_watched}
 
 
 def overhead(args, folder):
-    """Measure in a process with the harness's settings."""
+    """Run the measurement in a process with the harness's settings."""
     model = make_7m_llama(folder / "llama")
     flags = f"--seq-length {SEQ_LENGTH} --precision {fast_precision()} --global-batch-size {BATCH}"
     flags += f" --device auto --num-steps {args.blocks * BLOCK}{' --compile' * args.compile}"

@@ -40,7 +40,7 @@ CASES = {
 }
 STEPS = 8
 COMMON = "--device cpu --global-batch-size 8"
-# The names of collectives begin so.
+# The names of collectives begin with these words.
 GLOO = ("c10d::", "_c10d_functional::", "gloo:")
 
 
@@ -68,7 +68,8 @@ def measure(chapter, args, device):
             with record_function(f"step {step}"):
                 chapter.train_step(args, wrapped, optimizer, samples, step, device)
     start, _, *later = rises(allocations(profiler))
-    # A release that the profiler does not see can only make a rise look higher than it is.
+    # Use the smallest rise, because a release that the profiler misses makes a rise look higher
+    # than it is.
     return state | {"peak": start + state["optimizer state"] + min(later)}
 
 
@@ -93,7 +94,7 @@ def unseen_releases(events):
     """
     unseen, own = set(), {}
     for number, (address, size, names) in enumerate(events):
-        # The same address is allocated again.
+        # The address is allocated again, so the profiler has missed its release.
         if address in own and size > 0:
             unseen.add(own[address])
         own.pop(address, None)
@@ -133,7 +134,7 @@ def compare(case, folder):
 
 
 def memory(args, folder):
-    """Run the cases."""
+    """Run the cases, and yield the rows so far."""
     rows = []
     for case in args.only:
         rows.append(compare(case, folder / str(len(rows))))

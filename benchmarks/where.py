@@ -11,7 +11,7 @@ exposed   communication that the rank waits for while it computes nothing
 data      the rank waits for a batch
 host      the rest: Python, launching kernels, logging
 
-Hidden is communication that is in flight while the rank computes, so it lies inside of compute. On
+The fifth number, hidden, is communication in flight while the rank computes, inside of compute. On
 a GPU, copies from and to the host count as compute. Each microsecond counts once.
 --trace keeps the traces for https://ui.perfetto.dev.
 """
@@ -53,7 +53,7 @@ def parts_of(path):
 
     data = when("user_annotation", "batch")
     waits = when("user_annotation", "waiting") | when("cpu_op", "_c10d_functional::wait_tensor")
-    # Search all threads, because Gloo uses threads of its own.
+    # Search all threads, because Gloo communicates in separate threads.
     gloo = when("user_annotation", "gloo:", events)
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if kernels:
@@ -67,7 +67,7 @@ def parts_of(path):
         exposed = waits | (gloo & mask_of(tails_of(own_thread), window))
         # Count data first, because operators prepare a batch, too.
         order = {"data": data, "compute": compute, "exposed": exposed}
-    # Where parts overlap, the time belongs to the first of them.
+    # Where parts overlap, count the time only for the first part in this order.
     remaining, parts = mask_of([window], window), {"hidden": compute & flight}
     for name, mask in order.items():
         parts[name], remaining = mask & remaining, remaining & ~mask
@@ -157,7 +157,7 @@ def trace_steps():
 
 
 def most_ranks():
-    """Return the largest divisor of a batch that is not above the number of devices."""
+    """Return the largest divisor of the batch size that is not above the number of devices."""
     devices = torch.cuda.device_count() or 2
     return max(number for number in range(1, BATCH + 1) if number <= devices and not BATCH % number)
 
@@ -168,13 +168,13 @@ def run(script, ranks, folder, num_traced, *more):
     flags = [*training_flags(folder, "run", WINDOW + num_traced + 1), *more]
     command = [*harness.words_of(trace_steps), folder, script, *flags]
     command = harness.launch_command(0 if "01" in script.parent.name else ranks, command)
-    # A rank has the same number of threads in every chapter.
+    # Give a rank the same number of threads in every chapter, so that speeds are comparable.
     harness.call(command, OMP_NUM_THREADS=str(max(1, os.cpu_count() // most_ranks())))
     return [parts_of(folder / f"rank{rank}.json") for rank in range(ranks)]
 
 
 def where(args, folder):
-    """Run the chapters; yield the shares."""
+    """Run the chapters; yield the shares of the parts of a step."""
     rows, model = [], make_7m_llama(folder / "llama")
     for chapter, compiled in product(args.only, (False, True)):
         flags = ["--model-name", model, *["--compile"] * compiled]

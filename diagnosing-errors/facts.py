@@ -23,13 +23,13 @@ FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watc
 
 # ---- hosts -------------------------------------------------------------------------------------
 def reach_of(hosts_file=None):
-    """Return, for each host, the words that run a command there: none for this host."""
+    """Return, for each host, the words that run a command there; this host needs no words."""
     if not hosts_file:
         return {HERE: []}
     lines = [line.partition("#")[0].split() for line in hosts_file.read_text().splitlines()]
     reach = {words[0]: ["ssh", "-oBatchMode=yes", words[0]] for words in lines if words}
     for name in reach:
-        # A name may have a domain.
+        # Compare the names without a domain, because only one of them may have a domain.
         if name.split(".")[0] == HERE.split(".")[0]:
             reach[name] = []
     return reach
@@ -140,7 +140,7 @@ def read_json(path):
 
 # ---- from facts to ranks -----------------------------------------------------------------------
 class Rank:
-    """A rank; attributes that are not listed here are those of its heartbeat."""
+    """Describe a rank; attributes that are not set here come from its heartbeat."""
 
     def __init__(self, files, host):
         self.beat = files["beat"]
@@ -159,7 +159,7 @@ class Rank:
         self.calls = defaultdict(dict)
         dump = files["dump"] if self.end != "finished" else {}
         for call in dump.get("collectives", []):
-            # A rank may wait in a patient call for days.
+            # Leave out patient calls, because a rank may wait in them for days.
             if not call["patient"]:
                 self.calls[call["group"]][call["number"]] = call
         # The stack of the main thread as (file, line, function), outermost first. If the rank has

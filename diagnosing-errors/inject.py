@@ -38,7 +38,7 @@ FUNCTIONS = {
 # The other faults act in the functions that replace_functions() replaces.
 FAULTS = [*FUNCTIONS, "hang-data", "slow-data", "skip-collective", "nan-data", "nan-gradient"]
 FAULTS += ["corrupt-checkpoint"]
-# These faults act again and again; every other fault acts once.
+# These faults act each time that their function runs; every other fault acts once.
 LASTING = ("memory-leak", "file-leak", "slow-compute", "slow-data")
 USAGE = "usage: inject.py FAULT@rankR:stepS ... SCRIPT ARGUMENTS\n"
 USAGE += f"FAULT is one of {', '.join(FAULTS)}"
@@ -82,7 +82,7 @@ class Fault:
         save, next_index = torch.save, _BaseDataLoaderIter._next_index
 
         def broken_backward(tensors, *args, **options):
-            # The stage of a pipeline passes a sequence of tensors.
+            # Accept a sequence of tensors, because the stage of a pipeline passes one.
             outputs = [tensors] if torch.is_tensor(tensors) else list(tensors)
             if self.is_due("nan-data"):
                 outputs = [output * float("nan") for output in outputs]

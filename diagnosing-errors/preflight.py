@@ -369,7 +369,7 @@ def checks(args):
         *(Check(name, level, ne, versions) for name, level in VERSIONS.items()),
         Check("device", NO_GO, ne, "run nvidia-smi on the nodes without a GPU"),
         Check("GPU", NO_GO, ne, "use nodes with the same model of GPU"),
-        # The context of this process takes about half a GiB.
+        # Allow 2 GiB, because the CUDA context of this process takes about half a GiB.
         Check("GPU memory in use", NO_GO, lambda value, _: value > 2,
               "end the process that holds it: nvidia-smi, fuser -v /dev/nvidia*", "{:.1f} GiB"),
         Check("clock", WARNING, lambda value, _: abs(value) > 1,

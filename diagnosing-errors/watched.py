@@ -482,7 +482,7 @@ class Watch:
         self.error = self.error or message
         self.spare_file.close()
         self.end = "failed" if message else "finished"
-        # The thread ends now, so it cannot replace the last heartbeat by an older one.
+        # Wait for the thread, so that it cannot replace the last heartbeat by an older one.
         self.thread.join(timeout=1)
         self.steps.safely(self.steps.collect)
         self.tell()

@@ -328,7 +328,7 @@ def stay_of(rank):
 
 # ---- collectives that differ -------------------------------------------------------------------
 def find_mismatch(group):
-    """Report ranks that called a different collective than the rest of their group.
+    """Report ranks that called a different collective than the other ranks of their group.
 
     In the record of a collective, "call" is a text: the operation with its sizes and types, then "
     at " and the line of code.
@@ -352,7 +352,7 @@ def find_mismatch(group):
 
 
 def find_unexpected_call(group, victims):
-    """Report a rank whose last call breaks its pattern; victims have left no record of theirs."""
+    """Report a rank whose last call breaks its pattern; the calls of victims are not on record."""
     for rank, calls in group.items():
         *history, last = [call["call"] for _, call in sorted(calls.items())]
         expected = predict_call(history)
@@ -438,7 +438,7 @@ def late_shares(group, numbers):
     else:
         late = waits_by_cause(group, numbers)
     times = [calls[number]["called"] for calls in group.values() for number in numbers]
-    # In less than a second, no rank can be told to be slow.
+    # Divide by at least a second, because a shorter time does not show that a rank is slow.
     return {rank: seconds / max(1.0, max(times) - min(times)) for rank, seconds in late.items()}
 
 
@@ -448,7 +448,7 @@ def waits_by_cause(group, numbers):
     The last rank to call a collective makes the other ranks wait. The wait starts when the first
     rank calls the collective or when the previous collective ends, whichever is later.
     """
-    # The clocks of several hosts cannot be compared.
+    # Report no waits across hosts, because the clocks of different hosts cannot be compared.
     if len({rank.host for rank in group}) > 1:
         return dict.fromkeys(group, 0.0)
     waits = {rank: [] for rank in group}

@@ -45,11 +45,12 @@ import pyarrow.parquet
 
 # The version of the format of a folder.
 FORMAT = 2
-# The number of shards of a source that are open. Each document comes from one of them, at random.
+# The number of shards of a source that are open. Each document comes from a random open shard.
 OPEN_SHARDS = 16
 # The number of documents that a worker tokenizes at a time.
 BATCH = 256
-# If all sources together have fewer bytes, starting processes would take longer than they save.
+# Use one worker if all sources together have fewer bytes, because starting processes would take
+# longer than the processes save.
 SMALL = 2**26
 # The size of the blocks of a file, in bytes, that tell whether its content has changed.
 BLOCK = 2**16
@@ -146,7 +147,7 @@ def open_decompressed(path):
 
 
 def files_of(folder):
-    """Return the files of a folder that hold training data; print which others are left out."""
+    """Return the files of a folder that hold training data; print which files are left out."""
     paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     names = sorted(path.relative_to(folder) for path in paths)
     names = [name for name in names if not NO_DATA.fullmatch(str(name).lower())]
@@ -176,7 +177,7 @@ def shard_of(path):
 
 
 def records_of(path, column):
-    """Yield the records of a file, each with its line or row: rows, or lines of JSON."""
+    """Yield the records of a file, such as rows or lines of JSON, each with its number."""
     kind = match_name(path)["format"]
     if kind == "parquet":
         table = pyarrow.parquet.ParquetFile(path)
@@ -204,7 +205,7 @@ def paragraphs_of(file, column):
 
 
 def rows_of(file, delimiter):
-    """Yield the rows of a table, each with its last line; a row is an error unless it fits."""
+    """Yield the rows of a table, each with its last line, and an error for a row that misfits."""
     csv.field_size_limit(2**31 - 1)
     # text_of() reports bytes that are not UTF-8.
     lines = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
@@ -230,7 +231,7 @@ def check_column(column, names):
 
 
 def text_of(record, column):
-    """Return the text of a record, a row or a line of JSON; raise what is wrong with it."""
+    """Return the text of a record, a row or a line of JSON; raise an error if there is none."""
     if isinstance(record, Exception):
         raise record
     if isinstance(record, bytes):
@@ -249,7 +250,7 @@ def text_of(record, column):
 
 
 def sources_of(args):
-    """Return the sources: one for each that has a weight, or a single one that is read once."""
+    """Return a source for each name with a weight, or a single source that is read once."""
     weights = {}
     for word in args.sources:
         # The name of a file may itself end in a colon and a number.
@@ -266,9 +267,9 @@ def sources_of(args):
 
 
 class Source:
-    """The shuffled documents of files, folders or datasets: pass after pass, batch after batch.
+    """Shuffle the documents of files, folders or datasets, pass after pass, batch after batch.
 
-    Up to OPEN_SHARDS shards are open at a time, and each document comes from one of them at random.
+    Up to OPEN_SHARDS shards are open at a time, and each document comes from a random open shard.
     A part reads every n-th shard or, if there are fewer shards than parts, every n-th document.
     """
 
@@ -307,7 +308,7 @@ class Source:
 
     def next_batch(self):
         """Return the next records, each with its shard and its line."""
-        # The order does not depend on names, so a folder can be moved.
+        # Derive the order from numbers, not from names, so that a folder can be moved.
         key = f"{self.args.seed} {self.number} {self.pass_number}"
         order = list(self.numbers)
         random.Random(key).shuffle(order)
@@ -369,7 +370,7 @@ def shards_of(name):
                 return list(pool.map(shard_of, files))
         except OSError as error:
             fail(f"{name}: {reason_of(error)}")
-    # Import it only here, because the import takes each worker seconds.
+    # Import datasets only here, because the import would take each worker seconds.
     import datasets
 
     datasets.disable_progress_bars()
@@ -377,7 +378,7 @@ def shards_of(name):
     load = partial(datasets.load_dataset, dataset, subset, split="train", streaming=True)
     try:
         stream = load()
-        # In text files, blank lines separate the documents.
+        # Split text files at blank lines, which separate the documents.
         if stream.info.builder_name == "text":
             stream = load(sample_by="paragraph")
     except Exception as error:
@@ -394,7 +395,7 @@ def shards_of(name):
 @cache
 def load_tokenizer(name):
     """Return a model's tokenizer, as the chapters load it."""
-    # Hide torch from transformers. No tokenizer needs it, and its import takes seconds.
+    # Hide torch from transformers, because no tokenizer needs torch, and its import takes seconds.
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     torch = sys.modules.setdefault("torch", None)
     import transformers
@@ -423,7 +424,7 @@ def start_workers(args):
     """Return an executor of tokenize(): processes or, for a single worker, a thread."""
     if args.workers == 1:
         return ThreadPoolExecutor(1)
-    # Each process tokenizes with one thread.
+    # Let each process tokenize with one thread.
     os.environ["RAYON_NUM_THREADS"] = "1"
     return ProcessPoolExecutor(args.workers, get_context("spawn"), initializer=start_worker)
 
@@ -436,7 +437,7 @@ def start_worker():
 
 
 def tokenize(model_name, column, records):
-    """Return the tokens of all records in a row, where each document ends, and the problems."""
+    """Return the joined tokens of all records, the end of each document, and the problems."""
     tokenizer, texts, problems = load_tokenizer(model_name), [], []
     for shard, line, record in records:
         try:
@@ -452,7 +453,7 @@ def tokenize(model_name, column, records):
 
 
 class Stream:
-    """The tokens of a source, which workers make a few batches ahead."""
+    """Hand out the tokens of a source, which workers tokenize a few batches ahead."""
 
     def __init__(self, source, state, pool):
         self.source, self.pool, self.waiting = source, pool, deque()
@@ -469,7 +470,7 @@ class Stream:
         return state | {"source": self.batch}
 
     def next_batch(self):
-        """Take the next batch that has documents, or none at the end of a source."""
+        """Take the next batch that has documents, or an empty batch at the end of a source."""
         source, args = self.source, self.source.args
         # The tokens of the batch, where its documents end, and the number of its tokens in pieces.
         self.tokens, self.ends, self.used = [], [], 0
@@ -496,7 +497,7 @@ class Stream:
 
     def take(self, most):
         """Return the tokens that are left of a document, but at most `most`."""
-        # A source without any documents has no tokens.
+        # End at 0 if the source has no documents.
         end = next((end for end in self.ends if end > self.used), 0)
         tokens = self.tokens[self.used : min(self.used + most, end)]
         self.used += len(tokens)
@@ -568,13 +569,13 @@ def write_pieces(args, index, sources, pool):
     total_before = sum(stream.num_tokens for stream in streams)
     piece, filled, ended = np.empty(args.piece, dtype=index["dtype"]), 0, False
     while not ended:
-        # Finish a document first; then take the source that is furthest behind its weight.
+        # Finish a document first; otherwise choose the source that is furthest behind its weight.
         total = sum(stream.num_tokens for stream in streams)
         stream = max(streams, key=lambda it: it.urgency(total))
         tokens = stream.take(args.piece - filled)
         piece[filled : filled + len(tokens)] = tokens
         filled += len(tokens)
-        # Every source was read at least once.
+        # Stop as soon as every source was read at least once.
         ended = all(stream.batch["pass"] for stream in streams)
         if filled < args.piece and not ended:
             continue

@@ -24,11 +24,11 @@ from cluster.cluster import Cluster, missing_requirement
 from fork_server import Server, current_environment
 
 SCRIPTS = chapters()
-# Chapters in a framework that may not be installed: test_frameworks.py tests them.
+# Only test_frameworks.py tests these chapters, because their frameworks may not be installed.
 FRAMEWORKS = {name for name, path in SCRIPTS.items() if "alternative-frameworks" in path.parts}
 SERVER = Server()
 METRICS = ("loss", "grad_norm", "val_loss")
-# A run of a few seconds, with 20 steps that are all logged.
+# The flags of a run that takes a few seconds, and logs each of its 20 steps.
 SHORT = (
     "--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8 "
     "--num-steps 20 --log-every 1 --eval-every 10 --eval-samples 10 --checkpoint-every 10"
@@ -49,8 +49,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure():
-    # A process that a shell starts with & ignores Ctrl-C, and its children inherit this. The tests
-    # send Ctrl-C to children, so restore the default.
+    # A process that a shell starts with & ignores Ctrl-C, and so do its children. The tests send
+    # Ctrl-C to children, so restore the default.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # The libraries read these variables when the test modules import them: one thread per process,
     # no hub, and no GPU for DeepSpeed.
@@ -75,10 +75,10 @@ INDEPENDENT = {"test_faults", "test_kill", "test_kubernetes", "test_readme"}
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Give each worker of pytest-xdist one group at a time, because its tests share fixtures.
+    """Give each worker of pytest-xdist one group at a time, because a group shares fixtures.
 
-    The groups are the files, and the single tests of the files in INDEPENDENT. The option of xdist
-    for groups does not work: https://github.com/pytest-dev/pytest-xdist/issues/1386
+    A group is a file or, in the files of INDEPENDENT, a single test. The option of xdist for groups
+    does not work: https://github.com/pytest-dev/pytest-xdist/issues/1386
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def environment(tmp_path_factory):
-    """Give the session a cache of its own."""
+    """Use a new cache folder in this session; check that no library changes the environment."""
     cache = tmp_path_factory.mktemp("cache")
     os.environ.update(
         HF_HOME=str(cache / "hf"),
@@ -115,7 +115,8 @@ def environment(tmp_path_factory):
     )
     SERVER.environment = current_environment()
     yield
-    # After a lasting change, each script would start in a new process, which takes seconds.
+    # Fail after a lasting change, because each later script would need a new process, which takes
+    # seconds to start.
     assert current_environment() == SERVER.environment, "a library has changed the environment"
 
 
@@ -192,7 +193,7 @@ def crashed_in_collective(result):
 def start_ranks(world_size, command, folder, log="", split_output=False, **variables):
     """Start a script and its arguments on `world_size` ranks, as a launcher would.
 
-    Each rank writes its output to a file in the folder, or to two files if it is split.
+    Each rank writes its output to a file in the folder, or to two files with `split_output`.
     """
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | variables
     variables |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
@@ -213,7 +214,7 @@ def run_or_fail(world_size, jobs, *args, **options):
 def curves_of(root, runs):
     """Run short jobs, and return their metrics by name.
 
-    `runs` has a dictionary for each world size, with (chapter, arguments) by name.
+    `runs` maps each world size to a dictionary, which maps names to (chapter, arguments).
     """
     for world_size, jobs_by_name in runs.items():
         jobs = []
@@ -232,7 +233,7 @@ def run_command(*command, check=False, **options):
 
 
 def parse(chapter, *words, ranks=1):
-    """Return the arguments of a chapter's command line, as the first of some ranks reads it."""
+    """Parse a chapter's command line as rank 0 of `ranks` ranks; return the arguments."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train_llm.py", *map(str, words)])
         values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks}
@@ -243,7 +244,7 @@ def parse(chapter, *words, ranks=1):
 
 
 def prepare_training(chapter, *words):
-    """Return the arguments, the model, the optimizer and both sets of samples of a command line."""
+    """Return arguments, model, optimizer, training samples and held-out samples for a command."""
     args = parse(chapter, *words)
     tokenizer, config = chapter.build_tokenizer_and_config(args)
     model = chapter.build_model(args, config)
@@ -259,7 +260,7 @@ def prepare_tokens(source, folder, model="tiny"):
 
 
 def change_file(file, old, new, copy=None):
-    """Replace a text that a file has once, in the file or in a copy of it; return the new file."""
+    """Replace the only occurrence of a text in a file, or in a copy; return the changed file."""
     text, path = file.read_text(), copy or file
     assert text.count(old) == 1, f"{file} does not have exactly once: {old}"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -276,7 +277,7 @@ def user_error(capsys, function, *args):
 
 
 def metrics(run_dir):
-    """Return a run's metrics: the last row of each step, by step; a full disk may cut a row."""
+    """Return the last row of each step of a run; skip a row that a full disk has cut."""
     rows = []
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         with contextlib.suppress(json.JSONDecodeError):
@@ -302,9 +303,9 @@ def difference(curve, other_curve, after=0, names=METRICS, relative=False):
 
 
 def disagreement(curve, other_curve):
-    """Return the differences between the metrics of two runs that are at least 1e-5, by metric.
+    """Return, for each metric, the difference between two runs if it is at least 1e-5.
 
-    Gradient norms are compared relatively, because a few samples have large norms.
+    The difference of gradient norms is relative, because a few samples have large norms.
     """
     by_metric = {
         name: difference(curve, other_curve, names=[name], relative=name == "grad_norm")
@@ -318,7 +319,7 @@ def machine(tmp_path_factory):
     """Wait until no other test reads or changes the mounts and networks of this machine."""
     if reason := missing_requirement():
         pytest.skip(reason)
-    # The workers of pytest-xdist have folders in a common folder.
+    # Lock a file in the common parent of the workers' folders, so that all workers see the lock.
     with open(tmp_path_factory.getbasetemp().parent / "machine.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -326,7 +327,7 @@ def machine(tmp_path_factory):
 
 @pytest.fixture
 def cluster(machine):
-    """Start two hosts with Slurm for each test, which takes a second."""
+    """Start a new cluster for each test, which takes about a second."""
     with Cluster() as cluster:
         yield cluster
 
@@ -337,7 +338,8 @@ def load():
     import harness
 
     def load(chapter):
-        # Libraries set environment variables; with them, run_jobs() could not fork.
+        # Undo changes that libraries make to the environment, because run_jobs() can fork only if
+        # the environment is unchanged.
         with mock.patch.dict(os.environ):
             return harness.load(SCRIPTS[chapter])
 
@@ -346,7 +348,7 @@ def load():
 
 @pytest.fixture(autouse=True)
 def keep_transformers(monkeypatch):
-    """Undo what a script changes in transformers, because plans and pictures depend on it."""
+    """Undo a script's changes to transformers, because plans and pictures need the original."""
     from transformers import masking_utils
     from transformers.integrations import sdpa_attention
 
@@ -371,7 +373,7 @@ def no_group():
 
     if dist.is_initialized():
         dist.destroy_process_group()
-        # DTensor caches the meshes of operations, whose groups are gone now.
+        # Clear the cache of DTensor, because it refers to meshes whose groups are destroyed.
         _clear_sharding_prop_cache()
 
 
@@ -385,13 +387,13 @@ def one_rank_group(no_group, monkeypatch, tmp_path):
     dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-    # A test may have changed this setting.
+    # Restore the default, because a test may have changed this setting.
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
 def small_disk(machine, tmp_path):
-    """Mount a disk of 30 MiB, which has space for two checkpoints of the tiny model, not three."""
+    """Mount a disk of 30 MiB, which has space for two tiny checkpoints, but not for three."""
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run([*"mount -t tmpfs -o size=30m tmpfs".split(), disk], check=True)
@@ -403,7 +405,7 @@ def small_disk(machine, tmp_path):
 def small_tokens(tmp_path_factory):
     """Return a function that prepares a small text for a model, and returns the folder of tokens.
 
-    The tokenizer of each model would need many seconds for pydoc.
+    The text is a part of pydoc, because a tokenizer would need many seconds for the entire pydoc.
     """
     root = tmp_path_factory.mktemp("small")
     (root / "small.txt").write_text("\n\n".join(topics.values())[:100_000])
@@ -432,7 +434,7 @@ def layout_models(tmp_path_factory):
 
 
 def save_models(root, sizes, key_value_heads):
-    """Save a configuration of each family with a byte tokenizer; return their folder."""
+    """Save a folder for each family, with a configuration and a byte tokenizer; return the root."""
     import transformers
 
     from families import fast_byte_tokenizer
@@ -454,7 +456,7 @@ def save_models(root, sizes, key_value_heads):
     latent |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
     configs = {
         "llama": transformers.LlamaConfig(**grouped),
-        # Its vocabulary is not divisible by the number of ranks.
+        # The size of this vocabulary is not divisible by the number of ranks.
         "odd": transformers.LlamaConfig(**grouped | {"vocab_size": 385}),
         "gpt2": transformers.GPT2Config(**gpt2, **no_dropout),
         "gpt2-dropout": transformers.GPT2Config(**gpt2),

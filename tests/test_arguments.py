@@ -1,4 +1,4 @@
-"""The command line, and the small functions that derive values from it."""
+"""Test the command line, and the small functions that derive values from it."""
 
 import os
 import re
@@ -89,9 +89,9 @@ LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 
 QWEN3_30B = {"hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4}
 QWEN3_30B |= {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 QWEN3_30B |= {"num_attention_heads": 32, "head_dim": 128}
-# The billions of weights in total, and of those that a token uses, from the models' cards. The
-# cards of GPT-OSS do not count the embedding of the input. Without settings, a configuration of
-# transformers is that of Mixtral 8x7B, DeepSeek-V3 or gpt-oss-120b. The Llama is dense.
+# For each model: its settings, its billions of weights, the billions that a token uses, and whether
+# the model's card counts the input embedding. The cards of GPT-OSS do not count it. Without
+# settings, transformers configures Mixtral 8x7B, DeepSeek-V3 or gpt-oss-120b. The Llama is dense.
 CARDS = {
     "llama": (LLAMA_8B, 8.03, 8.03, True),
     "qwen3_moe": (QWEN3_30B, 30.5, 3.3, True),
@@ -116,7 +116,7 @@ def test_mfu_counts_the_active_weights_of_the_model_card(chapter, monkeypatch, k
     counted = (chapter.mfu(args, model, 1.0) - attention) / 6
     if counts_embedding:
         counted += model.get_input_embeddings().weight.numel()
-    # A card's last digit may be rounded up or down.
+    # Allow a little more than half of the last digit, because a card may round it up or down.
     for number, published in [(model.num_parameters(), total), (counted, active)]:
         decimals = len(str(published).partition(".")[2])
         assert abs(number / 1e9 - published) < 0.6 * 10**-decimals
@@ -171,7 +171,7 @@ def test_default_precision_is_bf16_where_it_is_fast(chapter, monkeypatch, capabi
 
 
 def test_configuration_takes_the_changes_of_the_command(chapter, models):
-    """The lists with an item for each layer change, too."""
+    """Lists with an item for each layer change with the number of layers."""
     layers = ["--config", "num_hidden_layers=3"]
     args = parse(chapter, *layers, "rms_norm_eps=1e-5", "hidden_act=gelu")
     _, config = chapter.build_tokenizer_and_config(args)

@@ -13,7 +13,7 @@ from runs import check_user_error
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, models):
-    """A folder of files and folders, each with one thing wrong."""
+    """Return a folder of files and folders, each with one fault."""
     folder = tmp_path_factory.mktemp("files")
     (folder / "text.txt").write_text("other text " * 2000)
     shutil.copytree(models / "gpt2", folder / "small-embedding")
@@ -58,7 +58,7 @@ RESUMED = [
     ("-m {models}/gpt2", "config_fingerprint was "),
     ("--config rms_norm_eps=1e-3", "config_fingerprint was "),
 ]
-# The checkpoints of the other chapter have a different format.
+# For each chapter, the error about a checkpoint of the other chapter, which has a different format.
 UNREADABLE = {
     "02": "step-00000004: cannot read it, so move it away to use an older one: FileNotFound",
     "04": "step-00000004: continue it with chapter 03, or choose another --experiment-name",
@@ -66,7 +66,7 @@ UNREADABLE = {
 
 
 def times_of(folder):
-    """When each file changed, but for the one by which ranks check that they share the folder."""
+    """Return when each file changed, except the probe that shows that ranks share the folder."""
     files = [path for path in folder.rglob("*") if path.name != ".probe"]
     return {path: path.stat().st_mtime_ns for path in files}
 

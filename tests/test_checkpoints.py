@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
     "chapter, family", [("04", "llama"), ("02", "qwen3"), exhaustive("04", "qwen3")]
 )
 def test_checkpoint_becomes_a_model_with_one_command(models, tmp_path, chapter, family):
-    """An earlier checkpoint gives its own weights, with the other files of the exported model."""
+    """The folder has the weights of the earlier checkpoint, and files like the exported model's."""
     args = [*SHORT, "--num-steps", 4, "--checkpoint-every", 2, "-m", models / family]
     run_or_fail(2, [(chapter, [*args, "--save-dir", tmp_path, "-e", "run"])], tmp_path / "jobs")
     run, folder = tmp_path / "run", tmp_path / "model"

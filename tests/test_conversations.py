@@ -221,7 +221,7 @@ def test_unusable_file_or_template_is_refused(chapter, capsys, tmp_path, row, te
 
 
 def test_long_conversations_and_control_tokens_are_left_out(chapter, capsys, tmp_path):
-    # A sample has no space for two of these documents.
+    # Each good document fills a sample, because two of them do not fit into one sample.
     good = [[ASK, ANSWER], [say("system", "Be short."), ASK, ANSWER]]
     left_out = [[ASK, say("assistant", "a" * 64)], [say("user", "</s>"), ANSWER]]
     rows = [{"messages": turns} for turns in [*good, *left_out]]

@@ -39,7 +39,7 @@ def ids_at(load, monkeypatch):
             for rank in range(ranks):
                 monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
                 parts.append(script.batch_at(args, samples, step, micro_step, DEVICE).flatten())
-            # The ranks take turns.
+            # Interleave the samples of the ranks, because ranks take turns in the stream.
             ids += torch.stack(parts, 1).flatten().tolist()
         return ids
 
@@ -73,7 +73,7 @@ def test_skipped_steps_shift_the_samples(ids_at, name):
 
 
 def test_late_step_takes_two_permutations_at_most(chapter, ids_at):
-    """The start of a resumed run does not take longer in later steps."""
+    """Resuming at a late step takes no longer than at an early step."""
     chapter.random_order.cache_clear()
     ids_at("01", 10**12)
     assert chapter.random_order.cache_info().misses <= 2
@@ -96,9 +96,9 @@ def test_seeds_are_mixed_not_added(chapter):
 # ---- a dataset of the hub --------------------------------------------------------------------
 @pytest.fixture
 def hub(chapter, monkeypatch):
-    """Return a function that stands in for a dataset of the hub, and trains on its samples.
+    """Return a function that builds a chapter's samples from a file in place of a dataset.
 
-    Of a name on the hub, the real function would download files such as `path`.
+    For the name of a dataset on the hub, load_dataset() would download files such as `path`.
     """
     real = datasets.load_dataset
 
@@ -170,7 +170,7 @@ def test_file_on_the_disk_is_answered_with_the_command_that_prepares_it(tmp_path
 
 @pytest.mark.slow
 def test_ranks_find_the_tokens_of_rank_0(tmp_path, monkeypatch):
-    """The processes hash strings differently, because a new environment gives each its own seed."""
+    """The ranks are new processes, not forks, so they hash strings with different seeds."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     args = [*SHORT, "--num-steps", 1, "--save-dir", tmp_path]
     run_or_fail(2, [("02", args)], tmp_path / "ranks")
@@ -179,7 +179,7 @@ def test_ranks_find_the_tokens_of_rank_0(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_tokenizing_takes_the_same_memory_for_any_corpus(chapter, hub, tmp_path, monkeypatch):
-    """Ten MB of tokens pass through, and the memory that belongs to no file stays."""
+    """Memory that belongs to no file stays constant while 10 MB of tokens pass through."""
     sizes = []
 
     def measure(*args, **options):

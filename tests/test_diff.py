@@ -1,4 +1,4 @@
-"""Tests of the chapters' diffs: a script differs from its parent as its README lists it."""
+"""Test the chapters' diffs: a script differs from its parent as its README describes."""
 
 import re
 from functools import cache
@@ -8,7 +8,7 @@ import pytest
 import chapters as scripts
 from chapters import chapters, noise, parent_of
 
-# Several tests read each script.
+# Cache the results, because several tests read each script.
 flags, parts = cache(scripts.flags), cache(scripts.parts)
 CHILDREN = [name for name in chapters() if parent_of(name)]
 
@@ -18,8 +18,8 @@ def sources(chapter):
     return chapters()[parent_of(chapter)].read_text(), chapters()[chapter].read_text()
 
 
-# The most code lines that a script may add to its parent, because only small scripts are read. A
-# commit that raises a ceiling says which line a reader would miss.
+# The most code lines that a script may add to its parent, because people read only small diffs. A
+# commit that raises a ceiling must name the line that readers would otherwise miss.
 CEILINGS = {"01": 420, "02": 92, "03": 63, "04": 110, "05": 134, "06": 127, "07": 159, "08": 95}
 CEILINGS["09"] = 154
 
@@ -54,7 +54,7 @@ def test_common_parts_keep_their_order_their_banners_and_their_flags(chapter):
     old, new = flags(before), flags(after)
     assert [name for name in new if name in old] == list(old)
     for name, declaration in old.items():
-        # A child may add choices.
+        # Accept additional choices of a flag, because a child may add choices.
         pattern = re.escape(declaration).replace(r"'\]", r"'(, '\w+')*\]")
         assert re.fullmatch(pattern, new[name]), name
 

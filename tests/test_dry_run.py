@@ -63,7 +63,7 @@ def sent(result, kind, ranks=None, column="bytes"):
 
 
 def share(ranks):
-    """Return which part of a tensor each rank of a ring sends."""
+    """Return the part of a tensor that each rank of a ring sends."""
     return (ranks - 1) / ranks
 
 
@@ -81,7 +81,7 @@ def test_ddp_sends_the_bytes_of_the_formula(gpus):
 @pytest.mark.parametrize("chapter", ["04", exhaustive("05")])
 def test_fsdp_sends_the_bytes_of_the_formula(chapter, gpus):
     result = run(SCRIPTS[chapter], gpus, MODEL)
-    # The backward pass gathers each layer a second time, except for the last one.
+    # The backward pass gathers each layer a second time, except for the last layer.
     gathered = 2 * 2 * WEIGHTS - 2 * OUTER - 2 * LAYER
     assert sent(result, "all-gather") == pytest.approx(share(gpus) * gathered)
     assert sent(result, "all-gather", column="calls") == 2 * LAYERS
@@ -124,7 +124,8 @@ def test_tensor_parallelism_sends_the_bytes_of_the_formula(gpus, recompute):
     gathers = 4 if recompute == "none" else 6
     gathered = gathers * LAYERS * 2 * LENGTH * WIDTH + 2 * VOCABULARY * WIDTH
     assert sent(result, "all-gather", 4) == pytest.approx(4 * share(4) * gathered)
-    # The ranks exchange their columns of the embedded tokens, and then those of the gradient.
+    # The ranks exchange their columns of the embedded tokens, and later the columns of the
+    # gradient.
     exchanged = 4 * 2 * 2 * LENGTH * WIDTH / 4
     assert sent(result, "all-to-all", 4) == pytest.approx(share(4) * exchanged)
     norms, shards = (2 * LAYERS + 1) * WIDTH, gpus // 4
@@ -223,7 +224,7 @@ LAYOUTS = {
 
 
 def planned(name, gpus, arguments):
-    """Return the planner's bytes of tensors on the fullest GPU, or on a GPU of a pipeline rank."""
+    """Return the bytes of tensors that the planner counts on the fullest GPU or pipeline rank."""
     chapter, _, part = name.replace("lora", "05").partition(" ")
     nodes = f"--chapter {chapter} --nodes {gpus // 8} --gpus-per-node 8 --global-batch-size {gpus}"
     args = will_it_fit.parse_args(shlex.split(f"{arguments} {nodes}"))
@@ -245,8 +246,8 @@ def test_peak_equals_the_planner(name):
     gpus, words, *ranks = LAYOUTS[name]
     result = run(SCRIPTS[name.partition(" ")[0]], gpus, f"{SMALL_8B} {words}", *ranks)
     assert not result["problem"], result["problem"]["traceback"]
-    # The planner simulates one micro-batch of a pipeline, and adds what the others keep. It
-    # ignores the mask of conversations.
+    # The planner simulates one micro-batch of a pipeline, and adds the memory of the other
+    # micro-batches. For LoRA, it ignores the mask of conversations.
     relative = {"07": 0.03, "lora": 0.02}.get(name.partition(" ")[0])
     tolerance = {"rel": relative} if relative else {"abs": dry_run.GIB / 100}
     expected = planned(name, gpus, f"{SMALL_8B} {words}")
@@ -298,7 +299,8 @@ def peak_of(command, args):
     layers = 0 if is_tiny else copy_of_config(args.model_name).num_hidden_layers
     if layers <= MAX_LAYERS:
         return max(peaks_of(command, ranks, *changes).values())
-    # With all of these numbers of layers, the same stages have one layer more than the others.
+    # Choose numbers of layers with the same remainder, so that the same stages have one layer more
+    # than the other stages.
     short, long = [layers % stages + number for number in (max(stages, 4), max(2 * stages, 6))]
     few = peaks_of(command, ranks, *changes, "--config", f"num_hidden_layers={short}")
     more = peaks_of(command, ranks, *changes, "--config", f"num_hidden_layers={long}")
@@ -426,7 +428,7 @@ OTHER_SCRIPTS = {
 
 
 def check_refusal(words, message, monkeypatch, capsys):
-    """Check that the dry run ends with one line, and with the exit status of a mistake."""
+    """Check that the dry run prints one error line and exits with status 2."""
     monkeypatch.setattr("sys.argv", ["dry_run.py", *map(str, words)])
     with pytest.raises(SystemExit) as end:
         dry_run.main()

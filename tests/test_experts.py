@@ -9,7 +9,7 @@ from marks import exhaustive, slow
 from runs import copy_run, have_same_weights, read_checkpoint
 
 TINY = ROOT / "09-expert-parallel/tiny-mixture"
-# With a high learning rate, scores change faster than biases.
+# Use a low learning rate, because with a high rate scores would change faster than biases.
 MIXTURE = ["-m", TINY, "--lr", 2e-4]
 RATE = [*MIXTURE, "--expert-balance-rate", 0.01]
 EP2, EP4 = ["--expert-parallel-size", 2], ["--expert-parallel-size", 4]
@@ -31,7 +31,7 @@ def biases_of(run_dir, step):
 def test_step_moves_each_bias_toward_the_mean_load(load, one_rank_group, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     chapter, device = load("09"), torch.device("cpu")
-    # The optimizer needs the shards, which the model does not have yet.
+    # Build no optimizer here, because it needs shards, and the model has no shards yet.
     with monkeypatch.context() as patch:
         patch.setattr(chapter, "build_optimizer", lambda *_: None)
         args, model, _, train_set, _ = prepare_training(chapter, *SHORT, *RATE)

@@ -45,7 +45,7 @@ RESULTS = ROOT / "benchmarks/results/families.json"
 CHAPTERS = ("01", "02", "04", "05", "06", "07", "08")
 FLAGS = """--device cpu --precision fp32 -s 32 --global-batch-size 4 -b 2 --num-steps 4
     --log-every 1 --eval-samples 4 --warmup-steps 1""".split()
-# The column of the gradients of packed conversations.
+# The name of the table's column for packed conversations.
 PACKED = "conversations"
 # Without --record, only these families are trained.
 SAMPLE = "llama qwen3_moe lfm2".split()
@@ -65,11 +65,11 @@ def poisoned_memory():
 
 @pytest.mark.parametrize("kind", MODERN)
 def test_initial_values_are_set_and_equal_in_chapter_05(load, monkeypatch, poisoned_memory, kind):
-    """Every bit of the weights and buffers is the same, and none is NaN, which equals nothing."""
+    """Weights and buffers have the same bits, and no NaN, which would equal nothing."""
     first, last, args = load("01"), load("05"), argparse.Namespace(**ARGS)
     monkeypatch.setattr(last, "fully_shard_to_sum", lambda *_, **__: None)
     monkeypatch.setattr(last, "build_mesh", lambda *_: {"shard": None})
-    # build_model() changes the configuration, so each chapter gets a copy of its own.
+    # Create a configuration for each chapter, because build_model() changes it.
     full = first.build_model(args, shrink(CONFIG_MAPPING[kind]()))
     split = last.build_model(args, shrink(CONFIG_MAPPING[kind]()))
     split = last.shard(args, split, torch.device("cpu"))
@@ -174,7 +174,7 @@ def test_cut_export_is_refused(load, one_rank_group, monkeypatch, tmp_path):
 
 # ---- all families ------------------------------------------------------------------------------
 def published():
-    """Return the published table: its rows, and the families that have none."""
+    """Return the published table: its rows, and the families without rows."""
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": [], "left_out": {}}
 
 
@@ -184,7 +184,7 @@ def published_chapters(family):
 
 
 def pytest_generate_tests(metafunc):
-    """Choose the families to train: a sample or, with --record, those that are not published."""
+    """Choose the families to train: a sample or, with --record, all unpublished families."""
     if "packed_family" in metafunc.fixturenames:
         rows = [row for row in published()["rows"] if row["chapter"] == PACKED]
         known = {row["family"] for row in rows} | published()["left_out"].keys()
@@ -229,10 +229,11 @@ def train(family, chapter, folder, tokens):
         return None, refusal[1].replace(f"{folder}/", "")
     path = folder / chapter / "metrics.jsonl"
     if not path.exists() or max(metrics(path.parent)) == 0:
-        # A rank has stopped in the first step or before it, with the exception of a library.
+        # Find the exception of a library that has stopped a rank in the first step or before it.
         errors = "".join(result["stderr"] for result in results)
         found = re.findall(r"^(?:\w+\.)*\w+Error: .*", errors, re.M)
-        # Later errors have this cause, or are those of the rank whose connection has closed.
+        # Return the first error that Gloo did not raise. Gloo only reports a closed connection, and
+        # later errors are consequences.
         return None, next(error for error in found if "/gloo/" not in error)
     assert [result["status"] for result in results] == [0] * ranks, results
     return metrics(folder / chapter), None
@@ -272,7 +273,7 @@ def test_family_follows_chapter_01_or_is_refused(
         reference = curve if chapter == "01" else reference
         assert reference, f"chapter {chapter} trains a model that chapter 01 refuses"
         assert difference(curve, reference, names=["loss", "val_loss"]) <= 1e-5
-        # Later, AdamW amplifies rounding errors.
+        # Compare only two steps, because AdamW amplifies rounding errors in later steps.
         first_steps = [{step: rows[step] for step in (1, 2)} for rows in (curve, reference)]
         assert difference(*first_steps, names=["grad_norm"], relative=True) <= 1e-4
         loss = evaluate_export(tmp_path / chapter, max(curve), load("01"))
@@ -301,7 +302,7 @@ def refuse(message):
 
 
 def packed_samples(chapter):
-    """Return samples of random tokens that begin a document wherever LENGTHS has one."""
+    """Return samples of random tokens, which LENGTHS divides into documents."""
     samples = torch.randint(3, 259, (len(LENGTHS), 32), generator=torch.Generator().manual_seed(0))
     for sample, lengths in zip(samples, LENGTHS, strict=True):
         sample[torch.tensor([0, *lengths[:-1]]).cumsum(0)] |= chapter.FIRST | chapter.CONTEXT
@@ -309,7 +310,7 @@ def packed_samples(chapter):
 
 
 def distance_from_documents_alone(chapter, folder):
-    """Return the largest distance of a gradient of a packed step from the step without packing."""
+    """Return the largest distance between the gradients of a step with and without packing."""
     sizes = {"global_batch_size": 4, "micro_batch_size": 2, "accumulation": 2, "skip_steps": 0}
     sizes |= {"config": [], "model_name": str(folder), "seq_length": 32}
     args = argparse.Namespace(**ARGS | sizes)
@@ -320,11 +321,11 @@ def distance_from_documents_alone(chapter, folder):
     loss = loss_of_documents(plain, split_documents(chapter, samples))
     loss.backward()
     if not loss.isfinite():
-        # The script reports this at its first log line.
+        # Refuse as the script does at its first log line.
         refuse("a gradient in steps 1 to 1 was not finite; none is saved")
     grads = {name: weight.grad for name, weight in plain.named_parameters()}
     norms = {name: 0.0 if grad is None else grad.norm() for name, grad in grads.items()}
-    # A much smaller gradient is inexact in float32, even without packing.
+    # Ignore much smaller gradients, because float32 makes them inexact even without packing.
     smallest = 2e-5 * max(norms.values())
     gradients = {
         name: grad if norms[name] > smallest else torch.zeros(()) for name, grad in grads.items()

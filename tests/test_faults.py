@@ -2,7 +2,7 @@
 
 The table of the README and the samples of faults.md come from these runs. To renew them, delete
 the file RESULTS, and run `python -m pytest tests/test_faults.py -k made_fault --record` on an idle
-machine. To renew a few of them, keep the file, and choose the faults with -k.
+machine. To renew a few rows, keep the file, and choose the faults with -k.
 """
 
 import json
@@ -194,11 +194,11 @@ def test_made_fault_gets_its_verdict(case, tmp_path, record):
 
 
 @pytest.mark.slow
-# Beside other processes, a healthy run may have a straggler.
+# Run this test alone, because beside other processes a healthy run may have a straggler.
 @pytest.mark.alone
 @pytest.mark.parametrize("case", HEALTHY_CASES, ids=lambda case: f"{case.fault} {case.script}")
 def test_made_fault_of_no_kind_gets_no_verdict(case, tmp_path, record):
-    """Ask five times about a healthy run."""
+    """Diagnose a healthy run five times."""
     with started(case, tmp_path, script_words(case, tmp_path)):
 
         def takes_steps():

@@ -13,7 +13,7 @@ from planner_form import planner_script
 pytestmark = pytest.mark.tool
 py_mini_racer = pytest.importorskip("py_mini_racer")
 JOB = json.loads((ROOT / "benchmarks/results/scale.json").read_text())["job"]
-# The values of FIELDS.
+# For each case, the values of FIELDS.
 CASES = {
     "1B on 1": ("Llama 3.2 1B", 1, 1, 4096, 64),
     "8B on 8": ("Llama 3.1 8B", 1, 8, 4096, 64),
@@ -23,7 +23,7 @@ CASES = {
     "mixture on 16": ("Qwen3 30B-A3B", 2, 8, 4096, 64),
 }
 FIELDS = ["model", "nodes", "gpus_per_node", "seq_length", "global_batch_size"]
-# Running all models on fake tensors takes minutes.
+# Keep only one case in the core tests, because running all models on fake tensors takes minutes.
 MARKS = {"1B on 1": (), "8B on 8": pytest.mark.slow}
 TOKENS = 15e9
 
@@ -53,7 +53,7 @@ def check(found, planned):
     for layout, other in zip(found, planned, strict=True):
         assert layout["fits"] == other["fits"], layout
         for needs in ("gpu_needs", "host_needs"):
-            # Half of 0.01 GiB.
+            # Allow half of 0.01 GiB, the last digit that the form shows.
             assert layout[needs] == pytest.approx(other[needs], rel=0, abs=5e6), layout
         assert layout["command"] == other["command"]
         assert bool(layout["numbers"]) == bool(other["speed"])

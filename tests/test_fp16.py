@@ -34,7 +34,7 @@ def first_moments(model, optimizer):
 
 
 def test_overflow_skips_its_step_and_halves_the_scale(script):
-    # A scale of 2 ** 16 does not overflow.
+    # Start with a scale of 2 ** 20, because 2 ** 16 does not overflow.
     words = [*FP16, "--init-scale", 2.0**20]
     args, model, optimizer, train_set, before, norm = take_step(script, *words)
     assert not norm.isfinite() and not optimizer.found_inf
@@ -45,7 +45,7 @@ def test_overflow_skips_its_step_and_halves_the_scale(script):
         if norm.isfinite():
             break
     assert optimizer.scaler.get_scale() == 2.0 ** (21 - step)
-    # AdamW corrects its bias by the number of updates, so it must count only those.
+    # AdamW corrects its bias by its number of steps, so it must not count a skipped step.
     assert {int(moments["step"]) for moments in optimizer.state.values()} == {1}
     assert loss.isfinite() and not torch.equal(before[0], next(iter(model.state_dict().values())))
 
@@ -64,8 +64,8 @@ def test_grouped_heads_have_the_gradients_of_the_parent(load, script, models):
 # ---- runs ------------------------------------------------------------------------------------
 @pytest.mark.exhaustive
 def test_curve_is_nearer_to_fp32_than_that_of_bf16(tmp_path):
-    """A number in fp16 has three more bits for its digits."""
-    # This scale does not overflow.
+    """A number in fp16 has three more bits for its digits than a number in bf16."""
+    # Choose a scale that does not overflow.
     fp16 = [*ARGS, *FP16, "--init-scale", 2.0**12]
     runs = {name: ("fp16", [*ARGS, "--precision", name]) for name in ("bf16", "fp32")}
     runs["fp16"] = "fp16", fp16
@@ -81,8 +81,8 @@ def test_curve_is_nearer_to_fp32_than_that_of_bf16(tmp_path):
 def test_overflow_on_one_rank_skips_its_step_on_all_ranks(tmp_path):
     """Step 3 overflows on rank 1; then both ranks have the same scale and weights.
 
-    The run continues from the checkpoint of rank 0, and repeats every bit. It would not, if rank 1
-    had other weights, or if the scale were reset.
+    The run continues from the checkpoint of rank 0, and repeats every bit. A different weight on
+    rank 1, or a scale that is reset, would change bits.
     """
     args = [*ARGS, *FP16, "--init-scale", 2.0**12, "--save-dir", tmp_path, "-e"]
     fault = ["nan-gradient@rank1:step2", SCRIPTS["fp16"]]

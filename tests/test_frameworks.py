@@ -57,7 +57,8 @@ RUNS += ["deepspeed@2,zero2,bf16,weights", "deepspeed@2,zero3,bf16,weights", "de
 KINDS = ["1", "1,fsdp2", "2", "2,accumulated", "2,fsdp2", "2,fsdp2,accumulated", "2,bf16"]
 KINDS += ["2,fsdp2,recompute", "2,gpt2", "2,fsdp2,qwen3", "2,fsdp2,bf16"]
 RUNS += [f"{framework}@{kind}" for framework in ("accelerate", "trainer") for kind in KINDS]
-# The Trainer gives the samples of a step to other ranks, so with dropout it runs on one rank.
+# The Trainer distributes the samples of a step over ranks differently, so with dropout it is tested
+# on one rank only.
 RUNS += ["accelerate@2,gpt2-dropout", "trainer@1,gpt2-dropout"]
 RUNS += ["trainer@2,zero1", "trainer@2,zero2,bf16", "trainer@2,zero3"]
 
@@ -105,7 +106,8 @@ def curves(request, root, models, job_of):
     groups = {}
     for run in {item.callspec.params.get("run") for item in items} & {*RUNS}:
         framework, ranks, args = job_of(run)
-        # DeepSpeed changes functions of torch, which other runs in the process would notice.
+        # Run DeepSpeed in separate processes, because it changes functions of torch that other runs
+        # use.
         groups.setdefault((framework, "zero" in run, ranks), {})[run] = framework, args
     for (*_, ranks), jobs in groups.items():
         curves_of(root, {ranks: jobs})
@@ -166,7 +168,7 @@ LAYOUTS += [("accelerate@2,fsdp2", "accelerate@2,fsdp2"), ("trainer@2,zero3", "t
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("run, after", LAYOUTS)
 def test_killed_run_continues_on_the_curve(curves, job_of, held_out, tmp_path, run, after):
-    """For other ranks, DeepSpeed first needs the command that its script prints."""
+    """On a new number of ranks, DeepSpeed first needs the command that its script prints."""
     framework, ranks, args = job_of(run)
     run_dir, folder = tmp_path / "run", ["--save-dir", tmp_path, "-e", "run"]
     processes = start_ranks(ranks, [SCRIPTS[framework], *args, *folder], tmp_path)
@@ -223,7 +225,7 @@ def test_wrong_configuration_costs_one_line(load, capsys, tmp_path, framework, c
         args = parse(script, *SHORT, f"--{reader}-config", path)
         script.load_zero_settings(args)
 
-    # The script changes the environment.
+    # Undo the changes that the script makes to the environment.
     with patch.dict(os.environ):
         error = user_error(capsys, read_configuration)
     assert error.count("\n") == 1 and expected in error

@@ -19,7 +19,7 @@ def kill_once(chapter, args, run_dir, oldest, choice, during_save):
     logs = run_dir.with_name("logs")
     logs.mkdir(exist_ok=True)
     processes = start_ranks(1 if chapter == "01" else 2, [SCRIPTS[chapter], *args], logs)
-    # Count in steps, so that the speed of the machine does not matter.
+    # Kill after a number of steps, not seconds, so that the speed of the machine does not matter.
     last = oldest + choice.randint(2, 2 * EVERY)
     running = wait_for(lambda: last_logged_step(run_dir) >= last, processes)
     time.sleep(choice.uniform(0, 0.02))
@@ -30,7 +30,7 @@ def kill_once(chapter, args, run_dir, oldest, choice, during_save):
     output = "\n".join(path.read_text() for path in sorted(logs.glob("rank*.log")))
     assert running, f"the run ended or failed before the kill:\n{output}"
     newest = newest_step(run_dir)
-    # A save in the background may have been incomplete.
+    # Allow one lost save more with background saves, because the latest save may be incomplete.
     lost = 2 * EVERY if "--checkpoint-async" in args else EVERY
     assert newest >= max(oldest, last_logged_step(run_dir) - lost), output
     return newest
@@ -51,7 +51,7 @@ def test_kills_change_no_curve(tmp_path, chapter, kills):
     args = [*ARGS, "--num-steps", 30 + 12 * kills, "--save-dir", tmp_path, *SPLIT.get(chapter, [])]
     args += ["--checkpoint-async"] * (chapter >= "04")
     args += ["--expert-balance-rate", 0.01] * (chapter == "09")
-    # Its conversations have more than 32 tokens.
+    # Train fine-tuning on longer samples, because its conversations have more than 32 tokens.
     args += ["--seq-length", 64] * (chapter in ("conversations", "lora"))
     run_dir, saves_hit, newest, number = tmp_path / "killed", 0, 0, 0
     while number < kills or (not saves_hit and number < kills + 3):

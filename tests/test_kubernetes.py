@@ -1,6 +1,6 @@
 """job.yaml and trainjob.yaml are valid and agree, and the pods of a job train, stop and continue.
 
-There is no cluster: `Pods` does what Kubernetes does with a pod that has ended.
+The tests need no cluster: `Pods` reacts to the end of a pod as Kubernetes does.
 """
 
 import os
@@ -38,7 +38,7 @@ def job_and_container(file, changes=()):
     return last["spec"], container
 
 
-# 1.31 is the first version that has all fields.
+# 1.31 is the first version of Kubernetes that has all fields of the files.
 @pytest.mark.parametrize("version", ["1.31", kubernetes_validate.latest_version()])
 def test_files_satisfy_the_schemas_of_kubernetes(version):
     """The schemas have no TrainJob, so check the job in it."""
@@ -58,7 +58,7 @@ def test_service_gives_host_names_to_the_pods_of_the_job():
 
 def test_kubeflow_runs_the_pods_of_the_plain_job():
     (plain, container), (kubeflow, _) = map(job_and_container, ["job.yaml", "trainjob.yaml"])
-    # Kubeflow sets the rest: the number of pods, their names, and torchrun's arguments.
+    # Drop what Kubeflow sets: the number of pods, their names, and torchrun's arguments.
     del plain["completions"], plain["parallelism"], plain["template"]["spec"]["subdomain"]
     own = ("--nnodes", "--nproc-per-node", "--node-rank", "--master-")
     container["command"] = [word for word in container["command"] if not word.startswith(own)]
@@ -66,7 +66,7 @@ def test_kubeflow_runs_the_pods_of_the_plain_job():
 
 
 class Pods:
-    """Two pods on this machine; their command, variables and rules are those of job.yaml."""
+    """Run two pods on this machine, with the command, variables and rules in job.yaml."""
 
     def __init__(self, folder):
         self.folder, self.log = folder, folder / "pods.log"
@@ -78,7 +78,7 @@ class Pods:
     def train(self, *arguments):
         """Start both pods, with the arguments of a small model."""
         words = self.container["command"]
-        # The arguments after the two for the folder are the user's.
+        # Keep the two arguments for the folder, and replace the user's arguments after them.
         first = words.index("03-job-launchers/train_llm.py")
         words[first + 3 :] = [*SHORT, *arguments]
         for index in (0, 1):
@@ -110,7 +110,7 @@ def pods(tmp_path):
     yield pods
     for process in pods.processes.values():
         process.kill()
-    # pytest shows this if the test has failed.
+    # Print the log, which pytest shows if the test has failed.
     print(pods.log.read_text())
 
 
@@ -121,7 +121,8 @@ def test_drained_pod_is_replaced_and_so_is_the_other(pods, drained):
     pods.train("--num-steps", "60")
     wait_until(lambda: last_logged_step(pods.run_dir) >= 5, 120, "step 5")
     pods.processes[drained].send_signal(signal.SIGTERM)
-    # Kubernetes replaces a drained pod because of its DisruptionTarget, whatever its status is.
+    # Kubernetes replaces a drained pod because of its DisruptionTarget, whatever exit status the
+    # pod has.
     assert pods.processes[drained].wait(timeout=120) == 128 + signal.SIGTERM
     pods.start(drained)
     assert pods.end_of(1 - drained) == "Ignore"

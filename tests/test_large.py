@@ -10,7 +10,7 @@ from on_ranks import make_model_folder, torchrun
 @pytest.mark.parametrize("chunk", [1, 7, 63, 1024])
 @pytest.mark.parametrize("bias", [True, False])
 def test_chunked_loss_equals_the_loss(load, monkeypatch, chunk, bias):
-    """So do its gradients, for chunks of one token, of odd sizes, and of all tokens."""
+    """The gradients are equal, too, for chunks of one token, of odd sizes, and of all tokens."""
     chapter = load("05")
     monkeypatch.setattr(chapter, "CHUNK_SIZE", chunk)
     torch.manual_seed(0)

@@ -91,7 +91,8 @@ def test_newest_start_of_a_run_owns_its_folder(load, one_rank_group, tmp_path, c
     chapter.check_shared(tmp_path)
     assert not any(next(stops) for _ in range(3))
     (tmp_path / "newest-start").write_text("process 7 on h2")
-    # The answer to the current request has already been exchanged.
+    # The exchange of the current answer has already started, so only the next answer shows the new
+    # start.
     assert [next(stops), next(stops)] == [False, True]
     assert "process 7 on h2 has started the same run, so this one stops" in capsys.readouterr().out
 
@@ -124,7 +125,7 @@ def test_rank_uses_the_gpu_of_its_number_or_its_only_gpu(
     chapter, selected = load(name), []
     monkeypatch.setattr(chapter.torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(chapter.torch.cuda, "set_device", selected.append)
-    # The first collective of setup() is on the GPUs.
+    # Replace the first collective of setup(), which would run on GPUs.
     monkeypatch.setattr(chapter.torch, "zeros", lambda *_, **__: None)
     monkeypatch.setattr(chapter.dist, "all_reduce", lambda tensor: None)
     fakes = {"init_process_group": None, "get_rank": 0, "get_world_size": 2}
@@ -169,7 +170,7 @@ def test_stopped_run_continues_without_a_difference(chapter, request_stop, tmp_p
     """Ask one rank to stop. All ranks stop after the same step, save, and later take ten steps."""
     args, run_dir = [*LONG, "--save-dir", tmp_path], tmp_path / "run"
     if chapter == "05":
-        # Let the stop meet a save.
+        # Save often in the background, so that the stop coincides with a save.
         args += ["--checkpoint-async", "--checkpoint-every", 8]
     ranks = start_ranks(2, [SCRIPTS[chapter], *args, *ENDLESS], tmp_path)
     wait_until(lambda: last_logged_step(run_dir) >= 5, 150, "step 5")
@@ -193,7 +194,7 @@ def test_stopped_run_continues_without_a_difference(chapter, request_stop, tmp_p
 def test_request_to_stop_travels_during_a_step_without_a_wait(
     load, one_rank_group, monkeypatch, tmp_path, name
 ):
-    """The exchange of a request ends before the next step, not before its own step."""
+    """The ranks exchange a request during a step, and wait for the answer before the next step."""
     chapter, handlers, waits = load("03"), {}, []
     chapter.check_shared(tmp_path)
     monkeypatch.setattr(chapter.signal, "signal", handlers.__setitem__)
@@ -207,7 +208,7 @@ def test_request_to_stop_travels_during_a_step_without_a_wait(
 
 
 def start_under_torchrun(chapter, args, folder):
-    """Start a run under torchrun; return torchrun and its workers, once step 15 is logged."""
+    """Start a run under torchrun; at step 15, return torchrun and its workers."""
     env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     command = launch_command(2, ["--max-restarts", 3, SCRIPTS[chapter], *args])
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -220,14 +221,14 @@ def start_under_torchrun(chapter, args, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("chapter", ["02", exhaustive("03")])
 def test_worker_dies_with_its_launcher(chapter, tmp_path):
-    """After kill -9 of torchrun, start the same run at once. No old worker disturbs it."""
+    """After kill -9 of torchrun, start the same run at once; no old worker disturbs the run."""
     args = [*LONG, "--checkpoint-every", 10, "--save-dir", tmp_path]
     launcher, workers = start_under_torchrun(chapter, [*args, *ENDLESS], tmp_path)
     assert len(workers) == 2
     launcher.kill()
     args += ["--num-steps", last_logged_step(tmp_path / "run") + 10]
     [[first, _]] = run_or_fail(2, [(chapter, args)], tmp_path / "again")
-    # Process 1 may take a while to remove a killed worker.
+    # Accept zombies, because process 1 may take a while to remove a killed worker.
     _, left = psutil.wait_procs(workers, timeout=10)
     states = [worker.status() for worker in left]
     assert set(states) <= {psutil.STATUS_ZOMBIE}, "a worker outlived torchrun"

@@ -17,7 +17,7 @@ RATE = "--expert-balance-rate 0.1"
 INTERLEAVED, ULYSSES = "--pipeline-schedule interleaved-1f1b", "--context-parallel-style ulysses"
 ONE_SAMPLE = "-b 1 --config num_hidden_layers=8"
 ONE_HEAD = "--config num_key_value_heads=1"
-# The settings of families whose default configuration is not wrong.
+# The chapters refuse these families only with these settings, but not by default.
 SETTINGS = {
     "mistral": {"sliding_window": 32},
     "llama": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
@@ -52,7 +52,7 @@ WRONG = [
 
 
 def begin(script, ranks, line):
-    """Return the arguments of a command line; build its model, as the first of some ranks would."""
+    """Parse a command and build its model as rank 0 of `ranks` does; return the arguments."""
     args = parse(script, *SHORT, *line.split(), ranks=ranks)
     if args.model_name == "tiny":
         # Leave out the decorator that makes the other ranks wait for rank 0.

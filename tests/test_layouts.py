@@ -122,10 +122,11 @@ LAYOUTS = {
     "lora4": Layout("lora", 4),
     "lora-hsdp4": Layout("lora", 4, REPLICAS),
 }
-# These chapters learn less than chapter 01 does, so their references are their own runs.
+# Compare these chapters with one-rank runs of the same chapter, because chapter 01 would learn more
+# tokens or weights.
 FINE_TUNING = {"conversations": "chats1", "lora": "lora1"}
-# All layouts of a chapter on at most four ranks run in these settings, too, and those on two ranks
-# in the second list of settings.
+# For each chapter, two lists of settings for exhaustive tests: the first list is for all layouts on
+# at most four ranks, the second for all layouts on two ranks.
 EXHAUSTIVE = {
     "01": ("4 1", ""),
     "02": ("plain gpt2 qwen3 bf16 over-20-steps", "4"),
@@ -155,26 +156,27 @@ SETTINGS = {
     "offload": "--cpu-offload --recompute full --checkpoint-async",
     "gpipe": "--pipeline-schedule gpipe",
 }
-# These settings change the curve, and so does the name of a model. Chapter 01 repeats them.
+# These settings change the curve, and so does the name of a model. So the reference run uses them,
+# too.
 CURVES = {
     "bf16": "--precision bf16",
     # Rounding errors grow within 20 steps, so these steps have the default warmup and decay.
     "over-20-steps": "--num-steps 20 --eval-every 10 --warmup-steps 10 --weight-decay 0.1",
-    # A rank has two chunks of the loss.
+    # With this length, a rank computes the loss in two chunks.
     "long": "--seq-length 512",
     "five": "--config num_hidden_layers=5",
     "rank-1": "--lora-rank 1",
 }
 
 
-# These mixtures have a mask, no pipeline plan, or no plan for all matrices, so chapter 09 refuses
-# them.
+# For each mixture, the layouts that chapter 09 refuses, because the mixture has a mask, no pipeline
+# plan, or no plan for all matrices.
 LEFT_OUT = {"gpt_oss": "cp ulysses tp", "olmoe": "pp interleaved"}
 LEFT_OUT |= {"qwen2_moe": "cp ulysses tp", "deepseek_v3": "tp"}
 
 
 def is_left_out(layout, setting):
-    """Return whether a run is its own reference, or splits a mixture as no test does."""
+    """Return whether no test compares a run: it is its own reference, or chapter 09 refuses it."""
     run = f"{layout}@{setting}"
     if layout in FINE_TUNING.values() and reference_of(run) == run:
         return True
@@ -183,7 +185,7 @@ def is_left_out(layout, setting):
 
 
 def run_params():
-    """Return each run of the table, LAYOUT@SETTINGS, as a parameter with the mark of its level."""
+    """Return each run as a parameter LAYOUT@SETTINGS, with the mark slow or exhaustive."""
     params = []
     for name, layout in LAYOUTS.items():
         settings = dict.fromkeys(layout.core.split(), ())
@@ -209,7 +211,7 @@ def reference_of(run):
 
 
 def job_of(models, run, root, *more):
-    """Return the job, as for run_jobs(), that trains a layout in some settings."""
+    """Return a job for run_jobs() that trains a layout in some settings."""
     name, _, settings = run.partition("@")
     args = [*SHORT, *STEPS.split(), *LAYOUTS[name].flags.split()]
     flags = SETTINGS | CURVES
@@ -260,13 +262,13 @@ LOSSES += [5.2734270, 5.0691161, 5.1340919, 4.9781885, 4.7330828]
 
 @pytest.mark.parametrize("run", ["01@over-20-steps"])
 def test_losses_are_those_of_the_pinned_versions(root, run):
-    """The curve has every step and falls, because equal curves would prove little otherwise."""
+    """Check that the curve has every step and falls: two flat curves could be equal by chance."""
     curve = metrics(root / run)
     assert sorted(curve) == list(range(21))
     assert [step for step, row in curve.items() if "val_loss" in row] == [0, 10, 20]
     assert curve[20]["loss"] < curve[1]["loss"] - 1
     losses = [curve[step]["loss"] for step in range(1, 11)]
-    # Other CPUs add in a different order.
+    # Allow small differences, because other CPUs add in a different order.
     assert losses == pytest.approx(LOSSES, abs=1e-4)
 
 
@@ -277,10 +279,10 @@ EXPORTED = [param for param in run_params() if param.values[0][:4] not in ("chat
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("run", EXPORTED)
 def test_exported_model_has_the_logged_loss(root, load, run):
-    """transformers loads the model by its folder alone; its weights are those of the checkpoint."""
+    """transformers needs only the folder of the model, which has the weights of the last step."""
     curve = metrics(root / run)
     loss = evaluate_export(root / run, max(curve), load("01"))
-    # The test evaluates in fp32, and a run in bf16 evaluates in bf16, with a loss 0.002 higher.
+    # The test evaluates in fp32. A run in bf16 evaluates in bf16, where the loss is 0.002 higher.
     assert abs(loss - curve[max(curve)]["val_loss"]) < (5e-3 if run.endswith("bf16") else 1e-5)
 
 
@@ -296,7 +298,7 @@ def test_exported_model_has_the_logged_loss(root, load, run):
     ],
 )
 def test_split_by_one_rank_changes_no_bit(layout_models, tmp_path, chapter, flags, layout):
-    """A later chapter with one stage, full sequences or a dense model is an earlier chapter."""
+    """A later chapter with one stage, full sequences or a dense model trains as an earlier one."""
     earlier, args = job_of(layout_models, layout, tmp_path, "-e")
     jobs = [(earlier, [*args, "earlier"]), (chapter, [*args, "later", *flags.split()])]
     run_or_fail(2, jobs, tmp_path / "jobs")

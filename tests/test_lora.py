@@ -56,18 +56,19 @@ def run_dir(base, tmp_path_factory):
 def randomize_adapters(model, std=0.05):
     for weight in model.parameters():
         if weight.requires_grad:
-            # With B = 0, as at the start, A would have no gradient.
+            # Initialize both adapters randomly, because A has no gradient while B is 0, as at the
+            # start.
             torch.nn.init.normal_(weight.detach().to_local(), std=std)
 
 
 def own_name(name):
-    """Return the script's name of a weight in peft."""
+    """Return the name that the script gives to a weight of peft."""
     name = name.removeprefix("base_model.model.").replace(".base_layer", "")
     return name.replace(".default", "")
 
 
 def test_gradients_are_those_of_peft(chapter, layout_models, tmp_path):
-    """peft computes one conversation at a time."""
+    """Compare with peft, which computes one conversation at a time."""
     peft = pytest.importorskip("peft", reason=WHY)
     words = ["-m", layout_models / "llama", "-d", write_conversations(tmp_path)]
     args, model, train_set, _ = prepare(chapter, *words, "--lora-rank", RANK)
@@ -97,7 +98,7 @@ def test_adapters_change_no_loss_before_the_first_step(chapter, layout_models, t
         expected = loss_of_documents(plain, split_documents(chapter, held_out)).item()
         first = loss_of_documents(plain, documents_of_step(chapter, args, train_set)).item()
     loss = chapter.forward_backward(args, model, train_set, 1, device).item()
-    # evaluate() counts the answers of its own samples.
+    # evaluate() must divide by the learned tokens of the held-out samples, not of the step.
     assert chapter.evaluate(args, model, held_out, device) == pytest.approx(expected, abs=1e-6)
     assert loss == pytest.approx(first, abs=1e-6)
 
@@ -119,7 +120,7 @@ KINDS = {
 @pytest.fixture
 def load_base(chapter, monkeypatch):
     """Return a function that saves a small model, and reads it into a model with adapters."""
-    # read_weights() sets this variable for the entire process.
+    # Let monkeypatch restore this variable, which read_weights() sets for the entire process.
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     return functools.partial(base_with_adapters, chapter)
 
@@ -152,12 +153,13 @@ def logits_of(model, ids):
 
 
 def full(weight):
-    """Return a weight that may be a shard, a gathered weight or a buffer."""
+    """Return the full tensor of a shard, of a gathered weight or of a buffer."""
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 IDS = torch.arange(3, 43)[None]
-# flint keeps parameters of its attention in fp32, and ernie4_5_moe also the weights of its router.
+# flint keeps parameters of its attention in fp32, and ernie4_5_moe keeps the weights of its router
+# in fp32.
 IN_FP32 = ["deepseek_v3", "ernie4_5_moe"]
 IN_FP32 += map(slow, ("llama", "dots1", "glm4_moe", "flint", "hunyuan_v1_moe"))
 
@@ -172,7 +174,8 @@ def test_frozen_weights_are_those_that_transformers_reads_in_bf16(load_base, tmp
         assert weight.dtype == expected.dtype and torch.equal(weight, expected), name
     with torch.no_grad():
         expected = other(input_ids=IDS, use_cache=False).logits
-    # A router that rounds differently chooses other experts.
+    # Both routers must choose the same experts: with different experts, the logits would differ by
+    # far more.
     assert (logits_of(model, IDS) - expected).abs().max() < 1e-3 * expected.std()
 
 
@@ -204,8 +207,8 @@ def test_checkpoint_holds_only_adapters(run_dir):
     weights = read_checkpoint(run_dir, 4)["model"]
     assert weights and all(".lora_" in name for name in weights)
     num_weights = sum(weight.numel() for weight in weights.values())
-    # Each weight and its two moments have 4 bytes. Each of two ranks saves a part of every weight,
-    # of its moments and of its step, and a file has about 1.6 KiB more for each part.
+    # Each weight and each of its two moments take 4 bytes. Each of two ranks saves a part of every
+    # weight, of its moments and of its step, and a file has about 1.6 KiB more for each part.
     size = sum(path.stat().st_size for path in run_dir.glob("checkpoints/step-00000004/*"))
     assert size < 12 * num_weights + 2048 * 2 * 4 * len(weights)
 

@@ -36,7 +36,7 @@ FP16 = ["--precision", "fp16", "--init-scale", 4]
 FATAL = [
     ("01", [], "loss", [True, True, True]),
     ("fp16", FP16, "loss", [True, True, True]),
-    # The scale is 4, 2 and 1, before it is too small to be halved again.
+    # In the three steps, the scale is 4, 2 and 1, and a scale of 1 is too small to be halved.
     ("fp16", FP16, "gradient", [False, False, True]),
     # Without fp16 there is no scale that could be too large.
     ("fp16", [], "gradient", [True, True, True]),
@@ -47,7 +47,7 @@ FATAL = [
 def test_steps_after_a_bad_gradient_change_nothing(
     load, one_rank_group, monkeypatch, name, flags, cause, fatal_steps
 ):
-    """Weights, moments, and AdamW's number of steps stay, although later gradients are finite."""
+    """Weights, moments and AdamW's step count do not change, even by later finite gradients."""
     chapter, device, found = load(name), torch.device("cpu"), []
     args, model, optimizer, train_set, _ = prepare_training(chapter, *ARGS, *flags)
     chapter.train_step(args, model, optimizer, train_set, 1, device)

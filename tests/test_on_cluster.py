@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CHAPTER = ROOT / "03-job-launchers"
 LONG = [*SHORT, "--seq-length", "32", "--num-steps", "150", "--eval-every", "150"]
 LONG += ["--checkpoint-every", "20"]
-# A pattern of the processes that train. The command lines of launchers begin with a different word.
+# A pattern that matches the processes that train, but not their launchers. The command lines of
+# launchers begin with a different word.
 RANKS = "^[^ ]*python[^ ]* (-u )?[^ ]*train_llm.py"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 # The words before a script that start two ranks on each of the hosts h1 and h2.
@@ -47,13 +48,13 @@ def curves(tmp_path_factory):
 
 
 class User:
-    """A user who types commands on the hosts of a cluster, all about one run in one folder."""
+    """Act as a user who types commands about one run on the hosts of a cluster."""
 
     def __init__(self, cluster, folder):
         self.cluster, self.folder, self.run_dir = cluster, folder, folder / "run"
         self.env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         self.env |= {"RANKS_PER_NODE": "2", "MPI_INTERFACE": "eth0"}
-        # As train.sbatch sets it: without it, a restart by torchrun may fail.
+        # Set this variable as train.sbatch does, because a restart by torchrun may fail without it.
         self.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         (folder / "hosts.txt").write_text("# two nodes\nh1 slots=2\nh2 slots=2\n")
 
@@ -74,7 +75,7 @@ class User:
             return self.cluster.popen(host, f"exec setsid {line}", stderr=log, **options)
 
     def launch(self, line):
-        """Run a launcher to its end, or submit a job and wait for it; return whether it worked."""
+        """Run a launcher, or submit a job, and wait for its end; return whether it succeeded."""
         if not line.startswith("sbatch"):
             return self.type(line).wait(timeout=240) == 0
         return self.end_of(self.submit(line))["JobState"] == "COMPLETED"
@@ -91,7 +92,7 @@ class User:
         return self.cluster.job(job)
 
     def output(self):
-        """Return all that launchers, jobs and ranks have printed."""
+        """Return the output of all launchers, jobs and ranks."""
         logs = [*sorted(self.folder.rglob("*.log")), *sorted(self.folder.glob("*.out"))]
         return "\n".join(f"== {path}\n{path.read_text()}" for path in logs)
 
@@ -108,7 +109,7 @@ class User:
 def user(cluster, tmp_path):
     user = User(cluster, tmp_path)
     yield user
-    # pytest shows the end of each log if the test has failed.
+    # Print the end of each log, which pytest shows if the test has failed.
     for log in user.output().split("\n== "):
         print("==", log.splitlines()[0], log[-3000:], sep="\n")
 
@@ -145,7 +146,7 @@ def test_launcher_passes_variables_of_the_network_to_all_ranks(user, launcher):
 
 
 def submit_long(user, file=CHAPTER / "slurm/train.sbatch", nodes=2):
-    """Submit half a minute of training, with one rank per host; return the job, in step 20."""
+    """Submit half a minute of training, with one rank per host; return the job in step 20."""
     user.env["RANKS_PER_NODE"] = "1"
     typed = f"sbatch --time=60 --nodes={nodes} --gpus-per-node=1 --ntasks-per-node=1 {file}"
     job = user.submit(user.line(typed, *LONG))
@@ -158,7 +159,7 @@ def wait_for_request(user):
 
 
 def run_out_of_time(user, job):
-    """Leave the job one to two minutes. It has asked for a signal 300 s before its end."""
+    """Shorten the job's time to one or two minutes, so that Slurm sends the stop signal now."""
     minutes = int(user.cluster.job(job)["RunTime"].split(":")[1])
     user.cluster.run("head", f"scontrol update JobId={job} TimeLimit={minutes + 2}")
     wait_for_request(user)
@@ -190,7 +191,7 @@ def disturb(user, job, event):
 
 
 def job_script(user, name):
-    """Return the path of a job script; "own" is that of the README, with one rank per host."""
+    """Return the path of a job script. "own" is the README's script, with one rank per node."""
     if name != "own":
         return CHAPTER / f"slurm/{name}.sbatch"
     page = blocks(CHAPTER / "slurm/README.md")
@@ -234,7 +235,7 @@ def check_continued_curve(user, curves, was_asked=True):
     full = curves["long"], metrics(user.run_dir)
     first_steps = ({step: curve[step] for step in near} for curve in full)
     assert difference(*first_steps, names=["loss", "val_loss"]) < 1e-5
-    # The differences by rounding grow over many steps.
+    # Allow a larger difference in all steps, because rounding errors grow.
     assert difference(*full, names=["loss", "val_loss"]) < 1e-3
 
 
@@ -259,7 +260,7 @@ def test_job_that_has_used_up_its_restarts_requeues_itself(user, curves):
 
 @pytest.mark.parametrize("requeues", ["0", exhaustive("5")])
 def test_job_that_cannot_train_is_not_requeued(user, requeues):
-    """With 0, a run that has trained crashes; with 5, the script refuses a flag at once."""
+    """With 0 requeues, a training run crashes; with 5, the script refuses a flag at once."""
     user.env |= {"MAX_RESTARTS": "0", "MAX_REQUEUES": requeues}
     if requeues == "0":
         job = submit_long(user)
@@ -290,7 +291,7 @@ def test_job_without_time_for_a_stop_is_refused(user, minutes, seconds, message)
 def test_ranks_that_are_killed_before_they_have_saved_are_reported(user):
     user.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "1"
     job = submit_long(user)
-    # Suspended ranks cannot save.
+    # Suspend the ranks, so that they cannot save.
     user.ranks("pkill -STOP")
     user.cluster.run("head", f"scancel --signal=USR1 --batch {job}")
     wait_until(lambda: "after 1 s, the ranks had not saved" in user.output(), 90, "the report")
@@ -339,12 +340,12 @@ def test_torchrun_continues_with_a_host_that_joins(user, curves):
 
 # For each way to stop a run, a launcher, and the command that stops it on its host.
 STOPS = {
-    # A terminal signals the launcher's group of processes.
+    # Signal the launcher's group of processes, as a terminal does.
     "Ctrl-C": ("ssh", "kill -INT -- -$(pgrep -o -f ssh/launch.sh)"),
     "lost connection": ("ssh", "pkill -KILL -f 'launch.sh|ssh -tt'"),
-    # script is the terminal of its command.
+    # `script` provides a terminal to its command, so killing `script` closes the terminal.
     "closed terminal": ("ssh", "pkill -KILL -x script"),
-    # launch.sh --tmux prints the command.
+    # Run the stop command that launch.sh --tmux prints.
     "tmux": ("tmux", "eval $(sed -n 's/^stop: *//p' head.log)"),
     "signal": ("Open MPI", "pkill -USR1 -x mpirun"),
     "file": ("deepspeed", "touch run/stop"),
@@ -391,7 +392,7 @@ def test_folder_that_is_not_shared_is_reported_with_the_host(user):
     ],
 )
 def test_ranks_that_cannot_meet_report_the_reason(user, launcher, variable, expected):
-    """The last words of the job or of the launcher name the wrong interface, host or port."""
+    """The errors at the end of the output name the wrong interface, host or port."""
     user.cluster.block_port("h1", 23456)
     user.env |= [variable.split("="), ("RANKS_PER_NODE", "1")]
     typed = LAUNCHERS[launcher].replace("per-node=2", "per-node=1")

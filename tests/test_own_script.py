@@ -61,7 +61,7 @@ def test_weights_with_other_names_are_read_after_they_were_written_out(
 
 @pytest.mark.parametrize("name", ["mistral", "qwen3"])
 def test_saved_shards_become_a_model_folder(name, folders, one_rank_group, tmp_path):
-    """Saving keeps two checkpoints, and leaves nothing that a killed run has left."""
+    """Saving keeps two checkpoints, and deletes the leftovers of a killed run."""
     code = page()
     model = code.load_sharded(folders[name], "cpu")
     with torch.no_grad():
@@ -87,14 +87,14 @@ SAMPLES = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Model(torch.nn.Sequential):
-    """A small model with dropout, which returns a loss."""
+    """Return the loss of a small model with dropout."""
 
     def forward(self, inputs):
         return (super().forward(inputs) - inputs.roll(1, 1)).pow(2).mean()
 
 
 def run(code, path, stops=None, shards=False):
-    """Train from the checkpoint, if there is one; return losses and the line of each step."""
+    """Train from the checkpoint, if there is one; return the losses and printed values by step."""
     torch.manual_seed(1)
     model = Model(torch.nn.Linear(8, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 8))
     options = {}
@@ -151,7 +151,7 @@ def test_ranks_read_each_sample_once(tmp_path):
 
 
 def test_ranks_that_share_a_stream_end_together(tmp_path):
-    """Rank 0 would have one batch more than rank 1."""
+    """Rank 0 has one batch more than rank 1, and together() leaves out this batch."""
     page = ROOT / "preparing-data/data-loading.md"
     code = "\n".join(block.text for block in blocks(page) if block.kind == "python")
     script = tmp_path / "script.py"

@@ -31,7 +31,7 @@ MEASURED = ROOT / "benchmarks/results/planner-cpu-2cores.json"
 # Tiny has 4 layers with 4 matrices of 128 × 128, 3 matrices of 128 × 352, and 2 norms.
 TINY_MATRICES = 4 * 128 * 128 + 3 * 128 * 352
 TINY_LAYER, SPLIT_LAYER = TINY_MATRICES + 2 * 128, TINY_MATRICES / 2 + 2 * 128
-# Besides, tiny has an embedding and a head of 384 × 128, and a norm.
+# Outside of its layers, tiny has an embedding and a head of 384 × 128, and a norm.
 TINY_ROOT = 2 * 384 * 128 + 128
 
 
@@ -129,7 +129,7 @@ def test_family_is_planned(models, family):
 
 def test_405b_needs_the_published_memory():
     # A published run needed 52.9 GB on each of 64 GPUs, most likely with all numbers in bf16. The
-    # plan has 56.6 GB.
+    # planner predicts 56.6 GB.
     published = asked(f"{PAPER} --weights-dtype bf16")["gpu_total"]
     assert published == pytest.approx(52.9e9, rel=0.1)
     planned = plan(PAPER)
@@ -154,7 +154,7 @@ def test_exit_status_shows_whether_the_chosen_setting_fits(monkeypatch, capsys):
 # Llama-3.1-8B has 32 layers. Outside of them, it has an embedding, a head and a norm.
 WEIGHTS_8B, LAYERS, ROOT_8B = 8_030_261_248, 32, 2 * 128_256 * 4096 + 4096
 LAYER_8B = (WEIGHTS_8B - ROOT_8B) // LAYERS
-# Tensor-parallel ranks split all weights but those of the norms.
+# Tensor-parallel ranks split all weights except the weights of the norms.
 SPLIT_8B = [(LAYER_8B - 2 * 4096) // 8 + 2 * 4096, (ROOT_8B - 4096) // 8 + 4096]
 # The flags of each way to split Llama-3.1-8B on nodes of eight GPUs.
 SPLITS = {
@@ -175,7 +175,7 @@ def setting_8b(split, nodes=1, micro_steps=1, flags="", gpus=8):
 
 
 def sent_in_copy(split, ranks, micro_steps):
-    """Return the bytes that a rank sends among the ranks of a copy, by the READMEs' formulas."""
+    """Return the bytes that a rank sends within a copy of the model, by the READMEs' formulas."""
     if split == "DDP":
         return 2 * (ranks - 1) / ranks * 4 * WEIGHTS_8B
     layer, root = SPLIT_8B if split == "tensor" else (LAYER_8B, ROOT_8B)
@@ -267,25 +267,25 @@ def test_way_that_a_chapter_refuses_for_a_model_is_left_out(models):
 
 
 def jobs_of_pages():
-    """Yield each job of a page that runs a chapter with train.sbatch: where, and its words."""
+    """Yield each job on a page that runs a chapter with train.sbatch, as test parameters."""
     for block in commands():
         text = block.text.replace("\\\n", " ")
         for line in re.findall(r".*sbatch .*train\.sbatch .*", text):
-            # Fine-tuning all weights is planned as chapter 05.
+            # Plan the fine-tuning of all weights as chapter 05.
             as_chapter = line.replace("fine-tuning/conversations", "05-large-model")
             script = re.search(r"(0\d)-[\w-]+/train_llm\.py (.*)", as_chapter)
-            # The planner knows no speed of CPUs.
+            # Skip jobs on CPUs, because the planner knows no speed of CPUs.
             if script and "--device" not in line and "--gpus-per-node" in line:
                 yield pytest.param(line, *script.groups(), id=block.name)
 
 
 @pytest.mark.parametrize(("line", "chapter", "words"), list(jobs_of_pages()))
 def test_job_of_a_page_has_the_time_that_its_stop_takes(line, chapter, words):
-    """SBATCH_SIGNAL is what the planner prints; otherwise the default of train.sbatch suffices."""
+    """SBATCH_SIGNAL is set to the planner's value, or the default of train.sbatch suffices."""
     words = shlex.split(words.replace("$", "").replace("@05", f"@{ROOT}/05"))
     nodes, gpus = (re.search(rf"--{name} (\d+)", line) for name in ("nodes", "gpus-per-node"))
     line_of_plan = f"--nodes {nodes[1]} --gpus-per-node {gpus[1]} {shlex.join(words)}"
-    # Chapter 03 is planned as 02.
+    # Plan chapter 03 as chapter 02, which trains in the same way.
     chapter = {"03": "02"}.get(chapter, chapter)
     args = will_it_fit.parse_args([*shlex.split(line_of_plan), "--chapter", chapter])
     args.model = training_step.model_of(training_step.load_config(args)[0])
@@ -341,7 +341,7 @@ def test_gib_in_the_text_of_a_page_are_those_of_the_plan(page):
 
 @pytest.mark.slow
 def test_speed_of_the_8b_is_that_of_the_planner():
-    """All pages take it from scale.json."""
+    """All pages take this speed from scale.json."""
     row = RECORDED["fastest"][0]
     assert row["model"] == "meta-llama/Llama-3.1-8B" and row["devices"] == 8
     assert scale.predict("fastest", row) == row["predicted"]
@@ -398,10 +398,10 @@ def test_mistake_costs_one_line(options, tmp_path, monkeypatch, capsys):
 
 
 def check(row):
-    """Fail unless the state of training is exactly as planned, and the peak nearly.
+    """Fail unless the state of training is exactly as planned, and the peak almost as planned.
 
-    The plan misses a peak by at most 0.08%. For a pipeline, it has 2.6 to 3.2% too much: measured
-    peaks differ. The reason is not known.
+    The plan misses a peak by at most 0.08%. For a pipeline, the plan is 2.6 to
+    3.2% too high, for an unknown reason.
     """
     assert row["exact"], row
     highest = 1.04 if "--pipeline" in row["flags"] else 1.001
@@ -420,8 +420,8 @@ def test_measured_runs_were_as_planned(case, tmp_path):
 
 
 @pytest.mark.slow
-# The profiler does not see what Gloo's threads release. Beside other tests, the peak of a run of
-# chapter 02 once seemed to have the gradients twice.
+# Run this test alone, because the profiler does not see the memory that Gloo's threads release.
+# Beside other tests, the peak of a run of chapter 02 once seemed to have the gradients twice.
 @pytest.mark.alone
 def test_runs_are_as_planned(tmp_path):
     cases = ["02 bf16", "04 kept", "05 selective", "06 full", "07"]

@@ -1,4 +1,4 @@
-"""Test that preflight.py lets healthy machines go, and names each planted fault and its rank."""
+"""Test that preflight.py accepts healthy machines, and names each planted fault and its rank."""
 
 import argparse
 import sys
@@ -90,7 +90,7 @@ def test_rings_join_the_ranks_of_a_node_and_the_nodes():
 
 @pytest.mark.parametrize("num_ranks", [3, 4, 8, 33])
 def test_only_the_slow_host_measures_a_slow_link(monkeypatch, num_ranks):
-    """Each rank has at least two partners, and both partners have the same round."""
+    """Each rank has at least two partners, and two partners meet in the same round."""
     rounds = [[] for _ in range(num_ranks)]
 
     def simulate(data, partner, group):

@@ -1,4 +1,4 @@
-"""Tests of prepare.py and of training on its pieces: no document or sample is lost or repeated."""
+"""Test that prepare.py and training on its pieces lose and repeat no document or sample."""
 
 import bz2
 import gzip
@@ -42,7 +42,7 @@ from runs import all_running, kill, last_logged_step, wait_for
 TOOL = ROOT / "preparing-data/prepare.py"
 MODULE = recorded.load(TOOL)
 LICENSE = (ROOT / "LICENSE").read_text()
-# The end-of-text token of the tiny model. Its other tokens are 3 + a byte.
+# The end-of-text token of the tiny model. Each other token is 3 plus the value of a byte.
 EOS = 1
 
 
@@ -62,12 +62,12 @@ def write_shards(folder, num_shards, num_documents, seed=0):
 
 
 def prepare(output, *words, part="0/1", status=0):
-    """Run the tool for one part, in this process; return its output."""
+    """Run prepare.py for one part, in this process; return its output."""
     command = ["prepare.py", "-o", output, "--piece", 3000, "--workers", 1, "--part", part, *words]
     out, found = Captured(), 0
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(out):
         patch.setattr(sys, "argv", list(map(str, command)))
-        # The tool sets this variable; undo this after the test.
+        # Let monkeypatch restore this variable, which prepare.py sets.
         patch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         try:
             MODULE.main()
@@ -238,7 +238,7 @@ def test_folder_of_other_content_or_format_is_not_continued(tmp_path):
     source, output = tmp_path / "a.txt", tmp_path / "o.tokens"
     source.write_text("alpha")
     prepare(output, source)
-    # Another file of the same size and time, as rsync copies it.
+    # Write a different text with the same size and time, as rsync may leave it.
     times = source.stat()
     source.write_text("omega")
     os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -319,14 +319,14 @@ def started():
         process.kill()
 
 
-# Each resume continues on a different layout.
+# The chapter and the number of ranks after each kill, so that each resume changes the layout.
 RESUMES = [("04", 2), ("08", 2), ("05", 1), ("06", 2), ("04", 4), ("07", 2)]
 # A script with these lines records the samples at the positions that a rank trains on.
 RETURN = "    return batch.pin_memory()"
 RECORD = f"""    with open(os.environ["RECORD"] + os.environ["RANK"] + ".jsonl", "a") as record:
         print(json.dumps([list(positions), batch.tolist()]), file=record)
 {RETURN}"""
-# A script waits for only a moment before it looks for a piece again.
+# The tests shorten this pause, so that a script soon looks for a piece again.
 PAUSE = 'is prepare.py running?", flush=True)\n            time.sleep(10)\n'
 
 
@@ -337,7 +337,7 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, starte
     The pieces have the bytes that three workers write without a kill.
     """
     seed = int(os.environ.get("KILL_SEED", random.randrange(10**6)))
-    print(f"KILL_SEED={seed} repeats these moments as far as the machine does")
+    print(f"KILL_SEED={seed} repeats these moments, as far as the machine repeats its timing")
     choose = random.Random(seed)
     documents = write_shards(tmp_path / "shards", 3, 12 * kills + 10)
     output, run, record = tmp_path / "out.tokens", tmp_path / "run", tmp_path / "record"
@@ -413,7 +413,7 @@ def test_ranks_wait_for_a_piece_without_a_collective_and_say_so(tmp_path, starte
     assert log.read_text().count("waiting for") == 1
     assert "waiting for" not in (tmp_path / "rank1.log").read_text()
     for path in prepared.glob("*"):
-        # The ranks must not find a file that is incomplete.
+        # Copy under a different name and then rename, so that the ranks find no incomplete file.
         shutil.copy(path, folder / "copy")
         (folder / "copy").rename(folder / path.name)
     assert not any(process.wait(timeout=120) for process in processes), log.read_text()

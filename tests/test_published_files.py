@@ -1,4 +1,4 @@
-"""Published folders: each chapter trains what the files say, or reports what is wrong with them."""
+"""Test that chapters train the weights of published folders, or report faults in the files."""
 
 import json
 import shutil
@@ -37,7 +37,8 @@ FOLDERS = {
 # transformers saves each expert of these mixtures under a name of its own.
 MIXTURES = ["deepseek_v3", "mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2"]
 MIXTURES += ["flex_olmo", "exaone_moe"]
-# The chapters that train a folder. The other folders are for chapter 05, which reads files itself.
+# The chapters that train each folder. Only chapter 05, which reads files itself, trains a folder
+# that is not listed.
 CHAPTERS = dict.fromkeys(MIXTURES, "04 05 07 08 09")
 CHAPTERS |= {"tied": "04 05 06 07 08", "many files": "05 06 07"}
 
@@ -47,7 +48,8 @@ def publish(models, root, kind):
     if kind in FOLDERS:
         family, options = FOLDERS[kind]
         return make_hub_folder(models, root, family, **options)
-    # By default, the first three layers of DeepSeek-V3 have no experts, and the others have groups.
+    # Give DeepSeek-V3 experts from the second layer on, in one group. By default, its first three
+    # layers have no experts, and its experts form several groups.
     groups = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
     settings = groups if kind == "deepseek_v3" else {}
     config = shrink(CONFIG_MAPPING[kind](), eos_token_id=1, num_hidden_layers=3, **settings)
@@ -155,7 +157,7 @@ def test_unfit_files_cost_one_line_on_two_ranks(unfit, small_tokens, tmp_path, n
 
 @pytest.mark.exhaustive
 def test_reading_uses_the_memory_of_a_shard_and_a_tensor(tmp_path):
-    """A rank never holds the full model, on one rank or on two."""
+    """No rank holds the full model, whether one rank or two ranks read the files."""
     command = [ROOT / "benchmarks/large.py", "reading", "--layers", 2, "--ranks", 1, 2]
     run_command(*command, "--output", tmp_path / "reading.json", check=True)
     rows = json.loads((tmp_path / "reading.json").read_text())["reading"]

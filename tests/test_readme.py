@@ -1,4 +1,4 @@
-"""Tests of the READMEs: commands run and print what is shown, and generated parts are current."""
+"""Test that the READMEs' commands print what is shown, and that generated parts are current."""
 
 import json
 import math
@@ -53,14 +53,14 @@ def runs_here(block):
     return not block.needs and not block.text.startswith("make test")
 
 
-# On a CPU, chapters 03 and 05 print what 02 and 04 print.
+# Leave out chapters 03 and 05, because on a CPU they print the same lines as 02 and 04.
 RUNS = [block for block in commands() if re.fullmatch(r"0[1246789]-run", block.sample)]
 HUB_RUNS = [block for block in commands() if "hub" in block.needs and "train_llm.py" in block.text]
 
 
 @pytest.fixture(autouse=True)
 def allocator(monkeypatch):
-    """Set what chapter 01's README recommends on a CPU; the commands then take less time."""
+    """Set the variables that chapter 01's README recommends, so that commands take less time."""
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(2**34))
 
@@ -96,7 +96,7 @@ def sample_of(block):
 
 
 def first_words(text):
-    """Return the first words of the last three lines: what the tools found."""
+    """Return the first words of the last three lines, which show a tool's findings."""
     return "\n".join(line.split()[0] for line in text.rstrip().splitlines()[-3:])
 
 
@@ -110,7 +110,7 @@ def differences(expected, output):
 
 
 def same_line(words, other_words):
-    """Return whether lines have the same words, and numbers that differ by at most 0.1%."""
+    """Return whether two lines have the same words, and numbers that differ by at most 0.1%."""
     same_length = len(words) == len(other_words)
     triples = zip(["", *words], words, other_words, strict=False)
     return same_length and all(
@@ -149,7 +149,7 @@ def stand_in(models, tmp_path, monkeypatch):
 def test_command_for_the_hub_runs_on_a_stand_in(block, stand_in, tmp_path):
     """Local folders replace the hub, and two CPU processes replace the GPUs."""
     text = block.text.replace("--nproc-per-node gpu", "--nproc-per-node 2").replace("--compile", "")
-    assert text.count("train_llm.py") == 1, "the sizes belong to the end of the one command"
+    assert text.count("train_llm.py") == 1, "append the sizes to one command"
     block = Block(block.name, "bash", text.rstrip() + SMALL)
     status, output = samples.run(block, tmp_path, timeout=1100)
     assert status == 0 and "finished: " in output, output
@@ -159,7 +159,7 @@ def test_command_for_the_hub_runs_on_a_stand_in(block, stand_in, tmp_path):
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_practice_cluster_stops_requeues_and_cancels_a_job(tmp_path):
-    """Run the section of the README, word by word."""
+    """Run the commands of the README's section unchanged."""
     if reason := missing_requirement():
         pytest.skip(reason)
     status, output = samples.practise(tmp_path, timeout=560)

@@ -35,7 +35,7 @@ def run_of(tmp_path_factory):
 # ---- a finished run is started again ---------------------------------------------------------
 @pytest.fixture
 def finished(run_of, tmp_path):
-    """A copy of a finished run of chapter 01, and a function that starts this run again."""
+    """Return a copy of a finished run of chapter 01, and a function that starts it again."""
 
     def start(*args):
         """Start the run again with additional arguments; return its output."""

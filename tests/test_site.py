@@ -1,4 +1,4 @@
-"""Tests of the site: all links lead somewhere, and the site is small and needs no network."""
+"""Test that all links of the site lead somewhere, and that it is small and needs no network."""
 
 import re
 from collections import Counter

@@ -10,14 +10,14 @@ from marks import exhaustive, slow
 from runs import call_on_ranks
 
 TP2, EP2 = ["--tensor-parallel-size", 2], ["--expert-parallel-size", 2]
-# Each of these families shares the work of a layer in a different way.
+# In each of these families, ranks share the work of a layer in a different way.
 DENSE = "llama qwen2 qwen3 gemma olmo2 phi3 gpt_neox".split()
 TRAINING = """--device cpu --precision fp32 -s 16 --global-batch-size 4 -b 2 --num-steps 4
     --eval-samples 4 --warmup-steps 1""".split()
 
 
 def all_mixtures():
-    """Return the families whose experts transformers has a plan to split."""
+    """Return the families that have a plan of transformers for splitting experts."""
     plans = {
         kind: str(getattr(CONFIG_MAPPING[kind], "base_model_ep_plan", None))
         for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -32,10 +32,11 @@ def with_experts(kinds):
     return [kind + settings * ((number or 0) > 1) for kind, number in numbers.items()]
 
 
-# It takes seconds to import the configurations of all mixtures, so only their tests do this.
+# The configurations of all mixtures take seconds to import, so wait until a test needs them.
 FAMILIES = {"dense": lambda: DENSE, "mixtures": lambda: with_experts(MIXTURES)}
 FAMILIES |= {"all-mixtures": lambda: with_experts(all_mixtures())}
-# The chapter, its flags, the families, and the least number of families that it does not refuse.
+# The chapter, its flags, the families, and the number of families that the chapter must at least
+# accept.
 CASES = [
     slow("06", TP2, "dense", 7),
     slow("09", EP2, "mixtures", 7),
@@ -66,7 +67,8 @@ def test_split_model_has_the_same_gradients_or_is_refused(
             print(f"{family}: {result}")
             continue
         steps, split_steps, differences = result
-        # A gradient that is added up twice changes the norm of all gradients very little.
+        # Compare each gradient, because a gradient that is added up twice hardly changes the norm
+        # of all gradients.
         assert {name: apart for name, apart in differences.items() if apart > 1e-4} == {}, family
         for (loss, norm), (split_loss, split_norm) in zip(steps, split_steps, strict=True):
             assert abs(loss - split_loss) < 1e-5, family

@@ -1,4 +1,4 @@
-"""Tests of the tools: a fix reaches all descendants, conflicts are shown, runs are compared."""
+"""Test the tools: a fix reaches all descendants, conflicts are shown, runs are compared."""
 
 import argparse
 import json
@@ -43,7 +43,7 @@ def guide(tmp_path):
 
 def test_fix_reaches_all_descendants(guide, capsys):
     change_file(guide / "01-a/train_llm.py", "return 1", "return 10")
-    # This is a change of 03's own, and stays.
+    # Change a line only in 03; carrying a fix of 01 must keep this change.
     change_file(guide / "03-c/train_llm.py", "return 2", "return 30")
     assert carry("01", guide) == []
     printed = capsys.readouterr().out

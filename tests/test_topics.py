@@ -1,4 +1,4 @@
-"""Tests of the related topics: their scripts agree with the chapters, their pages with the data."""
+"""Test the related topics: scripts agree with the chapters, and pages with the data."""
 
 import importlib
 import json
@@ -31,7 +31,7 @@ def test_index_has_every_topic():
 
 # ---- batch size and learning rate ------------------------------------------------------------
 def test_sweep_trains_the_grid_and_the_scaled_rates(monkeypatch, tmp_path, capsys):
-    """The rate of the fewest samples is the best at 2e-3, and rates above 2e-2 diverge."""
+    """In the simulated runs, 2e-3 is best for the smallest batch, and rates above 2e-2 diverge."""
     sweep, trained = script("batch-size-and-lr/sweep.py"), []
     output = tmp_path / "found.json"
 
@@ -80,7 +80,7 @@ SIZES = json.loads((ROOT / "benchmarks/results/own-architecture.json").read_text
 
 @pytest.mark.parametrize("row", SIZES, ids=lambda row: row["size"])
 def test_size_has_the_weights_of_its_name(load, row):
-    """By hand, and on the meta device in the configuration that a chapter makes of it."""
+    """Count by hand, and on the meta device in the configuration that a chapter builds."""
     sizes, planner = script("own-architecture/sizes.py"), importlib.import_module("will_it_fit")
     width, layers, heads, kv_heads, inner, tied = sizes.SHAPES[row["size"]]
     head = width // heads
@@ -103,7 +103,7 @@ SMALL += " --log-every 1 --device cpu"
 
 
 def cells():
-    """Return the text of the notebook's cells in bash; all cells but those of a service are."""
+    """Return the bash cells of the notebook; only the cells of a service are not in bash."""
     notebook = nbformat.read(TOPICS / "try-it-free/notebook.ipynb", as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -119,7 +119,7 @@ def test_notebook_is_valid_and_uses_known_flags():
 
 @pytest.mark.exhaustive
 def test_notebook_trains_one_curve_on_two_processes(tmp_path):
-    """The cells run in place of `gpu` with two processes, and with a smaller file of arguments."""
+    """Run the cells with two processes in place of `gpu`, and with a smaller file of arguments."""
     lines = []
     for text in cells():
         lines.append(f"(\n{text}\n)")

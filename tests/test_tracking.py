@@ -1,4 +1,4 @@
-"""Tests of track.py: TensorBoard, wandb and MLflow get the rows of metrics.jsonl."""
+"""Test that track.py sends the rows of metrics.jsonl to TensorBoard, wandb and MLflow."""
 
 import json
 import signal
@@ -18,7 +18,7 @@ PATCH = ROOT / "related-topics/tracking/each-node.patch"
 
 
 def add_rows(run_dir, *steps, shift=0.0):
-    """Write rows of metrics, and half of a row, as a kill may."""
+    """Write rows of metrics, and half of a row, as a killed run may."""
     run_dir.mkdir(exist_ok=True)
     with open(run_dir / "metrics.jsonl", "a") as file:
         for step in steps:
@@ -95,7 +95,7 @@ def test_following_tool_sends_runs_through_a_resume(tmp_path, start):
             [tool],
         ), (tmp_path / "log").read_text()
     add_rows(runs[0], 8)
-    # The tool looks a last time after Ctrl-C.
+    # After Ctrl-C, the tool reads the metrics a last time, and then ends.
     tool.send_signal(signal.SIGINT)
     assert tool.wait(timeout=30) == 0
     assert (tmp_path / "log").read_text() == f"{runs[0]}: 9 steps\n{runs[2]}: 5 steps\n"
@@ -140,7 +140,7 @@ def test_mlflow_gets_each_new_value_once(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("chapter", ["03", exhaustive("08")])
 def test_patched_chapter_tracks_each_rank(tmp_path, chapter):
-    """As the page describes it, with a wandb run on each rank."""
+    """Apply the page's patch, but start a wandb run on each rank."""
     script = tmp_path / "train_llm.py"
     subprocess.run(["patch", "--output", script, SCRIPTS[chapter], PATCH], check=True)
     change_file(script, 'is_tracked = os.environ["LOCAL_RANK"] == "0"', "is_tracked = True")

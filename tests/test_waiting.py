@@ -42,7 +42,7 @@ def test_step_reduces_each_bucket_of_ddp_once_and_nothing_else(
 
 @pytest.mark.parametrize("chapter", ["02", "fp16"])
 def test_gradients_stay_in_the_buckets_of_ddp(chapter, tmp_path):
-    """Before, between and after the micro-batches, also in the first step after a resume."""
+    """Check before, between and after the micro-batches, also right after a resume."""
     forward = "        loss = loss_of("
     check = """        for weight in model.parameters():
             assert weight.grad.untyped_storage().nbytes() > weight.grad.nbytes, "not in a bucket"
@@ -55,7 +55,7 @@ def test_gradients_stay_in_the_buckets_of_ddp(chapter, tmp_path):
 
 @pytest.mark.slow
 def test_compiled_layers_let_ddp_send_while_they_compute(load, one_rank_group, monkeypatch):
-    """The backward pass of each layer is a graph of its own, so the first bucket is ready early."""
+    """The backward pass of each layer is a separate graph, so the first bucket is ready early."""
     # This backend builds the same graphs as the default backend, but generates no code.
     compile_layer = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
     monkeypatch.setattr(torch.nn.Module, "compile", compile_layer)

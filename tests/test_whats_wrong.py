@@ -41,7 +41,7 @@ STACK = [["/run/train_llm.py", 746, "train_step"]]
 def rank_files(rank, size, since=60.0, calls=STEPS, pending=True, age=1.0, **changes):
     """Return the contents of the files of a rank that has been in one phase for `since` seconds.
 
-    The other changes are values of the heartbeat, but `crash` is the text of faulthandler.
+    `changes` replaces values of the heartbeat, except `crash`, which is faulthandler's text.
     """
     late, crash = changes.pop("late", 0.0), changes.pop("crash", "")
     beat = {
@@ -167,7 +167,7 @@ def checks(rank, weights=7):
 
 
 def moving(size=4, **odd):
-    """Return facts about ranks that take steps; these values in rank 1's heartbeat are odd."""
+    """Return facts about ranks that take steps; `odd` replaces values in rank 1's heartbeat."""
     facts = run(size=size, **MOVING)
     for rank, files in facts["ranks"].items():
         files["beat"]["checks"] = checks(rank)

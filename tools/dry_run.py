@@ -46,7 +46,7 @@ from training_step import (  # noqa: E402
 )
 
 GIB = 2**30
-# The phase that begins when each function of a script is called.
+# The functions of a script, each with the phase that begins when it is called.
 PHASES = {
     "build_model": "build",
     "shard": "shard",
@@ -64,7 +64,7 @@ SKIPPED = ["read_weights", "save_checkpoint"]
 # script would read data, write files, or train without an end.
 NEEDED = "parse_args setup build_model build_data Samples load_checkpoint save_checkpoint".split()
 NEEDED += ["train_step", "main"]
-# The frameworks that have no stand-in here.
+# Refuse scripts that import these frameworks, because the dry run has no stand-ins for them.
 FRAMEWORKS = {"accelerate", "deepspeed"}
 # The columns of a row that counts the collectives of one kind.
 COLUMNS = ["phase", "kind", "ranks", "nodes", "device", "line", "function"]
@@ -125,7 +125,7 @@ def rank_number(text):
 
 
 def check_script(path):
-    """Stop if the script is neither a chapter's nor a changed copy; nothing of the script runs."""
+    """Stop, without running the script, unless it is a chapter's script or a changed copy."""
     if not Path(path).is_file():
         fail(f"{path}: file not found")
     try:
@@ -148,7 +148,7 @@ def check_script(path):
 
 
 def ranks_to_run(options, args):
-    """Return the chosen ranks, or the first and the last of each kind of parallelism.
+    """Return the chosen ranks, or the first and the last rank of each kind of parallelism.
 
     `args` are the script's arguments.
     """
@@ -161,7 +161,7 @@ def ranks_to_run(options, args):
 
 
 def split_sizes(args):
-    """Return the number of ranks that split a matrix, a sequence, and the layers."""
+    """Return the numbers of ranks that split a matrix, a sequence and the layers."""
     names = ("tensor", "context", "pipeline")
     return [getattr(args, f"{name}_parallel_size", 1) for name in names]
 
@@ -170,22 +170,22 @@ def split_sizes(args):
 
 
 def load_script(options):
-    """Import the script without what needs a GPU, files or other ranks; return its arguments."""
-    # A changed copy may import files beside it.
+    """Import the script, and replace what needs GPUs, files or ranks; return its arguments."""
+    # Let a changed copy import files from its own folder.
     sys.path.append(str(Path(options.script).parent))
     module = options.module = import_script(options.script)
     options.watch = Watch(options)
     module.torch = fake_machine.ScriptTorch(options, options.watch)
     module.fail = raise_message
     module.causal_lower_right = fake_machine.LowerRight
-    # A changed copy may give it a name of its own.
+    # Replace DDP under any name, because a changed copy may import it under a different name.
     for name, value in list(vars(module).items()):
         if value is torch.nn.parallel.DistributedDataParallel:
             setattr(module, name, fake_machine.ReplicatedModel)
     module.load_checkpoint = lambda *_: 0
     for name in SKIPPED:
         setattr(module, name, lambda *_: None)
-    # stop_requests() expects the file that check_shared() writes.
+    # Write only the file that stop_requests() expects from check_shared().
     module.check_shared = lambda folder: (folder / ".probe").write_text(module.PROCESS)
     return parse_training_args([*options.words, "--device", "cuda"], options.gpus, module)
 
@@ -210,12 +210,12 @@ def shorten(options, module):
         return module.Samples(args.seed, samples, iter(())), samples[:held_out]
 
     module.parse_args, module.build_data = parse_short_run, build_data
-    # A fake tensor has no values that could be an order.
+    # Keep the samples in order, because a fake tensor has no values that could be a random order.
     module.random_order = lambda seed, shuffle, num_samples: range(num_samples)
 
 
 def add_phases(module, watch, modes, progress):
-    """Let the functions of the script begin phases, and the first function the fake tensors."""
+    """Let the script's functions begin phases; build_model() also turns on fake tensors."""
     steps = itertools.count(1)
 
     def as_phase(function, phase):
@@ -248,7 +248,7 @@ def add_phases(module, watch, modes, progress):
 
 def run_rank(options, rank, sender):
     """Run the script as this rank, and send its numbers to the parent process as a dictionary."""
-    # torch warns about the data of fake tensors.
+    # Hide torch's warnings about the missing data of fake tensors.
     warnings.simplefilter("ignore")
     module, watch, began, problem = options.module, options.watch, time.perf_counter(), None
     fake_machine.add_ranks(options, rank)
@@ -294,7 +294,7 @@ class EndOfRun(Exception):
 
 
 class ScriptError(Exception):
-    """The message that the script would print before it exits."""
+    """Carry the message that the script would print before it exits."""
 
 
 def raise_message(message):
@@ -305,7 +305,8 @@ def raise_message(message):
 def describe(options, error):
     """Return the script's line that failed, and the error."""
     trace = "".join(traceback.format_exception(error))
-    # The script and torch report some errors of a library in a message of their own.
+    # Go back to the original error, because the script and torch replace the messages of some
+    # errors.
     if isinstance(error, ScriptError) and error.__context__:
         error = error.__context__
     while error.__cause__:
@@ -344,11 +345,11 @@ def summary(options, watch):
 
 
 def run_ranks(options, ranks):
-    """Run the script as each rank, each in a process of its own; return the results in order."""
-    # The processes inherit the imported modules.
+    """Run the script as each rank, in separate processes; return the results in order."""
+    # Fork the processes, so that they inherit the imported modules.
     context, results = multiprocessing.get_context("fork"), []
     cores = len(os.sched_getaffinity(0))
-    # A rank must not collect garbage that it inherits, because a process group waits for its
+    # Keep each rank from collecting inherited garbage: a process group in it would wait for its
     # threads, which a fork does not copy.
     gc.freeze()
     for first in range(0, len(ranks), cores):
@@ -478,7 +479,7 @@ def gib(size):
 
 
 def main():
-    """Run the ranks, and print the report; exit with 0 if all complete two steps and fit."""
+    """Run the ranks, and print the report; exit with 0 if all ranks complete two steps and fit."""
     options = parse_args()
     try:
         ranks = ranks_to_run(options, load_script(options))

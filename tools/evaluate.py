@@ -32,7 +32,7 @@ from plot import fail
 
 
 def parse_args(chapter):
-    """Parse the command line; chapter 01 parses and checks the flags that it also has."""
+    """Parse the command line; let chapter 01 parse and check the flags that it declares, too."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
         epilog="These flags of chapter 01 are accepted, too: -d, --dataset-subset, --text-column, "
@@ -63,11 +63,11 @@ def parse_args(chapter):
 # ---- the model -------------------------------------------------------------------------------
 @contextlib.contextmanager
 def model_folder(chapter, path):
-    """Yield a folder that `from_pretrained` loads; of a checkpoint, write one for a while."""
+    """Yield a folder that `from_pretrained` loads; for a checkpoint, write a temporary folder."""
     if (path / "config.json").exists():
         yield path
         return
-    # The disk that holds the checkpoints also has room for their weights.
+    # Write to the disk of the checkpoints, because a disk with room for them has room for weights.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".evaluate-") as folder:
         model = Path(folder, "model")
         try:
@@ -90,21 +90,21 @@ def load_model(args, folder):
 
 # ---- the text --------------------------------------------------------------------------------
 def tokens_of(chapter, args, tokenizer):
-    """Return all tokens of the text, or those of the samples that a run holds out."""
+    """Return all tokens of the text, or the tokens of the samples that a run holds out."""
     if args.held_out:
         _, held_out = chapter.build_data(args, tokenizer)
         return held_out.flatten()
-    # In samples of one token, no token at the end of a piece is missing.
+    # Cut the text into samples of one token, so that no token at the end of a piece is left out.
     args = argparse.Namespace(**vars(args) | {"seq_length": 1})
     return torch.cat([piece.flatten() for piece in chapter.pieces_of(args, tokenizer)])
 
 
 def windows_of(num_tokens, seq_length, stride):
-    """Yield for each window of a text where it begins, where it begins to count, and its end."""
+    """Yield, for each window of a text, its start, its first counted token, and its end."""
     end = 0
     for first in range(0, num_tokens, stride):
         counted_before, end = end, min(first + seq_length, num_tokens)
-        # Nothing is before the first token of a window, so no model can predict it.
+        # Do not count the first token of a window, because no token before it can predict it.
         yield first, max(counted_before, first + 1), end
         if end == num_tokens:
             return
@@ -115,7 +115,7 @@ def total_loss(args, model, tokens):
     """Return the sum of the losses of all counted tokens, and their number."""
     total, count = 0.0, 0
     windows = list(windows_of(len(tokens), args.seq_length, args.stride))
-    # Only the last window may be shorter than the others.
+    # Batch the full windows; the last window is alone, because it may be shorter.
     full, last = windows[:-1], windows[-1:]
     groups = [full[at : at + args.batch_size] for at in range(0, len(full), args.batch_size)]
     for group in [*groups, last]:
@@ -142,7 +142,7 @@ def main():
     with model_folder(chapter, args.model) as folder:
         args.model_name = str(folder)
         tokenizer, _ = chapter.build_tokenizer_and_config(args)
-        # A message about the text names the model of the user, because this folder may be deleted.
+        # Name the user's model in messages about the text, because `folder` may be temporary.
         args.model_name = str(args.model)
         tokens = tokens_of(chapter, args, tokenizer)
         model = load_model(args, folder)

@@ -48,7 +48,8 @@ def write_model(chapter, checkpoint, folder):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if weights is None:
-        # A checkpoint in shards has a tied weight only once.
+        # Leave out second names of tied weights, because a checkpoint in shards has a tied weight
+        # only once.
         weights = {
             name: torch.empty_like(weight, device="cpu")
             for name, weight in model.state_dict().items()
@@ -61,7 +62,7 @@ def write_model(chapter, checkpoint, folder):
 
 def read_shards(checkpoint, state):
     """Replace the values of `state` by the values that the checkpoint has under the same names."""
-    # DCP logs pages about an error, but the message must fit on one line.
+    # Turn off logging, because DCP logs pages about an error, but the message must fit on one line.
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:

@@ -36,7 +36,7 @@ GPUS = {
 # The operations that autocast computes in bf16 or fp16 on a GPU, and its operations in float32.
 HALF = "mm addmm bmm baddbmm matmul linear conv1d einsum".split()
 FULL = "pow rsqrt layer_norm softmax log_softmax nll_loss sum cumsum norm".split()
-# The registrations end when these objects are deleted.
+# Keep these objects, because their registrations end when they are deleted.
 ATEN, FALLBACK = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
 
 
@@ -123,18 +123,19 @@ def add_gpu(options, watch):
     vars(module).update(gpu_functions(options, watch))
     backend_registration._setup_privateuseone_for_python_backend("gpu", module)
     torch.autograd.set_multithreading_enabled(False)
-    # PipelineStage describes its inputs with meta tensors.
+    # Allow meta tensors, because PipelineStage describes its inputs with them.
     torch._functorch.config.fake_tensor_allow_meta = True
     torch.utils.swap_tensors = swap
     _fsdp_init._move_states_to_device = _fully_shard._move_states_to_device = move
     torch.accelerator.current_stream = lambda *_: Instant()
-    # A mesh computes with the numbers of the ranks.
+    # Let meshes use real tensors, because they compute with the numbers of the ranks.
     mesh = dist.device_mesh.DeviceMesh
     names = "__init__ __getitem__ _flatten _unflatten _concatenate get_coordinate get_local_rank"
     for name in names.split():
         if hasattr(mesh, name):
             setattr(mesh, name, on_real_tensors(getattr(mesh, name)))
-    # DTensor derives the shapes of results from full tensors that no rank ever has.
+    # Do not count full tensors that DTensor creates to derive the shapes of results, because no
+    # rank ever holds them.
     for name in ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta"):
         setattr(ShardingPropagator, name, watch.ignoring()(getattr(ShardingPropagator, name)))
     # A GPU has kernels for these operations. Without kernels, torch would split them up, which
@@ -146,7 +147,7 @@ def add_gpu(options, watch):
 
 
 def swap(one, other):
-    """Exchange two tensors in place; unlike torch's function, allow weak references to them."""
+    """Exchange two tensors in place; unlike torch's swap, allow weak references to them."""
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
     torch._C._swap_tensor_impl(one, other)
@@ -164,7 +165,7 @@ def move(weights, buffers, device):
 
 
 def on_real_tensors(function):
-    """Return the function, but let it create real tensors instead of fake ones."""
+    """Return a version of the function that creates real tensors instead of fake tensors."""
     return _disable_current_modes()(function)
 
 
@@ -230,7 +231,8 @@ def attention_on(options):
         if is_half and attn_mask is None and capability >= (8, 0):
             flash = aten._scaled_dot_product_flash_attention
             return flash(*inputs, dropout_p, is_causal, **scale)[0]
-        # Only flash attention takes grouped heads; torch then uses no kernel of its own.
+        # Compute attention operation by operation, because only the flash kernel accepts grouped
+        # heads.
         if has_groups:
             unfused = aten._scaled_dot_product_attention_math
             return unfused(*inputs, attn_mask, dropout_p, is_causal, enable_gqa=True, **scale)[0]
@@ -285,7 +287,8 @@ class ReplicatedModel(torch.nn.Module):
         if any(hasattr(weight, "bucket") for weight in weights):
             problem = "a second DistributedDataParallel would reduce the same gradients again"
             raise RuntimeError(f"{problem}; wrap the model once")
-        # As in DDP, the first bucket has at least one MiB, and the others have 25.
+        # As in DDP, the first bucket has at least one MiB, and each later bucket has at least 25
+        # MiB.
         bucket, limit = [], 2**20
         for weight in weights:
             bucket.append(weight)
@@ -294,7 +297,7 @@ class ReplicatedModel(torch.nn.Module):
                 bucket, limit = [], 25 * 2**20
 
     def make_bucket(self, weights):
-        """Let the gradients of these weights be parts of one tensor; reduce it when it is full."""
+        """Make the gradients of these weights parts of a tensor; reduce it when it is complete."""
         sizes, ready = [weight.numel() for weight in weights], []
         bucket = torch.zeros(sum(sizes), device=weights[0].device)
 

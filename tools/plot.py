@@ -27,7 +27,7 @@ def fail(message):
 
 
 def read_metrics(run):
-    """Return the rows of a run's metrics.jsonl by step, at least one.
+    """Return the rows of a run's metrics.jsonl in the order of steps; stop if there are none.
 
     A run that was stopped logs steps again, so the last row of a step counts.
     """

@@ -153,7 +153,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # These classes call the operation again, with the tensors that they contain.
+        # Leave the operation to these classes, which call it again with the tensors that they
+        # contain.
         if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
             return NotImplemented
         if self.paused:
@@ -168,7 +169,8 @@ class Watch(TorchDispatchMode):
         else:
             self.check(func, args, kwargs)
             output = func(*args, **kwargs)
-            # The fake result is a view of a larger tensor, which a GPU would not have.
+            # Copy the fake result, because it is a view of a larger tensor that a GPU would not
+            # hold.
             if func is torch.ops._dtensor.shard_dim_alltoall.default:
                 output = output.clone()
         for tensor in tree_leaves(output):
@@ -205,12 +207,12 @@ class Watch(TorchDispatchMode):
                 self.wait(f"copies to the {target.upper()}")
         elif "index" in name:
             self.wait("copies indices to the GPU")
-        # A number on the CPU may be an input, but not a result.
+        # Report a result on the CPU, because a number on the CPU may only be an input.
         elif "fused" in name or (func._schema.is_mutable and tensors[0].device.type == "cpu"):
             raise RuntimeError(f"{name}: expected all tensors to be on the same device")
 
     def send(self, name, args):
-        """Count a collective of this rank, or what it sends to another rank."""
+        """Count a collective of this rank, or a message that it sends to a different rank."""
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         letters = name.replace("_", "")
         kind = next((kind for kind in COLLECTIVES if kind.replace("-", "") in letters), None)
@@ -227,7 +229,8 @@ class Watch(TorchDispatchMode):
         if len(ranks) > 1:
             nodes = len({rank // self.options.gpus_per_node for rank in ranks})
             size = max(tensor.numel() * tensor.itemsize for tensor in tensors)
-            # The functions of DTensor return the full tensor; their argument is a part of it.
+            # Multiply by the ranks, because DTensor's functions get a part of the tensor that they
+            # return.
             if name.startswith("all_gather"):
                 size *= len(ranks)
             seconds, sent = transfer(self.options, kind, size, len(ranks), nodes)

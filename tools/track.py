@@ -4,9 +4,9 @@ Here:     python tools/track.py outputs/02-ddp outputs/04-fsdp --to tensorboard
           tensorboard --logdir outputs
 Follow:   python tools/track.py outputs/* --to wandb --follow
 
-The runs need no support for this, because they write metrics.jsonl in any case. Start it, end it
-and start it again at any time. It continues the same wandb run or MLflow run, and of several rows
-of the same step the last one counts. wandb and MLflow take their settings from the environment:
+The runs need no support for this, because they write metrics.jsonl in any case. Start, end
+and restart this tool at any time. It continues the same wandb run or MLflow run. If several rows
+have the same step, the last row counts. wandb and MLflow take their settings from the environment:
 WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME.
 """
 
@@ -62,9 +62,9 @@ class Wandb:
         import wandb
 
         options = {"id": id_of(run, "wandb"), "name": run.name, "dir": run, "resume": "allow"}
-        # Several runs may be open at the same time.
+        # Create a separate wandb run, because several runs may be open at the same time.
         self.wandb_run = wandb.init(**options, reinit="create_new")
-        # Rows carry their own step, because wandb drops rows whose number goes back.
+        # Use the step in each row as the x-axis, because wandb's own step number cannot go back.
         self.wandb_run.define_metric("*", step_metric="step")
 
     def send(self, row):
@@ -128,12 +128,12 @@ class Tracked:
 
 def follow(tracked):
     """Look for new rows every two seconds until Ctrl-C, and then once more."""
-    # A signal handler may call the put() of this queue.
+    # Use a SimpleQueue, because a signal handler may call its put().
     ends = queue.SimpleQueue()
 
     def end(*_):
         ends.put(True)
-        # A second Ctrl-C ends the tool at once.
+        # Restore the default handler, so that a second Ctrl-C ends the tool at once.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     signal.signal(signal.SIGINT, end)

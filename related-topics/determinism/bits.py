@@ -58,7 +58,7 @@ def resume_from_half(layout, run_dir):
 
 
 def compare(one, other):
-    """Compare two results: whether all bits are the same, and how far the losses differ at most."""
+    """Return whether two results have the same bits, and the largest difference of losses."""
     measured = [
         [{name: row.get(name) for name in ("loss", "grad_norm", "val_loss")} for row in rows]
         for rows, _ in (one, other)

@@ -56,7 +56,7 @@ def needs_of(size):
     for gpus in MACHINES:
         words = [*STEP.split(), "--gpus-per-node", str(gpus), "--config", *config_of(size)]
         plan = planner.make_plan(planner.parse_args(words))
-        # The settings begin with the fastest.
+        # Use the first setting that fits, because it is the fastest.
         needs = plan["settings"][plan["first"]]["gpu_needs"] / planner.GIB
         row[f"{gpus} GPUs"] = {"setting": plan["first"], "gib": needs}
     weights = plan["model"]["weights"]

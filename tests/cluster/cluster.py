@@ -10,7 +10,7 @@ When the process that owns the cluster ends, for any reason, the kernel ends the
 first process of each host, and with them all processes, mounts and network devices of the hosts.
 
 All hosts see the files of the machine, so they share every folder except /run, /dev/shm, /var/log,
-/var/spool and some files in /etc. They see only the cluster's network.
+/var/spool and some files in /etc. A host sees only the cluster's network.
 """
 
 import os
@@ -38,7 +38,7 @@ class ClusterError(RuntimeError):
 
 
 def missing_requirement():
-    """Return the reason why no cluster can start here, in one line, or None if one can."""
+    """Return a line with the reason why no cluster can start here, or None if one can start."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "a cluster on one machine needs Linux, and root"
     path = f"{os.environ.get('PATH', '')}:{BOOT_ENVIRONMENT['PATH']}"
@@ -60,7 +60,7 @@ def wait_until(condition, seconds, description):
         if time.monotonic() > deadline:
             raise ClusterError(f"timed out after {seconds} s, waiting for: {description}")
         time.sleep(pause)
-        # Requests in a tight loop would slow down Slurm.
+        # Double the pause after each check, because requests in a tight loop would slow down Slurm.
         pause = min(2 * pause, 0.5)
     return value
 
@@ -82,7 +82,7 @@ class Cluster:
             raise ClusterError(reason)
         self.folder = Path(tempfile.mkdtemp(prefix="cluster-"))
         self._children = []
-        # By host, the `unshare` that made its namespaces.
+        # For each host, the `unshare` process that made the namespaces of the host.
         self._boots = {}
         try:
             self._write_files()
@@ -179,7 +179,7 @@ class Cluster:
     # ---- starting and ending the hosts
 
     def _write_files(self):
-        """Write the files that the hosts mount into /etc, with keys of this cluster alone."""
+        """Write the files that the hosts mount into /etc, and generate new keys."""
         etc = self.folder / "etc"
         shutil.copytree(HERE / "etc", etc)
         key = etc / "munge/munge.key"
@@ -194,8 +194,8 @@ class Cluster:
 
     def _boot(self, command):
         """Start a process that ends when this process ends, with pipes for lines of text."""
-        # If this process ends before setpriv runs, the kernel sends no signal. Then the parent's id
-        # differs, and the command does not start.
+        # If this process ends before setpriv runs, the kernel sends no signal. So start the command
+        # only if its parent is still this process.
         owned = ["setpriv", "--pdeathsig=KILL", "sh", "-c"]
         owned += [f'[ $PPID = {os.getpid()} ] && exec "$@"', "sh"]
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -218,7 +218,7 @@ class Cluster:
         process = self._boot(["unshare", *options, "sh", HERE / "host.sh", host, self.folder])
         self._boots[host] = process
         expect_line(process, "named")
-        # The cable of a killed host may still exist.
+        # Delete the cable of an earlier start of this host, because the cable may outlive a kill.
         self._on_switch(f"ip link delete {host}", check=False)
         self._on_switch(f"ip link add {host} type veth peer name eth0 netns {process.pid}")
         self._on_switch(f"ip link set {host} master switch up")
@@ -231,7 +231,7 @@ class Cluster:
 
         def usable():
             query = ["sinfo", "--noheader", "--Node", "--format=%N %T"]
-            # sinfo fails while the controller is down.
+            # Accept a failure, because sinfo fails while the controller is down.
             lines = self.run("head", query, check=False).stdout.splitlines()
             states = dict(map(str.split, lines))
             return all(states.get(node) in {"idle", "mixed", "allocated"} for node in nodes)
@@ -243,8 +243,8 @@ class Cluster:
         boot = self._boots.pop(host)
 
         def has_ended():
-            # The child of `unshare` is the first process of its namespace. `unshare` itself ends
-            # when no process is left in the namespace.
+            # Kill the child of `unshare`, which is the first process of its namespace. `unshare`
+            # itself ends when no process is left in the namespace.
             subprocess.run(["pkill", "-KILL", "--parent", str(boot.pid)], check=False)
             return boot.poll() is not None
 

@@ -49,7 +49,7 @@ TEMPLATES = {"built-in": None, "llama3": LLAMA3, "qwen3": QWEN3}
 def expected_documents(name, messages):
     """Return the documents of a conversation, each as a list of (text, whether it is learned)."""
     if name == "qwen3":
-        # Each answer ends a document, which has no earlier thoughts.
+        # Each answer ends a separate document, where earlier answers have no thoughts.
         ends = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
         thinking = any("</think>" in messages[end]["content"] for end in ends[:-1])
         if thinking:
@@ -58,7 +58,7 @@ def expected_documents(name, messages):
 
 
 def last_answer(messages):
-    """Return a document that learns only its last answer; earlier answers have no thoughts."""
+    """Return a document where only the last answer is learned; earlier answers lack thoughts."""
     document = []
     for turn in messages[:-1]:
         content = turn["content"].split("</think>")[-1].lstrip("\n")
@@ -79,7 +79,7 @@ def turn_text(name, turn):
 
 
 def trim(document, name):
-    """Return a document with what a template adds before it, and without white space at its end."""
+    """Add the text that a template puts first, and drop white space at the document's end."""
     start = [("<s>system, 26 Jul 2024, 26 Jul 2024", False)] if name == "llama3" else []
     end = document[:-1] if document[-1] == ("\n", False) else document
     return start + end
@@ -151,22 +151,22 @@ def documents_of_step(chapter, args, train_set):
 
 def plain_model(model, dtype=torch.float64):
     """Return a model of transformers with the weights of a sharded model, but without adapters."""
-    # A model keeps its configuration, and set_attn_implementation() changes it.
+    # Copy the configuration, because set_attn_implementation() changes it in place.
     plain = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=dtype)
-    # Buffers are not sharded.
+    # Gather the sharded weights, and copy the buffers, which are not sharded.
     values = {
         name: value.full_tensor() if isinstance(value, DTensor) else value
         for name, value in model.state_dict().items()
     }
     plain.load_state_dict({name: values[name] for name in plain.state_dict()})
     plain.set_attn_implementation("eager")
-    # The default implementation has no fp64.
+    # Choose the eager experts, because the default implementation does not support fp64.
     plain.set_experts_implementation("eager")
     return plain.train()
 
 
 def loss_of_documents(model, documents):
-    """Return the mean loss of the learned tokens, from one document at a time."""
+    """Return the mean loss of the learned tokens; compute one document at a time."""
     total, count = 0.0, 0
     for document in documents:
         ids = torch.tensor([[token for token, _ in document]])

@@ -1,4 +1,4 @@
-"""Check how a run has ended: with one line for its user, without a file, or before a bad save."""
+"""Check that a failed run prints one error line, writes no file, and saves no bad gradient."""
 
 import re
 
@@ -20,7 +20,7 @@ def check_two_ranks_fail(chapter, args, expected, logs, folder):
     errors = re.findall("^train_llm.py: error:.*", output, re.M)
     assert len(errors) == 1 and expected in errors[0], output
     assert 'train_llm.py", line' not in output, f"a traceback:\n{output}"
-    # check_shared() writes a hidden file.
+    # Ignore hidden files, because check_shared() writes a hidden file.
     assert [path for path in folder.rglob("[!.]*") if path.is_file()] == []
 
 

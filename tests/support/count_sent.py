@@ -1,6 +1,6 @@
 """Run a chapter's script, and count what rank 0 sends in its second training step.
 
-Start it once per rank, with a file for the counts, the script, and the arguments of the script.
+Start this file once per rank, with a file for the counts, the chapter's script, and its arguments.
 """
 
 import json

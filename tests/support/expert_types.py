@@ -10,7 +10,7 @@ from recorded import load
 
 
 def main():
-    """Compute the loss of a batch in each case; write the types of the experts by case."""
+    """Compute the loss of a batch in each case; write the experts' number types by case."""
     cases, result, script = sys.argv[1:]
     chapter, types = load(script), {}
     for name, arguments in json.loads(Path(cases).read_text()).items():
@@ -19,7 +19,8 @@ def main():
         chapter.setup(args)
         _, config = chapter.build_tokenizer_and_config(args)
         model = chapter.build_model(args, config)
-        # These activation functions take the products of tokens and expert weights.
+        # Record the inputs of the activation functions, which are the products of tokens and expert
+        # weights.
         products = []
         for module in model.modules():
             if hasattr(module, "_apply_gate"):

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-# Settings by their small size. Families name their settings differently, and shrink() skips the
-# settings that a family does not have.
+# Each small value, and the settings that get it. Families name their settings differently, and
+# shrink() skips the settings that a family does not have.
 SIZES = {
     384: "vocab_size vocab_size_per_layer_input",
     64: """intermediate_size ffn_dim n_inner ffn_hidden_size encoder_ffn_dim decoder_ffn_dim
@@ -30,7 +30,7 @@ SIZES = {
     0: "pad_token_id",
 }
 SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
-# Some families need settings of their own to be built so small.
+# Additional settings, without which these families cannot be built so small.
 OWN_SETTINGS = {
     "axk1": {"n_group": 2, "topk_group": 1},
     "codegen": {"n_head": 4},
@@ -56,13 +56,13 @@ OWN_SETTINGS = {
     "zaya": {"num_experts_per_tok": 1},
 }
 OWN_SETTINGS["mimo_v2_flash"] |= {"swa_num_key_value_heads": 8}
-# Its layers share a part.
+# Zamba2 needs more settings, because its layers share a block.
 OWN_SETTINGS["zamba2"] = {"layers_block_type": ["hybrid"] * 2, "hybrid_layer_ids": [0, 1]}
 OWN_SETTINGS["zamba2"] |= {"num_mem_blocks": 1, "mamba_headdim": 8}
 OWN_SETTINGS["zamba2"] |= {"attention_hidden_size": 64, "attention_head_dim": 32}
-# transformers derives these settings from the number of layers.
+# shrink() drops these settings, so that transformers derives them from the new number of layers.
 LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type", "per_layer_config")
-# Settings that change attention or the loss.
+# Families with a setting that changes attention or the loss.
 VARIANTS = """mistral+sliding_window=8 gemma3_text+sliding_window=8 qwen2_moe+sliding_window=8
     phi3+sliding_window=8 starcoder2+sliding_window=8 cohere2+sliding_window=8
     olmo3+sliding_window=8 modernbert-decoder+sliding_window=8
@@ -73,12 +73,12 @@ VARIANTS = """mistral+sliding_window=8 gemma3_text+sliding_window=8 qwen2_moe+sl
     llama+tie_word_embeddings=true cohere+logit_scale=0.25 cohere+use_qk_norm=true
     granite+logits_scaling=4.0 gemma2+final_logit_softcapping=5.0 llama+longrope
     zamba2+num_mem_blocks=2""".split()
-# Here the angles of positions depend on the length of the sequence.
+# With these settings, the angles of positions depend on the length of the sequence.
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
 LONG_ROPE |= {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-# A family's name, perhaps with a setting.
+# Each entry is the name of a family, perhaps followed by a setting.
 VARIED_FAMILIES = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
-# Families whose small models cannot be compared.
+# Families whose small models cannot be compared, each with the reason.
 NOT_COMPARED = {
     "longcat_flash": "with few tokens, a rank may use no expert, and FSDP fails",
 }
@@ -95,7 +95,7 @@ ARGS |= {"recompute": "none", "device": "cpu", "global_batch_size": 8}
 def shrink(config, **settings):
     """Return a configuration of the same type with few and small layers, and with `settings`."""
     values = {name: value for name, value in config.to_dict().items() if name not in LAYER_LISTS}
-    # A list with an entry for each layer would be too long.
+    # Drop a list with an entry for each layer, because it would be too long for fewer layers.
     num_layers = getattr(config, "num_hidden_layers", None)
     values = {
         name: value

@@ -19,7 +19,7 @@ def declared_flags(script):
         flags |= declared_flags(max(map(str, ROOT.glob("[0-9][0-9]-*/train_llm.py"))))
     if script == "tools/evaluate.py":
         flags |= declared_flags("01-single-gpu/train_llm.py")
-    # The harness declares the flag that all benchmarks have.
+    # Add the flag that all benchmarks share, which the harness declares.
     if script.startswith("benchmarks/") and script != "benchmarks/harness.py":
         flags |= declared_flags("benchmarks/harness.py")
     for node in ast.walk(ast.parse((ROOT / script).read_text())):

@@ -26,20 +26,22 @@ IMPORTED = "torch torch.distributed.checkpoint.staging torch.distributed.checkpo
 IMPORTED += "torch.distributed.fsdp datasets transformers.integrations.sdpa_attention tqdm wandb "
 IMPORTED += "transformers.models.auto.modeling_auto transformers.models.auto.tokenization_auto "
 IMPORTED += "transformers.models.llama.modeling_llama pydoc_data.topics "
-# If accelerate and DeepSpeed are installed, save_pretrained() imports them, which takes seconds.
+# Import accelerate and DeepSpeed too, because save_pretrained() would import them in each fork,
+# which takes seconds.
 IMPORTED += "accelerate deepspeed"
 FORKS.set_forkserver_preload(IMPORTED.split())
-# A start polls all processes. If two threads read the status of a process at the same time, the
-# second thread finds no status and reports 255.
+# A start polls all processes, so allow only one start or poll at a time. If two threads read the
+# status of a process at the same time, the second thread finds no status and reports 255.
 LOCK = threading.RLock()
-# pytest changes its variables in each test. Libraries set the others once, some of them long after
-# the first test has begun: threadpoolctl sets KMP_*, and a compilation sets _TORCHINDUCTOR_*.
+# pytest changes its variables in each test. Libraries set the other variables of this list once,
+# sometimes long after the first test has begun: threadpoolctl sets KMP_*, and a compilation sets
+# _TORCHINDUCTOR_*.
 IGNORED_VARIABLES = ("PYTEST_", "_MLFLOW_", "MLFLOW_", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_")
 IGNORED_VARIABLES += ("_TORCHINDUCTOR_", "HF_XET_")
 
 
 class Server:
-    """Starts processes, as forks if possible."""
+    """Start processes, as forks if possible."""
 
     # conftest.py sets this to the environment of the test session.
     environment = None
@@ -55,7 +57,8 @@ class Server:
         err = err or out
         command, env = list(map(str, command)), os.environ | variables
         if current_environment() != self.environment:
-            # A script may signal its process group, which must not be that of the tests.
+            # Give the script a new process group, because a script may signal the group that it
+            # belongs to.
             options = {"env": env, "stdout": out, "stderr": err, "start_new_session": True}
             return subprocess.Popen([sys.executable, *command], **options)
         process = Forked(target=run_script, args=(command, env, out.name, err.name), daemon=True)
@@ -101,14 +104,14 @@ def run_script(command, env, out, err):
         file = os.open(name, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, descriptor)
         os.close(file)
-    # A failed rank sleeps for 10 seconds, so that its launcher can end it. run_jobs() splits the
-    # output, and waits until all ranks have ended.
+    # A failed rank sleeps for 10 seconds, so that its launcher can end it. Shorten this sleep under
+    # run_jobs(), which splits the output, and waits until all ranks have ended.
     if out != err:
         sleep = time.sleep
         time.sleep = lambda seconds: sleep(0.1 if seconds == 10 else seconds)
     # The server ends when the last copy of this descriptor is closed, so close the script's copy.
     os.close(forkserver._forkserver._forkserver_alive_fd)
-    # The script may start processes, and forks them, as it does in a new process.
+    # Let the script start processes by forking, as it can in a new process.
     multiprocessing.current_process()._config["daemon"] = False
     multiprocessing.set_start_method("fork", force=True)
     # Exclude the imported objects from garbage collection, which would copy their memory.

@@ -14,7 +14,7 @@ SYNC_OPS = re.compile("aten::(_local_scalar_dense|item|nonzero|is_nonzero)$")
 
 
 class Captured(io.StringIO):
-    """A stream in memory that has a file descriptor, as real streams have."""
+    """Collect output in memory, but offer a file descriptor, as real streams do."""
 
     def fileno(self):
         return 2
@@ -32,7 +32,7 @@ def tensors_of(model, optimizer):
 def events_of_steps(chapter, *words):
     """Return the names of all operations in three training steps, and the model.
 
-    The names leave out the optimizer's own operations. If the chapter has DDP, it wraps the model.
+    The names leave out the optimizer's own operations. In a chapter with DDP, DDP wraps the model.
     """
     flags = [*FLAGS, "--config", "num_hidden_layers=1"]
     args, model, optimizer, train_set, _ = prepare_training(chapter, *flags, *words)

@@ -1,13 +1,13 @@
-"""Mark parameters of a test: only some of them are worth their time in every check of a change."""
+"""Mark parameters of tests that take too long to run in every check of a change."""
 
 import pytest
 
 
 def slow(*values):
-    """Return parameters that make a test slow."""
+    """Return test parameters with the mark `slow`."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def exhaustive(*values):
-    """Return parameters that make a test exhaustive."""
+    """Return test parameters with the mark `exhaustive`."""
     return pytest.param(*values, marks=pytest.mark.exhaustive)

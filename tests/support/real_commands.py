@@ -1,6 +1,6 @@
 """Find the commands of real size that the guide gives to its readers.
 
-They come from the docstrings of the scripts, from the pages, and from the files of arguments.
+The commands come from the scripts' docstrings, the pages, and the files of arguments.
 """
 
 import ast
@@ -14,7 +14,7 @@ from readme import commands
 
 @dataclass
 class RealCommand:
-    """A command: where it comes from, its GPUs, its script, and the arguments of the script."""
+    """Hold a command: its origin, its number of GPUs, its script, and the script's arguments."""
 
     name: str
     gpus: int
@@ -23,7 +23,7 @@ class RealCommand:
 
     @property
     def gpu(self):
-        """The kind of the GPUs: the guide chooses fp16 only for GPUs without bf16."""
+        """Return the kind of the GPUs; the guide uses fp16 only on GPUs without bf16."""
         return "T4-16GB" if "fp16" in self.arguments else "H100-80GB"
 
 
@@ -49,7 +49,7 @@ def from_pages():
 
 
 def from_argument_files():
-    """Yield each file of arguments, as the first lines of the file plan its smallest run."""
+    """Yield the smallest run of each file of arguments, which its first lines describe."""
     for path in sorted(ROOT.glob("*/configs/*.args")):
         name, text = str(path.relative_to(ROOT)), path.read_text()
         script = SCRIPTS[re.match(r"# For chapter (\d\d)", text)[1]].relative_to(ROOT)

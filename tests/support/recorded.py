@@ -19,7 +19,7 @@ def trained(folder):
     samples = {}
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text().splitlines():
-            # A kill may cut the last line.
+            # Skip the last line if a kill has cut it.
             if line.endswith("]]]"):
                 positions, rows = json.loads(line)
                 samples |= zip(positions, map(tuple, rows), strict=True)

@@ -81,7 +81,7 @@ def arguments_of(run_dir, step):
 
 
 def has_weights_of(model, checkpoint):
-    """Return whether a model has the weights of a checkpoint, which may have a tied weight once."""
+    """Return whether a model has a checkpoint's weights; tied weights may be saved only once."""
     weights, saved = model.state_dict(), checkpoint["model"]
     assert weights.keys() - saved.keys() <= set(model.all_tied_weights_keys)
     return all(torch.equal(weights[name], weight) for name, weight in saved.items())
@@ -111,14 +111,14 @@ def evaluate_export(run_dir, step, chapter):
 
 
 def validation_loss(model, run_dir, step, chapter):
-    """Return the loss of a model on the held-out samples of a run, which has saved this step."""
+    """Return the loss of a model on the held-out samples of a run that has saved `step`."""
     args = argparse.Namespace(**arguments_of(run_dir, step))
     _, held_out = chapter.build_data(args, AutoTokenizer.from_pretrained(run_dir / "model"))
-    # With the caches of some families, the model returns a different loss.
+    # Turn the cache off, because with it some families return a different loss.
     model.config.use_cache = False
     with torch.no_grad():
         logits = model(input_ids=held_out.long()).logits[:, :-1]
-    # Some decoders compute their own loss without shifting the labels.
+    # Compute the loss here, because the loss functions of some decoders do not shift the labels.
     return cross_entropy(logits.flatten(0, 1), held_out[:, 1:].flatten().long()).item()
 
 

@@ -21,7 +21,7 @@ from recorded import load
 
 
 class RefusedError(Exception):
-    """The chapter has refused a model."""
+    """Report that the chapter has refused a model."""
 
 
 def refuse(message):
@@ -78,7 +78,7 @@ def differences(gradients, split_gradients):
     """Return the norm of the difference, relative to the norm of the gradient, by weight."""
     assert gradients.keys() == split_gradients.keys()
     norms = {name: gradient.norm() for name, gradient in gradients.items()}
-    # Some gradients are zero but for rounding errors.
+    # Divide by no less than this norm, because some gradients are zero except for rounding errors.
     smallest_norm = 1e-6 * max(norms.values())
     return {
         name: ((split_gradients[name] - gradient).norm() / max(norms[name], smallest_norm)).item()
@@ -87,7 +87,7 @@ def differences(gradients, split_gradients):
 
 
 def main():
-    """Train each family twice; rank 0 writes both results, and the differences of the gradients.
+    """Train each family with and without a split; rank 0 writes the results and differences.
 
     If the chapter does not split a family, rank 0 writes the reason.
     """

@@ -17,14 +17,15 @@ def records(path):
     # Skip wandb's own header at the start of the file.
     data, record, at = path.read_bytes(), b"", 7
     while at + HEADER <= len(data):
-        # The end of a block is padding if it is too short for a header.
+        # Skip the end of a block if it is too short for a header, because it is padding.
         if BLOCK - at % BLOCK < HEADER:
             at += BLOCK - at % BLOCK
             continue
         size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
         at += HEADER + size
         record += data[at - size : at]
-        # This is the only or last part of a record.
+        # Kind 1 is the only part of a record, and kind 4 is the last part, so the record is
+        # complete.
         if kind in (1, 4):
             yield Record.FromString(record)
             record = b""

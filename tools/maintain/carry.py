@@ -3,8 +3,8 @@
 Here:  make carry FROM=01
 
 Every descendant is merged three ways: its script, its parent's script in the last commit, and its
-parent's script now. If both have changed the same lines, the script gets conflict markers, and its
-own descendants wait until you have resolved them and carry on from there.
+parent's script now. If both scripts have changed the same lines, the descendant gets conflict
+markers. Its own descendants wait until you have resolved the conflicts and carry its change.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def carry(chapter, root):
 
 
 def main():
-    """Carry a change forward."""
+    """Carry the change of a chapter into all its descendants."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("chapter", choices=chapters(), help="the chapter that has changed")
     if conflicts := carry(parser.parse_args().chapter, ROOT):

@@ -94,14 +94,14 @@ def diff(before, after):
 
 
 def num_added(before, after):
-    """Return the number of code lines that a script adds to another one."""
+    """Return the number of code lines that the script `after` adds to the script `before`."""
     pair = [code_lines(path.read_text()) for path in (before, after)]
     marked = difflib.unified_diff(*pair, n=0, lineterm="")
     return sum(line.startswith("+") and not line.startswith("+++") for line in marked)
 
 
 def texts_of(source):
-    """Return the decorators of each part of a script, and its other lines."""
+    """Return, for each part of a script, its decorators and its other lines."""
     found, lines = {}, source.splitlines()
     for name, numbers in parts(source).items():
         text = [lines[number - 1] for number in numbers]

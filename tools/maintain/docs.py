@@ -1,10 +1,10 @@
 """Make the parts of the READMEs that come from files: diffs, samples of output, tables.
 
-Here:  make docs                                make them again
+Here:  make docs                                make all parts again
        python tools/maintain/docs.py --check    print the parts that are out of date
 
-Where a README calls a function in a comment, cog inserts what the function prints. The functions
-are those below and the macros in tables.jinja.
+Where a README calls a function in a comment, cog inserts what the function prints. A README
+can call the functions below and the macros in tables.jinja.
 """
 
 import ast
@@ -58,7 +58,7 @@ def listing(path, *names, only=""):
 def hunk(*names, context=3, only=""):
     """Print the changes of functions against the parent chapter, with `context` lines around them.
 
-    Of the changed lines, print those that the pattern `only` matches.
+    Leave out changed lines that the pattern `only` does not match.
     """
     chapter = next(name for name, path in chapters().items() if path.parent == current_folder())
     parent, script = chapters()[parent_of(chapter)], chapters()[chapter]
@@ -119,7 +119,7 @@ def fault(name):
     """Print the first lines of a broken run's log, and the verdict of whats_wrong.py."""
     rows = load("faults-cpu-2cores.json")["rows"]
     rows = [row for row in rows if row["fault"] == name and row["right"]]
-    # Take a row whose text has the verdict, because a later call can print a different verdict.
+    # Choose a row whose text has the verdict, because a later call can print a different verdict.
     row = next(row for row in rows if row["said"].upper() in row["text"])
     verdict = row["text"].rstrip().rpartition("\n\n")[2].splitlines()
     log = [line for line in row["log"] if "ChildFailedError" not in line]
@@ -174,7 +174,7 @@ def summary_of(kind, rows):
 
 
 def ends(values):
-    """Return the lowest and the highest value, or only one if they are equal."""
+    """Return the lowest and the highest value as text, or one value if they look equal."""
     # Large numbers would have exponents without the second format.
     rounded = [float(f"{value:.3g}") for value in (min(values), max(values))]
     return " – ".join(dict.fromkeys(f"{value:,g}" for value in rounded))
@@ -194,7 +194,7 @@ def script(path):
 
 
 def chapter_rows(*names):
-    """Yield the chapters of these names, or all: words of the docstring, and size of the diff."""
+    """Yield the named chapters, or all: words of the docstring, and size of the diff."""
     for name, path in chapters().items():
         if names and name not in names:
             continue
@@ -268,7 +268,7 @@ def family_table():
     families = defaultdict(list)
     for family, by_chapter in sorted(results.items()):
         name, *settings = family.split("+")
-        # A family without a result in a column was not trained in this chapter.
+        # Leave the cell empty if the family was not trained in the chapter of this column.
         pattern = tuple(by_chapter.get(column, "") for column in columns)
         families[pattern].append(" ".join([name, *(f"`{setting}`" for setting in settings)]))
     rows = sorted(families.items(), key=lambda row: (-row[0].count("yes"), -len(row[1])))
@@ -288,7 +288,7 @@ def gain(point, other_point):
 
 
 def fastest(row, ways):
-    """Return the fastest of the ways to split that fit."""
+    """Return the fastest way to split among `ways` that fit."""
     fitting = [way for way in ways if way in row]
     speed_of = {way: row[way]["tokens_per_second"] for way in fitting}
     return max(fitting, key=speed_of.get, default="does not fit")
@@ -322,7 +322,7 @@ def spread(values, digits=2):
 
 
 def with_range(values, digits=2):
-    """Return the median, and the lowest and highest value if they are a fifth of it apart."""
+    """Return the median, and the range if it is wider than a fifth of the median."""
     if not values:
         return "1"
     middle, wide = median(values), max(values) - min(values) > median(values) / 5

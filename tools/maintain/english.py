@@ -75,7 +75,7 @@ RULES = {
         )
     },
 }
-# Comments for programs, and banners.
+# This pattern matches comments for programs, and banners.
 MARKER = re.compile(r"#!|#\s*(?:noqa|type:|fmt:|ruff:|pragma:|\[\[\[|\]\]\]|-{4}|={4})")
 SKIPPED = {".venv", ".git", "outputs", "site", "node_modules", "wandb"}
 
@@ -113,7 +113,7 @@ def comments_of(source):
         if alone and row == block.line + block.words.count("\n") + 1:
             block = block._replace(words=f"{block.words}\n{words}")
             continue
-        # A first word with a colon names the chapter or the library, as in "DDP: ".
+        # Drop a first word with a colon, which names the chapter or the library, as in "DDP: ".
         words = re.sub(r"\A\w+: ", "", words)
         if alone:
             yield block
@@ -153,7 +153,7 @@ def findings_in(source, suffix):
 
 
 def files_in(paths):
-    """Return the Markdown and Python files among the paths and in the folders among them."""
+    """Return the Markdown and Python files in `paths`, and in the folders that `paths` names."""
     files = set()
     for path in paths:
         files |= {*path.rglob("*.*")} if path.is_dir() else {path}

@@ -28,7 +28,7 @@ COMPARISONS = {
     ast.In: "contains({1}, {0})",
     ast.NotIn: "!contains({1}, {0})",
 }
-# The methods of Python's own types, which python.js has as functions.
+# The methods of Python's built-in types that python.js defines as functions.
 METHODS = "add append bit_length get items join pop remove replace split total update values"
 # The parameters of functions in python.js that are passed by name.
 PARAMETERS = {"max": ["items", "key", "default"], "sorted": ["items", "key", "reverse"]}
@@ -76,7 +76,7 @@ class Translator:
         return getattr(self, f"statement_{type(node).__name__}")(node)
 
     def function(self, node, opening):
-        """Return a function; Python declares no variables, so declare them first."""
+        """Return a function that first declares its variables, because Python declares none."""
         args, defaults = node.args.args, node.args.defaults
         names = [argument.arg for argument in args if argument.arg != "self"]
         is_method = len(names) < len(args)
@@ -152,7 +152,7 @@ class Translator:
         return f"for ({target} of iterate({source})) {self.block(node.body)}"
 
     def statement_With(self, node):
-        # The only context is contextlib.suppress().
+        # Translate contextlib.suppress(), because no other context manager occurs.
         error = self.expression(node.items[0].context_expr.args[0])
         body = self.block(node.body)
         return f"try {body} catch (error) {{ if (!(error instanceof {error})) throw error; }}"
@@ -272,7 +272,7 @@ class Translator:
             args = [f"[{', '.join(args)}]"]
         named = {word.arg: self.expression(word.value) for word in node.keywords if word.arg}
         known = self.parameters.get(name, [])
-        # Python passes arguments by name, and JavaScript by position.
+        # Put named arguments into their positions, because JavaScript passes arguments by position.
         for parameter in known[len(args) :] if named else []:
             args.append(named.pop(parameter, "undefined"))
         others = [f"{json.dumps(key)}: {value}" for key, value in named.items() if key != "strict"]

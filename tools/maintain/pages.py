@@ -28,9 +28,9 @@ SITE = Path(__file__).with_name("site")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
 MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.M | re.S)
-# Names, operators and punctuation have no color of their own.
+# Remove the tags of names, operators and punctuation, because the style gives them no color.
 PLAIN = re.compile(r'<span class="(?:n|o|p|w)">(.*?)</span>')
-# In HTML, a value of letters needs no quotes, unless a slash follows.
+# Remove quotes around class names, because HTML needs them only if a slash follows.
 QUOTED = re.compile(r'(<[a-z][^<>]* class=)"([\w-]+)"(?=[\s>])')
 # The theme puts these icons into all pages, for links to the source that the site does not have.
 UNUSED = re.compile(r'<symbol id="svg-(?:pencil|eye)".*?</symbol>', re.S)
@@ -47,7 +47,7 @@ SIDEBAR = {
 
 # ---- sources for Sphinx ----------------------------------------------------------------------
 def stage_readme(path, stage):
-    """Write a README as MyST reads it, and return the other files that it links.
+    """Write a README as MyST reads it, and return the other files that the README links.
 
     A link to a script becomes a link to the page with its diff.
     """
@@ -91,7 +91,7 @@ def write(path, text):
 def stage_step(chapter, stage):
     """Write the page that shows a chapter's README on the left and its script's diff on the right.
 
-    A link below the README's title leads there.
+    A link below the README's title leads to this page.
     """
     template = jinja2.Template((SITE / "step.html").read_text(), trim_blocks=True)
     script = template.render(parts=list(split_diff(chapter)), first=not parent_of(chapter))

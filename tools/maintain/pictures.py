@@ -98,7 +98,7 @@ def results(name):
 
 # ---- 01 --------------------------------------------------------------------------------------
 def killed_run():
-    """Show the loss of a run that was killed twice, and the loss of a run that was not."""
+    """Show the loss of a run that was killed twice, and the loss of an uninterrupted run."""
     runs = results("killed")
     losses = [loss for _, loss in runs["straight"]]
     picture = Picture(340, "The loss of a run that was killed twice lies on that of a straight run")
@@ -158,7 +158,7 @@ def two_ranks():
 
 
 def ring_rounds(ranks):
-    """Return the rounds of a ring all-reduce: for each rank and piece, the number of its ranks."""
+    """Return the rounds of a ring all-reduce: how many ranks each piece on each rank has summed."""
     held = [[1] * ranks for _ in range(ranks)]
     rounds = [held]
     for number in range(2 * (ranks - 1)):
@@ -204,7 +204,7 @@ def ring():
 # ---- 04 --------------------------------------------------------------------------------------
 def held_bytes():
     """Show the bytes that a device holds of 8 billion weights, on two nodes with 8 GPUs each."""
-    # In billions, so that bytes are GB.
+    # Count weights in billions, so that bytes are GB.
     weights = 8
     rows = [("DDP", 1, 0), ("hybrid", 8, 0), ("ZeRO-2", 16, 2), ("ZeRO-3", 16, 0)]
     picture = Picture(284, "DDP holds everything on each device; sharding divides it")
@@ -248,14 +248,14 @@ def gathered_layers():
 
 # ---- 05 --------------------------------------------------------------------------------------
 class History(Recorder):
-    """Records how many bytes are live after each operation that makes a tensor."""
+    """Record how many bytes are live after each operation that makes a tensor."""
 
     def __init__(self):
         self.history = []
         super().__init__()
 
     def update_peaks(self):
-        """Note the live bytes."""
+        """Add the live bytes to the history."""
         self.history.append(self.live.total())
 
 
@@ -264,7 +264,7 @@ def live_bytes(recompute):
     sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4}
     model = LlamaModel(LlamaConfig(num_hidden_layers=8, vocab_size=64, use_cache=False, **sizes))
     for weight in model.parameters():
-        # As FSDP does, give the gradient away as soon as it is there.
+        # Free each gradient as soon as it is ready, as FSDP does after reducing it.
         weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
     if recompute:
         model.activation_checkpointing_enable({"use_reentrant": False})

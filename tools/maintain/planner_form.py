@@ -20,7 +20,7 @@ SOURCES = {
 
 
 def planner_script():
-    """Return a script that defines `planner`: its layouts() does what --layouts prints."""
+    """Return a script that defines `planner`; its layouts() finds the layouts of --layouts."""
     python = "\n".join((PLANNER / f"{name}.py").read_text() for name in SOURCES)
     translated = translate(python, " ".join(SOURCES.values()).split())
     facts = (PLANNER / "form.json").read_text()

@@ -15,7 +15,7 @@ SKIPPED = {".git", ".venv", "outputs", ".pytest_cache"}
 
 @dataclass
 class Block:
-    """A fenced block: its language, its text, and the needs that a comment before it names."""
+    """Hold a fenced block: its language, its text, and the needs in the comment before it."""
 
     name: str
     kind: str
@@ -30,7 +30,7 @@ class Block:
 def readmes():
     """Return the paths of all READMEs, the top one first."""
     found = [*ROOT.glob("*.md")]
-    # Do not search in all of .venv.
+    # Search each folder separately, because a search of the root would also walk through .venv.
     for folder in ROOT.iterdir():
         if folder.is_dir() and folder.name not in SKIPPED:
             found += folder.glob("**/*.md")

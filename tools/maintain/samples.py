@@ -16,7 +16,8 @@ from chapters import ROOT
 from readme import Block, commands, shown
 
 SAMPLES = ROOT / "assets/samples"
-# Without DS_ACCELERATOR, Accelerate imports DeepSpeed if it is installed, which prints a warning.
+# Set DS_ACCELERATOR, because without it an installed DeepSpeed prints a warning when Accelerate
+# imports it.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -38,9 +39,9 @@ def run(block, folder, timeout=None, typed=""):
     for path in ROOT.iterdir():
         if path.name not in ("outputs", ".git"):
             Path(folder, path.name).symlink_to(path)
-    # The environment exists already. It is no failure if diff finds a difference.
+    # Do not install the environment again, and do not fail if diff finds a difference.
     text = re.sub(r"^make ", "make -o install ", re.sub(r"^diff ", "! diff ", block.text))
-    # A make that runs inside of a make would print the names of folders.
+    # Drop the variables of make, because a make inside of a make would print the names of folders.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text],
@@ -67,7 +68,7 @@ def practise(folder, timeout=None):
 
 
 def main():
-    """Write the samples of these names, or all."""
+    """Write the samples that the arguments name, or all samples."""
     known = {block.sample for block in commands() if block.sample}
     names = set(sys.argv[1:]) or known
     if unknown := names - known:

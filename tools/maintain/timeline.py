@@ -41,7 +41,7 @@ def spans_of(trace):
 
 
 def main():
-    """Write the spans of all ranks to the second path, from the traces in the first."""
+    """Write the spans of all ranks to the second path, from the traces in the first path."""
     traces, output = map(Path, sys.argv[1:])
     ranks = [spans_of(trace) for trace in sorted(traces.glob("02-rank*.json"))]
     keep(output, describe_machine(), {"ranks": ranks})

@@ -70,11 +70,12 @@ class Recorder(TorchDispatchMode):
             self.segment.most_besides_gradients = besides_gradients
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # DTensor and AsyncCollectiveTensor call the operation again, with local tensors.
+        # Leave the operation to DTensor or AsyncCollectiveTensor, which call it again with local
+        # tensors.
         if any(issubclass(cls, (DTensor, AsyncCollectiveTensor)) for cls in types):
             return NotImplemented
-        # Python frees the arguments of the previous segment after begin(), but before the first
-        # operation of the new segment.
+        # Record the start of a segment at its first operation, because Python frees the arguments
+        # of the previous segment only after begin().
         if self.at_start:
             self.segment.start, self.at_start = +self.live, False
         self.operations[self.name] += 1
@@ -122,14 +123,15 @@ MOST_OPERATIONS = 10_000
 TRACED_ARGS = ["chapter", "precision", "weights_dtype", "model_name", "seq_length", "recompute"]
 TRACED_ARGS += ["micro_batch_size", "tensor_parallel_size", "lora_rank"]
 TRACED_ARGS += ["context_parallel_size", "context_parallel_style", "expert_parallel_size"]
-# The segments of the settings that were traced, or why a setting cannot be traced.
+# The segments of each traced setting, or the reason why the setting cannot be traced.
 TRACES = {}
 
 
 def segments_of(setting):
-    """Return the segments of a micro-step of a setting: of one rank, with two layers."""
+    """Return the segments of a setting's micro-step, on one rank and with two layers."""
     setting = setting.changed(device="cuda", cpu_offload=False, pipeline_parallel_size=1)
-    # The chapters from 05 on build the same model, and so do the chapters before.
+    # Trace only 04 and 05: chapters before 05 build the same model as 04, and later chapters build
+    # the same model as 05.
     if not setting.autocast:
         setting.chapter = "04" if setting.chapter < "05" else "05"
     key = (setting.model, *(getattr(setting, name) for name in TRACED_ARGS))
@@ -147,8 +149,8 @@ def trace_or_problem(setting):
     except UnsupportedModelError as error:
         return str(error)
     except Exception as error:
-        # Some models compute with values, and fake tensors have only shapes. Others change a tensor
-        # that selective recomputation has stored.
+        # Some models compute with values, but fake tensors have only shapes. Other models change a
+        # tensor that selective recomputation has stored.
         problem = f"cannot run on fake tensors ({error!r:.200})"
         return f"--model-name {setting.model_name}: {problem}; measure a training run instead"
 
@@ -157,7 +159,8 @@ def trace(setting):
     """Run forward and backward passes of the model with two layers; return segments by name."""
     length = setting.seq_length // setting.context_parallel_size
     simulate_ranks()
-    # torch copies the storage of a tensor, which fake tensors lack.
+    # Replace deep copies, because torch would copy the storage of a tensor, which fake tensors
+    # lack.
     copy_fake = mock.patch.object(torch.Tensor, "__deepcopy__", lambda t, _: t.detach().clone())
     exchange = mock.patch.object(placement_types, "shard_dim_alltoall", reshape_locally)
     with FakeTensorMode(), copy_fake, exchange:
@@ -183,7 +186,7 @@ def trace(setting):
 
 
 def loss_of(model, inputs, labels):
-    """Return the loss; its logits live as long as in the function of this name in the chapters."""
+    """Return the loss; keep its logits alive as long as loss_of() in the chapters does."""
     logits = model(**inputs).logits
     return model.loss_function(logits, labels)
 
@@ -194,13 +197,13 @@ def reshape_locally(tensor, gather_dim, shard_dim, mesh, mesh_dim):
 
 
 def small_model(setting):
-    """Build a model with two layers as the setting's chapter does, in the type that FSDP passes."""
+    """Build two layers as the setting's chapter does, with weights in FSDP's gathered type."""
     config = copy.deepcopy(setting.model.config)
     if len(kinds := kinds_of_layers(config)) > 1 and kinds - ATTENTION:
         problem = f"has layers of several kinds ({', '.join(sorted(kinds))})"
         refuse(f"--model-name {setting.model_name}: {problem}; use tools/dry_run.py")
     config.num_hidden_layers = min(2, config.num_hidden_layers)
-    # Some families derive this list from the number of layers.
+    # Shorten this list, because some families have derived it from the original number of layers.
     if config.to_dict().get("layer_types"):
         config.layer_types = config.layer_types[:2]
     # If the first layers of a mixture have no experts, keep one such layer, and one with experts.
@@ -230,7 +233,8 @@ def add_adapters(setting, model):
     args = SimpleNamespace(lora_rank=setting.lora_rank, lora_alpha=1, lora_modules=[])
     with contextlib.redirect_stdout(None):
         load_chapter("lora").add_adapters(args, model)
-    # The first traced layer stands for layers whose inputs have gradients.
+    # Give the inputs gradients, because the first traced layer stands for later layers, whose
+    # inputs have gradients.
     model.enable_input_require_grads()
 
 

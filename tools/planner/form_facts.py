@@ -1,10 +1,10 @@
-"""Write what the planner's form needs to know of each model: tools/planner/form.json.
+"""Write the facts of each model that the planner's form needs: tools/planner/form.json.
 
 Here:  python tools/planner/form_facts.py
 
-A browser cannot run a model on fake tensors, so this script does, and records each size as a
-formula. For this, it makes the batch, the sequence and the chunks of the loss prime numbers: a
-tensor whose size is a multiple of such a prime grows with it.
+A browser cannot run a model on fake tensors, so this script runs it and records each size as a
+formula. For this, the number of samples and the tokens of a rank in a chunk of the loss are prime
+numbers. If the size of a tensor is a multiple of a prime, the tensor grows with that number.
 """
 
 import argparse
@@ -48,7 +48,7 @@ MODELS = {
 }
 CONFIG_KEYS = ["hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads"]
 CONFIG_KEYS += ["head_dim", "tie_word_embeddings", "num_experts_per_tok"]
-# The primes of a recorded step: its samples, and the tokens that a rank has of one of its chunks.
+# The primes of a recorded step: the number of its samples, and a rank's tokens in each chunk.
 SAMPLES, PIECE = 11, 101
 KINDS = ["activations", "logits", "gradients"]
 TERMS = ["constant", "sequence", "tokens", "chunk"]
@@ -87,10 +87,10 @@ class FormulaRecorder(activations.Recorder):
 
 
 def record(setting, chunks=1):
-    """Return the segments of a step: the formula of each one's start, and of all its moments.
+    """Return the segments of a step: the formulas of each segment's start and moments.
 
     A formula is a matrix: it has a coefficient, in bytes, for each kind of tensor and each term.
-    The loss has this number of chunks.
+    The loss has `chunks` chunks.
     """
     split = setting.tensor_parallel_size * setting.context_parallel_size
     length, samples = PIECE * chunks * split, setting.micro_batch_size
@@ -116,7 +116,7 @@ def record(setting, chunks=1):
 def many_chunks(setting):
     """Return the segments of the head for three chunks or more.
 
-    Each chunk adds the same number of bytes to the last moments, and none to the first ones.
+    Each chunk adds the same number of bytes to the last moments, and none to the first moments.
     """
     three, five, seven = (record(setting, chunks) for chunks in (3, 5, 7))
     split = setting.tensor_parallel_size * setting.context_parallel_size
@@ -132,25 +132,25 @@ def many_chunks(setting):
 
 
 def grown(formula, growth, split):
-    """Return the formula for any number of chunks, from the one for three and from its growth."""
+    """Return the formula for any number of chunks, from the formula for three and its growth."""
     constant, _, _, chunk = growth.T
-    # All chunks together are the rank's tokens, and a chunk has CHUNK_SIZE tokens.
+    # The chunks together have all tokens of the rank, and each chunk has CHUNK_SIZE tokens.
     per_token = (chunk + constant / newest_chapter().CHUNK_SIZE) / split
     return formula + np.stack([-3 * constant, 0 * chunk, per_token, -3 * chunk], axis=1)
 
 
 def relative(segments, base):
-    """Return the segments of the head relative to segments for one chunk, as all settings need it.
+    """Return the segments of the head relative to its segments for one chunk.
 
-    The moments after the last norm have the activations of the backward pass, and are relative to
-    its start: the segment "chunks".
+    The moments after the last norm have the activations of the backward pass. These moments form
+    the segment "chunks", which is relative to the start of the backward pass.
     """
     found = {"chunks": (np.zeros((len(KINDS), len(TERMS))), [])}
     for name in HEAD:
         start, after_norm = base[name][0], base["head backward"][0]
         found[name] = segments[name][0] - start, []
         for moment in segments[name][1]:
-            # The first row has the activations.
+            # Compare the first row, which has the activations.
             is_after = name == "head" and np.array_equal(moment[0], after_norm[0])
             origin, others = (after_norm, "chunks") if is_after else (start, name)
             found[others][1].append(moment - origin)
@@ -160,7 +160,7 @@ def relative(segments, base):
 def compact(segments, besides_gradients=False):
     """Return segments with the moments that are the fullest for some values of the form."""
     found = {}
-    # The form has these numbers of samples and tokens; a chunk of several is a full one.
+    # The form offers these numbers of samples and tokens; of several chunks, each counts as full.
     lengths, chunk = [2**power for power in range(10, 18)], newest_chapter().CHUNK_SIZE
     values = [(1, n, samples * n, chunk) for n in lengths for samples in range(1, 17)]
     for name, (start, moments) in segments.items():
@@ -186,7 +186,7 @@ def short(formula):
 
 # ---- the facts of a model --------------------------------------------------------------------
 def settings_of(args):
-    """Yield the settings that differ in the tensors of a layer, each with its key."""
+    """Yield a setting for each different set of tensors that a layer can have."""
     base = setting_of(args, "05").changed(device="cuda", cpu_offload=False)
     base = base.changed(micro_batch_size=SAMPLES)
     yield base.changed(chapter="02", recompute="none", accumulation=2)
@@ -215,10 +215,10 @@ def key_of(setting):
 
 
 def segments_of(args):
-    """Return the segments of all settings by key, and those of the head by its chunks."""
+    """Return the segments of all settings by key, and the head's segments by number of chunks."""
     found, heads = {}, {}
     for setting in settings_of(args):
-        # A chapter may refuse to split this model.
+        # Skip a setting if the chapter refuses to split this model.
         with contextlib.suppress(UnsupportedModelError):
             check_split(setting, args.model)
             segments = record(setting)
@@ -252,7 +252,7 @@ def shapes_of(args):
 
 
 def named(shapes):
-    """Return shapes as lists; those of experts begin with a word."""
+    """Return shapes as lists; put the word "experts" before a shape of experts."""
     return [["experts"] * isinstance(shape, ExpertShape) + list(shape) for shape in shapes]
 
 

@@ -43,7 +43,8 @@ def deepspeed(args):
         "zero_optimization": {"stage": stage},
     }
     if args.weights_dtype == "bf16":
-        # In addition, DeepSpeed's optimizer keeps fp32 weights. Sum gradients in fp32.
+        # Sum gradients in fp32. The optimizer of DeepSpeed also keeps an fp32 copy of the bf16
+        # weights.
         config["bf16"] = {"enabled": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     elif args.precision == "bf16":
@@ -55,7 +56,7 @@ def deepspeed(args):
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         # Allow torch's AdamW, because DeepSpeed would have to compile its own Adam for CPUs.
         config["zero_force_ds_cpu_optimizer"] = False
-        # ZeRO-2 keeps all weights on each GPU.
+        # Offload weights only under ZeRO-3, because ZeRO-2 keeps all weights on each GPU.
         if stage == 3:
             config["zero_optimization"]["offload_param"] = {"device": "cpu"}
     if args.recompute == "full":

@@ -25,7 +25,7 @@ from training_step import (
 )
 
 GIB = 2**30
-# The flags with a value that choose a layout. All others are the same in all layouts.
+# The flags with a value that choose a layout. Other flags with a value do not depend on the layout.
 LAYOUT_FLAGS = ["--batch-size", "--recompute", "--replicas", "--tensor-parallel-size"]
 LAYOUT_FLAGS += ["--pipeline-parallel-size", "--pipeline-schedule"]
 LAYOUT_FLAGS += ["--context-parallel-size", "--context-parallel-style", "--expert-parallel-size"]
@@ -71,7 +71,7 @@ def plan_of(setting):
 
 
 def stop_seconds(setting, checkpoint, speed):
-    """Return the seconds that a stop takes: up to three steps, the saves, a minute in reserve.
+    """Return the seconds of a stop: up to three steps, the saves, and a reserve of a minute.
 
     With `--checkpoint-async`, a save that is still being written must end before the last save.
     """
@@ -99,7 +99,7 @@ def ways_to_split(args):
         powers = [2**power for power in range(1, most.bit_length())]
         return [f"--{name}-parallel-size {size}" for size in powers if most % size == 0]
 
-    # The ranks of a group process the same samples, so they can process more of them at once.
+    # The ranks of a group process the same samples, so they can use larger micro-batches.
     batch, group = args.batch_size, args.batch_size * args.gpus_per_node
     alone = [f"--batch-size {size}" for size in sorted({batch, 1}, reverse=True)]
     together = [f"--batch-size {size}" for size in sorted({group, batch, 1}, reverse=True)]
@@ -126,7 +126,7 @@ def ways_to_split(args):
 
 
 def best_layouts(args):
-    """Return the best layout of each way to split, the fastest first and those too large last."""
+    """Return the best layout of each way to split: fastest first, too large layouts last."""
     found = []
     for way, (chapter, choices) in ways_to_split(args).items():
         words = words_without_layout(args, chapter)
@@ -155,14 +155,15 @@ def words_without_layout(args, chapter):
 def layout_of(args, chapter, words, layout_words):
     """Return the setting, the command and the speed of a layout, or None if it is impossible."""
     script = SCRIPTS[chapter].relative_to(ROOT)
-    # The number of samples, layers or heads may not be divisible by the ranks.
+    # Return None if a chapter refuses: the samples, layers or heads may not be divisible by the
+    # ranks.
     refusing = mock.patch.object(newest_chapter(), "fail", refuse)
     with contextlib.suppress(UnsupportedModelError), refusing:
         training_args = parse_training_args([*words, *layout_words], args.ranks)
         values = argparse.Namespace(**vars(args) | vars(training_args))
-        # Chapter 03 trains as chapter 02 does.
+        # Plan chapter 03 as chapter 02, which trains in the same way.
         setting = setting_of(values, "02" if chapter == "03" else chapter)
-        # From chapter 05 on, scripts refuse some models.
+        # Check the model, because from chapter 05 on scripts refuse some models.
         if chapter >= "05":
             check_split(setting, args.model)
         script_words = [str(script), *last_of_each(words)]
@@ -173,7 +174,7 @@ def layout_of(args, chapter, words, layout_words):
 
 
 def last_of_each(words):
-    """Return a command line with each flag once, and with its last value, which is valid."""
+    """Return a command line with each flag once, with the last value, which overrides others."""
     flags = {}
     for word in words:
         if re.match("--?[a-z]", word):
@@ -192,7 +193,7 @@ def launcher(args):
 
 
 def best_of(layouts):
-    """Return the plan of the fastest layout that fits, otherwise of the layout that needs least."""
+    """Return the plan of the fastest layout that fits, otherwise of the smallest layout."""
     smallest = None
     for layout in sorted(layouts, key=lambda layout: -layout["speed"]["tokens_per_second"]):
         # Tracing a layer takes a second, so skip it if even the weights and moments do not fit.

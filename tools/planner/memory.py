@@ -75,7 +75,7 @@ class StepMemory:
         self.held, self.most, self.when = Counter(), Counter(), ""
 
     def simulate(self):
-        """Simulate one micro-step, because all have the same peak."""
+        """Simulate one micro-step, because all micro-steps have the same peak."""
         self.held.update(self.state)
         self.micro_step()
 
@@ -108,7 +108,7 @@ class StepMemory:
     def gather(self, group):
         """Begin the all-gather of a group's weights."""
 
-    # DDP gathers and frees nothing, and its buckets exist all the time.
+    # Change nothing here, because DDP gathers and frees nothing, and its buckets always exist.
     use = free = reduce = gather
 
     def shapes(self, group):
@@ -146,7 +146,7 @@ class StepMemory:
         segment = self.segments[name]
         most = segment.most if self.keeps_gradients else segment.most_besides_gradients
         temporary = {kind: most[kind] - segment.start[kind] for kind in TRACED_PARTS}
-        # The traced layers have no frozen weights. The gradients of LoRA's adapters are small.
+        # Leave out traced gradients under LoRA, because only the small adapters have gradients.
         if self.keeps_gradients and not self.setting.lora_rank:
             temporary["full gradients"] = most["gradients"] - segment.start["gradients"]
         self.update_peak(when, **temporary)
@@ -204,7 +204,7 @@ class ShardedMemory(StepMemory):
     """
 
     keeps_gradients = True
-    # The number of micro-steps to simulate, if the step has this many.
+    # Simulate at most this number of micro-steps.
     micro_steps = 2
 
     def simulate(self):
@@ -224,11 +224,11 @@ class ShardedMemory(StepMemory):
             self.held["communication"] -= self.reduce_buffer
 
     def gather(self, group):
-        """Hold the output buffer of the all-gather, and its input only for a moment."""
+        """Hold the output buffer of the all-gather; hold its input only for a moment."""
         if group in self.gathered or group in self.gather_buffers:
             return
         setting = self.setting
-        # A single rank has the full weights already.
+        # Leave out weights with only one shard, because the rank already has these weights in full.
         output = padded_numbers(self.shapes(group), setting, least_shards=2)
         output *= setting.compute_bytes
         # FSDP copies the shard to change its type, or to move it to the GPU.
@@ -297,7 +297,7 @@ class PipelineMemory(ShardedMemory):
     """Count the bytes of a pipeline, where a rank gathers and reduces once per step.
 
     The simulated micro-batch runs while the rank keeps the activations of the largest number of
-    other micro-batches, and the gradients of earlier ones. Each micro-batch has its own receive
+    other micro-batches, and the summed gradients. Each micro-batch has its own receive
     buffers: see torch/distributed/pipelining/stage.py.
     """
 

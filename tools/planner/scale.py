@@ -4,7 +4,7 @@ Here:  python tools/planner/scale.py
 
 The file has the planner's command line for each row, so the same command shows a row in detail.
 Published runs trained Llama in bf16, unless their name says Float8. A pipeline of 8 stages needs 8
-nodes. The ranks of a tensor-parallel group process the samples that they would process alone.
+nodes. A tensor-parallel group processes the same number of samples as its ranks would alone.
 """
 
 import json
@@ -36,8 +36,8 @@ def layouts_of(words):
 def layer_of(words):
     """Return the seconds and the GB of one layer, gathered by FSDP or split by TP.
 
-    FSDP's traffic does not depend on the tokens. With fewer tokens than "pays below", it takes
-    longer than tensor parallelism takes to compute and to send.
+    FSDP's traffic does not depend on the number of tokens. Below "pays below" tokens, this traffic
+    takes longer than tensor parallelism takes to compute and to send.
     """
     alone = StepTime(setting_from(f"{words} -b 1"))
     split = StepTime(setting_from(f"{words} -b 8 --tensor-parallel-size 8"))

@@ -1,7 +1,7 @@
 """Predict the seconds of a training step by formulas, and from them tokens per second.
 
 Times are in seconds, sizes in bytes, and rates in GB/s. One number is fitted: the share of its peak
-that a GPU reaches (`--flops-efficiency`). What is assumed besides:
+that a GPU reaches (`--flops-efficiency`). The other assumptions:
 
 - No rank waits for a slower rank or for data, nothing else uses the links, and collectives do not
   slow down computation.
@@ -48,9 +48,9 @@ SPEEDS = {
     "--cpu-adam-gbs": (200.0, "GB/s of a host's memory, in AdamW"),
 }
 # NCCL's own estimates, src/graph/tuning.cc at b6475625: the share of the ring's bandwidth; then the
-# microseconds to start, per hop inside a node, and per hop between nodes. NCCL chooses the fastest.
-# Only an all-reduce can use a tree, so an all-gather or reduce-scatter needs N − 1 hops. NVLink
-# SHARP and PAT (https://arxiv.org/abs/2506.20252), which saves hops, are left out.
+# microseconds to start, per hop inside a node, and per hop between nodes. NCCL chooses the fastest
+# row. Only an all-reduce can use a tree, so an all-gather or reduce-scatter needs N − 1 hops.
+# NVLink SHARP and PAT (https://arxiv.org/abs/2506.20252), which saves hops, are left out.
 NCCL = {
     ("ring", "Simple"): (1.0, 8.4, 3.4, 14.0),
     ("ring", "LL128"): (0.92, 14.0, 1.9, 4.0),
@@ -60,7 +60,7 @@ NCCL = {
 
 
 def active_numbers(model):
-    """Return the number of weights in the layers that a token uses; it uses only a few experts."""
+    """Return the number of weights in the layers that a token uses, with only a few experts."""
     num_used, total = getattr(model.config, "num_experts_per_tok", None) or 1, 0
     for layer in newest_chapter().layers_of(model.built):
         for name, weight in layer.named_parameters():
@@ -73,8 +73,8 @@ def active_numbers(model):
 def forward_flops(setting):
     """Return the FLOPs of a token's forward pass: of a layer's matrices and attention, of the head.
 
-    A token needs 2 per weight and 4 × width × sequence length for attention in each layer: PaLM,
-    appendix B, https://arxiv.org/abs/2204.02311. Looking up an embedding needs none.
+    A token needs 2 FLOPs per weight and, for attention, 4 × width × sequence length in each layer:
+    PaLM, appendix B, https://arxiv.org/abs/2204.02311. Looking up an embedding needs no FLOPs.
     """
     model, config = setting.model, setting.model.config
     matrices = 2 * active_numbers(model) / len(model.layers)
@@ -142,7 +142,7 @@ def overlapped(count, compute, communication):
 class StepTime:
     """Add up the seconds of a step of a setting: `seconds`, and parts of it in `busy`.
 
-    `sent` has the bytes that a rank sends in each ring, and "network" those that leave a node.
+    `sent` has the bytes that a rank sends in each ring; `sent["network"]` leave the node.
     """
 
     def __init__(self, setting):
@@ -177,7 +177,7 @@ class StepTime:
         self.seconds += self.optimizer_step(len(stages))
 
     def send(self, name, kind, size, times=1):
-        """Count a collective that is sent this number of times, and return the seconds of one."""
+        """Count a collective that is sent `times` times; return the seconds of one of them."""
         ranks, nodes, gbs = ring(self.setting, name)
         seconds, sent = collective(self.setting, kind, size, ranks, nodes, gbs)
         self.busy[name] += times * seconds
@@ -188,7 +188,7 @@ class StepTime:
         return seconds
 
     def add_blocking_collectives(self):
-        """Add the collectives that computation waits for: those of TP and of CP."""
+        """Add the collectives that computation waits for: the collectives of TP, CP and EP."""
         setting, config, count = self.setting, self.model.config, self.setting.accumulation
         repeats = setting.recompute != "none"
         # TP: a layer has 4 collectives of hidden states per pass, and recomputation repeats 3.
@@ -198,14 +198,15 @@ class StepTime:
         seconds = self.send("tensor", "all-gather", hidden, times)
         self.forward += 4 * seconds
         self.backward += (4 + 3 * repeats) * seconds
-        # TP: besides, an all-to-all of the embedding's result and of its gradient, which takes as
-        # long as an all-gather of one rank's part, and the head and its gradient.
+        # TP: add two all-to-alls, of the embedding's result and of its gradient, which take as long
+        # as all-gathers of one rank's part. Add the collectives of the head's weights and gradient.
         if setting.pipeline_parallel_size == 1:
             part = hidden / setting.tensor_parallel_size
             self.head += 2 * self.send("tensor", "all-gather", part, 2 * count)
         head = config.vocab_size * config.hidden_size * setting.compute_bytes * self.has_head
         self.head += 2 * self.has_head * self.send("tensor", "all-gather", head, 2 * count)
-        # CP: keys and values of all tokens, or this rank's part of them, of queries and of results.
+        # CP: gather the keys and values of all tokens or, with Ulysses, exchange this rank's part
+        # of keys, values, queries and results.
         width = 2 * attention_width(config, "num_key_value_heads")
         if setting.context_parallel_style == "ulysses":
             width = (width + 2 * attention_width(config)) / setting.context_parallel_size
@@ -225,7 +226,7 @@ class StepTime:
         self.backward += (2 + 2 * repeats) * seconds
 
     def exchange(self, size, times):
-        """Return the seconds of an all-to-all of `size` bytes, which is sent this number of times.
+        """Return the seconds of an all-to-all of `size` bytes, which is sent `times` times.
 
         A rank sends the same number of bytes to each rank of its expert-parallel group.
         """
@@ -244,21 +245,21 @@ class StepTime:
         return seconds
 
     def per_group(self, name, kind, size, times, seconds_per_gb=0.0):
-        """Return the seconds of a collective of a layer's weights, and of one of the root's.
+        """Return the seconds of a collective for a layer's weights, and for the root's weights.
 
         Each weight has `size` bytes, FSDP's padding included. The layers' collectives are sent
         `times[0]` times, and the root's `times[1]` times. Under offload, the rank copies its
         shard in line with the collective.
         """
         setting, seconds = self.setting, []
-        # The ranks of a ring of replicas reduce their shards.
+        # Count only a shard, without padding, for replicas, because replicas reduce shards.
         elements = shard_numbers if name == "replicas" else padded_numbers
         for groups, count in zip((self.model.layers, [self.model.root]), times, strict=True):
             shapes = [shape for group in groups for shape in group]
             shard = shard_numbers(shapes, setting) / len(groups)
             copied = setting.cpu_offload * shard * setting.weight_bytes / 1e9
             seconds.append(copied * seconds_per_gb)
-            # EP: experts form a group of their own, which fewer ranks share.
+            # EP: count experts separately, because fewer ranks share the shards of an expert.
             apart = setting.expert_parallel_size > 1
             experts = [shape for shape in shapes if apart and isinstance(shape, ExpertShape)]
             others = [shape for shape in shapes if not (apart and isinstance(shape, ExpertShape))]
@@ -290,7 +291,7 @@ class StepTime:
         # The last layer stays gathered between the forward and the backward pass.
         reshards = setting.reshard_after_forward
         gather, root_gather = self.gather(count * (2 * depth - 1 if reshards else depth), count)
-        # Nothing hides the first gathers, and the last reductions.
+        # Nothing hides the first gathers or the last reductions.
         forward = root_gather + gather + overlapped(depth, self.forward, gather)
         second_gather = gather if reshards else 0.0
         reduce, root_reduce = self.reduce(1, 1 / setting.pcie_gbs)
@@ -343,7 +344,7 @@ class StepTime:
         return max(seconds, size / setting.network_gbs / 1e9) + reduced
 
     def optimizer_step(self, stages):
-        """Return the seconds of AdamW; it reads or writes 10 numbers for each weight."""
+        """Return the seconds of AdamW, which reads or writes 10 numbers for each weight."""
         setting = self.setting
         ranks = setting.shards * setting.tensor_parallel_size * stages
         size = 10 * setting.weight_bytes * setting.model.weights / ranks
@@ -358,7 +359,7 @@ class StepTime:
 def speed_of(setting):
     """Return the speed of a setting: seconds of a step, tokens per second and GPU, and shares.
 
-    `mfu` is the share of the GPUs' peak that the model's FLOPs need, without recomputation.
+    `mfu` is the share of the GPUs' peak that the model's FLOPs use, without recomputation.
     `exposed` is the share of the step that a rank spends neither on computation nor on AdamW.
     """
     step = StepTime(setting)

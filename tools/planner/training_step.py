@@ -1,7 +1,7 @@
 """Describe a training step of a chapter: the shapes of the model's weights, and the setting.
 
-memory.py adds up the bytes of such a step, and step_time.py adds up its seconds. What a rank holds
-comes from the functions of the newest chapter's script.
+memory.py adds up the bytes of this step, and step_time.py adds up its seconds. Functions of the
+newest chapter's script determine which weights a rank holds.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def fail(message):
 
 
 def at_least(minimum):
-    """Return an argument type for finite numbers of at least `minimum`, and of its type."""
+    """Return an argument type for finite numbers from `minimum` on, with the type of `minimum`."""
 
     def number(text):
         value = type(minimum)(text)
@@ -78,11 +78,11 @@ def at_least(minimum):
 
 
 class UnsupportedModelError(Exception):
-    """A chapter cannot train the model; the message is the chapter's line about it."""
+    """Report that a chapter cannot train the model, with the error line of the chapter."""
 
 
 def refuse(message):
-    """Raise the chapter's message as an exception, because other chapters may take the model."""
+    """Raise the chapter's message as an exception, because other chapters may accept it."""
     raise UnsupportedModelError(message)
 
 
@@ -93,7 +93,7 @@ def refuse(message):
 def load_chapter(name):
     """Import a script as a module, by a chapter's number or as "lora".
 
-    Replace what needs files or other ranks.
+    Replace the functions that need files or other ranks.
     """
     module = import_script(SCRIPTS.get(name, ROOT / f"fine-tuning/{name}/train_llm.py"))
     module.fail = fail
@@ -112,10 +112,11 @@ def import_script(path):
     spec = importlib.util.spec_from_file_location("script", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    # Configurations may come from configs/, where no tokenizers are.
+    # Replace the loaders, because configurations may come from configs/, which has no tokenizers.
     module.AutoConfig = SimpleNamespace(from_pretrained=copy_of_config)
     module.AutoTokenizer = SimpleNamespace(from_pretrained=tokenizer_of)
-    # Fake tensors have no values to compare masks with.
+    # Derive the need for a mask from the configuration, because fake tensors have no values to
+    # compare.
     module.needs_mask = needs_mask
     return module
 
@@ -178,9 +179,9 @@ def mesh_of(ranks):
 
 
 def parse_training_args(words, ranks, script=None):
-    """Return the arguments of a script, as the first of so many ranks with GPUs parses them.
+    """Parse the arguments of a script as rank 0 of `ranks` ranks with GPUs.
 
-    By default, this is the script of the newest chapter.
+    The default script is the newest chapter's.
     """
     launcher = {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}
     launcher |= {"MASTER_ADDR": "none", "MASTER_PORT": "0"}
@@ -201,7 +202,7 @@ def load_config(args):
 
     The origin is a text, such as a path.
     """
-    # Skip the decorator, which makes ranks wait for each other.
+    # Call the function without its decorator, which would make ranks wait for each other.
     _, config = newest_chapter().build_tokenizer_and_config.__wrapped__(args)
     source = "built in" if args.model_name == "tiny" else find_config(args.model_name)[1]
     return config, source
@@ -214,10 +215,10 @@ def copy_of_config(name):
 
 
 def tokenizer_of(name):
-    """Return the tokenizer of a model from this machine, otherwise one that stands in for it."""
+    """Return the tokenizer of a model if this machine has it, otherwise a stand-in."""
     with contextlib.suppress(Exception):
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
-        # From a folder without a tokenizer, transformers makes an empty one.
+        # Ignore an empty tokenizer, which transformers makes from a folder without a tokenizer.
         if len(tokenizer) > 1:
             return tokenizer
     stand_in = transformers.ByT5Tokenizer()
@@ -250,7 +251,7 @@ def find_config(name):
     return AutoConfig.from_pretrained(name), "the hub"
 
 
-# Models are compared by identity, so that a model can be the key of a cache.
+# Compare models by identity, so that a model can be the key of a cache.
 @dataclass(frozen=True, eq=False)
 class Model:
     """Hold the shapes of a model's weights."""
@@ -275,7 +276,7 @@ class Model:
 
     @property
     def has_other_layers(self):
-        """Return whether layers have no attention, or not only attention, such as Mamba's."""
+        """Return whether some layers lack attention, or have a different part, such as Mamba's."""
         has_heads = getattr(self.config, "num_attention_heads", None)
         return not has_heads or bool(kinds_of_layers(self.config) - ATTENTION)
 
@@ -286,7 +287,7 @@ def kinds_of_layers(config):
 
 
 class ExpertShape(tuple):
-    """The shape of a weight that holds all experts of a layer: [experts, ...]."""
+    """Mark the shape of a weight that holds all experts of a layer: [experts, ...]."""
 
 
 def numbers(shapes):
@@ -295,7 +296,7 @@ def numbers(shapes):
 
 
 def local_numbers(shapes, setting):
-    """Return the number of elements that a rank gathers: all, but of experts only its own."""
+    """Return the number of elements that a rank gathers: all, except other ranks' experts."""
     experts = [shape for shape in shapes if isinstance(shape, ExpertShape)]
     others = numbers(shapes) - numbers(experts)
     return others + numbers(experts) // setting.expert_parallel_size
@@ -388,7 +389,7 @@ def adapter_shapes(layers, rank):
 
 
 class Setting(SimpleNamespace):
-    """Hold the arguments of a plan: those of the machines, and those of the script that trains.
+    """Hold the arguments of a plan: arguments of the machines, and of the training script.
 
     The functions of the chapters' scripts accept a Setting in place of their arguments.
     """
@@ -449,7 +450,7 @@ def setting_of(args, chapter, changes=None):
     values = vars(args) | {"chapter": chapter}
     if changes is not None:
         values |= FLAG_DEFAULTS | changes
-    # Planning needs only shapes.
+    # Turn these flags off, because planning needs only shapes.
     values |= {"pretrained": False, "compile": False}
     for name, (first_chapter, value) in ADDED_BY.items():
         if chapter < first_chapter:

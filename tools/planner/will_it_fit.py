@@ -66,7 +66,7 @@ def parse_args(argv=None):
     args, args.training_words = parser.parse_known_args(argv)
     args.ranks = args.nodes * args.gpus_per_node
     words, ranks = args.training_words, args.ranks
-    # Each layout has its own flags, and checks the number of ranks.
+    # Parse as a single rank, because each layout later sets its own flags and checks the ranks.
     if args.layouts:
         words, ranks = [*words, *ALONE.split()], 1
     vars(args).update(vars(parse_training_args(words, ranks)))
@@ -80,7 +80,7 @@ def parse_args(argv=None):
     if gpus % size:
         problem = f"not a divisor of --gpus-per-node {gpus}"
         fail(f"--tensor-parallel-size {size}: {problem}; the planner knows no group across nodes")
-    # Only these chapters split matrices, layers, sequences or experts.
+    # Plan with the chapter that introduced the split. Later chapters keep earlier splits.
     splits = {"tensor": "06", "pipeline": "07", "context": "08", "expert": "09"}
     for name, chapter in splits.items():
         if getattr(args, f"{name}_parallel_size") > 1:
@@ -143,7 +143,7 @@ def build_parser():
 
 
 def make_plan(args):
-    """Return the plans of the chosen setting and of all settings, and the first that fits.
+    """Return the plans of the chosen setting and of all settings, and the first setting that fits.
 
     With --layouts, return the best layout of each way to split instead.
     """
@@ -170,7 +170,7 @@ def plans_of_layouts(args):
 
 
 def plans_of_settings(args):
-    """Return the plan of the chosen setting, and those of all settings of its chapter.
+    """Return the plan of the chosen setting, and the plans of all settings of its chapter.
 
     `refused` has the reason for each setting that has no plan.
     """

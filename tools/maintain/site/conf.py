@@ -11,7 +11,8 @@ extensions = ["myst_parser", "sphinx_copybutton"]
 myst_heading_anchors = 4
 myst_enable_extensions = ["attrs_inline"]
 myst_url_schemes = {"http": None, "https": None, "source": {"url": "{{path}}"}}
-# Sphinx knows the anchors of headings only. A test checks all links.
+# Hide warnings about anchors, because Sphinx knows only the anchors of headings. A test checks all
+# links instead.
 suppress_warnings = ["myst.xref_missing"]
 root_doc = "README"
 html_extra_path = ["files"]
