@@ -186,7 +186,7 @@ REAL_RANKS = {
     "chapter", [name if name < "07" else exhaustive(name) for name in REAL_RANKS]
 )
 def test_real_ranks_send_what_the_dry_run_counts(chapter, tmp_path):
-    ranks, split, kinds = REAL_RANKS[chapter]
+    ranks, split, collectives = REAL_RANKS[chapter]
     words = ["--precision", "fp32", *split.split()]
     if chapter == "09":
         words += ["-m", f"{ROOT}/09-expert-parallel/tiny-mixture"]
@@ -195,7 +195,7 @@ def test_real_ranks_send_what_the_dry_run_counts(chapter, tmp_path):
     run_or_fail(ranks, [job], tmp_path / "jobs")
     real = {"problem": None, "sent": json.loads((tmp_path / "sent").read_text())}
     dry = run(SCRIPTS[chapter], ranks, shlex.join(map(str, [*SHORT, *words])), samples=8)
-    for kind in kinds.split():
+    for kind in collectives.split():
         for column in ("calls", "bytes"):
             assert sent(real, kind, column=column) == sent(dry, kind, column=column) > 0
 
