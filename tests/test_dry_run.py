@@ -469,8 +469,3 @@ def test_second_wrapper_of_ddp_is_reported_with_its_line(tmp_path):
     problem = run(script, 2, MODEL)["problem"]
     assert "a second DistributedDataParallel" in problem["reason"]
     assert "DDP(DDP(" in source.splitlines()[problem["line"] - 1]
-
-
-def test_report_counts_the_waits_of_one_step(report):
-    [number] = [n for n, line in enumerate(report) if line.endswith("total_loss += loss.item()")]
-    assert report[number + 1] == "reads a value (waits: 1)"
