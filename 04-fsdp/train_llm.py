@@ -503,6 +503,8 @@ def pieces_of(args, tokenizer):
     vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id])
     if index["tokenizer"] != hashlib.sha256(vocabulary.encode()).hexdigest()[:16]:
         fail(f"--dataset-name {folder}: was prepared with a different tokenizer")
+    if kind := index.get("kind"):
+        fail(f"--dataset-name {folder}: holds {kind}; train on it with fine-tuning/{kind}")
     # A process of prepare.py writes part k of n: the pieces k, k + n, k + 2n, ... until it ends.
     number, num_ended, num_parts = 0, 0, index["parts"]
     while num_ended < num_parts:

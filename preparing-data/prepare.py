@@ -1,8 +1,9 @@
-"""Tokenize documents into a folder of pieces, which every chapter can train on.
+"""Tokenize documents or conversations into a folder of pieces, which the scripts train on.
 
 Here:      python preparing-data/prepare.py -m tiny -o outputs/pydoc.tokens pydoc
 A file:    python preparing-data/prepare.py -m MODEL -o notes.tokens notes.txt
 Mixed:     python preparing-data/prepare.py -m MODEL -o mix.tokens web:0.8 code:0.2
+Chats:     python preparing-data/prepare.py --conversations -m MODEL -s 4096 -o chats.tokens chats
 On nodes:  sbatch --array=0-7 --wrap "python preparing-data/prepare.py -m MODEL -o mix.tokens web"
 
 Each piece, such as `000007.tokens`, holds `--piece` tokens. It has this name only once it is
@@ -26,16 +27,19 @@ import random
 import re
 import shlex
 import signal
+import string
 import sys
 import time
 import uuid
-from collections import deque, namedtuple
+from collections import Counter, deque, namedtuple
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from datetime import datetime
 from functools import cache, partial
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby, takewhile
 from multiprocessing import get_context
+from operator import eq
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -49,6 +53,26 @@ FORMAT = 2
 OPEN_SHARDS = 16
 # The number of documents that a worker tokenizes at a time.
 BATCH = 256
+# The number of conversations or pairs that a worker packs at a time.
+PACKED_BATCH = 1000
+# Flags in the upper bits of a token: it is the first token of a document; it is context, which the
+# model reads but does not learn.
+FIRST = 1 << 30
+CONTEXT = 1 << 29
+# The roles of turns in data sets, and what chat templates call them. The last four are ShareGPT's.
+ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+ROLES |= {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+# The keys of an answer whose text a chat template must not leave out.
+TEXTS = ("content", "reasoning_content", "reasoning", "thinking")
+# The keys that say, with 0 or false, that the model should not learn a turn.
+LEARNED = ("weight", "train", "trainable", "loss_mask")
+# A chat template for tokenizers that have none, like most base models.
+CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages -%}
+{{ message.role }}:
+{{ message.content }}{{ eos_token if message.role == "assistant" }}
+{% endfor %}{{ "assistant:\n" if add_generation_prompt }}"""
+# Some templates print today's date, with which the same command would write different tokens.
+DATE = datetime(2024, 7, 26)
 # Use one worker if all sources together have fewer bytes, because starting processes would take
 # longer than the processes save.
 SMALL = 2**26
@@ -85,7 +109,11 @@ def parse_args():
     )
     add("-o", "--output", type=Path, required=True, help="folder to write, FOLDER.tokens")
     add("-m", "--model-name", default="tiny", help="whose tokenizer: hub id, local folder, or tiny")
-    add("--text-column", default="text", help="which column is the text")
+    column = "which column is the text (text), or the turns (messages, or conversations)"
+    add("--text-column", default=argparse.SUPPRESS, help=column)
+    add("--conversations", action="store_true", help="pack conversations, with answers marked")
+    add("--preferences", action="store_true", help="pack pairs of a chosen and a rejected answer")
+    add("-s", "--seq-length", type=int, default=256, help="tokens in a packed sample")
     add("--piece", type=int, default=2**28, metavar="TOKENS", help="tokens in a piece")
     workers = "tokenizing processes; 0: one for each core, or a thread if the sources are small"
     add("--workers", type=int, default=0, help=workers)
@@ -95,9 +123,16 @@ def parse_args():
     args = parser.parse_args()
     if args.output.suffix != ".tokens":
         fail(f"--output {args.output}: must end in .tokens; use --output {args.output}.tokens")
-    for name, minimum in {"piece": 1, "workers": 0}.items():
+    args.kind = "conversations" if args.conversations else "text"
+    args.kind = "preferences" if args.preferences else args.kind
+    args.text_column = getattr(args, "text_column", "text" if args.kind == "text" else None)
+    if args.kind != "text":
+        # A packed sample must not continue in the next piece.
+        args.piece -= args.piece % max(1, args.seq_length)
+    for name, minimum in {"seq_length": 2, "piece": 1, "workers": 0}.items():
         if getattr(args, name) < minimum:
-            fail(f"--{name} {getattr(args, name)}: must be at least {minimum}")
+            option = name.replace("_", "-")
+            fail(f"--{option} {getattr(args, name)}: must be at least {minimum}")
     return args
 
 
@@ -181,8 +216,9 @@ def records_of(path, column):
     kind = match_name(path)["format"]
     if kind == "parquet":
         table = pyarrow.parquet.ParquetFile(path)
-        check_column(column, table.schema_arrow.names)
-        batches = table.iter_batches(1000, columns=[column])
+        if column:
+            check_column(column, table.schema_arrow.names)
+        batches = table.iter_batches(1000, columns=[column] if column else None)
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
         return
     with open_decompressed(path) as file:
@@ -224,20 +260,36 @@ def pydoc_records(column):
     yield from enumerate(({column: text} for text in topics.values()), 1)
 
 
+def letters_records(_):
+    """Yield prompts in which a user gives letters, with the letters sorted up and down."""
+    generator = random.Random(0)
+    for number in range(1, 5001):
+        given = generator.choices(string.ascii_lowercase, k=6)
+        up, down = "".join(sorted(given)), "".join(sorted(given, reverse=True))
+        row = {"prompt": f"Sort {''.join(given)}", "completion": up}
+        yield number, row | {"chosen": up, "rejected": down}
+
+
 def check_column(column, names):
     """Raise an error that names the columns if the column of the text is not there."""
     if column not in names:
         raise ValueError(f"no column {column}; choose --text-column from: {', '.join(names)}")
 
 
-def text_of(record, column):
-    """Return the text of a record, a row or a line of JSON; raise an error if there is none."""
+def row_of(record):
+    """Return a record, a row or a line of JSON, as a dict; raise the error that it stands for."""
     if isinstance(record, Exception):
         raise record
     if isinstance(record, bytes):
         record = json.loads(record)
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
+    return record
+
+
+def text_of(record, column):
+    """Return the text of a record; raise an error if there is none."""
+    record = row_of(record)
     check_column(column, record)
     text = record[column]
     if isinstance(text, str):
@@ -292,7 +344,9 @@ class Source:
     def records_of(self, number, used):
         """Yield this part's records of a shard from an index on: (index, line, record)."""
         part, parts = self.args.part
-        records = until_error(self.shards[number].read(self.args.text_column))
+        # Conversations may need several columns.
+        column = self.args.text_column if self.args.kind == "text" else None
+        records = until_error(self.shards[number].read(column))
         for index, (line, record) in enumerate(records):
             if index >= used and (self.by_shard or index % parts == part):
                 yield index, line, record
@@ -313,7 +367,7 @@ class Source:
         order = list(self.numbers)
         random.Random(key).shuffle(order)
         choose, records = random.Random(f"{key} {self.batch}"), []
-        while len(records) < BATCH:
+        while len(records) < (BATCH if self.args.kind == "text" else PACKED_BATCH):
             while len(self.readers) < OPEN_SHARDS and self.num_opened < len(order):
                 number = order[self.num_opened]
                 self.readers.append([number, 0, self.records_of(number, 0)])
@@ -360,6 +414,8 @@ def shards_of(name):
     if name == "pydoc":
         text = "".join(topics.values()).encode()
         return [Shard(name, len(text), hashlib.sha256(text).hexdigest(), pydoc_records)]
+    if name == "letters":
+        return [Shard(name, 1, "", letters_records)]
     # Do not ask Path(""), because it would be the current folder.
     if os.path.exists(name):
         files = [path] if path.is_file() and match_name(path) else files_of(path)
@@ -402,9 +458,10 @@ def load_tokenizer(name):
 
     if not torch:
         del sys.modules["torch"]
-    if name == "tiny":
-        return transformers.ByT5Tokenizer()
-    return transformers.AutoTokenizer.from_pretrained(name)
+    tiny, from_pretrained = transformers.ByT5Tokenizer, transformers.AutoTokenizer.from_pretrained
+    tokenizer = tiny() if name == "tiny" else from_pretrained(name)
+    tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
+    return tokenizer
 
 
 def fingerprint_of(tokenizer):
@@ -436,12 +493,14 @@ def start_worker():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def tokenize(model_name, column, records):
-    """Return the joined tokens of all records, the end of each document, and the problems."""
-    tokenizer, texts, problems = load_tokenizer(model_name), [], []
+def tokenize(args, records):
+    """Return the joined tokens of all records, the end of each document, problems, and counts."""
+    if args.kind != "text":
+        return tokenize_packed(args, records)
+    tokenizer, texts, problems = load_tokenizer(args.model_name), [], []
     for shard, line, record in records:
         try:
-            texts.append(text_of(record, column))
+            texts.append(text_of(record, args.text_column))
         except Exception as error:
             problems.append((shard, line, reason_of(error)))
     # If a text quotes a control token, such as </s>, split it into ordinary tokens.
@@ -449,25 +508,245 @@ def tokenize(model_name, column, records):
     ids = tokenizer(texts, **options)["input_ids"] if texts else []
     documents = [np.array([*tokens, tokenizer.eos_token_id], dtype=np.int32) for tokens in ids]
     ends = list(accumulate(map(len, documents)))
-    return np.concatenate([np.zeros(0, dtype=np.int32), *documents]), ends, problems
+    return np.concatenate([np.zeros(0, dtype=np.int32), *documents]), ends, problems, {}
 
 
+# ---- conversations ---------------------------------------------------------------------------
+def tokenize_packed(args, records):
+    """Return the same as tokenize(), but of samples, into which documents are packed."""
+    tokenizer, units, problems, counts = load_tokenizer(args.model_name), [], [], Counter()
+    for shard, line, record in records:
+        counts["read"] += 1
+        try:
+            units += units_of(args, tokenizer, row_of(record), counts)
+        except Exception as error:
+            problems.append((shard, line, reason_of(error)))
+    samples = pack(args, tokenizer, units)
+    counts["samples"] = len(samples)
+    tokens = np.array(samples, dtype=np.int32).reshape(-1)
+    ends = list(range(args.seq_length, len(tokens) + 1, args.seq_length))
+    return tokens, ends, problems, counts
+
+
+def units_of(args, tokenizer, row, counts):
+    """Return what one sample must hold together: each document of a conversation, or a pair."""
+    is_pair, tools = args.kind == "preferences", row.get("tools") or None
+    tools = without_nulls(json.loads(tools) if isinstance(tools, str) else tools)
+    conversations = pair_of(row) if is_pair else [messages_of(turns_of(args, row))]
+    # The tokenizer cannot tell a control token that a message quotes from a real one.
+    quoted = json.dumps([conversations, tools], ensure_ascii=False, default=str)
+    if any(token in quoted for token in control_tokens(tokenizer)):
+        counts["control"] += 1
+        return []
+    documents = [
+        tokens_of(tokenizer, *document, counts)
+        for messages in conversations
+        for document in documents_of(tokenizer, messages, tools)
+    ]
+    units = [list(chain(*documents))] if is_pair else documents
+    fitting = [unit for unit in units if len(unit) <= args.seq_length]
+    counts["long"] += len(units) - len(fitting)
+    counts["tokens"] += sum(map(len, fitting))
+    counts["answers"] += sum(token & CONTEXT == 0 for unit in fitting for token in unit)
+    return fitting
+
+
+@cache
+def control_tokens(tokenizer):
+    """Return the texts that the tokenizer turns into control tokens, such as </s>."""
+    added = tokenizer.added_tokens_decoder.values()
+    return {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+
+
+def turns_of(args, row):
+    """Return the turns of a conversation, which are in one column or in prompt and completion."""
+    names = [args.text_column] if args.text_column else ["messages", "conversations"]
+    column = next((name for name in names if name in row), None)
+    if column:
+        turns = list(row[column] or [])
+        system = row.get("system")
+        return [{"role": "system", "content": system}, *turns] if system else turns
+    if not {"prompt", "completion"} <= row.keys():
+        problem = f"no column {' or '.join(names)}, and no prompt and completion"
+        raise ValueError(f"{problem}; choose --text-column from: {', '.join(row)}")
+    # The prompt is context, even where it holds earlier answers.
+    prompt = [turn | {"weight": 0} for turn in as_turns(row["prompt"], "user")]
+    return [*prompt, *as_turns(row["completion"], "assistant")]
+
+
+def as_turns(text_or_turns, role):
+    """Return a text as the only turn of a role; return turns as they are."""
+    if isinstance(text_or_turns, str):
+        return [{"role": role, "content": text_or_turns}]
+    return list(text_or_turns or [])
+
+
+def pair_of(row):
+    """Return the conversations that end with the chosen and with the rejected answer."""
+    if not {"chosen", "rejected"} <= row.keys():
+        raise ValueError(f"no columns chosen and rejected; the columns are: {', '.join(row)}")
+    pair = []
+    for name in ("chosen", "rejected"):
+        turns = as_turns(row[name], "assistant")
+        # Some data sets repeat the prompt in both answers.
+        if turns and ROLES.get(turns[0].get("role", turns[0].get("from"))) == "assistant":
+            turns = as_turns(row.get("prompt"), "user") + turns
+        pair.append(messages_of(turns))
+    if pair[0][:-1] != pair[1][:-1]:
+        raise ValueError("chosen and rejected differ before their last turn")
+    if pair[0] == pair[1]:
+        raise ValueError("chosen and rejected are the same")
+    for message in (*pair[0][:-1], *pair[1][:-1]):
+        message["is_learned"] = False
+    return pair
+
+
+def without_nulls(value):
+    """Return a JSON value without null keys, which a table adds where other rows have values."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def messages_of(turns):
+    """Return turns as messages for a chat template; raise ValueError if they make no sense."""
+    messages = []
+    for turn in turns:
+        if not isinstance(turn, dict):
+            raise ValueError(f"a turn has no role and content, but is {turn!r:.80}")
+        message = without_nulls(turn)
+        if "from" in message:
+            message |= {"role": message.pop("from"), "content": message.pop("value", "")}
+        role, content = message.get("role"), message.get("content", "")
+        if role not in ROLES:
+            raise ValueError(f"unknown role {role}; known are {', '.join(ROLES)}")
+        if role == "function_call":
+            calls = json.loads(message.pop("content"))
+            calls = calls if isinstance(calls, list) else [calls]
+            message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+        elif isinstance(content, list) and all(part.get("type") == "text" for part in content):
+            message["content"] = "".join(part["text"] for part in content)
+        elif not isinstance(content, str):
+            raise ValueError(f"a turn's content is not text, but {content!r:.80}")
+        if not {"content", "tool_calls"} & message.keys():
+            raise ValueError(f"a turn by the {role} has no content")
+        # Chat templates expect the arguments of a call as an object.
+        for call in message.get("tool_calls", []):
+            function = call.get("function", call)
+            if isinstance(function.get("arguments"), str):
+                function["arguments"] = json.loads(function["arguments"])
+        marks = {key: message.pop(key) for key in LEARNED if key in message}
+        for key, mark in marks.items():
+            if mark not in (0, 1):
+                raise ValueError(f"a turn has {key} {mark!r}; only 0 and 1 are possible")
+        messages.append(message | {"role": ROLES[role], "is_learned": all(marks.values())})
+    if not messages:
+        raise ValueError("it has no messages")
+    if messages[0]["role"] == "assistant":
+        raise ValueError("its first turn is by the assistant; begin it with a turn by the user")
+    if messages[-1]["role"] != "assistant":
+        role = messages[-1]["role"]
+        raise ValueError(f"its last turn is by the {role}; end it with an answer by the assistant")
+    return messages
+
+
+def documents_of(tokenizer, messages, tools):
+    """Yield each document of a conversation: its text, and where each answer starts and ends.
+
+    Most conversations make one document. But some templates change an earlier turn when a later
+    one follows, as Qwen3's template drops the earlier thoughts. Then a new document begins.
+    """
+    options = {"tools": tools, "strftime_now": DATE.strftime, "date_string": f"{DATE:%d %b %Y}"}
+    render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
+    text, answers = "", []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant" or not message["is_learned"]:
+            continue
+        prompt = render(messages[:number], add_generation_prompt=True)
+        answered = render(messages[: number + 1]).rstrip()
+        if not answered.startswith(prompt):
+            problem = f"the answer's text {answered!r:.200} does not begin with the prompt"
+            raise ValueError(f"with the model's chat template, {problem} {prompt!r:.200}")
+        # Templates leave out what they do not know, such as tool calls or thoughts.
+        words = [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
+        words += [word for key in TEXTS for word in message.get(key, "").split()[-1:]]
+        for word in words:
+            if word not in answered[len(prompt) :]:
+                raise ValueError(f"the model's chat template leaves out {word!r} of an answer")
+        if not prompt.startswith(text):
+            yield text, answers
+            answers = []
+        answers.append((len(prompt), len(answered)))
+        text = answered
+    if not answers:
+        raise ValueError("it has no answer to learn")
+    yield text, answers
+
+
+def tokens_of(tokenizer, text, answers, counts):
+    """Return the tokens of a document with their flags."""
+    # Tokenize the entire text, because some tokenizers put a space before each text. An answer
+    # begins where the tokens of the prompt alone, which the model reads at inference, end.
+    texts = [text] + [text[:place] for answer in answers for place in answer]
+    options = {"add_special_tokens": False, "verbose": False}
+    tokens, *beginnings = tokenizer(texts, **options)["input_ids"]
+    places = [sum(takewhile(bool, map(eq, tokens, beginning))) for beginning in beginnings]
+    document = [token | CONTEXT for token in tokens]
+    for start, end, prompt in zip(places[::2], places[1::2], beginnings[::2], strict=True):
+        document[start:end] = tokens[start:end]
+        counts["joined"] += start < len(prompt)
+    document[0] |= FIRST | CONTEXT
+    return document
+
+
+def pack(args, tokenizer, units):
+    """Return samples; each unit joins the fullest sample that still has space for it (best fit).
+
+    A sample keeps the place of its longest unit. Otherwise, the last samples, which are held out,
+    would have only short units.
+    """
+    samples = {}
+    for number in sorted(range(len(units)), key=lambda number: -len(units[number])):
+        space = args.seq_length - len(units[number])
+        fitting = [sample for sample in samples.values() if len(sample) <= space]
+        sample = max(fitting, key=len) if fitting else samples.setdefault(number, [])
+        sample.extend(units[number])
+    padding = [tokenizer.eos_token_id | CONTEXT] * args.seq_length
+    padding[0] |= FIRST
+    in_order = [samples[number] for number in sorted(samples)]
+    return [sample + padding[: args.seq_length - len(sample)] for sample in in_order]
+
+
+def show_sample(args, tokenizer):
+    """Print the start of the first sample, with a line before each document, and »answers«."""
+    looks = {0: "»{}«", CONTEXT: "{}", CONTEXT | FIRST: "\n----\n{}"}
+    tokens = np.fromfile(args.output / "000000.tokens", dtype=np.int32, count=args.seq_length)
+    for flags, group in groupby(tokens[:1000].tolist(), lambda token: token & (FIRST | CONTEXT)):
+        text = tokenizer.decode([token & (CONTEXT - 1) for token in group])
+        print(looks[flags].format(text), end="")
+    print()
+
+
+# ---- streams ---------------------------------------------------------------------------------
 class Stream:
     """Hand out the tokens of a source, which workers tokenize a few batches ahead."""
 
     def __init__(self, source, state, pool):
         self.source, self.pool, self.waiting = source, pool, deque()
         self.num_tokens = self.num_bad = 0
+        # What tokenize_packed() counts; it stays empty for texts.
+        self.counts = Counter()
         if state:
             source.load_state(state["source"])
         self.next_batch()
         self.num_tokens, self.used = state.get("tokens", 0), state.get("used", 0)
         self.num_bad = state.get("bad", self.num_bad)
+        self.counts = Counter(state.get("counts", self.counts))
 
     def state(self):
         """Return the state of this stream; its "source" is for Source.load_state()."""
         state = {"tokens": self.num_tokens, "bad": self.num_bad, "used": self.used}
-        return state | {"source": self.batch}
+        return state | {"counts": self.counts, "source": self.batch}
 
     def next_batch(self):
         """Take the next batch that has documents, or an empty batch at the end of a source."""
@@ -477,14 +756,14 @@ class Stream:
         while not len(self.tokens):
             try:
                 while len(self.waiting) < 2 * args.workers and not source.has_ended():
-                    state, work = source.state(), (args.model_name, args.text_column)
-                    result = self.pool.submit(tokenize, *work, source.next_batch())
+                    state = source.state()
+                    result = self.pool.submit(tokenize, args, source.next_batch())
                     self.waiting.append((state, result))
                 if not self.waiting:
                     self.batch = source.state()
                     return
                 self.batch, result = self.waiting.popleft()
-                self.tokens, self.ends, problems = result.result()
+                self.tokens, self.ends, problems, counts = result.result()
             except BrokenProcessPool:
                 fail("a worker was killed, perhaps for lack of memory; lower --workers")
             for shard, line, reason in problems:
@@ -494,6 +773,7 @@ class Stream:
                 if not isinstance(line, int):
                     print(f"{where}: {reason}; the rest of this shard is left out")
             self.num_bad += len(problems)
+            self.counts.update(counts)
 
     def take(self, most):
         """Return the tokens that are left of a document, but at most `most`."""
@@ -536,9 +816,12 @@ def describe(args, sources, tokenizer):
     """Return the facts that determine the content of the pieces, and how they are read."""
     largest = max(tokenizer.get_vocab().values())
     listing = [shard[:3] for source in sources for shard in source.shards]
+    packed = {"kind": args.kind, "seq_length": args.seq_length}
+    packed["chat_template"] = tokenizer.chat_template
     return {
         "format": FORMAT,
-        "dtype": "uint16" if largest < 2**16 else "int32",
+        **(packed if args.kind != "text" else {}),
+        "dtype": "uint16" if largest < 2**16 and args.kind == "text" else "int32",
         "tokenizer": fingerprint_of(tokenizer),
         "parts": args.part[1],
         **{name: getattr(args, name) for name in ("piece", "seed", "text_column")},
@@ -598,13 +881,27 @@ def report(args, streams):
         read = f", read {passes} times" if passes > 1 else ""
         bad = f", {stream.num_bad:,} bad documents left out" if stream.num_bad else ""
         print(f"{stream.source.name}: {stream.num_tokens:,} tokens{read}{bad}")
+        if counts := stream.counts:
+            size = max(1, counts["samples"] * args.seq_length)
+            print(
+                f"{counts['read']:,} rows are packed into {counts['samples']:,} samples: "
+                f"{counts['answers'] / size:.1%} of the tokens are in answers, "
+                f"{1 - counts['tokens'] / size:.1%} are padding. Left out: {counts['long']:,} too "
+                f"long for --seq-length, {counts['control']:,} with a control token in their text."
+            )
+            if counts["joined"]:
+                print(f"{counts['joined']:,} answers share their first token with the prompt")
     paths = [args.output / f"part-{part}.json" for part in range(args.part[1])]
     has_pieces = any(args.output.glob("*.tokens"))
     if has_pieces and all(
         path.exists() and json.loads(path.read_text())["ended"] for path in paths
     ):
-        words = ["-m", args.model_name, "-d", str(args.output)]
-        print("train on it:", shlex.join(["python", "01-single-gpu/train_llm.py", *words]))
+        words = ["python", "01-single-gpu/train_llm.py", "-m", args.model_name, "-d", args.output]
+        if args.kind != "text":
+            words[:2] = ["torchrun", f"fine-tuning/{args.kind}/train_llm.py"]
+            words += ["-s", args.seq_length]
+            show_sample(args, load_tokenizer(args.model_name))
+        print("train on it:", shlex.join(map(str, words)))
 
 
 def main():

@@ -3,34 +3,30 @@
 Small:  torchrun --standalone --nproc-per-node 2 fine-tuning/conversations/train_llm.py --lr 1e-3
 Real:   sbatch --nodes 8 --gpus-per-node 8 03-job-launchers/slurm/train.sbatch \
             fine-tuning/conversations/train_llm.py @05-large-model/configs/llama-3.1-70b.args \
-            --pretrained -d conversations.jsonl -s 8192 --global-batch-size 64 --lr 1e-5
+            --pretrained -d chats.tokens -s 8192 --global-batch-size 64 --lr 1e-5
 """
 
 import argparse
 import bisect
 import ctypes
 import functools
-import glob
 import hashlib
 import json
 import math
 import os
-import random
 import re
 import resource
 import shlex
 import shutil
 import signal
 import socket
-import string
 import sys
 import time
-import warnings
-from collections import Counter
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import datasets
 import numpy as np
@@ -72,18 +68,10 @@ LAUNCHER_VARIABLES = {
 CHUNK_SIZE = 1024
 # The asynchronous save in progress: a list with at most one Future object.
 PENDING_SAVES = []
-# Flags in the upper bits of a token: it is the first one of a document; it is context, which the
-# model reads but does not learn.
+# Flags from prepare.py, in the upper bits of a token: it is the first token of a document; it is
+# context, which the model reads but does not learn.
 FIRST = 1 << 30
 CONTEXT = 1 << 29
-# The roles of a turn, by the names that they have in datasets; the last two names are ShareGPT's.
-ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
-ROLES = ROLES | {"human": "user", "gpt": "assistant"}
-# A chat template for the tokenizers that have none, which are those of base models.
-CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages -%}
-{{ message.role }}:
-{{ message.content }}{{ eos_token if message.role == "assistant" }}
-{% endfor %}{{ "assistant:\n" if add_generation_prompt }}"""
 
 
 def parse_args():
@@ -140,7 +128,7 @@ def parse_args():
     add("--dist-timeout", type=positive, default=600, help="most seconds to wait for other ranks")
     add("--checkpoint-async", action="store_true", help="write checkpoints in the background")
 
-    parser.set_defaults(dataset_name="letters", text_column="messages", lr=1e-5)
+    parser.set_defaults(lr=1e-5)
     args = parser.parse_args()
     if args.device == "auto":
         # The driver creates /dev/nvidiactl, even if torch cannot use the GPU. A run with a broken
@@ -345,7 +333,6 @@ def build_tokenizer_and_config(args):
         fail(f"--model-name {' '.join([args.model_name, *args.config])}: {error}")
     if len(tokenizer) < 2 or tokenizer.eos_token_id is None:
         fail(f"--model-name {args.model_name}: found no tokenizer with an end-of-text token")
-    tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
     # A tokenizer may leave out numbers, so its highest token id may be above its number of tokens.
     if (highest_id := max(tokenizer.get_vocab().values())) >= config.vocab_size:
         fail(f"--model-name {args.model_name}: found no embedding for token id {highest_id}")
@@ -634,11 +621,9 @@ def build_data(args, tokenizer):
     pieces = pieces_of(args, tokenizer)
     piece = next(pieces, torch.empty(0, args.seq_length))
     if len(piece) <= args.eval_samples:
-        problem = f"--eval-samples {args.eval_samples}: there are only {len(piece)} samples"
-        fail(f"{problem}; add conversations, or change --seq-length")
+        fail(f"--eval-samples {args.eval_samples}: there are only {len(piece)} samples")
     piece, held_out = piece.tensor_split([-args.eval_samples])
     args.dataset_fingerprint = hash_of(len(piece), piece[:: 1 + len(piece) // 100].tolist())
-    show_sample(tokenizer, piece[0])
     return Samples(args.seed, piece, pieces), held_out
 
 
@@ -684,6 +669,13 @@ def pieces_of(args, tokenizer):
     vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id])
     if index["tokenizer"] != hashlib.sha256(vocabulary.encode()).hexdigest()[:16]:
         fail(f"--dataset-name {folder}: was prepared with a different tokenizer")
+    kind = index.get("kind", "conversations")
+    if kind != "conversations":
+        fail(f"--dataset-name {folder}: holds {kind}; train on it with fine-tuning/{kind}")
+    if (length := index.get("seq_length", args.seq_length)) != args.seq_length:
+        fail(f"--seq-length {args.seq_length}: {folder} has samples of {length} tokens")
+    # The exported model needs the template with which prepare.py wrote the conversations.
+    tokenizer.chat_template = index.get("chat_template", tokenizer.chat_template)
     # A process of prepare.py writes part k of n: the pieces k, k + n, k + 2n, ... until it ends.
     number, num_ended, num_parts = 0, 0, index["parts"]
     while num_ended < num_parts:
@@ -706,204 +698,45 @@ def map_samples(path, dtype, seq_length):
 
 
 def token_file(args, tokenizer):
-    """Pack all conversations into an int32 file, unless it exists; return the file's path."""
-    conversations = load_documents(args)
-    key = Hasher.hash([conversations.cache_files, args.text_column, tokenizer, args.seq_length])
+    """Tokenize all documents into one int32 file, unless it exists; return the file's path."""
+    documents = load_documents(args)
+    # Split a control token that a text quotes, such as </s>, into ordinary tokens.
+    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    key = Hasher.hash([documents.cache_files, args.text_column, tokenizer, options])
     path = Path(datasets.config.HF_DATASETS_CACHE, f"{key}.tokens")
     if path.exists():
-        print(path.with_suffix(".txt").read_text())
         return path
-    partial, counts = path.with_suffix(f".{args.wandb_id}"), Counter()
-    try:
-        with open(partial, "wb") as file:
-            for batch in tqdm(conversations.iter(1000), "tokenizing", disable=None):
-                for sample in pack(args, tokenizer, documents_of(args, tokenizer, batch, counts)):
-                    np.array(sample, dtype=np.int32).tofile(file)
-                    counts["samples"] += 1
-    except Exception as error:
-        # The text may not be UTF-8, a character may have no token, or the disk may be full.
-        partial.unlink(missing_ok=True)
-        problem = error if isinstance(error, ValueError) else repr(error)
-        # The reader decodes many conversations at once.
-        where = "after conversation" if isinstance(error, UnicodeDecodeError) else "conversation"
-        fail(f"--dataset-name {args.dataset_name}: {where} {counts['read']}: {problem}")
-    size = max(1, counts["samples"] * args.seq_length)
-    summary = f"{counts['read']:,} conversations are packed into {counts['samples']:,} samples: "
-    summary += f"{counts['answers']:,} tokens ({counts['answers'] / size:.1%}) are in answers, "
-    summary += f"{1 - counts['tokens'] / size:.1%} are padding. Left out: {counts['long']:,} too "
-    summary += f"long for --seq-length, {counts['control']:,} with a control token in their text."
-    print(summary)
-    path.with_suffix(".txt").write_text(summary)
+    # Two runs may write this file at the same time, so add a random id to the temporary name.
+    partial = path.with_suffix(f".{args.wandb_id}")
+    with open(partial, "wb") as file:
+        for batch in tqdm(documents.iter(1000), "tokenizing", disable=None):
+            if None in batch[args.text_column]:
+                fail(f"--text-column {args.text_column}: a row has no text; prepare.py can skip it")
+            for ids in tokenizer(batch[args.text_column], **options)["input_ids"]:
+                np.array([*ids, tokenizer.eos_token_id], dtype=np.int32).tofile(file)
     return partial.rename(path)
 
 
-def documents_of(args, tokenizer, batch, counts):
-    """Return the documents of some conversations as tokens with flags; count what is left out."""
-    added_tokens = tokenizer.added_tokens_decoder.values()
-    control_tokens = {str(token) for token in added_tokens if token.special}
-    control_tokens |= set(tokenizer.all_special_tokens)
-    documents = []
-    for values in zip(*batch.values(), strict=True):
-        counts["read"] += 1
-        row = dict(zip(batch, values, strict=True))
-        messages = messages_of(args, row)
-        # If a message quotes a control token, the tokenizer cannot tell it from a real one.
-        texts = " ".join(str(message.get("content")) for message in messages)
-        if any(token in texts for token in control_tokens):
-            counts["control"] += 1
-            continue
-        for parts in parts_of(tokenizer, messages, row.get("tools")):
-            # At inference, the prompt is tokenized without the answer, so do the same here.
-            part_ids = tokenizer(parts, add_special_tokens=False, verbose=False)["input_ids"]
-            document = []
-            for number, ids in enumerate(part_ids):
-                is_context = number % 2 == 0
-                document += [id | CONTEXT for id in ids] if is_context else ids
-            document[0] |= FIRST | CONTEXT
-            if len(document) > args.seq_length:
-                counts["long"] += 1
-                continue
-            documents.append(document)
-            counts["tokens"] += len(document)
-            counts["answers"] += sum(token & CONTEXT == 0 for token in document)
-    return documents
-
-
-def messages_of(args, row):
-    """Return the turns of a conversation as messages; raise ValueError if they make no sense."""
-    turns = row.get(args.text_column)
-    if turns is None and row.get("prompt") is not None:
-        prompt = {"role": "user", "content": row["prompt"]}
-        turns = [prompt, {"role": "assistant", "content": row["completion"]}]
-    messages = []
-    for turn in turns or []:
-        if not isinstance(turn, dict):
-            raise ValueError(f"a turn has no role and content, but is {turn!r:.80}")
-        # datasets gives all messages the same keys; a key that a message does not have is None.
-        message = {key: value for key, value in turn.items() if value is not None}
-        if "from" in message:
-            message = {"role": message["from"], "content": message.get("value", "")}
-        role = message.get("role")
-        if role not in ROLES:
-            raise ValueError(f"unknown role {role}; known are {', '.join(ROLES)}")
-        if not isinstance(message.get("content", ""), str):
-            raise ValueError(f"a turn's content is not text, but {message['content']!r:.80}")
-        if not {"content", "tool_calls"} & message.keys():
-            raise ValueError(f"a turn by the {role} has no content")
-        messages.append(message | {"role": ROLES[role]})
-    if not messages:
-        raise ValueError("it has no messages")
-    if messages[-1]["role"] != "assistant":
-        raise ValueError(f"its last turn is by the {role}; end it with an answer by the assistant")
-    return messages
-
-
-def parts_of(tokenizer, messages, tools):
-    """Yield each document of a conversation as a list of texts: context and answer, in turn.
-
-    Most conversations make one document. But some templates change an earlier turn when a later
-    one follows, as Qwen3's template drops the earlier thoughts. Then a new document begins.
-    """
-    # Some templates print today's date, which would change the data from one day to the next.
-    fixed_date = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
-    template = fixed_date + tokenizer.get_chat_template(tools=tools)
-    options = {"tools": tools, "chat_template": template, "date_string": "26 Jul 2024"}
-    render = functools.partial(tokenizer.apply_chat_template, tokenize=False, **options)
-    text, parts = "", []
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        prompt = render(messages[:number], add_generation_prompt=True)
-        answered = render(messages[: number + 1]).rstrip()
-        if not answered.startswith(prompt):
-            problem = f"the answer's text {answered!r:.200} does not begin with the prompt"
-            raise ValueError(f"with the model's chat template, {problem} {prompt!r:.200}")
-        # Templates leave out what they do not know: tool calls or, if they expect parts, a text.
-        calls = [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
-        for word in calls or message.get("content", "").split()[-1:]:
-            if word not in answered.removeprefix(prompt):
-                raise ValueError(f"the model's chat template leaves out {word!r} of an answer")
-        if not prompt.startswith(text):
-            yield parts
-            text, parts = "", []
-        parts += [prompt.removeprefix(text), answered.removeprefix(prompt)]
-        text = answered
-    yield parts
-
-
-def pack(args, tokenizer, documents):
-    """Return samples; each document joins the fullest sample that still has space for it.
-
-    A sample keeps the place of its longest document. Otherwise, the last samples, which are held
-    out, would have only short documents.
-    """
-    samples = {}
-    for number in sorted(range(len(documents)), key=lambda number: -len(documents[number])):
-        space = args.seq_length - len(documents[number])
-        fitting = [sample for sample in samples.values() if len(sample) <= space]
-        sample = max(fitting, key=len) if fitting else samples.setdefault(number, [])
-        sample.extend(documents[number])
-    padding = [tokenizer.eos_token_id | CONTEXT] * args.seq_length
-    padding[0] |= FIRST
-    in_order = [samples[number] for number in sorted(samples)]
-    return [sample + padding[: args.seq_length - len(sample)] for sample in in_order]
-
-
-def show_sample(tokenizer, sample):
-    """Print the start of a sample, with a line before each document, and »« around each answer."""
-    looks = {0: "»{}«", CONTEXT: "{}", CONTEXT | FIRST: "\n----\n{}"}
-    for flags, tokens in groupby(sample[:1000].tolist(), lambda token: token & (FIRST | CONTEXT)):
-        text = tokenizer.decode([token & (CONTEXT - 1) for token in tokens])
-        print(looks[flags].format(text), end="")
-    print()
-
-
-def letters():
-    """Yield conversations: the user gives letters, and the assistant sorts them."""
-    generator = random.Random(0)
-    for _ in range(5000):
-        given = generator.choices(string.ascii_lowercase, k=6)
-        yield {"prompt": f"Sort {''.join(given)}", "completion": "".join(sorted(given))}
-
-
 def load_documents(args):
-    """Return a dataset with one conversation per row."""
-    name, path = args.dataset_name, Path(args.dataset_name)
-    formats = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
-    formats[".parquet"] = "parquet"
-    # The name of a compressed file has two suffixes, such as .txt.gz.
-    suffixes = [suffix.lower() for suffix in path.suffixes[-2:] if suffix.lower() in formats]
-    reader, options = name, {"name": args.dataset_subset}
-    if suffixes:
-        # In patterns, brackets have a meaning; in the name of a file, they have none.
-        files = glob.escape(name) if path.is_file() else name
-        reader, options = formats[suffixes[-1]], {"data_files": files}
-    elif path.is_file():
-        fail(f"--dataset-name {name}: its format is unknown; known are {' '.join(formats)}")
-    elif path.is_dir() and set("[]*?") & set(name):
-        fail(f"--dataset-name {name}: rename the folder; datasets takes [ ] * ? for a pattern")
+    """Return a dataset with one document per row."""
+    name = args.dataset_name
+    if name == "pydoc":
+        return datasets.Dataset.from_generator(lambda: ({"text": text} for text in topics.values()))
+    if os.path.exists(name):
+        words = ["prepare.py", "--conversations", "-s", str(args.seq_length), "-m", args.model_name]
+        words += ["-o", f"{Path(name).stem}.tokens", name]
+        fail(f"--dataset-name {name}: prepare it: python preparing-data/{shlex.join(words)}")
+    load = functools.partial(datasets.load_dataset, name, args.dataset_subset, split="train")
     try:
-        if name == "letters":
-            documents = datasets.Dataset.from_generator(letters)
-        else:
-            config = datasets.load_dataset_builder(reader, **options).config
-            # In text files, blank lines separate documents.
-            if hasattr(config, "sample_by"):
-                options["sample_by"] = "paragraph"
-            # By default, pandas drops the first fields of a CSV line that has too many fields.
-            if hasattr(config, "index_col"):
-                options["index_col"] = False
-                warnings.filterwarnings("error", message="Length of header")
-            if ".tsv" in suffixes:
-                options["sep"] = "\t"
-            documents = datasets.load_dataset(reader, split="train", **options)
+        documents = load()
+        # Load text files again, because blank lines separate their documents.
+        if documents.builder_name == "text":
+            documents = load(sample_by="paragraph")
     except Exception as error:
         # The datasets library raises many exception types, and often hides the reason in __cause__.
-        fail(f"--dataset-name {name}: {error.__cause__ or str(error) or 'the dataset is empty'}")
-    columns = documents.features
-    if args.text_column not in columns and not {"prompt", "completion"} <= columns.keys():
-        problem = f"no such column, and no prompt and completion; {name} has {', '.join(columns)}"
-        fail(f"--text-column {args.text_column}: {problem}")
+        fail(f"--dataset-name {name}: {error.__cause__ or error}")
+    if args.text_column not in documents.column_names:
+        fail(f"--text-column {args.text_column}: {name} has {', '.join(documents.column_names)}")
     return documents
 
 
