@@ -3,12 +3,24 @@
 import json
 import shutil
 from argparse import Namespace
+from itertools import groupby
 
+import numpy as np
+import pyarrow
+import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import preparing
 from chats import (
     TEMPLATES,
     conversations,
@@ -18,14 +30,18 @@ from chats import (
     loss_of_documents,
     plain_model,
     prepare,
+    prepare_conversations,
+    prepare_rows,
     split_documents,
-    write_conversations,
     write_rows,
     write_tokens,
 )
 from conftest import ROOT, SCRIPTS, curves_of, disagreement, run_command, user_error
-from families import ARGS, LONG_ROPE, OWN_SETTINGS, shrink
+from families import ARGS, LONG_ROPE, OWN_SETTINGS, fast_byte_tokenizer, shrink
 from marks import slow
+from preparing import MODULE
+
+FIRST, CONTEXT = MODULE.FIRST, MODULE.CONTEXT
 
 
 @pytest.fixture
@@ -45,8 +61,9 @@ def tokens_of(tokenizer, document):
 
 
 WINDOW = {"mistral": ["--config", "sliding_window=24"]}
-CASES = [("llama", "built-in"), ("mistral", "qwen3")]
-CASES += [slow("gpt2", "qwen3"), slow("gemma3-window", "llama3")]
+CASES = [("llama", "llama2"), ("mistral", "qwen3")]
+CASES += [slow("gpt2", "phi3"), slow("gemma3-window", "llama3")]
+CASES += [slow("qwen3", "built-in"), slow("qwen3", "chatml")]
 
 
 @pytest.mark.parametrize("family, template", CASES)
@@ -56,8 +73,10 @@ def test_packed_gradient_equals_one_conversation_at_a_time(
     folder = shutil.copytree(layout_models / family, tmp_path / family)
     if TEMPLATES[template]:
         (folder / "chat_template.jinja").write_text(TEMPLATES[template])
-    words = ["-m", folder, "-d", write_conversations(tmp_path), *WINDOW.get(family, [])]
-    args, model, train_set, held_out = prepare(chapter, *words)
+    tokens = prepare_conversations(tmp_path, model=folder)
+    args, model, train_set, held_out = prepare(
+        chapter, "-m", folder, "-d", tokens, *WINDOW.get(family, [])
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     expected = [
         tokens_of(tokenizer, document)
@@ -81,14 +100,13 @@ def check_family(chapter, kind, seq_length, settings):
     config = shrink(CONFIG_MAPPING[kind](), **OWN_SETTINGS.get(kind, {}) | settings)
     device = torch.device("cpu")
     model = chapter.shard(args, chapter.build_model(args, config), device)
-    chapter.check_causal(args, model, device)
+    chapter.check_packing(args, model, device)
 
 
 @pytest.mark.parametrize("kind", ["bloom", "qwen3_next", "xmod"])
 def test_family_that_cannot_separate_conversations_is_refused(chapter, capsys, kind):
     problem = user_error(capsys, check_family, chapter, kind, 32, {})
-    leak = "tokens attend to the conversation before theirs; choose a different model"
-    assert f"--model-name {kind}: {leak}" in problem
+    assert f"--seq-length 32: packing changes what {kind} computes for a conversation" in problem
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
@@ -164,22 +182,31 @@ def say(role, content, **more):
     return {"role": role, "content": content, **more}
 
 
-def samples_of(chapter, path, template=None, **values):
-    """Return the training samples and the held-out samples of a file."""
-    args = {"dataset_name": str(path), "dataset_subset": None, "text_column": "messages"}
-    args |= {"seq_length": 64, "eval_samples": 1, "model_name": "tiny", "seed": 0, "wandb_id": "a"}
-    tokenizer = ByT5Tokenizer()
-    tokenizer.chat_template = template or chapter.CHAT_TEMPLATE
-    train_set, held_out = chapter.build_data(Namespace(**args | values), tokenizer)
-    return torch.cat([*train_set.pieces, held_out])
-
-
-def error_of(capsys, *args):
-    """Return the error line that samples_of() ends with."""
-    return user_error(capsys, samples_of, *args).splitlines()[-1]
-
-
 ASK, ANSWER = say("user", "Why?"), say("assistant", "Because.")
+
+
+def marked(folder, rows, *flags):
+    """Prepare rows for the tiny model; return the text of each document, with »answers«."""
+    tokens = prepare_rows(folder, rows, "--conversations", "-s", 512, *flags)
+    return texts_of(ByT5Tokenizer(), tokens, 512)
+
+
+def texts_of(tokenizer, tokens, seq_length):
+    """Return the text of each document in a folder of tokens, with »answers«."""
+    texts = []
+    for token in np.fromfile(tokens / "000000.tokens", np.int32).tolist():
+        texts += [[]] if token & FIRST else []
+        texts[-1].append(token)
+    found = []
+    for document in texts:
+        text = ""
+        for is_context, ids in groupby(document, lambda token: token & CONTEXT):
+            part = tokenizer.decode([token & (CONTEXT - 1) for token in ids])
+            text += part if is_context else f"»{part}«"
+        found.append(text)
+    return sorted(text for text in found if "»" in text)
+
+
 CALL = {"type": "function", "function": {"name": "find", "arguments": {"word": "a"}}}
 CALLS = [ASK, {"role": "assistant", "tool_calls": [CALL]}, say("tool", "b"), ANSWER]
 MISTAKES = {
@@ -187,67 +214,155 @@ MISTAKES = {
     "empty": ([], "it has no messages"),
     "null": (None, "it has no messages"),
     "no answer": ([say("system", "Be short."), ASK], "its last turn is by the user; end it with"),
-    "parts": ([say("user", [{"text": "Why?"}]), ANSWER], "a turn's content is not text, but [{"),
+    "no question": ([ANSWER], "its first turn is by the assistant; begin it with a turn by"),
+    "picture": ([say("user", [{"type": "image"}]), ANSWER], "a turn's content is not text, but [{"),
     "no content": ([ASK, {"role": "assistant"}], "a turn by the assistant has no content"),
     "tool calls": (CALLS, "the model's chat template leaves out 'find' of an answer"),
+    "thoughts": ([ASK, ANSWER | {"thinking": "Hm."}], "the model's chat template leaves out 'Hm.'"),
+    "weight": ([ASK, ANSWER | {"weight": 0.5}], "a turn has weight 0.5; only 0 and 1 are possible"),
+    "nothing": ([ASK, ANSWER | {"train": False}], "it has no answer to learn"),
+    "text": ("a", "a turn has no role and content, but is 'a'"),
 }
 
 
 @pytest.mark.parametrize("turns, expected", MISTAKES.values(), ids=MISTAKES)
-def test_mistake_in_a_conversation_is_reported_with_its_number(
-    chapter, capsys, tmp_path, turns, expected
-):
+def test_mistake_in_a_conversation_is_reported_or_left_out(tmp_path, turns, expected):
     rows = [{"messages": messages} for messages in ([ASK, ANSWER], [ASK, ANSWER], turns)]
     path = write_rows(tmp_path / "a.jsonl", rows)
-    line = f"error: --dataset-name {path}: conversation 3: {expected}"
-    assert line in error_of(capsys, chapter, path)
+    output = preparing.prepare(tmp_path / "a.tokens", path, "--conversations", status=2)
+    assert f"error: {path}, line 3: {expected}" in output
+    assert output.endswith("; --skip-bad leaves it out\n")
+    output = preparing.prepare(tmp_path / "a.tokens", path, "--conversations", "--skip-bad")
+    assert "1 bad documents left out" in output and "3 rows are packed into 1 samples" in output
 
 
-UNEQUAL = "{{ '<' if add_generation_prompt else messages[-1].content }}"
-PAIR = {"prompt": "a", "completion": "b"}
-FILES = {
-    "text": ({"messages": "a"}, None, "conversation 1: a turn has no role and content, but is 'a'"),
-    "latin1": (PAIR | {"prompt": "é"}, None, "conversation 0: 'utf-8' codec can't decode"),
-    "column": ({"text": "a"}, None, "messages: no such column, and no prompt and completion; "),
-    "unequal": (PAIR, UNEQUAL, "'b' does not begin with the prompt '<'"),
-}
+def test_template_that_changes_the_prompt_is_refused(tmp_path):
+    model = save_tokenizer(tmp_path / "model", fast_byte_tokenizer())
+    template = "{{ '<' if add_generation_prompt else messages[-1].content }}"
+    (model / "chat_template.jinja").write_text(template)
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": [ASK, ANSWER]}])
+    words = path, "--conversations", "-m", model
+    output = preparing.prepare(tmp_path / "a.tokens", *words, status=2)
+    assert "line 1: with the model's chat template, the answer's text 'Because.' does not" in output
 
 
-@pytest.mark.parametrize("row, template, expected", FILES.values(), ids=FILES)
-def test_unusable_file_or_template_is_refused(chapter, capsys, tmp_path, row, template, expected):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="latin1")
-    assert expected in error_of(capsys, chapter, path, template)
+def save_tokenizer(folder, tokenizer):
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
-def test_long_conversations_and_control_tokens_are_left_out(chapter, capsys, tmp_path):
+def test_long_conversations_and_control_tokens_are_left_out(tmp_path):
     # Each good document fills a sample, because two of them do not fit into one sample.
     good = [[ASK, ANSWER], [say("system", "Be short."), ASK, ANSWER]]
     left_out = [[ASK, say("assistant", "a" * 64)], [say("user", "</s>"), ANSWER]]
+    left_out.append([ASK, ANSWER | {"thinking": "</s>"}])
     rows = [{"messages": turns} for turns in [*good, *left_out]]
-    samples = samples_of(chapter, write_rows(tmp_path / "a.jsonl", rows))
-    assert len(split_documents(chapter, samples)) == 2
-    assert "Left out: 1 too long for --seq-length, 1 with a control token" in capsys.readouterr()[0]
-    line = error_of(capsys, chapter, write_rows(tmp_path / "b.jsonl", rows[2:]))
-    assert "--eval-samples 1: there are only 0 samples; add conversations" in line
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    output = preparing.prepare(tmp_path / "a.tokens", path, "--conversations", "-s", 64)
+    assert "5 rows are packed into 2 samples" in output
+    assert "Left out: 1 too long for --seq-length, 2 with a control token in their text" in output
 
 
-def test_formats_of_conversations_give_the_same_samples(chapter, tmp_path):
-    rows = {"messages": [], "conversations": [], "pairs": []}
-    for question, answer in [("Why?", "Because."), ("How?", "So."), ("Is it so?", "It is.")]:
-        rows["messages"].append({"messages": [say("user", question), say("assistant", answer)]})
-        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
-        rows["conversations"].append({"conversations": turns})
-        rows["pairs"].append({"prompt": question, "completion": answer})
-    messages, *others = (
-        samples_of(chapter, write_rows(tmp_path / f"{name}.jsonl", rows[name]), text_column=name)
-        for name in rows
-    )
-    assert len(messages) == 2 and all(torch.equal(messages, other) for other in others)
+TURNS = [ASK, ANSWER, say("user", "How?"), say("assistant", "So.")]
+SHAREGPT = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]
+SHAREGPT += [{"from": "human", "value": "How?"}, {"from": "gpt", "value": "So."}]
+SYSTEM = [say("system", "Be short."), *TURNS]
+# Rows of different formats, in groups that mean the same.
+EQUAL = {
+    "turns": [{"messages": TURNS}, {"conversations": SHAREGPT}],
+    "system": [{"messages": SYSTEM}, {"conversations": SHAREGPT, "system": "Be short."}],
+    "parts": [
+        {"messages": TURNS[:2]},
+        {"messages": [say("user", [{"type": "text", "text": "Why?"}]), ANSWER]},
+        {"prompt": "Why?", "completion": "Because."},
+        {"prompt": [ASK], "completion": [ANSWER]},
+    ],
+    "context": [
+        {"prompt": TURNS[:3], "completion": TURNS[3:]},
+        {"messages": [ASK, ANSWER | {"weight": 0}, *TURNS[2:]]},
+        {"messages": [ASK, ANSWER | {"train": False}, *TURNS[2:]]},
+        {"messages": [ASK, ANSWER | {"loss_mask": 0}, *TURNS[2:]]},
+    ],
+}
 
 
-# ---- the same on chapter 08 ------------------------------------------------------------------
-PATCH = ROOT / "fine-tuning/conversations/on-08.patch"
+@pytest.mark.parametrize("rows", EQUAL.values(), ids=EQUAL)
+def test_formats_of_conversations_give_the_same_tokens(tmp_path, rows):
+    first, *others = marked(tmp_path, rows)
+    assert len(others) == len(rows) - 1 and set(others) == {first}
+    assert first.count("»") == (2 if rows in (EQUAL["turns"], EQUAL["system"]) else 1)
+
+
+# As in Qwen3, without its special cases: tools, calls and results.
+TOOLS = """{% for tool in tools or [] %}{{ tool | tojson }}
+{% endfor %}{% for message in messages %}<{{ message.role }}>{{ message.content }}
+{%- for call in message.tool_calls or [] %}<call>{{ call.function | tojson }}{% endfor %}<end>
+{% endfor %}{{ "<assistant>" if add_generation_prompt }}"""
+PARAMETERS = {"word": {"type": "string"}}
+TOOL = {"type": "function", "function": {"name": "find", "parameters": PARAMETERS}}
+NULLS = {"type": "function", "function": {"name": "find", "arguments": {"word": "a", "x": None}}}
+AS_TEXT = {"type": "function", "function": CALL["function"] | {"arguments": '{"word": "a"}'}}
+FROM_FUNCTION = [
+    {"from": "human", "value": "Why?"},
+    {"from": "function_call", "value": json.dumps(CALL["function"])},
+    {"from": "observation", "value": "b"},
+    {"from": "gpt", "value": "Because."},
+]
+
+
+def call_rows():
+    """Return a conversation with a call of a tool, as data sets write it."""
+    ends = [say("tool", "b"), ANSWER]
+    calls = [say("assistant", "", tool_calls=[call]) for call in (CALL, NULLS, AS_TEXT)]
+    rows = [{"messages": [ASK, call, *ends], "tools": [TOOL]} for call in calls]
+    rows.append({"messages": [ASK, calls[0], *ends], "tools": json.dumps([TOOL])})
+    return [*rows, {"conversations": FROM_FUNCTION, "tools": json.dumps([TOOL])}]
+
+
+def test_calls_of_tools_are_learned_without_the_null_keys_of_tables(tmp_path):
+    model = save_tokenizer(tmp_path / "model", fast_byte_tokenizer())
+    (model / "chat_template.jinja").write_text(TOOLS)
+    tokens = prepare_rows(tmp_path, call_rows(), "--conversations", "-s", 512, "-m", model)
+    table = tmp_path / "a.parquet"
+    # A table gives all calls the keys of all other calls.
+    pq.write_table(pyarrow.Table.from_pylist(call_rows()[:2]), table)
+    words = "--conversations", "-s", 512, "-m", model
+    preparing.prepare(tmp_path / "a.tokens", table, *words)
+    found = texts_of(AutoTokenizer.from_pretrained(model), tokens, 512)
+    found += texts_of(AutoTokenizer.from_pretrained(model), tmp_path / "a.tokens", 512)
+    call = '{"name": "find", "arguments": {"word": "a"}}'
+    expected = f"<user>Why?<end>\n<assistant>»<call>{call}<end>«\n"
+    expected += "<tool>b<end>\n<assistant>»Because.<end>«"
+    assert [text.partition("\n")[2] for text in found] == [expected] * 7
+    assert {text.partition("\n")[0] for text in found} == {json.dumps(TOOL)}
+
+
+def spaced_tokenizer():
+    """Return a tokenizer that puts a space before each text, as Llama 2 does."""
+    letters = ["</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(BPE({letter: number for number, letter in enumerate(letters)}, []))
+    tokenizer.normalizer = normalizers.Prepend(" ")
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+def test_answer_does_not_begin_with_the_space_that_a_tokenizer_adds(tmp_path):
+    tokenizer = spaced_tokenizer()
+    model = save_tokenizer(tmp_path / "model", tokenizer)
+    (model / "chat_template.jinja").write_text(TEMPLATES["qwen3"])
+    tokens = prepare_rows(tmp_path, [{"messages": TURNS}], "--conversations", "-m", model)
+    (text,) = texts_of(tokenizer, tokens, 256)
+    assert "assistant\n»Because.<|im_end|>«" in text
+    ids = np.fromfile(tokens / "000000.tokens", np.int32)
+    tokenizer.chat_template = TEMPLATES["qwen3"]
+    expected = tokenizer.apply_chat_template(TURNS, tokenize=False).rstrip()
+    expected = tokenizer(expected, add_special_tokens=False)["input_ids"]
+    assert [token & (CONTEXT - 1) for token in ids.tolist()[: len(expected)]] == expected
+
+
+# ---- the same on chapters 08 and 09 ------------------------------------------------------------
+PATCH = ROOT / "fine-tuning/conversations/parallelism.patch"
 PARALLEL = {
     "tensor": ["--tensor-parallel-size", 2],
     "gather": ["--context-parallel-size", 2],
@@ -255,12 +370,16 @@ PARALLEL = {
     "pipeline": ["--pipeline-parallel-size", 2],
     "interleaved": ["--pipeline-parallel-size", 2, "--pipeline-schedule", "interleaved-1f1b"],
 }
+EXPERTS = {
+    "experts": ["--expert-parallel-size", 2],
+    "experts and gather": ["--expert-parallel-size", 2, *PARALLEL["gather"]],
+    "experts and pipeline": ["--expert-parallel-size", 2, *PARALLEL["pipeline"]],
+}
 
 
-@pytest.fixture
-def merged_script(tmp_path):
-    """Merge the diff of conversations into chapter 08; return the script's path."""
-    script = shutil.copy(SCRIPTS["08"], tmp_path / "on_08.py")
+def merged(chapter, folder):
+    """Merge the diff of conversations into a chapter; return the script's path."""
+    script = shutil.copy(SCRIPTS[chapter], folder / f"on_{chapter}.py")
     merge = ["git", "merge-file", "--ours", script, SCRIPTS["05"], SCRIPTS["conversations"]]
     assert run_command(*merge).returncode == 0
     done = run_command("patch", "--fuzz=0", script, PATCH)
@@ -269,17 +388,22 @@ def merged_script(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_merged_into_chapter_08_the_curve_stays_the_same(merged_script, layout_models, tmp_path):
-    args = ["-m", layout_models / "llama", "-d", write_conversations(tmp_path, 100), "-s", 128]
+@pytest.mark.parametrize("chapter", ["08", "09"])
+def test_merged_into_a_later_chapter_the_curve_stays_the_same(layout_models, tmp_path, chapter):
+    model = layout_models / ("llama" if chapter == "08" else "glm4_moe")
+    script = merged(chapter, tmp_path)
+    args = ["-m", model, "-d", prepare_conversations(tmp_path, 100, model, 128), "-s", 128]
     args += ["-b", 2, "--lr", 0.001]
-    jobs = {name: (merged_script, [*args, *flags]) for name, flags in PARALLEL.items()}
+    flags = PARALLEL if chapter == "08" else EXPERTS
+    jobs = {name: (script, [*args, *flags[name]]) for name in flags}
     curves = curves_of(tmp_path, {1: {"one": ("conversations", args)}, 2: jobs})
     apart = {name: disagreement(curves["one"], curves[name]) for name in jobs}
     assert apart == {name: {} for name in jobs}
 
 
-def test_script_merged_into_chapter_08_has_all_names_of_conversations(load, merged_script):
+@pytest.mark.parametrize("chapter", ["08", "09"])
+def test_merged_script_has_all_names_of_conversations(load, tmp_path, chapter):
     import harness
 
-    own, merged = load("conversations"), harness.load(merged_script)
-    assert {name for name in vars(own) if not name.startswith("_")} <= vars(merged).keys()
+    own, found = load("conversations"), harness.load(merged(chapter, tmp_path))
+    assert {name for name in vars(own) if not name.startswith("_")} <= vars(found).keys()

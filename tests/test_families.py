@@ -317,6 +317,7 @@ def distance_from_documents_alone(chapter, folder):
     _, config = chapter.build_tokenizer_and_config(args)
     model = chapter.shard(args, chapter.build_model(args, config), torch.device("cpu"))
     chapter.check_causal(args, model, torch.device("cpu"))
+    chapter.check_packing(args, model, torch.device("cpu"))
     samples, plain = packed_samples(chapter), plain_model(model)
     loss = loss_of_documents(plain, split_documents(chapter, samples))
     loss.backward()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from chats import write_conversations
+from chats import prepare_conversations
 from conftest import (
     MIXTURES,
     SCRIPTS,
@@ -218,7 +218,10 @@ def job_of(models, run, root, *more):
     for setting in settings.split("+"):
         args += flags[setting].split() if setting in flags else ["-m", models / setting]
     if LAYOUTS[name].chapter in FINE_TUNING:
-        args += ["--lr", 1e-3, "-s", 128, "-d", write_conversations(models, 100)]
+        names = [name for name in settings.split("+") if name not in flags]
+        model = models / names[0] if names else "tiny"
+        tokens = prepare_conversations(models, 100, model, 128)
+        args += ["--lr", 1e-3, "-s", 128, "-d", tokens]
     return LAYOUTS[name].chapter, [*args, "--save-dir", root, *more]
 
 

@@ -19,8 +19,8 @@ from chats import (
     loss_of_documents,
     plain_model,
     prepare,
+    prepare_conversations,
     split_documents,
-    write_conversations,
 )
 from conftest import SHORT, metrics, run_or_fail, user_error
 from families import ARGS, OWN_SETTINGS, fast_byte_tokenizer, make_hub_folder, shrink
@@ -48,7 +48,8 @@ def run_dir(base, tmp_path_factory):
     """Train adapters on two ranks; return the run's folder."""
     root = tmp_path_factory.mktemp("lora")
     args = [*SHORT, "-m", base, "--pretrained", "--lora-rank", RANK, "--lr", 0.03, "-s", 128]
-    args += ["-d", write_conversations(root, 100), "--num-steps", 4, "--save-dir", root]
+    tokens = prepare_conversations(root, 100, base, 128)
+    args += ["-d", tokens, "--num-steps", 4, "--save-dir", root]
     run_or_fail(2, [("lora", [*args, "-e", "run"])], root / "jobs")
     return root / "run"
 
@@ -70,7 +71,8 @@ def own_name(name):
 def test_gradients_are_those_of_peft(chapter, layout_models, tmp_path):
     """Compare with peft, which computes one conversation at a time."""
     peft = pytest.importorskip("peft", reason=WHY)
-    words = ["-m", layout_models / "llama", "-d", write_conversations(tmp_path)]
+    tokens = prepare_conversations(tmp_path, model=layout_models / "llama")
+    words = ["-m", layout_models / "llama", "-d", tokens]
     args, model, train_set, _ = prepare(chapter, *words, "--lora-rank", RANK)
     randomize_adapters(model)
     settings = {"lora_alpha": args.lora_alpha, "target_modules": args.lora_modules}
@@ -91,7 +93,8 @@ def test_gradients_are_those_of_peft(chapter, layout_models, tmp_path):
 
 
 def test_adapters_change_no_loss_before_the_first_step(chapter, layout_models, tmp_path):
-    words = ["-m", layout_models / "llama", "-d", write_conversations(tmp_path)]
+    tokens = prepare_conversations(tmp_path, model=layout_models / "llama")
+    words = ["-m", layout_models / "llama", "-d", tokens]
     args, model, train_set, held_out = prepare(chapter, *words)
     plain, device = plain_model(model), torch.device("cpu")
     with torch.no_grad():
@@ -259,7 +262,8 @@ def test_resume_with_a_different_rank_is_refused(chapter, capsys, run_dir):
 def test_tool_refuses_a_checkpoint_of_adapters_in_one_line(
     chapter, layout_models, tmp_path, monkeypatch, capsys, tool
 ):
-    words = ["-m", layout_models / "llama", "-d", write_conversations(tmp_path)]
+    tokens = prepare_conversations(tmp_path, model=layout_models / "llama")
+    words = ["-m", layout_models / "llama", "-d", tokens]
     args, model, *_ = prepare(chapter, *words)
     chapter.save_checkpoint(args, tmp_path, model, chapter.build_optimizer(args, model), 1, True)
     checkpoint, name = tmp_path / "checkpoints/step-00000001", tool.__name__

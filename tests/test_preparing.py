@@ -8,10 +8,8 @@ import lzma
 import os
 import random
 import shutil
-import sys
 import time
 from argparse import Namespace
-from contextlib import redirect_stderr, redirect_stdout
 from itertools import chain
 
 import datasets
@@ -21,6 +19,7 @@ import pyarrow.parquet
 import pytest
 from transformers import ByT5Tokenizer
 
+import preparing
 import recorded
 from conftest import (
     ROOT,
@@ -36,11 +35,9 @@ from conftest import (
     start_ranks,
     user_error,
 )
-from in_process import Captured
+from preparing import TOOL
 from runs import all_running, kill, last_logged_step, wait_for
 
-TOOL = ROOT / "preparing-data/prepare.py"
-MODULE = recorded.load(TOOL)
 LICENSE = (ROOT / "LICENSE").read_text()
 # The end-of-text token of the tiny model. Each other token is 3 plus the value of a byte.
 EOS = 1
@@ -62,19 +59,8 @@ def write_shards(folder, num_shards, num_documents, seed=0):
 
 
 def prepare(output, *words, part="0/1", status=0):
-    """Run prepare.py for one part, in this process; return its output."""
-    command = ["prepare.py", "-o", output, "--piece", 3000, "--workers", 1, "--part", part, *words]
-    out, found = Captured(), 0
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(out):
-        patch.setattr(sys, "argv", list(map(str, command)))
-        # Let monkeypatch restore this variable, which prepare.py sets.
-        patch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-        try:
-            MODULE.main()
-        except SystemExit as stop:
-            found = stop.code
-    assert found == status, out.getvalue()
-    return out.getvalue()
+    """Run prepare.py for one part, with small pieces; return its output."""
+    return preparing.prepare(output, "--piece", 3000, "--part", part, *words, status=status)
 
 
 def contents(folder):

@@ -5,14 +5,15 @@ The expected texts are written without the templates, so that they can check the
 
 import copy
 import json
+from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
-import recorded
-from conftest import ROOT, prepare_training
+import preparing
+from conftest import prepare_training
 
 FLAGS = "--device cpu --precision fp32 -s 256 -b 2 --global-batch-size 8 --eval-samples 1".split()
 
@@ -43,18 +44,44 @@ QWEN3 = """
 <|im_start|>assistant
 {% endif -%}
 """
-TEMPLATES = {"built-in": None, "llama3": LLAMA3, "qwen3": QWEN3}
+# As in Llama 2: an answer begins with a space, and the template has no prompt for it.
+LLAMA2 = """{% for message in messages -%}
+{% if message.role == "assistant" %} {{ message.content | trim }} </s>
+{%- elif message.role == "user" %}<s>[INST] {{ message.content | trim }} [/INST]
+{%- else %}<<SYS>>{{ message.content | trim }}<</SYS>>{% endif %}
+{%- endfor %}"""
+# As in Phi-3: the end of the text follows the last answer.
+PHI3 = """{% for message in messages -%}
+<|{{ message.role }}|>
+{{ message.content }}<|end|>
+{% endfor %}{{ "<|assistant|>\n" if add_generation_prompt else "<|endoftext|>" }}"""
+# As in ChatML: a conversation without a system turn gets one.
+CHATML = """{% if messages[0].role != "system" %}<|im_start|>system
+Help.<|im_end|>
+{% endif %}{% for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{{ "<|im_start|>assistant\n" if add_generation_prompt }}"""
+TEMPLATES = {"built-in": None, "llama2": LLAMA2, "llama3": LLAMA3, "qwen3": QWEN3, "phi3": PHI3}
+TEMPLATES |= {"chatml": CHATML}
 
 
 def expected_documents(name, messages):
     """Return the documents of a conversation, each as a list of (text, whether it is learned)."""
-    if name == "qwen3":
-        # Each answer ends a separate document, where earlier answers have no thoughts.
-        ends = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
-        thinking = any("</think>" in messages[end]["content"] for end in ends[:-1])
-        if thinking:
-            return [last_answer(messages[: end + 1]) for end in ends]
+    ends = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
+    # Each answer ends a separate document if the template changes it once another turn follows.
+    if name == "phi3":
+        return [phi3_document(messages[: end + 1]) for end in ends]
+    if name == "qwen3" and any("</think>" in messages[end]["content"] for end in ends[:-1]):
+        return [last_answer(messages[: end + 1]) for end in ends]
     return [trim([piece for turn in messages for piece in turn_text(name, turn)], name)]
+
+
+def phi3_document(messages):
+    """Return a document where only the last answer is learned, with the end of the text."""
+    texts = [f"<|{turn['role']}|>\n{turn['content']}<|end|>\n" for turn in messages[:-1]]
+    answer = f"{messages[-1]['content']}<|end|>\n<|endoftext|>"
+    return [("".join(texts) + "<|assistant|>\n", False), (answer, True)]
 
 
 def last_answer(messages):
@@ -75,12 +102,17 @@ def turn_text(name, turn):
         return [(f"{role}:\n", False), (content + "</s>" * is_answer, is_answer), ("\n", False)]
     if name == "llama3":
         return [(f"<h>{role}</h>\n\n", False), (f"{content.strip()}<e>", is_answer)]
+    if name == "llama2":
+        texts = {"user": f"<s>[INST] {content} [/INST]", "assistant": f" {content} </s>"}
+        return [(texts.get(role, f"<<SYS>>{content}<</SYS>>"), is_answer)]
     return [(f"<|im_start|>{role}\n", False), (f"{content}<|im_end|>", is_answer), ("\n", False)]
 
 
 def trim(document, name):
     """Add the text that a template puts first, and drop white space at the document's end."""
-    start = [("<s>system, 26 Jul 2024, 26 Jul 2024", False)] if name == "llama3" else []
+    start = [("<s>system, 2024-07-26, 26 Jul 2024", False)] if name == "llama3" else []
+    if name == "chatml" and not document[0][0].endswith("system\n"):
+        start = [("<|im_start|>system\nHelp.<|im_end|>\n", False)]
     end = document[:-1] if document[-1] == ("\n", False) else document
     return start + end
 
@@ -106,17 +138,52 @@ def write_rows(path, rows):
     return path
 
 
-def write_conversations(folder, number=24):
-    """Write conversations to a file in the folder, unless it exists; return the file's path."""
-    path = folder / f"{number}-conversations.jsonl"
-    rows = [{"messages": turns} for turns in conversations(number)]
-    return path if path.exists() else write_rows(path, rows)
+def prepare_rows(folder, rows, *flags):
+    """Prepare rows of conversations or of pairs, as a reader would; return the folder of tokens."""
+    tokens = folder / "rows.tokens"
+    preparing.prepare(tokens, write_rows(folder / "rows.jsonl", rows), *flags)
+    return tokens
+
+
+def prepare_conversations(folder, number=24, model="tiny", seq_length=256):
+    """Prepare conversations for a model, unless they are there; return the folder of tokens."""
+    folder = folder / f"{number}-{seq_length}-{Path(model).name}"
+    if not folder.exists():
+        folder.mkdir()
+        rows = [{"messages": turns} for turns in conversations(number)]
+        prepare_rows(folder, rows, "--conversations", "-m", model, "-s", seq_length)
+    return folder / "rows.tokens"
+
+
+def prepare_pairs(folder, number=24, model="tiny", seq_length=256):
+    """Prepare pairs of answers for a model, unless they are there; return the folder of tokens."""
+    folder = folder / f"pairs-{number}-{seq_length}-{Path(model).name}"
+    if not folder.exists():
+        folder.mkdir()
+        prepare_rows(folder, pairs(number), "--preferences", "-m", model, "-s", seq_length)
+    return folder / "rows.tokens"
+
+
+def pairs(number=24):
+    """Return pairs of answers in the formats of data sets; the chosen answer is longer or not."""
+    rows = []
+    for index, turns in enumerate(conversations(number)):
+        *prompt, chosen = turns
+        rejected = chosen | {"content": f"{'No' * (index % 5)}, {index}."}
+        if index % 3 == 0:
+            rows.append({"prompt": prompt, "chosen": [chosen], "rejected": [rejected]})
+        elif index % 3 == 1:
+            rows.append({"chosen": [*prompt, chosen], "rejected": [*prompt, rejected]})
+        else:
+            row = {"prompt": prompt[-1]["content"], "chosen": chosen["content"]}
+            rows.append(row | {"rejected": rejected["content"]})
+    return rows
 
 
 def write_tokens(folder, samples):
     """Write samples for the tiny model to a folder, as prepare.py does; return the folder."""
     folder.mkdir()
-    tokenizer = recorded.load(ROOT / "preparing-data/prepare.py").fingerprint_of(ByT5Tokenizer())
+    tokenizer = preparing.MODULE.fingerprint_of(ByT5Tokenizer())
     index = {"tokenizer": tokenizer, "parts": 1, "dtype": str(samples.dtype).partition(".")[2]}
     (folder / "index.json").write_text(json.dumps(index))
     (folder / "part-0.json").write_text(json.dumps({"ended": True, "pieces": 1}))
@@ -179,6 +246,7 @@ def loss_of_documents(model, documents):
 
 def distances(chapter, args, model, train_set, loss, gradients):
     """Return the distances of the loss and of the gradients in step 1 from a reference."""
+    model.num_targets = chapter.answers_at(args, train_set, 1)
     found = chapter.forward_backward(args, model, train_set, 1, torch.device("cpu"))
     apart = []
     for name, weight in model.named_parameters():

@@ -1,0 +1,276 @@
+"""Preferences follow DPO of two plain models, one answer at a time, on any layout."""
+
+import shutil
+from argparse import Namespace
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+from transformers import AutoTokenizer, ByT5Tokenizer
+
+import preparing
+from chats import (
+    TEMPLATES,
+    pairs,
+    plain_model,
+    prepare,
+    prepare_conversations,
+    prepare_pairs,
+    prepare_rows,
+    split_documents,
+    write_rows,
+)
+from conftest import SCRIPTS, SHORT, metrics, run_command, run_or_fail, user_error
+from marks import slow
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def chapter(load, one_rank_group):
+    return load("preferences")
+
+
+# ---- a reference -----------------------------------------------------------------------------
+def log_prob(model, document):
+    """Return the summed log-probability of a document's answer; compute it alone."""
+    ids = torch.tensor([[token for token, _ in document]])
+    log_probs = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+    log_probs = log_probs.gather(-1, ids[0, 1:, None])[:, 0]
+    return log_probs[torch.tensor([is_learned for _, is_learned in document[1:]])].sum()
+
+
+def plain_step(model, reference, documents, beta):
+    """Return the metrics of DPO's mean loss over pairs, and compute its gradients."""
+    chosen, rejected = documents[::2], documents[1::2]
+    totals = torch.zeros(4, dtype=torch.float64)
+    for pair in zip(chosen, rejected, strict=True):
+        with torch.no_grad():
+            before = [log_prob(reference, document) for document in pair]
+        rewards = [beta * (log_prob(model, it) - old) for it, old in zip(pair, before, strict=True)]
+        margin = rewards[0] - rewards[1]
+        loss = -logsigmoid(margin) / len(chosen)
+        loss.backward()
+        share = torch.stack([margin > 0, margin, rewards[0]]).detach() / len(chosen)
+        totals += torch.cat([loss.detach()[None], share])
+    return totals
+
+
+def start(chapter, folder, *words):
+    """Prepare the references; return what a step needs, and the model before training."""
+    args, model, train_set, held_out = prepare(chapter, *words)
+    references = chapter.add_references(args, folder, model, train_set, held_out, 0, CPU)
+    return args, model, train_set, held_out, references
+
+
+def documents_of(chapter, args, train_set, step):
+    first = chapter.position_of(args, step)
+    positions = range(first, first + args.global_batch_size)
+    samples = torch.stack([train_set[position] for position in positions])
+    return split_documents(chapter, samples)
+
+
+def apart_in_step_2(chapter, folder, change=None, *words):
+    """Return how far metrics and gradients of step 2 are from the plain ones, relatively.
+
+    In step 1, the loss is ln 2 whatever is wrong. `change` may change the script after step 1.
+    """
+    args, model, train_set, held_out, _ = start(chapter, folder, "--lr", 0.01, *words)
+    reference, optimizer = plain_model(model), chapter.build_optimizer(args, model)
+    loss, _ = chapter.train_step(args, model, optimizer, train_set, 1, CPU)
+    assert loss[0].item() == pytest.approx(0.693147, abs=1e-6)
+    plain = plain_model(model)
+    expected = plain_step(plain, reference, documents_of(chapter, args, train_set, 2), args.beta)
+    if change:
+        change(chapter, args, folder, model, train_set, held_out)
+    model.num_targets = chapter.pairs_at(args, train_set, 2)
+    found = chapter.forward_backward(args, model, train_set, 2, CPU).double()
+    gradients = {name: weight.grad for name, weight in plain.named_parameters()}
+    apart = []
+    for name, weight in model.named_parameters():
+        if gradients[name].norm() > 1e-12:
+            gradient = weight.grad.full_tensor().double() - gradients[name]
+            apart.append((gradient.norm() / gradients[name].norm()).item())
+    return ((found - expected).norm() / expected.norm()).item(), max(apart)
+
+
+CASES = [("llama", "llama2", 2), ("mistral", "qwen3", 8)]
+CASES += [slow("gpt2", "phi3", 1), slow("qwen3", "chatml", 2), slow("llama", "built-in", 1)]
+CASES += [slow("llama", "llama3", 8)]
+
+
+@pytest.mark.parametrize("family, template, batch_size", CASES)
+def test_packed_gradient_is_that_of_two_plain_models(
+    chapter, layout_models, tmp_path, family, template, batch_size
+):
+    folder = shutil.copytree(layout_models / family, tmp_path / family)
+    if TEMPLATES[template]:
+        (folder / "chat_template.jinja").write_text(TEMPLATES[template])
+    words = ["-m", folder, "-d", prepare_pairs(tmp_path, model=folder), "-b", batch_size]
+    metrics_apart, gradient_apart = apart_in_step_2(chapter, tmp_path, None, *words)
+    assert metrics_apart < 1e-5 and gradient_apart < 1e-5
+
+
+# ---- controls: the comparison finds each of these mistakes --------------------------------------
+def see_each_other(chapter, *_):
+    """Let the answers of a pair read each other."""
+    from transformers import masking_utils
+
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+
+
+def mean_of_tokens(chapter, *_):
+    """Take the mean log-probability of an answer's tokens instead of their sum."""
+    summed = chapter.log_probs_of
+
+    def mean(args, model, batch):
+        is_learned = (batch & chapter.CONTEXT == 0).float()
+        documents = (batch & chapter.FIRST != 0).cumsum(1) - 1
+        counts = torch.zeros(len(batch), args.max_documents).scatter_add(1, documents, is_learned)
+        return summed(args, model, batch) / counts.clamp(min=1)
+
+    chapter.log_probs_of = mean
+
+
+def later_reference(chapter, args, folder, model, train_set, held_out):
+    """Compute the reference again after a step."""
+    chapter.add_references(args, folder / "later", model, train_set, held_out, 0, CPU)
+
+
+def mean_of_means(chapter, *_):
+    """Give each micro-batch the same weight, whatever its number of pairs."""
+    summed = chapter.loss_of
+
+    def mean(args, model, batch, references):
+        share = model.num_targets / chapter.count_pairs(batch).sum() / args.accumulation
+        return summed(args, model, batch, references) * share
+
+    chapter.loss_of = mean
+
+
+CONTROLS = [see_each_other, mean_of_tokens, later_reference, mean_of_means]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("control", CONTROLS)
+def test_comparison_finds_a_mistake(chapter, layout_models, tmp_path, control):
+    words = ["-m", layout_models / "llama", "-b", 1]
+    words += ["-d", prepare_pairs(tmp_path, model=layout_models / "llama")]
+    _, gradient_apart = apart_in_step_2(chapter, tmp_path, control, *words)
+    assert gradient_apart > 0.01
+
+
+# ---- runs ------------------------------------------------------------------------------------
+RUN = [*SHORT, "--lr", 0.003, "-s", 256, "--global-batch-size", 4, "--eval-samples", 3, "-b", 2]
+RUN += ["--num-steps", 8, "--eval-every", 4, "--log-every", 1, "--warmup-steps", 1]
+
+
+@pytest.mark.slow
+def test_stopped_run_reads_its_references_and_learns_on(tmp_path):
+    """Continue from step 4 on another number of ranks: a later reference would change the loss."""
+    tokens = prepare_pairs(tmp_path, 100)
+    args = [*RUN, "-d", tokens, "--checkpoint-every", 4, "--save-dir", tmp_path]
+    run_or_fail(1, [("preferences", [*args, "-e", "whole"])], tmp_path / "jobs1")
+    run = tmp_path / "stopped"
+    shutil.copytree(tmp_path / "whole", run)
+    shutil.rmtree(run / "checkpoints/step-00000008")
+    for path in (*run.glob("finished-*"), run / "metrics.jsonl"):
+        path.unlink()
+    run_or_fail(2, [("preferences", [*args, "-e", "stopped"])], tmp_path / "jobs2")
+    whole, stopped = metrics(tmp_path / "whole"), metrics(run)
+    assert sorted(stopped) == [5, 6, 7, 8]
+    for step, row in stopped.items():
+        for name in ("loss", "margin", "chosen_reward", "grad_norm"):
+            assert row[name] == pytest.approx(whole[step][name], rel=1e-4, abs=1e-5), (step, name)
+    assert whole[0]["val_loss"] == pytest.approx(0.693147, abs=1e-6)
+    assert whole[8]["accuracy"] > 0.9 and whole[8]["margin"] > whole[2]["margin"]
+
+
+@pytest.fixture(scope="module")
+def merged_into_lora(tmp_path_factory):
+    """Merge the diff of preferences into LoRA's script, as the page says; return its path."""
+    script = tmp_path_factory.mktemp("merged") / "on_lora.py"
+    shutil.copy(SCRIPTS["lora"], script)
+    parts = script, SCRIPTS["conversations"], SCRIPTS["preferences"]
+    assert run_command("git", "merge-file", "--theirs", *parts).returncode == 0
+    return script
+
+
+@pytest.mark.slow
+def test_adapters_learn_preferences_from_the_reference_of_the_frozen_model(
+    merged_into_lora, tmp_path
+):
+    """Adapters change nothing before step 1, so their references are those of the full model."""
+    args = [*RUN, "-d", prepare_pairs(tmp_path, 100), "--num-steps", 4, "--save-dir", tmp_path]
+    jobs = [("preferences", [*args, "-e", "full"]), (merged_into_lora, [*args, "-e", "lora"])]
+    run_or_fail(1, jobs, tmp_path / "jobs")
+    full, lora = (torch.load(tmp_path / it / "references/log_probs.pt") for it in ("full", "lora"))
+    for expected, found in zip(full, lora, strict=True):
+        values = expected.view(torch.float64), found.view(torch.float64)
+        # LoRA's frozen weights are in bf16.
+        assert torch.allclose(*values, rtol=0.02) and values[0].abs().max() > 1
+    assert metrics(tmp_path / "lora")[4]["margin"] > 0
+
+
+# ---- files -----------------------------------------------------------------------------------
+def test_formats_of_pairs_give_the_same_tokens(tmp_path):
+    ask, yes, no = (
+        {"role": role, "content": text}
+        for role, text in [("user", "Why?"), ("assistant", "Because."), ("assistant", "No.")]
+    )
+    rows = [{"prompt": "Why?", "chosen": "Because.", "rejected": "No."}]
+    rows.append({"prompt": [ask], "chosen": [yes], "rejected": [no]})
+    rows.append({"chosen": [ask, yes], "rejected": [ask, no]})
+    rows.append({"prompt": "Why?", "chosen": [ask, yes], "rejected": [ask, no]})
+    tokens = prepare_rows(tmp_path, rows, "--preferences", "-s", 128)
+    ids = torch.from_file(str(tokens / "000000.tokens"), size=4 * 128, dtype=torch.int32)
+    documents = split_documents(preparing.MODULE, ids.view(4, 128))
+    assert len(set(documents[::2])) == len(set(documents[1::2])) == 1 and len(documents) == 8
+    learned = [[token for token, is_learned in it if is_learned] for it in documents[:2]]
+    assert [ByT5Tokenizer().decode(ids) for ids in learned] == ["Because.</s>", "No.</s>"]
+
+
+MISTAKES = {
+    "column": ({"chosen": "a"}, "no columns chosen and rejected; the columns are: chosen"),
+    "same": ({"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are the same"),
+    "empty": ({"prompt": "q", "chosen": [], "rejected": []}, "it has no messages"),
+    "no prompt": ({"chosen": "a", "rejected": "b"}, "its first turn is by the assistant"),
+}
+
+
+@pytest.mark.parametrize("row, expected", MISTAKES.values(), ids=MISTAKES)
+def test_mistake_in_a_pair_is_reported_with_its_line(tmp_path, row, expected):
+    path = write_rows(tmp_path / "a.jsonl", [*pairs(2), row])
+    output = preparing.prepare(tmp_path / "a.tokens", path, "--preferences", status=2)
+    assert f"error: {path}, line 3: {expected}" in output
+
+
+def test_folder_of_another_kind_is_refused_by_each_script(load, chapter, capsys, tmp_path):
+    folders = {
+        "conversations": prepare_conversations(tmp_path),
+        "preferences": prepare_pairs(tmp_path),
+    }
+    expected = {
+        ("01", "conversations"): "holds conversations; train on it with fine-tuning/conversations",
+        ("01", "preferences"): "holds preferences; train on it with fine-tuning/preferences",
+        ("conversations", "preferences"): "holds preferences; train on it with",
+        ("preferences", "conversations"): "holds no pairs; write it with prepare.py --preferences",
+    }
+    for (name, kind), problem in expected.items():
+        args = Namespace(dataset_name=folders[kind], seq_length=256)
+        pieces = load(name).pieces_of(args, ByT5Tokenizer())
+        assert f"--dataset-name {folders[kind]}: {problem}" in user_error(capsys, next, pieces)
+    args = Namespace(dataset_name=folders["preferences"], seq_length=128)
+    problem = user_error(capsys, next, chapter.pieces_of(args, ByT5Tokenizer()))
+    assert f"--seq-length 128: {folders['preferences']} has samples of 256 tokens" in problem
+
+
+def test_template_of_a_folder_is_exported(chapter, layout_models, tmp_path):
+    folder = shutil.copytree(layout_models / "llama", tmp_path / "llama")
+    (folder / "chat_template.jinja").write_text(TEMPLATES["phi3"])
+    tokens = prepare_pairs(tmp_path, model=folder)
+    (folder / "chat_template.jinja").unlink()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    args = Namespace(dataset_name=tokens, seq_length=256)
+    next(chapter.pieces_of(args, tokenizer))
+    assert tokenizer.chat_template == TEMPLATES["phi3"]
