@@ -71,8 +71,6 @@ CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages -%}
 {{ message.role }}:
 {{ message.content }}{{ eos_token if message.role == "assistant" }}
 {% endfor %}{{ "assistant:\n" if add_generation_prompt }}"""
-# Some templates print today's date, with which the same command would write different tokens.
-DATE = datetime(2024, 7, 26)
 # Use one worker if all sources together have fewer bytes, because starting processes would take
 # longer than the processes save.
 SMALL = 2**26
@@ -448,6 +446,14 @@ def shards_of(name):
 
 
 # ---- tokens ----------------------------------------------------------------------------------
+class FixedDate(datetime):
+    """The date that chat templates print; with today's date, a command's tokens would change."""
+
+    @classmethod
+    def now(cls):
+        return cls(2024, 7, 26)
+
+
 @cache
 def load_tokenizer(name):
     """Return a model's tokenizer, as the chapters load it."""
@@ -458,6 +464,7 @@ def load_tokenizer(name):
 
     if not torch:
         del sys.modules["torch"]
+    transformers.utils.chat_template_utils.datetime = FixedDate
     tiny, from_pretrained = transformers.ByT5Tokenizer, transformers.AutoTokenizer.from_pretrained
     tokenizer = tiny() if name == "tiny" else from_pretrained(name)
     tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
@@ -656,7 +663,7 @@ def documents_of(tokenizer, messages, tools):
     Most conversations make one document. But some templates change an earlier turn when a later
     one follows, as Qwen3's template drops the earlier thoughts. Then a new document begins.
     """
-    options = {"tools": tools, "strftime_now": DATE.strftime, "date_string": f"{DATE:%d %b %Y}"}
+    options = {"tools": tools, "date_string": FixedDate.now().strftime("%d %b %Y")}
     render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
     text, answers = "", []
     for number, message in enumerate(messages):

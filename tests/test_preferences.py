@@ -222,9 +222,9 @@ def test_formats_of_pairs_give_the_same_tokens(tmp_path):
     rows.append({"prompt": [ask], "chosen": [yes], "rejected": [no]})
     rows.append({"chosen": [ask, yes], "rejected": [ask, no]})
     rows.append({"prompt": "Why?", "chosen": [ask, yes], "rejected": [ask, no]})
-    tokens = prepare_rows(tmp_path, rows, "--preferences", "-s", 128)
-    ids = torch.from_file(str(tokens / "000000.tokens"), size=4 * 128, dtype=torch.int32)
-    documents = split_documents(preparing.MODULE, ids.view(4, 128))
+    tokens = prepare_rows(tmp_path, rows, "--preferences", "-s", 64)
+    ids = torch.from_file(str(tokens / "000000.tokens"), size=4 * 64, dtype=torch.int32)
+    documents = split_documents(preparing.MODULE, ids.view(4, 64))
     assert len(set(documents[::2])) == len(set(documents[1::2])) == 1 and len(documents) == 8
     learned = [[token for token, is_learned in it if is_learned] for it in documents[:2]]
     assert [ByT5Tokenizer().decode(ids) for ids in learned] == ["Because.</s>", "No.</s>"]
