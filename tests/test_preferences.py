@@ -21,6 +21,7 @@ from chats import (
     write_rows,
 )
 from conftest import SCRIPTS, SHORT, metrics, run_command, run_or_fail, user_error
+from families import make_hub_folder
 from marks import slow
 
 CPU = torch.device("cpu")
@@ -198,17 +199,18 @@ def merged_into_lora(tmp_path_factory):
 
 @pytest.mark.slow
 def test_adapters_learn_preferences_from_the_reference_of_the_frozen_model(
-    merged_into_lora, tmp_path
+    merged_into_lora, layout_models, tmp_path
 ):
     """Adapters change nothing before step 1, so their references are those of the full model."""
-    args = [*RUN, "-d", prepare_pairs(tmp_path, 100), "--num-steps", 4, "--save-dir", tmp_path]
+    base = make_hub_folder(layout_models, tmp_path, "llama")
+    args = [*RUN, "-m", base, "--pretrained", "-d", prepare_pairs(tmp_path, 100, base)]
+    args += ["--num-steps", 4, "--save-dir", tmp_path]
     jobs = [("preferences", [*args, "-e", "full"]), (merged_into_lora, [*args, "-e", "lora"])]
     run_or_fail(1, jobs, tmp_path / "jobs")
     full, lora = (torch.load(tmp_path / it / "references/log_probs.pt") for it in ("full", "lora"))
     for expected, found in zip(full, lora, strict=True):
         values = expected.view(torch.float64), found.view(torch.float64)
-        # LoRA's frozen weights are in bf16.
-        assert torch.allclose(*values, rtol=0.02) and values[0].abs().max() > 1
+        assert torch.allclose(*values, rtol=1e-5) and values[0].abs().max() > 1
     assert metrics(tmp_path / "lora")[4]["margin"] > 0
 
 
@@ -246,10 +248,8 @@ def test_mistake_in_a_pair_is_reported_with_its_line(tmp_path, row, expected):
 
 
 def test_folder_of_another_kind_is_refused_by_each_script(load, chapter, capsys, tmp_path):
-    folders = {
-        "conversations": prepare_conversations(tmp_path),
-        "preferences": prepare_pairs(tmp_path),
-    }
+    folders = {"conversations": prepare_conversations(tmp_path)}
+    folders["preferences"] = prepare_pairs(tmp_path)
     expected = {
         ("01", "conversations"): "holds conversations; train on it with fine-tuning/conversations",
         ("01", "preferences"): "holds preferences; train on it with fine-tuning/preferences",
