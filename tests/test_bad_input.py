@@ -31,8 +31,8 @@ CASES = {
     "no cuda": ("--device cuda", "torch finds no working GPU; repair the driver, or pass"),
     "nothing pretrained": ("--pretrained", "--pretrained: cannot read the safetensors files of"),
     "unknown model": ("-m nosuch/model", "--model-name nosuch/model:"),
-    "no tokenizer": ("-m {files}/no-tokenizer", "found no tokenizer with an end-of-text token"),
-    "small embedding": ("-m {files}/small-embedding", "found no embedding for token id 383"),
+    "no tokenizer": ("-m {files}/no-tokenizer", "needs a tokenizer with an end-of-text token"),
+    "small embedding": ("-m {files}/small-embedding", "vocab_size must exceed token id 383"),
     "unknown data": ("-d nosuch/data", "--dataset-name nosuch/data:"),
     "missing file": ("-d nosuch.txt", "--dataset-name nosuch.txt: "),
     "text file": ("-d {files}/text.txt", "prepare it: python preparing-data/prepare.py -m tiny -o"),
@@ -94,7 +94,7 @@ def test_resume_with_different_arguments_changes_nothing(
     [
         slow("02", "-d {files}/text.txt", "prepare it: python preparing-data/prepare.py -m tiny"),
         ("02", "--global-batch-size 9", "--global-batch-size 9: not divisible by 2 data-parallel"),
-        slow("04", "--replicas 3", "--replicas 3 is not a divisor of 2 data-parallel ranks"),
+        slow("04", "--replicas 3", "--replicas 3: not a divisor of 2 ranks; use a divisor"),
         exhaustive("06", "--tensor-parallel-size 2 -m {models}/gpt2", "--tensor-parallel-size 2:"),
     ],
 )

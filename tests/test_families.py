@@ -322,7 +322,7 @@ def distance_from_documents_alone(chapter, folder):
     loss.backward()
     if not loss.isfinite():
         # Refuse as the script does at its first log line.
-        refuse("a gradient in steps 1 to 1 was not finite; none is saved")
+        refuse("a gradient in steps 1 to 1 was not finite; lower --lr")
     grads = {name: weight.grad for name, weight in plain.named_parameters()}
     norms = {name: 0.0 if grad is None else grad.norm() for name, grad in grads.items()}
     # Ignore much smaller gradients, because float32 makes them inexact even without packing.

@@ -94,7 +94,7 @@ def test_newest_start_of_a_run_owns_its_folder(load, one_rank_group, tmp_path, c
     # The exchange of the current answer has already started, so only the next answer shows the new
     # start.
     assert [next(stops), next(stops)] == [False, True]
-    assert "process 7 on h2 has started the same run, so this one stops" in capsys.readouterr().out
+    assert "process 7 on h2 has started the same run; this process stops" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -369,7 +369,7 @@ BAD = {
     "--gpus-per-node 0": "--gpus-per-node: must be at least 1, not 0",
     "--gpus-per-node 3 --layouts": "--layouts: no layout has a plan",
     "--gpus-per-node 2 --nodes 2 --tensor-parallel-size 4": "not a divisor of --gpus-per-node 2",
-    "-m meta-llama/Llama-3.1-8B --config vocab_size=1000": "no embedding for token id 128255",
+    "-m meta-llama/Llama-3.1-8B --config vocab_size=1000": "vocab_size must exceed token id 128255",
     "--context-parallel-size 8 --context-parallel-style ulysses": "4 key-value heads for 8 ranks",
     "-m nosuch.json": "--model-name nosuch.json: file not found",
     "-m {folder}/broken.json": "broken.json:",

@@ -93,8 +93,8 @@ def test_published_model_is_read_and_written_as_published(
 
 # ---- files that do not fit the model ---------------------------------------------------------
 UNFIT = {
-    "prefix": "lack lm_head.weight (39 weights)",
-    "missing": "lack model.layers.1.mlp.up_proj.weight (1 weights)",
+    "prefix": "lacks lm_head.weight (39 weights); check its files",
+    "missing": "lacks model.layers.1.mlp.up_proj.weight (1 weights); check its files",
     "vocabulary": "You set `ignore_mismatched_sizes` to `False`",
     "fp8": "its weights are quantized; choose a model with bf16 weights",
     "truncated": "incomplete metadata, file not fully covered",
@@ -104,7 +104,7 @@ UNFIT = {
 }
 # Chapter 05 reads the files itself, and reports more problems.
 UNFIT_FOR_05 = UNFIT | {
-    "vocabulary": "lack lm_head.weight (2 weights)",
+    "vocabulary": "lacks lm_head.weight (2 weights); check its files",
     "int8": "are quantized; choose a bf16 copy",
 }
 
