@@ -509,7 +509,7 @@ def check_model(args, model):
     has_cap = any(getattr(model.config, cap, None) for cap in caps)
     name = args.model_name
     problems = [
-        (has_cap, f"--model-name {name}: the chunked loss cannot cap logits; choose another model"),
+        (has_cap, f"--model-name {name}: the chunked loss caps no logits; use a different model"),
     ]
     tensor_size, has_mask = args.tensor_parallel_size, needs_mask(args, model)
     if tensor_size > 1:

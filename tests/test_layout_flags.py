@@ -47,7 +47,7 @@ WRONG = [
     ("09", 2, f"{EP2} {TP2} -m gpt_oss", "the plan of gpt_oss does not say how to split model"),
     ("09", 2, f"{EP2} -m qwen3_moe --recompute selective", "selective: layers with split experts"),
     ("09", 1, RATE, "--expert-balance-rate 0.1: the routers of tiny have no bias for balancing"),
-    ("05", 1, "-m gemma3_text", "the chunked loss cannot cap logits; choose another model"),
+    ("05", 1, "-m gemma3_text", "the chunked loss caps no logits; use a different model"),
 ]
 
 

@@ -487,7 +487,7 @@ def check_model(args, model):
     has_cap = any(getattr(model.config, cap, None) for cap in caps)
     name = args.model_name
     problems = [
-        (has_cap, f"--model-name {name}: the chunked loss cannot cap logits; choose another model"),
+        (has_cap, f"--model-name {name}: the chunked loss caps no logits; use a different model"),
     ]
     for has_problem, problem in problems:
         if has_problem:
