@@ -39,7 +39,7 @@ EFFICIENCY = {True: 0.396, False: 0.342}
 # a 400 Gb/s adapter (issue 290).
 SPEEDS = {
     "--gpu-tflops": (989.0, "dense TFLOP/s of a GPU in --precision"),
-    "--latency": (1.0, "multiple of NCCL's estimates per hop"),
+    "--latency": (1.0, "factor for NCCL's estimates of a hop's latency"),
     "--nvlink-gbs": (370.0, "GB/s that a GPU sends inside its node"),
     "--network-gbs": (47.0, "GB/s, a GPU's share of the network"),
     "--gpu-bandwidth-gbs": (3350.0, "GB/s of a GPU's own memory"),
@@ -60,7 +60,7 @@ NCCL = {
 
 
 def active_numbers(model):
-    """Return the number of weights in the layers that a token uses, with only a few experts."""
+    """Return the number of weights that a token uses in the layers, which is a few experts each."""
     num_used, total = getattr(model.config, "num_experts_per_tok", None) or 1, 0
     for layer in newest_chapter().layers_of(model.built):
         for name, weight in layer.named_parameters():
@@ -71,7 +71,7 @@ def active_numbers(model):
 
 
 def forward_flops(setting):
-    """Return the FLOPs of a token's forward pass: of a layer's matrices and attention, of the head.
+    """Return a token's forward FLOPs in a layer's matrices, in a layer's attention, in the head.
 
     A token needs 2 FLOPs per weight and, for attention, 4 × width × sequence length in each layer:
     PaLM, appendix B, https://arxiv.org/abs/2204.02311. Looking up an embedding needs no FLOPs.
@@ -135,7 +135,7 @@ def ring(setting, name):
 
 
 def overlapped(count, compute, communication):
-    """Return the seconds of `count` layers if all but one communicate while another computes."""
+    """Return the seconds of `count` layers that communicate while a neighboring layer computes."""
     return compute + (count - 1) * max(compute, communication)
 
 
@@ -177,7 +177,7 @@ class StepTime:
         self.seconds += self.optimizer_step(len(stages))
 
     def send(self, name, kind, size, times=1):
-        """Count a collective that is sent `times` times; return the seconds of one of them."""
+        """Count `times` equal collectives; return the seconds of a single collective."""
         ranks, nodes, gbs = ring(self.setting, name)
         seconds, sent = collective(self.setting, kind, size, ranks, nodes, gbs)
         self.busy[name] += times * seconds
