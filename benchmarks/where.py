@@ -1,4 +1,4 @@
-"""Measure where the time of a step goes: computing, waiting for other ranks, for data, the host.
+"""Measure how a step spends its time: on computation, on waits for ranks or data, on the host.
 
 Here:    python benchmarks/where.py --output benchmarks/results/where.json
 Closer:  python benchmarks/where.py --only 02 --trace traces
@@ -194,7 +194,7 @@ def where(args, folder):
 
 def add_flags(add):
     """Declare the flags."""
-    add("--steps", type=int, default=50, help="that are traced in each run")
+    add("--steps", type=int, default=50, help="steps to trace in each run")
     add("--trace", type=Path, metavar="FOLDER", help="keep the traces of all ranks there")
 
 

@@ -92,7 +92,7 @@ def read_ranks(run, ahead=0.0):
     now = time.time() + ahead
     paths = sorted((run / "ranks").glob("[0-9]*[0-9].json"))
     ranks = {int(path.stem): files for path in paths if (files := read_rank(path, now))}
-    # Files of ranks that started long before the others are left over from an earlier start.
+    # Drop ranks that started long before the others, because an earlier start has left their files.
     latest = min((files["runs"] for files in ranks.values()), default=0)
     return {rank: files for rank, files in ranks.items() if files["runs"] < latest + 30}
 

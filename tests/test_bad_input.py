@@ -1,4 +1,4 @@
-"""A user's mistake costs one line that names the value, exit status 2, and no file."""
+"""Test that a user's mistake costs one line that names the value, exit status 2, and no file."""
 
 import shutil
 import subprocess
@@ -75,7 +75,7 @@ def times_of(folder):
 def test_resume_with_different_arguments_changes_nothing(
     files, models, small_tokens, tmp_path, chapter, ranks, other
 ):
-    """The error names the value of the checkpoint and the value of the command."""
+    """Check that the error names the value of the checkpoint and the value of the command."""
     other_tokens = prepare_tokens(files / "text.txt", tmp_path / "other.tokens")
     args = [*SHORT, "-d", small_tokens(), "--num-steps", 4, "--save-dir", tmp_path, "-e", "run"]
     run_or_fail(ranks, [(chapter, args)], tmp_path / "first")
@@ -99,14 +99,14 @@ def test_resume_with_different_arguments_changes_nothing(
     ],
 )
 def test_only_one_rank_reports_a_mistake(files, models, tmp_path, chapter, arguments, expected):
-    """Rank 0 fails while rank 1 waits for it, or before the ranks know each other."""
+    """Let rank 0 fail while rank 1 waits for it, or before the ranks know each other."""
     args = [*SHORT, *arguments.format(files=files, models=models).split()]
     check_two_ranks_fail(chapter, args, expected, tmp_path, tmp_path / "runs")
 
 
 @pytest.mark.parametrize("chapter", [slow("01"), *map(exhaustive, ("02", "04", "05"))])
 def test_full_disk_loses_no_checkpoint(small_disk, tmp_path, chapter):
-    """The third save fails; when there is space, the run continues from the second save."""
+    """Let the third save fail; with space again, the run continues from the second save."""
     num_ranks = 1 if chapter == "01" else 2
     # Chapter 05 saves in the background, and learns of the failed save in its next save.
     steps = 8 if chapter == "05" else 6

@@ -57,7 +57,7 @@ RARE += ["llama4_text+attention_chunk_size=8"]
 
 @pytest.fixture
 def poisoned_memory():
-    """Have torch fill new memory with NaN."""
+    """Let torch fill new memory with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -65,7 +65,7 @@ def poisoned_memory():
 
 @pytest.mark.parametrize("kind", MODERN)
 def test_initial_values_are_set_and_equal_in_chapter_05(load, monkeypatch, poisoned_memory, kind):
-    """Weights and buffers have the same bits, and no NaN, which would equal nothing."""
+    """Check that weights and buffers have the same bits, and no NaN, which would equal nothing."""
     first, last, args = load("01"), load("05"), argparse.Namespace(**ARGS)
     monkeypatch.setattr(last, "fully_shard_to_sum", lambda *_, **__: None)
     monkeypatch.setattr(last, "build_mesh", lambda *_: {"shard": None})
@@ -160,7 +160,7 @@ def test_autocast_computes_experts_in_its_precision(models, tmp_path, chapter, p
 
 
 def test_cut_export_is_refused(load, one_rank_group, monkeypatch, tmp_path):
-    """On some full disks, a file is cut without an error."""
+    """Cut a file of an export, as some full disks do without an error."""
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     chapter, words = load("04"), ["--save-dir", tmp_path, "-s", 16, "--device", "cpu"]
     args, model, *_ = prepare_training(chapter, *words)
@@ -241,7 +241,7 @@ def train(family, chapter, folder, tokens):
 
 @pytest.mark.slow
 def test_weights_without_gradients_train_under_ddp(tmp_path, license_tokens):
-    """The weights that choose the tokens of sparse attention get no gradient."""
+    """Train sparse attention, where the weights that choose the tokens get no gradient."""
     save_small_model("deepseek_v32", tmp_path / "deepseek_v32")
     curves = [
         train("deepseek_v32", chapter, tmp_path, license_tokens)[0] for chapter in ("01", "02")
@@ -293,7 +293,7 @@ LENGTHS = [[13, 8, 11], [5, 27], [32], [1, 2, 29]]
 
 
 class RefusedError(Exception):
-    """The script has refused a model."""
+    """Report that the script has refused a model."""
 
 
 def refuse(message):

@@ -1,4 +1,4 @@
-"""Tests of the planner's form: its JavaScript finds the layouts that the command line finds."""
+"""Test that the planner's form finds the layouts that the planner's command line finds."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""kill -9 at any moment: each named checkpoint is complete, and the curve stays unchanged."""
+"""Test that kill -9 at any moment leaves complete checkpoints, and does not change the curve."""
 
 import os
 import random

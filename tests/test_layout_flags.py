@@ -1,4 +1,4 @@
-"""Wrong flags that split a model or a sequence stop the run; right flags share the batch."""
+"""Test that wrong flags of a layout stop the run, and that right flags share the batch."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""A model has the same gradients, whether or not ranks split its matrices or experts."""
+"""Test that gradients stay the same when ranks split a model's matrices or experts."""
 
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
