@@ -945,8 +945,8 @@ def gathered_attention(mesh, mask, module, query, key, value, attention_mask, **
     # ranks.
     key, value = (full_weight(DTensor.from_local(x, mesh, [Shard(2)])) for x in (key, value))
     key, value = key[:, :, :end], value[:, :, :end]
-    # Flash attention takes grouped heads. The kernels for fp32 do not, so sdpa_attention_forward()
-    # copies keys and values for each query head. It also reports a softcap, which SDPA lacks.
+    # In fp32, no kernel accepts grouped heads, so let sdpa_attention_forward() copy keys and values
+    # for each query head. This function also reports a softcap, which SDPA lacks.
     takes_groups = query.dtype != torch.float32 and use_gqa_in_sdpa(None, key, value)
     if not takes_groups or options.get("softcap"):
         return sdpa_attention_forward(module, query, key, value, mask, **options)

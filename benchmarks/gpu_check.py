@@ -198,7 +198,7 @@ def difference(job, reference):
 
 
 def follow(bench, chapter, flags, runs):
-    """Compare the losses of runs with those of a chapter in fp32 on the CPU.
+    """Compare the losses of runs with the losses of a chapter in fp32 on the CPU.
 
     `runs` has arguments of Bench.train() by name: a script, its flags and its number of ranks.
     """

@@ -119,7 +119,7 @@ def mark(owner, function, name):
 def traced_window(path):
     """Trace a window of steps, and write the trace to a file."""
     with profile() as profiler:
-        # Start together, because one rank's profiler may start later than the others.
+        # Start all ranks together, because their profilers may start at different times.
         if dist.is_initialized():
             dist.barrier()
         with record_function("window"):

@@ -285,7 +285,7 @@ def peaks_of(command, ranks, *more_arguments):
 def peak_of(command, args):
     """Return the bytes of all tensors of the fullest rank of a command, at its fullest moment.
 
-    Run at most two micro-batches per stage: without a pipeline, later ones add nothing to the peak.
+    Run at most two micro-batches per stage: without a pipeline, more of them do not raise the peak.
     A pipeline keeps hidden states of each micro-batch: with all 64 micro-batches of chapter 07, the
     peak is 1.5% higher. Run a deep model with two small numbers of layers, and extend the line
     through the two peaks of each phase to the real number of layers.

@@ -41,7 +41,7 @@ from marks import exhaustive, slow
 from runs import call_on_ranks, evaluate_export
 
 RESULTS = ROOT / "benchmarks/results/families.json"
-# Chapter 01 trains on one rank, and the others on two.
+# Chapter 01 trains on one rank, and the other chapters train on two ranks.
 CHAPTERS = ("01", "02", "04", "05", "06", "07", "08")
 FLAGS = """--device cpu --precision fp32 -s 32 --global-batch-size 4 -b 2 --num-steps 4
     --log-every 1 --eval-samples 4 --warmup-steps 1""".split()
@@ -109,7 +109,7 @@ def test_only_plain_causal_attention_needs_no_mask(load, kind, settings, is_need
     ("kind", "settings"),
     [
         ("bert", {}),
-        # The early logits of RoCBert depend less on later tokens than those of all other families.
+        # The early logits of RoCBert depend less on later tokens than those of any other family.
         ("roc_bert", {}),
         ("gemma3_text", {"use_bidirectional_attention": True}),
         ("llama", {"is_causal": False}),

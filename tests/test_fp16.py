@@ -22,7 +22,7 @@ def script(load, one_rank_group):
 
 
 def take_step(script, *words):
-    """Take one step; return the arguments, model, optimizer, samples, old tensors and norm."""
+    """Run one step; return the arguments, model, optimizer, samples, old tensors and norm."""
     args, model, optimizer, train_set, _ = prepare_training(script, *ARGS, *words)
     before = [tensor.clone() for tensor in tensors_of(model, optimizer)]
     _, norm = script.train_step(args, model, optimizer, train_set, 1, DEVICE)

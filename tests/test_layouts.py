@@ -315,7 +315,7 @@ REPEATED += [exhaustive("ulysses2@plain")]
 
 @pytest.mark.parametrize("resumed", REPEATED)
 def test_resume_repeats_every_bit(layout_models, tmp_path, resumed):
-    """Take the last two steps of a run a second time."""
+    """Run the last two steps of a run a second time."""
     ranks, more = LAYOUTS[resumed.partition("@")[0]].ranks, ["--checkpoint-every", 2, "-e"]
     job = job_of(layout_models, resumed, tmp_path, *more, "entire")
     run_or_fail(ranks, [job], tmp_path / "jobs")

@@ -145,7 +145,7 @@ def test_more_ranks_than_gpus_is_an_error(run_rank, monkeypatch):
     "rank, variables, words",
     [
         (0, {}, "these ranks did not connect to 127.0.0.1:"),
-        # Gloo needs both interfaces. For NCCL, one of them would be enough.
+        # Gloo needs both interfaces, but NCCL would need only one interface.
         (0, {"GLOO_SOCKET_IFNAME": "lo,eth9"}, "Unable to find address for: eth9"),
         (1, {}, "Connection refused; set MASTER_ADDR to the node of rank 0, and MASTER_PORT"),
     ],

@@ -60,8 +60,8 @@ PHASES = {
 OUTSIDE = ["start", "between steps"]
 # The functions of a script that the dry run replaces by empty functions.
 SKIPPED = ["read_weights", "save_checkpoint"]
-# The dry run replaces these functions of a script, or needs their calls. Without one of them, the
-# script would read data, write files, or train without an end.
+# The dry run replaces these functions of a script, or needs their calls. If a function is missing,
+# the script would read data, write files, or train without an end.
 NEEDED = "parse_args setup build_model build_data Samples load_checkpoint save_checkpoint".split()
 NEEDED += ["train_step", "main"]
 # The dry run refuses scripts that import these frameworks, because it cannot simulate them.

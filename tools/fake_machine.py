@@ -33,7 +33,7 @@ GPUS = {
     "H200-141GB": ("NVIDIA H200", 140, (9, 0)),
     "B200-180GB": ("NVIDIA B200", 179, (10, 0)),
 }
-# On a GPU, autocast computes the first operations in bf16 or fp16, and the others in float32.
+# On a GPU, autocast computes HALF in bf16 or fp16, and FULL in float32.
 HALF = "mm addmm bmm baddbmm matmul linear conv1d einsum".split()
 FULL = "pow rsqrt layer_norm softmax log_softmax nll_loss sum cumsum norm".split()
 # Keep these objects, because their registrations end when they are deleted.

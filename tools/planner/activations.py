@@ -206,7 +206,7 @@ def small_model(setting):
     # Shorten this list, because some families have derived it from the original number of layers.
     if config.to_dict().get("layer_types"):
         config.layer_types = config.layer_types[:2]
-    # If a mixture begins with layers without experts, keep one of them and one layer with experts.
+    # If a mixture begins with plain layers, keep one plain layer and one layer with experts.
     for name, most in {"first_k_dense_replace": 1, "decoder_sparse_step": 2}.items():
         if getattr(config, name, None):
             setattr(config, name, min(most, getattr(config, name)))

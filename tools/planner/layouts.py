@@ -175,7 +175,7 @@ def layout_of(args, chapter, words, layout_words):
 
 
 def last_of_each(words):
-    """Drop repeated flags from a command line: the last value of a flag overrides its others."""
+    """Drop the values of a command line that a later value of the same flag overrides."""
     flags = {}
     for word in words:
         if re.match("--?[a-z]", word):

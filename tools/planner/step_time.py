@@ -9,7 +9,7 @@ that a GPU reaches (`--flops-efficiency`). The other assumptions:
   full recomputation. Selective recomputation costs no time.
 - The gather of a layer runs during the computation of the previous layer, and so do reductions.
   Nothing hides the collectives of ranks that split a layer (TP), a sequence (CP) or experts (EP).
-- DDP reduces one layer at a time, so its buckets are larger than the real ones.
+- DDP reduces one layer at a time, so its buckets are larger than real buckets.
 - Copies of offloaded shards run in line with their collectives, and AdamW then runs on the host.
   From the second micro-batch on, a rank waits until gradients have been copied and added up.
 - A pipeline gathers once per step, reduces at its end, and is as fast as its slowest stage.
@@ -215,7 +215,7 @@ class StepTime:
         seconds = self.send("context", "all-gather", size, times)
         self.forward += seconds
         self.backward += (1 + repeats) * seconds
-        # EP: tokens travel to their experts, and results back; the backward pass sends both again.
+        # EP: tokens travel to their experts, and results back; the backward pass sends gradients, too.
         choices = getattr(config, "num_experts_per_tok", None) or 0
         size = choices * hidden / setting.tensor_parallel_size
         share = sum(any(isinstance(s, ExpertShape) for s in layer) for layer in self.model.layers)

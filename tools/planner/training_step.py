@@ -332,7 +332,7 @@ def shards_of(shapes, setting):
 
 
 def model_of(config, tp_size=1):
-    """Return the shapes of a model on one of `tp_size` ranks; build it once, without memory."""
+    """Return the shapes of a model on one of `tp_size` ranks; build each model only once."""
     key = (config.to_json_string(), tp_size)
     if key not in BUILT_MODELS:
         with torch.device("meta"):

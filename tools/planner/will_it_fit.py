@@ -264,7 +264,7 @@ def checkpoint_text(args, plan):
 
 
 def speed_text(args, plan):
-    """Return the speed of a plan as text, how long --tokens take, and what Slurm must know."""
+    """Return the speed of a plan as text, with the time for --tokens and the setting for Slurm."""
     speed = plan["speed"]
     text = f"{speed['tokens_per_second']:,.0f} tokens/s per GPU, {speed['mfu']:.1%} MFU, "
     text += f"{speed['exposed']:.1%} of a step waits for communication"
