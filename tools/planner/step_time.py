@@ -215,7 +215,7 @@ class StepTime:
         seconds = self.send("context", "all-gather", size, times)
         self.forward += seconds
         self.backward += (1 + repeats) * seconds
-        # EP: tokens travel to their experts, and results back; the backward pass sends gradients, too.
+        # EP: tokens travel to their experts, and results back; the backward pass sends gradients.
         choices = getattr(config, "num_experts_per_tok", None) or 0
         size = choices * hidden / setting.tensor_parallel_size
         share = sum(any(isinstance(s, ExpertShape) for s in layer) for layer in self.model.layers)
