@@ -92,7 +92,7 @@ def parse_args(argv=None):
     add("--gpus", type=at_least(1), required=True, help="number of GPUs, with a rank on each")
     add("--gpus-per-node", type=at_least(1), default=8, help="GPUs of a node")
     add("--gpu", choices=fake_machine.GPUS, default="H100-80GB", help="kind of the GPUs")
-    rank_help = "ranks to run, such as 0 7 last; None: one rank of each kind"
+    rank_help = "ranks to run, such as 0 7 last; None: first and last of each kind"
     add("--rank", nargs="+", type=rank_number, help=rank_help)
     add("--json", action="store_true", help="print all numbers as JSON, in bytes and seconds")
     add("--gpu-overhead-gib", type=at_least(0.0), default=3.0, help="GiB of CUDA, NCCL and cuBLAS")

@@ -60,7 +60,7 @@ NCCL = {
 
 
 def active_numbers(model):
-    """Return the number of weights that a token uses in the layers, which is a few experts each."""
+    """Return the number of weights in the layers, with only the experts that a token uses."""
     num_used, total = getattr(model.config, "num_experts_per_tok", None) or 1, 0
     for layer in newest_chapter().layers_of(model.built):
         for name, weight in layer.named_parameters():
