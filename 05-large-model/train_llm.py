@@ -120,7 +120,7 @@ def parse_args():
     add("--eval-samples", type=positive, default=64, help="number of samples to hold out")
     add("--log-every", type=positive, default=10, help="steps between log lines")
     add("--wandb", choices=["disabled", "offline", "online"], default="disabled", help="wandb mode")
-    add("--dist-timeout", type=positive, default=600, help="most seconds to wait for other ranks")
+    add("--dist-timeout", type=positive, default=600, help="seconds to wait for other ranks")
     add("--checkpoint-async", action="store_true", help="write checkpoints in the background")
 
     args = parser.parse_args()
@@ -146,7 +146,7 @@ def parse_args():
         problem = f"not divisible by {num_data_ranks} data-parallel ranks; choose a multiple"
         fail(f"--global-batch-size {args.global_batch_size}: {problem}")
     if num_data_ranks % args.replicas:
-        fail(f"--replicas {args.replicas} is not a divisor of {num_data_ranks} data-parallel ranks")
+        fail(f"--replicas {args.replicas}: not a divisor of {num_data_ranks} ranks; use a divisor")
     sizes = range(1, args.batch_size + 1)
     args.micro_batch_size = max(size for size in sizes if local_batch_size % size == 0)
     args.accumulation = local_batch_size // args.micro_batch_size
@@ -200,7 +200,7 @@ def setup(args):
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=args.dist_timeout))
-    # DDP: NCCL connects the ranks in the first operation, so let all ranks take part in that one.
+    # DDP: NCCL connects the ranks in the first operation, so let all ranks take part in it.
     dist.all_reduce(torch.zeros((), device=device))
     # DDP: only rank 0 prints to stdout and talks to wandb.
     if dist.get_rank() != 0:
@@ -273,7 +273,7 @@ def stop_requests(run_dir):
     stop = False
     while True:
         if dist.get_rank() == 0 and newest.exists() and newest.read_text() != PROCESS:
-            print(f"{run_dir}: {newest.read_text()} has started the same run, so this one stops")
+            print(f"{run_dir}: {newest.read_text()} has started the same run; this process stops")
             received.append(newest)
         requested = received or (dist.get_rank() == 0 and (run_dir / "stop").exists())
         any_requested = torch.tensor(bool(requested), dtype=torch.int32)
@@ -326,10 +326,10 @@ def build_tokenizer_and_config(args):
     except (OSError, ValueError) as error:
         fail(f"--model-name {' '.join([args.model_name, *args.config])}: {error}")
     if len(tokenizer) < 2 or tokenizer.eos_token_id is None:
-        fail(f"--model-name {args.model_name}: found no tokenizer with an end-of-text token")
+        fail(f"--model-name {args.model_name}: needs a tokenizer with an end-of-text token")
     # A tokenizer may leave out numbers, so its highest token id may be above its number of tokens.
     if (highest_id := max(tokenizer.get_vocab().values())) >= config.vocab_size:
-        fail(f"--model-name {args.model_name}: found no embedding for token id {highest_id}")
+        fail(f"--model-name {args.model_name}: vocab_size must exceed token id {highest_id}")
     args.config_fingerprint = hash_of(config.to_diff_dict() | {"transformers_version": None})
     return tokenizer, config
 
@@ -352,7 +352,7 @@ def build_model(args, config):
     head = model.get_output_embeddings()
     head.forward = torch.clone
     model.loss_function = functools.partial(chunked_loss, head)
-    # In a step, all ranks together predict all tokens but the first one of each sample.
+    # In a step, all ranks together predict all tokens except the first token of each sample.
     model.num_targets = args.global_batch_size * (args.seq_length - 1)
 
     # In every forward pass, transformers asks the device whether samples hold several packed
@@ -396,12 +396,12 @@ def layers_of(model):
 
 
 def check_model(args, model):
-    """If this script cannot train the model, report the reason and stop."""
+    """Report the reason and stop if this script cannot train the model."""
     caps = ["final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"]
     has_cap = any(getattr(model.config, cap, None) for cap in caps)
     name = args.model_name
     problems = [
-        (has_cap, f"--model-name {name}: it caps its logits, which the chunked loss does not do"),
+        (has_cap, f"--model-name {name}: the chunked loss caps no logits; use a different model"),
     ]
     for has_problem, problem in problems:
         if has_problem:
@@ -521,14 +521,14 @@ def read_weights(args, model):
             storage = weight.to_local().untyped_storage()
             if storage.resizable():
                 storage.resize_(0)
-    # FSDP: transformers knows the names of weights in files, and reads only this rank's rows. It
-    # reads one weight after the other if it uses no threads, and then needs less memory.
+    # FSDP: transformers knows the names of weights in files, and reads only this rank's rows. Keep
+    # it from using threads, because it then reads one weight at a time, which needs less memory.
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     devices = {name: buffer.device for name, buffer in model.named_buffers()}
     devices[""] = "cpu" if args.cpu_offload else args.device
     options = LoadStateDictConfig(weight_mapping=model.conversion_rules, device_map=devices)
     names, _ = conversion.convert_and_load_state_dict_in_model(model, tensors, options)
-    # FSDP: a rank whose shard of a layer's experts is empty has found none of them.
+    # FSDP: a weight without values on this rank, such as a few experts, is not missing.
     sharded = [item for item in model.state_dict().items() if isinstance(item[1], DTensor)]
     names.missing_keys -= {name for name, weight in sharded if not weight.to_local().numel()}
     # A file may store a tied weight under its other name, or under both names.
@@ -541,7 +541,7 @@ def read_weights(args, model):
     model._adjust_missing_and_unexpected_keys(names)
     if missing := names.missing_and_mismatched():
         name = args.model_name
-        fail(f"--pretrained: the files of {name} lack {min(missing)} ({len(missing)} weights)")
+        fail(f"--pretrained: {name} lacks {min(missing)} ({len(missing)} weights); check its files")
     # Not every model has a generation config.
     with suppress(OSError):
         model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
@@ -558,7 +558,7 @@ def weight_files(args):
             index = cached_file(name, "model.safetensors.index.json")
             files = json.loads(Path(index).read_text())["weight_map"].values()
             paths = [cached_file(name, file) for file in set(files)]
-        # Opening a file also compares its length with its header.
+        # Open the files here, because this raises an error if a file is cut.
         return [safe_open(path, "pt") for path in paths]
     except Exception as error:
         fail(f"--pretrained: cannot read the safetensors files of {name}: {error!r:.300}")
@@ -599,25 +599,25 @@ def build_data(args, tokenizer):
     pieces = pieces_of(args, tokenizer)
     piece = next(pieces, torch.empty(0, args.seq_length))
     if len(piece) <= args.eval_samples:
-        fail(f"--eval-samples {args.eval_samples}: there are only {len(piece)} samples")
+        fail(f"--eval-samples {args.eval_samples}: there are only {len(piece)} samples; lower it")
     piece, held_out = piece.tensor_split([-args.eval_samples])
     args.dataset_fingerprint = hash_of(len(piece), piece[:: 1 + len(piece) // 100].tolist())
     return Samples(args.seed, piece, pieces), held_out
 
 
 class Samples:
-    """An endless sequence of training samples: each epoch has every sample once.
+    """Hold an endless sequence of training samples; each epoch has every sample once.
 
     The samples come in pieces. Each piece is shuffled on its own, differently in each epoch.
     """
 
     def __init__(self, seed, first_piece, later_pieces):
         self.seed, self.pieces, self.later_pieces = seed, [first_piece], later_pieces
-        # Where each piece begins in an epoch, and where the last one ends.
+        # The positions in an epoch where each piece begins, and where the last piece ends.
         self.starts = [0, len(first_piece)]
 
     def __getitem__(self, position):
-        # Take pieces until one of them holds this position, or until no more pieces come.
+        # Load pieces until a piece holds this position, or until there are no more pieces.
         while position >= self.starts[-1] and (piece := next(self.later_pieces, None)) is not None:
             self.pieces.append(piece)
             self.starts.append(self.starts[-1] + len(piece))
@@ -646,7 +646,7 @@ def pieces_of(args, tokenizer):
     index = json.loads((folder / "index.json").read_text())
     vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id])
     if index["tokenizer"] != hashlib.sha256(vocabulary.encode()).hexdigest()[:16]:
-        fail(f"--dataset-name {folder}: was prepared with a different tokenizer")
+        fail(f"--dataset-name {folder}: was prepared with a different tokenizer; prepare it again")
     if kind := index.get("kind"):
         fail(f"--dataset-name {folder}: holds {kind}; train on it with fine-tuning/{kind}")
     # A process of prepare.py writes part k of n: the pieces k, k + n, k + 2n, ... until it ends.
@@ -708,7 +708,7 @@ def load_documents(args):
         # The datasets library raises many exception types, and often hides the reason in __cause__.
         fail(f"--dataset-name {name}: {error.__cause__ or error}")
     if args.text_column not in documents.column_names:
-        fail(f"--text-column {args.text_column}: {name} has {', '.join(documents.column_names)}")
+        fail(f"--text-column {args.text_column}: no such column; choose {documents.column_names}")
     return documents
 
 
@@ -821,7 +821,7 @@ def publish(args, partial, folder):
     # The folder may hold the model of an earlier export.
     delete(folder)
     partial.rename(folder)
-    # FSDP: a later checkpoint could not be read. Keep it, but do not count it.
+    # FSDP: keep later checkpoints, which could not be read, but do not count them.
     checkpoints = [path for path in sorted(folder.parent.glob("step-????????")) if path <= folder]
     for checkpoint in checkpoints[: -args.keep_checkpoints]:
         # Rename a checkpoint before deleting it, so that a kill leaves no half-deleted checkpoint.
@@ -920,7 +920,7 @@ def export_model(args, run_dir, model, tokenizer):
     """Write the finished model to a folder that `from_pretrained` can load."""
     partial, is_writer = partial_of(run_dir / "model"), dist.get_rank() == 0
     # FSDP: no rank holds the full model. The ranks gather one layer at a time, and rank 0 writes it
-    # to a file of its own, under the names that weights have in published files.
+    # to a separate file, under the names that weights have in published files.
     # transformers finds these names by the model's class, which fully_shard() has changed.
     model.__class__ = next(cls for cls in type(model).__mro__ if "FSDP" not in cls.__name__)
     layer_of = re.compile(r".*?\.\d+(?=\.)|.*").match
@@ -929,11 +929,11 @@ def export_model(args, run_dir, model, tokenizer):
         weights = {name: gather(weight.to(args.device), is_writer) for name, weight in items}
         if is_writer:
             weights = conversion.revert_weight_conversion(model, weights)
-            # Only its owner could read a file that save_file() makes.
+            # Do not use save_file(), because nobody but the owner could read its files.
             (partial / f"model-{layer}.safetensors").write_bytes(save(weights, {"format": "pt"}))
     if dist.get_rank() != 0:
         return
-    # FSDP: opening a file also compares its length with its header.
+    # FSDP: open each file, because this raises an error if a full disk has cut the file.
     files = {key: path.name for path in partial.iterdir() for key in safe_open(path, "pt").keys()}
     index = json.dumps({"metadata": {}, "weight_map": files}, indent=2)
     (partial / "model.safetensors.index.json").write_text(index)
@@ -1052,7 +1052,7 @@ def main():
             continue
         row = measure(args, model, train_set, step, loss, grad_norm, *interval_start)
         if optimizer.found_inf:
-            fail(f"a gradient in steps {interval_start[0]} to {step} was not finite; none is saved")
+            fail(f"a gradient in steps {interval_start[0]} to {step} was not finite; lower --lr")
         if evaluating:
             row["val_loss"] = evaluate(args, model, held_out, device)
         log(run_dir, wandb_run, row)

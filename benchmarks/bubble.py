@@ -22,7 +22,7 @@ RUNS = [("gpipe", 8), ("1f1b", 4), ("1f1b", 8), ("1f1b", 16), ("interleaved-1f1b
 
 
 class Sleep(torch.autograd.Function):
-    """Sleep in the backward pass, and in the forward pass if it has a name."""
+    """Sleep in the backward pass, and also in the forward pass if `forward_name` is given."""
 
     @staticmethod
     def forward(ctx, tensor, work, forward_name, backward_name):
@@ -39,7 +39,7 @@ class Sleep(torch.autograd.Function):
 
 
 class Stage(torch.nn.Module):
-    """Hold one weight, and record each work of `seconds` as [name, start, end]."""
+    """Hold one weight, and record each sleep of `seconds` as [name, start, end]."""
 
     def __init__(self, done):
         super().__init__()
@@ -59,7 +59,7 @@ class Stage(torch.nn.Module):
 
 
 def take_step(chapter, name, micro_batches):
-    """Take two steps; return the seconds and the most micro-batches in flight of the second."""
+    """Run two steps; return the seconds and the most micro-batches in flight of the second step."""
     rank, done = dist.get_rank(), []
     _, passes = chapter.SCHEDULES[name]
     stages = {number: Stage(done) for number in range(rank, RANKS * passes, RANKS)}
@@ -71,7 +71,7 @@ def take_step(chapter, name, micro_batches):
     )
     schedule = chapter.build_schedule(args, model, stages, torch.device("cpu"), dist.group.WORLD)
     batch = torch.zeros(micro_batches, 2, dtype=torch.int64)
-    # Take a first step without sleep, because the ranks connect in it.
+    # Run the first step without sleep, because the ranks connect during this step.
     for pause in (0.0, SECONDS / passes):
         for stage in stages.values():
             stage.seconds = pause

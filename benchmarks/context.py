@@ -71,7 +71,7 @@ def activations(args, folder):
 
 def add_flags(add):
     """Declare the flags."""
-    add("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="of sequences")
+    add("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="tokens")
 
 
 if __name__ == "__main__":

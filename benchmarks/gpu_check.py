@@ -65,7 +65,7 @@ SHAPE = """--config hidden_size=2048 intermediate_size=8192 num_attention_heads=
     num_key_value_heads=8 tie_word_embeddings=true max_position_embeddings=8192"""
 LARGE = f"{SHAPE} vocab_size=128256 num_hidden_layers=16"
 MIDDLE = f"{SHAPE} vocab_size=32000 num_hidden_layers=4"
-# 6 FLOPs per weight, and 12 per layer, width and sample length, of LARGE with 4,096 tokens.
+# LARGE needs 6 FLOPs per weight, and 12 × layers × width × 4,096 FLOPs for attention.
 FLOPS_PER_TOKEN = 9_025_499_136
 MIXTURE = "qwen3_moe+hidden_size=64+moe_intermediate_size=64+num_attention_heads=4"
 GPU_FACTS = "name,memory.total,driver_version,power.limit,clocks.max.sm,compute_mode"
@@ -82,10 +82,10 @@ def parse_args():
     for start in args.only:
         found = [start] if start in CHECKS else [name for name in CHECKS if name.startswith(start)]
         if not found:
-            parser.error(f"--only {start}: no check begins so; choose from {' '.join(CHECKS)}")
+            parser.error(f"--only {start}: not a check; choose from {' '.join(CHECKS)}")
         names += found
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error(f"torch {torch.__version__} finds no GPU; --device cpu tests the checks' code")
+        parser.error(f"torch {torch.__version__} finds no GPU; --device cpu tests the checks")
     return args, names
 
 
@@ -198,7 +198,7 @@ def difference(job, reference):
 
 
 def follow(bench, chapter, flags, runs):
-    """Compare the losses of runs with those of a chapter in fp32 on the CPU.
+    """Compare the losses of runs with the losses of a chapter in fp32 on the CPU.
 
     `runs` has arguments of Bench.train() by name: a script, its flags and its number of ranks.
     """
@@ -376,7 +376,7 @@ def speed_flags(bench, ranks=1, model=LARGE):
 
 
 def speed_bare(bench):
-    """Measure the upper limit of the speed: a loop that only takes steps."""
+    """Measure the upper limit of the speed, with a loop that does nothing but train."""
     for how, more in {"eager": "", "compiled": "--compile"}.items():
         flags = f"{speed_flags(bench)} --num-steps {WINDOW * (1 + WINDOWS)} {more}"
         # Leave out the first two rows, which are of step 1 and of the first window.

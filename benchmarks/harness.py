@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANNER = ROOT / "tools/planner/will_it_fit.py"
-# glibc gives large blocks back to the system as soon as they are free, and the system clears each
-# page that it gives out again. So all runs keep the memory that they free, as `make train` does.
+# Let all runs keep the memory that they free, as `make train` does. By default, glibc gives large
+# free blocks back to the system, which takes time to clear each page before a process gets it.
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
 # Allow a run this number of seconds, because the first start of DeepSpeed compiles for minutes.
@@ -132,7 +132,7 @@ def in_rows(results):
 
 
 def keep(output, machine, results):
-    """Write results to a file, if one is named; other results in the file stay."""
+    """Write results to the file `output`, unless it is None; keep the file's other results."""
     if output:
         before = json.loads(output.read_text()) if output.exists() else {}
         text = in_rows(before | {"machine": machine} | results)
@@ -233,7 +233,7 @@ def take_turns(names, rounds, measure):
             else:
                 print(f"round {number}: {name} {found[-1][name]}", flush=True)
         if not names:
-            raise Failed("all runs have failed")
+            raise Failed("all runs have failed; read their errors above")
         found = [{name: runs[name] for name in names} for runs in found]
         yield found
 

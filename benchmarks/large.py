@@ -26,7 +26,7 @@ GIVE_BACK = {"MALLOC_MMAP_MAX_": "65536", "MALLOC_TRIM_THRESHOLD_": str(2**17)}
 
 
 def own_memory():
-    """Return the bytes of host memory that this process has filled, files not counted."""
+    """Return the bytes of host memory that this process has filled, without mapped files."""
     return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 
@@ -37,7 +37,7 @@ def highest_memory(ended, found):
 
 
 def measure_reading(chapter, args, device):
-    """Return bytes: the peak while reading, this rank's share, the model, the largest tensor."""
+    """Return the bytes of the peak, of this rank's share, of the model, of its largest tensor."""
     _, config = chapter.build_tokenizer_and_config(args)
     ended, found = threading.Event(), [own_memory()]
     watch = threading.Thread(target=highest_memory, args=(ended, found))
@@ -127,7 +127,7 @@ def add_flags(add):
     """Declare the flags."""
     add("what", nargs="+", choices=MEASURES)
     add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks that read")
-    add("--layers", type=int, default=8, help="of the models that are read and saved")
+    add("--layers", type=int, default=8, help="layers of the measured models")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def bare_loss(model, batch):
 
 
 def bare_step(args, loss_of, model, optimizer, micro_batches, mixed):
-    """Take forward and backward passes, clip and step; return the loss and the norm."""
+    """Run forward and backward passes, clip and update; return the loss and the norm."""
     total = 0.0
     for batch in micro_batches:
         with torch.autocast(batch.device.type, torch.bfloat16, enabled=mixed):
@@ -154,14 +154,14 @@ def overhead(args, folder):
     show({name: median(shares) for name, shares in found.items()})
     yield {"compiled" if args.compile else "shares": found}
     if median(found.get("chapter", [0])) > GOAL:
-        sys.exit(f"missed: a step of chapter 01 takes more than {GOAL:.3f} of a bare step")
+        sys.exit(f"goal missed: a step of chapter 01 takes more than {GOAL:.3f} times a bare step")
 
 
 def add_flags(add):
     """Declare the flags."""
     add("what", choices=MEASURES)
-    add("--blocks", type=int, default=25, help=f"of {BLOCK} steps, of both kinds of steps together")
-    add("--compile", action="store_true", help="the bare loop as one graph, the chapter by layer")
+    add("--blocks", type=int, default=25, help=f"blocks of {BLOCK} steps, of both kinds together")
+    add("--compile", action="store_true", help="compile the bare loop, and the chapter by layer")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measure where the time of a step goes: computing, waiting for other ranks, for data, the host.
+"""Measure how a step spends its time: on computation, on waits for ranks or data, on the host.
 
 Here:    python benchmarks/where.py --output benchmarks/results/where.json
 Closer:  python benchmarks/where.py --only 02 --trace traces
@@ -119,7 +119,7 @@ def mark(owner, function, name):
 def traced_window(path):
     """Trace a window of steps, and write the trace to a file."""
     with profile() as profiler:
-        # Start together, because one rank's profiler may start later than the others.
+        # Start all ranks together, because their profilers may start at different times.
         if dist.is_initialized():
             dist.barrier()
         with record_function("window"):
@@ -194,7 +194,7 @@ def where(args, folder):
 
 def add_flags(add):
     """Declare the flags."""
-    add("--steps", type=int, default=50, help="that are traced in each run")
+    add("--steps", type=int, default=50, help="steps to trace in each run")
     add("--trace", type=Path, metavar="FOLDER", help="keep the traces of all ranks there")
 
 

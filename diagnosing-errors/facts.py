@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 HERE = os.uname().nodename
-# A rank writes a heartbeat every two seconds. After this many seconds without one, it is silent.
+# A rank is silent if its latest heartbeat, which is due every two seconds, has this age in seconds.
 STALE = 10
 # This pattern matches the files of Python, packages and these tools; other files are user code.
 FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watched|inject)\.py$")
@@ -29,7 +29,7 @@ def reach_of(hosts_file=None):
     lines = [line.partition("#")[0].split() for line in hosts_file.read_text().splitlines()]
     reach = {words[0]: ["ssh", "-oBatchMode=yes", words[0]] for words in lines if words}
     for name in reach:
-        # Compare the names without a domain, because only one of them may have a domain.
+        # Compare the names without a domain, because only one of the names may have a domain.
         if name.split(".")[0] == HERE.split(".")[0]:
             reach[name] = []
     return reach
@@ -92,7 +92,7 @@ def read_ranks(run, ahead=0.0):
     now = time.time() + ahead
     paths = sorted((run / "ranks").glob("[0-9]*[0-9].json"))
     ranks = {int(path.stem): files for path in paths if (files := read_rank(path, now))}
-    # Files of ranks that started long before the others are left over from an earlier start.
+    # Drop ranks that started long before the others, because an earlier start has left their files.
     latest = min((files["runs"] for files in ranks.values()), default=0)
     return {rank: files for rank, files in ranks.items() if files["runs"] < latest + 30}
 

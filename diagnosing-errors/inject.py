@@ -82,7 +82,7 @@ class Fault:
         save, next_index = torch.save, _BaseDataLoaderIter._next_index
 
         def broken_backward(tensors, *args, **options):
-            # Accept a sequence of tensors, because the stage of a pipeline passes one.
+            # Accept a sequence of tensors, because the stage of a pipeline passes a sequence.
             outputs = [tensors] if torch.is_tensor(tensors) else list(tensors)
             if self.is_due("nan-data"):
                 outputs = [output * float("nan") for output in outputs]

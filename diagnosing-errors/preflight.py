@@ -82,7 +82,7 @@ def parse_args(argv=None):
     # hides the GPUs from a job without GPUs with the value NoDevFiles.
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
     has_gpu = torch.cuda.is_available() or (os.path.exists("/dev/nvidiactl") and not hidden)
-    add("--device", choices=["cpu", "cuda"], default="cuda" if has_gpu else "cpu", help="of ranks")
+    add("--device", choices=["cpu", "cuda"], default="cuda" if has_gpu else "cpu", help="device")
     add("--timeout", type=int, default=60, help="maximum seconds to wait for other ranks")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():

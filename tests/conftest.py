@@ -1,4 +1,4 @@
-"""Shared helpers and fixtures: run scripts on several ranks, read metrics, build tiny models."""
+"""Share helpers and fixtures: run scripts on several ranks, read metrics, build tiny models."""
 
 import contextlib
 import fcntl
@@ -92,7 +92,7 @@ def pytest_xdist_make_scheduler(config, log):
     return Groups(config, log)
 
 
-# tryfirst: add the markers before pytest applies -m.
+# Run this hook first, because pytest must see the markers when it applies -m.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Mark the exhaustive tests, and put the longest files first."""

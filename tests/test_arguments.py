@@ -162,7 +162,7 @@ def test_run_on_a_hidden_gpu_uses_the_cpu(chapter, monkeypatch, hidden):
 
 @pytest.mark.parametrize("capability, precision", [((7, 5), "fp32"), ((8, 0), "bf16")])
 def test_default_precision_is_bf16_where_it_is_fast(chapter, monkeypatch, capability, precision):
-    """A T4 has compute capability 7.5; torch would emulate bf16 there."""
+    """Simulate GPUs, such as a T4: it has compute capability 7.5, so torch would emulate bf16."""
     simulate(monkeypatch, gpus=1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     args = parse(chapter)
@@ -171,7 +171,7 @@ def test_default_precision_is_bf16_where_it_is_fast(chapter, monkeypatch, capabi
 
 
 def test_configuration_takes_the_changes_of_the_command(chapter, models):
-    """Lists with an item for each layer change with the number of layers."""
+    """Check that a list with an item for each layer changes with the number of layers."""
     layers = ["--config", "num_hidden_layers=3"]
     args = parse(chapter, *layers, "rms_norm_eps=1e-5", "hidden_act=gelu")
     _, config = chapter.build_tokenizer_and_config(args)

@@ -1,4 +1,4 @@
-"""A user's mistake costs one line that names the value, exit status 2, and no file."""
+"""Test that a user's mistake costs one line that names the value, exit status 2, and no file."""
 
 import shutil
 import subprocess
@@ -31,8 +31,8 @@ CASES = {
     "no cuda": ("--device cuda", "torch finds no working GPU; repair the driver, or pass"),
     "nothing pretrained": ("--pretrained", "--pretrained: cannot read the safetensors files of"),
     "unknown model": ("-m nosuch/model", "--model-name nosuch/model:"),
-    "no tokenizer": ("-m {files}/no-tokenizer", "found no tokenizer with an end-of-text token"),
-    "small embedding": ("-m {files}/small-embedding", "found no embedding for token id 383"),
+    "no tokenizer": ("-m {files}/no-tokenizer", "needs a tokenizer with an end-of-text token"),
+    "small embedding": ("-m {files}/small-embedding", "vocab_size must exceed token id 383"),
     "unknown data": ("-d nosuch/data", "--dataset-name nosuch/data:"),
     "missing file": ("-d nosuch.txt", "--dataset-name nosuch.txt: "),
     "text file": ("-d {files}/text.txt", "prepare it: python preparing-data/prepare.py -m tiny -o"),
@@ -75,7 +75,7 @@ def times_of(folder):
 def test_resume_with_different_arguments_changes_nothing(
     files, models, small_tokens, tmp_path, chapter, ranks, other
 ):
-    """The error names the value of the checkpoint and the value of the command."""
+    """Check that the error names the value of the checkpoint and the value of the command."""
     other_tokens = prepare_tokens(files / "text.txt", tmp_path / "other.tokens")
     args = [*SHORT, "-d", small_tokens(), "--num-steps", 4, "--save-dir", tmp_path, "-e", "run"]
     run_or_fail(ranks, [(chapter, args)], tmp_path / "first")
@@ -94,19 +94,19 @@ def test_resume_with_different_arguments_changes_nothing(
     [
         slow("02", "-d {files}/text.txt", "prepare it: python preparing-data/prepare.py -m tiny"),
         ("02", "--global-batch-size 9", "--global-batch-size 9: not divisible by 2 data-parallel"),
-        slow("04", "--replicas 3", "--replicas 3 is not a divisor of 2 data-parallel ranks"),
+        slow("04", "--replicas 3", "--replicas 3: not a divisor of 2 ranks; use a divisor"),
         exhaustive("06", "--tensor-parallel-size 2 -m {models}/gpt2", "--tensor-parallel-size 2:"),
     ],
 )
 def test_only_one_rank_reports_a_mistake(files, models, tmp_path, chapter, arguments, expected):
-    """Rank 0 fails while rank 1 waits for it, or before the ranks know each other."""
+    """Let rank 0 fail while rank 1 waits for it, or before the ranks know each other."""
     args = [*SHORT, *arguments.format(files=files, models=models).split()]
     check_two_ranks_fail(chapter, args, expected, tmp_path, tmp_path / "runs")
 
 
 @pytest.mark.parametrize("chapter", [slow("01"), *map(exhaustive, ("02", "04", "05"))])
 def test_full_disk_loses_no_checkpoint(small_disk, tmp_path, chapter):
-    """The third save fails; when there is space, the run continues from the second save."""
+    """Let the third save fail; with space again, the run continues from the second save."""
     num_ranks = 1 if chapter == "01" else 2
     # Chapter 05 saves in the background, and learns of the failed save in its next save.
     steps = 8 if chapter == "05" else 6

@@ -1,4 +1,4 @@
-"""The recipes of the images are sound and agree, as far as one can tell without building them."""
+"""Test that the recipes of the images are sound and agree, without building the images."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Chapter 08: the activations of a rank have the bytes of the formula in the README."""
+"""Test that chapter 08's activations have the bytes of the formula in its README."""
 
 import json
 

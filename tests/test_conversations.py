@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations learns the answers, and nothing else, on any layout."""
+"""Test that fine-tuning on conversations learns only the answers, on any layout."""
 
 import json
 import shutil

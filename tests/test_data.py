@@ -1,4 +1,4 @@
-"""Each sample is read once per epoch, by one rank, however often the run stops and starts."""
+"""Test that one rank reads each sample once per epoch, however often the run stops."""
 
 import functools
 import json
@@ -55,7 +55,7 @@ LAYOUTS = [("01", 1), ("02", 1), ("02", 2), ("02", 4), ("02", 8)]
 def test_ranks_share_the_seeded_permutations(
     chapter, ids_at, name, ranks, micro_batch_size, pieces
 ):
-    """The stream does not depend on the layout, and each shuffle of a piece has its own order."""
+    """Check that each layout has the same stream, and each shuffle of a piece its own order."""
     stream, expected = [], []
     for step in range(1, 8):
         stream += ids_at(name, step, ranks, micro_batch_size, pieces)
@@ -73,7 +73,7 @@ def test_skipped_steps_shift_the_samples(ids_at, name):
 
 
 def test_late_step_takes_two_permutations_at_most(chapter, ids_at):
-    """Resuming at a late step takes no longer than at an early step."""
+    """Check that a resume at a late step takes no longer than at an early step."""
     chapter.random_order.cache_clear()
     ids_at("01", 10**12)
     assert chapter.random_order.cache_info().misses <= 2
@@ -129,7 +129,7 @@ def make_texts(count):
 
 
 def test_samples_are_the_documents_joined_and_cut(hub, tmp_path):
-    """Only an incomplete last sample is left out. A quoted control token is an ordinary text."""
+    """Check that only an incomplete last sample is left out, and that quoted tokens are text."""
     rows = [*make_texts(2350), "<p>price <s>9</s></p>", "text " * 40]
     samples, held_out = hub(write_rows(tmp_path, rows))
     [train] = samples.pieces
@@ -141,7 +141,7 @@ def test_samples_are_the_documents_joined_and_cut(hub, tmp_path):
 
 UNUSABLE = {
     "null": ([None], {}, "--text-column text: a row has no text; prepare.py can skip it"),
-    "column": (["b"], {"text_column": "body"}, "--text-column body: some/texts has text"),
+    "column": (["b"], {"text_column": "body"}, "text-column body: no such column; choose ['text']"),
     "short": (["b"], {}, "--eval-samples 5: there are only 0 samples"),
 }
 
@@ -154,7 +154,7 @@ def test_unusable_dataset_costs_one_line(hub, tmp_path, capsys, rows, changes, e
 
 
 def test_file_on_the_disk_is_answered_with_the_command_that_prepares_it(tmp_path, monkeypatch):
-    """The command runs as it is, and the next command trains on the folder that it writes."""
+    """Run the command of the answer unchanged, and then train on the folder that it writes."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my text.txt").write_text("\n\n".join(make_texts(200)))
     shutil.copytree(ROOT / "preparing-data", tmp_path / "preparing-data")
@@ -170,7 +170,7 @@ def test_file_on_the_disk_is_answered_with_the_command_that_prepares_it(tmp_path
 
 @pytest.mark.slow
 def test_ranks_find_the_tokens_of_rank_0(tmp_path, monkeypatch):
-    """The ranks are new processes, not forks, so they hash strings with different seeds."""
+    """Start new processes, not forks, so that the ranks hash strings with different seeds."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     args = [*SHORT, "--num-steps", 1, "--save-dir", tmp_path]
     run_or_fail(2, [("02", args)], tmp_path / "ranks")
@@ -179,7 +179,7 @@ def test_ranks_find_the_tokens_of_rank_0(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_tokenizing_takes_the_same_memory_for_any_corpus(chapter, hub, tmp_path, monkeypatch):
-    """Memory that belongs to no file stays constant while 10 MB of tokens pass through."""
+    """Check that memory outside of files stays constant while 10 MB of tokens pass through."""
     sizes = []
 
     def measure(*args, **options):

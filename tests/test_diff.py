@@ -61,7 +61,7 @@ def test_common_parts_keep_their_order_their_banners_and_their_flags(chapter):
 
 @pytest.mark.parametrize("start", ["    # A comment.\n", "\n", "    "])
 def test_noise_is_found(start, tmp_path):
-    """A comment, a blank line and an indentation are noise."""
+    """Check that a comment, a blank line and an indentation are noise."""
     script, changed, line = chapters()["01"], tmp_path / "changed.py", "    return model\n"
     changed.write_text(script.read_text().replace(line, start + line, 1))
     assert len(noise(script, changed)) == 1

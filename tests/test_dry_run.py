@@ -1,4 +1,4 @@
-"""The dry run counts what the READMEs compute and the planner plans, and finds planted faults."""
+"""Test that the dry run agrees with the READMEs and the planner, and finds planted faults."""
 
 import contextlib
 import io
@@ -57,7 +57,7 @@ def sent(result, kind, ranks=None, column="bytes"):
         if row["phase"].startswith("step 2")
         and row["kind"] == kind
         and row["ranks"] == (ranks or row["ranks"])
-        # The ranks also exchange single numbers, such as the norm of the gradients.
+        # Leave out collectives of single numbers, such as the norm of the gradients.
         and row["bytes"] > 8 * row["calls"]
     )
 
@@ -285,7 +285,7 @@ def peaks_of(command, ranks, *more_arguments):
 def peak_of(command, args):
     """Return the bytes of all tensors of the fullest rank of a command, at its fullest moment.
 
-    Run at most two micro-batches per stage: without a pipeline, later ones add nothing to the peak.
+    Run at most two micro-batches per stage: without a pipeline, more of them do not raise the peak.
     A pipeline keeps hidden states of each micro-batch: with all 64 micro-batches of chapter 07, the
     peak is 1.5% higher. Run a deep model with two small numbers of layers, and extend the line
     through the two peaks of each phase to the real number of layers.
@@ -311,7 +311,7 @@ def peak_of(command, args):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("command", real_commands(), ids=lambda command: command.name)
 def test_real_command_fits(command, monkeypatch):
-    """New commands need no new test, because real_commands() reads them from the guide's files."""
+    """Run each command that real_commands() finds, so that a new command needs no new test."""
     monkeypatch.chdir(ROOT)
     options = options_of(command)
     args = dry_run.load_script(options)
@@ -458,7 +458,7 @@ def test_script_without_the_functions_of_a_chapter_is_not_executed(
 
 
 def test_second_wrapper_of_ddp_is_reported_with_its_line(tmp_path):
-    """With several micro-batches, the inner wrapper would reduce gradients in each of them."""
+    """Wrap a model twice: the inner wrapper would reduce gradients in each micro-batch."""
     source = SCRIPTS["02"].read_text()
     name = "import DistributedDataParallel"
     wrapped = "ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)"

@@ -1,4 +1,4 @@
-"""Tests of english.py: each rule finds its violation and accepts the better sentence."""
+"""Test that each rule of english.py finds its violation and accepts the better sentence."""
 
 import pytest
 import yaml

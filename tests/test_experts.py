@@ -1,4 +1,4 @@
-"""Chapter 09: biases balance the experts, and a rank may receive no tokens."""
+"""Test that biases balance the experts of chapter 09, and that a rank may receive no tokens."""
 
 import pytest
 import torch
@@ -115,7 +115,7 @@ def test_finished_model_has_the_biases(root):
 # ---- ranks without tokens --------------------------------------------------------------------
 @pytest.mark.slow
 def test_rank_without_tokens_changes_no_curve(tmp_path, small_tokens):
-    """The biases of the published model are so high that all tokens choose experts of rank 0."""
+    """Publish a model with biases so high that all tokens choose experts of rank 0."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY))
     for name, bias in model.named_buffers():

@@ -41,7 +41,7 @@ from marks import exhaustive, slow
 from runs import call_on_ranks, evaluate_export
 
 RESULTS = ROOT / "benchmarks/results/families.json"
-# Chapter 01 trains on one rank, and the others on two.
+# Chapter 01 trains on one rank, and the other chapters train on two ranks.
 CHAPTERS = ("01", "02", "04", "05", "06", "07", "08")
 FLAGS = """--device cpu --precision fp32 -s 32 --global-batch-size 4 -b 2 --num-steps 4
     --log-every 1 --eval-samples 4 --warmup-steps 1""".split()
@@ -57,7 +57,7 @@ RARE += ["llama4_text+attention_chunk_size=8"]
 
 @pytest.fixture
 def poisoned_memory():
-    """Have torch fill new memory with NaN."""
+    """Let torch fill new memory with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -65,7 +65,7 @@ def poisoned_memory():
 
 @pytest.mark.parametrize("kind", MODERN)
 def test_initial_values_are_set_and_equal_in_chapter_05(load, monkeypatch, poisoned_memory, kind):
-    """Weights and buffers have the same bits, and no NaN, which would equal nothing."""
+    """Check that weights and buffers have the same bits, and no NaN, which would equal nothing."""
     first, last, args = load("01"), load("05"), argparse.Namespace(**ARGS)
     monkeypatch.setattr(last, "fully_shard_to_sum", lambda *_, **__: None)
     monkeypatch.setattr(last, "build_mesh", lambda *_: {"shard": None})
@@ -109,7 +109,7 @@ def test_only_plain_causal_attention_needs_no_mask(load, kind, settings, is_need
     ("kind", "settings"),
     [
         ("bert", {}),
-        # The early logits of RoCBert depend less on later tokens than those of all other families.
+        # The early logits of RoCBert depend less on later tokens than those of any other family.
         ("roc_bert", {}),
         ("gemma3_text", {"use_bidirectional_attention": True}),
         ("llama", {"is_causal": False}),
@@ -160,7 +160,7 @@ def test_autocast_computes_experts_in_its_precision(models, tmp_path, chapter, p
 
 
 def test_cut_export_is_refused(load, one_rank_group, monkeypatch, tmp_path):
-    """On some full disks, a file is cut without an error."""
+    """Cut a file of an export, as some full disks do without an error."""
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     chapter, words = load("04"), ["--save-dir", tmp_path, "-s", 16, "--device", "cpu"]
     args, model, *_ = prepare_training(chapter, *words)
@@ -241,7 +241,7 @@ def train(family, chapter, folder, tokens):
 
 @pytest.mark.slow
 def test_weights_without_gradients_train_under_ddp(tmp_path, license_tokens):
-    """The weights that choose the tokens of sparse attention get no gradient."""
+    """Train sparse attention, where the weights that choose the tokens get no gradient."""
     save_small_model("deepseek_v32", tmp_path / "deepseek_v32")
     curves = [
         train("deepseek_v32", chapter, tmp_path, license_tokens)[0] for chapter in ("01", "02")
@@ -293,7 +293,7 @@ LENGTHS = [[13, 8, 11], [5, 27], [32], [1, 2, 29]]
 
 
 class RefusedError(Exception):
-    """The script has refused a model."""
+    """Report that the script has refused a model."""
 
 
 def refuse(message):
@@ -323,7 +323,7 @@ def distance_from_documents_alone(chapter, folder):
     loss.backward()
     if not loss.isfinite():
         # Refuse as the script does at its first log line.
-        refuse("a gradient in steps 1 to 1 was not finite; none is saved")
+        refuse("a gradient in steps 1 to 1 was not finite; lower --lr")
     grads = {name: weight.grad for name, weight in plain.named_parameters()}
     norms = {name: 0.0 if grad is None else grad.norm() for name, grad in grads.items()}
     # Ignore much smaller gradients, because float32 makes them inexact even without packing.

@@ -36,7 +36,7 @@ FSDP = "04-fsdp/train_llm.py"
 
 FLAGS = """--device cpu --precision fp32 -s 64 --global-batch-size 9 -b 3 --num-steps 5000
     --log-every 5 --checkpoint-every 10 --eval-every 1000 --eval-samples 9""".split()
-# After a damaged checkpoint, the same command continues from the checkpoint before.
+# After a damaged checkpoint, the same command continues from the previous checkpoint.
 RESUME = "--num-steps 20".split()
 # The first checkpoint, of step 10, is complete.
 FIRST_STEP = 12
@@ -46,7 +46,7 @@ PATIENCE = 90
 
 @dataclass
 class Case:
-    """A fault that is made once, and its expected verdict."""
+    """Hold a fault that is made once, and its expected verdict."""
 
     fault: str
     script: str
@@ -75,7 +75,7 @@ CASES = [
     Case("memory-leak", STRANGER, 1, "host-memory-leak"),
     Case("nan-data", STRANGER, 0, "not-finite"),
     Case("nan-gradient", FSDP, 2, "not-finite"),
-    # With two replicas, nobody can tell which of them is right.
+    # With two replicas, nobody can tell which replica is right.
     Case("bit-flip", STRANGER, 1, "replicas-differ", ranks=(0, 1)),
     Case("same-data", TRAIN, 1, "same-data", ranks=(0, 1)),
     Case("loss-spike", TRAIN, 1, "loss-spike"),

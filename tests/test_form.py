@@ -1,4 +1,4 @@
-"""Tests of the planner's form: its JavaScript finds the layouts that the command line finds."""
+"""Test that the planner's form finds the layouts that the planner's command line finds."""
 
 import json
 import shlex
@@ -48,7 +48,7 @@ def on_command_line(model, nodes, gpus_per_node, seq_length, global_batch_size):
 
 
 def check(found, planned):
-    """Compare the layouts of the form with those of the command line."""
+    """Compare the layouts of the form with the layouts of the command line."""
     assert [layout["way"] for layout in found] == [layout["way"] for layout in planned]
     for layout, other in zip(found, planned, strict=True):
         assert layout["fits"] == other["fits"], layout

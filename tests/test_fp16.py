@@ -1,4 +1,4 @@
-"""fp16: an overflow costs one step and half of the scale; other bad gradients end the run."""
+"""Test that an overflow in fp16 costs one step, and that other bad gradients end the run."""
 
 import math
 
@@ -22,7 +22,7 @@ def script(load, one_rank_group):
 
 
 def take_step(script, *words):
-    """Take one step; return the arguments, model, optimizer, samples, old tensors and norm."""
+    """Run one step; return the arguments, model, optimizer, samples, old tensors and norm."""
     args, model, optimizer, train_set, _ = prepare_training(script, *ARGS, *words)
     before = [tensor.clone() for tensor in tensors_of(model, optimizer)]
     _, norm = script.train_step(args, model, optimizer, train_set, 1, DEVICE)
@@ -51,7 +51,7 @@ def test_overflow_skips_its_step_and_halves_the_scale(script):
 
 
 def test_grouped_heads_have_the_gradients_of_the_parent(load, script, models):
-    """In fp32, a repeated key gets the same gradient as a key that SDPA shares between heads."""
+    """Compare in fp32: a repeated key has the gradient of a key that SDPA shares between heads."""
     gradients = []
     for chapter in (load("02"), script):
         _, model, optimizer, *_ = take_step(chapter, "-m", models / "qwen3", "--max-grad-norm", 0)
@@ -64,7 +64,7 @@ def test_grouped_heads_have_the_gradients_of_the_parent(load, script, models):
 # ---- runs ------------------------------------------------------------------------------------
 @pytest.mark.exhaustive
 def test_curve_is_nearer_to_fp32_than_that_of_bf16(tmp_path):
-    """A number in fp16 has three more bits for its digits than a number in bf16."""
+    """Compare the curves: a number in fp16 has three bits more for its digits than in bf16."""
     # Choose a scale that does not overflow.
     fp16 = [*ARGS, *FP16, "--init-scale", 2.0**12]
     runs = {name: ("fp16", [*ARGS, "--precision", name]) for name in ("bf16", "fp32")}
@@ -79,7 +79,7 @@ def test_curve_is_nearer_to_fp32_than_that_of_bf16(tmp_path):
 
 @pytest.mark.slow
 def test_overflow_on_one_rank_skips_its_step_on_all_ranks(tmp_path):
-    """Step 3 overflows on rank 1; then both ranks have the same scale and weights.
+    """Let step 3 overflow on rank 1; then both ranks have the same scale and weights.
 
     The run continues from the checkpoint of rank 0, and repeats every bit. A different weight on
     rank 1, or a scale that is reset, would change bits.

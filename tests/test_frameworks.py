@@ -1,4 +1,4 @@
-"""DeepSpeed, Accelerate and the Trainer keep the promises of chapter 03."""
+"""Test that DeepSpeed, Accelerate and the Trainer keep the promises of chapter 03."""
 
 import json
 import os
@@ -133,7 +133,7 @@ def held_out(load):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("run", RUNS)
 def test_run_follows_the_curve_of_the_chapters(curves, root, held_out, run):
-    """Losses agree within 1e-5 in fp32, and within 5e-3 if the forward pass is in bf16.
+    """Check that losses agree within 1e-5 in fp32, and within 5e-3 if the forward pass is in bf16.
 
     With weights in bf16, the forward pass reads rounded weights, so losses differ by up to 2e-2.
     """
@@ -168,7 +168,7 @@ LAYOUTS += [("accelerate@2,fsdp2", "accelerate@2,fsdp2"), ("trainer@2,zero3", "t
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("run, after", LAYOUTS)
 def test_killed_run_continues_on_the_curve(curves, job_of, held_out, tmp_path, run, after):
-    """On a new number of ranks, DeepSpeed first needs the command that its script prints."""
+    """Kill a run; on a new number of ranks, DeepSpeed first needs the command that it prints."""
     framework, ranks, args = job_of(run)
     run_dir, folder = tmp_path / "run", ["--save-dir", tmp_path, "-e", "run"]
     processes = start_ranks(ranks, [SCRIPTS[framework], *args, *folder], tmp_path)
@@ -195,7 +195,7 @@ def test_killed_run_continues_on_the_curve(curves, job_of, held_out, tmp_path, r
 @pytest.mark.parametrize("run", ["deepspeed@2,zero1", "deepspeed@2,zero3", "trainer@2,fsdp2"])
 @pytest.mark.parametrize("fault", ["nan-data", "nan-gradient"])
 def test_bad_gradient_ends_the_run_before_its_next_save(job_of, tmp_path, fault, run):
-    """The fault counts AdamW's steps; DeepSpeed takes a step for each group of weights."""
+    """Plant a fault that counts AdamW's steps; DeepSpeed steps once for each group of weights."""
     framework, ranks, args = job_of(run)
     args += ["--num-steps", 12, "--log-every", 5, "--checkpoint-every", 3, "--save-dir", tmp_path]
     args = [f"{fault}@rank1:step7", SCRIPTS[framework], *args, "-e", "run"]
@@ -216,7 +216,7 @@ WRONG = [
 
 @pytest.mark.parametrize("framework, config, expected", WRONG)
 def test_wrong_configuration_costs_one_line(load, capsys, tmp_path, framework, config, expected):
-    """The file contradicts the flags, or names a setting that the script does not support."""
+    """Pass a file that contradicts the flags, or names a setting that the script lacks."""
     reader, path = "accelerate" if framework == "accelerate" else "deepspeed", tmp_path / "it.json"
     path.write_text(json.dumps(config))
     script = load(framework)

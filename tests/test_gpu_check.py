@@ -44,8 +44,8 @@ def run_checks(command, output, *names):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("", "finds no GPU; --device cpu tests the checks' code"),
-        ("--device cpu --only nothing", "--only nothing: no check begins so"),
+        ("", "finds no GPU; --device cpu tests the checks"),
+        ("--device cpu --only nothing", "--only nothing: not a check; choose from"),
     ],
 )
 def test_missing_gpu_or_check_fails_with_the_reason(monkeypatch, capsys, words, error):
@@ -56,7 +56,7 @@ def test_missing_gpu_or_check_fails_with_the_reason(monkeypatch, capsys, words, 
 
 
 def test_checks_start_without_the_modules_of_the_tests():
-    """run_command() would start the script in a process that has already imported conftest."""
+    """Start a new process, because the process of run_command() has already imported conftest."""
     env = os.environ | {"PYTHONPATH": ""}
     command = [sys.executable, ROOT / "benchmarks/gpu_check.py", "--only", "none"]
     done = subprocess.run(command, check=False, env=env, stderr=subprocess.PIPE, timeout=120)

@@ -1,4 +1,4 @@
-"""kill -9 at any moment: each named checkpoint is complete, and the curve stays unchanged."""
+"""Test that kill -9 at any moment leaves complete checkpoints, and does not change the curve."""
 
 import os
 import random
@@ -38,7 +38,7 @@ def kill_once(chapter, args, run_dir, oldest, choice, during_save):
 
 CASES = [("01", 1), slow("05", 2)]
 CASES += [exhaustive(chapter, 4) for chapter in ("03", "04", *SPLIT, "conversations", "lora")]
-# Chapter 02 saves one file, and chapter 05 saves shards; the other chapters save like these two.
+# Chapter 02 saves one file, and chapter 05 saves shards; each other chapter does one or the other.
 CASES += [exhaustive(chapter, 20) for chapter in ("02", "05")]
 
 

@@ -1,4 +1,4 @@
-"""job.yaml and trainjob.yaml are valid and agree, and the pods of a job train, stop and continue.
+"""Test that job.yaml and trainjob.yaml are valid and agree, and that pods stop and continue.
 
 The tests need no cluster: `Pods` reacts to the end of a pod as Kubernetes does.
 """
@@ -41,7 +41,7 @@ def job_and_container(file, changes=()):
 # 1.31 is the first version of Kubernetes that has all fields of the files.
 @pytest.mark.parametrize("version", ["1.31", kubernetes_validate.latest_version()])
 def test_files_satisfy_the_schemas_of_kubernetes(version):
-    """The schemas have no TrainJob, so check the job in it."""
+    """Check the job inside the TrainJob, because the schemas have no TrainJob."""
     service, job = objects("job.yaml")
     inner_job = job | {"spec": job_and_container("trainjob.yaml")[0]}
     for item in [service, job, inner_job, *objects("volume.yaml")]:

@@ -1,4 +1,4 @@
-"""Chapter 05: the loss in chunks, and a model too large for chapter 04."""
+"""Test chapter 05: the loss in chunks, and a model too large for chapter 04."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from on_ranks import make_model_folder, torchrun
 @pytest.mark.parametrize("chunk", [1, 7, 63, 1024])
 @pytest.mark.parametrize("bias", [True, False])
 def test_chunked_loss_equals_the_loss(load, monkeypatch, chunk, bias):
-    """The gradients are equal, too, for chunks of one token, of odd sizes, and of all tokens."""
+    """Compare loss and gradients for chunks of one token, of odd sizes, and of all tokens."""
     chapter = load("05")
     monkeypatch.setattr(chapter, "CHUNK_SIZE", chunk)
     torch.manual_seed(0)
@@ -28,7 +28,7 @@ def test_chunked_loss_equals_the_loss(load, monkeypatch, chunk, bias):
 
 @pytest.mark.exhaustive
 def test_model_too_large_for_chapter_04_trains_in_chapter_05(tmp_path):
-    """A model of 16 layers trains on two ranks that may use 3 GiB each."""
+    """Train a model of 16 layers on two ranks that may use 3 GiB each."""
     model, peaks = make_model_folder(tmp_path / "model", 16, 512, vocabulary=16_384), {}
     for chapter, more in (("04", []), ("05", ["--recompute", "full"])):
         args = ["--device", "cpu", "-s", 512, "--global-batch-size", 8, "-b", 4, "--num-steps", 2]

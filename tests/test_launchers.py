@@ -1,4 +1,4 @@
-"""Chapter 03 learns its rank from any launcher, and a run that is stopped or killed continues."""
+"""Test that chapter 03 gets its rank from any launcher, and that stopped runs continue."""
 
 import argparse
 import contextlib
@@ -87,19 +87,19 @@ def test_newest_start_of_a_run_owns_its_folder(load, one_rank_group, tmp_path, c
     chapter.check_shared(tmp_path)
     stops = chapter.stop_requests(tmp_path)
     assert not any(next(stops) for _ in range(3))
-    # A start that fails before its first step stops no older start.
+    # Check that a start that has not reached its first step stops no older start.
     chapter.check_shared(tmp_path)
     assert not any(next(stops) for _ in range(3))
     (tmp_path / "newest-start").write_text("process 7 on h2")
     # The exchange of the current answer has already started, so only the next answer shows the new
     # start.
     assert [next(stops), next(stops)] == [False, True]
-    assert "process 7 on h2 has started the same run, so this one stops" in capsys.readouterr().out
+    assert "process 7 on h2 has started the same run; this process stops" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_reader_that_leaves_ends_no_run(tmp_path):
-    """The reader leaves as in `torchrun ... | head -n 1`."""
+    """Close the pipe after one line, as `torchrun ... | head -n 1` does."""
     command = [SCRIPTS["02"], *SHORT, "--save-dir", tmp_path, "-e", "run"]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(list(map(str, launch_command(2, command))), **options) as run:
@@ -194,7 +194,7 @@ def test_stopped_run_continues_without_a_difference(chapter, request_stop, tmp_p
 def test_request_to_stop_travels_during_a_step_without_a_wait(
     load, one_rank_group, monkeypatch, tmp_path, name
 ):
-    """The ranks exchange a request during a step, and wait for the answer before the next step."""
+    """Check that ranks exchange a request during a step, and wait for it before the next step."""
     chapter, handlers, waits = load("03"), {}, []
     chapter.check_shared(tmp_path)
     monkeypatch.setattr(chapter.signal, "signal", handlers.__setitem__)
@@ -221,7 +221,7 @@ def start_under_torchrun(chapter, args, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("chapter", ["02", exhaustive("03")])
 def test_worker_dies_with_its_launcher(chapter, tmp_path):
-    """After kill -9 of torchrun, start the same run at once; no old worker disturbs the run."""
+    """Kill torchrun with -9, and start the same run at once; no old worker disturbs the run."""
     args = [*LONG, "--checkpoint-every", 10, "--save-dir", tmp_path]
     launcher, workers = start_under_torchrun(chapter, [*args, *ENDLESS], tmp_path)
     assert len(workers) == 2
@@ -255,7 +255,7 @@ def test_killed_worker_is_restarted_by_torchrun(tmp_path):
     ],
 )
 def test_launcher_drops_the_variables_of_an_earlier_launcher(tmp_path, launcher, names):
-    """Programs that print their environment stand in for mpirun and for Slurm's programs."""
+    """Replace mpirun and Slurm's programs by programs that print their environment."""
     env = os.environ | dict.fromkeys(names, "1") | {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}
     env["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     for program in ("mpirun", "srun", "scontrol"):

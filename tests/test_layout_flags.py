@@ -1,4 +1,4 @@
-"""Wrong flags that split a model or a sequence stop the run; right flags share the batch."""
+"""Test that wrong flags of a layout stop the run, and that right flags share the batch."""
 
 import inspect
 
@@ -47,7 +47,7 @@ WRONG = [
     ("09", 2, f"{EP2} {TP2} -m gpt_oss", "the plan of gpt_oss does not say how to split model"),
     ("09", 2, f"{EP2} -m qwen3_moe --recompute selective", "selective: layers with split experts"),
     ("09", 1, RATE, "--expert-balance-rate 0.1: the routers of tiny have no bias for balancing"),
-    ("05", 1, "-m gemma3_text", "it caps its logits, which the chunked loss does not do"),
+    ("05", 1, "-m gemma3_text", "the chunked loss caps no logits; use a different model"),
 ]
 
 

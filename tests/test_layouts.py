@@ -1,4 +1,4 @@
-"""One command, one loss curve: each layout of each chapter trains as chapter 01 does on one rank.
+"""Test that each layout of each chapter has the loss curve of chapter 01 on one rank.
 
 A layout is a chapter, a number of ranks, and the flags that split the model or the samples. A
 setting is a model family, a precision, or further flags. The tables below list the layouts, and
@@ -47,7 +47,7 @@ STEPS = """--num-steps 4 --warmup-steps 2 --weight-decay 1 --eval-every 2 --eval
 
 
 class Layout(NamedTuple):
-    """A way to train, with the settings of its core tests and of its slow tests."""
+    """Hold a way to train, with the settings of its core tests and of its slow tests."""
 
     chapter: str
     ranks: int
@@ -97,7 +97,7 @@ LAYOUTS = {
     "dp2-ulysses2": Layout("08", 4, ULYSSES2, slow="2"),
     "tp2-ulysses2": Layout("08", 4, f"{TP2} {ULYSSES2}"),
     "pp2-ulysses2": Layout("08", 4, f"{PP2} {ULYSSES2}"),
-    # With a dense model, chapter 09 is chapter 08. With a mixture, one rank has all experts.
+    # On one rank, which has all experts, chapter 09 must train a mixture as chapter 01 does.
     "ep1": Layout("09", 1),
     "ep2": Layout("09", 2, EP2, core="glm4_moe", slow="full+qwen3_moe mixtral+bf16"),
     "ep4": Layout("09", 4, EP4),
@@ -156,8 +156,8 @@ SETTINGS = {
     "offload": "--cpu-offload --recompute full --checkpoint-async",
     "gpipe": "--pipeline-schedule gpipe",
 }
-# These settings change the curve, and so does the name of a model. So the reference run uses them,
-# too.
+# The reference run also uses these settings and the name of the model, because they change the
+# curve.
 CURVES = {
     "bf16": "--precision bf16",
     # Rounding errors grow within 20 steps, so these steps have the default warmup and decay.
@@ -244,7 +244,7 @@ def root(request, tmp_path_factory, layout_models):
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("run", run_params())
 def test_layout_follows_its_reference_curve(root, run):
-    """In each step, the loss and the gradient norm are the same; so is each validation loss."""
+    """Compare the loss and the gradient norm of each step, and each validation loss."""
     curve, reference = metrics(root / run), metrics(root / reference_of(run))
     if run == "01@bf16":
         assert 1e-5 < difference(reference, curve, names=["loss", "val_loss"]) < 5e-2
@@ -282,7 +282,7 @@ EXPORTED = [param for param in run_params() if param.values[0][:4] not in ("chat
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("run", EXPORTED)
 def test_exported_model_has_the_logged_loss(root, load, run):
-    """transformers needs only the folder of the model, which has the weights of the last step."""
+    """Evaluate the model's folder with transformers; it has the weights of the last step."""
     curve = metrics(root / run)
     loss = evaluate_export(root / run, max(curve), load("01"))
     # The test evaluates in fp32. A run in bf16 evaluates in bf16, where the loss is 0.002 higher.
@@ -301,7 +301,7 @@ def test_exported_model_has_the_logged_loss(root, load, run):
     ],
 )
 def test_split_by_one_rank_changes_no_bit(layout_models, tmp_path, chapter, flags, layout):
-    """A later chapter with one stage, full sequences or a dense model trains as an earlier one."""
+    """Compare chapters: with one stage or a dense model, a chapter trains as an earlier chapter."""
     earlier, args = job_of(layout_models, layout, tmp_path, "-e")
     jobs = [(earlier, [*args, "earlier"]), (chapter, [*args, "later", *flags.split()])]
     run_or_fail(2, jobs, tmp_path / "jobs")
@@ -318,7 +318,7 @@ REPEATED += [exhaustive("ulysses2@plain")]
 
 @pytest.mark.parametrize("resumed", REPEATED)
 def test_resume_repeats_every_bit(layout_models, tmp_path, resumed):
-    """Take the last two steps of a run a second time."""
+    """Run the last two steps of a run a second time."""
     ranks, more = LAYOUTS[resumed.partition("@")[0]].ranks, ["--checkpoint-every", 2, "-e"]
     job = job_of(layout_models, resumed, tmp_path, *more, "entire")
     run_or_fail(ranks, [job], tmp_path / "jobs")
@@ -346,7 +346,7 @@ ROUTES = {
     [slow("data-parallel"), *map(exhaustive, ("each-chapter", "lora", "each-layout"))],
 )
 def test_run_that_changes_its_layout_stays_on_the_curve(layout_models, tmp_path, route):
-    """Every two steps, the next layout continues the run; the model has tied embeddings."""
+    """Let the next layout continue the run every two steps; the model has tied embeddings."""
     names, more = ROUTES[route], [*ENDLESS, "--eval-every", 2, "--num-steps"]
     reference = reference_of(f"{names[0]}@qwen3")
     job = job_of(layout_models, reference, tmp_path, *more, 2 * len(names), "-e", "entire")
@@ -367,7 +367,7 @@ EXAM = "hsdp4 mixture-tp2 cp2-ep2 large2 pp2-ep2".split()
 
 @pytest.mark.slow
 def test_run_killed_in_six_kinds_of_parallelism_stays_on_the_curve(layout_models, tmp_path):
-    """Each layout continues from the newest checkpoint, and is killed after three more steps."""
+    """Let each layout continue from the newest checkpoint, and kill it after three more steps."""
     more = [*ENDLESS, "--eval-every", 4, "--checkpoint-every", 2, "--num-steps", 5 * len(EXAM)]
     job = job_of(layout_models, "01@glm4_moe", tmp_path, *more, "-e", "entire")
     run_or_fail(1, [job], tmp_path / "jobs")

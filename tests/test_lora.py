@@ -1,4 +1,4 @@
-"""LoRA: the gradients are those of peft, and the files hold adapters that peft can load."""
+"""Test that LoRA has the gradients of peft, and writes adapters that peft can load."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""A gradient that is not finite reaches neither a weight nor a checkpoint, and ends the run."""
+"""Test that a gradient that is not finite changes no weight, is not saved, and ends the run."""
 
 import itertools
 
@@ -22,7 +22,7 @@ FLAGS = SPLIT | {"fp16": ["--precision", "fp16", "--init-scale", 1]}
 
 @pytest.mark.parametrize("chapter, fault", CASES)
 def test_bad_gradient_ends_the_run_before_its_next_save(chapter, fault, tmp_path):
-    """In step 8, the loss or the gradient of the last rank is not finite; step 6 is saved."""
+    """Plant a loss or a gradient that is not finite on the last rank in step 8; step 6 is saved."""
     ranks = 1 if chapter == "01" else 2
     args = [f"{fault}@rank{ranks - 1}:step7", SCRIPTS[chapter], *ARGS, *FLAGS.get(chapter, [])]
     args += ["--save-dir", tmp_path, "-e", "run"]
@@ -47,7 +47,7 @@ FATAL = [
 def test_steps_after_a_bad_gradient_change_nothing(
     load, one_rank_group, monkeypatch, name, flags, cause, fatal_steps
 ):
-    """Weights, moments and AdamW's step count do not change, even by later finite gradients."""
+    """Check that even later finite gradients change no weight, moment or step count of AdamW."""
     chapter, device, found = load(name), torch.device("cpu"), []
     args, model, optimizer, train_set, _ = prepare_training(chapter, *ARGS, *flags)
     chapter.train_step(args, model, optimizer, train_set, 1, device)

@@ -1,4 +1,4 @@
-"""Every launcher of chapter 03 on the practice cluster: two hosts, real ssh, Slurm and MPI."""
+"""Test every launcher of chapter 03 on the practice cluster: two hosts, ssh, Slurm and MPI."""
 
 import json
 import os
@@ -122,7 +122,7 @@ QUICK = ["ssh", "srun", "Open MPI"]
 
 @pytest.mark.parametrize("launcher", [*QUICK, *map(exhaustive, sorted(LAUNCHERS.keys() - QUICK))])
 def test_launcher_starts_two_ranks_per_host_with_the_losses_of_one_host(user, curves, launcher):
-    """The launcher starts the script under watched.py, which records where each rank runs."""
+    """Launch the script under watched.py, which records where each rank runs."""
     watched = [ROOT / "diagnosing-errors/watched.py", "--into", user.run_dir]
     assert user.launch(user.line(LAUNCHERS[launcher], *SHORT, before=watched))
     assert difference(curves["short"], metrics(user.run_dir)) < 1e-5
@@ -245,7 +245,7 @@ def crash(user):
 
 
 def test_job_that_has_used_up_its_restarts_requeues_itself(user, curves):
-    """After the crash, the job comes back and finishes."""
+    """Crash a job without restarts; it comes back and finishes."""
     # On a busy machine, a torchrun has failed after its ranks had finished, for a reason that we do
     # not know. Then the job comes back a second time, and finds a finished run.
     user.env |= {"MAX_RESTARTS": "0", "MAX_REQUEUES": "2"}
@@ -260,7 +260,7 @@ def test_job_that_has_used_up_its_restarts_requeues_itself(user, curves):
 
 @pytest.mark.parametrize("requeues", ["0", exhaustive("5")])
 def test_job_that_cannot_train_is_not_requeued(user, requeues):
-    """With 0 requeues, a training run crashes; with 5, the script refuses a flag at once."""
+    """Crash a training run with 0 requeues; with 5, let the script refuse a flag at once."""
     user.env |= {"MAX_RESTARTS": "0", "MAX_REQUEUES": requeues}
     if requeues == "0":
         job = submit_long(user)
@@ -277,7 +277,7 @@ def test_job_that_cannot_train_is_not_requeued(user, requeues):
     [(9, 300, "must stop 300 s before its end; submit it with a longer --time"), (9, 60, "")],
 )
 def test_job_without_time_for_a_stop_is_refused(user, minutes, seconds, message):
-    """SBATCH_SIGNAL sets the signal of Slurm, and the time that torchrun leaves its ranks."""
+    """Set SBATCH_SIGNAL: the signal of Slurm, and the time that torchrun leaves its ranks."""
     user.env |= {"SBATCH_SIGNAL": f"B:USR1@{seconds}", "RANKS_PER_NODE": "1"}
     script = user.folder / "limit.py"
     script.write_text("import os; print('limit', os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'])")
@@ -324,7 +324,7 @@ def test_torchrun_continues_without_a_dead_host(user, curves):
 
 @pytest.mark.exhaustive
 def test_torchrun_continues_with_a_host_that_joins(user, curves):
-    """torchrun stops the rank of the first host, which saves, and then starts both ranks."""
+    """Let a host join: torchrun stops the first host's rank, which saves, and starts both ranks."""
     line = user.line(ELASTIC, *LONG)
     # With this level, torchrun reports a new host.
     first = user.type(line, "h1", LOGLEVEL="INFO")
@@ -374,7 +374,7 @@ def test_launcher_that_is_stopped_saves_and_leaves_no_rank(user, stop):
 
 
 def test_folder_that_is_not_shared_is_reported_with_the_host(user):
-    """Each host has its own disk where the folder of the run should be."""
+    """Give each host its own disk where the folder of the run should be."""
     for host in ("h1", "h2"):
         user.cluster.run(host, f"mount -t tmpfs tmpfs {user.folder}")
     user.launch(user.line(LAUNCHERS["by hand"].replace("node 2", "node 1"), *SHORT))
@@ -392,7 +392,7 @@ def test_folder_that_is_not_shared_is_reported_with_the_host(user):
     ],
 )
 def test_ranks_that_cannot_meet_report_the_reason(user, launcher, variable, expected):
-    """The errors at the end of the output name the wrong interface, host or port."""
+    """Check that the errors at the end of the output name the wrong interface, host or port."""
     user.cluster.block_port("h1", 23456)
     user.env |= [variable.split("="), ("RANKS_PER_NODE", "1")]
     typed = LAUNCHERS[launcher].replace("per-node=2", "per-node=1")
@@ -402,7 +402,7 @@ def test_ranks_that_cannot_meet_report_the_reason(user, launcher, variable, expe
 
 @pytest.mark.exhaustive
 def test_job_waits_until_earlier_jobs_of_its_name_have_ended(user):
-    """The host has room for both jobs. The first job requeues itself, and still runs first."""
+    """Give the host room for both jobs. The first job requeues itself, and still runs first."""
     script, starts = user.folder / "starts.py", user.folder / "starts.txt"
     script.write_text(
         "import os, sys, time\n"

@@ -1,4 +1,4 @@
-"""The Python on pages does what the pages claim, and its checks notice mistakes."""
+"""Test that the Python on pages does what the pages claim, and that its checks find mistakes."""
 
 import ast
 import contextlib
@@ -61,7 +61,7 @@ def test_weights_with_other_names_are_read_after_they_were_written_out(
 
 @pytest.mark.parametrize("name", ["mistral", "qwen3"])
 def test_saved_shards_become_a_model_folder(name, folders, one_rank_group, tmp_path):
-    """Saving keeps two checkpoints, and deletes the leftovers of a killed run."""
+    """Check that saving keeps two checkpoints, and deletes the leftovers of a killed run."""
     code = page()
     model = code.load_sharded(folders[name], "cpu")
     with torch.no_grad():
@@ -87,7 +87,7 @@ SAMPLES = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Model(torch.nn.Sequential):
-    """Return the loss of a small model with dropout."""
+    """Compute the loss of a small model with dropout."""
 
     def forward(self, inputs):
         return (super().forward(inputs) - inputs.roll(1, 1)).pow(2).mean()
@@ -151,7 +151,7 @@ def test_ranks_read_each_sample_once(tmp_path):
 
 
 def test_ranks_that_share_a_stream_end_together(tmp_path):
-    """Rank 0 has one batch more than rank 1, and together() leaves out this batch."""
+    """Give rank 0 one batch more than rank 1; together() leaves out this batch."""
     page = ROOT / "preparing-data/data-loading.md"
     code = "\n".join(block.text for block in blocks(page) if block.kind == "python")
     script = tmp_path / "script.py"

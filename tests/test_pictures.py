@@ -1,4 +1,4 @@
-"""The committed pictures are those that tools/maintain/pictures.py makes."""
+"""Test that the committed pictures are those that tools/maintain/pictures.py makes."""
 
 import pictures
 from chapters import ROOT

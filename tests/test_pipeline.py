@@ -1,4 +1,4 @@
-"""Chapter 07: layers are spread evenly over stages, which wait as long as the formula says."""
+"""Test that chapter 07 spreads layers evenly, and that stages wait as the formula predicts."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from conftest import ROOT, run_command
     "layers, stages", [(4, 2), (4, 4), (5, 2), (8, 8), (32, 4), (80, 8), (126, 16), (126, 64)]
 )
 def test_layers_are_spread_evenly(load, layers, stages):
-    """The embedding of the first stage and the head of the last stage count as a layer each."""
+    """Count the first stage's embedding and the last stage's head as a layer each."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             transformers.LlamaConfig(hidden_size=32, num_hidden_layers=layers, vocab_size=384)
@@ -34,7 +34,7 @@ def test_layers_are_spread_evenly(load, layers, stages):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b"])
 def test_bubble_equals_the_formula(tmp_path, schedule):
-    """The layers sleep so long that all other work of the ranks does not matter."""
+    """Let the layers sleep so long that all other work of the ranks does not matter."""
     command = [ROOT / "benchmarks/bubble.py", "--output", tmp_path / "rows.json"]
     run_command(*command, "--only", schedule, check=True)
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]

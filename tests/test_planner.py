@@ -1,4 +1,4 @@
-"""The planner: known bytes and speeds, verdicts that make sense, real runs, bad input."""
+"""Test the planner: known bytes and speeds, plausible verdicts, real runs, bad input."""
 
 import json
 import re
@@ -79,7 +79,7 @@ def test_state_of_tiny_has_the_bytes_counted_by_hand(flags):
 
 
 def test_lora_has_gradients_and_moments_of_adapters_only():
-    """Each of the 7 matrices of a layer has two adapters, with 4 rows or columns."""
+    """Count the adapters: each of the 7 matrices of a layer has two, with 4 rows or columns."""
     adapters = 4 * 4 * (4 * (128 + 128) + 3 * (128 + 352)) // 4
     plan = asked("--device cpu --gpus-per-node 4 --lora-rank 4")
     frozen = 4 * (4 * TINY_LAYER + TINY_ROOT) / 4
@@ -108,7 +108,7 @@ def test_expert_parallel_rank_gathers_only_its_own_experts():
 
 
 def test_experts_send_the_bytes_of_the_readme():
-    """A token goes to 2 experts and back, also with its gradient; the forward pass runs twice."""
+    """Send each token to 2 experts and back, also with its gradient; run the forward pass twice."""
     tokens, passes, micro_batches = 256, 3, 8
     for size in (1, 2, 4):
         setting = setting_from(f"{MIXTURE} --expert-parallel-size {size}")
@@ -194,7 +194,7 @@ def test_sent_bytes_follow_the_closed_formulas(split, nodes, micro_steps):
         formula = 7 / 8 * 6 * 5 * LAYER_8B
     assert step.sent["copy"] == pytest.approx(formula, rel=1e-12)
     if nodes == 1:
-        assert step.sent["network"] == 0, "one node sends nothing to another"
+        assert step.sent["network"] == 0, "a single node sends something"
     # A ring of all ranks leaves each node once, through eight adapters. Replicas send only shards.
     elif split == "FSDP":
         assert step.sent["network"] == pytest.approx(formula / 8, rel=1e-12)
@@ -281,7 +281,7 @@ def jobs_of_pages():
 
 @pytest.mark.parametrize(("line", "chapter", "words"), list(jobs_of_pages()))
 def test_job_of_a_page_has_the_time_that_its_stop_takes(line, chapter, words):
-    """SBATCH_SIGNAL is set to the planner's value, or the default of train.sbatch suffices."""
+    """Check that SBATCH_SIGNAL has the planner's value, or that train.sbatch's default suffices."""
     words = shlex.split(words.replace("$", "").replace("@05", f"@{ROOT}/05"))
     nodes, gpus = (re.search(rf"--{name} (\d+)", line) for name in ("nodes", "gpus-per-node"))
     line_of_plan = f"--nodes {nodes[1]} --gpus-per-node {gpus[1]} {shlex.join(words)}"
@@ -341,7 +341,7 @@ def test_gib_in_the_text_of_a_page_are_those_of_the_plan(page):
 
 @pytest.mark.slow
 def test_speed_of_the_8b_is_that_of_the_planner():
-    """All pages take this speed from scale.json."""
+    """Compare with the speed in scale.json, which all pages show."""
     row = RECORDED["fastest"][0]
     assert row["model"] == "meta-llama/Llama-3.1-8B" and row["devices"] == 8
     assert scale.predict("fastest", row) == row["predicted"]
@@ -369,11 +369,11 @@ BAD = {
     "--gpus-per-node 0": "--gpus-per-node: must be at least 1, not 0",
     "--gpus-per-node 3 --layouts": "--layouts: no layout has a plan",
     "--gpus-per-node 2 --nodes 2 --tensor-parallel-size 4": "not a divisor of --gpus-per-node 2",
-    "-m meta-llama/Llama-3.1-8B --config vocab_size=1000": "no embedding for token id 128255",
+    "-m meta-llama/Llama-3.1-8B --config vocab_size=1000": "vocab_size must exceed token id 128255",
     "--context-parallel-size 8 --context-parallel-style ulysses": "4 key-value heads for 8 ranks",
     "-m nosuch.json": "--model-name nosuch.json: file not found",
     "-m {folder}/broken.json": "broken.json:",
-    # The planner traces two layers, and both would be of the same kind.
+    # The planner refuses this model, because the two layers that it traces would be of one kind.
     "-m {folder}/jamba --config num_hidden_layers=8": "layers of several kinds",
     "--write-config horovod file": "unknown framework; choose deepspeed or accelerate",
     "--write-config deepspeed file --recompute selective": "choose none or full",
@@ -435,7 +435,7 @@ def test_runs_are_as_planned(tmp_path):
 
 
 def test_setting_that_cannot_run_keeps_the_other_settings(models, monkeypatch, capsys):
-    """The experts of gpt-oss change a tensor that selective recomputation has stored."""
+    """Plan gpt-oss, whose experts change a tensor that selective recomputation has stored."""
     names = ["05 --recompute selective", "05 --recompute full"]
     settings = {name: will_it_fit.SETTINGS[name] for name in names}
     monkeypatch.setattr(will_it_fit, "SETTINGS", settings)

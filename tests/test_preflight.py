@@ -90,7 +90,7 @@ def test_rings_join_the_ranks_of_a_node_and_the_nodes():
 
 @pytest.mark.parametrize("num_ranks", [3, 4, 8, 33])
 def test_only_the_slow_host_measures_a_slow_link(monkeypatch, num_ranks):
-    """Each rank has at least two partners, and two partners meet in the same round."""
+    """Check that each rank has two partners or more, and that partners meet in the same round."""
     rounds = [[] for _ in range(num_ranks)]
 
     def simulate(data, partner, group):
@@ -145,7 +145,7 @@ def test_more_ranks_than_gpus_is_an_error(run_rank, monkeypatch):
     "rank, variables, words",
     [
         (0, {}, "these ranks did not connect to 127.0.0.1:"),
-        # Gloo needs both interfaces. For NCCL, one of them would be enough.
+        # Gloo needs both interfaces, but NCCL would need only one interface.
         (0, {"GLOO_SOCKET_IFNAME": "lo,eth9"}, "Unable to find address for: eth9"),
         (1, {}, "Connection refused; set MASTER_ADDR to the node of rank 0, and MASTER_PORT"),
     ],
@@ -215,7 +215,7 @@ def test_node_with_hidden_gpus_is_a_cpu_node(launch, monkeypatch, hidden):
 
 # ---- several ranks on this machine -------------------------------------------------------------
 def test_two_ranks_measure_and_name_a_full_disk(tmp_path):
-    """The check leaves no file behind."""
+    """Fill the disk for two ranks; also check that preflight.py leaves no file behind."""
     folder = tmp_path / "new/outputs"
     command = [TOOL, "--save-dir", folder, "--checkpoint-gb", 1e9]
     ranks = start_ranks(2, command, tmp_path)
@@ -236,7 +236,7 @@ def test_two_ranks_measure_and_name_a_full_disk(tmp_path):
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
 def test_slow_full_and_unshared_host_is_named(cluster, tmp_path):
-    """h2 has a slow link, and a small disk of its own at the place of the shared folder."""
+    """Give h2 a slow link, and a small disk of its own in place of the shared folder."""
     folder = tmp_path / "save"
     folder.mkdir()
     cluster.run("h2", ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder])

@@ -276,7 +276,7 @@ GRID = [(1, 1, 3000), (6, 1, 1000), (20, 3, 1000), (2, 3, 500)]
 
 @pytest.mark.parametrize("num_shards, parts, piece", GRID)
 def test_each_sample_is_read_once_per_epoch(tmp_path, load, num_shards, parts, piece):
-    """Each document is in the pieces once, and each sample of a piece in an epoch once."""
+    """Check that pieces have each document once, and an epoch each sample of a piece once."""
     documents = write_shards(tmp_path / "shards", num_shards, 360 // num_shards)
     output = tmp_path / "out.tokens"
     for part in range(parts):
@@ -380,7 +380,7 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, starte
 
 @pytest.mark.slow
 def test_ranks_wait_for_a_piece_without_a_collective_and_say_so(tmp_path, started):
-    """The ranks wait for longer than a collective may take, and then continue."""
+    """Let ranks wait for longer than a collective may take, and then continue."""
     write_shards(tmp_path / "shards", 3, 60)
     prepared, folder = tmp_path / "complete.tokens", tmp_path / "o.tokens"
     prepare(prepared, tmp_path / "shards")
@@ -406,7 +406,7 @@ def test_ranks_wait_for_a_piece_without_a_collective_and_say_so(tmp_path, starte
 
 
 def test_piece_that_appears_after_the_end_of_its_part_is_not_missed(tmp_path, load, monkeypatch):
-    """A shared file system may show files in a different order."""
+    """Show files in a different order, as a shared file system may."""
     chapter, late = load("01"), tmp_path / "o.tokens/000003.tokens"
     write_shards(tmp_path / "shards", 3, 60)
     for part in ("0/2", "1/2"):

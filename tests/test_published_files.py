@@ -73,7 +73,7 @@ KINDS += map(exhaustive, ("no head", *MIXTURES))
 def test_published_model_is_read_and_written_as_published(
     load, layout_models, small_tokens, tmp_path, kind
 ):
-    """Chapter 01 starts from the weights of the files, and the other chapters follow its curve."""
+    """Start chapter 01 from the weights of the files; the other chapters follow its curve."""
     folder = publish(layout_models, tmp_path / "hub", kind)
     args = [*ARGS, "-m", folder, "-d", small_tokens(folder)]
     chapters = CHAPTERS.get(kind, "05").split()
@@ -93,8 +93,8 @@ def test_published_model_is_read_and_written_as_published(
 
 # ---- files that do not fit the model ---------------------------------------------------------
 UNFIT = {
-    "prefix": "lack lm_head.weight (39 weights)",
-    "missing": "lack model.layers.1.mlp.up_proj.weight (1 weights)",
+    "prefix": "lacks lm_head.weight (39 weights); check its files",
+    "missing": "lacks model.layers.1.mlp.up_proj.weight (1 weights); check its files",
     "vocabulary": "You set `ignore_mismatched_sizes` to `False`",
     "fp8": "its weights are quantized; choose a model with bf16 weights",
     "truncated": "incomplete metadata, file not fully covered",
@@ -104,7 +104,7 @@ UNFIT = {
 }
 # Chapter 05 reads the files itself, and reports more problems.
 UNFIT_FOR_05 = UNFIT | {
-    "vocabulary": "lack lm_head.weight (2 weights)",
+    "vocabulary": "lacks lm_head.weight (2 weights); check its files",
     "int8": "are quantized; choose a bf16 copy",
 }
 
@@ -157,7 +157,7 @@ def test_unfit_files_cost_one_line_on_two_ranks(unfit, small_tokens, tmp_path, n
 
 @pytest.mark.exhaustive
 def test_reading_uses_the_memory_of_a_shard_and_a_tensor(tmp_path):
-    """No rank holds the full model, whether one rank or two ranks read the files."""
+    """Check that no rank holds the full model, whether one rank or two ranks read the files."""
     command = [ROOT / "benchmarks/large.py", "reading", "--layers", 2, "--ranks", 1, 2]
     run_command(*command, "--output", tmp_path / "reading.json", check=True)
     rows = json.loads((tmp_path / "reading.json").read_text())["reading"]

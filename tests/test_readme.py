@@ -147,7 +147,7 @@ def stand_in(models, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("block", HUB_RUNS, ids=lambda block: block.name)
 def test_command_for_the_hub_runs_on_a_stand_in(block, stand_in, tmp_path):
-    """Local folders replace the hub, and two CPU processes replace the GPUs."""
+    """Replace the hub by local folders, and the GPUs by two CPU processes."""
     text = block.text.replace("--nproc-per-node gpu", "--nproc-per-node 2").replace("--compile", "")
     assert text.count("train_llm.py") == 1, "append the sizes to one command"
     block = Block(block.name, "bash", text.rstrip() + SMALL)
@@ -179,7 +179,7 @@ def test_generated_parts_are_current(monkeypatch, capsys):
 
 
 def test_blocks_are_generated_or_run():
-    """Diffs, code and output are between cog's markers; test_own_script.py runs the other code."""
+    """Check that diffs and output are between cog's markers; test_own_script.py runs other code."""
     for path in readmes():
         languages = {block.kind for block in blocks(path)}
         assert languages <= {"bash", "text", "diff", "python", "mermaid"}, path

@@ -13,7 +13,7 @@ from conftest import SHORT, difference, metrics, run_jobs, run_or_fail
 from marks import exhaustive, slow
 from runs import check_user_error, copy_run
 
-# Each run takes 12 steps, logs all of them, and evaluates and saves in every fourth step.
+# Each run takes and logs 12 steps, and evaluates and saves in every fourth step.
 ARGS = [*SHORT, "--config", "num_hidden_layers=1", "--seq-length", 32, "--num-steps", 12]
 ARGS += ["--eval-every", 4, "--checkpoint-every", 4, "--keep-checkpoints", 9]
 
@@ -65,7 +65,7 @@ def test_longer_run_applies_the_settings_that_it_reports(finished):
 
 
 def test_checkpoints_behind_links_survive(finished, tmp_path):
-    """A user may move a checkpoint or a model to another disk, and leave a link to it."""
+    """Move a checkpoint and a model to another disk, and leave links, as a user may."""
     run_dir, start = finished
     (tmp_path / "disk").mkdir()
     contents = {}
@@ -94,7 +94,7 @@ def test_pruning_keeps_the_newest_and_removes_what_a_kill_leaves(finished):
 
 
 def test_row_that_a_kill_has_cut_costs_no_other_step(finished):
-    """The readers of metrics.jsonl skip the cut row, and the run repeats its step."""
+    """Check that readers of metrics.jsonl skip the cut row, and that the run repeats its step."""
     run_dir, start = finished
     path = run_dir / "metrics.jsonl"
     complete, rows = metrics(run_dir), path.read_text().splitlines(keepends=True)
@@ -110,7 +110,7 @@ def test_row_that_a_kill_has_cut_costs_no_other_step(finished):
 def test_broken_checkpoint_stops_the_run_until_it_is_moved_away(
     run_of, tmp_path, chapter, num_ranks
 ):
-    """The run never starts again at step 0; without the folder, it repeats the steps exactly."""
+    """Check that the run never starts at step 0 again; without the folder, it repeats the steps."""
     run_dir = run_of(chapter, num_ranks)
     copy_run(run_dir, 12, tmp_path / "run")
     broken = tmp_path / "run/checkpoints/step-00000012"
@@ -134,7 +134,7 @@ CASES = [slow("04", 2, "__1_0.distcp"), exhaustive("04", 2, ".metadata")]
 
 @pytest.mark.parametrize("chapter, num_ranks, file", CASES)
 def test_broken_checkpoints_are_skipped_but_never_all(run_of, tmp_path, chapter, num_ranks, file):
-    """All ranks skip a checkpoint, even if only one rank sees the damage.
+    """Check that all ranks skip a checkpoint, even if only one rank sees the damage.
 
     If no checkpoint can be read, the run does not start again at step 0, however often it is tried.
     """
@@ -164,7 +164,7 @@ def test_broken_checkpoints_are_skipped_but_never_all(run_of, tmp_path, chapter,
 
 @pytest.mark.slow
 def test_resume_continues_the_wandb_run(tmp_path):
-    """The checkpoint has the arguments of rank 0, which is the only rank that talks to wandb."""
+    """Resume from a checkpoint with the arguments of rank 0, which alone talks to wandb."""
     args = [*ARGS, "--num-steps", 4, "--checkpoint-every", 2, "--save-dir", tmp_path, "-e", "run"]
     args += ["--wandb", "offline"]
     run_or_fail(2, [("04", args)], tmp_path / "first")

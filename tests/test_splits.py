@@ -1,4 +1,4 @@
-"""A model has the same gradients, whether or not ranks split its matrices or experts."""
+"""Test that gradients stay the same when ranks split a model's matrices or experts."""
 
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -32,7 +32,7 @@ def with_experts(kinds):
     return [kind + settings * ((number or 0) > 1) for kind, number in numbers.items()]
 
 
-# The configurations of all mixtures take seconds to import, so wait until a test needs them.
+# The imports of all mixtures take seconds, so import them only when a test needs them.
 FAMILIES = {"dense": lambda: DENSE, "mixtures": lambda: with_experts(MIXTURES)}
 FAMILIES |= {"all-mixtures": lambda: with_experts(all_mixtures())}
 # The chapter, its flags, the families, and the number of families that the chapter must at least

@@ -62,7 +62,7 @@ def test_conflict_is_marked_and_stops_no_other_chapter(guide):
 
 
 def test_runs_are_drawn_and_compared(tmp_path):
-    """A kill may have cut a row."""
+    """Draw two runs whose metrics have rows that a kill has cut."""
     for name, shift in [("one", 0.0), ("two", 1e-6)]:
         rows = [{"step": step, "loss": 5 - step + shift, "val_loss": 2.5} for step in range(3)]
         (tmp_path / name).mkdir()
@@ -114,7 +114,7 @@ def test_windows_count_each_token_once(length, stride):
 
 
 def test_overlap_gives_tokens_context(models):
-    """The loss of windows that begin at each token equals that of one forward pass per token."""
+    """Compare windows that begin at each token with one forward pass per token."""
     config = AutoConfig.from_pretrained(models / "qwen3")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     tokens = torch.arange(24) % 11

@@ -31,7 +31,7 @@ def test_index_has_every_topic():
 
 # ---- batch size and learning rate ------------------------------------------------------------
 def test_sweep_trains_the_grid_and_the_scaled_rates(monkeypatch, tmp_path, capsys):
-    """In the simulated runs, 2e-3 is best for the smallest batch, and rates above 2e-2 diverge."""
+    """Simulate runs: 2e-3 is best for the smallest batch, and rates above 2e-2 diverge."""
     sweep, trained = script("batch-size-and-lr/sweep.py"), []
     output = tmp_path / "found.json"
 

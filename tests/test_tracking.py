@@ -82,7 +82,7 @@ def test_missing_run_or_package_is_one_line(tmp_path, monkeypatch, capsys):
 
 
 def test_following_tool_sends_runs_through_a_resume(tmp_path, start):
-    """A resume replaces rows, while the tool follows the run."""
+    """Let a resume replace rows while the tool follows the run."""
     for name in ("one", "two"):
         add_rows(tmp_path / name, 0, 1, 2, 3, 4)
     runs = [tmp_path / name for name in ("one", "nosuch", "two")]

@@ -1,4 +1,4 @@
-"""Between two log lines, a step does not wait for the device, and DDP reduces each bucket once."""
+"""Test that a step does not wait for the device, and that DDP reduces each bucket once."""
 
 import functools
 import re
@@ -17,7 +17,7 @@ COLLECTIVES = re.compile("gloo:|nccl:|c10d::")
 
 @pytest.mark.parametrize("name", ["tiny", "gemma3", *map(exhaustive, ("gpt2", "qwen3"))])
 def test_step_reads_no_value_from_the_device(load, models, name):
-    """Reading a number of a tensor on a GPU makes the host wait for the GPU."""
+    """Check that a step reads no number of a tensor, because on a GPU the host would wait."""
     name = name if name == "tiny" else str(models / name)
     events, _ = events_of_steps(load("01"), "--model-name", name, "--global-batch-size", 4)
     assert "aten::mm" in events, "the profiler has recorded no step"
@@ -28,7 +28,7 @@ def test_step_reads_no_value_from_the_device(load, models, name):
 def test_step_reduces_each_bucket_of_ddp_once_and_nothing_else(
     load, one_rank_group, chapter, precision, further
 ):
-    """In fp16, a step also reduces the number that tells whether a loss is not finite."""
+    """Count the reductions; in fp16, a step also reduces whether a loss is not finite."""
     words = ["--global-batch-size", 8, "--precision", precision]
     events, ddp = events_of_steps(load(chapter), *words)
     num_buckets = len(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(","))
@@ -55,7 +55,7 @@ def test_gradients_stay_in_the_buckets_of_ddp(chapter, tmp_path):
 
 @pytest.mark.slow
 def test_compiled_layers_let_ddp_send_while_they_compute(load, one_rank_group, monkeypatch):
-    """The backward pass of each layer is a separate graph, so the first bucket is ready early."""
+    """Check that the first bucket is ready early, because each layer is a separate graph."""
     # This backend builds the same graphs as the default backend, but generates no code.
     compile_layer = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
     monkeypatch.setattr(torch.nn.Module, "compile", compile_layer)

@@ -172,7 +172,7 @@ def train(optimizer_class, count=4, infinite_step=None, **options):
 
 
 def test_main_thread_reads_nothing_from_the_device(steps, monkeypatch):
-    """Each of these functions would make the main thread wait for a GPU.
+    """Forbid the main thread each function that would wait for a GPU.
 
     The watching thread may call them, because it reads only numbers that have arrived on the CPU.
     """

@@ -1,4 +1,4 @@
-"""Weights in fp32 take small updates, which weights in bf16 lose."""
+"""Test that weights in fp32 keep small updates, which weights in bf16 lose."""
 
 import pytest
 import torch

@@ -198,7 +198,7 @@ def test_made_up_facts_give_the_expected_verdict(case):
 # ---- stragglers ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("size", [2, 4])
 def test_rank_that_is_late_for_every_collective_is_a_straggler(size):
-    """Rank 1 calls each collective 60 ms late; one collective takes 100 ms."""
+    """Let rank 1 call each collective 60 ms late; one collective takes 100 ms."""
     same = MOVING | {"calls": STEPS * 2}
     facts = run(same | {"late": 0.06, "lines": {"train_llm.py:99 read": 0.6}}, size, **same)
     *verdict, reason = judged(facts)
@@ -211,7 +211,7 @@ def test_rank_that_is_late_for_every_collective_is_a_straggler(size):
 
 
 def test_rank_with_the_shortest_nccl_collectives_is_a_straggler():
-    """On a GPU, all hosts queue a collective at the same time, so only its duration differs."""
+    """Give rank 1 short collectives: on a GPU, only the duration of a collective shows a wait."""
     facts = run(calls=STEPS * 2, **MOVING)
     for rank, files in facts["ranks"].items():
         for call in files["dump"]["collectives"]:

@@ -60,11 +60,11 @@ PHASES = {
 OUTSIDE = ["start", "between steps"]
 # The functions of a script that the dry run replaces by empty functions.
 SKIPPED = ["read_weights", "save_checkpoint"]
-# The dry run replaces these functions of a script, or needs their calls. Without one of them, the
-# script would read data, write files, or train without an end.
+# The dry run replaces these functions of a script, or needs their calls. If a function is missing,
+# the script would read data, write files, or train without an end.
 NEEDED = "parse_args setup build_model build_data Samples load_checkpoint save_checkpoint".split()
 NEEDED += ["train_step", "main"]
-# Refuse scripts that import these frameworks, because the dry run has no stand-ins for them.
+# The dry run refuses scripts that import these frameworks, because it cannot simulate them.
 FRAMEWORKS = {"accelerate", "deepspeed"}
 # The columns of a row that counts the collectives of one kind.
 COLUMNS = ["phase", "kind", "ranks", "nodes", "device", "line", "function"]
@@ -92,10 +92,10 @@ def parse_args(argv=None):
     add("--gpus", type=at_least(1), required=True, help="number of GPUs, with a rank on each")
     add("--gpus-per-node", type=at_least(1), default=8, help="GPUs of a node")
     add("--gpu", choices=fake_machine.GPUS, default="H100-80GB", help="kind of the GPUs")
-    rank_help = "ranks to run, such as 0 7 last; None: the ranks that differ"
+    rank_help = "ranks to run, such as 0 7 last; None: first and last of each kind"
     add("--rank", nargs="+", type=rank_number, help=rank_help)
     add("--json", action="store_true", help="print all numbers as JSON, in bytes and seconds")
-    add("--gpu-overhead-gib", type=at_least(0.0), default=3.0, help="for CUDA, NCCL and cuBLAS")
+    add("--gpu-overhead-gib", type=at_least(0.0), default=3.0, help="GiB of CUDA, NCCL and cuBLAS")
     fragmentation_help = "memory that the allocator loses, as a share of the tensors"
     add("--fragmentation", type=at_least(0.0), default=0.05, help=fragmentation_help)
     for name in ("--nvlink-gbs", "--network-gbs", "--latency"):
@@ -203,7 +203,7 @@ def shorten(options, module):
         return args
 
     def build_data(args, _):
-        # All samples share the memory of one token.
+        # Let all samples share the memory of one token, because nothing reads their values.
         samples = torch.zeros(1, 1, dtype=torch.int32)
         samples = samples.expand(3 * args.global_batch_size, args.seq_length)
         held_out = args.micro_batch_size * options.gpus // math.prod(split_sizes(args))
@@ -375,7 +375,7 @@ def receive_result(receiver, rank):
 
 
 def show(options, results):
-    """Print what the ranks did, and the details of the rank that needs the most memory."""
+    """Print the result of each rank, and the details of the rank that needs the most memory."""
     nodes = -(-options.gpus // options.gpus_per_node)
     print(f"{name_of(options)} on {options.gpus} × {options.gpu}, nodes: {nodes}\n")
     print(f"{'rank':>8}{'tensors':>14}{'with all else':>16}")
@@ -395,7 +395,7 @@ def show(options, results):
 
 
 def verdict(options, result):
-    """Return in a few words whether a rank completes two steps and fits."""
+    """Summarize in a few words whether a rank completes two steps and fits."""
     if result["problem"]:
         return f"fails at line {result['problem']['line']}"
     margin = gib(abs(result["margin"]))
@@ -403,7 +403,7 @@ def verdict(options, result):
 
 
 def show_memory(options, result):
-    """Print what the memory consists of at the fullest moment, and the peak of each phase."""
+    """Print the parts of the memory at the fullest moment, and the peak of each phase."""
     fullest = result["fullest"]
     if not fullest["bytes"]:
         return
@@ -421,7 +421,7 @@ def show_memory(options, result):
 
 
 def show_sent(options, result):
-    """Print what the rank sends in the second step, before it, and in an evaluation, by line."""
+    """Print the bytes that each line sends in the second step, before it, and in an evaluation."""
     parts = {"in a step": "step 2", "between steps": "between", "in an evaluation": "evaluation"}
     for part, phase in parts.items():
         rows = [row for row in result["sent"] if row["phase"].startswith(phase)]

@@ -43,7 +43,7 @@ def parse_args(chapter):
     add = parser.add_argument
     add("model", type=Path, help="a folder such as RUN/model or RUN/checkpoints/step-00000050")
     add("--stride", type=int, help="tokens between the starts of windows (default: --seq-length)")
-    held_out_help = "take only the samples that a run with the same flags holds out"
+    held_out_help = "use only the samples that a run with the same flags holds out"
     add("--held-out", action="store_true", help=held_out_help)
     all_gpus_help = "spread the layers over all GPUs of this machine; needs accelerate"
     add("--all-gpus", action="store_true", help=all_gpus_help)
@@ -53,7 +53,7 @@ def parse_args(chapter):
     args = argparse.Namespace(**vars(args) | vars(own))
     args.stride = args.stride or args.seq_length
     if not 1 <= args.stride <= args.seq_length:
-        problem = f"must be from 1 to --seq-length {args.seq_length}, or tokens would be left out"
+        problem = f"must be from 1 to --seq-length {args.seq_length}, so that every token counts"
         fail(f"--stride {args.stride}: {problem}")
     if not args.model.is_dir():
         fail(f"{args.model}: no such folder; give RUN/model, or a folder in RUN/checkpoints")
@@ -122,7 +122,7 @@ def total_loss(args, model, tokens):
         batch = torch.stack([tokens[first:end] for first, _, end in group]).long().to(model.device)
         logits = model(input_ids=batch, use_cache=False).logits
         for window, row, (first, start, end) in zip(batch, logits, group, strict=True):
-            # Position i predicts token i + 1.
+            # Shift the logits by one position, because position i predicts token i + 1.
             counted = slice(start - first, end - first)
             before = slice(start - first - 1, end - first - 1)
             labels = window[counted].to(row.device)

@@ -33,7 +33,7 @@ GPUS = {
     "H200-141GB": ("NVIDIA H200", 140, (9, 0)),
     "B200-180GB": ("NVIDIA B200", 179, (10, 0)),
 }
-# The operations that autocast computes in bf16 or fp16 on a GPU, and its operations in float32.
+# On a GPU, autocast computes HALF in bf16 or fp16, and FULL in float32.
 HALF = "mm addmm bmm baddbmm matmul linear conv1d einsum".split()
 FULL = "pow rsqrt layer_norm softmax log_softmax nll_loss sum cumsum norm".split()
 # Keep these objects, because their registrations end when they are deleted.
@@ -138,8 +138,8 @@ def add_gpu(options, watch):
     # rank ever holds them.
     for name in ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta"):
         setattr(ShardingPropagator, name, watch.ignoring()(getattr(ShardingPropagator, name)))
-    # A GPU has kernels for these operations. Without kernels, torch would split them up, which
-    # needs more memory. Nothing calls the kernels, because fake tensors compute only shapes.
+    # Register kernels for these operations, as a GPU has them. Without kernels, torch would split
+    # the operations up, which needs more memory. Fake tensors never call the kernels.
     for name in ("silu_backward", "mish_backward"):
         ATEN.impl(name, lambda *_: None, "PrivateUse1")
     add_autocast()
@@ -179,7 +179,7 @@ def add_autocast():
         is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
         if not is_float or value.device.type != "gpu" or value.dtype == dtype:
             return value
-        # Autocast casts each weight once per forward pass.
+        # Cast each weight once per forward pass, as autocast does.
         if value.is_leaf and value.requires_grad and dtype != torch.float32:
             if id(value) not in cache:
                 cache[id(value)] = value.to(dtype)
@@ -212,7 +212,7 @@ class LowerRight:
 
 
 def attention_on(options):
-    """Return attention as a GPU computes it: with flash attention, if its kernel takes the inputs.
+    """Return attention as a GPU computes it: flash attention, if its kernel accepts the inputs.
 
     F.scaled_dot_product_attention() would ask the driver of a real GPU which kernel to use.
     """

@@ -16,12 +16,12 @@ def parse_args():
     """Parse the folders of the runs, and the path of the picture."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, help="folders such as outputs/02-ddp")
-    parser.add_argument("-o", "--output", type=Path, default=Path("runs.png"), help="the PNG")
+    parser.add_argument("-o", "--output", type=Path, default=Path("runs.png"), help="PNG to write")
     return parser.parse_args()
 
 
 def fail(message):
-    """Print an error of the user in one line on stderr, and exit with status 2."""
+    """Report a user's mistake in one line on stderr, and exit with status 2."""
     print(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
@@ -37,7 +37,7 @@ def read_metrics(run):
     except (OSError, ValueError) as error:
         fail(f"cannot read {path}: {error}")
     if not last:
-        fail(f"{path} is empty: nothing was trained yet")
+        fail(f"{path}: has no complete row; wait for the first log line")
     return [last[step] for step in sorted(last)]
 
 

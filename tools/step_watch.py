@@ -33,7 +33,7 @@ KINDS = {
 }
 # The names of torch's operations contain these kinds of collectives, some with _ between words.
 COLLECTIVES = "all-reduce all-gather reduce-scatter all-to-all broadcast send".split()
-# The operations that return a value, or a shape that depends on values. The CPU waits for them.
+# The CPU waits for these operations, which return a value, or a shape that depends on values.
 READS = [aten._local_scalar_dense.default, aten.is_nonzero.default, aten.item.default]
 SHAPES = [aten.nonzero.default, aten.masked_select.default]
 
@@ -189,7 +189,7 @@ class Watch(TorchDispatchMode):
         return 0.0 if tensor.is_floating_point() else 0
 
     def check(self, func, args, kwargs):
-        """Count the waits and the bytes that an operation sends; raise its errors about devices."""
+        """Count an operation's waits and sent bytes; raise an error if its devices do not match."""
         name = func._schema.name
         if name.startswith(("c10d::", "_c10d_functional::", "_dtensor::")) and "wait" not in name:
             self.send(name.partition("::")[2], args)
@@ -207,7 +207,7 @@ class Watch(TorchDispatchMode):
                 self.wait(f"copies to the {target.upper()}")
         elif "index" in name:
             self.wait("copies indices to the GPU")
-        # Report a result on the CPU, because a number on the CPU may only be an input.
+        # Allow a number on the CPU as an input, but not as the tensor that gets the result.
         elif "fused" in name or (func._schema.is_mutable and tensors[0].device.type == "cpu"):
             raise RuntimeError(f"{name}: expected all tensors to be on the same device")
 
@@ -240,7 +240,7 @@ class Watch(TorchDispatchMode):
 
 
 def group_of(value):
-    """Return the process group that an argument of a collective names, or None."""
+    """Return the process group that an argument of a collective names, or None without a group."""
     with contextlib.suppress(Exception):
         if isinstance(value, torch.ScriptObject):
             return dist.ProcessGroup.unbox(value)

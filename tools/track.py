@@ -111,7 +111,7 @@ class Tracked:
     """Keep a run, and the rows that its tracker has already received."""
 
     def __init__(self, run, tracker):
-        # Stop before the tracker is created if there is no such run.
+        # Read the metrics first, so that a missing run stops the tool before it creates a tracker.
         read_metrics(run)
         self.run, self.start, self.tracker, self.rows = run, tracker, tracker(run), []
 
@@ -149,7 +149,7 @@ def main():
     """Send the rows of all runs; with --follow, also send the rows that the runs add later."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, help="folders of runs; those without metrics are left out")
+    add("runs", nargs="+", type=Path, help="folders of runs; folders without metrics are skipped")
     add("--to", choices=TRACKERS, default="tensorboard", help="the tracker (default: %(default)s)")
     add("--follow", action="store_true", help="continue until Ctrl-C, as the runs do")
     args = parser.parse_args()

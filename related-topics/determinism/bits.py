@@ -90,7 +90,7 @@ def bits(args, folder):
 
 def add_flags(add):
     """Declare the arguments."""
-    add("layouts", nargs="*", choices=LAYOUTS, help="by default all of them")
+    add("layouts", nargs="*", choices=LAYOUTS, help="layouts to compare; by default all layouts")
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def setup(args):
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend)
-    # DDP: NCCL connects the ranks in the first operation, so let all ranks take part in that one.
+    # DDP: NCCL connects the ranks in the first operation, so let all ranks take part in it.
     dist.all_reduce(torch.zeros((), device=device))
     # DDP: only rank 0 prints to stdout and talks to wandb.
     if dist.get_rank() != 0:
@@ -230,10 +230,10 @@ def build_tokenizer_and_config(args):
     except (OSError, ValueError) as error:
         fail(f"--model-name {' '.join([args.model_name, *args.config])}: {error}")
     if len(tokenizer) < 2 or tokenizer.eos_token_id is None:
-        fail(f"--model-name {args.model_name}: found no tokenizer with an end-of-text token")
+        fail(f"--model-name {args.model_name}: needs a tokenizer with an end-of-text token")
     # A tokenizer may leave out numbers, so its highest token id may be above its number of tokens.
     if (highest_id := max(tokenizer.get_vocab().values())) >= config.vocab_size:
-        fail(f"--model-name {args.model_name}: found no embedding for token id {highest_id}")
+        fail(f"--model-name {args.model_name}: vocab_size must exceed token id {highest_id}")
     args.config_fingerprint = hash_of(config.to_diff_dict() | {"transformers_version": None})
     return tokenizer, config
 
@@ -277,9 +277,9 @@ def load_pretrained(args, config):
     except Exception as error:
         # Each kind of damaged file raises a different type of exception.
         fail(f"--pretrained: cannot read the safetensors files of {name}: {error!r:.300}")
-    # Otherwise, a missing weight would start with random values.
+    # Stop if a weight is missing, because it would start with random values.
     if missing := loading["missing_keys"]:
-        fail(f"--pretrained: the files of {name} lack {min(missing)} ({len(missing)} weights)")
+        fail(f"--pretrained: {name} lacks {min(missing)} ({len(missing)} weights); check its files")
     # transformers does not tie two weights if the files have different values for them.
     for key in model.get_expanded_tied_weights_keys().keys() - model.all_tied_weights_keys.keys():
         fail(f"--pretrained: the files do not tie {key}; pass --config tie_word_embeddings=false")
@@ -346,25 +346,25 @@ def build_data(args, tokenizer):
     pieces = pieces_of(args, tokenizer)
     piece = next(pieces, torch.empty(0, args.seq_length))
     if len(piece) <= args.eval_samples:
-        fail(f"--eval-samples {args.eval_samples}: there are only {len(piece)} samples")
+        fail(f"--eval-samples {args.eval_samples}: there are only {len(piece)} samples; lower it")
     piece, held_out = piece.tensor_split([-args.eval_samples])
     args.dataset_fingerprint = hash_of(len(piece), piece[:: 1 + len(piece) // 100].tolist())
     return Samples(args.seed, piece, pieces), held_out
 
 
 class Samples:
-    """An endless sequence of training samples: each epoch has every sample once.
+    """Hold an endless sequence of training samples; each epoch has every sample once.
 
     The samples come in pieces. Each piece is shuffled on its own, differently in each epoch.
     """
 
     def __init__(self, seed, first_piece, later_pieces):
         self.seed, self.pieces, self.later_pieces = seed, [first_piece], later_pieces
-        # Where each piece begins in an epoch, and where the last one ends.
+        # The positions in an epoch where each piece begins, and where the last piece ends.
         self.starts = [0, len(first_piece)]
 
     def __getitem__(self, position):
-        # Take pieces until one of them holds this position, or until no more pieces come.
+        # Load pieces until a piece holds this position, or until there are no more pieces.
         while position >= self.starts[-1] and (piece := next(self.later_pieces, None)) is not None:
             self.pieces.append(piece)
             self.starts.append(self.starts[-1] + len(piece))
@@ -393,7 +393,7 @@ def pieces_of(args, tokenizer):
     index = json.loads((folder / "index.json").read_text())
     vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id])
     if index["tokenizer"] != hashlib.sha256(vocabulary.encode()).hexdigest()[:16]:
-        fail(f"--dataset-name {folder}: was prepared with a different tokenizer")
+        fail(f"--dataset-name {folder}: was prepared with a different tokenizer; prepare it again")
     if kind := index.get("kind"):
         fail(f"--dataset-name {folder}: holds {kind}; train on it with fine-tuning/{kind}")
     # A process of prepare.py writes part k of n: the pieces k, k + n, k + 2n, ... until it ends.
@@ -455,7 +455,7 @@ def load_documents(args):
         # The datasets library raises many exception types, and often hides the reason in __cause__.
         fail(f"--dataset-name {name}: {error.__cause__ or error}")
     if args.text_column not in documents.column_names:
-        fail(f"--text-column {args.text_column}: {name} has {', '.join(documents.column_names)}")
+        fail(f"--text-column {args.text_column}: no such column; choose {documents.column_names}")
     return documents
 
 
@@ -767,7 +767,7 @@ def main():
             continue
         row = measure(args, model, train_set, step, loss, grad_norm, *interval_start)
         if optimizer.found_inf:
-            fail(f"a gradient in steps {interval_start[0]} to {step} was not finite; none is saved")
+            fail(f"a gradient in steps {interval_start[0]} to {step} was not finite; lower --lr")
         row["loss_scale"] = optimizer.scaler.get_scale()
         if evaluating:
             row["val_loss"] = evaluate(args, model, held_out, device)

@@ -74,7 +74,7 @@ def sizes(args, folder):
 
 def add_flags(add):
     """Declare the arguments."""
-    add("size", nargs="?", choices=SHAPES, help="size whose values to print")
+    add("size", nargs="?", choices=SHAPES, help="print the values of this size")
 
 
 if __name__ == "__main__":

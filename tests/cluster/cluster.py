@@ -34,7 +34,7 @@ BOOT_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/
 
 
 class ClusterError(RuntimeError):
-    """An action on the cluster failed; the message gives the user the reason."""
+    """Report the reason why an action on the cluster has failed."""
 
 
 def missing_requirement():
@@ -74,7 +74,7 @@ def expect_line(process, word):
 
 
 class Cluster:
-    """The hosts head, h1 and h2 on one network; h1 and h2 are Slurm nodes with two fake GPUs."""
+    """Start the hosts head, h1 and h2; h1 and h2 are Slurm nodes with two fake GPUs each."""
 
     def __enter__(self):
         """Start all hosts; the cluster ends with this process."""
@@ -257,9 +257,12 @@ class Cluster:
 
 
 def shell(cluster):
-    """Run bash on head, and kill or revive a host if the user asks; return the exit status."""
+    """Run bash on head until the user leaves it; return its exit status.
+
+    If the user creates a file `kill` or `revive` in a host's folder, kill or revive that host.
+    """
     print((HERE / "shell.txt").read_text(), flush=True)
-    # Leave Ctrl-C to the programs in the shell. End the cluster when its terminal is closed.
+    # Ignore Ctrl-C, because it is for the programs in the shell; end when the terminal is closed.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGHUP, lambda *_: sys.exit())
     actions = {"kill": cluster.kill_host, "revive": cluster.revive}

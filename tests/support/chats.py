@@ -1,4 +1,4 @@
-"""Conversations, chat templates as in published models, and the documents that they must give.
+"""Define conversations, chat templates of published models, and the documents they must give.
 
 The expected texts are written without the templates, so that they can check the templates' use.
 """
@@ -17,7 +17,7 @@ from conftest import prepare_training
 
 FLAGS = "--device cpu --precision fp32 -s 256 -b 2 --global-batch-size 8 --eval-samples 1".split()
 
-# As in Llama 3: the template prints a date, and the answer ends without a new line.
+# This template is like that of Llama 3: it prints a date, and no new line ends the answer.
 LLAMA3 = """<s>system, {{ strftime_now("%Y-%m-%d") }}, {{ date_string }}
 {%- for message in messages %}<h>{{ message.role }}</h>
 
@@ -26,7 +26,7 @@ LLAMA3 = """<s>system, {{ strftime_now("%Y-%m-%d") }}, {{ date_string }}
 {%- if add_generation_prompt %}<h>assistant</h>
 
 {% endif %}"""
-# As in Qwen3: an answer keeps its thoughts only while no later turn of the user follows.
+# This template is like that of Qwen3: only answers after the user's last turn keep thoughts.
 QWEN3 = """
 {%- set last = namespace(user=0) -%}
 {%- for message in messages if message.role == "user" -%}

@@ -28,7 +28,7 @@ def check_bad_gradient(results, run_dir, every):
     """Check that all ranks stopped because of a bad gradient, which no checkpoint contains."""
     output = "".join(result["stdout"] + result["stderr"] for result in results)
     assert {result["status"] for result in results} == {2}, output
-    error = r"train_llm.py: error: a gradient in steps \d+ to (\d+) was not finite; none is saved"
+    error = r"train_llm.py: error: a gradient in steps \d+ to (\d+) was not finite; lower --lr"
     match = re.search(error, output)
     assert match and "Traceback" not in output, output
     saved_steps = range(every, int(match[1]), every)

@@ -68,7 +68,7 @@ class Server:
 
 
 class Forked(FORKS.Process):
-    """A process that the server forked; it has the interface of subprocess.Popen, without pipes."""
+    """Offer the interface of subprocess.Popen, without pipes, for a process that is a fork."""
 
     returncode = property(lambda self: self.poll())
 

@@ -40,7 +40,7 @@ def events_of_steps(chapter, *words):
         model = chapter.DistributedDataParallel(model, gradient_as_bucket_view=True)
         model.broadcast_buffers, model.loss_function = False, model.module.loss_function
     device = torch.device("cpu")
-    # Take two steps first, because DDP rebuilds its buckets after the first step.
+    # Run two steps first, because DDP rebuilds its buckets after the first step.
     for step in (1, 2):
         chapter.train_step(args, model, optimizer, train_set, step, device)
     with profile() as profiled:

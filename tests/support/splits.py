@@ -30,7 +30,7 @@ def refuse(message):
 
 
 def train(chapter, words):
-    """Return the loss and the gradient norm of each of three steps, and the first gradients.
+    """Train three steps; return their losses and gradient norms, and the first gradients.
 
     If the chapter refuses the model, return the reason and no gradients.
     """

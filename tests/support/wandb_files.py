@@ -24,8 +24,7 @@ def records(path):
         size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
         at += HEADER + size
         record += data[at - size : at]
-        # Kind 1 is the only part of a record, and kind 4 is the last part, so the record is
-        # complete.
+        # The record is complete, because kind 1 marks its only part, and kind 4 its last part.
         if kind in (1, 4):
             yield Record.FromString(record)
             record = b""

@@ -145,9 +145,9 @@ def tensor_plan():
 
 
 def checks_of(file):
-    """Return a row for each kind of checks of gpu_check.py, and skipped checks by reason.
+    """Return a row for each kind of check of gpu_check.py, and the skipped checks by reason.
 
-    Checks of one kind have the same first word. A row has the lowest and the highest number.
+    Checks of one kind have the same first word. A row has their lowest and their highest number.
     """
     rows_by_kind, skipped = defaultdict(list), defaultdict(list)
     for row in load(file)["rows"]:
@@ -194,7 +194,7 @@ def script(path):
 
 
 def chapter_rows(*names):
-    """Yield the named chapters, or all: words of the docstring, and size of the diff."""
+    """Yield the first sentence and the size of the named chapters, by default of all chapters."""
     for name, path in chapters().items():
         if names and name not in names:
             continue
@@ -238,7 +238,7 @@ def flag_table():
             value = "its folder's name" if isinstance(default, ast.Name) else ast.unparse(default)
             value = {"True": "on", "[]": "none"}.get(value, value.strip("'\""))
             help_text = texts.get(ast.unparse(row["help"])) or getattr(row["help"], "value", None)
-            # Of an f-string, show only the words before its first value.
+            # If the help is an f-string, show only the words before its first value.
             help_text = help_text or f"{row['help'].values[0].value}..."
             page = os.path.relpath(path.with_name("README.md"), current_folder())
             yield {"flag": flag, "script": name, "page": page, "default": value, "help": help_text}
@@ -312,17 +312,17 @@ def job(seq_length):
 
 
 def days(tokens, tokens_per_second):
-    """Return the days that 64 GPUs need for a number of tokens, at a speed of each GPU."""
+    """Return the days that 64 GPUs need for `tokens` tokens, each GPU at `tokens_per_second`."""
     return tokens / tokens_per_second / 64 / 86400
 
 
 def spread(values, digits=2):
-    """Return the lowest and the highest value."""
+    """Return the lowest and the highest value as text, with `digits` digits after the point."""
     return f"{min(values):.{digits}f} – {max(values):.{digits}f}"
 
 
 def with_range(values, digits=2):
-    """Return the median, and the range if it is wider than a fifth of the median."""
+    """Return the median as text, and the range if it is wider than a fifth of the median."""
     if not values:
         return "1"
     middle, wide = median(values), max(values) - min(values) > median(values) / 5

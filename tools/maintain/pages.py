@@ -28,9 +28,9 @@ SITE = Path(__file__).with_name("site")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
 MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.M | re.S)
-# Remove the tags of names, operators and punctuation, because the style gives them no color.
+# Pages drop the tags of names, operators and punctuation, because these words get no color.
 PLAIN = re.compile(r'<span class="(?:n|o|p|w)">(.*?)</span>')
-# Remove quotes around class names, because HTML needs them only if a slash follows.
+# Pages drop quotes around class names, because HTML needs them only if a slash follows.
 QUOTED = re.compile(r'(<[a-z][^<>]* class=)"([\w-]+)"(?=[\s>])')
 # The theme puts these icons into all pages, for links to the source that the site does not have.
 UNUSED = re.compile(r'<symbol id="svg-(?:pencil|eye)".*?</symbol>', re.S)

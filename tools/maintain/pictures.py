@@ -158,7 +158,7 @@ def two_ranks():
 
 
 def ring_rounds(ranks):
-    """Return the rounds of a ring all-reduce: how many ranks each piece on each rank has summed."""
+    """Return, after each round of a ring all-reduce, the number of ranks in each piece's sum."""
     held = [[1] * ranks for _ in range(ranks)]
     rounds = [held]
     for number in range(2 * (ranks - 1)):
@@ -203,7 +203,7 @@ def ring():
 
 # ---- 04 --------------------------------------------------------------------------------------
 def held_bytes():
-    """Show the bytes that a device holds of 8 billion weights, on two nodes with 8 GPUs each."""
+    """Show the bytes that each of 16 GPUs holds of 8 billion weights, by the way to shard them."""
     # Count weights in billions, so that bytes are GB.
     weights = 8
     rows = [("DDP", 1, 0), ("hybrid", 8, 0), ("ZeRO-2", 16, 2), ("ZeRO-3", 16, 0)]
@@ -377,7 +377,7 @@ def experts():
     weights = best.softmax(1)
     tokens, middle, results = 78, 212, 346
     picture = Picture(452, "A token travels to its two experts on other ranks, and back")
-    # The left ends of the boxes of a token or an expert; each rank has two.
+    # The left ends of the boxes of a token or an expert; each rank has two boxes.
     lefts = [20 + 146 * (number // 2) + 64 * (number % 2) for number in range(8)]
     for number, left in enumerate(lefts):
         rank = number // 2

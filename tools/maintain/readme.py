@@ -66,7 +66,7 @@ def commands():
 
 
 def shown(sample, output):
-    """Return the part of an output that READMEs show: all, or the first and last lines."""
+    """Return the part of an output that READMEs show: all lines, or the first and last lines."""
     parts = [block.shown for block in commands() if block.sample == sample]
     if () in parts:
         return output

@@ -116,8 +116,8 @@ def key_of(tensor):
     return local(tensor).untyped_storage()._cdata
 
 
-# A layer that computes one token after the other runs more operations than this. Running each of
-# them on fake tensors would take an hour.
+# A layer with more operations than this limit computes one token after the other. To run all these
+# operations on fake tensors would take an hour.
 MOST_OPERATIONS = 10_000
 # The arguments that change the tensors of a layer.
 TRACED_ARGS = ["chapter", "precision", "weights_dtype", "model_name", "seq_length", "recompute"]
@@ -143,7 +143,7 @@ def segments_of(setting):
 
 
 def trace_or_problem(setting):
-    """Return the segments, or why this model cannot run in this setting, as a text."""
+    """Return the segments, or the reason as text if the model cannot run in this setting."""
     try:
         return trace(setting)
     except UnsupportedModelError as error:
@@ -206,7 +206,7 @@ def small_model(setting):
     # Shorten this list, because some families have derived it from the original number of layers.
     if config.to_dict().get("layer_types"):
         config.layer_types = config.layer_types[:2]
-    # If the first layers of a mixture have no experts, keep one such layer, and one with experts.
+    # If a mixture begins with plain layers, keep one plain layer and one layer with experts.
     for name, most in {"first_k_dense_replace": 1, "decoder_sparse_step": 2}.items():
         if getattr(config, name, None):
             setattr(config, name, min(most, getattr(config, name)))

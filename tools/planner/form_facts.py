@@ -132,7 +132,7 @@ def many_chunks(setting):
 
 
 def grown(formula, growth, split):
-    """Return the formula for any number of chunks, from the formula for three and its growth."""
+    """Extend the formula for three chunks to any number of chunks, by its growth per chunk."""
     constant, _, _, chunk = growth.T
     # The chunks together have all tokens of the rank, and each chunk has CHUNK_SIZE tokens.
     per_token = (chunk + constant / newest_chapter().CHUNK_SIZE) / split
@@ -158,9 +158,9 @@ def relative(segments, base):
 
 
 def compact(segments, besides_gradients=False):
-    """Return segments with the moments that are the fullest for some values of the form."""
+    """Drop the moments of each segment that are not the fullest for any values of the form."""
     found = {}
-    # The form offers these numbers of samples and tokens; of several chunks, each counts as full.
+    # The form offers these numbers of samples and tokens. Count each of several chunks as full.
     lengths, chunk = [2**power for power in range(10, 18)], newest_chapter().CHUNK_SIZE
     values = [(1, n, samples * n, chunk) for n in lengths for samples in range(1, 17)]
     for name, (start, moments) in segments.items():
@@ -200,7 +200,7 @@ def settings_of(args):
         changes = {name: size, "context_parallel_style": style, "recompute": recompute}
         yield base.changed(**changes)
         if name == "tensor_parallel_size" and size > 1:
-            # TP: a single sample needs fewer copies.
+            # TP: also record a single sample, because it needs fewer copies.
             yield base.changed(**changes, micro_batch_size=1)
 
 

@@ -71,9 +71,10 @@ def plan_of(setting):
 
 
 def stop_seconds(setting, checkpoint, speed):
-    """Return the seconds of a stop: up to three steps, the saves, and a reserve of a minute.
+    """Return the longest time in seconds from the request to stop until the run has ended.
 
-    With `--checkpoint-async`, a save that is still being written must end before the last save.
+    The run ends after up to three more steps and a save; a minute is in reserve. With
+    `--checkpoint-async`, an earlier save may still be in progress, and must end first.
     """
     saves = 2 if setting.checkpoint_async else 1
     seconds = 3 * speed["step"] + saves * checkpoint / 1e9 / setting.storage_gbs + 60
@@ -174,7 +175,7 @@ def layout_of(args, chapter, words, layout_words):
 
 
 def last_of_each(words):
-    """Return a command line with each flag once, with the last value, which overrides others."""
+    """Drop the values of a command line that a later value of the same flag overrides."""
     flags = {}
     for word in words:
         if re.match("--?[a-z]", word):
@@ -185,7 +186,7 @@ def last_of_each(words):
 
 
 def launcher(args):
-    """Return the words of torchrun that start the ranks; type them on each node."""
+    """Return the first words of the command that starts the ranks on each node, with torchrun."""
     if args.nodes == 1:
         return f"torchrun --standalone --nproc-per-node {args.gpus_per_node}"
     nodes = f"torchrun --nnodes {args.nodes} --nproc-per-node {args.gpus_per_node}"

@@ -80,7 +80,7 @@ class StepMemory:
         self.micro_step()
 
     def micro_step(self):
-        """Simulate a micro-step: the order of FSDP's own code, and of DDP without its gathers.
+        """Simulate a micro-step in the order of FSDP's code; under DDP, the gathers do nothing.
 
         The weights form groups: group N is layer N, and group 0 is the root, which has all weights
         outside of the layers.
@@ -130,7 +130,8 @@ class StepMemory:
     def enter(self, name, number):
         """Hold the activations that exist when the segment `name` of layer `number` starts.
 
-        The run on fake tensors has two layers. Each further layer keeps as much as the second.
+        The run on fake tensors has two layers. Each further layer keeps as much as the second
+        layer.
         """
         layers_in_trace = self.traced_depth if "head" in name else min(2, number)
         untraced_layers = number - layers_in_trace
@@ -309,8 +310,8 @@ class PipelineMemory(ShardedMemory):
         self.has_head = rank == ranks - 1
         kept = in_flight(setting.pipeline_schedule, rank, ranks, micro_batches)
         self.other_micro_batches = kept - 1
-        # Each stage receives hidden states and their gradients, but nothing comes from before the
-        # first stage or from after the last one.
+        # Each stage receives hidden states and their gradients, but the first stage receives no
+        # hidden states, and the last stage receives no gradients.
         buffers_per_micro_batch = 2 * setting.num_stages // ranks - (rank == 0) - self.has_head
         tokens = setting.micro_batch_size * setting.seq_length
         tokens //= setting.context_parallel_size * setting.tensor_parallel_size

@@ -34,7 +34,7 @@ def layouts_of(words):
 
 
 def layer_of(words):
-    """Return the seconds and the GB of one layer, gathered by FSDP or split by TP.
+    """Return the seconds and the GB that one layer costs, under FSDP and under TP.
 
     FSDP's traffic does not depend on the number of tokens. Below "pays below" tokens, this traffic
     takes longer than tensor parallelism takes to compute and to send.

@@ -9,7 +9,7 @@ that a GPU reaches (`--flops-efficiency`). The other assumptions:
   full recomputation. Selective recomputation costs no time.
 - The gather of a layer runs during the computation of the previous layer, and so do reductions.
   Nothing hides the collectives of ranks that split a layer (TP), a sequence (CP) or experts (EP).
-- DDP reduces one layer at a time, so its buckets are larger than the real ones.
+- DDP reduces one layer at a time, so its buckets are larger than real buckets.
 - Copies of offloaded shards run in line with their collectives, and AdamW then runs on the host.
   From the second micro-batch on, a rank waits until gradients have been copied and added up.
 - A pipeline gathers once per step, reduces at its end, and is as fast as its slowest stage.
@@ -39,7 +39,7 @@ EFFICIENCY = {True: 0.396, False: 0.342}
 # a 400 Gb/s adapter (issue 290).
 SPEEDS = {
     "--gpu-tflops": (989.0, "dense TFLOP/s of a GPU in --precision"),
-    "--latency": (1.0, "multiple of NCCL's estimates per hop"),
+    "--latency": (1.0, "factor for NCCL's estimates of a hop's latency"),
     "--nvlink-gbs": (370.0, "GB/s that a GPU sends inside its node"),
     "--network-gbs": (47.0, "GB/s, a GPU's share of the network"),
     "--gpu-bandwidth-gbs": (3350.0, "GB/s of a GPU's own memory"),
@@ -60,7 +60,7 @@ NCCL = {
 
 
 def active_numbers(model):
-    """Return the number of weights in the layers that a token uses, with only a few experts."""
+    """Return the number of weights in the layers, with only the experts that a token uses."""
     num_used, total = getattr(model.config, "num_experts_per_tok", None) or 1, 0
     for layer in newest_chapter().layers_of(model.built):
         for name, weight in layer.named_parameters():
@@ -71,7 +71,7 @@ def active_numbers(model):
 
 
 def forward_flops(setting):
-    """Return the FLOPs of a token's forward pass: of a layer's matrices and attention, of the head.
+    """Return a token's forward FLOPs in a layer's matrices, in a layer's attention, in the head.
 
     A token needs 2 FLOPs per weight and, for attention, 4 × width × sequence length in each layer:
     PaLM, appendix B, https://arxiv.org/abs/2204.02311. Looking up an embedding needs no FLOPs.
@@ -135,7 +135,7 @@ def ring(setting, name):
 
 
 def overlapped(count, compute, communication):
-    """Return the seconds of `count` layers if all but one communicate while another computes."""
+    """Return the seconds of `count` layers that communicate while a neighboring layer computes."""
     return compute + (count - 1) * max(compute, communication)
 
 
@@ -177,7 +177,7 @@ class StepTime:
         self.seconds += self.optimizer_step(len(stages))
 
     def send(self, name, kind, size, times=1):
-        """Count a collective that is sent `times` times; return the seconds of one of them."""
+        """Count `times` equal collectives; return the seconds of a single collective."""
         ranks, nodes, gbs = ring(self.setting, name)
         seconds, sent = collective(self.setting, kind, size, ranks, nodes, gbs)
         self.busy[name] += times * seconds
@@ -215,7 +215,7 @@ class StepTime:
         seconds = self.send("context", "all-gather", size, times)
         self.forward += seconds
         self.backward += (1 + repeats) * seconds
-        # EP: tokens travel to their experts, and results back; the backward pass sends both again.
+        # EP: tokens travel to their experts, and results back; the backward pass sends gradients.
         choices = getattr(config, "num_experts_per_tok", None) or 0
         size = choices * hidden / setting.tensor_parallel_size
         share = sum(any(isinstance(s, ExpertShape) for s in layer) for layer in self.model.layers)

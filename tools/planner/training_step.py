@@ -82,7 +82,7 @@ class UnsupportedModelError(Exception):
 
 
 def refuse(message):
-    """Raise the chapter's message as an exception, because other chapters may accept it."""
+    """Raise the chapter's message as an exception, because other chapters may accept the model."""
     raise UnsupportedModelError(message)
 
 
@@ -276,13 +276,13 @@ class Model:
 
     @property
     def has_other_layers(self):
-        """Return whether some layers lack attention, or have a different part, such as Mamba's."""
+        """Return whether a layer lacks attention, or has a part in its place, such as Mamba's."""
         has_heads = getattr(self.config, "num_attention_heads", None)
         return not has_heads or bool(kinds_of_layers(self.config) - ATTENTION)
 
 
 def kinds_of_layers(config):
-    """Return the kinds of layers that a configuration names; most families have one kind only."""
+    """Return the kinds of layers in `layer_types`; most families have no such list."""
     return set(getattr(config, "layer_types", None) or [])
 
 
@@ -296,7 +296,7 @@ def numbers(shapes):
 
 
 def local_numbers(shapes, setting):
-    """Return the number of elements that a rank gathers: all, except other ranks' experts."""
+    """Return the number of elements that a rank gathers: all except the experts of other ranks."""
     experts = [shape for shape in shapes if isinstance(shape, ExpertShape)]
     others = numbers(shapes) - numbers(experts)
     return others + numbers(experts) // setting.expert_parallel_size
@@ -332,7 +332,7 @@ def shards_of(shapes, setting):
 
 
 def model_of(config, tp_size=1):
-    """Return the shapes of a model on one of `tp_size` ranks; build each model once, on meta."""
+    """Return the shapes of a model on one of `tp_size` ranks; build each model only once."""
     key = (config.to_json_string(), tp_size)
     if key not in BUILT_MODELS:
         with torch.device("meta"):

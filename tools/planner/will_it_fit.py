@@ -78,8 +78,8 @@ def parse_args(argv=None):
         fail(f"--weights-dtype bf16 --precision fp32: {problem}; use --precision bf16")
     size, gpus = args.tensor_parallel_size, args.gpus_per_node
     if gpus % size:
-        problem = f"not a divisor of --gpus-per-node {gpus}"
-        fail(f"--tensor-parallel-size {size}: {problem}; the planner knows no group across nodes")
+        problem = f"not a divisor of --gpus-per-node {gpus}, but a group must fit on a node"
+        fail(f"--tensor-parallel-size {size}: {problem}; choose a divisor")
     # Plan with the chapter that introduced the split. Later chapters keep earlier splits.
     splits = {"tensor": "06", "pipeline": "07", "context": "08", "expert": "09"}
     for name, chapter in splits.items():
@@ -89,7 +89,7 @@ def parse_args(argv=None):
     if args.layouts and (args.write_config or args.device == "cpu"):
         fail("--layouts: compares layouts on GPUs; leave out --write-config and --device cpu")
     if args.lora_rank and (args.layouts or args.write_config or args.chapter != "05"):
-        fail("--lora-rank: plans one layout of fine-tuning/lora, which splits as chapter 05 does")
+        fail("--lora-rank: plans one layout; leave out --layouts, --write-config and other splits")
     args.config_text = config_text(args) if args.write_config else None
     return args
 
@@ -120,8 +120,8 @@ def build_parser():
     add("--gpus-per-node", type=at_least(1), default=8, help="GPUs of a node, with a rank on each")
     add("--gpu-memory-gib", type=at_least(0.0), default=80.0, help="memory of each GPU")
     add("--host-memory-gib", type=at_least(0.0), default=1000.0, help="CPU memory of each node")
-    add("--gpu-overhead-gib", type=at_least(0.0), default=3.0, help="for CUDA, NCCL and cuBLAS")
-    add("--host-overhead-gib", type=at_least(0.0), default=4.0, help="for each rank's libraries")
+    add("--gpu-overhead-gib", type=at_least(0.0), default=3.0, help="GiB of CUDA, NCCL and cuBLAS")
+    add("--host-overhead-gib", type=at_least(0.0), default=4.0, help="GiB of each rank's libraries")
     fragmentation_help = "memory that the allocator loses, as a share of the tensors"
     add("--fragmentation", type=at_least(0.0), default=0.05, help=fragmentation_help)
     weights_help = "bf16: keep weights, gradients and moments in bf16; no chapter does this"
@@ -243,7 +243,7 @@ def show(args, plan):
 
 
 def show_layouts(args, plan):
-    """Print what is assumed, then the speed and the command of each layout that fits."""
+    """Print the assumptions, then the speed and the command of each layout that fits."""
     show_machines(args, plan["model"])
     speeds = [f"{name} {getattr(args, name[2:].replace('-', '_')):g}" for name in SPEEDS]
     print(f"assumed: --flops-efficiency {args.flops_efficiency:g}", *speeds)
@@ -264,7 +264,7 @@ def checkpoint_text(args, plan):
 
 
 def speed_text(args, plan):
-    """Return the speed of a plan as text, how long --tokens take, and what Slurm must know."""
+    """Return the speed of a plan as text, with the time for --tokens and the setting for Slurm."""
     speed = plan["speed"]
     text = f"{speed['tokens_per_second']:,.0f} tokens/s per GPU, {speed['mfu']:.1%} MFU, "
     text += f"{speed['exposed']:.1%} of a step waits for communication"

@@ -1,4 +1,4 @@
-"""Settings of Sphinx for the site, which pages.py builds."""
+"""Configure Sphinx for the site, which pages.py builds."""
 
 import re
 
