@@ -20,8 +20,8 @@ def sources(chapter):
 
 # The most code lines that a script may add to its parent, because people read only small diffs. A
 # commit that raises a ceiling must name the line that readers would otherwise miss.
-CEILINGS = {"01": 420, "02": 92, "03": 63, "04": 110, "05": 134, "06": 127, "07": 159, "08": 95}
-CEILINGS["09"] = 154
+CEILINGS = {"01": 422, "02": 92, "03": 63, "04": 110, "05": 134, "06": 127, "07": 159, "08": 95}
+CEILINGS |= {"09": 154, "conversations": 45, "lora": 70, "preferences": 95}
 
 
 @pytest.mark.parametrize("chapter", CEILINGS)
