@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from chats import prepare_conversations
+from chats import prepare_conversations, prepare_pairs
 from conftest import (
     MIXTURES,
     SCRIPTS,
@@ -116,6 +116,10 @@ LAYOUTS = {
     "chats2": Layout("conversations", 2, slow="2 offload+1"),
     "chats4": Layout("conversations", 4),
     "chats-hsdp4": Layout("conversations", 4, REPLICAS),
+    "pairs1": Layout("preferences", 1),
+    "pairs2": Layout("preferences", 2, slow="2 offload+1"),
+    "pairs4": Layout("preferences", 4),
+    "pairs-hsdp4": Layout("preferences", 4, REPLICAS),
     "lora1": Layout("lora", 1),
     "lora2": Layout("lora", 2, slow="offload+1"),
     # An adapter has fewer rows than there are ranks.
@@ -124,7 +128,7 @@ LAYOUTS = {
 }
 # Compare these chapters with one-rank runs of the same chapter, because chapter 01 would learn more
 # tokens or weights.
-FINE_TUNING = {"conversations": "chats1", "lora": "lora1"}
+FINE_TUNING = {"conversations": "chats1", "preferences": "pairs1", "lora": "lora1"}
 # For each chapter, two lists of settings for exhaustive tests: the first list is for all layouts on
 # at most four ranks, the second for all layouts on two ranks.
 EXHAUSTIVE = {
@@ -141,6 +145,7 @@ EXHAUSTIVE = {
     "08": ("llama qwen3 gpt_neox", "2 bf16 long offload compiled selective+compiled"),
     "09": (" ".join(MIXTURES), "full+glm4_moe offload+glm4_moe 1+glm4_moe compiled+glm4_moe"),
     "conversations": ("plain 1 qwen3", "selective+compiled async bf16 gpt2 mistral gemma3-window"),
+    "preferences": ("plain 1 qwen3", "selective+compiled async bf16 gpt2 gemma3-window"),
     "lora": ("plain 1 qwen3 rank-1", "2 selective+compiled async bf16 mistral gemma3-window"),
 }
 SETTINGS = {
@@ -218,10 +223,11 @@ def job_of(models, run, root, *more):
     for setting in settings.split("+"):
         args += flags[setting].split() if setting in flags else ["-m", models / setting]
     if LAYOUTS[name].chapter in FINE_TUNING:
-        names = [name for name in settings.split("+") if name not in flags]
+        names = [setting for setting in settings.split("+") if setting not in flags]
         model = models / names[0] if names else "tiny"
-        tokens = prepare_conversations(models, 100, model, 128)
-        args += ["--lr", 1e-3, "-s", 128, "-d", tokens]
+        is_pairs = LAYOUTS[name].chapter == "preferences"
+        write, length = (prepare_pairs, 256) if is_pairs else (prepare_conversations, 128)
+        args += ["--lr", 1e-3, "-s", length, "-d", write(models, 100, model, length)]
     return LAYOUTS[name].chapter, [*args, "--save-dir", root, *more]
 
 
@@ -275,8 +281,8 @@ def test_losses_are_those_of_the_pinned_versions(root, run):
     assert losses == pytest.approx(LOSSES, abs=1e-4)
 
 
-# test_conversations.py and test_lora.py check the models of fine-tuning.
-EXPORTED = [param for param in run_params() if param.values[0][:4] not in ("chat", "lora")]
+# The tests of fine-tuning check its models.
+EXPORTED = [param for param in run_params() if param.values[0][:4] not in ("chat", "pair", "lora")]
 
 
 @pytest.mark.timeout(7200)

@@ -167,6 +167,15 @@ SPLITS = {
 }
 
 
+def test_reference_pass_takes_a_third_of_the_time_of_training(monkeypatch, capsys):
+    options = f"@{ROOT}/05-large-model/configs/llama-3.1-8b.args --tokens 1e9 --pair-tokens 1e9"
+    main(monkeypatch, options)
+    output = capsys.readouterr().out
+    days = float(re.search(r"([\d.]+) days for 1 billion tokens", output)[1])
+    minutes = float(re.search(r"reference pass: ([\d.,]+) minutes", output)[1].replace(",", ""))
+    assert minutes == pytest.approx(days * 1440 / 3, rel=0.02)
+
+
 def setting_8b(split, nodes=1, micro_steps=1, flags="", gpus=8):
     """Return the setting of a way to split, with two samples of 8,192 tokens on each GPU."""
     words = f"-m meta-llama/Llama-3.1-8B -s 8192 -b 2 --recompute selective --nodes {nodes} "

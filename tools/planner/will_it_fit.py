@@ -111,6 +111,8 @@ def build_parser():
     add("--chapter", choices=chapters, default="05", help="chapter whose script will train")
     add("--layouts", action="store_true", help="compare all ways to split, with their commands")
     add("--tokens", type=at_least(0.0), help="tokens to train on, to see how many days they take")
+    pairs_help = "tokens in a folder of pairs, for the reference pass of fine-tuning/preferences"
+    add("--pair-tokens", type=at_least(0.0), help=pairs_help)
     add("--json", action="store_true", help="print all numbers, in bytes, as JSON")
     add("--brief", action="store_true", help="print one line about the chosen setting")
     config_help = "if the chosen setting fits, write it as a framework's configuration file"
@@ -229,6 +231,11 @@ def show(args, plan):
     print(f"\n{checkpoint_text(args, asked)}")
     if asked["speed"]:
         print(f"speed: {speed_text(args, asked)}")
+        if args.pair_tokens:
+            # The reference pass needs no memory of its own, because it runs before step 1.
+            tokens_per_second = 3 * asked["speed"]["tokens_per_second"] * args.ranks
+            minutes = args.pair_tokens / tokens_per_second / 60
+            print(f"reference pass: {minutes:,.1f} minutes, a third of the time of training steps")
     elif args.model.has_other_layers:
         print("speed: unknown, because the formulas are for layers with attention only")
     print(f"\n{'setting':38}{'GPU':>13}{'host':>14}")
