@@ -725,9 +725,10 @@ def pack(args, tokenizer, units):
 
 
 def show_sample(args, tokenizer):
-    """Print the start of the first sample, with a line before each document, and »answers«."""
+    """Print the first sample up to its last answer: a line before a document, and »answers«."""
     looks = {0: "»{}«", CONTEXT: "{}", CONTEXT | FIRST: "\n----\n{}"}
     tokens = np.fromfile(args.output / "000000.tokens", dtype=np.int32, count=args.seq_length)
+    tokens = tokens[: np.flatnonzero(tokens & CONTEXT == 0)[-1] + 1]
     for flags, group in groupby(tokens[:1000].tolist(), lambda token: token & (FIRST | CONTEXT)):
         text = tokenizer.decode([token & (CONTEXT - 1) for token in group])
         print(looks[flags].format(text), end="")
