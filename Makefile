@@ -96,7 +96,8 @@ test-exhaustive: install  ## run the rest: many kills, all faults, the tools and
 extras: install  ## install what some tests skip without: frameworks, peft and linters
 	$(PIP) -r 03-job-launchers/deepspeed/requirements.txt \
 		-r alternative-frameworks/accelerate/requirements.txt \
-		-r fine-tuning/lora/requirements.txt -r requirements-lint.txt
+		-r fine-tuning/lora/requirements.txt -r fine-tuning/preferences/requirements.txt \
+		-r requirements-lint.txt
 
 .PHONY: test-all
 test-all: extras test test-slow test-exhaustive  ## run all tests

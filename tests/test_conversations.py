@@ -17,6 +17,7 @@ from transformers import (
     AutoTokenizer,
     ByT5Tokenizer,
     PreTrainedTokenizerFast,
+    masking_utils,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -61,22 +62,21 @@ def tokens_of(tokenizer, document):
 
 
 WINDOW = {"mistral": ["--config", "sliding_window=24"]}
-CASES = [("llama", "llama2"), ("mistral", "qwen3")]
-CASES += [slow("gpt2", "phi3"), slow("gemma3-window", "llama3")]
-CASES += [slow("qwen3", "built-in"), slow("qwen3", "chatml")]
+CASES = [("llama", "llama2", 1), ("mistral", "qwen3", 8)]
+CASES += [slow("gpt2", "phi3", 2), slow("gemma3-window", "llama3", 1)]
+CASES += [slow("llama", "built-in", 2), slow("qwen3", "chatml", 8)]
 
 
-@pytest.mark.parametrize("family, template", CASES)
+@pytest.mark.parametrize("family, template, batch_size", CASES)
 def test_packed_gradient_equals_one_conversation_at_a_time(
-    chapter, layout_models, tmp_path, family, template
+    chapter, layout_models, tmp_path, family, template, batch_size
 ):
     folder = shutil.copytree(layout_models / family, tmp_path / family)
     if TEMPLATES[template]:
         (folder / "chat_template.jinja").write_text(TEMPLATES[template])
-    tokens = prepare_conversations(tmp_path, model=folder)
-    args, model, train_set, held_out = prepare(
-        chapter, "-m", folder, "-d", tokens, *WINDOW.get(family, [])
-    )
+    words = ["-m", folder, "-d", prepare_conversations(tmp_path, model=folder)]
+    words += ["-b", batch_size, *WINDOW.get(family, [])]
+    args, model, train_set, held_out = prepare(chapter, *words)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     expected = [
         tokens_of(tokenizer, document)
@@ -85,13 +85,68 @@ def test_packed_gradient_equals_one_conversation_at_a_time(
     ]
     samples = torch.cat([train_set.pieces[0], held_out])
     assert sorted(split_documents(chapter, samples)) == sorted(expected)
+    loss_apart, gradient_apart = distances_from_plain(chapter, args, model, train_set)
+    assert loss_apart < 1e-6 and gradient_apart < 1e-5
+
+
+def distances_from_plain(chapter, args, model, train_set):
+    """Return the distances of the loss and of the gradients of step 1 from a plain model's."""
     plain = plain_model(model)
     loss = loss_of_documents(plain, documents_of_step(chapter, args, train_set))
     loss.backward()
     gradients = {name: weight.grad for name, weight in plain.named_parameters()}
-    found = distances(chapter, args, model, train_set, loss.item(), gradients)
-    loss_apart, gradient_apart = found
-    assert loss_apart < 1e-6 and gradient_apart < 1e-5
+    return distances(chapter, args, model, train_set, loss.item(), gradients)
+
+
+def read_each_other(chapter):
+    """Let documents of a sample read each other."""
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+
+
+def learn_context(chapter):
+    """Learn all tokens instead of the answers."""
+    inputs_of = chapter.inputs_of
+
+    def inputs(batch):
+        ids, _, inputs = inputs_of(batch)
+        return ids, ids, inputs
+
+    chapter.inputs_of = inputs
+
+
+def start_at_one(chapter):
+    """Let the positions of each document start at 1 instead of 0."""
+    inputs_of = chapter.inputs_of
+
+    def inputs(batch):
+        ids, labels, inputs = inputs_of(batch)
+        return ids, labels, {"position_ids": (inputs["position_ids"] + 1).clamp(max=255)}
+
+    chapter.inputs_of = inputs
+
+
+def mean_of_means(chapter):
+    """Give each micro-batch the same weight, whatever its number of answer tokens."""
+    loss_of = chapter.loss_of
+
+    def mean(args, model, batch):
+        share = model.num_targets / chapter.count_answers(batch) / args.accumulation
+        return loss_of(args, model, batch) * share
+
+    chapter.loss_of = mean
+
+
+CONTROLS = [read_each_other, learn_context, start_at_one, mean_of_means]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("control", CONTROLS)
+def test_comparison_finds_a_mistake(chapter, layout_models, tmp_path, control):
+    model_dir = layout_models / "gpt2"
+    words = ["-m", model_dir, "-d", prepare_conversations(tmp_path, model=model_dir), "-b", 1]
+    args, model, train_set, _ = prepare(chapter, *words)
+    control(chapter)
+    assert distances_from_plain(chapter, args, model, train_set)[1] > 0.01
 
 
 def check_family(chapter, kind, seq_length, settings):

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from chats import prepare_conversations, prepare_pairs
 from conftest import SCRIPTS, SHORT, SPLIT, curves_of, difference, start_ranks
 from marks import exhaustive, slow
 from runs import kill, last_logged_step, newest_step, wait_for
@@ -37,7 +38,10 @@ def kill_once(chapter, args, run_dir, oldest, choice, during_save):
 
 
 CASES = [("01", 1), slow("05", 2)]
-CASES += [exhaustive(chapter, 4) for chapter in ("03", "04", *SPLIT, "conversations", "lora")]
+CASES += [
+    exhaustive(chapter, 4)
+    for chapter in ("03", "04", *SPLIT, "conversations", "lora", "preferences")
+]
 # Chapter 02 saves one file, and chapter 05 saves shards; each other chapter does one or the other.
 CASES += [exhaustive(chapter, 20) for chapter in ("02", "05")]
 
@@ -51,8 +55,10 @@ def test_kills_change_no_curve(tmp_path, chapter, kills):
     args = [*ARGS, "--num-steps", 30 + 12 * kills, "--save-dir", tmp_path, *SPLIT.get(chapter, [])]
     args += ["--checkpoint-async"] * (chapter >= "04")
     args += ["--expert-balance-rate", 0.01] * (chapter == "09")
-    # Train fine-tuning on longer samples, because its conversations have more than 32 tokens.
-    args += ["--seq-length", 64] * (chapter in ("conversations", "lora"))
+    if chapter in ("conversations", "lora"):
+        args += ["--seq-length", 128, "-d", prepare_conversations(tmp_path, 100, "tiny", 128)]
+    if chapter == "preferences":
+        args += ["--seq-length", 256, "-d", prepare_pairs(tmp_path, 100)]
     run_dir, saves_hit, newest, number = tmp_path / "killed", 0, 0, 0
     while number < kills or (not saves_hit and number < kills + 3):
         command = [*args, "-e", "killed"]

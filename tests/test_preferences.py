@@ -1,8 +1,12 @@
 """Preferences follow DPO of two plain models, one answer at a time, on any layout."""
 
+import copy
+import os
 import shutil
 from argparse import Namespace
+from unittest import mock
 
+import datasets
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
@@ -57,13 +61,6 @@ def plain_step(model, reference, documents, beta):
     return totals
 
 
-def start(chapter, folder, *words):
-    """Prepare the references; return what a step needs, and the model before training."""
-    args, model, train_set, held_out = prepare(chapter, *words)
-    references = chapter.add_references(args, folder, model, train_set, held_out, 0, CPU)
-    return args, model, train_set, held_out, references
-
-
 def documents_of(chapter, args, train_set, step):
     first = chapter.position_of(args, step)
     positions = range(first, first + args.global_batch_size)
@@ -76,8 +73,9 @@ def apart_in_step_2(chapter, folder, change=None, *words):
 
     In step 1, the loss is ln 2 whatever is wrong. `change` may change the script after step 1.
     """
-    args, model, train_set, held_out, _ = start(chapter, folder, "--lr", 0.01, *words)
+    args, model, train_set, held_out = prepare(chapter, "--lr", 0.01, *words)
     reference, optimizer = plain_model(model), chapter.build_optimizer(args, model)
+    chapter.add_references(args, folder, model, train_set, held_out, 0, CPU)
     loss, _ = chapter.train_step(args, model, optimizer, train_set, 1, CPU)
     assert loss[0].item() == pytest.approx(0.693147, abs=1e-6)
     plain = plain_model(model)
@@ -159,6 +157,71 @@ def test_comparison_finds_a_mistake(chapter, layout_models, tmp_path, control):
     words += ["-d", prepare_pairs(tmp_path, model=layout_models / "llama")]
     _, gradient_apart = apart_in_step_2(chapter, tmp_path, control, *words)
     assert gradient_apart > 0.01
+
+
+# ---- another library ---------------------------------------------------------------------------
+def turns_of(row):
+    """Return a row of pairs() in TRL's format: the prompt, and each answer, as turns."""
+    if isinstance(row["chosen"], str):
+        prompt = [{"role": "user", "content": row["prompt"]}]
+        answers = {
+            name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")
+        }
+        return {"prompt": prompt} | answers
+    prompt = row.get("prompt", row["chosen"][:-1])
+    return {"prompt": prompt, "chosen": row["chosen"][-1:], "rejected": row["rejected"][-1:]}
+
+
+def train_with_trl(model, tokenizer, args, folder):
+    """Train on all pairs in each step; return TRL's rows of metrics."""
+    import trl
+
+    options = {"num_train_epochs": 4, "logging_steps": 1, "max_grad_norm": 0.0, "beta": args.beta}
+    options |= {"max_length": None, "use_cpu": True, "bf16": False, "report_to": []}
+    options |= {"save_strategy": "no", "gradient_checkpointing": False, "disable_dropout": True}
+    config = trl.DPOConfig(str(folder), per_device_train_batch_size=len(pairs()), **options)
+    matrices = [weight for weight in model.parameters() if weight.ndim >= 2]
+    vectors = [weight for weight in model.parameters() if weight.ndim < 2]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    options = {"betas": (0.9, 0.95), "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, **options)
+    shares = [min(1, (step + 1) / args.warmup_steps) for step in range(4)]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: shares[min(step, 3)])
+    rows = datasets.Dataset.from_list([turns_of(row) for row in pairs()])
+    tools = {"processing_class": tokenizer, "optimizers": (optimizer, schedule)}
+    model.config.architectures = [type(model).__name__]
+    reference = copy.deepcopy(model)
+    trainer = trl.DPOTrainer(model, reference, args=config, train_dataset=rows, **tools)
+    trainer.train()
+    return [row for row in trainer.state.log_history if "grad_norm" in row]
+
+
+@pytest.mark.exhaustive
+def test_first_steps_are_those_of_trl(chapter, layout_models, tmp_path):
+    """Train on all pairs in each step, so that the order of the pairs does not matter."""
+    pytest.importorskip("trl", reason="install fine-tuning/preferences/requirements.txt")
+    folder = shutil.copytree(layout_models / "llama", tmp_path / "llama")
+    (folder / "chat_template.jinja").write_text(TEMPLATES["llama2"])
+    # With this length, no pair is left out.
+    tokens = prepare_pairs(tmp_path, model=folder, seq_length=512)
+    num_samples = (tokens / "000000.tokens").stat().st_size // (4 * 512)
+    words = ["-m", folder, "-d", tokens, "-s", 512, "--global-batch-size", num_samples]
+    words += ["--num-steps", 10**6, "--warmup-steps", 4, "--max-grad-norm", 0, "--lr", 0.003]
+    args, model, train_set, held_out = prepare(chapter, *words)
+    samples = torch.cat([*train_set.pieces, held_out])
+    train_set = chapter.Samples(args.seed, samples, iter(()))
+    # Build the optimizer first, as main() does: a forward pass leaves FSDP's root gathered.
+    optimizer = chapter.build_optimizer(args, model)
+    chapter.add_references(args, tmp_path, model, train_set, held_out, 0, CPU)
+    plain = plain_model(model, torch.float32)
+    # TRL changes the environment.
+    with mock.patch.dict(os.environ):
+        expected = train_with_trl(plain, AutoTokenizer.from_pretrained(folder), args, tmp_path)
+    names = ["loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "grad_norm"]
+    for step in range(1, 5):
+        metrics, grad_norm = chapter.train_step(args, model, optimizer, train_set, step, CPU)
+        row = [expected[step - 1][name] for name in names]
+        assert [*metrics.tolist(), grad_norm.item()] == pytest.approx(row, rel=1e-4, abs=1e-5)
 
 
 # ---- runs ------------------------------------------------------------------------------------
