@@ -562,7 +562,7 @@ def units_of(args, tokenizer, row, counts):
 def control_tokens(tokenizer):
     """Return the texts that the tokenizer turns into control tokens, such as </s>."""
     added = tokenizer.added_tokens_decoder.values()
-    return {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+    return [*{str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)]
 
 
 def turns_of(args, row):
@@ -698,10 +698,12 @@ def tokens_of(tokenizer, text, answers, counts):
     options = {"add_special_tokens": False, "verbose": False}
     tokens, *beginnings = tokenizer(texts, **options)["input_ids"]
     places = [sum(takewhile(bool, map(eq, tokens, beginning))) for beginning in beginnings]
+    control_ids = tokenizer.convert_tokens_to_ids(control_tokens(tokenizer))
     document = [token | CONTEXT for token in tokens]
     for start, end, prompt in zip(places[::2], places[1::2], beginnings[::2], strict=True):
         document[start:end] = tokens[start:end]
         counts["joined"] += start < len(prompt)
+        counts["endless"] += tokens[end - 1] not in control_ids
     document[0] |= FIRST | CONTEXT
     return document
 
@@ -742,8 +744,8 @@ class Stream:
     def __init__(self, source, state, pool):
         self.source, self.pool, self.waiting = source, pool, deque()
         self.num_tokens = self.num_bad = 0
-        # What tokenize_packed() counts; it stays empty for texts.
-        self.counts = Counter()
+        # What tokenize_packed() has counted in this batch, and in all earlier batches.
+        self.batch_counts, self.counts = Counter(), Counter()
         if state:
             source.load_state(state["source"])
         self.next_batch()
@@ -760,7 +762,8 @@ class Stream:
         """Take the next batch that has documents, or an empty batch at the end of a source."""
         source, args = self.source, self.source.args
         # The tokens of the batch, where its documents end, and the number of its tokens in pieces.
-        self.tokens, self.ends, self.used = [], [], 0
+        self.counts.update(self.batch_counts)
+        self.tokens, self.ends, self.used, self.batch_counts = [], [], 0, Counter()
         while not len(self.tokens):
             try:
                 while len(self.waiting) < 2 * args.workers and not source.has_ended():
@@ -769,6 +772,8 @@ class Stream:
                     self.waiting.append((state, result))
                 if not self.waiting:
                     self.batch = source.state()
+                    self.counts.update(self.batch_counts)
+                    self.batch_counts = Counter()
                     return
                 self.batch, result = self.waiting.popleft()
                 self.tokens, self.ends, problems, counts = result.result()
@@ -781,7 +786,7 @@ class Stream:
                 if not isinstance(line, int):
                     print(f"{where}: {reason}; the rest of this shard is left out")
             self.num_bad += len(problems)
-            self.counts.update(counts)
+            self.batch_counts.update(counts)
 
     def take(self, most):
         """Return the tokens that are left of a document, but at most `most`."""
@@ -899,6 +904,9 @@ def report(args, streams):
             )
             if counts["joined"]:
                 print(f"{counts['joined']:,} answers share their first token with the prompt")
+            if counts["endless"]:
+                problem = "end without a control token, so no end is learned"
+                print(f"{counts['endless']:,} answers {problem}")
     paths = [args.output / f"part-{part}.json" for part in range(args.part[1])]
     has_pieces = any(args.output.glob("*.tokens"))
     if has_pieces and all(
