@@ -1,6 +1,7 @@
 """Test that fine-tuning on conversations learns only the answers, on any layout."""
 
 import json
+import re
 import shutil
 from argparse import Namespace
 from itertools import groupby
@@ -299,6 +300,29 @@ def test_template_that_changes_the_prompt_is_refused(tmp_path):
     words = path, "--conversations", "-m", model
     output = preparing.prepare(tmp_path / "a.tokens", *words, status=2)
     assert "line 1: with the model's chat template, the answer's text 'Because.' does not" in output
+
+
+def test_answers_without_a_control_token_at_their_end_are_counted(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": TURNS}])
+    output = preparing.prepare(tmp_path / "a.tokens", path, "--conversations")
+    assert "end without a control token" not in output
+    model = save_tokenizer(tmp_path / "model", fast_byte_tokenizer())
+    (model / "chat_template.jinja").write_text(TEMPLATES["qwen3"])
+    output = preparing.prepare(tmp_path / "b.tokens", path, "--conversations", "-m", model)
+    assert "2 answers end without a control token" in output
+
+
+def test_weights_mix_conversations_and_count_only_what_is_written(tmp_path):
+    turns = conversations(600)
+    rows = [{"messages": [turn | {"content": "a"} for turn in it]} for it in turns[:60]]
+    small = write_rows(tmp_path / "small.jsonl", rows)
+    large = write_rows(tmp_path / "large.jsonl", [{"messages": it} for it in turns])
+    tokens, sources = tmp_path / "a.tokens", [f"{large}:0.5", f"{small}:0.5"]
+    output = preparing.prepare(tokens, *sources, "--conversations", "-s", 256)
+    written = sum(path.stat().st_size for path in tokens.glob("*.tokens")) // (4 * 256)
+    counted = re.findall(r"packed into ([\d,]+) samples", output)
+    assert sum(int(number.replace(",", "")) for number in counted) <= written
+    assert "small.jsonl: " in output and " times" in output
 
 
 def save_tokenizer(folder, tokenizer):
