@@ -1061,7 +1061,7 @@ def batch_at(args, train_set, step, micro_step, device):
     size = args.micro_batch_size * num_data_ranks
     start = position_of(args, step) + micro_step * size
     positions = range(start + data_rank, start + size, num_data_ranks)
-    # DDP: wait for the piece of the step's last sample, because a collective cannot wait for long.
+    # DDP: wait for the piece that contains the step's last sample, because collectives time out.
     _ = train_set[position_of(args, step + 1) - 1]
     batch = torch.stack([train_set[position] for position in positions]).long()
     return batch.pin_memory().to(device, non_blocking=True) if args.device == "cuda" else batch

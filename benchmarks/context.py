@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness import benchmark
 from on_ranks import build, on_ranks
 
-# The number of ranks that split each sequence, and the style.
+# Each case has a number of ranks that split each sequence, and a style.
 CASES = {"one rank": (1, "gather")}
 for style, ranks in product(("gather", "ulysses"), (2, 4)):
     CASES[f"{style}, {ranks} ranks"] = (ranks, style)
@@ -70,7 +70,7 @@ def activations(args, folder):
 
 
 def add_flags(add):
-    """Declare the flags."""
+    """Declare the flags that only this benchmark has."""
     add("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="tokens")
 
 

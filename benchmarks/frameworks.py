@@ -20,12 +20,12 @@ sys.path.append(str(harness.ROOT / "tools"))
 from plot import read_metrics
 
 RANKS = 2
-# The runs of each contender, and the steps of a run; the first WINDOW steps warm it up.
+# Each contender has ROUNDS runs of STEPS steps. The first WINDOW steps warm up a run.
 ROUNDS, STEPS = 3, 30
 
 
 def contenders(folder):
-    """Return the script and the additional flags of each contender by name."""
+    """Map the name of each contender to its script and its additional flags."""
     found = {name: (harness.script_of(name), []) for name in ("03", "04")}
     for script in sorted((harness.ROOT / "alternative-frameworks").glob("*/train_llm.py")):
         found[script.parent.name] = (script, [])
@@ -75,7 +75,7 @@ def frameworks(args, folder):
 
 
 def add_flags(add):
-    """Declare the flags."""
+    """Declare the flags that only this benchmark has."""
     add("--only", nargs="+", help="contenders, such as 03 deepspeed-zero-3")
 
 

@@ -48,19 +48,19 @@ TINY = """--seq-length 64 --global-batch-size 8 --batch-size 4 --num-steps 20 --
     --eval-every 10 --eval-samples 10 --checkpoint-every 10"""
 FP32 = "--precision fp32"
 LONG = "--num-steps 1000000 --eval-every 1000000 --checkpoint-every 1000000 --eval-samples 2"
-# The steps of a run whose host may not wait between the first and the last step.
+# A run has this number of steps, and its host may not wait in any step after the first.
 NUM_FORBIDDEN = 60
-# The steps in a measurement of speed, and the measurements after the first.
+# A measurement of speed has WINDOW steps. Use the WINDOWS measurements after the first.
 WINDOW, WINDOWS = 3, 3
-# The seconds that a check needs to begin, and the seconds that it may take.
+# A check starts only if LEAST seconds are left, and may take at most LIMIT seconds.
 LEAST, LIMIT = 30, 300
-# The tolerance of losses in float32 on different devices.
+# Losses in float32 may differ by up to 1e-4 between devices.
 WITHIN = (0, 1e-4)
-# The tolerance of losses in bfloat16 against float32, which differ by 2e-3 on an H200.
+# Losses in bfloat16 and float32 may differ by up to 1e-2; on an H200, they differ by 2e-3.
 ROUGHLY = (0, 1e-2)
-# The kind of each injected fault that whats_wrong.py should report.
+# whats_wrong.py should report each of these injected faults as a fault of this kind.
 KINDS = {"nan-data": "not-finite", "oom-device": "device-out-of-memory"}
-# The shape of Llama-3.2-1B, and a model that several checks train side by side.
+# LARGE has the shape of Llama-3.2-1B. Several checks train MIDDLE side by side.
 SHAPE = """--config hidden_size=2048 intermediate_size=8192 num_attention_heads=32 head_dim=64
     num_key_value_heads=8 tie_word_embeddings=true max_position_embeddings=8192"""
 LARGE = f"{SHAPE} vocab_size=128256 num_hidden_layers=16"
@@ -150,7 +150,7 @@ class Bench:
         return job
 
     def train(self, script, flags, name="train", device=None, ranks=1, run=None):
-        """Start a script of SCRIPTS, or a command in words that has the flags of the chapters."""
+        """Start a script of SCRIPTS, or a command that accepts the flags of the chapters."""
         command = script if isinstance(script, list) else [SCRIPTS[script]]
         where = self.folder / (run or name)
         flags = f"{flags} --device {device or self.device} --save-dir {where} --experiment-name run"
@@ -408,7 +408,7 @@ def speed(bench, script, how="eager", mixture=False):
     rows = job.rows()[2:]
     measured = median(row["tokens_per_second"] for row in rows)
     bench.numbers |= {"ranks": ranks, "tokens/s": measured, "peak GiB": rows[-1]["peak_memory_gib"]}
-    # Record mfu only if it is known, because the script knows the peak of only some GPUs.
+    # Record mfu only if it is known, because the script does not know the peak of every GPU.
     bench.numbers |= {"mfu": rows[-1]["mfu"]} if rows[-1]["mfu"] else {}
     if script == TRAINER or mixture:
         return bench.judged({})
@@ -505,7 +505,7 @@ def describe_gpus(device):
 
 
 class Session:
-    """Hold what all checks share: the machine, the time, the folder and the rows."""
+    """Hold the state that all checks share: the machine, the time, the folder and the rows."""
 
     def __init__(self, args, folder):
         self.device, self.folder = args.device, Path(folder)

@@ -155,7 +155,7 @@ def launch_command(ranks, command):
 
 
 def words_of(function):
-    """Return the words of a command that calls a function; add the function's arguments."""
+    """Return the words of a command that calls a function; the caller appends arguments."""
     return [Path(__file__).resolve(), Path(inspect.getfile(function)).stem, function.__name__]
 
 
@@ -216,7 +216,7 @@ def call(command, limit=LONGEST, **variables):
 
 
 def take_turns(names, rounds, measure):
-    """Yield the rounds so far, after each round; a round has the results of `measure` by name.
+    """Yield all finished rounds after each round, which has the results of `measure` by name.
 
     On a shared machine speeds vary, so compare only values of the same round. If a
     run fails, its name is left out of all rounds.

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from harness import benchmark, show
 from on_ranks import build, make_model_folder, on_ranks
 
-# The rounds of saves, and the width of the models.
+# Measure saves in this number of rounds, with models of this width.
 ROUNDS, WIDTH = 3, 768
 # Let glibc give memory back to the system, as it does by default, because memory is measured.
 GIVE_BACK = {"MALLOC_MMAP_MAX_": "65536", "MALLOC_TRIM_THRESHOLD_": str(2**17)}
@@ -37,7 +37,7 @@ def highest_memory(ended, found):
 
 
 def measure_reading(chapter, args, device):
-    """Return the bytes of the peak, of this rank's share, of the model, of its largest tensor."""
+    """Return bytes: the peak, this rank's share, the entire model, and its largest tensor."""
     _, config = chapter.build_tokenizer_and_config(args)
     ended, found = threading.Event(), [own_memory()]
     watch = threading.Thread(target=highest_memory, args=(ended, found))
@@ -64,7 +64,7 @@ def seconds_of(work, *args):
 
 
 def measure_saves(chapter, args, device):
-    """Save normally and in the background, in turn; return seconds and bytes."""
+    """Alternate normal saves with saves in the background; return seconds and bytes."""
     model, _, optimizer, samples = build(chapter, args, device)
     run_dir, rows = Path(args.save_dir, "run"), []
 
@@ -124,7 +124,7 @@ def large(args, folder):
 
 
 def add_flags(add):
-    """Declare the flags."""
+    """Declare the flags that only this benchmark has."""
     add("what", nargs="+", choices=MEASURES)
     add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks that read")
     add("--layers", type=int, default=8, help="layers of the measured models")

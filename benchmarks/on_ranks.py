@@ -14,7 +14,7 @@ from transformers import ByT5Tokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from harness import fast_precision, launch_command, load, run, words_of
 
-# Samples in a step, tokens in a sample, and steps between two logged rows, of the 7M model.
+# A step of the 7M model has 8 samples of 256 tokens, and every tenth step logs a row.
 BATCH, SEQ_LENGTH, WINDOW = 8, 256, 10
 
 

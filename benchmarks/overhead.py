@@ -23,9 +23,9 @@ import torch
 from harness import ROOT, benchmark, fast_precision, load, show
 from on_ranks import BATCH, SEQ_LENGTH, build, make_7m_llama, on_ranks
 
-# The steps of a block; in each block, watched.py looks at losses and weights once.
+# A block has this number of steps, so watched.py checks the weights once in each block.
 BLOCK = 10
-# The largest median of a chapter's shares: its speed is at least 97% of the bare loop's speed.
+# A chapter's step may take this multiple of a bare step, so it has at least 97% of the speed.
 GOAL = 1 / 0.97
 
 
@@ -158,7 +158,7 @@ def overhead(args, folder):
 
 
 def add_flags(add):
-    """Declare the flags."""
+    """Declare the flags that only this benchmark has."""
     add("what", choices=MEASURES)
     add("--blocks", type=int, default=25, help=f"blocks of {BLOCK} steps, of both kinds together")
     add("--compile", action="store_true", help="compile the bare loop, and the chapter by layer")

@@ -5,8 +5,8 @@ Closer:  python benchmarks/planner.py --only "05 offload" "04 kept"
 
 Each case trains some steps on random tokens, on ranks that are CPU processes. Rank 0 reports the
 bytes of weights, gradients and optimizer state that it holds, and the peak of all tensors. torch's
-profiler sees each allocation, and each release except those in Gloo's threads. The planner gets the
-same flags.
+profiler sees each allocation, and each release outside of Gloo's threads. The planner gets the same
+flags.
 """
 
 import json
@@ -20,7 +20,7 @@ from harness import PLANNER, benchmark, run, show
 from on_ranks import build, make_model_folder, on_ranks
 
 SMALL = {"layers": 4, "width": 256, "heads": 8, "kv": 4, "vocabulary": 2000, "tied": False}
-# The chapter, the ranks, differences from SMALL, and flags besides COMMON.
+# Each case has a chapter, a number of ranks, differences from SMALL, and flags besides COMMON.
 CASES = {
     "02": ("02", 2, {}, "-s 256 -b 4"),
     "02 bf16": ("02", 2, {}, "-s 256 -b 4 --precision bf16"),
@@ -134,7 +134,7 @@ def compare(case, folder):
 
 
 def memory(args, folder):
-    """Run the cases, and yield the rows so far."""
+    """Run the cases; after each case, yield all rows."""
     rows = []
     for case in args.only:
         rows.append(compare(case, folder / str(len(rows))))

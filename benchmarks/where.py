@@ -81,7 +81,7 @@ def select(events, kind, names):
 
 
 def mask_of(events, window):
-    """Return an array that is True in those microseconds of a window that lie in an event."""
+    """Return an array with a value for each microsecond of a window: True inside of an event."""
     mask = np.zeros(round(window["dur"]), dtype=bool)
     for event in events:
         start = event["ts"] - window["ts"]
@@ -193,7 +193,7 @@ def where(args, folder):
 
 
 def add_flags(add):
-    """Declare the flags."""
+    """Declare the flags that only this benchmark has."""
     add("--steps", type=int, default=50, help="steps to trace in each run")
     add("--trace", type=Path, metavar="FOLDER", help="keep the traces of all ranks there")
 

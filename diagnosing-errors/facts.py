@@ -92,7 +92,7 @@ def read_ranks(run, ahead=0.0):
     now = time.time() + ahead
     paths = sorted((run / "ranks").glob("[0-9]*[0-9].json"))
     ranks = {int(path.stem): files for path in paths if (files := read_rank(path, now))}
-    # Drop ranks that started long before the others, because an earlier start has left their files.
+    # Drop ranks that started much earlier, because an earlier start has left their files.
     latest = min((files["runs"] for files in ranks.values()), default=0)
     return {rank: files for rank, files in ranks.items() if files["runs"] < latest + 30}
 
@@ -144,26 +144,26 @@ class Rank:
 
     def __init__(self, files, host):
         self.beat = files["beat"]
-        # The age of the heartbeat in seconds.
+        # The heartbeat is this number of seconds old.
         self.age = files["age"]
-        # The stacks that faulthandler wrote, if the process has crashed in C code.
+        # If the process has crashed in C code, faulthandler has written these stacks.
         self.crash = files["crash"]
         # The state is alive, stopped, finished, failed, gone or silent.
         self.state = state_of(files, host)
         self.lives = self.state in ("alive", "stopped")
-        # The time in seconds since this rank last changed its step or its phase.
+        # This rank last changed its step or its phase this number of seconds ago.
         self.quiet = self.beat["time"] - self.since + self.age
         step = f"step {self.step}"
         self.position = step if self.phase == "other" else f"the {self.phase} phase of {step}"
-        # The collectives: group -> number -> call.
+        # Map each group to its collectives, and their numbers to calls: group -> number -> call.
         self.calls = defaultdict(dict)
         dump = files["dump"] if self.end != "finished" else {}
         for call in dump.get("collectives", []):
             # Leave out patient calls, because a rank may wait in them for days.
             if not call["patient"]:
                 self.calls[call["group"]][call["number"]] = call
-        # The stack of the main thread as (file, line, function), outermost first. If the rank has
-        # failed, the traceback has the line.
+        # This is the stack of the main thread as (file, line, function), outermost first. A rank
+        # that has failed reports its line in a traceback instead.
         self.frames = []
         if self.state == "stopped":
             # A stopped rank cannot write a dump, so its heartbeat has its latest frame.

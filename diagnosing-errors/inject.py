@@ -42,7 +42,7 @@ FAULTS += ["corrupt-checkpoint"]
 LASTING = ("memory-leak", "file-leak", "slow-compute", "slow-data")
 USAGE = "usage: inject.py FAULT@rankR:stepS ... SCRIPT ARGUMENTS\n"
 USAGE += f"FAULT is one of {', '.join(FAULTS)}"
-# Tensors and files that the two leaks keep alive.
+# This list keeps the tensors and files of the two leaks alive.
 LEAKED = []
 
 

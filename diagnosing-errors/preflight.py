@@ -11,7 +11,7 @@ joined, and reports a missing node itself.
 The exit status is 0 for go, with or without warnings, 1 for no-go, and 2 for wrong arguments or
 wrong environment variables. torchrun turns every status other than 0 into 1.
 
-The check takes less than a minute, and finds the node that differs from the others. It does not
+The check takes less than a minute, and finds the node that differs from other nodes. It does not
 replace `dcgmi diag -r 3`, which tests a GPU's memory and power under load, or nccl-tests, which
 measures each collective at each size and checks the results.
 """
@@ -52,7 +52,7 @@ LAUNCHERS = [
     ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],  # srun
 ]
 NO_GO, WARNING = "no-go", "warning"
-# The level of a finding if the versions of these programs differ between ranks.
+# A finding has this level if the versions of these programs differ between ranks.
 VERSIONS = {"python": WARNING, "torch": NO_GO, "transformers": NO_GO, "datasets": WARNING}
 # A device or link is slow if its rate is less than this fraction of the median rate. CPUs get a
 # lower limit, because other programs use part of a CPU's time.
@@ -78,15 +78,15 @@ def parse_args(argv=None):
     add("--save-dir", default="outputs", help="folder where the run will write its checkpoints")
     add("--checkpoint-gb", type=float, default=0.0, help="size of a checkpoint, in 10^9 bytes")
     add("--network-gbs", type=float, default=0.0, help="expected GB/s between nodes; 0: unknown")
-    # A node with a GPU driver but no working GPU is faulty, so do not treat it as a CPU node. Slurm
-    # hides the GPUs from a job without GPUs with the value NoDevFiles.
+    # A node with a GPU driver but no working GPU is faulty, so do not treat it as a CPU node. With
+    # the value NoDevFiles, Slurm hides the GPUs from a job that has not requested GPUs.
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
     has_gpu = torch.cuda.is_available() or (os.path.exists("/dev/nvidiactl") and not hidden)
     add("--device", choices=["cpu", "cuda"], default="cuda" if has_gpu else "cpu", help="device")
     add("--timeout", type=int, default=60, help="maximum seconds to wait for other ranks")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no working GPU; repair it, or pass --device cpu")
+        parser.error("--device cuda: no working GPU found; repair the driver, or pass --device cpu")
     check_variables()
     return args
 
@@ -111,7 +111,8 @@ def check_variables():
         fail(f"{problem}; set it to the name or the address of the node of rank 0", status=2)
 
     # A shell that still has the variables of an earlier launcher passes them on to every rank. Each
-    # rank would then take itself for the same rank of a smaller run. torchrun always sets them.
+    # rank would then take itself for the same rank of a smaller run. torchrun always sets these
+    # variables.
     sizes = [os.environ[size] for _, size, _ in LAUNCHERS if size in os.environ]
     num_ranks = max(int(values["RANK"]) + 1, *map(int, sizes))
     if num_ranks > int(values["WORLD_SIZE"]) and "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -128,7 +129,7 @@ def check_variables():
             problem = f"{variable} {value}: this node has only {', '.join(interfaces)}"
             fail(f"{problem}; choose the interface that leads to the other nodes", status=2)
     if "/" in (project := os.environ.get("WANDB_PROJECT", "")):
-        fail(f"WANDB_PROJECT {project}: has a slash; set WANDB_ENTITY to the part before", status=2)
+        fail(f"WANDB_PROJECT {project}: has a slash; set WANDB_ENTITY to its first part", status=2)
 
 
 def adopt_launcher():
@@ -243,7 +244,7 @@ def choose_gpu():
     # Under srun --gpus-per-task=1, each task sees only its own GPU, which has index 0.
     index = int(os.environ["LOCAL_RANK"]) if num_gpus > 1 else 0
     if index >= num_gpus:
-        fail(f"local rank {index} has no GPU: torch sees {num_gpus}; start fewer ranks per node")
+        fail(f"local rank {index} has no GPU (torch sees {num_gpus}); start fewer ranks per node")
     return index
 
 

@@ -49,7 +49,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
-# Seconds between two heartbeats, and between two samples of the main thread's stack.
+# Wait this number of seconds between two heartbeats, and between two samples of the stack.
 HEARTBEAT_INTERVAL = 2.0
 SAMPLE_INTERVAL = 0.1
 
@@ -120,8 +120,8 @@ class Steps:
     def __init__(self, every=10):
         # The inputs and the weights are checked in every tenth step.
         self.every = every
-        # The traceback of an error in a check or in the heartbeat thread. After an error, no check
-        # runs.
+        # This is the traceback of an error in a check or in the heartbeat thread. After an error,
+        # no check runs.
         self.fault = None
 
         # `count` is the number of steps that this process has run. `earlier_steps` is the number of
@@ -130,10 +130,10 @@ class Steps:
         self.earlier_steps = 0
         self.end_times = deque(maxlen=11)
 
-        # The loss, the number of gradients that are not finite, and the hash of the inputs: sums
+        # Add up the loss, the number of gradients that are not finite, and the hash of the inputs
         # over the micro-batches of the current step.
         self.sums = defaultdict(int)
-        # The copies from the device that may still be in progress.
+        # These copies from the device may still be in progress.
         self.pending = deque(maxlen=999)
 
         self.losses = deque(maxlen=3)
@@ -307,11 +307,11 @@ class Watch:
         # otherwise send the stacks to a different file.
         faulthandler.enable = lambda *_, **__: None
 
-        # The step and the phase of the main thread, and the time of the latest change of the step
-        # or the phase.
+        # Keep the step and the phase of the main thread, and the time of the latest change of the
+        # step or the phase.
         self.position = (0, "start")
         self.position_since = time.time()
-        # The latest (file, line, function) of the user's code.
+        # This is the latest (file, line, function) of the user's code.
         self.frame = ("?", 0, "?")
         self.frame_counts = Counter()
 
@@ -415,7 +415,7 @@ class Watch:
         if steps.count and age > 1.03 * self.memory_age:
             self.memory_age = age
             self.memory.append(memory)
-        # The share of the samples that found the main thread in a line of the user's code.
+        # Compute the share of the samples that found the main thread in each of three lines.
         lines = {}
         for (file, line, function), count in self.frame_counts.most_common(3):
             lines[f"{os.path.basename(file)}:{line} {function}"] = round(count / samples, 2)

@@ -285,7 +285,7 @@ def find_hang(ranks):
 
 
 def explain_hang(ranks):
-    """Explain why ranks that stand still wait."""
+    """Explain why the ranks of a stalled run wait."""
     for group in calls_by_group(ranks):
         if mismatch := find_mismatch(group):
             return mismatch
@@ -361,7 +361,7 @@ def find_unexpected_call(group, victims):
 
 
 def explain_mismatch(number, ranks_by_call, history):
-    """Report the ranks that did not make the expected call, or all ranks if none made it."""
+    """Report the ranks that did not make the expected call, or all ranks if no rank made it."""
     # The smallest groups come first, because the culprit is seldom in a large group.
     groups = sorted(ranks_by_call.items(), key=lambda item: len(item[1]))
     expected, majority = groups[-1]
@@ -380,7 +380,7 @@ def explain_mismatch(number, ranks_by_call, history):
 
 
 def predict_call(history):
-    """Find where the latest calls last occurred before, and return the call that followed.
+    """Search the history for the latest calls, and return the call that followed them.
 
     Try the latest 64 calls first, then fewer calls; return None if even the last call is new.
     """
@@ -546,7 +546,7 @@ def find_memory_leak(ranks):
 
 
 def is_growing(memory):
-    """Return whether nearly each value in GiB is above the value before it."""
+    """Return whether almost every value, in GiB, is larger than the previous value."""
     rises = [after > before + 0.02 for before, after in pairwise(memory)]
     is_steady = len(rises) > 2 and sum(rises) >= len(rises) - 1
     return is_steady and memory[-1] - memory[0] > max(MIN_LEAK_GIB, 0.5 * memory[0])

@@ -259,7 +259,7 @@ def pydoc_records(column):
 
 
 def letters_records(_):
-    """Yield prompts in which a user gives letters, with the letters sorted up and down."""
+    """Yield prompts by a user who gives letters, with two answers: sorted forwards and backwards."""
     generator = random.Random(0)
     for number in range(1, 5001):
         given = generator.choices(string.ascii_lowercase, k=6)
@@ -520,7 +520,7 @@ def tokenize(args, records):
 
 # ---- conversations ---------------------------------------------------------------------------
 def tokenize_packed(args, records):
-    """Return the same as tokenize(), but of samples, into which documents are packed."""
+    """Return the same as tokenize(); each of its documents is a sample of packed documents."""
     tokenizer, units, problems, counts = load_tokenizer(args.model_name), [], [], Counter()
     for shard, line, record in records:
         counts["read"] += 1
@@ -536,7 +536,7 @@ def tokenize_packed(args, records):
 
 
 def units_of(args, tokenizer, row, counts):
-    """Return what one sample must hold together: each document of a conversation, or a pair."""
+    """Return the parts that no sample may divide: the documents of a conversation, or a pair."""
     is_pair, tools = args.kind == "preferences", row.get("tools") or None
     tools = without_nulls(json.loads(tools) if isinstance(tools, str) else tools)
     conversations = pair_of(row) if is_pair else [messages_of(turns_of(args, row))]
@@ -694,13 +694,14 @@ def tokens_of(tokenizer, text, answers, counts):
     """Return the tokens of a document with their flags."""
     # Tokenize the entire text, because some tokenizers put a space before each text. An answer
     # begins where the tokens of the prompt alone, which the model reads at inference, end.
-    texts = [text] + [text[:place] for answer in answers for place in answer]
+    texts = [text] + [text[:end] for answer in answers for end in answer]
     options = {"add_special_tokens": False, "verbose": False}
     tokens, *beginnings = tokenizer(texts, **options)["input_ids"]
-    places = [sum(takewhile(bool, map(eq, tokens, beginning))) for beginning in beginnings]
+    # The number of tokens that each beginning shares with the entire text.
+    shared = [sum(takewhile(bool, map(eq, tokens, beginning))) for beginning in beginnings]
     control_ids = tokenizer.convert_tokens_to_ids(control_tokens(tokenizer))
     document = [token | CONTEXT for token in tokens]
-    for start, end, prompt in zip(places[::2], places[1::2], beginnings[::2], strict=True):
+    for start, end, prompt in zip(shared[::2], shared[1::2], beginnings[::2], strict=True):
         document[start:end] = tokens[start:end]
         counts["joined"] += start < len(prompt)
         counts["endless"] += tokens[end - 1] not in control_ids

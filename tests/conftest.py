@@ -28,12 +28,12 @@ SCRIPTS = chapters()
 FRAMEWORKS = {name for name, path in SCRIPTS.items() if "alternative-frameworks" in path.parts}
 SERVER = Server()
 METRICS = ("loss", "grad_norm", "val_loss")
-# The flags of a run that takes a few seconds, and logs each of its 20 steps.
+# With these flags, a run takes a few seconds and logs each of its 20 steps.
 SHORT = (
     "--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8 "
     "--num-steps 20 --log-every 1 --eval-every 10 --eval-samples 10 --checkpoint-every 10"
 ).split()
-# The names of the mixtures in save_models().
+# save_models() saves these mixtures of experts, and other models.
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v3"]
 # These flags let a chapter split a model or a sequence over two ranks.
 SPLIT = {
@@ -141,7 +141,7 @@ def free_port():
 
 
 def run_jobs(world_size, jobs, folder, timeout=1200, shares=1, must_succeed=False):
-    """Run jobs, each a (chapter or script, arguments), on `world_size` ranks.
+    """Run jobs, which are pairs (chapter or script, arguments), on `world_size` ranks.
 
     Return, for each job, the results of its ranks: status, stdout and stderr.
 
@@ -446,8 +446,8 @@ def save_models(root, sizes, key_value_heads):
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     full = ids | sizes
     grouped = full | {"num_key_value_heads": key_value_heads, "head_dim": 16}
-    # Mixtures with eight experts, two for each token. The last two families, and Qwen2-MoE, also
-    # have shared experts, and no experts in the first layer.
+    # These mixtures have eight experts, and each token uses two. The last two families, and
+    # Qwen2-MoE, also have shared experts, and no experts in the first layer.
     eight = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     eight |= {"shared_expert_intermediate_size": 32}
     shared = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

@@ -89,8 +89,8 @@ LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 
 QWEN3_30B = {"hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4}
 QWEN3_30B |= {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 QWEN3_30B |= {"num_attention_heads": 32, "head_dim": 128}
-# For each model: its settings, its billions of weights, the billions that a token uses, and whether
-# the model's card counts the input embedding. The cards of GPT-OSS do not count it. Without
+# Each model has settings, billions of weights, billions of weights that a token uses, and whether
+# the model's card counts the input embedding. The cards of GPT-OSS leave it out. Without
 # settings, transformers configures Mixtral 8x7B, DeepSeek-V3 or gpt-oss-120b. The Llama is dense.
 CARDS = {
     "llama": (LLAMA_8B, 8.03, 8.03, True),

@@ -346,7 +346,7 @@ TURNS = [ASK, ANSWER, say("user", "How?"), say("assistant", "So.")]
 SHAREGPT = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]
 SHAREGPT += [{"from": "human", "value": "How?"}, {"from": "gpt", "value": "So."}]
 SYSTEM = [say("system", "Be short."), *TURNS]
-# Rows of different formats, in groups that mean the same.
+# The rows of each group have different formats, but the same meaning.
 EQUAL = {
     "turns": [{"messages": TURNS}, {"conversations": SHAREGPT}],
     "system": [{"messages": SYSTEM}, {"conversations": SHAREGPT, "system": "Be short."}],
@@ -372,7 +372,7 @@ def test_formats_of_conversations_give_the_same_tokens(tmp_path, rows):
     assert first.count("»") == (2 if rows in (EQUAL["turns"], EQUAL["system"]) else 1)
 
 
-# As in Qwen3, without its special cases: tools, calls and results.
+# This template is like that of Qwen3: it shows the tools, the calls and their results.
 TOOLS = """{% for tool in tools or [] %}{{ tool | tojson }}
 {% endfor %}{% for message in messages %}<{{ message.role }}>{{ message.content }}
 {%- for call in message.tool_calls or [] %}<call>{{ call.function | tojson }}{% endfor %}<end>

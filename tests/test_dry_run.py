@@ -18,14 +18,14 @@ from training_step import copy_of_config
 
 pytestmark = [pytest.mark.tool, pytest.mark.usefixtures("no_group")]
 
-# Sizes that 512 ranks can split without padding.
+# 512 ranks can split tensors of these sizes without padding.
 WIDTH, MLP_WIDTH, VOCABULARY, LAYERS, LENGTH = 512, 1024, 512, 3, 64
 MODEL = (
     f"--config hidden_size={WIDTH} intermediate_size={MLP_WIDTH} vocab_size={VOCABULARY} "
     f"num_hidden_layers={LAYERS} num_attention_heads=8 num_key_value_heads=8 head_dim=64 "
     f"-s {LENGTH} -b 1 "
 )
-# The numbers of weights of a layer, and of the embedding, the norm and the head.
+# Count the weights of a layer, and of the embedding, the norm and the head.
 LAYER = 4 * WIDTH**2 + 3 * WIDTH * MLP_WIDTH + 2 * WIDTH
 OUTER = 2 * VOCABULARY * WIDTH + WIDTH
 WEIGHTS = LAYERS * LAYER + OUTER
@@ -285,10 +285,10 @@ def peaks_of(command, ranks, *more_arguments):
 def peak_of(command, args):
     """Return the bytes of all tensors of the fullest rank of a command, at its fullest moment.
 
-    Run at most two micro-batches per stage: without a pipeline, more of them do not raise the peak.
-    A pipeline keeps hidden states of each micro-batch: with all 64 micro-batches of chapter 07, the
-    peak is 1.5% higher. Run a deep model with two small numbers of layers, and extend the line
-    through the two peaks of each phase to the real number of layers.
+    Run at most two micro-batches per stage. Without a pipeline, further micro-batches do not raise
+    the peak. A pipeline keeps hidden states of each micro-batch, so with all 64 micro-batches of
+    chapter 07, the peak is 1.5% higher. Run a deep model with two small numbers of layers, and
+    extend the line through the two peaks of each phase to the real number of layers.
     """
     stages, changes = getattr(args, "num_stages", 1), []
     ranks = [command.gpus - 1] if stages == 1 else [0, command.gpus - 1]
@@ -324,8 +324,8 @@ def test_real_command_fits(command, monkeypatch):
 
 
 # ---- faults ----------------------------------------------------------------------------------
-# For each fault, a text of the script, its replacement, the line that the dry run reports, and the
-# reason that it prints.
+# Each fault has a text of the script, a replacement for this text, the line that the dry run
+# reports, and the reason that it prints.
 FAULTS = {
     "total on the CPU": (
         "total_loss = torch.zeros((), device=device)\n    for micro_step",
@@ -417,7 +417,7 @@ BAD = {
     "--gpus 8 --rank 0 8": "--rank 8: unknown rank; choose from 0 to 7",
 }
 GUARD = 'if __name__ == "__main__":'
-# For each script, a text of chapter 04, its replacement, and the error that the dry run reports.
+# Each case has a text of chapter 04, a replacement, and the error that the dry run reports.
 OTHER_SCRIPTS = {
     "own script": (".*", "TRAIN", "because it lacks parse_args, setup, build_model"),
     "renamed function": ("def train_step", "TRAIN\ndef step", "because it lacks train_step;"),

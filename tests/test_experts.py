@@ -13,7 +13,7 @@ TINY = ROOT / "09-expert-parallel/tiny-mixture"
 MIXTURE = ["-m", TINY, "--lr", 2e-4]
 RATE = [*MIXTURE, "--expert-balance-rate", 0.01]
 EP2, EP4 = ["--expert-parallel-size", 2], ["--expert-parallel-size", 4]
-# The number of ranks and the flags of each layout.
+# Each layout has a number of ranks and a list of flags.
 LAYOUTS = {"one": (1, []), "fsdp2": (2, []), "ep2": (2, EP2)}
 MORE_LAYOUTS = {"ep4": (4, EP4), "full": (2, [*EP2, "--recompute", "full"])}
 

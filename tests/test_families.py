@@ -45,7 +45,7 @@ RESULTS = ROOT / "benchmarks/results/families.json"
 CHAPTERS = ("01", "02", "04", "05", "06", "07", "08")
 FLAGS = """--device cpu --precision fp32 -s 32 --global-batch-size 4 -b 2 --num-steps 4
     --log-every 1 --eval-samples 4 --warmup-steps 1""".split()
-# The name of the table's column for packed conversations.
+# The table's column for packed conversations has this name.
 PACKED = "conversations"
 # Without --record, only these families are trained.
 SAMPLE = "llama qwen3_moe lfm2".split()
@@ -288,7 +288,7 @@ def test_family_follows_chapter_01_or_is_refused(
 
 
 # ---- packed conversations ----------------------------------------------------------------------
-# The lengths of the documents in each sample of a step.
+# The documents in each sample of a step have these lengths.
 LENGTHS = [[13, 8, 11], [5, 27], [32], [1, 2, 29]]
 
 
@@ -322,7 +322,7 @@ def distance_from_documents_alone(chapter, folder):
     loss = loss_of_documents(plain, split_documents(chapter, samples))
     loss.backward()
     if not loss.isfinite():
-        # Refuse as the script does at its first log line.
+        # Refuse the model, because the script would fail at its first log line.
         refuse("a gradient in steps 1 to 1 was not finite; lower --lr")
     grads = {name: weight.grad for name, weight in plain.named_parameters()}
     norms = {name: 0.0 if grad is None else grad.norm() for name, grad in grads.items()}

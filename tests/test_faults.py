@@ -52,9 +52,9 @@ class Case:
     script: str
     rank: int
     kind: str
-    # The code of the line that the verdict names.
+    # The verdict names the line with this code.
     line: str = ""
-    # The ranks that the verdict names, if they are not just the rank with the fault.
+    # The verdict names these ranks, or only the rank with the fault if this is None.
     ranks: tuple | None = None
     flags: tuple = ()
 
@@ -155,8 +155,8 @@ def symptoms(log):
 def record(request):
     """Return a function that replaces the published row of a case, if --record is given.
 
-    The file names the machine that began it. So delete the file before all cases are recorded on a
-    different machine.
+    The file names the machine of its first record. Delete the file before you record all cases on
+    a different machine.
     """
 
     def write(row, folder):

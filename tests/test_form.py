@@ -13,7 +13,7 @@ from planner_form import planner_script
 pytestmark = pytest.mark.tool
 py_mini_racer = pytest.importorskip("py_mini_racer")
 JOB = json.loads((ROOT / "benchmarks/results/scale.json").read_text())["job"]
-# For each case, the values of FIELDS.
+# Each case has a value for each name in FIELDS.
 CASES = {
     "1B on 1": ("Llama 3.2 1B", 1, 1, 4096, 64),
     "8B on 8": ("Llama 3.1 8B", 1, 8, 4096, 64),

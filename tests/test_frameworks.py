@@ -144,7 +144,7 @@ def test_run_follows_the_curve_of_the_chapters(curves, root, held_out, run):
         tolerance = 2e-2 if "weights" in run else 5e-3
         assert difference(reference, curve, names=["loss", "val_loss"]) < tolerance
         assert difference(reference, curve, names=["grad_norm"], relative=True) < 2 * tolerance
-        assert difference(curves["01"], curve, names=["loss"]) > 1e-7, "it ran in fp32"
+        assert difference(curves["01"], curve, names=["loss"]) > 1e-7, "the run was in fp32"
         check_model(root / run, held_out, tolerance=5e-3)
     else:
         assert disagreement(reference, curve) == {}

@@ -31,7 +31,7 @@ def kill_once(chapter, args, run_dir, oldest, choice, during_save):
     output = "\n".join(path.read_text() for path in sorted(logs.glob("rank*.log")))
     assert running, f"the run ended or failed before the kill:\n{output}"
     newest = newest_step(run_dir)
-    # Allow one lost save more with background saves, because the latest save may be incomplete.
+    # Allow one more lost save with background saves, because the latest save may be incomplete.
     lost = 2 * EVERY if "--checkpoint-async" in args else EVERY
     assert newest >= max(oldest, last_logged_step(run_dir) - lost), output
     return newest

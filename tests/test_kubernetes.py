@@ -58,7 +58,7 @@ def test_service_gives_host_names_to_the_pods_of_the_job():
 
 def test_kubeflow_runs_the_pods_of_the_plain_job():
     (plain, container), (kubeflow, _) = map(job_and_container, ["job.yaml", "trainjob.yaml"])
-    # Drop what Kubeflow sets: the number of pods, their names, and torchrun's arguments.
+    # Drop the values that Kubeflow sets: the number and names of pods, and torchrun's arguments.
     del plain["completions"], plain["parallelism"], plain["template"]["spec"]["subdomain"]
     own = ("--nnodes", "--nproc-per-node", "--node-rank", "--master-")
     container["command"] = [word for word in container["command"] if not word.startswith(own)]

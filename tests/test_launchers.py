@@ -28,7 +28,7 @@ from in_process import Captured
 from marks import exhaustive, slow
 from runs import last_logged_step
 
-# The variables that srun sets for rank 3 of 4, which has local rank 1.
+# srun sets these variables for rank 3 of 4, which has local rank 1.
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
 SRUN |= {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -87,12 +87,12 @@ def test_newest_start_of_a_run_owns_its_folder(load, one_rank_group, tmp_path, c
     chapter.check_shared(tmp_path)
     stops = chapter.stop_requests(tmp_path)
     assert not any(next(stops) for _ in range(3))
-    # Check that a start that has not reached its first step stops no older start.
+    # Check that a newer process stops no older process before its own first step.
     chapter.check_shared(tmp_path)
     assert not any(next(stops) for _ in range(3))
     (tmp_path / "newest-start").write_text("process 7 on h2")
-    # The exchange of the current answer has already started, so only the next answer shows the new
-    # start.
+    # The all-reduce for the next() call below has already begun, so only the call after it
+    # reports the newer process.
     assert [next(stops), next(stops)] == [False, True]
     assert "process 7 on h2 has started the same run; this process stops" in capsys.readouterr().out
 

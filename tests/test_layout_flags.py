@@ -23,7 +23,7 @@ SETTINGS = {
     "llama": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
     "gemma3_text": {"final_logit_softcapping": 30.0},
 }
-# The chapter, the number of ranks, the command line, and a part of the error.
+# Each row has a chapter, a number of ranks, a command line, and a part of the error.
 WRONG = [
     ("06", 2, f"{TP2} -m gpt2", "the plan of gpt2 does not say how to split transformer.wpe"),
     ("06", 2, f"{TP2} -m mistral", "-size 2: mistral has a mask, which needs full sequences"),

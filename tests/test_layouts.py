@@ -264,7 +264,7 @@ def test_layout_follows_its_reference_curve(root, run):
         assert disagreement(reference, curve) == {}
 
 
-# The losses of the first steps with torch 2.13.0 and transformers 5.23.0, on a CPU.
+# On a CPU with torch 2.13.0 and transformers 5.23.0, the first steps have these losses.
 LOSSES = [5.9667125, 5.8170733, 5.6755233, 5.5211148, 5.3670635]
 LOSSES += [5.2734270, 5.0691161, 5.1340919, 4.9781885, 4.7330828]
 

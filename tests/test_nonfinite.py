@@ -32,7 +32,7 @@ def test_bad_gradient_ends_the_run_before_its_next_save(chapter, fault, tmp_path
 
 
 FP16 = ["--precision", "fp16", "--init-scale", 4]
-# A chapter, its flags, the part of a step that is not finite, and whether each step is fatal.
+# Each row has a chapter, its flags, the value that is not finite, and whether each step is fatal.
 FATAL = [
     ("01", [], "loss", [True, True, True]),
     ("fp16", FP16, "loss", [True, True, True]),

@@ -19,11 +19,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CHAPTER = ROOT / "03-job-launchers"
 LONG = [*SHORT, "--seq-length", "32", "--num-steps", "150", "--eval-every", "150"]
 LONG += ["--checkpoint-every", "20"]
-# A pattern that matches the processes that train, but not their launchers. The command lines of
-# launchers begin with a different word.
+# This pattern matches the processes that train, but not their launchers, because the command lines
+# of launchers begin with a different word.
 RANKS = "^[^ ]*python[^ ]* (-u )?[^ ]*train_llm.py"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-# The words before a script that start two ranks on each of the hosts h1 and h2.
+# These words before a script start two ranks on each of the hosts h1 and h2.
 SBATCH = "sbatch --nodes=2 --gpus-per-node=2 "
 LAUNCHERS = {
     "ssh": "{chapter}/ssh/launch.sh {folder}/hosts.txt",
@@ -223,7 +223,7 @@ def test_job_that_is_requeued_has_the_losses_of_an_uninterrupted_run(user, curve
 
 
 def check_step_of_restart(user, was_asked=True):
-    """Return the only step that a run continued from; check that it was asked to stop there."""
+    """Return the only step that a run continued from; check that the run had stopped there."""
     [step] = re.findall(r"^continuing from \S+/step-0*(\d+)$", user.output(), re.M)
     assert not was_asked or f"\nstopped at step {step};" in user.output()
     return int(step)
@@ -277,7 +277,7 @@ def test_job_that_cannot_train_is_not_requeued(user, requeues):
     [(9, 300, "must stop 300 s before its end; submit it with a longer --time"), (9, 60, "")],
 )
 def test_job_without_time_for_a_stop_is_refused(user, minutes, seconds, message):
-    """Set SBATCH_SIGNAL: the signal of Slurm, and the time that torchrun leaves its ranks."""
+    """Choose the time of Slurm's signal, which limits the time that ranks have for a stop."""
     user.env |= {"SBATCH_SIGNAL": f"B:USR1@{seconds}", "RANKS_PER_NODE": "1"}
     script = user.folder / "limit.py"
     script.write_text("import os; print('limit', os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'])")
@@ -338,7 +338,7 @@ def test_torchrun_continues_with_a_host_that_joins(user, curves):
     check_continued_curve(user, curves)
 
 
-# For each way to stop a run, a launcher, and the command that stops it on its host.
+# Each way to stop a run has a launcher, and a command that stops this launcher on its host.
 STOPS = {
     # Signal the launcher's group of processes, as a terminal does.
     "Ctrl-C": ("ssh", "kill -INT -- -$(pgrep -o -f ssh/launch.sh)"),

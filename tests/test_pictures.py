@@ -1,4 +1,4 @@
-"""Test that the committed pictures are those that tools/maintain/pictures.py makes."""
+"""Test that tools/maintain/pictures.py makes the committed pictures."""
 
 import pictures
 from chapters import ROOT

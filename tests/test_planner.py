@@ -41,7 +41,7 @@ def plan(options):
 
 
 def asked(options):
-    """Return the plan of only the setting that a command line chooses."""
+    """Return the plan of the setting on the command line, without the plans of other settings."""
     return layouts.plan_of(setting_from(options))
 
 
@@ -98,7 +98,8 @@ def test_expert_parallel_rank_gathers_only_its_own_experts():
     settings = [setting_from(f"{MIXTURE} --expert-parallel-size {size}") for size in (1, 2, 4)]
     one, two, four = (ShardedMemory(setting, 0) for setting in settings)
     assert one.state == two.state == four.state
-    # The first layer is dense. In the last layer, the experts are divided.
+    # The first layer is dense. In the last layer, the experts are divided among
+    # the ranks.
     others = numbers(one.shapes(4)) - EXPERTS
     assert [step.gathered_bytes(1) for step in (one, two, four)] == [one.gathered_bytes(1)] * 3
     gathered = [step.gathered_bytes(4) for step in (one, two, four)]
@@ -156,7 +157,7 @@ WEIGHTS_8B, LAYERS, ROOT_8B = 8_030_261_248, 32, 2 * 128_256 * 4096 + 4096
 LAYER_8B = (WEIGHTS_8B - ROOT_8B) // LAYERS
 # Tensor-parallel ranks split all weights except the weights of the norms.
 SPLIT_8B = [(LAYER_8B - 2 * 4096) // 8 + 2 * 4096, (ROOT_8B - 4096) // 8 + 4096]
-# The flags of each way to split Llama-3.1-8B on nodes of eight GPUs.
+# Each way to split Llama-3.1-8B on nodes of eight GPUs needs these flags.
 SPLITS = {
     "DDP": "--chapter 02",
     "kept": "--no-reshard-after-forward",
@@ -308,8 +309,8 @@ def test_job_of_a_page_has_the_time_that_its_stop_takes(line, chapter, words):
     assert "--signal" not in line
 
 
-# For each page, a pattern that finds the planner's numbers in the text, and the command line of
-# each number.
+# Each page has a pattern that finds the planner's numbers in the text, and a command line for each
+# number.
 CONFIGS = "@05-large-model/configs/llama-3.1-"
 SPLIT_405B = f"{CONFIGS}405b.args --nodes 8 --tensor-parallel-size 8"
 IN_TEXT = {

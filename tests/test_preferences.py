@@ -1,4 +1,4 @@
-"""Preferences follow DPO of two plain models, one answer at a time, on any layout."""
+"""Test that preferences follow DPO of two plain models, one answer at a time, on any layout."""
 
 import copy
 import os
@@ -38,7 +38,7 @@ def chapter(load, one_rank_group):
 
 # ---- a reference -----------------------------------------------------------------------------
 def log_prob(model, document):
-    """Return the summed log-probability of a document's answer; compute it alone."""
+    """Compute the log-probability of a document's answer, as the sum over the answer's tokens."""
     ids = torch.tensor([[token for token, _ in document]])
     log_probs = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
     log_probs = log_probs.gather(-1, ids[0, 1:, None])[:, 0]
@@ -46,7 +46,7 @@ def log_prob(model, document):
 
 
 def plain_step(model, reference, documents, beta):
-    """Return the metrics of DPO's mean loss over pairs, and compute its gradients."""
+    """Compute the gradients of DPO's mean loss over pairs; return the loss and the metrics."""
     chosen, rejected = documents[::2], documents[1::2]
     totals = torch.zeros(4, dtype=torch.float64)
     for pair in zip(chosen, rejected, strict=True):
@@ -69,9 +69,9 @@ def documents_of(chapter, args, train_set, step):
 
 
 def apart_in_step_2(chapter, folder, change=None, *words):
-    """Return how far metrics and gradients of step 2 are from the plain ones, relatively.
+    """Return the relative differences between step 2 and a plain step: metrics and gradients.
 
-    In step 1, the loss is ln 2 whatever is wrong. `change` may change the script after step 1.
+    In step 1, the loss is ln 2 even with a mistake. `change` may change the script after step 1.
     """
     args, model, train_set, held_out = prepare(chapter, "--lr", 0.01, *words)
     reference, optimizer = plain_model(model), chapter.build_optimizer(args, model)
@@ -119,7 +119,7 @@ def see_each_other(chapter, *_):
 
 
 def mean_of_tokens(chapter, *_):
-    """Take the mean log-probability of an answer's tokens instead of their sum."""
+    """Replace the sum of the log-probabilities of an answer's tokens by the mean."""
     summed = chapter.log_probs_of
 
     def mean(args, model, batch):
@@ -231,28 +231,28 @@ RUN += ["--num-steps", 8, "--eval-every", 4, "--log-every", 1, "--warmup-steps",
 
 @pytest.mark.slow
 def test_stopped_run_reads_its_references_and_learns_on(tmp_path):
-    """Continue from step 4 on another number of ranks: a later reference would change the loss."""
+    """Continue from step 4 on two ranks, where a reference from step 4 would change the loss."""
     tokens = prepare_pairs(tmp_path, 100)
     args = [*RUN, "-d", tokens, "--checkpoint-every", 4, "--save-dir", tmp_path]
-    run_or_fail(1, [("preferences", [*args, "-e", "whole"])], tmp_path / "jobs1")
+    run_or_fail(1, [("preferences", [*args, "-e", "complete"])], tmp_path / "jobs1")
     run = tmp_path / "stopped"
-    shutil.copytree(tmp_path / "whole", run)
+    shutil.copytree(tmp_path / "complete", run)
     shutil.rmtree(run / "checkpoints/step-00000008")
     for path in (*run.glob("finished-*"), run / "metrics.jsonl"):
         path.unlink()
     run_or_fail(2, [("preferences", [*args, "-e", "stopped"])], tmp_path / "jobs2")
-    whole, stopped = metrics(tmp_path / "whole"), metrics(run)
+    complete, stopped = metrics(tmp_path / "complete"), metrics(run)
     assert sorted(stopped) == [5, 6, 7, 8]
     for step, row in stopped.items():
         for name in ("loss", "margin", "chosen_reward", "grad_norm"):
-            assert row[name] == pytest.approx(whole[step][name], rel=1e-4, abs=1e-5), (step, name)
-    assert whole[0]["val_loss"] == pytest.approx(0.693147, abs=1e-6)
-    assert whole[8]["accuracy"] > 0.9 and whole[8]["margin"] > whole[2]["margin"]
+            assert row[name] == pytest.approx(complete[step][name], rel=1e-4, abs=1e-5), step
+    assert complete[0]["val_loss"] == pytest.approx(0.693147, abs=1e-6)
+    assert complete[8]["accuracy"] > 0.9 and complete[8]["margin"] > complete[2]["margin"]
 
 
 @pytest.fixture(scope="module")
 def merged_into_lora(tmp_path_factory):
-    """Merge the diff of preferences into LoRA's script, as the page says; return its path."""
+    """Merge the diff of preferences into LoRA's script, as the guide explains; return the path."""
     script = tmp_path_factory.mktemp("merged") / "on_lora.py"
     shutil.copy(SCRIPTS["lora"], script)
     parts = script, SCRIPTS["conversations"], SCRIPTS["preferences"]
@@ -264,7 +264,7 @@ def merged_into_lora(tmp_path_factory):
 def test_adapters_learn_preferences_from_the_reference_of_the_frozen_model(
     merged_into_lora, layout_models, tmp_path
 ):
-    """Adapters change nothing before step 1, so their references are those of the full model."""
+    """Compare the references of LoRA with the full model: adapters change nothing before step 1."""
     base = make_hub_folder(layout_models, tmp_path, "llama")
     args = [*RUN, "-m", base, "--pretrained", "-d", prepare_pairs(tmp_path, 100, base)]
     args += ["--num-steps", 4, "--save-dir", tmp_path]

@@ -40,7 +40,7 @@ def test_thousand_healthy_ranks_have_no_finding(device):
     assert findings_of(healthy_reports(), device) == []
 
 
-# For each check, the value that rank 16 reports, the level of the finding, and its words.
+# Each check has the value that rank 16 reports, the level of the finding, and its words.
 FAULTS = {
     "python": ("3.12.1", "warning", "3.12.1 (usual: 3.11.7)"),
     "transformers": ("not installed", "no-go", "not installed (usual: 5.23.0)"),
@@ -116,7 +116,7 @@ def test_only_the_slow_host_measures_a_slow_link(monkeypatch, num_ranks):
 def run_rank(no_group, monkeypatch, capsys, tmp_path):
     """Return a function that runs a rank of two in this process, and returns its error."""
     monkeypatch.setattr(preflight.os, "_exit", sys.exit)
-    # Do not wait until rank 0 has reported the same error.
+    # Skip the wait that lets rank 0 report its error first.
     monkeypatch.setattr(preflight.time, "sleep", lambda _: None)
     monkeypatch.setattr(
         sys, "argv", ["preflight.py", "--timeout", "1", "--save-dir", str(tmp_path)]
@@ -138,7 +138,7 @@ def run_rank(no_group, monkeypatch, capsys, tmp_path):
 
 def test_more_ranks_than_gpus_is_an_error(run_rank, monkeypatch):
     monkeypatch.setattr(preflight.torch.cuda, "device_count", lambda: 2)
-    assert "local rank 3 has no GPU: torch sees 2;" in run_rank(3, preflight.choose_gpu)
+    assert "local rank 3 has no GPU (torch sees 2);" in run_rank(3, preflight.choose_gpu)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_rank_that_cannot_connect_reports_why(run_rank, rank, variables, words):
     assert words in run_rank(rank, **variables)
 
 
-# For each mistake, the variables that differ, and words of the report.
+# Each mistake has the variables that differ, and words of the report.
 MISTAKES = [
     ({"RANK": "", "WORLD_SIZE": ""}, "RANK, WORLD_SIZE: not set; start this with a launcher"),
     ({"MASTER_PORT": ""}, "MASTER_PORT: not set; pass MASTER_ADDR and MASTER_PORT with -x"),

@@ -186,7 +186,7 @@ def test_files_of_a_folder_are_read_or_named(tmp_path):
     assert sorted(documents_of(tmp_path / "o.tokens")) == ["a", "b", "c"]
 
 
-# The files of a folder, and the number of files at the end of this list that are left out.
+# Each row has the files of a folder; prepare.py leaves out this number of files at its end.
 SPLITS = [
     (["train_history.txt", "cooking.txt", "test_driving.txt"], 0),
     (["test.txt", "dev.txt"], 0),
@@ -270,7 +270,7 @@ def samples_of(folder, length, num_held_out):
     return [*first[:-num_held_out], *chain(*others)], first[-num_held_out:]
 
 
-# The number of shards, of parts, and of tokens in a piece.
+# Each row has a number of shards, a number of parts, and the number of tokens in a piece.
 GRID = [(1, 1, 3000), (6, 1, 1000), (20, 3, 1000), (2, 3, 500)]
 
 
@@ -305,7 +305,7 @@ def started():
         process.kill()
 
 
-# The chapter and the number of ranks after each kill, so that each resume changes the layout.
+# After each kill, the next chapter and number of ranks resume the run, so the layout changes.
 RESUMES = [("04", 2), ("08", 2), ("05", 1), ("06", 2), ("04", 4), ("07", 2)]
 # A script with these lines records the samples at the positions that a rank trains on.
 RETURN = "    return batch.pin_memory()"

@@ -27,7 +27,7 @@ from runs import have_same_weights, validation_loss
 ARGS = [*SHORT, "--num-steps", 2, "--eval-every", 2, "--checkpoint-every", 2, "--pretrained"]
 ARGS += ["-s", 32, "--global-batch-size", 4, "--batch-size", 2, "--eval-samples", 4]
 SHARDS = {"max_shard_size": "100KB"}
-# The family of each published folder, and how it is saved.
+# Each published folder has a family, and the options that save it.
 FOLDERS = {
     "tied": ("qwen3", SHARDS),
     "many files": ("mistral", SHARDS | {"dtype": torch.float32}),
@@ -37,7 +37,7 @@ FOLDERS = {
 # transformers saves each expert of these mixtures under a name of its own.
 MIXTURES = ["deepseek_v3", "mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2"]
 MIXTURES += ["flex_olmo", "exaone_moe"]
-# The chapters that train each folder. Only chapter 05, which reads files itself, trains a folder
+# These chapters train each folder. Only chapter 05, which reads files itself, trains a folder
 # that is not listed.
 CHAPTERS = dict.fromkeys(MIXTURES, "04 05 07 08 09")
 CHAPTERS |= {"tied": "04 05 06 07 08", "many files": "05 06 07"}

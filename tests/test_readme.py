@@ -20,7 +20,7 @@ LIVE = {"06-apart", "data-loading-watch", "diagnosing-hang", "diagnosing-preflig
 # After so many steps at a high learning rate, rounding changes a few of the answers.
 LIVE |= {"conversations-run", "lora-run", "09-balance", "small-run"}
 MODELS = {"Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"}
-# The name of each dataset, and the name of its subset.
+# The key is the name of a dataset, and the value is the name of its subset.
 DATASETS = {"roneneldan/TinyStories": "default", "allenai/c4": "en"}
 DATASETS |= {"HuggingFaceFW/fineweb-edu": "sample-10BT"}
 STAND_IN = """
@@ -49,7 +49,7 @@ def is_quick(block):
 
 
 def runs_here(block):
-    """Return whether a test can run a block as it is; the tests cannot run themselves."""
+    """Return whether a test can run a block unchanged; a block that runs the tests cannot."""
     return not block.needs and not block.text.startswith("make test")
 
 

@@ -26,7 +26,7 @@ def all_mixtures():
 
 
 def with_experts(kinds):
-    """Give a family settings if the first two layers, which small models have, lack experts."""
+    """Add settings to a family if the two layers of its small model would lack experts."""
     numbers = {kind: getattr(CONFIG_MAPPING[kind](), "first_k_dense_replace", 0) for kind in kinds}
     settings = "+first_k_dense_replace=1+n_group=1+topk_group=1"
     return [kind + settings * ((number or 0) > 1) for kind, number in numbers.items()]
@@ -35,8 +35,8 @@ def with_experts(kinds):
 # The imports of all mixtures take seconds, so import them only when a test needs them.
 FAMILIES = {"dense": lambda: DENSE, "mixtures": lambda: with_experts(MIXTURES)}
 FAMILIES |= {"all-mixtures": lambda: with_experts(all_mixtures())}
-# The chapter, its flags, the families, and the number of families that the chapter must at least
-# accept.
+# Each case has a chapter, its flags, the families, and the least number of families that the
+# chapter must accept.
 CASES = [
     slow("06", TP2, "dense", 7),
     slow("09", EP2, "mixtures", 7),

@@ -80,7 +80,7 @@ SIZES = json.loads((ROOT / "benchmarks/results/own-architecture.json").read_text
 
 @pytest.mark.parametrize("row", SIZES, ids=lambda row: row["size"])
 def test_size_has_the_weights_of_its_name(load, row):
-    """Count by hand, and on the meta device in the configuration that a chapter builds."""
+    """Count the weights by hand, and in the model that a chapter builds on the meta device."""
     sizes, planner = script("own-architecture/sizes.py"), importlib.import_module("will_it_fit")
     width, layers, heads, kv_heads, inner, tied = sizes.SHAPES[row["size"]]
     head = width // heads

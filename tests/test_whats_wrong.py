@@ -144,7 +144,7 @@ unhandled cuda error, NCCL version 2.27.3
 ncclUnhandledCudaError: Call to CUDA function failed.
 Last error:
 Cuda failure 2 'out of memory'"""
-# The last error of rank 1, and the kind of the verdict.
+# Each last error of rank 1 leads to a verdict of this kind.
 ERRORS = {
     "RuntimeError: CUDA error: out of memory": "device-out-of-memory",
     NCCL: "device-out-of-memory",

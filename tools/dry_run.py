@@ -46,7 +46,7 @@ from training_step import (  # noqa: E402
 )
 
 GIB = 2**30
-# The functions of a script, each with the phase that begins when it is called.
+# Each of these functions of a script begins a phase when the script calls it.
 PHASES = {
     "build_model": "build",
     "shard": "shard",
@@ -56,9 +56,9 @@ PHASES = {
     "train_step": "step",
     "clip_gradients": "clip",
 }
-# The phases outside of these functions.
+# The script is in one of these phases while it runs no function in PHASES.
 OUTSIDE = ["start", "between steps"]
-# The functions of a script that the dry run replaces by empty functions.
+# The dry run replaces these functions of a script by functions that do nothing.
 SKIPPED = ["read_weights", "save_checkpoint"]
 # The dry run replaces these functions of a script, or needs their calls. If a function is missing,
 # the script would read data, write files, or train without an end.
@@ -66,7 +66,7 @@ NEEDED = "parse_args setup build_model build_data Samples load_checkpoint save_c
 NEEDED += ["train_step", "main"]
 # The dry run refuses scripts that import these frameworks, because it cannot simulate them.
 FRAMEWORKS = {"accelerate", "deepspeed"}
-# The columns of a row that counts the collectives of one kind.
+# A row with these columns counts the collectives of one kind.
 COLUMNS = ["phase", "kind", "ranks", "nodes", "device", "line", "function"]
 COLUMNS += ["calls", "bytes", "seconds"]
 UNKNOWN = """\
@@ -92,15 +92,15 @@ def parse_args(argv=None):
     add("--gpus", type=at_least(1), required=True, help="number of GPUs, with a rank on each")
     add("--gpus-per-node", type=at_least(1), default=8, help="GPUs of a node")
     add("--gpu", choices=fake_machine.GPUS, default="H100-80GB", help="kind of the GPUs")
-    rank_help = "ranks to run, such as 0 7 last; None: first and last of each kind"
+    rank_help = "ranks to run, such as 0 7 last; None: first and last rank of each kind of split"
     add("--rank", nargs="+", type=rank_number, help=rank_help)
     add("--json", action="store_true", help="print all numbers as JSON, in bytes and seconds")
-    add("--gpu-overhead-gib", type=at_least(0.0), default=3.0, help="GiB of CUDA, NCCL and cuBLAS")
-    fragmentation_help = "memory that the allocator loses, as a share of the tensors"
+    add("--gpu-overhead-gib", type=at_least(0.0), default=3.0, help="GiB for CUDA, NCCL and cuBLAS")
+    fragmentation_help = "memory that the allocator wastes, as a share of the tensors"
     add("--fragmentation", type=at_least(0.0), default=0.05, help=fragmentation_help)
     for name in ("--nvlink-gbs", "--network-gbs", "--latency"):
         add(name, type=at_least(0.001), default=SPEEDS[name][0], help=SPEEDS[name][1])
-    add("script", help="a chapter's train_llm.py, or a changed copy; write -- before it")
+    add("script", help="a chapter's train_llm.py, or a changed copy; write -- before its path")
     add("words", nargs=argparse.REMAINDER, help="the arguments of the script")
     options = parser.parse_args(argv)
     gpus, local_gpus = options.gpus, options.gpus_per_node
@@ -108,7 +108,7 @@ def parse_args(argv=None):
         fail(f"--gpus {gpus}: not divisible by --gpus-per-node {local_gpus}; choose a multiple")
     if options.rank:
         last = gpus - 1
-        # Keep the order, and run each rank once.
+        # Keep the order of the ranks, and run each rank only once.
         options.rank = list(dict.fromkeys(last if r == "last" else r for r in options.rank))
         if max(options.rank) > last:
             fail(f"--rank {max(options.rank)}: unknown rank; choose from 0 to {last}")
@@ -131,7 +131,7 @@ def check_script(path):
     try:
         statements = ast.parse(Path(path).read_bytes()).body
     except (SyntaxError, ValueError) as error:
-        fail(f"{path}: not a Python script: {error}; choose a chapter's script, or a copy")
+        fail(f"{path}: not a Python script ({error}); choose a chapter's script, or a copy")
     imports = [node for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
     imported = [(node, alias) for node in imports for alias in node.names]
     names = {getattr(node, "name", None) for node in statements}
@@ -141,7 +141,7 @@ def check_script(path):
         fail(f"{path}: {problem}; choose a chapter's script, or a copy with your changes")
     guards = [node for node in statements if isinstance(node, ast.If)]
     if not any("__name__" in ast.unparse(guard.test) for guard in guards):
-        fail(f'{path}: would train on import; call main() below: if __name__ == "__main__":')
+        fail(f'{path}: would train on import; call main() only if __name__ == "__main__"')
     modules = [getattr(node, "module", None) or alias.name for node, alias in imported]
     if found := FRAMEWORKS & {module.partition(".")[0] for module in modules}:
         fail(f"{path}: trains with {min(found)}, which has no dry run; choose a chapter's script")
@@ -170,7 +170,7 @@ def split_sizes(args):
 
 
 def load_script(options):
-    """Import the script, and replace what needs GPUs, files or ranks; return its arguments."""
+    """Import the script so that it needs no GPUs, files or ranks; return its arguments."""
     # Let a changed copy import files from its own folder.
     sys.path.append(str(Path(options.script).parent))
     module = options.module = import_script(options.script)
@@ -318,7 +318,7 @@ def describe(options, error):
 
 
 def summary(options, watch):
-    """Return the numbers of a watch as dictionaries and lists."""
+    """Convert the counts of a Watch to dictionaries and lists."""
     peaks = [
         {"phase": phase, "device": device, "bytes": kinds.total(), "kinds": dict(kinds)}
         | {"line": line, "function": function}
@@ -349,8 +349,8 @@ def run_ranks(options, ranks):
     # Fork the processes, so that they inherit the imported modules.
     context, results = multiprocessing.get_context("fork"), []
     cores = len(os.sched_getaffinity(0))
-    # Keep each rank from collecting inherited garbage: a process group in it would wait for its
-    # threads, which a fork does not copy.
+    # Keep each rank from collecting inherited garbage. A process group in the garbage would wait
+    # for threads, which a fork does not copy.
     gc.freeze()
     for first in range(0, len(ranks), cores):
         receivers = {}
@@ -421,7 +421,7 @@ def show_memory(options, result):
 
 
 def show_sent(options, result):
-    """Print the bytes that each line sends in the second step, before it, and in an evaluation."""
+    """Print the bytes that each line sends: in a step, between steps, and in an evaluation."""
     parts = {"in a step": "step 2", "between steps": "between", "in an evaluation": "evaluation"}
     for part, phase in parts.items():
         rows = [row for row in result["sent"] if row["phase"].startswith(phase)]
@@ -468,7 +468,7 @@ def line_of(options, line):
 
 
 def name_of(options):
-    """Return the path of the script, from the root of the repository if it is there."""
+    """Return the path of the script, relative to the repository if the script is in it."""
     path = Path(options.script)
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 

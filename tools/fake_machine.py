@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 aten = torch.ops.aten
-# The name that torch has for each GPU, its memory in GiB, and its compute capability.
+# Each GPU has its name in torch, its memory in GiB, and its compute capability.
 GPUS = {
     "T4-16GB": ("Tesla T4", 15, (7, 5)),
     "A100-40GB": ("NVIDIA A100-SXM4-40GB", 40, (8, 0)),
@@ -36,7 +36,7 @@ GPUS = {
 # On a GPU, autocast computes HALF in bf16 or fp16, and FULL in float32.
 HALF = "mm addmm bmm baddbmm matmul linear conv1d einsum".split()
 FULL = "pow rsqrt layer_norm softmax log_softmax nll_loss sum cumsum norm".split()
-# Keep these objects, because their registrations end when they are deleted.
+# Keep these libraries, because torch removes their kernels when Python deletes the libraries.
 ATEN, FALLBACK = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
 
 
@@ -170,7 +170,7 @@ def on_real_tensors(function):
 
 
 def add_autocast():
-    """Let autocast cast tensors on the fake GPU as it does on a GPU."""
+    """Let autocast cast tensors on the fake GPU as it does on a real GPU."""
     key, cache = torch._C.DispatchKey.AutocastPrivateUse1, {}
     clear = torch.clear_autocast_cache
     torch.clear_autocast_cache = lambda: (cache.clear(), clear())
@@ -212,7 +212,7 @@ class LowerRight:
 
 
 def attention_on(options):
-    """Return attention as a GPU computes it: flash attention, if its kernel accepts the inputs.
+    """Return the attention of a GPU: flash attention, if the flash kernel accepts the inputs.
 
     F.scaled_dot_product_attention() would ask the driver of a real GPU which kernel to use.
     """
@@ -297,7 +297,7 @@ class ReplicatedModel(torch.nn.Module):
                 bucket, limit = [], 25 * 2**20
 
     def make_bucket(self, weights):
-        """Make the gradients of these weights parts of a tensor; reduce it when it is complete."""
+        """Join the gradients of these weights in a tensor; reduce this tensor when it is full."""
         sizes, ready = [weight.numel() for weight in weights], []
         bucket = torch.zeros(sum(sizes), device=weights[0].device)
 

@@ -69,11 +69,11 @@ def largest_difference(runs):
 
 
 def draw(runs, path):
-    """Write a PNG with the losses of `runs`, which are rows by name.
+    """Write a PNG with the losses of `runs`, which maps the name of each run to its rows.
 
     Later curves are thinner, so curves that coincide remain visible.
     """
-    # Import matplotlib only here, because some programs only read the metrics.
+    # Import matplotlib only here, because programs that only read metrics do not need it.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), dpi=100, layout="constrained")
@@ -93,7 +93,7 @@ def draw(runs, path):
 
 
 def main():
-    """Plot the runs."""
+    """Draw all runs, and print the largest difference between their losses."""
     args = parse_args()
     runs = {run.name: read_metrics(run) for run in args.runs}
     draw(runs, args.output)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from step_time import collective
 
 aten = torch.ops.aten
-# The kinds of the tensors that these functions create.
+# Each of these functions creates tensors of one kind.
 KINDS = {
     "init_all_gather_outputs": "gathered weights",
     "alloc_all_gather_outputs": "gathered weights",
@@ -42,14 +42,15 @@ class Watch(TorchDispatchMode):
     """Count tensors, collectives and waits in the phases of a run.
 
     `phase` names the current phase. `peaks` has the fullest moment of each phase and device: the
-    bytes by kind, and the line of the script. `waits` counts by phase, line and reason. `sent` has
-    the calls, bytes and seconds by phase, kind of collective, ranks, nodes, device and line.
+    bytes by kind, and the line of the script. `waits` counts the waits by phase, line and reason.
+    `sent` has the calls, bytes and seconds by phase, kind of collective, ranks, nodes, device and
+    line.
     """
 
     def __init__(self, options):
         super().__init__()
         self.options, self.phase, self.paused = options, "start", 0
-        # The size, the device and the kind of each live storage, and their sums.
+        # Record the size, the device and the kind of each live storage, and the sums of the sizes.
         self.storages, self.live = {}, {"gpu": Counter(), "cpu": Counter()}
         self.peaks, self.waits, self.sent = {}, Counter(), {}
         self.pinned = set()
@@ -98,7 +99,7 @@ class Watch(TorchDispatchMode):
         return line, kind or KINDS.get(line[1])
 
     def phase_now(self):
-        """Return the phase, and whether it is the backward pass of the phase."""
+        """Return the name of the phase, with "backward" during its backward pass."""
         in_backward = torch._C._current_graph_task_id() != -1
         return f"{self.phase}, backward" if in_backward else self.phase
 

@@ -93,7 +93,7 @@ class MLflow:
                 self.sent[name, metric.step] = metric.value
 
     def send(self, row):
-        """Send the values of a row that are new."""
+        """Send the values of a row that the MLflow run does not have yet."""
         for name, value in values_of(row).items():
             if self.sent.get((name, row["step"])) != value:
                 self.client.log_metric(self.run_id, name, value, step=row["step"])
@@ -116,7 +116,7 @@ class Tracked:
         self.run, self.start, self.tracker, self.rows = run, tracker, tracker(run), []
 
     def update(self):
-        """Send the rows that are new; if a resume has replaced rows, send all of them again."""
+        """Send the rows that are new; if a resume has replaced rows, send all rows again."""
         rows = read_metrics(self.run)
         if rows[: len(self.rows)] != self.rows:
             self.tracker.close()

@@ -544,8 +544,8 @@ class OrderedSamples(torch.utils.data.Dataset):
 
     def __getitem__(self, position):
         step = 1 + position // self.args.global_batch_size
-        # DDP: wait for the piece of the step's last sample, because a collective cannot wait for
-        # long.
+        # DDP: wait for the piece that contains the step's last sample, because collectives time
+        # out.
         _ = self.samples[position_of(self.args, step + 1) - 1]
         # With --skip-steps, the first sample of the run is not at position 0.
         tokens = self.samples[position_of(self.args, 1) + position].long()

@@ -675,7 +675,7 @@ def pieces_of(args, tokenizer):
         fail(f"--dataset-name {folder}: holds {kind}; train on it with fine-tuning/{kind}")
     if (length := index.get("seq_length", args.seq_length)) != args.seq_length:
         fail(f"--seq-length {args.seq_length}: {folder} has samples of {length} tokens")
-    # The exported model needs the template with which prepare.py wrote the conversations.
+    # Export the chat template that prepare.py has used.
     tokenizer.chat_template = index.get("chat_template", tokenizer.chat_template)
     # A process of prepare.py writes part k of n: the pieces k, k + n, k + 2n, ... until it ends.
     number, num_ended, num_parts = 0, 0, index["parts"]
@@ -747,7 +747,7 @@ def batch_at(args, train_set, step, micro_step, device):
     size = args.micro_batch_size * num_data_ranks
     start = position_of(args, step) + micro_step * size
     positions = range(start + data_rank, start + size, num_data_ranks)
-    # DDP: wait for the piece of the step's last sample, because a collective cannot wait for long.
+    # DDP: wait for the piece that contains the step's last sample, because collectives time out.
     _ = train_set[position_of(args, step + 1) - 1]
     batch = torch.stack([train_set[position] for position in positions]).long()
     return batch.pin_memory().to(device, non_blocking=True) if args.device == "cuda" else batch

@@ -100,7 +100,7 @@ def batch_sizes(args, folder):
 
 
 def add_flags(add):
-    """Declare the flags."""
+    """Declare the flags that only this script has."""
     sizes, rates = [4, 16, 64, 256], [1e-3, 2e-3, 4e-3, 8e-3, 16e-3]
     add("--batch-sizes", nargs="+", type=int, default=sizes, help="samples per optimizer step")
     add("--lrs", nargs="+", type=float, default=rates, help="learning rates")

@@ -89,7 +89,7 @@ def bits(args, folder):
 
 
 def add_flags(add):
-    """Declare the arguments."""
+    """Declare the arguments that only this script has."""
     add("layouts", nargs="*", choices=LAYOUTS, help="layouts to compare; by default all layouts")
 
 

@@ -31,9 +31,9 @@ SHAPES = {
 }
 STEP = "-m tiny -s 2048 -b 4 --global-batch-size 256 --gpu-memory-gib 80 --nodes 1"
 MACHINES = [1, 8]  # GPUs of 80 GiB
-# The peak FLOP/s of an H100, and the share of it that we assume training to reach.
+# An H100 has this peak in FLOP/s, and we assume that training reaches this share of the peak.
 PEAK, MFU = 989e12, 0.4
-# The tokens per weight that Hoffmann et al. recommend: arxiv.org/abs/2203.15556.
+# Hoffmann et al. recommend this number of tokens per weight: arxiv.org/abs/2203.15556.
 TOKENS = 20
 
 
@@ -73,7 +73,7 @@ def sizes(args, folder):
 
 
 def add_flags(add):
-    """Declare the arguments."""
+    """Declare the arguments that only this script has."""
     add("size", nargs="?", choices=SHAPES, help="print the values of this size")
 
 

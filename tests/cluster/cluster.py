@@ -82,7 +82,7 @@ class Cluster:
             raise ClusterError(reason)
         self.folder = Path(tempfile.mkdtemp(prefix="cluster-"))
         self._children = []
-        # For each host, the `unshare` process that made the namespaces of the host.
+        # Map each host to the `unshare` process that made the namespaces of the host.
         self._boots = {}
         try:
             self._write_files()

@@ -44,18 +44,18 @@ QWEN3 = """
 <|im_start|>assistant
 {% endif -%}
 """
-# As in Llama 2: an answer begins with a space, and the template has no prompt for it.
+# This template is like that of Llama 2: it puts a space before an answer, but no prompt.
 LLAMA2 = """{% for message in messages -%}
 {% if message.role == "assistant" %} {{ message.content | trim }} </s>
 {%- elif message.role == "user" %}<s>[INST] {{ message.content | trim }} [/INST]
 {%- else %}<<SYS>>{{ message.content | trim }}<</SYS>>{% endif %}
 {%- endfor %}"""
-# As in Phi-3: the end of the text follows the last answer.
+# This template is like that of Phi-3: an end-of-text token follows the last answer.
 PHI3 = """{% for message in messages -%}
 <|{{ message.role }}|>
 {{ message.content }}<|end|>
 {% endfor %}{{ "<|assistant|>\n" if add_generation_prompt else "<|endoftext|>" }}"""
-# As in ChatML: a conversation without a system turn gets one.
+# This template is like ChatML: it adds a system turn to a conversation that has none.
 CHATML = """{% if messages[0].role != "system" %}<|im_start|>system
 Help.<|im_end|>
 {% endif %}{% for message in messages -%}
@@ -69,7 +69,7 @@ TEMPLATES |= {"chatml": CHATML}
 def expected_documents(name, messages):
     """Return the documents of a conversation, each as a list of (text, whether it is learned)."""
     ends = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
-    # Each answer ends a separate document if the template changes it once another turn follows.
+    # Some templates change an answer when a further turn follows, so each answer ends a document.
     if name == "phi3":
         return [phi3_document(messages[: end + 1]) for end in ends]
     if name == "qwen3" and any("</think>" in messages[end]["content"] for end in ends[:-1]):
@@ -167,7 +167,7 @@ def prepare_pairs(folder, number=24, model="tiny", seq_length=256):
 
 
 def pairs(number=24):
-    """Return pairs of answers in the formats of data sets; the chosen answer is longer or not."""
+    """Return pairs of answers in the formats of data sets; chosen answers may be shorter."""
     rows = []
     for index, turns in enumerate(conversations(number)):
         *prompt, chosen = turns

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-# Each small value, and the settings that get it. Families name their settings differently, and
-# shrink() skips the settings that a family does not have.
+# Each small value has a list of the settings that get this value. Families name their settings
+# differently, and shrink() skips the settings that a family does not have.
 SIZES = {
     384: "vocab_size vocab_size_per_layer_input",
     64: """intermediate_size ffn_dim n_inner ffn_hidden_size encoder_ffn_dim decoder_ffn_dim
@@ -30,7 +30,7 @@ SIZES = {
     0: "pad_token_id",
 }
 SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
-# Additional settings, without which these families cannot be built so small.
+# Such small models of these families need additional settings.
 OWN_SETTINGS = {
     "axk1": {"n_group": 2, "topk_group": 1},
     "codegen": {"n_head": 4},
@@ -62,7 +62,7 @@ OWN_SETTINGS["zamba2"] |= {"num_mem_blocks": 1, "mamba_headdim": 8}
 OWN_SETTINGS["zamba2"] |= {"attention_hidden_size": 64, "attention_head_dim": 32}
 # shrink() drops these settings, so that transformers derives them from the new number of layers.
 LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type", "per_layer_config")
-# Families with a setting that changes attention or the loss.
+# In each of these variants, a setting changes the attention or the loss of a family.
 VARIANTS = """mistral+sliding_window=8 gemma3_text+sliding_window=8 qwen2_moe+sliding_window=8
     phi3+sliding_window=8 starcoder2+sliding_window=8 cohere2+sliding_window=8
     olmo3+sliding_window=8 modernbert-decoder+sliding_window=8
@@ -78,7 +78,7 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_
 LONG_ROPE |= {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 # Each entry is the name of a family, perhaps followed by a setting.
 VARIED_FAMILIES = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
-# Families whose small models cannot be compared, each with the reason.
+# The tests do not compare small models of these families, for the reason in the text.
 NOT_COMPARED = {
     "longcat_flash": "with few tokens, a rank may use no expert, and FSDP fails",
 }

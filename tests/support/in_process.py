@@ -9,7 +9,7 @@ from torch.profiler import profile
 from conftest import prepare_training
 
 FLAGS = "--device cpu --precision bf16 --seq-length 16 --eval-samples 5 --batch-size 2".split()
-# Operations that make the host wait for a GPU.
+# These operations make the host wait for a GPU.
 SYNC_OPS = re.compile("aten::(_local_scalar_dense|item|nonzero|is_nonzero)$")
 
 

@@ -17,7 +17,7 @@ def records(path):
     # Skip wandb's own header at the start of the file.
     data, record, at = path.read_bytes(), b"", 7
     while at + HEADER <= len(data):
-        # Skip the end of a block if it is too short for a header, because it is padding.
+        # The end of a block is padding if no header fits into this end, so skip the padding.
         if BLOCK - at % BLOCK < HEADER:
             at += BLOCK - at % BLOCK
             continue

@@ -2,9 +2,10 @@
 
 Here:  make carry FROM=01
 
-Every descendant is merged three ways: its script, its parent's script in the last commit, and its
-parent's script now. If both scripts have changed the same lines, the descendant gets conflict
-markers. Its own descendants wait until you have resolved the conflicts and carry its change.
+A three-way merge updates each descendant. It merges the descendant's script, the parent's script in
+the last commit, and the parent's script now. If both scripts have changed the same lines, the
+descendant gets conflict markers. Its own descendants wait until you have resolved the conflicts and
+carry its change.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from chapters import ROOT, chapters, parent_of
 
 
 def merge(child, parent, root):
-    """Merge the changes of the parent's script into the child's; return whether this succeeded."""
+    """Merge a parent's changes into the child's script; return whether there is no conflict."""
     committed = ["git", "-C", root, "show", f"HEAD:{parent.relative_to(root)}"]
     with tempfile.NamedTemporaryFile() as before:
         subprocess.run(committed, check=True, stdout=before)

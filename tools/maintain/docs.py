@@ -35,7 +35,7 @@ def current_folder():
 
 # ---- scripts and their output ----------------------------------------------------------------
 def fenced(kind, lines):
-    """Print lines as a block."""
+    """Print lines as a fenced block of Markdown."""
     print(f"```{kind}", *lines, "```", sep="\n")
 
 
@@ -174,8 +174,8 @@ def summary_of(kind, rows):
 
 
 def ends(values):
-    """Return the lowest and the highest value as text, or one value if they look equal."""
-    # Large numbers would have exponents without the second format.
+    """Return the lowest and the highest value as text, or one text if both look the same."""
+    # Format each number twice, because with only the first format large numbers have exponents.
     rounded = [float(f"{value:.3g}") for value in (min(values), max(values))]
     return " – ".join(dict.fromkeys(f"{value:,g}" for value in rounded))
 
@@ -288,7 +288,7 @@ def gain(point, other_point):
 
 
 def fastest(row, ways):
-    """Return the fastest way to split among `ways` that fit."""
+    """Return the name of the fastest way to split, from the names in `ways` that fit."""
     fitting = [way for way in ways if way in row]
     speed_of = {way: row[way]["tokens_per_second"] for way in fitting}
     return max(fitting, key=speed_of.get, default="does not fit")

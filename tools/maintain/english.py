@@ -24,19 +24,20 @@ from chapters import ROOT
 Text = namedtuple("Text", "kind line words")
 Finding = namedtuple("Finding", "line words advice")
 
-# The body of a sentence. A period inside a number or a file name does not end the sentence.
+# This pattern matches the body of a sentence. A period inside a number or a file name does not end
+# the sentence.
 BODY = r"(?:(?!\n\n)[^.!?]|[.!?](?!\s))*?"
 CHOICES = "(?:way|rank|run|step|layer|device|order|case|digit|file|one)s?"
 TAILS = "which|whose|whom|who|of|or|nor|as|where|whereas|than|but|and"
 PARTS = "gradient|model|weight|layer|tensor|optimizer|parameter|checkpoint|matrix"
 OBJECTS = "seed|batch|number|size|name|order|folder|chapter|group|model|key"
 RANDOM = "samples?|batch(?:es)?|numbers?|seeds?|weights?|tokens?|windows?|masks?"
-# A word with its articles, which do not count.
+# This pattern matches a word with its articles, which do not count as words.
 WORD = r"(?:(?:a|an|the) )*(?!(?:a|an|the)\b)\w[^\s/]*"
 BAD_NAMES = """about again each least made many mine of ours place places rest said some
     stuff such theirs then there thing things this those told wanted what which who whole"""
 
-# Each pattern and what to write instead, by the kinds of text that it is for. A space also matches
+# For some kinds of text, each pattern has advice: the words to write instead. A space also matches
 # a line break, and patterns ignore upper and lower case.
 RULES = {
     "prose comment trailing docstring message": {

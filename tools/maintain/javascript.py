@@ -28,9 +28,9 @@ COMPARISONS = {
     ast.In: "contains({1}, {0})",
     ast.NotIn: "!contains({1}, {0})",
 }
-# The methods of Python's built-in types that python.js defines as functions.
+# python.js defines these methods of Python's built-in types as functions.
 METHODS = "add append bit_length get items join pop remove replace split total update values"
-# The parameters of functions in python.js that are passed by name.
+# The planner passes these parameters of functions in python.js by name.
 PARAMETERS = {"max": ["items", "key", "default"], "sorted": ["items", "key", "reverse"]}
 PARAMETERS |= {"min": PARAMETERS["max"], "zip": []}
 
@@ -50,7 +50,7 @@ class Translator:
 
     def __init__(self, text):
         self.tree, self.parameters = ast.parse(text), dict(PARAMETERS)
-        # The methods of the class that is being translated.
+        # These are the methods of the class that is being translated.
         self.methods = set()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef):

@@ -35,7 +35,8 @@ QUOTED = re.compile(r'(<[a-z][^<>]* class=)"([\w-]+)"(?=[\s>])')
 # The theme puts these icons into all pages, for links to the source that the site does not have.
 UNUSED = re.compile(r'<symbol id="svg-(?:pencil|eye)".*?</symbol>', re.S)
 FENCED = re.compile(r"(^ *```.*?^ *```$)", re.M | re.S)
-# The sidebar, in the order of reading. A page is in the first part that has a matching pattern.
+# The sidebar has these parts, in the order of reading. A page is in the first part that has a
+# matching pattern.
 SIDEBAR = {
     "Chapters": "0*/*",
     "Around the chapters": "preparing-data/* fine-tuning/* diagnosing-errors/* tools/*/*",
@@ -121,7 +122,7 @@ nosearch: true
 def split_diff(chapter):
     """Yield the parts of a script in order, each with its name, its size and its rows.
 
-    A part that does not differ has its text as `same`.
+    If a part has not changed, `same` is its text.
     """
     paths = chapters().get(parent_of(chapter), Path(os.devnull)), chapters()[chapter]
     texts = [path.read_text() for path in paths]
@@ -148,9 +149,9 @@ def split_diff(chapter):
 
 
 def rows_of(lines, old_html, new_html):
-    """Return the rows of a diff: the parent's line and the chapter's line, or None.
+    """Return the rows of a diff, as pairs of the parent's line and the chapter's line.
 
-    A line has its mark, its number and its HTML.
+    A line has its mark, its number and its HTML; None stands for a missing line.
     """
     rows = []
     for _, group in groupby(lines, key=lambda line: line[0] == " "):
@@ -172,7 +173,7 @@ def stage_form(stage):
 
 # ---- the command -----------------------------------------------------------------------------
 def home_of(page, pages):
-    """Return the README that is nearest above a page; the top page has none."""
+    """Return the README that is nearest above a page, or None for the top page."""
     folders = page.parents[1:] if page.name == "README.md" else page.parents
     return next((folder / "README.md" for folder in folders if folder / "README.md" in pages), None)
 

@@ -203,7 +203,7 @@ def ring():
 
 # ---- 04 --------------------------------------------------------------------------------------
 def held_bytes():
-    """Show the bytes that each of 16 GPUs holds of 8 billion weights, by the way to shard them."""
+    """Show how many bytes of 8 billion weights each of 16 GPUs holds, for each way to shard."""
     # Count weights in billions, so that bytes are GB.
     weights = 8
     rows = [("DDP", 1, 0), ("hybrid", 8, 0), ("ZeRO-2", 16, 2), ("ZeRO-3", 16, 0)]
@@ -295,7 +295,7 @@ def turns_of(schedule, ranks, micro_batches):
     """Return the pass of each rank in each turn of gpipe or 1f1b, as {(rank, turn): "F1"}."""
     turns = {}
     for rank in range(ranks):
-        # The first gradient comes back to a rank after it has gone through all later ranks.
+        # The first micro-batch goes through all later ranks and back before a gradient arrives.
         later_ranks = ranks - 1 - rank
         for n in range(1, micro_batches + 1):
             forward, backward = rank + n, micro_batches + ranks - 1 + later_ranks + n
@@ -370,14 +370,14 @@ def context():
 
 # ---- 09 --------------------------------------------------------------------------------------
 def experts():
-    """Show the way of token 0 to its two experts and back, for eight experts on four ranks."""
+    """Show the path of token 0 to its two experts and back, for eight experts on four ranks."""
     # A router gives each token a score for each expert. Here, the scores are random.
     scores = 4 * torch.rand(8, 8, generator=torch.Generator().manual_seed(5))
     best, chosen = scores.topk(2)
     weights = best.softmax(1)
     tokens, middle, results = 78, 212, 346
     picture = Picture(452, "A token travels to its two experts on other ranks, and back")
-    # The left ends of the boxes of a token or an expert; each rank has two boxes.
+    # The box of a token or of an expert begins at one of these positions; a rank has two boxes.
     lefts = [20 + 146 * (number // 2) + 64 * (number % 2) for number in range(8)]
     for number, left in enumerate(lefts):
         rank = number // 2

@@ -5,7 +5,7 @@ from javascript import translate
 
 PLANNER = ROOT / "tools/planner"
 PARTS = ROOT / "tools/maintain/site/planner"
-# The parts of each module that the form needs. The other parts read models, flags or files.
+# The form needs these parts of each module. The other parts read models, flags or files.
 SOURCES = {
     "training_step": "UnsupportedModelError numbers local_numbers shard_numbers padded_numbers "
     "shards_of Setting in_flight bubble",
@@ -20,7 +20,7 @@ SOURCES = {
 
 
 def planner_script():
-    """Return a script that defines `planner`; its layouts() finds the layouts of --layouts."""
+    """Return a script that defines `planner`; planner.layouts() computes the same as --layouts."""
     python = "\n".join((PLANNER / f"{name}.py").read_text() for name in SOURCES)
     translated = translate(python, " ".join(SOURCES.values()).split())
     facts = (PLANNER / "form.json").read_text()

@@ -9,7 +9,7 @@ from markdown_it import MarkdownIt
 from chapters import ROOT
 
 SAMPLE = r'\bsample\("([\w-]+)"(?:, head=(\d+), tail=(\d+))?'
-# Folders of a checkout that are not part of the guide.
+# These folders of a checkout are not part of the guide.
 SKIPPED = {".git", ".venv", "outputs", ".pytest_cache"}
 
 
@@ -21,9 +21,9 @@ class Block:
     kind: str
     text: str
     needs: str = ""
-    # The file under assets/samples that holds the output.
+    # This file under assets/samples holds the output.
     sample: str = ""
-    # The numbers of first and last lines that the README shows; empty if it shows all lines.
+    # The README shows these numbers of first and last lines; if this is empty, it shows all lines.
     shown: tuple = ()
 
 

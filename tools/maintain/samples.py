@@ -72,7 +72,7 @@ def main():
     known = {block.sample for block in commands() if block.sample}
     names = set(sys.argv[1:]) or known
     if unknown := names - known:
-        sys.exit(f"samples.py: error: {min(unknown)}: no README has this sample")
+        sys.exit(f"samples.py: error: {min(unknown)}: no README has this sample; check its name")
     for block in commands():
         if block.sample not in names:
             continue

@@ -1,4 +1,4 @@
-"""Read from traces of benchmarks/where.py how two ranks of chapter 02 spend a step.
+"""Measure how two ranks of chapter 02 spend a step, from the traces of benchmarks/where.py.
 
 Here:  make pictures      run this program, and write benchmarks/results/step.json
 """

@@ -42,9 +42,9 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        # The keys of the weights' storages, which are not counted.
+        # Do not count the storages of weights, which have these keys.
         self.weights = set()
-        # The kind of each counted tensor, by the key of its storage.
+        # Map the key of each counted storage to the kind of its tensor.
         self.kind_of = {}
         self.live, self.operations = Counter(), Counter()
         self.segments = {}
@@ -53,8 +53,8 @@ class Recorder(TorchDispatchMode):
     def begin(self, name, kind="activations"):
         """Begin the segment `name`, and count new tensors as tensors of this kind.
 
-        A segment has the bytes by kind at its start and at its peak. The peak of the bytes without
-        finished gradients can occur at a different moment.
+        A segment stores its bytes by kind at its start and at its peak. It also stores the peak of
+        the bytes without finished gradients, which can occur at a different moment.
         """
         segment = SimpleNamespace(start=Counter(), most=Counter(), most_besides_gradients=Counter())
         self.segment = self.segments[name] = segment
@@ -119,11 +119,11 @@ def key_of(tensor):
 # A layer with more operations than this limit computes one token after the other. To run all these
 # operations on fake tensors would take an hour.
 MOST_OPERATIONS = 10_000
-# The arguments that change the tensors of a layer.
+# These arguments change the tensors of a layer.
 TRACED_ARGS = ["chapter", "precision", "weights_dtype", "model_name", "seq_length", "recompute"]
 TRACED_ARGS += ["micro_batch_size", "tensor_parallel_size", "lora_rank"]
 TRACED_ARGS += ["context_parallel_size", "context_parallel_style", "expert_parallel_size"]
-# The segments of each traced setting, or the reason why the setting cannot be traced.
+# This cache has the segments of each traced setting, or the reason why a trace failed.
 TRACES = {}
 
 
@@ -192,7 +192,7 @@ def loss_of(model, inputs, labels):
 
 
 def reshape_locally(tensor, gather_dim, shard_dim, mesh, mesh_dim):
-    """Replace an all-to-all, whose result has the size of its input; a CPU would gather instead."""
+    """Replace an all-to-all by a reshape to the same size, because a CPU would gather instead."""
     return torch.cat(tensor.chunk(mesh.size(mesh_dim), shard_dim), gather_dim)
 
 
@@ -239,7 +239,7 @@ def add_adapters(setting, model):
 
 
 def split_experts(setting, model):
-    """Make experts work as on one of the ranks that share them."""
+    """Give this process the experts of one expert-parallel rank."""
     chapter, size = newest_chapter(), setting.expert_parallel_size
     mesh, dispatch = mesh_of([*range(size)]), balanced(chapter.dispatch)
     for experts in chapter.experts_of(model):
@@ -251,7 +251,7 @@ def split_experts(setting, model):
 
 
 def split_attention(setting, model):
-    """Make attention work as on the last of the ranks that split each sequence."""
+    """Give this process the attention of the last context-parallel rank."""
     chapter, size = newest_chapter(), setting.context_parallel_size
     mesh = mesh_of([*range(size)])
     # This process is rank 0, but the last rank attends to the most keys.

@@ -35,7 +35,7 @@ from training_step import (
 )
 
 FACTS = ROOT / "tools/planner/form.json"
-# The words of each model's command.
+# A command with these arguments trains each model.
 CONFIGS = "05-large-model/configs"
 MODELS = {
     "Llama 3.2 1B": f"@{CONFIGS}/llama-3.2-1b.args",
@@ -48,12 +48,12 @@ MODELS = {
 }
 CONFIG_KEYS = ["hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads"]
 CONFIG_KEYS += ["head_dim", "tie_word_embeddings", "num_experts_per_tok"]
-# The primes of a recorded step: the number of its samples, and a rank's tokens in each chunk.
+# A recorded step has these prime numbers: its samples, and a rank's tokens in each chunk.
 SAMPLES, PIECE = 11, 101
 KINDS = ["activations", "logits", "gradients"]
 TERMS = ["constant", "sequence", "tokens", "chunk"]
 HEAD = ["head", "head backward"]
-# The flags that a layout may have.
+# A layout may set these flags.
 FLAGS = [flag[2:].replace("-", "_") for flag in LAYOUT_FLAGS]
 FLAGS += ["cpu_offload", "reshard_after_forward"]
 
@@ -62,7 +62,7 @@ FLAGS += ["cpu_offload", "reshard_after_forward"]
 class FormulaRecorder(activations.Recorder):
     """Record the live bytes of each moment, by kind and by the term that they grow with."""
 
-    # The samples of the step, and the chunks of its loss.
+    # The step has this number of samples, and its loss has this number of chunks.
     samples, chunks = SAMPLES, 1
 
     def update_peaks(self):
@@ -160,7 +160,7 @@ def relative(segments, base):
 def compact(segments, besides_gradients=False):
     """Drop the moments of each segment that are not the fullest for any values of the form."""
     found = {}
-    # The form offers these numbers of samples and tokens. Count each of several chunks as full.
+    # The form offers these numbers of samples and tokens. Treat every chunk as a full chunk.
     lengths, chunk = [2**power for power in range(10, 18)], newest_chapter().CHUNK_SIZE
     values = [(1, n, samples * n, chunk) for n in lengths for samples in range(1, 17)]
     for name, (start, moments) in segments.items():

@@ -6,14 +6,14 @@ import yaml
 
 from training_step import fail
 
-# The values that a framework's file can express.
+# A framework's file can express these values.
 SPLITS = ("tensor", "pipeline", "context", "expert")
 SUPPORTED = {f"{name}_parallel_size": [1] for name in SPLITS}
 SUPPORTED |= {"replicas": [1], "recompute": ["none", "full"]}
 
 
 def config_text(args):
-    """Return the text of the file; stop if the framework cannot do what the arguments ask for."""
+    """Return the text of the file; stop if the framework lacks a feature that the flags need."""
     framework, _ = args.write_config
     flags, supported = f"--write-config {framework}", SUPPORTED
     if framework not in WRITERS:

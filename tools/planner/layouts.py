@@ -25,7 +25,7 @@ from training_step import (
 )
 
 GIB = 2**30
-# The flags with a value that choose a layout. Other flags with a value do not depend on the layout.
+# These flags with a value choose a layout. Other flags with a value do not depend on the layout.
 LAYOUT_FLAGS = ["--batch-size", "--recompute", "--replicas", "--tensor-parallel-size"]
 LAYOUT_FLAGS += ["--pipeline-parallel-size", "--pipeline-schedule"]
 LAYOUT_FLAGS += ["--context-parallel-size", "--context-parallel-style", "--expert-parallel-size"]
@@ -73,7 +73,7 @@ def plan_of(setting):
 def stop_seconds(setting, checkpoint, speed):
     """Return the longest time in seconds from the request to stop until the run has ended.
 
-    The run ends after up to three more steps and a save; a minute is in reserve. With
+    After the request, the run takes up to three steps, and saves. One minute is a reserve. With
     `--checkpoint-async`, an earlier save may still be in progress, and must end first.
     """
     saves = 2 if setting.checkpoint_async else 1
@@ -197,7 +197,7 @@ def best_of(layouts):
     """Return the plan of the fastest layout that fits, otherwise of the smallest layout."""
     smallest = None
     for layout in sorted(layouts, key=lambda layout: -layout["speed"]["tokens_per_second"]):
-        # Tracing a layer takes a second, so skip it if even the weights and moments do not fit.
+        # Skip a layout if its weights and moments alone do not fit, because a trace takes a second.
         if layout is not layouts[-1] and not state_fits(layout["setting"]):
             continue
         with contextlib.suppress(UnsupportedModelError):

@@ -13,9 +13,9 @@ from training_step import (
     stages_of,
 )
 
-# The parts of a GPU's memory that the run on fake tensors measures.
+# The run on fake tensors measures these parts of a GPU's memory.
 TRACED_PARTS = ["activations", "logits"]
-# All parts of a GPU's memory, from tensors that stay to tensors that come and go.
+# These are all parts of a GPU's memory; parts that stay are first, and short-lived parts are last.
 PARTS = ["parameters", "gradients", "optimizer state", "gathered weights", "full gradients"]
 PARTS += [*TRACED_PARTS, "communication"]
 
@@ -57,11 +57,11 @@ class StepMemory:
     for the entire run, and every micro-step adds its gradients to them.
     """
 
-    # Whether gradients become separate tensors, which stay until they are reduced.
+    # If this is true, gradients are separate tensors, which stay in memory until a reduction.
     keeps_gradients = False
     # Only the last stage of a pipeline has the head. Without a pipeline, each rank has it.
     has_head = True
-    # The number of other micro-batches whose activations the rank keeps at the same time.
+    # The rank keeps the activations of this number of other micro-batches at the same time.
     other_micro_batches = 0
 
     def __init__(self, setting, rank):
@@ -184,7 +184,7 @@ class StepMemory:
             self.add_gradients(self.gradients_of(0) - self.head_gradients)
 
     def add_gradients(self, size):
-        """Hold more bytes of gradients, if they are separate tensors."""
+        """Add to the bytes of full gradients, if gradients are separate tensors."""
         self.held["full gradients"] += self.keeps_gradients * size
 
     def gradients_of(self, group):

@@ -15,7 +15,7 @@ from step_time import StepTime, speed_of
 from training_step import ROOT, load_config, model_of, setting_of
 
 FILE = ROOT / "benchmarks/results/scale.json"
-# The column of each way to split in the table of the fastest layouts.
+# The table of the fastest layouts has one of these columns for each way to split.
 COLUMNS = {"FSDP": "FSDP", "FSDP, replicas": "FSDP", "FSDP, recompute": "FSDP"}
 COLUMNS |= {"FSDP, TP": "TP", "FSDP, PP": "PP", "FSDP, TP, PP": "TP and PP"}
 JOB_KEYS = "way fits gpu_needs host_needs checkpoint stop_seconds speed command".split()
@@ -70,7 +70,7 @@ def fastest_of(words):
     return found
 
 
-# The function that predicts the rows of each part of the file from their command lines.
+# Each part of the file has a function that predicts a row from the row's command line.
 PARTS = {
     "published": lambda words: speed_of(setting_from(words)),
     "scenes": lambda words: speed_of(setting_from(words)),

@@ -10,7 +10,7 @@ that a GPU reaches (`--flops-efficiency`). The other assumptions:
 - The gather of a layer runs during the computation of the previous layer, and so do reductions.
   Nothing hides the collectives of ranks that split a layer (TP), a sequence (CP) or experts (EP).
 - DDP reduces one layer at a time, so its buckets are larger than real buckets.
-- Copies of offloaded shards run in line with their collectives, and AdamW then runs on the host.
+- Copies of offloaded shards do not overlap with collectives, and AdamW then runs on the host.
   From the second micro-batch on, a rank waits until gradients have been copied and added up.
 - A pipeline gathers once per step, reduces at its end, and is as fast as its slowest stage.
 - Each layer takes the time of the average layer, even if the first layers of a mixture have no
@@ -31,26 +31,27 @@ from training_step import (
     stages_of,
 )
 
-# The share of its peak that a GPU reaches with and without --compile. It is fitted to the published
-# runs on one node: see scale.py.
+# A GPU reaches these shares of its peak with and without --compile. The shares are fitted to the
+# published runs on one node: see scale.py.
 EFFICIENCY = {True: 0.396, False: 0.342}
-# The speeds of an H100 and its links: flag, default and help. NCCL's developers report 370 of 450
-# GB/s for a ring inside a node (https://github.com/NVIDIA/nccl-tests/issues/212), and 47 of 50 for
-# a 400 Gb/s adapter (issue 290).
+# These are the speeds of an H100 and its links: flag, default and help. NCCL's developers report
+# 370 of 450 GB/s for a ring inside a node (https://github.com/NVIDIA/nccl-tests/issues/212), and 47
+# of 50 GB/s for a 400 Gb/s adapter (issue 290).
 SPEEDS = {
     "--gpu-tflops": (989.0, "dense TFLOP/s of a GPU in --precision"),
-    "--latency": (1.0, "factor for NCCL's estimates of a hop's latency"),
+    "--latency": (1.0, "factor for NCCL's estimates of the latency of a hop"),
     "--nvlink-gbs": (370.0, "GB/s that a GPU sends inside its node"),
-    "--network-gbs": (47.0, "GB/s, a GPU's share of the network"),
+    "--network-gbs": (47.0, "GB/s that a GPU sends to other nodes"),
     "--gpu-bandwidth-gbs": (3350.0, "GB/s of a GPU's own memory"),
     "--pcie-gbs": (50.0, "GB/s between a GPU and its host"),
-    "--pageable-gbs": (6.0, "GB/s to host memory that is pageable"),
-    "--cpu-adam-gbs": (200.0, "GB/s of a host's memory, in AdamW"),
+    "--pageable-gbs": (6.0, "GB/s from a GPU to pageable host memory"),
+    "--cpu-adam-gbs": (200.0, "GB/s of host memory while AdamW runs on the host"),
 }
-# NCCL's own estimates, src/graph/tuning.cc at b6475625: the share of the ring's bandwidth; then the
-# microseconds to start, per hop inside a node, and per hop between nodes. NCCL chooses the fastest
-# row. Only an all-reduce can use a tree, so an all-gather or reduce-scatter needs N − 1 hops.
-# NVLink SHARP and PAT (https://arxiv.org/abs/2506.20252), which saves hops, are left out.
+# These are NCCL's own estimates, from src/graph/tuning.cc at b6475625: the share of the ring's
+# bandwidth, and the microseconds to start, per hop inside a node, and per hop between nodes. NCCL
+# chooses the fastest row. Only an all-reduce can use a tree, so an all-gather or reduce-scatter
+# needs N − 1 hops. NVLink SHARP and PAT (https://arxiv.org/abs/2506.20252), which saves hops, are
+# left out.
 NCCL = {
     ("ring", "Simple"): (1.0, 8.4, 3.4, 14.0),
     ("ring", "LL128"): (0.92, 14.0, 1.9, 4.0),
@@ -71,7 +72,7 @@ def active_numbers(model):
 
 
 def forward_flops(setting):
-    """Return a token's forward FLOPs in a layer's matrices, in a layer's attention, in the head.
+    """Return a token's forward FLOPs: in a layer's matrices, in its attention, and in the head.
 
     A token needs 2 FLOPs per weight and, for attention, 4 × width × sequence length in each layer:
     PaLM, appendix B, https://arxiv.org/abs/2204.02311. Looking up an embedding needs no FLOPs.
@@ -140,9 +141,10 @@ def overlapped(count, compute, communication):
 
 
 class StepTime:
-    """Add up the seconds of a step of a setting: `seconds`, and parts of it in `busy`.
+    """Add up the seconds of a step: `seconds` is the sum, and `busy` has parts of this sum.
 
-    `sent` has the bytes that a rank sends in each ring; `sent["network"]` leave the node.
+    `sent` has the bytes that a rank sends in each ring. `sent["network"]` has the bytes that leave
+    the node.
     """
 
     def __init__(self, setting):
@@ -155,7 +157,7 @@ class StepTime:
         # The last of the ranks that gather keys and values attends to all keys.
         if setting.context_parallel_style == "gather":
             attention *= 2 - 1 / setting.context_parallel_size
-        # The seconds of a micro-batch in a layer, forward and backward, and in the output layer.
+        # Compute the seconds of a micro-batch in each pass of a layer, and in the output layer.
         self.forward, self.head = (matrices + attention) * per_token, 3 * head * per_token
         self.backward = self.forward * (3 if setting.recompute == "full" else 2)
         # A pipeline is as fast as its slowest stage; without a pipeline, there is one stage.
@@ -191,7 +193,7 @@ class StepTime:
         """Add the collectives that computation waits for: the collectives of TP, CP and EP."""
         setting, config, count = self.setting, self.model.config, self.setting.accumulation
         repeats = setting.recompute != "none"
-        # TP: a layer has 4 collectives of hidden states per pass, and recomputation repeats 3.
+        # TP: a layer has 4 collectives of hidden states per pass; recomputation repeats 3 of them.
         hidden = self.tokens * config.hidden_size * setting.compute_bytes
         hidden /= setting.context_parallel_size
         times = count * self.depth * (8 + 3 * repeats)
@@ -248,8 +250,8 @@ class StepTime:
         """Return the seconds of a collective for a layer's weights, and for the root's weights.
 
         Each weight has `size` bytes, FSDP's padding included. The layers' collectives are sent
-        `times[0]` times, and the root's `times[1]` times. Under offload, the rank copies its
-        shard in line with the collective.
+        `times[0]` times, and the root's `times[1]` times. Under offload, the rank also copies its
+        shard, and the copy does not overlap with the collective.
         """
         setting, seconds = self.setting, []
         # Count only a shard, without padding, for replicas, because replicas reduce shards.
@@ -271,17 +273,17 @@ class StepTime:
         return seconds
 
     def reduce(self, micro_steps, seconds_per_gb):
-        """Return the seconds to reduce a layer's gradients, and the root's, and to copy them."""
+        """Return the seconds to reduce and copy the gradients of a layer, and of the root."""
         size, times = self.setting.weight_bytes, (micro_steps * self.depth, micro_steps)
         return self.per_group("copy", "reduce-scatter", size, times, seconds_per_gb)
 
     def reduce_replicas(self):
-        """Return the seconds to add up a layer's shards, and the root's, over all replicas."""
+        """Return the seconds to add up the replicas' shards of a layer, and of the root."""
         size, times = self.setting.weight_bytes, (self.depth, 1)
         return self.per_group("replicas", "all-reduce", size, times)
 
     def gather(self, layer_times, root_times):
-        """Return the seconds to gather a layer's weights, and the root's."""
+        """Return the seconds to gather the weights of a layer, and of the root."""
         size, times = self.setting.compute_bytes, (layer_times, root_times)
         return self.per_group("copy", "all-gather", size, times, 1 / self.setting.pcie_gbs)
 

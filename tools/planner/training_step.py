@@ -35,9 +35,9 @@ moe._can_use_grouped_mm = lambda *_: False
 torch.library.register_autocast("transformers::grouped_mm_fallback", "cpu", torch.bfloat16)
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {path.parent.name[:2]: path for path in sorted(ROOT.glob("[0-9][0-9]-*/train_llm.py"))}
-# The flags that a setting can change, and their defaults.
+# A setting can change these flags, which have these defaults.
 FLAG_DEFAULTS = {"reshard_after_forward": True, "recompute": "none", "cpu_offload": False}
-# The chapter that adds a flag, and the value that describes the chapters before it.
+# A chapter adds each of these flags; earlier chapters train as if the flag had this value.
 ADDED_BY = {
     "reshard_after_forward": ("04", True),
     "replicas": ("04", 1),
@@ -49,10 +49,10 @@ ADDED_BY = {
     "expert_parallel_size": ("09", 1),
 }
 
-# The kinds of layers whose memory and FLOPs the formulas know.
+# The formulas know the memory and the FLOPs of these kinds of layers.
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
-# The models that model_of() has built.
+# This cache lets model_of() build each model only once.
 BUILT_MODELS = {}
 
 
@@ -64,7 +64,7 @@ def fail(message):
 
 
 def at_least(minimum):
-    """Return an argument type for finite numbers from `minimum` on, with the type of `minimum`."""
+    """Return a function that converts text to a finite number, which is at least `minimum`."""
 
     def number(text):
         value = type(minimum)(text)
@@ -136,7 +136,7 @@ def needs_mask(setting, model):
 def check_split(setting, model):
     """Raise an error if the newest chapter cannot split the model in this way.
 
-    Masks, and how sequences are split, are checked when the layers run on fake tensors.
+    The planner checks masks and split sequences later, when the layers run on fake tensors.
     """
     chapter = newest_chapter()
     no_masks = mock.patch.object(chapter, "needs_mask", return_value=False)
@@ -257,11 +257,11 @@ class Model:
     """Hold the shapes of a model's weights."""
 
     config: transformers.PretrainedConfig
-    # A list for each layer, with the shapes of its weights.
+    # Each layer has a list with the shapes of its weights.
     layers: list
-    # The shapes of the weights outside the layers, which FSDP shards as one more group.
+    # FSDP shards the weights outside of the layers, which have these shapes, as one more group.
     root: list
-    # The module that has these weights; it lives on the meta device and uses no memory.
+    # This module has the weights. It is on the meta device, so it uses no memory.
     built: torch.nn.Module
 
     @property
@@ -276,7 +276,7 @@ class Model:
 
     @property
     def has_other_layers(self):
-        """Return whether a layer lacks attention, or has a part in its place, such as Mamba's."""
+        """Return whether some layers lack attention, as the layers of Mamba do."""
         has_heads = getattr(self.config, "num_attention_heads", None)
         return not has_heads or bool(kinds_of_layers(self.config) - ATTENTION)
 
@@ -296,7 +296,7 @@ def numbers(shapes):
 
 
 def local_numbers(shapes, setting):
-    """Return the number of elements that a rank gathers: all except the experts of other ranks."""
+    """Return the number of elements that a rank gathers, without the experts of other ranks."""
     experts = [shape for shape in shapes if isinstance(shape, ExpertShape)]
     others = numbers(shapes) - numbers(experts)
     return others + numbers(experts) // setting.expert_parallel_size
@@ -350,7 +350,7 @@ def split_matrices(model, tp_size):
 
 
 def shapes_in(model, modules):
-    """Return a Model with the shapes of these modules of the model."""
+    """Return a Model with the shapes of the weights in `modules`."""
     modules, layers = list(modules), newest_chapter().layers_of(model)
     layers = [module for module in modules if module in layers]
     in_layers = {weight for layer in layers for weight in layer.parameters()}
@@ -389,7 +389,7 @@ def adapter_shapes(layers, rank):
 
 
 class Setting(SimpleNamespace):
-    """Hold the arguments of a plan: arguments of the machines, and of the training script.
+    """Hold the arguments of a plan: the machines, and the arguments of the training script.
 
     The functions of the chapters' scripts accept a Setting in place of their arguments.
     """
@@ -426,7 +426,7 @@ class Setting(SimpleNamespace):
 
     @property
     def weight_bytes(self):
-        """Return the bytes of a number in the shards, and in gradients while ranks reduce them.
+        """Return the bytes per number of weight shards, and of gradients during their reduction.
 
         Under LoRA, the shards of frozen weights have the type of the gathered weights.
         """
@@ -436,12 +436,12 @@ class Setting(SimpleNamespace):
 
     @property
     def compute_bytes(self):
-        """Return the bytes of a number in gathered weights and in their gradients."""
+        """Return the bytes per number of gathered weights, and of their gradients."""
         return 2 if self.precision == "bf16" else 4
 
     @property
     def autocast(self):
-        """Return whether autocast casts float32 weights in each operation, and gradients back."""
+        """Return whether autocast casts float32 weights to a shorter type for each operation."""
         return self.chapter == "02" and self.compute_bytes < self.weight_bytes
 
 
@@ -461,7 +461,7 @@ def setting_of(args, chapter, changes=None):
 
 
 def stages_of(setting):
-    """Return a Model for each rank of a pipeline, with weights that tensor-parallel ranks split."""
+    """Return a Model for each rank of a pipeline; tensor-parallel ranks split its weights."""
     model, ranks = setting.model, setting.pipeline_parallel_size
     if setting.tensor_parallel_size > 1:
         model = model_of(model.config, setting.tensor_parallel_size)

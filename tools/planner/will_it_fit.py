@@ -39,8 +39,8 @@ from training_step import (
     setting_of,
 )
 
-# The settings in the order to try them. Each setting gathers, copies or recomputes more than the
-# settings above it.
+# The planner tries the settings in this order. Each setting gathers, copies or recomputes more
+# than the settings above it.
 SETTINGS = {
     "02": {},
     "04 --no-reshard-after-forward": {"reshard_after_forward": False},
@@ -52,7 +52,7 @@ SETTINGS = {
     "05 --cpu-offload --recompute selective": {"cpu_offload": True, "recompute": "selective"},
     "05 --cpu-offload --recompute full": {"cpu_offload": True, "recompute": "full"},
 }
-# The flags of a single rank.
+# These flags describe a run on a single rank: one copy of the model, and nothing is split.
 ALONE = "--replicas 1 --tensor-parallel-size 1 --pipeline-parallel-size 1"
 ALONE += " --context-parallel-size 1 --expert-parallel-size 1"
 
@@ -87,9 +87,9 @@ def parse_args(argv=None):
             args.chapter = chapter
     args.flops_efficiency = args.flops_efficiency or EFFICIENCY[args.compile]
     if args.layouts and (args.write_config or args.device == "cpu"):
-        fail("--layouts: compares layouts on GPUs; leave out --write-config and --device cpu")
+        fail("--layouts: plans GPUs and writes no file; leave out --write-config and --device cpu")
     if args.lora_rank and (args.layouts or args.write_config or args.chapter != "05"):
-        fail("--lora-rank: plans one layout; leave out --layouts, --write-config and other splits")
+        fail("--lora-rank: needs plain FSDP; leave out --layouts, --write-config and other splits")
     args.config_text = config_text(args) if args.write_config else None
     return args
 
@@ -99,7 +99,7 @@ def build_parser():
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
         epilog="All flags of the newest chapter's script are accepted, also from @FILE. The exit "
-        "status is 0 if the chosen setting fits, or any layout; otherwise it is 1.",
+        "status is 0 if the chosen setting fits, or if a layout fits; otherwise it is 1.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         fromfile_prefix_chars="@",
         allow_abbrev=False,
@@ -120,11 +120,11 @@ def build_parser():
     add = parser.add_argument_group("machines").add_argument
     add("--nodes", type=at_least(1), default=1, help="number of nodes")
     add("--gpus-per-node", type=at_least(1), default=8, help="GPUs of a node, with a rank on each")
-    add("--gpu-memory-gib", type=at_least(0.0), default=80.0, help="memory of each GPU")
-    add("--host-memory-gib", type=at_least(0.0), default=1000.0, help="CPU memory of each node")
-    add("--gpu-overhead-gib", type=at_least(0.0), default=3.0, help="GiB of CUDA, NCCL and cuBLAS")
-    add("--host-overhead-gib", type=at_least(0.0), default=4.0, help="GiB of each rank's libraries")
-    fragmentation_help = "memory that the allocator loses, as a share of the tensors"
+    add("--gpu-memory-gib", type=at_least(0.0), default=80.0, help="GiB of memory of each GPU")
+    add("--host-memory-gib", type=at_least(0.0), default=1000.0, help="GiB of CPU memory of a node")
+    add("--gpu-overhead-gib", type=at_least(0.0), default=3.0, help="GiB for CUDA, NCCL and cuBLAS")
+    add("--host-overhead-gib", type=at_least(0.0), default=4.0, help="GiB for a rank's libraries")
+    fragmentation_help = "memory that the allocator wastes, as a share of the tensors"
     add("--fragmentation", type=at_least(0.0), default=0.05, help=fragmentation_help)
     weights_help = "bf16: keep weights, gradients and moments in bf16; no chapter does this"
     add("--weights-dtype", choices=["fp32", "bf16"], default="fp32", help=weights_help)
