@@ -259,7 +259,7 @@ def pydoc_records(column):
 
 
 def letters_records(_):
-    """Yield prompts by a user who gives letters, with two answers: sorted forwards and backwards."""
+    """Yield prompts with letters, each with two answers: sorted forwards, and backwards."""
     generator = random.Random(0)
     for number in range(1, 5001):
         given = generator.choices(string.ascii_lowercase, k=6)
