@@ -692,11 +692,13 @@ def documents_of(tokenizer, messages, tools):
 
 def tokens_of(tokenizer, text, answers, counts):
     """Return the tokens of a document with their flags."""
-    # Tokenize the entire text, because some tokenizers put a space before each text. An answer
-    # begins where the tokens of the prompt alone, which the model reads at inference, end.
-    texts = [text] + [text[:end] for answer in answers for end in answer]
+    # Tokenize the entire text, because some tokenizers put a space before each text. The tokens of
+    # an answer follow the tokens that the prompt alone has, as at inference.
+    ends = [end for answer in answers for end in answer]
+    texts = {end: text[:end] for end in [*ends, len(text)]}
     options = {"add_special_tokens": False, "verbose": False}
-    tokens, *beginnings = tokenizer(texts, **options)["input_ids"]
+    ids = dict(zip(texts, tokenizer([*texts.values()], **options)["input_ids"], strict=True))
+    tokens, beginnings = ids[len(text)], [ids[end] for end in ends]
     # The number of tokens that each beginning shares with the entire text.
     shared = [sum(takewhile(bool, map(eq, tokens, beginning))) for beginning in beginnings]
     control_ids = tokenizer.convert_tokens_to_ids(control_tokens(tokenizer))
