@@ -100,6 +100,7 @@ def test_adapters_change_no_loss_before_the_first_step(chapter, layout_models, t
     with torch.no_grad():
         expected = loss_of_documents(plain, split_documents(chapter, held_out)).item()
         first = loss_of_documents(plain, documents_of_step(chapter, args, train_set)).item()
+    model.num_targets = chapter.answers_at(args, train_set, 1)
     loss = chapter.forward_backward(args, model, train_set, 1, device).item()
     # evaluate() must divide by the learned tokens of the held-out samples, not of the step.
     assert chapter.evaluate(args, model, held_out, device) == pytest.approx(expected, abs=1e-6)
