@@ -616,6 +616,18 @@ def build_mesh(args, device):
     return mesh
 
 
+def placement_of(num_shards, weight):
+    """Return the placement of a weight that FSDP should shard; None shards its first dimension.
+
+    transformers stacks the experts of a layer: [experts, rows, columns]. FSDP would pad the number
+    of experts to a multiple of the shards, so that on 64 ranks, 8 experts would need the memory of
+    64. Instead, each rank gets some columns of all experts.
+    """
+    if weight.ndim == 3 and len(weight) % num_shards and weight.shape[2] % num_shards == 0:
+        return Shard(2)
+    return None
+
+
 def shard(args, model, device):
     """Initialize the model and split it across the ranks layer by layer; return the model.
 
@@ -628,6 +640,7 @@ def shard(args, model, device):
     options = {
         "mesh": mesh["replicate", "shard"] if args.replicas > 1 else mesh["shard"],
         "mp_policy": bf16 if args.precision == "bf16" else MixedPrecisionPolicy(),
+        "shard_placement_fn": functools.partial(placement_of, mesh["shard"].size()),
     }
     if args.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=args.device == "cuda")

@@ -176,6 +176,8 @@ def parse_args():
     add("--expert-parallel-size", type=positive, default=1, help="ranks that split the experts")
     balancing = "change of the routers' biases per step, toward experts with few tokens"
     add("--expert-balance-rate", type=float, default=0.0, help=balancing)
+    balancing = "weight of a loss that lowers the scores of experts with many tokens"
+    add("--expert-balance-loss", type=float, default=0.0, help=balancing)
 
     add("-e", "--experiment-name", default=chapter, help="name of the run's folder in --save-dir")
     add("--save-dir", default="outputs", help="the folder that holds all runs")
@@ -553,7 +555,13 @@ def check_model(args, model):
     if args.expert_balance_rate > 0:
         flag = f"--expert-balance-rate {args.expert_balance_rate}"
         has_biases = 0 < len(all_experts) == len(balancing_biases(model))
-        problems += [(not has_biases, f"{flag}: the routers of {name} have no bias for balancing")]
+        problem = f"the routers of {name} have no bias; use --expert-balance-loss"
+        problems += [(not has_biases, f"{flag}: {problem}")]
+    if args.expert_balance_loss > 0:
+        flag = f"--expert-balance-loss {args.expert_balance_loss}"
+        has_routers = 0 < len(all_experts) == len(routers_of(model))
+        problem = f"found no routers without a bias in {name}; use --expert-balance-rate"
+        problems += [(not has_routers, f"{flag}: {problem}")]
     for has_problem, problem in problems:
         if has_problem:
             fail(problem)
@@ -604,6 +612,12 @@ def experts_of(model):
         if plan.get(plan_name) == "ep_dispatch_experts":
             modules.append(module)
     return modules
+
+
+def routers_of(model):
+    """Return the routers whose choices follow the softmax of their logits, in the layers' order."""
+    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    return [] if balancing_biases(model) else routers
 
 
 def balancing_biases(model):
@@ -783,6 +797,18 @@ def replace_attention(args, model, device):
     model.set_attn_implementation("context_parallel")
 
 
+def placement_of(num_shards, weight):
+    """Return the placement of a weight that FSDP should shard; None shards its first dimension.
+
+    transformers stacks the experts of a layer: [experts, rows, columns]. FSDP would pad the number
+    of experts to a multiple of the shards, so that on 64 ranks, 8 experts would need the memory of
+    64. Instead, each rank gets some columns of all experts.
+    """
+    if weight.ndim == 3 and len(weight) % num_shards and weight.shape[2] % num_shards == 0:
+        return Shard(2)
+    return None
+
+
 def shard(args, model, device):
     """Initialize the model and split it across the ranks layer by layer; return the model.
 
@@ -795,6 +821,7 @@ def shard(args, model, device):
     options = {
         "mesh": mesh["replicate", "shard"] if args.replicas > 1 else mesh["shard"],
         "mp_policy": bf16 if args.precision == "bf16" else MixedPrecisionPolicy(),
+        "shard_placement_fn": functools.partial(placement_of, mesh["shard"].size()),
     }
     if args.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=args.device == "cuda")
@@ -847,7 +874,7 @@ def shard(args, model, device):
         model.schedule = build_schedule(args, model, stages, device, mesh.get_group("pipeline"))
     if args.pretrained:
         read_weights(args, model)
-    register_token_counts(model, device)
+    register_token_counts(args, model, device)
     return model
 
 
@@ -1000,6 +1027,8 @@ def split_experts(args, experts, mesh, options, reshard):
     # dispatch() multiplies by the routers' weights, which stay in fp32.
     policy = dataclasses.replace(options["mp_policy"], cast_forward_inputs=False)
     overrides = {"mesh": mesh[names], "mp_policy": policy, "reshard_after_forward": reshard}
+    num_shards = mesh["expert_shard"].size()
+    overrides["shard_placement_fn"] = lambda weight: placement_of(num_shards, weight.to_local())
     fully_shard_to_sum(experts, **options | overrides)
 
 
@@ -1500,18 +1529,42 @@ def train_step(args, model, optimizer, train_set, step, device):
     return loss, grad_norm
 
 
-def register_token_counts(model, device):
-    """Let experts count the tokens that have chosen each of them in training."""
+def register_token_counts(args, model, device):
+    """Let experts count the tokens that have chosen each of them in training, and balance them."""
 
     @torch.compiler.disable
     def count(experts, inputs):
         if experts.training:
             experts.token_counts += count_tokens(inputs[1], len(experts.token_counts))
 
+    @torch.compiler.disable
+    def add_gradient(number, router, _, output):
+        # In the first step, no expert has a cost, because no step has counted tokens.
+        if router.training and output[0].requires_grad and len(model.token_totals):
+            shares = output[0].detach().softmax(-1, dtype=torch.float32)
+            costs = costs_of(args, model.token_totals[number])
+            gradient = shares * (costs - (shares * costs).sum(-1, keepdim=True))
+            output[0].register_hook(lambda grad: grad + gradient.to(grad.dtype))
+
+    # The number of tokens of the last step that have chosen each expert, [layers, experts].
+    model.token_totals = torch.zeros(0)
     for experts in experts_of(model):
         num_experts = len(next(experts.parameters()))
         experts.token_counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
         experts.register_forward_pre_hook(count)
+    for number, router in enumerate(routers_of(model) if args.expert_balance_loss > 0 else []):
+        router.register_forward_hook(functools.partial(add_gradient, number))
+
+
+def costs_of(args, totals):
+    """Return the cost of an expert's score for a token; it grows with the tokens of the last step.
+
+    With the totals of this step, the sum of all costs would be the loss of Switch Transformers
+    (arxiv.org/abs/2101.03961): the sum over experts of their share of tokens × their mean score.
+    The totals of the last step are known, and the same for any layout and micro-batch size.
+    """
+    num_tokens = args.global_batch_size * args.seq_length
+    return args.expert_balance_loss * len(totals) * totals / totals.sum() / num_tokens
 
 
 @torch.no_grad()
@@ -1528,6 +1581,7 @@ def balance_experts(args, model):
     for experts in all_experts:
         experts.token_counts.zero_()
     dist.all_reduce(totals)
+    model.token_totals = totals
     model.largest_share = (totals / totals.sum(1, keepdim=True)).max()
     if args.expert_balance_rate == 0:
         return
@@ -1616,7 +1670,8 @@ def save_checkpoint(args, run_dir, model, optimizer, step, is_final):
     # FSDP: only rank 0 adds its arguments to the state; otherwise, DCP would save the arguments of
     # an arbitrary rank.
     if dist.get_rank() == 0:
-        state["args"] = json.dumps(vars(args))
+        # EP: the next step's costs need the numbers of tokens in this step.
+        state["args"] = json.dumps(vars(args) | {"token_totals": model.token_totals.tolist()})
     writer, group = PublishingWriter(args, checkpoint), patient_group("checkpoints")
     if args.checkpoint_async and not is_final:
         # FSDP: DCP copies the shards to host memory now, and writes them while training continues.
@@ -1656,7 +1711,10 @@ def load_checkpoint(args, run_dir, model, optimizer):
         try:
             saved = {"args": ""}
             dcp.load(saved, checkpoint_id=checkpoint, process_group=patient_group())
-            compare_args(args, json.loads(saved["args"]), checkpoint)
+            saved_args = json.loads(saved["args"])
+            compare_args(args, saved_args, checkpoint)
+            totals = torch.tensor(saved_args.get("token_totals", []), dtype=torch.int64)
+            model.token_totals = totals.to(args.device)
             state = state_of(model, optimizer)
             # FSDP: each rank reads its shards directly into the model and the optimizer.
             dcp.load(state, checkpoint_id=checkpoint, process_group=patient_group())

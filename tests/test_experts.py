@@ -4,7 +4,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from conftest import ROOT, SHORT, curves_of, difference, metrics, prepare_training
+from conftest import (
+    ROOT,
+    SCRIPTS,
+    SHORT,
+    change_file,
+    curves_of,
+    difference,
+    metrics,
+    prepare_training,
+)
 from marks import exhaustive, slow
 from runs import copy_run, have_same_weights, read_checkpoint
 
@@ -110,6 +119,137 @@ def test_finished_model_has_the_biases(root):
     buffers = dict(model.named_buffers())
     biases = torch.stack([buffers[name] for name in sorted(buffers) if is_bias(name)])
     assert torch.equal(biases, biases_of(root / "ep2", 20))
+
+
+# ---- the loss for balancing ------------------------------------------------------------------
+# A weight so high that the loss changes every gradient.
+LOSS = ["--lr", 1e-3, "--expert-balance-loss", 1, "-b", 2, "--num-steps", 8]
+PP2, TP2 = ["--pipeline-parallel-size", 2], ["--tensor-parallel-size", 2]
+LOSS_LAYOUTS = {
+    "fsdp2": (2, ["-b", 4]),
+    "ep2": (2, [*EP2, "--recompute", "full"]),
+    "pp2-ep2": (4, [*PP2, *EP2, "-b", 1]),
+    "tp2": (2, TP2),
+    "cp2-replicas": (4, ["--context-parallel-size", 2, "--replicas", 2]),
+    "compiled": (1, ["--compile"]),
+}
+
+
+@pytest.fixture
+def sharded(load, one_rank_group, monkeypatch, layout_models):
+    """Return a function that prepares a step of chapter 09 with the loss for balancing."""
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    chapter = load("09")
+
+    def prepare(family, *flags):
+        with monkeypatch.context() as patch:
+            patch.setattr(chapter, "build_optimizer", lambda *_: None)
+            words = [*SHORT, *LOSS, "-m", layout_models / family, *flags]
+            args, model, _, train_set, _ = prepare_training(chapter, *words)
+        return chapter, args, chapter.shard(args, model, torch.device("cpu")), train_set
+
+    return prepare
+
+
+def gradients_of(chapter, args, model, train_set):
+    """Return the loss and the gradients of the first step."""
+    loss = chapter.forward_backward(args, model, train_set, 1, torch.device("cpu"))
+    weights = model.named_parameters()
+    gradients = {name: weight.grad.full_tensor().clone() for name, weight in weights}
+    model.zero_grad()
+    return loss, gradients
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", slow("mixtral"), slow("olmoe"), slow("gpt_oss")])
+def test_balance_loss_has_the_gradient_of_the_textbook(sharded, family):
+    """Compare with autograd of the loss of Switch Transformers, with given numbers of tokens."""
+    chapter, args, model, train_set = sharded(family, "-b", 8)
+    loss, without = gradients_of(chapter, args, model, train_set)
+    layers, experts = len(chapter.routers_of(model)), len(chapter.routers_of(model)[0].weight)
+    totals = torch.arange(layers * experts).view(layers, experts) + 1
+    model.token_totals = totals
+    same_loss, found = gradients_of(chapter, args, model, train_set)
+    assert same_loss == loss
+    # Compute the same step again, and add the textbook's loss to the loss of the model.
+    model.token_totals = torch.zeros(0)
+    original = chapter.loss_of
+
+    def with_textbook(args, model, batch):
+        parts, routers = [], chapter.routers_of(model)
+        hooks = [
+            router.register_forward_hook(lambda *it: parts.append(it[-1][0])) for router in routers
+        ]
+        loss = original(args, model, batch)
+        for hook in hooks:
+            hook.remove()
+        for number, logits in enumerate(parts):
+            means = logits.softmax(-1, dtype=torch.float32).mean(0)
+            shares = totals[number] / totals[number].sum()
+            loss = loss + args.expert_balance_loss * experts * (shares * means).sum()
+        return loss
+
+    chapter.loss_of = with_textbook
+    _, expected = gradients_of(chapter, args, model, train_set)
+    assert any((found[name] - without[name]).norm() > 0.01 * without[name].norm() for name in found)
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name
+
+
+@pytest.fixture(scope="module")
+def loss_root(tmp_path_factory, layout_models):
+    """Train with the loss for balancing on one rank; return the folder of the run."""
+    root = tmp_path_factory.mktemp("balance-loss")
+    model = ["-m", layout_models / "qwen3_moe"]
+    off = ["-m", layout_models / "qwen3_moe", *LOSS, "--expert-balance-loss", 0]
+    curves_of(root, {1: {"one": ("09", [*model, *LOSS, "-b", 8]), "off": ("09", off)}})
+    return root
+
+
+SLOW = ("ep2", "pp2-ep2")
+
+
+@pytest.mark.parametrize(
+    "name", [slow(name) if name in SLOW else exhaustive(name) for name in LOSS_LAYOUTS]
+)
+def test_balance_loss_does_not_depend_on_the_layout(loss_root, layout_models, tmp_path, name):
+    ranks, flags = LOSS_LAYOUTS[name]
+    words = ["-m", layout_models / "qwen3_moe", *LOSS, *flags]
+    curve = curves_of(tmp_path, {ranks: {name: ("09", words)}})[name]
+    expected = metrics(loss_root / "one")
+    assert difference(curve, expected) < 1e-5
+    assert difference(expected, metrics(loss_root / "off"), names=["grad_norm"]) > 1e-3
+    for step in range(1, 9):
+        assert curve[step]["experts"] == expected[step]["experts"], step
+
+
+# Each mistake makes the loss depend on the layout.
+MISTAKES = {
+    "counts of one rank": ("    dist.all_reduce(totals)\n", ""),
+    "counts of one micro-batch": (
+        "costs_of(args, model.token_totals[number])",
+        "costs_of(args, count_tokens(output[2], len(router.weight)))",
+    ),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_comparison_of_layouts_finds_a_mistake(layout_models, tmp_path, mistake):
+    script = change_file(SCRIPTS["09"], *MISTAKES[mistake], copy=tmp_path / "changed.py")
+    words = ["-m", layout_models / "qwen3_moe", *LOSS]
+    runs = {1: {"one": (script, [*words, "-b", 8])}, 2: {"two": (script, [*words, "-b", 1])}}
+    curves = curves_of(tmp_path, runs)
+    assert difference(curves["one"], curves["two"], names=["grad_norm"]) > 1e-4
+
+
+@pytest.mark.slow
+def test_run_with_balance_loss_continues_on_another_layout(loss_root, layout_models, tmp_path):
+    """The first step after a resume needs the numbers of tokens from before the resume."""
+    words = ["-m", layout_models / "qwen3_moe", *LOSS, "--checkpoint-every", 4]
+    curves_of(tmp_path, {2: {"run": ("09", [*words, *EP2])}})
+    copy_run(tmp_path / "run", 4, tmp_path / "moved")
+    curve = curves_of(tmp_path, {1: {"moved": ("09", words)}})["moved"]
+    assert difference(curve, metrics(loss_root / "one")) < 1e-5
 
 
 # ---- ranks without tokens --------------------------------------------------------------------

@@ -13,7 +13,7 @@ TP2, TP4 = "--tensor-parallel-size 2", "--tensor-parallel-size 4"
 PP2, PP4 = "--pipeline-parallel-size 2 -b 2", "--pipeline-parallel-size 4 -b 2"
 CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
 EP2, EP4 = "--expert-parallel-size 2", "--expert-parallel-size 4"
-RATE = "--expert-balance-rate 0.1"
+RATE, LOSS = "--expert-balance-rate 0.1", "--expert-balance-loss 0.1"
 INTERLEAVED, ULYSSES = "--pipeline-schedule interleaved-1f1b", "--context-parallel-style ulysses"
 ONE_SAMPLE = "-b 1 --config num_hidden_layers=8"
 ONE_HEAD = "--config num_key_value_heads=1"
@@ -46,7 +46,13 @@ WRONG = [
     ("09", 4, f"{EP2} {PP2} -m olmoe", "transformers has no pipeline plan for olmoe"),
     ("09", 2, f"{EP2} {TP2} -m gpt_oss", "the plan of gpt_oss does not say how to split model"),
     ("09", 2, f"{EP2} -m qwen3_moe --recompute selective", "selective: layers with split experts"),
-    ("09", 1, RATE, "--expert-balance-rate 0.1: the routers of tiny have no bias for balancing"),
+    ("09", 1, RATE, "0.1: the routers of tiny have no bias; use --expert-balance-loss"),
+    (
+        "09",
+        1,
+        f"{LOSS} -m glm4_moe",
+        "0.1: found no routers without a bias in glm4_moe; use --expert",
+    ),
     ("05", 1, "-m gemma3_text", "the chunked loss caps no logits; use a different model"),
 ]
 

@@ -65,10 +65,15 @@ LAYOUTS = {
     "launched4": Layout("03", 4),
     "fsdp1": Layout("04", 1, slow="2"),
     "fsdp2": Layout("04", 2, core="2", slow="kept+1 bf16 qwen3"),
-    "fsdp4": Layout("04", 4),
+    "fsdp4": Layout("04", 4, slow="mixtral+two-experts"),
     "hsdp4": Layout("04", 4, REPLICAS, slow="1"),
     "large1": Layout("05", 1, core="mixtral+bf16", slow="offload"),
-    "large2": Layout("05", 2, core="offload+1", slow="long selective+compiled bf16 over-20-steps"),
+    "large2": Layout(
+        "05",
+        2,
+        core="offload+1 mixtral+three-experts",
+        slow="long selective+compiled bf16 over-20-steps",
+    ),
     "large4": Layout("05", 4),
     "tp1": Layout("06", 1, slow="plain"),
     "tp2": Layout("06", 2, TP2, core="plain", slow="bf16 qwen3 over-20-steps"),
@@ -101,7 +106,7 @@ LAYOUTS = {
     "ep1": Layout("09", 1),
     "ep2": Layout("09", 2, EP2, core="glm4_moe", slow="full+qwen3_moe mixtral+bf16"),
     "ep4": Layout("09", 4, EP4),
-    "dp2-ep2": Layout("09", 4, EP2, slow="deepseek_v3"),
+    "dp2-ep2": Layout("09", 4, EP2, slow="deepseek_v3 mixtral+six-experts"),
     "hsdp2-ep2": Layout("09", 4, f"{EP2} {REPLICAS}"),
     "cp2-ep2": Layout("09", 2, f"{CP2} {EP2}"),
     "dp2-cp2-ep2": Layout("09", 4, f"{CP2} {EP2}"),
@@ -170,6 +175,10 @@ CURVES = {
     # With this length, a rank computes the loss in two chunks.
     "long": "--seq-length 512",
     "five": "--config num_hidden_layers=5",
+    # Mixtral with fewer experts than ranks, or with a number that is no multiple of the shards.
+    "two-experts": "--config num_local_experts=2 num_experts_per_tok=1",
+    "three-experts": "--config num_local_experts=3",
+    "six-experts": "--config num_local_experts=6",
     "rank-1": "--lora-rank 1",
 }
 
@@ -343,22 +352,28 @@ ROUTES = {
     "data-parallel": "01 ddp2 launched2 ddp1".split(),
     "each-chapter": "fsdp4 dp2-tp2 tp2-pp2 dp2-ulysses2 fsdp2 large2 fsdp2 cp2 fsdp1 hsdp4".split(),
     "lora": "lora2 lora1 lora-hsdp4 lora4".split(),
+    # Four shards have columns of all six experts, and two shards have three experts each.
+    "few-experts": "fsdp4 fsdp2 dp2-ep2 large4 mixture-tp2 hsdp4".split(),
     "each-layout": random.Random(0).sample(SPLIT, len(SPLIT)),
 }
 
 
 @pytest.mark.parametrize(
     "route",
-    [slow("data-parallel"), *map(exhaustive, ("each-chapter", "lora", "each-layout"))],
+    [
+        slow("data-parallel"),
+        *map(exhaustive, ("each-chapter", "lora", "few-experts", "each-layout")),
+    ],
 )
 def test_run_that_changes_its_layout_stays_on_the_curve(layout_models, tmp_path, route):
-    """Let the next layout continue the run every two steps; the model has tied embeddings."""
+    """Let the next layout continue the run every two steps; Qwen3 has tied embeddings."""
+    setting = "mixtral+six-experts" if route == "few-experts" else "qwen3"
     names, more = ROUTES[route], [*ENDLESS, "--eval-every", 2, "--num-steps"]
-    reference = reference_of(f"{names[0]}@qwen3")
+    reference = reference_of(f"{names[0]}@{setting}")
     job = job_of(layout_models, reference, tmp_path, *more, 2 * len(names), "-e", "entire")
     run_or_fail(1, [job], tmp_path / "jobs")
     for start, name in enumerate(names):
-        run = f"{name}@qwen3{'+offload' * (LAYOUTS[name].chapter == '05')}"
+        run = f"{name}@{setting}{'+offload' * (LAYOUTS[name].chapter == '05')}"
         job = job_of(layout_models, run, tmp_path, *more, 2 * start + 2, "-e", "run")
         [ranks] = run_or_fail(LAYOUTS[name].ranks, [job], tmp_path / f"jobs{start}")
         found = ranks[0]["stdout"].partition("continuing from")[2]

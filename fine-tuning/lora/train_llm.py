@@ -42,7 +42,7 @@ from safetensors.torch import save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
@@ -520,6 +520,18 @@ def build_mesh(args, device):
     return dist.init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
+def placement_of(num_shards, weight):
+    """Return the placement of a weight that FSDP should shard; None shards its first dimension.
+
+    transformers stacks the experts of a layer: [experts, rows, columns]. FSDP would pad the number
+    of experts to a multiple of the shards, so that on 64 ranks, 8 experts would need the memory of
+    64. Instead, each rank gets some columns of all experts.
+    """
+    if weight.ndim == 3 and len(weight) % num_shards and weight.shape[2] % num_shards == 0:
+        return Shard(2)
+    return None
+
+
 def shard(args, model, device):
     """Initialize the model and split it across the ranks layer by layer; return the model.
 
@@ -533,6 +545,7 @@ def shard(args, model, device):
     options = {
         "mesh": mesh["replicate", "shard"] if args.replicas > 1 else mesh["shard"],
         "mp_policy": bf16 if args.precision == "bf16" else MixedPrecisionPolicy(),
+        "shard_placement_fn": functools.partial(placement_of, mesh["shard"].size()),
     }
     if args.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=args.device == "cuda")
