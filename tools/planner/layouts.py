@@ -150,6 +150,7 @@ def words_without_layout(args, chapter):
         parser.add_argument("--checkpoint-async", action="store_true")
     if chapter < "09":
         parser.add_argument("--expert-balance-rate")
+        parser.add_argument("--expert-balance-loss")
     return parser.parse_known_args(args.training_words)[1]
 
 

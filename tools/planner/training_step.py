@@ -481,7 +481,7 @@ def split_stages(model, model_name, ranks, num_stages):
     args.pipeline_parallel_size = ranks
     # Check only the stages here; activations.py checks the splits of layers and sequences.
     args.tensor_parallel_size = args.context_parallel_size = args.expert_parallel_size = 1
-    args.expert_balance_rate, args.seq_length = 0.0, 1
+    args.expert_balance_rate, args.expert_balance_loss, args.seq_length = 0.0, 0.0, 1
     chapter = newest_chapter()
     with mock.patch.object(chapter, "fail", refuse), contextlib.redirect_stdout(None):
         chapter.check_model(args, model.built)
