@@ -1538,13 +1538,13 @@ def register_token_counts(args, model, device):
             experts.token_counts += count_tokens(inputs[1], len(experts.token_counts))
 
     @torch.compiler.disable
-    def add_gradient(number, router, _, output):
+    def add_costs(number, router, _, output):
         # In the first step, no expert has a cost, because no step has counted tokens.
-        if router.training and output[0].requires_grad and len(model.token_totals):
-            shares = output[0].detach().softmax(-1, dtype=torch.float32)
-            costs = costs_of(args, model.token_totals[number])
-            gradient = shares * (costs - (shares * costs).sum(-1, keepdim=True))
-            output[0].register_hook(lambda grad: grad + gradient.to(grad.dtype))
+        if not router.training or not len(model.token_totals):
+            return output
+        logits, weights, indices = output
+        loss = logits.softmax(-1, dtype=torch.float32) @ costs_of(args, model.token_totals[number])
+        return logits, AddLoss.apply(weights, loss.sum()), indices
 
     # The number of tokens of the last step that have chosen each expert, [layers, experts].
     model.token_totals = torch.zeros(0)
@@ -1553,7 +1553,22 @@ def register_token_counts(args, model, device):
         experts.token_counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
         experts.register_forward_pre_hook(count)
     for number, router in enumerate(routers_of(model) if args.expert_balance_loss > 0 else []):
-        router.register_forward_hook(functools.partial(add_gradient, number))
+        router.register_forward_hook(functools.partial(add_costs, number))
+
+
+class AddLoss(torch.autograd.Function):
+    """Return a tensor as it is; its backward pass also begins the backward pass of `loss`.
+
+    So the loss reaches every router, even if another pipeline stage has the loss of the model.
+    """
+
+    @staticmethod
+    def forward(ctx, tensor, loss):
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, torch.ones((), device=gradient.device)
 
 
 def costs_of(args, totals):
