@@ -1064,7 +1064,7 @@ class Exchange(torch.autograd.Function):
 # The number of tokens that a rank receives differs in each call, so do not compile this function.
 @torch.compiler.disable
 def dispatch(mesh, num_local_experts, run_experts, hidden, indices, weights):
-    """Send each token to the ranks of its experts; return the weighted sums of their results.
+    """Send tokens to the ranks of their experts; return each token's weighted sum of results.
 
     The shape of `hidden` is [tokens, width]; `indices` and `weights` are [tokens, choices]: the
     numbers of the experts that a token has chosen, and the factors of their results.
@@ -1640,7 +1640,7 @@ def partial_of(folder):
 
 
 def delete(folder):
-    """Delete a folder if it exists; of a symbolic link, delete only the link."""
+    """Delete a folder if it exists; if it is a symbolic link, delete only the link."""
     if folder.is_symlink():
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)

@@ -45,7 +45,7 @@ def bytes_kept(chapter, args, model, batch):
 
 
 def measure(chapter, args, device):
-    """Return the bytes of the rank that keeps the most."""
+    """Return the largest number of bytes that a rank keeps for the backward pass."""
     model, *_ = build(chapter, args, device)
     batch = torch.randint(model.config.vocab_size, (SAMPLES, args.seq_length))
     most = torch.tensor(bytes_kept(chapter, args, model, batch))

@@ -58,7 +58,7 @@ class Fault:
         self.has_begun = False
 
     def is_due(self, *names):
-        """Return whether one of these faults should act now; report the first time on stderr."""
+        """Return whether a fault with one of these names acts now; report its start on stderr."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         if rank != self.rank or self.name not in names or self.steps < self.step:
             return False

@@ -249,7 +249,7 @@ def choose_gpu():
 
 
 def check_save_dir(args, rank):
-    """Return whether --save-dir is shared and writable, and its free space in GB."""
+    """Check that --save-dir is shared and writable; return the result and the free space in GB."""
     folder = Path(args.save_dir).resolve()
     probes = [folder / f".preflight-{number}" for number in gather(f"{rank}-{time.time_ns()}")]
     state, free = SHARED, None
@@ -340,7 +340,10 @@ def link_rate(rank, rings, device, group):
 
 
 def exchange_seconds(data, partner, group):
-    """Return the time to send row 0 of `data` to a partner, and receive its row into row 1."""
+    """Return the seconds for an exchange with a partner.
+
+    Row 0 of `data` leaves, and the partner's row arrives in row 1.
+    """
 
     def exchange():
         send = dist.P2POp(dist.isend, data[0], partner, group)

@@ -632,7 +632,7 @@ def partial_of(folder):
 
 
 def delete(folder):
-    """Delete a folder if it exists; of a symbolic link, delete only the link."""
+    """Delete a folder if it exists; if it is a symbolic link, delete only the link."""
     if folder.is_symlink():
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)

@@ -255,12 +255,12 @@ def unreachable_hosts(facts):
 
 # ---- a run that stands still -------------------------------------------------------------------
 def stall_limit(ranks):
-    """Return the time in seconds that a rank may stay in a phase before it counts as hung."""
+    """Return the seconds that a rank may stay in a phase before it counts as hung."""
     return max(10, 5 * (ranks[0].step_seconds or 9))
 
 
 def may_take_minutes(ranks):
-    """Return whether a rank compiles, or all ranks are in the same long phase and one is active."""
+    """Return whether a rank compiles, or all ranks share a long phase and any rank is active."""
     phases = {rank.phase for rank in ranks}
     is_active = any((rank.cpu or 0) > 0.05 or rank.quiet < 60 for rank in ranks)
     is_long_phase = len(phases) == 1 and ranks[0].phase in LONG_PHASES

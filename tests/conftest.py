@@ -59,7 +59,8 @@ def pytest_configure():
 
 # ---- tests side by side ----------------------------------------------------------------------
 
-# The longest files start first, so that all workers finish at about the same time.
+# The tests of these files take longest. They start first, so that all workers finish at about the
+# same time.
 LONGEST = [
     "test_on_cluster",
     "test_dry_run",

@@ -230,7 +230,7 @@ def check_step_of_restart(user, was_asked=True):
 
 
 def check_continued_curve(user, curves, was_asked=True):
-    """Check the losses of a run that a different number of ranks has continued."""
+    """Check that a run has the same losses after it continues on a different number of ranks."""
     near = range(check_step_of_restart(user, was_asked) + 21)
     full = curves["long"], metrics(user.run_dir)
     first_steps = ({step: curve[step] for step in near} for curve in full)

@@ -49,7 +49,7 @@ def is_quick(block):
 
 
 def runs_here(block):
-    """Return whether a test can run a block unchanged; a block that runs the tests cannot."""
+    """Return whether a test can run a block unchanged; no test runs a block with `make test`."""
     return not block.needs and not block.text.startswith("make test")
 
 

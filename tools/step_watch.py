@@ -84,7 +84,7 @@ class Watch(TorchDispatchMode):
             self.paused -= 1
 
     def peak_bytes(self, device):
-        """Return the bytes at the fullest moment so far."""
+        """Return the largest number of bytes on a device so far."""
         return max((kinds.total() for (_, on), (kinds, _) in self.peaks.items() if on == device))
 
     # ---- where the script is -----------------------------------------------------------------

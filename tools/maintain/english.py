@@ -108,7 +108,7 @@ def comments_of(source):
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT or MARKER.match(token.string):
             continue
-        # A second space after the # marks a line of code.
+        # A comment with two spaces after the # is a line of code, so do not check its words.
         row, words = token.start[0], blank(r"\A {2}.*", token.string[1:], ".").strip()
         alone = not token.line[: token.start[1]].strip()
         if alone and row == block.line + block.words.count("\n") + 1:

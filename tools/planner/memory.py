@@ -331,7 +331,7 @@ def name_of(group):
 
 
 def host_memory(setting, part):
-    """Return the bytes of each part of a node's CPU memory at the peak, and the moment's name.
+    """Return the bytes of each part of a node's CPU memory at the peak, and the name of the moment.
 
     `part` is the Model of one rank. At the start, each rank of chapters 02 to 04 builds the entire
     model in CPU memory. From chapter 05 on, a rank builds the root and one layer at a time. Tensors

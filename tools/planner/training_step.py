@@ -430,7 +430,7 @@ class Setting(SimpleNamespace):
 
     @property
     def weight_bytes(self):
-        """Return the bytes per number of weight shards, and of gradients during their reduction.
+        """Return the bytes of one element of a weight shard, or of a gradient during its reduction.
 
         Under LoRA, the shards of frozen weights have the type of the gathered weights.
         """
@@ -440,7 +440,7 @@ class Setting(SimpleNamespace):
 
     @property
     def compute_bytes(self):
-        """Return the bytes per number of gathered weights, and of their gradients."""
+        """Return the bytes of one element of a gathered weight, or of its gradient."""
         return 2 if self.precision == "bf16" else 4
 
     @property
