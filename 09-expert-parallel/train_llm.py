@@ -176,8 +176,8 @@ def parse_args():
     add("--expert-parallel-size", type=positive, default=1, help="ranks that split the experts")
     balancing = "change of the routers' biases per step, toward experts with few tokens"
     add("--expert-balance-rate", type=float, default=0.0, help=balancing)
-    balancing = "weight of a loss that lowers the scores of experts with many tokens"
-    add("--expert-balance-loss", type=float, default=0.0, help=balancing)
+    balance_loss = "weight of a loss that lowers the scores of experts with many tokens"
+    add("--expert-balance-loss", type=float, default=0.0, help=balance_loss)
 
     add("-e", "--experiment-name", default=chapter, help="name of the run's folder in --save-dir")
     add("--save-dir", default="outputs", help="the folder that holds all runs")
@@ -615,7 +615,7 @@ def experts_of(model):
 
 
 def routers_of(model):
-    """Return the routers whose choices follow the softmax of their logits, in the layers' order."""
+    """Return the routers without a bias for balancing, in the layers' order."""
     routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
     return [] if balancing_biases(model) else routers
 
