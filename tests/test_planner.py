@@ -309,8 +309,8 @@ def test_job_of_a_page_has_the_time_that_its_stop_takes(line, chapter, words):
     assert "--signal" not in line
 
 
-# Each page has a pattern that finds the planner's numbers in the text, and a command line for each
-# number.
+# Each page has a pattern that finds the planner's numbers in the text; each number has a command
+# line.
 CONFIGS = "@05-large-model/configs/llama-3.1-"
 SPLIT_405B = f"{CONFIGS}405b.args --nodes 8 --tensor-parallel-size 8"
 IN_TEXT = {

@@ -62,7 +62,7 @@ def test_conflict_is_marked_and_stops_no_other_chapter(guide):
 
 
 def test_runs_are_drawn_and_compared(tmp_path):
-    """Draw two runs whose metrics have rows that a kill has cut."""
+    """Plot two runs whose metrics have rows that a kill has cut."""
     for name, shift in [("one", 0.0), ("two", 1e-6)]:
         rows = [{"step": step, "loss": 5 - step + shift, "val_loss": 2.5} for step in range(3)]
         (tmp_path / name).mkdir()

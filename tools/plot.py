@@ -93,7 +93,7 @@ def draw(runs, path):
 
 
 def main():
-    """Draw all runs, and print the largest difference between their losses."""
+    """Plot all runs, and print the largest difference between their losses."""
     args = parse_args()
     runs = {run.name: read_metrics(run) for run in args.runs}
     draw(runs, args.output)
