@@ -19,6 +19,7 @@ MEASURED = {"tokens_per_second", "data_wait", "second", "peak_memory_gib", "mfu"
 LIVE = {"06-apart", "data-loading-watch", "diagnosing-hang", "diagnosing-preflight", "fp16-check"}
 # After so many steps at a high learning rate, rounding changes a few of the answers.
 LIVE |= {"conversations-run", "lora-run", "preferences-run", "09-balance", "small-run"}
+LIVE |= {"mixture-rehearsal"}
 MODELS = {"Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"}
 # The key is the name of a dataset, and the value is the name of its subset.
 DATASETS = {"roneneldan/TinyStories": "default", "allenai/c4": "en"}

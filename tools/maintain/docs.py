@@ -311,9 +311,25 @@ def job(seq_length):
     return row | found | best["speed"] | {"stop_seconds": best["stop_seconds"]}
 
 
-def days(tokens, tokens_per_second):
-    """Return the days that 64 GPUs need for `tokens` tokens, each GPU at `tokens_per_second`."""
-    return tokens / tokens_per_second / 64 / 86400
+def days(tokens, tokens_per_second, gpus=64):
+    """Return the days that the GPUs need for `tokens` tokens, each GPU at `tokens_per_second`."""
+    return tokens / tokens_per_second / gpus / 86400
+
+
+def mixture(name):
+    """Return the plans of docs/pretrain-a-mixture.md in a sample, each as a dictionary.
+
+    The total is in tokens per second of all GPUs. A step takes `step` seconds.
+    """
+    text = (ROOT / "assets/samples" / f"{name}.txt").read_text()
+    pattern = r"layout:(.*)\n +all tensors +(\S+) GiB\nspeed: (\S+) tokens/s.*@(\d+)"
+    plans = []
+    for words, tensors, speed, stop_seconds in re.findall(pattern, text):
+        tokens_per_second = float(speed.replace(",", ""))
+        plan = {"words": words.strip(), "gib": float(tensors) * 1.05 + 3, "stop": stop_seconds}
+        plan |= {"tokens_per_second": tokens_per_second, "total": 32 * tokens_per_second}
+        plans.append(plan | {"step": 512 * 4096 / plan["total"]})
+    return plans
 
 
 def spread(values, digits=2):
