@@ -217,6 +217,7 @@ LAYOUTS = {
     "08": [8, "--context-parallel-size 8 -s 32768", "7"],
     "08 ulysses": [8, "--context-parallel-size 8 --context-parallel-style ulysses -s 32768", "7"],
     "09": [16, f"{SMALL_30B} --expert-parallel-size 8"],
+    "09 full": [16, f"{SMALL_30B} -s 32768 --recompute full --expert-parallel-size 8"],
     "09 TP": [16, f"{SMALL_30B} -s 32768 --expert-parallel-size 8 --tensor-parallel-size 2"],
     "lora": [8, "--lora-rank 16"],
     "lora full": [8, "--lora-rank 16 --recompute full"],

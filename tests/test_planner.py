@@ -18,7 +18,7 @@ from on_ranks import make_model_folder
 from planner import CASES, COMMON, SMALL
 from readme import commands
 from scale import setting_from
-from step_time import StepTime, speed_of
+from step_time import StepTime, attention_width, speed_of
 from training_step import numbers
 
 pytestmark = pytest.mark.tool
@@ -100,9 +100,13 @@ def test_expert_parallel_rank_gathers_only_its_own_experts():
     assert one.state == two.state == four.state
     # The first layer is dense. In the last layer, the experts are divided among
     # the ranks.
-    others = numbers(one.shapes(4)) - EXPERTS
+    others = numbers(two.shapes(4))
+    assert numbers(one.shapes(4)) == others + EXPERTS
     assert [step.gathered_bytes(1) for step in (one, two, four)] == [one.gathered_bytes(1)] * 3
-    gathered = [step.gathered_bytes(4) for step in (one, two, four)]
+    # Expert parallelism makes the experts of a layer a group of their own.
+    assert [step.groups_of(4) for step in (one, two, four)] == [[4], [4, 8], [4, 8]]
+    assert two.groups_of(1) == [1]
+    gathered = [sum(map(step.gathered_bytes, step.groups_of(4))) for step in (one, two, four)]
     assert gathered == [2 * (others + EXPERTS // size) for size in (1, 2, 4)]
     totals = [layouts.plan_of(setting)["gpu_total"] for setting in settings]
     assert totals[0] > totals[1] > totals[2]
@@ -226,6 +230,22 @@ def test_published_speeds_are_predicted_as_the_page_says():
     assert all(abs(error) < 0.005 for error in fitted)
     assert all(abs(error) < 0.04 for error in larger)
     assert all(-0.5 < error < 0 for error in others)
+
+
+def test_published_mixtures_are_predicted_as_the_page_says():
+    for row in RECORDED["mixtures"]:
+        speed = scale.predict("mixtures", row)
+        assert speed == pytest.approx(row["predicted"]), "run tools/planner/scale.py again"
+        if "published" in row:
+            assert -0.55 < speed["tokens_per_second"] / row["published"] - 1 < -0.15
+            assert -0.25 < speed["sent once"] / row["published"] - 1 < 0.15
+
+
+def test_attention_of_deepseek_has_keys_that_are_wider_than_values():
+    config = setting_from(
+        f"-m {ROOT}/09-expert-parallel/configs/deepseek-v3-671b.json"
+    ).model.config
+    assert attention_width(config) == 128 * (128 + 64 + 128) / 2
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ SOURCES = {
     "training_step": "UnsupportedModelError numbers local_numbers shard_numbers padded_numbers "
     "shards_of Setting in_flight bubble",
     "memory": "TRACED_PARTS PARTS fullest_step state_bytes StepMemory segment_of ShardedMemory "
-    "PipelineMemory name_of host_memory",
+    "PipelineMemory host_memory",
     "step_time": "EFFICIENCY NCCL forward_flops attention_width collective ring overlapped "
     "StepTime speed_of",
     "layouts": "GIB plan_of stop_seconds checkpoint_bytes ways_to_split best_layouts launcher "

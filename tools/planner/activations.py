@@ -174,7 +174,7 @@ def trace(setting):
             loss_of(small, inputs, ids).backward()
             small.zero_grad()
         record = Recorder()
-        watch(small, record)
+        watch(setting, small, record)
         with record, torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast):
             record.begin("embedding")
             loss = loss_of(small, inputs, ids)
@@ -265,8 +265,12 @@ def split_attention(setting, model):
     model.set_attn_implementation("context_parallel")
 
 
-def watch(model, record):
-    """Add hooks that begin a segment at the borders of each layer, forward and backward."""
+def watch(setting, model, record):
+    """Add hooks that begin a segment at the borders of each layer, forward and backward.
+
+    If chapter 09 splits the experts, begin a segment when the gradients of the experts of a layer
+    are complete, too.
+    """
     for weight in model.parameters():
         record.weights.add(key_of(weight))
         if weight.requires_grad:
@@ -287,6 +291,18 @@ def watch(model, record):
         record.rename(grad, "activations")
         record.begin(f"layer {number} backward")
 
+    def after_experts(number, missing, weight):
+        missing.remove(weight)
+        if not missing:
+            record.begin(f"layer {number} backward after experts")
+
+    splits_experts = setting.expert_parallel_size * setting.tensor_parallel_size > 1
+    all_experts = newest_chapter().experts_of(model) if splits_experts else []
     for number, layer in enumerate(newest_chapter().layers_of(model), 1):
+        experts = [module for module in layer.modules() if module in all_experts]
+        missing = {weight for module in experts for weight in module.parameters()}
+        for weight in list(missing):
+            hook = functools.partial(after_experts, number, missing)
+            weight.register_post_accumulate_grad_hook(hook)
         layer.register_forward_pre_hook(functools.partial(before, number), with_kwargs=True)
         layer.register_forward_hook(functools.partial(after, number))

@@ -110,18 +110,21 @@ def ways_to_split(args):
     stages = sizes("pipeline", min(args.ranks, 32))
     schedules = ["--pipeline-schedule interleaved-1f1b", ""]
     styles = ["", "--context-parallel-style ulysses"]
+    # Chapters 06 and 07 cannot split the layers of a mixture of experts, but chapter 09 can.
+    is_mixture = len(newest_chapter().experts_of(args.model.built)) > 0
+    tensor_chapter, both_chapter = ("09", "09") if is_mixture else ("06", "07")
     ways = {
         "DDP": ("02" if args.nodes == 1 else "03", [alone]),
         "FSDP": ("04", [alone, ["--no-reshard-after-forward", ""]]),
         "FSDP, replicas": ("04", [alone, replicas]),
         "FSDP, recompute": ("05", [alone, [*replicas, ""], recompute[1:]]),
         "FSDP, CPU offload": ("05", [alone, recompute, ["--cpu-offload"]]),
-        "FSDP, TP": ("06", [together, recompute, tensor]),
+        "FSDP, TP": (tensor_chapter, [together, recompute, tensor]),
         "FSDP, PP": ("07", [alone, recompute, schedules, stages]),
-        "FSDP, TP, PP": ("07", [together, recompute, schedules, tensor, stages]),
+        "FSDP, TP, PP": (both_chapter, [together, recompute, schedules, tensor, stages]),
         "FSDP, CP": ("08", [together, recompute, styles, context]),
     }
-    if newest_chapter().experts_of(args.model.built):
+    if is_mixture:
         ways["FSDP, EP"] = ("09", [alone, recompute, sizes("expert", min(args.ranks, 64))])
     return ways
 

@@ -4,6 +4,7 @@ from collections import Counter
 
 from activations import segments_of
 from training_step import (
+    ExpertShape,
     adapter_shapes,
     in_flight,
     local_numbers,
@@ -83,20 +84,24 @@ class StepMemory:
         """Simulate a micro-step in the order of FSDP's code; under DDP, the gathers do nothing.
 
         The weights form groups: group N is layer N, and group 0 is the root, which has all weights
-        outside of the layers.
+        outside of the layers. If ranks have different experts, the experts of layer N are group
+        depth + N, which FSDP gathers and reduces apart from the layer's other weights.
         """
         self.gather(0)
         self.use(0)
         self.forward(0)
         for layer in range(1, self.depth + 1):
             if self.setting.reshard_after_forward and layer > 1:
-                self.free(layer - 1)
-            self.use(layer)
+                for group in self.groups_of(layer - 1):
+                    self.free(group)
+            for group in self.groups_of(layer):
+                self.use(group)
             self.forward(layer)
         self.head_forward()
         self.head_backward()
         for layer in range(self.depth, 0, -1):
-            self.use(layer)
+            for group in self.groups_of(layer):
+                self.use(group)
             # FSDP prefetches the weights of the layer that comes next in the backward pass.
             if layer > 1:
                 self.gather(layer - 1)
@@ -113,7 +118,26 @@ class StepMemory:
 
     def shapes(self, group):
         """Return the shapes of a group's weights."""
-        return self.model.layers[group - 1] if group else self.model.root
+        if not group:
+            return self.model.root
+        shapes = self.model.layers[(group - 1) % self.depth]
+        if not self.setting.has_expert_groups:
+            return shapes
+        is_expert = group > self.depth
+        return [shape for shape in shapes if isinstance(shape, ExpertShape) == is_expert]
+
+    def groups_of(self, layer):
+        """Return the groups of a layer: the layer, and perhaps its experts."""
+        experts = self.depth + layer
+        has_experts = self.setting.has_expert_groups and len(self.shapes(experts)) > 0
+        return [layer, experts] if has_experts else [layer]
+
+    def name_of(self, group):
+        """Return the name of a group of weights that FSDP gathers together."""
+        if not group:
+            return "embedding, norm and output"
+        kind = "experts of layer" if group > self.depth else "layer"
+        return f"{kind} {(group - 1) % self.depth + 1}"
 
     def trained_shapes(self, group):
         """Return the shapes of a group's weights that have gradients."""
@@ -175,6 +199,15 @@ class StepMemory:
     def backward(self, group):
         when = f"backward of layer {group}" if group else "backward of the embedding"
         self.compute(when, f"{segment_of(group)} backward")
+        # The gradients of a layer's experts are complete before those of its other weights.
+        after_experts = f"{segment_of(group)} backward after experts"
+        if after_experts in self.segments:
+            self.enter(after_experts, group)
+        for experts in self.groups_of(group)[1:] if group else []:
+            self.add_gradients(self.gradients_of(experts))
+            self.reduce(experts)
+        if after_experts in self.segments:
+            self.compute(when, after_experts)
         if group:
             self.enter(f"{segment_of(group - 1)} backward", group - 1)
             self.add_gradients(self.gradients_of(group))
@@ -238,7 +271,7 @@ class ShardedMemory(StepMemory):
         input_copy = shard if copies_shard else 0
         # Gloo gathers into a second buffer.
         gloo_copy = 0 if setting.cuda else output
-        when = f"all-gather of {name_of(group)}"
+        when = f"all-gather of {self.name_of(group)}"
         self.update_peak(when, communication=output + input_copy + gloo_copy)
         self.held["communication"] += output
         self.gather_buffers[group] = output
@@ -250,7 +283,7 @@ class ShardedMemory(StepMemory):
         self.gather(group)
         self.held["gathered weights"] += self.gathered_bytes(group)
         self.gathered.add(group)
-        self.update_peak(f"copy of {name_of(group)}")
+        self.update_peak(f"copy of {self.name_of(group)}")
         output = self.gather_buffers.pop(group)
         if self.is_forward:
             # FSDP keeps the previous output buffer until this copy has been launched.
@@ -281,7 +314,7 @@ class ShardedMemory(StepMemory):
         size = 4 if setting.lora_rank else setting.weight_bytes
         self.reduce_buffer = padded_numbers(self.trained_shapes(group), setting) * size
         self.held["communication"] += self.reduce_buffer
-        when = f"reduce-scatter of {name_of(group)}"
+        when = f"reduce-scatter of {self.name_of(group)}"
         self.update_peak(when)
         self.held["full gradients"] -= self.gradients_of(group)
         shard = shard_numbers(self.trained_shapes(group), setting) * size
@@ -323,11 +356,6 @@ class PipelineMemory(ShardedMemory):
     def reduce(self, group):
         """Add a group's gradients to the sums; the rank reduces the sums at the end of the step."""
         self.held["full gradients"] -= self.gradients_of(group)
-
-
-def name_of(group):
-    """Return the name of a group of weights that FSDP gathers together."""
-    return f"layer {group}" if group else "embedding, norm and output"
 
 
 def host_memory(setting, part):

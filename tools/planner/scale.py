@@ -70,9 +70,29 @@ def fastest_of(words):
     return found
 
 
+class SentOnceStep(StepTime):
+    """Add up the seconds of a step that sends each token only once, whatever its experts.
+
+    NeMo AutoModel's benchmarks replace the router by a gate that chooses neighboring experts, which
+    lie on one rank or on two ranks of a node. DeepEP sends a token only once to each node.
+    """
+
+    def exchange(self, size, times):
+        return super().exchange(size / self.model.config.num_experts_per_tok, times)
+
+
+def mixture_of(words):
+    """Return the tokens per second and GPU of a mixture, by the usual step and if sent once."""
+    setting = setting_from(words)
+    tokens = setting.global_batch_size * setting.seq_length / setting.ranks
+    usual, once = StepTime(setting), SentOnceStep(setting)
+    return {"tokens_per_second": tokens / usual.seconds, "sent once": tokens / once.seconds}
+
+
 # Each part of the file has a function that predicts a row from the row's command line.
 PARTS = {
     "published": lambda words: speed_of(setting_from(words)),
+    "mixtures": mixture_of,
     "scenes": lambda words: speed_of(setting_from(words)),
     "layers": layer_of,
     "job": lambda words: [{key: row[key] for key in JOB_KEYS} for row in layouts_of(words)],

@@ -84,9 +84,14 @@ def forward_flops(setting):
 
 
 def attention_width(config, heads="num_attention_heads"):
-    """Return the width of all attention heads together, or of all heads of keys."""
+    """Return the width of all attention heads together, or of all heads of keys.
+
+    If keys and values have different widths, as in DeepSeek-V3, the result is the mean.
+    """
     all_heads = getattr(config, "num_attention_heads", 0)
     head_width = getattr(config, "head_dim", None) or config.hidden_size // max(1, all_heads)
+    if getattr(config, "qk_head_dim", None):
+        head_width = (config.qk_head_dim + config.v_head_dim) / 2
     return head_width * (getattr(config, heads, None) or all_heads)
 
 

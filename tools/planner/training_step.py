@@ -418,6 +418,11 @@ class Setting(SimpleNamespace):
         return self.shards * tp_size // self.expert_parallel_size
 
     @property
+    def has_expert_groups(self):
+        """Return whether FSDP gathers the experts of a layer apart, as chapter 09 does."""
+        return self.chapter == "09" and self.expert_parallel_size * self.tensor_parallel_size > 1
+
+    @property
     def num_stages(self):
         """Return the number of stages of the pipeline."""
         _, stages_per_rank = newest_chapter().SCHEDULES[self.pipeline_schedule]
