@@ -626,7 +626,7 @@ def messages_of(turns):
             message |= {"role": message.pop("from"), "content": message.pop("value", "")}
         role, content = message.get("role"), message.get("content", "")
         if role not in ROLES:
-            raise ValueError(f"unknown role {role}; known are {', '.join(ROLES)}")
+            raise ValueError(f"unknown role {role}; use one of {', '.join(ROLES)}")
         if role == "function_call":
             calls = json.loads(message.pop("content"))
             calls = calls if isinstance(calls, list) else [calls]
@@ -757,7 +757,7 @@ class Stream:
         self.counts = Counter(state.get("counts", self.counts))
 
     def state(self):
-        """Return the state of this stream; its "source" is for Source.load_state()."""
+        """Return the state of this stream; Source.load_state() needs its entry "source"."""
         state = {"tokens": self.num_tokens, "bad": self.num_bad, "used": self.used}
         return state | {"counts": self.counts, "source": self.batch}
 

@@ -1,4 +1,4 @@
-"""Test that a user's mistake costs one line that names the value, exit status 2, and no file."""
+"""Test that a user's mistake prints one line with the value, exits with 2, and leaves no file."""
 
 import shutil
 import subprocess

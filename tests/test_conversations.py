@@ -266,7 +266,7 @@ def texts_of(tokenizer, tokens, seq_length):
 CALL = {"type": "function", "function": {"name": "find", "arguments": {"word": "a"}}}
 CALLS = [ASK, {"role": "assistant", "tool_calls": [CALL]}, say("tool", "b"), ANSWER]
 MISTAKES = {
-    "role": ([ASK, say("bot", "Hm.")], "unknown role bot; known are system, developer, user"),
+    "role": ([ASK, say("bot", "Hm.")], "unknown role bot; use one of system, developer, user"),
     "empty": ([], "it has no messages"),
     "null": (None, "it has no messages"),
     "no answer": ([say("system", "Be short."), ASK], "its last turn is by the user; end it with"),

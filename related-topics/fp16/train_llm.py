@@ -745,8 +745,8 @@ def main():
     # DDP: create gradients, and set them to 0. DDP moves them into its buckets at every start.
     loss_of(args, model, held_out[: args.micro_batch_size].long().to(device)).backward()
     model.zero_grad(set_to_none=False)
-    # DDP: look for weights without a gradient only if there are any, because the search takes time.
-    # Without the search, DDP would wait for the gradients of these weights.
+    # DDP: search for unused weights only if this backward pass has left weights without gradients.
+    # The search takes time, but without it, DDP would wait for the gradients of unused weights.
     options = {"find_unused_parameters": any(weight.grad is None for weight in model.parameters())}
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
     # DDP: training never changes the buffers, so do not broadcast them in each forward pass.
