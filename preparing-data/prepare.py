@@ -109,8 +109,10 @@ def parse_args():
     add("-m", "--model-name", default="tiny", help="whose tokenizer: hub id, local folder, or tiny")
     column = "which column is the text (text), or the turns (messages, or conversations)"
     add("--text-column", default=argparse.SUPPRESS, help=column)
+    add = parser.add_mutually_exclusive_group().add_argument
     add("--conversations", action="store_true", help="pack conversations, with answers marked")
     add("--preferences", action="store_true", help="pack pairs of a chosen and a rejected answer")
+    add = parser.add_argument
     add("-s", "--seq-length", type=int, default=256, help="tokens in a packed sample")
     add("--piece", type=int, default=2**28, metavar="TOKENS", help="tokens in a piece")
     workers = "tokenizing processes; 0: one for each core, or a thread if the sources are small"
@@ -917,7 +919,7 @@ def report(args, streams):
     ):
         words = ["python", "01-single-gpu/train_llm.py", "-m", args.model_name, "-d", args.output]
         if args.kind != "text":
-            words[:2] = ["torchrun", f"fine-tuning/{args.kind}/train_llm.py"]
+            words[:2] = ["torchrun", "--standalone", f"fine-tuning/{args.kind}/train_llm.py"]
             words += ["-s", args.seq_length]
             show_sample(args, load_tokenizer(args.model_name))
         print("train on it:", shlex.join(map(str, words)))
