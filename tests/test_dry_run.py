@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import shlex
 
 import pytest
@@ -470,3 +471,10 @@ def test_second_wrapper_of_ddp_is_reported_with_its_line(tmp_path):
     problem = run(script, 2, MODEL)["problem"]
     assert "a second DistributedDataParallel" in problem["reason"]
     assert "DDP(DDP(" in source.splitlines()[problem["line"] - 1]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "assets/samples").glob("dry-run-*.txt")))
+def test_sample_names_the_lines_of_todays_scripts(path):
+    for script, number, code in re.findall(r"(\S+/train_llm\.py):(\d+): (.*)", path.read_text()):
+        line = (ROOT / script).read_text().splitlines()[int(number) - 1].strip()
+        assert line.startswith(code[:60]), f"record {path.stem} again: line {number} is {line}"
