@@ -15,15 +15,15 @@ from runs import WATCHED, watched_command
 
 
 def start(folder, script, *args, ranks=1):
-    """Start a script under watched.py; return the process of the last rank."""
-    words = [WATCHED, "--into", folder, script, *args]
-    return start_ranks(ranks, words, folder)[-1]
+    """Start a script under watched.py; return the processes of its ranks."""
+    return start_ranks(ranks, [WATCHED, "--into", folder, script, *args], folder)
 
 
-def run(folder, script, *args):
-    """Run a script under watched.py to its end; return its exit status and its output."""
-    status = start(folder, script, *args).wait(timeout=100)
-    return status, (folder / "rank0.log").read_text()
+def run(folder, script, *args, ranks=1):
+    """Run a script under watched.py to its end; return rank 0's exit status and output."""
+    processes = start(folder, script, *args, ranks=ranks)
+    statuses = [process.wait(timeout=200) for process in processes]
+    return statuses[0], (folder / "rank0.log").read_text()
 
 
 def beat_of(folder, rank=0):
@@ -80,7 +80,7 @@ time.sleep(1e6)
 
 
 def test_sigterm_reaches_the_handler_of_the_script_and_is_recorded(tmp_path):
-    process = start(tmp_path, written(tmp_path, HANDLER))
+    (process,) = start(tmp_path, written(tmp_path, HANDLER))
     log = tmp_path / "rank0.log"
     wait_until(lambda: "ready\n" in log.read_text(), 60, "the script runs")
     process.send_signal(signal.SIGTERM)
@@ -102,7 +102,8 @@ def watched_run(tmp_path_factory):
     args = [SCRIPTS["02"], *SHORT, "--save-dir", folder, "-e"]
     alone = start_ranks(2, [*args, "alone"], folder, "-alone")
     assert [process.wait(timeout=200) for process in alone] == [0, 0]
-    assert start(folder, *args, "watched", ranks=2).wait(timeout=200) == 0
+    status, output = run(folder, *args, "watched", ranks=2)
+    assert status == 0, output
     return folder
 
 
@@ -132,7 +133,8 @@ def test_heartbeat_has_steps_checks_and_resources(watched_run):
 @pytest.mark.slow
 def test_step_number_includes_the_steps_before_a_resume(watched_run):
     args = [*SHORT, "--num-steps", 30, "--save-dir", watched_run, "-e", "watched"]
-    assert start(watched_run, SCRIPTS["02"], *args, ranks=2).wait(timeout=200) == 0
+    status, output = run(watched_run, SCRIPTS["02"], *args, ranks=2)
+    assert status == 0, output
     assert beat_of(watched_run)["step"] == 30
 
 
