@@ -68,7 +68,7 @@ LAUNCHER_VARIABLES = {
     "srun": ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],
 }
 # The number of tokens whose logits exist at the same time.
-CHUNK_SIZE = 1024
+CHUNK_SIZE = 2048
 # The asynchronous save in progress: a list with at most one Future object.
 PENDING_SAVES = []
 
@@ -390,7 +390,8 @@ def build_model(args, config):
     # states. Without the clone, FSDP would warn that a module returns a view.
     head = model.get_output_embeddings()
     head.forward = torch.clone
-    model.loss_function = functools.partial(chunked_loss, head)
+    loss_of = torch.compile(loss_of_chunk, dynamic=False) if args.compile else loss_of_chunk
+    model.loss_function = functools.partial(chunked_loss, head, loss_of)
     # In a step, all ranks together predict all tokens except the first token of each sample.
     model.num_targets = args.global_batch_size * (args.seq_length - 1)
 
@@ -411,7 +412,6 @@ def build_model(args, config):
     if args.compile:
         for layer in layers_of(model):
             layer.compile(dynamic=False)
-        model.loss_function = torch.compile(model.loss_function, dynamic=False)
     return model
 
 
@@ -523,24 +523,24 @@ def needs_mask(args, model):
     return not results or not all(results)
 
 
-def chunked_loss(head, hidden, labels):
+def chunked_loss(head, loss_of, hidden, labels):
     """Return the summed cross entropy of predicting each label from the previous hidden state.
 
     The shape of `hidden` is [batch, sequence, width], that of `labels` [batch, sequence]. Logits,
-    [tokens, vocabulary], exist for only one chunk of tokens at a time.
+    [tokens, vocabulary], exist for only one chunk of tokens at a time. `loss_of` is
+    loss_of_chunk(), perhaps compiled.
     """
     # The last position has no next token; cross_entropy() ignores the target -100.
     targets = F.pad(labels[:, 1:], (0, 1), value=-100)
     # TP: this rank has the hidden states of one part of each sequence, so use that part's targets.
     num_parts = labels.shape[1] // hidden.shape[1]
     targets = targets.chunk(num_parts, dim=1)[dist.get_rank() % num_parts]
-    weights = (full_weight(head.weight), full_weight(head.bias))
-    hidden_chunks = hidden.flatten(0, 1).split(CHUNK_SIZE)
-    target_chunks = targets.flatten().split(CHUNK_SIZE)
-    total_loss = 0.0
-    for chunk in zip(hidden_chunks, target_chunks, strict=True):
-        total_loss += recompute(loss_of_chunk, weights, *chunk, use_reentrant=False)
-    return total_loss
+    weights = [full_weight(weight) for weight in (head.weight, head.bias) if weight is not None]
+    hidden, targets = hidden.flatten(0, 1), targets.flatten()
+    if torch.is_grad_enabled():
+        return ChunkedLoss.apply(loss_of, hidden, targets, *weights)
+    chunks = zip(hidden.split(CHUNK_SIZE), targets.split(CHUNK_SIZE), strict=True)
+    return sum(loss_of(*chunk, *weights) for chunk in chunks)
 
 
 def full_weight(weight):
@@ -550,7 +550,35 @@ def full_weight(weight):
     return weight
 
 
-def loss_of_chunk(weights, hidden, targets):
+class ChunkedLoss(torch.autograd.Function):
+    """Compute the gradients of a chunk right after its loss, because its logits still exist then.
+
+    If autograd did this in the backward pass, it would have to keep all logits, or compute each
+    chunk of them again.
+    """
+
+    @staticmethod
+    def forward(ctx, loss_of, hidden, targets, *weights):
+        chunks = [chunk.detach().requires_grad_() for chunk in hidden.split(CHUNK_SIZE)]
+        weights = [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
+        total_loss = 0.0
+        for chunk in zip(chunks, targets.split(CHUNK_SIZE), strict=True):
+            with torch.enable_grad():
+                loss = loss_of(*chunk, *weights)
+            # This frees the logits, and adds up the gradients of the weights over the chunks.
+            loss.backward()
+            total_loss += loss.detach()
+        grad_hidden = torch.cat([chunk.grad for chunk in chunks])
+        ctx.save_for_backward(grad_hidden, *(weight.grad for weight in weights))
+        return total_loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_hidden, *others = (g if g is None else grad * g for g in ctx.saved_tensors)
+        return None, grad_hidden, None, *others
+
+
+def loss_of_chunk(hidden, targets, *weights):
     """Return the summed cross entropy of hidden states [tokens, width] and targets [tokens]."""
     logits = F.linear(hidden, *weights)
     return F.cross_entropy(logits.float(), targets, reduction="sum")

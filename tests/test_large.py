@@ -1,7 +1,10 @@
 """Test chapter 05: the loss in chunks, and a model too large for chapter 04."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import SCRIPTS, metrics
 from on_ranks import make_model_folder, torchrun
@@ -9,21 +12,40 @@ from on_ranks import make_model_folder, torchrun
 
 @pytest.mark.parametrize("chunk", [1, 7, 63, 1024])
 @pytest.mark.parametrize("bias", [True, False])
-def test_chunked_loss_equals_the_loss(load, monkeypatch, chunk, bias):
+@pytest.mark.parametrize("frozen", [True, False])
+def test_chunked_loss_equals_the_loss(load, monkeypatch, chunk, bias, frozen):
     """Compare loss and gradients for chunks of one token, of odd sizes, and of all tokens."""
     chapter = load("05")
     monkeypatch.setattr(chapter, "CHUNK_SIZE", chunk)
     torch.manual_seed(0)
-    head = torch.nn.Linear(16, 50, bias=bias)
+    head = torch.nn.Linear(16, 50, bias=bias).requires_grad_(not frozen)
     hidden, labels = torch.randn(3, 22, 16, requires_grad=True), torch.randint(50, (3, 22))
-    inputs = [hidden, *head.parameters()]
+    inputs = [hidden, *([] if frozen else head.parameters())]
     logits = head(hidden)[:, :-1].flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
-    chunked = chapter.chunked_loss(head, hidden, labels) / len(logits)
-    assert abs(loss - chunked) < 2e-6
-    gradients, others = (torch.autograd.grad(value, inputs) for value in (loss, chunked))
+    chunked_loss = partial(chapter.chunked_loss, head, chapter.loss_of_chunk)
+    chunked = chunked_loss(hidden, labels) / len(logits)
+    with torch.no_grad():
+        evaluated = chunked_loss(hidden, labels) / len(logits)
+    assert abs(loss - chunked) < 2e-6 and abs(loss - evaluated) < 2e-6
+    # Scale the loss, as the trainer of a reader might do.
+    gradients, others = (torch.autograd.grad(3 * value, inputs) for value in (loss, chunked))
     for gradient, other in zip(gradients, others, strict=True):
-        assert (gradient - other).abs().max() < 2e-6
+        assert (gradient - other).abs().max() < 6e-6
+    assert all(weight.grad is None for weight in head.parameters())
+
+
+def test_the_head_computes_its_logits_once(load, monkeypatch):
+    """Count the FLOPs of the head."""
+    chapter = load("05")
+    monkeypatch.setattr(chapter, "CHUNK_SIZE", 8)
+    head = torch.nn.Linear(16, 4096, bias=False)
+    hidden = torch.randn(2, 32, 16, requires_grad=True)
+    labels = torch.ones(2, 32, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        chapter.chunked_loss(head, chapter.loss_of_chunk, hidden, labels).backward()
+    # One product makes the logits, and two products make the gradients.
+    assert counter.get_total_flops() == 3 * 2 * hidden.numel() * 4096
 
 
 @pytest.mark.exhaustive
