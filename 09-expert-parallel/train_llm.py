@@ -736,16 +736,16 @@ class ChunkedLoss(torch.autograd.Function):
     def forward(ctx, loss_of, hidden, targets, *weights):
         chunks = [chunk.detach().requires_grad_() for chunk in hidden.split(CHUNK_SIZE)]
         weights = [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
-        total_loss = 0.0
+        loss_sum = 0.0
         for chunk in zip(chunks, targets.split(CHUNK_SIZE), strict=True):
             with torch.enable_grad():
                 loss = loss_of(*chunk, *weights)
             # This frees the logits, and adds up the gradients of the weights over the chunks.
             loss.backward()
-            total_loss += loss.detach()
+            loss_sum += loss.detach()
         grad_hidden = torch.cat([chunk.grad for chunk in chunks])
         ctx.save_for_backward(grad_hidden, *(weight.grad for weight in weights))
-        return total_loss
+        return loss_sum
 
     @staticmethod
     def backward(ctx, grad):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
+from torch.nn.attention import flex_attention as flex
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -20,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     masking_utils,
 )
+from transformers.integrations.flex_attention import WrappedFlexAttention
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import preparing
@@ -63,21 +65,31 @@ def tokens_of(tokenizer, document):
 
 
 WINDOW = {"mistral": ["--config", "sliding_window=24"]}
-CASES = [("llama", "llama2", 1), ("mistral", "qwen3", 8)]
-CASES += [slow("gpt2", "phi3", 2), slow("gemma3-window", "llama3", 1)]
-CASES += [slow("llama", "built-in", 2), slow("qwen3", "chatml", 8)]
+CASES = [("llama", "llama2", 1, "sdpa"), ("mistral", "qwen3", 8, "sdpa")]
+CASES += [slow("gpt2", "phi3", 2, "sdpa"), slow("gemma3-window", "llama3", 1, "sdpa")]
+CASES += [slow("llama", "built-in", 2, "sdpa"), slow("qwen3", "chatml", 8, "sdpa")]
+CASES += [("mistral", "llama2", 2, "flex_attention")]
+CASES += [slow("gemma3-window", "llama3", 1, "flex_attention")]
 
 
-@pytest.mark.parametrize("family, template, batch_size", CASES)
+@pytest.fixture
+def flex_on_cpu(monkeypatch):
+    """Run flex attention's formula as plain operations; torch refuses a backward pass on a CPU."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(WrappedFlexAttention, "__call__", lambda _: flex.flex_attention)
+
+
+@pytest.mark.parametrize("family, template, batch_size, attention", CASES)
 def test_packed_gradient_equals_one_conversation_at_a_time(
-    chapter, layout_models, tmp_path, family, template, batch_size
+    chapter, layout_models, tmp_path, flex_on_cpu, family, template, batch_size, attention
 ):
     folder = shutil.copytree(layout_models / family, tmp_path / family)
     if TEMPLATES[template]:
         (folder / "chat_template.jinja").write_text(TEMPLATES[template])
     words = ["-m", folder, "-d", prepare_conversations(tmp_path, model=folder)]
-    words += ["-b", batch_size, *WINDOW.get(family, [])]
+    words += ["-b", batch_size, *WINDOW.get(family, []), "--attention", attention]
     args, model, train_set, held_out = prepare(chapter, *words)
+    assert model.config._attn_implementation == attention
     tokenizer = AutoTokenizer.from_pretrained(folder)
     expected = [
         tokens_of(tokenizer, document)

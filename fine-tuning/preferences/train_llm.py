@@ -118,6 +118,8 @@ def parse_args():
         default="none",
         help="activations to compute again in the backward pass",
     )
+    attention = "how a layer ignores other documents: with a mask, or block by block on a GPU"
+    add("--attention", choices=["sdpa", "flex_attention"], default="sdpa", help=attention)
 
     add("-e", "--experiment-name", default=chapter, help="name of the run's folder in --save-dir")
     add("--save-dir", default="outputs", help="the folder that holds all runs")
@@ -369,6 +371,7 @@ def build_model(args, config):
     # In every forward pass, transformers asks the device whether samples hold several packed
     # sequences, and the host has to wait for the answer. number_documents() needs no wait.
     masking_utils.find_packed_sequence_indices = number_documents
+    model.set_attn_implementation(args.attention)
 
     # Wrap the layers for recomputation before they are compiled and sharded.
     if args.recompute != "none":
@@ -406,7 +409,9 @@ def check_packing(args, model, device):
     text = torch.arange(args.seq_length, device=device)[None] % model.config.vocab_size
     indices = torch.arange(args.seq_length, device=device) % (math.isqrt(args.seq_length // 4) | 1)
     model.eval()
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    # Without compilation, flex attention would need memory for all pairs of tokens.
+    stance = "force_eager" if args.attention == "sdpa" else "default"
+    with torch.no_grad(), torch.compiler.set_stance(stance):
         alone = model(input_ids=text, use_cache=False).logits[:, indices]
         packed = model(text[:, indices], position_ids=indices[None], use_cache=False).logits
     model.train()

@@ -301,9 +301,13 @@ class ShardedMemory(StepMemory):
         """Return the bytes of a group's gathered weights."""
         return padded_numbers(self.shapes(group), self.setting) * self.setting.compute_bytes
 
+    def head_forward(self):
+        # FSDP frees this buffer at the end of the model's forward pass, and the loss comes after.
+        self.held["communication"] -= self.last_gather_buffer
+        super().head_forward()
+
     def head_backward(self):
         self.is_forward = False
-        self.held["communication"] -= self.last_gather_buffer
         super().head_backward()
 
     def reduce(self, group):
