@@ -107,6 +107,8 @@ def parse_args():
 
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if present")
     add("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: bf16 if fast")
+    attention = "how a layer ignores other documents: with a mask, or block by block on a GPU"
+    add("--attention", choices=["sdpa", "flex_attention"], default="sdpa", help=attention)
     add("--compile", action="store_true", help="compile the layers and the loss")
     switch = argparse.BooleanOptionalAction
     add("--reshard-after-forward", action=switch, default=True, help="free gathered weights early")
@@ -118,8 +120,6 @@ def parse_args():
         default="none",
         help="activations to compute again in the backward pass",
     )
-    attention = "how a layer ignores other documents: with a mask, or block by block on a GPU"
-    add("--attention", choices=["sdpa", "flex_attention"], default="sdpa", help=attention)
 
     add("-e", "--experiment-name", default=chapter, help="name of the run's folder in --save-dir")
     add("--save-dir", default="outputs", help="the folder that holds all runs")

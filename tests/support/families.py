@@ -89,7 +89,7 @@ MODERN = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", 
 MODERN += ["gpt_neox", "opt", "mixtral", "qwen3_moe", "apertus", "granite", "cohere", "diffllama"]
 ARGS = {"model_name": "a", "pretrained": False, "compile": False, "seed": 0, "seq_length": 16}
 ARGS |= {"replicas": 1, "precision": "fp32", "cpu_offload": False, "reshard_after_forward": True}
-ARGS |= {"recompute": "none", "device": "cpu", "global_batch_size": 8}
+ARGS |= {"recompute": "none", "device": "cpu", "global_batch_size": 8, "attention": "sdpa"}
 
 
 def shrink(config, **settings):
