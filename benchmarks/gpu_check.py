@@ -394,13 +394,16 @@ def mixture_model(bench):
     return f"-m {folder} --config num_hidden_layers=2"
 
 
-def speed(bench, script, how="eager", mixture=False):
-    """Measure the tokens per second on one or all devices, against the upper limits."""
+def speed(bench, script, how="eager", mixture=False, flags="", beside=None, goals=None):
+    """Measure the tokens per second on one or all devices, against the upper limits.
+
+    `beside` names an earlier check, whose speed is a limit, too.
+    """
     ranks = 1 if script in ("01", TRAINER) else bench.count
     if script == TRAINER and not importlib.util.find_spec("accelerate"):
         raise Skip("accelerate is not installed, and the Trainer needs it")
     model = mixture_model(bench) if mixture else LARGE
-    flags = speed_flags(bench, ranks, model) + (" --compile" if how == "compiled" else "")
+    flags = f"{speed_flags(bench, ranks, model)} {flags}" + " --compile" * (how == "compiled")
     job = bench.train(script, flags, ranks=ranks)
     # Wait for WINDOWS rows after the first two, which are of step 0 and of the first window.
     bench.wait(job, until=lambda: len(job.rows()) > 1 + WINDOWS)
@@ -410,11 +413,14 @@ def speed(bench, script, how="eager", mixture=False):
     bench.numbers |= {"ranks": ranks, "tokens/s": measured, "peak GiB": rows[-1]["peak_memory_gib"]}
     # Record mfu only if it is known, because the script does not know the peak of every GPU.
     bench.numbers |= {"mfu": rows[-1]["mfu"]} if rows[-1]["mfu"] else {}
-    if script == TRAINER or mixture:
-        return bench.judged({})
-    bench.numbers |= ratios(bench.session.rows, measured / ranks, how)
-    has_goals = (script, how, bench.device) == ("01", "compiled", "cuda")
-    return bench.judged(SPEED_GOALS if has_goals else {})
+    known = bench.session.rows
+    if script != TRAINER and not mixture:
+        bench.numbers |= ratios(known, measured / ranks, how)
+    other = known.get(beside, {}).get("numbers", {})
+    if "tokens/s" in other:
+        per_rank = other["tokens/s"] / other["ranks"]
+        bench.numbers[f"to {beside.removeprefix('speed-')}"] = measured / ranks / per_rank
+    return bench.judged(goals or {} if bench.device == "cuda" else {})
 
 
 def ratios(rows, tokens_per_second, how):
@@ -436,15 +442,24 @@ EIGHT_LAYERS = "--config num_hidden_layers=8"
 # Compare only four steps, because rounding errors grow with the steps and differ on each device.
 FOUR_STEPS = {"chapter": "01", "model": "--num-steps 4 --warmup-steps 1"}
 EIGHT = "--global-batch-size 8"
-COMPILED = ("04", "05", "02", *FINE_TUNING)
+FLEX = "--attention flex_attention"
 TRAINER = [harness.ROOT / "alternative-frameworks/trainer/train_llm.py"]
-SPEED_GOALS = {"to trainer": (1.1, math.inf), "to bare": (0.95, math.inf), "to matmul": (0.65, 1)}
+TO_BARE = {"to bare": (0.95, math.inf)}
+SPEED_GOALS = TO_BARE | {"to trainer": (1.1, math.inf), "to matmul": (0.65, 1)}
+COMPILED = partial(speed, how="compiled")
+BESIDE_05 = {"beside": "speed-05-compiled"}
+TO_05 = {"to 05-compiled": (0.9, math.inf)}
+BESIDE_01 = {"mixture": True, "beside": "speed-mixture-01"}
+TO_01 = {"to mixture-01": (0.9, math.inf)}
 TOGETHER = {
     **{f"parity-{name}": partial(parity, chapter=name) for name in SCRIPTS},
     **{f"mixture-{n}": partial(parity, chapter=n, **MIXED) for n in ("01", "05", "09")},
     # Leave out LoRA: it initializes frozen weights in bfloat16, so without --pretrained the weights
     # would differ.
     **{f"bf16-{name}": partial(parity, chapter=name, **BF16) for name in SCRIPTS if name != "lora"},
+    "bf16-conversations-flex": partial(
+        parity, chapter="conversations", own_flags=f"{BF16['own_flags']} {FLEX}", within=ROUGHLY
+    ),
     "bf16-mixture": partial(parity, chapter="05", **MIXED, **BF16),
     "bf16-mixture-09": partial(parity, chapter="09", **MIXED, **BF16),
     "split-layers": partial(parity, chapter="06", split="--tensor-parallel-size"),
@@ -476,11 +491,19 @@ ALONE = {
     "preflight": preflight,
     "speed-bare": speed_bare,
     "speed-trainer": partial(speed, script=TRAINER),
-    "speed-01-compiled": partial(speed, script="01", how="compiled"),
+    "speed-01-compiled": partial(COMPILED, script="01", goals=SPEED_GOALS),
     "speed-01": partial(speed, script="01"),
-    **{f"speed-{n}-compiled": partial(speed, script=n, how="compiled") for n in COMPILED},
-    **{f"speed-mixture-{n}": partial(speed, script=n, mixture=True) for n in ("01", "09")},
-    "speed-mixture-09-compiled": partial(speed, script="09", how="compiled", mixture=True),
+    "speed-04-compiled": partial(COMPILED, script="04"),
+    "speed-05-compiled": partial(COMPILED, script="05", goals=TO_BARE),
+    "speed-conversations-flex": partial(
+        COMPILED, script="conversations", flags=FLEX, **BESIDE_05, goals=TO_05
+    ),
+    "speed-mixture-01": partial(speed, script="01", mixture=True),
+    "speed-mixture-09": partial(speed, script="09", **BESIDE_01, goals=TO_01),
+    "speed-conversations-compiled": partial(COMPILED, script="conversations", **BESIDE_05),
+    "speed-02-compiled": partial(COMPILED, script="02"),
+    "speed-lora-compiled": partial(COMPILED, script="lora", **BESIDE_05),
+    "speed-mixture-09-compiled": partial(COMPILED, script="09", mixture=True),
 }
 CHECKS = TOGETHER | ALONE
 # Checks whose names start with these words have no result on a CPU: a host does not wait for a CPU,

@@ -3,11 +3,15 @@
 Here:    python benchmarks/overhead.py chapter --output benchmarks/results/overhead.json
 Also:    python benchmarks/overhead.py chapter --compile
          python benchmarks/overhead.py watched --output benchmarks/results/watching.json
+         python benchmarks/overhead.py loss --output benchmarks/results/loss.json
 
 Two kinds of steps take turns in one process, so that other load on the machine slows both
 kinds. Each kind trains a Llama of 7 million weights in blocks of ten steps. A block counts as its
 mean step without the fastest and the slowest step, divided by the mean of its neighbors. If the
 chapter is slower than its goal, the exit status is 1.
+
+`loss` compares the losses of chapter 05 and of fine-tuning/preferences, which work in chunks, with
+the loss of chapter 04. Its Llama has 7 million weights, too, but more of them in the head.
 """
 
 import json
@@ -19,12 +23,16 @@ from pathlib import Path
 from statistics import fmean, median
 
 import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from harness import ROOT, benchmark, fast_precision, load, show
-from on_ranks import BATCH, SEQ_LENGTH, build, make_7m_llama, on_ranks
+from on_ranks import BATCH, SEQ_LENGTH, build, make_7m_llama, make_model_folder, on_ranks
 
 # A block has this number of steps, so watched.py checks the weights once in each block.
 BLOCK = 10
+# The measurement of losses has samples of this length, and four chunks of this number of tokens.
+SHORT, CHUNK = 64, BATCH * 64 // 4
 # A chapter's step may take this multiple of a bare step, so it has at least 97% of the speed.
 GOAL = 1 / 0.97
 
@@ -141,16 +149,69 @@ def measure_watched(chapter, args, device):
     return found
 
 
-MEASURES = {"chapter": measure_chapter, "watched": measure_watched}
+def losses_of(chapter, args, model):
+    """Return functions that compute the loss of a batch in different ways, by name."""
+    head, chapter.CHUNK_SIZE = model.get_output_embeddings(), CHUNK
+    preferences = load(ROOT / "fine-tuning/preferences/train_llm.py")
+    sharded, preferences.CHUNK_SIZE = load("04"), CHUNK
+
+    def whole(hidden, batch):
+        return sharded.next_token_loss(F.linear(hidden, head.weight), batch)
+
+    def chunked(hidden, batch):
+        return chapter.chunked_loss(head, chapter.loss_of_chunk, hidden, batch) / num_targets
+
+    def recomputed(hidden, batch):
+        loss = preferences.chunked_loss(head, preferences.loss_of_chunk, hidden, batch)
+        return loss.sum() / num_targets
+
+    num_targets = BATCH * (SHORT - 1)
+    return {"whole": whole, "chunked": chunked, "recomputed": recomputed}
+
+
+def measure_loss(chapter, args, device):
+    """Compare a step whose loss works in chunks with a step whose logits exist all at once."""
+    model, _, optimizer, samples = build(chapter, args, device)
+    batch, losses = chapter.batch_at(args, samples, 1, 0, device), losses_of(chapter, args, model)
+
+    def take_step(loss_of, _):
+        loss = loss_of(model(input_ids=batch, use_cache=False).logits, batch)
+        loss.backward()
+        chapter.clip_gradients(args, model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    whole, found = partial(take_step, losses["whole"]), {}
+    for name, loss_of in losses.items():
+        with FlopCounterMode(display=False) as counter:
+            take_step(loss_of, 0)
+        found[name] = {"tflop": counter.get_total_flops() / 1e12}
+        if name != "whole":
+            steps = {"whole": whole, name: partial(take_step, loss_of)}
+            found[name]["shares"] = shares_of(args, device, steps)[name]
+    return found
+
+
+MEASURES = {"chapter": measure_chapter, "watched": measure_watched, "loss": measure_loss}
 
 
 def overhead(args, folder):
     """Run the measurement in a process with the harness's settings."""
-    model = make_7m_llama(folder / "llama")
-    flags = f"--seq-length {SEQ_LENGTH} --precision {fast_precision()} --global-batch-size {BATCH}"
+    flags = f"--global-batch-size {BATCH}"
+    if is_loss := args.what == "loss":
+        model = make_model_folder(folder / "llama", layers=4, width=256, vocabulary=16_000)
+        flags += f" --seq-length {SHORT} --precision fp32"
+    else:
+        model = make_7m_llama(folder / "llama")
+        flags += f" --seq-length {SEQ_LENGTH} --precision {fast_precision()}"
     flags += f" --device auto --num-steps {args.blocks * BLOCK}{' --compile' * args.compile}"
     work = MEASURES[args.what]
-    found = on_ranks(work, "01", 1, model, folder, flags, threads=os.cpu_count())
+    chapter = "05" if is_loss else "01"
+    found = on_ranks(work, chapter, 1, model, folder, flags, threads=os.cpu_count())
+    if is_loss:
+        show(found)
+        yield found
+        return
     show({name: median(shares) for name, shares in found.items()})
     yield {"compiled" if args.compile else "shares": found}
     if median(found.get("chapter", [0])) > GOAL:
