@@ -28,6 +28,7 @@ KINDS = {
     "make_bucket": "gradients",
     "_init_group": "optimizer state",
     "loss_of_chunk": "logits",
+    "ChunkedLoss.forward": "logits",
     "_prepare_forward_infra": "communication",
     "_prepare_backward_infra": "communication",
 }
@@ -95,8 +96,11 @@ class Watch(TorchDispatchMode):
         while frame and frame.f_code.co_filename != self.options.script:
             kind = kind or KINDS.get(frame.f_code.co_name)
             frame = frame.f_back
-        line = (frame.f_lineno, frame.f_code.co_name) if frame else (0, "")
-        return line, kind or KINDS.get(line[1])
+        if not frame:
+            return (0, ""), kind
+        code = frame.f_code
+        kind = kind or KINDS.get(code.co_name) or KINDS.get(code.co_qualname)
+        return (frame.f_lineno, code.co_name), kind
 
     def phase_now(self):
         """Return the name of the phase, with "backward" during its backward pass."""
