@@ -68,7 +68,7 @@ LAUNCHER_VARIABLES = {
     "srun": ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],
 }
 # The number of tokens whose logits exist at the same time.
-CHUNK_SIZE = 2048
+CHUNK_SIZE = 1024
 # The asynchronous save in progress: a list with at most one Future object.
 PENDING_SAVES = []
 
@@ -390,8 +390,10 @@ def build_model(args, config):
     # states. Without the clone, FSDP would warn that a module returns a view.
     head = model.get_output_embeddings()
     head.forward = torch.clone
-    loss_of = torch.compile(loss_of_chunk, dynamic=False) if args.compile else loss_of_chunk
-    model.loss_function = functools.partial(chunked_loss, head, loss_of)
+    loss_and_grad = torch.func.grad_and_value(loss_of_logits)
+    if args.compile:
+        loss_and_grad = torch.compile(loss_and_grad, dynamic=False)
+    model.loss_function = functools.partial(chunked_loss, head, loss_and_grad)
     # In a step, all ranks together predict all tokens except the first token of each sample.
     model.num_targets = args.global_batch_size * (args.seq_length - 1)
 
@@ -523,24 +525,18 @@ def needs_mask(args, model):
     return not results or not all(results)
 
 
-def chunked_loss(head, loss_of, hidden, labels):
+def chunked_loss(head, loss_and_grad, hidden, labels):
     """Return the summed cross entropy of predicting each label from the previous hidden state.
 
-    The shape of `hidden` is [batch, sequence, width], that of `labels` [batch, sequence]. Logits,
-    [tokens, vocabulary], exist for only one chunk of tokens at a time. `loss_of` is
-    loss_of_chunk(), perhaps compiled.
+    The shape of `hidden` is [batch, sequence, width], that of `labels` [batch, sequence].
     """
     # The last position has no next token; cross_entropy() ignores the target -100.
     targets = F.pad(labels[:, 1:], (0, 1), value=-100)
     # TP: this rank has the hidden states of one part of each sequence, so use that part's targets.
     num_parts = labels.shape[1] // hidden.shape[1]
     targets = targets.chunk(num_parts, dim=1)[dist.get_rank() % num_parts]
-    weights = [full_weight(weight) for weight in (head.weight, head.bias) if weight is not None]
-    hidden, targets = hidden.flatten(0, 1), targets.flatten()
-    if torch.is_grad_enabled():
-        return ChunkedLoss.apply(loss_of, hidden, targets, *weights)
-    chunks = zip(hidden.split(CHUNK_SIZE), targets.split(CHUNK_SIZE), strict=True)
-    return sum(loss_of(*chunk, *weights) for chunk in chunks)
+    weights = (full_weight(head.weight), full_weight(head.bias))
+    return ChunkedLoss.apply(loss_and_grad, hidden.flatten(0, 1), targets.flatten(), *weights)
 
 
 def full_weight(weight):
@@ -551,36 +547,42 @@ def full_weight(weight):
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Compute the gradients of a chunk right after its loss, because its logits still exist then.
+    """Compute the loss chunk by chunk, and a chunk's gradients while its logits exist.
 
-    If autograd did this in the backward pass, it would have to keep all logits, or compute each
-    chunk of them again.
+    Logits, [tokens, vocabulary], exist for only one chunk of tokens at a time. If the gradients
+    waited for the backward pass, each chunk's logits would have to be computed again.
     """
 
     @staticmethod
-    def forward(ctx, loss_of, hidden, targets, *weights):
-        chunks = [chunk.detach().requires_grad_() for chunk in hidden.split(CHUNK_SIZE)]
-        weights = [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
-        loss_sum = 0.0
-        for chunk in zip(chunks, targets.split(CHUNK_SIZE), strict=True):
-            with torch.enable_grad():
-                loss = loss_of(*chunk, *weights)
-            # This frees the logits, and adds up the gradients of the weights over the chunks.
-            loss.backward()
-            loss_sum += loss.detach()
-        grad_hidden = torch.cat([chunk.grad for chunk in chunks])
-        ctx.save_for_backward(grad_hidden, *(weight.grad for weight in weights))
-        return loss_sum
+    def forward(ctx, loss_and_grad, hidden, targets, weight, bias):
+        inputs, total_loss = (hidden, weight, bias), 0.0
+        # An evaluation needs no gradients, and a frozen weight has none.
+        needed = [hidden.requires_grad and x is not None and x.requires_grad for x in inputs]
+        pairs = zip(inputs, needed, strict=True)
+        grads = [torch.zeros_like(x) if is_needed else None for x, is_needed in pairs]
+        grad_hidden, grad_weight, grad_bias = grads
+        for start in range(0, len(hidden), CHUNK_SIZE):
+            chunk = slice(start, start + CHUNK_SIZE)
+            logits = F.linear(hidden[chunk], weight, bias)
+            grad_logits, loss = loss_and_grad(logits, targets[chunk])
+            total_loss += loss
+            if grad_hidden is not None:
+                grad_hidden[chunk] = grad_logits @ weight
+            if grad_weight is not None:
+                grad_weight.addmm_(grad_logits.T, hidden[chunk])
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+        ctx.save_for_backward(*grads)
+        return total_loss
 
     @staticmethod
     def backward(ctx, grad):
-        grad_hidden, *others = (g if g is None else grad * g for g in ctx.saved_tensors)
+        grad_hidden, *others = (g if g is None else g.mul_(grad) for g in ctx.saved_tensors)
         return None, grad_hidden, None, *others
 
 
-def loss_of_chunk(hidden, targets, *weights):
-    """Return the summed cross entropy of hidden states [tokens, width] and targets [tokens]."""
-    logits = F.linear(hidden, *weights)
+def loss_of_logits(logits, targets):
+    """Return the summed cross entropy of logits, [tokens, vocabulary], and targets, [tokens]."""
     return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 

@@ -28,6 +28,7 @@ KINDS = {
     "make_bucket": "gradients",
     "_init_group": "optimizer state",
     "loss_of_chunk": "logits",
+    "loss_of_logits": "logits",
     "ChunkedLoss.forward": "logits",
     "_prepare_forward_infra": "communication",
     "_prepare_backward_infra": "communication",

@@ -65,7 +65,7 @@ LAUNCHER_VARIABLES = {
     "srun": ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],
 }
 # The number of tokens whose logits exist at the same time.
-CHUNK_SIZE = 2048
+CHUNK_SIZE = 1024
 # The asynchronous save in progress: a list with at most one Future object.
 PENDING_SAVES = []
 # Flags from prepare.py, in the upper bits of a token: it is the first token of a document; it is
@@ -443,22 +443,23 @@ def check_model(args, model):
 def chunked_loss(head, loss_of, hidden, labels):
     """Return the cross entropy, [tokens], of predicting the next label at each position.
 
-    The shape of `hidden` is [batch, sequence, width], that of `labels` [batch, sequence]. Logits,
-    [tokens, vocabulary], exist for only one chunk of tokens at a time. `loss_of` is
-    loss_of_chunk(), perhaps compiled.
+    The shape of `hidden` is [batch, sequence, width], that of `labels` [batch, sequence].
     """
     # The last position has no next token; cross_entropy() ignores the target -100.
     targets = F.pad(labels[:, 1:], (0, 1), value=-100)
-    weights = [weight for weight in (head.weight, head.bias) if weight is not None]
-    hidden, targets = hidden.flatten(0, 1), targets.flatten()
-    # How much a token's loss counts depends on its pair, so its gradient has to wait.
-    chunks = zip(hidden.split(CHUNK_SIZE), targets.split(CHUNK_SIZE), strict=True)
-    return torch.cat([recompute(loss_of, *chunk, *weights, use_reentrant=False) for chunk in chunks])
+    weights = (head.weight, head.bias)
+    # How much a token counts depends on all tokens of its pair, so its gradient has to wait, and
+    # recompute() computes its logits again.
+    pieces = (hidden.flatten(0, 1).split(CHUNK_SIZE), targets.flatten().split(CHUNK_SIZE))
+    losses = []
+    for chunk in zip(*pieces, strict=True):
+        losses.append(recompute(loss_of, *chunk, *weights, use_reentrant=False))
+    return torch.cat(losses)
 
 
-def loss_of_chunk(hidden, targets, *weights):
+def loss_of_chunk(hidden, targets, weight, bias):
     """Return the cross entropy, [tokens], of hidden states [tokens, width] and targets [tokens]."""
-    logits = F.linear(hidden, *weights)
+    logits = F.linear(hidden, weight, bias)
     return F.cross_entropy(logits.float(), targets, reduction="none")
 
 
