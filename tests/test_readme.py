@@ -183,7 +183,7 @@ def test_blocks_are_generated_or_run():
     """Check that diffs and output are between cog's markers; test_own_script.py runs other code."""
     for path in readmes():
         languages = {block.kind for block in blocks(path)}
-        assert languages <= {"bash", "text", "diff", "python", "mermaid"}, path
+        assert languages <= {"bash", "text", "diff", "python"}, path
         by_hand = re.sub(r"\[\[\[cog.*?\[\[\[end\]\]\]", "", path.read_text(), flags=re.S)
         is_run = path.name.startswith(("your-own-", "data-loading"))
         generated = "diff|text" if is_run else "diff|python|text"

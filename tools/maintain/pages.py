@@ -8,13 +8,11 @@ import os
 import re
 import shutil
 import tempfile
-from hashlib import sha256
 from html import escape
 from itertools import groupby, zip_longest
 from pathlib import Path
 
 import jinja2
-import merman
 import pygments
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
@@ -27,7 +25,6 @@ from readme import readmes
 SITE = Path(__file__).with_name("site")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
-MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.M | re.S)
 # Pages drop the tags of names, operators and punctuation, because these words get no color.
 PLAIN = re.compile(r'<span class="(?:n|o|p|w)">(.*?)</span>')
 # Pages drop quotes around class names, because HTML needs them only if a slash follows.
@@ -64,13 +61,7 @@ def stage_readme(path, stage):
         # conf.py makes a URL of the part after the colon.
         return f"](source:{match[1].rstrip('/')}.txt"
 
-    def to_picture(match):
-        name = f"{sha256(match[1].encode()).hexdigest()[:12]}.svg"
-        (stage / "assets" / name).write_text(merman.Merman().render_svg(match[1], None))
-        assets = os.path.relpath(ROOT / "assets", path.parent)
-        return f"![diagram]({assets}/{name})"
-
-    pieces = FENCED.split(MERMAID.sub(to_picture, path.read_text()))
+    pieces = FENCED.split(path.read_text())
     for index in range(0, len(pieces), 2):
         pieces[index] = ANCHOR.sub(r"[]{#\1}", LINK.sub(to_page, pieces[index]))
     write(stage / path.relative_to(ROOT), "".join(pieces))

@@ -25,6 +25,8 @@ from activations import Recorder
 ASSETS = ROOT / "assets"
 RESULTS = ROOT / "benchmarks/results"
 WIDTH = 600
+# The height of a line of text
+LINE = 20
 STYLE = Path(__file__).with_suffix(".css").read_text()
 ARROW = (
     '<marker id="arrow" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="6.5" markerHeight="6.5" '
@@ -33,19 +35,20 @@ ARROW = (
 
 
 class Picture:
-    """Hold an SVG picture of WIDTH × `height` units; a screen reader reads its `title`."""
+    """Hold an SVG picture of `width` × `height` pixels; a screen reader reads its `title`."""
 
-    def __init__(self, height, title):
-        self.height = height
+    def __init__(self, height, title, width=WIDTH):
+        self.width, self.height = width, height
         self.parts = [f"<title>{escape(title)}</title>"]
-        self.box(0, 0, WIDTH, height, color="paper", line=False)
+        self.box(0, 0, width, height, color="paper", line=False)
 
     def text(self, x, y, text, style="", anchor="middle"):
-        """Write a text at (x, y), centered vertically."""
-        if not text:
-            return
-        tag = f'<text x="{x:g}" y="{y:g}" class="{style}" text-anchor="{anchor}">'
-        self.parts.append(f"{tag}{escape(text)}</text>")
+        """Write the lines of a text at (x, y), centered vertically."""
+        lines = text.splitlines()
+        for number, line in enumerate(lines):
+            top = y + LINE * (number - (len(lines) - 1) / 2)
+            tag = f'<text x="{x:g}" y="{top:g}" class="{style}" text-anchor="{anchor}">'
+            self.parts.append(f"{tag}{escape(line)}</text>")
 
     def box(self, x, y, width, height, text="", color="idle", style="", line=True):
         """Add a filled rectangle with a text in its middle."""
@@ -81,14 +84,106 @@ class Picture:
         for color, text in entries:
             self.box(left, y - 7, 14, 14, color=color)
             self.text(left + 22, y, text, anchor="start")
-            left += 50 + 8.6 * len(text)
+            left += 50 + width_of(text)
 
     def save(self, name):
         """Write the picture into ASSETS."""
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height}">'
+        size = f'width="{self.width:g}" height="{self.height:g}"'
+        box = f'viewBox="0 0 {self.width:g} {self.height:g}"'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {box}>'
         body = "\n".join(self.parts)
         text = f"{head}\n<style>{STYLE}</style>\n<defs>{ARROW}</defs>\n{body}\n</svg>\n"
         (ASSETS / f"{name}.svg").write_text(text)
+
+
+def width_of(text):
+    """Return the width of the longest line of a text, in a wide font."""
+    return max(8.6 * len(line) for line in text.splitlines())
+
+
+def height_of(text):
+    """Return the height of a box with a text."""
+    return LINE * len(text.splitlines()) + 16
+
+
+def between(start, end):
+    """Return the two ends of an arrow between two boxes (x, y, half width, half height)."""
+    (x, y, width, height), (end_x, end_y, end_width, end_height) = start, end
+    if y == end_y:
+        side = math.copysign(1, end_x - x)
+        return (x + side * width, y), (end_x - side * end_width, y)
+    if abs(x - end_x) < max(width, end_width) - 12:
+        # The wider box reaches over the middle of the other box, so the arrow is vertical.
+        x = end_x = x if width < end_width else end_x
+    side = math.copysign(1, end_y - y)
+    return (x, y + side * height), (end_x, end_y - side * end_height)
+
+
+def flow(name, title, width, boxes, arrows, frames=()):
+    """Draw boxes, the arrows between them, and frames around some of them.
+
+    `boxes` has the center, the row, the color and the text of each box. `arrows` has pairs of
+    boxes, some with a text. `frames` has a text and the boxes inside.
+    """
+    margin, gap = (40, 84) if frames else (10, 44)
+    places, top = {}, margin
+    for row in sorted({row for _, row, *_ in boxes.values()}):
+        inside = {key: (x, text) for key, (x, at, _, text) in boxes.items() if at == row}
+        height = max(height_of(text) for _, text in inside.values())
+        for key, (x, text) in inside.items():
+            places[key] = x, top + height / 2, width_of(text) / 2 + 10, height_of(text) / 2
+        top += height + gap
+    picture = Picture(top - gap + (22 if frames else 10), title, width)
+    for text, *keys in frames:
+        left = min(places[key][0] - places[key][2] for key in keys) - 12
+        right = max(places[key][0] + places[key][2] for key in keys) + 12
+        upper = min(places[key][1] - places[key][3] for key in keys) - 28
+        lower = max(places[key][1] + places[key][3] for key in keys) + 12
+        picture.box(left, upper, right - left, lower - upper, color="paper")
+        picture.text(left + 40, upper + 14, text, "quiet small", "start")
+    two_ways = {(end, start) for start, end, *_ in arrows}
+    for start, end, *texts in arrows:
+        (x, y), (end_x, end_y) = between(places[start], places[end])
+        if (start, end) in two_ways:
+            shift = 12 if y < end_y else -12
+            x, end_x = x + shift, end_x + shift
+        picture.line((x, y), (end_x, end_y), arrow=True)
+        for text in texts:
+            picture.text((x + end_x) / 2 + 8, (y + end_y) / 2 - 2, text, "small label", "start")
+    for key, (_, _, color, text) in boxes.items():
+        x, y, half, height = places[key]
+        picture.box(x - half, y - height, 2 * half, 2 * height, text, color)
+    picture.save(name)
+
+
+def sequence(name, title, width, heads, steps):
+    """Draw the messages between the processes in `heads`, and what they do, from top to bottom.
+
+    A step on "01" is a box over processes 0 and 1; "0>1" is a message, and "0=1" goes both ways.
+    """
+    top = 24 + max(height_of(text) for *_, text in heads)
+    bottom = top
+    for where, text in steps:
+        bottom += height_of(text) + (14 if where.isdecimal() else 10)
+    picture = Picture(bottom, title, width)
+    for x, color, text in heads:
+        half, height = width_of(text) / 2 + 10, top - 24
+        picture.line((x, 10 + height), (x, bottom - 20), style="dashed")
+        picture.box(x - half, 10, 2 * half, height, text, color)
+    for where, text in steps:
+        height = height_of(text)
+        start, end = (heads[int(where[at])][0] for at in (0, -1))
+        middle = (start + end) / 2
+        if where.isdecimal():
+            half = max(width_of(text), end - start + 80) / 2 + 10
+            picture.box(middle - half, top, 2 * half, height, text)
+            top += height + 14
+            continue
+        picture.text(middle, top + height / 2 - 8, text, "small label")
+        for points in ((start, end), (end, start))[: 2 if "=" in where else 1]:
+            picture.line(*((x, top + height - 4) for x in points), arrow=True)
+        top += height + 10
+    picture.save(name)
 
 
 def results(name):
@@ -119,6 +214,22 @@ def killed_run():
         picture.text(580, height, text, "warn", "end")
     picture.text(570, 24, "wide: a run that nobody stopped; thin: the killed run", "quiet", "end")
     picture.save("01-killed")
+
+
+def state():
+    """Show where an optimizer step of chapter 01 gets its data from."""
+    boxes = {
+        "step": (217, 0, "teal", "step number"),
+        "rate": (76, 1, "idle", "learning rate"),
+        "samples": (217, 1, "idle", "which samples"),
+        "random": (345, 1, "idle", "random\ngenerator:\ndropout"),
+        "update": (217, 2, "idle", "optimizer step"),
+        "state": (217, 3, "blue", "checkpoint: weights, moments"),
+    }
+    arrows = [("step", key) for key in ("rate", "samples", "random")]
+    arrows += [(key, "update") for key in ("rate", "samples", "random", "state")]
+    arrows += [("update", "state", "every 50 steps")]
+    flow("01-state", "The step number and the checkpoint determine a step", 408, boxes, arrows)
 
 
 # ---- 02 --------------------------------------------------------------------------------------
@@ -155,6 +266,26 @@ def two_ranks():
     entries = ("orange", "sends a bucket"), ("paper", "waits for the other rank")
     picture.legend(250, *entries, ("purple", "clip, optimizer"))
     picture.save("02-step")
+
+
+def one_all_reduce():
+    """Show one step of two ranks, from the samples to equal weights."""
+    boxes = {
+        "batch": (220, 0, "idle", "one global batch: 32 samples"),
+        "reduce": (220, 3, "orange", "all-reduce: (g0 + g1) / 2"),
+        "equal": (220, 5, "idle", "both ranks have the same weights"),
+    }
+    arrows = []
+    samples = "0, 2, 4 … 30", "1, 3, 5 … 31"
+    for rank, (color, x) in enumerate((("teal", 112), ("blue", 328))):
+        names = [f"{name}{rank}" for name in ("take", "gradient", "step")]
+        boxes |= {
+            names[0]: (x, 1, color, f"rank {rank}:\nsamples {samples[rank]}"),
+            names[1]: (x, 2, color, f"forward, backward:\ngradient g{rank}"),
+            names[2]: (x, 4, color, f"rank {rank}:\noptimizer step"),
+        }
+        arrows += pairwise(["batch", *names[:2], "reduce", names[2], "equal"])
+    flow("02-all-reduce", "Two ranks average their gradients in each step", 440, boxes, arrows)
 
 
 def ring_rounds(ranks):
@@ -201,7 +332,54 @@ def ring():
     picture.save("02-ring")
 
 
+# ---- 03 --------------------------------------------------------------------------------------
+def starts():
+    """Show who starts the ranks of two nodes."""
+    boxes = {"you": (210, 0, "idle", "you, ssh, Kubernetes, srun or mpirun")}
+    arrows, frames = [], []
+    for node, (color, x) in enumerate((("teal", 107), ("blue", 313))):
+        agent, *ranks = f"agent {node}", 2 * node, 2 * node + 1
+        boxes[agent] = x, 1, color, "torchrun, or the\nagent of srun\nor mpirun"
+        for local, rank in enumerate(ranks):
+            boxes[rank] = x - 43 + 86 * local, 2, color, f"rank {rank},\nlocal\nrank {local}"
+        arrows += [("you", agent, "starts"), *((agent, rank, "starts") for rank in ranks)]
+        frames.append((f"node {node}", agent, *ranks))
+    title = "On each node, torchrun or an agent starts the ranks"
+    flow("03-starts", title, 420, boxes, arrows, frames)
+
+
+def stop_request():
+    """Show how two ranks agree on their last step."""
+    steps = [
+        ("1", "step 6:\nSIGTERM arrives"),
+        ("01", 'before step 7:\nstart the all-reduce of "stop?"'),
+        ("01", "step 7"),
+        ("01", "before step 8: read the result,\nwhich is 1 on both ranks"),
+        ("01", "step 8, save, exit"),
+    ]
+    heads = (100, "teal", "rank 0"), (300, "blue", "rank 1")
+    sequence("03-stop", "Both ranks stop after the same step", 400, heads, steps)
+
+
 # ---- 04 --------------------------------------------------------------------------------------
+def gather_and_reshard():
+    """Show what two ranks exchange in a step of chapter 04."""
+    steps = [
+        ("01", "forward"),
+        ("0=1", "all-gather layer 1"),
+        ("01", "compute layer 1,\nfree the other rank's half"),
+        ("01", "layers 2, 3, ... the same,\nbut keep the last layer"),
+        ("01", "backward: last layer, ..., layer 2"),
+        ("0=1", "all-gather layer 1 again"),
+        ("01", "full gradients of layer 1"),
+        ("0=1", "reduce-scatter:\nmy gradients for your half"),
+        ("01", "average, free layer 1"),
+        ("01", "each optimizer updates its own shards"),
+    ]
+    heads = (110, "teal", "rank 0:\nhalf of each layer"), (330, "blue", "rank 1:\nthe other half")
+    sequence("04-step", "Two ranks gather and free a layer, twice in a step", 440, heads, steps)
+
+
 def held_bytes():
     """Show how many bytes of 8 billion weights each of 16 GPUs holds, for each way to shard."""
     # Count weights in billions, so that bytes are GB.
@@ -246,6 +424,16 @@ def gathered_layers():
     picture.save("04-gathered")
 
 
+def ring_of_nodes():
+    """Show the ring of eight ranks through two nodes."""
+    boxes = {str(n): (60 + 100 * n, 0, "teal", str(n)) for n in range(4)}
+    boxes |= {str(n): (760 - 100 * n, 2, "blue", str(n)) for n in range(4, 8)}
+    arrows = [*pairwise("0123"), ("3", "4", "network"), *pairwise("4567"), ("7", "0", "network")]
+    frames = ("node 0", *"0123"), ("node 1", *"4567")
+    title = "A ring of all ranks visits one node after the other"
+    flow("04-ring", title, 440, boxes, arrows, frames)
+
+
 # ---- 05 --------------------------------------------------------------------------------------
 class History(Recorder):
     """Record how many bytes are live after each operation that makes a tensor."""
@@ -288,6 +476,55 @@ def kept_activations():
     share = max(full) / max(kept)
     picture.text(320, 206, f"--recompute full: at most {share:.0%}", "warn")
     picture.save("05-kept")
+
+
+def offload():
+    """Show the path of a layer's weights and gradients, with --cpu-offload."""
+    steps = [
+        ("1", "forward"),
+        ("0>1", "copy the shard"),
+        ("2>1", "all-gather\nthe layer"),
+        ("1", "compute, keep only\nthe layer's input"),
+        ("1", "free the layer"),
+        ("1", "backward"),
+        ("0>1", "copy the\nshard again"),
+        ("2>1", "all-gather the\nlayer again"),
+        ("1", "compute the\nactivations again,\nthen the gradients"),
+        ("1", "free the layer"),
+        ("1>2", "reduce-scatter\nthe gradients"),
+        ("1>0", "copy this rank's\ngradients"),
+    ]
+    update = "after the entire\nbackward pass:\nclip the gradients,\nthen AdamW\nupdates the shard"
+    steps.append(("0", update))
+    heads = [(100, "teal", "host:\nthis rank's shard"), (270, "blue", "device")]
+    heads += [(420, "idle", "other ranks")]
+    title = "The host keeps the shard; the device has a layer only while it computes"
+    sequence("05-offload", title, 490, heads, steps)
+
+
+# ---- 06 --------------------------------------------------------------------------------------
+def tensor_parallel():
+    """Show the operations of a block of chapter 06, and the placements between them."""
+    colors = "idle", "orange", "blue", "blue", "blue", "orange", "idle"
+    names = (
+        "norm",
+        "all-gather",
+        "q, k, v: half of the heads\ngate, up: half of the columns",
+        "attention, or the\nMLP's activation function",
+        "o, down: half of the rows",
+        "reduce-scatter",
+        "residual, next norm",
+    )
+    texts = (
+        "[b, t/2, d] Shard(1)",
+        "[b, t, d] Replicate",
+        *2 * ["[b, t, w/2] Shard(2)"],
+        "[b, t, d] Partial",
+        "[b, t/2, d] Shard(1)",
+    )
+    boxes = {n: (170, n, *box) for n, box in enumerate(zip(colors, names, strict=True))}
+    arrows = [(n, n + 1, text) for n, text in enumerate(texts)]
+    flow("06-block", "A block gathers the tokens and splits the columns", 340, boxes, arrows)
 
 
 # ---- 07 --------------------------------------------------------------------------------------
@@ -404,18 +641,92 @@ def experts():
     picture.save("09-experts")
 
 
+# ---- around the chapters ---------------------------------------------------------------------
+def pieces():
+    """Show the files that prepare.py reads and writes."""
+    documents = "documents\n.txt .jsonl .csv .parquet ...\ncompressed or not"
+    boxes = {
+        "documents": (160, 0, "idle", documents),
+        "prepare.py": (160, 1, "orange", "prepare.py\nshuffles and tokenizes\non all cores"),
+        "pieces": (160, 2, "teal", "FOLDER.tokens\n000000.tokens\n000001.tokens\n..."),
+        "chapter": (160, 3, "blue", "any chapter\n--dataset-name FOLDER.tokens"),
+    }
+    title = "prepare.py makes pieces of token ids, and a chapter trains on them"
+    flow("data-pieces", title, 320, boxes, [*pairwise(boxes)])
+
+
+def answer():
+    """Show how two renderings of a conversation give the answer."""
+    boxes = {
+        "turns": (200, 0, "idle", "turns before\nthe answer"),
+        "prompt": (100, 1, "teal", "user:\nSort vtkgnk\nassistant:"),
+        "answered": (300, 1, "teal", "user:\nSort vtkgnk\nassistant:\ngkkntv</s>"),
+        "answer": (200, 2, "orange", "what is new:\ngkkntv</s>"),
+    }
+    arrows = [("turns", "prompt"), ("turns", "answered")]
+    arrows += [("prompt", "answer"), ("answered", "answer")]
+    title = "The answer is what the second rendering adds to the first"
+    flow("conversations-answer", title, 400, boxes, arrows)
+
+
+def adapter():
+    """Show a linear module with its adapter."""
+    boxes = {
+        "x": (210, 0, "idle", "input\n28,672"),
+        "W": (105, 1, "blue", "W: 8,192 × 28,672\nfrozen\nsharded, bf16"),
+        "A": (315, 1, "orange", "A: 16 × 28,672\ntrained\nsharded, fp32"),
+        "B": (315, 2, "orange", "B: 8,192 × 16\ntrained\nsharded, fp32"),
+        "sum": (315, 3, "idle", "sum"),
+        "y": (315, 4, "idle", "output\n8,192"),
+    }
+    arrows = [("x", "W"), ("x", "A"), ("A", "B"), ("W", "sum")]
+    arrows += [("B", "sum", "× alpha / r"), ("sum", "y")]
+    title = "The output is the sum of the frozen weights and of the adapter"
+    flow("lora-adapter", title, 420, boxes, arrows)
+
+
+def preference():
+    """Show how a pair of answers gives a loss."""
+    boxes = {
+        "chosen": (90, 0, "teal", "prompt + chosen"),
+        "rejected": (265, 0, "teal", "prompt + rejected"),
+        "model": (178, 1, "blue", "model"),
+        "file": (330, 1, "blue", "references: log p₀,\ncomputed once"),
+        "rewards": (178, 2, "idle", "two rewards"),
+        "margin": (178, 3, "idle", "margin"),
+        "loss": (178, 4, "orange", "loss"),
+    }
+    arrows = [("chosen", "model"), ("rejected", "model"), ("model", "rewards", "log p")]
+    arrows += [("file", "rewards"), ("rewards", "margin", "chosen − rejected")]
+    arrows += [("margin", "loss", "−log σ")]
+    title = "The loss compares the rewards of two answers"
+    flow("preferences-loss", title, 440, boxes, arrows)
+
+
 def main():
     """Make all pictures."""
+    state()
     killed_run()
+    one_all_reduce()
     two_ranks()
     ring()
+    starts()
+    stop_request()
+    gather_and_reshard()
     held_bytes()
     gathered_layers()
+    ring_of_nodes()
     kept_activations()
+    offload()
+    tensor_parallel()
     schedule("gpipe")
     schedule("1f1b")
     context()
     experts()
+    pieces()
+    answer()
+    adapter()
+    preference()
 
 
 if __name__ == "__main__":
