@@ -196,8 +196,6 @@ def shrink(output):
         pieces = re.split("(<pre.*?</pre>)", page.read_text(), flags=re.S)
         pieces[::2] = [re.sub(r"\n\s+", "\n", piece) for piece in pieces[::2]]
         page.write_text(QUOTED.sub(r"\1\2", UNUSED.sub("", "".join(pieces))))
-    for picture in output.glob("_images/*.svg"):
-        picture.write_text(re.sub(r"(\.\d\d)\d+", r"\1", picture.read_text()))
 
 
 def main():

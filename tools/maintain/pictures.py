@@ -120,13 +120,13 @@ def between(start, end):
 
 
 def flow(name, title, width, boxes, arrows, frames=()):
-    """Draw boxes, the arrows between them, and frames around some of them.
+    """Make a picture of boxes, arrows between them, and frames around some of them.
 
     `boxes` has the center, the row, the color and the text of each box. `arrows` has pairs of
     boxes, some with a text. `frames` has a text and the boxes inside.
     """
-    margin, gap = (40, 84) if frames else (10, 44)
-    places, top = {}, margin
+    top, gap = (40, 84) if frames else (10, 44)
+    places = {}
     for row in sorted({row for _, row, *_ in boxes.values()}):
         inside = {key: (x, text) for key, (x, at, _, text) in boxes.items() if at == row}
         height = max(height_of(text) for _, text in inside.values())
@@ -157,7 +157,7 @@ def flow(name, title, width, boxes, arrows, frames=()):
 
 
 def sequence(name, title, width, heads, steps):
-    """Draw the messages between the processes in `heads`, and what they do, from top to bottom.
+    """Make a picture of the messages between the processes in `heads`, from top to bottom.
 
     A step on "01" is a box over processes 0 and 1; "0>1" is a message, and "0=1" goes both ways.
     """
