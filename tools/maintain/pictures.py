@@ -25,7 +25,7 @@ from activations import Recorder
 ASSETS = ROOT / "assets"
 RESULTS = ROOT / "benchmarks/results"
 WIDTH = 600
-# The height of a line of text
+# A line of text has this height.
 LINE = 20
 STYLE = Path(__file__).with_suffix(".css").read_text()
 ARROW = (
@@ -122,28 +122,28 @@ def between(start, end):
 def flow(name, title, width, boxes, arrows, frames=()):
     """Make a picture of boxes, arrows between them, and frames around some of them.
 
-    `boxes` has the center, the row, the color and the text of each box. `arrows` has pairs of
-    boxes, some with a text. `frames` has a text and the boxes inside.
+    `boxes` maps a name to the box's center, row, color and text. An arrow has the names of two
+    boxes, and maybe a text. A frame has a text and the names of the boxes inside.
     """
     top, gap = (40, 84) if frames else (10, 44)
-    places = {}
+    box_places = {}
     for row in sorted({row for _, row, *_ in boxes.values()}):
         inside = {key: (x, text) for key, (x, at, _, text) in boxes.items() if at == row}
         height = max(height_of(text) for _, text in inside.values())
         for key, (x, text) in inside.items():
-            places[key] = x, top + height / 2, width_of(text) / 2 + 10, height_of(text) / 2
+            box_places[key] = x, top + height / 2, width_of(text) / 2 + 10, height_of(text) / 2
         top += height + gap
     picture = Picture(top - gap + (22 if frames else 10), title, width)
     for text, *keys in frames:
-        left = min(places[key][0] - places[key][2] for key in keys) - 12
-        right = max(places[key][0] + places[key][2] for key in keys) + 12
-        upper = min(places[key][1] - places[key][3] for key in keys) - 28
-        lower = max(places[key][1] + places[key][3] for key in keys) + 12
+        left = min(box_places[key][0] - box_places[key][2] for key in keys) - 12
+        right = max(box_places[key][0] + box_places[key][2] for key in keys) + 12
+        upper = min(box_places[key][1] - box_places[key][3] for key in keys) - 28
+        lower = max(box_places[key][1] + box_places[key][3] for key in keys) + 12
         picture.box(left, upper, right - left, lower - upper, color="paper")
         picture.text(left + 40, upper + 14, text, "quiet small", "start")
     two_ways = {(end, start) for start, end, *_ in arrows}
     for start, end, *texts in arrows:
-        (x, y), (end_x, end_y) = between(places[start], places[end])
+        (x, y), (end_x, end_y) = between(box_places[start], box_places[end])
         if (start, end) in two_ways:
             shift = 12 if y < end_y else -12
             x, end_x = x + shift, end_x + shift
@@ -151,7 +151,7 @@ def flow(name, title, width, boxes, arrows, frames=()):
         for text in texts:
             picture.text((x + end_x) / 2 + 8, (y + end_y) / 2 - 2, text, "small label", "start")
     for key, (_, _, color, text) in boxes.items():
-        x, y, half, height = places[key]
+        x, y, half, height = box_places[key]
         picture.box(x - half, y - height, 2 * half, 2 * height, text, color)
     picture.save(name)
 
@@ -159,7 +159,8 @@ def flow(name, title, width, boxes, arrows, frames=()):
 def sequence(name, title, width, heads, steps):
     """Make a picture of the messages between the processes in `heads`, from top to bottom.
 
-    A step on "01" is a box over processes 0 and 1; "0>1" is a message, and "0=1" goes both ways.
+    A step has a place and a text: "01" is a box over processes 0 and 1, "0>1" is a message, and
+    "0=1" is a message in each direction.
     """
     top = 24 + max(height_of(text) for *_, text in heads)
     bottom = top
@@ -496,10 +497,10 @@ def offload():
     ]
     update = "after the entire\nbackward pass:\nclip the gradients,\nthen AdamW\nupdates the shard"
     steps.append(("0", update))
-    heads = [(100, "teal", "host:\nthis rank's shard"), (270, "blue", "device")]
-    heads += [(420, "idle", "other ranks")]
+    heads = [(102, "teal", "host:\nthis rank's shard"), (255, "blue", "device")]
+    heads += [(390, "idle", "other ranks")]
     title = "The host keeps the shard; the device has a layer only while it computes"
-    sequence("05-offload", title, 490, heads, steps)
+    sequence("05-offload", title, 457, heads, steps)
 
 
 # ---- 06 --------------------------------------------------------------------------------------
@@ -676,8 +677,8 @@ def adapter():
         "W": (105, 1, "blue", "W: 8,192 × 28,672\nfrozen\nsharded, bf16"),
         "A": (315, 1, "orange", "A: 16 × 28,672\ntrained\nsharded, fp32"),
         "B": (315, 2, "orange", "B: 8,192 × 16\ntrained\nsharded, fp32"),
-        "sum": (315, 3, "idle", "sum"),
-        "y": (315, 4, "idle", "output\n8,192"),
+        "sum": (265, 3, "idle", "sum"),
+        "y": (265, 4, "idle", "output\n8,192"),
     }
     arrows = [("x", "W"), ("x", "A"), ("A", "B"), ("W", "sum")]
     arrows += [("B", "sum", "× alpha / r"), ("sum", "y")]
