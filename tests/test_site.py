@@ -42,3 +42,14 @@ def test_site_needs_no_network_and_is_small(site):
         assert not [url for url in loads if "//" in url], f"{path} loads files from a network"
     size = sum(path.stat().st_size for path in site.glob("**/*") if path.is_file())
     assert size < 8_000_000, f"the site has {size / 1e6:.1f} MB"
+
+
+def test_each_picture_has_a_light_and_a_dark_form(site):
+    for page in site.glob("**/*.html"):
+        tags = re.findall(r"<img[^>]*\.svg[^>]*>", page.read_text())
+        names = [re.search(r"([\w-]+)-(light|dark)\.svg", tag).groups() for tag in tags]
+        assert names[::2] == [(name, "light") for name, _ in names[1::2]], page
+        assert names[1::2] == [(name, "dark") for name, _ in names[::2]], page
+        assert all(f"only-{theme}" in tag for tag, (_, theme) in zip(tags, names, strict=True))
+    for path in site.glob("_images/*.svg"):
+        assert "prefers-color-scheme" not in path.read_text(), path

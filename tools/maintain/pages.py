@@ -24,6 +24,7 @@ from readme import readmes
 
 SITE = Path(__file__).with_name("site")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+PICTURE = re.compile(r"(!\[[^]]*\]\(\S+)\.svg\)")
 ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
 # Pages drop the tags of names, operators and punctuation, because these words get no color.
 PLAIN = re.compile(r'<span class="(?:n|o|p|w)">(.*?)</span>')
@@ -64,8 +65,19 @@ def stage_readme(path, stage):
     pieces = FENCED.split(path.read_text())
     for index in range(0, len(pieces), 2):
         pieces[index] = ANCHOR.sub(r"[]{#\1}", LINK.sub(to_page, pieces[index]))
+        # Furo shows an element of one of these classes only in this theme.
+        pictures = r"\1-light.svg){.only-light}\1-dark.svg){.only-dark}"
+        pieces[index] = PICTURE.sub(pictures, pieces[index])
     write(stage / path.relative_to(ROOT), "".join(pieces))
     return linked
+
+
+def stage_pictures(stage):
+    """Write each picture in a light and in a dark form, which do not depend on the system."""
+    for path in (ROOT / "assets").glob("*.svg"):
+        for theme, media in (("light", "not all"), ("dark", "all")):
+            text = path.read_text().replace("(prefers-color-scheme: dark)", media)
+            write(stage / "assets" / f"{path.stem}-{theme}.svg", text)
 
 
 def stage_source(path, stage):
@@ -206,6 +218,7 @@ def main():
     with tempfile.TemporaryDirectory() as name:
         stage = Path(name)
         shutil.copytree(ROOT / "assets", stage / "assets", ignore=shutil.ignore_patterns("*.txt"))
+        stage_pictures(stage)
         shutil.copytree(SITE, stage, dirs_exist_ok=True)
         linked = set().union(*(stage_readme(path, stage) for path in readmes()))
         for path in linked:
