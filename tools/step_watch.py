@@ -27,6 +27,7 @@ KINDS = {
     "to_accumulated_grad_if_needed": "full gradients",
     "make_bucket": "gradients",
     "_init_group": "optimizer state",
+    "momentum_of": "optimizer state",
     "loss_of_chunk": "logits",
     "ChunkedLoss.forward": "logits",
     "_prepare_forward_infra": "communication",

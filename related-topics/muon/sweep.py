@@ -42,8 +42,8 @@ def train(folder, steps, cell):
     else:
         lines = (folder / name / "metrics.jsonl").read_text().splitlines()
         losses = {line["step"]: line.get("val_loss") for line in map(json.loads, lines)}
-        row["val_losses"] = {step: loss for step, loss in losses.items() if loss is not None}
-    last = f"val_loss {row['val_losses'][steps]:.4f}" if row["val_losses"] else "diverged"
+        row["val_losses"] = {str(step): loss for step, loss in losses.items() if loss is not None}
+    last = f"val_loss {row['val_losses'][str(steps)]:.4f}" if row["val_losses"] else "diverged"
     print(f"{optimizer:5}  lr {lr:<6g}  seed {seed}  {last}", flush=True)
     return row
 
@@ -73,21 +73,38 @@ def best_of(by_rate):
     return min(finished, key=finished.get)
 
 
+def last_losses(rows, optimizer, lr):
+    """Return the losses of all seeds after the last step; the list is empty if a seed diverged."""
+    runs = [row["val_losses"] for row in rows if (row["optimizer"], row["lr"]) == (optimizer, lr)]
+    return [] if None in runs else [run[max(run, key=int)] for run in runs]
+
+
+def first_step(curve, loss):
+    """Return the first evaluated step where a curve is not above a loss."""
+    return next(step for step in sorted(curve) if curve[step] <= loss)
+
+
 def rates(args, folder):
-    """Train both optimizers at all rates, two runs at a time; print the best rates."""
-    cells, rows = list(product(range(args.seeds), SCRIPTS, args.lrs)), []
+    """Train both optimizers at all rates, two runs at a time; print the best rates.
+
+    Keep the runs that the file of --output has already.
+    """
+    is_old = args.output and args.output.exists()
+    rows = json.loads(args.output.read_text())["rows"] if is_old else []
+    known = [(row["seed"], row["optimizer"], row["lr"]) for row in rows]
+    cells = [cell for cell in product(range(args.seeds), SCRIPTS, args.lrs) if cell not in known]
     with ThreadPoolExecutor(2) as pool:
         for row in pool.map(lambda cell: train(folder, args.steps, cell), cells):
             rows.append(row)
+            yield {"rows": rows}
     for optimizer, by_rate in curves_of(rows).items():
         best = best_of(by_rate)
         print(f"{optimizer:5}  best rate {best:g}  val_loss {by_rate[best][args.steps]:.4f}")
-    yield {"rows": rows}
 
 
 def add_flags(add):
     """Declare the flags that only this script has."""
-    lrs = [5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3]
+    lrs = [5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3]
     add("--lrs", nargs="+", type=float, default=lrs, help="peak learning rates")
     add("--steps", type=int, default=200, help="optimizer steps of each run")
     add("--seeds", type=int, default=1, help="runs to average per rate")

@@ -515,16 +515,20 @@ class Muon(torch.optim.AdamW):
 
     def direction(self, group, weight):
         """Add the gradient to the momentum; return this rank's shard of the direction to move."""
-        if "exp_avg" not in self.state[weight]:
-            # With AdamW's name, the momentum can continue the first moment of a run of AdamW.
-            self.state[weight]["exp_avg"] = torch.zeros_like(weight)
-        momentum = self.state[weight]["exp_avg"].to_local()
+        momentum = self.momentum_of(weight)
         # While found_inf is 1, leave the momentum unchanged.
         gradient = weight.grad.to_local().where(self.found_inf == 0, momentum)
         weight.grad = None
         momentum.lerp_(gradient, 1 - group["momentum"])
         # Nesterov's momentum looks one step ahead.
         return gradient.lerp(momentum, group["momentum"]).to(self.dtype)
+
+    def momentum_of(self, weight):
+        """Return this rank's shard of the momentum of a weight; the momentum starts at zero."""
+        if "exp_avg" not in self.state[weight]:
+            # With AdamW's name, the momentum can continue the first moment of a run of AdamW.
+            self.state[weight]["exp_avg"] = torch.zeros_like(weight)
+        return self.state[weight]["exp_avg"].to_local()
 
 
 def orthogonalize_split(shards, num_rows, ranks):
