@@ -446,17 +446,20 @@ def muon_curves():
     lowest, highest = math.floor(min(losses)), math.ceil(max(losses))
     last = max(curves["Muon"][1])
     picture = Picture(340, "At its best rate, Muon has a lower validation loss than AdamW")
-    point = picture.axes("step", "validation loss", last, lowest, highest)
+    point = picture.axes("step", "loss", last, lowest, highest)
     for step in range(0, last + 1, 40):
         x, y = point(step, lowest)
         picture.text(x, y + 18, str(step), "quiet")
     for loss in range(lowest, highest):
         picture.text(50, point(0, loss)[1], str(loss), "quiet", "end")
-    for optimizer, style, text_style in (("AdamW", "", ""), ("Muon", "strong", "warn")):
+    for optimizer, style, text_style, above in (
+        ("AdamW", "", "", 16),
+        ("Muon", "strong", "warn", -18),
+    ):
         rate, curve = curves[optimizer]
         picture.line(*(point(*row) for row in curve.items()), style=style)
         x, y = point(last, curve[last])
-        picture.text(x, y - 16, f"{optimizer}, peak rate {rate:g}", text_style, "end")
+        picture.text(x, y - above, f"{optimizer}, peak rate {rate:g}", text_style, "end")
     picture.save("muon-curves")
 
 
