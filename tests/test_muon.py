@@ -1,6 +1,8 @@
 """Test that Muon gives one curve on every layout, and that this curve is torch.optim.Muon's."""
 
+import json
 import math
+import sys
 import types
 
 import pytest
@@ -12,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import harness
 from conftest import (
+    ROOT,
     SCRIPTS,
     SHORT,
     change_file,
@@ -231,6 +234,37 @@ def test_matrix_of_a_layer_has_one_moment(script):
     state = get_optimizer_state_dict(model, optimizer)["state"]
     assert set(state["model.layers.0.mlp.up_proj.weight"]) == {"exp_avg"}
     assert set(state["lm_head.weight"]) == {"exp_avg", "exp_avg_sq", "step"}
+
+
+# ---- the sweep -------------------------------------------------------------------------------
+def test_sweep_finds_the_best_rates_and_keeps_old_runs(monkeypatch, tmp_path, capsys):
+    """Simulate runs: the best rates are 1 and 2, and AdamW diverges at rate 4."""
+    sweep, trained = harness.load(ROOT / "related-topics/muon/sweep.py"), []
+
+    def train(folder, steps, cell):
+        seed, optimizer, lr = trained.append(cell) or cell
+        losses = {"0": 9.0, str(steps): abs(lr - (2 if optimizer == "Muon" else 1)) + seed}
+        diverged = optimizer == "AdamW" and lr == 4 and seed == 1
+        row = {"optimizer": optimizer, "lr": lr, "seed": seed}
+        return row | {"val_losses": None if diverged else losses}
+
+    def run_sweep(*lrs):
+        words = ["--seeds", 2, "--output", tmp_path / "found.json", "--lrs", *lrs]
+        monkeypatch.setattr(sys, "argv", ["sweep.py", *map(str, words)])
+        harness.benchmark("", sweep.rates, sweep.add_flags, gpus=False)
+
+    monkeypatch.setattr(sweep, "train", train)
+    run_sweep(1.0, 2.0)
+    run_sweep(1.0, 2.0, 4.0)
+    assert len(trained) == len(set(trained)) == 2 * 2 * 3
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    curves = sweep.curves_of(rows)
+    assert curves["AdamW"] == {1.0: {0: 9.0, 200: 0.5}, 2.0: {0: 9.0, 200: 1.5}, 4.0: None}
+    assert [sweep.best_of(by_rate) for by_rate in curves.values()] == [1.0, 2.0]
+    assert sweep.last_losses(rows, "AdamW", 4.0) == []
+    assert sweep.last_losses(rows, "Muon", 2.0) == [0.0, 1.0]
+    assert sweep.first_step(curves["Muon"][2.0], 8.0) == 200
+    assert "Muon   best rate 2  val_loss 0.5000" in capsys.readouterr().out
 
 
 # ---- runs ------------------------------------------------------------------------------------
