@@ -460,7 +460,7 @@ def build_optimizer(args, model):
 
 
 def matrices_of_layers(model):
-    """Return the weights that are matrices or stacked experts of layers, with their names, in order.
+    """Return the matrices and the stacked experts in layers, with their names, in a fixed order.
 
     The rows of an embedding and of the output layer are vectors of tokens, so AdamW trains them.
     """
