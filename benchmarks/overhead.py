@@ -11,7 +11,7 @@ mean step without the fastest and the slowest step, divided by the mean of its n
 chapter is slower than its goal, the exit status is 1.
 
 `loss` compares the losses of chapter 05 and of fine-tuning/preferences, which work in chunks, with
-the loss of chapter 04. Its Llama has 7 million weights, too, but more of them in the head.
+the loss of chapter 04, in a Llama of 3 million weights, most of them outside of the layers.
 """
 
 import json
@@ -202,7 +202,7 @@ def overhead(args, folder):
     """Run the measurement in a process with the harness's settings."""
     flags = f"--global-batch-size {BATCH}"
     if is_loss := args.what == "loss":
-        model = make_model_folder(folder / "llama", layers=4, width=256, vocabulary=16_000)
+        model = make_model_folder(folder / "llama", layers=4, width=128, vocabulary=8000)
         flags += f" --seq-length {SHORT} --precision fp32"
     else:
         model = make_7m_llama(folder / "llama")

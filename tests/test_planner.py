@@ -201,7 +201,7 @@ def setting_8b(split, nodes=1, micro_steps=1, flags="", gpus=8):
 
 
 def sent_in_copy(split, ranks, micro_steps):
-    """Return the bytes that a rank sends within a copy of the model, by the READMEs' formulas."""
+    """Compute the bytes that a rank sends to gather weights and reduce gradients in a step."""
     if split == "DDP":
         return 2 * (ranks - 1) / ranks * 4 * WEIGHTS_8B
     layer, root = SPLIT_8B if split == "tensor" else (LAYER_8B, ROOT_8B)
