@@ -44,6 +44,7 @@ CHAPTERS = ("01", "02", "03", "04", "05", "06", "07", "08", "09")
 FINE_TUNING = ("conversations", "lora")
 SCRIPTS = {chapter: harness.script_of(chapter) for chapter in CHAPTERS}
 SCRIPTS |= {name: harness.ROOT / f"fine-tuning/{name}/train_llm.py" for name in FINE_TUNING}
+SCRIPTS["muon"] = harness.ROOT / "related-topics/muon/train_llm.py"
 TINY = """--seq-length 64 --global-batch-size 8 --batch-size 4 --num-steps 20 --log-every 1
     --eval-every 10 --eval-samples 10 --checkpoint-every 10"""
 FP32 = "--precision fp32"
@@ -502,6 +503,7 @@ ALONE = {
     "speed-mixture-09": partial(speed, script="09", **BESIDE_01, goals=TO_01),
     "speed-conversations-compiled": partial(COMPILED, script="conversations", **BESIDE_05),
     "speed-02-compiled": partial(COMPILED, script="02"),
+    "speed-muon-compiled": partial(COMPILED, script="muon", beside="speed-04-compiled"),
     "speed-lora-compiled": partial(COMPILED, script="lora", **BESIDE_05),
     "speed-mixture-09-compiled": partial(COMPILED, script="09", mixture=True),
 }

@@ -597,7 +597,7 @@ def pair_of(row):
     pair = []
     for name in ("chosen", "rejected"):
         turns = as_turns(row[name], "assistant")
-        # Some data sets repeat the prompt in both answers.
+        # Some data sets repeat the prompt in both answers; otherwise, put the prompt before them.
         if turns and ROLES.get(turns[0].get("role", turns[0].get("from"))) == "assistant":
             turns = as_turns(row.get("prompt"), "user") + turns
         pair.append(messages_of(turns))

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import re
 import shlex
 
@@ -96,6 +97,16 @@ def test_each_micro_batch_of_kept_layers_sends_the_bytes_of_the_formula():
     assert sent(result, "reduce-scatter") == pytest.approx(2 * share(8) * 4 * WEIGHTS)
     for kind in ("all-gather", "reduce-scatter"):
         assert sent(result, kind, column="calls") == 2 * (LAYERS + 1)
+
+
+def test_muon_sends_the_bytes_of_the_formula():
+    """Add matrices of zeros, because the number of the matrices is not divisible by the ranks."""
+    result = run(SCRIPTS["muon"], 8, MODEL)
+    # The sizes of a matrix of attention, of two matrices of the MLP, and of the third matrix.
+    sizes = [(WIDTH**2, 4), (WIDTH * MLP_WIDTH, 2), (WIDTH * MLP_WIDTH, 1)]
+    weights = sum(size * math.ceil(number * LAYERS / 8) * 8 for size, number in sizes)
+    assert sent(result, "all-to-all") == pytest.approx(2 * share(8) * 2 * weights / 8)
+    assert sent(result, "all-to-all", column="calls") == 2 * 3
 
 
 @pytest.mark.parametrize("gpus", [exhaustive(8), 64, exhaustive(512)])
@@ -222,12 +233,14 @@ LAYOUTS = {
     "09 TP": [16, f"{SMALL_30B} -s 32768 --expert-parallel-size 8 --tensor-parallel-size 2"],
     "lora": [8, "--lora-rank 16"],
     "lora full": [8, "--lora-rank 16 --recompute full"],
+    "muon": [8, ""],
 }
 
 
 def planned(name, gpus, arguments):
     """Return the bytes of tensors that the planner counts on the fullest GPU or pipeline rank."""
-    chapter, _, part = name.replace("lora", "05").partition(" ")
+    chapter, _, part = name.replace("lora", "05").replace("muon", "04").partition(" ")
+    arguments += " --muon" * (name == "muon")
     nodes = f"--chapter {chapter} --nodes {gpus // 8} --gpus-per-node 8 --global-batch-size {gpus}"
     args = will_it_fit.parse_args(shlex.split(f"{arguments} {nodes}"))
     config, _ = will_it_fit.load_config(args)

@@ -37,7 +37,7 @@ def kill_once(chapter, args, run_dir, oldest, choice, during_save):
     return newest
 
 
-CASES = [("01", 1), slow("05", 2)]
+CASES = [("01", 1), slow("05", 2), slow("muon", 1)]
 CASES += [
     exhaustive(chapter, 4)
     for chapter in ("03", "04", *SPLIT, "conversations", "lora", "preferences")

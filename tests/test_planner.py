@@ -89,6 +89,18 @@ def test_lora_has_gradients_and_moments_of_adapters_only():
     assert plan["checkpoint"] == 4 * 12 * adapters + 4 * 56
 
 
+def test_muon_keeps_one_moment_for_each_matrix_of_a_layer():
+    """Compare with AdamW: each of the 28 matrices has a moment and a counter less."""
+    plans = [
+        asked(f"--device cpu --gpus-per-node 4 --chapter 04 {flag}") for flag in ("", "--muon")
+    ]
+    adamw, muon = (plan["state"] for plan in plans)
+    matrices = 4 * (4 * 128 * 128 + 3 * 128 * 352)
+    assert adamw["optimizer state"] - muon["optimizer state"] == 4 * matrices / 4 + 4 * 28
+    assert adamw["parameters"] == muon["parameters"] and adamw["gradients"] == muon["gradients"]
+    assert plans[0]["checkpoint"] - plans[1]["checkpoint"] == 4 * matrices + 4 * 28
+
+
 # The first layer has no experts. Each of the other three has 16 experts of 3 × 128 × 64 weights.
 MIXTURE = f"-m {ROOT}/09-expert-parallel/tiny-mixture --gpus-per-node 4 -b 1 --recompute full"
 EXPERTS = 16 * 3 * 128 * 64
@@ -189,7 +201,7 @@ def setting_8b(split, nodes=1, micro_steps=1, flags="", gpus=8):
 
 
 def sent_in_copy(split, ranks, micro_steps):
-    """Return the bytes that a rank sends within a copy of the model, by the READMEs' formulas."""
+    """Compute the bytes that a rank sends to gather weights and reduce gradients in a step."""
     if split == "DDP":
         return 2 * (ranks - 1) / ranks * 4 * WEIGHTS_8B
     layer, root = SPLIT_8B if split == "tensor" else (LAYER_8B, ROOT_8B)

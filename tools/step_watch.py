@@ -27,6 +27,7 @@ KINDS = {
     "to_accumulated_grad_if_needed": "full gradients",
     "make_bucket": "gradients",
     "_init_group": "optimizer state",
+    "momentum_of": "optimizer state",
     "loss_of_chunk": "logits",
     "loss_of_logits": "logits",
     "ChunkedLoss.forward": "logits",

@@ -28,7 +28,10 @@ def merge(child, parent, root):
 
 
 def carry(chapter, root):
-    """Merge a chapter into its descendants, nearest first; return the chapters with conflicts."""
+    """Merge a chapter into its children, and each child without conflicts into its own children.
+
+    Return the chapters with conflicts.
+    """
     conflicts, scripts = [], chapters(root)
     children = [name for name in scripts if parent_of(name, root) == chapter]
     for child in children:

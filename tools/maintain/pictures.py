@@ -18,9 +18,10 @@ from transformers import LlamaConfig, LlamaModel
 
 from chapters import ROOT
 
-sys.path.append(str(ROOT / "tools/planner"))
+sys.path += [str(ROOT / "tools/planner"), str(ROOT / "benchmarks")]
 
 from activations import Recorder
+from harness import load
 
 ASSETS = ROOT / "assets"
 RESULTS = ROOT / "benchmarks/results"
@@ -704,6 +705,64 @@ def preference():
     flow("preferences-loss", title, 440, boxes, arrows)
 
 
+# ---- related topics --------------------------------------------------------------------------
+def muon_exchange():
+    """Show how two ranks exchange the shards of four matrices, and exchange them back."""
+    picture = Picture(290, "Each rank gets two full matrices, and returns their shards")
+    names = ("shards of the momentum", "full matrices", "shards of the update")
+    colors = ("teal", "blue", "orange", "purple")
+    for number, name in enumerate(names):
+        left = 20 + 206 * number
+        picture.text(left + 74, 20, name, "bold small")
+        for rank in range(2):
+            top = 58 + 112 * rank
+            if number == 0:
+                picture.text(left, top - 14, f"rank {rank}", "quiet", "start")
+            for matrix, color in enumerate(colors):
+                text = "ABCD"[matrix]
+                if number == 1 and matrix // 2 == rank:
+                    x = left + 74 * (matrix % 2)
+                    picture.box(x, top, 62, 30, f"{text} top", color, "small")
+                    picture.box(x, top + 30, 62, 30, f"{text} bottom", color, "small")
+                elif number != 1:
+                    x, y = left + 74 * (matrix % 2), top + 38 * (matrix // 2)
+                    half = "bottom" if rank else "top"
+                    picture.box(x, y, 62, 30, f"{text} {half}", color, "small")
+        if number:
+            picture.line((left - 62, 148), (left - 8, 148), arrow=True)
+            picture.text(left - 35, 132, "all-to-all", "warn small")
+    picture.text(300, 270, "in the middle, each rank orthogonalizes its full matrices", "quiet")
+    picture.save("muon-exchange")
+
+
+def muon_curves():
+    """Show the validation losses of AdamW and of Muon, each at its best rate."""
+    sweep = load(ROOT / "related-topics/muon/sweep.py")
+    curves = {}
+    for optimizer, by_rate in sweep.curves_of(results("muon")["rows"]).items():
+        rate = sweep.best_of(by_rate)
+        curves[optimizer] = rate, by_rate[rate]
+    losses = [loss for _, curve in curves.values() for loss in curve.values()]
+    lowest, highest = math.floor(min(losses)), math.ceil(max(losses))
+    last = max(curves["Muon"][1])
+    picture = Picture(340, "At its best rate, Muon has a lower validation loss than AdamW")
+    point = picture.axes("step", "loss", last, lowest, highest)
+    for step in range(0, last + 1, 40):
+        x, y = point(step, lowest)
+        picture.text(x, y + 18, str(step), "quiet")
+    for loss in range(lowest, highest):
+        picture.text(50, point(0, loss)[1], str(loss), "quiet", "end")
+    for optimizer, style, text_style, above in (
+        ("AdamW", "", "", 16),
+        ("Muon", "strong", "warn", -18),
+    ):
+        rate, curve = curves[optimizer]
+        picture.line(*(point(*row) for row in curve.items()), style=style)
+        x, y = point(last, curve[last])
+        picture.text(x, y - above, f"{optimizer}, peak rate {rate:g}", text_style, "end")
+    picture.save("muon-curves")
+
+
 def main():
     """Make all pictures."""
     state()
@@ -728,6 +787,8 @@ def main():
     answer()
     adapter()
     preference()
+    muon_exchange()
+    muon_curves()
 
 
 if __name__ == "__main__":

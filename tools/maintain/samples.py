@@ -16,12 +16,11 @@ from chapters import ROOT
 from readme import Block, commands, shown
 
 SAMPLES = ROOT / "assets/samples"
-# Set DS_ACCELERATOR, because without it an installed DeepSpeed prints a warning when Accelerate
-# imports it.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "COLUMNS": "100",
+    # Otherwise, DeepSpeed prints a warning when Accelerate imports it.
     "DS_ACCELERATOR": "cpu",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",

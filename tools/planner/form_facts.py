@@ -179,7 +179,7 @@ def dot(values, formula):
 
 
 def short(formula):
-    """Return a formula as a list without the zeros at its end, and with integers."""
+    """Return a formula as a list of numbers; drop zeros at the end, and write 2.0 as 2."""
     numbers = np.trim_zeros(formula.ravel(), "b").tolist()
     return [int(value) if value.is_integer() else value for value in numbers]
 

@@ -13,7 +13,7 @@ SUPPORTED |= {"replicas": [1], "recompute": ["none", "full"]}
 
 
 def config_text(args):
-    """Return the text of the file; stop if the framework lacks a feature that the flags need."""
+    """Return the text of a framework's file of settings; stop if it cannot express them."""
     framework, _ = args.write_config
     flags, supported = f"--write-config {framework}", SUPPORTED
     if framework not in WRITERS:

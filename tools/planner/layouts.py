@@ -16,6 +16,7 @@ from training_step import (
     UnsupportedModelError,
     adapter_shapes,
     check_split,
+    muon_shapes,
     newest_chapter,
     numbers,
     parse_training_args,
@@ -49,7 +50,7 @@ def plan_of(setting):
         host_needs = gpu_needs * local_ranks
     fits = gpu_room >= gpu_needs and host_room >= host_needs
     checkpoint = checkpoint_bytes(setting)
-    has_speed = fits and setting.cuda and not setting.lora_rank
+    has_speed = fits and setting.cuda and not setting.lora_rank and not setting.muon
     has_speed = has_speed and not setting.model.has_other_layers
     speed = speed_of(setting) if has_speed else None
     return {
@@ -86,7 +87,9 @@ def checkpoint_bytes(setting):
     shapes, size = setting.model.shapes, setting.weight_bytes
     if setting.lora_rank:
         shapes, size = adapter_shapes(setting.model.layers, setting.lora_rank), 4
-    return 3 * size * numbers(shapes) + 4 * len(shapes)
+    one_moment = muon_shapes(setting.model.layers) if setting.muon else []
+    left_out = size * numbers(one_moment) + 4 * len(one_moment)
+    return 3 * size * numbers(shapes) + 4 * len(shapes) - left_out
 
 
 def ways_to_split(args):

@@ -8,6 +8,7 @@ from training_step import (
     adapter_shapes,
     in_flight,
     local_numbers,
+    muon_shapes,
     numbers,
     padded_numbers,
     shard_numbers,
@@ -37,7 +38,8 @@ def state_bytes(model, setting):
     """Return the bytes of weights, gradients and optimizer state in a rank's shards of a Model.
 
     AdamW keeps two moments for each weight, and a step counter of 4 bytes for each tensor. With
-    LoRA, only the adapters have gradients and moments, and they are in float32.
+    LoRA, only the adapters have gradients and moments, and they are in float32. Muon keeps one
+    moment for each matrix of a layer, and no counter.
     """
     weights = shard_numbers(model.shapes, setting) * setting.weight_bytes
     trained, shapes = weights, model.shapes
@@ -46,6 +48,9 @@ def state_bytes(model, setting):
         trained = shard_numbers(shapes, setting) * 4
         weights += trained
     moments = 2 * trained + 4 * len(shapes)
+    if setting.muon:
+        one_moment = muon_shapes(model.layers)
+        moments -= shard_numbers(one_moment, setting) * setting.weight_bytes + 4 * len(one_moment)
     return {"parameters": weights, "gradients": trained, "optimizer state": moments}
 
 

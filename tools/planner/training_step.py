@@ -389,6 +389,15 @@ def adapter_shapes(layers, rank):
     return [shape for n, m in matrices for shape in ((rank, m), (n, rank))]
 
 
+def muon_shapes(layers):
+    """Return the shapes of the weights with one moment in related-topics/muon.
+
+    These weights are the matrices and the stacked experts in the layers.
+    """
+    shapes = [shape for layer in layers for shape in layer]
+    return [shape for shape in shapes if len(shape) == 2 + isinstance(shape, ExpertShape)]
+
+
 # ---- the setting -----------------------------------------------------------------------------
 
 

@@ -90,6 +90,8 @@ def parse_args(argv=None):
         fail("--layouts: plans GPUs and writes no file; leave out --write-config and --device cpu")
     if args.lora_rank and (args.layouts or args.write_config or args.chapter != "05"):
         fail("--lora-rank: needs plain FSDP; leave out --layouts, --write-config and other splits")
+    if args.muon and (args.layouts or args.write_config or args.chapter != "04"):
+        fail("--muon: needs --chapter 04; leave out --layouts and --write-config")
     args.config_text = config_text(args) if args.write_config else None
     return args
 
@@ -130,6 +132,8 @@ def build_parser():
     add("--weights-dtype", choices=["fp32", "bf16"], default="fp32", help=weights_help)
     lora_help = "plan fine-tuning/lora, with adapters of this rank; 0: train all weights"
     add("--lora-rank", type=at_least(0), default=0, help=lora_help)
+    muon_help = "plan related-topics/muon, with one moment for each matrix; needs --chapter 04"
+    add("--muon", action="store_true", help=muon_help)
     add = parser.add_argument_group("speeds").add_argument
     efficiency_help = "share of its peak that a GPU reaches; None: {} with --compile, otherwise {}"
     efficiency_help = efficiency_help.format(EFFICIENCY[True], EFFICIENCY[False])

@@ -1,0 +1,114 @@
+"""Train a small Llama with AdamW and with Muon at several rates, each on the same tokens.
+
+Here:  python related-topics/muon/sweep.py --steps 20 --lrs 4e-3
+Ours:  python related-topics/muon/sweep.py --seeds 3 --output benchmarks/results/muon.json
+
+AdamW trains in chapter 04, and Muon in this folder's script, each on one device. Every run has a
+complete schedule: a warm-up of a tenth of its steps, and then the decay.
+"""
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
+
+from harness import Failed, benchmark, call, launch_command  # noqa: E402
+
+SCRIPTS = {"AdamW": "04-fsdp/train_llm.py", "Muon": "related-topics/muon/train_llm.py"}
+SETTINGS = """--device cpu --precision fp32 --seq-length 64 --global-batch-size 16 --batch-size 16
+    --eval-samples 128 --checkpoint-every 1000000"""
+
+
+def train(folder, steps, cell):
+    """Run a script; return its row with the validation losses by step, or with None.
+
+    None means that a gradient was not finite.
+    """
+    seed, optimizer, lr = cell
+    name = f"{optimizer}-{lr:g}-{seed}"
+    words = f"""{SETTINGS} --num-steps {steps} --warmup-steps {max(1, steps // 10)} --lr {lr}
+        --seed {seed} --eval-every {max(1, steps // 10)} --save-dir {folder} -e {name}"""
+    row = {"optimizer": optimizer, "lr": lr, "seed": seed, "val_losses": None}
+    try:
+        call(launch_command(1, [ROOT / SCRIPTS[optimizer], *words.split()]), OMP_NUM_THREADS="1")
+    except Failed as error:
+        if "was not finite" not in str(error):
+            raise
+    else:
+        lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+        losses = {line["step"]: line.get("val_loss") for line in map(json.loads, lines)}
+        row["val_losses"] = {str(step): loss for step, loss in losses.items() if loss is not None}
+    last = f"val_loss {row['val_losses'][str(steps)]:.4f}" if row["val_losses"] else "diverged"
+    print(f"{optimizer:5}  lr {lr:<6g}  seed {seed}  {last}", flush=True)
+    return row
+
+
+def curves_of(rows):
+    """Return the mean validation losses of all seeds, by optimizer, rate and step.
+
+    A rate where a seed diverged has None instead of the losses.
+    """
+    found = {}
+    for row in rows:
+        found.setdefault(row["optimizer"], {}).setdefault(row["lr"], []).append(row["val_losses"])
+    for by_rate in found.values():
+        for lr, runs in by_rate.items():
+            by_rate[lr] = None if None in runs else mean_of(runs)
+    return found
+
+
+def mean_of(runs):
+    """Return the mean losses of runs, by step."""
+    return {int(step): fmean(run[step] for run in runs) for step in runs[0]}
+
+
+def best_of(by_rate):
+    """Return the rate with the lowest mean loss after the last step."""
+    finished = {lr: curve[max(curve)] for lr, curve in by_rate.items() if curve}
+    return min(finished, key=finished.get)
+
+
+def last_losses(rows, optimizer, lr):
+    """Return the losses of all seeds after the last step; the list is empty if a seed diverged."""
+    runs = [row["val_losses"] for row in rows if (row["optimizer"], row["lr"]) == (optimizer, lr)]
+    return [] if None in runs else [run[max(run, key=int)] for run in runs]
+
+
+def first_step(curve, loss):
+    """Return the first evaluated step where a curve is not above a loss."""
+    return next(step for step in sorted(curve) if curve[step] <= loss)
+
+
+def rates(args, folder):
+    """Train both optimizers at all rates, two runs at a time; print the best rates.
+
+    Keep the runs that the file of --output has already.
+    """
+    is_old = args.output and args.output.exists()
+    rows = json.loads(args.output.read_text())["rows"] if is_old else []
+    known = [(row["seed"], row["optimizer"], row["lr"]) for row in rows]
+    cells = [cell for cell in product(range(args.seeds), SCRIPTS, args.lrs) if cell not in known]
+    with ThreadPoolExecutor(2) as pool:
+        for row in pool.map(lambda cell: train(folder, args.steps, cell), cells):
+            rows.append(row)
+            yield {"rows": rows}
+    for optimizer, by_rate in curves_of(rows).items():
+        best = best_of(by_rate)
+        print(f"{optimizer:5}  best rate {best:g}  val_loss {by_rate[best][args.steps]:.4f}")
+
+
+def add_flags(add):
+    """Declare the flags that only this script has."""
+    lrs = [5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3]
+    add("--lrs", nargs="+", type=float, default=lrs, help="peak learning rates")
+    add("--steps", type=int, default=200, help="optimizer steps of each run")
+    add("--seeds", type=int, default=1, help="runs to average per rate")
+
+
+if __name__ == "__main__":
+    benchmark(__doc__, rates, add_flags, gpus=False)

@@ -1,0 +1,349 @@
+"""Test that Muon gives one curve on every layout, and that this curve is torch.optim.Muon's."""
+
+import json
+import math
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import harness
+from conftest import (
+    ROOT,
+    SCRIPTS,
+    SHORT,
+    change_file,
+    curves_of,
+    difference,
+    disagreement,
+    metrics,
+    prepare_training,
+    run_jobs,
+    run_or_fail,
+)
+from in_process import tensors_of
+from runs import check_user_error, copy_run, evaluate_export, read_checkpoint
+
+DEVICE = torch.device("cpu")
+SMALL = [*SHORT, "--config", "hidden_size=48", "intermediate_size=80", "num_hidden_layers=2"]
+# 202 rows, 101 rows and three layers cannot be divided evenly among 2 or 4 ranks.
+UNEVEN = "--config hidden_size=120 intermediate_size=202 num_hidden_layers=3 head_dim=30".split()
+# FSDP splits the columns of 6 experts among 4 ranks, and gives each of the ranks 2 of 8 experts.
+COLUMNS = ["--config", "num_experts=6"]
+
+
+@pytest.fixture
+def script(load, one_rank_group):
+    return load("muon")
+
+
+def prepare(script, *words):
+    """Return arguments, sharded model, optimizer and training samples for a command."""
+    args, model, _, train_set, _ = prepare_training(script, *words)
+    model = script.shard(args, model, DEVICE)
+    return args, model, script.build_optimizer(args, model), train_set
+
+
+def train(script, steps, args, model, optimizer, train_set):
+    """Run steps in this process; return their losses."""
+    steps = range(1, steps + 1)
+    return [
+        script.train_step(args, model, optimizer, train_set, step, DEVICE)[0].item()
+        for step in steps
+    ]
+
+
+# ---- the weights that Muon updates -----------------------------------------------------------
+# For each family, some weights of the first layer with their optimizer.
+FAMILIES = {
+    "llama": {"self_attn.q_proj.weight": True, "input_layernorm.weight": False},
+    "gpt2": {"attn.c_attn.weight": True, "attn.c_attn.bias": False},
+    "qwen3_moe": {"mlp.experts.gate_up_proj": True, "mlp.gate.weight": True},
+    "gpt_oss": {"mlp.experts.down_proj": True, "mlp.experts.down_proj_bias": False},
+    "lfm2": {"conv.conv.weight": False, "conv.in_proj.weight": True},
+}
+
+
+@pytest.mark.parametrize("family, expected", FAMILIES.items())
+def test_muon_gets_matrices_and_experts_but_no_convolution(load, models, family, expected):
+    if family == "lfm2":
+        config = AutoConfig.for_model(family, layer_types=["conv"], num_hidden_layers=1)
+    else:
+        config = AutoConfig.from_pretrained(models / family)
+    script = load("muon")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    hidden = script.matrices_of_layers(model)
+    named = script.layers_of(model)[0].named_parameters()
+    assert {name: weight in hidden for name, weight in named}.items() >= expected.items()
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        assert module.weight not in hidden
+
+
+# ---- from shards to matrices -----------------------------------------------------------------
+class Ranks:
+    """Simulate a process group: only its size is known."""
+
+    def __init__(self, num_ranks):
+        self.num_ranks = num_ranks
+
+    def size(self):
+        return self.num_ranks
+
+
+def orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks):
+    """Run orthogonalize_split() as each of `num_ranks` ranks; return the matrices of its shards."""
+    sent = []
+
+    def all_to_all_single(received, parts, group, async_op):
+        assert async_op and received.is_contiguous() and parts.is_contiguous()
+        sent.append((received.chunk(num_ranks), parts.chunk(num_ranks)))
+        return types.SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
+    num_rows, results = matrices.shape[1], []
+    shards = list(matrices.chunk(num_ranks, dim=1))
+    shards += [matrices[:, :0]] * (num_ranks - len(shards))
+    updates = [script.orthogonalize_split(shard, num_rows, Ranks(num_ranks)) for shard in shards]
+    for _ in range(2):
+        for update in updates:
+            next(update)
+        # Send one part after the other, as a slow network would.
+        for rank, (received, _) in enumerate(sent):
+            for source, (_, parts) in enumerate(sent):
+                received[source].copy_(parts[rank])
+        sent.clear()
+    for update in updates:
+        with pytest.raises(StopIteration) as stop:
+            next(update)
+        results.append(stop.value.value)
+    return torch.cat(results, dim=1)
+
+
+def distance(script, monkeypatch, num_matrices, shape, num_ranks):
+    """Return the largest difference between matrices orthogonalized on many ranks and on one."""
+    torch.manual_seed(0)
+    matrices = torch.randn(num_matrices, *shape)
+    result = orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks)
+    assert result.shape == matrices.shape
+    return (result - script.orthogonalize(matrices)).abs().max().item()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_matrices", [1, 3, 4, 8])
+def test_ranks_orthogonalize_each_matrix_as_one_rank(load, monkeypatch, num_matrices, num_ranks):
+    """Include short and empty shards, and fewer matrices than ranks."""
+    for shape in [(16, 24), (24, 16), (17, 24), (5, 8)]:
+        assert distance(load("muon"), monkeypatch, num_matrices, shape, num_ranks) < 1e-5
+
+
+# With this line, a rank receives in the same buffer twice.
+REUSED = "received = ranks.__dict__.setdefault('buffer', torch.empty_like(parts.contiguous()))"
+
+
+@pytest.mark.parametrize("num_matrices, is_right", [(4, False), (8, True)])
+def test_reused_buffer_is_wrong_with_one_matrix_per_rank(
+    monkeypatch, tmp_path, num_matrices, is_right
+):
+    """Receive twice in one buffer: with one matrix per rank, the second sends a view of it."""
+    copy = tmp_path / "train_llm.py"
+    old = "received = torch.empty_like(parts, memory_format=torch.contiguous_format)"
+    change_file(SCRIPTS["muon"], old, REUSED, copy)
+    old = "    matrices = orthogonalize(matrices)\n"
+    change_file(copy, old, "    matrices.copy_(orthogonalize(matrices))\n")
+    found = distance(harness.load(copy), monkeypatch, num_matrices, (16, 24), 4)
+    assert (found < 1e-5) is is_right
+
+
+@pytest.mark.parametrize("num_matrices, is_right", [(8, False), (4, True)])
+def test_wrong_order_is_found_with_two_matrices_per_rank(
+    monkeypatch, tmp_path, num_matrices, is_right
+):
+    """Take the parts of a rank for the parts of a matrix: right only with one matrix per rank."""
+    copy = tmp_path / "train_llm.py"
+    old = "received.unflatten(0, (num_ranks, -1)).transpose(0, 1)"
+    change_file(SCRIPTS["muon"], old, "received.unflatten(0, (-1, num_ranks))", copy)
+    found = distance(harness.load(copy), monkeypatch, num_matrices, (16, 24), 4)
+    assert (found < 1e-5) is is_right
+
+
+# ---- one process -----------------------------------------------------------------------------
+class Both:
+    """Update the matrices of the layers with torch.optim.Muon, and the other weights with AdamW."""
+
+    def __init__(self, script, args, model):
+        hidden = script.matrices_of_layers(model)
+        options = {"lr": args.lr, "weight_decay": args.weight_decay}
+        muon = torch.optim.Muon(hidden, adjust_lr_fn="match_rms_adamw", **options)
+        others = [weight for weight in model.parameters() if weight not in hidden]
+        groups = [{"params": [weight for weight in others if weight.ndim >= 2]}]
+        vectors = [weight for weight in others if weight.ndim < 2]
+        groups.append({"params": vectors, "weight_decay": 0.0})
+        adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True, **options)
+        self.optimizers = muon, adamw
+        self.param_groups = muon.param_groups + adamw.param_groups
+        self.found_inf = torch.zeros(())
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def test_losses_are_those_of_torch_muon(script, monkeypatch):
+    """Compare over 20 steps; let torch's Newton-Schulz iterations compute in fp32, as ours do."""
+    losses = train(script, 20, *prepare(script, *SMALL))
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    args, model, _, train_set = prepare(script, *SMALL)
+    expected = train(script, 20, args, model, Both(script, args, model), train_set)
+    assert losses == pytest.approx(expected, rel=0, abs=1e-5)
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_bad_gradient_changes_no_weight_and_no_momentum(script, monkeypatch):
+    """Check that even a later finite gradient changes no tensor."""
+    args, model, optimizer, train_set = prepare(script, *SMALL)
+    train(script, 2, args, model, optimizer, train_set)
+    before = [local(tensor).clone() for tensor in tensors_of(model, optimizer)]
+    loss_of = script.loss_of
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "loss_of", lambda *given: loss_of(*given) * math.nan)
+        script.train_step(args, model, optimizer, train_set, 3, DEVICE)
+    _, norm = script.train_step(args, model, optimizer, train_set, 4, DEVICE)
+    assert norm.isfinite() and optimizer.found_inf
+    after = [local(tensor) for tensor in tensors_of(model, optimizer)]
+    assert len(before) == len(after) > 40 and all(map(torch.equal, before, after))
+
+
+def local(tensor):
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def test_matrix_of_a_layer_has_one_moment(script):
+    """Count the tensors: Muon keeps one for each matrix, and AdamW three."""
+    _, model, optimizer, _ = prepare(script, *SMALL)
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    assert set(state["model.layers.0.mlp.up_proj.weight"]) == {"exp_avg"}
+    assert set(state["lm_head.weight"]) == {"exp_avg", "exp_avg_sq", "step"}
+
+
+# ---- the sweep -------------------------------------------------------------------------------
+def test_sweep_finds_the_best_rates_and_keeps_old_runs(monkeypatch, tmp_path, capsys):
+    """Simulate runs: the best rates are 1 and 2, and AdamW diverges at rate 4."""
+    sweep, trained = harness.load(ROOT / "related-topics/muon/sweep.py"), []
+
+    def train(folder, steps, cell):
+        seed, optimizer, lr = trained.append(cell) or cell
+        losses = {"0": 9.0, str(steps): abs(lr - (2 if optimizer == "Muon" else 1)) + seed}
+        diverged = optimizer == "AdamW" and lr == 4 and seed == 1
+        row = {"optimizer": optimizer, "lr": lr, "seed": seed}
+        return row | {"val_losses": None if diverged else losses}
+
+    def run_sweep(*lrs):
+        words = ["--seeds", 2, "--output", tmp_path / "found.json", "--lrs", *lrs]
+        monkeypatch.setattr(sys, "argv", ["sweep.py", *map(str, words)])
+        harness.benchmark("", sweep.rates, sweep.add_flags, gpus=False)
+
+    monkeypatch.setattr(sweep, "train", train)
+    run_sweep(1.0, 2.0)
+    run_sweep(1.0, 2.0, 4.0)
+    assert len(trained) == len(set(trained)) == 2 * 2 * 3
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    curves = sweep.curves_of(rows)
+    assert curves["AdamW"] == {1.0: {0: 9.0, 200: 0.5}, 2.0: {0: 9.0, 200: 1.5}, 4.0: None}
+    assert [sweep.best_of(by_rate) for by_rate in curves.values()] == [1.0, 2.0]
+    assert sweep.last_losses(rows, "AdamW", 4.0) == []
+    assert sweep.last_losses(rows, "Muon", 2.0) == [0.0, 1.0]
+    assert sweep.first_step(curves["Muon"][2.0], 8.0) == 200
+    assert "Muon   best rate 2  val_loss 0.5000" in capsys.readouterr().out
+
+
+# ---- runs ------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def root(tmp_path_factory, layout_models):
+    """Train each layout; return the folder of the runs."""
+    root = tmp_path_factory.mktemp("muon")
+    mixture = ["-m", layout_models / "qwen3_moe"]
+    # In this script, the ranks' parts of a matrix are read as the parts of several matrices.
+    wrong = root / "wrong/train_llm.py"
+    old = "received.unflatten(0, (num_ranks, -1)).transpose(0, 1)"
+    change_file(SCRIPTS["muon"], old, "received.unflatten(0, (-1, num_ranks))", wrong)
+    runs = {
+        1: {"tiny1": [], "uneven1": UNEVEN, "experts1": mixture, "columns1": mixture + COLUMNS},
+        2: {"tiny2": []},
+        4: {"tiny4": [], "replicas4": ["--replicas", 2], "uneven4": UNEVEN}
+        | {"experts4": mixture, "columns4": mixture + COLUMNS},
+    }
+    runs = {
+        ranks: {name: ("muon", args) for name, args in by_name.items()}
+        for ranks, by_name in runs.items()
+    }
+    runs[1]["adamw1"] = "04", []
+    runs[4]["wrong4"] = wrong, []
+    curves_of(root, runs)
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", "tiny2 tiny4 replicas4 uneven4 experts4 columns4".split())
+def test_layout_follows_the_curve_of_one_rank(root, name):
+    reference = name.rstrip("24").replace("replicas", "tiny") + "1"
+    assert disagreement(metrics(root / reference), metrics(root / name)) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_wrong_order_changes_the_curve(root):
+    assert difference(metrics(root / "tiny1"), metrics(root / "wrong4"), names=["loss"]) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_exported_model_has_the_logged_loss(root, load):
+    loss = evaluate_export(root / "tiny4", 20, load("01"))
+    assert loss == pytest.approx(metrics(root / "tiny4")[20]["val_loss"], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_resume_repeats_the_curve(root):
+    """Continue on the same ranks, bit by bit, and from two ranks on four."""
+    for ranks, limit in ((2, 0.0), (4, 1e-5)):
+        name = f"resumed{ranks}"
+        copy_run(root / "tiny2", 10, root / name)
+        args = [*SHORT, "--save-dir", root, "-e", name]
+        [[first, *_]] = run_or_fail(ranks, [("muon", args)], root / f"{name}-jobs")
+        assert "step-00000010" in first["stdout"].partition("continuing from")[2]
+        assert difference(metrics(root / "tiny2"), metrics(root / name), after=10) <= limit
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_muon_continues_a_run_of_adamw_with_its_first_moments(root, script):
+    args, model, optimizer, _ = prepare(script, *SHORT, "--save-dir", root, "-e", "adamw1")
+    assert script.load_checkpoint(args, root / "adamw1", model, optimizer) == 20
+    saved = read_checkpoint(root / "adamw1", 20)["optimizer"]
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    assert state.keys() <= saved.keys() and len(state) > 20
+    for name, moments in state.items():
+        assert torch.equal(local(moments["exp_avg"]), saved[name]["exp_avg"]), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_adamw_refuses_to_continue_a_run_of_muon(root):
+    copy_run(root / "tiny1", 10, root / "refused")
+    args = [*SHORT, "--save-dir", root, "-e", "refused"]
+    [[result]] = run_jobs(1, [("04", args)], root / "refused-jobs")
+    check_user_error(result, "cannot read its checkpoints; choose a different --experiment-name")
+    assert "_proj.weight.step" in result["stdout"]
