@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import harness
 from conftest import (
-    ROOT,
     SCRIPTS,
     SHORT,
     change_file,
@@ -22,7 +21,6 @@ from conftest import (
     run_or_fail,
     user_error,
 )
-from marks import exhaustive, slow
 from runs import copy_run, evaluate_export, have_same_weights
 
 DEVICE = torch.device("cpu")
@@ -82,13 +80,24 @@ def test_products_equal_the_products_of_rounded_values(script, precision, limit)
     assert distance(linear.bias.grad, grad.double().sum(0)) < limit
 
 
-def gradients_of_layer(script, model, change):
-    """Return the output and all gradients of the first layer after `change` of its modules."""
+def model_in_float8(script, models):
+    """Return a small model with random weights, whose layers multiply in float8."""
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(models / "llama", initializer_range=0.1)
+    model = AutoModelForCausalLM.from_config(config)
+    script.use_float8(parse(script, *SHORT), model)
+    return model
+
+
+def gradients_of_layer(script, model, change=lambda linear: None, is_compiled=False):
+    """Return the output and all gradients of the first layer, after `change` of its products."""
     torch.manual_seed(0)
     layer = copy.deepcopy(script.layers_of(model)[0])
     for module in layer.modules():
-        if type(module) in (torch.nn.Linear, script.Float8Linear):
+        if type(module) is script.Float8Linear:
             change(module)
+    if is_compiled:
+        layer.compile(backend="aot_eager_decomp_partition", dynamic=False, fullgraph=True)
     hidden = torch.randn(2, 32, model.config.hidden_size, requires_grad=True)
     positions = model.model.rotary_emb(hidden, torch.arange(32)[None])
     output = layer(hidden, position_embeddings=positions)
@@ -116,21 +125,34 @@ def emulate(script, module):
     module.forward = lambda inputs: Product.apply(inputs, module.weight)
 
 
+def use_float32(module):
+    """Let a module multiply as it did before use_float8()."""
+    module.__class__ = torch.nn.Linear
+
+
 def test_gradients_of_a_layer_equal_the_emulated_gradients(script, models):
     """Allow a few values near a border of rounding, which may be rounded to either side."""
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(models / "llama", initializer_range=0.1)
-    model = AutoModelForCausalLM.from_config(config)
-    script.use_float8(parse(script, *SHORT), model)
-    found = gradients_of_layer(script, model, lambda module: None)
+    model = model_in_float8(script, models)
+    found = gradients_of_layer(script, model)
     emulated = gradients_of_layer(script, model, partial(emulate, script))
-    exact = gradients_of_layer(
-        script, model, lambda module: setattr(module, "__class__", torch.nn.Linear)
-    )
+    exact = gradients_of_layer(script, model, use_float32)
     assert len(found) == 2 + 9
     for number, tensor in enumerate(found):
         assert distance(tensor, emulated[number].double()) < 0.01
         assert 0.01 < distance(tensor, exact[number].double()) < 0.3
+
+
+def test_compiled_layer_is_one_graph_with_the_same_gradients(script, models):
+    """Compile with fullgraph, which raises an error if PyTorch cannot trace a product.
+
+    Generate no code, because the compiler of C++ would need a minute.
+    """
+    model = model_in_float8(script, models)
+    eager, compiled = (
+        gradients_of_layer(script, model, is_compiled=is_compiled) for is_compiled in (False, True)
+    )
+    for tensor, expected in zip(compiled, eager, strict=True):
+        assert distance(tensor, expected.double()) < 0.01
 
 
 # ---- scales ----------------------------------------------------------------------------------
@@ -214,7 +236,7 @@ def test_all_products_of_the_layers_are_in_float8_but_not_the_head(script, capsy
 
 
 def test_experts_and_routers_stay_as_they_are(script, capsys, models):
-    names, printed = modules_of(script, capsys, "-m", models / "qwen3_moe", "--float8")
+    names, _ = modules_of(script, capsys, "-m", models / "qwen3_moe", "--float8")
     assert {name.split(".")[-1] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
@@ -250,35 +272,24 @@ def test_unfit_model_length_or_gpu_fails_with_the_reason(
 
 
 # ---- runs ------------------------------------------------------------------------------------
+FLOAT8, BF16 = ["--float8"], ["--precision", "bf16"]
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """Train each layout; return the folder of the runs."""
     root = tmp_path_factory.mktemp("float8")
-    float8, bf16 = "--float8", ["--precision", "bf16"]
-    runs = {
-        1: {
-            "parent": ("05", []),
-            "off": ("float8", []),
-            "ranks1": ("float8", [float8]),
-            "exact": (with_exact_scale(root), [float8]),
-            "compiled": ("float8", [float8, "--compile"]),
-        },
-        2: {
-            "ranks2": ("float8", [float8]),
-            "recomputed": ("float8", [float8, "--recompute", "selective"]),
-            "bf16": ("float8", [float8, *bf16]),
-            "parent-bf16": ("05", bf16),
-        },
-        4: {"ranks4": ("float8", [float8])},
-    }
-    curves_of(root, runs)
+    ranks1 = {"parent": ("05", []), "off": ("float8", []), "ranks1": ("float8", FLOAT8)}
+    ranks2 = {"ranks2": ("float8", FLOAT8), "bf16-ranks2": ("float8", FLOAT8 + BF16)}
+    ranks2["selective"] = "float8", [*FLOAT8, "--recompute", "selective"]
+    ranks4 = {"ranks4": ("float8", FLOAT8)}
+    curves_of(root, {1: ranks1, 2: ranks2, 4: ranks4})
     return root
 
 
-def largest_difference(root, name, other, **options):
+def largest_difference(root, name, other):
     """Return the largest difference between the losses of two runs."""
-    curves = metrics(root / name), metrics(root / other)
-    return difference(*curves, names=["loss", "val_loss"], **options)
+    return difference(metrics(root / name), metrics(root / other), names=["loss", "val_loss"])
 
 
 @pytest.mark.slow
@@ -287,32 +298,25 @@ def test_losses_without_the_flag_are_those_of_the_parent(root):
     assert difference(metrics(root / "off"), metrics(root / "parent")) == 0
 
 
-LIMITED = [("ranks1", "parent"), ("ranks1", "ranks2"), ("ranks1", "ranks4")]
-LIMITED += [("ranks1", "compiled"), ("bf16", "parent-bf16"), ("bf16", "parent")]
+# Rounding to float8 amplifies the smallest difference between two layouts.
+LIMITS = {("ranks1", "ranks2"): 5e-3, ("ranks1", "ranks4"): 5e-3, ("ranks1", "parent"): 1e-2}
+LIMITS |= {("bf16-ranks2", "ranks2"): 1e-2, ("bf16-ranks2", "parent"): 1e-2}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("pair", LIMITED, ids=" ".join)
-def test_float8_changes_the_losses_by_less_than_5e_3(root, pair):
-    """Compare runs that differ in their layout, in float8 or in both precisions."""
+@pytest.mark.parametrize("pair", LIMITS, ids=" ".join)
+def test_losses_stay_within_their_limit(root, pair):
+    """Check that a pair differs, too: otherwise, this test would compare equal recipes."""
     found = largest_difference(root, *pair)
     print(*pair, found)
-    # The curves differ, because rounding amplifies the smallest difference.
-    assert 1e-5 < found < 5e-3
+    assert 1e-5 < found < LIMITS[pair]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_recomputation_changes_no_bit(root):
-    assert difference(metrics(root / "ranks2"), metrics(root / "recomputed")) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_exact_scale_is_farther_from_the_parent(root):
-    found = [largest_difference(root, name, "parent") for name in ("exact", "ranks1")]
-    print(found)
+    assert difference(metrics(root / "ranks2"), metrics(root / "selective")) == 0
 
 
 @pytest.mark.slow
@@ -327,8 +331,15 @@ def test_exported_model_has_the_saved_weights_and_nearly_the_logged_loss(root, l
 @pytest.mark.timeout(600)
 def test_resume_repeats_the_curve_and_the_weights(root):
     copy_run(root / "ranks2", 10, root / "resumed")
-    args = [*SHORT, "--float8", "--save-dir", root, "-e", "resumed"]
+    args = [*SHORT, *FLOAT8, "--save-dir", root, "-e", "resumed"]
     [[first, *_]] = run_or_fail(2, [("float8", args)], root / "resumed-jobs")
     assert "step-00000010" in first["stdout"].partition("continuing from")[2]
     assert difference(metrics(root / "ranks2"), metrics(root / "resumed")) == 0
     assert have_same_weights(root / "ranks2", root / "resumed")
+
+
+@pytest.mark.exhaustive
+def test_compiled_layers_stay_within_the_limit_of_a_layout(tmp_path):
+    runs = {"eager": ("float8", FLOAT8), "compiled": ("float8", [*FLOAT8, "--compile"])}
+    curves_of(tmp_path, {1: runs})
+    assert 0 < largest_difference(tmp_path, "eager", "compiled") < 5e-3
