@@ -43,6 +43,7 @@ from plot import largest_difference, read_metrics, rows_of
 CHAPTERS = ("01", "02", "03", "04", "05", "06", "07", "08", "09")
 FINE_TUNING = ("conversations", "lora")
 SCRIPTS = {chapter: harness.script_of(chapter) for chapter in CHAPTERS}
+SCRIPTS["float8"] = harness.ROOT / "related-topics/float8/train_llm.py"
 SCRIPTS |= {name: harness.ROOT / f"fine-tuning/{name}/train_llm.py" for name in FINE_TUNING}
 SCRIPTS["muon"] = harness.ROOT / "related-topics/muon/train_llm.py"
 TINY = """--seq-length 64 --global-batch-size 8 --batch-size 4 --num-steps 20 --log-every 1
@@ -51,6 +52,8 @@ FP32 = "--precision fp32"
 LONG = "--num-steps 1000000 --eval-every 1000000 --checkpoint-every 1000000 --eval-samples 2"
 # A run has this number of steps, and its host may not wait in any step after the first.
 NUM_FORBIDDEN = 60
+# A run that starts several times has this number of steps each time.
+NUM_RESTARTED = 30
 # A measurement of speed has WINDOW steps. Use the WINDOWS measurements after the first.
 WINDOW, WINDOWS = 3, 3
 # A check starts only if LEAST seconds are left, and may take at most LIMIT seconds.
@@ -59,6 +62,8 @@ LEAST, LIMIT = 30, 300
 WITHIN = (0, 1e-4)
 # Losses in bfloat16 and float32 may differ by up to 1e-2; on an H200, they differ by 2e-3.
 ROUGHLY = (0, 1e-2)
+# Losses in float8 and float32 may differ by up to 2e-2; without a GPU, they differ by 5e-3.
+IN_FLOAT8 = (0, 2e-2)
 # whats_wrong.py should report each of these injected faults as a fault of this kind.
 KINDS = {"nan-data": "not-finite", "oom-device": "device-out-of-memory"}
 # LARGE has the shape of Llama-3.2-1B. Several checks train MIDDLE side by side.
@@ -66,10 +71,13 @@ SHAPE = """--config hidden_size=2048 intermediate_size=8192 num_attention_heads=
     num_key_value_heads=8 tie_word_embeddings=true max_position_embeddings=8192"""
 LARGE = f"{SHAPE} vocab_size=128256 num_hidden_layers=16"
 MIDDLE = f"{SHAPE} vocab_size=32000 num_hidden_layers=4"
+# WIDE has a few layers of Llama 3.1 8B, because float8 pays only in large products.
+WIDE = """--config hidden_size=4096 intermediate_size=14336 num_attention_heads=32 head_dim=128
+    num_key_value_heads=8 max_position_embeddings=8192 vocab_size=32000"""
 # LARGE needs 6 FLOPs per weight, and 12 × layers × width × 4,096 FLOPs for attention.
 FLOPS_PER_TOKEN = 9_025_499_136
 MIXTURE = "qwen3_moe+hidden_size=64+moe_intermediate_size=64+num_attention_heads=4"
-GPU_FACTS = "name,memory.total,driver_version,power.limit,clocks.max.sm,compute_mode"
+GPU_FACTS = "name,memory.total,driver_version,power.limit,clocks.max.sm,compute_mode,compute_cap"
 
 
 def parse_args():
@@ -277,6 +285,25 @@ def resume(bench, chapter, flags=""):
     return bench.judged({"difference": WITHIN})
 
 
+def restarts(bench):
+    """Start the same run in float8 three times, and compare the losses of the first steps.
+
+    Each start compiles again, because a fault of Triton made some values NaN, but only in some of
+    the kernels that PyTorch chooses from. A script ends if a gradient is not finite.
+    """
+    flags = f"{TINY} {bench.model(f'{WIDE} num_hidden_layers=2')} --seq-length 256"
+    flags = f"{flags} {COMPILED_BF16} --float8 {LONG} --log-every 1"
+    losses = []
+    with bench.session.room:
+        for number in range(3):
+            job = bench.train("float8", flags, f"start-{number}")
+            bench.wait(job, until=lambda job=job: len(job.rows()) > 1 + NUM_RESTARTED)
+            job.kill()
+            losses.append([row["loss"] for row in job.rows()[1 : 1 + NUM_RESTARTED]])
+    bench.numbers["difference"] = max(max(step) - min(step) for step in zip(*losses, strict=True))
+    return bench.judged({"difference": IN_FLOAT8})
+
+
 def forbid_waits():
     """Run a script that raises an error wherever its host waits for the GPU.
 
@@ -395,7 +422,7 @@ def mixture_model(bench):
     return f"-m {folder} --config num_hidden_layers=2"
 
 
-def speed(bench, script, how="eager", mixture=False, flags="", beside=None, goals=None):
+def speed(bench, script, how="eager", mixture=False, flags="", beside=None, goals=None, wide=False):
     """Measure the tokens per second on one or all devices, against the upper limits.
 
     `beside` names an earlier check, whose speed is a limit, too.
@@ -403,7 +430,7 @@ def speed(bench, script, how="eager", mixture=False, flags="", beside=None, goal
     ranks = 1 if script in ("01", TRAINER) else bench.count
     if script == TRAINER and not importlib.util.find_spec("accelerate"):
         raise Skip("accelerate is not installed, and the Trainer needs it")
-    model = mixture_model(bench) if mixture else LARGE
+    model = mixture_model(bench) if mixture else f"{WIDE} num_hidden_layers=4" if wide else LARGE
     flags = f"{speed_flags(bench, ranks, model)} {flags}" + " --compile" * (how == "compiled")
     job = bench.train(script, flags, ranks=ranks)
     # Wait for WINDOWS rows after the first two, which are of step 0 and of the first window.
@@ -415,7 +442,7 @@ def speed(bench, script, how="eager", mixture=False, flags="", beside=None, goal
     # Record mfu only if it is known, because the script does not know the peak of every GPU.
     bench.numbers |= {"mfu": rows[-1]["mfu"]} if rows[-1]["mfu"] else {}
     known = bench.session.rows
-    if script != TRAINER and not mixture:
+    if script != TRAINER and not mixture and not wide:
         bench.numbers |= ratios(known, measured / ranks, how)
     other = known.get(beside, {}).get("numbers", {})
     if "tokens/s" in other:
@@ -435,7 +462,9 @@ def ratios(rows, tokens_per_second, how):
 
 
 MIXED = {"family": MIXTURE}
-BF16 = {"own_flags": "--precision bf16 --compile", "within": ROUGHLY}
+COMPILED_BF16 = "--precision bf16 --compile"
+BF16 = {"own_flags": COMPILED_BF16, "within": ROUGHLY}
+FLOAT8 = {"own_flags": f"{COMPILED_BF16} --float8", "within": IN_FLOAT8}
 STAGES = "--batch-size 2 --pipeline-parallel-size"  # four micro-batches
 INTERLEAVED = f"--pipeline-schedule interleaved-1f1b {STAGES}"
 # With two stages on each rank, stages of distant ranks exchange tensors, too.
@@ -450,6 +479,8 @@ SPEED_GOALS = TO_BARE | {"to trainer": (1.1, math.inf), "to matmul": (0.65, 1)}
 COMPILED = partial(speed, how="compiled")
 BESIDE_05 = {"beside": "speed-05-compiled"}
 TO_05 = {"to 05-compiled": (0.9, math.inf)}
+BESIDE_WIDE = {"beside": "speed-wide-05-compiled"}
+TO_WIDE = {"to wide-05-compiled": (1, math.inf)}
 BESIDE_01 = {"mixture": True, "beside": "speed-mixture-01"}
 TO_01 = {"to mixture-01": (0.9, math.inf)}
 TOGETHER = {
@@ -461,6 +492,8 @@ TOGETHER = {
     "bf16-conversations-flex": partial(
         parity, chapter="conversations", own_flags=f"{BF16['own_flags']} {FLEX}", within=ROUGHLY
     ),
+    "float8": partial(parity, chapter="float8", **FLOAT8),
+    "float8-restarts": restarts,
     "bf16-mixture": partial(parity, chapter="05", **MIXED, **BF16),
     "bf16-mixture-09": partial(parity, chapter="09", **MIXED, **BF16),
     "split-layers": partial(parity, chapter="06", split="--tensor-parallel-size"),
@@ -506,11 +539,17 @@ ALONE = {
     "speed-muon-compiled": partial(COMPILED, script="muon", beside="speed-04-compiled"),
     "speed-lora-compiled": partial(COMPILED, script="lora", **BESIDE_05),
     "speed-mixture-09-compiled": partial(COMPILED, script="09", mixture=True),
+    "speed-wide-05-compiled": partial(COMPILED, script="05", wide=True),
+    "speed-float8-compiled": partial(
+        COMPILED, script="float8", wide=True, flags="--float8", **BESIDE_WIDE, goals=TO_WIDE
+    ),
 }
 CHECKS = TOGETHER | ALONE
 # Checks whose names start with these words have no result on a CPU: a host does not wait for a CPU,
 # and the peak of a process is not the peak of its tensors.
 GPU_ONLY = ("no-sync", "memory")
+# Checks whose names start with these words multiply in float8.
+IN_FLOAT8_ONLY = ("float8", "speed-float8")
 
 
 # ---- all checks ------------------------------------------------------------------------------
@@ -541,6 +580,7 @@ class Session:
         # The planner predicts that chapter 02 needs 53 GiB with micro-batches of 2, and 39 GiB with
         # 1.
         self.micro = 2 if size > 70 else 1
+        self.has_float8 = float(gpu.get("compute_cap", 8.9)) >= 8.9
         self.room = threading.Semaphore(max(1, int(size / 20)))
         slug = re.sub("[^a-z0-9]+", "-", gpu["name"].lower()).strip("-")
         self.output = args.output or harness.ROOT / f"benchmarks/results/gpu-check-{slug}.json"
@@ -552,6 +592,8 @@ class Session:
         try:
             if self.end - begun < LEAST:
                 raise Skip("no time left")
+            if name.startswith(IN_FLOAT8_ONLY) and not self.has_float8:
+                raise Skip("needs a GPU with compute capability 8.9 or higher")
             row = CHECKS[name](bench)
             if self.device == "cpu" and name.startswith(GPU_ONLY):
                 raise Skip("needs a GPU")
