@@ -249,12 +249,12 @@ def test_sizes_that_are_no_multiples_of_16_stay_as_they_are(script, capsys):
 @pytest.mark.parametrize(
     "words, expected",
     [
-        ("-s 40", "--seq-length 40 is not a multiple of 16; change it"),
+        ("-s 40", "needs a --seq-length that is a multiple of 16; choose one"),
         (
             "--config hidden_size=40 num_attention_heads=2",
-            "tiny has no fitting linear modules; choose",
+            "needs linear modules whose sizes are multiples of 16; change the model",
         ),
-        ("-m gpt2", "gpt2 has no fitting linear modules; choose multiples of 16"),
+        ("-m gpt2", "needs linear modules whose sizes are multiples of 16; change the model"),
         ("", "needs a GPU with compute capability 8.9 or higher; leave it out"),
     ],
 )

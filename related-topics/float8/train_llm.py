@@ -65,7 +65,7 @@ LAUNCHER_VARIABLES = {
     "srun": ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],
 }
 # The number of tokens whose logits exist at the same time.
-CHUNK_SIZE = 2048
+CHUNK_SIZE = 1024
 # The asynchronous save in progress: a list with at most one Future object.
 PENDING_SAVES = []
 
@@ -353,8 +353,10 @@ def build_model(args, config):
     # states. Without the clone, FSDP would warn that a module returns a view.
     head = model.get_output_embeddings()
     head.forward = torch.clone
-    loss_of = torch.compile(loss_of_chunk, dynamic=False) if args.compile else loss_of_chunk
-    model.loss_function = functools.partial(chunked_loss, head, loss_of)
+    loss_and_grad = torch.func.grad_and_value(loss_of_logits)
+    if args.compile:
+        loss_and_grad = torch.compile(loss_and_grad, dynamic=False)
+    model.loss_function = functools.partial(chunked_loss, head, loss_and_grad)
     # In a step, all ranks together predict all tokens except the first token of each sample.
     model.num_targets = args.global_batch_size * (args.seq_length - 1)
 
@@ -413,54 +415,54 @@ def check_model(args, model):
             fail(problem)
 
 
-def chunked_loss(head, loss_of, hidden, labels):
+def chunked_loss(head, loss_and_grad, hidden, labels):
     """Return the summed cross entropy of predicting each label from the previous hidden state.
 
-    The shape of `hidden` is [batch, sequence, width], that of `labels` [batch, sequence]. Logits,
-    [tokens, vocabulary], exist for only one chunk of tokens at a time. `loss_of` is
-    loss_of_chunk(), perhaps compiled.
+    The shape of `hidden` is [batch, sequence, width], that of `labels` [batch, sequence].
     """
     # The last position has no next token; cross_entropy() ignores the target -100.
     targets = F.pad(labels[:, 1:], (0, 1), value=-100)
-    weights = [weight for weight in (head.weight, head.bias) if weight is not None]
-    hidden, targets = hidden.flatten(0, 1), targets.flatten()
-    if torch.is_grad_enabled():
-        return ChunkedLoss.apply(loss_of, hidden, targets, *weights)
-    chunks = zip(hidden.split(CHUNK_SIZE), targets.split(CHUNK_SIZE), strict=True)
-    return sum(loss_of(*chunk, *weights) for chunk in chunks)
+    weights = (head.weight, head.bias)
+    return ChunkedLoss.apply(loss_and_grad, hidden.flatten(0, 1), targets.flatten(), *weights)
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Compute the gradients of a chunk right after its loss, because its logits still exist then.
+    """Compute the loss chunk by chunk, and a chunk's gradients while its logits exist.
 
-    If autograd did this in the backward pass, it would have to keep all logits, or compute each
-    chunk of them again.
+    Logits, [tokens, vocabulary], exist for only one chunk of tokens at a time. If the gradients
+    waited for the backward pass, each chunk's logits would have to be computed again.
     """
 
     @staticmethod
-    def forward(ctx, loss_of, hidden, targets, *weights):
-        chunks = [chunk.detach().requires_grad_() for chunk in hidden.split(CHUNK_SIZE)]
-        weights = [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
-        loss_sum = 0.0
-        for chunk in zip(chunks, targets.split(CHUNK_SIZE), strict=True):
-            with torch.enable_grad():
-                loss = loss_of(*chunk, *weights)
-            # This frees the logits, and adds up the gradients of the weights over the chunks.
-            loss.backward()
-            loss_sum += loss.detach()
-        grad_hidden = torch.cat([chunk.grad for chunk in chunks])
-        ctx.save_for_backward(grad_hidden, *(weight.grad for weight in weights))
-        return loss_sum
+    def forward(ctx, loss_and_grad, hidden, targets, weight, bias):
+        inputs, total_loss = (hidden, weight, bias), 0.0
+        # An evaluation needs no gradients, and a frozen weight has none.
+        needed = [hidden.requires_grad and x is not None and x.requires_grad for x in inputs]
+        pairs = zip(inputs, needed, strict=True)
+        grads = [torch.zeros_like(x) if is_needed else None for x, is_needed in pairs]
+        grad_hidden, grad_weight, grad_bias = grads
+        for start in range(0, len(hidden), CHUNK_SIZE):
+            chunk = slice(start, start + CHUNK_SIZE)
+            logits = F.linear(hidden[chunk], weight, bias)
+            grad_logits, loss = loss_and_grad(logits, targets[chunk])
+            total_loss += loss
+            if grad_hidden is not None:
+                grad_hidden[chunk] = grad_logits @ weight
+            if grad_weight is not None:
+                grad_weight.addmm_(grad_logits.T, hidden[chunk])
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+        ctx.save_for_backward(*grads)
+        return total_loss
 
     @staticmethod
     def backward(ctx, grad):
-        grad_hidden, *others = (g if g is None else grad * g for g in ctx.saved_tensors)
+        grad_hidden, *others = (g if g is None else g.mul_(grad) for g in ctx.saved_tensors)
         return None, grad_hidden, None, *others
 
 
-def loss_of_chunk(hidden, targets, *weights):
-    """Return the summed cross entropy of hidden states [tokens, width] and targets [tokens]."""
-    logits = F.linear(hidden, *weights)
+def loss_of_logits(logits, targets):
+    """Return the summed cross entropy of logits, [tokens, vocabulary], and targets, [tokens]."""
     return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 
@@ -473,11 +475,8 @@ def use_float8(args, model):
     has_float8 = args.device == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
     problems = [
         (not has_float8, "needs a GPU with compute capability 8.9 or higher; leave it out"),
-        (
-            args.seq_length % 16,
-            f"--seq-length {args.seq_length} is not a multiple of 16; change it",
-        ),
-        (not fitting, f"{args.model_name} has no fitting linear modules; choose multiples of 16"),
+        (args.seq_length % 16, "needs a --seq-length that is a multiple of 16; choose one"),
+        (not fitting, "needs linear modules whose sizes are multiples of 16; change the model"),
     ]
     for has_problem, problem in problems:
         if has_problem:
@@ -497,7 +496,10 @@ class Float8Linear(torch.nn.Linear):
 
 
 class Float8Product(torch.autograd.Function):
-    """Multiply inputs, [tokens, columns], by a weight, [rows, columns], and do so backward."""
+    """Compute inputs @ weight.T and its gradients from factors in float8.
+
+    The shape of `inputs` is [tokens, columns], that of `weight` [rows, columns].
+    """
 
     @staticmethod
     def forward(ctx, inputs, weight):
