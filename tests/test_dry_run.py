@@ -234,6 +234,8 @@ LAYOUTS = {
     "lora": [8, "--lora-rank 16"],
     "lora full": [8, "--lora-rank 16 --recompute full"],
     "muon": [8, ""],
+    "float8": [8, "--float8"],
+    "float8 full": [8, "--float8 --recompute full"],
 }
 
 
@@ -241,6 +243,8 @@ def planned(name, gpus, arguments):
     """Return the bytes of tensors that the planner counts on the fullest GPU or pipeline rank."""
     chapter, _, part = name.replace("lora", "05").replace("muon", "04").partition(" ")
     arguments += " --muon" * (name == "muon")
+    # Float8 needs the memory of chapter 05.
+    chapter, arguments = chapter.replace("float8", "05"), arguments.replace("--float8", "")
     nodes = f"--chapter {chapter} --nodes {gpus // 8} --gpus-per-node 8 --global-batch-size {gpus}"
     args = will_it_fit.parse_args(shlex.split(f"{arguments} {nodes}"))
     config, _ = will_it_fit.load_config(args)

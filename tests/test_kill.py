@@ -42,6 +42,7 @@ CASES += [
     exhaustive(chapter, 4)
     for chapter in ("03", "04", *SPLIT, "conversations", "lora", "preferences")
 ]
+CASES += [slow("float8", 1)]
 # Chapter 02 saves one file, and chapter 05 saves shards; each other chapter does one or the other.
 CASES += [exhaustive(chapter, 20) for chapter in ("02", "05")]
 
@@ -55,6 +56,7 @@ def test_kills_change_no_curve(tmp_path, chapter, kills):
     args = [*ARGS, "--num-steps", 30 + 12 * kills, "--save-dir", tmp_path, *SPLIT.get(chapter, [])]
     args += ["--checkpoint-async"] * (chapter >= "04")
     args += ["--expert-balance-rate", 0.01] * (chapter == "09")
+    args += ["--float8"] * (chapter == "float8")
     if chapter in ("conversations", "lora"):
         args += ["--seq-length", 128, "-d", prepare_conversations(tmp_path, 100, "tiny", 128)]
     if chapter == "preferences":
