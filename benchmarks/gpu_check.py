@@ -291,7 +291,8 @@ def restarts(bench):
     Each start compiles again, because a fault of Triton made some values NaN, but only in some of
     the kernels that PyTorch chooses from. A script ends if a gradient is not finite.
     """
-    flags = f"{TINY} {bench.model(f'{WIDE} num_hidden_layers=2')} --seq-length 256"
+    model = bench.model(f"{WIDE} num_hidden_layers=2") or "--config num_hidden_layers=1"
+    flags = f"{TINY} {model} --seq-length 256"
     flags = f"{flags} {COMPILED_BF16} --float8 {LONG} --log-every 1"
     losses = []
     with bench.session.room:

@@ -1,9 +1,8 @@
 """Train a causal language model whose layers multiply in float8. Parent: 05-large-model.
 
 Small:  torchrun --standalone --nproc-per-node 2 related-topics/float8/train_llm.py --float8
-Real:   sbatch --nodes 8 --gpus-per-node 8 03-job-launchers/slurm/train.sbatch \
-            related-topics/float8/train_llm.py @05-large-model/configs/llama-3.1-405b.args \
-            --float8 --compile
+Real:   sbatch --nodes 1 --gpus-per-node 8 03-job-launchers/slurm/train.sbatch \
+            related-topics/float8/train_llm.py @05-large-model/configs/llama-3.1-8b.args --float8
 """
 
 import argparse
