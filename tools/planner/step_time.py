@@ -6,7 +6,8 @@ that a GPU reaches (`--flops-efficiency`). The other assumptions:
 - No rank waits for a slower rank or for data, nothing else uses the links, and collectives do not
   slow down computation.
 - The backward pass of a layer takes twice as long as its forward pass, or three times as long with
-  full recomputation. Selective recomputation costs no time.
+  full recomputation. Selective recomputation costs no time. Under LoRA, the matrices' part of the
+  backward pass takes half as long, and adapters cost no time.
 - The gather of a layer runs during the computation of the previous layer, and so do reductions.
   Nothing hides the collectives of ranks that split a layer (TP), a sequence (CP) or experts (EP).
 - DDP reduces one layer at a time, so its buckets are larger than real buckets.
@@ -23,6 +24,7 @@ from collections import Counter
 
 from training_step import (
     ExpertShape,
+    adapter_shapes,
     bubble,
     newest_chapter,
     numbers,
@@ -165,6 +167,10 @@ class StepTime:
         # Compute the seconds of a micro-batch in each pass of a layer, and in the output layer.
         self.forward, self.head = (matrices + attention) * per_token, 3 * head * per_token
         self.backward = self.forward * (3 if setting.recompute == "full" else 2)
+        # LoRA: the backward pass computes no gradients of frozen matrices.
+        if setting.lora_rank:
+            self.backward -= matrices * per_token
+            self.head -= head * per_token
         # A pipeline is as fast as its slowest stage; without a pipeline, there is one stage.
         stages = stages_of(setting)
         work = [len(stage.layers) * (self.forward + self.backward) for stage in stages]
@@ -278,7 +284,12 @@ class StepTime:
         return seconds
 
     def reduce(self, micro_steps, seconds_per_gb):
-        """Return the seconds to reduce and copy the gradients of a layer, and of the root."""
+        """Return the seconds to reduce and copy the gradients of a layer, and of the root.
+
+        LoRA's adapters are small, so their reductions count as nothing.
+        """
+        if self.setting.lora_rank:
+            return 0.0, 0.0
         size, times = self.setting.weight_bytes, (micro_steps * self.depth, micro_steps)
         return self.per_group("copy", "reduce-scatter", size, times, seconds_per_gb)
 
@@ -355,6 +366,8 @@ class StepTime:
         setting = self.setting
         ranks = setting.shards * setting.tensor_parallel_size * stages
         size = 10 * setting.weight_bytes * setting.model.weights / ranks
+        if setting.lora_rank:
+            size = 40 * numbers(adapter_shapes(setting.model.layers, setting.lora_rank)) / ranks
         if setting.cpu_offload:
             self.busy["host"] = size * setting.gpus_per_node / setting.cpu_adam_gbs / 1e9
             return self.busy["host"]
@@ -373,6 +386,8 @@ def speed_of(setting):
     tokens = setting.global_batch_size * setting.seq_length / setting.ranks
     matrices, attention, head = forward_flops(setting)
     flops = 3 * (len(setting.model.layers) * (matrices + attention) + head)
+    if setting.lora_rank:
+        flops -= len(setting.model.layers) * matrices + head
     waiting = max(0.0, step.seconds - step.busy["compute"] - step.busy["host"])
     speed = {"step": step.seconds, "tokens_per_second": tokens / step.seconds}
     speed["mfu"] = speed["tokens_per_second"] * flops / setting.gpu_tflops / 1e12
