@@ -4,6 +4,8 @@ import json
 import re
 import shlex
 import sys
+from collections import defaultdict
+from statistics import median
 
 import pytest
 
@@ -230,24 +232,24 @@ def test_reference_pass_takes_a_third_of_the_time_of_training(monkeypatch, capsy
     options = f"@{ROOT}/05-large-model/configs/llama-3.1-8b.args --tokens 1e9 --pair-tokens 1e9"
     main(monkeypatch, options)
     output = capsys.readouterr().out
-    days = float(re.search(r"([\d.]+) days for 1 billion tokens", output)[1])
+    hours = float(re.search(r"for 1 billion tokens, ([\d.]+) GPU-hours", output)[1]) / 8
     minutes = float(re.search(r"reference pass: ([\d.,]+) minutes", output)[1].replace(",", ""))
-    assert minutes == pytest.approx(days * 1440 / 3, rel=0.02)
+    assert minutes == pytest.approx(hours * 60 / 3, rel=0.02)
 
 
 def test_every_plan_has_gpu_hours_and_a_price():
     options = f"@{ROOT}/05-large-model/configs/llama-3.1-8b.args --dollars-per-gpu-hour 2.5"
     speed = {"tokens_per_second": 1e6 / 3600, "mfu": 0.4, "exposed": 0.01}
     texts = {
-        "": (1000 * 64 * 4096, "262.1 GPU-hours, 655 dollars"),
-        "--tokens 1e9": (1e9, "1,000.0 GPU-hours, 2,500 dollars"),
-        "--conversations 2000 500": (1e6, "1.0 GPU-hours, 2 dollars"),
+        "": (1000 * 64 * 4096, "1.37 days for 262.1 million tokens, 262.1 GPU-hours, 655.36"),
+        "--tokens 1e9": (1e9, "5.21 days for 1 billion tokens, 1,000.0 GPU-hours, 2,500.00"),
+        "--conversations 2000 500": (1e6, "7.5 minutes for 1 million tokens, 1.0 GPU-hours, 2.50"),
     }
     for words, (tokens, cost) in texts.items():
         args = will_it_fit.parse_args(shlex.split(f"{options} {words}"))
         assert args.tokens == tokens
         text = will_it_fit.speed_text(args, {"speed": speed, "stop_seconds": 90})
-        assert f"{args.tokens / 1e9:,.4g} billion tokens, {cost}" in text
+        assert f"{cost} dollars" in text
 
 
 def test_lora_is_faster_than_all_weights_as_published():
@@ -301,15 +303,29 @@ RECORDED = json.loads(scale.FILE.read_text())
 
 
 def test_published_speeds_are_predicted_as_the_page_says():
-    errors = []
+    """Recompute all misses: in the median at most 12%, also in rows that were held out.
+
+    Only one miss may exceed 30%: the GPUs of this run had almost no free memory, and the planner
+    does not know what this costs.
+    """
+    misses = {True: [], False: []}
     for row in RECORDED["published"]:
         speed = scale.predict("published", row)
         assert speed == pytest.approx(row["predicted"]), "run tools/planner/scale.py again"
-        errors.append(speed["tokens_per_second"] / row["published"] - 1)
-    fitted, larger, others = errors[:2], errors[2:4], errors[4:]
-    assert all(abs(error) < 0.005 for error in fitted)
-    assert all(abs(error) < 0.04 for error in larger)
-    assert all(-0.5 < error < 0 for error in others)
+        miss = abs(speed["tokens_per_second"] / row["published"] - 1)
+        misses[row["fitted"]].append(miss)
+    assert all(len(found) >= 15 for found in misses.values())
+    assert all(median(found) <= 0.12 for found in misses.values())
+    largest = sorted(misses[True] + misses[False])
+    assert largest[-1] <= 0.34 and largest[-2] <= 0.3
+
+
+def test_every_other_row_of_a_source_is_fitted():
+    groups = defaultdict(list)
+    for row in RECORDED["published"]:
+        groups[row["run"].partition(",")[0], row["gpu"]].append(row["fitted"])
+    for fitted in groups.values():
+        assert fitted == [number % 2 == 0 for number in range(len(fitted))]
 
 
 def test_published_mixtures_are_predicted_as_the_page_says():
@@ -317,8 +333,25 @@ def test_published_mixtures_are_predicted_as_the_page_says():
         speed = scale.predict("mixtures", row)
         assert speed == pytest.approx(row["predicted"]), "run tools/planner/scale.py again"
         if "published" in row:
-            assert -0.55 < speed["tokens_per_second"] / row["published"] - 1 < -0.15
-            assert -0.25 < speed["sent once"] / row["published"] - 1 < 0.15
+            assert -0.5 < speed["tokens_per_second"] / row["published"] - 1 < 0.05
+            assert -0.1 < speed["sent once"] / row["published"] - 1 < 0.5
+
+
+def test_efficiency_has_the_causes_that_the_page_names():
+    """Compare the share of the peak that one GPU reaches, for each cause alone."""
+    base = f"-m {ROOT}/05-large-model/configs/llama-3.1-8b.json --gpus-per-node 1 -s 4096 -b 1"
+    base += " --global-batch-size 64"
+
+    def share(flags=""):
+        return speed_of(setting_from(f"{base} {flags}"))["mfu"]
+
+    assert share("--gpu A100-80GB") > 1.2 * share()
+    assert share("--config hidden_size=8192 num_attention_heads=64") > share()
+    assert share("-b 4") > share()
+    assert share("--compile") == share("--kernels compiled") > share()
+    assert share("--kernels fused") > 1.1 * share("--kernels compiled")
+    one, other = (share(f"--flops-efficiency {value}") for value in (0.2, 0.4))
+    assert one == pytest.approx(other / 2, rel=0.02)
 
 
 def test_attention_of_deepseek_has_keys_that_are_wider_than_values():

@@ -28,7 +28,7 @@ import transformers
 from framework_config import config_text
 from gpus import GPUS, gpu_kind, set_defaults
 from layouts import GIB, best_layouts, plan_of
-from step_time import EFFICIENCY, SPEEDS
+from step_time import KERNELS, SPEEDS
 from training_step import (
     UnsupportedModelError,
     at_least,
@@ -90,7 +90,7 @@ def parse_args(argv=None):
     for name, chapter in splits.items():
         if getattr(args, f"{name}_parallel_size") > 1:
             args.chapter = chapter
-    args.flops_efficiency = args.flops_efficiency or EFFICIENCY[args.compile]
+    args.kernels = args.kernels or ("compiled" if args.compile else "eager")
     if args.layouts and (args.write_config or args.device == "cpu"):
         fail("--layouts: plans GPUs and writes no file; leave out --write-config and --device cpu")
     if args.lora_rank and (args.layouts or args.write_config or args.chapter != "05"):
@@ -146,9 +146,11 @@ def build_parser():
     muon_help = "plan related-topics/muon, with one moment for each matrix; needs --chapter 04"
     add("--muon", action="store_true", help=muon_help)
     add = parser.add_argument_group("speeds").add_argument
-    efficiency_help = "share of its peak that a GPU reaches; None: {} with --compile, otherwise {}"
-    efficiency_help = efficiency_help.format(EFFICIENCY[True], EFFICIENCY[False])
+    efficiency_help = "share of its peak that a GPU reaches in all of its computation; None: the "
+    efficiency_help += "share follows from the model, the micro-batch, the kernels and the GPU"
     add("--flops-efficiency", type=at_least(0.001), help=efficiency_help)
+    kernels_help = "kind of kernels; None: compiled with --compile, otherwise eager"
+    add("--kernels", choices=KERNELS, help=kernels_help)
     for name, (speed, description) in SPEEDS.items():
         add(name, type=at_least(0.001), default=speed, help=description)
     storage_help = "GB/s that all nodes together write to the file system"
@@ -268,7 +270,8 @@ def show_layouts(args, plan):
     """Print the assumptions, then the speed and the command of each layout that fits."""
     show_machines(args, plan["model"])
     speeds = [f"{name} {getattr(args, name[2:].replace('-', '_')):g}" for name in SPEEDS]
-    print(f"assumed: --flops-efficiency {args.flops_efficiency:g}", *speeds)
+    share = f"--flops-efficiency {args.flops_efficiency:g}" if args.flops_efficiency else ""
+    print("assumed:", share or f"--kernels {args.kernels}", *speeds)
     print(checkpoint_text(args, plan["layouts"][0]))
     for layout in plan["layouts"]:
         needs = [f"{text_of(layout[f'{name}_needs'])} per {name}" for name in ("gpu", "host")]
@@ -291,10 +294,13 @@ def speed_text(args, plan):
     text = f"{speed['tokens_per_second']:,.0f} tokens/s per GPU, {speed['mfu']:.1%} MFU, "
     text += f"{speed['exposed']:.1%} of a step waits for communication"
     hours = args.tokens / speed["tokens_per_second"] / 3600
-    days, billions = hours / args.ranks / 24, args.tokens / 1e9
-    text += f", {days:,.2f} days for {billions:,.4g} billion tokens, {hours:,.1f} GPU-hours"
+    days = hours / args.ranks / 24
+    text += f", {days:,.2f} days" if days >= 0.1 else f", {1440 * days:,.1f} minutes"
+    millions = args.tokens / 1e6
+    count = f"{millions / 1e3:,.4g} billion" if millions >= 1e3 else f"{millions:,.4g} million"
+    text += f" for {count} tokens, {hours:,.1f} GPU-hours"
     if args.dollars_per_gpu_hour:
-        text += f", {hours * args.dollars_per_gpu_hour:,.0f} dollars"
+        text += f", {hours * args.dollars_per_gpu_hour:,.2f} dollars"
     return f"{text}; under Slurm: SBATCH_SIGNAL=B:USR1@{plan['stop_seconds']}"
 
 

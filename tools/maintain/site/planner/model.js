@@ -117,7 +117,7 @@ function layouts({ model, tokens, ...chosen }) {
   args.ranks = args.nodes * args.gpus_per_node;
   args.compile = facts.words.includes("--compile");
   args.checkpoint_async = facts.words.includes("--checkpoint-async");
-  args.flops_efficiency = args.flops_efficiency || at(EFFICIENCY, args.compile);
+  args.kernels = args.compile ? "compiled" : "eager";
   const values = { "--seq-length": args.seq_length, "--global-batch-size": args.global_batch_size };
   if (tokens) values["--num-steps"] = Math.ceil(tokens / args.global_batch_size / args.seq_length);
   args.words = facts.words.map((word, i) => String(values[facts.words[i - 1]] ?? word));
