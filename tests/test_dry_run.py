@@ -12,7 +12,7 @@ import pytest
 import dry_run
 import will_it_fit
 from conftest import ROOT, SCRIPTS, SHORT, change_file, run_or_fail
-from fake_machine import GPUS as KINDS
+from gpus import GPUS as KINDS
 from marks import exhaustive
 from memory import PipelineMemory, fullest_step
 from real_commands import real_commands
@@ -339,7 +339,7 @@ def test_real_command_fits(command, monkeypatch):
     if key not in PEAKS:
         PEAKS[key] = peak_of(command, args)
     needs = PEAKS[key] * (1 + options.fragmentation) + options.gpu_overhead_gib * dry_run.GIB
-    assert needs <= KINDS[command.gpu][1] * dry_run.GIB
+    assert needs <= KINDS[command.gpu].memory_gib * dry_run.GIB
 
 
 # ---- faults ----------------------------------------------------------------------------------

@@ -4,15 +4,19 @@ import json
 import re
 import shlex
 import sys
+from collections import defaultdict
+from statistics import median
 
 import pytest
 
+import dry_run
 import layouts
 import scale
 import training_step
 import will_it_fit
 from conftest import ROOT, run_command
 from families import save_small_model
+from gpus import GPUS
 from memory import ShardedMemory
 from on_ranks import make_model_folder
 from planner import CASES, COMMON, SMALL
@@ -166,6 +170,46 @@ def test_exit_status_shows_whether_the_chosen_setting_fits(monkeypatch, capsys):
     assert "the first that fits: none; use more nodes" in capsys.readouterr().out
 
 
+def test_kind_of_gpu_sets_only_the_flags_that_are_left_out():
+    defaults, h100, h200 = (
+        vars(will_it_fit.parse_args(line.split())) | {"wandb_id": None}
+        for line in ("", "--gpu H100", "--gpu-memory-gib 131 --gpu H200-141GB --network-gbs 20")
+    )
+    assert h100 == defaults | {"gpu": "H100-80GB"}
+    changed = {name: value for name, value in h200.items() if value != h100[name]}
+    assert changed == {
+        "gpu": "H200-141GB",
+        "gpu_memory_gib": 131,
+        "gpu_bandwidth_gbs": 4800,
+        "network_gbs": 20,
+    }
+
+
+@pytest.mark.parametrize("kind", GPUS)
+def test_dry_run_and_planner_know_the_same_gpus(kind):
+    options = dry_run.parse_args(f"--gpus 8 --gpu {kind} -- 04-fsdp/train_llm.py".split())
+    args = will_it_fit.parse_args(["--gpu", kind])
+    assert options.gpu == args.gpu == kind
+    names = "nvlink_gbs", "network_gbs"
+    assert all(getattr(options, name) == getattr(args, name) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host", "word", "text"),
+    [
+        (20 * 2**30, 90 * 2**30, "fits", "fits"),
+        (33 * 2**20, 90 * 2**30, "tight: GPU", "tight: GPU has 33.00 MiB"),
+        (-(2**30), 10 * 2**30, "no: GPU", "no: GPU by 1.00 GiB"),
+        (7 * 2**30, 2**30, "tight: GPU, host", "tight: GPU has 7.00 GiB, host has 1.00 GiB"),
+    ],
+)
+def test_small_margin_is_tight(gpu, host, word, text):
+    margins = {"gpu_margin": gpu, "host_margin": host}
+    found = margins | {"gpu_needs": 80 * 2**30 - gpu, "host_needs": 100 * 2**30 - host}
+    assert will_it_fit.verdict(found) == word
+    assert will_it_fit.verdict(found, sizes=True) == text
+
+
 # ---- speed -----------------------------------------------------------------------------------
 
 # Llama-3.1-8B has 32 layers. Outside of them, it has an embedding, a head and a norm.
@@ -188,9 +232,35 @@ def test_reference_pass_takes_a_third_of_the_time_of_training(monkeypatch, capsy
     options = f"@{ROOT}/05-large-model/configs/llama-3.1-8b.args --tokens 1e9 --pair-tokens 1e9"
     main(monkeypatch, options)
     output = capsys.readouterr().out
-    days = float(re.search(r"([\d.]+) days for 1 billion tokens", output)[1])
+    hours = float(re.search(r"for 1 billion tokens, ([\d.]+) GPU-hours", output)[1]) / 8
     minutes = float(re.search(r"reference pass: ([\d.,]+) minutes", output)[1].replace(",", ""))
-    assert minutes == pytest.approx(days * 1440 / 3, rel=0.02)
+    assert minutes == pytest.approx(hours * 60 / 3, rel=0.02)
+
+
+def test_every_plan_has_gpu_hours_and_a_price():
+    options = f"@{ROOT}/05-large-model/configs/llama-3.1-8b.args --dollars-per-gpu-hour 2.5"
+    speed = {"tokens_per_second": 1e6 / 3600, "mfu": 0.4, "exposed": 0.01}
+    texts = {
+        "": (1000 * 64 * 4096, "1.37 days for 262.1 million tokens, 262.1 GPU-hours, 655.36"),
+        "--tokens 1e9": (1e9, "5.21 days for 1 billion tokens, 1,000.0 GPU-hours, 2,500.00"),
+        "--conversations 2000 500": (1e6, "7.5 minutes for 1 million tokens, 1.0 GPU-hours, 2.50"),
+    }
+    for words, (tokens, cost) in texts.items():
+        args = will_it_fit.parse_args(shlex.split(f"{options} {words}"))
+        assert args.tokens == tokens
+        text = will_it_fit.speed_text(args, {"speed": speed, "stop_seconds": 90})
+        assert f"{cost} dollars" in text
+
+
+def test_lora_is_faster_than_all_weights_as_published():
+    """NVIDIA's fine-tuning of Llama 3 8B took 1.32 s per step, and LoRA 0.92 s, on 8 H100s.
+
+    https://github.com/NVIDIA/dgxc-benchmarking at 8f5cbb37, llama3/finetuning/README_8b.md
+    """
+    words = "-m meta-llama/Llama-3.1-8B -s 4096 -b 1 --global-batch-size 32 --compile"
+    full, lora = (speed_of(setting_from(f"{words} {more}")) for more in ("", "--lora-rank 8"))
+    assert full["step"] / lora["step"] == pytest.approx(1.32 / 0.92, rel=0.05)
+    assert lora["mfu"] == pytest.approx(full["mfu"], rel=0.05)
 
 
 def setting_8b(split, nodes=1, micro_steps=1, flags="", gpus=8):
@@ -233,15 +303,29 @@ RECORDED = json.loads(scale.FILE.read_text())
 
 
 def test_published_speeds_are_predicted_as_the_page_says():
-    errors = []
+    """Recompute all misses: in the median at most 12%, also in rows that were held out.
+
+    Only one miss may exceed 30%: the GPUs of this run had almost no free memory, and the planner
+    does not know what this costs.
+    """
+    misses = {True: [], False: []}
     for row in RECORDED["published"]:
         speed = scale.predict("published", row)
         assert speed == pytest.approx(row["predicted"]), "run tools/planner/scale.py again"
-        errors.append(speed["tokens_per_second"] / row["published"] - 1)
-    fitted, larger, others = errors[:2], errors[2:4], errors[4:]
-    assert all(abs(error) < 0.005 for error in fitted)
-    assert all(abs(error) < 0.04 for error in larger)
-    assert all(-0.5 < error < 0 for error in others)
+        miss = abs(speed["tokens_per_second"] / row["published"] - 1)
+        misses[row["fitted"]].append(miss)
+    assert all(len(found) >= 15 for found in misses.values())
+    assert all(median(found) <= 0.12 for found in misses.values())
+    largest = sorted(misses[True] + misses[False])
+    assert largest[-1] <= 0.34 and largest[-2] <= 0.3
+
+
+def test_every_other_row_of_a_source_is_fitted():
+    groups = defaultdict(list)
+    for row in RECORDED["published"]:
+        groups[row["run"].partition(",")[0], row["gpu"]].append(row["fitted"])
+    for fitted in groups.values():
+        assert fitted == [number % 2 == 0 for number in range(len(fitted))]
 
 
 def test_published_mixtures_are_predicted_as_the_page_says():
@@ -249,8 +333,25 @@ def test_published_mixtures_are_predicted_as_the_page_says():
         speed = scale.predict("mixtures", row)
         assert speed == pytest.approx(row["predicted"]), "run tools/planner/scale.py again"
         if "published" in row:
-            assert -0.55 < speed["tokens_per_second"] / row["published"] - 1 < -0.15
-            assert -0.25 < speed["sent once"] / row["published"] - 1 < 0.15
+            assert -0.5 < speed["tokens_per_second"] / row["published"] - 1 < 0.05
+            assert -0.1 < speed["sent once"] / row["published"] - 1 < 0.5
+
+
+def test_efficiency_has_the_causes_that_the_page_names():
+    """Compare the share of the peak that one GPU reaches, for each cause alone."""
+    base = f"-m {ROOT}/05-large-model/configs/llama-3.1-8b.json --gpus-per-node 1 -s 4096 -b 1"
+    base += " --global-batch-size 64"
+
+    def share(flags=""):
+        return speed_of(setting_from(f"{base} {flags}"))["mfu"]
+
+    assert share("--gpu A100-80GB") > 1.2 * share()
+    assert share("--config hidden_size=8192 num_attention_heads=64") > share()
+    assert share("-b 4") > share()
+    assert share("--compile") == share("--kernels compiled") > share()
+    assert share("--kernels fused") > 1.1 * share("--kernels compiled")
+    one, other = (share(f"--flops-efficiency {value}") for value in (0.2, 0.4))
+    assert one == pytest.approx(other / 2, rel=0.02)
 
 
 def test_attention_of_deepseek_has_keys_that_are_wider_than_values():
@@ -419,6 +520,8 @@ BAD = {
     "-m {folder}/broken.json": "broken.json:",
     # The planner refuses this model, because the two layers that it traces would be of one kind.
     "-m {folder}/jamba --config num_hidden_layers=8": "layers of several kinds",
+    "--gpu A100": "several kinds; choose A100-40GB or A100-80GB",
+    "--gpu H1000": "unknown kind; choose T4-16GB, A100-40GB,",
     "--write-config horovod file": "unknown framework; choose deepspeed or accelerate",
     "--write-config deepspeed file --recompute selective": "choose none or full",
     "--write-config deepspeed file --chapter 02": "choose --chapter 04 or 05",

@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tools/planner"))
 
 import fake_machine  # noqa: E402
+from gpus import GPUS, gpu_kind, set_defaults  # noqa: E402
 from step_time import SPEEDS  # noqa: E402
 from step_watch import Watch  # noqa: E402
 from training_step import (  # noqa: E402
@@ -91,7 +92,8 @@ def parse_args(argv=None):
     add = parser.add_argument
     add("--gpus", type=at_least(1), required=True, help="number of GPUs, with a rank on each")
     add("--gpus-per-node", type=at_least(1), default=8, help="GPUs of a node")
-    add("--gpu", choices=fake_machine.GPUS, default="H100-80GB", help="kind of the GPUs")
+    kinds = ", ".join(GPUS)
+    add("--gpu", type=gpu_kind, default="H100-80GB", help=f"kind of the GPUs: {kinds}")
     rank_help = "ranks to run, such as 0 7 last; None: first and last rank of each kind of split"
     add("--rank", nargs="+", type=rank_number, help=rank_help)
     add("--json", action="store_true", help="print all numbers as JSON, in bytes and seconds")
@@ -102,6 +104,7 @@ def parse_args(argv=None):
         add(name, type=at_least(0.001), default=SPEEDS[name][0], help=SPEEDS[name][1])
     add("script", help="a chapter's train_llm.py, or a changed copy; write -- before its path")
     add("words", nargs=argparse.REMAINDER, help="the arguments of the script")
+    set_defaults(parser, argv)
     options = parser.parse_args(argv)
     gpus, local_gpus = options.gpus, options.gpus_per_node
     if gpus > local_gpus and gpus % local_gpus:
@@ -331,7 +334,7 @@ def summary(options, watch):
     return {
         "fullest": fullest,
         "needs": needs,
-        "margin": fake_machine.GPUS[options.gpu][1] * GIB - needs,
+        "margin": GPUS[options.gpu].memory_gib * GIB - needs,
         "host": max((row["bytes"] for row in on_host), default=0),
         "peaks": peaks,
         "sent": [
@@ -399,7 +402,11 @@ def verdict(options, result):
     if result["problem"]:
         return f"fails at line {result['problem']['line']}"
     margin = gib(abs(result["margin"]))
-    return f"fits; {margin} are free" if result["margin"] >= 0 else f"does not fit; lacks {margin}"
+    if result["margin"] < 0:
+        return f"does not fit; lacks {margin}"
+    # Like the planner, warn if less than a tenth is free.
+    word = "fits" if result["margin"] >= result["needs"] / 10 else "tight"
+    return f"{word}; {margin} are free"
 
 
 def show_memory(options, result):

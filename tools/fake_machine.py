@@ -23,16 +23,9 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from gpus import GPUS
+
 aten = torch.ops.aten
-# Each GPU has its name in torch, its memory in GiB, and its compute capability.
-GPUS = {
-    "T4-16GB": ("Tesla T4", 15, (7, 5)),
-    "A100-40GB": ("NVIDIA A100-SXM4-40GB", 40, (8, 0)),
-    "A100-80GB": ("NVIDIA A100-SXM4-80GB", 80, (8, 0)),
-    "H100-80GB": ("NVIDIA H100 80GB HBM3", 80, (9, 0)),
-    "H200-141GB": ("NVIDIA H200", 140, (9, 0)),
-    "B200-180GB": ("NVIDIA B200", 179, (10, 0)),
-}
 # On a GPU, autocast computes HALF in bf16 or fp16, and FULL in float32.
 HALF = "mm addmm bmm baddbmm matmul linear conv1d einsum".split()
 FULL = "pow rsqrt layer_norm softmax log_softmax nll_loss sum cumsum norm".split()
@@ -62,7 +55,7 @@ class Instant:
 
 def gpu_functions(options, watch):
     """Return the functions of torch.cuda that the script and torch call, by name."""
-    name, _, capability = GPUS[options.gpu]
+    name, capability = GPUS[options.gpu].name, GPUS[options.gpu].capability
     stream = Instant()
     values = {
         "is_available": True,
@@ -216,7 +209,8 @@ def attention_on(options):
 
     F.scaled_dot_product_attention() would ask the driver of a real GPU which kernel to use.
     """
-    original, capability = torch.nn.functional.scaled_dot_product_attention, GPUS[options.gpu][2]
+    original = torch.nn.functional.scaled_dot_product_attention
+    capability = GPUS[options.gpu].capability
 
     def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
         inputs = query, key, value

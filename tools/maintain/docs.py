@@ -316,6 +316,11 @@ def days(tokens, tokens_per_second, gpus=64):
     return tokens / tokens_per_second / gpus / 86400
 
 
+def misses(rows):
+    """Return by how much the predicted speed of each published run is off, as a share."""
+    return [abs(row["predicted"]["tokens_per_second"] / row["published"] - 1) for row in rows]
+
+
 def mixture(name):
     """Return the plans of docs/pretrain-a-mixture.md in a sample, each as a dictionary.
 
@@ -361,6 +366,7 @@ def macros():
     # The macros may call every function in this file, also as a filter.
     environment.globals |= globals()
     environment.filters = globals() | environment.filters
+    environment.tests |= {"startswith": str.startswith, "search": lambda text, word: word in text}
     environment.filters |= {
         "f": format,
         "mb": lambda value, digits=".0f": format(value / 1e6, digits),

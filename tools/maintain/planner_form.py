@@ -11,8 +11,8 @@ SOURCES = {
     "shards_of Setting in_flight bubble",
     "memory": "TRACED_PARTS PARTS fullest_step state_bytes StepMemory segment_of ShardedMemory "
     "PipelineMemory host_memory",
-    "step_time": "EFFICIENCY NCCL forward_flops attention_width collective ring overlapped "
-    "StepTime speed_of",
+    "step_time": "HALF_WORK KERNELS NCCL forward_flops forward_seconds attention_width "
+    "collective ring overlapped StepTime speed_of",
     "layouts": "GIB plan_of stop_seconds checkpoint_bytes ways_to_split best_layouts launcher "
     "best_of state_fits",
     "will_it_fit": "checkpoint_text speed_text text_of verdict",

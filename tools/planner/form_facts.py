@@ -19,6 +19,7 @@ import numpy as np
 
 import activations
 import will_it_fit
+from gpus import GPUS
 from layouts import LAYOUT_FLAGS, last_of_each, words_without_layout
 from step_time import active_numbers
 from training_step import (
@@ -276,13 +277,17 @@ def facts_of(words):
 def main():
     """Write the facts of the chosen models, or of all models."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("models", nargs="*", default=list(MODELS), metavar="MODEL")
-    new = {name: facts_of(MODELS[name]) for name in parser.parse_args().models}
+    models_help = "names, or none to renew only the defaults; the default is all models"
+    parser.add_argument(
+        "models", nargs="*", default=list(MODELS), metavar="MODEL", help=models_help
+    )
+    new = {name: facts_of(MODELS[name]) for name in parser.parse_args().models if name != "none"}
     models = (json.loads(FACTS.read_text())["models"] if FACTS.exists() else {}) | new
     args = vars(will_it_fit.parse_args([]))
     machines = vars(will_it_fit.build_parser().parse_args([]))
     del machines["flops_efficiency"]
     facts = {
+        "gpus": {kind: gpu.values for kind, gpu in GPUS.items()},
         "defaults": {name: args[name] for name in (*machines, "device", "precision")},
         "flags": {name: args[name] for name in FLAGS},
         "scripts": {name: str(path.relative_to(ROOT)) for name, path in SCRIPTS.items()},

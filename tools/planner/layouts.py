@@ -50,7 +50,7 @@ def plan_of(setting):
         host_needs = gpu_needs * local_ranks
     fits = gpu_room >= gpu_needs and host_room >= host_needs
     checkpoint = checkpoint_bytes(setting)
-    has_speed = fits and setting.cuda and not setting.lora_rank and not setting.muon
+    has_speed = fits and setting.cuda and not setting.muon
     has_speed = has_speed and not setting.model.has_other_layers
     speed = speed_of(setting) if has_speed else None
     return {

@@ -3,8 +3,11 @@
 Here:  python tools/planner/scale.py
 
 The file has the planner's command line for each row, so the same command shows a row in detail.
-Published runs trained Llama in bf16, unless their name says Float8. A pipeline of 8 stages needs 8
-nodes. A tensor-parallel group processes the same number of samples as its ranks would alone.
+Published runs trained in bf16, unless their name says Float8. The constants of step_time.py and
+gpus.py were fitted to the rows with "fitted", every other row of each source on each GPU. MPT is
+planned as a Llama with the same number of weights. torchtitan's H100s had a limit of 500 W, and
+their peak is fitted, too: 875 TFLOP/s. A pipeline of 8 stages needs 8 nodes. A tensor-parallel
+group processes the same number of samples as its ranks would alone.
 """
 
 import json
@@ -70,6 +73,22 @@ def fastest_of(words):
     return found
 
 
+class HalfRepeatedStep(StepTime):
+    """Add up the seconds of a step whose selective recomputation repeats half of the products.
+
+    torchtitan keeps the results of every second matrix product, and chapter 05 keeps all of them.
+    """
+
+    def repeated(self, matrices, attention, cheap):
+        half = matrices / 2 if self.setting.recompute == "selective" else 0.0
+        return half + super().repeated(matrices, attention, cheap)
+
+
+def published_of(words, half=False):
+    """Return the speed of a published run; `half` selects HalfRepeatedStep."""
+    return speed_of(setting_from(words), HalfRepeatedStep if half else StepTime)
+
+
 class SentOnceStep(StepTime):
     """Add up the seconds of a step that sends each token only once, whatever its experts.
 
@@ -91,7 +110,7 @@ def mixture_of(words):
 
 # Each part of the file has a function that predicts a row from the row's command line.
 PARTS = {
-    "published": lambda words: speed_of(setting_from(words)),
+    "published": published_of,
     "mixtures": mixture_of,
     "scenes": lambda words: speed_of(setting_from(words)),
     "layers": layer_of,
@@ -102,7 +121,7 @@ PARTS = {
 
 def predict(part, row):
     """Return the prediction for a row of a part."""
-    return PARTS[part](row["words"].format(root=ROOT))
+    return PARTS[part](row["words"].format(root=ROOT), **row.get("options", {}))
 
 
 def main():

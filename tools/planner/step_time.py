@@ -1,12 +1,21 @@
 """Predict the seconds of a training step by formulas, and from them tokens per second.
 
-Times are in seconds, sizes in bytes, and rates in GB/s. One number is fitted: the share of its peak
-that a GPU reaches (`--flops-efficiency`). The other assumptions:
+Times are in seconds, sizes in bytes, and rates in GB/s. The speed of computation has three causes,
+whose sizes are fitted to half of the published runs (scale.py):
+
+- Matrix products and attention reach different shares of a GPU's peak (gpus.py). Small products are
+  slower: with HALF_WORK values of hidden states, a product reaches half of the share.
+- Cheap operations between the products take the time that the GPU needs to read and write its
+  memory, so that they cost narrow models more than wide models.
+- Kernels matter (KERNELS): compiled code reads and writes less, and fused kernels are faster.
+
+`--flops-efficiency` replaces these causes by one share of the peak. The other assumptions:
 
 - No rank waits for a slower rank or for data, nothing else uses the links, and collectives do not
   slow down computation.
 - The backward pass of a layer takes twice as long as its forward pass, or three times as long with
-  full recomputation. Selective recomputation costs no time.
+  full recomputation. Selective recomputation repeats the cheap operations. Under LoRA, the
+  matrices' part of the backward pass takes half as long, and adapters cost no time.
 - The gather of a layer runs during the computation of the previous layer, and so do reductions.
   Nothing hides the collectives of ranks that split a layer (TP), a sequence (CP) or experts (EP).
 - DDP reduces one layer at a time, so its buckets are larger than real buckets.
@@ -23,6 +32,7 @@ from collections import Counter
 
 from training_step import (
     ExpertShape,
+    adapter_shapes,
     bubble,
     newest_chapter,
     numbers,
@@ -31,14 +41,20 @@ from training_step import (
     stages_of,
 )
 
-# A GPU reaches these shares of its peak with and without --compile. The shares are fitted to the
-# published runs on one node: see scale.py.
-EFFICIENCY = {True: 0.396, False: 0.342}
+# Matrix products of this number of values, tokens times width, reach half of their usual speed.
+HALF_WORK = 400 * 4096
+# For each kind of kernels: how much faster matrix products and attention are, and how many values
+# as wide as a hidden state the cheap operations of a layer read and write. Fused kernels are those
+# of NVIDIA's Transformer Engine. The number 20 is counted, 1.5 is the most that we allow (0.6 × 1.5
+# = 90% of the peak), and 53 is fitted.
+KERNELS = {"eager": (1.0, 53), "compiled": (1.0, 20), "fused": (1.5, 20)}
 # These are the speeds of an H100 and its links: flag, default and help. NCCL's developers report
 # 370 of 450 GB/s for a ring inside a node (https://github.com/NVIDIA/nccl-tests/issues/212), and 47
 # of 50 GB/s for a 400 Gb/s adapter (issue 290).
 SPEEDS = {
     "--gpu-tflops": (989.0, "dense TFLOP/s of a GPU in --precision"),
+    "--matrix-share": (0.6, "share of its peak that a GPU reaches in matrix products"),
+    "--attention-share": (0.33, "share of its peak that a GPU reaches in attention"),
     "--latency": (1.0, "factor for NCCL's estimates of the latency of a hop"),
     "--nvlink-gbs": (370.0, "GB/s that a GPU sends inside its node"),
     "--network-gbs": (47.0, "GB/s that a GPU sends to other nodes"),
@@ -81,6 +97,32 @@ def forward_flops(setting):
     matrices = 2 * active_numbers(model) / len(model.layers)
     attention = 4 * attention_width(config) * setting.seq_length
     return matrices, attention, 2 * config.vocab_size * config.hidden_size
+
+
+def forward_seconds(setting):
+    """Return a token's forward seconds on one GPU: in a layer, in part of it, and in the head.
+
+    The parts of a layer are its matrix products, attention, and cheap operations.
+    """
+    matrices, attention, head = forward_flops(setting)
+    peak = setting.gpu_tflops * 1e12
+    if setting.flops_efficiency:
+        rate = peak * setting.flops_efficiency
+        return matrices / rate, attention / rate, 0.0, head / rate
+    faster, passes = KERNELS[setting.kernels]
+    config = setting.model.config
+    ranks = setting.tensor_parallel_size * setting.context_parallel_size
+    work = setting.micro_batch_size * setting.seq_length / ranks * config.hidden_size
+    rate = peak * faster * setting.matrix_share
+    cheap = passes * 2 * config.hidden_size / setting.gpu_bandwidth_gbs / 1e9
+    attention /= peak * faster * setting.attention_share
+    head /= rate * work / (work + HALF_WORK)
+    # Each expert computes its own products, with a part of the tokens.
+    experts = [s[0] for layer in setting.model.layers for s in layer if isinstance(s, ExpertShape)]
+    if experts:
+        work *= config.num_experts_per_tok / experts[0] * setting.expert_parallel_size
+    matrices /= rate * work / (work + HALF_WORK)
+    return matrices, attention, cheap, head
 
 
 def attention_width(config, heads="num_attention_heads"):
@@ -155,16 +197,19 @@ class StepTime:
     def __init__(self, setting):
         self.setting, self.busy, self.sent = setting, Counter(), Counter()
         self.tokens = setting.micro_batch_size * setting.seq_length
-        rate = setting.gpu_tflops * 1e12 * setting.flops_efficiency
-        per_token = self.tokens / rate / setting.tensor_parallel_size
-        per_token /= setting.context_parallel_size
-        matrices, attention, head = forward_flops(setting)
+        ranks = setting.tensor_parallel_size * setting.context_parallel_size
+        parts = [self.tokens / ranks * seconds for seconds in forward_seconds(setting)]
+        matrices, attention, cheap, head = parts
         # The last of the ranks that gather keys and values attends to all keys.
         if setting.context_parallel_style == "gather":
             attention *= 2 - 1 / setting.context_parallel_size
         # Compute the seconds of a micro-batch in each pass of a layer, and in the output layer.
-        self.forward, self.head = (matrices + attention) * per_token, 3 * head * per_token
-        self.backward = self.forward * (3 if setting.recompute == "full" else 2)
+        self.forward, self.head = matrices + attention + cheap, 3 * head
+        self.backward = 2 * self.forward + self.repeated(matrices, attention, cheap)
+        # LoRA: the backward pass computes no gradients of frozen matrices.
+        if setting.lora_rank:
+            self.backward -= matrices
+            self.head -= head
         # A pipeline is as fast as its slowest stage; without a pipeline, there is one stage.
         stages = stages_of(setting)
         work = [len(stage.layers) * (self.forward + self.backward) for stage in stages]
@@ -182,6 +227,11 @@ class StepTime:
         else:
             self.seconds = self.sharded_step()
         self.seconds += self.optimizer_step(len(stages))
+
+    def repeated(self, matrices, attention, cheap):
+        """Return the seconds that a layer's recomputation takes, of the seconds of its parts."""
+        full = matrices + attention + cheap
+        return {"none": 0.0, "selective": cheap, "full": full}[self.setting.recompute]
 
     def send(self, name, kind, size, times=1):
         """Count `times` equal collectives; return the seconds of a single collective."""
@@ -278,7 +328,12 @@ class StepTime:
         return seconds
 
     def reduce(self, micro_steps, seconds_per_gb):
-        """Return the seconds to reduce and copy the gradients of a layer, and of the root."""
+        """Return the seconds to reduce and copy the gradients of a layer, and of the root.
+
+        LoRA's adapters are small, so their reductions count as nothing.
+        """
+        if self.setting.lora_rank:
+            return 0.0, 0.0
         size, times = self.setting.weight_bytes, (micro_steps * self.depth, micro_steps)
         return self.per_group("copy", "reduce-scatter", size, times, seconds_per_gb)
 
@@ -355,6 +410,8 @@ class StepTime:
         setting = self.setting
         ranks = setting.shards * setting.tensor_parallel_size * stages
         size = 10 * setting.weight_bytes * setting.model.weights / ranks
+        if setting.lora_rank:
+            size = 40 * numbers(adapter_shapes(setting.model.layers, setting.lora_rank)) / ranks
         if setting.cpu_offload:
             self.busy["host"] = size * setting.gpus_per_node / setting.cpu_adam_gbs / 1e9
             return self.busy["host"]
@@ -363,16 +420,20 @@ class StepTime:
         return seconds
 
 
-def speed_of(setting):
+def speed_of(setting, kind=StepTime):
     """Return the speed of a setting: seconds of a step, tokens per second and GPU, and shares.
+
+    A class other than StepTime may add up the seconds.
 
     `mfu` is the share of the GPUs' peak that the model's FLOPs use, without recomputation.
     `exposed` is the share of the step that a rank spends neither on computation nor on AdamW.
     """
-    step = StepTime(setting)
+    step = kind(setting)
     tokens = setting.global_batch_size * setting.seq_length / setting.ranks
     matrices, attention, head = forward_flops(setting)
     flops = 3 * (len(setting.model.layers) * (matrices + attention) + head)
+    if setting.lora_rank:
+        flops -= len(setting.model.layers) * matrices + head
     waiting = max(0.0, step.seconds - step.busy["compute"] - step.busy["host"])
     speed = {"step": step.seconds, "tokens_per_second": tokens / step.seconds}
     speed["mfu"] = speed["tokens_per_second"] * flops / setting.gpu_tflops / 1e12

@@ -26,8 +26,9 @@ from pathlib import Path
 import transformers
 
 from framework_config import config_text
+from gpus import GPUS, gpu_kind, set_defaults
 from layouts import GIB, best_layouts, plan_of
-from step_time import EFFICIENCY, SPEEDS
+from step_time import KERNELS, SPEEDS
 from training_step import (
     UnsupportedModelError,
     at_least,
@@ -63,6 +64,7 @@ ALONE += " --context-parallel-size 1 --expert-parallel-size 1"
 def parse_args(argv=None):
     """Parse the command line; the newest chapter's script parses and checks the training flags."""
     parser = build_parser()
+    set_defaults(parser, argv)
     args, args.training_words = parser.parse_known_args(argv)
     args.ranks = args.nodes * args.gpus_per_node
     words, ranks = args.training_words, args.ranks
@@ -70,9 +72,12 @@ def parse_args(argv=None):
     if args.layouts:
         words, ranks = [*words, *ALONE.split()], 1
     vars(args).update(vars(parse_training_args(words, ranks)))
+    if args.conversations:
+        args.tokens = math.prod(args.conversations)
     if args.tokens:
         steps = math.ceil(args.tokens / args.global_batch_size / args.seq_length)
         args.training_words += ["--num-steps", str(steps)]
+    args.tokens = args.tokens or args.num_steps * args.global_batch_size * args.seq_length
     if args.weights_dtype == "bf16" and args.precision == "fp32":
         problem = "weights in bf16 cannot compute in fp32"
         fail(f"--weights-dtype bf16 --precision fp32: {problem}; use --precision bf16")
@@ -85,7 +90,7 @@ def parse_args(argv=None):
     for name, chapter in splits.items():
         if getattr(args, f"{name}_parallel_size") > 1:
             args.chapter = chapter
-    args.flops_efficiency = args.flops_efficiency or EFFICIENCY[args.compile]
+    args.kernels = args.kernels or ("compiled" if args.compile else "eager")
     if args.layouts and (args.write_config or args.device == "cpu"):
         fail("--layouts: plans GPUs and writes no file; leave out --write-config and --device cpu")
     if args.lora_rank and (args.layouts or args.write_config or args.chapter != "05"):
@@ -112,7 +117,11 @@ def build_parser():
     chapters = "02 04 05 06 07 08 09".split()
     add("--chapter", choices=chapters, default="05", help="chapter whose script will train")
     add("--layouts", action="store_true", help="compare all ways to split, with their commands")
-    add("--tokens", type=at_least(0.0), help="tokens to train on, to see how many days they take")
+    add("--tokens", type=at_least(0.0), help="tokens to train on; None: those of --num-steps")
+    count_help = "instead of --tokens: number of conversations, and their mean number of tokens"
+    add("--conversations", type=at_least(1), nargs=2, metavar=("N", "TOKENS"), help=count_help)
+    dollars_help = "price of a GPU for an hour, to see what the run costs"
+    add("--dollars-per-gpu-hour", type=at_least(0.0), help=dollars_help)
     pairs_help = "tokens in a folder of pairs, for the reference pass of fine-tuning/preferences"
     add("--pair-tokens", type=at_least(0.0), help=pairs_help)
     add("--json", action="store_true", help="print all numbers, in bytes, as JSON")
@@ -122,6 +131,8 @@ def build_parser():
     add = parser.add_argument_group("machines").add_argument
     add("--nodes", type=at_least(1), default=1, help="number of nodes")
     add("--gpus-per-node", type=at_least(1), default=8, help="GPUs of a node, with a rank on each")
+    gpu_help = f"kind of GPU, which sets memory and speeds that you leave out: {', '.join(GPUS)}"
+    add("--gpu", type=gpu_kind, help=gpu_help)
     add("--gpu-memory-gib", type=at_least(0.0), default=80.0, help="GiB of memory of each GPU")
     add("--host-memory-gib", type=at_least(0.0), default=1000.0, help="GiB of CPU memory of a node")
     add("--gpu-overhead-gib", type=at_least(0.0), default=3.0, help="GiB for CUDA, NCCL and cuBLAS")
@@ -135,9 +146,11 @@ def build_parser():
     muon_help = "plan related-topics/muon, with one moment for each matrix; needs --chapter 04"
     add("--muon", action="store_true", help=muon_help)
     add = parser.add_argument_group("speeds").add_argument
-    efficiency_help = "share of its peak that a GPU reaches; None: {} with --compile, otherwise {}"
-    efficiency_help = efficiency_help.format(EFFICIENCY[True], EFFICIENCY[False])
+    efficiency_help = "share of its peak that a GPU reaches in all of its computation; None: the "
+    efficiency_help += "share follows from the model, the micro-batch, the kernels and the GPU"
     add("--flops-efficiency", type=at_least(0.001), help=efficiency_help)
+    kernels_help = "kind of kernels; None: compiled with --compile, otherwise eager"
+    add("--kernels", choices=KERNELS, help=kernels_help)
     for name, (speed, description) in SPEEDS.items():
         add(name, type=at_least(0.001), default=speed, help=description)
     storage_help = "GB/s that all nodes together write to the file system"
@@ -257,7 +270,8 @@ def show_layouts(args, plan):
     """Print the assumptions, then the speed and the command of each layout that fits."""
     show_machines(args, plan["model"])
     speeds = [f"{name} {getattr(args, name[2:].replace('-', '_')):g}" for name in SPEEDS]
-    print(f"assumed: --flops-efficiency {args.flops_efficiency:g}", *speeds)
+    share = f"--flops-efficiency {args.flops_efficiency:g}" if args.flops_efficiency else ""
+    print("assumed:", share or f"--kernels {args.kernels}", *speeds)
     print(checkpoint_text(args, plan["layouts"][0]))
     for layout in plan["layouts"]:
         needs = [f"{text_of(layout[f'{name}_needs'])} per {name}" for name in ("gpu", "host")]
@@ -275,13 +289,18 @@ def checkpoint_text(args, plan):
 
 
 def speed_text(args, plan):
-    """Return the speed of a plan as text, with the time for --tokens and the setting for Slurm."""
+    """Return the speed of a plan as text, with the time and the cost of the run."""
     speed = plan["speed"]
     text = f"{speed['tokens_per_second']:,.0f} tokens/s per GPU, {speed['mfu']:.1%} MFU, "
     text += f"{speed['exposed']:.1%} of a step waits for communication"
-    if args.tokens:
-        days = args.tokens / speed["tokens_per_second"] / args.ranks / 86400
-        text += f", {days:,.2f} days for {args.tokens / 1e9:,.4g} billion tokens"
+    hours = args.tokens / speed["tokens_per_second"] / 3600
+    days = hours / args.ranks / 24
+    text += f", {days:,.2f} days" if days >= 0.1 else f", {1440 * days:,.1f} minutes"
+    millions = args.tokens / 1e6
+    count = f"{millions / 1e3:,.4g} billion" if millions >= 1e3 else f"{millions:,.4g} million"
+    text += f" for {count} tokens, {hours:,.1f} GPU-hours"
+    if args.dollars_per_gpu_hour:
+        text += f", {hours * args.dollars_per_gpu_hour:,.2f} dollars"
     return f"{text}; under Slurm: SBATCH_SIGNAL=B:USR1@{plan['stop_seconds']}"
 
 
@@ -311,12 +330,17 @@ def text_of(size):
 
 
 def verdict(plan, sizes=False):
-    """Return "fits", or "no" and the names of the memories that are too small."""
-    lacks = {name: -plan[f"{name}_margin"] for name in ("gpu", "host")}
-    too_small = [
-        f"{name} by {text_of(size)}" if sizes else name for name, size in lacks.items() if size > 0
-    ]
-    return f"no: {', '.join(too_small).replace('gpu', 'GPU')}" if too_small else "fits"
+    """Return "fits", "tight" or "no", and the names of the memories that are too small.
+
+    A memory is tight if the run may need more than it has: a tenth more than its plan.
+    """
+    margins = {name: plan[f"{name}_margin"] for name in ("gpu", "host")}
+    too_small = [name for name, size in margins.items() if size < 0]
+    tight = [name for name, size in margins.items() if size < plan[f"{name}_needs"] / 10]
+    word, names = ("no", too_small) if too_small else ("tight", tight)
+    by = " by" if too_small else " has"
+    words = [f"{name}{by} {text_of(abs(margins[name]))}" if sizes else name for name in names]
+    return f"{word}: {', '.join(words).replace('gpu', 'GPU')}" if names else "fits"
 
 
 def main():

@@ -113,14 +113,16 @@ function layout_of(args, chapter, words, line) {
 // Return the best layout of each way to split a run, as the command line's --layouts does.
 function layouts({ model, tokens, ...chosen }) {
   const facts = FACTS.models[model];
-  const args = { ...FACTS.defaults, batch_size: facts.batch, ...chosen, tokens };
+  const args = { ...FACTS.defaults, batch_size: facts.batch, ...chosen };
   args.ranks = args.nodes * args.gpus_per_node;
   args.compile = facts.words.includes("--compile");
   args.checkpoint_async = facts.words.includes("--checkpoint-async");
-  args.flops_efficiency = args.flops_efficiency || at(EFFICIENCY, args.compile);
+  args.kernels = args.compile ? "compiled" : "eager";
   const values = { "--seq-length": args.seq_length, "--global-batch-size": args.global_batch_size };
   if (tokens) values["--num-steps"] = Math.ceil(tokens / args.global_batch_size / args.seq_length);
   args.words = facts.words.map((word, i) => String(values[facts.words[i - 1]] ?? word));
+  const steps = Number(facts.words[facts.words.indexOf("--num-steps") + 1]);
+  args.tokens = tokens || steps * args.global_batch_size * args.seq_length;
   args.model = modelFrom(facts, facts.layers, ...facts.shapes[1]);
   return best_layouts(args).map((layout) => {
     const needs = ["gpu", "host"].map((name) => `${text_of(layout[`${name}_needs`])} per ${name}`);

@@ -1,9 +1,11 @@
 // The planner's form: read the fields, and show all ways to split the run, the fastest first.
 const form = document.querySelector("#planner-form"), shown = document.querySelector("#planner-layouts");
-const { models, defaults } = planner.FACTS;
+const { models, defaults, gpus } = planner.FACTS;
 for (const name of Object.keys(models)) form.model.add(new Option(name));
 for (let length = 1024; length <= 131072; length *= 2)
   form.seq_length.add(new Option(length.toLocaleString("en-US"), length));
+for (const kind of Object.keys(gpus)) form.gpu.add(new Option(kind));
+form.gpu.value = "H100-80GB";
 form.model.value = "Llama 3.1 70B";
 form.seq_length.value = 4096;
 for (const field of form) if (field.type === "number") field.value ||= defaults[field.name];
@@ -24,7 +26,7 @@ function show() {
   shown.replaceChildren();
   if (!form.checkValidity()) return element("p", "A field has no valid value.", shown);
   const values = Object.fromEntries([...form].filter((field) => field.name)
-    .map(({ name, value }) => [name, name === "model" ? value : Number(value)]));
+    .map(({ name, value }) => [name, ["model", "gpu"].includes(name) ? value : Number(value)]));
   values.tokens *= 1e9;
   const layouts = planner.layouts(values);
   const none = "No layout: the samples per step cannot be shared equally among the GPUs.";
@@ -48,6 +50,9 @@ function plan() {
   clearTimeout(timer);
   timer = setTimeout(show, 200);
 }
+form.gpu.addEventListener("input", () => {
+  for (const [name, value] of Object.entries(gpus[form.gpu.value])) form[name].value = value;
+});
 form.addEventListener("input", plan);
 form.addEventListener("submit", (event) => event.preventDefault());
 plan();

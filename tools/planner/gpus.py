@@ -1,0 +1,73 @@
+"""Know the kinds of GPUs that `--gpu` names, in the planner and in the dry run.
+
+The speed of a link is what NCCL reaches, not the maker's number: 370 of 450 GB/s for a ring inside
+a node of H100s (https://github.com/NVIDIA/nccl-tests/issues/212), and 47 of 50 GB/s for a 400 Gb/s
+adapter (issue 290). Other links get the same shares of their maker's number. An RTX 4090 cannot
+reach the memory of its neighbors, so its data passes through the host at half the speed. Shares of
+the peak are fitted to published runs on A100s and H100s (step_time.py); for other GPUs, they are
+those of the H100. The network is that of the maker's own nodes with eight GPUs; nodes in a cloud
+may have a slower network.
+"""
+
+from dataclasses import dataclass
+
+from training_step import fail
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Hold the memory and the speeds of a GPU and its node; `name` is its name in torch."""
+
+    name: str
+    capability: tuple
+    memory_gib: float
+    # Dense TFLOP/s in bf16; on a T4, in fp16.
+    tflops: float
+    # Shares of this peak that matrix products and attention reach.
+    matrix_share: float
+    attention_share: float
+    bandwidth_gbs: float
+    nvlink_gbs: float
+    network_gbs: float
+    pcie_gbs: float
+
+    @property
+    def values(self):
+        """Return the values of the planner's flags for this GPU, by the names of the arguments."""
+        speeds = "nvlink_gbs", "network_gbs", "pcie_gbs"
+        values = {"gpu_memory_gib": self.memory_gib, "gpu_tflops": self.tflops}
+        values |= {"matrix_share": self.matrix_share, "attention_share": self.attention_share}
+        values["gpu_bandwidth_gbs"] = self.bandwidth_gbs
+        return values | {name: getattr(self, name) for name in speeds}
+
+
+HOPPER, AMPERE = (0.6, 0.33), (0.72, 0.62)
+GPUS = {
+    "T4-16GB": Gpu("Tesla T4", (7, 5), 15, 65, *HOPPER, 300, 6, 5.9, 12),
+    "A100-40GB": Gpu("NVIDIA A100-SXM4-40GB", (8, 0), 40, 312, *AMPERE, 1555, 247, 23.5, 25),
+    "A100-80GB": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 80, 312, *AMPERE, 2039, 247, 23.5, 25),
+    "H100-80GB": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80, 989, *HOPPER, 3350, 370, 47, 50),
+    "H200-141GB": Gpu("NVIDIA H200", (9, 0), 140, 989, *HOPPER, 4800, 370, 47, 50),
+    "B200-180GB": Gpu("NVIDIA B200", (10, 0), 179, 2250, *HOPPER, 8000, 740, 47, 50),
+    "L40S-48GB": Gpu("NVIDIA L40S", (8, 9), 45, 362, *HOPPER, 864, 25, 11.75, 25),
+    "RTX4090-24GB": Gpu("NVIDIA GeForce RTX 4090", (8, 9), 24, 165, *HOPPER, 1008, 12, 1.2, 25),
+    "MI300X-192GB": Gpu("AMD Instinct MI300X", (9, 4), 192, 1307, *HOPPER, 5300, 368, 47, 50),
+}
+
+
+def gpu_kind(text):
+    """Return the name in GPUS that begins with a text, as the type of `--gpu`."""
+    kinds = [kind for kind in GPUS if kind == text or kind.partition("-")[0] == text]
+    if len(kinds) == 1:
+        return kinds[0]
+    problem, choices = "unknown kind", list(GPUS)
+    if kinds:
+        problem, choices = "several kinds", kinds
+    fail(f"--gpu {text}: {problem}; choose {', '.join(choices[:-1])} or {choices[-1]}")
+
+
+def set_defaults(parser, argv):
+    """Give the flags of a parser the defaults of the GPU that the command line names."""
+    kind = parser.parse_known_args(argv)[0].gpu
+    if kind:
+        parser.set_defaults(**GPUS[kind].values)
