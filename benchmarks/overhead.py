@@ -11,7 +11,7 @@ mean step without the fastest and the slowest step, divided by the mean of its n
 chapter is slower than its goal, the exit status is 1.
 
 `loss` compares the losses of chapter 05 and of fine-tuning/preferences, which work in chunks, with
-the loss of chapter 04, in a Llama of 3 million weights, most of them outside of the layers.
+the loss of chapter 04.
 """
 
 import json
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness import ROOT, benchmark, fast_precision, load, show
-from on_ranks import BATCH, SEQ_LENGTH, build, make_7m_llama, make_model_folder, on_ranks
+from on_ranks import BATCH, SEQ_LENGTH, build, make_7m_llama, on_ranks
 
 # A block has this number of steps, so watched.py checks the weights once in each block.
 BLOCK = 10
@@ -200,13 +200,9 @@ MEASURES = {"chapter": measure_chapter, "watched": measure_watched, "loss": meas
 
 def overhead(args, folder):
     """Run the measurement in a process with the harness's settings."""
-    flags = f"--global-batch-size {BATCH}"
-    if is_loss := args.what == "loss":
-        model = make_model_folder(folder / "llama", layers=4, width=128, vocabulary=8000)
-        flags += f" --seq-length {SHORT} --precision fp32"
-    else:
-        model = make_7m_llama(folder / "llama")
-        flags += f" --seq-length {SEQ_LENGTH} --precision {fast_precision()}"
+    is_loss, model = args.what == "loss", make_7m_llama(folder / "llama")
+    length, precision = (SHORT, "fp32") if is_loss else (SEQ_LENGTH, fast_precision())
+    flags = f"--seq-length {length} --precision {precision} --global-batch-size {BATCH}"
     flags += f" --device auto --num-steps {args.blocks * BLOCK}{' --compile' * args.compile}"
     work = MEASURES[args.what]
     chapter = "05" if is_loss else "01"
