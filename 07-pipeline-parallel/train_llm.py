@@ -417,9 +417,7 @@ def build_model(args, config):
     # states. Without the clone, FSDP would warn that a module returns a view.
     head = model.get_output_embeddings()
     head.forward = torch.clone
-    loss_and_grad = torch.func.grad_and_value(loss_of_logits)
-    if args.compile:
-        loss_and_grad = torch.compile(loss_and_grad, dynamic=False)
+    loss_and_grad = torch.compile(loss_of_logits, dynamic=False) if args.compile else loss_of_logits
     model.loss_function = functools.partial(chunked_loss, head, loss_and_grad)
     # In a step, all ranks together predict all tokens except the first token of each sample.
     model.num_targets = args.global_batch_size * (args.seq_length - 1)
@@ -599,7 +597,7 @@ class ChunkedLoss(torch.autograd.Function):
         for start in range(0, len(hidden), CHUNK_SIZE):
             chunk = slice(start, start + CHUNK_SIZE)
             logits = F.linear(hidden[chunk], weight, bias)
-            grad_logits, loss = loss_and_grad(logits, targets[chunk])
+            loss, grad_logits = loss_and_grad(logits, targets[chunk])
             total_loss += loss
             if grad_hidden is not None:
                 grad_hidden[chunk] = grad_logits @ weight
@@ -617,8 +615,13 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def loss_of_logits(logits, targets):
-    """Return the summed cross entropy of logits, [tokens, vocabulary], and targets, [tokens]."""
-    return F.cross_entropy(logits.float(), targets, reduction="sum")
+    """Return the summed cross entropy of logits, [tokens, vocabulary], and its gradient."""
+    log_probs = logits.float().log_softmax(1)
+    loss = F.nll_loss(log_probs, targets, reduction="sum")
+    # The gradient is the softmax, minus 1 at the target. Without a target, it is 0.
+    has_target = (targets >= 0).float()[:, None]
+    grad = log_probs.exp_().scatter_add_(1, targets.clamp(min=0)[:, None], -has_target)
+    return loss, grad.mul_(has_target).to(logits.dtype)
 
 
 def keep_products(_, operation, *args, **kwargs):

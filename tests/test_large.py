@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch.func import grad_and_value
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import SCRIPTS, metrics
@@ -24,7 +23,7 @@ def test_chunked_loss_equals_the_loss(load, monkeypatch, chunk, bias, frozen):
     inputs = [hidden, *([] if frozen else head.parameters())]
     logits = head(hidden)[:, :-1].flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
-    chunked_loss = partial(chapter.chunked_loss, head, grad_and_value(chapter.loss_of_logits))
+    chunked_loss = partial(chapter.chunked_loss, head, chapter.loss_of_logits)
     chunked = chunked_loss(hidden, labels) / len(logits)
     with torch.no_grad():
         evaluated = chunked_loss(hidden.detach(), labels) / len(logits)
@@ -42,7 +41,7 @@ def test_the_head_computes_its_logits_once(load, monkeypatch):
     monkeypatch.setattr(chapter, "CHUNK_SIZE", 8)
     head = torch.nn.Linear(16, 4096, bias=False)
     hidden = torch.randn(2, 32, 16, requires_grad=True)
-    labels, loss_and_grad = torch.ones(2, 32).long(), grad_and_value(chapter.loss_of_logits)
+    labels, loss_and_grad = torch.ones(2, 32).long(), chapter.loss_of_logits
     in_place = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         chapter.chunked_loss(head, loss_and_grad, hidden, labels).backward()
