@@ -92,8 +92,8 @@ def parse_args(argv=None):
     add = parser.add_argument
     add("--gpus", type=at_least(1), required=True, help="number of GPUs, with a rank on each")
     add("--gpus-per-node", type=at_least(1), default=8, help="GPUs of a node")
-    kinds = ", ".join(GPUS)
-    add("--gpu", type=gpu_kind, default="H100-80GB", help=f"kind of the GPUs: {kinds}")
+    names = ", ".join(GPUS)
+    add("--gpu", type=gpu_kind, default="H100-80GB", help=f"kind of the GPUs: {names}")
     rank_help = "ranks to run, such as 0 7 last; None: first and last rank of each kind of split"
     add("--rank", nargs="+", type=rank_number, help=rank_help)
     add("--json", action="store_true", help="print all numbers as JSON, in bytes and seconds")

@@ -57,12 +57,12 @@ GPUS = {
 
 def gpu_kind(text):
     """Return the name in GPUS that begins with a text, as the type of `--gpu`."""
-    kinds = [kind for kind in GPUS if kind == text or kind.partition("-")[0] == text]
-    if len(kinds) == 1:
-        return kinds[0]
+    found = [kind for kind in GPUS if kind == text or kind.partition("-")[0] == text]
+    if len(found) == 1:
+        return found[0]
     problem, choices = "unknown kind", list(GPUS)
-    if kinds:
-        problem, choices = "several kinds", kinds
+    if found:
+        problem, choices = "several kinds", found
     fail(f"--gpu {text}: {problem}; choose {', '.join(choices[:-1])} or {choices[-1]}")
 
 
