@@ -21,7 +21,7 @@ def sources(chapter):
 # A script may add at most this number of code lines, because people read only small diffs. A
 # commit that raises a ceiling must name the line that readers would otherwise miss.
 CEILINGS = {"01": 422, "02": 92, "03": 63, "04": 115, "05": 158, "06": 127, "07": 159, "08": 95}
-CEILINGS |= {"09": 193, "conversations": 47, "lora": 70, "preferences": 89, "muon": 75}
+CEILINGS |= {"09": 193, "conversations": 48, "lora": 70, "preferences": 89, "muon": 75}
 CEILINGS |= {"float8": 60}
 
 

@@ -367,7 +367,9 @@ def build_model(args, config):
     # In every forward pass, transformers asks the device whether samples hold several packed
     # sequences, and the host has to wait for the answer. number_documents() needs no wait.
     masking_utils.find_packed_sequence_indices = number_documents
-    model.set_attn_implementation(args.attention)
+    # Some families have no sdpa, so keep the default without the flag.
+    if args.attention != "sdpa":
+        model.set_attn_implementation(args.attention)
 
     # Wrap the layers for recomputation before they are compiled and sharded.
     if args.recompute != "none":
