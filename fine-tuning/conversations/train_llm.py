@@ -367,7 +367,7 @@ def build_model(args, config):
     # In every forward pass, transformers asks the device whether samples hold several packed
     # sequences, and the host has to wait for the answer. number_documents() needs no wait.
     masking_utils.find_packed_sequence_indices = number_documents
-    # Some families have no sdpa, so keep the default without the flag.
+    # Without the flag, keep the attention of the family, because some families lack sdpa.
     if args.attention != "sdpa":
         model.set_attn_implementation(args.attention)
 
