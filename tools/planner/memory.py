@@ -28,7 +28,11 @@ def fullest_step(setting):
     step_class = PipelineMemory if ranks > 1 else ShardedMemory
     if setting.chapter == "02":
         step_class = StepMemory
-    steps = [step_class(setting, rank) for rank in range(ranks)]
+    # Of the ranks with equal stages, the first rank keeps the most activations.
+    different = {}
+    for rank, stage in enumerate(stages_of(setting)):
+        different.setdefault((len(stage.layers), tuple(stage.root)), rank)
+    steps = [step_class(setting, rank) for rank in different.values()]
     for step in steps:
         step.simulate()
     return max(steps, key=lambda step: step.most.total())
@@ -152,9 +156,9 @@ class StepMemory:
 
     def update_peak(self, when, **temporary):
         """Store this moment if it is the fullest; `temporary` bytes exist at this moment only."""
-        total = self.held + Counter(temporary)
-        if total.total() > self.most.total():
-            self.most, self.when = total, when
+        # Add up the parts only at a new peak, because almost no moment is one.
+        if self.held.total() + sum(temporary.values()) > self.most.total():
+            self.most, self.when = self.held + Counter(temporary), when
 
     def enter(self, name, number):
         """Hold the activations that exist when the segment `name` of layer `number` starts.
