@@ -1,7 +1,9 @@
-"""Test that the planner's form finds the layouts that the planner's command line finds."""
+"""Test the planner's form in a browser: it finds the layouts of the planner's command line."""
 
+import contextlib
 import json
 import shlex
+import shutil
 
 import pytest
 
@@ -11,7 +13,8 @@ from conftest import ROOT
 from planner_form import planner_script
 
 pytestmark = pytest.mark.tool
-py_mini_racer = pytest.importorskip("py_mini_racer")
+playwright = pytest.importorskip("playwright.sync_api")
+SITE = ROOT / "tools/maintain/site"
 JOB = json.loads((ROOT / "benchmarks/results/scale.json").read_text())["job"]
 # Each case has a value for each name in FIELDS.
 CASES = {
@@ -29,14 +32,42 @@ TOKENS = 15e9
 
 
 @pytest.fixture(scope="module")
-def in_browser():
-    context = py_mini_racer.MiniRacer()
-    context.eval(planner_script())
+def address(tmp_path_factory):
+    """Write a page with only the form, and return its address."""
+    folder = tmp_path_factory.mktemp("form")
+    shutil.copytree(SITE / "static", folder / "_static")
+    (folder / "_static/planner.js").write_text(planner_script())
+    page = folder / "tools/planner/form.html"
+    page.parent.mkdir(parents=True)
+    styles = '<meta name="viewport" content="width=device-width">'
+    styles += '<link rel="stylesheet" href="../../_static/site.css">'
+    page.write_text(f"<!doctype html>{styles}{(SITE / 'planner/form.html').read_text()}")
+    return page.as_uri()
 
-    def layouts(**fields):
-        return json.loads(context.eval(f"JSON.stringify(planner.layouts({json.dumps(fields)}))"))
 
-    return layouts
+@pytest.fixture(scope="module")
+def browser():
+    if not (path := shutil.which("chromium")):
+        pytest.skip("no chromium; run tests/cluster/packages.sh")
+    with playwright.sync_playwright() as started:
+        # Root cannot use the sandbox of Chromium.
+        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def page(browser, address):
+    page = browser.new_page(viewport={"width": 390, "height": 800})
+    page.set_default_timeout(120_000)
+    page.goto(address)
+    page.wait_for_selector("article")
+    return page
+
+
+def in_browser(page, **fields):
+    script = "fields => planner.layouts.then(layouts => layouts(fields))"
+    return page.evaluate(script, fields | {"tokens": TOKENS})
 
 
 def on_command_line(model, nodes, gpus_per_node, seq_length, global_batch_size):
@@ -64,27 +95,83 @@ def check(found, planned):
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=MARKS.get(case, pytest.mark.exhaustive)) for case in CASES]
 )
-def test_form_finds_the_layouts_of_the_command_line(in_browser, case):
+def test_form_finds_the_layouts_of_the_command_line(page, case):
     fields = dict(zip(FIELDS, CASES[case], strict=True))
-    found = in_browser(**fields, tokens=TOKENS)
+    found = in_browser(page, **fields)
     args, planned = on_command_line(**fields)
     check(found, planned)
     for layout, other in zip(found, planned, strict=True):
         assert layout["text"].startswith(will_it_fit.verdict(other).split()[0])
+        assert sum(size for _, size in layout["parts"]) == pytest.approx(layout["gpu_needs"])
         if other["fits"]:
             assert layout["speed"] == will_it_fit.speed_text(args, other)
 
 
 @pytest.mark.parametrize("job", JOB, ids=lambda job: f"{job['seq_length']} tokens")
-def test_form_finds_the_recorded_layouts_of_the_70b_job(in_browser, job):
-    fields = dict(zip(FIELDS, CASES["70B on 64"], strict=True)) | {"tokens": TOKENS}
+def test_form_finds_the_recorded_layouts_of_the_70b_job(page, job):
+    fields = dict(zip(FIELDS, CASES["70B on 64"], strict=True))
     fields |= {name: job[name] for name in ("seq_length", "global_batch_size")}
-    check(in_browser(**fields), job["predicted"])
+    check(in_browser(page, **fields), job["predicted"])
+
+
+def fill(page, **fields):
+    """Fill fields of the form, and wait until it shows the result."""
+    page.evaluate("shown.textContent = 'Computing …'")
+    for name, value in fields.items():
+        page.locator(f"[name={name}]").evaluate(
+            "(field, value) => { field.value = value; }", str(value)
+        )
+    page.evaluate("plan()")
+    page.wait_for_function("!shown.textContent.startsWith('Computing')")
+    return page.inner_text("#planner-layouts")
+
+
+def test_invalid_fields_are_named(page):
+    assert fill(page, gpus_per_node=0, tokens="").splitlines() == [
+        "GPUs per node must be a whole number between 1 and 8.",
+        "",
+        "Billion tokens in all must be a number of at least 0.000001.",
+    ]
+    assert page.locator("[aria-invalid=true]").count() == 2
+    assert "GPUs per node" not in fill(page, gpus_per_node=8, tokens=15)
+
+
+def test_address_reopens_the_plan(browser, page, address):
+    values = {"model": "Llama 3.2 1B", "nodes": 1, "gpus_per_node": 2, "global_batch_size": 8}
+    text = fill(page, **values, dollars_per_gpu_hour=2.5, dataset_name="my data")
+    assert "--dataset-name 'my data'" in text and " dollars" in text
+    other = browser.new_page()
+    other.set_default_timeout(120_000)
+    other.goto(f"{address}#{page.url.partition('#')[2]}")
+    other.wait_for_selector("article")
+    assert other.inner_text("#planner-layouts") == page.inner_text("#planner-layouts")
+
+
+def test_button_copies_the_command_and_reports_it(page):
+    fill(page, model="Llama 3.2 1B", nodes=1)
+    button = page.locator("article button").first
+    button.click()
+    page.wait_for_function("document.querySelector('article button').textContent === 'copied'")
+    command = page.locator("article pre").first.inner_text()
+    assert page.evaluate("getSelection().toString()").split() == command.split()
+
+
+def test_form_fits_a_narrow_screen_and_labels_all_fields(page):
+    fill(page, model="Llama 3.1 70B", nodes=8)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    unlabeled = "[...form].filter(field => field.name && !field.labels.length).length"
+    assert page.evaluate(unlabeled) == 0
 
 
 @pytest.mark.slow
-def test_facts_of_a_model_are_those_of_a_fresh_recording():
-    [name, *_] = form_facts.MODELS
-    recorded = json.loads(form_facts.FACTS.read_text())["models"][name]
-    fresh = json.loads(json.dumps(form_facts.facts_of(form_facts.MODELS[name])))
-    assert fresh == recorded, f"run tools/planner/form_facts.py '{name}' again"
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_facts_are_those_of_a_fresh_recording(family):
+    facts = json.loads(form_facts.FACTS.read_text())
+    names = [name for name, model in facts["models"].items() if model["family"] == family]
+    configs = [form_facts.model_facts(form_facts.MODELS[name])[1] for name in names]
+    only = {"04 none", "05 none", "05 t full"}
+    with contextlib.redirect_stdout(None):
+        fresh = form_facts.family_of(form_facts.MODELS[names[-1]], configs, only)
+    recorded = {name: facts[family][name] for name in fresh}
+    assert fresh.keys() > only
+    assert fresh == recorded, "run tools/planner/form_facts.py again"

@@ -8,6 +8,7 @@ packages=(
     openssh-server openssh-client pdsh openmpi-bin mpich
     iproute2 nftables procps util-linux tmux
     bzip2 gzip xz-utils zstd
+    chromium
 )
 policy=/usr/sbin/policy-rc.d
 saved_policy=$policy.before-cluster

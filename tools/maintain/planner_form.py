@@ -1,14 +1,20 @@
-"""Put together the script of the planner's form: the planner in JavaScript, with its models."""
+"""Put together the script of the planner's form: MicroPython, the planner's functions, and facts.
+
+A browser cannot import torch, so the script has only the functions that compute with numbers.
+"""
+
+import ast
+import base64
+import gzip
+import json
 
 from chapters import ROOT
-from javascript import translate
 
-PLANNER = ROOT / "tools/planner"
-PARTS = ROOT / "tools/maintain/site/planner"
+PLANNER, MICROPYTHON = ROOT / "tools/planner", ROOT / "tools/maintain/micropython"
 # The form needs these parts of each module. The other parts read models, flags or files.
 SOURCES = {
-    "training_step": "UnsupportedModelError numbers local_numbers shard_numbers padded_numbers "
-    "shards_of Setting in_flight bubble",
+    "training_step": "ExpertShape UnsupportedModelError numbers local_numbers shards_of "
+    "shard_numbers padded_numbers Setting in_flight bubble",
     "memory": "TRACED_PARTS PARTS fullest_step state_bytes StepMemory segment_of ShardedMemory "
     "PipelineMemory host_memory",
     "step_time": "HALF_WORK KERNELS NCCL forward_flops forward_seconds attention_width "
@@ -17,13 +23,89 @@ SOURCES = {
     "best_of state_fits",
     "will_it_fit": "checkpoint_text speed_text text_of verdict",
 }
+REMEMBERED = "local_numbers shard_numbers padded_numbers".split()
+
+
+class ForMicroPython(ast.NodeTransformer):
+    """Replace the syntax and the methods that MicroPython lacks."""
+
+    def visit_Call(self, node):
+        self.generic_visit(node)
+        if getattr(node.func, "attr", "") == "bit_length":
+            return call("bit_length", node.func.value)
+        return node
+
+    def visit_Attribute(self, node):
+        self.generic_visit(node)
+        if node.attr == "__getitem__":
+            key = ast.arguments([], [ast.arg("key")], None, [], [], None, [])
+            return ast.Lambda(key, ast.Subscript(node.value, ast.Name("key")))
+        return node
+
+    def visit_Dict(self, node):
+        self.generic_visit(node)
+        pairs = zip(node.keys, node.values, strict=True)
+        return call("OrderedDict", ast.List([ast.Tuple([*pair]) for pair in pairs]))
+
+    def visit_FormattedValue(self, node):
+        self.generic_visit(node)
+        return call("formatted", node.value, node.format_spec or ast.Constant(""))
+
+    def visit_JoinedStr(self, node):
+        self.generic_visit(node)
+        return ast.Call(ast.Attribute(ast.Constant(""), "join"), [ast.List(node.values)], [])
+
+    def visit_List(self, node):
+        self.generic_visit(node)
+        is_starred = [isinstance(item, ast.Starred) for item in node.elts]
+        if isinstance(node.ctx, ast.Store) or not any(is_starred):
+            return node
+        parts = [
+            item.value if isinstance(item, ast.Starred) else ast.List([item]) for item in node.elts
+        ]
+        return call(type(node).__name__.lower(), call("chain", *parts))
+
+    visit_Tuple = visit_List
+
+
+def call(name, *args):
+    return ast.Call(ast.Name(name), [*args], [])
+
+
+def name_of(node):
+    target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", node)
+    return getattr(target, "id", getattr(node, "name", None))
+
+
+def without_docstrings(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
+            node.body = node.body[1:] or [ast.Pass()]
+    return tree
+
+
+def planner_source():
+    """Return the Python program of the form."""
+    nodes = ast.parse((MICROPYTHON / "prelude.py").read_text()).body[1:]
+    for module, names in SOURCES.items():
+        tree = ast.parse((PLANNER / f"{module}.py").read_text())
+        tree = ast.fix_missing_locations(ForMicroPython().visit(tree))
+        found = [node for node in tree.body if name_of(node) in names.split()]
+        for node in found:
+            nodes += [node]
+            if name_of(node) in REMEMBERED:
+                nodes += ast.parse(f"{node.name} = remembered({node.name})").body
+    tree = ast.parse((PLANNER / "form_model.py").read_text())
+    tree = ast.fix_missing_locations(ForMicroPython().visit(tree))
+    nodes += [node for node in tree.body[1:] if not isinstance(node, ast.Import | ast.ImportFrom)]
+    return ast.unparse(without_docstrings(ast.Module(nodes, [])))
 
 
 def planner_script():
-    """Return a script that defines `planner`; planner.layouts() computes the same as --layouts."""
-    python = "\n".join((PLANNER / f"{name}.py").read_text() for name in SOURCES)
-    translated = translate(python, " ".join(SOURCES.values()).split())
-    facts = (PLANNER / "form.json").read_text()
-    runtime, model = ((PARTS / name).read_text() for name in ("python.js", "model.js"))
-    parts = [runtime, f"const FACTS = {facts};", translated, model]
-    return "\n".join(["const planner = (() => {", *parts, "return { layouts, FACTS };\n})();\n"])
+    """Return a script that defines `planner`: FACTS, and a promise of the function `layouts`."""
+    script = (MICROPYTHON / "start.js").read_text()
+    script = script.replace('"FACTS"', (PLANNER / "form.json").read_text())
+    for name in ("mjs", "wasm"):
+        packed = gzip.compress((MICROPYTHON / f"micropython.{name}").read_bytes(), mtime=0)
+        script = script.replace(f'"{name}"', f'"{base64.b64encode(packed).decode()}"')
+    return script.replace('"source"', json.dumps(planner_source()))

@@ -1,21 +1,18 @@
-"""Write the facts of each model that the planner's form needs: tools/planner/form.json.
+"""Write what the planner's form needs to know about models: tools/planner/form.json.
 
 Here:  python tools/planner/form_facts.py
 
-A browser cannot run a model on fake tensors, so this script runs it and records each size as a
-formula. For this, the number of samples and the tokens of a rank in a chunk of the loss are prime
-numbers. If the size of a tensor is a multiple of a prime, the tensor grows with that number.
+A browser cannot run a model on fake tensors, so this script runs small models and records each size
+as a formula. In these models, all sizes are different prime numbers, so the factors of a tensor's
+size show what the size depends on.
 """
 
-import argparse
 import contextlib
-import functools
+import copy
 import itertools
 import json
 import math
 from unittest import mock
-
-import numpy as np
 
 import activations
 import will_it_fit
@@ -32,7 +29,6 @@ from training_step import (
     model_of,
     newest_chapter,
     setting_of,
-    stages_of,
 )
 
 FACTS = ROOT / "tools/planner/form.json"
@@ -47,254 +43,249 @@ MODELS = {
     "roneneldan/TinyStories --seq-length 4096 --global-batch-size 64 --batch-size 1 --num-steps "
     "1000 --lr 1e-5 --compile --checkpoint-async",
 }
+# A formula has these letters. A rank has S samples, with P tokens of each sample in each of the N
+# chunks of its loss. There are t, c or p ranks that split a layer, a sequence or experts. The sizes
+# of the model are those of one rank: its hidden width, the width inside of an MLP, heads of keys,
+# heads of queries for each of them, half the width of a head, vocabulary, and experts.
+PRIMES = {"S": 11, "P": 101, "N": 3, "t": 5, "c": 7, "p": 13}
+PRIMES |= {"h": 29, "i": 31, "k": 17, "g": 19, "d": 23, "v": 37, "e": 41}
+SPLITS = {"t": "tensor", "c": "context", "p": "expert"}
+KINDS = {"activations": "", "logits": "l:", "gradients": "g:"}
 CONFIG_KEYS = ["hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads"]
-CONFIG_KEYS += ["head_dim", "tie_word_embeddings", "num_experts_per_tok"]
-# A recorded step has these prime numbers: its samples, and a rank's tokens in each chunk.
-SAMPLES, PIECE = 11, 101
-KINDS = ["activations", "logits", "gradients"]
-TERMS = ["constant", "sequence", "tokens", "chunk"]
-HEAD = ["head", "head backward"]
-# A layout may set these flags.
-FLAGS = [flag[2:].replace("-", "_") for flag in LAYOUT_FLAGS]
-FLAGS += ["cpu_offload", "reshard_after_forward"]
+CONFIG_KEYS += ["head_dim", "tie_word_embeddings", "num_experts", "num_experts_per_tok"]
+CONFIG_KEYS += ["intermediate_size", "moe_intermediate_size"]
 
 
 # ---- sizes as formulas -----------------------------------------------------------------------
 class FormulaRecorder(activations.Recorder):
-    """Record the live bytes of each moment, by kind and by the term that they grow with."""
-
-    # The step has this number of samples, and its loss has this number of chunks.
-    samples, chunks = SAMPLES, 1
+    """Record the live bytes of each moment, by kind and by the letters of the tensors' sizes."""
 
     def update_peaks(self):
         self.segment.__dict__.setdefault("moments", []).append(+self.live)
 
     def count(self, tensor, kind):
-        super().count(tensor, (kind, self.term_of(tensor.shape)))
+        super().count(tensor, (kind, letters_of(tensor.numel())))
 
     def rename(self, tensor, kind):
         key = activations.key_of(tensor)
         if key in self.kind_of:
             super().rename(tensor, (kind, self.kind_of[key][1]))
 
-    def term_of(self, shape):
-        """Return the term that the size of a tensor is proportional to."""
-        pieces = [size // PIECE for size in shape if size and size % PIECE == 0]
-        if not pieces:
-            return "constant"
-        if math.prod(pieces) % self.chunks:
-            return "chunk"
-        return "sequence" if math.prod(shape) % self.samples else "tokens"
+
+def letters_of(number):
+    """Return a letter for each known prime factor of a number."""
+    found = ""
+    for letter, prime in PRIMES.items():
+        while number and number % prime == 0:
+            number //= prime
+            found += letter
+    return found
 
 
-def record(setting, chunks=1):
-    """Return the segments of a step: the formulas of each segment's start and moments.
+def formula_of(live):
+    """Return the coefficient in bytes for each kind and product; drop products that stay small."""
+    is_large = {key: "P" in key[1] or len({*key[1]} & {*"hikgdve"}) > 1 for key in live}
+    primes = {key: math.prod(PRIMES[letter] for letter in key[1]) for key in live}
+    return {key: live[key] / primes[key] for key in live if live[key] and is_large[key]}
 
-    A formula is a matrix: it has a coefficient, in bytes, for each kind of tensor and each term.
-    The loss has `chunks` chunks.
-    """
-    split = setting.tensor_parallel_size * setting.context_parallel_size
-    length, samples = PIECE * chunks * split, setting.micro_batch_size
-    values = {"constant": 1, "sequence": length, "tokens": samples * length}
-    values["chunk"] = samples * PIECE
+
+def change(new, old):
+    """Return the difference of two formulas."""
+    found = {key: round(new.get(key, 0) - old.get(key, 0), 4) for key in {**old, **new}}
+    return {key: size for key, size in found.items() if size}
+
+
+def size_of(formula, values):
+    """Return the bytes of a formula, if the letters have these values."""
+    products = (math.prod(values[letter] for letter in letters) for _, letters in formula)
+    return sum(size * product for size, product in zip(formula.values(), products, strict=True))
+
+
+def text_of(formula):
+    """Return a formula as text; a letter before the colon stands for the kind of tensors."""
+    terms = sorted((KINDS[kind], letters, size) for (kind, letters), size in formula.items())
+    return " ".join(f"{kind}{size:g}{letters}" for kind, letters, size in terms)
+
+
+# ---- a family of models ----------------------------------------------------------------------
+def config_with_primes(config, split, one_head):
+    """Return a configuration whose sizes are prime numbers, and that `split` divides."""
+    config, sizes = copy.deepcopy(config), PRIMES | {"k": 1} if one_head else PRIMES
+    tensor, expert = (split == "t" and PRIMES["t"]) or 1, (split == "p" and PRIMES["p"]) or 1
+    config.num_hidden_layers, config.hidden_size = 2, tensor * sizes["h"]
+    config.intermediate_size = config.moe_intermediate_size = tensor * sizes["i"]
+    config.num_key_value_heads = sizes["k"] * (PRIMES[split] if split in ("t", "c") else 1)
+    config.num_attention_heads = config.num_key_value_heads * sizes["g"]
+    config.head_dim, config.vocab_size = 2 * sizes["d"], tensor * sizes["v"]
+    config.num_experts = expert * sizes["e"]
+    return config
+
+
+def record(base, key, chunks):
+    """Return the segments of a step as formulas: each segment's start, and its moments."""
+    chapter, split, style, recompute, one_head, one_sample = key
+    config = config_with_primes(base.model.config, split, one_head)
+    samples, ranks = 1 if one_sample else PRIMES["S"], PRIMES.get(split, 1)
+    changes = {"chapter": chapter, "micro_batch_size": samples, "recompute": recompute}
+    changes |= {"model": model_of(config), "seq_length": PRIMES["P"] * chunks}
+    if split:
+        changes[f"{SPLITS[split]}_parallel_size"] = ranks
+        changes["context_parallel_style"] = style
+    if split in ("t", "c"):
+        changes["seq_length"] *= ranks
+    setting = base.changed(**changes)
+    if chapter == "05":
+        check_split(setting, setting.model)
     with (
         mock.patch.object(activations, "Recorder", FormulaRecorder),
-        mock.patch.multiple(FormulaRecorder, chunks=chunks, samples=samples),
-        mock.patch.object(newest_chapter(), "CHUNK_SIZE", samples * PIECE),
+        mock.patch.object(newest_chapter(), "CHUNK_SIZE", samples * PRIMES["P"]),
     ):
-        segments = activations.trace(setting.changed(seq_length=length))
-
-    def formula(live):
-        return np.array([[round(live[kind, t] / values[t], 6) for t in TERMS] for kind in KINDS])
-
+        segments = activations.trace(setting)
+    # The first layer ends in "head", too, but the second layer comes before it.
+    names = ["embedding", "layer 1", "layer 2", *segments]
     return {
-        name: (formula(segment.start), [formula(moment) for moment in segment.moments])
-        for name, segment in segments.items()
+        name: (formula_of(segments[name].start), [*map(formula_of, segments[name].moments)])
+        for name in dict.fromkeys(names)
         if name not in ("before", "end")
     }
 
 
-def many_chunks(setting):
-    """Return the segments of the head for three chunks or more.
+def values_of(config, key, chunks):
+    """Yield values of the letters that a setting of the form may have."""
+    _, split, style, _, one_head, one_sample = key
+    sizes = range(1, 7) if split == "p" else range(1, 4) if split else [0]
+    samples = [1] if one_sample else [1, 2, 8]
+    for size, length, S in itertools.product(sizes, range(10, 18), samples):
+        values = dict.fromkeys("tcp", 1) | {split: 2**size}
+        t, c, tokens = values["t"], values["c"], 2**length // values["t"] // values["c"]
+        k = config.num_key_value_heads / t / c
+        N = S * tokens / newest_chapter().CHUNK_SIZE if chunks > 1 else 1
+        is_possible = k == 1 if one_head else k > 1 or style == "gather" or split == "p"
+        if is_possible and (N > 1 or chunks == 1):
+            width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+            values |= {"S": S, "P": tokens / N, "N": N, "h": config.hidden_size / t, "k": k}
+            values |= {"i": width / t, "g": config.num_attention_heads / t / c / k}
+            values |= {"d": config.head_dim / 2, "v": config.vocab_size / t}
+            yield values | {"e": (getattr(config, "num_experts", 0) or 0) / values["p"]}
 
-    Each chunk adds the same number of bytes to the last moments, and none to the first moments.
+
+def fullest(start, moments, key, points):
+    """Return the moments, as changes from the start, that are the fullest for some values."""
+    formulas = {}
+    for moment in moments:
+        formula = change(moment, start)
+        if key[0] == "02":
+            formula = {term: size for term, size in formula.items() if term[0] != "gradients"}
+        formulas[text_of(formula)] = formula
+    sizes = [[size_of(formula, values) for formula in formulas.values()] for values in points]
+    texts = list(formulas)
+    return sorted({texts[max(range(len(texts)), key=row.__getitem__)] for row in sizes})
+
+
+def formulas_of(base, key, configs):
+    """Return the formulas of a setting: for each segment, the change of its start, and moments.
+
+    The first layer has the same moments as the second. The last element has the moments of the head
+    if the loss has several chunks.
     """
-    three, five, seven = (record(setting, chunks) for chunks in (3, 5, 7))
-    split = setting.tensor_parallel_size * setting.context_parallel_size
-    found = {}
-    for name in HEAD:
-        (start, few), (_, more), (_, most) = three[name], five[name], seven[name]
-        moments = [a for a, b in zip(few, more, strict=False) if np.array_equal(a, b)]
-        for a, b, c in zip(few[::-1], more[::-1], most[::-1], strict=False):
-            if np.array_equal(b - a, c - b):
-                moments.append(grown(a, (b - a) / 2, split))
-        found[name] = start, moments
+    found, previous = [], {}
+    numbers = (1, PRIMES["N"]) if key[0] == "05" else (1,)
+    points = {n: [row for config in configs for row in values_of(config, key, n)] for n in numbers}
+    for name, (start, moments) in record(base, key, 1).items():
+        most = fullest(start, moments, key, points[1]) if "layer 1" not in name else []
+        found.append([text_of(change(start, previous)), *most])
+        previous = start
+    for chunks in numbers[1:]:
+        start, moments = record(base, key, chunks)["head"]
+        found.append(fullest(start, moments, key, points[chunks]))
     return found
 
 
-def grown(formula, growth, split):
-    """Extend the formula for three chunks to any number of chunks, by its growth per chunk."""
-    constant, _, _, chunk = growth.T
-    # The chunks together have all tokens of the rank, and each chunk has CHUNK_SIZE tokens.
-    per_token = (chunk + constant / newest_chapter().CHUNK_SIZE) / split
-    return formula + np.stack([-3 * constant, 0 * chunk, per_token, -3 * chunk], axis=1)
+def keys_of(is_mixture):
+    """Yield the settings of a family: chapter, split, its style, recomputation, and what is one.
 
-
-def relative(segments, base):
-    """Return the segments of the head relative to its segments for one chunk.
-
-    The moments after the last norm have the activations of the backward pass. These moments form
-    the segment "chunks", which is relative to the start of the backward pass.
+    If a rank has one head of keys, or a tensor-parallel group has one sample, torch copies less.
     """
-    found = {"chunks": (np.zeros((len(KINDS), len(TERMS))), [])}
-    for name in HEAD:
-        start, after_norm = base[name][0], base["head backward"][0]
-        found[name] = segments[name][0] - start, []
-        for moment in segments[name][1]:
-            # Compare the first row, which has the activations.
-            is_after = name == "head" and np.array_equal(moment[0], after_norm[0])
-            origin, others = (after_norm, "chunks") if is_after else (start, name)
-            found[others][1].append(moment - origin)
-    return found
+    yield "02", "", "", "none", False, False
+    yield "04", "", "", "none", False, False
+    for recompute in ("none", "selective", "full"):
+        for split in ("", "p") if is_mixture else ("",):
+            yield "05", split, "", recompute, False, False
+        yield "05", "c", "gather", recompute, False, False
+        for one_head in (False, True):
+            yield "05", "c", "ulysses", recompute, one_head, False
+            for one_sample in (False, True):
+                yield "05", "t", "", recompute, one_head, one_sample
 
 
-def compact(segments, besides_gradients=False):
-    """Drop the moments of each segment that are not the fullest for any values of the form."""
-    found = {}
-    # The form offers these numbers of samples and tokens. Treat every chunk as a full chunk.
-    lengths, chunk = [2**power for power in range(10, 18)], newest_chapter().CHUNK_SIZE
-    values = [(1, n, samples * n, chunk) for n in lengths for samples in range(1, 17)]
-    for name, (start, moments) in segments.items():
-        totals = {}
-        for moment in moments:
-            counted = moment * [[1], [1], [0]] if besides_gradients else moment
-            totals.setdefault(tuple(counted.sum(axis=0).tolist()), counted)
-        fullest = {max(totals, key=functools.partial(dot, value)) for value in values}
-        kept = [moment for total, moment in totals.items() if total in fullest]
-        found[name] = [short(formula) for formula in (start, *kept)]
-    return found
-
-
-def dot(values, formula):
-    return sum(value * size for value, size in zip(values, formula, strict=True))
-
-
-def short(formula):
-    """Return a formula as a list of numbers; drop zeros at the end, and write 2.0 as 2."""
-    numbers = np.trim_zeros(formula.ravel(), "b").tolist()
-    return [int(value) if value.is_integer() else value for value in numbers]
-
-
-# ---- the facts of a model --------------------------------------------------------------------
-def settings_of(args):
-    """Yield a setting for each different set of tensors that a layer can have."""
+def family_of(words, configs, only=None):
+    """Return the shapes of a layer and of the root, and the formulas of all or some settings."""
+    args = will_it_fit.parse_args([*words.split(), "--layouts"])
+    args.model = model_of(load_config(args)[0])
     base = setting_of(args, "05").changed(device="cuda", cpu_offload=False)
-    base = base.changed(micro_batch_size=SAMPLES)
-    yield base.changed(chapter="02", recompute="none", accumulation=2)
-    yield base.changed(chapter="04", recompute="none")
-    product = itertools.product
-    sizes = [*product(["tensor_parallel_size"], (1, 2, 4, 8), ["gather"])]
-    sizes += product(["context_parallel_size"], (2, 4, 8), ["gather", "ulysses"])
-    if newest_chapter().experts_of(args.model.built):
-        sizes += product(["expert_parallel_size"], (2, 4, 8, 16, 32, 64), ["gather"])
-    for (name, size, style), recompute in product(sizes, ["none", "selective", "full"]):
-        changes = {name: size, "context_parallel_style": style, "recompute": recompute}
-        yield base.changed(**changes)
-        if name == "tensor_parallel_size" and size > 1:
-            # TP: also record a single sample, because it needs fewer copies.
-            yield base.changed(**changes, micro_batch_size=1)
-
-
-def key_of(setting):
-    """Return the key of the segments of a setting; model.js has the same function."""
-    kind = "02" if setting.chapter == "02" else "04" if setting.chapter < "05" else "05"
-    style = setting.context_parallel_style if setting.context_parallel_size > 1 else "gather"
-    sizes = setting.tensor_parallel_size, setting.context_parallel_size, style
-    alone = setting.tensor_parallel_size > 1 and setting.micro_batch_size == 1
-    words = kind, *sizes, setting.expert_parallel_size, setting.recompute, 1 if alone else "more"
-    return " ".join(map(str, words))
-
-
-def segments_of(args):
-    """Return the segments of all settings by key, and the head's segments by number of chunks."""
-    found, heads = {}, {}
-    for setting in settings_of(args):
+    model = model_of(config_with_primes(args.model.config, "t", False), PRIMES["t"])
+    family = {"root": [*map(dimensions_of, model.root)]}
+    family["layer"] = [*map(dimensions_of, model.layers[0])]
+    for key in keys_of(len(newest_chapter().experts_of(args.model.built)) > 0):
+        *parts, one_head, one_sample = key
+        parts += [one_head * "one-head", one_sample * "one-sample"]
+        name = " ".join(filter(None, parts))
         # Skip a setting if the chapter refuses to split this model.
         with contextlib.suppress(UnsupportedModelError):
-            check_split(setting, args.model)
-            segments = record(setting)
-            found[key_of(setting)] = compact(segments, setting.chapter == "02")
-            head = f"{setting.tensor_parallel_size} {setting.context_parallel_size}"
-            if setting.chapter == "05" and head not in heads:
-                chunked = record(setting, 2), many_chunks(setting)
-                heads[head] = [compact(relative(split, segments)) for split in chunked]
-            print(key_of(setting), flush=True)
-    return {"segments": found, "heads": heads}
+            if not only or name in only:
+                family[name] = formulas_of(base, key, configs)
+                print(name, flush=True)
+    return family
 
 
-def shapes_of(args):
-    """Return the shapes of a layer and of the root on a tensor-parallel rank, and the stages."""
-    found, stages = {}, {}
-    pipelines = list(itertools.product((2, 4, 8, 16, 32), ["1f1b", "interleaved-1f1b"]))
-    for tp_size in (1, 2, 4, 8):
-        with contextlib.suppress(UnsupportedModelError):
-            split = setting_of(args, "07").changed(tensor_parallel_size=tp_size)
-            check_split(split, args.model)
-            model = model_of(args.model.config, tp_size)
-            assert all(layer == model.layers[0] for layer in model.layers)
-            found[tp_size] = [named(model.layers[0]), named(model.root)]
-            for ranks, schedule in pipelines:
-                with contextlib.suppress(UnsupportedModelError):
-                    pipeline = {"pipeline_parallel_size": ranks, "pipeline_schedule": schedule}
-                    setting = split.changed(**pipeline)
-                    parts = [[len(part.layers), named(part.root)] for part in stages_of(setting)]
-                    stages[f"{tp_size} {ranks} {setting.num_stages}"] = parts
-    return {"shapes": found, "stages": stages}
+def dimensions_of(shape):
+    """Return a shape as text, with the letters of each size; mark a shape of experts."""
+    sizes = [f"{size / math.prod(PRIMES[x] for x in letters_of(size)):g}" for size in shape]
+    sizes = [size + letters_of(number) for size, number in zip(sizes, shape, strict=True)]
+    return " ".join(["experts"] * isinstance(shape, ExpertShape) + sizes)
 
 
-def named(shapes):
-    """Return shapes as lists; put the word "experts" before a shape of experts."""
-    return [["experts"] * isinstance(shape, ExpertShape) + list(shape) for shape in shapes]
-
-
-def facts_of(words):
-    """Return the facts of the model that a command trains."""
+def model_facts(words):
+    """Return the facts of the model that a command trains, and its configuration."""
     args = will_it_fit.parse_args([*words.split(), "--layouts"])
-    config, source = load_config(args)
-    args.model = model_of(config)
-    words = last_of_each(words_without_layout(args, "09"))
-    facts = {
-        "words": words,
-        "source": source,
-        "batch": args.batch_size,
-        "layers": len(args.model.layers),
-        "active": active_numbers(args.model),
-        "config": {key: getattr(config, key, None) for key in CONFIG_KEYS},
-    }
-    return facts | shapes_of(args) | segments_of(args)
+    config, _ = load_config(args)
+    model = model_of(config)
+    facts = {"words": last_of_each(words_without_layout(args, "09")), "batch": args.batch_size}
+    facts |= {"family": config.model_type, "layers": len(model.layers)}
+    facts |= {"active": active_numbers(model)}
+    return facts | {"config": {key: getattr(config, key, None) for key in CONFIG_KEYS}}, config
 
 
 def main():
-    """Write the facts of the chosen models, or of all models."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    models_help = "names, or none to renew only the defaults; the default is all models"
-    parser.add_argument(
-        "models", nargs="*", default=list(MODELS), metavar="MODEL", help=models_help
-    )
-    new = {name: facts_of(MODELS[name]) for name in parser.parse_args().models if name != "none"}
-    models = (json.loads(FACTS.read_text())["models"] if FACTS.exists() else {}) | new
+    """Write the facts of all models and families."""
+    models, configs, words = {}, {}, {}
+    for name, line in MODELS.items():
+        models[name], config = model_facts(line)
+        family = models[name]["family"]
+        configs.setdefault(family, []).append(config)
+        words[family] = line
     args = vars(will_it_fit.parse_args([]))
     machines = vars(will_it_fit.build_parser().parse_args([]))
-    del machines["flops_efficiency"]
+    flags = [flag[2:].replace("-", "_") for flag in LAYOUT_FLAGS]
     facts = {
         "gpus": {kind: gpu.values for kind, gpu in GPUS.items()},
         "defaults": {name: args[name] for name in (*machines, "device", "precision")},
-        "flags": {name: args[name] for name in FLAGS},
+        "flags": {name: args[name] for name in (*flags, "cpu_offload", "reshard_after_forward")},
         "scripts": {name: str(path.relative_to(ROOT)) for name, path in SCRIPTS.items()},
         "chunk_size": newest_chapter().CHUNK_SIZE,
-        "models": {name: models[name] for name in MODELS if name in models},
+        "models": models,
     }
-    FACTS.write_text(json.dumps(facts, separators=(",", ":")).replace('],"', '],\n"') + "\n")
+    facts |= {family: family_of(words[family], configs[family]) for family in configs}
+    text = "{" + ",\n".join(f'"{name}": {lines(value)}' for name, value in facts.items()) + "}\n"
+    FACTS.write_text(text)
+
+
+def lines(value):
+    """Return JSON with one line for each value of a dictionary."""
+    if not isinstance(value, dict):
+        return json.dumps(value)
+    rows = (f"{json.dumps(key)}: {json.dumps(row)}" for key, row in value.items())
+    return "{\n" + ",\n".join(rows) + "}"
 
 
 if __name__ == "__main__":

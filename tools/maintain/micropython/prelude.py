@@ -1,0 +1,110 @@
+"""Define the parts of Python that MicroPython lacks, and that the planner needs."""
+
+import builtins
+import json  # noqa: F401
+import math as few_math
+from collections import OrderedDict  # noqa: F401
+from itertools import chain  # noqa: F401
+
+
+class SimpleNamespace:
+    def __init__(self, **values):
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
+class Counter(dict):
+    def __init__(self, values=None, **named):
+        super().__init__()
+        self.update(values or named)
+
+    def __getitem__(self, key):
+        return self.get(key, 0)
+
+    def update(self, values):
+        for key, value in values.items():
+            self[key] = self.get(key, 0) + value
+
+    def total(self):
+        return sum(self.values())
+
+    def __add__(self, other):
+        added = Counter(self)
+        added.update(other)
+        return added
+
+    def __sub__(self, other):
+        return self + {key: -value for key, value in other.items()}
+
+
+class math:
+    ceil = few_math.ceil
+
+    def prod(values):
+        product = 1
+        for value in values:
+            product *= value
+        return product
+
+
+class itertools:
+    def product(*lists):
+        found = [()]
+        for choices in lists:
+            found = [chosen + (choice,) for chosen in found for choice in choices]  # noqa: RUF005
+        return found
+
+
+class contextlib:
+    class suppress:
+        def __init__(self, error):
+            self.error = error
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, kind, error, trace):
+            return kind is self.error
+
+
+def zip(*lists, strict=False):
+    return builtins.zip(*lists)  # noqa: B905
+
+
+def sorted(values, key=lambda value: value, reverse=False):
+    """Keep the order of equal values."""
+    values = list(values)[::-1] if reverse else list(values)
+    order = builtins.sorted(range(len(values)), key=lambda place: (key(values[place]), place))
+    return [values[place] for place in (order[::-1] if reverse else order)]
+
+
+def bit_length(number):
+    return len(bin(number)) - 2 if number else 0
+
+
+def formatted(value, layout):
+    """Return a value as text, with commas between thousands if the layout has a comma."""
+    if isinstance(value, str):
+        return value
+    text = ("{:" + layout.replace(",", "") + "}").format(value)
+    whole, point, rest = text.partition(".")
+    places = range(len(whole) - 3, int(value < 0) if "," in layout else len(whole), -3)
+    for place in places:
+        whole = whole[:place] + "," + whole[place:]
+    return whole + point + rest
+
+
+def remembered(function):
+    """Compute the size of the same shapes and setting only once."""
+    found = {}
+
+    def call(shapes, setting, *others, **named):
+        if not hasattr(setting, "sizes"):
+            parallel = setting.expert_parallel_size
+            setting.sizes = setting.shards, setting.expert_shards, parallel
+        key = tuple(shapes), setting.sizes, others, tuple(named.items())
+        if key not in found:
+            found[key] = function(shapes, setting, *others, **named)
+        return found[key]
+
+    return call
