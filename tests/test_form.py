@@ -19,6 +19,7 @@ JOB = json.loads((ROOT / "benchmarks/results/scale.json").read_text())["job"]
 # Each case has a value for each name in FIELDS.
 CASES = {
     "1B on 1": ("Llama 3.2 1B", 1, 1, 4096, 64),
+    "1B on 4": ("Llama 3.2 1B", 1, 4, 2048, 64),
     "8B on 8": ("Llama 3.1 8B", 1, 8, 4096, 64),
     "8B on 32, long": ("Llama 3.1 8B", 4, 8, 16384, 32),
     "70B on 64": ("Llama 3.1 70B", 8, 8, 4096, 128),
@@ -27,7 +28,7 @@ CASES = {
 }
 FIELDS = ["model", "nodes", "gpus_per_node", "seq_length", "global_batch_size"]
 # Keep only one case in the core tests, because running all models on fake tensors takes minutes.
-MARKS = {"1B on 1": (), "8B on 8": pytest.mark.slow}
+MARKS = {"1B on 1": (), "1B on 4": pytest.mark.slow, "8B on 8": pytest.mark.slow}
 TOKENS = 15e9
 
 

@@ -104,7 +104,8 @@ def stages_of(setting):
         layer = [shape_of(text, values) for text in family["layer"]]
         embedding, *others = [shape_of(text, values) for text in family["root"]]
         if facts["config"]["tie_word_embeddings"]:
-            others.remove(embedding)
+            # The head, which comes last, is the embedding.
+            others.pop()
         # Chapter 07 balances the stages like this, in split_into_stages().
         borders = [round(number * (layers + 2) / count) - 1 for number in range(count + 1)]
         borders = [max(n, min(border, layers - count + n)) for n, border in enumerate(borders)]
