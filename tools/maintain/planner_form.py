@@ -103,9 +103,13 @@ def planner_source():
 
 def planner_script():
     """Return a script that defines `planner`: FACTS, and a promise of the function `layouts`."""
-    script = (MICROPYTHON / "start.js").read_text()
-    script = script.replace('"FACTS"', (PLANNER / "form.json").read_text())
-    for name in ("mjs", "wasm"):
-        packed = gzip.compress((MICROPYTHON / f"micropython.{name}").read_bytes(), mtime=0)
-        script = script.replace(f'"{name}"', f'"{base64.b64encode(packed).decode()}"')
-    return script.replace('"source"', json.dumps(planner_source()))
+    text = (PLANNER / "form.json").read_text()
+    facts = json.loads(text)
+    shown = {"models": [*facts["models"]], "gpus": facts["gpus"], "defaults": facts["defaults"]}
+    script = (MICROPYTHON / "start.js").read_text().replace('"facts"', json.dumps(shown))
+    files = {name: (MICROPYTHON / f"micropython.{name}").read_bytes() for name in ("mjs", "wasm")}
+    files["source"] = f"FACTS_TEXT = {text!r}\n{planner_source()}".encode()
+    for name, data in files.items():
+        packed = base64.b64encode(gzip.compress(data, mtime=0)).decode()
+        script = script.replace(f'"{name}"', f'"{packed}"')
+    return script

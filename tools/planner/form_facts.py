@@ -251,41 +251,46 @@ def model_facts(words):
     config, _ = load_config(args)
     model = model_of(config)
     facts = {"words": last_of_each(words_without_layout(args, "09")), "batch": args.batch_size}
-    facts |= {"family": config.model_type, "layers": len(model.layers)}
+    tied = " tied" if config.tie_word_embeddings else ""
+    facts |= {"family": config.model_type + tied, "layers": len(model.layers)}
     facts |= {"active": active_numbers(model)}
     return facts | {"config": {key: getattr(config, key, None) for key in CONFIG_KEYS}}, config
 
 
 def main():
     """Write the facts of all models and families."""
-    models, configs, words = {}, {}, {}
-    for name, line in MODELS.items():
-        models[name], config = model_facts(line)
-        family = models[name]["family"]
-        configs.setdefault(family, []).append(config)
-        words[family] = line
+    found = {name: model_facts(words) for name, words in MODELS.items()}
+    models = {name: facts for name, (facts, _) in found.items()}
+    configs = [config for _, config in found.values()]
     args = vars(will_it_fit.parse_args([]))
     machines = vars(will_it_fit.build_parser().parse_args([]))
     flags = [flag[2:].replace("-", "_") for flag in LAYOUT_FLAGS]
     facts = {
         "gpus": {kind: gpu.values for kind, gpu in GPUS.items()},
-        "defaults": {name: args[name] for name in (*machines, "device", "precision")},
+        "defaults": {name: args[name] for name in (*machines, "device", "precision")}
+        | {"chunk_size": newest_chapter().CHUNK_SIZE},
         "flags": {name: args[name] for name in (*flags, "cpu_offload", "reshard_after_forward")},
         "scripts": {name: str(path.relative_to(ROOT)) for name, path in SCRIPTS.items()},
-        "chunk_size": newest_chapter().CHUNK_SIZE,
         "models": models,
     }
-    facts |= {family: family_of(words[family], configs[family]) for family in configs}
+    families = {models[name]["family"]: words for name, words in MODELS.items()}
+    for family, words in sorted(families.items()):
+        kind = family.partition(" ")[0]
+        alike = [config for config in configs if config.model_type == kind]
+        facts[family] = family_of(words, alike)
+        # A model with tied embeddings needs only the formulas that other models do not have.
+        if kind != family:
+            new = {name for name, row in facts[family].items() if facts[kind].get(name) != row}
+            facts[family] = {name: facts[family][name] for name in sorted(new)}
     text = "{" + ",\n".join(f'"{name}": {lines(value)}' for name, value in facts.items()) + "}\n"
     FACTS.write_text(text)
 
 
 def lines(value):
-    """Return JSON with one line for each value of a dictionary."""
-    if not isinstance(value, dict):
-        return json.dumps(value)
-    rows = (f"{json.dumps(key)}: {json.dumps(row)}" for key, row in value.items())
-    return "{\n" + ",\n".join(rows) + "}"
+    """Return JSON with one line for each entry of a dictionary, if its entries are long."""
+    rows = [f"{json.dumps(key)}: {json.dumps(row)}" for key, row in value.items()]
+    is_long = all(isinstance(row, dict | list) for row in value.values())
+    return "{\n" + ",\n".join(rows) + "}" if is_long else json.dumps(value)
 
 
 if __name__ == "__main__":

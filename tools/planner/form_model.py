@@ -101,11 +101,10 @@ def stages_of(setting):
             raise UnsupportedModelError()
         values = values_of(facts["config"], tensor)
         family = FACTS[facts["family"]]
-        layer = [shape_of(text, values) for text in family["layer"]]
+        layer = [
+            shape_of(text, values) for text in FACTS[facts["family"].partition(" ")[0]]["layer"]
+        ]
         embedding, *others = [shape_of(text, values) for text in family["root"]]
-        if facts["config"]["tie_word_embeddings"]:
-            # The head, which comes last, is the embedding.
-            others.pop()
         # Chapter 07 balances the stages like this, in split_into_stages().
         borders = [round(number * (layers + 2) / count) - 1 for number in range(count + 1)]
         borders = [max(n, min(border, layers - count + n)) for n, border in enumerate(borders)]
@@ -135,8 +134,10 @@ def formulas_of(setting):
     words = [chapter, split, style, setting.recompute, "one-head" if divided and heads == 1 else ""]
     words.append("one-sample" if split == "t" and setting.micro_batch_size == 1 else "")
     is_split = heads % 1 == 0 and (config["num_experts"] or 0) % setting.expert_parallel_size == 0
-    family = FACTS[setting.model.facts["family"]]
-    return family.get(" ".join([word for word in words if word])) if is_split else None
+    name, family = " ".join([word for word in words if word]), setting.model.facts["family"]
+    # Tied embeddings change few formulas.
+    formulas = FACTS[family].get(name) or FACTS[family.partition(" ")[0]].get(name)
+    return formulas if is_split else None
 
 
 def splits_of(setting):
@@ -155,7 +156,7 @@ def segments_of(setting):
     if key in FOUND:
         return FOUND[key]
     values = values_of(facts["config"], *sizes, samples, setting.seq_length)
-    chunks = samples * values["P"] / FACTS["chunk_size"]
+    chunks = samples * values["P"] / FACTS["defaults"]["chunk_size"]
     found, starts, peaks = FOUND.setdefault(key, {}), {}, {}
     start, names = Counter(), SEGMENTS
     if len(formulas) > len(names) + 1:
@@ -232,7 +233,9 @@ def plan(fields):
     facts = FACTS["models"][fields["model"]]
     args = SimpleNamespace(**(FACTS["defaults"] | fields))
     args.batch_size, args.ranks = facts["batch"], args.nodes * args.gpus_per_node
-    args.compile, args.kernels, args.checkpoint_async = True, "compiled", True
+    args.compile = "--compile" in facts["words"]
+    args.kernels = "compiled" if args.compile else "eager"
+    args.checkpoint_async = "--checkpoint-async" in facts["words"]
     values = {"--seq-length": args.seq_length, "--global-batch-size": args.global_batch_size}
     values["--num-steps"] = math.ceil(args.tokens / args.global_batch_size / args.seq_length)
     for name in ("model_name", "dataset_name"):

@@ -35,7 +35,7 @@ def fullest_step(setting):
     steps = [step_class(setting, rank) for rank in different.values()]
     for step in steps:
         step.simulate()
-    return max(steps, key=lambda step: step.most.total())
+    return max(steps, key=lambda step: step.peak)
 
 
 def state_bytes(model, setting):
@@ -82,7 +82,7 @@ class StepMemory:
         self.traced_depth = min(2, len(setting.model.layers))
         last_layer = self.segments[f"layer {self.traced_depth}"]
         self.saved_per_layer = self.segments["head"].start - last_layer.start
-        self.held, self.most, self.when = Counter(), Counter(), ""
+        self.held, self.most, self.peak, self.when = Counter(), Counter(), 0, ""
 
     def simulate(self):
         """Simulate one micro-step, because all micro-steps have the same peak."""
@@ -157,8 +157,9 @@ class StepMemory:
     def update_peak(self, when, **temporary):
         """Store this moment if it is the fullest; `temporary` bytes exist at this moment only."""
         # Add up the parts only at a new peak, because almost no moment is one.
-        if self.held.total() + sum(temporary.values()) > self.most.total():
-            self.most, self.when = self.held + Counter(temporary), when
+        total = sum(self.held.values()) + sum(temporary.values())
+        if total > self.peak:
+            self.peak, self.when, self.most = total, when, self.held + Counter(temporary)
 
     def enter(self, name, number):
         """Hold the activations that exist when the segment `name` of layer `number` starts.

@@ -95,16 +95,17 @@ def formatted(value, layout):
 
 
 def remembered(function):
-    """Compute the size of the same shapes and setting only once."""
+    """Compute a size of the same shapes and setting only once."""
     found = {}
 
-    def call(shapes, setting, *others, **named):
+    def call(shapes, setting, least_shards=1):
         if not hasattr(setting, "sizes"):
             parallel = setting.expert_parallel_size
             setting.sizes = setting.shards, setting.expert_shards, parallel
-        key = tuple(shapes), setting.sizes, others, tuple(named.items())
+        key = tuple(shapes), setting.sizes, least_shards
         if key not in found:
-            found[key] = function(shapes, setting, *others, **named)
+            named = {"least_shards": least_shards} if least_shards > 1 else {}
+            found[key] = function(shapes, setting, **named)
         return found[key]
 
     return call

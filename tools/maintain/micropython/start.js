@@ -1,18 +1,17 @@
-// The planner in MicroPython. Its files are in this script, because a page cannot read other files.
+// The planner in MicroPython. This script has all files, because a page cannot read other files.
 const planner = (() => {
-  const FACTS = "FACTS";
-  async function unpacked(text, type) {
+  const unpacked = (text) => {
     const packed = new Blob([Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0))]);
-    const stream = packed.stream().pipeThrough(new DecompressionStream("gzip"));
-    return URL.createObjectURL(new Blob([await new Response(stream).arrayBuffer()], { type }));
-  }
+    return new Response(packed.stream().pipeThrough(new DecompressionStream("gzip")));
+  };
+  const address = async (text, type) =>
+    URL.createObjectURL(new Blob([await unpacked(text).arrayBuffer()], { type }));
   const start = async () => {
-    const module = await import(await unpacked("mjs", "text/javascript"));
-    const url = await unpacked("wasm", "application/wasm");
-    const python = await module.loadMicroPython({ url, heapsize: 2 ** 26 });
-    python.globals.set("FACTS_TEXT", JSON.stringify(FACTS));
-    python.runPython("source");
+    const { loadMicroPython } = await import(await address("mjs", "text/javascript"));
+    const url = await address("wasm", "application/wasm");
+    const python = await loadMicroPython({ url, heapsize: 2 ** 26 });
+    python.runPython(await unpacked("source").text());
     return (fields) => JSON.parse(python.globals.get("plan")(JSON.stringify(fields)));
   };
-  return { FACTS, layouts: start() };
+  return { FACTS: "facts", layouts: start() };
 })();

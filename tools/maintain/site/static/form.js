@@ -1,7 +1,7 @@
 // The planner's form: read the fields, and show all ways to split the run, the fastest first.
 const form = document.querySelector("#planner-form"), shown = document.querySelector("#planner-layouts");
 const { models, defaults, gpus } = planner.FACTS;
-for (const name of Object.keys(models)) form.model.add(new Option(name));
+for (const name of models) form.model.add(new Option(name));
 for (let length = 1024; length <= 131072; length *= 2)
   form.seq_length.add(new Option(length.toLocaleString("en-US"), length));
 for (const kind of Object.keys(gpus)) form.gpu.add(new Option(kind));
@@ -68,7 +68,9 @@ async function show() {
     showMemory(layout, box);
     if (!layout.fits) continue;
     element("p", layout.speed, box);
-    const pre = element("pre", layout.command, box), button = element("button", "copy", box);
+    const pre = element("pre", "", box), button = element("button", "copy", box);
+    // Each word is an element, because lines would break at the hyphens of a flag.
+    for (const part of layout.command.split(/(\s+)/)) pre.append(part.trim() ? element("span", part, pre) : part);
     button.addEventListener("click", () => copy(pre, button));
   }
 }
@@ -78,7 +80,7 @@ let timer = 0;
 function plan() {
   shown.textContent = "Computing …";
   clearTimeout(timer);
-  timer = setTimeout(show, 300);
+  timer = setTimeout(() => show().catch((error) => shown.textContent = `No plan: ${error.message}`), 300);
 }
 
 // A link keeps the values of the form behind its #.
