@@ -35,13 +35,6 @@ class ForMicroPython(ast.NodeTransformer):
             return call("bit_length", node.func.value)
         return node
 
-    def visit_Attribute(self, node):
-        self.generic_visit(node)
-        if node.attr == "__getitem__":
-            key = ast.arguments([], [ast.arg("key")], None, [], [], None, [])
-            return ast.Lambda(key, ast.Subscript(node.value, ast.Name("key")))
-        return node
-
     def visit_Dict(self, node):
         self.generic_visit(node)
         pairs = zip(node.keys, node.values, strict=True)

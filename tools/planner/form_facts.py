@@ -16,6 +16,7 @@ from unittest import mock
 
 import activations
 import will_it_fit
+from form_model import values_of
 from gpus import GPUS
 from layouts import LAYOUT_FLAGS, last_of_each, words_without_layout
 from step_time import active_numbers
@@ -150,23 +151,21 @@ def record(base, key, chunks):
     }
 
 
-def values_of(config, key, chunks):
-    """Yield values of the letters that a setting of the form may have."""
+def points_of(configs, key, chunks):
+    """Return values of the letters that a setting may have, for one chunk or for several chunks."""
     _, split, style, _, one_head, one_sample = key
-    sizes = range(1, 7) if split == "p" else range(1, 4) if split else [0]
-    samples = [1] if one_sample else [1, 2, 8]
-    for size, length, S in itertools.product(sizes, range(10, 18), samples):
-        values = dict.fromkeys("tcp", 1) | {split: 2**size}
-        t, c, tokens = values["t"], values["c"], 2**length // values["t"] // values["c"]
-        k = config.num_key_value_heads / t / c
-        N = S * tokens / newest_chapter().CHUNK_SIZE if chunks > 1 else 1
-        is_possible = k == 1 if one_head else k > 1 or style == "gather" or split == "p"
-        if is_possible and (N > 1 or chunks == 1):
-            width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-            values |= {"S": S, "P": tokens / N, "N": N, "h": config.hidden_size / t, "k": k}
-            values |= {"i": width / t, "g": config.num_attention_heads / t / c / k}
-            values |= {"d": config.head_dim / 2, "v": config.vocab_size / t}
-            yield values | {"e": (getattr(config, "num_experts", 0) or 0) / values["p"]}
+    powers = range(1, 7) if split == "p" else range(1, 4) if split else [0]
+    samples, lengths, found = [1] if one_sample else [1, 2, 8], range(10, 18), []
+    for config, size, length, count in itertools.product(configs, powers, lengths, samples):
+        splits = [2**size if letter == split else 1 for letter in "tcp"]
+        tokens = count * 2**length / splits[0] / splits[1]
+        number = tokens / newest_chapter().CHUNK_SIZE if chunks > 1 else 1
+        values = values_of(config, *splits, count, 2**length, number)
+        heads = values["k"]
+        is_possible = heads == 1 if one_head else heads > 1 or style == "gather" or split == "p"
+        if is_possible and (number > 1 or chunks == 1):
+            found.append(values)
+    return found
 
 
 def fullest(start, moments, key, points):
@@ -190,7 +189,7 @@ def formulas_of(base, key, configs):
     """
     found, previous = [], {}
     numbers = (1, PRIMES["N"]) if key[0] == "05" else (1,)
-    points = {n: [row for config in configs for row in values_of(config, key, n)] for n in numbers}
+    points = {chunks: points_of(configs, key, chunks) for chunks in numbers}
     for name, (start, moments) in record(base, key, 1).items():
         most = fullest(start, moments, key, points[1]) if "layer 1" not in name else []
         found.append([text_of(change(start, previous)), *most])
@@ -246,7 +245,7 @@ def dimensions_of(shape):
 
 
 def model_facts(words):
-    """Return the facts of the model that a command trains, and its configuration."""
+    """Return the facts of the model that a command trains."""
     args = will_it_fit.parse_args([*words.split(), "--layouts"])
     config, _ = load_config(args)
     model = model_of(config)
@@ -254,14 +253,12 @@ def model_facts(words):
     tied = " tied" if config.tie_word_embeddings else ""
     facts |= {"family": config.model_type + tied, "layers": len(model.layers)}
     facts |= {"active": active_numbers(model)}
-    return facts | {"config": {key: getattr(config, key, None) for key in CONFIG_KEYS}}, config
+    return facts | {"config": {key: getattr(config, key, None) for key in CONFIG_KEYS}}
 
 
 def main():
     """Write the facts of all models and families."""
-    found = {name: model_facts(words) for name, words in MODELS.items()}
-    models = {name: facts for name, (facts, _) in found.items()}
-    configs = [config for _, config in found.values()]
+    models = {name: model_facts(words) for name, words in MODELS.items()}
     args = vars(will_it_fit.parse_args([]))
     machines = vars(will_it_fit.build_parser().parse_args([]))
     flags = [flag[2:].replace("-", "_") for flag in LAYOUT_FLAGS]
@@ -276,7 +273,7 @@ def main():
     families = {models[name]["family"]: words for name, words in MODELS.items()}
     for family, words in sorted(families.items()):
         kind = family.partition(" ")[0]
-        alike = [config for config in configs if config.model_type == kind]
+        alike = [model["config"] for model in models.values() if kind in model["family"]]
         facts[family] = family_of(words, alike)
         # A model with tied embeddings needs only the formulas that other models do not have.
         if kind != family:

@@ -14,7 +14,8 @@ from step_time import speed_of
 from training_step import ExpertShape, Setting, UnsupportedModelError, numbers
 from will_it_fit import checkpoint_text, speed_text, text_of, verdict
 
-FACTS = json.loads(FACTS_TEXT)  # noqa: F821
+# planner_form.py puts the text of form.json before this program.
+FACTS = json.loads(globals().get("FACTS_TEXT", "{}"))
 KINDS = {"l": "logits", "g": "gradients"}
 SEGMENTS = "embedding, layer 1, layer 2, head, head backward, layer 2 backward, layer 1 backward"
 SEGMENTS = (SEGMENTS + ", embedding backward").split(", ")
@@ -55,16 +56,6 @@ def bytes_of(text, values):
 
 
 # ---- what replaces the scripts and the runs on fake tensors ----------------------------------
-class Chapter:
-    """Stand in for the script of the newest chapter."""
-
-    def __init__(self):
-        self.SCHEDULES = {"gpipe": (None, 1), "1f1b": (None, 1), "interleaved-1f1b": (None, 2)}
-
-    def experts_of(self, shapes):
-        return [shape for shape in shapes if isinstance(shape, ExpertShape)]
-
-
 class Model:
     """Hold the shapes of the weights of a model, or of a pipeline stage."""
 
@@ -78,7 +69,13 @@ class Model:
 
 
 def newest_chapter():
-    return Chapter()
+    """Stand in for the script of the newest chapter."""
+    schedules = {"gpipe": (None, 1), "1f1b": (None, 1), "interleaved-1f1b": (None, 2)}
+
+    def experts_of(shapes):
+        return [shape for shape in shapes if isinstance(shape, ExpertShape)]
+
+    return SimpleNamespace(SCHEDULES=schedules, experts_of=experts_of)
 
 
 def active_numbers(model):
@@ -258,7 +255,7 @@ def quoted(word):
 
 
 def shown(args, layout):
-    """Return what the form shows of a layout."""
+    """Return the texts and numbers of a layout that the form shows."""
     needs = [f"{text_of(layout[f'{name}_needs'])} per {name}" for name in ("gpu", "host")]
     found = {name: layout[name] for name in ("way", "fits", "command", "gpu_needs", "host_needs")}
     found["text"] = f"{verdict(layout, True)}; {', '.join(needs).replace('gpu', 'GPU')}"

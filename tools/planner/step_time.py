@@ -214,7 +214,7 @@ class StepTime:
         stages = stages_of(setting)
         work = [len(stage.layers) * (self.forward + self.backward) for stage in stages]
         work[-1] += self.head
-        slowest = max(range(len(work)), key=work.__getitem__)
+        slowest = work.index(max(work))
         self.has_head, self.model = slowest == len(work) - 1, stages[slowest]
         self.head *= self.has_head
         self.depth = len(self.model.layers)

@@ -74,8 +74,8 @@ def zip(*lists, strict=False):
 def sorted(values, key=lambda value: value, reverse=False):
     """Keep the order of equal values."""
     values = list(values)[::-1] if reverse else list(values)
-    order = builtins.sorted(range(len(values)), key=lambda place: (key(values[place]), place))
-    return [values[place] for place in (order[::-1] if reverse else order)]
+    numbers = builtins.sorted(range(len(values)), key=lambda n: (key(values[n]), n))
+    return [values[n] for n in (numbers[::-1] if reverse else numbers)]
 
 
 def bit_length(number):
@@ -83,15 +83,12 @@ def bit_length(number):
 
 
 def formatted(value, layout):
-    """Return a value as text, with commas between thousands if the layout has a comma."""
-    if isinstance(value, str):
-        return value
+    """Return a value as text; MicroPython puts commas between the thousands of integers only."""
     text = ("{:" + layout.replace(",", "") + "}").format(value)
-    whole, point, rest = text.partition(".")
-    places = range(len(whole) - 3, int(value < 0) if "," in layout else len(whole), -3)
-    for place in places:
-        whole = whole[:place] + "," + whole[place:]
-    return whole + point + rest
+    if "," not in layout:
+        return text
+    integer, point, decimals = text.partition(".")
+    return f"{int(integer):,}{point}{decimals}"
 
 
 def remembered(function):
