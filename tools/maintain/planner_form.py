@@ -1,6 +1,8 @@
 """Put together the script of the planner's form: MicroPython, the planner's functions, and facts.
 
-A browser cannot import torch, so the script has only the functions that compute with numbers.
+A browser cannot import torch, so the script has only the functions that compute with numbers. The
+folder micropython/ has two files of the npm package @micropython/micropython-webassembly-pyscript,
+version 1.27.0, which `npm pack` downloads.
 """
 
 import ast
@@ -23,7 +25,6 @@ SOURCES = {
     "best_of state_fits",
     "will_it_fit": "checkpoint_text speed_text text_of verdict",
 }
-REMEMBERED = "local_numbers shard_numbers padded_numbers".split()
 
 
 class ForMicroPython(ast.NodeTransformer):
@@ -62,15 +63,18 @@ class ForMicroPython(ast.NodeTransformer):
 
 
 def call(name, *args):
+    """Return the call of a function."""
     return ast.Call(ast.Name(name), [*args], [])
 
 
 def name_of(node):
+    """Return the name that a statement defines, or None."""
     target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", node)
     return getattr(target, "id", getattr(node, "name", None))
 
 
 def without_docstrings(tree):
+    """Drop the docstrings of a program, which a browser does not need."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
@@ -79,19 +83,14 @@ def without_docstrings(tree):
 
 def planner_source():
     """Return the Python program of the form."""
-    nodes = ast.parse((MICROPYTHON / "prelude.py").read_text()).body[1:]
+    nodes = ast.parse((MICROPYTHON / "prelude.py").read_text()).body
     for module, names in SOURCES.items():
         tree = ast.parse((PLANNER / f"{module}.py").read_text())
-        tree = ast.fix_missing_locations(ForMicroPython().visit(tree))
-        found = [node for node in tree.body if name_of(node) in names.split()]
-        for node in found:
-            nodes += [node]
-            if name_of(node) in REMEMBERED:
-                nodes += ast.parse(f"{node.name} = remembered({node.name})").body
+        nodes += [node for node in tree.body if name_of(node) in names.split()]
     tree = ast.parse((PLANNER / "form_model.py").read_text())
-    tree = ast.fix_missing_locations(ForMicroPython().visit(tree))
-    nodes += [node for node in tree.body[1:] if not isinstance(node, ast.Import | ast.ImportFrom)]
-    return ast.unparse(without_docstrings(ast.Module(nodes, [])))
+    nodes += [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
+    program = ForMicroPython().visit(without_docstrings(ast.Module(nodes, [])))
+    return ast.unparse(ast.fix_missing_locations(program))
 
 
 def planner_script():

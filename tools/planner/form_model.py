@@ -11,7 +11,15 @@ from types import SimpleNamespace
 from layouts import best_layouts, launcher
 from memory import TRACED_PARTS
 from step_time import speed_of
-from training_step import ExpertShape, Setting, UnsupportedModelError, numbers
+from training_step import (
+    ExpertShape,
+    Setting,
+    UnsupportedModelError,
+    local_numbers,
+    numbers,
+    padded_numbers,
+    shard_numbers,
+)
 from will_it_fit import checkpoint_text, speed_text, text_of, verdict
 
 # planner_form.py puts the text of form.json before this program.
@@ -172,6 +180,29 @@ def segments_of(setting):
         most = start + peaks[name.replace("layer 1", "layer 2")]
         found[name] = SimpleNamespace(start=start, most=most, most_besides_gradients=most)
     return found
+
+
+def remembered(function):
+    """Compute a size of the same shapes and setting only once."""
+    found = {}
+
+    def call(shapes, setting, least_shards=1):
+        if not hasattr(setting, "sizes"):
+            parallel = setting.expert_parallel_size
+            setting.sizes = setting.shards, setting.expert_shards, parallel
+        key = tuple(shapes), setting.sizes, least_shards
+        if key not in found:
+            named = {"least_shards": least_shards} if least_shards > 1 else {}
+            found[key] = function(shapes, setting, **named)
+        return found[key]
+
+    return call
+
+
+# MicroPython is slow, so do not compute these sizes for each layer again.
+local_numbers = remembered(local_numbers)
+shard_numbers = remembered(shard_numbers)
+padded_numbers = remembered(padded_numbers)
 
 
 # ---- the layouts that the form compares ------------------------------------------------------

@@ -51,7 +51,7 @@ class itertools:
     def product(*lists):
         found = [()]
         for choices in lists:
-            found = [chosen + (choice,) for chosen in found for choice in choices]  # noqa: RUF005
+            found = [(*chosen, choice) for chosen in found for choice in choices]
         return found
 
 
@@ -88,21 +88,4 @@ def formatted(value, layout):
     if "," not in layout:
         return text
     integer, point, decimals = text.partition(".")
-    return f"{int(integer):,}{point}{decimals}"
-
-
-def remembered(function):
-    """Compute a size of the same shapes and setting only once."""
-    found = {}
-
-    def call(shapes, setting, least_shards=1):
-        if not hasattr(setting, "sizes"):
-            parallel = setting.expert_parallel_size
-            setting.sizes = setting.shards, setting.expert_shards, parallel
-        key = tuple(shapes), setting.sizes, least_shards
-        if key not in found:
-            named = {"least_shards": least_shards} if least_shards > 1 else {}
-            found[key] = function(shapes, setting, **named)
-        return found[key]
-
-    return call
+    return "{:,}".format(int(integer)) + point + decimals  # noqa: UP032
