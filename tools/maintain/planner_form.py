@@ -43,7 +43,8 @@ class ForMicroPython(ast.NodeTransformer):
 
     def visit_FormattedValue(self, node):
         self.generic_visit(node)
-        return call("formatted", node.value, node.format_spec or ast.Constant(""))
+        layout = [node.format_spec] if node.format_spec else []
+        return call("formatted" if layout else "str", node.value, *layout)
 
     def visit_JoinedStr(self, node):
         self.generic_visit(node)

@@ -385,8 +385,10 @@ def host_memory(setting, part):
     if not setting.cuda:
         return {}, "the step"
     state = state_bytes(part, setting)
-    shards = [shard_numbers([shape], setting) for shape in part.shapes]
-    pinned = sum(1 << (shard * setting.weight_bytes - 1).bit_length() for shard in shards)
+    pinned = 0
+    for shape, count in Counter(part.shapes).items():
+        shard_bytes = shard_numbers([shape], setting) * setting.weight_bytes
+        pinned += count * (1 << (shard_bytes - 1).bit_length())
     model, layer = setting.model, max(map(numbers, setting.model.layers), default=0)
     built_weights = model.weights if setting.chapter < "05" else numbers(model.root) + layer
     built_bytes = built_weights * (setting.weight_bytes if setting.lora_rank else 4)

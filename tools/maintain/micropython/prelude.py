@@ -22,7 +22,8 @@ class Counter(dict):
         return self.get(key, 0)
 
     def update(self, values):
-        for key, value in values.items():
+        pairs = values.items() if isinstance(values, dict) else [(key, 1) for key in values]
+        for key, value in pairs:
             self[key] = self.get(key, 0) + value
 
     def total(self):
