@@ -17,8 +17,8 @@ PLANNER, MICROPYTHON = ROOT / "tools/planner", ROOT / "tools/maintain/micropytho
 SOURCES = {
     "training_step": "ExpertShape UnsupportedModelError numbers local_numbers shards_of "
     "shard_numbers padded_numbers Setting in_flight bubble",
-    "memory": "TRACED_PARTS PARTS fullest_step state_bytes StepMemory segment_of ShardedMemory "
-    "PipelineMemory host_memory",
+    "memory": "TRACED_PARTS PARTS class_of fullest_step least_bytes state_bytes StepMemory "
+    "segment_of ShardedMemory PipelineMemory host_memory",
     "step_time": "HALF_WORK KERNELS NCCL forward_flops forward_seconds attention_width "
     "collective ring overlapped StepTime speed_of",
     "layouts": "GIB plan_of stop_seconds checkpoint_bytes ways_to_split best_layouts launcher "

@@ -24,10 +24,7 @@ PARTS += [*TRACED_PARTS, "communication"]
 
 def fullest_step(setting):
     """Simulate a step on each rank of a pipeline, and return the step of the fullest rank."""
-    ranks = setting.pipeline_parallel_size
-    step_class = PipelineMemory if ranks > 1 else ShardedMemory
-    if setting.chapter == "02":
-        step_class = StepMemory
+    step_class = class_of(setting)
     # Of the ranks with equal stages, the first rank keeps the most activations.
     different = {}
     for rank, stage in enumerate(stages_of(setting)):
@@ -36,6 +33,20 @@ def fullest_step(setting):
     for step in steps:
         step.simulate()
     return max(steps, key=lambda step: step.peak)
+
+
+def class_of(setting):
+    """Return the class that simulates a step of a setting."""
+    sharded = PipelineMemory if setting.pipeline_parallel_size > 1 else ShardedMemory
+    return StepMemory if setting.chapter == "02" else sharded
+
+
+def least_bytes(setting):
+    """Return a lower bound of the fullest step: what rank 0 holds before its last layer."""
+    step = class_of(setting)(setting, 0)
+    step.enter(segment_of(step.depth), step.depth)
+    on_gpu = 0 if setting.cpu_offload else step.state["parameters"] + step.state["optimizer state"]
+    return sum(step.held.values()) + on_gpu
 
 
 def state_bytes(model, setting):
