@@ -210,9 +210,9 @@ def best_of(layouts):
         with contextlib.suppress(UnsupportedModelError):
             setting = layout["setting"]
             # Skip a layout that neither fits nor is smaller, because a simulation takes long.
-            least = least_bytes(setting) * (1 + setting.fragmentation)
-            least += setting.gpu_overhead_gib * GIB
-            if smallest and least > max(setting.gpu_memory_gib * GIB, smallest["gpu_needs"]):
+            lower_bound = least_bytes(setting) * (1 + setting.fragmentation)
+            lower_bound += setting.gpu_overhead_gib * GIB
+            if smallest and lower_bound > max(setting.gpu_memory_gib * GIB, smallest["gpu_needs"]):
                 continue
             plan = layout | plan_of(setting)
             if plan["fits"]:
