@@ -382,22 +382,30 @@ def gather_and_reshard():
     sequence("04-step", "Two ranks gather and free a layer, twice in a step", 440, heads, steps)
 
 
+def held_parts(ranks, ranks_per_node):
+    """Return the bytes per weight that a rank holds in each way to shard, as (color, bytes)."""
+
+    def copy(size):
+        return [("teal", 4 / size), ("blue", 4 / size), ("orange", 8 / size)]
+
+    zero_2 = [*copy(ranks), ("purple", 2)]
+    hybrid = copy(min(ranks, ranks_per_node))
+    return {"DDP": copy(1), "hybrid": hybrid, "ZeRO-2": zero_2, "ZeRO-3": copy(ranks)}
+
+
 def held_bytes():
     """Show how many bytes of 8 billion weights each of 16 GPUs holds, for each way to shard."""
     # Count weights in billions, so that bytes are GB.
     weights = 8
-    rows = [("DDP", 1, 0), ("hybrid", 8, 0), ("ZeRO-2", 16, 2), ("ZeRO-3", 16, 0)]
     picture = Picture(284, "DDP holds everything on each device; sharding divides it")
     scale = 440 / (16 * weights)
-    for number, (name, ranks, gathered) in enumerate(rows):
+    for number, (name, parts) in enumerate(held_parts(16, 8).items()):
         top, left = 20 + 58 * number, 80
         picture.text(left - 10, top + 20, name, "bold", "end")
-        parts = [("teal", 4 / ranks), ("blue", 4 / ranks), ("orange", 8 / ranks)]
-        for color, size in [*parts, ("purple", gathered)]:
-            if size:
-                picture.box(left, top, scale * weights * size, 40, color=color)
-                left += scale * weights * size
-        total = weights * (16 / ranks + gathered)
+        for color, size in parts:
+            picture.box(left, top, scale * weights * size, 40, color=color)
+            left += scale * weights * size
+        total = weights * sum(size for _, size in parts)
         picture.text(left + 8, top + 20, f"{total:g} GB", anchor="start")
     entries = ("teal", "weights"), ("blue", "gradients"), ("orange", "AdamW's moments")
     picture.legend(266, *entries, ("purple", "gathered"))
