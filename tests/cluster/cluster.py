@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Start a small cluster on one machine: hosts with their own network, ssh and Slurm. Needs root.
+"""Start a small cluster on one machine, as root: its hosts have a network, ssh and Slurm.
 
     with Cluster() as cluster:
         print(cluster.run("head", ["srun", "--nodes=2", "hostname"]).stdout)
@@ -140,8 +140,8 @@ class Cluster:
     def kill_host(self, host, silently=True):
         """Kill all processes of a host.
 
-        With `silently`, cut the host's network first, so that its peers notice nothing, as in a
-        power cut.
+        With `silently`, cut the host's network first, so that the other hosts get no message, as in
+        a power cut.
         """
         if silently:
             self.unplug(host)
