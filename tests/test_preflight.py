@@ -108,13 +108,13 @@ def test_only_the_slow_host_measures_a_slow_link(monkeypatch, num_ranks):
     for rank in ring:
         pairs = [pair for pair in enumerate(rounds[rank]) if pair[1] is not None]
         assert len({partner for _, partner in pairs}) >= 2
-        assert all(rounds[partner][number] == rank for number, partner in pairs), "one-sided"
+        assert all(rounds[partner][number] == rank for number, partner in pairs), "unequal rounds"
 
 
 # ---- one rank in this process ------------------------------------------------------------------
 @pytest.fixture
 def run_rank(no_group, monkeypatch, capsys, tmp_path):
-    """Return a function that runs a rank of two in this process, and returns its error."""
+    """Return a function that runs one of two ranks in this process, and returns its error line."""
     monkeypatch.setattr(preflight.os, "_exit", sys.exit)
     # Skip the wait that lets rank 0 report its error first.
     monkeypatch.setattr(preflight.time, "sleep", lambda _: None)
@@ -171,7 +171,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize("variables, words", MISTAKES)
 def test_wrong_variable_is_reported_before_ranks_connect(run_rank, monkeypatch, variables, words):
-    monkeypatch.setattr(preflight, "connect", lambda *_: pytest.fail("connects"))
+    monkeypatch.setattr(preflight, "connect", lambda *_: pytest.fail("the rank has connected"))
     assert words in run_rank(int(variables.get("RANK") or 0), status=2, **variables)
 
 
@@ -215,7 +215,7 @@ def test_node_with_hidden_gpus_is_a_cpu_node(launch, monkeypatch, hidden):
 
 # ---- several ranks on this machine -------------------------------------------------------------
 def test_two_ranks_measure_and_name_a_full_disk(tmp_path):
-    """Fill the disk for two ranks; also check that preflight.py leaves no file behind."""
+    """Require more space than the disk has; also check that preflight.py leaves no file behind."""
     folder = tmp_path / "new/outputs"
     command = [TOOL, "--save-dir", folder, "--checkpoint-gb", 1e9]
     ranks = start_ranks(2, command, tmp_path)
