@@ -1,4 +1,4 @@
-"""Test the patches of change-the-script: a patch fits, has its effect, keeps resume exact."""
+"""Test that each patch of change-the-script fits, has its effect, and keeps resuming exact."""
 
 import math
 import subprocess

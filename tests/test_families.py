@@ -1,7 +1,7 @@
 """Test that chapters initialize and train all families equally, and refuse unsuitable families.
 
-The table of docs/families.md comes from these runs: `make families` trains each family in the
-chapters that the file RESULTS does not have for it.
+The table of docs/families.md comes from these runs. `make families` trains each family in those
+chapters whose results are missing in the file RESULTS.
 """
 
 import argparse
@@ -288,7 +288,7 @@ def test_family_follows_chapter_01_or_is_refused(
 
 
 # ---- packed conversations ----------------------------------------------------------------------
-# The documents in each sample of a step have these lengths.
+# Each list has the lengths of the documents in one sample of a step.
 LENGTHS = [[13, 8, 11], [5, 27], [32], [1, 2, 29]]
 
 

@@ -46,7 +46,7 @@ PATIENCE = 90
 
 @dataclass
 class Case:
-    """Hold a fault that is made once, and its expected verdict."""
+    """Hold a fault for one run, and the expected verdict."""
 
     fault: str
     script: str
@@ -197,7 +197,7 @@ def test_made_fault_gets_its_verdict(case, tmp_path, record):
 # Run this test alone, because beside other processes a healthy run may have a straggler.
 @pytest.mark.alone
 @pytest.mark.parametrize("case", HEALTHY_CASES, ids=lambda case: f"{case.fault} {case.script}")
-def test_made_fault_of_no_kind_gets_no_verdict(case, tmp_path, record):
+def test_run_without_a_made_fault_gets_no_verdict(case, tmp_path, record):
     """Diagnose a healthy run five times."""
     with started(case, tmp_path, script_words(case, tmp_path)):
 

@@ -43,8 +43,8 @@ CASES += [
     for chapter in ("03", "04", *SPLIT, "conversations", "lora", "preferences")
 ]
 CASES += [slow("float8", 1)]
-# Kill these chapters most often: chapter 02 saves one file, chapter 05 saves shards, and every other
-# chapter saves in one of these two ways.
+# Kill these chapters most often: chapter 02 saves one file, chapter 05 saves shards, and every
+# other chapter saves in one of these two ways.
 CASES += [exhaustive(chapter, 20) for chapter in ("02", "05")]
 
 
