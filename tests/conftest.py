@@ -33,7 +33,7 @@ SHORT = (
     "--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8 "
     "--num-steps 20 --log-every 1 --eval-every 10 --eval-samples 10 --checkpoint-every 10"
 ).split()
-# save_models() saves these mixtures of experts, and other models.
+# These mixtures of experts are among the models that save_models() saves.
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v3"]
 # These flags let a chapter split a model or a sequence over two ranks.
 SPLIT = {

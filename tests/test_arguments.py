@@ -106,7 +106,7 @@ CARDS = {
 def test_mfu_counts_the_active_weights_of_the_model_card(chapter, monkeypatch, kind):
     settings, total, active, counts_embedding = CARDS[kind]
     args = parse(chapter, "--precision", "bf16")
-    assert chapter.mfu(args, None, 1.0) is None, "the peak of a CPU is unknown"
+    assert chapter.mfu(args, None, 1.0) is None, "an MFU on a CPU, whose peak is unknown"
     monkeypatch.setitem(chapter.PEAK_TFLOPS, "cpu", 1e-12)
     config = CONFIG_MAPPING[kind](**settings)
     with torch.device("meta"):
@@ -131,7 +131,7 @@ def test_metrics_have_the_promised_columns(small_tokens, tmp_path):
     assert list(rows[2]) == list(rows[4]) == names
     assert list(rows[3]) == list(rows[6]) == [*names, "val_loss"]
     speeds = [rows[step]["tokens_per_second"] for step in (2, 3, 4, 6)]
-    assert speeds[0] is None, "the first interval may include compilation"
+    assert speeds[0] is None, "a speed in the first interval, which may include compilation"
     assert min(speeds[1:]) > 0
 
 

@@ -1,4 +1,4 @@
-"""Test that a user's mistake prints one line with the value, exits with 2, and leaves no file."""
+"""Test that a mistake prints one line with the value, exits with status 2, and leaves no file."""
 
 import shutil
 import subprocess

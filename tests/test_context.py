@@ -1,4 +1,4 @@
-"""Test that chapter 08's activations have the bytes of the formula in its README."""
+"""Test that the size of chapter 08's activations matches the formula in its README."""
 
 import json
 

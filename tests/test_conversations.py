@@ -74,7 +74,7 @@ CASES += [slow("gemma3-window", "llama3", 1, "flex_attention")]
 
 @pytest.fixture
 def flex_on_cpu(monkeypatch):
-    """Run flex attention's formula as plain operations; torch refuses a backward pass on a CPU."""
+    """Run flex attention as plain operations, because torch refuses its backward pass on a CPU."""
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(WrappedFlexAttention, "__call__", lambda _: flex.flex_attention)
 

@@ -1,4 +1,4 @@
-"""Test the chapters' diffs: a script differs from its parent as its README describes."""
+"""Test that diffs between scripts are small, have no noise, and keep the order of common parts."""
 
 import re
 from functools import cache

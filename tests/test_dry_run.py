@@ -59,7 +59,8 @@ def sent(result, kind, ranks=None, column="bytes"):
         if row["phase"].startswith("step 2")
         and row["kind"] == kind
         and row["ranks"] == (ranks or row["ranks"])
-        # Leave out collectives of single numbers, such as the norm of the gradients.
+        # Leave out collectives of single numbers, such as the norm of the gradients, because the
+        # formulas do not count them.
         and row["bytes"] > 8 * row["calls"]
     )
 
@@ -288,13 +289,13 @@ PEAKS = {}
 
 
 def options_of(command, *more_arguments):
-    """Return the options of a dry run of a command of the guide."""
+    """Return the dry run's options for a command of the guide."""
     words = ["--gpus", command.gpus, "--gpu", command.gpu, "--", command.script]
     return dry_run.parse_args([str(word) for word in (*words, *command.arguments, *more_arguments)])
 
 
 def peaks_of(command, ranks, *more_arguments):
-    """Run a command dry; return the bytes of all tensors at the peak of each phase of each rank."""
+    """Run a command dry; return the bytes of all tensors at the peak, by rank and phase."""
     options = options_of(command, *more_arguments)
     dry_run.load_script(options)
     peaks = {}
@@ -306,7 +307,7 @@ def peaks_of(command, ranks, *more_arguments):
 
 
 def peak_of(command, args):
-    """Return the bytes of all tensors of the fullest rank of a command, at its fullest moment.
+    """Return the peak of a command, which is the size of all tensors on its fullest rank in bytes.
 
     Run at most two micro-batches per stage. Without a pipeline, further micro-batches do not raise
     the peak. A pipeline keeps hidden states of each micro-batch, so with all 64 micro-batches of
@@ -495,7 +496,7 @@ def test_second_wrapper_of_ddp_is_reported_with_its_line(tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "assets/samples").glob("dry-run-*.txt")))
-def test_sample_names_the_lines_of_todays_scripts(path):
+def test_sample_names_the_lines_of_the_current_scripts(path):
     for script, number, code in re.findall(r"(\S+/train_llm\.py):(\d+): (.*)", path.read_text()):
         line = (ROOT / script).read_text().splitlines()[int(number) - 1].strip()
-        assert line.startswith(code[:60]), f"record {path.stem} again: line {number} is {line}"
+        assert line.startswith(code[:60]), f"{path.stem}: line {number} is now {line}; record again"

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.skipif(
 # model.
 FLAGS = {"accumulated": ["--batch-size", 1], "bf16": ["--precision", "bf16"]}
 FLAGS["compiled"] = ["--compile"]
-# These flags of the planner change the configuration file only.
+# These flags of the planner change only the configuration file, not the command of the run.
 SETTINGS = {"recompute": ["--recompute", "full"], "weights": ["--weights-dtype", "bf16"]}
 SETTINGS["offload"] = ["--cpu-offload", "--recompute", "full"]
 FILES = {"zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed", "fsdp2": "accelerate"}

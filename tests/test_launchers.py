@@ -1,4 +1,4 @@
-"""Test that chapter 03 gets its rank from any launcher, and that stopped runs continue."""
+"""Test that chapter 03 starts under any launcher, and that stopped runs continue."""
 
 import argparse
 import contextlib
@@ -170,7 +170,7 @@ def test_stopped_run_continues_without_a_difference(chapter, request_stop, tmp_p
     """Ask one rank to stop. All ranks stop after the same step, save, and later take ten steps."""
     args, run_dir = [*LONG, "--save-dir", tmp_path], tmp_path / "run"
     if chapter == "05":
-        # Save often in the background, so that the stop coincides with a save.
+        # Save often in the background, so that a save is likely to be under way at the stop.
         args += ["--checkpoint-async", "--checkpoint-every", 8]
     ranks = start_ranks(2, [SCRIPTS[chapter], *args, *ENDLESS], tmp_path)
     wait_until(lambda: last_logged_step(run_dir) >= 5, 150, "step 5")

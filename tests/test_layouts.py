@@ -47,7 +47,7 @@ STEPS = """--num-steps 4 --warmup-steps 2 --weight-decay 1 --eval-every 2 --eval
 
 
 class Layout(NamedTuple):
-    """Hold a way to train, with the settings of its core tests and of its slow tests."""
+    """Hold a layout, with the settings of its core tests and of its slow tests."""
 
     chapter: str
     ranks: int
@@ -170,7 +170,8 @@ SETTINGS = {
 # curve.
 CURVES = {
     "bf16": "--precision bf16",
-    # Rounding errors grow within 20 steps, so these steps have the default warmup and decay.
+    # Use the default warmup and decay, because with the values of STEPS, rounding errors would grow
+    # too much within 20 steps.
     "over-20-steps": "--num-steps 20 --eval-every 10 --warmup-steps 10 --weight-decay 0.1",
     # With this length, a rank computes the loss in two chunks.
     "long": "--seq-length 512",
@@ -216,7 +217,7 @@ def run_params():
 
 
 def reference_of(run):
-    """Return the reference of a run, whose curve the run must repeat.
+    """Return the name of the reference run, whose curve a run must repeat.
 
     The reference of bf16 in chapter 01 is fp32, and the two curves must be close.
     """
@@ -284,7 +285,7 @@ LOSSES += [5.2734270, 5.0691161, 5.1340919, 4.9781885, 4.7330828]
 
 @pytest.mark.parametrize("run", ["01@over-20-steps"])
 def test_losses_are_those_of_the_pinned_versions(root, run):
-    """Check that the curve has every step, and falls: the other tests could compare flat curves."""
+    """Check that the curve has every step and falls, because any two flat curves are equal."""
     curve = metrics(root / run)
     assert sorted(curve) == list(range(21))
     assert [step for step, row in curve.items() if "val_loss" in row] == [0, 10, 20]
@@ -346,7 +347,7 @@ def test_resume_repeats_every_bit(layout_models, tmp_path, resumed):
     [[first_rank, *_]] = run_or_fail(ranks, [job], tmp_path / "jobs")
     assert "step-00000002\n" in first_rank["stdout"].partition("continuing from")[2]
     assert difference(metrics(tmp_path / "entire"), metrics(tmp_path / "resumed")) == 0
-    assert have_same_weights(tmp_path / "entire", tmp_path / "resumed"), "a weight was lost"
+    assert have_same_weights(tmp_path / "entire", tmp_path / "resumed"), "a weight differs"
 
 
 # During this long warmup, the learning rate of a step does not depend on the number of steps.

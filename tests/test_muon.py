@@ -1,4 +1,4 @@
-"""Test that Muon has one curve on all layouts, and that torch.optim.Muon has the same curve."""
+"""Test that Muon's curve is the same on all layouts, and equals the curve of torch.optim.Muon."""
 
 import json
 import math

@@ -40,7 +40,7 @@ def test_thousand_healthy_ranks_have_no_finding(device):
     assert findings_of(healthy_reports(), device) == []
 
 
-# Each check has the value that rank 16 reports, the level of the finding, and its words.
+# Each check has the value that rank 16 reports, the level of the finding, and a part of its text.
 FAULTS = {
     "python": ("3.12.1", "warning", "3.12.1 (usual: 3.11.7)"),
     "transformers": ("not installed", "no-go", "not installed (usual: 5.23.0)"),
@@ -154,7 +154,7 @@ def test_rank_that_cannot_connect_reports_why(run_rank, rank, variables, words):
     assert words in run_rank(rank, **variables)
 
 
-# Each mistake has the variables that differ, and words of the report.
+# Each mistake has the wrong variables, and a part of the error line.
 MISTAKES = [
     ({"RANK": "", "WORLD_SIZE": ""}, "RANK, WORLD_SIZE: not set; start this with a launcher"),
     ({"MASTER_PORT": ""}, "MASTER_PORT: not set; pass MASTER_ADDR and MASTER_PORT with -x"),

@@ -298,7 +298,7 @@ def test_each_sample_is_read_once_per_epoch(tmp_path, load, num_shards, parts, p
 
 @pytest.fixture
 def started():
-    """Return a list of processes, which are killed when the test ends."""
+    """Return a list; when the test ends, kill the processes that the test has added to it."""
     processes = []
     yield processes
     for process in processes:
@@ -369,7 +369,7 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, starte
     for epoch in range(2):
         positions = range(epoch * len(expected), (epoch + 1) * len(expected))
         assert sorted(found[position] for position in positions) == sorted(expected)
-    # Chapter 01, which is never killed, has the same losses.
+    # Compare the losses with a run of chapter 01 that is never killed.
     run_or_fail(1, [("01", [*args, "-e", "whole"])], tmp_path / "jobs")
     curves = [metrics(tmp_path / name) for name in ("run", "whole")]
     curves = [{step: row for step, row in curve.items() if step <= 20} for curve in curves]

@@ -81,7 +81,7 @@ def test_command_prints_what_its_readme_shows(block, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("block", RUNS, ids=lambda block: block.sample)
 def test_run_begins_as_its_readme_shows(block, tmp_path):
-    """Run until the last step before the dots; the exhaustive test above runs all steps."""
+    """Run until the last step before the sample's dots; an exhaustive test above runs all steps."""
     head, _, _ = sample_of(block).partition("...\n")
     step = max(map(int, re.findall(r"^step (\d+)", head, re.M)))
     text = f"{block.text.rstrip()} --num-steps {max(step, 1)} --eval-every 1000"

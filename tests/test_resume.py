@@ -94,7 +94,7 @@ def test_pruning_keeps_the_newest_and_removes_what_a_kill_leaves(finished):
     assert names == ["step-00000009", "step-00000012"]
 
 
-def test_row_that_a_kill_has_cut_costs_no_other_step(finished):
+def test_row_that_a_kill_has_cut_changes_no_other_row(finished):
     """Check that readers of metrics.jsonl skip the cut row, and that the run repeats its step."""
     run_dir, start = finished
     path = run_dir / "metrics.jsonl"

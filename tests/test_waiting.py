@@ -10,7 +10,7 @@ from conftest import SCRIPTS, SHORT, change_file, prepare_training, run_or_fail
 from in_process import FLAGS, SYNC_OPS, events_of_steps
 from marks import exhaustive
 
-# The profiler sees the same reduction on two levels.
+# The profiler reports each reduction twice, once under each of these names.
 REDUCTION = {"gloo:all_reduce", "c10d::allreduce_"}
 COLLECTIVES = re.compile("gloo:|nccl:|c10d::")
 
@@ -75,7 +75,7 @@ def test_compiled_layers_let_ddp_send_while_they_compute(load, one_rank_group, m
 
     ddp.register_comm_hook(None, send)
     batch = torch.randint(0, 255, (2, 64))
-    # DDP rebuilds its buckets after the first backward pass.
+    # Run two backward passes, because DDP rebuilds its buckets after the first pass.
     for _ in range(2):
         ready_weights.clear()
         ready_at_send.clear()

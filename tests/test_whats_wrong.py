@@ -1,4 +1,4 @@
-"""Test that whats_wrong.py judges made-up facts correctly, and accepts damaged files."""
+"""Test that whats_wrong.py judges made-up facts correctly, and damaged files as unknown."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def facts_of(ranks, gone=(), stopped=()):
 
 
 def run(odd=None, size=4, gone=(), stopped=(), **changes):
-    """Return facts about ranks with the same changes; rank 1 may have its own changes."""
+    """Return facts about ranks with `changes`; `odd` has different changes for rank 1."""
     files = {rank: rank_files(rank, size, **changes) for rank in range(size)}
     if odd:
         files[1] = rank_files(1, size, **odd)

@@ -38,7 +38,7 @@ class ClusterError(RuntimeError):
 
 
 def missing_requirement():
-    """Return a line with the reason why no cluster can start here, or None if one can start."""
+    """Return the reason why no cluster can start on this machine; None means that it can start."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "a cluster on one machine needs Linux, and root"
     path = f"{os.environ.get('PATH', '')}:{BOOT_ENVIRONMENT['PATH']}"
@@ -148,7 +148,7 @@ class Cluster:
         self._end(host)
 
     def revive(self, host):
-        """Boot h1 or h2 after a kill; return when its Slurm daemon answers again."""
+        """Boot h1 or h2 after a kill, and wait until its Slurm daemon answers again."""
         expect_line(self._start(host), "up")
         self._wait_for_nodes(host)
 
@@ -239,7 +239,7 @@ class Cluster:
         wait_until(usable, 60, f"Slurm can use {', '.join(nodes)}")
 
     def _end(self, host):
-        """End all processes of a host; return when the kernel has reaped them."""
+        """End all processes of a host, and wait until the kernel has reaped them."""
         boot = self._boots.pop(host)
 
         def has_ended():

@@ -45,7 +45,8 @@ QWEN3 = """
 <|im_start|>assistant
 {% endif -%}
 """
-# This template resembles Llama 2's: a space precedes each answer, and no prompt asks for an answer.
+# This template resembles Llama 2's: it puts a space before each answer, and has no generation
+# prompt.
 LLAMA2 = """{% for message in messages -%}
 {% if message.role == "assistant" %} {{ message.content | trim }} </s>
 {%- elif message.role == "user" %}<s>[INST] {{ message.content | trim }} [/INST]
