@@ -40,8 +40,8 @@ FLAGS = """--device cpu --precision fp32 -s 64 --global-batch-size 9 -b 3 --num-
 RESUME = "--num-steps 20".split()
 # Faults begin after the first checkpoint, which the runs save in step 10.
 FIRST_STEP = 12
-# whats_wrong.py waits 10 s before it reports that a rank hangs. This limit in seconds leaves time
-# for a busy machine.
+# whats_wrong.py waits at least 10 s before it reports that a rank hangs. This limit in seconds
+# leaves time for a busy machine.
 PATIENCE = 90
 
 
