@@ -33,7 +33,7 @@ SHORT = (
     "--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8 "
     "--num-steps 20 --log-every 1 --eval-every 10 --eval-samples 10 --checkpoint-every 10"
 ).split()
-# save_models() saves these mixtures of experts, and other models.
+# These mixtures of experts are among the models that save_models() saves.
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v3"]
 # These flags let a chapter split a model or a sequence over two ranks.
 SPLIT = {
@@ -52,8 +52,8 @@ def pytest_configure():
     # A process that a shell starts with & ignores Ctrl-C, and so do its children. The tests send
     # Ctrl-C to children, so restore the default.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # The libraries read these variables when the test modules import them: one thread per process,
-    # no hub, and no GPU for DeepSpeed.
+    # Set these variables now, because libraries read them when a test module imports the libraries.
+    # Use one thread per process, no hub, and no GPU for DeepSpeed.
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", DS_ACCELERATOR="cpu")
 
 
@@ -118,7 +118,8 @@ def environment(tmp_path_factory):
     yield
     # Fail after a lasting change, because each later script would need a new process, which takes
     # seconds to start.
-    assert current_environment() == SERVER.environment, "a library has changed the environment"
+    problem = "environment: changed by a library; undo the change, or add it to IGNORED_VARIABLES"
+    assert current_environment() == SERVER.environment, problem
 
 
 def linter(name):
@@ -130,10 +131,7 @@ def linter(name):
 
 
 def free_port():
-    """Return a free port that Linux does not use for outgoing connections.
-
-    Linux uses ports from 32768 for outgoing connections.
-    """
+    """Return a free port below 32768, because outgoing connections use ports from 32768."""
     while True:
         port = random.randrange(12_000, 30_000)
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -169,7 +167,7 @@ def run_jobs(world_size, jobs, folder, timeout=1200, shares=1, must_succeed=Fals
             results.append(result | {"stderr": err.read_text()})
         if may_start_again and any(map(crashed_in_collective, results)):
             warnings.warn(
-                f"PyTorch has crashed a rank in {job_folder}: started again", stacklevel=1
+                f"{job_folder}: PyTorch has crashed a rank; the job starts again", stacklevel=1
             )
             return run(number, may_start_again=False)
         if must_succeed and any(result["status"] for result in results):
@@ -184,8 +182,8 @@ def run_jobs(world_size, jobs, folder, timeout=1200, shares=1, must_succeed=Fals
 def crashed_in_collective(result):
     """Return whether PyTorch has crashed a rank that waited for a collective of DTensor.
 
-    With PyTorch 2.13 and Gloo, a few runs of chapters 06 to 09 have ended with such a segmentation
-    fault or a corrupted heap. We do not know the reason. A second start resumes the run.
+    With PyTorch 2.13 and Gloo, a few runs of chapters 06 to 09 have ended with a segmentation fault
+    or a corrupted heap in this wait. We do not know the reason. A second start resumes the run.
     """
     is_crash = result["status"] in (-signal.SIGSEGV, -signal.SIGABRT)
     return is_crash and "torch/distributed/_functional_collectives.py" in result["stderr"]
@@ -263,7 +261,7 @@ def prepare_tokens(source, folder, model="tiny"):
 def change_file(file, old, new, copy=None):
     """Replace the only occurrence of a text in a file, or in a copy; return the changed file."""
     text, path = file.read_text(), copy or file
-    assert text.count(old) == 1, f"{file} does not have exactly once: {old}"
+    assert text.count(old) == 1, f"{file}: this text must occur exactly once: {old}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text.replace(old, new))
     return path
@@ -328,7 +326,7 @@ def machine(tmp_path_factory):
 
 @pytest.fixture
 def cluster(machine):
-    """Start a new cluster for each test, which takes about a second."""
+    """Start a new cluster for each test; a start takes about a second."""
     with Cluster() as cluster:
         yield cluster
 
@@ -349,7 +347,7 @@ def load():
 
 @pytest.fixture(autouse=True)
 def keep_transformers(monkeypatch):
-    """Undo a script's changes to transformers, because plans and pictures need the original."""
+    """Undo a script's changes to transformers, because other tests need the original functions."""
     from transformers import masking_utils
     from transformers.integrations import sdpa_attention
 
@@ -447,8 +445,8 @@ def save_models(root, sizes, key_value_heads):
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     full = ids | sizes
     grouped = full | {"num_key_value_heads": key_value_heads, "head_dim": 16}
-    # These mixtures have eight experts, and each token uses two. The last two families, and
-    # Qwen2-MoE, also have shared experts, and no experts in the first layer.
+    # In models with these settings, each token uses two of eight experts. Qwen2-MoE, GLM-4-MoE and
+    # DeepSeek-V3 also have shared experts, but no experts in the first layer.
     eight = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     eight |= {"shared_expert_intermediate_size": 32}
     shared = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

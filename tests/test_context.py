@@ -1,4 +1,4 @@
-"""Test that chapter 08's activations have the bytes of the formula in its README."""
+"""Test that the size of chapter 08's activations matches the formula in its README."""
 
 import json
 
@@ -8,7 +8,7 @@ from conftest import ROOT
 
 
 def test_activations_equal_the_formula():
-    """Compare the measured activations of the tiny model with the README's formula."""
+    """Compare the bytes of the tiny model's activations with the formula in the README."""
     rows = json.loads((ROOT / "benchmarks/results/context.json").read_text())["rows"]
     one_rank = next(row["bytes"] for row in rows if row["ranks"] == 1)
     for row in rows:

@@ -74,7 +74,7 @@ CASES += [slow("gemma3-window", "llama3", 1, "flex_attention")]
 
 @pytest.fixture
 def flex_on_cpu(monkeypatch):
-    """Run flex attention's formula as plain operations; torch refuses a backward pass on a CPU."""
+    """Run flex attention as plain operations, because torch refuses its backward pass on a CPU."""
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(WrappedFlexAttention, "__call__", lambda _: flex.flex_attention)
 
@@ -103,7 +103,7 @@ def test_packed_gradient_equals_one_conversation_at_a_time(
 
 
 def distances_from_plain(chapter, args, model, train_set):
-    """Return the distances of the loss and of the gradients of step 1 from a plain model's."""
+    """Return the distances of step 1's loss and gradients from the values of a plain model."""
     plain = plain_model(model)
     loss = loss_of_documents(plain, documents_of_step(chapter, args, train_set))
     loss.backward()
@@ -117,7 +117,7 @@ def read_each_other(chapter):
 
 
 def learn_context(chapter):
-    """Learn all tokens instead of the answers."""
+    """Learn all tokens, not only the answers."""
     inputs_of = chapter.inputs_of
 
     def inputs(batch):
@@ -178,7 +178,7 @@ def test_family_that_cannot_separate_conversations_is_refused(chapter, capsys, k
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-# The angles of these models change at a length of 16 tokens.
+# These models change the angles of all positions if a sample has more than 16 tokens.
 BEYOND_A_DOCUMENT = {
     "longrope": {"rope_parameters": LONG_ROPE},
     "dynamic NTK": {"rope_parameters": DYNAMIC, "max_position_embeddings": 16},
@@ -254,13 +254,13 @@ ASK, ANSWER = say("user", "Why?"), say("assistant", "Because.")
 
 
 def marked(folder, rows, *flags):
-    """Prepare rows for the tiny model; return the text of each document, with »answers«."""
+    """Prepare rows for the tiny model; return the text of each document, with answers in »«."""
     tokens = prepare_rows(folder, rows, "--conversations", "-s", 512, *flags)
     return texts_of(ByT5Tokenizer(), tokens, 512)
 
 
 def texts_of(tokenizer, tokens, seq_length):
-    """Return the text of each document in a folder of tokens, with »answers«."""
+    """Return the text of each document in a folder of tokens, with answers in »«."""
     texts = []
     for token in np.fromfile(tokens / "000000.tokens", np.int32).tolist():
         texts += [[]] if token & FIRST else []
@@ -384,7 +384,7 @@ def test_formats_of_conversations_give_the_same_tokens(tmp_path, rows):
     assert first.count("»") == (2 if rows in (EQUAL["turns"], EQUAL["system"]) else 1)
 
 
-# This template is like that of Qwen3: it shows the tools, the calls and their results.
+# This template resembles Qwen3's: it shows the tools, the calls of tools, and the results.
 TOOLS = """{% for tool in tools or [] %}{{ tool | tojson }}
 {% endfor %}{% for message in messages %}<{{ message.role }}>{{ message.content }}
 {%- for call in message.tool_calls or [] %}<call>{{ call.function | tojson }}{% endfor %}<end>
@@ -402,7 +402,7 @@ FROM_FUNCTION = [
 
 
 def call_rows():
-    """Return a conversation with a call of a tool, as data sets write it."""
+    """Return one conversation, which calls a tool, as rows in the formats of several data sets."""
     ends = [say("tool", "b"), ANSWER]
     calls = [say("assistant", "", tool_calls=[call]) for call in (CALL, NULLS, AS_TEXT)]
     rows = [{"messages": [ASK, call, *ends], "tools": [TOOL]} for call in calls]
@@ -415,7 +415,7 @@ def test_calls_of_tools_are_learned_without_the_null_keys_of_tables(tmp_path):
     (model / "chat_template.jinja").write_text(TOOLS)
     tokens = prepare_rows(tmp_path, call_rows(), "--conversations", "-s", 512, "-m", model)
     table = tmp_path / "a.parquet"
-    # A table gives all calls the keys of all other calls.
+    # Write a table, too, because each call in a table has the keys of all calls, some with null.
     pq.write_table(pyarrow.Table.from_pylist(call_rows()[:2]), table)
     words = "--conversations", "-s", 512, "-m", model
     preparing.prepare(tmp_path / "a.tokens", table, *words)

@@ -1,4 +1,4 @@
-"""Test that one rank reads each sample once per epoch, however often the run stops."""
+"""Test that exactly one rank reads each sample of an epoch, and that datasets become samples."""
 
 import functools
 import json
@@ -55,7 +55,7 @@ LAYOUTS = [("01", 1), ("02", 1), ("02", 2), ("02", 4), ("02", 8)]
 def test_ranks_share_the_seeded_permutations(
     chapter, ids_at, name, ranks, micro_batch_size, pieces
 ):
-    """Check that each layout has the same stream, and each shuffle of a piece its own order."""
+    """Check that all layouts read the same stream, and that each shuffle has a different order."""
     stream, expected = [], []
     for step in range(1, 8):
         stream += ids_at(name, step, ranks, micro_batch_size, pieces)
@@ -147,14 +147,14 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("rows, changes, expected", UNUSABLE.values(), ids=UNUSABLE)
-def test_unusable_dataset_costs_one_line(hub, tmp_path, capsys, rows, changes, expected):
+def test_unusable_dataset_prints_one_line(hub, tmp_path, capsys, rows, changes, expected):
     path = write_rows(tmp_path, ["a", *rows])
     error = user_error(capsys, functools.partial(hub, path, **changes))
     assert error.splitlines()[-1].endswith(expected)
 
 
-def test_file_on_the_disk_is_answered_with_the_command_that_prepares_it(tmp_path, monkeypatch):
-    """Run the command of the answer unchanged, and then train on the folder that it writes."""
+def test_text_file_is_refused_with_the_command_that_prepares_it(tmp_path, monkeypatch):
+    """Run the printed command unchanged, and then train on the folder that the command writes."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my text.txt").write_text("\n\n".join(make_texts(200)))
     shutil.copytree(ROOT / "preparing-data", tmp_path / "preparing-data")

@@ -1,4 +1,4 @@
-"""Test the chapters' diffs: a script differs from its parent as its README describes."""
+"""Test that diffs between scripts are small, have no noise, and keep the order of common parts."""
 
 import re
 from functools import cache
@@ -14,12 +14,12 @@ CHILDREN = [name for name in chapters() if parent_of(name)]
 
 
 def sources(chapter):
-    """Return the scripts of a chapter's parent and of the chapter."""
+    """Return the source code of a chapter's parent and of the chapter."""
     return chapters()[parent_of(chapter)].read_text(), chapters()[chapter].read_text()
 
 
-# A script may add at most this number of code lines, because people read only small diffs. A
-# commit that raises a ceiling must name the line that readers would otherwise miss.
+# A script may add at most this number of code lines to its parent, because people read only small
+# diffs. Before you raise a ceiling, name the line that readers would otherwise miss.
 CEILINGS = {"01": 422, "02": 92, "03": 63, "04": 115, "05": 158, "06": 127, "07": 159, "08": 95}
 CEILINGS |= {"09": 193, "conversations": 48, "lora": 70, "preferences": 89, "muon": 75}
 CEILINGS |= {"float8": 60}

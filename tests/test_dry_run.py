@@ -35,7 +35,7 @@ MIXTURE = f"-m {ROOT}/09-expert-parallel/tiny-mixture -b 1"
 
 
 def run(script, gpus, arguments, ranks="0", gpu="H100-80GB", samples=None):
-    """Run a script dry as some of its ranks, and return their numbers.
+    """Run a script dry as the given ranks; return the numbers of one rank, or a list for several.
 
     By default, a step has one sample for each GPU.
     """
@@ -59,7 +59,8 @@ def sent(result, kind, ranks=None, column="bytes"):
         if row["phase"].startswith("step 2")
         and row["kind"] == kind
         and row["ranks"] == (ranks or row["ranks"])
-        # Leave out collectives of single numbers, such as the norm of the gradients.
+        # Leave out collectives of single numbers, such as the norm of the gradients, because the
+        # formulas do not count them.
         and row["bytes"] > 8 * row["calls"]
     )
 
@@ -100,9 +101,10 @@ def test_each_micro_batch_of_kept_layers_sends_the_bytes_of_the_formula():
 
 
 def test_muon_sends_the_bytes_of_the_formula():
-    """Add matrices of zeros, because the number of the matrices is not divisible by the ranks."""
+    """Count the zero matrices, too, which make the number of matrices divisible by the ranks."""
     result = run(SCRIPTS["muon"], 8, MODEL)
-    # The sizes of a matrix of attention, of two matrices of the MLP, and of the third matrix.
+    # Each pair has the size and the number of a layer's matrices of one shape: four matrices are in
+    # attention, and three matrices are in the MLP.
     sizes = [(WIDTH**2, 4), (WIDTH * MLP_WIDTH, 2), (WIDTH * MLP_WIDTH, 1)]
     weights = sum(size * math.ceil(number * LAYERS / 8) * 8 for size, number in sizes)
     assert sent(result, "all-to-all") == pytest.approx(2 * share(8) * 2 * weights / 8)
@@ -131,8 +133,9 @@ def test_replicas_send_the_bytes_of_the_formula(gpus):
 def test_tensor_parallelism_sends_the_bytes_of_the_formula(gpus, recompute):
     arguments = f"{MODEL} --tensor-parallel-size 4 --recompute {recompute}"
     result = run(SCRIPTS["06"], gpus, arguments)
-    # Four ranks process four micro-batches of one sample. A layer gathers its hidden states, of two
-    # bytes, four times, and twice more if it is recomputed. The head gathers its weights.
+    # Four ranks process four micro-batches of one sample. A layer gathers its hidden states four
+    # times, and six times if it is recomputed; each number has two bytes. The head gathers its
+    # weights.
     gathers = 4 if recompute == "none" else 6
     gathered = gathers * LAYERS * 2 * LENGTH * WIDTH + 2 * VOCABULARY * WIDTH
     assert sent(result, "all-gather", 4) == pytest.approx(4 * share(4) * gathered)
@@ -149,8 +152,8 @@ def test_tensor_parallelism_sends_the_bytes_of_the_formula(gpus, recompute):
 def test_pipeline_sends_the_bytes_of_the_formula(gpus):
     arguments = f"{MODEL} --pipeline-parallel-size 2"
     result = run(SCRIPTS["07"], gpus, arguments)
-    # The first rank sends the hidden states of its two micro-batches forward. It gathers its only
-    # layer and its embedding once, for all micro-batches.
+    # The first rank sends the hidden states of its two micro-batches to the next stage. It gathers
+    # its only layer and its embedding once for all micro-batches.
     assert sent(result, "send") == 2 * 2 * LENGTH * WIDTH
     gathered = 2 * (LAYER + VOCABULARY * WIDTH)
     assert sent(result, "all-gather") == pytest.approx(share(gpus // 2) * gathered)
@@ -183,7 +186,7 @@ def test_expert_parallelism_sends_the_bytes_of_the_formula(size):
     assert wait["function"] == "dispatch" and wait["times"] == 3
 
 
-# On a CPU, DTensor gathers where a GPU uses an all-to-all, so no all-to-all is compared.
+# Compare no all-to-all, because on a CPU, DTensor uses an all-gather in place of an all-to-all.
 REAL_RANKS = {
     "02": [2, "--batch-size 2", "all-reduce"],
     "04": [4, "--replicas 2 --batch-size 1", "all-gather reduce-scatter all-reduce"],
@@ -265,15 +268,17 @@ def test_peak_equals_the_planner(name):
     gpus, words, *ranks = LAYOUTS[name]
     result = run(SCRIPTS[name.partition(" ")[0]], gpus, f"{SMALL_8B} {words}", *ranks)
     assert not result["problem"], result["problem"]["traceback"]
-    # The planner simulates one micro-batch of a pipeline, and adds the memory of the other
-    # micro-batches. For LoRA, it ignores the mask of conversations.
+    # Allow a difference in two cases. For a pipeline, the planner simulates one micro-batch, and
+    # adds the memory of the other micro-batches. For LoRA, the planner ignores the mask of
+    # conversations.
     relative = {"07": 0.03, "lora": 0.02}.get(name.partition(" ")[0])
     tolerance = {"rel": relative} if relative else {"abs": dry_run.GIB / 100}
     expected = planned(name, gpus, f"{SMALL_8B} {words}")
     assert result["fullest"]["bytes"] == pytest.approx(expected, **tolerance)
 
 
-# These arguments change nothing in a dry run, so commands that differ only in them share a run.
+# These arguments change nothing in a dry run, so commands that differ only in these arguments share
+# a run.
 WITHOUT_EFFECT = """
     checkpoint_async checkpoint_every compile dataset_name experiment_name keep_checkpoints lr
     num_steps pretrained text_column wandb_id warmup_steps
@@ -284,13 +289,13 @@ PEAKS = {}
 
 
 def options_of(command, *more_arguments):
-    """Return the options of a dry run of a command of the guide."""
+    """Return the dry run's options for a command of the guide."""
     words = ["--gpus", command.gpus, "--gpu", command.gpu, "--", command.script]
     return dry_run.parse_args([str(word) for word in (*words, *command.arguments, *more_arguments)])
 
 
 def peaks_of(command, ranks, *more_arguments):
-    """Run a command dry; return the bytes of all tensors at the peak of each phase of each rank."""
+    """Run a command dry; return the bytes of all tensors at the peak, by rank and phase."""
     options = options_of(command, *more_arguments)
     dry_run.load_script(options)
     peaks = {}
@@ -302,7 +307,7 @@ def peaks_of(command, ranks, *more_arguments):
 
 
 def peak_of(command, args):
-    """Return the bytes of all tensors of the fullest rank of a command, at its fullest moment.
+    """Return the peak of a command, which is the size of all tensors on its fullest rank in bytes.
 
     Run at most two micro-batches per stage. Without a pipeline, further micro-batches do not raise
     the peak. A pipeline keeps hidden states of each micro-batch, so with all 64 micro-batches of
@@ -458,7 +463,7 @@ def check_refusal(words, message, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("options", BAD)
-def test_mistake_in_a_flag_costs_one_line(options, monkeypatch, capsys):
+def test_mistake_in_a_flag_prints_one_line(options, monkeypatch, capsys):
     words = [*options.split(), "--", SCRIPTS["04"]]
     check_refusal(words, BAD[options], monkeypatch, capsys)
 
@@ -491,7 +496,7 @@ def test_second_wrapper_of_ddp_is_reported_with_its_line(tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "assets/samples").glob("dry-run-*.txt")))
-def test_sample_names_the_lines_of_todays_scripts(path):
+def test_sample_names_the_lines_of_the_current_scripts(path):
     for script, number, code in re.findall(r"(\S+/train_llm\.py):(\d+): (.*)", path.read_text()):
         line = (ROOT / script).read_text().splitlines()[int(number) - 1].strip()
-        assert line.startswith(code[:60]), f"record {path.stem} again: line {number} is {line}"
+        assert line.startswith(code[:60]), f"{path.stem}: line {number} is now {line}; record again"

@@ -1,4 +1,4 @@
-"""Test that biases balance the experts of chapter 09, and that a rank may receive no tokens."""
+"""Test that chapter 09 balances its experts, and that it trains if a rank receives no tokens."""
 
 import pytest
 import torch
@@ -18,7 +18,8 @@ from marks import exhaustive, slow
 from runs import copy_run, have_same_weights, read_checkpoint
 
 TINY = ROOT / "09-expert-parallel/tiny-mixture"
-# Use a low learning rate, because with a high rate scores would change faster than biases.
+# Use a low learning rate, because with a high rate the routers' scores would change faster than the
+# biases.
 MIXTURE = ["-m", TINY, "--lr", 2e-4]
 RATE = [*MIXTURE, "--expert-balance-rate", 0.01]
 EP2, EP4 = ["--expert-parallel-size", 2], ["--expert-parallel-size", 4]
@@ -122,7 +123,7 @@ def test_finished_model_has_the_biases(root):
 
 
 # ---- the loss for balancing ------------------------------------------------------------------
-# A weight so high that the loss changes every gradient.
+# The weight of the loss for balancing is so high that this loss changes every gradient.
 LOSS = ["--lr", 1e-3, "--expert-balance-loss", 1, "-b", 2, "--num-steps", 8]
 PP2, TP2 = ["--pipeline-parallel-size", 2], ["--tensor-parallel-size", 2]
 LOSS_LAYOUTS = {
@@ -162,7 +163,7 @@ def gradients_of(chapter, args, model, train_set):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", slow("mixtral"), slow("olmoe"), slow("gpt_oss")])
 def test_balance_loss_has_the_gradient_of_the_textbook(sharded, family):
-    """Compare with autograd of the loss of Switch Transformers, with given numbers of tokens."""
+    """Compare with autograd's gradient of Switch Transformers' loss, for given token counts."""
     chapter, args, model, train_set = sharded(family, "-b", 8)
     loss, without = gradients_of(chapter, args, model, train_set)
     layers, experts = len(chapter.routers_of(model)), len(chapter.routers_of(model)[0].weight)
@@ -222,7 +223,7 @@ def test_balance_loss_does_not_depend_on_the_layout(loss_root, layout_models, tm
         assert curve[step]["experts"] == expected[step]["experts"], step
 
 
-# Each mistake makes the loss depend on the layout.
+# Each mistake replaces a text of the script, and makes the loss depend on the layout.
 MISTAKES = {
     "counts of one rank": ("    dist.all_reduce(totals)\n", ""),
     "counts of one micro-batch": (
@@ -244,7 +245,7 @@ def test_comparison_of_layouts_finds_a_mistake(layout_models, tmp_path, mistake)
 
 @pytest.mark.slow
 def test_run_with_balance_loss_continues_on_another_layout(loss_root, layout_models, tmp_path):
-    """The first step after a resume needs the numbers of tokens from before the resume."""
+    """Check that the first step after a resume uses the token counts from before the resume."""
     words = ["-m", layout_models / "qwen3_moe", *LOSS, "--checkpoint-every", 4]
     curves_of(tmp_path, {2: {"run": ("09", [*words, *EP2])}})
     copy_run(tmp_path / "run", 4, tmp_path / "moved")

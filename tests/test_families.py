@@ -1,7 +1,7 @@
 """Test that chapters initialize and train all families equally, and refuse unsuitable families.
 
-The table of docs/families.md comes from these runs: `make families` trains each family in the
-chapters that the file RESULTS does not have for it.
+The table of docs/families.md comes from these runs. `make families` trains each family in those
+chapters whose results are missing in the file RESULTS.
 """
 
 import argparse
@@ -49,7 +49,8 @@ FLAGS = """--device cpu --precision fp32 -s 32 --global-batch-size 4 -b 2 --num-
 PACKED = "conversations"
 # Without --record, only these families are trained.
 SAMPLE = "llama qwen3_moe lfm2".split()
-# For these families, AutoTokenizer changes the tokenizer that the tests save.
+# Prepare the text again for these families, because AutoTokenizer changes the tokenizer that the
+# tests save.
 OWN_TOKENIZER = ["qwen2", "qwen3_5_moe_text"]
 RARE = ["bart", "gemma3_text+sliding_window=8", "apertus", "bert"]
 RARE += ["llama4_text+attention_chunk_size=8"]
@@ -277,7 +278,7 @@ def test_family_follows_chapter_01_or_is_refused(
         first_steps = [{step: rows[step] for step in (1, 2)} for rows in (curve, reference)]
         assert difference(*first_steps, names=["grad_norm"], relative=True) <= 1e-4
         loss = evaluate_export(tmp_path / chapter, max(curve), load("01"))
-        assert abs(loss - curve[max(curve)]["val_loss"]) <= 1e-5, f"the export of chapter {chapter}"
+        assert abs(loss - curve[max(curve)]["val_loss"]) <= 1e-5, f"chapter {chapter}: wrong export"
         rows.append(row | {"verdict": "equal"})
     trained = [(family, row["chapter"]) for row in rows]
     kept = [row for row in published()["rows"] if (row["family"], row["chapter"]) not in trained]
@@ -288,7 +289,7 @@ def test_family_follows_chapter_01_or_is_refused(
 
 
 # ---- packed conversations ----------------------------------------------------------------------
-# The documents in each sample of a step have these lengths.
+# Each list has the lengths of the documents in one sample of a step.
 LENGTHS = [[13, 8, 11], [5, 27], [32], [1, 2, 29]]
 
 
@@ -326,7 +327,8 @@ def distance_from_documents_alone(chapter, folder):
         refuse("a gradient in steps 1 to 1 was not finite; lower --lr")
     grads = {name: weight.grad for name, weight in plain.named_parameters()}
     norms = {name: 0.0 if grad is None else grad.norm() for name, grad in grads.items()}
-    # Ignore much smaller gradients, because float32 makes them inexact even without packing.
+    # Ignore gradients that are much smaller than the largest gradient, because float32 makes them
+    # inexact even without packing.
     smallest = 2e-5 * max(norms.values())
     gradients = {
         name: grad if norms[name] > smallest else torch.zeros(()) for name, grad in grads.items()

@@ -36,17 +36,18 @@ FSDP = "04-fsdp/train_llm.py"
 
 FLAGS = """--device cpu --precision fp32 -s 64 --global-batch-size 9 -b 3 --num-steps 5000
     --log-every 5 --checkpoint-every 10 --eval-every 1000 --eval-samples 9""".split()
-# After a damaged checkpoint, the same command continues from the previous checkpoint.
+# End the run with a damaged checkpoint after 20 steps, because a second start finds the damage.
 RESUME = "--num-steps 20".split()
-# The first checkpoint, of step 10, is complete.
+# Faults begin after the first checkpoint, which the runs save in step 10.
 FIRST_STEP = 12
-# A rank that stops or waits is found after 10 s; the limit leaves time for a busy machine.
+# whats_wrong.py waits at least 10 s before it reports that a rank hangs. This limit in seconds
+# leaves time for a busy machine.
 PATIENCE = 90
 
 
 @dataclass
 class Case:
-    """Hold a fault that is made once, and its expected verdict."""
+    """Hold a fault for one run, and the expected verdict."""
 
     fault: str
     script: str
@@ -102,7 +103,8 @@ def started(case, folder, words):
     """Start the ranks of a case under torchrun and watched.py; end them afterwards."""
     ranks = 2 if case.script == STRANGER else 3
     command = watched_command(folder / "run", "--stall", 15, *words, ranks=ranks)
-    # Many machines limit a process to 1,024 open files.
+    # Limit each process to 1,024 open files, which is a common limit, so that a leak of files soon
+    # fails.
     command = ["bash", "-c", f"ulimit -S -n 1024 && exec {shlex.join(command)}"]
     # torchrun kills ranks that still run a second after SIGTERM.
     env = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
@@ -197,7 +199,7 @@ def test_made_fault_gets_its_verdict(case, tmp_path, record):
 # Run this test alone, because beside other processes a healthy run may have a straggler.
 @pytest.mark.alone
 @pytest.mark.parametrize("case", HEALTHY_CASES, ids=lambda case: f"{case.fault} {case.script}")
-def test_made_fault_of_no_kind_gets_no_verdict(case, tmp_path, record):
+def test_run_without_a_made_fault_gets_no_verdict(case, tmp_path, record):
     """Diagnose a healthy run five times."""
     with started(case, tmp_path, script_words(case, tmp_path)):
 
@@ -227,10 +229,10 @@ def test_published_verdicts_name_the_lines_of_the_scripts():
     for case in CASES:
         row, script = rows[case.script, case.fault], ROOT / case.script
         lines = script.read_text().splitlines()
-        assert line_of(case) in row["reason"], f"record {case.fault} again: its line has moved"
+        assert line_of(case) in row["reason"], f"{case.fault}: its line has moved; record it again"
         for number, code in re.findall(rf"{script.name}:(\d+) \S+: (.*)", row["text"]):
             line = lines[int(number) - 1].strip()
-            assert code.startswith(line), f"record {case.fault} again: line {number} is {line}"
+            assert code.startswith(line), f"{case.fault}: line {number} is {line}; record it again"
 
 
 # ---- on two hosts ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Test that an overflow in fp16 costs one step, and that other bad gradients end the run."""
+"""Test that a step with an overflow in fp16 is skipped, and that fp16 follows the fp32 curve."""
 
 import math
 
@@ -34,7 +34,7 @@ def first_moments(model, optimizer):
 
 
 def test_overflow_skips_its_step_and_halves_the_scale(script):
-    # Start with a scale of 2 ** 20, because 2 ** 16 does not overflow.
+    # Start with a scale of 2 ** 20, because a scale of 2 ** 16 causes no overflow here.
     words = [*FP16, "--init-scale", 2.0**20]
     args, model, optimizer, train_set, before, norm = take_step(script, *words)
     assert not norm.isfinite() and not optimizer.found_inf
@@ -51,7 +51,7 @@ def test_overflow_skips_its_step_and_halves_the_scale(script):
 
 
 def test_grouped_heads_have_the_gradients_of_the_parent(load, script, models):
-    """Compare in fp32: a repeated key has the gradient of a key that SDPA shares between heads."""
+    """Compare in fp32 the gradients of repeated keys with those of keys that SDPA itself shares."""
     gradients = []
     for chapter in (load("02"), script):
         _, model, optimizer, *_ = take_step(chapter, "-m", models / "qwen3", "--max-grad-norm", 0)
@@ -63,9 +63,9 @@ def test_grouped_heads_have_the_gradients_of_the_parent(load, script, models):
 
 # ---- runs ------------------------------------------------------------------------------------
 @pytest.mark.exhaustive
-def test_curve_is_nearer_to_fp32_than_that_of_bf16(tmp_path):
-    """Compare the curves: a number in fp16 has three bits more for its digits than in bf16."""
-    # Choose a scale that does not overflow.
+def test_curve_of_fp16_is_nearer_to_fp32_than_the_curve_of_bf16(tmp_path):
+    """Compare the curves: a number in fp16 has three more bits for its digits than in bf16."""
+    # Choose a scale that causes no overflow.
     fp16 = [*ARGS, *FP16, "--init-scale", 2.0**12]
     runs = {name: ("fp16", [*ARGS, "--precision", name]) for name in ("bf16", "fp32")}
     runs["fp16"] = "fp16", fp16

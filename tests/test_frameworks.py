@@ -1,4 +1,4 @@
-"""Test that DeepSpeed, Accelerate and the Trainer keep the promises of chapter 03."""
+"""Test that DeepSpeed, Accelerate and the Trainer follow the chapters' curves, even when killed."""
 
 import json
 import os
@@ -40,10 +40,11 @@ pytestmark = pytest.mark.skipif(
 
 
 # ---- what a run needs ------------------------------------------------------------------------
-# A run is FRAMEWORK@RANKS, and words that choose its flags, its configuration file or its model.
+# The name of a run is FRAMEWORK@RANKS. The words after it choose flags, a configuration file or a
+# model.
 FLAGS = {"accumulated": ["--batch-size", 1], "bf16": ["--precision", "bf16"]}
 FLAGS["compiled"] = ["--compile"]
-# These flags of the planner change the configuration file only.
+# These flags of the planner change only the configuration file, not the command of the run.
 SETTINGS = {"recompute": ["--recompute", "full"], "weights": ["--weights-dtype", "bf16"]}
 SETTINGS["offload"] = ["--cpu-offload", "--recompute", "full"]
 FILES = {"zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed", "fsdp2": "accelerate"}
@@ -57,15 +58,15 @@ RUNS += ["deepspeed@2,zero2,bf16,weights", "deepspeed@2,zero3,bf16,weights", "de
 KINDS = ["1", "1,fsdp2", "2", "2,accumulated", "2,fsdp2", "2,fsdp2,accumulated", "2,bf16"]
 KINDS += ["2,fsdp2,recompute", "2,gpt2", "2,fsdp2,qwen3", "2,fsdp2,bf16"]
 RUNS += [f"{framework}@{kind}" for framework in ("accelerate", "trainer") for kind in KINDS]
-# The Trainer distributes the samples of a step over ranks differently, so with dropout it is tested
-# on one rank only.
+# With dropout, test the Trainer on one rank only, because the Trainer distributes the samples of a
+# step over the ranks in a different order.
 RUNS += ["accelerate@2,gpt2-dropout", "trainer@1,gpt2-dropout"]
 RUNS += ["trainer@2,zero1", "trainer@2,zero2,bf16", "trainer@2,zero3"]
 
 
 @pytest.fixture(scope="module")
 def job_of(tmp_path_factory, models):
-    """Return a function that returns the framework, the ranks and the arguments of a run."""
+    """Return a function that returns a run's framework, number of ranks and arguments."""
     folder = tmp_path_factory.mktemp("configs")
 
     def job_of(run):
@@ -168,7 +169,7 @@ LAYOUTS += [("accelerate@2,fsdp2", "accelerate@2,fsdp2"), ("trainer@2,zero3", "t
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("run, after", LAYOUTS)
 def test_killed_run_continues_on_the_curve(curves, job_of, held_out, tmp_path, run, after):
-    """Kill a run; on a new number of ranks, DeepSpeed first needs the command that it prints."""
+    """Kill and resume a run; on a new number of ranks, first convert DeepSpeed's checkpoint."""
     framework, ranks, args = job_of(run)
     run_dir, folder = tmp_path / "run", ["--save-dir", tmp_path, "-e", "run"]
     processes = start_ranks(ranks, [SCRIPTS[framework], *args, *folder], tmp_path)
@@ -195,7 +196,7 @@ def test_killed_run_continues_on_the_curve(curves, job_of, held_out, tmp_path, r
 @pytest.mark.parametrize("run", ["deepspeed@2,zero1", "deepspeed@2,zero3", "trainer@2,fsdp2"])
 @pytest.mark.parametrize("fault", ["nan-data", "nan-gradient"])
 def test_bad_gradient_ends_the_run_before_its_next_save(job_of, tmp_path, fault, run):
-    """Plant a fault that counts AdamW's steps; DeepSpeed steps once for each group of weights."""
+    """Plant a fault after seven calls of AdamW; DeepSpeed calls AdamW once per group of weights."""
     framework, ranks, args = job_of(run)
     args += ["--num-steps", 12, "--log-every", 5, "--checkpoint-every", 3, "--save-dir", tmp_path]
     args = [f"{fault}@rank1:step7", SCRIPTS[framework], *args, "-e", "run"]
@@ -215,8 +216,8 @@ WRONG = [
 
 
 @pytest.mark.parametrize("framework, config, expected", WRONG)
-def test_wrong_configuration_costs_one_line(load, capsys, tmp_path, framework, config, expected):
-    """Pass a file that contradicts the flags, or names a setting that the script lacks."""
+def test_wrong_configuration_prints_one_line(load, capsys, tmp_path, framework, config, expected):
+    """Pass a file that contradicts the flags, or has a setting that the script does not support."""
     reader, path = "accelerate" if framework == "accelerate" else "deepspeed", tmp_path / "it.json"
     path.write_text(json.dumps(config))
     script = load(framework)
@@ -236,7 +237,7 @@ def test_trainer_defaults_are_those_of_the_readme():
     readme = (ROOT / "alternative-frameworks/trainer/README.md").read_text()
     table = readme.partition("## Which defaults to change")[2]
     table, found, _ = table.partition("These settings and behaviors need no change")
-    assert found, "the page has changed"
+    assert found, "trainer/README.md: the sentence after the table is missing; update this test"
     expected = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", table, re.M))
     assert len(expected) > 10
     expected |= {"optim": "adamw_torch_fused", "adam_epsilon": "1e-08", "max_grad_norm": "1.0"}

@@ -43,13 +43,14 @@ CASES += [
     for chapter in ("03", "04", *SPLIT, "conversations", "lora", "preferences")
 ]
 CASES += [slow("float8", 1)]
-# Chapter 02 saves one file, and chapter 05 saves shards; each other chapter does one or the other.
+# Kill these chapters most often: chapter 02 saves one file, chapter 05 saves shards, and every
+# other chapter saves in one of these two ways.
 CASES += [exhaustive(chapter, 20) for chapter in ("02", "05")]
 
 
 @pytest.mark.parametrize("chapter, kills", CASES)
 def test_kills_change_no_curve(tmp_path, chapter, kills):
-    """Kill all ranks, during a save and outside of saves."""
+    """Kill all ranks several times, during a save and between saves."""
     seed = int(os.environ.get("KILL_SEED", random.randrange(10**6)))
     print(f"KILL_SEED={seed} repeats these moments, as far as the machine repeats its timing")
     choice = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Test chapter 05: the loss in chunks, and a model too large for chapter 04."""
+"""Test that chapter 05 computes the loss in chunks, and trains a model too large for chapter 04."""
 
 from functools import partial
 
@@ -28,14 +28,14 @@ def test_chunked_loss_equals_the_loss(load, monkeypatch, chunk, bias, frozen):
     with torch.no_grad():
         evaluated = chunked_loss(hidden.detach(), labels) / len(logits)
     assert abs(loss - chunked) < 2e-6 and abs(loss - evaluated) < 2e-6
-    # Scale the loss, as the trainer of a reader might do.
+    # Scale the loss, as a reader's trainer may do.
     gradients, others = (torch.autograd.grad(3 * value, inputs) for value in (loss, chunked))
     for gradient, other in zip(gradients, others, strict=True):
         assert (gradient - other).abs().max() < 6e-6
     assert all(weight.grad is None for weight in head.parameters())
 
 
-def test_the_head_computes_its_logits_once(load, monkeypatch):
+def test_head_computes_its_logits_once(load, monkeypatch):
     """Count the FLOPs of the head."""
     chapter = load("05")
     monkeypatch.setattr(chapter, "CHUNK_SIZE", 8)

@@ -1,4 +1,4 @@
-"""Test that chapter 03 gets its rank from any launcher, and that stopped runs continue."""
+"""Test that chapter 03 starts under any launcher, and that stopped runs continue."""
 
 import argparse
 import contextlib
@@ -68,7 +68,7 @@ INCOMPLETE = [
 
 @pytest.mark.parametrize("is_set", [True, False], ids=["empty", "unset"])
 @pytest.mark.parametrize("name, environment, problem", INCOMPLETE)
-def test_incomplete_variables_of_a_launcher_cost_one_line(
+def test_incomplete_variables_of_a_launcher_print_one_line(
     load, monkeypatch, capsys, name, environment, problem, is_set
 ):
     chapter = load(name)
@@ -87,7 +87,7 @@ def test_newest_start_of_a_run_owns_its_folder(load, one_rank_group, tmp_path, c
     chapter.check_shared(tmp_path)
     stops = chapter.stop_requests(tmp_path)
     assert not any(next(stops) for _ in range(3))
-    # Check that a newer process stops no older process before its own first step.
+    # Check that a newer process stops no older process before the newer process takes a step.
     chapter.check_shared(tmp_path)
     assert not any(next(stops) for _ in range(3))
     (tmp_path / "newest-start").write_text("process 7 on h2")
@@ -98,7 +98,7 @@ def test_newest_start_of_a_run_owns_its_folder(load, one_rank_group, tmp_path, c
 
 
 @pytest.mark.slow
-def test_reader_that_leaves_ends_no_run(tmp_path):
+def test_closed_output_pipe_does_not_end_the_run(tmp_path):
     """Close the pipe after one line, as `torchrun ... | head -n 1` does."""
     command = [SCRIPTS["02"], *SHORT, "--save-dir", tmp_path, "-e", "run"]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -170,7 +170,7 @@ def test_stopped_run_continues_without_a_difference(chapter, request_stop, tmp_p
     """Ask one rank to stop. All ranks stop after the same step, save, and later take ten steps."""
     args, run_dir = [*LONG, "--save-dir", tmp_path], tmp_path / "run"
     if chapter == "05":
-        # Save often in the background, so that the stop coincides with a save.
+        # Save often in the background, so that a save is likely to be under way at the stop.
         args += ["--checkpoint-async", "--checkpoint-every", 8]
     ranks = start_ranks(2, [SCRIPTS[chapter], *args, *ENDLESS], tmp_path)
     wait_until(lambda: last_logged_step(run_dir) >= 5, 150, "step 5")
@@ -183,7 +183,7 @@ def test_stopped_run_continues_without_a_difference(chapter, request_stop, tmp_p
     step = int(re.search(r"^stopped at step (\d+);", output, re.M)[1])
     assert (run_dir / f"checkpoints/step-{step:08}").exists()
     assert not (run_dir / "model").exists() and "terminate called" not in output
-    # A new run removes the file `stop`, so it does not stop again.
+    # Do not remove the file `stop`, because the next start removes it.
     args += ["--num-steps", step + 10]
     [[first, _]] = run_or_fail(2, [(chapter, args)], tmp_path / "ranks")
     assert f"/step-{step:08}" in first["stdout"] and "finished" in first["stdout"]
@@ -221,7 +221,7 @@ def start_under_torchrun(chapter, args, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("chapter", ["02", exhaustive("03")])
 def test_worker_dies_with_its_launcher(chapter, tmp_path):
-    """Kill torchrun with -9, and start the same run at once; no old worker disturbs the run."""
+    """Kill torchrun with SIGKILL, and start the same run at once; no old worker may disturb it."""
     args = [*LONG, "--checkpoint-every", 10, "--save-dir", tmp_path]
     launcher, workers = start_under_torchrun(chapter, [*args, *ENDLESS], tmp_path)
     assert len(workers) == 2
@@ -255,7 +255,7 @@ def test_killed_worker_is_restarted_by_torchrun(tmp_path):
     ],
 )
 def test_launcher_drops_the_variables_of_an_earlier_launcher(tmp_path, launcher, names):
-    """Replace mpirun and Slurm's programs by programs that print their environment."""
+    """Replace mpirun and Slurm's programs with programs that print their environment."""
     env = os.environ | dict.fromkeys(names, "1") | {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}
     env["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     for program in ("mpirun", "srun", "scontrol"):

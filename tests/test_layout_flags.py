@@ -1,4 +1,4 @@
-"""Test that wrong flags of a layout stop the run, and that right flags share the batch."""
+"""Test that wrong flags of a layout are refused, and that a layout divides the batch correctly."""
 
 import inspect
 
@@ -17,7 +17,7 @@ RATE, LOSS = "--expert-balance-rate 0.1", "--expert-balance-loss 0.1"
 INTERLEAVED, ULYSSES = "--pipeline-schedule interleaved-1f1b", "--context-parallel-style ulysses"
 ONE_SAMPLE = "-b 1 --config num_hidden_layers=8"
 ONE_HEAD = "--config num_key_value_heads=1"
-# The chapters refuse these families only with these settings, but not by default.
+# The chapters refuse each of these families only with these settings, not with its defaults.
 SETTINGS = {
     "mistral": {"sliding_window": 32},
     "llama": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},

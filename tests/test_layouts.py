@@ -40,14 +40,14 @@ CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
 ULYSSES2, ULYSSES4 = (f"{cp} --context-parallel-style ulysses" for cp in (CP2, CP4))
 EP2, EP4 = "--expert-parallel-size 2", "--expert-parallel-size 4"
 REPLICAS = "--replicas 2"
-# The high weight decay makes a wrong decay visible within a few steps. 10 held-out samples do not
-# fill the batches.
+# The high weight decay makes a wrong decay visible within a few steps. With 10 held-out samples,
+# the last batch of an evaluation is incomplete.
 STEPS = """--num-steps 4 --warmup-steps 2 --weight-decay 1 --eval-every 2 --eval-samples 10
     --checkpoint-every 99"""
 
 
 class Layout(NamedTuple):
-    """Hold a way to train, with the settings of its core tests and of its slow tests."""
+    """Hold a layout, with the settings of its core tests and of its slow tests."""
 
     chapter: str
     ranks: int
@@ -127,15 +127,15 @@ LAYOUTS = {
     "pairs-hsdp4": Layout("preferences", 4, REPLICAS),
     "lora1": Layout("lora", 1),
     "lora2": Layout("lora", 2, slow="offload+1"),
-    # An adapter has fewer rows than there are ranks.
+    # With the setting rank-1, an adapter has fewer rows than the layout has ranks.
     "lora4": Layout("lora", 4),
     "lora-hsdp4": Layout("lora", 4, REPLICAS),
 }
 # Compare these chapters with one-rank runs of the same chapter, because chapter 01 would learn more
 # tokens or weights.
 FINE_TUNING = {"conversations": "chats1", "preferences": "pairs1", "lora": "lora1"}
-# For each chapter, two lists of settings for exhaustive tests: the first list is for all layouts on
-# at most four ranks, the second for all layouts on two ranks.
+# Each chapter has two lists of settings for exhaustive tests. The first list is for all layouts on
+# at most four ranks, and the second list is for all layouts on at most two ranks.
 EXHAUSTIVE = {
     "01": ("4 1", ""),
     "02": ("plain gpt2 qwen3 bf16 over-20-steps", "4"),
@@ -170,12 +170,14 @@ SETTINGS = {
 # curve.
 CURVES = {
     "bf16": "--precision bf16",
-    # Rounding errors grow within 20 steps, so these steps have the default warmup and decay.
+    # Use the default warmup and decay, because with the values of STEPS, rounding errors would grow
+    # too much within 20 steps.
     "over-20-steps": "--num-steps 20 --eval-every 10 --warmup-steps 10 --weight-decay 0.1",
     # With this length, a rank computes the loss in two chunks.
     "long": "--seq-length 512",
     "five": "--config num_hidden_layers=5",
-    # Mixtral with fewer experts than ranks, or with a number that is no multiple of the shards.
+    # With these settings, Mixtral has fewer experts than ranks, or its number of experts is not
+    # divisible by the number of shards.
     "two-experts": "--config num_local_experts=2 num_experts_per_tok=1",
     "three-experts": "--config num_local_experts=3",
     "six-experts": "--config num_local_experts=6",
@@ -183,8 +185,8 @@ CURVES = {
 }
 
 
-# For each mixture, the layouts that chapter 09 refuses, because the mixture has a mask, no pipeline
-# plan, or no plan for all matrices.
+# Chapter 09 refuses these layouts of a mixture, because the mixture has a mask, has no pipeline
+# plan, or lacks a plan for some of its matrices.
 LEFT_OUT = {"gpt_oss": "cp ulysses tp", "olmoe": "pp interleaved"}
 LEFT_OUT |= {"qwen2_moe": "cp ulysses tp", "deepseek_v3": "tp"}
 
@@ -199,7 +201,7 @@ def is_left_out(layout, setting):
 
 
 def run_params():
-    """Return each run as a parameter LAYOUT@SETTINGS, with the mark slow or exhaustive."""
+    """Return each run as a parameter LAYOUT@SETTINGS; mark slow and exhaustive runs."""
     params = []
     for name, layout in LAYOUTS.items():
         settings = dict.fromkeys(layout.core.split(), ())
@@ -215,7 +217,10 @@ def run_params():
 
 
 def reference_of(run):
-    """Return the run whose curve a run must repeat; bf16 in chapter 01 must be close to fp32."""
+    """Return the name of the reference run, whose curve a run must repeat.
+
+    The reference of bf16 in chapter 01 is fp32, and the two curves must be close.
+    """
     layout, _, setting = run.partition("@")
     first = FINE_TUNING.get(LAYOUTS[layout].chapter, "01")
     changes = [name for name in setting.split("+") if name not in SETTINGS]
@@ -280,7 +285,7 @@ LOSSES += [5.2734270, 5.0691161, 5.1340919, 4.9781885, 4.7330828]
 
 @pytest.mark.parametrize("run", ["01@over-20-steps"])
 def test_losses_are_those_of_the_pinned_versions(root, run):
-    """Check that the curve has every step and falls: two flat curves could be equal by chance."""
+    """Check that the curve has every step and falls, because any two flat curves are equal."""
     curve = metrics(root / run)
     assert sorted(curve) == list(range(21))
     assert [step for step, row in curve.items() if "val_loss" in row] == [0, 10, 20]
@@ -290,7 +295,7 @@ def test_losses_are_those_of_the_pinned_versions(root, run):
     assert losses == pytest.approx(LOSSES, abs=1e-4)
 
 
-# The tests of fine-tuning check its models.
+# Leave out the runs of fine-tuning, because other tests check their models.
 EXPORTED = [param for param in run_params() if param.values[0][:4] not in ("chat", "pair", "lora")]
 
 
@@ -316,7 +321,7 @@ def test_exported_model_has_the_logged_loss(root, load, run):
     ],
 )
 def test_split_by_one_rank_changes_no_bit(layout_models, tmp_path, chapter, flags, layout):
-    """Compare chapters: with one stage or a dense model, a chapter trains as an earlier chapter."""
+    """Compare chapters: with one stage or a dense model, a chapter repeats an earlier chapter."""
     earlier, args = job_of(layout_models, layout, tmp_path, "-e")
     jobs = [(earlier, [*args, "earlier"]), (chapter, [*args, "later", *flags.split()])]
     run_or_fail(2, jobs, tmp_path / "jobs")
@@ -342,10 +347,10 @@ def test_resume_repeats_every_bit(layout_models, tmp_path, resumed):
     [[first_rank, *_]] = run_or_fail(ranks, [job], tmp_path / "jobs")
     assert "step-00000002\n" in first_rank["stdout"].partition("continuing from")[2]
     assert difference(metrics(tmp_path / "entire"), metrics(tmp_path / "resumed")) == 0
-    assert have_same_weights(tmp_path / "entire", tmp_path / "resumed"), "a weight was lost"
+    assert have_same_weights(tmp_path / "entire", tmp_path / "resumed"), "a weight differs"
 
 
-# With this warmup, the learning rate of a step does not depend on the number of steps.
+# During this long warmup, the learning rate of a step does not depend on the number of steps.
 ENDLESS = ["--lr", 0.03, "--warmup-steps", 1000]
 SPLIT = [name for name, layout in LAYOUTS.items() if "03" < layout.chapter < "09"]
 ROUTES = {

@@ -102,7 +102,8 @@ def test_adapters_change_no_loss_before_the_first_step(chapter, layout_models, t
         first = loss_of_documents(plain, documents_of_step(chapter, args, train_set)).item()
     model.num_targets = chapter.answers_at(args, train_set, 1)
     loss = chapter.forward_backward(args, model, train_set, 1, device).item()
-    # evaluate() must divide by the learned tokens of the held-out samples, not of the step.
+    # Check that evaluate() divides by the number of learned tokens of the held-out samples, not of
+    # the step.
     assert chapter.evaluate(args, model, held_out, device) == pytest.approx(expected, abs=1e-6)
     assert loss == pytest.approx(first, abs=1e-6)
 
@@ -130,7 +131,7 @@ def load_base(chapter, monkeypatch):
 
 
 def base_with_adapters(chapter, folder, kind, precision):
-    """Save a small model; return the arguments and the script's model with adapters, in eval()."""
+    """Save a small model; return arguments, and the script's model with adapters in eval mode."""
     torch.manual_seed(0)
     settings = OWN_SETTINGS.get(kind, {}) | KINDS[kind]
     config = shrink(CONFIG_MAPPING[kind](), pad_token_id=None, **settings)
@@ -200,7 +201,7 @@ def test_adapters_give_the_same_logits_in_peft(chapter, load_base, tmp_path, kin
         found = loaded(input_ids=IDS, use_cache=False).logits
     logits = logits_of(model, IDS)
     assert (found - logits).abs().max() < 1e-5 < 1e-2 < (before - logits).abs().max()
-    # Programs that serve adapters need the names of modules.
+    # Check the names of modules, because programs that serve adapters need them.
     config = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
     assert config["target_modules"] == (args.lora_modules if kind == "llama" else [])
 
@@ -246,7 +247,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("line", MISTAKES)
-def test_mistake_costs_one_line(chapter, capsys, layout_models, line):
+def test_mistake_prints_one_line(chapter, capsys, layout_models, line):
     words = line.format(models=layout_models).split()
     assert MISTAKES[line] in user_error(capsys, prepare, chapter, *words)
 

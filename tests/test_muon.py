@@ -1,4 +1,4 @@
-"""Test that Muon gives one curve on every layout, and that this curve is torch.optim.Muon's."""
+"""Test that Muon's curve is the same on all layouts, and equals the curve of torch.optim.Muon."""
 
 import json
 import math
@@ -31,9 +31,9 @@ from runs import check_user_error, copy_run, evaluate_export, read_checkpoint
 
 DEVICE = torch.device("cpu")
 SMALL = [*SHORT, "--config", "hidden_size=48", "intermediate_size=80", "num_hidden_layers=2"]
-# 202 rows, 101 rows and three layers cannot be divided evenly among 2 or 4 ranks.
+# Neither 202 rows nor three layers can be divided evenly among 4 ranks.
 UNEVEN = "--config hidden_size=120 intermediate_size=202 num_hidden_layers=3 head_dim=30".split()
-# FSDP splits the columns of 6 experts among 4 ranks, and gives each of the ranks 2 of 8 experts.
+# On 4 ranks, FSDP gives 2 of 8 experts to each rank, but it splits the columns of 6 experts.
 COLUMNS = ["--config", "num_experts=6"]
 
 
@@ -59,7 +59,7 @@ def train(script, steps, args, model, optimizer, train_set):
 
 
 # ---- the weights that Muon updates -----------------------------------------------------------
-# For each family, some weights of the first layer with their optimizer.
+# Each family has a few weights of its first layer; True means that Muon updates the weight.
 FAMILIES = {
     "llama": {"self_attn.q_proj.weight": True, "input_layernorm.weight": False},
     "gpt2": {"attn.c_attn.weight": True, "attn.c_attn.bias": False},
@@ -87,7 +87,7 @@ def test_muon_gets_matrices_and_experts_but_no_convolution(load, models, family,
 
 # ---- from shards to matrices -----------------------------------------------------------------
 class Ranks:
-    """Simulate a process group: only its size is known."""
+    """Simulate a process group that only has a size."""
 
     def __init__(self, num_ranks):
         self.num_ranks = num_ranks
@@ -97,7 +97,7 @@ class Ranks:
 
 
 def orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks):
-    """Run orthogonalize_split() as each of `num_ranks` ranks; return the matrices of its shards."""
+    """Run orthogonalize_split() as each of `num_ranks` ranks; return the joined matrices."""
     sent = []
 
     def all_to_all_single(received, parts, group, async_op):
@@ -113,7 +113,7 @@ def orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks):
     for _ in range(2):
         for update in updates:
             next(update)
-        # Send one part after the other, as a slow network would.
+        # Send the parts one after another, as a slow network would.
         for rank, (received, _) in enumerate(sent):
             for source, (_, parts) in enumerate(sent):
                 received[source].copy_(parts[rank])
@@ -137,7 +137,7 @@ def distance(script, monkeypatch, num_matrices, shape, num_ranks):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("num_matrices", [1, 3, 4, 8])
 def test_ranks_orthogonalize_each_matrix_as_one_rank(load, monkeypatch, num_matrices, num_ranks):
-    """Include short and empty shards, and fewer matrices than ranks."""
+    """Test with short and empty shards, too, and with fewer matrices than ranks."""
     for shape in [(16, 24), (24, 16), (17, 24), (5, 8)]:
         assert distance(load("muon"), monkeypatch, num_matrices, shape, num_ranks) < 1e-5
 
@@ -150,7 +150,7 @@ REUSED = "received = ranks.__dict__.setdefault('buffer', torch.empty_like(parts.
 def test_reused_buffer_is_wrong_with_one_matrix_per_rank(
     monkeypatch, tmp_path, num_matrices, is_right
 ):
-    """Receive twice in one buffer: with one matrix per rank, the second sends a view of it."""
+    """Receive twice in one buffer: with one matrix per rank, the second exchange also sends it."""
     copy = tmp_path / "train_llm.py"
     old = "received = torch.empty_like(parts, memory_format=torch.contiguous_format)"
     change_file(SCRIPTS["muon"], old, REUSED, copy)
@@ -164,7 +164,7 @@ def test_reused_buffer_is_wrong_with_one_matrix_per_rank(
 def test_wrong_order_is_found_with_two_matrices_per_rank(
     monkeypatch, tmp_path, num_matrices, is_right
 ):
-    """Take the parts of a rank for the parts of a matrix: right only with one matrix per rank."""
+    """Read a rank's parts as a matrix's parts, which is right only with one matrix per rank."""
     copy = tmp_path / "train_llm.py"
     old = "received.unflatten(0, (num_ranks, -1)).transpose(0, 1)"
     change_file(SCRIPTS["muon"], old, "received.unflatten(0, (-1, num_ranks))", copy)
@@ -199,7 +199,7 @@ class Both:
 
 
 def test_losses_are_those_of_torch_muon(script, monkeypatch):
-    """Compare over 20 steps; let torch's Newton-Schulz iterations compute in fp32, as ours do."""
+    """Compare 20 steps; let torch compute Newton-Schulz iterations in fp32, as the script does."""
     losses = train(script, 20, *prepare(script, *SMALL))
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     args, model, _, train_set = prepare(script, *SMALL)
@@ -229,7 +229,7 @@ def local(tensor):
 
 
 def test_matrix_of_a_layer_has_one_moment(script):
-    """Count the tensors: Muon keeps one for each matrix, and AdamW three."""
+    """Check that Muon keeps one tensor for each matrix, and that AdamW keeps three tensors."""
     _, model, optimizer, _ = prepare(script, *SMALL)
     state = get_optimizer_state_dict(model, optimizer)["state"]
     assert set(state["model.layers.0.mlp.up_proj.weight"]) == {"exp_avg"}
@@ -238,7 +238,7 @@ def test_matrix_of_a_layer_has_one_moment(script):
 
 # ---- the sweep -------------------------------------------------------------------------------
 def test_sweep_finds_the_best_rates_and_keeps_old_runs(monkeypatch, tmp_path, capsys):
-    """Simulate runs: the best rates are 1 and 2, and AdamW diverges at rate 4."""
+    """Simulate runs: rate 2 is best for Muon and rate 1 for AdamW, which diverges at rate 4."""
     sweep, trained = harness.load(ROOT / "related-topics/muon/sweep.py"), []
 
     def train(folder, steps, cell):
@@ -317,7 +317,7 @@ def test_exported_model_has_the_logged_loss(root, load):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_resume_repeats_the_curve(root):
-    """Continue on the same ranks, bit by bit, and from two ranks on four."""
+    """Continue a run of two ranks on two ranks, with the same bits, and on four ranks."""
     for ranks, limit in ((2, 0.0), (4, 1e-5)):
         name = f"resumed{ranks}"
         copy_run(root / "tiny2", 10, root / name)

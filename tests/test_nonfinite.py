@@ -38,7 +38,7 @@ FATAL = [
     ("fp16", FP16, "loss", [True, True, True]),
     # In the three steps, the scale is 4, 2 and 1, and a scale of 1 is too small to be halved.
     ("fp16", FP16, "gradient", [False, False, True]),
-    # Without fp16 there is no scale that could be too large.
+    # In fp32, each bad gradient is fatal, because there is no scale that could be too large.
     ("fp16", [], "gradient", [True, True, True]),
 ]
 

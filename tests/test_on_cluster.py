@@ -146,7 +146,7 @@ def test_launcher_passes_variables_of_the_network_to_all_ranks(user, launcher):
 
 
 def submit_long(user, file=CHAPTER / "slurm/train.sbatch", nodes=2):
-    """Submit half a minute of training, with one rank per host; return the job in step 20."""
+    """Submit half a minute of training, with one rank per host; return the job's id at step 20."""
     user.env["RANKS_PER_NODE"] = "1"
     typed = f"sbatch --time=60 --nodes={nodes} --gpus-per-node=1 --ntasks-per-node=1 {file}"
     job = user.submit(user.line(typed, *LONG))
@@ -245,9 +245,9 @@ def crash(user):
 
 
 def test_job_that_has_used_up_its_restarts_requeues_itself(user, curves):
-    """Crash a job without restarts; it comes back and finishes."""
-    # On a busy machine, a torchrun has failed after its ranks had finished, for a reason that we do
-    # not know. Then the job comes back a second time, and finds a finished run.
+    """Crash a job without restarts; the job requeues itself, and then finishes."""
+    # Allow two requeues. On a busy machine, a torchrun has failed after its ranks had finished, for
+    # a reason that we do not know. The job then started a second time, and found a finished run.
     user.env |= {"MAX_RESTARTS": "0", "MAX_REQUEUES": "2"}
     job = submit_long(user)
     crash(user)
@@ -260,7 +260,7 @@ def test_job_that_has_used_up_its_restarts_requeues_itself(user, curves):
 
 @pytest.mark.parametrize("requeues", ["0", exhaustive("5")])
 def test_job_that_cannot_train_is_not_requeued(user, requeues):
-    """Crash a training run with 0 requeues; with 5, let the script refuse a flag at once."""
+    """Crash a training run with 0 requeues; with 5 requeues, let the script refuse a flag."""
     user.env |= {"MAX_RESTARTS": "0", "MAX_REQUEUES": requeues}
     if requeues == "0":
         job = submit_long(user)
@@ -305,10 +305,10 @@ def test_cancelled_job_saves_and_continues_on_other_nodes(user, curves, before, 
     wait_until(lambda: not any(user.ranks()), 60, "all ranks have saved and ended")
     assert user.end_of(submit_long(user, nodes=after))["JobState"] == "COMPLETED"
     check_continued_curve(user, curves)
-    assert user.cluster.job(job)["JobState"] == "CANCELLED", "the job came back"
+    assert user.cluster.job(job)["JobState"] == "CANCELLED", "the cancelled job was requeued"
 
 
-# This torchrun continues with the remaining hosts.
+# If a host dies, this torchrun continues with the other host.
 ELASTIC = "torchrun --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d"
 ELASTIC += " --rdzv-id elastic --rdzv-endpoint h1:29400 --rdzv-conf last_call_timeout=10"
 
@@ -402,7 +402,7 @@ def test_ranks_that_cannot_meet_report_the_reason(user, launcher, variable, expe
 
 @pytest.mark.exhaustive
 def test_job_waits_until_earlier_jobs_of_its_name_have_ended(user):
-    """Give the host room for both jobs. The first job requeues itself, and still runs first."""
+    """Let the first job requeue itself; the second job waits, although a host could run it."""
     script, starts = user.folder / "starts.py", user.folder / "starts.txt"
     script.write_text(
         "import os, sys, time\n"

@@ -1,4 +1,4 @@
-"""Test that the Python on pages does what the pages claim, and that its checks find mistakes."""
+"""Test that the Python code on pages does what the pages claim."""
 
 import ast
 import contextlib
@@ -94,7 +94,7 @@ class Model(torch.nn.Sequential):
 
 
 def run(code, path, stops=None, shards=False):
-    """Train from the checkpoint, if there is one; return the losses and printed values by step."""
+    """Train, from the checkpoint if there is one; return losses and printed values by step."""
     torch.manual_seed(1)
     model = Model(torch.nn.Linear(8, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 8))
     options = {}

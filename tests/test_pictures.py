@@ -44,6 +44,6 @@ def test_texts_stay_inside_their_boxes_in_a_wide_font(path):
 
 
 def test_alternative_texts_have_one_line():
-    """The site would join the words at the end of one line and at the start of the next."""
+    """Check for line breaks, because the site would join the words before and after a break."""
     for path in readmes():
         assert not re.search(r"!\[[^\]]*\n", path.read_text()), path

@@ -1,4 +1,4 @@
-"""Test that preferences follow DPO of two plain models, one answer at a time, on any layout."""
+"""Test that the script of preferences computes DPO as two plain models do, answer by answer."""
 
 import copy
 import os
@@ -119,7 +119,7 @@ def see_each_other(chapter, *_):
 
 
 def mean_of_tokens(chapter, *_):
-    """Replace the sum of the log-probabilities of an answer's tokens by the mean."""
+    """Replace the sum of the log-probabilities of an answer's tokens with their mean."""
     summed = chapter.log_probs_of
 
     def mean(args, model, batch):
@@ -214,7 +214,7 @@ def test_first_steps_are_those_of_trl(chapter, layout_models, tmp_path):
     optimizer = chapter.build_optimizer(args, model)
     chapter.add_references(args, tmp_path, model, train_set, held_out, 0, CPU)
     plain = plain_model(model, torch.float32)
-    # TRL changes the environment.
+    # Undo TRL's changes to the environment.
     with mock.patch.dict(os.environ):
         expected = train_with_trl(plain, AutoTokenizer.from_pretrained(folder), args, tmp_path)
     names = ["loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "grad_norm"]
@@ -230,7 +230,7 @@ RUN += ["--num-steps", 8, "--eval-every", 4, "--log-every", 1, "--warmup-steps",
 
 
 @pytest.mark.slow
-def test_stopped_run_reads_its_references_and_learns_on(tmp_path):
+def test_stopped_run_reads_its_references_and_continues(tmp_path):
     """Continue from step 4 on two ranks, where a reference from step 4 would change the loss."""
     tokens = prepare_pairs(tmp_path, 100)
     args = [*RUN, "-d", tokens, "--checkpoint-every", 4, "--save-dir", tmp_path]

@@ -40,7 +40,7 @@ def test_thousand_healthy_ranks_have_no_finding(device):
     assert findings_of(healthy_reports(), device) == []
 
 
-# Each check has the value that rank 16 reports, the level of the finding, and its words.
+# Each check has the value that rank 16 reports, the level of the finding, and a part of its text.
 FAULTS = {
     "python": ("3.12.1", "warning", "3.12.1 (usual: 3.11.7)"),
     "transformers": ("not installed", "no-go", "not installed (usual: 5.23.0)"),
@@ -108,13 +108,13 @@ def test_only_the_slow_host_measures_a_slow_link(monkeypatch, num_ranks):
     for rank in ring:
         pairs = [pair for pair in enumerate(rounds[rank]) if pair[1] is not None]
         assert len({partner for _, partner in pairs}) >= 2
-        assert all(rounds[partner][number] == rank for number, partner in pairs), "one-sided"
+        assert all(rounds[partner][number] == rank for number, partner in pairs), "unequal rounds"
 
 
 # ---- one rank in this process ------------------------------------------------------------------
 @pytest.fixture
 def run_rank(no_group, monkeypatch, capsys, tmp_path):
-    """Return a function that runs a rank of two in this process, and returns its error."""
+    """Return a function that runs one of two ranks in this process, and returns its error line."""
     monkeypatch.setattr(preflight.os, "_exit", sys.exit)
     # Skip the wait that lets rank 0 report its error first.
     monkeypatch.setattr(preflight.time, "sleep", lambda _: None)
@@ -154,7 +154,7 @@ def test_rank_that_cannot_connect_reports_why(run_rank, rank, variables, words):
     assert words in run_rank(rank, **variables)
 
 
-# Each mistake has the variables that differ, and words of the report.
+# Each mistake has the wrong variables, and a part of the error line.
 MISTAKES = [
     ({"RANK": "", "WORLD_SIZE": ""}, "RANK, WORLD_SIZE: not set; start this with a launcher"),
     ({"MASTER_PORT": ""}, "MASTER_PORT: not set; pass MASTER_ADDR and MASTER_PORT with -x"),
@@ -171,7 +171,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize("variables, words", MISTAKES)
 def test_wrong_variable_is_reported_before_ranks_connect(run_rank, monkeypatch, variables, words):
-    monkeypatch.setattr(preflight, "connect", lambda *_: pytest.fail("connects"))
+    monkeypatch.setattr(preflight, "connect", lambda *_: pytest.fail("the rank has connected"))
     assert words in run_rank(int(variables.get("RANK") or 0), status=2, **variables)
 
 
@@ -215,7 +215,7 @@ def test_node_with_hidden_gpus_is_a_cpu_node(launch, monkeypatch, hidden):
 
 # ---- several ranks on this machine -------------------------------------------------------------
 def test_two_ranks_measure_and_name_a_full_disk(tmp_path):
-    """Fill the disk for two ranks; also check that preflight.py leaves no file behind."""
+    """Require more space than the disk has; also check that preflight.py leaves no file behind."""
     folder = tmp_path / "new/outputs"
     command = [TOOL, "--save-dir", folder, "--checkpoint-gb", 1e9]
     ranks = start_ranks(2, command, tmp_path)

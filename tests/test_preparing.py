@@ -39,12 +39,12 @@ from preparing import TOOL
 from runs import all_running, kill, last_logged_step, wait_for
 
 LICENSE = (ROOT / "LICENSE").read_text()
-# The end-of-text token of the tiny model. Each other token is 3 plus the value of a byte.
+# This is the end-of-text token of the tiny model. Every other token is a byte's value plus 3.
 EOS = 1
 
 
 def write_shards(folder, num_shards, num_documents, seed=0):
-    """Write files of numbered documents of unequal length; return the documents."""
+    """Write files with numbered documents of different lengths; return the documents."""
     folder.mkdir()
     choose, documents = random.Random(seed), []
     for shard in range(num_shards):
@@ -74,7 +74,7 @@ def pieces(folder):
 
 
 def documents_of(folder, parts=1):
-    """Return the documents in the pieces; a document may continue in the part's next piece."""
+    """Return the documents in the pieces; a document may continue in the next piece of its part."""
     found, texts = pieces(folder), []
     for part in range(parts):
         tokens = np.concatenate([found[number] for number in found if number % parts == part])
@@ -150,7 +150,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line_and_leaves_no_piece(tmp_path, name):
+def test_bad_input_prints_one_line_and_leaves_no_piece(tmp_path, name):
     data, expected = BAD[name]
     (tmp_path / name).write_bytes(data)
     [line] = prepare(tmp_path / "o.tokens", tmp_path / name, status=2).splitlines()
@@ -186,7 +186,7 @@ def test_files_of_a_folder_are_read_or_named(tmp_path):
     assert sorted(documents_of(tmp_path / "o.tokens")) == ["a", "b", "c"]
 
 
-# Each row has the files of a folder; prepare.py leaves out this number of files at its end.
+# Each row lists the files of a folder; prepare.py leaves out this number of the last files.
 SPLITS = [
     (["train_history.txt", "cooking.txt", "test_driving.txt"], 0),
     (["test.txt", "dev.txt"], 0),
@@ -220,7 +220,7 @@ def test_hub_text_is_read_by_paragraph(tmp_path, monkeypatch):
     assert documents_of(tmp_path / "o.tokens") == ["one\ntwo", "three"]
 
 
-def test_folder_of_other_content_or_format_is_not_continued(tmp_path):
+def test_output_of_different_content_or_format_is_refused(tmp_path):
     source, output = tmp_path / "a.txt", tmp_path / "o.tokens"
     source.write_text("alpha")
     prepare(output, source)
@@ -246,7 +246,7 @@ WRONG = [
 ]
 
 
-def test_wrong_arguments_cost_one_line(tmp_path, monkeypatch):
+def test_wrong_arguments_print_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text(LICENSE)
@@ -260,7 +260,7 @@ def test_wrong_arguments_cost_one_line(tmp_path, monkeypatch):
 def samples_of(folder, length, num_held_out):
     """Return the training samples in a folder of pieces, in order, and the held-out samples.
 
-    A remainder of a piece that is shorter than a sample is left out.
+    Leave out the end of a piece if it is shorter than a sample.
     """
     found = []
     for tokens in pieces(folder).values():
@@ -276,7 +276,7 @@ GRID = [(1, 1, 3000), (6, 1, 1000), (20, 3, 1000), (2, 3, 500)]
 
 @pytest.mark.parametrize("num_shards, parts, piece", GRID)
 def test_each_sample_is_read_once_per_epoch(tmp_path, load, num_shards, parts, piece):
-    """Check that pieces have each document once, and an epoch each sample of a piece once."""
+    """Check that the pieces have each document once, and that an epoch has each sample once."""
     documents = write_shards(tmp_path / "shards", num_shards, 360 // num_shards)
     output = tmp_path / "out.tokens"
     for part in range(parts):
@@ -298,7 +298,7 @@ def test_each_sample_is_read_once_per_epoch(tmp_path, load, num_shards, parts, p
 
 @pytest.fixture
 def started():
-    """Return a list of processes, which are killed when the test ends."""
+    """Return a list; when the test ends, kill the processes that the test has added to it."""
     processes = []
     yield processes
     for process in processes:
@@ -307,12 +307,12 @@ def started():
 
 # After each kill, the next chapter and number of ranks resume the run, so the layout changes.
 RESUMES = [("04", 2), ("08", 2), ("05", 1), ("06", 2), ("04", 4), ("07", 2)]
-# A script with these lines records the samples at the positions that a rank trains on.
+# With these lines, a script records the samples that a rank trains on, and their positions.
 RETURN = "    return batch.pin_memory()"
 RECORD = f"""    with open(os.environ["RECORD"] + os.environ["RANK"] + ".jsonl", "a") as record:
         print(json.dumps([list(positions), batch.tolist()]), file=record)
 {RETURN}"""
-# The tests shorten this pause, so that a script soon looks for a piece again.
+# A test shortens this pause, so that a script soon looks for a missing piece again.
 PAUSE = 'is prepare.py running?", flush=True)\n            time.sleep(10)\n'
 
 
@@ -369,7 +369,7 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, starte
     for epoch in range(2):
         positions = range(epoch * len(expected), (epoch + 1) * len(expected))
         assert sorted(found[position] for position in positions) == sorted(expected)
-    # Chapter 01, which is never killed, has the same losses.
+    # Compare the losses with a run of chapter 01 that is never killed.
     run_or_fail(1, [("01", [*args, "-e", "whole"])], tmp_path / "jobs")
     curves = [metrics(tmp_path / name) for name in ("run", "whole")]
     curves = [{step: row for step, row in curve.items() if step <= 20} for curve in curves]
@@ -379,7 +379,7 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, starte
 
 
 @pytest.mark.slow
-def test_ranks_wait_for_a_piece_without_a_collective_and_say_so(tmp_path, started):
+def test_ranks_wait_for_a_piece_without_a_collective_and_report_it(tmp_path, started):
     """Let ranks wait for longer than a collective may take, and then continue."""
     write_shards(tmp_path / "shards", 3, 60)
     prepared, folder = tmp_path / "complete.tokens", tmp_path / "o.tokens"
@@ -387,7 +387,7 @@ def test_ranks_wait_for_a_piece_without_a_collective_and_say_so(tmp_path, starte
     folder.mkdir()
     for name in ("index.json", "000000.tokens"):
         shutil.copy(prepared / name, folder)
-    # In the step that waits, the first samples are in the first piece.
+    # With this batch size, the waiting step begins with samples of the first piece.
     args = [*SHORT, "--num-steps", 8, "--batch-size", 2, "--eval-samples", 8, "--dist-timeout", 5]
     args += ["--save-dir", tmp_path, "-e", "run", "-d", folder]
     processes = start_ranks(2, [SCRIPTS["03"], *args], tmp_path)
@@ -406,7 +406,7 @@ def test_ranks_wait_for_a_piece_without_a_collective_and_say_so(tmp_path, starte
 
 
 def test_piece_that_appears_after_the_end_of_its_part_is_not_missed(tmp_path, load, monkeypatch):
-    """Show files in a different order, as a shared file system may."""
+    """Show a piece only after the file that ends its part, as a shared file system may."""
     chapter, late = load("01"), tmp_path / "o.tokens/000003.tokens"
     write_shards(tmp_path / "shards", 3, 60)
     for part in ("0/2", "1/2"):

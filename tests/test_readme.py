@@ -17,11 +17,11 @@ from readme import Block, blocks, commands, readmes, shown
 MEASURED = {"tokens_per_second", "data_wait", "second", "peak_memory_gib", "mfu"}
 # These samples consist of measurements. Only the first words of their last lines stay the same.
 LIVE = {"06-apart", "data-loading-watch", "diagnosing-hang", "diagnosing-preflight", "fp16-check"}
-# After so many steps at a high learning rate, rounding changes a few of the answers.
+# Over the many steps of these samples, rounding errors grow and change a few numbers and words.
 LIVE |= {"conversations-run", "lora-run", "preferences-run", "09-balance", "small-run"}
 LIVE |= {"mixture-rehearsal"}
 MODELS = {"Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"}
-# The key is the name of a dataset, and the value is the name of its subset.
+# Each key is the name of a dataset, and each value is the name of the subset that the READMEs use.
 DATASETS = {"roneneldan/TinyStories": "default", "allenai/c4": "en"}
 DATASETS |= {"HuggingFaceFW/fineweb-edu": "sample-10BT"}
 STAND_IN = """
@@ -81,7 +81,7 @@ def test_command_prints_what_its_readme_shows(block, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("block", RUNS, ids=lambda block: block.sample)
 def test_run_begins_as_its_readme_shows(block, tmp_path):
-    """Run until the last step before the dots; the exhaustive test above runs all steps."""
+    """Run until the last step before the sample's dots; an exhaustive test above runs all steps."""
     head, _, _ = sample_of(block).partition("...\n")
     step = max(map(int, re.findall(r"^step (\d+)", head, re.M)))
     text = f"{block.text.rstrip()} --num-steps {max(step, 1)} --eval-every 1000"
@@ -148,9 +148,9 @@ def stand_in(models, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("block", HUB_RUNS, ids=lambda block: block.name)
 def test_command_for_the_hub_runs_on_a_stand_in(block, stand_in, tmp_path):
-    """Replace the hub by local folders, and the GPUs by two CPU processes."""
+    """Replace the hub with local folders, and the GPUs with two CPU processes."""
     text = block.text.replace("--nproc-per-node gpu", "--nproc-per-node 2").replace("--compile", "")
-    assert text.count("train_llm.py") == 1, "append the sizes to one command"
+    assert text.count("train_llm.py") == 1, "a block must have one command, to append the sizes to"
     block = Block(block.name, "bash", text.rstrip() + SMALL)
     status, output = samples.run(block, tmp_path, timeout=1100)
     assert status == 0 and "finished: " in output, output
@@ -176,11 +176,11 @@ def test_generated_parts_are_current(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["docs.py", "--check"])
     with pytest.raises(SystemExit) as stop:
         docs.main()
-    assert stop.value.code == 0, f"{capsys.readouterr()}\n`make docs` makes them again"
+    assert stop.value.code == 0, f"{capsys.readouterr()}\nrun `make docs` to renew these parts"
 
 
 def test_blocks_are_generated_or_run():
-    """Check that diffs and output are between cog's markers; test_own_script.py runs other code."""
+    """Check that cog generates diffs and output, and Python unless test_own_script.py runs it."""
     for path in readmes():
         languages = {block.kind for block in blocks(path)}
         assert languages <= {"bash", "text", "diff", "python"}, path

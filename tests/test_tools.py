@@ -1,4 +1,4 @@
-"""Test the tools: a fix reaches all descendants, conflicts are shown, runs are compared."""
+"""Test that tools carry a fix to all descendants, mark conflicts, and compare and evaluate runs."""
 
 import argparse
 import json
@@ -43,7 +43,7 @@ def guide(tmp_path):
 
 def test_fix_reaches_all_descendants(guide, capsys):
     change_file(guide / "01-a/train_llm.py", "return 1", "return 10")
-    # Change a line only in 03; carrying a fix of 01 must keep this change.
+    # Change a line only in 03, because carry() must keep this change when it carries a fix of 01.
     change_file(guide / "03-c/train_llm.py", "return 2", "return 30")
     assert carry("01", guide) == []
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Test the related topics: scripts agree with the chapters, and pages with the data."""
+"""Test that the scripts of related topics agree with the chapters, and the pages with the data."""
 
 import importlib
 import json
@@ -103,7 +103,7 @@ SMALL += " --log-every 1 --device cpu"
 
 
 def cells():
-    """Return the bash cells of the notebook; only the cells of a service are not in bash."""
+    """Return the bash cells of the notebook, without the cells that only a cloud service needs."""
     notebook = nbformat.read(TOPICS / "try-it-free/notebook.ipynb", as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]

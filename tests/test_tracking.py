@@ -50,7 +50,7 @@ def rows_in_events(run_dir):
     try:
         events.Reload()
     except FileNotFoundError:
-        # The tool has deleted the file while it was read.
+        # The tool has deleted the file during this read.
         return None
     for name in events.Tags()["scalars"]:
         for event in events.Scalars(name):
@@ -68,7 +68,7 @@ def values_in_metrics(run_dir, kind):
     return rows
 
 
-def test_missing_run_or_package_is_one_line(tmp_path, monkeypatch, capsys):
+def test_missing_run_or_package_prints_one_line(tmp_path, monkeypatch, capsys):
     add_rows(tmp_path / "run", 0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "mlflow", None)
@@ -148,7 +148,7 @@ def test_patched_chapter_tracks_each_rank(tmp_path, chapter):
     run_or_fail(2, [(script, args)], tmp_path / "jobs")
     found, expected = wandb_files.rows_of(tmp_path / "run"), metrics(tmp_path / "run")
     assert found["run"] == expected and sorted(found) == ["run", "run-1"]
-    # Speed and memory differ by rank.
+    # Leave out speed and memory, because they differ between ranks.
     for step in range(1, 5):
         for name in ("loss", "grad_norm", "lr"):
             assert found["run-1"][step][name] == expected[step][name]

@@ -10,7 +10,7 @@ from conftest import SCRIPTS, SHORT, change_file, prepare_training, run_or_fail
 from in_process import FLAGS, SYNC_OPS, events_of_steps
 from marks import exhaustive
 
-# The profiler sees the same reduction on two levels.
+# The profiler reports each reduction twice, once under each of these names.
 REDUCTION = {"gloo:all_reduce", "c10d::allreduce_"}
 COLLECTIVES = re.compile("gloo:|nccl:|c10d::")
 
@@ -28,7 +28,7 @@ def test_step_reads_no_value_from_the_device(load, models, name):
 def test_step_reduces_each_bucket_of_ddp_once_and_nothing_else(
     load, one_rank_group, chapter, precision, further
 ):
-    """Count the reductions; in fp16, a step also reduces whether a loss is not finite."""
+    """Count the reductions; in fp16, a step also reduces a flag for a loss that is not finite."""
     words = ["--global-batch-size", 8, "--precision", precision]
     events, ddp = events_of_steps(load(chapter), *words)
     num_buckets = len(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(","))
@@ -42,7 +42,7 @@ def test_step_reduces_each_bucket_of_ddp_once_and_nothing_else(
 
 @pytest.mark.parametrize("chapter", ["02", "fp16"])
 def test_gradients_stay_in_the_buckets_of_ddp(chapter, tmp_path):
-    """Check before, between and after the micro-batches, also right after a resume."""
+    """Check the gradients before each micro-batch, also in the first step after a resume."""
     forward = "        loss = loss_of("
     check = """        for weight in model.parameters():
             assert weight.grad.untyped_storage().nbytes() > weight.grad.nbytes, "not in a bucket"
@@ -75,7 +75,7 @@ def test_compiled_layers_let_ddp_send_while_they_compute(load, one_rank_group, m
 
     ddp.register_comm_hook(None, send)
     batch = torch.randint(0, 255, (2, 64))
-    # DDP rebuilds its buckets after the first backward pass.
+    # Run two backward passes, because DDP rebuilds its buckets after the first pass.
     for _ in range(2):
         ready_weights.clear()
         ready_at_send.clear()

@@ -1,4 +1,4 @@
-"""Test the verdicts of whats_wrong.py on made-up facts, and its handling of damaged files."""
+"""Test that whats_wrong.py judges made-up facts correctly, and damaged files as unknown."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def facts_of(ranks, gone=(), stopped=()):
 
 
 def run(odd=None, size=4, gone=(), stopped=(), **changes):
-    """Return facts about ranks with the same changes; rank 1 may have its own changes."""
+    """Return facts about ranks with `changes`; `odd` has different changes for rank 1."""
     files = {rank: rank_files(rank, size, **changes) for rank in range(size)}
     if odd:
         files[1] = rank_files(1, size, **odd)
@@ -109,7 +109,7 @@ UNREACHABLE["hosts"]["h1"] = {"error": "No route to host"}
 UNCHECKED = UNREACHABLE | {"hosts": {"h0": UNREACHABLE["hosts"]["h0"]}}
 
 
-# Each case has the start of (kind, ranks, certainty), and facts.
+# Each case has the expected kind, perhaps the ranks and the certainty, and the facts.
 VERDICTS = {
     "training": ("healthy", [], "certain", run(**MOVING)),
     "evaluation takes minutes": ("healthy", run(since=900.0, phase="evaluation", cpu=0.5)),
@@ -191,7 +191,7 @@ def test_made_up_facts_give_the_expected_verdict(case):
     *expected, facts = VERDICTS[case]
     verdict = judged(facts)
     assert verdict[: len(expected)] == tuple(expected)
-    # NCCL reports its own reason last.
+    # Check that the reason has the last line of the error, where NCCL reports the cause.
     assert case != NCCL or "Error: Cuda failure 2" in verdict[3]
 
 
@@ -211,7 +211,7 @@ def test_rank_that_is_late_for_every_collective_is_a_straggler(size):
 
 
 def test_rank_with_the_shortest_nccl_collectives_is_a_straggler():
-    """Give rank 1 short collectives: on a GPU, only the duration of a collective shows a wait."""
+    """Give rank 2 short collectives: on a GPU, only the duration of a collective shows a wait."""
     facts = run(calls=STEPS * 2, **MOVING)
     for rank, files in facts["ranks"].items():
         for call in files["dump"]["collectives"]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Start a small cluster on one machine: hosts with their own network, ssh and Slurm. Needs root.
+"""Start a small cluster on one machine, as root: its hosts have a network, ssh and Slurm.
 
     with Cluster() as cluster:
         print(cluster.run("head", ["srun", "--nodes=2", "hostname"]).stdout)
@@ -38,7 +38,7 @@ class ClusterError(RuntimeError):
 
 
 def missing_requirement():
-    """Return a line with the reason why no cluster can start here, or None if one can start."""
+    """Return the reason why no cluster can start on this machine; None means that it can start."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "a cluster on one machine needs Linux, and root"
     path = f"{os.environ.get('PATH', '')}:{BOOT_ENVIRONMENT['PATH']}"
@@ -140,15 +140,15 @@ class Cluster:
     def kill_host(self, host, silently=True):
         """Kill all processes of a host.
 
-        With `silently`, cut the host's network first, so that its peers notice nothing, as in a
-        power cut.
+        With `silently`, cut the host's network first, so that the other hosts get no message, as in
+        a power cut.
         """
         if silently:
             self.unplug(host)
         self._end(host)
 
     def revive(self, host):
-        """Boot h1 or h2 after a kill; return when its Slurm daemon answers again."""
+        """Boot h1 or h2 after a kill, and wait until its Slurm daemon answers again."""
         expect_line(self._start(host), "up")
         self._wait_for_nodes(host)
 
@@ -239,7 +239,7 @@ class Cluster:
         wait_until(usable, 60, f"Slurm can use {', '.join(nodes)}")
 
     def _end(self, host):
-        """End all processes of a host; return when the kernel has reaped them."""
+        """End all processes of a host, and wait until the kernel has reaped them."""
         boot = self._boots.pop(host)
 
         def has_ended():

@@ -19,7 +19,7 @@ def check_two_ranks_fail(chapter, args, expected, logs, folder):
     assert set(statuses) <= {2, None}, output
     errors = re.findall("^train_llm.py: error:.*", output, re.M)
     assert len(errors) == 1 and expected in errors[0], output
-    assert 'train_llm.py", line' not in output, f"a traceback:\n{output}"
+    assert 'train_llm.py", line' not in output, f"the output has a traceback:\n{output}"
     # Ignore hidden files, because check_shared() writes a hidden file.
     assert [path for path in folder.rglob("[!.]*") if path.is_file()] == []
 

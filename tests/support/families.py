@@ -30,7 +30,7 @@ SIZES = {
     0: "pad_token_id",
 }
 SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
-# Such small models of these families need additional settings.
+# Small models of these families need additional settings.
 OWN_SETTINGS = {
     "axk1": {"n_group": 2, "topk_group": 1},
     "codegen": {"n_head": 4},
@@ -78,11 +78,11 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_
 LONG_ROPE |= {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 # Each entry is the name of a family, perhaps followed by a setting.
 VARIED_FAMILIES = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
-# The tests do not compare small models of these families, for the reason in the text.
+# The tests do not compare small models of these families, for the given reason.
 NOT_COMPARED = {
     "longcat_flash": "with few tokens, a rank may use no expert, and FSDP fails",
 }
-# In these models, rounding errors grow fast, so they are trained with a lower learning rate.
+# Train these models with a lower learning rate, because their rounding errors grow fast.
 SENSITIVE = ["gemma4_unified_text"]
 MOST_WEIGHTS = 20_000_000
 MODERN = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "olmo2", "gpt2"]
@@ -131,7 +131,8 @@ def save_small_model(family, folder):
     settings = OWN_SETTINGS.get(kind, {}) | {name: json.loads(value) for name, value in pairs}
     try:
         config = CONFIG_MAPPING[kind]()
-        # Without dropout and noise in routers, the losses do not depend on the layout.
+        # Turn off dropout and the noise of routers, because their random values depend on the
+        # layout.
         rates = [name for name in config.to_dict() if "drop" in name or "jitter" in name]
         rates = [name for name in rates if isinstance(getattr(config, name), float)]
         config = shrink(config, **dict.fromkeys(rates, 0.0) | settings)

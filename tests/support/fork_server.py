@@ -3,8 +3,8 @@
 The imports take seconds, and the tests start hundreds of scripts. One server per test session
 imports the packages of the chapters, and forks itself for each script.
 
-A forked script differs from a new process. All forks hash strings with the same seed, and the
-kernel kills a fork when the test session ends for any reason.
+A forked script differs from a new process in two ways. All forks hash strings with the same seed,
+and the kernel kills a fork when the test session ends for any reason.
 """
 
 import atexit
@@ -49,16 +49,16 @@ class Server:
     def start(self, command, variables, out, err=None):
         """Start a script with its arguments and additional variables; return the process.
 
-        If a test has changed the environment, the script needs a new process, because imports read
-        many variables. A new process has its own seed for hashes.
+        If a test has changed the environment, start a new process, because libraries read many
+        variables during their import. A new process hashes strings with a different seed.
 
         Without `err`, errors go to `out`.
         """
         err = err or out
         command, env = list(map(str, command)), os.environ | variables
         if current_environment() != self.environment:
-            # Give the script a new process group, because a script may signal the group that it
-            # belongs to.
+            # Give the script a new process group. A script may signal its entire group, and the
+            # signal must not reach the tests.
             options = {"env": env, "stdout": out, "stderr": err, "start_new_session": True}
             return subprocess.Popen([sys.executable, *command], **options)
         process = Forked(target=run_script, args=(command, env, out.name, err.name), daemon=True)
@@ -68,7 +68,7 @@ class Server:
 
 
 class Forked(FORKS.Process):
-    """Offer the interface of subprocess.Popen, without pipes, for a process that is a fork."""
+    """Give a forked process the interface of subprocess.Popen, but without pipes."""
 
     returncode = property(lambda self: self.poll())
 
@@ -84,7 +84,7 @@ class Forked(FORKS.Process):
 
     def send_signal(self, number):
         if self.poll() is None:
-            # The process may end before the signal arrives.
+            # Ignore this error, because the process may end before the signal arrives.
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 

@@ -12,7 +12,7 @@ def load(path):
 
 
 def trained(folder):
-    """Return the sample at each position that a run has trained on, from files ATTEMPT.RANK.jsonl.
+    """Read files ATTEMPT.RANK.jsonl; return the sample at each position that a run has trained on.
 
     If several attempts have trained on a position, the last attempt counts.
     """

@@ -44,7 +44,7 @@ def newest_step(run_dir):
     for step in steps:
         adam = read_checkpoint(run_dir, step)["optimizer"]
         moments = adam.get("state", adam).values()
-        # Muon does not count its steps.
+        # Skip the state of Muon, because Muon does not count its steps.
         assert {int(state["step"]) for state in moments if "step" in state} == {step}
     return max(steps, default=0)
 
@@ -125,7 +125,7 @@ def validation_loss(model, run_dir, step, chapter):
 
 
 def check_user_error(result, expected):
-    """Check that a rank printed one error line, which contains `expected`, and exited with 2.
+    """Check that a rank printed one error line with the text `expected`, and exited with status 2.
 
     Before this line, a library may have printed a report or a progress bar.
     """

@@ -78,7 +78,7 @@ def differences(gradients, split_gradients):
     """Return the norm of the difference, relative to the norm of the gradient, by weight."""
     assert gradients.keys() == split_gradients.keys()
     norms = {name: gradient.norm() for name, gradient in gradients.items()}
-    # Divide by no less than this norm, because some gradients are zero except for rounding errors.
+    # Divide by at least this norm, because some gradients are zero except for rounding errors.
     smallest_norm = 1e-6 * max(norms.values())
     return {
         name: ((split_gradients[name] - gradient).norm() / max(norms[name], smallest_norm)).item()
