@@ -344,7 +344,7 @@ def memory(bench, chapter, flags=""):
     """Compare the peak memory of tensors on a GPU with the planner's prediction."""
     flags = f"{bench.model(MIDDLE)} -s 1024 -b 4 --precision bf16 {flags}"
     # Plan chapter 01 as chapter 02 on one device, because the planner has no chapter 01. In both
-    # plans, gradients live from step to step, and one device needs no second copy of them.
+    # chapters, a rank holds all gradients, once, during its fullest micro-batch.
     plans = {"01": "02 --global-batch-size 4", "conversations": f"05 {EIGHT}"}
     plans["lora"] = f"05 {EIGHT} --lora-rank 16"
     plan = plans.get(chapter, f"{chapter} {EIGHT}")

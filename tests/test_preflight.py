@@ -156,7 +156,7 @@ def test_rank_that_cannot_connect_reports_why(run_rank, rank, variables, words):
 
 # Each mistake has the variables that differ, and words of the report.
 MISTAKES = [
-    ({"RANK": "", "WORLD_SIZE": ""}, "RANK, WORLD_SIZE: not set; start this with a launcher"),
+    ({"RANK": "", "WORLD_SIZE": ""}, "RANK, WORLD_SIZE: not set; start preflight.py with a"),
     ({"MASTER_PORT": ""}, "MASTER_PORT: not set; pass MASTER_ADDR and MASTER_PORT with -x"),
     # Kubernetes sets this variable if a service has the name `master`.
     ({"MASTER_PORT": "tcp://10.0.0.1:80"}, "MASTER_PORT tcp://10.0.0.1:80: not a number; unset"),
