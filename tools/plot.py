@@ -29,7 +29,7 @@ def fail(message):
 def read_metrics(run):
     """Return the rows of a run's metrics.jsonl in the order of steps; stop if there are none.
 
-    A run that was stopped logs steps again, so the last row of a step counts.
+    After a stop, a run may log a step again, so only the last row of each step counts.
     """
     path = run / "metrics.jsonl"
     try:
