@@ -59,7 +59,7 @@ class Stage(torch.nn.Module):
 
 
 def take_step(chapter, name, micro_batches):
-    """Run two steps; return the seconds and the most micro-batches in flight of the second step."""
+    """Run two steps; return the second step's seconds and its most micro-batches in flight."""
     rank, done = dist.get_rank(), []
     _, passes = chapter.SCHEDULES[name]
     stages = {number: Stage(done) for number in range(rank, RANKS * passes, RANKS)}

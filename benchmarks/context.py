@@ -54,7 +54,7 @@ def measure(chapter, args, device):
 
 
 def activations(args, folder):
-    """Count the bytes of each case and each length."""
+    """Count the bytes for each case and each sequence length; yield all rows so far."""
     rows = []
     for name in args.only:
         ranks, style = CASES[name]

@@ -147,7 +147,7 @@ class Bench:
         self.jobs, self.numbers = [], {}
 
     def start(self, name, command, ranks=0, run=None):
-        """Start a script with its arguments, under torchrun if there are `ranks`."""
+        """Start a script with its arguments, under torchrun unless `ranks` is 0."""
         folder = self.folder / name
         caches = self.caches or folder
         env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": f"{caches}/hf"}
@@ -169,7 +169,7 @@ class Bench:
         return self.start(name, [*command, *flags.split()], 0 if script == "01" else ranks, run)
 
     def model(self, flags):
-        """Return the flags of a model for a GPU; checks without a GPU train the tiny model."""
+        """Return `flags` on a GPU; on a CPU, return no flags, so that a check trains `tiny`."""
         return flags if self.device == "cuda" else ""
 
     def tool(self, name, *command, ok=(0,)):
@@ -354,7 +354,7 @@ def memory(bench, chapter, flags=""):
         command = [harness.PLANNER, *options.split(), *flags.split()]
         # Accept exit status 1, which means that the model would not fit.
         planned = json.loads(bench.tool("plan", *command, ok=(0, 1)))["asked"]["gpu_total"] / 2**30
-        # Wait for several rows, because the first row comes from step 0.
+        # Wait for several rows, because the row of step 0 does not have the peak memory.
         bench.wait(job, until=lambda: len(job.rows()) > 4)
         job.kill()
     bench.numbers |= {"peak GiB": job.rows()[-1]["peak_memory_gib"], "planned GiB": planned}
@@ -472,7 +472,7 @@ BF16 = {"own_flags": COMPILED_BF16, "within": ROUGHLY}
 FLOAT8 = {"own_flags": f"{COMPILED_BF16} --float8", "within": IN_FLOAT8}
 STAGES = "--batch-size 2 --pipeline-parallel-size"  # four micro-batches
 INTERLEAVED = f"--pipeline-schedule interleaved-1f1b {STAGES}"
-# With two stages on each rank, stages of distant ranks exchange tensors, too.
+# The interleaved schedule has two stages on each of up to 4 ranks, and each stage needs a layer.
 EIGHT_LAYERS = "--config num_hidden_layers=8"
 # Compare only four steps, because rounding errors grow with the steps and differ on each device.
 FOUR_STEPS = {"chapter": "01", "model": "--num-steps 4 --warmup-steps 1"}

@@ -44,7 +44,7 @@ def script_of(chapter):
 
 
 def load(script):
-    """Import a script as a module; the script is a chapter's number or a path."""
+    """Import a script as a module; `script` is a chapter's number or the path of a script."""
     path = script if str(script).endswith(".py") else script_of(script)
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -105,7 +105,7 @@ def bf16_flags():
 
 
 def fast_precision():
-    """Return bf16 on a GPU or a CPU with bf16 instructions; other CPUs only emulate bf16."""
+    """Return bf16 if this machine has a GPU, or a CPU with bf16 instructions; otherwise fp32."""
     return "bf16" if torch.cuda.is_available() or bf16_flags() else "fp32"
 
 
@@ -241,7 +241,7 @@ def take_turns(names, rounds, measure):
 
 
 def main():
-    """Call the function that words_of() names; it finds its arguments in sys.argv."""
+    """Call the function that words_of() names; the function reads its arguments in sys.argv."""
     module, function = sys.argv[1:3]
     del sys.argv[1:3]
     getattr(importlib.import_module(module), function)()

@@ -163,7 +163,7 @@ def most_ranks():
 
 
 def run(script, ranks, folder, num_traced, *more):
-    """Run a script, with the flags `more`; return parts_of() the trace of each rank."""
+    """Run a script with the flags `more`; return the seconds of the parts for each rank."""
     folder.mkdir(parents=True, exist_ok=True)
     flags = [*training_flags(folder, "run", WINDOW + num_traced + 1), *more]
     command = [*harness.words_of(trace_steps), folder, script, *flags]

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 HERE = os.uname().nodename
-# A rank writes a heartbeat every two seconds. It is silent if its latest heartbeat has this age, in
-# seconds.
+# A rank writes a heartbeat every two seconds. A rank is silent if its latest heartbeat is at least
+# this number of seconds old.
 STALE = 10
 # This pattern matches the files of Python, packages and these tools; other files are user code.
 FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watched|inject)\.py$")

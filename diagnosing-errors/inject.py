@@ -48,7 +48,7 @@ LEAKED = []
 
 
 class Fault:
-    """Hold a fault of the command line, the number of steps so far, and whether it has begun."""
+    """Hold a fault of the command line, count steps, and remember whether the fault has begun."""
 
     def __init__(self, text):
         match = re.fullmatch(r"([a-z-]+)@rank(\d+):step(\d+)", text)

@@ -87,7 +87,8 @@ NAME = re.compile(
 NO_DATA = re.compile(
     r"(.*/)?(\..*|[^/]*\.tokens/.*|[^/]*\.md|(readme|license)(\.\w+)?|dataset_(infos?|dict)\.json)"
 )
-# If a file or a folder inside is named train, files with these names are for evaluation: skip them.
+# If a source folder has a file or a folder named train, skip files with these names, because they
+# are for evaluation.
 HELD_OUT = {"test", "validation", "valid", "val", "dev", "eval"}
 # This pattern matches SOURCE or SOURCE:WEIGHT; a weight may be 2, 0.25 or 1e-3.
 WEIGHTED = re.compile(r"(.*?)(?::(\d*\.?\d+(?:[eE][-+]?\d+)?))?")
@@ -127,7 +128,7 @@ def parse_args():
     args.kind = "preferences" if args.preferences else args.kind
     args.text_column = getattr(args, "text_column", "text" if args.kind == "text" else None)
     if args.kind != "text":
-        # A packed sample must not continue in the next piece.
+        # Round --piece down, because a packed sample must not continue in the next piece.
         args.piece -= args.piece % max(1, args.seq_length)
     for name, minimum in {"seq_length": 2, "piece": 1, "workers": 0}.items():
         if getattr(args, name) < minimum:
@@ -291,7 +292,7 @@ def row_of(record):
 
 
 def text_of(record, column):
-    """Return the text of a record; raise an error if there is none."""
+    """Return the text of a record; raise an error if the record has no text."""
     record = row_of(record)
     check_column(column, record)
     text = record[column]
@@ -350,7 +351,7 @@ class Source:
     def records_of(self, number, used):
         """Yield this part's unused records of a shard, as (index, line, record)."""
         part, parts = self.args.part
-        # Read all columns of conversations, because they may need several columns.
+        # Read all columns of conversations, because a conversation may need several columns.
         column = self.args.text_column if self.args.kind == "text" else None
         records = until_error(self.shards[number].read(column))
         for index, (line, record) in enumerate(records):
@@ -422,7 +423,7 @@ def shards_of(name):
         return [Shard(name, len(text), hashlib.sha256(text).hexdigest(), pydoc_records)]
     if name == "letters":
         return [Shard(name, 1, "", letters_records)]
-    # Ask os.path, because Path("") would be the current folder.
+    # Pass the name to os.path.exists(), because Path("") is the current folder, which exists.
     if os.path.exists(name):
         files = [path] if path.is_file() and match_name(path) else files_of(path)
         if not files:
@@ -684,7 +685,7 @@ def documents_of(tokenizer, messages, tools):
         if not answered.startswith(prompt):
             problem = f"the answer's text {answered!r:.200} does not begin with the prompt"
             raise ValueError(f"with the model's chat template, {problem} {prompt!r:.200}")
-        # Compare the last words, because a template may leave out tool calls or thoughts.
+        # Look for these words, because a template may leave out tool calls or thoughts.
         words = [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
         words += [word for key in TEXTS for word in message.get(key, "").split()[-1:]]
         for word in words:
@@ -777,8 +778,8 @@ class Stream:
     def next_batch(self):
         """Take the next batch that has documents, or an empty batch at the end of a source."""
         source, args = self.source, self.source.args
-        # Hold the tokens of the batch, the ends of its documents, and its number of used tokens.
         self.counts.update(self.batch_counts)
+        # Hold the tokens of the batch, the ends of its documents, and its number of used tokens.
         self.tokens, self.ends, self.used, self.batch_counts = [], [], 0, Counter()
         while not len(self.tokens):
             try:
@@ -873,7 +874,7 @@ def write_index(path, index):
 
 
 def write_pieces(args, index, sources, pool):
-    """Write the missing pieces of this part, each followed by the state; return the streams."""
+    """Write the missing pieces of this part, and after each piece the state; return the streams."""
     part, parts = args.part
     state_path = args.output / f"part-{part}.json"
     state = json.loads(state_path.read_text()) if state_path.exists() else {}

@@ -31,7 +31,7 @@ from plot import fail
 
 
 def parse_args(chapter):
-    """Parse the command line; let chapter 01 parse and check the flags that it declares, too."""
+    """Parse the command line; let chapter 01 parse and check its own flags."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
         epilog="These flags of chapter 01 are accepted, too: -d, --dataset-subset, --text-column, "

@@ -45,13 +45,13 @@ class TensorBoard:
         self.writer = SummaryWriter(run)
 
     def send(self, row):
-        """Send a row."""
+        """Write the values of a row to the event files."""
         for name, value in values_of(row).items():
             self.writer.add_scalar(name, value, row["step"])
         self.writer.flush()
 
     def close(self):
-        """Close the files."""
+        """Close the event files."""
         self.writer.close()
 
 
@@ -68,11 +68,11 @@ class Wandb:
         self.wandb_run.define_metric("*", step_metric="step")
 
     def send(self, row):
-        """Send a row."""
+        """Send a row to wandb."""
         self.wandb_run.log(row)
 
     def close(self):
-        """Wait until all rows are sent."""
+        """Wait until wandb has sent all rows."""
         self.wandb_run.finish()
 
 
@@ -100,7 +100,7 @@ class MLflow:
                 self.sent[name, row["step"]] = value
 
     def close(self):
-        """Mark the run as finished."""
+        """Mark the MLflow run as finished."""
         self.client.set_terminated(self.run_id)
 
 

@@ -285,7 +285,7 @@ def at(scene, strategy, devices):
 
 
 def gain(point, other_point):
-    """Return the ratio of the speeds that are predicted for two points."""
+    """Return the ratio of the predicted speeds of two points (scene, strategy, devices)."""
     return at(*point)["tokens_per_second"] / at(*other_point)["tokens_per_second"]
 
 

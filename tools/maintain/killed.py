@@ -17,7 +17,7 @@ import plot
 from harness import describe_machine, keep
 
 ARGUMENTS = "--device cpu --num-steps 100 --checkpoint-every 20 --log-every 1 --seq-length 64"
-# Kill the run when it has logged these steps.
+# Kill the run twice: when it has logged each of these steps.
 KILLED_AFTER = (34, 73)
 
 

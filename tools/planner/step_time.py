@@ -44,9 +44,9 @@ from training_step import (
 # Matrix products of this number of values, tokens times width, reach half of their usual speed.
 HALF_WORK = 400 * 4096
 # Each kind of kernels has two numbers. The first number is the speed-up of matrix products and
-# attention. The second number is how many hidden states the cheap operations of a layer read and
-# write for each token. "fused" stands for NVIDIA's Transformer Engine. We counted 20, fitted 53 to
-# published runs, and chose 1.5, so that a product reaches at most 0.6 × 1.5 = 90% of the peak.
+# attention. The second number counts the hidden states that the cheap operations of a layer read
+# and write for each token. "fused" stands for NVIDIA's Transformer Engine. We counted 20, fitted 53
+# to published runs, and chose 1.5, so that a product reaches at most 0.6 × 1.5 = 90% of the peak.
 KERNELS = {"eager": (1.0, 53), "compiled": (1.0, 20), "fused": (1.5, 20)}
 # These are the speeds of an H100 and its links: flag, default and help. NCCL's developers report
 # 370 of 450 GB/s for a ring inside a node (https://github.com/NVIDIA/nccl-tests/issues/212), and 47
