@@ -83,7 +83,7 @@ def load_model(args, folder):
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
     except ImportError as error:
-        fail(f"--all-gpus: {error}")
+        fail(f"--all-gpus: {error}; install accelerate, or leave out --all-gpus")
     return model.eval() if args.all_gpus else model.eval().to(args.device)
 
 

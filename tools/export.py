@@ -69,7 +69,8 @@ def read_shards(checkpoint, state):
         dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
     except CheckpointException as error:
         cause = next(cause for cause, _ in error.failures.values())
-        raise ValueError(f"cannot read {checkpoint}: {cause}") from error
+        problem = f"not a complete checkpoint ({cause})"
+        raise ValueError(f"{checkpoint}: {problem}; choose RUN/checkpoints/step-...") from error
     return state
 
 

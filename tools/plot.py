@@ -35,7 +35,7 @@ def read_metrics(run):
     try:
         last = {row["step"]: row for row in rows_of(path)}
     except (OSError, ValueError) as error:
-        fail(f"cannot read {path}: {error}")
+        fail(f"{path}: cannot be read ({error}); give the folder of a run that has logged")
     if not last:
         fail(f"{path}: has no complete row; wait for the first log line")
     return [last[step] for step in sorted(last)]
