@@ -87,7 +87,8 @@ def parse_args():
     parser = harness.parser_of(__doc__)
     add = parser.add_argument
     add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: test only the checks' code")
-    add("--only", nargs="+", metavar="NAME", default=[""], help="checks, or beginnings of names")
+    only_help = "checks to run; the beginning of a name selects all checks that begin with it"
+    add("--only", nargs="+", metavar="NAME", default=[""], help=only_help)
     add("--budget", type=float, default=480.0, help="seconds for all checks")
     args, names = parser.parse_args(), []
     for start in args.only:

@@ -107,7 +107,8 @@ def parse_args():
         "sources", nargs="+", metavar="SOURCE[:WEIGHT]", help="file, folder, hub id[/subset], pydoc"
     )
     add("-o", "--output", type=Path, required=True, help="folder to write, FOLDER.tokens")
-    add("-m", "--model-name", default="tiny", help="whose tokenizer: hub id, local folder, or tiny")
+    model = "model whose tokenizer to use: hub id, local folder, or tiny"
+    add("-m", "--model-name", default="tiny", help=model)
     column = "column with the text (default: text), or the turns (messages or conversations)"
     add("--text-column", default=argparse.SUPPRESS, help=column)
     add = parser.add_mutually_exclusive_group().add_argument
@@ -116,11 +117,17 @@ def parse_args():
     add = parser.add_argument
     add("-s", "--seq-length", type=int, default=256, help="tokens in a packed sample")
     add("--piece", type=int, default=2**28, metavar="TOKENS", help="tokens in a piece")
-    workers = "tokenizing processes; 0: one for each core, or a thread if the sources are small"
+    workers = "number of processes that tokenize; 0: one per core, or a thread for small sources"
     add("--workers", type=int, default=0, help=workers)
     add("--seed", type=int, default=0, help="seed of the order of the documents")
-    add("--part", type=part_of, default=slurm_part(), metavar="K/N", help="part K, from 0, of N")
-    add("--skip-bad", action="store_true", help="count documents that cannot be read, and continue")
+    add(
+        "--part",
+        type=part_of,
+        default=slurm_part(),
+        metavar="K/N",
+        help="write part K of N; K starts at 0",
+    )
+    add("--skip-bad", action="store_true", help="leave out documents that cannot be read")
     args = parser.parse_args()
     if args.output.suffix != ".tokens":
         fail(f"--output {args.output}: must end in .tokens; use --output {args.output}.tokens")
@@ -924,7 +931,7 @@ def report(args, streams):
             if counts["joined"]:
                 print(f"{counts['joined']:,} answers share their first token with the prompt")
             if counts["endless"]:
-                problem = "end without a control token, so no end is learned"
+                problem = "end without a control token, so the model does not learn to stop there"
                 print(f"{counts['endless']:,} answers {problem}")
     paths = [args.output / f"part-{part}.json" for part in range(args.part[1])]
     has_pieces = any(args.output.glob("*.tokens"))

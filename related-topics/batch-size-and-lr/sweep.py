@@ -103,7 +103,7 @@ def add_flags(add):
     """Declare the flags that only this script has."""
     sizes, rates = [4, 16, 64, 256], [1e-3, 2e-3, 4e-3, 8e-3, 16e-3]
     add("--batch-sizes", nargs="+", type=int, default=sizes, help="samples per optimizer step")
-    add("--lrs", nargs="+", type=float, default=rates, help="learning rates")
+    add("--lrs", nargs="+", type=float, default=rates, help="peak learning rates")
     add("--samples", type=int, default=4096, help="samples that each run trains on")
     add("--seeds", type=int, default=1, help="runs to average per batch size and rate")
 
