@@ -378,7 +378,7 @@ def checks(args):
         Check("GPU", NO_GO, ne, "use nodes with the same model of GPU"),
         # Allow 2 GiB, because the CUDA context of this process takes about half a GiB.
         Check("GPU memory in use", NO_GO, lambda value, _: value > 2,
-              "find its user with nvidia-smi or fuser -v /dev/nvidia*; end it", "{:.1f} GiB"),
+              "find the process with nvidia-smi or fuser -v /dev/nvidia*, end it", "{:.1f} GiB"),
         Check("clock", WARNING, lambda value, _: abs(value) > 1,
               "start chronyd or ntpd on this node, and check with timedatectl", "{:+.1f} s"),
         Check("--save-dir", NO_GO, lambda value, _: value != SHARED,

@@ -120,13 +120,7 @@ def parse_args():
     workers = "number of processes that tokenize; 0: one per core, or a thread for small sources"
     add("--workers", type=int, default=0, help=workers)
     add("--seed", type=int, default=0, help="seed of the order of the documents")
-    add(
-        "--part",
-        type=part_of,
-        default=slurm_part(),
-        metavar="K/N",
-        help="write part K of N; K starts at 0",
-    )
+    add("--part", type=part_of, default=slurm_part(), metavar="K/N", help="part K, from 0, of N")
     add("--skip-bad", action="store_true", help="leave out documents that cannot be read")
     args = parser.parse_args()
     if args.output.suffix != ".tokens":
@@ -434,8 +428,8 @@ def shards_of(name):
     if os.path.exists(name):
         files = [path] if path.is_file() and match_name(path) else files_of(path)
         if not files:
-            endings = " or ".join(f".{ending}" for ending in FORMATS)
-            fail(f"{name}: no file with documents; give files that end in {endings}")
+            endings = ", ".join(f".{ending}" for ending in FORMATS)
+            fail(f"{name}: no file with documents; give {endings} files, compressed or not")
         try:
             with ThreadPoolExecutor() as pool:
                 return list(pool.map(shard_of, files))
@@ -732,8 +726,8 @@ def tokens_of(tokenizer, text, answers, counts):
 def pack(args, tokenizer, units):
     """Pack units into samples: each unit joins the fullest sample that has space (best fit).
 
-    The samples stand in the order of their longest units. Otherwise, the last samples, which the
-    scripts hold out, would have only short units.
+    Each sample takes the place that its longest unit has among all units. Otherwise, the last
+    samples, which the scripts hold out, would have only short units.
     """
     samples = {}
     for number in sorted(range(len(units)), key=lambda number: -len(units[number])):

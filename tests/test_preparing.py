@@ -242,7 +242,7 @@ WRONG = [
     (["--part", "3/3", "text.txt"], "3/3: must be K/N"),
     (["text.txt", "./text.txt"], "./text.txt: given twice; give each source once"),
     (["text.txt:0.5", "empty"], "empty: has no weight above 0; give each"),
-    (["empty"], "empty: no file with documents; give files that end in .jsonl or .json"),
+    (["empty"], "empty: no file with documents; give .jsonl, .json, .txt"),
 ]
 
 
