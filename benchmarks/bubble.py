@@ -1,9 +1,9 @@
-"""Run chapter 07's schedules with layers that only sleep, to see how long ranks are idle.
+"""Run chapter 07's schedules with layers that only sleep, to measure how long ranks are idle.
 
 Here:  python benchmarks/bubble.py --output benchmarks/results/bubble.json
 
-On each rank, a micro-batch sleeps for the same time in its forward pass, for its input gradients
-and for its weight gradients. Four ranks that sleep do not need four cores.
+On each rank, a micro-batch sleeps three times for the same time: in its forward pass, for its input
+gradients and for its weight gradients. Four ranks that sleep do not need four cores.
 """
 
 import time
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from harness import benchmark, show
 from on_ranks import on_ranks
 
-# Four ranks run a schedule, and a rank's forward pass of a micro-batch takes 0.4 s.
+# RANKS ranks run each schedule. A rank sleeps SECONDS for the forward pass of a micro-batch.
 RANKS, SECONDS = 4, 0.4
 RUNS = [("gpipe", 8), ("1f1b", 4), ("1f1b", 8), ("1f1b", 16), ("interleaved-1f1b", 8)]
 
@@ -59,7 +59,7 @@ class Stage(torch.nn.Module):
 
 
 def take_step(chapter, name, micro_batches):
-    """Run two steps; return the seconds and the most micro-batches in flight of the second step."""
+    """Run two steps; return the second step's seconds and its most micro-batches in flight."""
     rank, done = dist.get_rank(), []
     _, passes = chapter.SCHEDULES[name]
     stages = {number: Stage(done) for number in range(rank, RANKS * passes, RANKS)}
@@ -91,7 +91,7 @@ def most_in_flight(events, passes):
 
 
 def measure(chapter, args, device):
-    """Run the schedules that the run's name lists; return a row for each of them."""
+    """Run the schedules that the name of the run lists; return a row for each schedule."""
     rows = []
     for name, micro_batches in RUNS:
         if name not in args.experiment_name.split(","):
@@ -107,7 +107,7 @@ def measure(chapter, args, device):
 
 
 def bubble(args, folder):
-    """Run the schedules on four ranks."""
+    """Run the schedules on four ranks, and print their rows."""
     flags = f"--pipeline-parallel-size {RANKS} --num-steps 1 -e {','.join(args.only)}"
     rows = on_ranks(measure, "07", RANKS, "tiny", folder, flags)
     for row in rows:

@@ -1,9 +1,9 @@
-"""Count the bytes that ranks of chapter 08 keep for the backward pass, by sequence length.
+"""Count the bytes that a rank of chapter 08 keeps for the backward pass, by sequence length.
 
 Here:  python benchmarks/context.py --output benchmarks/results/context.json
 
-The count has all tensors that autograd saves in a forward pass, except the weights. The result is
-the count of the rank that keeps the most bytes.
+The count includes all tensors that autograd saves in a forward pass, except the weights. The result
+is the count of the rank that keeps the most bytes.
 """
 
 from itertools import product
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness import benchmark
 from on_ranks import build, on_ranks
 
-# Each case has a number of ranks that split each sequence, and a style.
+# Each case has the number of ranks that split each sequence, and the style of the split.
 CASES = {"one rank": (1, "gather")}
 for style, ranks in product(("gather", "ulysses"), (2, 4)):
     CASES[f"{style}, {ranks} ranks"] = (ranks, style)
@@ -54,7 +54,7 @@ def measure(chapter, args, device):
 
 
 def activations(args, folder):
-    """Count the bytes of each case and each length."""
+    """Count the bytes for each case and each sequence length; yield all rows so far."""
     rows = []
     for name in args.only:
         ranks, style = CASES[name]
@@ -71,7 +71,7 @@ def activations(args, folder):
 
 def add_flags(add):
     """Declare the flags that only this benchmark has."""
-    add("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="tokens")
+    add("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="tokens per sample")
 
 
 if __name__ == "__main__":

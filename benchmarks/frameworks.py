@@ -1,10 +1,10 @@
-"""Compare chapters 03 and 04 with the same training in frameworks: speed and memory.
+"""Compare the speed and the memory of chapters 03 and 04 with the same training in frameworks.
 
 All:     python benchmarks/frameworks.py --output benchmarks/results/frameworks.json
 Closer:  python benchmarks/frameworks.py --only 03 deepspeed
 
-All runs train a Llama of 7 million weights from the same weights on the same samples, on two ranks,
-and take turns. A ratio compares two runs of the same round.
+On two ranks, all runs train a Llama of 7 million weights, from the same initial weights and on the
+same samples. The runs take turns, and a ratio compares two runs of the same round.
 """
 
 import os
@@ -38,7 +38,7 @@ def contenders(folder):
 
 
 def run(script, flags, folder, run_name):
-    """Run a script; return its tokens per second, and the most GiB that it has used."""
+    """Run a script; return its tokens per second, and its peak memory in GiB."""
     flags = ["--model-name", f"{folder}/llama", *training_flags(folder, run_name, STEPS), *flags]
     command = harness.launch_command(RANKS, [script, *flags])
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, os.cpu_count() // RANKS)))
@@ -53,7 +53,7 @@ def run(script, flags, folder, run_name):
 
 
 def compare(rounds):
-    """Return the ratios of each contender to chapters 03 and 04, in the rounds and their median."""
+    """Return the ratios of each contender to chapters 03 and 04, for each round and the median."""
     found = {}
     for name, chapter in permutations(rounds[0], 2):
         for number in rounds[0][name] if chapter in ("03", "04") else ():

@@ -5,10 +5,10 @@ Closer:  python benchmarks/gpu_check.py --only parity speed-01-compiled
 No GPU:  python benchmarks/gpu_check.py --device cpu --only parity-01 resume-01
 
 The checks that may share a GPU run first, side by side; the checks that need all GPUs run one by
-one. A check that fails or takes too long is a row of the result like any other, and --output
-is written after each check. With --device cpu the same code runs with tiny sizes, which tests the
-checks, but no GPU.
-Exit status: 0 nothing failed, 1 a check failed, 2 there is no GPU or an argument is wrong.
+one. A check that fails or takes too long still gets a row in the result, and the script writes the
+file of --output after each check. With --device cpu, the same code runs with tiny sizes: this tests
+the code of the checks, but no GPU. The exit status is 0 if no check failed, 1 if a check failed,
+and 2 if there is no GPU or an argument is wrong.
 """
 
 import importlib.util
@@ -50,11 +50,11 @@ TINY = """--seq-length 64 --global-batch-size 8 --batch-size 4 --num-steps 20 --
     --eval-every 10 --eval-samples 10 --checkpoint-every 10"""
 FP32 = "--precision fp32"
 LONG = "--num-steps 1000000 --eval-every 1000000 --checkpoint-every 1000000 --eval-samples 2"
-# A run has this number of steps, and its host may not wait in any step after the first.
+# no-sync trains this number of steps. After the first step, the host may not wait for the GPU.
 NUM_FORBIDDEN = 60
-# A run that starts several times has this number of steps each time.
+# float8-restarts compares this number of steps of each start.
 NUM_RESTARTED = 30
-# A measurement of speed has WINDOW steps. Use the WINDOWS measurements after the first.
+# A script logs its speed every WINDOW steps. A check takes the median of WINDOWS logged speeds.
 WINDOW, WINDOWS = 3, 3
 # A check starts only if LEAST seconds are left, and may take at most LIMIT seconds.
 LEAST, LIMIT = 30, 300
@@ -64,17 +64,19 @@ WITHIN = (0, 1e-4)
 ROUGHLY = (0, 1e-2)
 # Losses in float8 and float32 may differ by up to 2e-2; without a GPU, they differ by 5e-3.
 IN_FLOAT8 = (0, 2e-2)
-# whats_wrong.py should report each of these injected faults as a fault of this kind.
+# Map each injected fault to the kind of fault that whats_wrong.py should report.
 KINDS = {"nan-data": "not-finite", "oom-device": "device-out-of-memory"}
-# LARGE has the shape of Llama-3.2-1B. Several checks train MIDDLE side by side.
+# LARGE has the shape of Llama-3.2-1B. MIDDLE is smaller, so that several checks can train it side
+# by side on the same GPU.
 SHAPE = """--config hidden_size=2048 intermediate_size=8192 num_attention_heads=32 head_dim=64
     num_key_value_heads=8 tie_word_embeddings=true max_position_embeddings=8192"""
 LARGE = f"{SHAPE} vocab_size=128256 num_hidden_layers=16"
 MIDDLE = f"{SHAPE} vocab_size=32000 num_hidden_layers=4"
-# WIDE has a few layers of Llama 3.1 8B, because float8 pays only in large products.
+# WIDE has a few layers of Llama 3.1 8B, because float8 is faster only in large matrix products.
 WIDE = """--config hidden_size=4096 intermediate_size=14336 num_attention_heads=32 head_dim=128
     num_key_value_heads=8 max_position_embeddings=8192 vocab_size=32000"""
-# LARGE needs 6 FLOPs per weight, and 12 × layers × width × 4,096 FLOPs for attention.
+# For each token, LARGE needs 6 FLOPs per weight, and 12 × layers × width × 4,096 FLOPs in
+# attention.
 FLOPS_PER_TOKEN = 9_025_499_136
 MIXTURE = "qwen3_moe+hidden_size=64+moe_intermediate_size=64+num_attention_heads=4"
 GPU_FACTS = "name,memory.total,driver_version,power.limit,clocks.max.sm,compute_mode,compute_cap"
@@ -84,8 +86,9 @@ def parse_args():
     """Parse the arguments; stop if there is no GPU for --device cuda."""
     parser = harness.parser_of(__doc__)
     add = parser.add_argument
-    add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: only test the checks' code")
-    add("--only", nargs="+", metavar="NAME", default=[""], help="names of checks, or their starts")
+    add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: test only the checks' code")
+    only_help = "checks to run; the beginning of a name selects all checks that begin with it"
+    add("--only", nargs="+", metavar="NAME", default=[""], help=only_help)
     add("--budget", type=float, default=480.0, help="seconds for all checks")
     args, names = parser.parse_args(), []
     for start in args.only:
@@ -94,7 +97,8 @@ def parse_args():
             parser.error(f"--only {start}: not a check; choose from {' '.join(CHECKS)}")
         names += found
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error(f"torch {torch.__version__} finds no GPU; --device cpu tests the checks")
+        problem = f"--device cuda: torch {torch.__version__} finds no GPU"
+        parser.error(f"{problem}; pass --device cpu to test only the checks' code")
     return args, names
 
 
@@ -106,7 +110,7 @@ class Skip(Exception):
 
 
 class Job(harness.Job):
-    """Run a process of a check; find its log and the folder of its run."""
+    """Run a process of a check, and read the files that it writes."""
 
     def __init__(self, name, command, folder, run_dir, **variables):
         self.name, self.folder, self.run_dir = name, folder, run_dir
@@ -139,12 +143,12 @@ class Bench:
         self.session, self.device, self.count = session, session.device, session.count
         self.deadline = min(time.monotonic() + LIMIT, session.end)
         self.folder = session.folder / name
-        # Checks that run one by one can share the caches.
+        # Checks that run one by one share their caches, so that a later check compiles less.
         self.caches = session.folder if name in ALONE else None
         self.jobs, self.numbers = [], {}
 
     def start(self, name, command, ranks=0, run=None):
-        """Start a script with its arguments, under torchrun if there are `ranks`."""
+        """Start a script with its arguments, under torchrun unless `ranks` is 0."""
         folder = self.folder / name
         caches = self.caches or folder
         env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": f"{caches}/hf"}
@@ -166,7 +170,7 @@ class Bench:
         return self.start(name, [*command, *flags.split()], 0 if script == "01" else ranks, run)
 
     def model(self, flags):
-        """Return the flags of a model for a GPU; checks without a GPU train the tiny model."""
+        """Return `flags` on a GPU; on a CPU, return no flags, so that a check trains `tiny`."""
         return flags if self.device == "cuda" else ""
 
     def tool(self, name, *command, ok=(0,)):
@@ -186,7 +190,7 @@ class Bench:
             time.sleep(0.02)
 
     def judged(self, goals, reason=""):
-        """Return a row; it passed if each number is within its goal, (lowest, highest)."""
+        """Return the check's row: it passes if each number is within its goal (lowest, highest)."""
         missed = [
             f"{name} is {self.numbers[name]:.4g}, not within {low:g} and {high:g}"
             for name, (low, high) in goals.items()
@@ -209,7 +213,7 @@ def difference(job, reference):
 def follow(bench, chapter, flags, runs):
     """Compare the losses of runs with the losses of a chapter in fp32 on the CPU.
 
-    `runs` has arguments of Bench.train() by name: a script, its flags and its number of ranks.
+    `runs` maps the name of each run to its script, its flags and its number of ranks.
     """
     reference = bench.train(chapter, f"{flags} --precision fp32", "cpu", "cpu")
     jobs = {}
@@ -224,15 +228,16 @@ def follow(bench, chapter, flags, runs):
 def parity(bench, chapter, own_flags=FP32, model="", family="", within=WITHIN, split=""):
     """Compare a chapter's losses, on one device and on all devices, with fp32 on the CPU.
 
-    `model` has flags of all runs. With `family`, train a small model of a family of transformers,
-    perhaps with settings. With `split`, a flag, the devices share each layer, sequence or model.
+    `model` holds flags that all runs share. `family` names a model family of transformers, perhaps
+    with settings, and makes all runs train a small model of it. `split` is a flag that splits each
+    layer, each sequence or the model among the devices.
     """
     counts = {1} if chapter == "01" else {1, bench.count}
     if split:
-        # The heads of the tiny model can be split among 4 ranks.
+        # Use at most 4 ranks, because the tiny model has too few heads for more ranks.
         counts = {math.gcd(bench.count, 4)}
     if split and counts == {1}:
-        raise Skip("they need an even number of GPUs")
+        raise Skip("needs an even number of GPUs")
     flags = f"{TINY} --global-batch-size {math.lcm(8, bench.count)} {model}"
     if family:
         save_small_model(family, bench.folder / "model")
@@ -288,8 +293,8 @@ def resume(bench, chapter, flags=""):
 def restarts(bench):
     """Start the same run in float8 three times, and compare the losses of the first steps.
 
-    Each start compiles again, because a fault of Triton made some values NaN, but only in some of
-    the kernels that PyTorch chooses from. A script ends if a gradient is not finite.
+    Each start compiles again, and PyTorch may choose different kernels. A bug of Triton made values
+    NaN in some of these kernels. The script ends if a gradient is not finite.
     """
     model = bench.model(f"{WIDE} num_hidden_layers=2") or "--config num_hidden_layers=1"
     flags = f"{TINY} {model} --seq-length 256"
@@ -324,7 +329,7 @@ def forbid_waits():
 
 
 def run_without_waits(bench, *launcher):
-    """Run chapter 01 with forbid_waits(), perhaps under a tool; return the folder of the run."""
+    """Run chapter 01 with forbid_waits(), under `launcher` if given; return the run's folder."""
     flags = f"{TINY} --num-steps {NUM_FORBIDDEN} --log-every 1000 --eval-every 1000"
     command = [*launcher, *harness.words_of(forbid_waits), harness.script_of("01")]
     return bench.wait(bench.train(command, f"{flags} --checkpoint-every 1000", ranks=0)).run_dir
@@ -337,10 +342,10 @@ def no_sync(bench):
 
 
 def memory(bench, chapter, flags=""):
-    """Compare the peak memory of tensors on a GPU with the plan."""
+    """Compare the peak memory of tensors on a GPU with the planner's prediction."""
     flags = f"{bench.model(MIDDLE)} -s 1024 -b 4 --precision bf16 {flags}"
-    # Plan chapter 01 as chapter 02 on one device: gradients live as long as DDP's, but have no
-    # second copy.
+    # Plan chapter 01 as chapter 02 on one device, because the planner has no chapter 01. In both
+    # chapters, a rank holds all gradients, once, during its fullest micro-batch.
     plans = {"01": "02 --global-batch-size 4", "conversations": f"05 {EIGHT}"}
     plans["lora"] = f"05 {EIGHT} --lora-rank 16"
     plan = plans.get(chapter, f"{chapter} {EIGHT}")
@@ -350,7 +355,7 @@ def memory(bench, chapter, flags=""):
         command = [harness.PLANNER, *options.split(), *flags.split()]
         # Accept exit status 1, which means that the model would not fit.
         planned = json.loads(bench.tool("plan", *command, ok=(0, 1)))["asked"]["gpu_total"] / 2**30
-        # Wait for several rows, because the first row comes from step 0.
+        # Wait for several rows, because the row of step 0 does not have the peak memory.
         bench.wait(job, until=lambda: len(job.rows()) > 4)
         job.kill()
     bench.numbers |= {"peak GiB": job.rows()[-1]["peak_memory_gib"], "planned GiB": planned}
@@ -408,7 +413,7 @@ def speed_bare(bench):
     """Measure the upper limit of the speed, with a loop that does nothing but train."""
     for how, more in {"eager": "", "compiled": "--compile"}.items():
         flags = f"{speed_flags(bench)} --num-steps {WINDOW * (1 + WINDOWS)} {more}"
-        # Leave out the first two rows, which are of step 1 and of the first window.
+        # Leave out the rows of step 1 and of the first window, because they include the warm-up.
         rows = bench.wait(bench.train([*harness.words_of(bare)], flags, how, ranks=0)).rows()
         bench.numbers[f"{how} tokens/s"] = median(row["tokens_per_second"] for row in rows[2:])
     return bench.judged({})
@@ -424,7 +429,7 @@ def mixture_model(bench):
 
 
 def speed(bench, script, how="eager", mixture=False, flags="", beside=None, goals=None, wide=False):
-    """Measure the tokens per second on one or all devices, against the upper limits.
+    """Measure the tokens per second on one or all devices, and compare them with upper limits.
 
     `beside` names an earlier check, whose speed is a limit, too.
     """
@@ -434,7 +439,7 @@ def speed(bench, script, how="eager", mixture=False, flags="", beside=None, goal
     model = mixture_model(bench) if mixture else f"{WIDE} num_hidden_layers=4" if wide else LARGE
     flags = f"{speed_flags(bench, ranks, model)} {flags}" + " --compile" * (how == "compiled")
     job = bench.train(script, flags, ranks=ranks)
-    # Wait for WINDOWS rows after the first two, which are of step 0 and of the first window.
+    # Wait for WINDOWS rows after the rows of step 0 and of the first window.
     bench.wait(job, until=lambda: len(job.rows()) > 1 + WINDOWS)
     job.kill()
     rows = job.rows()[2:]
@@ -453,7 +458,7 @@ def speed(bench, script, how="eager", mixture=False, flags="", beside=None, goal
 
 
 def ratios(rows, tokens_per_second, how):
-    """Return the ratios of a rank's speed to the known results of earlier checks."""
+    """Return the ratios of a rank's speed to the limits that earlier checks have measured."""
     numbers = {}
     for name in ("preflight", "speed-trainer", "speed-bare"):
         numbers |= rows.get(name, {}).get("numbers", {})
@@ -468,7 +473,7 @@ BF16 = {"own_flags": COMPILED_BF16, "within": ROUGHLY}
 FLOAT8 = {"own_flags": f"{COMPILED_BF16} --float8", "within": IN_FLOAT8}
 STAGES = "--batch-size 2 --pipeline-parallel-size"  # four micro-batches
 INTERLEAVED = f"--pipeline-schedule interleaved-1f1b {STAGES}"
-# With two stages on each rank, stages of distant ranks exchange tensors, too.
+# The interleaved schedule has two stages on each of up to 4 ranks, and each stage needs a layer.
 EIGHT_LAYERS = "--config num_hidden_layers=8"
 # Compare only four steps, because rounding errors grow with the steps and differ on each device.
 FOUR_STEPS = {"chapter": "01", "model": "--num-steps 4 --warmup-steps 1"}
@@ -546,8 +551,8 @@ ALONE = {
     ),
 }
 CHECKS = TOGETHER | ALONE
-# Checks whose names start with these words have no result on a CPU: a host does not wait for a CPU,
-# and the peak of a process is not the peak of its tensors.
+# Checks whose names start with these words have no result on a CPU. There, no host waits for a
+# device, and the peak memory of the process includes more than tensors.
 GPU_ONLY = ("no-sync", "memory")
 # Checks whose names start with these words multiply in float8.
 IN_FLOAT8_ONLY = ("float8", "speed-float8")
@@ -561,7 +566,8 @@ def describe_gpus(device):
     if device == "cpu":
         # Report two devices, so that the checks run two ranks.
         return {"gpus": [{"name": "cpu", "memory.total": "16384"}], "count": 2}
-    # Do not ask torch: it may use memory of a GPU, and preflight.py wants to find the GPU free.
+    # Do not ask torch, because it may allocate memory on a GPU, and preflight.py reports a GPU
+    # whose memory is in use.
     command = ["nvidia-smi", f"--query-gpu={GPU_FACTS}", "--format=csv,noheader,nounits"]
     first = subprocess.check_output(command, text=True, timeout=20).splitlines()[0]
     gpu = dict(zip(GPU_FACTS.split(","), first.split(", "), strict=True))
@@ -578,8 +584,8 @@ class Session:
         self.machine = harness.describe_machine(gpus=False) | describe_gpus(args.device)
         self.count, [gpu, *_] = self.machine["count"], self.machine["gpus"]
         size = float(gpu["memory.total"]) / 1024
-        # The planner predicts that chapter 02 needs 53 GiB with micro-batches of 2, and 39 GiB with
-        # 1.
+        # The planner predicts that LARGE needs 53 GiB in chapter 02 with micro-batches of 2, and
+        # 39 GiB with micro-batches of 1.
         self.micro = 2 if size > 70 else 1
         self.has_float8 = float(gpu.get("compute_cap", 8.9)) >= 8.9
         self.room = threading.Semaphore(max(1, int(size / 20)))
@@ -624,7 +630,7 @@ class Session:
             harness.keep(self.output, self.machine, {"rows": rows})
 
     def run(self, asked):
-        """Run the checks, side by side where possible, with two cores or more per check."""
+        """Run the checks, side by side where possible; each check has two cores or more."""
         pool = ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 2) // 2)))
         try:
             list(pool.map(self.check, [name for name in TOGETHER if name in asked]))
@@ -632,7 +638,7 @@ class Session:
                 if name in asked:
                     self.check(name)
         finally:
-            # Kill all processes at the end, also after Ctrl-C.
+            # Leave no process behind, even after Ctrl-C.
             pool.shutdown(wait=False, cancel_futures=True)
             for job in self.jobs:
                 job.kill()

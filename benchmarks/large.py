@@ -1,4 +1,4 @@
-"""Measure the memory and the waiting that chapter 05 saves, against chapter 04.
+"""Measure how much memory and waiting time chapter 05 saves, compared with chapter 04.
 
 Here:  python benchmarks/large.py reading saves --output benchmarks/results/large.json
 
@@ -19,9 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from harness import benchmark, show
 from on_ranks import build, make_model_folder, on_ranks
 
-# Measure saves in this number of rounds, with models of this width.
+# Measure saves in this number of rounds; all measured models have this width.
 ROUNDS, WIDTH = 3, 768
-# Let glibc give memory back to the system, as it does by default, because memory is measured.
+# Let glibc return freed memory to the system, as it does by default. Otherwise, freed memory would
+# count as used.
 GIVE_BACK = {"MALLOC_MMAP_MAX_": "65536", "MALLOC_TRIM_THRESHOLD_": str(2**17)}
 
 
@@ -31,13 +32,13 @@ def own_memory():
 
 
 def highest_memory(ended, found):
-    """Record the highest memory of this process every millisecond, until an event."""
+    """Record the highest memory so far of this process every millisecond, until `ended` is set."""
     while not ended.wait(0.001):
         found.append(max(found[-1], own_memory()))
 
 
 def measure_reading(chapter, args, device):
-    """Return bytes: the peak, this rank's share, the entire model, and its largest tensor."""
+    """Return the bytes of the peak, of this rank's share, of the model and its largest tensor."""
     _, config = chapter.build_tokenizer_and_config(args)
     ended, found = threading.Event(), [own_memory()]
     watch = threading.Thread(target=highest_memory, args=(ended, found))
@@ -76,7 +77,7 @@ def measure_saves(chapter, args, device):
         step = 2 * len(rows) + 1 + in_the_background
         chapter.save_checkpoint(args, run_dir, model, optimizer, step, is_final=False)
 
-    # Run one round more, because the first round allocates the memory for the copies.
+    # Run one more round, and drop the first, which allocates the memory for the copies.
     for _ in range(ROUNDS + 1):
         train()
         row = {"plain": seconds_of(save, False)}

@@ -60,13 +60,16 @@ def training_flags(folder, run_name, steps):
 
 
 def torchrun(ranks, command, folder, threads=1, **variables):
-    """Run a script and its arguments on a number of ranks; return the CompletedProcess."""
+    """Run a script with its arguments on a number of ranks; return the CompletedProcess."""
     settings = {"OMP_NUM_THREADS": str(threads), "HF_HOME": f"{folder}/hf", "HF_HUB_OFFLINE": "1"}
     return run(launch_command(ranks, command), **settings | variables)
 
 
 def on_ranks(work, chapter, ranks, model, folder, options, **settings):
-    """Return the result of `work(chapter, args, device)` on rank 0, with a chapter's options."""
+    """Run `work(chapter, args, device)` on the ranks of a chapter; return rank 0's result.
+
+    `options` are the chapter's flags, and `settings` are variables of torchrun().
+    """
     result = Path(folder, "result.json")
     result.unlink(missing_ok=True)
     options = f"--model-name {model} --save-dir {folder} --device cpu {options}"

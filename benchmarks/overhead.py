@@ -6,9 +6,10 @@ Also:    python benchmarks/overhead.py chapter --compile
          python benchmarks/overhead.py loss --output benchmarks/results/loss.json
 
 Two kinds of steps take turns in one process, so that other load on the machine slows both
-kinds. Each kind trains a Llama of 7 million weights in blocks of ten steps. A block counts as its
-mean step without the fastest and the slowest step, divided by the mean of its neighbors. If the
-chapter is slower than its goal, the exit status is 1.
+kinds. Each kind trains a Llama of 7 million weights in blocks of ten steps. The time of a block is
+the mean of its steps, without the fastest and the slowest step. The script divides this time by the
+mean time of the two neighboring blocks, which are of the other kind. If the chapter is slower than
+its goal, the exit status is 1.
 
 `loss` compares the losses of chapter 05 and of fine-tuning/preferences, which work in chunks, with
 the loss of chapter 04.
@@ -31,11 +32,12 @@ from on_ranks import BATCH, SEQ_LENGTH, build, make_7m_llama, on_ranks
 
 # A block has this number of steps, so watched.py checks the weights once in each block.
 BLOCK = 10
-# The measurement of losses has samples of this length, and four chunks of this number of tokens.
+# To compare losses, use samples of SHORT tokens, and split a batch into four chunks of CHUNK
+# tokens.
 SHORT, CHUNK = 64, BATCH * 64 // 4
-# torch counts no FLOPs of this operation.
+# FlopCounterMode has no formula for this operation, so pass this formula to it.
 IN_PLACE = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
-# A chapter's step may take this multiple of a bare step, so it has at least 97% of the speed.
+# A chapter's step may take this multiple of a bare step: the chapter has at least 97% of the speed.
 GOAL = 1 / 0.97
 
 
@@ -54,7 +56,7 @@ def bare_loss(model, batch):
 
 
 def bare_step(args, loss_of, model, optimizer, micro_batches, mixed):
-    """Run forward and backward passes, clip and update; return the loss and the norm."""
+    """Run the passes of a step, clip, and update the weights; return the loss and the norm."""
     total = 0.0
     for batch in micro_batches:
         with torch.autocast(batch.device.type, torch.bfloat16, enabled=mixed):
@@ -68,7 +70,7 @@ def bare_step(args, loss_of, model, optimizer, micro_batches, mixed):
 
 
 def bare():
-    """Train with bare steps on random tokens; log the speed as chapter 01 does."""
+    """Train with bare steps on random tokens, and log the speed as chapter 01 does."""
     chapter = load("01")
     args = chapter.parse_args()
     device, run_dir = chapter.setup(args)
@@ -87,7 +89,10 @@ def bare():
 
 # ---- steps that take turns -------------------------------------------------------------------
 def shares_of(args, device, steps):
-    """Let two kinds of steps take turns in blocks; return the shares of their blocks, by name."""
+    """Let two kinds of steps take turns in blocks; return the shares of each kind's blocks.
+
+    The share of a block is its time, divided by the mean time of its two neighbors.
+    """
     names, blocks = list(steps), []
     for block in range(args.num_steps // BLOCK):
         take_step = steps[names[block % 2]]
@@ -100,8 +105,8 @@ def shares_of(args, device, steps):
             seconds.append(time.perf_counter() - begun)
         blocks.append(fmean(sorted(seconds)[1:-1]))
     shares = {name: [] for name in reversed(names)}
-    # Do not use the first two blocks, which are a warm-up, so block 3 is the first with two
-    # neighbors.
+    # Leave out the first two blocks, which are a warm-up. So block 3 is the first block that has
+    # two usable neighbors.
     for block in range(3, len(blocks) - 1):
         neighbors = fmean([blocks[block - 1], blocks[block + 1]])
         shares[names[block % 2]].append(blocks[block] / neighbors)
@@ -119,7 +124,7 @@ def measure_chapter(chapter, args, device):
     loss, _ = bare_step(args, loss_of, bare, bare_optimizer, [batch], mixed)
     other_loss, _ = chapter.train_step(args, model, optimizer, samples, 1, device)
     if abs(loss - other_loss) > 0.01:
-        sys.exit(f"the first loss of the bare loop is {loss:.4f}, that of 01 is {other_loss:.4f}")
+        sys.exit(f"first loss: {loss:.4f} in the bare loop, but {other_loss:.4f} in chapter 01")
     steps = {
         "bare": lambda _: bare_step(args, loss_of, bare, bare_optimizer, [batch], mixed),
         "chapter": lambda step: chapter.train_step(args, model, optimizer, samples, step, device),
@@ -128,7 +133,7 @@ def measure_chapter(chapter, args, device):
 
 
 def measure_watched(chapter, args, device):
-    """Compare the chapter's train_step() while watched.py watches, and while it does not."""
+    """Compare the chapter's train_step() under watched.py with train_step() alone."""
     sys.path.insert(0, str(ROOT / "diagnosing-errors"))
     import watched
 
@@ -147,7 +152,7 @@ def measure_watched(chapter, args, device):
     steps = {"alone": partial(take_step, False), "watched": partial(take_step, True)}
     found = shares_of(args, device, steps)
     if not counter.checks:
-        sys.exit(f"watched.py watched nothing: {counter.fault}")
+        sys.exit(f"watched.py checked no step: {counter.fault}")
     return found
 
 
@@ -173,7 +178,10 @@ def losses_of(chapter, args, model):
 
 
 def measure_loss(chapter, args, device):
-    """Compare a step whose loss works in chunks with a step whose logits exist all at once."""
+    """Compare steps that compute the loss in chunks with a step that computes all logits at once.
+
+    Return the FLOPs of each step, and the shares of the steps with chunks.
+    """
     model, _, optimizer, samples = build(chapter, args, device)
     batch, losses = chapter.batch_at(args, samples, 1, 0, device), losses_of(chapter, args, model)
 
@@ -199,7 +207,7 @@ MEASURES = {"chapter": measure_chapter, "watched": measure_watched, "loss": meas
 
 
 def overhead(args, folder):
-    """Run the measurement in a process with the harness's settings."""
+    """Run one measurement; exit with status 1 if the chapter misses its goal."""
     is_loss, model = args.what == "loss", make_7m_llama(folder / "llama")
     length, precision = (SHORT, "fp32") if is_loss else (SEQ_LENGTH, fast_precision())
     flags = f"--seq-length {length} --precision {precision} --global-batch-size {BATCH}"

@@ -1,4 +1,4 @@
-"""Measure the memory of real runs, next to the memory that the planner predicts.
+"""Compare the memory of real runs with the memory that the planner predicts.
 
 Here:    python benchmarks/planner.py --output benchmarks/results/planner-cpu-2cores.json
 Closer:  python benchmarks/planner.py --only "05 offload" "04 kept"
@@ -45,13 +45,13 @@ GLOO = ("c10d::", "_c10d_functional::", "gloo:")
 
 
 def bytes_of(tensors):
-    """Return the number of bytes of these tensors that lie on this rank."""
+    """Return the number of bytes that this rank holds of these tensors."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum(tensor.nbytes for tensor in local)
 
 
 def measure(chapter, args, device):
-    """Train some steps on random tokens; return the bytes that this rank holds, and their peak."""
+    """Train some steps on random tokens; return the bytes of the state and of the peak."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model, wrapped, optimizer, samples = build(chapter, args, device)
         state = {}
@@ -89,8 +89,9 @@ def allocations(profiler):
 def unseen_releases(events):
     """Return the numbers of the allocations whose release the profiler does not see.
 
-    A thread of Gloo may release a collective's own buffers. These buffers count as released when
-    they are filled, because other buffers are released then.
+    A thread of Gloo may release the buffers that a collective allocates for itself, and the
+    profiler does not see these releases. rises() does not count such a buffer at all, because
+    other buffers are released while the collective fills it.
     """
     unseen, own = set(), {}
     for number, (address, size, names) in enumerate(events):
@@ -104,9 +105,9 @@ def unseen_releases(events):
 
 
 def rises(events):
-    """Return the highest rise of the allocated bytes, from the start of each step.
+    """Return the highest rise of the allocated bytes in each step, above its start.
 
-    The first value is the rise before the first step.
+    The first value is the number of bytes that are allocated before the first step.
     """
     unseen = unseen_releases(events)
     live, before, when, most = 0, 0, "start", {}

@@ -1,4 +1,4 @@
-"""Measure how a step spends its time: on computation, on waits for ranks or data, on the host.
+"""Measure what a step spends its time on: computation, waits for ranks or data, or the host.
 
 Here:    python benchmarks/where.py --output benchmarks/results/where.json
 Closer:  python benchmarks/where.py --only 02 --trace traces
@@ -11,8 +11,8 @@ exposed   communication that the rank waits for while it computes nothing
 data      the rank waits for a batch
 host      the rest: Python, launching kernels, logging
 
-The fifth number, hidden, is communication in flight while the rank computes, inside of compute. On
-a GPU, copies from and to the host count as compute. Each microsecond counts once.
+A fifth number, hidden, is the part of compute during which communication is in flight. On a GPU,
+copies from and to the host count as compute. Each microsecond counts in only one of the four parts.
 --trace keeps the traces for https://ui.perfetto.dev.
 """
 
@@ -43,7 +43,7 @@ OPERATORS = ("aten::", "fsdp::", "mkldnn::", "torch::distributed::reducer", "## 
 
 
 def parts_of(path):
-    """Return the seconds of the parts of the window in a trace, and of the window itself."""
+    """Return the seconds of the window in a trace, and of each of its parts."""
     events = [e for e in json.loads(Path(path).read_text())["traceEvents"] if e.get("ph") == "X"]
     [window] = select(events, "user_annotation", "window")
     own_thread = [event for event in events if event["tid"] == window["tid"]]
@@ -81,7 +81,7 @@ def select(events, kind, names):
 
 
 def mask_of(events, window):
-    """Return an array with a value for each microsecond of a window: True inside of an event."""
+    """Return an array with a value for each microsecond of a window: True during an event."""
     mask = np.zeros(round(window["dur"]), dtype=bool)
     for event in events:
         start = event["ts"] - window["ts"]
@@ -90,9 +90,9 @@ def mask_of(events, window):
 
 
 def tails_of(events):
-    """Return each backward pass's last part, after the last node of the graph.
+    """Return the last part of each backward pass, after the last node of the graph.
 
-    DDP waits there for its last buckets, in C++, and no event shows this.
+    In this part, DDP waits for its last buckets in C++, and the trace has no event for this wait.
     """
     nodes = select(events, "cpu_op", "autograd::engine::")
     ends, tails = [node["ts"] + node["dur"] for node in nodes], []
@@ -136,7 +136,7 @@ def trace_steps():
     def traced_step(args, model, optimizer, train_set, step, device):
         if step == WINDOW + 1:
             window.enter_context(traced_window(path))
-        # The last step is after the window, because the script then also evaluates and saves.
+        # End the window before the last step, because the script then also evaluates and saves.
         if step == args.num_steps:
             window.close()
         return train_step(args, model, optimizer, train_set, step, device)
@@ -163,12 +163,12 @@ def most_ranks():
 
 
 def run(script, ranks, folder, num_traced, *more):
-    """Run a script with more arguments; return the seconds of the window's parts on each rank."""
+    """Run a script with the flags `more`; return the seconds of the parts for each rank."""
     folder.mkdir(parents=True, exist_ok=True)
     flags = [*training_flags(folder, "run", WINDOW + num_traced + 1), *more]
     command = [*harness.words_of(trace_steps), folder, script, *flags]
     command = harness.launch_command(0 if "01" in script.parent.name else ranks, command)
-    # Give a rank the same number of threads in every chapter, so that speeds are comparable.
+    # Give each rank the same number of threads in every chapter, so that speeds are comparable.
     harness.call(command, OMP_NUM_THREADS=str(max(1, os.cpu_count() // most_ranks())))
     return [parts_of(folder / f"rank{rank}.json") for rank in range(ranks)]
 
@@ -195,7 +195,7 @@ def where(args, folder):
 def add_flags(add):
     """Declare the flags that only this benchmark has."""
     add("--steps", type=int, default=50, help="steps to trace in each run")
-    add("--trace", type=Path, metavar="FOLDER", help="keep the traces of all ranks there")
+    add("--trace", type=Path, metavar="FOLDER", help="keep all ranks' traces in this folder")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Collect the facts about a run that whats_wrong.py judges.
 
 The facts come from the files that watched.py writes to the run's folder, and from the processes on
-each host. Collecting them stops nothing.
+each host. The run continues while this script collects the facts.
 """
 
 import json
@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 HERE = os.uname().nodename
-# A rank is silent if its latest heartbeat, which is due every two seconds, has this age in seconds.
+# A rank writes a heartbeat every two seconds. A rank is silent if its latest heartbeat is at least
+# this number of seconds old.
 STALE = 10
 # This pattern matches the files of Python, packages and these tools; other files are user code.
 FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watched|inject)\.py$")
@@ -23,7 +24,7 @@ FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watc
 
 # ---- hosts -------------------------------------------------------------------------------------
 def reach_of(hosts_file=None):
-    """Return, for each host, the words that run a command there; this host needs no words."""
+    """Map each host to the words that run a command on it; this host needs no words."""
     if not hosts_file:
         return {HERE: []}
     lines = [line.partition("#")[0].split() for line in hosts_file.read_text().splitlines()]
@@ -36,7 +37,7 @@ def reach_of(hosts_file=None):
 
 
 def look_at(words, pids):
-    """Return a host's own name, and the states of its processes as letters, as in ps."""
+    """Return a host's own name and the states of its processes, as letters of ps, or an error."""
     files = [f"/proc/{pid}/stat" for pid in pids]
     command = [*words, "cat", "/proc/sys/kernel/hostname", *files]
     try:
@@ -62,18 +63,18 @@ def gather(run, reach):
         hosts = dict(zip(reach, answers, strict=True))
     disk = os.statvfs(run)
     free = disk.f_bavail * disk.f_frsize
-    # Read the files again, because a process that is gone may have written its error just now.
+    # Read the files again, because a rank may have written its error and ended in the meantime.
     return {"run": str(run), "ranks": read_ranks(run, ahead), "hosts": hosts, "free": free}
 
 
 def request_dumps(run):
     """Ask all ranks for dumps, and wait up to four seconds for them.
 
-    Return the lead of the clock of the folder's file system over this host's clock, in seconds.
+    Return the time of the folder's file system minus the time of this host, in seconds.
     """
     request = run / "ranks/dump"
     ahead = 0.0
-    # The folder may belong to a different user. If so, use the dumps that exist.
+    # If the folder belongs to a different user, request no dumps, and use the dumps that exist.
     with suppress(OSError):
         request.touch()
         ahead = changed(request) - time.time()
@@ -92,7 +93,7 @@ def read_ranks(run, ahead=0.0):
     now = time.time() + ahead
     paths = sorted((run / "ranks").glob("[0-9]*[0-9].json"))
     ranks = {int(path.stem): files for path in paths if (files := read_rank(path, now))}
-    # Drop ranks that started much earlier, because an earlier start has left their files.
+    # Drop ranks that started much earlier, because their files are left over from an earlier start.
     latest = min((files["runs"] for files in ranks.values()), default=0)
     return {rank: files for rank, files in ranks.items() if files["runs"] < latest + 30}
 
@@ -100,8 +101,9 @@ def read_ranks(run, ahead=0.0):
 def read_rank(path, now):
     """Return the files of a rank, or None if its heartbeat is damaged.
 
-    `now` is the time of the file system, because the clocks of hosts differ. `age` is the number of
-    seconds since the heartbeat, and `runs` since the start of the rank.
+    `now` is the time of the file system, because the clocks of hosts differ. In the result, `age`
+    is the number of seconds since the heartbeat, and `runs` is the number of seconds since the rank
+    started.
     """
     beat, dump = read_json(path), path.with_suffix(".dump.json")
     if "started" not in beat:
@@ -144,22 +146,23 @@ class Rank:
 
     def __init__(self, files, host):
         self.beat = files["beat"]
-        # The heartbeat is this number of seconds old.
+        # This is the age of the heartbeat in seconds.
         self.age = files["age"]
         # If the process has crashed in C code, faulthandler has written these stacks.
         self.crash = files["crash"]
         # The state is alive, stopped, finished, failed, gone or silent.
         self.state = state_of(files, host)
         self.lives = self.state in ("alive", "stopped")
-        # This rank last changed its step or its phase this number of seconds ago.
+        # This is the number of seconds since the rank last changed its step or its phase.
         self.quiet = self.beat["time"] - self.since + self.age
         step = f"step {self.step}"
         self.position = step if self.phase == "other" else f"the {self.phase} phase of {step}"
-        # Map each group to its collectives, and their numbers to calls: group -> number -> call.
+        # Map each process group to its collectives: group -> sequence number -> call.
         self.calls = defaultdict(dict)
         dump = files["dump"] if self.end != "finished" else {}
         for call in dump.get("collectives", []):
-            # Leave out patient calls, because a rank may wait in them for days.
+            # Leave out patient calls: their timeout is so long that a rank may wait in them for
+            # days without a fault.
             if not call["patient"]:
                 self.calls[call["group"]][call["number"]] = call
         # This is the stack of the main thread as (file, line, function), outermost first. A rank
@@ -195,7 +198,7 @@ def state_of(files, host):
 
 
 def location_of(frames):
-    """Return the innermost line of training code as text, with its code if the file is here."""
+    """Describe the innermost line of training code, with its text if this host has the file."""
     own = [frame for frame in frames if not FOREIGN.search(frame[0])]
     if not own:
         return "an unknown line"

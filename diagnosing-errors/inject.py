@@ -3,9 +3,10 @@
 torchrun --standalone --nproc-per-node 2 diagnosing-errors/watched.py --into outputs/broken \
    diagnosing-errors/inject.py slow-compute@rank1:step20 02-ddp/train_llm.py --num-steps 500
 
-The fault starts at the end of the 20th step that this process runs. Several faults may stand before
-the script. inject.py replaces functions of torch and of its data loaders; a fault never begins in a
-script that does not call the function. train_llm.py makes faults that need a line of the script.
+In this example, the fault begins at the end of the 20th step that the process of rank 1 runs. You
+can name several faults before the script. inject.py replaces functions of torch and of its data
+loaders, so a fault never begins in a script that does not call the replaced function. Some faults
+need a change in the training script itself: train_llm.py in this folder has these faults.
 """
 
 import ctypes
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-# The function of each of these faults runs at the end of the step, with the first weight.
+# At the end of a step, end_of_step() calls the function of a fault with the first weight.
 FUNCTIONS = {
     "crash": lambda _: 1 / 0,
     "segfault": lambda _: ctypes.string_at(0),
@@ -38,7 +39,7 @@ FUNCTIONS = {
 # The other faults act in the functions that replace_functions() replaces.
 FAULTS = [*FUNCTIONS, "hang-data", "slow-data", "skip-collective", "nan-data", "nan-gradient"]
 FAULTS += ["corrupt-checkpoint"]
-# These faults act each time that their function runs; every other fault acts once.
+# Once they have begun, these faults act again and again; every other fault acts once.
 LASTING = ("memory-leak", "file-leak", "slow-compute", "slow-data")
 USAGE = "usage: inject.py FAULT@rankR:stepS ... SCRIPT ARGUMENTS\n"
 USAGE += f"FAULT is one of {', '.join(FAULTS)}"
@@ -47,7 +48,7 @@ LEAKED = []
 
 
 class Fault:
-    """Hold a fault of the command line, the steps so far, and whether the fault has begun."""
+    """Hold a fault of the command line, count steps, and remember whether the fault has begun."""
 
     def __init__(self, text):
         match = re.fullmatch(r"([a-z-]+)@rank(\d+):step(\d+)", text)
@@ -82,7 +83,7 @@ class Fault:
         save, next_index = torch.save, _BaseDataLoaderIter._next_index
 
         def broken_backward(tensors, *args, **options):
-            # Accept a sequence of tensors, because the stage of a pipeline passes a sequence.
+            # Accept one tensor or a sequence, because the stage of a pipeline passes a sequence.
             outputs = [tensors] if torch.is_tensor(tensors) else list(tensors)
             if self.is_due("nan-data"):
                 outputs = [output * float("nan") for output in outputs]

@@ -1,19 +1,19 @@
-"""Check the nodes of a long run before it starts: print go, or no-go and what to repair.
+"""Check the nodes of a long run before it starts: print go, or print no-go and what to repair.
 
 Here:      torchrun --standalone --nproc-per-node 2 diagnosing-errors/preflight.py
 For real:  srun --nodes 4 --ntasks-per-node 8 --gpus-per-node 8 \
                python diagnosing-errors/preflight.py --save-dir outputs --checkpoint-gb 40
 
-Start it with the launcher of the run, because it tests the launcher too. Under srun and mpirun,
-rank 0 names the ranks that do not connect. torchrun starts no rank before all of its nodes have
-joined, and reports a missing node itself.
+Start this script with the launcher of your run, because the script tests the launcher, too. Under
+srun and mpirun, rank 0 names the ranks that do not connect. torchrun starts no rank before all of
+its nodes have joined, and reports a missing node itself.
 
 The exit status is 0 for go, with or without warnings, 1 for no-go, and 2 for wrong arguments or
 wrong environment variables. torchrun turns every status other than 0 into 1.
 
-The check takes less than a minute, and finds the node that differs from other nodes. It does not
-replace `dcgmi diag -r 3`, which tests a GPU's memory and power under load, or nccl-tests, which
-measures each collective at each size and checks the results.
+The check takes less than a minute, and finds a node that differs from the other nodes. It does not
+replace `dcgmi diag -r 3`, which tests a GPU's memory and power under load. Nor does it replace
+nccl-tests, which measures each collective at each size and checks the results.
 """
 
 import argparse
@@ -52,7 +52,7 @@ LAUNCHERS = [
     ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],  # srun
 ]
 NO_GO, WARNING = "no-go", "warning"
-# A finding has this level if the versions of these programs differ between ranks.
+# If ranks have different versions of one of these programs, the finding has this level.
 VERSIONS = {"python": WARNING, "torch": NO_GO, "transformers": NO_GO, "datasets": WARNING}
 # A device or link is slow if its rate is less than this fraction of the median rate. CPUs get a
 # lower limit, because other programs use part of a CPU's time.
@@ -82,7 +82,8 @@ def parse_args(argv=None):
     # the value NoDevFiles, Slurm hides the GPUs from a job that has not requested GPUs.
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
     has_gpu = torch.cuda.is_available() or (os.path.exists("/dev/nvidiactl") and not hidden)
-    add("--device", choices=["cpu", "cuda"], default="cuda" if has_gpu else "cpu", help="device")
+    device = "cuda" if has_gpu else "cpu"
+    add("--device", choices=["cpu", "cuda"], default=device, help="kind of device to test")
     add("--timeout", type=int, default=60, help="maximum seconds to wait for other ranks")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -96,7 +97,7 @@ def check_variables():
     names = [*LAUNCHERS[0], "MASTER_ADDR", "MASTER_PORT"]
     values = {name: os.environ.get(name, "") for name in names}
     if missing := [name for name in names if not values[name]]:
-        advice = "start this with a launcher, such as torchrun, srun or mpirun"
+        advice = "start preflight.py with a launcher, such as torchrun, srun or mpirun"
         if not set(missing) & set(LAUNCHERS[0]):
             advice = "pass MASTER_ADDR and MASTER_PORT with -x (Open MPI) or -genv (MPICH)"
         fail(f"{', '.join(missing)}: not set; {advice}", status=2)
@@ -110,9 +111,9 @@ def check_variables():
         problem = f"MASTER_ADDR {address}: {error.strerror}"
         fail(f"{problem}; set it to the name or the address of the node of rank 0", status=2)
 
-    # A shell that still has the variables of an earlier launcher passes them on to every rank. Each
-    # rank would then take itself for the same rank of a smaller run. torchrun always sets these
-    # variables.
+    # A shell may still have the variables of an earlier launcher, and pass them on to every rank.
+    # Every rank would then act as the same rank of a smaller run. Under torchrun, this cannot
+    # happen, because torchrun always sets the variables.
     sizes = [os.environ[size] for _, size, _ in LAUNCHERS if size in os.environ]
     num_ranks = max(int(values["RANK"]) + 1, *map(int, sizes))
     if num_ranks > int(values["WORLD_SIZE"]) and "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -182,7 +183,8 @@ def connect(args, rank):
         return store
     except RuntimeError as error:
         reason = last_line(error)
-        # A client's socket gives a reason, while torch reports only a timeout.
+        # Try again with a plain socket, because its error has the reason, while torch reports only
+        # a timeout.
         try:
             socket.create_connection((address, port), timeout=5).close()
         except OSError as socket_error:
@@ -219,7 +221,7 @@ def gather(value):
     return values
 
 
-# ---- facts: what each rank can read ----------------------------------------------------------
+# ---- facts that each rank can read -----------------------------------------------------------
 
 
 def read_facts(args, rank):
@@ -280,7 +282,7 @@ def measure(args, rank, hosts):
     device, group = torch.device(args.device), None
     if args.device == "cuda":
         group = dist.new_group(backend="nccl", timeout=timedelta(seconds=args.timeout))
-    # The links are measured in pairs, so first test a collective of all ranks.
+    # First test a collective of all ranks, because the links below are measured only in pairs.
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     rates = {"matmul": matmul_rate(device)}
     for name, rings in rings_of(hosts).items():
@@ -342,7 +344,7 @@ def link_rate(rank, rings, device, group):
 def exchange_seconds(data, partner, group):
     """Return the seconds for an exchange with a partner.
 
-    Row 0 of `data` leaves, and the partner's row arrives in row 1.
+    This rank sends row 0 of `data`, and receives the partner's row in row 1.
     """
 
     def exchange():
@@ -354,7 +356,7 @@ def exchange_seconds(data, partner, group):
     return Timer("exchange()", globals={"exchange": exchange}).timeit(6).mean
 
 
-# ---- comparison: pure functions of what all ranks report -------------------------------------
+# ---- comparison: pure functions of the reports of all ranks ----------------------------------
 
 
 def below(fraction, minimum=0):
@@ -367,7 +369,8 @@ def checks(args):
     checkpoints_gb = 3 * args.checkpoint_gb
     slow_device, slow_link = SLOW_DEVICE[args.device], SLOW_LINK[args.device]
     versions = "install the same version on all nodes, or let them share an environment"
-    slow = "it is hot, throttled or shared: run top and nvidia-smi there, then dcgmi diag -r 3"
+    slow = "the device may be hot, throttled or shared; run top and nvidia-smi on its node, "
+    slow += "then dcgmi diag -r 3"
     link = "check speed and errors with ethtool, ip -s link and ibstat; then run nccl-tests"
     return [
         *(Check(name, level, ne, versions) for name, level in VERSIONS.items()),
@@ -375,9 +378,9 @@ def checks(args):
         Check("GPU", NO_GO, ne, "use nodes with the same model of GPU"),
         # Allow 2 GiB, because the CUDA context of this process takes about half a GiB.
         Check("GPU memory in use", NO_GO, lambda value, _: value > 2,
-              "end the process that holds it: nvidia-smi, fuser -v /dev/nvidia*", "{:.1f} GiB"),
+              "find the process with nvidia-smi or fuser -v /dev/nvidia*, end it", "{:.1f} GiB"),
         Check("clock", WARNING, lambda value, _: abs(value) > 1,
-              "start chronyd or ntpd there, and check with timedatectl", "{:+.1f} s"),
+              "start chronyd or ntpd on this node, and check with timedatectl", "{:+.1f} s"),
         Check("--save-dir", NO_GO, lambda value, _: value != SHARED,
               "choose a folder that all nodes share and can write to"),
         Check("disk free", NO_GO, lambda value, _: value < checkpoints_gb,

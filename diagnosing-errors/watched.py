@@ -118,7 +118,7 @@ class Steps:
     """
 
     def __init__(self, every=10):
-        # The inputs and the weights are checked in every tenth step.
+        # Check the inputs and the weights only once in this number of steps.
         self.every = every
         # This is the traceback of an error in a check or in the heartbeat thread. After an error,
         # no check runs.
@@ -133,7 +133,7 @@ class Steps:
         # Add up the loss, the number of gradients that are not finite, and the hash of the inputs
         # over the micro-batches of the current step.
         self.sums = defaultdict(int)
-        # These copies from the device may still be in progress.
+        # These rows of results may still be on their way from the device to the host.
         self.pending = deque(maxlen=999)
 
         self.losses = deque(maxlen=3)
@@ -216,13 +216,13 @@ class Steps:
         # Use fill_(), because copying a Python number from pageable memory would wait for the GPU.
         for slot, value in zip(row, values, strict=True):
             slot.fill_(value)
-        # The memory of the copy is pinned, because torch pins it for a copy that does not block.
+        # This copy does not block, because torch allocates pinned memory for it.
         copy = row.to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if row.is_cuda else None
         self.pending.append((self.count, copy, copied))
 
     def collect(self):
-        """Process the results that have reached the host, outside of the main thread's steps."""
+        """Process the results that have reached the host; stop at the first pending copy."""
         while self.pending:
             count, row, copied = self.pending[0]
             if copied is not None and not copied.query():
@@ -415,7 +415,8 @@ class Watch:
         if steps.count and age > 1.03 * self.memory_age:
             self.memory_age = age
             self.memory.append(memory)
-        # Compute the share of the samples that found the main thread in each of three lines.
+        # For the three most frequent lines, compute the share of the samples that found the main
+        # thread there.
         lines = {}
         for (file, line, function), count in self.frame_counts.most_common(3):
             lines[f"{os.path.basename(file)}:{line} {function}"] = round(count / samples, 2)
@@ -514,7 +515,7 @@ def recorded_collectives():
     """Return the latest collectives, up to 500 per backend, from PyTorch's Flight Recorder."""
     collectives = []
     for function in ("_dump_fr_trace", "_dump_nccl_trace"):
-        # Ignore errors: both functions are private to torch, so they may change, and the second
+        # Ignore errors, because both functions are private to torch and may change. The second
         # function exists only in GPU builds.
         with suppress(Exception):
             trace = getattr(torch._C._distributed_c10d, function)()

@@ -103,7 +103,8 @@ def diagnose(facts, ranks):
         return finding("unknown", [], reason) | {"also": []}
     standstill = find_failure(ranks) or find_hang(ranks)
     candidates = [
-        # A rank that fails because of a full disk may be unable to record its error.
+        # Check the disk first, because a rank that fails on a full disk may be unable to record its
+        # error.
         find_full_disk(facts),
         standstill,
         find_unreachable_hosts(facts, ranks),
@@ -123,7 +124,7 @@ def diagnose(facts, ranks):
 
 
 def shorten(items):
-    """Return the first eight items as text, and the number of the other items."""
+    """Return the first eight items as text, and the number of items that are left out."""
     more = f" and {len(items) - 8} more" if len(items) > 8 else ""
     return ", ".join(map(str, items[:8])) + more
 
@@ -277,7 +278,7 @@ def find_hang(ranks):
     world_size = ranks[0].world_size
     missing = sorted(set(range(world_size)) - {rank.rank for rank in ranks})
     if missing and all(rank.phase == "start" and rank.quiet > 20 for rank in ranks):
-        reason = f"{len(missing)} of {world_size} ranks never started, and the others wait for them"
+        reason = f"{len(missing)} of {world_size} ranks never started, and the other ranks wait"
         return finding("rendezvous", [], reason) | {"ranks": missing}
     limit = stall_limit(ranks)
     is_still = all(rank.lives and rank.quiet > limit for rank in ranks)
@@ -295,7 +296,7 @@ def explain_hang(ranks):
         return finding("hang-in-data", loading, reason, "certain" if late else "likely")
     if late:
         kind = "skipped-collective" if is_waiting(late[0]) else "straggler"
-        reason = "the other ranks wait in a collective that was not called here "
+        reason = "the other ranks wait in a collective that these ranks have not called "
         return finding(kind, late, f"{reason}({stay_of(late[0])})")
     if ranks and all(is_waiting(rank) for rank in ranks):
         reason = f"all ranks wait in the same collective ({stay_of(ranks[0])})"
@@ -330,8 +331,8 @@ def stay_of(rank):
 def find_mismatch(group):
     """Report ranks that called a different collective than the other ranks of their group.
 
-    In the record of a collective, "call" is a text: the operation with its sizes and types, then "
-    at " and the line of code.
+    In the record of a collective, "call" is a text such as "all_reduce [[5]] Float at train.py:3
+    main": the operation with its sizes and types, and the line of code.
     """
     history = []
     # Start at the first collective that is still on record for all ranks.
@@ -352,7 +353,10 @@ def find_mismatch(group):
 
 
 def find_unexpected_call(group, victims):
-    """Report a rank whose last call breaks its pattern; the calls of victims are not on record."""
+    """Report a rank whose last call differs from the call that its earlier calls predict.
+
+    The calls of victims are not on record.
+    """
     for rank, calls in group.items():
         *history, last = [call["call"] for _, call in sorted(calls.items())]
         expected = predict_call(history)
@@ -448,7 +452,7 @@ def waits_by_cause(group, numbers):
     The last rank to call a collective makes the other ranks wait. The wait starts when the first
     rank calls the collective or when the previous collective ends, whichever is later.
     """
-    # Report no waits across hosts, because the clocks of different hosts cannot be compared.
+    # Report no waits if the ranks run on several hosts, because the hosts' clocks differ.
     if len({rank.host for rank in group}) > 1:
         return dict.fromkeys(group, 0.0)
     waits = {rank: [] for rank in group}
@@ -466,7 +470,10 @@ def waits_by_cause(group, numbers):
 
 # ---- wrong numbers -----------------------------------------------------------------------------
 def find_nonfinite(ranks):
-    """Report the ranks whose own loss or gradient was not finite in the first affected step."""
+    """Report the ranks whose loss or gradient was the first that was not finite.
+
+    Each rank checks its own values, before the average over ranks.
+    """
     if affected := [rank for rank in ranks if rank.bad]:
         step = min(rank.bad["step"] for rank in affected)
         first = [rank for rank in affected if rank.bad["step"] == step]

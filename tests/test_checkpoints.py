@@ -33,4 +33,4 @@ def test_folder_without_a_checkpoint_becomes_no_model(tmp_path):
     done = run_command(ROOT / "tools/export.py", tmp_path, tmp_path / "model")
     assert done.returncode == 2 and not (tmp_path / "model").exists()
     [line] = done.stderr.splitlines()
-    assert line.startswith(f"export.py: error: cannot read {tmp_path}: ")
+    assert line.startswith(f"export.py: error: {tmp_path}: not a complete checkpoint (")

@@ -283,13 +283,13 @@ MISTAKES = {
     "null": (None, "it has no messages"),
     "no answer": ([say("system", "Be short."), ASK], "its last turn is by the user; end it with"),
     "no question": ([ANSWER], "its first turn is by the assistant; begin it with a turn by"),
-    "picture": ([say("user", [{"type": "image"}]), ANSWER], "a turn's content is not text, but [{"),
+    "picture": ([say("user", [{"type": "image"}]), ANSWER], "a turn's content is [{"),
     "no content": ([ASK, {"role": "assistant"}], "a turn by the assistant has no content"),
     "tool calls": (CALLS, "the model's chat template leaves out 'find' of an answer"),
     "thoughts": ([ASK, ANSWER | {"thinking": "Hm."}], "the model's chat template leaves out 'Hm.'"),
-    "weight": ([ASK, ANSWER | {"weight": 0.5}], "a turn has weight 0.5; only 0 and 1 are possible"),
+    "weight": ([ASK, ANSWER | {"weight": 0.5}], "a turn has weight 0.5; use 0 or 1"),
     "nothing": ([ASK, ANSWER | {"train": False}], "it has no answer to learn"),
-    "text": ("a", "a turn has no role and content, but is 'a'"),
+    "text": ("a", "a turn is 'a'; make it an object with role and content"),
 }
 
 
@@ -299,7 +299,7 @@ def test_mistake_in_a_conversation_is_reported_or_left_out(tmp_path, turns, expe
     path = write_rows(tmp_path / "a.jsonl", rows)
     output = preparing.prepare(tmp_path / "a.tokens", path, "--conversations", status=2)
     assert f"error: {path}, line 3: {expected}" in output
-    assert output.endswith("; --skip-bad leaves it out\n")
+    assert output.endswith("; repair it, or pass --skip-bad to leave it out\n")
     output = preparing.prepare(tmp_path / "a.tokens", path, "--conversations", "--skip-bad")
     assert "1 bad documents left out" in output and "3 rows are packed into 1 samples" in output
 

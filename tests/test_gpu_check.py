@@ -44,7 +44,7 @@ def run_checks(command, output, *names):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("", "finds no GPU; --device cpu tests the checks"),
+        ("", "finds no GPU; pass --device cpu to test only the checks' code"),
         ("--device cpu --only nothing", "--only nothing: not a check; choose from"),
     ],
 )

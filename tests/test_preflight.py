@@ -156,7 +156,7 @@ def test_rank_that_cannot_connect_reports_why(run_rank, rank, variables, words):
 
 # Each mistake has the wrong variables, and a part of the error line.
 MISTAKES = [
-    ({"RANK": "", "WORLD_SIZE": ""}, "RANK, WORLD_SIZE: not set; start this with a launcher"),
+    ({"RANK": "", "WORLD_SIZE": ""}, "RANK, WORLD_SIZE: not set; start preflight.py with a"),
     ({"MASTER_PORT": ""}, "MASTER_PORT: not set; pass MASTER_ADDR and MASTER_PORT with -x"),
     # Kubernetes sets this variable if a service has the name `master`.
     ({"MASTER_PORT": "tcp://10.0.0.1:80"}, "MASTER_PORT tcp://10.0.0.1:80: not a number; unset"),

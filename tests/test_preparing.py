@@ -139,7 +139,7 @@ BAD = {
     "cut.jsonl.gz": (gzip.compress(b'{"text": "x"}\n' * 999)[:-30], "cut.jsonl.gz: "),
     "latin1.jsonl": ('{"text": "é"}\n'.encode("latin1"), "latin1.jsonl, line 1: Unicode"),
     "column.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', "line 2: no column text; choose"),
-    "null.jsonl": (b'{"text": ""}\n{"text": null}\n', "line 2: column text holds null, and not"),
+    "null.jsonl": (b'{"text": ""}\n{"text": null}\n', "line 2: column text holds null instead"),
     "null.parquet": (parquet_of([{"text": "a"}, {"text": None}]), "null.parquet, line 2: "),
     "half.jsonl": (b'{"text": "a"}\n{"text": "\\ud800"}\n', "half.jsonl, line 2: Unicode"),
     "commas.csv": (b"text\na, b\nc\n", "commas.csv, line 2: has 2 fields, but the header has 1"),
@@ -155,7 +155,7 @@ def test_bad_input_prints_one_line_and_leaves_no_piece(tmp_path, name):
     (tmp_path / name).write_bytes(data)
     [line] = prepare(tmp_path / "o.tokens", tmp_path / name, status=2).splitlines()
     assert line.startswith("prepare.py: error: ") and expected in line
-    assert line.endswith("; --skip-bad leaves it out")
+    assert line.endswith("; repair it, or pass --skip-bad to leave it out")
     assert {path.name for path in (tmp_path / "o.tokens").glob("*")} <= {"index.json"}
 
 
@@ -181,8 +181,8 @@ def test_files_of_a_folder_are_read_or_named(tmp_path):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     output = prepare(tmp_path / "o.tokens", folder)
-    expected = "mixed: leaves out 1 of 4 files (unknown format or held-out split): b/d.pdf\n"
-    assert expected in output and output.count("leaves out") == 1
+    expected = "mixed: left out 1 of 4 files (unknown format or held-out split): b/d.pdf\n"
+    assert expected in output and output.count("left out") == 1
     assert sorted(documents_of(tmp_path / "o.tokens")) == ["a", "b", "c"]
 
 
@@ -203,7 +203,7 @@ def test_held_out_splits_beside_train_are_left_out(tmp_path, names, num_left):
         (tmp_path / "d" / name).write_text(name)
     output = prepare(tmp_path / "o.tokens", tmp_path / "d")
     assert sorted(documents_of(tmp_path / "o.tokens")) == sorted(names[: len(names) - num_left])
-    [line] = [line for line in output.splitlines() if "leaves out" in line] or [""]
+    [line] = [line for line in output.splitlines() if "left out" in line] or [""]
     assert all((name in line) == (n >= len(names) - num_left) for n, name in enumerate(names))
 
 
@@ -241,8 +241,8 @@ WRONG = [
     (["nosuch"], "nosuch: no such file or folder"),
     (["--part", "3/3", "text.txt"], "3/3: must be K/N"),
     (["text.txt", "./text.txt"], "./text.txt: given twice; give each source once"),
-    (["text.txt:0.5", "empty"], "empty: give each source a weight above 0"),
-    (["empty"], "empty: no file with a name in .jsonl .json"),
+    (["text.txt:0.5", "empty"], "empty: has no weight above 0; give each"),
+    (["empty"], "empty: no file with documents; give .jsonl, .json, .txt"),
 ]
 
 

@@ -135,7 +135,7 @@ def test_overlap_gives_tokens_context(models):
         (["qwen3", "-d", "my.txt"], "--dataset-name my.txt: prepare it: python preparing-data/"),
         ([".", "--stride", "300"], "--stride 300: must be from 1 to --seq-length 256"),
         ([".", "--nosuch"], "unrecognized arguments: --nosuch;"),
-        (["empty"], "cannot read empty: "),
+        (["empty"], "empty: not a complete checkpoint ("),
     ],
 )
 def test_mistake_in_an_evaluation_is_reported_in_one_line(

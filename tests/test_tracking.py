@@ -73,7 +73,7 @@ def test_missing_run_or_package_prints_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "mlflow", None)
     for words, expected in [
-        (["nosuch"], "track.py: error: cannot read nosuch/metrics.jsonl"),
+        (["nosuch"], "track.py: error: nosuch/metrics.jsonl: cannot be read ("),
         (["run", "--to", "mlflow"], "track.py: error: --to mlflow: import of mlflow halted"),
     ]:
         monkeypatch.setattr(sys, "argv", ["track.py", *words])

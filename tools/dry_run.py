@@ -4,9 +4,9 @@ Small:  python tools/dry_run.py --gpus 2 -- 04-fsdp/train_llm.py
 Big:    python tools/dry_run.py --gpus 64 -- 06-tensor-parallel/train_llm.py \
             @05-large-model/configs/llama-3.1-70b.args --tensor-parallel-size 8
 
-The script itself runs, unchanged and with its real sizes, as one rank after the other: it builds
-and splits the model, evaluates it, and trains two steps. Its tensors have shapes but no data, so a
-laptop is large enough. The tool reads no data and no weights, and leaves no files.
+The script itself runs, unchanged and with its real sizes, once for each rank that you choose: it
+builds and splits the model, evaluates it, and trains two steps. Its tensors have shapes but no
+data, so a laptop is large enough. The tool reads no data and no weights, and leaves no files.
 """
 
 import argparse
@@ -47,7 +47,7 @@ from training_step import (  # noqa: E402
 )
 
 GIB = 2**30
-# Each of these functions of a script begins a phase when the script calls it.
+# Map the functions of a script to the phases that their calls begin.
 PHASES = {
     "build_model": "build",
     "shard": "shard",
@@ -62,7 +62,7 @@ OUTSIDE = ["start", "between steps"]
 # The dry run replaces these functions of a script by functions that do nothing.
 SKIPPED = ["read_weights", "save_checkpoint"]
 # The dry run replaces these functions of a script, or needs their calls. If a function is missing,
-# the script would read data, write files, or train without an end.
+# the script would read data, write files, or never end.
 NEEDED = "parse_args setup build_model build_data Samples load_checkpoint save_checkpoint".split()
 NEEDED += ["train_step", "main"]
 # The dry run refuses scripts that import these frameworks, because it cannot simulate them.
@@ -130,7 +130,7 @@ def rank_number(text):
 def check_script(path):
     """Stop, without running the script, unless it is a chapter's script or a changed copy."""
     if not Path(path).is_file():
-        fail(f"{path}: file not found")
+        fail(f"{path}: file not found; check the path")
     try:
         statements = ast.parse(Path(path).read_bytes()).body
     except (SyntaxError, ValueError) as error:
@@ -164,7 +164,7 @@ def ranks_to_run(options, args):
 
 
 def split_sizes(args):
-    """Return the numbers of ranks that split a matrix, a sequence and the layers."""
+    """Return three numbers: the ranks that split a matrix, a sequence, and the layers."""
     names = ("tensor", "context", "pipeline")
     return [getattr(args, f"{name}_parallel_size", 1) for name in names]
 
@@ -173,7 +173,7 @@ def split_sizes(args):
 
 
 def load_script(options):
-    """Import the script so that it needs no GPUs, files or ranks; return its arguments."""
+    """Import the script, replace functions that need GPUs or files, and return its arguments."""
     # Let a changed copy import files from its own folder.
     sys.path.append(str(Path(options.script).parent))
     module = options.module = import_script(options.script)
@@ -306,7 +306,7 @@ def raise_message(message):
 
 
 def describe(options, error):
-    """Return the script's line that failed, and the error."""
+    """Return the line of the script that failed, the reason and the traceback."""
     trace = "".join(traceback.format_exception(error))
     # Go back to the original error, because the script and torch replace the messages of some
     # errors.
@@ -404,7 +404,7 @@ def verdict(options, result):
     margin = gib(abs(result["margin"]))
     if result["margin"] < 0:
         return f"does not fit; lacks {margin}"
-    # Like the planner, warn if less than a tenth is free.
+    # Like the planner, warn if the free memory is less than a tenth of the needed memory.
     word = "fits" if result["margin"] >= result["needs"] / 10 else "tight"
     return f"{word}; {margin} are free"
 

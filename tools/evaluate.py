@@ -4,13 +4,12 @@ Here:  python tools/evaluate.py outputs/01-single-gpu/model
        python tools/evaluate.py outputs/04-fsdp/checkpoints/step-00000050 --held-out
        python tools/evaluate.py outputs/04-fsdp/model -d my.tokens -s 2048 --stride 1024
 
-The text is what --dataset-name of chapter 01 accepts, and chapter 01's functions read it: pydoc, a
-dataset of the hub, or all pieces of a folder that preparing-data/prepare.py has written for the
-model's tokenizer. The tokens are cut into windows of --seq-length tokens, and a window begins every
---stride tokens. If the stride is shorter than a window, windows overlap: a window counts only the
-tokens after the end of the previous window, and the overlap is context for these tokens. By
-default, windows do not overlap. Then the first token of each window is not counted, because it has
-no context.
+--dataset-name accepts the same texts as in chapter 01: pydoc, a dataset of the hub, or a folder of
+pieces that preparing-data/prepare.py has written for the model's tokenizer. The tool cuts the
+tokens into windows of --seq-length tokens, and a window begins every --stride tokens. If the stride
+is shorter than a window, windows overlap: a window counts only the tokens after the end of the
+previous window, and the overlap is context for these tokens. By default, windows do not overlap,
+and the first token of each window does not count, because it has no context.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from plot import fail
 
 
 def parse_args(chapter):
-    """Parse the command line; let chapter 01 parse and check the flags that it declares, too."""
+    """Parse the command line; let chapter 01 parse and check its own flags."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
         epilog="These flags of chapter 01 are accepted, too: -d, --dataset-subset, --text-column, "
@@ -67,7 +66,7 @@ def model_folder(chapter, path):
     if (path / "config.json").exists():
         yield path
         return
-    # Write to the disk of the checkpoints, because a disk with room for them has room for weights.
+    # Write beside the checkpoint, because a disk that holds checkpoints has room for the weights.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".evaluate-") as folder:
         model = Path(folder, "model")
         try:
@@ -78,13 +77,13 @@ def model_folder(chapter, path):
 
 
 def load_model(args, folder):
-    """Return the model on its devices, in the precision of the arguments."""
+    """Load the model onto its devices, in the precision that the arguments name."""
     dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
     options = {"device_map": "auto"} if args.all_gpus else {}
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
     except ImportError as error:
-        fail(f"--all-gpus: {error}")
+        fail(f"--all-gpus: {error}; install accelerate, or leave out --all-gpus")
     return model.eval() if args.all_gpus else model.eval().to(args.device)
 
 
@@ -94,13 +93,14 @@ def tokens_of(chapter, args, tokenizer):
     if args.held_out:
         _, held_out = chapter.build_data(args, tokenizer)
         return held_out.flatten()
-    # Cut the text into samples of one token, so that no token at the end of a piece is left out.
+    # Cut the text into samples of one token, because longer samples could leave out the last tokens
+    # of a piece.
     args = argparse.Namespace(**vars(args) | {"seq_length": 1})
     return torch.cat([piece.flatten() for piece in chapter.pieces_of(args, tokenizer)])
 
 
 def windows_of(num_tokens, seq_length, stride):
-    """Yield, for each window of a text, its start, its first counted token, and its end."""
+    """Yield the start, the first counted token and the end of each window of a text."""
     end = 0
     for first in range(0, num_tokens, stride):
         counted_before, end = end, min(first + seq_length, num_tokens)

@@ -1,4 +1,4 @@
-"""Turn a checkpoint of any chapter, and of any number of ranks, into a folder for transformers.
+"""Convert a checkpoint of any chapter and any number of ranks to a folder for transformers.
 
 Here:  python tools/export.py outputs/04-fsdp/checkpoints/step-00000050 outputs/step-50
 """
@@ -62,14 +62,15 @@ def write_model(chapter, checkpoint, folder):
 
 def read_shards(checkpoint, state):
     """Replace the values of `state` by the values that the checkpoint has under the same names."""
-    # Turn off logging, because DCP logs pages about an error, but the message must fit on one line.
+    # Turn off logging, because DCP would log pages about an error that fits on one line.
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
         dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
     except CheckpointException as error:
         cause = next(cause for cause, _ in error.failures.values())
-        raise ValueError(f"cannot read {checkpoint}: {cause}") from error
+        problem = f"not a complete checkpoint ({cause})"
+        raise ValueError(f"{checkpoint}: {problem}; choose RUN/checkpoints/step-...") from error
     return state
 
 
@@ -81,7 +82,7 @@ def main():
     paths = parser.parse_args()
     transformers.logging.disable_progress_bar()
     if paths.folder.exists():
-        parser.error(f"{paths.folder} exists already; choose a new folder")
+        parser.error(f"{paths.folder}: exists already; choose a new folder")
     try:
         write_model(load_chapter(), paths.checkpoint, paths.folder)
     except ValueError as error:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 from gpus import GPUS
 
 aten = torch.ops.aten
-# On a GPU, autocast computes HALF in bf16 or fp16, and FULL in float32.
+# On a GPU, autocast runs operations in HALF in bf16 or fp16, and operations in FULL in float32.
 HALF = "mm addmm bmm baddbmm matmul linear conv1d einsum".split()
 FULL = "pow rsqrt layer_norm softmax log_softmax nll_loss sum cumsum norm".split()
 # Keep these libraries, because torch removes their kernels when Python deletes the libraries.
@@ -47,7 +47,7 @@ class Instant:
         return self
 
     def synchronize(self):
-        """Count a wait of the CPU."""
+        """Count a wait of the CPU for the GPU."""
         self.watch.wait("waits for an event")
 
     wait = wait_event = wait_stream = record_event = record
@@ -86,7 +86,7 @@ def gpu_functions(options, watch):
 
 
 class FakeTensors(FakeTensorMode):
-    """Create tensors without data, also where torch.tensor() gets numbers and a device."""
+    """Create tensors without data, even for numbers that torch.tensor() puts on a device."""
 
     avoid_device_init = True
 
@@ -111,7 +111,7 @@ class ScriptTorch(types.ModuleType):
 
 
 def add_gpu(options, watch):
-    """Add the device "gpu" to this process, and replace what fails on fake tensors."""
+    """Add the device "gpu" to this process, and replace functions that fail on fake tensors."""
     Instant.watch, module = watch, types.ModuleType("torch.gpu")
     vars(module).update(gpu_functions(options, watch))
     backend_registration._setup_privateuseone_for_python_backend("gpu", module)
@@ -131,8 +131,9 @@ def add_gpu(options, watch):
     # rank ever holds them.
     for name in ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta"):
         setattr(ShardingPropagator, name, watch.ignoring()(getattr(ShardingPropagator, name)))
-    # Register kernels for these operations, as a GPU has them. Without kernels, torch would split
-    # the operations up, which needs more memory. Fake tensors never call the kernels.
+    # Register kernels for these operations, because a GPU has such kernels. Without kernels, torch
+    # would split each operation into several operations that need more memory. Fake tensors never
+    # call the kernels.
     for name in ("silu_backward", "mish_backward"):
         ATEN.impl(name, lambda *_: None, "PrivateUse1")
     add_autocast()
@@ -257,7 +258,7 @@ def add_ranks(options, rank):
 
 
 def decide_alone(_, stages, has_backward, p2p_done):
-    """Let each stage decide, without a vote of all stages, whether it must ask for shapes."""
+    """Let each stage decide alone whether it must ask for shapes; no other rank exists to vote."""
     mode = stage_module.InferenceMode
     for stage in stages:
         is_dynamic = mode.needs_dynamic(stage._user_meta, has_backward)

@@ -29,13 +29,13 @@ def fail(message):
 def read_metrics(run):
     """Return the rows of a run's metrics.jsonl in the order of steps; stop if there are none.
 
-    A run that was stopped logs steps again, so the last row of a step counts.
+    After a stop, a run may log a step again, so only the last row of each step counts.
     """
     path = run / "metrics.jsonl"
     try:
         last = {row["step"]: row for row in rows_of(path)}
     except (OSError, ValueError) as error:
-        fail(f"cannot read {path}: {error}")
+        fail(f"{path}: cannot be read ({error}); give the folder of a run that has logged")
     if not last:
         fail(f"{path}: has no complete row; wait for the first log line")
     return [last[step] for step in sorted(last)]

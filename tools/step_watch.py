@@ -1,4 +1,4 @@
-"""Count what one rank does: bytes of tensors, bytes that it sends, and waits of the CPU."""
+"""Count the bytes of one rank's tensors, the bytes that it sends, and its waits for the GPU."""
 
 import contextlib
 import sys
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from step_time import collective
 
 aten = torch.ops.aten
-# Each of these functions creates tensors of one kind.
+# Map functions of torch and of the scripts to the kind of tensors that they create.
 KINDS = {
     "init_all_gather_outputs": "gathered weights",
     "alloc_all_gather_outputs": "gathered weights",
@@ -34,7 +34,8 @@ KINDS = {
     "_prepare_forward_infra": "communication",
     "_prepare_backward_infra": "communication",
 }
-# The names of torch's operations contain these kinds of collectives, some with _ between words.
+# The names of torch's operations contain these kinds of collectives, with or without "_" between
+# the words.
 COLLECTIVES = "all-reduce all-gather reduce-scatter all-to-all broadcast send".split()
 # The CPU waits for these operations, which return a value, or a shape that depends on values.
 READS = [aten._local_scalar_dense.default, aten.is_nonzero.default, aten.item.default]
@@ -53,7 +54,8 @@ class Watch(TorchDispatchMode):
     def __init__(self, options):
         super().__init__()
         self.options, self.phase, self.paused = options, "start", 0
-        # Record the size, the device and the kind of each live storage, and the sums of the sizes.
+        # Record the size, the device and the kind of each live storage. `live` has the sums of the
+        # sizes, by device and kind.
         self.storages, self.live = {}, {"gpu": Counter(), "cpu": Counter()}
         self.peaks, self.waits, self.sent = {}, Counter(), {}
         self.pinned = set()
@@ -186,7 +188,7 @@ class Watch(TorchDispatchMode):
         return output
 
     def read(self, func, tensor):
-        """Return zero in place of the value of a tensor."""
+        """Count a wait, and return zero in place of the value of a fake tensor."""
         if tensor.device.type == "gpu":
             self.wait("reads a value")
         if not isinstance(tensor, FakeTensor):
@@ -236,8 +238,8 @@ class Watch(TorchDispatchMode):
         if len(ranks) > 1:
             nodes = len({rank // self.options.gpus_per_node for rank in ranks})
             size = max(tensor.numel() * tensor.itemsize for tensor in tensors)
-            # Multiply by the ranks, because DTensor's functions get a part of the tensor that they
-            # return.
+            # Multiply by the number of ranks, because these functions get only one rank's part of
+            # the full tensor.
             if name.startswith("all_gather"):
                 size *= len(ranks)
             seconds, sent = transfer(self.options, kind, size, len(ranks), nodes)
@@ -259,8 +261,8 @@ def group_of(value):
 def transfer(options, kind, size, ranks, nodes):
     """Return the seconds of a collective by NCCL's estimate, and the bytes that each rank sends.
 
-    `size` is the number of bytes of the full tensor. A ring that spans nodes leaves each node
-    through the network links of all its ranks.
+    `size` is the number of bytes of the full tensor. If a ring spans several nodes, all its ranks
+    on a node share their network links.
     """
     gbs = options.nvlink_gbs
     if nodes > 1:

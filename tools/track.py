@@ -4,9 +4,9 @@ Here:     python tools/track.py outputs/02-ddp outputs/04-fsdp --to tensorboard
           tensorboard --logdir outputs
 Follow:   python tools/track.py outputs/* --to wandb --follow
 
-The runs need no support for this, because they write metrics.jsonl in any case. Start, end
-and restart this tool at any time. It continues the same wandb run or MLflow run. If several rows
-have the same step, the last row counts. wandb and MLflow take their settings from the environment:
+The training scripts need no change, because they always write metrics.jsonl. You can start, end and
+restart this tool at any time: it continues the same wandb run or MLflow run. If several rows have
+the same step, the last row counts. wandb and MLflow take their settings from environment variables:
 WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME.
 """
 
@@ -22,7 +22,7 @@ from plot import fail, read_metrics
 
 
 def id_of(run, tracker):
-    """Return the id of a run in a tracker, which a file in the run's folder keeps."""
+    """Return the id of a run in a tracker; keep it in a file in the run's folder."""
     path = run / f"{tracker}-id.txt"
     with suppress(FileExistsError), open(path, "x") as file:
         file.write(uuid.uuid4().hex[:8])
@@ -30,7 +30,7 @@ def id_of(run, tracker):
 
 
 def values_of(row):
-    """Return the metrics in a row that have a value, without the step."""
+    """Return all metrics of a row that have a value, except the step."""
     return {name: value for name, value in row.items() if name != "step" and value is not None}
 
 
@@ -45,13 +45,13 @@ class TensorBoard:
         self.writer = SummaryWriter(run)
 
     def send(self, row):
-        """Send a row."""
+        """Write the values of a row to the event files."""
         for name, value in values_of(row).items():
             self.writer.add_scalar(name, value, row["step"])
         self.writer.flush()
 
     def close(self):
-        """Close the files."""
+        """Close the event files."""
         self.writer.close()
 
 
@@ -68,11 +68,11 @@ class Wandb:
         self.wandb_run.define_metric("*", step_metric="step")
 
     def send(self, row):
-        """Send a row."""
+        """Send a row to wandb."""
         self.wandb_run.log(row)
 
     def close(self):
-        """Wait until all rows are sent."""
+        """Wait until wandb has sent all rows."""
         self.wandb_run.finish()
 
 
@@ -100,7 +100,7 @@ class MLflow:
                 self.sent[name, row["step"]] = value
 
     def close(self):
-        """Mark the run as finished."""
+        """Mark the MLflow run as finished."""
         self.client.set_terminated(self.run_id)
 
 
@@ -127,7 +127,7 @@ class Tracked:
 
 
 def follow(tracked):
-    """Look for new rows every two seconds until Ctrl-C, and then once more."""
+    """Send new rows every two seconds until Ctrl-C, and then once more."""
     # Use a SimpleQueue, because a signal handler may call its put().
     ends = queue.SimpleQueue()
 
@@ -151,7 +151,7 @@ def main():
     add = parser.add_argument
     add("runs", nargs="+", type=Path, help="folders of runs; folders without metrics are skipped")
     add("--to", choices=TRACKERS, default="tensorboard", help="the tracker (default: %(default)s)")
-    add("--follow", action="store_true", help="continue until Ctrl-C, as the runs do")
+    add("--follow", action="store_true", help="keep sending new rows until Ctrl-C")
     args = parser.parse_args()
     runs = [run for run in args.runs if (run / "metrics.jsonl").exists()] or args.runs[:1]
     try:

@@ -2,8 +2,8 @@
 
 job.yaml and trainjob.yaml run this script with torchrun's arguments.
 
-torchrun itself exits with 1 for every failure of its workers. It exits with 0 both if a worker has
-finished and if a worker has stopped on request, but in the second case the pod must start again.
+torchrun itself exits with 1 for every failure of its workers. It exits with 0 both if its workers
+have finished and if they have stopped on request, but after a stop the pod must start again.
 """
 
 import functools
@@ -20,8 +20,8 @@ RETRY_STATUS = 75
 
 def main():
     """Run torchrun; exit with its workers' status, or with RETRY_STATUS if the run continues."""
-    # Process 1 of a container ignores a signal that has no handler, and torchrun sets its handler
-    # late.
+    # Handle SIGTERM from the start. Process 1 of a container ignores a signal that has no handler,
+    # and torchrun sets its own handler late.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     status = torchrun(sys.argv[1:])
     if status == 0 and not is_finished(os.environ.get("RUN_DIR")):
@@ -58,9 +58,9 @@ def join_once(next_rendezvous):
     """Make a replacement pod wait at the rendezvous until all other pods have been replaced, too.
 
     The first pod may still run the rendezvous of the old attempt, because the pods of the old
-    attempt leave it only after a timeout. There, torchrun would take a replacement for the pod that
-    it replaces. So each pod counts itself in the store of the rendezvous: a count above 1 means
-    that the store belongs to the old attempt.
+    attempt leave it only after a timeout. In that rendezvous, torchrun would mistake a replacement
+    pod for the pod that it replaces. So each pod counts itself in the store of the rendezvous: a
+    count above 1 means that the store belongs to the old attempt.
 
     torchrun calls the returned function only once, because torchrun's own restarts are off.
     """
@@ -68,7 +68,7 @@ def join_once(next_rendezvous):
     def join_new_attempt(self):
         while True:
             rendezvous = next_rendezvous(self)
-            # The store raises RuntimeError when the first pod has ended.
+            # If the first pod has ended, the store raises RuntimeError; join again in a second.
             try:
                 if rendezvous.store.add(f"pod-{self.rank}", 1) == 1:
                     return rendezvous

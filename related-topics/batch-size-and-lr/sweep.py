@@ -58,7 +58,7 @@ def sweep(args, cells, rows):
 
 
 def losses_of(rows):
-    """Return the mean validation loss by batch and rate, infinite where a seed diverged.
+    """Return the mean validation loss by batch and rate; it is infinite if a seed diverged.
 
     Leave out a rate that was not trained with every seed.
     """
@@ -73,7 +73,7 @@ def losses_of(rows):
 
 
 def scaled(losses):
-    """Return the rate of each rule for each batch: the smallest batch's best rate, scaled."""
+    """Scale the best rate of the smallest batch by each rule; return rates by rule and batch."""
     base = min(losses)
     best = min(losses[base], key=losses[base].get)
     return {
@@ -83,7 +83,7 @@ def scaled(losses):
 
 
 def batch_sizes(args, folder):
-    """Train all pairs, then at the rates of the rules; print each rule's losses."""
+    """Train with all pairs, then with the rates of the rules; print the losses of each rule."""
     rows = []
     for size in args.batch_sizes:
         if size < 1 or args.samples % size:
@@ -103,7 +103,7 @@ def add_flags(add):
     """Declare the flags that only this script has."""
     sizes, rates = [4, 16, 64, 256], [1e-3, 2e-3, 4e-3, 8e-3, 16e-3]
     add("--batch-sizes", nargs="+", type=int, default=sizes, help="samples per optimizer step")
-    add("--lrs", nargs="+", type=float, default=rates, help="learning rates")
+    add("--lrs", nargs="+", type=float, default=rates, help="peak learning rates")
     add("--samples", type=int, default=4096, help="samples that each run trains on")
     add("--seeds", type=int, default=1, help="runs to average per batch size and rate")
 

@@ -1,10 +1,10 @@
-"""Compare runs bit by bit: a layout run twice, its resumed run, and chapter 01 in one process.
+"""Compare runs bit by bit: two runs of a layout, a resumed run, and chapter 01 in one process.
 
 Here:  python related-topics/determinism/bits.py 01
 All:   python related-topics/determinism/bits.py --output benchmarks/results/determinism.json
 
-A run takes 20 steps with a chapter's script on the CPU, in new processes. Two runs are identical if
-all losses, gradient norms and final weights have the same bits. Otherwise, the script prints the
+A run trains a chapter's script for 20 steps on the CPU, in new processes. Two runs are identical if
+all losses, gradient norms and final weights have the same bits. Otherwise, this program prints the
 largest difference between their losses.
 """
 

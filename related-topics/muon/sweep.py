@@ -25,9 +25,9 @@ SETTINGS = """--device cpu --precision fp32 --seq-length 64 --global-batch-size 
 
 
 def train(folder, steps, cell):
-    """Run a script; return its row with the validation losses by step, or with None.
+    """Run a script; return its row with the validation losses by step.
 
-    None means that a gradient was not finite.
+    If a gradient was not finite, the row has None instead of the losses.
     """
     seed, optimizer, lr = cell
     name = f"{optimizer}-{lr:g}-{seed}"
@@ -51,7 +51,7 @@ def train(folder, steps, cell):
 def curves_of(rows):
     """Return the mean validation losses of all seeds, by optimizer, rate and step.
 
-    A rate where a seed diverged has None instead of the losses.
+    If a seed diverged at a rate, this rate has None instead of the losses.
     """
     found = {}
     for row in rows:
@@ -80,14 +80,14 @@ def last_losses(rows, optimizer, lr):
 
 
 def first_step(curve, loss):
-    """Return the first evaluated step where a curve is not above a loss."""
+    """Return the first evaluated step whose loss on the curve is at most `loss`."""
     return next(step for step in sorted(curve) if curve[step] <= loss)
 
 
 def rates(args, folder):
     """Train both optimizers at all rates, two runs at a time; print the best rates.
 
-    Keep the runs that the file of --output has already.
+    Keep the runs that the file of --output already has, and do not train them again.
     """
     is_old = args.output and args.output.exists()
     rows = json.loads(args.output.read_text())["rows"] if is_old else []

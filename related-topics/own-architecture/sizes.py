@@ -17,8 +17,8 @@ sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools"), str(ROOT / "tools/pl
 from harness import benchmark  # noqa: E402
 
 VOCABULARY, LONGEST = 32_768, 4096  # tokens
-# Each size has a width, layers, attention heads, heads of keys and values, a width inside the MLP,
-# and whether the embeddings are tied.
+# Each size has a width, a number of layers, a number of attention heads, a number of heads for keys
+# and values, and a width inside the MLP. The last value is whether the embeddings are tied.
 SHAPES = {
     "10M": (192, 8, 3, 3, 512, True),
     "35M": (384, 12, 6, 6, 1024, True),

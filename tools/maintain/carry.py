@@ -2,10 +2,10 @@
 
 Here:  make carry FROM=01
 
-A three-way merge updates each descendant. It merges the descendant's script, the parent's script in
-the last commit, and the parent's script now. If both scripts have changed the same lines, the
-descendant gets conflict markers. Its own descendants wait until you have resolved the conflicts and
-carry its change.
+A three-way merge updates each descendant: it adds the parent's changes since the last commit to the
+descendant's script. If both scripts have changed the same lines, the descendant gets conflict
+markers. Resolve the conflicts and carry the descendant's change; only then do its own descendants
+change.
 """
 
 import argparse

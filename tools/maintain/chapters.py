@@ -1,4 +1,4 @@
-"""List the chapters, and compare two scripts: all facts come from the scripts themselves."""
+"""List the chapters, and compare two scripts; all facts come from the scripts themselves."""
 
 import ast
 import difflib
@@ -19,8 +19,8 @@ def chapters(root=ROOT):
 
 
 def parent_of(chapter, root=ROOT):
-    """Return the chapter that a script's first line names as its parent; 01 has none."""
-    # Read no further, because the other lines may have conflict markers.
+    """Return the chapter that a script's first line names as its parent; 01 has no parent."""
+    # Read only the first line, because later lines may have conflict markers.
     with open(chapters(root)[chapter]) as script:
         parent = re.search(r"Parent: ([\w-]+)", script.readline())
     by_folder = {script.parent.name: name for name, script in chapters(root).items()}
@@ -111,7 +111,7 @@ def texts_of(source):
 
 
 def changes(before, after):
-    """Return all names that two scripts do not share, or define in different ways, by kind."""
+    """Return the names that only one script has, or both scripts define differently, by kind."""
     before, after = before.read_text(), after.read_text()
     old, new = texts_of(before), texts_of(after)
     old_flags, new_flags = flags(before), flags(after)
@@ -126,7 +126,7 @@ def changes(before, after):
         "new": new.keys() - old.keys(),
         "gone": old.keys() - new.keys(),
     }
-    # Sort the names in the order of the scripts.
+    # Sort the names by their order in the scripts.
     order = [*new_flags, *old_flags, *new, *old]
     return {kind: sorted(names, key=order.index) for kind, names in found.items() if names}
 

@@ -1,10 +1,10 @@
-"""Make the parts of the READMEs that come from files: diffs, samples of output, tables.
+"""Write the generated parts of the READMEs: diffs, samples of output, and tables.
 
-Here:  make docs                                make all parts again
+Here:  make docs                                write all parts again
        python tools/maintain/docs.py --check    print the parts that are out of date
 
-Where a README calls a function in a comment, cog inserts what the function prints. A README
-can call the functions below and the macros in tables.jinja.
+If a comment in a README calls a function, cog inserts the output of the function. A README can call
+the functions below and the macros in tables.jinja.
 """
 
 import ast
@@ -88,7 +88,7 @@ def hunk(*names, context=3, only=""):
 
 
 def all_changes():
-    """Print what a chapter's script changes in its parent, folded: all names by kind."""
+    """Print a folded list of all names that differ between a chapter's script and its parent."""
     chapter = next(name for name, path in chapters().items() if path.parent == current_folder())
     parent, script = chapters()[parent_of(chapter)], chapters()[chapter]
     print("<details><summary>Everything that changes</summary>", "", sep="\n")
@@ -106,7 +106,7 @@ def patch(path):
 def sample(name, head=None, tail=0, speed=True):
     """Print the output of a command, from assets/samples: all lines, or the first and last lines.
 
-    Leave out speeds where they would mislead, because other chapters ran on a different day.
+    With speed=False, leave out speeds: readers would compare them with speeds of a different day.
     """
     text = (ROOT / "assets/samples" / f"{name}.txt").read_text()
     lines = (text if speed else re.sub(r"  tokens_per_second \S+", "", text)).splitlines()
@@ -119,7 +119,8 @@ def fault(name):
     """Print the first lines of a broken run's log, and the verdict of whats_wrong.py."""
     rows = load("faults-cpu-2cores.json")["rows"]
     rows = [row for row in rows if row["fault"] == name and row["right"]]
-    # Choose a row whose text has the verdict, because a later call can print a different verdict.
+    # Choose a row whose text has the recorded verdict, because whats_wrong.py may have printed a
+    # different verdict when it ran again.
     row = next(row for row in rows if row["said"].upper() in row["text"])
     verdict = row["text"].rstrip().rpartition("\n\n")[2].splitlines()
     log = [line for line in row["log"] if "ChildFailedError" not in line]
@@ -147,7 +148,8 @@ def tensor_plan():
 def checks_of(file):
     """Return a row for each kind of check of gpu_check.py, and the skipped checks by reason.
 
-    Checks of one kind have the same first word. A row has their lowest and their highest number.
+    The names of checks of one kind begin with the same word. A row has the lowest and the highest
+    value of each number in these checks.
     """
     rows_by_kind, skipped = defaultdict(list), defaultdict(list)
     for row in load(file)["rows"]:
@@ -175,12 +177,12 @@ def summary_of(kind, rows):
 
 def ends(values):
     """Return the lowest and the highest value as text, or one text if both look the same."""
-    # Format each number twice, because with only the first format large numbers have exponents.
+    # Format each number twice, because the first format alone would give large numbers exponents.
     rounded = [float(f"{value:.3g}") for value in (min(values), max(values))]
     return " – ".join(dict.fromkeys(f"{value:,g}" for value in rounded))
 
 
-# ---- tables: what tables.jinja calls ---------------------------------------------------------
+# ---- functions for the tables in tables.jinja ------------------------------------------------
 @cache
 def load(file):
     """Return the content of a file under benchmarks/results."""
@@ -188,7 +190,7 @@ def load(file):
 
 
 def script(path):
-    """Return a script as a module."""
+    """Import a script as a module."""
     sys.path.append(str(ROOT / "benchmarks"))
     return importlib.import_module("harness").load(str(ROOT / path))
 
@@ -276,14 +278,14 @@ def family_table():
 
 
 def at(scene, strategy, devices):
-    """Return the prediction of scale.json for one point."""
+    """Return the prediction in scale.json for a scene, a strategy and a number of devices."""
     point = {"scene": scene, "strategy": strategy, "devices": devices}
     rows = load("scale.json")["scenes"]
     return next(row["predicted"] for row in rows if point.items() <= row.items())
 
 
 def gain(point, other_point):
-    """Return the ratio of the speeds that are predicted for two points."""
+    """Return the ratio of the predicted speeds of two points (scene, strategy, devices)."""
     return at(*point)["tokens_per_second"] / at(*other_point)["tokens_per_second"]
 
 
@@ -317,7 +319,7 @@ def days(tokens, tokens_per_second, gpus=64):
 
 
 def misses(rows):
-    """Return by how much the predicted speed of each published run is off, as a share."""
+    """Return the error of each predicted speed, as a share of the published speed."""
     return [abs(row["predicted"]["tokens_per_second"] / row["published"] - 1) for row in rows]
 
 

@@ -1,4 +1,4 @@
-"""Train chapter 01 to the end, and again with two kills; pictures.py shows both loss curves.
+"""Train chapter 01 without a kill, and again with two kills; pictures.py shows both loss curves.
 
 Here:  make pictures      run this program, and write benchmarks/results/killed.json
 """
@@ -17,7 +17,7 @@ import plot
 from harness import describe_machine, keep
 
 ARGUMENTS = "--device cpu --num-steps 100 --checkpoint-every 20 --log-every 1 --seq-length 64"
-# Kill the run when it has logged these steps.
+# Kill the run twice: when it has logged each of these steps.
 KILLED_AFTER = (34, 73)
 
 
@@ -29,7 +29,7 @@ def rows_of(folder):
 
 
 def train(folder, kill_after=None):
-    """Train until the end, or until a step is logged; return the rows that this start added."""
+    """Train to the end, or kill the run after a logged step; return the rows of this start."""
     before = len(rows_of(folder))
     command = [sys.executable, chapters()["01"], *ARGUMENTS.split(), "--save-dir", folder]
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL)

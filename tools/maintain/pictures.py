@@ -3,7 +3,8 @@
 Here:  make pictures       measure the data of two pictures, and draw all pictures
        python tools/maintain/pictures.py        only draw, from the files in benchmarks/results
 
-A picture computes its data, or reads them from a measured file. Only positions are typed here.
+A picture computes its data, or reads measured data from a file. This program itself contains only
+the positions.
 """
 
 import json
@@ -26,7 +27,7 @@ from harness import load
 ASSETS = ROOT / "assets"
 RESULTS = ROOT / "benchmarks/results"
 WIDTH = 600
-# A line of text has this height.
+# A line of text is this number of pixels high.
 LINE = 20
 STYLE = Path(__file__).with_suffix(".css").read_text()
 ARROW = (
@@ -160,8 +161,8 @@ def flow(name, title, width, boxes, arrows, frames=()):
 def sequence(name, title, width, heads, steps):
     """Make a picture of the messages between the processes in `heads`, from top to bottom.
 
-    A step has a place and a text: "01" is a box over processes 0 and 1, "0>1" is a message, and
-    "0=1" is a message in each direction.
+    A step has a place and a text. The place "01" is a box over processes 0 and 1, "0>1" is a
+    message, and "0=1" is a message in each direction.
     """
     top = 24 + max(height_of(text) for *_, text in heads)
     bottom = top
@@ -253,7 +254,7 @@ def two_ranks():
                 x, width = 102 + scale * (start - zero), scale * length
                 picture.box(x, top, width, 30, name if width > 70 else "", color, "small")
         for number, bucket in enumerate(buckets, 1):
-            # No rank can send before the last rank has the same bucket.
+            # A rank cannot send a bucket before the last rank has filled the same bucket.
             start, length = bucket[rank]
             sent = max(begin for begin, _ in bucket)
             wait = max(0, min(sent, start + length) - start)
@@ -291,13 +292,13 @@ def one_all_reduce():
 
 
 def ring_rounds(ranks):
-    """Return, after each round of a ring all-reduce, the number of ranks in each piece's sum."""
+    """Return the number of ranks in the sum of each piece, after each round of the ring."""
     held = [[1] * ranks for _ in range(ranks)]
     rounds = [held]
     for number in range(2 * (ranks - 1)):
         new = [list(row) for row in held]
         for rank in range(ranks):
-            # In each round, a rank sends the piece that it received in the round before.
+            # In each round, a rank sends the piece that it received in the previous round.
             piece = (rank - number) % ranks
             target = (rank + 1) % ranks
             is_sum = number < ranks - 1
@@ -336,7 +337,7 @@ def ring():
 
 # ---- 03 --------------------------------------------------------------------------------------
 def starts():
-    """Show who starts the ranks of two nodes."""
+    """Show the programs that start the ranks of two nodes."""
     boxes = {"you": (210, 0, "idle", "you, ssh, Kubernetes, srun or mpirun")}
     arrows, frames = [], []
     for node, (color, x) in enumerate((("teal", 107), ("blue", 313))):
@@ -365,7 +366,7 @@ def stop_request():
 
 # ---- 04 --------------------------------------------------------------------------------------
 def gather_and_reshard():
-    """Show what two ranks exchange in a step of chapter 04."""
+    """Show the collectives of two ranks in a step of chapter 04."""
     steps = [
         ("01", "forward"),
         ("0=1", "all-gather layer 1"),
@@ -624,7 +625,7 @@ def experts():
     weights = best.softmax(1)
     tokens, middle, results = 78, 212, 346
     picture = Picture(452, "A token travels to its two experts on other ranks, and back")
-    # The box of a token or of an expert begins at one of these positions; a rank has two boxes.
+    # Each rank has two tokens and two experts, whose boxes begin at these positions.
     lefts = [20 + 146 * (number // 2) + 64 * (number % 2) for number in range(8)]
     for number, left in enumerate(lefts):
         rank = number // 2

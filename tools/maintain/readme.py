@@ -1,4 +1,4 @@
-"""Read the READMEs: their blocks of code, and the output that they show of each block."""
+"""Read the code blocks of the READMEs, and find the output that a README shows of each block."""
 
 import re
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ def blocks(path):
 
 @cache
 def commands():
-    """Return all blocks in bash, of all READMEs."""
+    """Return the bash blocks of all READMEs."""
     return [block for path in readmes() for block in blocks(path) if block.kind == "bash"]
 
 

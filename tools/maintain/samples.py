@@ -20,7 +20,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "COLUMNS": "100",
-    # Otherwise, DeepSpeed prints a warning when Accelerate imports it.
+    # Keep DeepSpeed from printing a warning when Accelerate imports it.
     "DS_ACCELERATOR": "cpu",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -57,7 +57,7 @@ def run(block, folder, timeout=None, typed=""):
 
 
 def practise(folder, timeout=None):
-    """Start the practice cluster, and type all blocks that are for it; needs root."""
+    """Start the practice cluster, which needs root, and type all blocks for it into its shell."""
     text = "".join(block.text for block in commands() if block.needs.startswith(PRACTICE))
     status, output = run(Block("practice", "bash", "make cluster"), folder, timeout, text)
     # `make cluster` prints this line before it opens the shell.

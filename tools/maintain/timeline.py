@@ -1,4 +1,4 @@
-"""Measure how two ranks of chapter 02 spend a step, from the traces of benchmarks/where.py.
+"""Read from traces of benchmarks/where.py when two ranks of chapter 02 compute and send in a step.
 
 Here:  make pictures      run this program, and write benchmarks/results/step.json
 """
@@ -33,7 +33,8 @@ def spans_of(trace):
     nodes = spans("cpu_op", "autograd::engine::evaluate_function")
     first, last = min(start for start, _ in nodes), max(map(sum, nodes))
     found["backward"] = [(first, last - first)]
-    # Cut each all-reduce where its result is used, because Gloo's thread records its end late.
+    # End each all-reduce where the step uses its result, because Gloo's thread records its end
+    # late.
     used = min(start for start, _ in found["clip and step"])
     sums = spans("user_annotation", "gloo:all_reduce")
     found["all-reduce"] = [(start, min(length, used - start)) for start, length in sums]

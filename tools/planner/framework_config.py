@@ -6,7 +6,7 @@ import yaml
 
 from training_step import fail
 
-# A framework's file can express these values.
+# A framework's file can express only these values of the flags.
 SPLITS = ("tensor", "pipeline", "context", "expert")
 SUPPORTED = {f"{name}_parallel_size": [1] for name in SPLITS}
 SUPPORTED |= {"replicas": [1], "recompute": ["none", "full"]}

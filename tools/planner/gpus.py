@@ -1,12 +1,12 @@
-"""Know the kinds of GPUs that `--gpu` names, in the planner and in the dry run.
+"""Define the kinds of GPUs that `--gpu` names, in the planner and in the dry run.
 
-The speed of a link is what NCCL reaches, not the maker's number: 370 of 450 GB/s for a ring inside
-a node of H100s (https://github.com/NVIDIA/nccl-tests/issues/212), and 47 of 50 GB/s for a 400 Gb/s
-adapter (issue 290). Other links get the same shares of their maker's number. An RTX 4090 cannot
-reach the memory of its neighbors, so its data passes through the host at half the speed. Shares of
-the peak are fitted to published runs on A100s and H100s (step_time.py); for other GPUs, they are
-those of the H100. The network is that of the maker's own nodes with eight GPUs; nodes in a cloud
-may have a slower network.
+The speed of a link is the speed that NCCL reaches, not the maker's number: 370 of 450 GB/s for a
+ring inside a node of H100s (https://github.com/NVIDIA/nccl-tests/issues/212), and 47 of 50 GB/s for
+a 400 Gb/s adapter (issue 290). Other links get the same shares of their maker's number. An RTX 4090
+cannot reach the memory of its neighbors, so its data passes through the host at half the speed.
+Shares of the peak are fitted to published runs on A100s and H100s (step_time.py); other GPUs get
+the shares of the H100. The speed of the network is that of the maker's own nodes with eight GPUs;
+nodes in a cloud may have a slower network.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class Gpu:
     name: str
     capability: tuple
     memory_gib: float
-    # Dense TFLOP/s in bf16; on a T4, in fp16.
+    # The peak is in dense TFLOP/s, in bf16 or, on a T4, in fp16.
     tflops: float
-    # Shares of this peak that matrix products and attention reach.
+    # Matrix products and attention reach these shares of the peak.
     matrix_share: float
     attention_share: float
     bandwidth_gbs: float

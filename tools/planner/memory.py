@@ -204,7 +204,7 @@ class StepMemory:
     def backward(self, group):
         when = f"backward of layer {group}" if group else "backward of the embedding"
         self.compute(when, f"{segment_of(group)} backward")
-        # The gradients of a layer's experts are complete before those of its other weights.
+        # A layer's experts have complete gradients before the layer's other weights.
         after_experts = f"{segment_of(group)} backward after experts"
         if after_experts in self.segments:
             self.enter(after_experts, group)
@@ -307,7 +307,7 @@ class ShardedMemory(StepMemory):
         return padded_numbers(self.shapes(group), self.setting) * self.setting.compute_bytes
 
     def head_forward(self):
-        # FSDP frees this buffer at the end of the model's forward pass, and the loss comes after.
+        # FSDP frees this buffer at the end of the model's forward pass, before the loss.
         self.held["communication"] -= self.last_gather_buffer
         super().head_forward()
 

@@ -43,10 +43,10 @@ from training_step import (
 
 # Matrix products of this number of values, tokens times width, reach half of their usual speed.
 HALF_WORK = 400 * 4096
-# For each kind of kernels: how much faster matrix products and attention are, and how many values
-# as wide as a hidden state the cheap operations of a layer read and write. Fused kernels are those
-# of NVIDIA's Transformer Engine. The number 20 is counted, 1.5 is the most that we allow (0.6 × 1.5
-# = 90% of the peak), and 53 is fitted.
+# Each kind of kernels has two numbers. The first number is the speed-up of matrix products and
+# attention. The second number counts the hidden states that the cheap operations of a layer read
+# and write for each token. "fused" stands for NVIDIA's Transformer Engine. We counted 20, fitted 53
+# to published runs, and chose 1.5, so that a product reaches at most 0.6 × 1.5 = 90% of the peak.
 KERNELS = {"eager": (1.0, 53), "compiled": (1.0, 20), "fused": (1.5, 20)}
 # These are the speeds of an H100 and its links: flag, default and help. NCCL's developers report
 # 370 of 450 GB/s for a ring inside a node (https://github.com/NVIDIA/nccl-tests/issues/212), and 47
@@ -100,7 +100,7 @@ def forward_flops(setting):
 
 
 def forward_seconds(setting):
-    """Return a token's forward seconds on one GPU: in a layer, in part of it, and in the head.
+    """Return a token's forward seconds on one GPU, in three parts of a layer and in the head.
 
     The parts of a layer are its matrix products, attention, and cheap operations.
     """
@@ -229,7 +229,7 @@ class StepTime:
         self.seconds += self.optimizer_step(len(stages))
 
     def repeated(self, matrices, attention, cheap):
-        """Return the seconds that a layer's recomputation takes, of the seconds of its parts."""
+        """Return the seconds of a layer's recomputation, from the seconds of the layer's parts."""
         full = matrices + attention + cheap
         return {"none": 0.0, "selective": cheap, "full": full}[self.setting.recompute]
 

@@ -328,7 +328,8 @@ def shards_of(shapes, setting):
         count = setting.expert_shards if is_expert else setting.shards
         local_rows = rows // setting.expert_parallel_size if is_expert else rows
         elements = -(-local_rows // count) * math.prod(others)
-        # placement_of() in chapter 04 shards the columns if the number of experts is no multiple.
+        # placement_of() in chapter 04 shards the columns if the number of experts is not a multiple
+        # of the number of shards.
         if len(shape) == 3 and local_rows % count and others[1] % count == 0:
             elements = local_rows * math.prod(others) // count
         found.append((elements, count))

@@ -332,7 +332,7 @@ def text_of(size):
 def verdict(plan, sizes=False):
     """Return "fits", "tight" or "no", and the names of the memories that are too small.
 
-    A memory is tight if the run may need more than it has: a tenth more than its plan.
+    A memory is tight if less than a tenth of its planned use stays free.
     """
     margins = {name: plan[f"{name}_margin"] for name in ("gpu", "host")}
     too_small = [name for name, size in margins.items() if size < 0]
@@ -346,7 +346,7 @@ def verdict(plan, sizes=False):
 def main():
     """Print the plan; exit with 0 if the chosen setting fits, and with 1 if it does not."""
     args = parse_args()
-    # Warnings would hide the error message, which is a single line.
+    # Hide warnings, because readers would overlook an error message of one line among them.
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     plan = make_plan(args)
