@@ -450,18 +450,18 @@ CONFIGS = "@05-large-model/configs/llama-3.1-"
 SPLIT_405B = f"{CONFIGS}405b.args --nodes 8 --tensor-parallel-size 8"
 IN_TEXT = {
     "06-tensor-parallel/README.md": (
-        r"expects (\d+) GiB per GPU\.\s+Without the last two flags, .*? expects (\d+) GiB",
+        r"expects (\d+) GiB per GPU, and (\d+) GiB without the last two flags",
         [f"{SPLIT_405B} --batch-size 8", f"{CONFIGS}405b.args --nodes 8"],
     ),
     "07-pipeline-parallel/README.md": (
-        r"expects (\d+) GiB per GPU\s.*expects (\d+) GiB per GPU\. This number",
+        r"expects (\d+) GiB per GPU .*on the GPUs, and the planner expects (\d+) GiB per GPU",
         [
             f"{SPLIT_405B} --pipeline-parallel-size 8",
             f"{SPLIT_405B} --pipeline-parallel-size 8 --no-cpu-offload",
         ],
     ),
     "08-context-parallel/README.md": (
-        r"With gather, [\w ]* expects (\d+) GiB, .*context parallelism, [\w ]* expects (\d+) GiB",
+        r"per GPU\*\*, (\d+) GiB with gather, and (\d+) GiB without context parallelism",
         [
             f"{CONFIGS}8b.args --nodes 4 -s 131072 --recompute full --context-parallel-size 8",
             f"{CONFIGS}8b.args --nodes 4 -s 131072 --recompute full",
@@ -473,7 +473,7 @@ IN_TEXT = {
 @pytest.mark.parametrize("page", IN_TEXT)
 def test_gib_in_the_text_of_a_page_are_those_of_the_plan(page):
     pattern, lines = IN_TEXT[page]
-    found = re.search(pattern, (ROOT / page).read_text(), re.DOTALL).groups()
+    found = re.search(pattern, " ".join((ROOT / page).read_text().split())).groups()
     for number, line in zip(found, lines, strict=True):
         args = shlex.split(line.replace("@05", f"@{ROOT}/05"))
         without = [word for word in args if word != "--no-cpu-offload"]
@@ -482,6 +482,35 @@ def test_gib_in_the_text_of_a_page_are_those_of_the_plan(page):
         options.model = training_step.model_of(training_step.load_config(options)[0])
         planned = layouts.plan_of(training_step.setting_of(options, options.chapter))
         assert int(number) == round(planned["gpu_needs"] / layouts.GIB)
+
+
+MIXTURE_30B = "-m Qwen/Qwen3-30B-A3B --nodes 2 -s 4096 --global-batch-size 128 -b 1"
+SPEEDS_IN_TEXT = {
+    "06-tensor-parallel/README.md": (
+        r"expect ([\d,]+) tokens/s per GPU instead of ([\d,]+)",
+        IN_TEXT["06-tensor-parallel/README.md"][1],
+    ),
+    "07-pipeline-parallel/README.md": (
+        r"default \| ([\d,]+) \S+ \| ([\d,]+) \S+ \| \| .*? \| ([\d,]+) \S+ \| ([\d,]+) \S+ \|",
+        [
+            f"{SPLIT_405B} {split} --network-gbs {speed}"
+            for speed in (47, 5)
+            for split in ("--batch-size 8", "--pipeline-parallel-size 8")
+        ],
+    ),
+    "09-expert-parallel/README.md": (
+        r"expects ([\d,]+) tokens per second on each GPU, and ([\d,]+) with FSDP alone",
+        [f"{MIXTURE_30B} --recompute full --expert-parallel-size {size}" for size in (8, 1)],
+    ),
+}
+
+
+@pytest.mark.parametrize("page", SPEEDS_IN_TEXT)
+def test_speeds_in_the_text_of_a_page_are_those_of_the_plan(page):
+    pattern, lines = SPEEDS_IN_TEXT[page]
+    found = re.search(pattern, " ".join((ROOT / page).read_text().split())).groups()
+    speeds = [speed_of(setting_from(line.replace("@05", f"@{ROOT}/05"))) for line in lines]
+    assert list(found) == [f"{speed['tokens_per_second']:,.0f}" for speed in speeds]
 
 
 @pytest.mark.slow
