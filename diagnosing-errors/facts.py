@@ -18,7 +18,8 @@ HERE = os.uname().nodename
 # A rank writes a heartbeat every two seconds. A rank is silent if its latest heartbeat is at least
 # this number of seconds old.
 STALE = 10
-# This pattern matches the files of Python, packages and these tools; other files are user code.
+# This pattern matches the files of Python, of installed packages and of these tools. All other
+# files are the user's code.
 FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watched|inject)\.py$")
 
 
