@@ -27,7 +27,7 @@ def storage_of(tensor):
 
 
 def bytes_kept(chapter, args, model, batch):
-    """Return the number of bytes that autograd keeps for the backward pass, without the weights."""
+    """Return the bytes that autograd keeps for the backward pass, except the bytes of weights."""
     sizes = {}
 
     def pack(tensor):
@@ -55,7 +55,7 @@ def measure(chapter, args, device):
 
 
 def activations(args, folder):
-    """Count the bytes that each case keeps at each length; after each case, yield all rows."""
+    """Count each case's bytes at each sequence length; after each case, yield all rows so far."""
     rows = []
     for name in args.only:
         ranks, style = CASES[name]

@@ -69,8 +69,8 @@ ROUGHLY = (0, 1e-2)
 IN_FLOAT8 = (0, 2e-2)
 # Map each injected fault to the kind of fault that whats_wrong.py should report.
 KINDS = {"nan-data": "not-finite", "oom-device": "device-out-of-memory"}
-# LARGE has the shape of Llama-3.2-1B. MIDDLE is smaller, so that several checks can train it side
-# by side on the same GPU.
+# SHAPE holds the sizes that LARGE and MIDDLE share. LARGE is Llama-3.2-1B. MIDDLE has fewer layers
+# and a smaller vocabulary, so that several checks can train it side by side on the same GPU.
 SHAPE = """--config hidden_size=2048 intermediate_size=8192 num_attention_heads=32 head_dim=64
     num_key_value_heads=8 tie_word_embeddings=true max_position_embeddings=8192"""
 LARGE = f"{SHAPE} vocab_size=128256 num_hidden_layers=16"
@@ -87,7 +87,7 @@ GPU_FACTS = "name,memory.total,driver_version,power.limit,clocks.max.sm,compute_
 
 
 def parse_args():
-    """Return the arguments and the names of the selected checks; stop if --device finds no GPU."""
+    """Return the arguments and the selected checks; stop if there is no GPU for --device cuda."""
     parser = harness.parser_of(__doc__)
     add = parser.add_argument
     add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: test only the checks' code")
@@ -197,7 +197,10 @@ class Bench:
             time.sleep(0.02)
 
     def judged(self, goals, reason=""):
-        """Return the check's row: it passes if each number is within its goal (lowest, highest)."""
+        """Return the row of the check, which passes if each number is within its goal.
+
+        `goals` maps the name of a number to its goal: (lowest, highest).
+        """
         missed = [
             f"{name} is {self.numbers[name]:.4g}, not within {low:g} and {high:g}"
             for name, (low, high) in goals.items()
@@ -236,8 +239,8 @@ def parity(bench, chapter, own_flags=FP32, model="", family="", within=WITHIN, s
     """Compare a chapter's losses on one device and on all devices with its fp32 losses on the CPU.
 
     `model` holds flags that all runs share. `family` names a model family of transformers, perhaps
-    with settings, and makes all runs train a small model of it. `split` is a flag that splits each
-    layer, each sequence or the model among the devices.
+    with settings, and makes all runs train a small model of this family. `split` is a flag that
+    splits each layer, each sequence or the model among the devices.
     """
     counts = {1} if chapter == "01" else {1, bench.count}
     if split:
@@ -592,7 +595,7 @@ class Session:
         self.count, [gpu, *_] = self.machine["count"], self.machine["gpus"]
         size = float(gpu["memory.total"]) / 1024
         # The planner predicts that chapter 02 needs 53 GiB to train LARGE with two samples in a
-        # micro-batch, and 39 GiB with one sample.
+        # micro-batch, and 39 GiB with one sample. So use one sample on a GPU of up to 70 GiB.
         self.micro = 2 if size > 70 else 1
         self.has_float8 = float(gpu.get("compute_cap", 8.9)) >= 8.9
         self.room = threading.Semaphore(max(1, int(size / 20)))

@@ -67,7 +67,7 @@ def parser_of(docstring):
 
 
 def benchmark(docstring, question, add_flags=lambda add: None, gpus=True, cases=()):
-    """Parse the flags, call `question`, and write each result that it yields to --output.
+    """Parse the flags, call `question`, and write each result that it yields to the output file.
 
     The question gets the arguments and a temporary folder, and `add_flags` declares the question's
     own flags. If there are `cases`, the flag --only selects some of them. If `gpus` is false, this
@@ -149,7 +149,7 @@ def keep(output, machine, results):
 
 
 class Failed(SystemExit):
-    """Carry the output of a failed command; if nothing catches this error, print the output."""
+    """Carry the output of a failed command, which Python prints if nothing catches this error."""
 
 
 def launch_command(ranks, command):
@@ -171,7 +171,7 @@ class Job:
         """Start the command, and add `variables` to its environment."""
         self.command, self.mark = list(map(str, command)), uuid.uuid4().hex
         # A job may start further jobs. Append this job's mark to the mark of the outer job, so that
-        # kill() of the outer job finds the processes of both.
+        # kill() of the outer job also finds the processes of this job.
         marks = os.environ.get("BENCHMARK_MARK", "") + self.mark
         environment = os.environ | ALLOCATOR | variables | {"BENCHMARK_MARK": marks}
         pipes = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": log, "text": True}

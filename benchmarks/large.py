@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from harness import benchmark, show
 from on_ranks import build, make_model_folder, on_ranks
 
-# ROUNDS is the number of rounds that measure saves. WIDTH is the width of the measured models.
+# measure_saves() measures ROUNDS rounds. WIDTH is the width of all measured models.
 ROUNDS, WIDTH = 3, 768
 # Let glibc return freed memory to the system, as it does by default, because memory that glibc
 # keeps would count as used.
@@ -32,7 +32,7 @@ def own_memory():
 
 
 def highest_memory(ended, found):
-    """Append this process's highest memory so far every millisecond, until `ended` is set."""
+    """Every millisecond, append the process's highest memory so far, until `ended` is set."""
     while not ended.wait(0.001):
         found.append(max(found[-1], own_memory()))
 

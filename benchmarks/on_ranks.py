@@ -71,8 +71,9 @@ def torchrun(ranks, command, folder, threads=1, **variables):
 def on_ranks(work, chapter, ranks, model, folder, options, **settings):
     """Run `work(chapter, args, device)` on each rank; return the result of rank 0.
 
-    `chapter` and `options` name the chapter whose functions `work` calls, and its flags. torchrun()
-    gets `settings` as keyword arguments: `threads`, or environment variables of the ranks.
+    `chapter` is the number of the chapter whose functions `work` calls, and `options` holds this
+    chapter's flags. `settings` holds keyword arguments of torchrun(): `threads`, or environment
+    variables of the ranks.
     """
     result = Path(folder, "result.json")
     result.unlink(missing_ok=True)

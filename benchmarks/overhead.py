@@ -146,8 +146,8 @@ def measure_watched(chapter, args, device):
     working = {name: getattr(watch, name) for name in ("look", "tell", "dump_if_due")}
 
     def take_step(watching, step):
-        # Let train_step() run without checks by recording a fault, because after a fault, the hooks
-        # run no check.
+        # Record a fault to let train_step() run without checks, because the hooks run no check
+        # after a fault.
         counter.fault = None if watching else "off"
         for name, work in working.items():
             setattr(watch, name, work if watching else lambda: None)
@@ -184,7 +184,7 @@ def losses_of(chapter, args, model):
 def measure_loss(chapter, args, device):
     """Compare steps that compute the loss in chunks with a step that computes all logits at once.
 
-    Return the FLOPs of each kind of step and, for both kinds with chunks, the shares of its blocks.
+    Return the FLOPs of each kind of step and, for each kind with chunks, the shares of its blocks.
     """
     model, _, optimizer, samples = build(chapter, args, device)
     batch, losses = chapter.batch_at(args, samples, 1, 0, device), losses_of(chapter, args, model)

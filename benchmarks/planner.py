@@ -54,7 +54,8 @@ def bytes_of(tensors):
 def measure(chapter, args, device):
     """Train for STEPS steps on random tokens.
 
-    Return this rank's bytes of weights, gradients and optimizer state, and its peak.
+    Return the bytes of weights, gradients and optimizer state that this rank holds, and the peak of
+    its allocated bytes.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model, wrapped, optimizer, samples = build(chapter, args, device)
@@ -80,8 +81,8 @@ def measure(chapter, args, device):
 def allocations(profiler):
     """Return all allocations and releases in the order of their time.
 
-    Each is a list of its address, its bytes (negative for a release), and the names of the
-    operations that contain it.
+    Each allocation or release is a list of its address, its bytes (negative for a release), and the
+    names of the operations that contain it.
     """
     found = []
     stack = [(event, ()) for event in profiler.profiler.kineto_results.experimental_event_tree()]
@@ -113,7 +114,7 @@ def unseen_releases(events):
 
 
 def rises(events):
-    """Return how far the allocated bytes rise in each step above their number at its start.
+    """Return the highest rise of the allocated bytes in each step, above the step's start.
 
     The first value is the number of bytes that are allocated before the first step.
     """

@@ -93,7 +93,7 @@ def mask_of(events, window):
 def tails_of(events):
     """Return the time of each backward pass after the last node of its graph, as events.
 
-    During this time, DDP waits for its last buckets in C++, and the trace has no event for this.
+    During this time, DDP waits for its last buckets in C++, and the trace shows no event.
     """
     nodes = select(events, "cpu_op", "autograd::engine::")
     ends, tails = [node["ts"] + node["dur"] for node in nodes], []
@@ -178,7 +178,7 @@ def run(script, ranks, folder, num_traced, *more):
 
 
 def where(args, folder):
-    """Trace each chapter; yield the share of each part in the time of its steps."""
+    """Trace each chapter; yield the share that each part has of the time of the chapter's steps."""
     rows, model = [], make_7m_llama(folder / "llama")
     for chapter, compiled in product(args.only, (False, True)):
         flags = ["--model-name", model, *["--compile"] * compiled]

@@ -38,7 +38,7 @@ def reach_of(hosts_file=None):
 
 
 def look_at(words, pids):
-    """Return a host's own name, and the state of each process `pids` as the letter that ps shows.
+    """Return a host's own name, and each process's state as the letter that ps shows.
 
     If the host does not answer, return the error instead.
     """
@@ -74,11 +74,11 @@ def gather(run, reach):
 def request_dumps(run):
     """Ask all ranks for dumps, and wait up to four seconds until the dumps are there.
 
-    Return how many seconds the clock of the file system is ahead of this host's clock.
+    Return the file system's time minus this host's time, in seconds.
     """
     request = run / "ranks/dump"
     ahead = 0.0
-    # A folder of a different user may not be writable. Then use the dumps that already exist.
+    # If the folder belongs to a different user, touch() may fail. Then use the dumps that exist.
     with suppress(OSError):
         request.touch()
         ahead = changed(request) - time.time()
@@ -93,7 +93,7 @@ def request_dumps(run):
 
 
 def read_ranks(run, ahead=0.0):
-    """Map each rank that has written a heartbeat since the latest start to its read_rank()."""
+    """Map each rank that belongs to the run's latest start to its result of read_rank()."""
     now = time.time() + ahead
     paths = sorted((run / "ranks").glob("[0-9]*[0-9].json"))
     ranks = {int(path.stem): files for path in paths if (files := read_rank(path, now))}

@@ -51,7 +51,7 @@ LEAKED = []
 
 
 class Fault:
-    """Hold one fault of the command line, and cause it when its step comes on its rank."""
+    """Hold one fault of the command line, and cause this fault on its rank, in its step."""
 
     def __init__(self, text):
         match = re.fullmatch(r"([a-z-]+)@rank(\d+):step(\d+)", text)
@@ -86,7 +86,8 @@ class Fault:
         save, next_index = torch.save, _BaseDataLoaderIter._next_index
 
         def broken_backward(tensors, *args, **options):
-            # A chapter passes one loss, but a pipeline stage passes a sequence of tensors.
+            # Accept one tensor, such as a loss, or the sequence of tensors that a pipeline stage
+            # passes.
             outputs = [tensors] if torch.is_tensor(tensors) else list(tensors)
             if self.is_due("nan-data"):
                 outputs = [output * float("nan") for output in outputs]

@@ -142,7 +142,7 @@ def adopt_launcher():
             os.environ |= zip(LAUNCHERS[0], values, strict=True)
             break
     if "SLURM_STEP_NODELIST" in os.environ:
-        # Rank 0 runs on the first node in Slurm's node list: on gpu03 if it is gpu[03-07,12].
+        # Rank 0 runs on the first node in Slurm's list: on gpu03 if the list is gpu[03-07,12].
         nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
         os.environ.setdefault("MASTER_ADDR", nodes.split(",")[0])
         # Derive the port from the job id and the step id, so that two steps on the same node use
@@ -325,7 +325,8 @@ def rings_of(hosts):
     for rank, host in enumerate(hosts):
         ranks_by_host[host].append(rank)
     within = list(ranks_by_host.values())
-    # A node with fewer ranks than other nodes has no rank in the last rings, so drop the gaps.
+    # A node with fewer ranks than other nodes has no rank in the last rings, so drop the None that
+    # zip_longest() puts there instead.
     between = [[rank for rank in ring if rank is not None] for ring in zip_longest(*within)]
     return {"link within a node": within, "link between nodes": between}
 
@@ -456,7 +457,7 @@ def print_report(reports, usual_values, findings, verdict):
     width = max(map(len, usual_values))
     for name, usual in usual_values.items():
         print(f"{name:{width}}  {usual}")
-    # Move the findings that forbid the run before the warnings.
+    # Sort the findings, so that the no-go findings come before the warnings.
     findings = sorted(findings, key=lambda finding: finding.check.level != NO_GO)
     for finding in findings[:20]:
         print_finding(finding)

@@ -190,7 +190,7 @@ class Steps:
             self.sums["input_hash"] += (ids * (ids + 7919)).sum()
 
     def note_gradient(self, gradient):
-        """Add 1 to the count of the step if a value of the gradient is not finite."""
+        """Count the gradient of a micro-batch if one of its values is not finite."""
         local = getattr(gradient, "_local_tensor", gradient)
         self.sums["nonfinite_gradients"] += ~local.isfinite().all()
 
@@ -470,7 +470,7 @@ class Watch:
             self.dump("stall")
 
     def dump(self, reason):
-        """Write the stack of the main thread and the latest collectives."""
+        """Write the stack of the main thread and the latest collectives to this rank's dump."""
         if reason in ("failed", "ended") and self.stalled_step == self.steps.count:
             # Keep the earlier dump of the stall, because it shows where the rank waited.
             return

@@ -274,7 +274,7 @@ def may_take_minutes(ranks):
 
 
 def find_hang(ranks):
-    """Explain why the run makes no progress."""
+    """Explain why the run makes no progress; return None if the run is not stalled."""
     if stopped := [rank for rank in ranks if rank.state == "stopped"]:
         first = stopped[0]
         reason = "SIGSTOP or a debugger has stopped the process; to continue it, run "
@@ -329,7 +329,7 @@ def is_waiting(rank):
 
 
 def stay_of(rank):
-    """Describe how long a rank has been in its phase, and at which line it is."""
+    """Describe how long a rank has been in its phase, and name the line where it is."""
     return f"{rank.quiet:.0f} s in {rank.position}, at {location_of(rank.frames)}"
 
 
@@ -390,9 +390,10 @@ def explain_mismatch(number, ranks_by_call, history):
 
 
 def predict_call(history):
-    """Find the latest calls at an earlier place in the history; return the call that followed.
+    """Find where the latest calls occurred before in the history; return the call that came next.
 
-    Look for the latest 64 calls first, then for fewer; return None if even the last call is new.
+    Look for the latest 64 calls first, then for fewer calls; return None if even the last call is
+    new.
     """
     for context in (64, 32, 16, 8, 4, 2, 1):
         latest = history[-context:]
@@ -560,7 +561,7 @@ def find_memory_leak(ranks):
 
 
 def is_growing(memory):
-    """Return whether a list of host memory values, in GiB, grows steadily and by enough."""
+    """Return whether a rank's host memory, in GiB, grows steadily and enough to be a leak."""
     rises = [after > before + 0.02 for before, after in pairwise(memory)]
     is_steady = len(rises) > 2 and sum(rises) >= len(rises) - 1
     return is_steady and memory[-1] - memory[0] > max(MIN_LEAK_GIB, 0.5 * memory[0])

@@ -88,8 +88,8 @@ NAME = re.compile(
 NO_DATA = re.compile(
     r"(.*/)?(\..*|[^/]*\.tokens/.*|[^/]*\.md|(readme|license)(\.\w+)?|dataset_(infos?|dict)\.json)"
 )
-# If a source folder has a file or a folder named train, skip files with these names, because they
-# are for evaluation.
+# If a source folder has a file or a folder named train, skip files and folders with these names,
+# because their documents are for evaluation.
 HELD_OUT = {"test", "validation", "valid", "val", "dev", "eval"}
 # This pattern matches SOURCE or SOURCE:WEIGHT; a weight may be 2, 0.25 or 1e-3.
 WEIGHTED = re.compile(r"(.*?)(?::(\d*\.?\d+(?:[eE][-+]?\d+)?))?")
@@ -519,8 +519,8 @@ def start_worker():
 def tokenize(args, records):
     """Tokenize records.
 
-    Return the joined tokens of all documents, the position where each document ends, a list of the
-    records that cannot be used with the reasons, and the counts of tokenize_packed().
+    Return the joined tokens of all documents, the position where each document ends, the records
+    that cannot be used, each with the reason, and the counts of tokenize_packed().
     """
     if args.kind != "text":
         return tokenize_packed(args, records)

@@ -30,7 +30,7 @@ RULES = {"the same rate": 0, "square root": 0.5, "linear": 1}
 
 
 def train(samples, batch, lr, seed):
-    """Return the validation loss after a run of chapter 01, or None if it diverged."""
+    """Return the validation loss after a run of chapter 01, or None if the run diverged."""
     chapter, steps = load("01"), samples // batch
     settings = f"""--device cpu --precision fp32 --seq-length 64 --batch-size 64
         --global-batch-size {batch} --num-steps {steps} --warmup-steps {max(1, steps // 10)}

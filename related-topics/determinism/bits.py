@@ -50,7 +50,7 @@ def train(layout, run_dir):
 
 
 def resume_from_half(layout, run_dir):
-    """Resume a layout's run from step 10, as if the run had been killed after this checkpoint."""
+    """Resume a layout's run as if it had been killed after the checkpoint of step 10."""
     shutil.rmtree(run_dir / "checkpoints/step-00000020")
     shutil.rmtree(run_dir / "model")
     (run_dir / "finished-20").unlink()
@@ -58,7 +58,7 @@ def resume_from_half(layout, run_dir):
 
 
 def compare(one, other):
-    """Return whether two results of train() have the same bits, and how far their losses differ."""
+    """Return whether two results of train() have the same bits, and the largest loss difference."""
     measured = [
         [{name: row.get(name) for name in ("loss", "grad_norm", "val_loss")} for row in rows]
         for rows, _ in (one, other)

@@ -80,14 +80,14 @@ def last_losses(rows, optimizer, lr):
 
 
 def first_step(curve, loss):
-    """Return the first step at which a curve, a dict from steps to losses, is at most `loss`."""
+    """Return the first step whose loss in the dictionary `curve` is at most `loss`."""
     return next(step for step in sorted(curve) if curve[step] <= loss)
 
 
 def rates(args, folder):
     """Train both optimizers at all rates, two runs at a time; print each optimizer's best rate.
 
-    Do not train again for the rows that the file of --output already has, but keep these rows.
+    Keep the rows that the file of --output already has, and train only for the missing rows.
     """
     is_old = args.output and args.output.exists()
     rows = json.loads(args.output.read_text())["rows"] if is_old else []
