@@ -22,16 +22,17 @@ SAMPLES = 4
 
 
 def storage_of(tensor):
-    """Return the memory of a tensor, which its views share."""
+    """Return the storage of a tensor, which the tensor shares with its views."""
     return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
 def bytes_kept(chapter, args, model, batch):
-    """Return the number of bytes that autograd keeps after a forward pass."""
+    """Return the bytes that autograd keeps for the backward pass, except the bytes of weights."""
     sizes = {}
 
     def pack(tensor):
-        # Look up the weights each time, because FSDP replaces them while a layer is gathered.
+        # Look up the weights for each saved tensor, because FSDP replaces a layer's weights while
+        # it gathers the layer.
         weights = {storage_of(weight).data_ptr() for weight in model.parameters()}
         storage = storage_of(tensor)
         if storage.data_ptr() not in weights:
@@ -54,12 +55,13 @@ def measure(chapter, args, device):
 
 
 def activations(args, folder):
-    """Count the bytes for each case and each sequence length; yield all rows so far."""
+    """Count each case's bytes at each sequence length; after each case, yield all rows so far."""
     rows = []
     for name in args.only:
         ranks, style = CASES[name]
         flags = f"--context-parallel-size {ranks} --context-parallel-style {style} --seq-length"
-        # Start a run for each length, because a rank builds its mask for one length.
+        # Start a new run for each length, because a rank builds its attention mask only once, for
+        # one length.
         found = {
             length: on_ranks(measure, "08", ranks, "tiny", folder, f"{flags} {length}")
             for length in args.lengths

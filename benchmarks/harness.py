@@ -34,7 +34,8 @@ PLANNER = ROOT / "tools/planner/will_it_fit.py"
 # free blocks to the system, and the system needs time to clear each page for its next use.
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
-# A run may take this number of seconds, because the first start of DeepSpeed compiles for minutes.
+# Stop a run after this number of seconds. The limit is high, because the first start of DeepSpeed
+# compiles for minutes.
 LONGEST = 1200
 
 
@@ -57,7 +58,7 @@ def load(script):
 
 
 def parser_of(docstring):
-    """Return a benchmark's parser, with its description and the flag --output."""
+    """Return a parser with the benchmark's description and the flag --output."""
     parser = argparse.ArgumentParser(
         description=docstring.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -66,11 +67,11 @@ def parser_of(docstring):
 
 
 def benchmark(docstring, question, add_flags=lambda add: None, gpus=True, cases=()):
-    """Parse the flags, call the function `question`, and keep all results that it yields.
+    """Parse the flags, call `question`, and write each result that it yields to the output file.
 
-    The question gets the arguments and a temporary folder; `add_flags` declares its flags. With
-    `cases`, the flag --only chooses some cases. Without `gpus`, this process does not use a GPU,
-    so the question may fork.
+    The question gets the arguments and a temporary folder, and `add_flags` declares the question's
+    own flags. If there are `cases`, the flag --only selects some of them. If `gpus` is false, this
+    process does not initialize CUDA, so the question may fork.
     """
     parser = parser_of(docstring)
     add_flags(parser.add_argument)
@@ -93,7 +94,7 @@ def show(row):
 
 
 def cpu_facts():
-    """Return the facts about a core that Linux lists, by name."""
+    """Return the facts about a core that /proc/cpuinfo lists, by name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return {name.strip(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
@@ -105,12 +106,15 @@ def bf16_flags():
 
 
 def fast_precision():
-    """Return bf16 if this machine has a GPU, or a CPU with bf16 instructions; otherwise fp32."""
+    """Return bf16 if this machine has a GPU or a CPU with bf16 instructions, and fp32 otherwise."""
     return "bf16" if torch.cuda.is_available() or bf16_flags() else "fp32"
 
 
 def describe_machine(gpus=True):
-    """Return the facts that results depend on; with `gpus`, initialize CUDA and add the GPUs."""
+    """Return the facts about this machine and its software that results depend on.
+
+    If `gpus` is true, initialize CUDA, and add the number and the name of the GPUs.
+    """
     count = torch.cuda.device_count() if gpus else 0
     return {
         "cpu": cpu_facts().get("model name", platform.processor()),
@@ -133,7 +137,7 @@ def in_rows(results):
 
 
 def keep(output, machine, results):
-    """Write results to the file `output`, unless it is None; keep the file's other results."""
+    """Add the machine and the results to the JSON file `output`, unless `output` is None."""
     if output:
         before = json.loads(output.read_text()) if output.exists() else {}
         text = in_rows(before | {"machine": machine} | results)
@@ -145,11 +149,11 @@ def keep(output, machine, results):
 
 
 class Failed(SystemExit):
-    """Carry the output of a failed command; if nothing catches it, the benchmark prints it."""
+    """Carry the output of a failed command, which Python prints if nothing catches this error."""
 
 
 def launch_command(ranks, command):
-    """Return the command that starts a script: alone if `ranks` is 0, otherwise under torchrun."""
+    """Return the command that starts a script: under torchrun, or without it if `ranks` is 0."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     launcher = [*torchrun, "--nproc-per-node", ranks] if ranks else []
     return [sys.executable, *launcher, *command]
@@ -164,9 +168,10 @@ class Job:
     """Run a command; all processes that it starts have `mark` in their environment."""
 
     def __init__(self, command, out=subprocess.PIPE, log=subprocess.PIPE, **variables):
-        """Start the command with more variables in its environment."""
+        """Start the command, and add `variables` to its environment."""
         self.command, self.mark = list(map(str, command)), uuid.uuid4().hex
-        # Append the mark, so that a job inside of a job has both marks.
+        # A job may start further jobs. Append this job's mark to the mark of the outer job, so that
+        # kill() of the outer job also finds the processes of this job.
         marks = os.environ.get("BENCHMARK_MARK", "") + self.mark
         environment = os.environ | ALLOCATOR | variables | {"BENCHMARK_MARK": marks}
         pipes = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": log, "text": True}
@@ -187,7 +192,7 @@ class Job:
             self.process.wait(10)
 
     def living(self):
-        """Return the folders in /proc of the job's processes."""
+        """Return the folder in /proc of each of the job's processes that still exists."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -197,7 +202,7 @@ class Job:
 
 
 def run(command, limit=LONGEST, **variables):
-    """Run a command for at most `limit` seconds, and leave no process of it behind."""
+    """Run a command for at most `limit` seconds, and then kill the processes that are left."""
     job = Job(command, **variables)
     try:
         output = job.process.communicate(timeout=limit)
@@ -209,7 +214,7 @@ def run(command, limit=LONGEST, **variables):
 
 
 def call(command, limit=LONGEST, **variables):
-    """Run a command that must succeed; return its CompletedProcess."""
+    """Run a command; return its CompletedProcess, or raise Failed if the command fails."""
     done = run(command, limit, **variables)
     if done.returncode:
         problem = f"{shlex.join(done.args)}: failed; read its output above"
@@ -218,10 +223,10 @@ def call(command, limit=LONGEST, **variables):
 
 
 def take_turns(names, rounds, measure):
-    """After each round, yield all rounds so far; a round maps names to results of `measure`.
+    """Measure each name once in each round; after each round, yield all rounds so far.
 
-    On a shared machine, speeds vary, so compare only values of the same round. If a run fails, all
-    rounds leave out its name.
+    A round maps each name to its result of `measure`. On a shared machine, speeds vary, so compare
+    only results of the same round. If a name fails in one round, drop it from all rounds.
     """
     found, names = [], list(names)
     for number in range(1, rounds + 1):
@@ -241,7 +246,7 @@ def take_turns(names, rounds, measure):
 
 
 def main():
-    """Call the function that words_of() names; the function reads its arguments in sys.argv."""
+    """Call the function that words_of() names; the function reads its arguments from sys.argv."""
     module, function = sys.argv[1:3]
     del sys.argv[1:3]
     getattr(importlib.import_module(module), function)()

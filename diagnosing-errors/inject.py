@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-# At the end of a step, end_of_step() calls the function of a fault with the first weight.
+# Map each fault that begins at the end of a step to its function. end_of_step() calls the function
+# with the model's first weight.
 FUNCTIONS = {
     "crash": lambda _: 1 / 0,
     "segfault": lambda _: ctypes.string_at(0),
@@ -36,19 +37,21 @@ FUNCTIONS = {
     "memory-leak": lambda _: LEAKED.append(torch.ones(2**24)),  # 64 MiB
     "bit-flip": lambda weight: weight.view(torch.int32).view(-1)[:1].bitwise_xor_(2**20),
 }
-# The other faults act in the functions that replace_functions() replaces.
+# The faults that are not in FUNCTIONS begin inside the functions that replace_functions() puts in
+# place of torch's functions.
 FAULTS = [*FUNCTIONS, "hang-data", "slow-data", "skip-collective", "nan-data", "nan-gradient"]
 FAULTS += ["corrupt-checkpoint"]
-# Once they have begun, these faults act again and again; every other fault acts once.
+# These faults act again in each later step or call; every other fault acts only once.
 LASTING = ("memory-leak", "file-leak", "slow-compute", "slow-data")
 USAGE = "usage: inject.py FAULT@rankR:stepS ... SCRIPT ARGUMENTS\n"
 USAGE += f"FAULT is one of {', '.join(FAULTS)}"
-# This list keeps the tensors and files of the two leaks alive.
+# This list holds the tensors of memory-leak and the files of file-leak, so that Python does not
+# free them.
 LEAKED = []
 
 
 class Fault:
-    """Hold a fault of the command line, count steps, and remember whether the fault has begun."""
+    """Hold one fault of the command line, and cause this fault on its rank, in its step."""
 
     def __init__(self, text):
         match = re.fullmatch(r"([a-z-]+)@rank(\d+):step(\d+)", text)
@@ -59,7 +62,7 @@ class Fault:
         self.has_begun = False
 
     def is_due(self, *names):
-        """Return whether a fault with one of these names acts now; report its start on stderr."""
+        """Return whether this fault has one of `names` and acts now; report its start on stderr."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         if rank != self.rank or self.name not in names or self.steps < self.step:
             return False
@@ -70,20 +73,21 @@ class Fault:
         return True
 
     def end_of_step(self, optimizer, *_):
-        """Count the step, and run the function of the fault if it is due."""
+        """Count the step, and call the fault's function if the fault is due in this step."""
         self.steps += 1
         if self.is_due(*FUNCTIONS):
             weight = optimizer.param_groups[0]["params"][0].detach()
-            # A DTensor keeps this rank's shard in _local_tensor.
+            # If the weight is a DTensor, break only this rank's shard of it.
             FUNCTIONS[self.name](getattr(weight, "_local_tensor", weight))
 
     def replace_functions(self):
-        """Replace functions of torch by functions that break when the fault is due."""
+        """Replace functions of torch by functions that behave wrongly while the fault is due."""
         backward, all_reduce = torch.autograd.backward, dist.all_reduce
         save, next_index = torch.save, _BaseDataLoaderIter._next_index
 
         def broken_backward(tensors, *args, **options):
-            # Accept one tensor or a sequence, because the stage of a pipeline passes a sequence.
+            # Accept one tensor, such as a loss, or the sequence of tensors that a pipeline stage
+            # passes.
             outputs = [tensors] if torch.is_tensor(tensors) else list(tensors)
             if self.is_due("nan-data"):
                 outputs = [output * float("nan") for output in outputs]
@@ -102,7 +106,7 @@ class Fault:
             if isinstance(file, (str, Path)) and self.is_due("corrupt-checkpoint"):
                 os.truncate(file, os.path.getsize(file) // 2)
 
-        # Each data loader calls this function for its next batch.
+        # A data loader calls this method each time it needs the indexes of its next batch.
         def broken_next_index(loader):
             if self.is_due("hang-data", "slow-data"):
                 time.sleep(1e6 if self.name == "hang-data" else 0.5)
@@ -114,7 +118,7 @@ class Fault:
 
 
 def main():
-    """Prepare the faults, and run the script."""
+    """Install the faults that the command line names, and run the script."""
     faults = list(takewhile(lambda word: "@rank" in word, sys.argv[1:]))
     sys.argv = sys.argv[1 + len(faults) :]
     if not faults or not sys.argv:

@@ -70,10 +70,10 @@ CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages -%}
 {{ message.role }}:
 {{ message.content }}{{ eos_token if message.role == "assistant" }}
 {% endfor %}{{ "assistant:\n" if add_generation_prompt }}"""
-# If all sources together have fewer bytes, use one worker, because starting processes would take
-# longer than the processes save.
+# If all sources together have fewer than SMALL bytes, use one worker, because starting processes
+# would cost more time than the processes save.
 SMALL = 2**26
-# To notice a change of a file, hash blocks of this number of bytes.
+# To notice that a file has changed, hash three of its blocks, each with this number of bytes.
 BLOCK = 2**16
 FORMATS = ("jsonl", "json", "txt", "parquet", "csv", "tsv")
 COMPRESSIONS = {"gz": "gzip", "bz2": "bz2", "zst": "zstd", "xz": "xz"}
@@ -83,12 +83,13 @@ NAME = re.compile(
     r"(?P<stem>.+?)([-_.]\d+(-of-\d+)?(-[0-9a-f]+)?)?"
     rf"\.(?P<format>{'|'.join(FORMATS)})(\.(?P<compression>{'|'.join(COMPRESSIONS)}))?"
 )
-# These files of a folder hold no documents: hidden files, descriptions, and pieces of this program.
+# Skip these files of a folder: hidden files, descriptions of the data, and pieces that this program
+# has written.
 NO_DATA = re.compile(
     r"(.*/)?(\..*|[^/]*\.tokens/.*|[^/]*\.md|(readme|license)(\.\w+)?|dataset_(infos?|dict)\.json)"
 )
-# If a source folder has a file or a folder named train, skip files with these names, because they
-# are for evaluation.
+# If a source folder has a file or a folder named train, skip files and folders with these names,
+# because their documents are for evaluation.
 HELD_OUT = {"test", "validation", "valid", "val", "dev", "eval"}
 # This pattern matches SOURCE or SOURCE:WEIGHT; a weight may be 2, 0.25 or 1e-3.
 WEIGHTED = re.compile(r"(.*?)(?::(\d*\.?\d+(?:[eE][-+]?\d+)?))?")
@@ -98,7 +99,7 @@ Shard = namedtuple("Shard", "name size content read")
 
 
 def parse_args():
-    """Return the checked arguments."""
+    """Parse and check the command line; return the arguments."""
     options = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter, "allow_abbrev": False}
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], **options)
     parser.error = fail
@@ -152,7 +153,7 @@ def part_of(text):
 
 
 def slurm_part():
-    """Return the part of this task in a Slurm array, as text; outside an array, return 0/1."""
+    """Return the part that this task of a Slurm array writes, as `k/n`; outside an array, `0/1`."""
     names = {"ID": "0", "MIN": "0", "COUNT": "1"}
     values = {name: os.environ.get(f"SLURM_ARRAY_TASK_{name}", names[name]) for name in names}
     return f"{int(values['ID']) - int(values['MIN'])}/{values['COUNT']}"
@@ -184,7 +185,7 @@ def open_decompressed(path):
 
 
 def files_of(folder):
-    """Return the files of a folder that hold training data, and print the files left out."""
+    """Return the files of a folder that hold training data; print which files are left out."""
     paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     names = sorted(path.relative_to(folder) for path in paths)
     names = [name for name in names if not NO_DATA.fullmatch(str(name).lower())]
@@ -235,7 +236,7 @@ def records_of(path, column):
 
 
 def paragraphs_of(file, column):
-    """Yield the paragraphs of a text, which blank lines separate, each with its first line."""
+    """Yield each paragraph of a text with its first line's number; blank lines end a paragraph."""
     for is_blank, lines in groupby(enumerate(file, 1), lambda numbered: numbered[1].isspace()):
         if not is_blank:
             numbers, texts = zip(*lines, strict=True)
@@ -243,12 +244,12 @@ def paragraphs_of(file, column):
 
 
 def rows_of(file, delimiter):
-    """Yield the rows of a table, each with its last line.
+    """Yield each row of a table with the number of its last line.
 
     For a row with too many or too few fields, yield an error in place of the row.
     """
     csv.field_size_limit(2**31 - 1)
-    # Accept bytes that are not UTF-8 here, because text_of() reports them with their line.
+    # Accept bytes that are not UTF-8 here, because text_of() reports them with the line number.
     lines = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     names = next(rows, [])
@@ -282,7 +283,7 @@ def check_column(column, names):
 
 
 def row_of(record):
-    """Return a record as a dict; raise an error if it is an error, or not a JSON object."""
+    """Return a record as a dict; raise an error if the record is one, or is not a JSON object."""
     if isinstance(record, Exception):
         raise record
     if isinstance(record, bytes):
@@ -321,7 +322,7 @@ def sources_of(args):
     if not any(weights.values()):
         return [Source(args, 0, list(weights), 1.0, False)]
     if missing := [name for name, weight in weights.items() if not weight]:
-        fail(f"{missing[0]}: has no weight above 0; give each source a weight, or no source")
+        fail(f"{missing[0]}: has no weight above 0; give each source a weight, or omit all weights")
     total, items = sum(weights.values()), enumerate(weights.items())
     return [Source(args, n, [name], weight / total, True) for n, (name, weight) in items]
 
@@ -330,7 +331,7 @@ class Source:
     """Read the documents of files, folders or datasets in a random order, in batches.
 
     Up to OPEN_SHARDS shards are open at a time, and each document comes from a random open shard.
-    A part reads every n-th shard or, if there are fewer shards than parts, every n-th document.
+    Each of n parts reads every n-th shard or, with fewer than n shards, every n-th document.
     """
 
     def __init__(self, args, number, names, weight, repeats):
@@ -344,7 +345,7 @@ class Source:
         self.load_state({"pass": 0, "batch": 0, "shards": 0, "open": []})
 
     def load_state(self, state):
-        """Continue with the batch that came after the call of state() that returned `state`."""
+        """Restore a result of state(), so that next_batch() returns the batch that followed it."""
         self.pass_number, self.batch = state["pass"], state["batch"]
         self.num_opened = state["shards"]
         self.readers = [[*reader, self.records_of(*reader)] for reader in state["open"]]
@@ -369,8 +370,9 @@ class Source:
         return self.pass_number > 0 and not self.repeats
 
     def next_batch(self):
-        """Return the next records, each with its shard and its line."""
-        # Derive the order from numbers, not from names, so that a folder can be moved.
+        """Return the next batch of records, each with the numbers of its shard and its line."""
+        # Derive the order of the shards from numbers, not from names, so that the order stays the
+        # same if the folder is moved.
         key = f"{self.args.seed} {self.number} {self.pass_number}"
         order = list(self.numbers)
         random.Random(key).shuffle(order)
@@ -393,7 +395,8 @@ class Source:
         self.batch += 1
         if not self.readers and self.num_opened == len(order):
             if not records and self.batch == 1 and self.repeats:
-                fail(f"{self.name}: too few documents for {self.args.part[1]} parts")
+                problem = f"too few documents for {self.args.part[1]} parts"
+                fail(f"{self.name}: {problem}; start fewer parts")
             self.pass_number, self.batch, self.num_opened = self.pass_number + 1, 0, 0
         return records
 
@@ -417,7 +420,7 @@ def reason_of(error):
 
 
 def shards_of(name):
-    """Return the shards of a source."""
+    """Return the shards of a source: a file, a folder, a dataset of the hub, or built-in data."""
     path = Path(name)
     if name == "pydoc":
         text = "".join(topics.values()).encode()
@@ -435,7 +438,8 @@ def shards_of(name):
                 return list(pool.map(shard_of, files))
         except OSError as error:
             fail(f"{name}: {reason_of(error)}")
-    # Import datasets only here, because the import would take each worker seconds.
+    # Import datasets only here, because each worker imports this file, and the import of datasets
+    # takes seconds.
     import datasets
 
     datasets.disable_progress_bars()
@@ -443,7 +447,8 @@ def shards_of(name):
     load = partial(datasets.load_dataset, dataset, subset, split="train", streaming=True)
     try:
         stream = load()
-        # Load text files again, because blank lines separate their documents.
+        # By default, each line of a text file is a document. Load the text files again, so that
+        # each paragraph is a document.
         if stream.info.builder_name == "text":
             stream = load(sample_by="paragraph")
     except Exception as error:
@@ -496,7 +501,7 @@ def num_workers(sources):
 
 
 def start_workers(args):
-    """Return an executor of tokenize(): processes or, for a single worker, a thread."""
+    """Return an executor that runs tokenize() in processes or, for a single worker, in a thread."""
     if args.workers == 1:
         return ThreadPoolExecutor(1)
     # Let each process tokenize with one thread, because there is a process for each core.
@@ -512,7 +517,11 @@ def start_worker():
 
 
 def tokenize(args, records):
-    """Return the joined tokens of all records, each document's end, the problems, and counts."""
+    """Tokenize records.
+
+    Return the joined tokens of all documents, the position where each document ends, the records
+    that cannot be used, each with the reason, and the counts of tokenize_packed().
+    """
     if args.kind != "text":
         return tokenize_packed(args, records)
     tokenizer, texts, problems = load_tokenizer(args.model_name), [], []
@@ -531,7 +540,10 @@ def tokenize(args, records):
 
 # ---- conversations ---------------------------------------------------------------------------
 def tokenize_packed(args, records):
-    """Return the same as tokenize(), but treat each packed sample as a document."""
+    """Tokenize conversations or pairs, and pack them into samples.
+
+    Return the values that tokenize() returns, with each packed sample as a document.
+    """
     tokenizer, units, problems, counts = load_tokenizer(args.model_name), [], [], Counter()
     for shard, line, record in records:
         counts["read"] += 1
@@ -578,7 +590,7 @@ def control_tokens(tokenizer):
 
 
 def turns_of(args, row):
-    """Return the turns of a conversation: from one column, or from prompt and completion."""
+    """Return the turns of a row: from one column, or from the columns prompt and completion."""
     names = [args.text_column] if args.text_column else ["messages", "conversations"]
     column = next((name for name in names if name in row), None)
     if column:
@@ -588,7 +600,8 @@ def turns_of(args, row):
     if not {"prompt", "completion"} <= row.keys():
         problem = f"no column {' or '.join(names)}, and no prompt and completion"
         raise ValueError(f"{problem}; choose --text-column from: {', '.join(row)}")
-    # The prompt is context, even where it holds earlier answers.
+    # Give each turn of the prompt the weight 0, so that the model does not learn earlier answers
+    # in the prompt.
     prompt = [turn | {"weight": 0} for turn in as_turns(row["prompt"], "user")]
     return [*prompt, *as_turns(row["completion"], "assistant")]
 
@@ -649,7 +662,7 @@ def messages_of(turns):
             raise ValueError(f"a turn's content is {content!r:.80}; make it text")
         if not {"content", "tool_calls"} & message.keys():
             raise ValueError(f"a turn by the {role} has no content")
-        # Chat templates expect the arguments of a call as an object.
+        # Convert the arguments of each call from text to an object, as chat templates expect them.
         for call in message.get("tool_calls", []):
             function = call.get("function", call)
             if isinstance(function.get("arguments"), str):
@@ -686,7 +699,8 @@ def documents_of(tokenizer, messages, tools):
         if not answered.startswith(prompt):
             problem = f"the answer's text {answered!r:.200} does not begin with the prompt"
             raise ValueError(f"with the model's chat template, {problem} {prompt!r:.200}")
-        # Look for these words, because a template may leave out tool calls or thoughts.
+        # Check that the answer's text contains these words, because a template may leave out tool
+        # calls or thoughts.
         words = [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
         words += [word for key in TEXTS for word in message.get(key, "").split()[-1:]]
         for word in words:
@@ -703,15 +717,16 @@ def documents_of(tokenizer, messages, tools):
 
 
 def tokens_of(tokenizer, text, answers, counts):
-    """Return the tokens of a document with their flags."""
+    """Return the tokens of a document, marked with the flags FIRST and CONTEXT."""
     # Tokenize the entire text at once, because some tokenizers put a space before each text. An
-    # answer begins after the tokens that the text shares with its prompt, as at inference.
+    # answer begins after the tokens that the text shares with the answer's prompt, because at
+    # inference the model continues after the prompt's tokens.
     ends = [end for answer in answers for end in answer]
     texts = {end: text[:end] for end in [*ends, len(text)]}
     options = {"add_special_tokens": False, "verbose": False}
     ids = dict(zip(texts, tokenizer([*texts.values()], **options)["input_ids"], strict=True))
     tokens, beginnings = ids[len(text)], [ids[end] for end in ends]
-    # Count the tokens that each beginning shares with the entire text.
+    # For each beginning of the text, count the first tokens that it shares with the entire text.
     shared = [sum(takewhile(bool, map(eq, tokens, beginning))) for beginning in beginnings]
     control_ids = tokenizer.convert_tokens_to_ids(control_tokens(tokenizer))
     document = [token | CONTEXT for token in tokens]
@@ -726,8 +741,8 @@ def tokens_of(tokenizer, text, answers, counts):
 def pack(args, tokenizer, units):
     """Pack units into samples: each unit joins the fullest sample that has space (best fit).
 
-    Each sample takes the place that its longest unit has among all units. Otherwise, the last
-    samples, which the scripts hold out, would have only short units.
+    The samples are in the order of their longest units in `units`. In the order of packing, the
+    last samples, which the scripts hold out for evaluation, would have only short units.
     """
     samples = {}
     for number in sorted(range(len(units)), key=lambda number: -len(units[number])):
@@ -777,10 +792,11 @@ class Stream:
         return state | {"counts": self.counts, "source": self.batch}
 
     def next_batch(self):
-        """Take the next batch that has documents, or an empty batch at the end of a source."""
+        """Move to the next batch that has documents, or to an empty batch at the source's end."""
         source, args = self.source, self.source.args
         self.counts.update(self.batch_counts)
-        # Hold the tokens of the batch, the ends of its documents, and its number of used tokens.
+        # Reset what belongs to a batch: its tokens, the ends of its documents, its number of used
+        # tokens, and its counts.
         self.tokens, self.ends, self.used, self.batch_counts = [], [], 0, Counter()
         while not len(self.tokens):
             try:
@@ -809,7 +825,7 @@ class Stream:
 
     def take(self, most):
         """Return the remaining tokens of the current document, but at most `most` tokens."""
-        # If the source has no documents, return no tokens.
+        # If the source has no documents, `ends` is empty, and the result has no tokens.
         end = next((end for end in self.ends if end > self.used), 0)
         tokens = self.tokens[self.used : min(self.used + most, end)]
         self.used += len(tokens)
@@ -819,10 +835,10 @@ class Stream:
         return tokens
 
     def urgency(self, total):
-        """Return the priority of this source in the choice of the next tokens, as a pair.
+        """Return a pair of values; the source with the largest pair provides the next tokens.
 
-        The first value is whether the pieces have only the start of a document so far. The second
-        value is the number of tokens that this source lacks of its share of `total` tokens.
+        The first value is whether the pieces so far contain only the start of this source's current
+        document. The second value is how many tokens the source is behind its share of `total`.
         """
         is_within_document = self.used > 0 and self.used not in self.ends
         return is_within_document, self.source.weight * total - self.num_tokens
@@ -830,7 +846,7 @@ class Stream:
 
 # ---- pieces ----------------------------------------------------------------------------------
 def write(path, data):
-    """Write bytes to a file; it gets its name only once it is complete and on the disk."""
+    """Write bytes to a file, which gets its name only once it is complete and on the disk."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -846,7 +862,7 @@ def write(path, data):
 
 
 def describe(args, sources, tokenizer):
-    """Return the facts that determine the content of the pieces, or that readers need."""
+    """Return the facts that determine the content of the pieces, or that their readers need."""
     largest = max(tokenizer.get_vocab().values())
     listing = [shard[:3] for source in sources for shard in source.shards]
     packed = {"kind": args.kind, "seq_length": args.seq_length}
@@ -864,7 +880,7 @@ def describe(args, sources, tokenizer):
 
 
 def write_index(path, index):
-    """Write index.json, or stop if the folder was begun with other arguments."""
+    """Write index.json; stop if the file already exists and contains different facts."""
     if not path.exists():
         return write(path, json.dumps(index, indent=1).encode())
     before = json.loads(path.read_text())
@@ -875,7 +891,7 @@ def write_index(path, index):
 
 
 def write_pieces(args, index, sources, pool):
-    """Write the missing pieces of this part, and after each piece the state; return the streams."""
+    """Write this part's missing pieces, and save the state after each piece; return the streams."""
     part, parts = args.part
     state_path = args.output / f"part-{part}.json"
     state = json.loads(state_path.read_text()) if state_path.exists() else {}
@@ -885,7 +901,8 @@ def write_pieces(args, index, sources, pool):
     total_before = sum(stream.num_tokens for stream in streams)
     piece, filled, ended = np.empty(args.piece, dtype=index["dtype"]), 0, False
     while not ended:
-        # Finish a document first; otherwise, use the source that is furthest behind its weight.
+        # If the pieces contain only the start of a document so far, continue this document.
+        # Otherwise, use the source that is furthest behind its share of the tokens.
         total = sum(stream.num_tokens for stream in streams)
         stream = max(streams, key=lambda it: it.urgency(total))
         tokens = stream.take(args.piece - filled)
@@ -908,7 +925,7 @@ def write_pieces(args, index, sources, pool):
 
 
 def report(args, streams):
-    """Print the tokens of each source and, once all parts have ended, a command to train."""
+    """Print each source's number of tokens and, once all parts have ended, a command to train."""
     for stream in streams:
         passes = stream.batch["pass"]
         read = f", read {passes} times" if passes > 1 else ""
@@ -962,5 +979,5 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        # A shell reports Ctrl-C with status 130.
+        # Exit with the status that a shell reports after Ctrl-C.
         sys.exit(130)
