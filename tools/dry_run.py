@@ -138,24 +138,25 @@ def check_script(path):
     try:
         statements = ast.parse(Path(path).read_bytes()).body
     except (SyntaxError, ValueError) as error:
-        fail(f"{path}: not a Python script ({error}); choose a chapter's script, or a copy")
+        fail(f"{path}: not a Python script ({error}); choose a chapter's script, or a copy of it")
     imports = [node for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
     imported = [(node, alias) for node in imports for alias in node.names]
     names = {getattr(node, "name", None) for node in statements}
     names |= {alias.asname or alias.name for _, alias in imported}
     if missing := [name for name in NEEDED if name not in names]:
         problem = f"is not a copy of a chapter's script, because it lacks {', '.join(missing)}"
-        fail(f"{path}: {problem}; choose a chapter's script, or a copy with your changes")
+        fail(f"{path}: {problem}; choose a chapter's script, or a copy of it with your changes")
     guards = [node for node in statements if isinstance(node, ast.If)]
     if not any("__name__" in ast.unparse(guard.test) for guard in guards):
         fail(f'{path}: would train on import; call main() only if __name__ == "__main__"')
     modules = [getattr(node, "module", None) or alias.name for node, alias in imported]
     if found := FRAMEWORKS & {module.partition(".")[0] for module in modules}:
-        fail(f"{path}: trains with {min(found)}, which has no dry run; choose a chapter's script")
+        problem = f"trains with {min(found)}, which the dry run cannot simulate"
+        fail(f"{path}: {problem}; choose a chapter's script")
 
 
 def ranks_to_run(options, args):
-    """Return the ranks of --rank; by default, the first and the last rank of each kind of split.
+    """Return the ranks that --rank names, or the first and the last rank of each kind of split.
 
     `args` has the script's arguments.
     """
@@ -204,8 +205,8 @@ def shorten(options, module):
     def parse_short_run():
         args = parse_args()
         args.compile = args.pretrained = args.checkpoint_async = False
-        # After the evaluation at the start, schedule the next evaluation for step 3. It never runs,
-        # because as_phase() ends the run after step 2.
+        # Schedule the next evaluation for step 3, which never runs, because as_phase() ends the run
+        # after step 2.
         args.num_steps = args.eval_every = 3
         args.log_every, args.wandb = 1, "disabled"
         return args
@@ -309,7 +310,7 @@ class ScriptError(Exception):
 
 
 def raise_message(message):
-    """Raise a ScriptError, where the script would print the message and exit."""
+    """Raise the message as a ScriptError; the script itself would print the message and exit."""
     raise ScriptError(" ".join(message.split()))
 
 
@@ -386,7 +387,7 @@ def receive_result(receiver, rank):
 
 
 def show(options, results):
-    """Print a line for each rank, and the details of a rank that fails or is the fullest."""
+    """Print a line for each rank, and the details of one rank: a failed rank, or the fullest."""
     nodes = -(-options.gpus // options.gpus_per_node)
     print(f"{name_of(options)} on {options.gpus} × {options.gpu}, nodes: {nodes}\n")
     print(f"{'rank':>8}{'tensors':>14}{'with all else':>16}")
@@ -436,7 +437,10 @@ def show_memory(options, result):
 
 
 def show_sent(options, result):
-    """Print the bytes that each line of the script sends: in step 2, between steps, to evaluate."""
+    """Print the bytes that each line of the script sends.
+
+    Step 2, the time between steps, and the evaluation have separate tables.
+    """
     parts = {"in a step": "step 2", "between steps": "between", "in an evaluation": "evaluation"}
     for part, phase in parts.items():
         rows = [row for row in result["sent"] if row["phase"].startswith(phase)]
@@ -453,7 +457,7 @@ def show_sent(options, result):
 
 
 def show_collective(row):
-    """Print what one line of the script sends with one kind of collective."""
+    """Print the calls, bytes and seconds of one kind of collective in one line of the script."""
     kind = row["kind"] + (" (host)" if row["device"] == "cpu" else "")
     part = row["phase"].partition(", ")[2]
     part = part or ("loop" if row["phase"] in OUTSIDE else "forward")
@@ -462,7 +466,7 @@ def show_collective(row):
 
 
 def show_waits(options, result):
-    """Print the lines where the CPU waits for the GPU: in step 2, to log, and to evaluate."""
+    """Print the lines where the CPU waits for the GPU in step 2, to log, or in an evaluation."""
     parts = {"a step": ("step 2",), "logs and evaluations": ("evaluation", "between")}
     print()
     for part, phases in parts.items():
@@ -494,7 +498,7 @@ def gib(size):
 
 
 def main():
-    """Print the report; exit with 0 if each simulated rank completes two steps and fits."""
+    """Print the report; exit with 0 if each rank completes two steps and fits in its memory."""
     options = parse_args()
     try:
         ranks = ranks_to_run(options, load_script(options))

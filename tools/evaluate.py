@@ -77,7 +77,7 @@ def model_folder(chapter, path):
 
 
 def load_model(args, folder):
-    """Load the model in bf16 or float32, onto the device or, with --all-gpus, onto all GPUs."""
+    """Load the model in bf16 or float32, onto --device or, with --all-gpus, onto all GPUs."""
     dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
     options = {"device_map": "auto"} if args.all_gpus else {}
     try:

@@ -36,7 +36,7 @@ ATEN, FALLBACK = torch.library.Library("aten", "IMPL"), torch.library.Library("_
 
 # ---- the GPU ---------------------------------------------------------------------------------
 class Instant:
-    """Stand in for a CUDA stream or a CUDA event; return at once, because no kernel ever runs."""
+    """Stand in for a CUDA stream or event; its methods return at once, because no kernel runs."""
 
     watch = None
     device_index = stream_id = priority = 0
@@ -293,7 +293,7 @@ class ReplicatedModel(torch.nn.Module):
                 bucket, limit = [], 25 * 2**20
 
     def make_bucket(self, weights):
-        """Put the gradients of these weights into one tensor; all-reduce it when all are ready."""
+        """Put the gradients of these weights into one tensor; all-reduce it when it is complete."""
         sizes, ready = [weight.numel() for weight in weights], []
         bucket = torch.zeros(sum(sizes), device=weights[0].device)
 

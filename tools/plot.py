@@ -42,7 +42,7 @@ def read_metrics(run):
 
 
 def rows_of(path):
-    """Return the rows of a metrics.jsonl; leave out a line that a kill or a full disk has cut."""
+    """Return the rows of a metrics.jsonl; leave out a line that a kill or a full disk cut off."""
     rows = []
     for line in path.read_text().splitlines():
         with suppress(ValueError):

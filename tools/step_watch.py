@@ -62,7 +62,7 @@ class Watch(TorchDispatchMode):
         self.pinned = set()
 
     def watch_torch(self):
-        """Replace functions of torch, to see resized storages and gradients of gathered weights."""
+        """Wrap functions of torch, to count resized storages and gradients of gathered weights."""
         resize, init_weight = torch.UntypedStorage.resize_, FSDPParam.init_unsharded_param
 
         def resize_and_count(storage, size):
@@ -199,7 +199,7 @@ class Watch(TorchDispatchMode):
         return 0.0 if tensor.is_floating_point() else 0
 
     def check(self, func, args, kwargs):
-        """Count an operation's waits and sent bytes; raise an error if its inputs mix devices."""
+        """Count an operation's waits and sent bytes; refuse tensors on different devices."""
         name = func._schema.name
         if name.startswith(("c10d::", "_c10d_functional::", "_dtensor::")) and "wait" not in name:
             self.send(name.partition("::")[2], args)
@@ -251,7 +251,7 @@ class Watch(TorchDispatchMode):
 
 
 def group_of(value):
-    """Return the process group that an argument of a collective names, or None without a group."""
+    """Return the process group that a collective's argument names, or None if it names no group."""
     with contextlib.suppress(Exception):
         if isinstance(value, torch.ScriptObject):
             return dist.ProcessGroup.unbox(value)

@@ -56,7 +56,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Send rows to a wandb run; a second start continues the same wandb run."""
+    """Send rows to a wandb run; a second start of this tool continues the same wandb run."""
 
     def __init__(self, run):
         import wandb

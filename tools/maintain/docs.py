@@ -98,7 +98,7 @@ def all_changes():
 
 
 def patch(path):
-    """Print the hunks of a patch file, without its lines with file names."""
+    """Print the hunks of a patch file, without the lines that name the changed files."""
     lines = (ROOT / path).read_text().splitlines()
     fenced("diff", [line for line in lines if not line.startswith(("---", "+++"))])
 
@@ -217,7 +217,7 @@ def chapter_rows(*names):
 
 
 def flag_rows(chapter, *names):
-    """Yield the name, the default and the help of each of these flags of a chapter."""
+    """Yield the name, the default and the help of each named flag of a chapter."""
     declared = flags(chapters()[chapter].read_text())
     for name in names:
         options = ast.parse(declared[f"--{name}"]).body[0].value.keywords
@@ -288,7 +288,7 @@ def at(scene, strategy, devices):
 
 
 def gain(point, other_point):
-    """Return the predicted speed of a point (scene, strategy, devices), divided by the other's."""
+    """Return the ratio of the predicted speeds at two points (scene, strategy, devices)."""
     return at(*point)["tokens_per_second"] / at(*other_point)["tokens_per_second"]
 
 
@@ -317,7 +317,7 @@ def job(seq_length):
 
 
 def days(tokens, tokens_per_second, gpus=64):
-    """Return the days of training on `tokens` tokens, if each GPU trains `tokens_per_second`."""
+    """Return the days of training on `tokens` tokens, if each GPU trains on `tokens_per_second`."""
     return tokens / tokens_per_second / gpus / 86400
 
 
@@ -361,7 +361,7 @@ def files(pattern):
 
 
 def macros():
-    """Return a function for each macro of tables.jinja, which prints the macro's text, by name."""
+    """Return functions that print the macros of tables.jinja, by the name of the macro."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,

@@ -17,7 +17,7 @@ import plot
 from harness import describe_machine, keep
 
 ARGUMENTS = "--device cpu --num-steps 100 --checkpoint-every 20 --log-every 1 --seq-length 64"
-# Kill the run twice: when it has logged the first of these steps, and after its resume, the second.
+# Kill the run when it has logged step 34, resume it, and kill it again when it has logged step 73.
 KILLED_AFTER = (34, 73)
 
 

@@ -398,7 +398,7 @@ def held_parts(ranks, ranks_per_node):
 
 
 def held_bytes():
-    """Show the GB that each of 16 GPUs holds of 8 billion weights, for each kind of sharding."""
+    """Show the GB of a model with 8 billion weights that each of 16 GPUs holds, by sharding."""
     # Count weights in billions, so that the products with bytes per weight are in GB.
     weights = 8
     picture = Picture(284, "DDP holds everything on each device; sharding divides it")
@@ -462,7 +462,7 @@ class History(Recorder):
 
 
 def live_bytes(recompute):
-    """Return the live bytes after each operation of a step of eight layers, except the weights."""
+    """Return the live bytes after each operation of a step of eight layers, without weights."""
     sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4}
     model = LlamaModel(LlamaConfig(num_hidden_layers=8, vocab_size=64, use_cache=False, **sizes))
     for weight in model.parameters():
@@ -518,7 +518,7 @@ def offload():
 
 # ---- 06 --------------------------------------------------------------------------------------
 def tensor_parallel():
-    """Show the operations of a block in chapter 06, and the placement of each operation's result."""
+    """Show the operations of a block in chapter 06, and the placements of the tensors."""
     colors = "idle", "orange", "blue", "blue", "blue", "orange", "idle"
     names = (
         "norm",

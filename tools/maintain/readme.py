@@ -23,8 +23,8 @@ class Block:
     needs: str = ""
     # The file with this name under assets/samples holds the output of the block.
     sample: str = ""
-    # The README shows this number of first lines, and this number of last lines, of the output. An
-    # empty tuple stands for all lines.
+    # The README shows two parts of the output, which have these numbers of lines: the first lines
+    # and the last lines. An empty tuple stands for all lines.
     shown: tuple = ()
 
 

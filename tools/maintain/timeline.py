@@ -42,7 +42,7 @@ def spans_of(trace):
 
 
 def main():
-    """Read the traces in the folder of the first argument; write all spans to the second path."""
+    """Read the traces in the first argument's folder; write all ranks' spans to the second path."""
     traces, output = map(Path, sys.argv[1:])
     ranks = [spans_of(trace) for trace in sorted(traces.glob("02-rank*.json"))]
     keep(output, describe_machine(), {"ranks": ranks})

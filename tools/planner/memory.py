@@ -63,8 +63,8 @@ class StepMemory:
     for the entire run, and every micro-step adds its gradients to them.
     """
 
-    # In subclasses, this is true: gradients are separate tensors, and each stays in memory until a
-    # reduction. DDP keeps gradients in buckets instead.
+    # This is false here, because DDP keeps gradients in buckets. Subclasses set it to true, because
+    # their gradients are separate tensors, which stay in memory until a reduction.
     keeps_gradients = False
     # Only the last stage of a pipeline has the head. Without a pipeline, each rank has the head.
     has_head = True
@@ -133,7 +133,7 @@ class StepMemory:
         return [shape for shape in shapes if isinstance(shape, ExpertShape) == is_expert]
 
     def groups_of(self, layer):
-        """Return the numbers of a layer's groups: the layer, and its experts if they are apart."""
+        """Return the numbers of a layer's groups: one, or two if the experts are a group, too."""
         experts = self.depth + layer
         has_experts = self.setting.has_expert_groups and len(self.shapes(experts)) > 0
         return [layer, experts] if has_experts else [layer]
@@ -152,7 +152,7 @@ class StepMemory:
         return self.shapes(group)
 
     def update_peak(self, when, **temporary):
-        """Store this moment if it is the fullest so far; `temporary` bytes exist only now."""
+        """Store this moment if it is the fullest so far; count `temporary` bytes only this time."""
         total = self.held + Counter(temporary)
         if total.total() > self.most.total():
             self.most, self.when = total, when
@@ -245,7 +245,7 @@ class ShardedMemory(StepMemory):
     """
 
     keeps_gradients = True
-    # Simulate at most this number of micro-steps, because later micro-steps equal the second.
+    # Simulate at most this number of micro-steps, because later micro-steps need the same memory.
     micro_steps = 2
 
     def simulate(self):

@@ -79,7 +79,7 @@ NCCL = {
 
 
 def active_numbers(model):
-    """Count the weights in the layers, but of the experts, count only those that a token uses."""
+    """Count the weights in the layers; among the experts, count only those that one token uses."""
     num_used, total = getattr(model.config, "num_experts_per_tok", None) or 1, 0
     for layer in newest_chapter().layers_of(model.built):
         for name, weight in layer.named_parameters():
@@ -90,7 +90,7 @@ def active_numbers(model):
 
 
 def forward_flops(setting):
-    """Return the FLOPs of a token's forward pass in a layer's matrices, its attention and the head.
+    """Return the FLOPs of a token's forward pass: a layer's matrices, its attention, and the head.
 
     A token needs 2 FLOPs per weight and, for attention, 4 × width × sequence length in each layer:
     PaLM, appendix B, https://arxiv.org/abs/2204.02311. Looking up an embedding needs no FLOPs.
@@ -163,8 +163,8 @@ def collective(setting, kind, size, ranks, nodes, gbs):
 def ring(setting, name):
     """Return the ranks of a ring, the number of nodes that it spans, and its GB/s.
 
-    A ring that spans nodes leaves each node once, through the network links of all its GPUs. If
-    each GPU of a node has a ring of its own, the rings share these links.
+    A ring that spans nodes leaves each node once, and uses the network links of all GPUs of the
+    node. If each GPU of a node has a ring of its own, the rings share these links.
     """
     if name == "tensor":
         return setting.tensor_parallel_size, 1, setting.nvlink_gbs
@@ -175,8 +175,8 @@ def ring(setting, name):
     local_ranks = setting.gpus_per_node // setting.tensor_parallel_size
     if name == "context":
         ranks = setting.context_parallel_size
-    # EP: consecutive ranks have different experts, so the ranks that share an expert's shards are
-    # on more nodes.
+    # EP: consecutive ranks have different experts, so fewer ranks of each node share the shards of
+    # an expert.
     if name == "expert copy":
         ranks = setting.expert_shards
         local_ranks = max(1, setting.gpus_per_node // setting.expert_parallel_size)
@@ -258,7 +258,7 @@ class StepTime:
         setting, config, count = self.setting, self.model.config, self.setting.accumulation
         repeats = setting.recompute != "none"
         # TP: a layer has 4 collectives of hidden states in each pass, and recomputation repeats 3
-        # collectives.
+        # of these collectives.
         hidden = self.tokens * config.hidden_size * setting.compute_bytes
         hidden /= setting.context_parallel_size
         times = count * self.depth * (8 + 3 * repeats)
@@ -327,7 +327,8 @@ class StepTime:
             shard = shard_numbers(shapes, setting) / len(groups)
             copied = setting.cpu_offload * shard * setting.weight_bytes / 1e9
             seconds.append(copied * seconds_per_gb)
-            # EP: count experts separately, because fewer ranks hold the shards of an expert.
+            # EP: count experts separately, because experts and other weights have different numbers
+            # of shards.
             apart = setting.expert_parallel_size > 1
             experts = [shape for shape in shapes if apart and isinstance(shape, ExpertShape)]
             others = [shape for shape in shapes if not (apart and isinstance(shape, ExpertShape))]
@@ -349,7 +350,7 @@ class StepTime:
         return self.per_group("copy", "reduce-scatter", size, times, seconds_per_gb)
 
     def reduce_replicas(self):
-        """Return the seconds to add up the gradient shards of all replicas, per layer and root."""
+        """Return the seconds to add up the replicas' gradients of a layer, and of the root."""
         size, times = self.setting.weight_bytes, (self.depth, 1)
         return self.per_group("replicas", "all-reduce", size, times)
 
@@ -399,7 +400,7 @@ class StepTime:
         return self.setting.accumulation * compute - depth * self.backward + backward + root
 
     def pipeline_step(self):
-        """Return the seconds of a pipeline's step; gradients are reduced after the last stage."""
+        """Return the seconds of a pipeline's step, which ends with the reductions of all stages."""
         setting, depth, count = self.setting, self.depth, self.setting.accumulation
         # Each micro-batch sends hidden states and their gradients through each stage of a rank.
         size = 2 * setting.num_stages // setting.pipeline_parallel_size * count * self.tokens

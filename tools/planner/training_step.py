@@ -31,7 +31,7 @@ from transformers.integrations import moe
 # On the meta device, torch knows the shapes of grouped_mm() in bf16 only, so compute experts in a
 # loop.
 moe._can_use_grouped_mm = lambda *_: False
-# Let autocast compute experts in bf16 on the CPU, too, as chapters 01 to 03 do on a GPU.
+# Let autocast compute experts on the CPU in bf16, too, as it does in chapters 01 to 03.
 torch.library.register_autocast("transformers::grouped_mm_fallback", "cpu", torch.bfloat16)
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {path.parent.name[:2]: path for path in sorted(ROOT.glob("[0-9][0-9]-*/train_llm.py"))}
@@ -92,7 +92,7 @@ def refuse(message):
 
 @functools.cache
 def load_chapter(name):
-    """Import the script of a chapter, such as "05", or of fine-tuning/lora, as "lora".
+    """Import a script by its short name: "05" is a chapter, and "lora" is fine-tuning/lora.
 
     Replace functions that need files, masks in memory, or other ranks.
     """
@@ -183,7 +183,7 @@ def mesh_of(ranks):
 def parse_training_args(words, ranks, script=None):
     """Parse the arguments of a script as rank 0 of `ranks` ranks with GPUs.
 
-    By default, the script is the script of the newest chapter.
+    Without `script`, use the script of the newest chapter.
     """
     launcher = {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}
     launcher |= {"MASTER_ADDR": "none", "MASTER_PORT": "0"}
