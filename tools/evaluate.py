@@ -31,7 +31,7 @@ from plot import fail
 
 
 def parse_args(chapter):
-    """Parse the command line; let chapter 01 parse and check its own flags."""
+    """Parse this tool's flags; let chapter 01 parse and check all other flags."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
         epilog="These flags of chapter 01 are accepted, too: -d, --dataset-subset, --text-column, "
@@ -62,11 +62,11 @@ def parse_args(chapter):
 # ---- the model -------------------------------------------------------------------------------
 @contextlib.contextmanager
 def model_folder(chapter, path):
-    """Yield a folder that `from_pretrained` loads; for a checkpoint, write a temporary folder."""
+    """Yield the folder of a model; if `path` is a checkpoint, convert it to a temporary folder."""
     if (path / "config.json").exists():
         yield path
         return
-    # Write beside the checkpoint, because a disk that holds checkpoints has room for the weights.
+    # Write the model beside the checkpoint, because a disk for checkpoints has room for weights.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".evaluate-") as folder:
         model = Path(folder, "model")
         try:
@@ -77,7 +77,7 @@ def model_folder(chapter, path):
 
 
 def load_model(args, folder):
-    """Load the model onto its devices, in the precision that the arguments name."""
+    """Load the model in bf16 or float32, onto --device or, with --all-gpus, onto all GPUs."""
     dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
     options = {"device_map": "auto"} if args.all_gpus else {}
     try:
@@ -89,7 +89,7 @@ def load_model(args, folder):
 
 # ---- the text --------------------------------------------------------------------------------
 def tokens_of(chapter, args, tokenizer):
-    """Return all tokens of the text, or the tokens of the samples that a run holds out."""
+    """Return all tokens of the text; with --held-out, return only tokens of held-out samples."""
     if args.held_out:
         _, held_out = chapter.build_data(args, tokenizer)
         return held_out.flatten()
@@ -100,11 +100,11 @@ def tokens_of(chapter, args, tokenizer):
 
 
 def windows_of(num_tokens, seq_length, stride):
-    """Yield the start, the first counted token and the end of each window of a text."""
+    """Yield three positions for each window of a text: its start, first counted token and end."""
     end = 0
     for first in range(0, num_tokens, stride):
         counted_before, end = end, min(first + seq_length, num_tokens)
-        # Do not count the first token of a window, because no token before it can predict it.
+        # Do not count the first token of a window, because the window has no context for it.
         yield first, max(counted_before, first + 1), end
         if end == num_tokens:
             return
@@ -112,10 +112,10 @@ def windows_of(num_tokens, seq_length, stride):
 
 @torch.no_grad()
 def total_loss(args, model, tokens):
-    """Return the sum of the losses of all counted tokens, and their number."""
+    """Return the sum of the losses of all counted tokens, and the number of counted tokens."""
     total, count = 0.0, 0
     windows = list(windows_of(len(tokens), args.seq_length, args.stride))
-    # Batch the full windows; the last window is alone, because it may be shorter.
+    # Put full windows into batches; run the last window alone, because it may be shorter.
     full, last = windows[:-1], windows[-1:]
     groups = [full[at : at + args.batch_size] for at in range(0, len(full), args.batch_size)]
     for group in [*groups, last]:
@@ -132,7 +132,7 @@ def total_loss(args, model, tokens):
 
 
 def main():
-    """Print the loss per token, the perplexity, and the number of tokens."""
+    """Print the number of counted tokens, the loss per token, and the perplexity."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
@@ -147,7 +147,8 @@ def main():
         tokens = tokens_of(chapter, args, tokenizer)
         model = load_model(args, folder)
     if len(tokens) < 2:
-        fail(f"--dataset-name {args.dataset_name}: has {len(tokens)} tokens; add text")
+        problem = f"has {len(tokens)} tokens, but a loss needs at least 2"
+        fail(f"--dataset-name {args.dataset_name}: {problem}; add text")
     total, count = total_loss(args, model, tokens)
     windows = f"windows of {args.seq_length} tokens, {args.stride} apart"
     print(f"{args.model} on {args.dataset_name}, in {windows}")

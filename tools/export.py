@@ -44,12 +44,12 @@ def write_model(chapter, checkpoint, folder):
         problem = "it has only adapters; use the folder model/, which the run writes when it ends"
         raise ValueError(f"{checkpoint}: {problem}")
     tokenizer, config = chapter.build_tokenizer_and_config(argparse.Namespace(**args))
-    # On the meta device, weights have names and shapes, but no memory.
+    # Build the model on the meta device, because only the names and shapes of weights are needed.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if weights is None:
-        # Leave out second names of tied weights, because a checkpoint in shards has a tied weight
-        # only once.
+        # Leave out the second names of tied weights, because a sharded checkpoint stores each tied
+        # weight only under its first name.
         weights = {
             name: torch.empty_like(weight, device="cpu")
             for name, weight in model.state_dict().items()

@@ -22,7 +22,7 @@ from plot import fail, read_metrics
 
 
 def id_of(run, tracker):
-    """Return the id of a run in a tracker; keep it in a file in the run's folder."""
+    """Return a run's id in a tracker; the first call writes it to a file in the run's folder."""
     path = run / f"{tracker}-id.txt"
     with suppress(FileExistsError), open(path, "x") as file:
         file.write(uuid.uuid4().hex[:8])
@@ -45,7 +45,7 @@ class TensorBoard:
         self.writer = SummaryWriter(run)
 
     def send(self, row):
-        """Write the values of a row to the event files."""
+        """Write all metrics of a row to the event files."""
         for name, value in values_of(row).items():
             self.writer.add_scalar(name, value, row["step"])
         self.writer.flush()
@@ -56,7 +56,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Send rows to a wandb run; a second start continues the same wandb run."""
+    """Send rows to a wandb run; a second start of this tool continues the same wandb run."""
 
     def __init__(self, run):
         import wandb
@@ -77,7 +77,7 @@ class Wandb:
 
 
 class MLflow:
-    """Send rows to an MLflow run, but only the values that it does not have yet."""
+    """Send rows to an MLflow run, but leave out values that the MLflow run already has."""
 
     def __init__(self, run):
         import mlflow
@@ -127,8 +127,8 @@ class Tracked:
 
 
 def follow(tracked):
-    """Send new rows every two seconds until Ctrl-C, and then once more."""
-    # Use a SimpleQueue, because a signal handler may call its put().
+    """Send new rows every two seconds; after Ctrl-C, send the last new rows, and return."""
+    # Use a SimpleQueue, because a signal handler can call its put() at any moment without harm.
     ends = queue.SimpleQueue()
 
     def end(*_):

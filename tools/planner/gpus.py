@@ -16,7 +16,7 @@ from training_step import fail
 
 @dataclass(frozen=True)
 class Gpu:
-    """Hold the memory and the speeds of a GPU and its node; `name` is its name in torch."""
+    """Hold the memory and the speeds of a GPU and its node; `name` is the GPU's name in torch."""
 
     name: str
     capability: tuple
@@ -33,7 +33,7 @@ class Gpu:
 
     @property
     def values(self):
-        """Return the values of the planner's flags for this GPU, by the names of the arguments."""
+        """Return the values that this GPU gives to the planner's flags, by argument name."""
         speeds = "nvlink_gbs", "network_gbs", "pcie_gbs"
         values = {"gpu_memory_gib": self.memory_gib, "gpu_tflops": self.tflops}
         values |= {"matrix_share": self.matrix_share, "attention_share": self.attention_share}
@@ -56,7 +56,7 @@ GPUS = {
 
 
 def gpu_kind(text):
-    """Return the name in GPUS that begins with a text, as the type of `--gpu`."""
+    """Return the name in GPUS that a value of --gpu stands for; exit unless one name matches."""
     found = [kind for kind in GPUS if kind == text or kind.partition("-")[0] == text]
     if len(found) == 1:
         return found[0]
@@ -67,7 +67,7 @@ def gpu_kind(text):
 
 
 def set_defaults(parser, argv):
-    """Give the flags of a parser the defaults of the GPU that the command line names."""
+    """Set the parser's defaults to the memory and the speeds of the GPU that --gpu names."""
     kind = parser.parse_known_args(argv)[0].gpu
     if kind:
         parser.set_defaults(**GPUS[kind].values)
