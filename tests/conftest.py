@@ -313,7 +313,7 @@ def difference(curve, other_curve, after=0, names=METRICS, relative=False):
 
 
 def disagreement(curve, other_curve):
-    """Return, by metric, the differences between two runs that are 1e-5 or more.
+    """Return, by metric, each difference between two runs that is 1e-5 or more.
 
     Differences of gradient norms are relative, because a few samples have large norms.
     """

@@ -81,12 +81,7 @@ def expected_documents(name, messages):
 
 
 def phi3_document(messages):
-    """Return a document that ends with <
-
-    endoftext
-
-    >; only its last answer is learned.
-    """
+    """Return a document that ends with the end-of-text token; only the last answer is learned."""
     texts = [f"<|{turn['role']}|>\n{turn['content']}<|end|>\n" for turn in messages[:-1]]
     answer = f"{messages[-1]['content']}<|end|>\n<|endoftext|>"
     return [("".join(texts) + "<|assistant|>\n", False), (answer, True)]
