@@ -67,7 +67,7 @@ UNREADABLE = {
 
 
 def times_of(folder):
-    """Return the time of each file's last change, without the probe for shared folders."""
+    """Return the time of each file's last change, but leave out check_shared()'s probe file."""
     files = [path for path in folder.rglob("*") if path.name != ".probe"]
     return {path: path.stat().st_mtime_ns for path in files}
 

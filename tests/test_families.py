@@ -214,7 +214,7 @@ def publish(request):
 
 @pytest.fixture(scope="module")
 def license_tokens(tmp_path_factory):
-    """Prepare a short text with the tokenizer that all small models have."""
+    """Tokenize the file LICENSE with the tokenizer of all small models; return the token folder."""
     folder = tmp_path_factory.mktemp("license")
     (folder / "LICENSE.txt").write_text((ROOT / "LICENSE").read_text())
     fast_byte_tokenizer().save_pretrained(folder / "model")

@@ -45,7 +45,7 @@ def test_figures_compute_what_the_pictures_show(page):
 def test_sliders_change_the_figures(page):
     memory, schedule = page.locator(".memory"), page.locator(".schedule")
     assert "128 GB: too much" in memory.inner_text()
-    # A slider's value is the position of a number: here, of the last one, 180 GB.
+    # The value of a slider is an index: 4 selects the last amount of memory, 180 GB.
     memory.get_by_label("GB per GPU").fill("4")
     assert "too much" not in memory.inner_text()
     schedule.get_by_label("ranks, K").fill("3")
