@@ -32,7 +32,8 @@ def test_bad_gradient_ends_the_run_before_its_next_save(chapter, fault, tmp_path
 
 
 FP16 = ["--precision", "fp16", "--init-scale", 4]
-# Each row has a chapter, its flags, the value that is not finite, and whether each step is fatal.
+# Each row has a chapter, its flags, the value that is not finite in three steps, and whether each
+# of these steps must end the run.
 FATAL = [
     ("01", [], "loss", [True, True, True]),
     ("fp16", FP16, "loss", [True, True, True]),

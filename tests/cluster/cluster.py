@@ -196,7 +196,7 @@ class Cluster:
         (etc / "ssh/ssh_known_hosts").write_text(f"* {public}")
 
     def _boot(self, command):
-        """Start a process that ends when this process ends, with pipes for lines of text."""
+        """Start a process that the kernel ends with this process; connect pipes to its streams."""
         # If this process ends before setpriv runs, the kernel sends no signal. So start the command
         # only if its parent is still this process.
         owned = ["setpriv", "--pdeathsig=KILL", "sh", "-c"]
