@@ -203,7 +203,7 @@ class Both:
 
 
 def test_losses_are_those_of_torch_muon(script, monkeypatch):
-    """Compare 20 steps; let torch compute Newton-Schulz iterations in fp32, as the script does."""
+    """Compare the losses of 20 steps; let torch.optim.Muon compute in fp32, as the script does."""
     losses = train(script, 20, *prepare(script, *SMALL))
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     args, model, _, train_set = prepare(script, *SMALL)

@@ -261,7 +261,7 @@ def test_job_that_has_used_up_its_restarts_requeues_itself(user, curves):
 
 @pytest.mark.parametrize("requeues", ["0", exhaustive("5")])
 def test_job_that_cannot_train_is_not_requeued(user, requeues):
-    """Crash a training run with 0 requeues; with 5 requeues, let the script refuse a flag."""
+    """Crash a job that may requeue 0 times, or give a wrong flag to a job with 5 requeues."""
     user.env |= {"MAX_RESTARTS": "0", "MAX_REQUEUES": requeues}
     if requeues == "0":
         job = submit_long(user)
