@@ -106,7 +106,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def environment(tmp_path_factory):
-    """Use a new cache folder in this session; check that no library changes a variable."""
+    """Use a new cache folder; check that no library changes an environment variable."""
     cache = tmp_path_factory.mktemp("cache")
     os.environ.update(
         HF_HOME=str(cache / "hf"),
@@ -466,7 +466,7 @@ def save_models(root, sizes, key_value_heads):
     latent |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
     configs = {
         "llama": transformers.LlamaConfig(**grouped),
-        # The size of this vocabulary is not divisible by the number of ranks.
+        # The size of this vocabulary is odd, so it is not divisible by two or four ranks.
         "odd": transformers.LlamaConfig(**grouped | {"vocab_size": 385}),
         "gpt2": transformers.GPT2Config(**gpt2, **no_dropout),
         "gpt2-dropout": transformers.GPT2Config(**gpt2),

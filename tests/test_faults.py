@@ -107,7 +107,7 @@ def started(case, folder, words):
     # Limit each process to 1,024 open files, which is a common limit, so that a leak of files soon
     # fails.
     command = ["bash", "-c", f"ulimit -S -n 1024 && exec {shlex.join(command)}"]
-    # torchrun kills ranks that still run a second after SIGTERM.
+    # With this variable, torchrun kills ranks that still run one second after SIGTERM.
     env = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs the Debian packa
 
 @pytest.fixture(scope="module")
 def page():
-    """Return a page with the pictures of chapters 04 and 07, and the figures below them."""
+    """Return a page with two pictures, and the interactive figures that figures.js adds to them."""
     images = '<p><img src="04-holds-light.svg"></p><p><img src="07-1f1b-light.svg"></p>'
     script = (ROOT / "tools/maintain/site/static/figures.js").read_text()
     with playwright.sync_playwright() as started:

@@ -39,8 +39,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# ---- what a run needs ------------------------------------------------------------------------ The
-# name of a run begins with FRAMEWORK@RANKS. Further words, after commas, choose flags, a
+# ---- what a run needs ------------------------------------------------------------------------
+# The name of a run begins with FRAMEWORK@RANKS. Further words, after commas, choose flags, a
 # configuration file or a model.
 FLAGS = {"accumulated": ["--batch-size", 1], "bf16": ["--precision", "bf16"]}
 FLAGS["compiled"] = ["--compile"]
@@ -59,7 +59,7 @@ KINDS = ["1", "1,fsdp2", "2", "2,accumulated", "2,fsdp2", "2,fsdp2,accumulated",
 KINDS += ["2,fsdp2,recompute", "2,gpt2", "2,fsdp2,qwen3", "2,fsdp2,bf16"]
 RUNS += [f"{framework}@{kind}" for framework in ("accelerate", "trainer") for kind in KINDS]
 # With dropout, test the Trainer on one rank only, because the Trainer distributes the samples of a
-# step over the ranks in a different order than the chapters.
+# step over the ranks in a different order than the chapters do.
 RUNS += ["accelerate@2,gpt2-dropout", "trainer@1,gpt2-dropout"]
 RUNS += ["trainer@2,zero1", "trainer@2,zero2,bf16", "trainer@2,zero3"]
 
@@ -107,7 +107,8 @@ def curves(request, root, models, job_of):
     groups = {}
     for run in {item.callspec.params.get("run") for item in items} & {*RUNS}:
         framework, ranks, args = job_of(run)
-        # curves_of() trains one group of runs after the other; a group has one number of ranks.
+        # Group the runs by framework, by DeepSpeed, and by the number of ranks; curves_of() below
+        # trains one group after the other.
         groups.setdefault((framework, "zero" in run, ranks), {})[run] = framework, args
     for (*_, ranks), jobs in groups.items():
         curves_of(root, {ranks: jobs})
@@ -115,7 +116,7 @@ def curves(request, root, models, job_of):
 
 
 def check_model(run_dir, held_out, tolerance=1e-5):
-    """Check that transformers loads a run's model with the logged loss, and with the cache on."""
+    """Check that a run's model loads in transformers, has the logged loss, and uses a cache."""
     model, info = AutoModelForCausalLM.from_pretrained(run_dir / "model", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert model.config.use_cache
@@ -200,9 +201,10 @@ def test_killed_run_continues_on_the_curve(curves, job_of, held_out, tmp_path, r
 @pytest.mark.parametrize("run", ["deepspeed@2,zero1", "deepspeed@2,zero3", "trainer@2,fsdp2"])
 @pytest.mark.parametrize("fault", ["nan-data", "nan-gradient"])
 def test_bad_gradient_ends_the_run_before_its_next_save(job_of, tmp_path, fault, run):
-    """Plant a fault after seven calls of AdamW, which is an earlier step with DeepSpeed.
+    """Plant a fault after seven calls of AdamW.
 
-    In each step, DeepSpeed calls AdamW once for each group of weights.
+    DeepSpeed calls AdamW once for each group of weights, so its fault comes in an earlier step than
+    the Trainer's fault.
     """
     framework, ranks, args = job_of(run)
     args += ["--num-steps", 12, "--log-every", 5, "--checkpoint-every", 3, "--save-dir", tmp_path]

@@ -92,7 +92,7 @@ def test_newest_start_of_a_run_owns_its_folder(load, one_rank_group, tmp_path, c
     assert not any(next(stops) for _ in range(3))
     (tmp_path / "newest-start").write_text("process 7 on h2")
     # The first next() below ends an all-reduce that began before the newer start, so only the
-    # second next() reports the newer process.
+    # second next() returns True.
     assert [next(stops), next(stops)] == [False, True]
     assert "process 7 on h2 has started the same run; this process stops" in capsys.readouterr().out
 
@@ -197,7 +197,7 @@ def test_stopped_run_continues_without_a_difference(chapter, request_stop, tmp_p
 def test_request_to_stop_travels_during_a_step_without_a_wait(
     load, one_rank_group, monkeypatch, tmp_path, name
 ):
-    """Check that ranks exchange a request during a step, and end the exchange before the next."""
+    """Check that ranks exchange requests during a step, and wait for the result after the step."""
     chapter, handlers, waits = load("03"), {}, []
     chapter.check_shared(tmp_path)
     monkeypatch.setattr(chapter.signal, "signal", handlers.__setitem__)

@@ -167,7 +167,7 @@ SETTINGS = {
     "offload": "--cpu-offload --recompute full --checkpoint-async",
     "gpipe": "--pipeline-schedule gpipe",
 }
-# The reference run of a run has the same settings of this table and the same model, because they
+# A run's reference run has the same model, and the same settings from this table, because they
 # change the curve.
 CURVES = {
     "bf16": "--precision bf16",
@@ -328,7 +328,7 @@ def test_exported_model_has_the_logged_loss(root, load, run):
     ],
 )
 def test_split_by_one_rank_changes_no_bit(layout_models, tmp_path, chapter, flags, layout):
-    """Compare a chapter that splits nothing more with an earlier chapter on the same layout."""
+    """Compare a chapter, without the split that it adds, with an earlier chapter on one layout."""
     earlier, args = job_of(layout_models, layout, tmp_path, "-e")
     jobs = [(earlier, [*args, "earlier"]), (chapter, [*args, "later", *flags.split()])]
     run_or_fail(2, jobs, tmp_path / "jobs")

@@ -63,7 +63,7 @@ def randomize_adapters(model, std=0.05):
 
 
 def own_name(name):
-    """Return the name that the script gives to a weight of peft."""
+    """Return the script's name for a weight, given the name of the weight in peft."""
     name = name.removeprefix("base_model.model.").replace(".base_layer", "")
     return name.replace(".default", "")
 
@@ -182,8 +182,8 @@ def test_frozen_weights_are_those_that_transformers_reads_in_bf16(load_base, tmp
         assert weight.dtype == expected.dtype and torch.equal(weight, expected), name
     with torch.no_grad():
         expected = other(input_ids=IDS, use_cache=False).logits
-    # Both routers must choose the same experts: with different experts, the logits would differ by
-    # far more.
+    # The routers of both models must choose the same experts: with different experts, the logits
+    # would differ by far more.
     assert (logits_of(model, IDS) - expected).abs().max() < 1e-3 * expected.std()
 
 
@@ -204,7 +204,7 @@ def test_adapters_give_the_same_logits_in_peft(chapter, load_base, tmp_path, kin
         found = loaded(input_ids=IDS, use_cache=False).logits
     logits = logits_of(model, IDS)
     assert (found - logits).abs().max() < 1e-5 < 1e-2 < (before - logits).abs().max()
-    # Check the names of modules, because programs that serve adapters need them.
+    # Check the list of module names, because programs that serve adapters need these names.
     config = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
     assert config["target_modules"] == (args.lora_modules if kind == "llama" else [])
 

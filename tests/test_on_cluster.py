@@ -192,7 +192,7 @@ def disturb(user, job, event):
 
 
 def job_script(user, name):
-    """Return the path of a job script. "own" is the README's script, with one rank per node."""
+    """Return the path of a job script; for "own", write the README's script for 1 rank per node."""
     if name != "own":
         return CHAPTER / f"slurm/{name}.sbatch"
     page = blocks(CHAPTER / "slurm/README.md")

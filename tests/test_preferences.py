@@ -203,7 +203,7 @@ def test_first_steps_are_those_of_trl(chapter, layout_models, tmp_path):
     pytest.importorskip("trl", reason="install fine-tuning/preferences/requirements.txt")
     folder = shutil.copytree(layout_models / "llama", tmp_path / "llama")
     (folder / "chat_template.jinja").write_text(TEMPLATES["llama2"])
-    # With this length, no pair is left out.
+    # With this length, no pair is too long, so prepare.py leaves out no pair.
     tokens = prepare_pairs(tmp_path, model=folder, seq_length=512)
     num_samples = (tokens / "000000.tokens").stat().st_size // (4 * 512)
     words = ["-m", folder, "-d", tokens, "-s", 512, "--global-batch-size", num_samples]

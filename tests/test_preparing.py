@@ -225,7 +225,7 @@ def test_output_of_different_content_or_format_is_refused(tmp_path):
     source, output = tmp_path / "a.txt", tmp_path / "o.tokens"
     source.write_text("alpha")
     prepare(output, source)
-    # Write a different text with the same size and time, as rsync may leave it.
+    # Write a different text with the same size and modification time, as rsync may leave it.
     times = source.stat()
     source.write_text("omega")
     os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -319,7 +319,7 @@ PAUSE = 'is prepare.py running?", flush=True)\n            time.sleep(10)\n'
 
 @pytest.mark.slow
 def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, started, kills=2):
-    """Kill prepare.py and a run at random moments; start both again, the run on another layout.
+    """Kill prepare.py and a run at random moments; resume both, the run on a different layout.
 
     The pieces must have the same bytes as the pieces that three workers write without a kill.
     """

@@ -158,7 +158,7 @@ def test_unfit_files_print_one_line_on_two_ranks(unfit, small_tokens, tmp_path, 
 
 @pytest.mark.exhaustive
 def test_reading_uses_the_memory_of_a_shard_and_a_tensor(tmp_path):
-    """Check that a rank needs memory for its shard and one tensor, with one rank and with two."""
+    """Check, for 1 and for 2 ranks, that a rank needs memory only for its shard and one tensor."""
     command = [ROOT / "benchmarks/large.py", "reading", "--layers", 2, "--ranks", 1, 2]
     run_command(*command, "--output", tmp_path / "reading.json", check=True)
     rows = json.loads((tmp_path / "reading.json").read_text())["reading"]

@@ -17,7 +17,7 @@ from readme import Block, blocks, commands, readmes, shown
 MEASURED = {"tokens_per_second", "data_wait", "second", "peak_memory_gib", "mfu"}
 # These samples consist of measurements. Only the first words of their last lines stay the same.
 LIVE = {"06-apart", "data-loading-watch", "diagnosing-hang", "diagnosing-preflight", "fp16-check"}
-# These samples show many steps, in which rounding errors grow and change numbers and words.
+# These samples show many steps, so rounding errors grow, and change some numbers and words.
 LIVE |= {"conversations-run", "lora-run", "preferences-run", "09-balance", "small-run"}
 LIVE |= {"mixture-rehearsal"}
 MODELS = {"Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"}
@@ -87,8 +87,8 @@ def test_run_begins_as_its_readme_shows(block, tmp_path):
     text = f"{block.text.rstrip()} --num-steps {max(step, 1)} --eval-every 1000"
     status, output = samples.run(Block(block.name, "bash", text), tmp_path, timeout=600)
     assert status == 0 and "finished: " in output, output
-    # Remove the validation loss of the last step, because in the README, the run goes on after this
-    # step.
+    # Remove the validation loss of the last step, because the README's run continues after this
+    # step without an evaluation.
     begin = re.sub(r"(?m)^(step [1-9].*)  val_loss.*", r"\1", output)
     assert differences(head, "".join(begin.splitlines(keepends=True)[: head.count("\n")])) == []
 

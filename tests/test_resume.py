@@ -20,7 +20,7 @@ ARGS += ["--eval-every", 4, "--checkpoint-every", 4, "--keep-checkpoints", 9]
 
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory):
-    """Return a function that returns the folder of a finished run, which it trains only once."""
+    """Return a function that trains a run once, and returns the run's folder at each call."""
 
     @functools.cache
     def train(chapter, num_ranks):

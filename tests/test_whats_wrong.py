@@ -75,7 +75,7 @@ def facts_of(ranks, gone=(), stopped=()):
 
 
 def run(odd=None, size=4, gone=(), stopped=(), **changes):
-    """Return facts about ranks with `changes`; `odd` has different changes for rank 1."""
+    """Return facts about ranks whose files have `changes`; rank 1 has the changes `odd` instead."""
     files = {rank: rank_files(rank, size, **changes) for rank in range(size)}
     if odd:
         files[1] = rank_files(1, size, **odd)

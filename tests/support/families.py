@@ -93,7 +93,7 @@ ARGS |= {"recompute": "none", "device": "cpu", "global_batch_size": 8, "attentio
 
 
 def shrink(config, **settings):
-    """Return a configuration of the same type with few and small layers, and with `settings`."""
+    """Return a copy of a configuration with fewer and smaller layers, and with `settings`."""
     values = {name: value for name, value in config.to_dict().items() if name not in LAYER_LISTS}
     # Drop each list that has one entry per layer, because the small model has fewer layers.
     num_layers = getattr(config, "num_hidden_layers", None)

@@ -49,7 +49,8 @@ def unknown_flags(text):
             word = quoted.strip("\"'")
             if word.endswith(".py") and (ROOT / word).exists():
                 scripts = {word}
-            # A variable in quotes is an argument, not a command.
+            # A variable without quotes, such as $train, is a command; in quotes, it would be an
+            # argument.
             elif re.fullmatch(r"\$[a-z_]+", quoted):
                 scripts = scripts or chapters
             elif re.match("--?[a-zA-Z]", word):

@@ -113,7 +113,10 @@ def evaluate_export(run_dir, step, chapter):
 
 
 def validation_loss(model, run_dir, step, chapter):
-    """Return the loss of a model on the held-out samples of a run that has saved `step`."""
+    """Return the loss of a model on the held-out samples of a run.
+
+    The arguments in checkpoint `step` select these samples.
+    """
     args = argparse.Namespace(**arguments_of(run_dir, step))
     _, held_out = chapter.build_data(args, AutoTokenizer.from_pretrained(run_dir / "model"))
     # Turn off the key-value cache, because some families return a different loss with the cache.

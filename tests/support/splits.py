@@ -75,9 +75,9 @@ def gradients_of(model):
 
 
 def differences(gradients, split_gradients):
-    """Return how much each weight's gradient changes when the model is split.
+    """Compare the gradient of each weight with the gradient in the split model.
 
-    The value is the norm of the difference, divided by the norm of the gradient.
+    Return, by weight, the norm of the difference, divided by the norm of the gradient.
     """
     assert gradients.keys() == split_gradients.keys()
     norms = {name: gradient.norm() for name, gradient in gradients.items()}
