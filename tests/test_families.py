@@ -85,7 +85,7 @@ def test_initial_values_are_set_and_equal_in_chapter_05(load, monkeypatch, poiso
 
 
 def model_of(chapter, kind, **settings):
-    """Build a small model in a chapter; return the arguments and the model."""
+    """Build a small model with a chapter's script; return the arguments and the model."""
     args = argparse.Namespace(**ARGS | {"seq_length": 48, "model_name": kind})
     return args, chapter.build_model(args, shrink(CONFIG_MAPPING[kind](), **settings))
 
@@ -245,7 +245,7 @@ def train(family, chapter, folder, tokens):
 
 @pytest.mark.slow
 def test_weights_without_gradients_train_under_ddp(tmp_path, license_tokens):
-    """Train sparse attention, where the weights that choose the tokens get no gradient."""
+    """Train a model with sparse attention, whose weights that choose tokens get no gradient."""
     save_small_model("deepseek_v32", tmp_path / "deepseek_v32")
     curves = [
         train("deepseek_v32", chapter, tmp_path, license_tokens)[0] for chapter in ("01", "02")

@@ -235,7 +235,7 @@ def test_wrong_configuration_prints_one_line(load, capsys, tmp_path, framework, 
         args = parse(script, *SHORT, f"--{reader}-config", path)
         script.load_zero_settings(args)
 
-    # Undo the changes that the script makes to the environment.
+    # Undo the changes that the script makes to environment variables.
     with patch.dict(os.environ):
         error = user_error(capsys, read_configuration)
     assert error.count("\n") == 1 and expected in error

@@ -88,8 +88,8 @@ def test_wrong_layout_stops_with_one_line(load, capsys, chapter, ranks, line, ex
         # batch as one rank would.
         ("06", 4, TP4, 8, 1),
         ("08", 8, f"{CP4} {ONE_HEAD}", 4, 1),
-        # The stages of a pipeline process the same samples, too: with two stages, each of the other
-        # two data-parallel ranks has 4 samples.
+        # The stages of a pipeline process the same samples, too. With two stages, four ranks form
+        # two data-parallel ranks, which have 4 of the 8 samples each.
         ("07", 4, f"{PP2} {ONE_SAMPLE}", 1, 4),
         ("07", 4, f"{PP4} {ONE_SAMPLE}", 1, 8),
         ("07", 8, f"{PP2} {TP2} {ONE_SAMPLE}", 1, 4),

@@ -118,7 +118,7 @@ FILES = {
     "i.csv": (b'other,text\n1,one\n1,"two\nlines"\n1,\n', TEXTS),
     "j.tsv.gz": (gzip.compress(b'text\tother\none\t1\n"two\nlines"\t1\n\t1\n'), TEXTS),
     "l.csv": (b'text\r\nNA\r\nnull\r\nnan\r\nNone\r\n""\r\n', ["NA", "null", "nan", "None", ""]),
-    # The text of a control token does not end a document.
+    # A text that spells a control token, such as <s>, does not end a document.
     "n.txt": (b"<s>1 euro</s>", ["<s>1 euro</s>"]),
 }
 # Each of these files begins with a byte order mark.
