@@ -46,7 +46,7 @@ def test_unknown_flag_prints_the_same_error_in_every_script(load, capsys, name):
 
 @pytest.mark.parametrize("framework", sorted(FRAMEWORKS))
 def test_script_in_a_framework_has_the_line_about_unknown_flags(framework):
-    """Read the source, because the packages of the framework may not be installed."""
+    """Read the script, but do not run it, because the framework may not be installed."""
     [line] = re.findall(r"    parser.error = .*\n", SCRIPTS["01"].read_text())
     assert line in SCRIPTS[framework].read_text()
 
@@ -66,7 +66,7 @@ def test_learning_rate_rises_then_falls_to_a_tenth(chapter):
     rates = [chapter.lr_at(args, step) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([n / 10 for n in range(1, 11)])
     assert rates[9:] == sorted(rates[9:], reverse=True)
-    # Step 55 is the middle of the decay.
+    # Step 55 is halfway through the decay, so its rate is halfway between 1 and 0.1.
     assert [rates[54], rates[-1]] == pytest.approx([0.55, 0.1])
     for line in ("--num-steps 5", "--num-steps 1 --warmup-steps 0", "--warmup-steps 100"):
         args = parse(chapter, *line.split())
@@ -91,8 +91,8 @@ QWEN3_30B |= {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per
 QWEN3_30B |= {"num_attention_heads": 32, "head_dim": 128}
 # Each row has the settings of a model, its number of weights in billions, and the number of weights
 # that a token uses, also in billions. The last value is True if the model's card counts the input
-# embedding; the cards of GPT-OSS leave it out. Without settings, transformers configures Mixtral
-# 8x7B, DeepSeek-V3 or gpt-oss-120b.
+# embedding; the cards of GPT-OSS do not count it. The rows without settings use the default
+# configurations of transformers, which are Mixtral 8x7B, DeepSeek-V3 and gpt-oss-120b.
 CARDS = {
     "llama": (LLAMA_8B, 8.03, 8.03, True),
     "qwen3_moe": (QWEN3_30B, 30.5, 3.3, True),
@@ -117,7 +117,7 @@ def test_mfu_counts_the_active_weights_of_the_model_card(chapter, monkeypatch, k
     counted = (chapter.mfu(args, model, 1.0) - attention) / 6
     if counts_embedding:
         counted += model.get_input_embeddings().weight.numel()
-    # Allow a little more than half of the last digit, because the card has rounded its numbers.
+    # The card rounds its numbers, so allow a little more than half a unit of their last digit.
     for number, published in [(model.num_parameters(), total), (counted, active)]:
         decimals = len(str(published).partition(".")[2])
         assert abs(number / 1e9 - published) < 0.6 * 10**-decimals
@@ -137,7 +137,7 @@ def test_metrics_have_the_promised_columns(small_tokens, tmp_path):
 
 # ---- simulated GPUs --------------------------------------------------------------------------
 def simulate(monkeypatch, gpus=0, files=(), **variables):
-    """Let torch see a number of GPUs, and let the system have these files and variables."""
+    """Let torch report `gpus` GPUs, and pretend that `files` and environment variables exist."""
     exists = os.path.exists
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(os.path, "exists", lambda path: path in files or exists(path))
@@ -172,7 +172,7 @@ def test_default_precision_is_bf16_where_it_is_fast(chapter, monkeypatch, capabi
 
 
 def test_configuration_takes_the_changes_of_the_command(chapter, models):
-    """Check that a list with an item for each layer changes with the number of layers."""
+    """Check also that a list with one item per layer follows a changed number of layers."""
     layers = ["--config", "num_hidden_layers=3"]
     args = parse(chapter, *layers, "rms_norm_eps=1e-5", "hidden_act=gelu")
     _, config = chapter.build_tokenizer_and_config(args)

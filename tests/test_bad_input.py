@@ -13,7 +13,7 @@ from runs import check_user_error
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, models):
-    """Return a folder of files and folders, each with one fault."""
+    """Create files and folders that each have one fault; return their parent folder."""
     folder = tmp_path_factory.mktemp("files")
     (folder / "text.txt").write_text("other text " * 2000)
     shutil.copytree(models / "gpt2", folder / "small-embedding")
@@ -58,8 +58,8 @@ RESUMED = [
     ("-m {models}/gpt2", "config_fingerprint was "),
     ("--config rms_norm_eps=1e-3", "config_fingerprint was "),
 ]
-# Each of these chapters prints this error about a checkpoint of the other chapter, because the two
-# chapters save in different formats.
+# Chapter 02 cannot read a checkpoint with shards, and chapter 04 cannot read a checkpoint without
+# shards. Each chapter then prints this error.
 UNREADABLE = {
     "02": "step-00000004: cannot read it, so move it away to use an older one: FileNotFound",
     "04": "step-00000004: continue it with chapter 03, or choose another --experiment-name",
@@ -67,7 +67,7 @@ UNREADABLE = {
 
 
 def times_of(folder):
-    """Return the time of each file's last change, without the probe for shared folders."""
+    """Return the time of each file's last change, but leave out check_shared()'s probe file."""
     files = [path for path in folder.rglob("*") if path.name != ".probe"]
     return {path: path.stat().st_mtime_ns for path in files}
 
@@ -76,7 +76,7 @@ def times_of(folder):
 def test_resume_with_different_arguments_changes_nothing(
     files, models, small_tokens, tmp_path, chapter, ranks, other
 ):
-    """Check that the error names the value of the checkpoint and the value of the command."""
+    """Check that the error names the changed value or format, and that no file changes."""
     other_tokens = prepare_tokens(files / "text.txt", tmp_path / "other.tokens")
     args = [*SHORT, "-d", small_tokens(), "--num-steps", 4, "--save-dir", tmp_path, "-e", "run"]
     run_or_fail(ranks, [(chapter, args)], tmp_path / "first")

@@ -10,7 +10,7 @@ from runs import has_weights_of, read_checkpoint
 pytestmark = pytest.mark.slow
 
 
-# The embeddings of qwen3 are tied.
+# The input and output embeddings of qwen3 share their weights, so test this family, too.
 @pytest.mark.parametrize(
     "chapter, family", [("04", "llama"), ("02", "qwen3"), exhaustive("04", "qwen3")]
 )

@@ -73,7 +73,7 @@ def test_skipped_steps_shift_the_samples(ids_at, name):
 
 
 def test_late_step_takes_two_permutations_at_most(chapter, ids_at):
-    """Check that a resume at a late step takes no longer than at an early step."""
+    """Ensure that a resume takes no longer at a late step than at an early step."""
     chapter.random_order.cache_clear()
     ids_at("01", 10**12)
     assert chapter.random_order.cache_info().misses <= 2
@@ -96,9 +96,9 @@ def test_seeds_are_mixed_not_added(chapter):
 # ---- a dataset of the hub --------------------------------------------------------------------
 @pytest.fixture
 def hub(chapter, monkeypatch):
-    """Return a function that builds a chapter's samples from a file in place of a dataset.
+    """Return a function that builds samples from a local file as from a dataset on the hub.
 
-    For the name of a dataset on the hub, load_dataset() would download files such as `path`.
+    load_dataset() then reads the file `path`, which has the format of a dataset's files.
     """
     real = datasets.load_dataset
 
@@ -123,13 +123,13 @@ def write_rows(folder, rows):
 
 
 def make_texts(count):
-    """Return documents of 0 to 400 characters."""
+    """Return `count` random texts with fewer than 400 characters."""
     source = random.Random(0)
     return ["".join(source.choices("abcdefgh ", k=source.randrange(400))) for _ in range(count)]
 
 
 def test_samples_are_the_documents_joined_and_cut(hub, tmp_path):
-    """Check that only an incomplete last sample is left out, and that quoted tokens are text."""
+    """Check that only an incomplete last sample is dropped, and that `<s>` in a text stays text."""
     rows = [*make_texts(2350), "<p>price <s>9</s></p>", "text " * 40]
     samples, held_out = hub(write_rows(tmp_path, rows))
     [train] = samples.pieces
@@ -179,7 +179,7 @@ def test_ranks_find_the_tokens_of_rank_0(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_tokenizing_takes_the_same_memory_for_any_corpus(chapter, hub, tmp_path, monkeypatch):
-    """Check that memory outside of files stays constant while 10 MB of tokens pass through."""
+    """Check that the process's own memory stays constant while it writes 10 MB of tokens."""
     sizes = []
 
     def measure(*args, **options):

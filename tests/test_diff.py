@@ -55,14 +55,14 @@ def test_common_parts_keep_their_order_their_banners_and_their_flags(chapter):
     old, new = flags(before), flags(after)
     assert [name for name in new if name in old] == list(old)
     for name, declaration in old.items():
-        # Accept additional choices of a flag, because a child may add choices.
+        # Accept more choices than the parent's flag has, because a child may add a choice.
         pattern = re.escape(declaration).replace(r"'\]", r"'(, '\w+')*\]")
         assert re.fullmatch(pattern, new[name]), name
 
 
 @pytest.mark.parametrize("start", ["    # A comment.\n", "\n", "    "])
 def test_noise_is_found(start, tmp_path):
-    """Check that a comment, a blank line and an indentation are noise."""
+    """Check that an added comment, an added blank line and a changed indentation are noise."""
     script, changed, line = chapters()["01"], tmp_path / "changed.py", "    return model\n"
     changed.write_text(script.read_text().replace(line, start + line, 1))
     assert len(noise(script, changed)) == 1

@@ -36,7 +36,8 @@ FSDP = "04-fsdp/train_llm.py"
 
 FLAGS = """--device cpu --precision fp32 -s 64 --global-batch-size 9 -b 3 --num-steps 5000
     --log-every 5 --checkpoint-every 10 --eval-every 1000 --eval-samples 9""".split()
-# End the run with a damaged checkpoint after 20 steps, because a second start finds the damage.
+# End the run for the damaged checkpoint after 20 steps; a second start of this run finds the
+# damage.
 RESUME = "--num-steps 20".split()
 # Faults begin after the first checkpoint, which the runs save in step 10.
 FIRST_STEP = 12
@@ -53,9 +54,9 @@ class Case:
     script: str
     rank: int
     kind: str
-    # The verdict names the line with this code.
+    # The verdict must name the line of the script with this code.
     line: str = ""
-    # The verdict names these ranks, or only the rank with the fault if this is None.
+    # The verdict must name these ranks, or only the rank with the fault if `ranks` is None.
     ranks: tuple | None = None
     flags: tuple = ()
 
@@ -76,11 +77,11 @@ CASES = [
     Case("memory-leak", STRANGER, 1, "host-memory-leak"),
     Case("nan-data", STRANGER, 0, "not-finite"),
     Case("nan-gradient", FSDP, 2, "not-finite"),
-    # With two replicas, nobody can tell which replica is right.
+    # If two replicas differ, nobody can tell which one is right, so the verdict names both ranks.
     Case("bit-flip", STRANGER, 1, "replicas-differ", ranks=(0, 1)),
     Case("same-data", TRAIN, 1, "same-data", ranks=(0, 1)),
     Case("loss-spike", TRAIN, 1, "loss-spike"),
-    # All ranks read the checkpoint, so the verdict names no rank.
+    # All ranks start with the damaged checkpoint, but only rank 0 reports the error.
     Case("corrupt-checkpoint", DDP, 0, "corrupt-checkpoint", flags=RESUME),
 ]
 HEALTHY_CASES = [Case("healthy", script, 0, "healthy") for script in (STRANGER, DDP, FSDP)]
@@ -88,7 +89,7 @@ HEALTHY_CASES = [Case("healthy", script, 0, "healthy") for script in (STRANGER, 
 
 # ---- broken runs -------------------------------------------------------------------------------
 def script_words(case, folder):
-    """Return the script with its arguments, after the injector if the fault needs it."""
+    """Return the script and its arguments, after inject.py if that program makes the fault."""
     where = f"{case.fault}@rank{case.rank}:step{FIRST_STEP}"
     words = [ROOT / case.script]
     if case.script != STRANGER:
@@ -100,13 +101,13 @@ def script_words(case, folder):
 
 @contextmanager
 def started(case, folder, words):
-    """Start the ranks of a case under torchrun and watched.py; end them afterwards."""
+    """Start a case's ranks under torchrun and watched.py; end them when the `with` block ends."""
     ranks = 2 if case.script == STRANGER else 3
     command = watched_command(folder / "run", "--stall", 15, *words, ranks=ranks)
     # Limit each process to 1,024 open files, which is a common limit, so that a leak of files soon
     # fails.
     command = ["bash", "-c", f"ulimit -S -n 1024 && exec {shlex.join(command)}"]
-    # torchrun kills ranks that still run a second after SIGTERM.
+    # With this variable, torchrun kills ranks that still run one second after SIGTERM.
     env = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
@@ -118,12 +119,12 @@ def started(case, folder, words):
 
 
 def ask(folder, *flags):
-    """Return the output of whats_wrong.py."""
+    """Diagnose a run with whats_wrong.py; return the output."""
     return run_command(CHAPTER / "whats_wrong.py", folder / "run", *flags).stdout
 
 
 def verdict_on(case, folder, first_sign):
-    """Wait for a sign of the fault in the log; return a row with the first fault that is found."""
+    """Wait until the log shows the fault; return a row with the first verdict of whats_wrong.py."""
     log = folder / "log"
     wait_until(lambda: first_sign in log.read_text(), 240, f"the log has {first_sign!r}")
     start_time = time.monotonic()
@@ -157,8 +158,8 @@ def symptoms(log):
 def record(request):
     """Return a function that replaces the published row of a case, if --record is given.
 
-    The file names the machine of its first record. Delete the file before you record all cases on
-    a different machine.
+    The file RESULTS names the machine of the first recorded row. Delete the file before you record
+    all cases on a different machine.
     """
 
     def write(row, folder):
@@ -254,7 +255,8 @@ def test_lost_host_is_named(cluster, tmp_path, fault):
         cluster.popen("head", list(map(str, command)), stdout=log, stderr=log, env=env)
     wait_until(lambda: last_logged_step(run) >= 10, 90, "the run takes ten steps")
     getattr(cluster, fault)("h2")
-    # A host without its network still writes heartbeats to the folder that the hosts share.
+    # A host without its network still writes heartbeats to the folder that the hosts share, so
+    # whats_wrong.py may blame the network instead of the host.
     verdict_kinds = ["host-unreachable", "network"] if fault == "unplug" else ["host-unreachable"]
     tool = [sys.executable, CHAPTER / "whats_wrong.py", run, "--json", "--hosts", hosts]
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs the Debian packa
 
 @pytest.fixture(scope="module")
 def page():
-    """Return a page with the pictures of chapters 04 and 07, and the figures below them."""
+    """Return a page with two pictures, and the interactive figures that figures.js adds to them."""
     images = '<p><img src="04-holds-light.svg"></p><p><img src="07-1f1b-light.svg"></p>'
     script = (ROOT / "tools/maintain/site/static/figures.js").read_text()
     with playwright.sync_playwright() as started:
@@ -45,7 +45,7 @@ def test_figures_compute_what_the_pictures_show(page):
 def test_sliders_change_the_figures(page):
     memory, schedule = page.locator(".memory"), page.locator(".schedule")
     assert "128 GB: too much" in memory.inner_text()
-    # A slider's value is the position of a number: here, of the last one, 180 GB.
+    # The value of a slider is an index: 4 selects the last amount of memory, 180 GB.
     memory.get_by_label("GB per GPU").fill("4")
     assert "too much" not in memory.inner_text()
     schedule.get_by_label("ranks, K").fill("3")

@@ -40,8 +40,8 @@ pytestmark = pytest.mark.skipif(
 
 
 # ---- what a run needs ------------------------------------------------------------------------
-# The name of a run is FRAMEWORK@RANKS. The words after it choose flags, a configuration file or a
-# model.
+# The name of a run begins with FRAMEWORK@RANKS. Further words, after commas, choose flags, a
+# configuration file or a model.
 FLAGS = {"accumulated": ["--batch-size", 1], "bf16": ["--precision", "bf16"]}
 FLAGS["compiled"] = ["--compile"]
 # These flags of the planner change only the configuration file, not the command of the run.
@@ -59,14 +59,14 @@ KINDS = ["1", "1,fsdp2", "2", "2,accumulated", "2,fsdp2", "2,fsdp2,accumulated",
 KINDS += ["2,fsdp2,recompute", "2,gpt2", "2,fsdp2,qwen3", "2,fsdp2,bf16"]
 RUNS += [f"{framework}@{kind}" for framework in ("accelerate", "trainer") for kind in KINDS]
 # With dropout, test the Trainer on one rank only, because the Trainer distributes the samples of a
-# step over the ranks in a different order.
+# step over the ranks in a different order than the chapters do.
 RUNS += ["accelerate@2,gpt2-dropout", "trainer@1,gpt2-dropout"]
 RUNS += ["trainer@2,zero1", "trainer@2,zero2,bf16", "trainer@2,zero3"]
 
 
 @pytest.fixture(scope="module")
 def job_of(tmp_path_factory, models):
-    """Return a function that returns a run's framework, number of ranks and arguments."""
+    """Return a function from a run's name to its framework, number of ranks and arguments."""
     folder = tmp_path_factory.mktemp("configs")
 
     def job_of(run):
@@ -96,7 +96,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def curves(request, root, models, job_of):
-    """Return the metrics of chapter 01 and of the runs of the selected tests, by name."""
+    """Train the reference runs and the selected tests' runs; return their metrics by name."""
     flags = {"01": [], "01-bf16": FLAGS["bf16"]}
     flags |= {f"01-{name}": ["-m", models / name] for name in ("gpt2", "qwen3")}
     curves_of(root, {1: {name: ("01", args) for name, args in flags.items()}})
@@ -107,8 +107,8 @@ def curves(request, root, models, job_of):
     groups = {}
     for run in {item.callspec.params.get("run") for item in items} & {*RUNS}:
         framework, ranks, args = job_of(run)
-        # Run DeepSpeed in separate processes, because it changes functions of torch that other runs
-        # use.
+        # Group the runs by framework, by DeepSpeed, and by the number of ranks; curves_of() below
+        # trains one group after the other.
         groups.setdefault((framework, "zero" in run, ranks), {})[run] = framework, args
     for (*_, ranks), jobs in groups.items():
         curves_of(root, {ranks: jobs})
@@ -116,7 +116,7 @@ def curves(request, root, models, job_of):
 
 
 def check_model(run_dir, held_out, tolerance=1e-5):
-    """Check that transformers loads a finished model, which has the logged loss and a cache."""
+    """Check that a run's model loads in transformers, has the logged loss, and uses a cache."""
     model, info = AutoModelForCausalLM.from_pretrained(run_dir / "model", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert model.config.use_cache
@@ -134,7 +134,9 @@ def held_out(load):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("run", RUNS)
 def test_run_follows_the_curve_of_the_chapters(curves, root, held_out, run):
-    """Check that losses agree within 1e-5 in fp32, and within 5e-3 if the forward pass is in bf16.
+    """Compare a run with its reference run.
+
+    The losses may differ by 1e-5 in fp32, and by 5e-3 if the forward pass is in bf16.
 
     With weights in bf16, the forward pass reads rounded weights, so losses differ by up to 2e-2.
     """
@@ -169,7 +171,10 @@ LAYOUTS += [("accelerate@2,fsdp2", "accelerate@2,fsdp2"), ("trainer@2,zero3", "t
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("run, after", LAYOUTS)
 def test_killed_run_continues_on_the_curve(curves, job_of, held_out, tmp_path, run, after):
-    """Kill and resume a run; on a new number of ranks, first convert DeepSpeed's checkpoint."""
+    """Kill a run, and resume it, often on a different number of ranks.
+
+    DeepSpeed then needs a converted checkpoint, so run the command that its error prints.
+    """
     framework, ranks, args = job_of(run)
     run_dir, folder = tmp_path / "run", ["--save-dir", tmp_path, "-e", "run"]
     processes = start_ranks(ranks, [SCRIPTS[framework], *args, *folder], tmp_path)
@@ -196,7 +201,11 @@ def test_killed_run_continues_on_the_curve(curves, job_of, held_out, tmp_path, r
 @pytest.mark.parametrize("run", ["deepspeed@2,zero1", "deepspeed@2,zero3", "trainer@2,fsdp2"])
 @pytest.mark.parametrize("fault", ["nan-data", "nan-gradient"])
 def test_bad_gradient_ends_the_run_before_its_next_save(job_of, tmp_path, fault, run):
-    """Plant a fault after seven calls of AdamW; DeepSpeed calls AdamW once per group of weights."""
+    """Plant a fault after seven calls of AdamW.
+
+    DeepSpeed calls AdamW once for each group of weights, so its fault comes in an earlier step than
+    the Trainer's fault.
+    """
     framework, ranks, args = job_of(run)
     args += ["--num-steps", 12, "--log-every", 5, "--checkpoint-every", 3, "--save-dir", tmp_path]
     args = [f"{fault}@rank1:step7", SCRIPTS[framework], *args, "-e", "run"]
@@ -226,7 +235,7 @@ def test_wrong_configuration_prints_one_line(load, capsys, tmp_path, framework, 
         args = parse(script, *SHORT, f"--{reader}-config", path)
         script.load_zero_settings(args)
 
-    # Undo the changes that the script makes to the environment.
+    # Undo the changes that the script makes to environment variables.
     with patch.dict(os.environ):
         error = user_error(capsys, read_configuration)
     assert error.count("\n") == 1 and expected in error

@@ -12,7 +12,8 @@ from conftest import ROOT, SCRIPTS, change_file, run_command, user_error
 
 pytestmark = pytest.mark.tool
 
-# This program checks the chapters in a folder of broken chapters, and gives one check no time.
+# This program checks the chapters in a folder of broken chapters, and lets the check `no-sync` run
+# out of time.
 BROKEN = """
 import sys
 from pathlib import Path

@@ -16,7 +16,7 @@ ARGS = [*SHORT, "--seq-length", 32, "--checkpoint-every", EVERY, "--eval-every",
 
 
 def kill_once(chapter, args, run_dir, oldest, choice, during_save):
-    """Start the run, kill it at a random moment, and check its files; return its newest step."""
+    """Start a run, kill it at a random moment, check its files; return the newest saved step."""
     logs = run_dir.with_name("logs")
     logs.mkdir(exist_ok=True)
     processes = start_ranks(1 if chapter == "01" else 2, [SCRIPTS[chapter], *args], logs)
@@ -31,7 +31,8 @@ def kill_once(chapter, args, run_dir, oldest, choice, during_save):
     output = "\n".join(path.read_text() for path in sorted(logs.glob("rank*.log")))
     assert running, f"the run ended or failed before the kill:\n{output}"
     newest = newest_step(run_dir)
-    # Allow one more lost save with background saves, because the latest save may be incomplete.
+    # A run that saves in the background may lose the steps of two saves instead of one, because the
+    # latest save may be incomplete.
     lost = 2 * EVERY if "--checkpoint-async" in args else EVERY
     assert newest >= max(oldest, last_logged_step(run_dir) - lost), output
     return newest

@@ -78,14 +78,15 @@ class Pods:
     def train(self, *arguments):
         """Start both pods, with the arguments of a small model."""
         words = self.container["command"]
-        # Keep the two arguments for the folder, and replace the user's arguments after them.
+        # Keep the script's first two arguments, which choose the folder, and replace all later
+        # arguments.
         first = words.index("03-job-launchers/train_llm.py")
         words[first + 3 :] = [*SHORT, *arguments]
         for index in (0, 1):
             self.start(index)
 
     def start(self, index):
-        """Start a pod as the kubelet would."""
+        """Start a pod's command with the pod's variables, as the kubelet would."""
         env = {name["name"]: name["value"] for name in self.container["env"] if "value" in name}
         env["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
         words = self.container["command"]
@@ -121,8 +122,8 @@ def test_drained_pod_and_its_peer_are_replaced_and_continue(pods, drained):
     pods.train("--num-steps", "60")
     wait_until(lambda: last_logged_step(pods.run_dir) >= 5, 120, "step 5")
     pods.processes[drained].send_signal(signal.SIGTERM)
-    # Kubernetes replaces a drained pod because of its DisruptionTarget, whatever exit status the
-    # pod has.
+    # Kubernetes replaces a drained pod because of the condition DisruptionTarget, whatever the exit
+    # status is, so do not read the action of the job's rules here.
     assert pods.processes[drained].wait(timeout=120) == 128 + signal.SIGTERM
     pods.start(drained)
     assert pods.end_of(1 - drained) == "Ignore"

@@ -60,7 +60,7 @@ INCOMPLETE = [
     ("03", {}, LAUNCHER),
     ("03", COMPLETE | {"LOCAL_RANK": ""}, f"{LAUNCHER}: LOCAL_RANK is not set"),
     ("03", COMPLETE | {"MASTER_PORT": ""}, f"{LAUNCHER}: MASTER_PORT is not set"),
-    # mpirun gives a rank its number, but no address.
+    # mpirun gives each rank its number, but not the address of rank 0.
     ("03", OPEN_MPI, f"{LAUNCHER}: MASTER_ADDR is not set"),
     ("03", MPICH, f"{LAUNCHER}: MASTER_ADDR is not set"),
 ]
@@ -91,8 +91,8 @@ def test_newest_start_of_a_run_owns_its_folder(load, one_rank_group, tmp_path, c
     chapter.check_shared(tmp_path)
     assert not any(next(stops) for _ in range(3))
     (tmp_path / "newest-start").write_text("process 7 on h2")
-    # The all-reduce for the next() call below has already begun, so only the call after it
-    # reports the newer process.
+    # The first next() below ends an all-reduce that began before the newer start, so only the
+    # second next() returns True.
     assert [next(stops), next(stops)] == [False, True]
     assert "process 7 on h2 has started the same run; this process stops" in capsys.readouterr().out
 
@@ -112,7 +112,7 @@ def test_closed_output_pipe_does_not_end_the_run(tmp_path):
 @pytest.mark.parametrize(
     "name, gpus, under_torchrun, expected",
     [
-        # With srun --gpus-per-task=1, each rank sees one GPU.
+        # With srun --gpus-per-task=1, each rank sees one GPU, so local rank 1 uses GPU 0.
         ("03", 1, False, "index=0"),
         ("03", 4, False, "index=1"),
         ("03", 1, True, "error: local rank 1: torch sees only 1 GPU(s); start fewer ranks"),
@@ -152,7 +152,7 @@ ENDLESS = ["--num-steps", 10_000]
 
 
 def uninterrupted(chapter, args, folder):
-    """Return the metrics of a run that nothing interrupts."""
+    """Train the same run without an interruption; return its metrics."""
     return curves_of(folder, {2: {"complete": (chapter, args)}})["complete"]
 
 
@@ -167,7 +167,10 @@ def uninterrupted(chapter, args, folder):
     ],
 )
 def test_stopped_run_continues_without_a_difference(chapter, request_stop, tmp_path):
-    """Ask one rank to stop. All ranks stop after the same step, save, and later take ten steps."""
+    """Ask one rank to stop: all ranks must save and end after the same step.
+
+    Then resume the run for ten steps.
+    """
     args, run_dir = [*LONG, "--save-dir", tmp_path], tmp_path / "run"
     if chapter == "05":
         # Save often in the background, so that a save is likely to be under way at the stop.
@@ -194,7 +197,7 @@ def test_stopped_run_continues_without_a_difference(chapter, request_stop, tmp_p
 def test_request_to_stop_travels_during_a_step_without_a_wait(
     load, one_rank_group, monkeypatch, tmp_path, name
 ):
-    """Check that ranks exchange a request during a step, and wait for it before the next step."""
+    """Check that ranks exchange requests during a step, and wait for the result after the step."""
     chapter, handlers, waits = load("03"), {}, []
     chapter.check_shared(tmp_path)
     monkeypatch.setattr(chapter.signal, "signal", handlers.__setitem__)
@@ -208,7 +211,7 @@ def test_request_to_stop_travels_during_a_step_without_a_wait(
 
 
 def start_under_torchrun(chapter, args, folder):
-    """Start a run under torchrun; at step 15, return torchrun and its workers."""
+    """Start a run under torchrun; wait for step 15, and return torchrun and its workers."""
     env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     command = launch_command(2, ["--max-restarts", 3, SCRIPTS[chapter], *args])
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -250,7 +253,7 @@ def test_killed_worker_is_restarted_by_torchrun(tmp_path):
     "launcher, names",
     [
         ("slurm/srun-direct.sbatch", [*NUMBERS, "MASTER_ADDR", "MASTER_PORT"]),
-        # mpirun gets the address and the port from launch.sh.
+        # launch.sh passes an address and a port to mpirun, so check only the ranks' numbers.
         ("mpi/launch.sh h1:2", NUMBERS),
     ],
 )

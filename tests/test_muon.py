@@ -43,14 +43,14 @@ def script(load, one_rank_group):
 
 
 def prepare(script, *words):
-    """Return arguments, sharded model, optimizer and training samples for a command."""
+    """Shard a command line's model; return arguments, model, optimizer and training samples."""
     args, model, _, train_set, _ = prepare_training(script, *words)
     model = script.shard(args, model, DEVICE)
     return args, model, script.build_optimizer(args, model), train_set
 
 
 def train(script, steps, args, model, optimizer, train_set):
-    """Run steps in this process; return their losses."""
+    """Train for `steps` steps in this process; return the loss of each step."""
     steps = range(1, steps + 1)
     return [
         script.train_step(args, model, optimizer, train_set, step, DEVICE)[0].item()
@@ -126,7 +126,7 @@ def orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks):
 
 
 def distance(script, monkeypatch, num_matrices, shape, num_ranks):
-    """Return the largest difference between matrices orthogonalized on many ranks and on one."""
+    """Orthogonalize matrices on `num_ranks` ranks and on one; return the largest difference."""
     torch.manual_seed(0)
     matrices = torch.randn(num_matrices, *shape)
     result = orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks)
@@ -150,7 +150,11 @@ REUSED = "received = ranks.__dict__.setdefault('buffer', torch.empty_like(parts.
 def test_reused_buffer_is_wrong_with_one_matrix_per_rank(
     monkeypatch, tmp_path, num_matrices, is_right
 ):
-    """Receive twice in one buffer: with one matrix per rank, the second exchange also sends it."""
+    """Receive the parts of both exchanges in one buffer.
+
+    With one matrix per rank, the second exchange also sends from this buffer, so the result is
+    wrong.
+    """
     copy = tmp_path / "train_llm.py"
     old = "received = torch.empty_like(parts, memory_format=torch.contiguous_format)"
     change_file(SCRIPTS["muon"], old, REUSED, copy)
@@ -164,7 +168,7 @@ def test_reused_buffer_is_wrong_with_one_matrix_per_rank(
 def test_wrong_order_is_found_with_two_matrices_per_rank(
     monkeypatch, tmp_path, num_matrices, is_right
 ):
-    """Read a rank's parts as a matrix's parts, which is right only with one matrix per rank."""
+    """Swap the order of ranks and matrices, which is right only with one matrix per rank."""
     copy = tmp_path / "train_llm.py"
     old = "received.unflatten(0, (num_ranks, -1)).transpose(0, 1)"
     change_file(SCRIPTS["muon"], old, "received.unflatten(0, (-1, num_ranks))", copy)
@@ -199,7 +203,7 @@ class Both:
 
 
 def test_losses_are_those_of_torch_muon(script, monkeypatch):
-    """Compare 20 steps; let torch compute Newton-Schulz iterations in fp32, as the script does."""
+    """Compare the losses of 20 steps; let torch.optim.Muon compute in fp32, as the script does."""
     losses = train(script, 20, *prepare(script, *SMALL))
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     args, model, _, train_set = prepare(script, *SMALL)
@@ -209,7 +213,7 @@ def test_losses_are_those_of_torch_muon(script, monkeypatch):
 
 
 def test_bad_gradient_changes_no_weight_and_no_momentum(script, monkeypatch):
-    """Check that even a later finite gradient changes no tensor."""
+    """Check that after a bad gradient, even a finite gradient changes no tensor."""
     args, model, optimizer, train_set = prepare(script, *SMALL)
     train(script, 2, args, model, optimizer, train_set)
     before = [local(tensor).clone() for tensor in tensors_of(model, optimizer)]
@@ -229,7 +233,7 @@ def local(tensor):
 
 
 def test_matrix_of_a_layer_has_one_moment(script):
-    """Check that Muon keeps one tensor for each matrix, and that AdamW keeps three tensors."""
+    """Check that Muon keeps one tensor for a layer's matrix, and AdamW three for the head."""
     _, model, optimizer, _ = prepare(script, *SMALL)
     state = get_optimizer_state_dict(model, optimizer)["state"]
     assert set(state["model.layers.0.mlp.up_proj.weight"]) == {"exp_avg"}
@@ -238,7 +242,7 @@ def test_matrix_of_a_layer_has_one_moment(script):
 
 # ---- the sweep -------------------------------------------------------------------------------
 def test_sweep_finds_the_best_rates_and_keeps_old_runs(monkeypatch, tmp_path, capsys):
-    """Simulate runs: rate 2 is best for Muon and rate 1 for AdamW, which diverges at rate 4."""
+    """Simulate runs: learning rate 2 is best for Muon, and 1 for AdamW, which diverges at 4."""
     sweep, trained = harness.load(ROOT / "related-topics/muon/sweep.py"), []
 
     def train(folder, steps, cell):
@@ -273,7 +277,7 @@ def root(tmp_path_factory, layout_models):
     """Train each layout; return the folder of the runs."""
     root = tmp_path_factory.mktemp("muon")
     mixture = ["-m", layout_models / "qwen3_moe"]
-    # In this script, the ranks' parts of a matrix are read as the parts of several matrices.
+    # This wrong script swaps the order of ranks and matrices when it joins the received parts.
     wrong = root / "wrong/train_llm.py"
     old = "received.unflatten(0, (num_ranks, -1)).transpose(0, 1)"
     change_file(SCRIPTS["muon"], old, "received.unflatten(0, (-1, num_ranks))", wrong)
@@ -317,7 +321,7 @@ def test_exported_model_has_the_logged_loss(root, load):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_resume_repeats_the_curve(root):
-    """Continue a run of two ranks on two ranks, with the same bits, and on four ranks."""
+    """Resume a run of two ranks on two ranks, which must repeat every bit, and on four ranks."""
     for ranks, limit in ((2, 0.0), (4, 1e-5)):
         name = f"resumed{ranks}"
         copy_run(root / "tiny2", 10, root / name)

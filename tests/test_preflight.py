@@ -97,7 +97,8 @@ def test_only_the_slow_host_measures_a_slow_link(monkeypatch, num_ranks):
         rounds[rank][-1] = partner
         return 100.0 if 2 in (rank, partner) else 1.0
 
-    # Each round begins with a barrier; a rank may have no partner in a round.
+    # Add None at each barrier, which begins a round, because a rank may have no partner in the
+    # round.
     monkeypatch.setattr(preflight.dist, "barrier", lambda: rounds[rank].append(None))
     monkeypatch.setattr(preflight, "exchange_seconds", simulate)
     ring, device = list(range(num_ranks)), preflight.torch.device("cpu")
@@ -145,7 +146,7 @@ def test_more_ranks_than_gpus_is_an_error(run_rank, monkeypatch):
     "rank, variables, words",
     [
         (0, {}, "these ranks did not connect to 127.0.0.1:"),
-        # Gloo needs both interfaces, but NCCL would need only one interface.
+        # Gloo needs all interfaces of the list, but NCCL would need only one of them.
         (0, {"GLOO_SOCKET_IFNAME": "lo,eth9"}, "Unable to find address for: eth9"),
         (1, {}, "Connection refused; set MASTER_ADDR to the node of rank 0, and MASTER_PORT"),
     ],
@@ -178,9 +179,11 @@ def test_wrong_variable_is_reported_before_ranks_connect(run_rank, monkeypatch, 
 CORRECT = [
     {"NCCL_SOCKET_IFNAME": "lo,eth9", "GLOO_SOCKET_IFNAME": "lo", "WANDB_PROJECT": "run"},
     {"NCCL_SOCKET_IFNAME": "^eth9"},
-    # A task of srun can be a torchrun, and torchrun then starts the ranks.
+    # An srun task may run torchrun, which starts the ranks, so the number of tasks may differ from
+    # WORLD_SIZE.
     {"SLURM_STEP_NUM_TASKS": "4", "TORCHELASTIC_RUN_ID": "1"},
-    # Only LOCAL_RANK is left from an earlier launcher, and srun sets the other numbers.
+    # An earlier launcher has left only LOCAL_RANK, so preflight.py must use the numbers that srun
+    # sets.
     {"RANK": "", "WORLD_SIZE": "", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
     | {"SLURM_LOCALID": "0"},
 ]
@@ -188,7 +191,7 @@ CORRECT = [
 
 @pytest.fixture
 def launch(monkeypatch):
-    """Return a function that sets the variables of a launcher, and parses the arguments."""
+    """Return a function that sets a launcher's variables, and parses preflight.py's arguments."""
 
     def parse(variables):
         numbers = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}

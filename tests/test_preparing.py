@@ -118,7 +118,7 @@ FILES = {
     "i.csv": (b'other,text\n1,one\n1,"two\nlines"\n1,\n', TEXTS),
     "j.tsv.gz": (gzip.compress(b'text\tother\none\t1\n"two\nlines"\t1\n\t1\n'), TEXTS),
     "l.csv": (b'text\r\nNA\r\nnull\r\nnan\r\nNone\r\n""\r\n', ["NA", "null", "nan", "None", ""]),
-    # The text of a control token does not end a document.
+    # A text that spells a control token, such as <s>, does not end a document.
     "n.txt": (b"<s>1 euro</s>", ["<s>1 euro</s>"]),
 }
 # Each of these files begins with a byte order mark.
@@ -186,7 +186,8 @@ def test_files_of_a_folder_are_read_or_named(tmp_path):
     assert sorted(documents_of(tmp_path / "o.tokens")) == ["a", "b", "c"]
 
 
-# Each row lists the files of a folder; prepare.py leaves out this number of the last files.
+# Each row has a list of the files in a folder, and the number of files at the end of the list that
+# prepare.py must leave out.
 SPLITS = [
     (["train_history.txt", "cooking.txt", "test_driving.txt"], 0),
     (["test.txt", "dev.txt"], 0),
@@ -224,7 +225,7 @@ def test_output_of_different_content_or_format_is_refused(tmp_path):
     source, output = tmp_path / "a.txt", tmp_path / "o.tokens"
     source.write_text("alpha")
     prepare(output, source)
-    # Write a different text with the same size and time, as rsync may leave it.
+    # Write a different text with the same size and modification time, as rsync may leave it.
     times = source.stat()
     source.write_text("omega")
     os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -305,7 +306,7 @@ def started():
         process.kill()
 
 
-# After each kill, the next chapter and number of ranks resume the run, so the layout changes.
+# After each kill, the next chapter of this list resumes the run on its number of ranks.
 RESUMES = [("04", 2), ("08", 2), ("05", 1), ("06", 2), ("04", 4), ("07", 2)]
 # With these lines, a script records the samples that a rank trains on, and their positions.
 RETURN = "    return batch.pin_memory()"
@@ -318,9 +319,9 @@ PAUSE = 'is prepare.py running?", flush=True)\n            time.sleep(10)\n'
 
 @pytest.mark.slow
 def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, started, kills=2):
-    """Kill both programs at random moments, while pieces appear, and resume on other layouts.
+    """Kill prepare.py and a run at random moments; resume both, the run on a different layout.
 
-    The pieces have the bytes that three workers write without a kill.
+    The pieces must have the same bytes as the pieces that three workers write without a kill.
     """
     seed = int(os.environ.get("KILL_SEED", random.randrange(10**6)))
     print(f"KILL_SEED={seed} repeats these moments, as far as the machine repeats its timing")
@@ -328,7 +329,7 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, starte
     documents = write_shards(tmp_path / "shards", 3, 12 * kills + 10)
     output, run, record = tmp_path / "out.tokens", tmp_path / "run", tmp_path / "record"
     record.mkdir()
-    # Pause before each file, so that kills hit every kind of work.
+    # Let prepare.py pause before it writes each file, so that kills hit every part of its work.
     line = "def write(path, data):\n"
     pause = f"{line}    time.sleep({kills / 10})\n"
     tool = change_file(TOOL, line, pause, tmp_path / "prepare.py")
@@ -380,7 +381,7 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, starte
 
 @pytest.mark.slow
 def test_ranks_wait_for_a_piece_without_a_collective_and_report_it(tmp_path, started):
-    """Let ranks wait for longer than a collective may take, and then continue."""
+    """Let ranks wait for a piece for longer than --dist-timeout, and then supply the piece."""
     write_shards(tmp_path / "shards", 3, 60)
     prepared, folder = tmp_path / "complete.tokens", tmp_path / "o.tokens"
     prepare(prepared, tmp_path / "shards")

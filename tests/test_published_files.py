@@ -27,7 +27,7 @@ from runs import have_same_weights, validation_loss
 ARGS = [*SHORT, "--num-steps", 2, "--eval-every", 2, "--checkpoint-every", 2, "--pretrained"]
 ARGS += ["-s", 32, "--global-batch-size", 4, "--batch-size", 2, "--eval-samples", 4]
 SHARDS = {"max_shard_size": "100KB"}
-# Save each published folder from a model of this family, with these options of make_hub_folder().
+# Each kind of published folder has the family of its model, and options of make_hub_folder().
 FOLDERS = {
     "tied": ("qwen3", SHARDS),
     "many files": ("mistral", SHARDS | {"dtype": torch.float32}),
@@ -37,14 +37,14 @@ FOLDERS = {
 # transformers saves each expert of these mixtures under a separate name.
 MIXTURES = ["deepseek_v3", "mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2"]
 MIXTURES += ["flex_olmo", "exaone_moe"]
-# These chapters train each folder. Only chapter 05, which reads files itself, trains a folder
-# that is not listed.
+# Each kind of folder has the chapters that train its model. Only chapter 05, which reads the files
+# itself, trains the kinds that are not listed.
 CHAPTERS = dict.fromkeys(MIXTURES, "04 05 07 08 09")
 CHAPTERS |= {"tied": "04 05 06 07 08", "many files": "05 06 07"}
 
 
 def publish(models, root, kind):
-    """Save a model as a published folder of this kind; return the folder."""
+    """Save a model in the format of a kind of published folder; return the folder."""
     if kind in FOLDERS:
         family, options = FOLDERS[kind]
         return make_hub_folder(models, root, family, **options)
@@ -73,7 +73,7 @@ KINDS += map(exhaustive, ("no head", *MIXTURES))
 def test_published_model_is_read_and_written_as_published(
     load, layout_models, small_tokens, tmp_path, kind
 ):
-    """Start chapter 01 from the weights of the files; the other chapters follow its curve."""
+    """Check that chapter 01 starts from the files' weights, and other chapters follow its curve."""
     folder = publish(layout_models, tmp_path / "hub", kind)
     args = [*ARGS, "-m", folder, "-d", small_tokens(folder)]
     chapters = CHAPTERS.get(kind, "05").split()
@@ -102,7 +102,8 @@ UNFIT = {
     "nothing": "nothing",
     "untied": "the files do not tie lm_head.weight; pass --config tie_word_embeddings=false",
 }
-# Chapter 05 reads the files itself, and reports more problems.
+# Chapter 05 reads the files itself, so it reports a wrong vocabulary with a different error, and
+# also finds quantized weights without a setting in config.json.
 UNFIT_FOR_05 = UNFIT | {
     "vocabulary": "lacks lm_head.weight (2 weights); check its files",
     "int8": "are quantized; choose a bf16 copy",
@@ -157,7 +158,7 @@ def test_unfit_files_print_one_line_on_two_ranks(unfit, small_tokens, tmp_path, 
 
 @pytest.mark.exhaustive
 def test_reading_uses_the_memory_of_a_shard_and_a_tensor(tmp_path):
-    """Check that a rank needs memory for its shard and one tensor, with one rank and with two."""
+    """Check, for 1 and for 2 ranks, that a rank needs memory only for its shard and one tensor."""
     command = [ROOT / "benchmarks/large.py", "reading", "--layers", 2, "--ranks", 1, 2]
     run_command(*command, "--output", tmp_path / "reading.json", check=True)
     rows = json.loads((tmp_path / "reading.json").read_text())["reading"]

@@ -32,7 +32,7 @@ def with_experts(kinds):
     return [kind + settings * ((number or 0) > 1) for kind, number in numbers.items()]
 
 
-# The imports of all mixtures take seconds, so import them only when a test needs them.
+# The import of all mixtures takes seconds, so build a list of families only when a test needs it.
 FAMILIES = {"dense": lambda: DENSE, "mixtures": lambda: with_experts(MIXTURES)}
 FAMILIES |= {"all-mixtures": lambda: with_experts(all_mixtures())}
 # Each case has a chapter, its flags, a list of families, and the smallest number of families that

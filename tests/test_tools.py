@@ -114,7 +114,7 @@ def test_windows_count_each_token_once(length, stride):
 
 
 def test_overlap_gives_tokens_context(models):
-    """Compare windows that begin at each token with one forward pass per token."""
+    """Compare the loss of overlapping windows with the loss of one forward pass per token."""
     config = AutoConfig.from_pretrained(models / "qwen3")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     tokens = torch.arange(24) % 11

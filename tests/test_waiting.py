@@ -17,7 +17,7 @@ COLLECTIVES = re.compile("gloo:|nccl:|c10d::")
 
 @pytest.mark.parametrize("name", ["tiny", "gemma3", *map(exhaustive, ("gpt2", "qwen3"))])
 def test_step_reads_no_value_from_the_device(load, models, name):
-    """Check that a step reads no number of a tensor, because on a GPU the host would wait."""
+    """Check that a step reads no number from a tensor, because the host would wait for a GPU."""
     name = name if name == "tiny" else str(models / name)
     events, _ = events_of_steps(load("01"), "--model-name", name, "--global-batch-size", 4)
     assert "aten::mm" in events, "the profiler has recorded no step"
@@ -28,12 +28,12 @@ def test_step_reads_no_value_from_the_device(load, models, name):
 def test_step_reduces_each_bucket_of_ddp_once_and_nothing_else(
     load, one_rank_group, chapter, precision, further
 ):
-    """Count the reductions; in fp16, a step also reduces a flag for a loss that is not finite."""
+    """Count the all-reduces: one for each bucket and, in fp16, one for a flag of a bad loss."""
     words = ["--global-batch-size", 8, "--precision", precision]
     events, ddp = events_of_steps(load(chapter), *words)
     num_buckets = len(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(","))
     assert num_buckets in (1, 2)
-    # The profile has three steps.
+    # The profile covers three steps, so it has three times the reductions of one step.
     assert events.count("c10d::allreduce_") == 3 * (num_buckets + further)
     others = [event for event in events if COLLECTIVES.match(event) and event not in REDUCTION]
     assert others == []
@@ -42,7 +42,7 @@ def test_step_reduces_each_bucket_of_ddp_once_and_nothing_else(
 
 @pytest.mark.parametrize("chapter", ["02", "fp16"])
 def test_gradients_stay_in_the_buckets_of_ddp(chapter, tmp_path):
-    """Check the gradients before each micro-batch, also in the first step after a resume."""
+    """Check that each gradient is a part of a bucket, also in the first step after a resume."""
     forward = "        loss = loss_of("
     check = """        for weight in model.parameters():
             assert weight.grad.untyped_storage().nbytes() > weight.grad.nbytes, "not in a bucket"
@@ -55,7 +55,10 @@ def test_gradients_stay_in_the_buckets_of_ddp(chapter, tmp_path):
 
 @pytest.mark.slow
 def test_compiled_layers_let_ddp_send_while_they_compute(load, one_rank_group, monkeypatch):
-    """Check that the first bucket is ready early, because each layer is a separate graph."""
+    """Check that DDP can send the first bucket before most gradients are ready.
+
+    A compiled layer is a separate graph, so its gradients are ready before those of earlier layers.
+    """
     # This backend builds the same graphs as the default backend, but generates no code.
     compile_layer = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
     monkeypatch.setattr(torch.nn.Module, "compile", compile_layer)

@@ -71,8 +71,8 @@ TEMPLATES |= {"chatml": CHATML}
 def expected_documents(name, messages):
     """Return the documents of a conversation, each as a list of (text, whether it is learned)."""
     ends = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
-    # With these templates, each answer ends a document, because they change an answer if a further
-    # turn follows.
+    # These templates change an answer when another turn follows it, so each answer must end a
+    # document of its own.
     if name == "phi3":
         return [phi3_document(messages[: end + 1]) for end in ends]
     if name == "qwen3" and any("</think>" in messages[end]["content"] for end in ends[:-1]):
@@ -81,14 +81,14 @@ def expected_documents(name, messages):
 
 
 def phi3_document(messages):
-    """Return a document that ends with the end of the text; only its last answer is learned."""
+    """Return a document that ends with the end-of-text token; only the last answer is learned."""
     texts = [f"<|{turn['role']}|>\n{turn['content']}<|end|>\n" for turn in messages[:-1]]
     answer = f"{messages[-1]['content']}<|end|>\n<|endoftext|>"
     return [("".join(texts) + "<|assistant|>\n", False), (answer, True)]
 
 
 def last_answer(messages):
-    """Return a document where only the last answer is learned; earlier answers lack thoughts."""
+    """Return a document with only the last answer learned, and no thoughts in earlier answers."""
     document = []
     for turn in messages[:-1]:
         content = turn["content"].split("</think>")[-1].lstrip("\n")
@@ -114,7 +114,7 @@ def turn_text(name, turn):
 
 
 def trim(document, name):
-    """Add the text that a template puts first, and drop a line break at the document's end."""
+    """Add the text that a template puts before the first turn, and drop a final line break."""
     start = [("<s>system, 2024-07-26, 26 Jul 2024", False)] if name == "llama3" else []
     if name == "chatml" and not document[0][0].endswith("system\n"):
         start = [("<|im_start|>system\nHelp.<|im_end|>\n", False)]
@@ -144,14 +144,14 @@ def write_rows(path, rows):
 
 
 def prepare_rows(folder, rows, *flags):
-    """Prepare rows of conversations or of pairs, as a reader would; return the folder of tokens."""
+    """Tokenize conversations or pairs of answers with prepare.py; return the folder of tokens."""
     tokens = folder / "rows.tokens"
     preparing.prepare(tokens, write_rows(folder / "rows.jsonl", rows), *flags)
     return tokens
 
 
 def prepare_conversations(folder, number=24, model="tiny", seq_length=256):
-    """Prepare conversations for a model, unless the folder exists; return the folder of tokens."""
+    """Tokenize conversations, unless an earlier test has; return the folder of tokens."""
     folder = folder / f"{number}-{seq_length}-{Path(model).name}"
     if not folder.exists():
         folder.mkdir()
@@ -161,7 +161,7 @@ def prepare_conversations(folder, number=24, model="tiny", seq_length=256):
 
 
 def prepare_pairs(folder, number=24, model="tiny", seq_length=256):
-    """Prepare pairs of answers, unless the folder exists; return the folder of tokens."""
+    """Tokenize pairs of answers, unless an earlier test has; return the folder of tokens."""
     folder = folder / f"pairs-{number}-{seq_length}-{Path(model).name}"
     if not folder.exists():
         folder.mkdir()
@@ -170,7 +170,7 @@ def prepare_pairs(folder, number=24, model="tiny", seq_length=256):
 
 
 def pairs(number=24):
-    """Return pairs of answers in the formats of data sets; the longer answer may be rejected."""
+    """Return chosen and rejected answers in three formats of data sets; either may be longer."""
     rows = []
     for index, turns in enumerate(conversations(number)):
         *prompt, chosen = turns
@@ -198,13 +198,16 @@ def write_tokens(folder, samples):
 
 # ---- training steps in the process of a test -------------------------------------------------
 def prepare(chapter, *words):
-    """Return the arguments, the sharded model and the samples of a command line."""
+    """Build and shard the model that a command line asks for, and read the samples.
+
+    Return the arguments, the sharded model, the training samples and the held-out samples.
+    """
     args, model, _, train_set, held_out = prepare_training(chapter, *FLAGS, *words)
     return args, chapter.shard(args, model, torch.device("cpu")), train_set, held_out
 
 
 def split_documents(chapter, samples):
-    """Return the documents in samples, without padding, as tuples of (token, is learned)."""
+    """Split samples into documents without padding; return tuples of pairs (token, is learned)."""
     documents = []
     for sample in samples.tolist():
         for token in sample:
@@ -216,7 +219,7 @@ def split_documents(chapter, samples):
 
 
 def documents_of_step(chapter, args, train_set):
-    """Return the documents of step 1."""
+    """Return the documents in the training samples of step 1."""
     samples = [train_set[position] for position in range(args.global_batch_size)]
     return split_documents(chapter, torch.stack(samples))
 
@@ -232,13 +235,13 @@ def plain_model(model, dtype=torch.float64):
     }
     plain.load_state_dict({name: values[name] for name in plain.state_dict()})
     plain.set_attn_implementation("eager")
-    # Choose the eager experts, because the default implementation does not support fp64.
+    # Choose the eager implementation of experts, because the default does not support fp64.
     plain.set_experts_implementation("eager")
     return plain.train()
 
 
 def loss_of_documents(model, documents):
-    """Return the mean loss of the learned tokens; compute one document at a time."""
+    """Run a model on one document at a time; return the mean loss of all learned tokens."""
     total, count = 0.0, 0
     for document in documents:
         ids = torch.tensor([[token for token, _ in document]])
@@ -250,7 +253,10 @@ def loss_of_documents(model, documents):
 
 
 def distances(chapter, args, model, train_set, loss, gradients):
-    """Run step 1; return the distances of its loss and of its worst gradient from a reference."""
+    """Compute the loss and the gradients of step 1, and compare them with a reference.
+
+    Return the difference of the losses, and the largest relative difference of a gradient.
+    """
     model.num_targets = chapter.answers_at(args, train_set, 1)
     found = chapter.forward_backward(args, model, train_set, 1, torch.device("cpu"))
     apart = []

@@ -9,7 +9,7 @@ from runs import kill, wait_for
 def check_two_ranks_fail(chapter, args, expected, logs, folder):
     """Check that one of two ranks prints an error line, and that the run writes no file.
 
-    As torchrun does, end the other rank when the first rank has failed.
+    When one rank fails, end the other rank, as torchrun would.
     """
     processes = start_ranks(2, [SCRIPTS[chapter], *args, "--save-dir", folder], logs)
     wait_for(lambda: False, processes)
@@ -25,7 +25,10 @@ def check_two_ranks_fail(chapter, args, expected, logs, folder):
 
 
 def check_bad_gradient(results, run_dir, every):
-    """Check that all ranks stopped because of a bad gradient, which no checkpoint contains."""
+    """Check that a gradient that is not finite stopped all ranks, and was not saved.
+
+    The run must have only the checkpoints from before the bad gradient.
+    """
     output = "".join(result["stdout"] + result["stderr"] for result in results)
     assert {result["status"] for result in results} == {2}, output
     error = r"train_llm.py: error: a gradient in steps \d+ to (\d+) was not finite; lower --lr"

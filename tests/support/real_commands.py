@@ -31,7 +31,10 @@ class RealCommand:
 
 
 def real_commands():
-    """Return all commands for GPUs, except commands of frameworks, which cannot run dry."""
+    """Return all commands of the guide for GPUs, except the frameworks' commands.
+
+    The frameworks have no dry run.
+    """
     found = [*from_docstrings(), *from_pages(), *from_argument_files()]
     others = {str(SCRIPTS[name].relative_to(ROOT)) for name in FRAMEWORKS}
     return [command for command in found if command.script not in others]
@@ -45,14 +48,14 @@ def from_docstrings():
 
 
 def from_pages():
-    """Yield the commands in blocks that need a GPU or Slurm."""
+    """Yield the commands of the pages' code blocks that need a GPU or Slurm."""
     for block in commands():
         if {"GPU", "Slurm"} & set(block.needs.split(", ")):
             yield from commands_in(block.name, block.text)
 
 
 def from_argument_files():
-    """Yield the smallest run that the first lines of each file of arguments describe."""
+    """Yield a command for each file of arguments, with the GPUs and samples of its first lines."""
     for path in sorted(ROOT.glob("*/configs/*.args")):
         name, text = str(path.relative_to(ROOT)), path.read_text()
         script = SCRIPTS[re.match(r"# For chapter (\d\d)", text)[1]].relative_to(ROOT)
