@@ -325,7 +325,7 @@ def ring():
             for piece in range(4):
                 count = held[rank][piece]
                 is_new = count != before[rank][piece]
-                color = "teal" if count == 4 else "orange" if is_new else "paper"
+                color = "orange" if is_new else "teal" if count == 4 else "paper"
                 x, y = left + size * rank, top + size * piece
                 picture.box(x, y, size, size, str(count), color)
     for y, text in ((270, "rounds 1 – 3:"), (290, "reduce-scatter"), (322, "rounds 4 – 6:")):
