@@ -354,8 +354,8 @@ def no_sync(bench):
 def memory(bench, chapter, flags=""):
     """Compare a chapter's peak memory on one GPU with the peak that the planner predicts."""
     flags = f"{bench.model(MIDDLE)} -s 1024 -b 4 --precision bf16 {flags}"
-    # Plan chapter 01 as chapter 02 on one device, because the planner has no chapter 01. In both
-    # chapters, a rank holds exactly one copy of all gradients when its memory reaches the peak.
+    # Plan chapter 01 as chapter 02 on one device, because the planner has no chapter 01. A rank of
+    # either chapter holds exactly one copy of all gradients when its memory reaches the peak.
     plans = {"01": "02 --global-batch-size 4", "conversations": f"05 {EIGHT}"}
     plans["lora"] = f"05 {EIGHT} --lora-rank 16"
     plan = plans.get(chapter, f"{chapter} {EIGHT}")

@@ -38,7 +38,7 @@ def highest_memory(ended, found):
 
 
 def measure_reading(chapter, args, device):
-    """Build the model, and measure this rank's peak host memory meanwhile.
+    """Build the model, and measure this rank's peak host memory during the build.
 
     Return the bytes of this peak, of the rank's share of the weights, of the entire model, and of
     the model's largest tensor.

@@ -66,7 +66,7 @@ def test_learning_rate_rises_then_falls_to_a_tenth(chapter):
     rates = [chapter.lr_at(args, step) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([n / 10 for n in range(1, 11)])
     assert rates[9:] == sorted(rates[9:], reverse=True)
-    # Step 55 is halfway through the decay, so its rate is halfway between 1 and 0.1.
+    # Step 55 is in the middle of the decay, so its rate is the mean of 1 and 0.1.
     assert [rates[54], rates[-1]] == pytest.approx([0.55, 0.1])
     for line in ("--num-steps 5", "--num-steps 1 --warmup-steps 0", "--warmup-steps 100"):
         args = parse(chapter, *line.split())
