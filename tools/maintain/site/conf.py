@@ -1,6 +1,8 @@
 """Configure Sphinx for the site, which pages.py builds."""
 
+import json
 import re
+from pathlib import Path
 
 from docutils import nodes
 
@@ -19,12 +21,16 @@ html_extra_path = ["files"]
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_js_files = ["step.js"]
+html_js_files = ["site.js", "step.js"]
 html_copy_source = False
 html_use_index = False
 html_show_sphinx = False
 html_show_copyright = False
-copybutton_exclude = ".linenos, .gp, .go"
+copybutton_selector = "div.highlight-bash pre"
+templates_path = ["templates"]
+html_additional_pages = {"search": "search.html", "404": "404.html"}
+# The rows of tables that begin with one of these words answer a question each.
+ANSWERS = ("you see", "question", "your run")
 
 
 def explain_terms(app, doctree):
@@ -46,5 +52,61 @@ def explain_terms(app, doctree):
             break
 
 
+def name_rows(app, doctree):
+    """Give each row that answers a question an anchor, so that a search leads to it."""
+    for row in list(doctree.findall(nodes.row)):
+        name = nodes.make_id(row[0].astext())[:50]
+        if answers(row.parent.parent) and isinstance(row.parent, nodes.tbody):
+            row["ids"].append(f"row-{name}")
+
+
+def answers(table):
+    """Return whether each row of a table answers a question."""
+    head = next(table.findall(nodes.thead), None)
+    return head is not None and head.astext().startswith(ANSWERS)
+
+
+def write_search_index(app, error):
+    """Write a script with the title of each page and, for each of its sections and answers, the
+    anchor, the titles below the page's title, and the text.
+    """
+    index = {}
+    for page in sorted(app.env.found_docs):
+        if page.endswith("/diff"):
+            continue
+        doctree, found = app.env.get_doctree(page), []
+        for node in doctree.findall(lambda node: isinstance(node, nodes.section | nodes.row)):
+            if node["ids"]:
+                own = node.deepcopy()
+                for inner in list(own.findall(is_left_out)):
+                    inner.parent.remove(inner)
+                between = " · " if isinstance(node, nodes.row) else " "
+                text = between.join(" ".join(part.astext().split()) for part in own[1:])
+                title, *titles = titles_of(node)
+                if text:
+                    found.append((node["ids"][0], titles, text))
+        index[app.builder.get_target_uri(page)] = title, found
+    script = f"const SEARCH_INDEX = {json.dumps(index, ensure_ascii=False)};"
+    (Path(app.outdir) / "search-index.js").write_text(script)
+
+
+def is_left_out(node):
+    """Return whether the text of a section does not include a node, such as an inner section."""
+    is_diff = isinstance(node, nodes.literal_block) and node.get("language") == "diff"
+    is_answers = isinstance(node, nodes.table) and answers(node)
+    is_section = isinstance(node, nodes.section) and node.parent is not None
+    return is_section or is_answers or is_diff or isinstance(node, nodes.raw | nodes.comment)
+
+
+def titles_of(node):
+    """Return the titles of the sections around a section or a row, from the page to its own."""
+    above = [] if isinstance(node, nodes.document) else titles_of(node.parent)
+    return [*above, node[0].astext()] if isinstance(node, nodes.section | nodes.row) else above
+
+
 def setup(app):
     app.connect("doctree-read", explain_terms)
+    app.connect("doctree-read", name_rows)
+    app.connect("build-finished", write_search_index)
+    # Our own search shows excerpts without a server, so omit Sphinx's.
+    app.connect("builder-inited", lambda app: setattr(app.builder, "search", False))
