@@ -29,6 +29,7 @@ html_show_copyright = False
 copybutton_selector = "div.highlight-bash pre"
 templates_path = ["templates"]
 html_additional_pages = {"search": "search.html", "404": "404.html"}
+html_context = {"folders": [path.name for path in Path(__file__).parent.iterdir() if path.is_dir()]}
 # The rows of tables that begin with one of these words answer a question each.
 ANSWERS = ("you see", "question", "your run")
 
