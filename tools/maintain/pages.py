@@ -100,7 +100,7 @@ def stage_step(chapter, stage):
     """
     folder = stage / chapters()[chapter].parent.relative_to(ROOT)
     readme = (folder / "README.md").read_text()
-    found = list(split_diff(chapter))
+    found, kind = list(split_diff(chapter)), "diff" if parent_of(chapter) else "script"
     targets = find_shown_hunks(readme, found)
     template = jinja2.Template((SITE / "step.html").read_text(), trim_blocks=True)
     path = chapters()[chapter].relative_to(ROOT)
@@ -111,7 +111,7 @@ hide-toc: true
 ---
 ```{{raw}} html
 <div class="step"><div class="read">
-<a class="to-script" href="#script">Go to the diff</a>
+<a class="to-script" href="#script">Go to the {kind}</a>
 ```
 ```{{include}} README.md
 ```
@@ -123,7 +123,7 @@ hide-toc: true
 """
     write(folder / "diff.md", page)
     title, text = readme.split("\n", 1)
-    link = "[Read this page beside its diff](diff.md)"
+    link = f"[Read this page beside its {kind}](diff.md)"
     write(folder / "README.md", f"{title}\n\n{link}\n{text}")
     return targets
 
