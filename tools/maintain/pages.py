@@ -192,7 +192,7 @@ def blocks_of(lines, old_html, new_html, is_new):
 
 
 def hunk_of(lines, old_html, new_html):
-    """Return a hunk: the HTML of its old and new lines, and the numbers of the first of each."""
+    """Return a hunk: the HTML of its old and of its new lines, and their first line numbers."""
     before, after = ([line for line in lines if line[0] == mark] for mark in "-+")
     marks = changed_words([line[1] for line in before], [line[1] for line in after])
     pairs = zip(before, marks["-"], strict=True), zip(after, marks["+"], strict=True)
