@@ -150,7 +150,9 @@ def test_diff_is_split_in_a_wide_window_or_if_a_reader_wants_it(site, page):
     page.locator("#split").uncheck()
     page.reload()
     assert columns() == 1
+    page.locator("#split").check()
     page.set_viewport_size({"width": 390, "height": 844})
+    assert columns() == 1
     assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
