@@ -241,7 +241,7 @@ def find_shown_hunks(readme, found):
         for number, block in enumerate(hunks[part["name"]], 1):
             block["id"] = f"{part['id']}-{number}"
     targets, title = [], ""
-    for match in re.finditer(r"^#+ (.*)|^ *@@ (\w+).* @@\n((?: *[-+ ].*\n)+)", readme, re.M):
+    for match in re.finditer(r"^##+ (.*)|^ *@@ (\w+).* @@\n((?: *[-+ ].*\n)+)", readme, re.M):
         title = match[1] or title
         if match[2]:
             line = next(line.strip() for line in match[3].splitlines() if line.strip()[0] in "+-")

@@ -30,7 +30,7 @@ copybutton_selector = "div.highlight-bash pre"
 templates_path = ["templates"]
 html_additional_pages = {"search": "search.html", "404": "404.html"}
 html_context = {"folders": [path.name for path in Path(__file__).parent.iterdir() if path.is_dir()]}
-# The rows of tables that begin with one of these words answer a question each.
+# If the head of a table begins with one of these words, each row answers a question.
 ANSWERS = ("you see", "question", "your run")
 
 
@@ -55,10 +55,9 @@ def explain_terms(app, doctree):
 
 def name_rows(app, doctree):
     """Give each row that answers a question an anchor, so that a search leads to it."""
-    for row in list(doctree.findall(nodes.row)):
-        name = nodes.make_id(row[0].astext())[:50]
-        if answers(row.parent.parent) and isinstance(row.parent, nodes.tbody):
-            row["ids"].append(f"row-{name}")
+    for body in list(doctree.findall(nodes.tbody)):
+        for row in body if answers(body.parent) else ():
+            row["ids"].append(f"row-{nodes.make_id(row[0].astext())[:50]}")
 
 
 def answers(table):
@@ -68,27 +67,26 @@ def answers(table):
 
 
 def write_search_index(app, error):
-    """Write a script with the title of each page and, for each of its sections and answers, the
-    anchor, the titles below the page's title, and the text.
-    """
-    index = {}
-    for page in sorted(app.env.found_docs):
-        if page.endswith("/diff"):
-            continue
-        doctree, found = app.env.get_doctree(page), []
-        for node in doctree.findall(lambda node: isinstance(node, nodes.section | nodes.row)):
-            if node["ids"]:
-                own = node.deepcopy()
-                for inner in list(own.findall(is_left_out)):
-                    inner.parent.remove(inner)
-                between = " · " if isinstance(node, nodes.row) else " "
-                text = between.join(" ".join(part.astext().split()) for part in own[1:])
-                title, *titles = titles_of(node)
-                if text:
-                    found.append((node["ids"][0], titles, text))
-        index[app.builder.get_target_uri(page)] = title, found
+    """Write a script with the titles, anchors and texts of all sections and answers."""
+    pages = sorted(page for page in app.env.found_docs if not page.endswith("/diff"))
+    trees = {app.builder.get_target_uri(page): app.env.get_doctree(page) for page in pages}
+    index = {url: entries_of(doctree) for url, doctree in trees.items()}
     script = f"const SEARCH_INDEX = {json.dumps(index, ensure_ascii=False)};"
     (Path(app.outdir) / "search-index.js").write_text(script)
+
+
+def entries_of(doctree):
+    """Return a page's title and, for each section and answer, its anchor, titles and text."""
+    found = []
+    for node in doctree.findall(lambda node: isinstance(node, nodes.section | nodes.row)):
+        own = node.deepcopy()
+        for inner in list(own.findall(is_left_out)):
+            inner.parent.remove(inner)
+        between = " · " if isinstance(node, nodes.row) else " "
+        text = between.join(" ".join(part.astext().split()) for part in own[1:])
+        if text and node["ids"]:
+            found.append((node["ids"][0], titles_of(node)[1:], text))
+    return doctree.next_node(nodes.title).astext(), found
 
 
 def is_left_out(node):
