@@ -170,11 +170,14 @@ A ?= 01
 B ?= 02
 script_of = $(or $(wildcard $(1)-*/train_llm.py $(1)/train_llm.py */$(1)/train_llm.py),\
 	$(error $(1): no such chapter; choose one such as 01 or trainer))
-# Accept status 1 of icdiff, because it means that the scripts differ.
+# Accept status 1 of both programs, because it means that the scripts differ.
 .PHONY: diff
-diff: install  ## show two chapters side by side, such as: make diff A=01 B=02
-	@.venv/bin/icdiff --unified=3 --line-numbers --cols="$$(tput cols 2>/dev/null || echo 200)" \
-		$(call script_of,$(A)) $(call script_of,$(B)) || [ $$? = 1 ]
+diff: install  ## show how two chapters differ, such as: make diff A=01 B=02
+	@columns=$$(tput cols 2>/dev/null || echo 80); \
+	if [ "$$columns" -ge 160 ]; then \
+		set -- .venv/bin/icdiff --unified=3 --line-numbers --cols="$$columns"; \
+	else set -- diff --unified --show-c-function --color=auto; fi; \
+	"$$@" $(call script_of,$(A)) $(call script_of,$(B)) || [ $$? = 1 ]
 
 FROM ?= 01
 .PHONY: carry

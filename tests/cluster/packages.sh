@@ -9,6 +9,8 @@ packages=(
     iproute2 nftables procps util-linux tmux
     bzip2 gzip xz-utils zstd
 )
+# In CI, the tests of the site need a browser. Ubuntu has no package of this one.
+[[ ${CI:-} != true ]] || ! grep -qx ID=debian /etc/os-release || packages+=(chromium)
 policy=/usr/sbin/policy-rc.d
 saved_policy=$policy.before-cluster
 
