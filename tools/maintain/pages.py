@@ -305,6 +305,9 @@ def shrink(output):
         pieces = re.split("(<pre.*?</pre>)", page.read_text(), flags=re.S)
         pieces[::2] = [re.sub(r"\n\s+", "\n", piece) for piece in pieces[::2]]
         text = "".join(pieces).replace('class="reference internal"', "class=reference")
+        text = text.replace('class="docutils literal notranslate"', "class=literal")
+        # A browser ends these elements itself.
+        text = re.sub(r"</(?:li|t[dhr])>\s*", "", text)
         # A screen reader must know the level of a heading, which Sphinx leaves out.
         text = text.replace(' role="heading"', "")
         page.write_text(QUOTED.sub(r"\1\2", text))
