@@ -466,7 +466,7 @@ def show_collective(row):
 
 
 def show_waits(options, result):
-    """Print the lines where the CPU waits for the GPU in a step, between steps, or in evaluations."""
+    """Print the lines where the CPU waits for the GPU in a step, between steps, or to evaluate."""
     parts = {"a step": ("step 2",), "logs and evaluations": ("evaluation", "between")}
     print()
     for part, phases in parts.items():
