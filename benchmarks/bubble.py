@@ -1,9 +1,9 @@
-"""Run chapter 07's schedules with layers that only sleep, to see how long ranks are idle.
+"""Run chapter 07's schedules with layers that only sleep, to measure how long ranks are idle.
 
 Here:  python benchmarks/bubble.py --output benchmarks/results/bubble.json
 
-On each rank, a micro-batch sleeps for the same time in its forward pass, for its input gradients
-and for its weight gradients. Four ranks that sleep do not need four cores.
+On each rank, a micro-batch sleeps three times for the same time: in its forward pass, for its input
+gradients and for its weight gradients. Four ranks that sleep do not need four cores.
 """
 
 import time
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from harness import benchmark, show
 from on_ranks import on_ranks
 
-# Four ranks run a schedule, and a rank's forward pass of a micro-batch takes 0.4 s.
+# Each schedule runs on RANKS ranks. On each rank, the forward pass of a micro-batch takes SECONDS.
 RANKS, SECONDS = 4, 0.4
 RUNS = [("gpipe", 8), ("1f1b", 4), ("1f1b", 8), ("1f1b", 16), ("interleaved-1f1b", 8)]
 
@@ -34,12 +34,12 @@ class Sleep(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         ctx.work(ctx.name)
-        # Make the gradient contiguous, because a stage may send it.
+        # A stage may send this gradient to another rank, and torch sends only contiguous tensors.
         return gradient.contiguous(), None, None, None
 
 
 class Stage(torch.nn.Module):
-    """Hold one weight, and record each sleep of `seconds` as [name, start, end]."""
+    """Hold one weight; sleep in each pass, and record each sleep as [name, start, end]."""
 
     def __init__(self, done):
         super().__init__()
@@ -59,7 +59,10 @@ class Stage(torch.nn.Module):
 
 
 def take_step(chapter, name, micro_batches):
-    """Run two steps; return the seconds and the most micro-batches in flight of the second step."""
+    """Run two steps, and measure the second step.
+
+    Return its seconds, and this rank's highest number of micro-batches in flight.
+    """
     rank, done = dist.get_rank(), []
     _, passes = chapter.SCHEDULES[name]
     stages = {number: Stage(done) for number in range(rank, RANKS * passes, RANKS)}
@@ -71,7 +74,7 @@ def take_step(chapter, name, micro_batches):
     )
     schedule = chapter.build_schedule(args, model, stages, torch.device("cpu"), dist.group.WORLD)
     batch = torch.zeros(micro_batches, 2, dtype=torch.int64)
-    # Run the first step without sleep, because the ranks connect during this step.
+    # Run a first step without sleep, so that the ranks connect before the measured step.
     for pause in (0.0, SECONDS / passes):
         for stage in stages.values():
             stage.seconds = pause
@@ -84,14 +87,14 @@ def take_step(chapter, name, micro_batches):
 
 
 def most_in_flight(events, passes):
-    """Return the highest number of micro-batches whose activations a rank keeps."""
+    """Return the highest number of micro-batches whose activations a rank keeps at one time."""
     changes = [(first, 1) for work, first, _ in events if work == "forward"]
     changes += [(last, -1) for work, _, last in events if work == "weight gradient"]
     return max(accumulate(change for _, change in sorted(changes))) / passes
 
 
 def measure(chapter, args, device):
-    """Run the schedules that the run's name lists; return a row for each of them."""
+    """Run the schedules that `args.experiment_name` lists; return a row of results for each run."""
     rows = []
     for name, micro_batches in RUNS:
         if name not in args.experiment_name.split(","):
@@ -107,7 +110,7 @@ def measure(chapter, args, device):
 
 
 def bubble(args, folder):
-    """Run the schedules on four ranks."""
+    """Run the schedules in `args.only` on four ranks; print a row of results for each run."""
     flags = f"--pipeline-parallel-size {RANKS} --num-steps 1 -e {','.join(args.only)}"
     rows = on_ranks(measure, "07", RANKS, "tiny", folder, flags)
     for row in rows:

@@ -1,9 +1,9 @@
-"""Count the bytes that ranks of chapter 08 keep for the backward pass, by sequence length.
+"""Count the bytes that a rank of chapter 08 keeps for the backward pass, by sequence length.
 
 Here:  python benchmarks/context.py --output benchmarks/results/context.json
 
-The count has all tensors that autograd saves in a forward pass, except the weights. The result is
-the count of the rank that keeps the most bytes.
+The count includes all tensors that autograd saves in a forward pass, except the weights. The result
+is the count of the rank that keeps the most bytes.
 """
 
 from itertools import product
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness import benchmark
 from on_ranks import build, on_ranks
 
-# Each case has a number of ranks that split each sequence, and a style.
+# Each case has the number of ranks that split each sequence, and the style of the split.
 CASES = {"one rank": (1, "gather")}
 for style, ranks in product(("gather", "ulysses"), (2, 4)):
     CASES[f"{style}, {ranks} ranks"] = (ranks, style)
@@ -22,16 +22,17 @@ SAMPLES = 4
 
 
 def storage_of(tensor):
-    """Return the memory of a tensor, which its views share."""
+    """Return the storage of a tensor, which the tensor shares with its views."""
     return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
 def bytes_kept(chapter, args, model, batch):
-    """Return the number of bytes that autograd keeps after a forward pass."""
+    """Return the bytes that autograd keeps for the backward pass, except the bytes of weights."""
     sizes = {}
 
     def pack(tensor):
-        # Look up the weights each time, because FSDP replaces them while a layer is gathered.
+        # Look up the weights for each saved tensor, because FSDP replaces a layer's weights while
+        # it gathers the layer.
         weights = {storage_of(weight).data_ptr() for weight in model.parameters()}
         storage = storage_of(tensor)
         if storage.data_ptr() not in weights:
@@ -54,12 +55,13 @@ def measure(chapter, args, device):
 
 
 def activations(args, folder):
-    """Count the bytes of each case and each length."""
+    """Count each case's bytes at each sequence length; after each case, yield all rows so far."""
     rows = []
     for name in args.only:
         ranks, style = CASES[name]
         flags = f"--context-parallel-size {ranks} --context-parallel-style {style} --seq-length"
-        # Start a run for each length, because a rank builds its mask for one length.
+        # Start a new run for each length, because a rank builds its attention mask only once, for
+        # one length.
         found = {
             length: on_ranks(measure, "08", ranks, "tiny", folder, f"{flags} {length}")
             for length in args.lengths
@@ -71,7 +73,7 @@ def activations(args, folder):
 
 def add_flags(add):
     """Declare the flags that only this benchmark has."""
-    add("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="tokens")
+    add("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="tokens per sample")
 
 
 if __name__ == "__main__":

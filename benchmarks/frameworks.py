@@ -1,10 +1,10 @@
-"""Compare chapters 03 and 04 with the same training in frameworks: speed and memory.
+"""Compare the speed and the memory of chapters 03 and 04 with the same training in frameworks.
 
 All:     python benchmarks/frameworks.py --output benchmarks/results/frameworks.json
 Closer:  python benchmarks/frameworks.py --only 03 deepspeed
 
-All runs train a Llama of 7 million weights from the same weights on the same samples, on two ranks,
-and take turns. A ratio compares two runs of the same round.
+On two ranks, all runs train a Llama of 7 million weights, from the same initial weights and on the
+same samples. The runs take turns, and a ratio compares two runs of the same round.
 """
 
 import os
@@ -20,7 +20,7 @@ sys.path.append(str(harness.ROOT / "tools"))
 from plot import read_metrics
 
 RANKS = 2
-# Each contender has ROUNDS runs of STEPS steps. The first WINDOW steps warm up a run.
+# Each contender trains ROUNDS times for STEPS steps. The first WINDOW steps are a warm-up.
 ROUNDS, STEPS = 3, 30
 
 
@@ -38,13 +38,13 @@ def contenders(folder):
 
 
 def run(script, flags, folder, run_name):
-    """Run a script; return its tokens per second, and the most GiB that it has used."""
+    """Train with a script; return its median tokens per second and its peak memory in GiB."""
     flags = ["--model-name", f"{folder}/llama", *training_flags(folder, run_name, STEPS), *flags]
     command = harness.launch_command(RANKS, [script, *flags])
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, os.cpu_count() // RANKS)))
     settings = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     harness.call(command, HF_HOME=f"{folder}/hf", **settings)
-    # Leave out the first window, which is a warm-up.
+    # Leave out the rows of the first WINDOW steps, which are a warm-up.
     rows = [row for row in read_metrics(folder / run_name) if row["step"] > WINDOW]
     return {
         "speed": median(row["tokens_per_second"] for row in rows),
@@ -53,7 +53,10 @@ def run(script, flags, folder, run_name):
 
 
 def compare(rounds):
-    """Return the ratios of each contender to chapters 03 and 04, in the rounds and their median."""
+    """Divide each contender's speed and memory by the values of chapters 03 and 04.
+
+    Return the ratio of each round, and the median ratio of all rounds.
+    """
     found = {}
     for name, chapter in permutations(rounds[0], 2):
         for number in rounds[0][name] if chapter in ("03", "04") else ():
@@ -63,7 +66,7 @@ def compare(rounds):
 
 
 def frameworks(args, folder):
-    """Let the contenders take turns; compare their speeds and their memory."""
+    """Let the contenders take turns; after each round, yield the ratios of speed and memory."""
     make_7m_llama(folder / "llama")
     everyone = contenders(folder)
 

@@ -5,10 +5,10 @@ Closer:  python benchmarks/gpu_check.py --only parity speed-01-compiled
 No GPU:  python benchmarks/gpu_check.py --device cpu --only parity-01 resume-01
 
 The checks that may share a GPU run first, side by side; the checks that need all GPUs run one by
-one. A check that fails or takes too long is a row of the result like any other, and --output
-is written after each check. With --device cpu the same code runs with tiny sizes, which tests the
-checks, but no GPU.
-Exit status: 0 nothing failed, 1 a check failed, 2 there is no GPU or an argument is wrong.
+one. A check that fails or takes too long still gets a row in the result, and the script writes the
+file of --output after each check. With --device cpu, the same code runs with tiny sizes: this tests
+the code of the checks, but no GPU. The exit status is 0 if no check failed, 1 if a check failed,
+and 2 if there is no GPU or an argument is wrong.
 """
 
 import importlib.util
@@ -50,42 +50,49 @@ TINY = """--seq-length 64 --global-batch-size 8 --batch-size 4 --num-steps 20 --
     --eval-every 10 --eval-samples 10 --checkpoint-every 10"""
 FP32 = "--precision fp32"
 LONG = "--num-steps 1000000 --eval-every 1000000 --checkpoint-every 1000000 --eval-samples 2"
-# A run has this number of steps, and its host may not wait in any step after the first.
+# The checks no-sync and watched train for this number of steps. After the first step, the host may
+# not wait for the GPU.
 NUM_FORBIDDEN = 60
-# A run that starts several times has this number of steps each time.
+# The check float8-restarts compares the losses of this number of steps after each start.
 NUM_RESTARTED = 30
-# A measurement of speed has WINDOW steps. Use the WINDOWS measurements after the first.
+# A script logs its speed every WINDOW steps. A check uses the median of WINDOWS logged speeds.
 WINDOW, WINDOWS = 3, 3
-# A check starts only if LEAST seconds are left, and may take at most LIMIT seconds.
+# A check starts only if LEAST seconds of --budget are left, and may take at most LIMIT seconds.
 LEAST, LIMIT = 30, 300
 # Losses in float32 may differ by up to 1e-4 between devices.
 WITHIN = (0, 1e-4)
-# Losses in bfloat16 and float32 may differ by up to 1e-2; on an H200, they differ by 2e-3.
+# Losses in bfloat16 may differ from losses in float32 by up to 1e-2. On an H200, they differ by
+# 2e-3.
 ROUGHLY = (0, 1e-2)
-# Losses in float8 and float32 may differ by up to 2e-2; without a GPU, they differ by 5e-3.
+# Losses in float8 may differ from losses in float32 by up to 2e-2. Without a GPU, they differ by
+# 5e-3.
 IN_FLOAT8 = (0, 2e-2)
-# whats_wrong.py should report each of these injected faults as a fault of this kind.
+# Map each injected fault to the kind of fault that whats_wrong.py should report.
 KINDS = {"nan-data": "not-finite", "oom-device": "device-out-of-memory"}
-# LARGE has the shape of Llama-3.2-1B. Several checks train MIDDLE side by side.
+# SHAPE holds the sizes that LARGE and MIDDLE share. LARGE is Llama-3.2-1B. MIDDLE has fewer layers
+# and a smaller vocabulary, so that several checks can train it side by side on the same GPU.
 SHAPE = """--config hidden_size=2048 intermediate_size=8192 num_attention_heads=32 head_dim=64
     num_key_value_heads=8 tie_word_embeddings=true max_position_embeddings=8192"""
 LARGE = f"{SHAPE} vocab_size=128256 num_hidden_layers=16"
 MIDDLE = f"{SHAPE} vocab_size=32000 num_hidden_layers=4"
-# WIDE has a few layers of Llama 3.1 8B, because float8 pays only in large products.
+# WIDE has layers as wide as the layers of Llama 3.1 8B, because float8 is faster only in large
+# matrix products.
 WIDE = """--config hidden_size=4096 intermediate_size=14336 num_attention_heads=32 head_dim=128
     num_key_value_heads=8 max_position_embeddings=8192 vocab_size=32000"""
-# LARGE needs 6 FLOPs per weight, and 12 × layers × width × 4,096 FLOPs for attention.
+# To train on a token, LARGE needs 6 FLOPs for each weight, and 12 × layers × width × sequence
+# length FLOPs for attention. The sequences have 4,096 tokens.
 FLOPS_PER_TOKEN = 9_025_499_136
 MIXTURE = "qwen3_moe+hidden_size=64+moe_intermediate_size=64+num_attention_heads=4"
 GPU_FACTS = "name,memory.total,driver_version,power.limit,clocks.max.sm,compute_mode,compute_cap"
 
 
 def parse_args():
-    """Parse the arguments; stop if there is no GPU for --device cuda."""
+    """Return the arguments and the selected checks; stop if there is no GPU for --device cuda."""
     parser = harness.parser_of(__doc__)
     add = parser.add_argument
-    add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: only test the checks' code")
-    add("--only", nargs="+", metavar="NAME", default=[""], help="names of checks, or their starts")
+    add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: test only the checks' code")
+    only_help = "checks to run; the beginning of a name selects all checks that begin with it"
+    add("--only", nargs="+", metavar="NAME", default=[""], help=only_help)
     add("--budget", type=float, default=480.0, help="seconds for all checks")
     args, names = parser.parse_args(), []
     for start in args.only:
@@ -94,7 +101,8 @@ def parse_args():
             parser.error(f"--only {start}: not a check; choose from {' '.join(CHECKS)}")
         names += found
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error(f"torch {torch.__version__} finds no GPU; --device cpu tests the checks")
+        problem = f"--device cuda: torch {torch.__version__} finds no GPU"
+        parser.error(f"{problem}; pass --device cpu to test only the checks' code")
     return args, names
 
 
@@ -106,7 +114,7 @@ class Skip(Exception):
 
 
 class Job(harness.Job):
-    """Run a process of a check; find its log and the folder of its run."""
+    """Run a process of a check, and read the files that the process writes."""
 
     def __init__(self, name, command, folder, run_dir, **variables):
         self.name, self.folder, self.run_dir = name, folder, run_dir
@@ -116,16 +124,16 @@ class Job(harness.Job):
             super().__init__(command, out, log, **variables)
 
     def printed(self):
-        """Return the output of the process."""
+        """Return the text that the process has printed to stdout."""
         return (self.folder / "out").read_text()
 
     def rows(self):
-        """Return the complete rows of metrics.jsonl."""
+        """Return the complete rows of the run's metrics.jsonl, or no rows if there is no file."""
         path = self.run_dir / "metrics.jsonl"
         return rows_of(path) if path.exists() else []
 
     def last_words(self):
-        """Return the lines of the log that report an error; if there are none, the last lines."""
+        """Return the lines of the log that report errors or, if it has no error, its last lines."""
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         pattern = r"(\[rank\d+\]: *)*([\w.]*(Error|Exception)\b|[\w.]+: error: )"
         errors = [line for line in lines if re.match(pattern, line) and "ChildFail" not in line]
@@ -133,18 +141,18 @@ class Job(harness.Job):
 
 
 class Bench:
-    """Hold the folder, the deadline and the numbers of a check, and start its processes."""
+    """Hold a check's folder, deadline and measured numbers, and start the check's processes."""
 
     def __init__(self, session, name):
         self.session, self.device, self.count = session, session.device, session.count
         self.deadline = min(time.monotonic() + LIMIT, session.end)
         self.folder = session.folder / name
-        # Checks that run one by one can share the caches.
+        # Checks that run one by one share their caches, so that a later check compiles less.
         self.caches = session.folder if name in ALONE else None
         self.jobs, self.numbers = [], {}
 
     def start(self, name, command, ranks=0, run=None):
-        """Start a script with its arguments, under torchrun if there are `ranks`."""
+        """Start a script with its arguments, under torchrun unless `ranks` is 0."""
         folder = self.folder / name
         caches = self.caches or folder
         env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": f"{caches}/hf"}
@@ -159,14 +167,14 @@ class Bench:
         return job
 
     def train(self, script, flags, name="train", device=None, ranks=1, run=None):
-        """Start a script of SCRIPTS, or a command that accepts the flags of the chapters."""
+        """Start training with a script of SCRIPTS, or with a command that accepts their flags."""
         command = script if isinstance(script, list) else [SCRIPTS[script]]
         where = self.folder / (run or name)
         flags = f"{flags} --device {device or self.device} --save-dir {where} --experiment-name run"
         return self.start(name, [*command, *flags.split()], 0 if script == "01" else ranks, run)
 
     def model(self, flags):
-        """Return the flags of a model for a GPU; checks without a GPU train the tiny model."""
+        """Return `flags` on a GPU; on a CPU, return no flags, so that a check trains `tiny`."""
         return flags if self.device == "cuda" else ""
 
     def tool(self, name, *command, ok=(0,)):
@@ -174,7 +182,10 @@ class Bench:
         return self.wait(self.start(name, command), ok=ok).printed()
 
     def wait(self, job, until=None, ok=(0,)):
-        """Wait until `until()` is true or, without it, the job has succeeded; return the job."""
+        """Wait until the job succeeds or, if `until` is given, until `until()` is true.
+
+        Return the job. Raise an error if the job fails first, or if it is not done in time.
+        """
         while True:
             met, status = until and until(), job.process.poll()
             if met or (status in ok and not until):
@@ -186,7 +197,10 @@ class Bench:
             time.sleep(0.02)
 
     def judged(self, goals, reason=""):
-        """Return a row; it passed if each number is within its goal, (lowest, highest)."""
+        """Return the row of the check, which passes if each number is within its goal.
+
+        `goals` maps the name of a number to its goal: (lowest, highest).
+        """
         missed = [
             f"{name} is {self.numbers[name]:.4g}, not within {low:g} and {high:g}"
             for name, (low, high) in goals.items()
@@ -202,14 +216,14 @@ class Bench:
 
 
 def difference(job, reference):
-    """Return the largest difference between the losses of two runs."""
+    """Return the largest difference between the losses of two runs in the same step."""
     return largest_difference({run.name: read_metrics(run.run_dir) for run in (job, reference)})
 
 
 def follow(bench, chapter, flags, runs):
     """Compare the losses of runs with the losses of a chapter in fp32 on the CPU.
 
-    `runs` has arguments of Bench.train() by name: a script, its flags and its number of ranks.
+    `runs` maps the name of each run to its script, its flags and its number of ranks.
     """
     reference = bench.train(chapter, f"{flags} --precision fp32", "cpu", "cpu")
     jobs = {}
@@ -222,17 +236,18 @@ def follow(bench, chapter, flags, runs):
 
 
 def parity(bench, chapter, own_flags=FP32, model="", family="", within=WITHIN, split=""):
-    """Compare a chapter's losses, on one device and on all devices, with fp32 on the CPU.
+    """Compare a chapter's losses on one device and on all devices with its fp32 losses on the CPU.
 
-    `model` has flags of all runs. With `family`, train a small model of a family of transformers,
-    perhaps with settings. With `split`, a flag, the devices share each layer, sequence or model.
+    `model` holds flags that all runs share. `family` names a model family of transformers, perhaps
+    with settings, and makes all runs train a small model of this family. `split` is a flag that
+    splits each layer, each sequence or the model among the devices.
     """
     counts = {1} if chapter == "01" else {1, bench.count}
     if split:
-        # The heads of the tiny model can be split among 4 ranks.
+        # Use at most 4 ranks, because the tiny model has too few heads for more ranks.
         counts = {math.gcd(bench.count, 4)}
     if split and counts == {1}:
-        raise Skip("they need an even number of GPUs")
+        raise Skip("needs an even number of GPUs")
     flags = f"{TINY} --global-batch-size {math.lcm(8, bench.count)} {model}"
     if family:
         save_small_model(family, bench.folder / "model")
@@ -246,7 +261,7 @@ def parity(bench, chapter, own_flags=FP32, model="", family="", within=WITHIN, s
 
 
 def framework(bench, name, settings=""):
-    """Compare a framework's losses in both precisions with chapter 01 in fp32 on the CPU."""
+    """Compare a framework's losses in fp32 and bf16 with chapter 01's losses in fp32 on the CPU."""
     needed = "accelerate" if name == "trainer" else name
     if not importlib.util.find_spec(needed):
         raise Skip(f"{needed} is not installed")
@@ -258,7 +273,7 @@ def framework(bench, name, settings=""):
         if settings:
             file = bench.folder / f"{precision}.{'json' if name == 'deepspeed' else 'yaml'}"
             words = f"{settings} {flags} {batch} --gpus-per-node {bench.count} --brief"
-            # Pass the micro-batch size to the planner, because DeepSpeed's file contains it.
+            # Pass the micro-batch size, because DeepSpeed's configuration file contains it.
             words += " --batch-size 4" * (name == "deepspeed")
             words += f" --write-config {name} {file}"
             bench.tool(f"config-{precision}", harness.PLANNER, *words.split())
@@ -269,7 +284,7 @@ def framework(bench, name, settings=""):
 
 
 def resume(bench, chapter, flags=""):
-    """Kill a run with -9, start it again, and compare its losses with a run without a kill."""
+    """Kill a run, start it again, and compare its losses with an uninterrupted run's losses."""
     flags = f"{TINY} {FP32} --num-steps 100 --eval-every 50 {flags}"
     uninterrupted, torn = (bench.train(chapter, flags, name) for name in ("uninterrupted", "torn"))
     saved = torn.run_dir / "checkpoints/step-00000030"
@@ -288,8 +303,8 @@ def resume(bench, chapter, flags=""):
 def restarts(bench):
     """Start the same run in float8 three times, and compare the losses of the first steps.
 
-    Each start compiles again, because a fault of Triton made some values NaN, but only in some of
-    the kernels that PyTorch chooses from. A script ends if a gradient is not finite.
+    Each start compiles again, and PyTorch may choose different kernels. Because of a bug in Triton,
+    some of these kernels once returned NaN. The script then ends, and the check fails.
     """
     model = bench.model(f"{WIDE} num_hidden_layers=2") or "--config num_hidden_layers=1"
     flags = f"{TINY} {model} --seq-length 256"
@@ -306,9 +321,9 @@ def restarts(bench):
 
 
 def forbid_waits():
-    """Run a script that raises an error wherever its host waits for the GPU.
+    """Run the script in sys.argv, and raise an error wherever its host waits for the GPU.
 
-    The script may wait in the first step, and after the last step.
+    The host may wait in the first step, and after the last step.
     """
     steps = []
 
@@ -324,23 +339,23 @@ def forbid_waits():
 
 
 def run_without_waits(bench, *launcher):
-    """Run chapter 01 with forbid_waits(), perhaps under a tool; return the folder of the run."""
+    """Run chapter 01 with forbid_waits(), under `launcher` if given; return the run's folder."""
     flags = f"{TINY} --num-steps {NUM_FORBIDDEN} --log-every 1000 --eval-every 1000"
     command = [*launcher, *harness.words_of(forbid_waits), harness.script_of("01")]
     return bench.wait(bench.train(command, f"{flags} --checkpoint-every 1000", ranks=0)).run_dir
 
 
 def no_sync(bench):
-    """Check that no step of chapter 01 lets the host wait for the GPU."""
+    """Check that after the first step of chapter 01, no step makes the host wait for the GPU."""
     run_without_waits(bench)
     return bench.judged({})
 
 
 def memory(bench, chapter, flags=""):
-    """Compare the peak memory of tensors on a GPU with the plan."""
+    """Compare a chapter's peak memory on one GPU with the peak that the planner predicts."""
     flags = f"{bench.model(MIDDLE)} -s 1024 -b 4 --precision bf16 {flags}"
-    # Plan chapter 01 as chapter 02 on one device: gradients live as long as DDP's, but have no
-    # second copy.
+    # Plan chapter 01 as chapter 02 on one device, because the planner has no chapter 01. A rank of
+    # either chapter holds exactly one copy of all gradients when its memory reaches the peak.
     plans = {"01": "02 --global-batch-size 4", "conversations": f"05 {EIGHT}"}
     plans["lora"] = f"05 {EIGHT} --lora-rank 16"
     plan = plans.get(chapter, f"{chapter} {EIGHT}")
@@ -350,7 +365,7 @@ def memory(bench, chapter, flags=""):
         command = [harness.PLANNER, *options.split(), *flags.split()]
         # Accept exit status 1, which means that the model would not fit.
         planned = json.loads(bench.tool("plan", *command, ok=(0, 1)))["asked"]["gpu_total"] / 2**30
-        # Wait for several rows, because the first row comes from step 0.
+        # Wait for several rows, because the row of step 0 does not contain the peak memory.
         bench.wait(job, until=lambda: len(job.rows()) > 4)
         job.kill()
     bench.numbers |= {"peak GiB": job.rows()[-1]["peak_memory_gib"], "planned GiB": planned}
@@ -359,12 +374,12 @@ def memory(bench, chapter, flags=""):
 
 
 def under_watched(bench):
-    """Return the command that runs a script under watched.py, in the folder of its run."""
+    """Return the words that start watched.py for a run; the caller appends the script to watch."""
     return [harness.ROOT / "diagnosing-errors/watched.py", "--into", bench.folder / "train/run"]
 
 
 def watched(bench):
-    """Check that watched.py looks at each step, and that no step waits for watched.py."""
+    """Check that watched.py records its latest four checks, and never makes the host wait."""
     run_dir = run_without_waits(bench, *under_watched(bench))
     beat = json.loads((run_dir / "ranks/00000.json").read_text())
     bench.numbers |= {"step": beat["step"], "looks": len(beat["checks"])}
@@ -372,7 +387,7 @@ def watched(bench):
 
 
 def fault(bench, name):
-    """Check that whats_wrong.py names an injected fault, and its rank."""
+    """Check that whats_wrong.py names the kind and the rank of an injected fault."""
     folder = harness.ROOT / "diagnosing-errors"
     broken = [folder / "inject.py", f"{name}@rank0:step12", harness.script_of("03")]
     job = bench.train([*under_watched(bench), *broken], TINY)
@@ -385,7 +400,7 @@ def fault(bench, name):
 
 
 def preflight(bench):
-    """Check that preflight.py, on one rank, finds no fault of this machine."""
+    """Check that preflight.py, on one rank, finds no fault in this machine."""
     flags = f"--device {bench.device} --save-dir {bench.folder}/runs"
     command = [harness.ROOT / "diagnosing-errors/preflight.py", *flags.split()]
     job = bench.wait(bench.start("preflight", command, ranks=1), ok=(0, 1))
@@ -397,7 +412,7 @@ def preflight(bench):
 
 
 def speed_flags(bench, ranks=1, model=LARGE):
-    """Return the flags of all runs whose speeds are compared."""
+    """Return the flags that all checks of speed have in common."""
     length, batch, micro = (4096, 8, bench.session.micro) if bench.device == "cuda" else (64, 4, 2)
     flags = f"{bench.model(model)} -s {length} -b {micro}"
     flags += f" --precision {harness.fast_precision()}"
@@ -405,17 +420,17 @@ def speed_flags(bench, ranks=1, model=LARGE):
 
 
 def speed_bare(bench):
-    """Measure the upper limit of the speed, with a loop that does nothing but train."""
+    """Measure the speed of a loop that only trains, as an upper limit for the chapters."""
     for how, more in {"eager": "", "compiled": "--compile"}.items():
         flags = f"{speed_flags(bench)} --num-steps {WINDOW * (1 + WINDOWS)} {more}"
-        # Leave out the first two rows, which are of step 1 and of the first window.
+        # Leave out the rows of step 1 and of the first WINDOW steps, which include the warm-up.
         rows = bench.wait(bench.train([*harness.words_of(bare)], flags, how, ranks=0)).rows()
         bench.numbers[f"{how} tokens/s"] = median(row["tokens_per_second"] for row in rows[2:])
     return bench.judged({})
 
 
 def mixture_model(bench):
-    """Return the flags of a mixture with the shape of Qwen3-30B-A3B, but with two layers."""
+    """Return the flags of a mixture of experts: Qwen3-30B-A3B with only two of its layers."""
     folder = bench.folder / "mixture"
     shutil.copytree(harness.ROOT / "09-expert-parallel/tiny-mixture", folder)
     config = harness.ROOT / "09-expert-parallel/configs/qwen3-30b-a3b.json"
@@ -424,9 +439,9 @@ def mixture_model(bench):
 
 
 def speed(bench, script, how="eager", mixture=False, flags="", beside=None, goals=None, wide=False):
-    """Measure the tokens per second on one or all devices, against the upper limits.
+    """Measure a script's tokens per second, and divide this speed by the speeds of other checks.
 
-    `beside` names an earlier check, whose speed is a limit, too.
+    `beside` names one more earlier check to compare the speed with.
     """
     ranks = 1 if script in ("01", TRAINER) else bench.count
     if script == TRAINER and not importlib.util.find_spec("accelerate"):
@@ -434,13 +449,13 @@ def speed(bench, script, how="eager", mixture=False, flags="", beside=None, goal
     model = mixture_model(bench) if mixture else f"{WIDE} num_hidden_layers=4" if wide else LARGE
     flags = f"{speed_flags(bench, ranks, model)} {flags}" + " --compile" * (how == "compiled")
     job = bench.train(script, flags, ranks=ranks)
-    # Wait for WINDOWS rows after the first two, which are of step 0 and of the first window.
+    # Wait for WINDOWS rows after the rows of step 0 and of the first WINDOW steps.
     bench.wait(job, until=lambda: len(job.rows()) > 1 + WINDOWS)
     job.kill()
     rows = job.rows()[2:]
     measured = median(row["tokens_per_second"] for row in rows)
     bench.numbers |= {"ranks": ranks, "tokens/s": measured, "peak GiB": rows[-1]["peak_memory_gib"]}
-    # Record mfu only if it is known, because the script does not know the peak of every GPU.
+    # Record mfu only if the row has it, because the script does not know every GPU's peak FLOP/s.
     bench.numbers |= {"mfu": rows[-1]["mfu"]} if rows[-1]["mfu"] else {}
     known = bench.session.rows
     if script != TRAINER and not mixture and not wide:
@@ -453,7 +468,7 @@ def speed(bench, script, how="eager", mixture=False, flags="", beside=None, goal
 
 
 def ratios(rows, tokens_per_second, how):
-    """Return the ratios of a rank's speed to the known results of earlier checks."""
+    """Return the ratios of a rank's speed to the upper limits that earlier checks have measured."""
     numbers = {}
     for name in ("preflight", "speed-trainer", "speed-bare"):
         numbers |= rows.get(name, {}).get("numbers", {})
@@ -468,9 +483,9 @@ BF16 = {"own_flags": COMPILED_BF16, "within": ROUGHLY}
 FLOAT8 = {"own_flags": f"{COMPILED_BF16} --float8", "within": IN_FLOAT8}
 STAGES = "--batch-size 2 --pipeline-parallel-size"  # four micro-batches
 INTERLEAVED = f"--pipeline-schedule interleaved-1f1b {STAGES}"
-# With two stages on each rank, stages of distant ranks exchange tensors, too.
+# The interleaved schedule has two stages on each of up to 4 ranks, and each stage needs a layer.
 EIGHT_LAYERS = "--config num_hidden_layers=8"
-# Compare only four steps, because rounding errors grow with the steps and differ on each device.
+# Train for only four steps, because rounding errors grow with each step and differ between devices.
 FOUR_STEPS = {"chapter": "01", "model": "--num-steps 4 --warmup-steps 1"}
 EIGHT = "--global-batch-size 8"
 FLEX = "--attention flex_attention"
@@ -487,8 +502,8 @@ TO_01 = {"to mixture-01": (0.9, math.inf)}
 TOGETHER = {
     **{f"parity-{name}": partial(parity, chapter=name) for name in SCRIPTS},
     **{f"mixture-{n}": partial(parity, chapter=n, **MIXED) for n in ("01", "05", "09")},
-    # Leave out LoRA: it initializes frozen weights in bfloat16, so without --pretrained the weights
-    # would differ.
+    # Leave out LoRA: without --pretrained, it initializes frozen weights in bfloat16, so they would
+    # differ from the float32 weights of the run on the CPU.
     **{f"bf16-{name}": partial(parity, chapter=name, **BF16) for name in SCRIPTS if name != "lora"},
     "bf16-conversations-flex": partial(
         parity, chapter="conversations", own_flags=f"{BF16['own_flags']} {FLEX}", within=ROUGHLY
@@ -546,10 +561,10 @@ ALONE = {
     ),
 }
 CHECKS = TOGETHER | ALONE
-# Checks whose names start with these words have no result on a CPU: a host does not wait for a CPU,
-# and the peak of a process is not the peak of its tensors.
+# Checks whose names start with these words have no result on a CPU, because there the host never
+# waits for a device, and the peak memory of the process includes more than tensors.
 GPU_ONLY = ("no-sync", "memory")
-# Checks whose names start with these words multiply in float8.
+# Skip checks whose names start with these words on a GPU that cannot multiply in float8.
 IN_FLOAT8_ONLY = ("float8", "speed-float8")
 
 
@@ -557,11 +572,12 @@ IN_FLOAT8_ONLY = ("float8", "speed-float8")
 
 
 def describe_gpus(device):
-    """Return the facts about the GPUs and their software."""
+    """Return facts about the first GPU, the number of GPUs, and the versions of CUDA and NCCL."""
     if device == "cpu":
         # Report two devices, so that the checks run two ranks.
         return {"gpus": [{"name": "cpu", "memory.total": "16384"}], "count": 2}
-    # Do not ask torch: it may use memory of a GPU, and preflight.py wants to find the GPU free.
+    # Ask nvidia-smi about the GPU, because torch might allocate memory on it, and preflight.py
+    # reports a GPU whose memory is in use.
     command = ["nvidia-smi", f"--query-gpu={GPU_FACTS}", "--format=csv,noheader,nounits"]
     first = subprocess.check_output(command, text=True, timeout=20).splitlines()[0]
     gpu = dict(zip(GPU_FACTS.split(","), first.split(", "), strict=True))
@@ -570,7 +586,7 @@ def describe_gpus(device):
 
 
 class Session:
-    """Hold the state that all checks share: the machine, the time, the folder and the rows."""
+    """Hold the state that all checks share: the machine, the deadline, the folder and the rows."""
 
     def __init__(self, args, folder):
         self.device, self.folder = args.device, Path(folder)
@@ -578,8 +594,8 @@ class Session:
         self.machine = harness.describe_machine(gpus=False) | describe_gpus(args.device)
         self.count, [gpu, *_] = self.machine["count"], self.machine["gpus"]
         size = float(gpu["memory.total"]) / 1024
-        # The planner predicts that chapter 02 needs 53 GiB with micro-batches of 2, and 39 GiB with
-        # 1.
+        # The planner predicts that chapter 02 needs 53 GiB to train LARGE with two samples in a
+        # micro-batch, and 39 GiB with one sample. So use one sample on a GPU of up to 70 GiB.
         self.micro = 2 if size > 70 else 1
         self.has_float8 = float(gpu.get("compute_cap", 8.9)) >= 8.9
         self.room = threading.Semaphore(max(1, int(size / 20)))
@@ -612,7 +628,7 @@ class Session:
         self.keep({"name": name, "seconds": seconds, "numbers": bench.numbers} | row)
 
     def keep(self, row):
-        """Print a row; write all rows so far, in the order of CHECKS."""
+        """Print a check's row; write the rows of all checks so far, in the order of CHECKS."""
         verdict = {True: "passed", False: "FAILED", None: "skipped"}[row["passed"]]
         numbers = [f"{name} {value:.4g}" for name, value in row["numbers"].items()]
         text = "; ".join(filter(None, [row["reason"], ", ".join(numbers)]))
@@ -624,7 +640,7 @@ class Session:
             harness.keep(self.output, self.machine, {"rows": rows})
 
     def run(self, asked):
-        """Run the checks, side by side where possible, with two cores or more per check."""
+        """Run the checks in `asked`: side by side if they may share a GPU, otherwise one by one."""
         pool = ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 2) // 2)))
         try:
             list(pool.map(self.check, [name for name in TOGETHER if name in asked]))
@@ -632,7 +648,7 @@ class Session:
                 if name in asked:
                     self.check(name)
         finally:
-            # Kill all processes at the end, also after Ctrl-C.
+            # Kill all processes, so that no process is left behind, even after Ctrl-C.
             pool.shutdown(wait=False, cancel_futures=True)
             for job in self.jobs:
                 job.kill()

@@ -1,7 +1,8 @@
 """Share code between all benchmarks: describe the machine, keep results, run commands.
 
-Each benchmark is a short file with a question: a function that yields its results so far. The
-harness keeps only these aggregates, in a JSON file with the machine, the versions and the command.
+Each benchmark is a short file with a *question*: a function that yields the results that it has so
+far. The harness keeps the latest results in a JSON file, with the machine, the versions and the
+command.
 """
 
 import argparse
@@ -29,11 +30,12 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANNER = ROOT / "tools/planner/will_it_fit.py"
-# Let all runs keep the memory that they free, as `make train` does. By default, glibc gives large
-# free blocks back to the system, which takes time to clear each page before a process gets it.
+# Let all runs keep the memory that they free, as `make train` does. By default, glibc returns large
+# free blocks to the system, and the system needs time to clear each page for its next use.
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
-# Allow a run this number of seconds, because the first start of DeepSpeed compiles for minutes.
+# Stop a run after this number of seconds. The limit is high, because the first start of DeepSpeed
+# compiles for minutes.
 LONGEST = 1200
 
 
@@ -43,7 +45,7 @@ def script_of(chapter):
 
 
 def load(script):
-    """Import a script as a module; the script is a chapter's number or a path."""
+    """Import a script as a module; `script` is a chapter's number or the path of a script."""
     path = script if str(script).endswith(".py") else script_of(script)
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -56,7 +58,7 @@ def load(script):
 
 
 def parser_of(docstring):
-    """Return a benchmark's parser, with its description and the flag that all benchmarks have."""
+    """Return a parser with the benchmark's description and the flag --output."""
     parser = argparse.ArgumentParser(
         description=docstring.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -65,11 +67,11 @@ def parser_of(docstring):
 
 
 def benchmark(docstring, question, add_flags=lambda add: None, gpus=True, cases=()):
-    """Parse the flags, ask a question, and keep each of the results that it yields.
+    """Parse the flags, call `question`, and write each result that it yields to the output file.
 
-    The question gets the arguments and a temporary folder; `add_flags` declares its flags. With
-    `cases`, the flag --only chooses some cases. Without `gpus`, this process does not use a GPU,
-    so the question may fork.
+    The question gets the arguments and a temporary folder, and `add_flags` declares the question's
+    own flags. If there are `cases`, the flag --only selects some of them. If `gpus` is false, this
+    process does not initialize CUDA, so the question may fork.
     """
     parser = parser_of(docstring)
     add_flags(parser.add_argument)
@@ -83,7 +85,7 @@ def benchmark(docstring, question, add_flags=lambda add: None, gpus=True, cases=
 
 
 def show(row):
-    """Print the plain values of a row of results."""
+    """Print a row of results, without its lists and dictionaries."""
     texts = []
     for name, value in row.items():
         if not isinstance(value, (dict, list)):
@@ -92,24 +94,27 @@ def show(row):
 
 
 def cpu_facts():
-    """Return the facts about a core by name, as Linux lists them."""
+    """Return the facts about a core that /proc/cpuinfo lists, by name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return {name.strip(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
 
 
 def bf16_flags():
-    """Return the flags of a CPU with instructions for bf16; without them, bf16 is emulated."""
+    """Return the flags of this CPU that stand for bf16 instructions; the list may be empty."""
     return sorted({"avx512_bf16", "amx_bf16"} & set(cpu_facts().get("flags", "").split()))
 
 
 def fast_precision():
-    """Return bf16 on a GPU or on a CPU with instructions for bf16, otherwise fp32."""
+    """Return bf16 if this machine has a GPU or a CPU with bf16 instructions, and fp32 otherwise."""
     return "bf16" if torch.cuda.is_available() or bf16_flags() else "fp32"
 
 
 def describe_machine(gpus=True):
-    """Return the facts that the numbers depend on; `gpus` initializes CUDA for the GPU's name."""
+    """Return the facts about this machine and its software that results depend on.
+
+    If `gpus` is true, initialize CUDA, and add the number and the name of the GPUs.
+    """
     count = torch.cuda.device_count() if gpus else 0
     return {
         "cpu": cpu_facts().get("model name", platform.processor()),
@@ -127,12 +132,12 @@ def in_rows(results):
     """Format results as JSON with a line for each row, such as `results["rows"][0]`."""
     text = json.dumps(results, indent=1, ensure_ascii=False)
     # Join the lines of a row, which begin with three or more spaces, and its closing bracket, which
-    # has two.
+    # follows two spaces.
     return re.sub(r"\n {3,}|\n {2}(?=[]}])", " ", text)
 
 
 def keep(output, machine, results):
-    """Write results to the file `output`, unless it is None; keep the file's other results."""
+    """Add the machine and the results to the JSON file `output`, unless `output` is None."""
     if output:
         before = json.loads(output.read_text()) if output.exists() else {}
         text = in_rows(before | {"machine": machine} | results)
@@ -144,11 +149,11 @@ def keep(output, machine, results):
 
 
 class Failed(SystemExit):
-    """Carry the output of a failed command; uncaught, end the benchmark with this output."""
+    """Carry the output of a failed command, which Python prints if nothing catches this error."""
 
 
 def launch_command(ranks, command):
-    """Return the command that starts a script: alone if `ranks` is 0, otherwise under torchrun."""
+    """Return the command that starts a script: under torchrun, or without it if `ranks` is 0."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     launcher = [*torchrun, "--nproc-per-node", ranks] if ranks else []
     return [sys.executable, *launcher, *command]
@@ -163,16 +168,17 @@ class Job:
     """Run a command; all processes that it starts have `mark` in their environment."""
 
     def __init__(self, command, out=subprocess.PIPE, log=subprocess.PIPE, **variables):
-        """Start the command with more variables in its environment."""
+        """Start the command, and add `variables` to its environment."""
         self.command, self.mark = list(map(str, command)), uuid.uuid4().hex
-        # Append the mark, so that a job inside of a job has both marks.
+        # A job may start further jobs. Append this job's mark to the mark of the outer job, so that
+        # kill() of the outer job also finds the processes of this job.
         marks = os.environ.get("BENCHMARK_MARK", "") + self.mark
         environment = os.environ | ALLOCATOR | variables | {"BENCHMARK_MARK": marks}
         pipes = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": log, "text": True}
         self.process = subprocess.Popen(self.command, env=environment, **pipes)
 
     def kill(self):
-        """Kill all processes, including processes that torchrun has put into new sessions."""
+        """Kill the job's processes, including processes that torchrun has put into new sessions."""
         deadline = time.monotonic() + 10
         # A driver may keep a process from ending, so stop trying after some time.
         while victims := self.living():
@@ -186,7 +192,7 @@ class Job:
             self.process.wait(10)
 
     def living(self):
-        """Return the folders of /proc of the job's processes."""
+        """Return the folder in /proc of each of the job's processes that still exists."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -196,30 +202,31 @@ class Job:
 
 
 def run(command, limit=LONGEST, **variables):
-    """Run a command for at most `limit` seconds, and leave no process of it behind."""
+    """Run a command for at most `limit` seconds, and then kill the processes that are left."""
     job = Job(command, **variables)
     try:
         output = job.process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
-        raise Failed(f"not done after {limit} s: {shlex.join(job.command)}") from None
+        raise Failed(f"{shlex.join(job.command)}: not done after {limit} s") from None
     finally:
         job.kill()
     return subprocess.CompletedProcess(job.command, job.process.returncode, *output)
 
 
 def call(command, limit=LONGEST, **variables):
-    """Run a command that must succeed; return its CompletedProcess."""
+    """Run a command; return its CompletedProcess, or raise Failed if the command fails."""
     done = run(command, limit, **variables)
     if done.returncode:
-        raise Failed(f"{done.stdout}{done.stderr}\nfailed: {shlex.join(done.args)}")
+        problem = f"{shlex.join(done.args)}: failed; read its output above"
+        raise Failed(f"{done.stdout}{done.stderr}\n{problem}")
     return done
 
 
 def take_turns(names, rounds, measure):
-    """Yield all finished rounds after each round, which has the results of `measure` by name.
+    """Measure each name once in each round; after each round, yield all rounds so far.
 
-    On a shared machine speeds vary, so compare only values of the same round. If a
-    run fails, its name is left out of all rounds.
+    A round maps each name to its result of `measure`. On a shared machine, speeds vary, so compare
+    only results of the same round. If a name fails in one round, drop it from all rounds.
     """
     found, names = [], list(names)
     for number in range(1, rounds + 1):
@@ -228,7 +235,7 @@ def take_turns(names, rounds, measure):
             try:
                 found[-1][name] = measure(name, number)
             except Failed as error:
-                print(f"{error}\nso without {name}", flush=True)
+                print(f"{error}\n{name}: failed; continuing without it", flush=True)
                 names.remove(name)
             else:
                 print(f"round {number}: {name} {found[-1][name]}", flush=True)
@@ -239,12 +246,13 @@ def take_turns(names, rounds, measure):
 
 
 def main():
-    """Call a function that words_of() names; its arguments are the words after the names."""
+    """Call the function that words_of() names; the function reads its arguments from sys.argv."""
     module, function = sys.argv[1:3]
     del sys.argv[1:3]
     getattr(importlib.import_module(module), function)()
     if dist.is_initialized():
-        # Leave the process group when all ranks are done.
+        # Leave the process group only when all ranks are done, because a rank that leaves early
+        # may fail the collectives of the other ranks.
         dist.barrier()
         dist.destroy_process_group()
 

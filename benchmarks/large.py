@@ -1,4 +1,4 @@
-"""Measure the memory and the waiting that chapter 05 saves, against chapter 04.
+"""Measure how much memory and waiting time chapter 05 saves, compared with chapter 04.
 
 Here:  python benchmarks/large.py reading saves --output benchmarks/results/large.json
 
@@ -19,25 +19,30 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from harness import benchmark, show
 from on_ranks import build, make_model_folder, on_ranks
 
-# Measure saves in this number of rounds, with models of this width.
+# measure_saves() measures ROUNDS rounds. WIDTH is the width of all measured models.
 ROUNDS, WIDTH = 3, 768
-# Let glibc give memory back to the system, as it does by default, because memory is measured.
+# Let glibc return freed memory to the system, as it does by default, because memory that glibc
+# keeps would count as used.
 GIVE_BACK = {"MALLOC_MMAP_MAX_": "65536", "MALLOC_TRIM_THRESHOLD_": str(2**17)}
 
 
 def own_memory():
-    """Return the bytes of host memory that this process has filled, without mapped files."""
+    """Return the bytes of host memory that this process uses, without the pages of mapped files."""
     return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 
 def highest_memory(ended, found):
-    """Record the highest memory of this process every millisecond, until an event."""
+    """Every millisecond, append the process's highest memory so far, until `ended` is set."""
     while not ended.wait(0.001):
         found.append(max(found[-1], own_memory()))
 
 
 def measure_reading(chapter, args, device):
-    """Return bytes: the peak, this rank's share, the entire model, and its largest tensor."""
+    """Build the model, and measure this rank's peak host memory during the build.
+
+    Return the bytes of this peak, of the rank's share of the weights, of the entire model, and of
+    the model's largest tensor.
+    """
     _, config = chapter.build_tokenizer_and_config(args)
     ended, found = threading.Event(), [own_memory()]
     watch = threading.Thread(target=highest_memory, args=(ended, found))
@@ -55,7 +60,7 @@ def measure_reading(chapter, args, device):
 
 
 def seconds_of(work, *args):
-    """Call `work` on all ranks; return the seconds of the slowest rank."""
+    """Call `work` on all ranks; return the seconds until the slowest rank has finished."""
     dist.barrier()
     start = time.perf_counter()
     work(*args)
@@ -64,7 +69,10 @@ def seconds_of(work, *args):
 
 
 def measure_saves(chapter, args, device):
-    """Alternate normal saves with saves in the background; return seconds and bytes."""
+    """Alternate normal saves with saves in the background.
+
+    Return the bytes of a checkpoint, and the seconds of both kinds of saves in each round.
+    """
     model, _, optimizer, samples = build(chapter, args, device)
     run_dir, rows = Path(args.save_dir, "run"), []
 
@@ -76,7 +84,8 @@ def measure_saves(chapter, args, device):
         step = 2 * len(rows) + 1 + in_the_background
         chapter.save_checkpoint(args, run_dir, model, optimizer, step, is_final=False)
 
-    # Run one round more, because the first round allocates the memory for the copies.
+    # Run one more round, and drop the first round, which allocates the memory that later saves in
+    # the background use again for their copies.
     for _ in range(ROUNDS + 1):
         train()
         row = {"plain": seconds_of(save, False)}
@@ -92,7 +101,7 @@ def measure_saves(chapter, args, device):
 
 
 def reading(args, folder):
-    """Measure the host memory for each number of ranks in both chapters."""
+    """Measure how much host memory a rank of chapters 04 and 05 needs to read published weights."""
     model = make_model_folder(folder / "model", args.layers, WIDTH, vocabulary=16_384)
     config = AutoConfig.from_pretrained(model)
     published = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -106,7 +115,7 @@ def reading(args, folder):
 
 
 def saves(args, folder):
-    """Measure the seconds of saves on two ranks."""
+    """Measure how long chapter 05 stops training to save a checkpoint on two ranks."""
     model = make_model_folder(folder / "model", args.layers * 3 // 2, WIDTH)
     options = "--seq-length 64 --global-batch-size 2"
     found = on_ranks(measure_saves, "05", 2, model, folder, options)
@@ -118,7 +127,7 @@ MEASURES = {"reading": reading, "saves": saves}
 
 
 def large(args, folder):
-    """Run the measurements that the arguments name."""
+    """Run the measurements that `args.what` names; yield the result of each measurement."""
     for name in args.what:
         yield {name: MEASURES[name](args, folder / name)}
 

@@ -14,14 +14,17 @@ from transformers import ByT5Tokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from harness import fast_precision, launch_command, load, run, words_of
 
-# A step of the 7M model has 8 samples of 256 tokens, and every tenth step logs a row.
+# A step of the 7M model trains on 8 samples of 256 tokens, and every tenth step logs a row.
 BATCH, SEQ_LENGTH, WINDOW = 8, 256, 10
 
 
 def make_model_folder(
     folder, layers, width, heads=None, kv=None, vocabulary=384, tied=False, tokenizer=None
 ):
-    """Write a Llama's configuration and a tokenizer, by default of bytes; return the folder."""
+    """Write a Llama's configuration and a tokenizer to a folder; return the folder.
+
+    The default tokenizer makes a token of each byte.
+    """
     tokenizer = tokenizer or ByT5Tokenizer()
     LlamaConfig(
         vocab_size=vocabulary,
@@ -40,7 +43,7 @@ def make_model_folder(
 
 
 def make_7m_llama(folder):
-    """Write a Llama of 7 million weights, and a tokenizer trained on Python's documentation."""
+    """Write a 7M Llama's configuration, and a tokenizer trained on Python's documentation."""
     end, alphabet = "<|endoftext|>", pre_tokenizers.ByteLevel.alphabet()
     tokens = Tokenizer(models.BPE())
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -60,13 +63,18 @@ def training_flags(folder, run_name, steps):
 
 
 def torchrun(ranks, command, folder, threads=1, **variables):
-    """Run a script and its arguments on a number of ranks; return the CompletedProcess."""
+    """Run a script with its arguments on `ranks` ranks; return the CompletedProcess."""
     settings = {"OMP_NUM_THREADS": str(threads), "HF_HOME": f"{folder}/hf", "HF_HUB_OFFLINE": "1"}
     return run(launch_command(ranks, command), **settings | variables)
 
 
 def on_ranks(work, chapter, ranks, model, folder, options, **settings):
-    """Return the result of `work(chapter, args, device)` on rank 0, with a chapter's options."""
+    """Run `work(chapter, args, device)` on each rank; return the result of rank 0.
+
+    `chapter` is the number of the chapter whose functions `work` calls, and `options` holds this
+    chapter's flags. `settings` holds keyword arguments of torchrun(): `threads`, or environment
+    variables of the ranks.
+    """
     result = Path(folder, "result.json")
     result.unlink(missing_ok=True)
     options = f"--model-name {model} --save-dir {folder} --device cpu {options}"
@@ -79,7 +87,7 @@ def on_ranks(work, chapter, ranks, model, folder, options, **settings):
 
 
 def build(chapter, args, device):
-    """Build the model, the module that trains it, the optimizer and random samples."""
+    """Return the model, its FSDP or DDP wrapper, the optimizer and samples of random tokens."""
     _, config = chapter.build_tokenizer_and_config(args)
     model = chapter.build_model(args, config)
     if hasattr(chapter, "shard"):
@@ -95,7 +103,7 @@ def build(chapter, args, device):
 
 
 def work_on_rank():
-    """Call the function for a rank that `on_ranks` started; rank 0 writes the result."""
+    """Call `work` on a rank that on_ranks() has started; rank 0 writes the result to a file."""
     module, work, name, result = sys.argv[1:5]
     del sys.argv[1:5]
     chapter = load(name)

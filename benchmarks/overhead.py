@@ -6,9 +6,10 @@ Also:    python benchmarks/overhead.py chapter --compile
          python benchmarks/overhead.py loss --output benchmarks/results/loss.json
 
 Two kinds of steps take turns in one process, so that other load on the machine slows both
-kinds. Each kind trains a Llama of 7 million weights in blocks of ten steps. A block counts as its
-mean step without the fastest and the slowest step, divided by the mean of its neighbors. If the
-chapter is slower than its goal, the exit status is 1.
+kinds. Each kind trains a Llama of 7 million weights in blocks of ten steps. The time of a block is
+the mean of its steps, without the fastest and the slowest step. The script divides this time by the
+mean time of the two neighboring blocks, which are of the other kind. If the chapter is slower than
+its goal, the exit status is 1.
 
 `loss` compares the losses of chapter 05 and of fine-tuning/preferences, which work in chunks, with
 the loss of chapter 04.
@@ -29,13 +30,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from harness import ROOT, benchmark, fast_precision, load, show
 from on_ranks import BATCH, SEQ_LENGTH, build, make_7m_llama, on_ranks
 
-# A block has this number of steps, so watched.py checks the weights once in each block.
+# A block has this number of steps. watched.py checks the weights every ten steps, and so exactly
+# once in each block.
 BLOCK = 10
-# The measurement of losses has samples of this length, and four chunks of this number of tokens.
+# To compare losses, use samples of SHORT tokens, and split a batch into four chunks of CHUNK
+# tokens.
 SHORT, CHUNK = 64, BATCH * 64 // 4
-# torch counts no FLOPs of this operation.
+# Pass FlopCounterMode this formula for the FLOPs of addmm_, because it has no formula of its own.
 IN_PLACE = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
-# A chapter's step may take this multiple of a bare step, so it has at least 97% of the speed.
+# A step of the chapter may take up to this number of times as long as a bare step: the chapter then
+# still reaches 97% of the bare loop's speed.
 GOAL = 1 / 0.97
 
 
@@ -54,7 +58,7 @@ def bare_loss(model, batch):
 
 
 def bare_step(args, loss_of, model, optimizer, micro_batches, mixed):
-    """Run forward and backward passes, clip and update; return the loss and the norm."""
+    """Run a step with only the necessary calls; return its mean loss and its gradient norm."""
     total = 0.0
     for batch in micro_batches:
         with torch.autocast(batch.device.type, torch.bfloat16, enabled=mixed):
@@ -68,7 +72,7 @@ def bare_step(args, loss_of, model, optimizer, micro_batches, mixed):
 
 
 def bare():
-    """Train with bare steps on random tokens; log the speed as chapter 01 does."""
+    """Train with bare steps on random tokens; log the same rows as chapter 01 to metrics.jsonl."""
     chapter = load("01")
     args = chapter.parse_args()
     device, run_dir = chapter.setup(args)
@@ -87,7 +91,11 @@ def bare():
 
 # ---- steps that take turns -------------------------------------------------------------------
 def shares_of(args, device, steps):
-    """Let two kinds of steps take turns in blocks; return the shares of their blocks, by name."""
+    """Let two kinds of steps take turns in blocks; map each kind to the shares of its blocks.
+
+    The share of a block is its time, divided by the mean time of the two neighboring blocks, which
+    are of the other kind.
+    """
     names, blocks = list(steps), []
     for block in range(args.num_steps // BLOCK):
         take_step = steps[names[block % 2]]
@@ -100,8 +108,8 @@ def shares_of(args, device, steps):
             seconds.append(time.perf_counter() - begun)
         blocks.append(fmean(sorted(seconds)[1:-1]))
     shares = {name: [] for name in reversed(names)}
-    # Do not use the first two blocks, which are a warm-up, so block 3 is the first with two
-    # neighbors.
+    # Leave out blocks 0 and 1, which are a warm-up. So block 3 is the first block that has two
+    # usable neighbors.
     for block in range(3, len(blocks) - 1):
         neighbors = fmean([blocks[block - 1], blocks[block + 1]])
         shares[names[block % 2]].append(blocks[block] / neighbors)
@@ -109,7 +117,7 @@ def shares_of(args, device, steps):
 
 
 def measure_chapter(chapter, args, device):
-    """Compare the chapter's train_step() with a bare step on an equal model."""
+    """Compare the time of the chapter's train_step() with the time of a bare step."""
     model, _, optimizer, samples = build(chapter, args, device)
     bare = bare_model(chapter, args, model.config).to(device)
     loss_of = torch.compile(bare_loss) if args.compile else bare_loss
@@ -119,7 +127,7 @@ def measure_chapter(chapter, args, device):
     loss, _ = bare_step(args, loss_of, bare, bare_optimizer, [batch], mixed)
     other_loss, _ = chapter.train_step(args, model, optimizer, samples, 1, device)
     if abs(loss - other_loss) > 0.01:
-        sys.exit(f"the first loss of the bare loop is {loss:.4f}, that of 01 is {other_loss:.4f}")
+        sys.exit(f"first loss: {loss:.4f} in the bare loop, but {other_loss:.4f} in chapter 01")
     steps = {
         "bare": lambda _: bare_step(args, loss_of, bare, bare_optimizer, [batch], mixed),
         "chapter": lambda step: chapter.train_step(args, model, optimizer, samples, step, device),
@@ -128,7 +136,7 @@ def measure_chapter(chapter, args, device):
 
 
 def measure_watched(chapter, args, device):
-    """Compare the chapter's train_step() while watched.py watches, and while it does not."""
+    """Compare the time of train_step() under watched.py with the time of train_step() alone."""
     sys.path.insert(0, str(ROOT / "diagnosing-errors"))
     import watched
 
@@ -138,7 +146,8 @@ def measure_watched(chapter, args, device):
     working = {name: getattr(watch, name) for name in ("look", "tell", "dump_if_due")}
 
     def take_step(watching, step):
-        # Turn the hooks off with a fault, because no check runs after a fault.
+        # Record a fault to let train_step() run without checks, because the hooks run no check
+        # after a fault.
         counter.fault = None if watching else "off"
         for name, work in working.items():
             setattr(watch, name, work if watching else lambda: None)
@@ -147,12 +156,12 @@ def measure_watched(chapter, args, device):
     steps = {"alone": partial(take_step, False), "watched": partial(take_step, True)}
     found = shares_of(args, device, steps)
     if not counter.checks:
-        sys.exit(f"watched.py watched nothing: {counter.fault}")
+        sys.exit(f"watched.py checked no step: {counter.fault}")
     return found
 
 
 def losses_of(chapter, args, model):
-    """Return functions that compute the loss of a batch in different ways, by name."""
+    """Return functions that compute the loss from hidden states in different ways, by name."""
     head, chapter.CHUNK_SIZE = model.get_output_embeddings(), CHUNK
     preferences = load(ROOT / "fine-tuning/preferences/train_llm.py")
     sharded, preferences.CHUNK_SIZE = load("04"), CHUNK
@@ -173,7 +182,10 @@ def losses_of(chapter, args, model):
 
 
 def measure_loss(chapter, args, device):
-    """Compare a step whose loss works in chunks with a step whose logits exist all at once."""
+    """Compare steps that compute the loss in chunks with a step that computes all logits at once.
+
+    Return the FLOPs of each kind of step and, for each kind with chunks, the shares of its blocks.
+    """
     model, _, optimizer, samples = build(chapter, args, device)
     batch, losses = chapter.batch_at(args, samples, 1, 0, device), losses_of(chapter, args, model)
 
@@ -199,7 +211,7 @@ MEASURES = {"chapter": measure_chapter, "watched": measure_watched, "loss": meas
 
 
 def overhead(args, folder):
-    """Run the measurement in a process with the harness's settings."""
+    """Run the measurement `args.what`; exit with status 1 if the chapter is slower than GOAL."""
     is_loss, model = args.what == "loss", make_7m_llama(folder / "llama")
     length, precision = (SHORT, "fp32") if is_loss else (SEQ_LENGTH, fast_precision())
     flags = f"--seq-length {length} --precision {precision} --global-batch-size {BATCH}"

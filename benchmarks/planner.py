@@ -1,4 +1,4 @@
-"""Measure the memory of real runs, next to the memory that the planner predicts.
+"""Compare the memory of real runs with the memory that the planner predicts.
 
 Here:    python benchmarks/planner.py --output benchmarks/results/planner-cpu-2cores.json
 Closer:  python benchmarks/planner.py --only "05 offload" "04 kept"
@@ -20,7 +20,8 @@ from harness import PLANNER, benchmark, run, show
 from on_ranks import build, make_model_folder, on_ranks
 
 SMALL = {"layers": 4, "width": 256, "heads": 8, "kv": 4, "vocabulary": 2000, "tied": False}
-# Each case has a chapter, a number of ranks, differences from SMALL, and flags besides COMMON.
+# Each case has a chapter, a number of ranks, settings that differ from SMALL, and flags in addition
+# to COMMON.
 CASES = {
     "02": ("02", 2, {}, "-s 256 -b 4"),
     "02 bf16": ("02", 2, {}, "-s 256 -b 4 --precision bf16"),
@@ -40,18 +41,22 @@ CASES = {
 }
 STEPS = 8
 COMMON = "--device cpu --global-batch-size 8"
-# The names of collectives begin with these words.
+# The profiler gives collectives names that begin with these words.
 GLOO = ("c10d::", "_c10d_functional::", "gloo:")
 
 
 def bytes_of(tensors):
-    """Return the number of bytes of these tensors that lie on this rank."""
+    """Return the number of bytes of the parts of `tensors` that this rank holds."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum(tensor.nbytes for tensor in local)
 
 
 def measure(chapter, args, device):
-    """Train some steps on random tokens; return the bytes that this rank holds, and their peak."""
+    """Train for STEPS steps on random tokens.
+
+    Return the bytes of weights, gradients and optimizer state that this rank holds, and the peak of
+    its allocated bytes.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model, wrapped, optimizer, samples = build(chapter, args, device)
         state = {}
@@ -68,13 +73,17 @@ def measure(chapter, args, device):
             with record_function(f"step {step}"):
                 chapter.train_step(args, wrapped, optimizer, samples, step, device)
     start, _, *later = rises(allocations(profiler))
-    # Use the smallest rise, because a release that the profiler misses makes a rise look higher
-    # than it is.
+    # Every step after the first needs the same memory, so use the smallest rise: a rise looks
+    # higher than it is if the profiler misses a release.
     return state | {"peak": start + state["optimizer state"] + min(later)}
 
 
 def allocations(profiler):
-    """Return all allocations and releases by time: (address, bytes, names of the operations)."""
+    """Return all allocations and releases in the order of their time.
+
+    Each allocation or release is a list of its address, its bytes (negative for a release), and the
+    names of the operations that contain it.
+    """
     found = []
     stack = [(event, ()) for event in profiler.profiler.kineto_results.experimental_event_tree()]
     while stack:
@@ -87,14 +96,15 @@ def allocations(profiler):
 
 
 def unseen_releases(events):
-    """Return the numbers of the allocations whose release the profiler does not see.
+    """Return the indexes of the allocations whose release the profiler does not see.
 
-    A thread of Gloo may release a collective's own buffers. These buffers count as released when
-    they are filled, because other buffers are released then.
+    A thread of Gloo may release the buffers that a collective allocates for itself, and the
+    profiler does not see these releases. rises() does not count these buffers at all, because
+    other buffers are released while the collective fills them.
     """
     unseen, own = set(), {}
     for number, (address, size, names) in enumerate(events):
-        # The address is allocated again, so the profiler has missed its release.
+        # If the same address is allocated again, the profiler has missed its release.
         if address in own and size > 0:
             unseen.add(own[address])
         own.pop(address, None)
@@ -104,9 +114,9 @@ def unseen_releases(events):
 
 
 def rises(events):
-    """Return the highest rise of the allocated bytes, from the start of each step.
+    """Return the highest rise of the allocated bytes in each step, above the step's start.
 
-    The first value is the rise before the first step.
+    The first value is the number of bytes that are allocated before the first step.
     """
     unseen = unseen_releases(events)
     live, before, when, most = 0, 0, "start", {}
@@ -134,7 +144,7 @@ def compare(case, folder):
 
 
 def memory(args, folder):
-    """Run the cases; after each case, yield all rows."""
+    """Compare measured and planned memory for each case; after each case, yield all rows."""
     rows = []
     for case in args.only:
         rows.append(compare(case, folder / str(len(rows))))

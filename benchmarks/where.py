@@ -1,4 +1,4 @@
-"""Measure how a step spends its time: on computation, on waits for ranks or data, on the host.
+"""Measure what a step spends its time on: computation, waits for ranks or data, or the host.
 
 Here:    python benchmarks/where.py --output benchmarks/results/where.json
 Closer:  python benchmarks/where.py --only 02 --trace traces
@@ -11,8 +11,8 @@ exposed   communication that the rank waits for while it computes nothing
 data      the rank waits for a batch
 host      the rest: Python, launching kernels, logging
 
-The fifth number, hidden, is communication in flight while the rank computes, inside of compute. On
-a GPU, copies from and to the host count as compute. Each microsecond counts once.
+A fifth number, hidden, is the part of compute during which communication is in flight. On a GPU,
+copies from and to the host count as compute. Each microsecond counts in only one of the four parts.
 --trace keeps the traces for https://ui.perfetto.dev.
 """
 
@@ -43,7 +43,7 @@ OPERATORS = ("aten::", "fsdp::", "mkldnn::", "torch::distributed::reducer", "## 
 
 
 def parts_of(path):
-    """Return the seconds of the parts of the window in a trace, and of the window itself."""
+    """Return the seconds of the traced window, and of each part of PARTS in it."""
     events = [e for e in json.loads(Path(path).read_text())["traceEvents"] if e.get("ph") == "X"]
     [window] = select(events, "user_annotation", "window")
     own_thread = [event for event in events if event["tid"] == window["tid"]]
@@ -53,21 +53,22 @@ def parts_of(path):
 
     data = when("user_annotation", "batch")
     waits = when("user_annotation", "waiting") | when("cpu_op", "_c10d_functional::wait_tensor")
-    # Search all threads, because Gloo communicates in separate threads.
+    # Search the events of all threads, because Gloo communicates in threads of its own.
     gloo = when("user_annotation", "gloo:", events)
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if kernels:
         nccl = when("kernel", "nccl", kernels)
         compute = mask_of([e for e in kernels if not e["name"].startswith("nccl")], window)
         flight = nccl | gloo
-        # Leave out the host's waits for NCCL, because they do not delay the GPU.
+        # Leave out the host's waits for NCCL, because the GPU may compute during these waits.
         order = {"compute": compute, "exposed": nccl | (gloo & waits), "data": data}
     else:
         compute, flight = when("cpu_op", OPERATORS), gloo
         exposed = waits | (gloo & mask_of(tails_of(own_thread), window))
-        # Count data first, because operators prepare a batch, too.
+        # Put data first, because operators also run while the rank prepares a batch, and their time
+        # belongs to data.
         order = {"data": data, "compute": compute, "exposed": exposed}
-    # Where parts overlap, count the time only for the first part in this order.
+    # If parts overlap, count the shared time only for the part that comes first in `order`.
     remaining, parts = mask_of([window], window), {"hidden": compute & flight}
     for name, mask in order.items():
         parts[name], remaining = mask & remaining, remaining & ~mask
@@ -76,12 +77,12 @@ def parts_of(path):
 
 
 def select(events, kind, names):
-    """Return the events of a kind whose names begin with `names`."""
+    """Return the events of a kind whose names begin with `names` (a string or several)."""
     return [e for e in events if e.get("cat") == kind and e["name"].startswith(names)]
 
 
 def mask_of(events, window):
-    """Return an array with a value for each microsecond of a window: True inside of an event."""
+    """Return an array with one value per microsecond of the window: True during any event."""
     mask = np.zeros(round(window["dur"]), dtype=bool)
     for event in events:
         start = event["ts"] - window["ts"]
@@ -90,9 +91,9 @@ def mask_of(events, window):
 
 
 def tails_of(events):
-    """Return each backward pass's last part, after the last node of the graph.
+    """Return the time of each backward pass after the last node of its graph, as events.
 
-    DDP waits there for its last buckets, in C++, and no event shows this.
+    During this time, DDP waits for its last buckets in C++, and the trace shows no event.
     """
     nodes = select(events, "cpu_op", "autograd::engine::")
     ends, tails = [node["ts"] + node["dur"] for node in nodes], []
@@ -104,7 +105,7 @@ def tails_of(events):
 
 
 def mark(owner, function, name):
-    """Let the profiler show the calls of a function under `name`."""
+    """Replace a function of `owner`, so that the profiler records each of its calls as `name`."""
     work = getattr(owner, function)
 
     @functools.wraps(work)
@@ -117,9 +118,10 @@ def mark(owner, function, name):
 
 @contextmanager
 def traced_window(path):
-    """Trace a window of steps, and write the trace to a file."""
+    """Trace the steps inside this context as one window, and write the trace to a file."""
     with profile() as profiler:
-        # Start all ranks together, because their profilers may start at different times.
+        # Let all ranks begin their windows together, although their profilers may start at
+        # different times.
         if dist.is_initialized():
             dist.barrier()
         with record_function("window"):
@@ -136,7 +138,8 @@ def trace_steps():
     def traced_step(args, model, optimizer, train_set, step, device):
         if step == WINDOW + 1:
             window.enter_context(traced_window(path))
-        # The last step is after the window, because the script then also evaluates and saves.
+        # End the window before the last step, because the script evaluates and saves after this
+        # step.
         if step == args.num_steps:
             window.close()
         return train_step(args, model, optimizer, train_set, step, device)
@@ -157,24 +160,25 @@ def trace_steps():
 
 
 def most_ranks():
-    """Return the largest divisor of the batch size that is not above the number of devices."""
+    """Return the largest divisor of BATCH that is at most the number of devices."""
     devices = torch.cuda.device_count() or 2
     return max(number for number in range(1, BATCH + 1) if number <= devices and not BATCH % number)
 
 
 def run(script, ranks, folder, num_traced, *more):
-    """Run a script with more arguments; return the seconds of the window's parts on each rank."""
+    """Run a script with the flags `more`; return the result of parts_of() for each rank."""
     folder.mkdir(parents=True, exist_ok=True)
     flags = [*training_flags(folder, "run", WINDOW + num_traced + 1), *more]
     command = [*harness.words_of(trace_steps), folder, script, *flags]
     command = harness.launch_command(0 if "01" in script.parent.name else ranks, command)
-    # Give a rank the same number of threads in every chapter, so that speeds are comparable.
+    # Give a rank the same number of threads in every chapter, even in chapter 01, so that the
+    # chapters' speeds are comparable.
     harness.call(command, OMP_NUM_THREADS=str(max(1, os.cpu_count() // most_ranks())))
     return [parts_of(folder / f"rank{rank}.json") for rank in range(ranks)]
 
 
 def where(args, folder):
-    """Run the chapters; yield the shares of the parts of a step."""
+    """Trace each chapter; yield the share that each part has of the time of the chapter's steps."""
     rows, model = [], make_7m_llama(folder / "llama")
     for chapter, compiled in product(args.only, (False, True)):
         flags = ["--model-name", model, *["--compile"] * compiled]
@@ -195,7 +199,7 @@ def where(args, folder):
 def add_flags(add):
     """Declare the flags that only this benchmark has."""
     add("--steps", type=int, default=50, help="steps to trace in each run")
-    add("--trace", type=Path, metavar="FOLDER", help="keep the traces of all ranks there")
+    add("--trace", type=Path, metavar="FOLDER", help="keep all ranks' traces in this folder")
 
 
 if __name__ == "__main__":

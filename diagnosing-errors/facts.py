@@ -1,7 +1,7 @@
 """Collect the facts about a run that whats_wrong.py judges.
 
 The facts come from the files that watched.py writes to the run's folder, and from the processes on
-each host. Collecting them stops nothing.
+each host. The run continues while this script collects the facts.
 """
 
 import json
@@ -15,28 +15,33 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 HERE = os.uname().nodename
-# A rank is silent if its latest heartbeat, which is due every two seconds, has this age in seconds.
+# A rank writes a heartbeat every two seconds. A rank is silent if its latest heartbeat is at least
+# this number of seconds old.
 STALE = 10
-# This pattern matches the files of Python, packages and these tools; other files are user code.
+# This pattern matches the files of Python, of installed packages and of these tools. All other
+# files are the user's code.
 FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watched|inject)\.py$")
 
 
 # ---- hosts -------------------------------------------------------------------------------------
 def reach_of(hosts_file=None):
-    """Return, for each host, the words that run a command there; this host needs no words."""
+    """Map each host to the words to put before a command to run it there; this host needs none."""
     if not hosts_file:
         return {HERE: []}
     lines = [line.partition("#")[0].split() for line in hosts_file.read_text().splitlines()]
     reach = {words[0]: ["ssh", "-oBatchMode=yes", words[0]] for words in lines if words}
     for name in reach:
-        # Compare the names without a domain, because only one of the names may have a domain.
+        # Compare both names without their domains, because only one of them may have a domain.
         if name.split(".")[0] == HERE.split(".")[0]:
             reach[name] = []
     return reach
 
 
 def look_at(words, pids):
-    """Return a host's own name, and the states of its processes as letters, as in ps."""
+    """Return a host's own name, and each process's state as the letter that ps shows.
+
+    If the host does not answer, return the error instead.
+    """
     files = [f"/proc/{pid}/stat" for pid in pids]
     command = [*words, "cat", "/proc/sys/kernel/hostname", *files]
     try:
@@ -46,34 +51,34 @@ def look_at(words, pids):
     if not done.stdout:
         return {"error": done.stderr.strip().rpartition("\n")[2][:200]}
     name, *lines = done.stdout.splitlines()
-    # A zombie has ended, so skip its state Z.
+    # Skip processes in state Z: a zombie has ended, although /proc still lists it.
     states = re.findall(r"^(\d+) \(.*\) ([^Z]) ", "\n".join(lines), re.M)
     return {"host": name, "states": dict(states)}
 
 
 # ---- the run's folder --------------------------------------------------------------------------
 def gather(run, reach):
-    """Return all facts about a run: from its folder and from its hosts."""
+    """Collect the facts about a run from its folder and from its hosts."""
     ahead = request_dumps(run)
     pids = {files["beat"]["pid"] for files in read_ranks(run, ahead).values()}
-    # Ask all hosts at the same time.
+    # Ask up to 64 hosts at the same time, because each answer may take seconds.
     with ThreadPoolExecutor(64) as pool:
         answers = pool.map(lambda words: look_at(words, pids), reach.values())
         hosts = dict(zip(reach, answers, strict=True))
     disk = os.statvfs(run)
     free = disk.f_bavail * disk.f_frsize
-    # Read the files again, because a process that is gone may have written its error just now.
+    # Read the files again, because a rank may have written its error and ended in the meantime.
     return {"run": str(run), "ranks": read_ranks(run, ahead), "hosts": hosts, "free": free}
 
 
 def request_dumps(run):
-    """Ask all ranks for dumps, and wait up to four seconds for them.
+    """Ask all ranks for dumps, and wait up to four seconds until the dumps are there.
 
-    Return the lead of the clock of the folder's file system over this host's clock, in seconds.
+    Return the file system's time minus this host's time, in seconds.
     """
     request = run / "ranks/dump"
     ahead = 0.0
-    # The folder may belong to a different user. If so, use the dumps that exist.
+    # If the folder belongs to a different user, touch() may fail. Then use the dumps that exist.
     with suppress(OSError):
         request.touch()
         ahead = changed(request) - time.time()
@@ -88,20 +93,22 @@ def request_dumps(run):
 
 
 def read_ranks(run, ahead=0.0):
-    """Return the files of each rank of the latest start: rank -> read_rank()."""
+    """Map each rank that belongs to the run's latest start to its result of read_rank()."""
     now = time.time() + ahead
     paths = sorted((run / "ranks").glob("[0-9]*[0-9].json"))
     ranks = {int(path.stem): files for path in paths if (files := read_rank(path, now))}
-    # Drop ranks that started much earlier, because an earlier start has left their files.
+    # Drop ranks that started at least 30 s before the latest rank, because their files are left
+    # over from an earlier start.
     latest = min((files["runs"] for files in ranks.values()), default=0)
     return {rank: files for rank, files in ranks.items() if files["runs"] < latest + 30}
 
 
 def read_rank(path, now):
-    """Return the files of a rank, or None if its heartbeat is damaged.
+    """Return the content of a rank's files, or None if its heartbeat is damaged.
 
-    `now` is the time of the file system, because the clocks of hosts differ. `age` is the number of
-    seconds since the heartbeat, and `runs` since the start of the rank.
+    `now` is the time of the file system, because the clocks of hosts differ. In the result, `age`
+    is the number of seconds since the rank's last heartbeat, and `runs` is the number of seconds
+    since the rank started.
     """
     beat, dump = read_json(path), path.with_suffix(".dump.json")
     if "started" not in beat:
@@ -132,7 +139,7 @@ def read_text(path):
 
 
 def read_json(path):
-    """Return the dictionary in a file, or an empty dictionary if there is none."""
+    """Return the dictionary in a JSON file, or an empty dictionary if the file has none."""
     with suppress(ValueError):
         return json.loads(read_text(path))
     return {}
@@ -140,33 +147,36 @@ def read_json(path):
 
 # ---- from facts to ranks -----------------------------------------------------------------------
 class Rank:
-    """Describe a rank; attributes that are not set here come from its heartbeat."""
+    """Hold the state of a rank; an attribute that __init__() does not set is in the heartbeat."""
 
     def __init__(self, files, host):
         self.beat = files["beat"]
-        # The heartbeat is this number of seconds old.
+        # This is the number of seconds since the rank's last heartbeat.
         self.age = files["age"]
-        # If the process has crashed in C code, faulthandler has written these stacks.
+        # This is the text that faulthandler has written if the process has crashed in C code: the
+        # signal and the Python stacks.
         self.crash = files["crash"]
-        # The state is alive, stopped, finished, failed, gone or silent.
+        # The state is one of the words alive, stopped, finished, failed, gone and silent.
         self.state = state_of(files, host)
         self.lives = self.state in ("alive", "stopped")
-        # This rank last changed its step or its phase this number of seconds ago.
+        # This is the number of seconds since the rank last changed its step or its phase.
         self.quiet = self.beat["time"] - self.since + self.age
         step = f"step {self.step}"
         self.position = step if self.phase == "other" else f"the {self.phase} phase of {step}"
-        # Map each group to its collectives, and their numbers to calls: group -> number -> call.
+        # Map each process group to the collectives that the rank has called in it: group ->
+        # sequence number -> call.
         self.calls = defaultdict(dict)
         dump = files["dump"] if self.end != "finished" else {}
         for call in dump.get("collectives", []):
-            # Leave out patient calls, because a rank may wait in them for days.
+            # Leave out patient calls: their timeout is so long that a rank may wait in them for
+            # days without a fault.
             if not call["patient"]:
                 self.calls[call["group"]][call["number"]] = call
-        # This is the stack of the main thread as (file, line, function), outermost first. A rank
-        # that has failed reports its line in a traceback instead.
+        # These are the (file, line, function) of the main thread's frames, outermost first. A rank
+        # that has failed has none, because its traceback shows the line instead.
         self.frames = []
         if self.state == "stopped":
-            # A stopped rank cannot write a dump, so its heartbeat has its latest frame.
+            # A stopped rank cannot write a dump, so use the one frame in its last heartbeat.
             self.frames = [self.frame]
         elif dump and dump["reason"] != "failed":
             self.frames = dump["stack"]
@@ -176,13 +186,13 @@ class Rank:
 
 
 def ranks_of(facts):
-    """Return the ranks in the order of their numbers."""
+    """Return a Rank for each rank in `facts`, in the order of their numbers."""
     hosts = {fact["host"]: fact for fact in facts["hosts"].values() if "host" in fact}
     return [Rank(files, hosts.get(files["beat"]["host"])) for files in facts["ranks"].values()]
 
 
 def state_of(files, host):
-    """Return the state of a rank, from its files and from its process, if the host answered."""
+    """Return the state of a rank, judged by its files and, if its host answered, by its process."""
     beat = files["beat"]
     if beat["end"]:
         return beat["end"]
@@ -195,7 +205,7 @@ def state_of(files, host):
 
 
 def location_of(frames):
-    """Return the innermost line of training code as text, with its code if the file is here."""
+    """Return the innermost line of training code, with its text if this host has the file."""
     own = [frame for frame in frames if not FOREIGN.search(frame[0])]
     if not own:
         return "an unknown line"

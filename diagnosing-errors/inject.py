@@ -3,9 +3,10 @@
 torchrun --standalone --nproc-per-node 2 diagnosing-errors/watched.py --into outputs/broken \
    diagnosing-errors/inject.py slow-compute@rank1:step20 02-ddp/train_llm.py --num-steps 500
 
-The fault starts at the end of the 20th step that this process runs. Several faults may stand before
-the script. inject.py replaces functions of torch and of its data loaders; a fault never begins in a
-script that does not call the function. train_llm.py makes faults that need a line of the script.
+In this example, the fault begins at the end of the 20th step that the process of rank 1 runs. You
+can name several faults before the script. inject.py replaces functions of torch and of its data
+loaders, so a fault never begins in a script that does not call the replaced function. Some faults
+need a change in the training script itself: train_llm.py in this folder has these faults.
 """
 
 import ctypes
@@ -23,7 +24,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-# The function of each of these faults runs at the end of the step, with the first weight.
+# Map each fault that begins at the end of a step to its function. end_of_step() calls the function
+# with the model's first weight.
 FUNCTIONS = {
     "crash": lambda _: 1 / 0,
     "segfault": lambda _: ctypes.string_at(0),
@@ -35,19 +37,21 @@ FUNCTIONS = {
     "memory-leak": lambda _: LEAKED.append(torch.ones(2**24)),  # 64 MiB
     "bit-flip": lambda weight: weight.view(torch.int32).view(-1)[:1].bitwise_xor_(2**20),
 }
-# The other faults act in the functions that replace_functions() replaces.
+# The faults that are not in FUNCTIONS begin inside the functions that replace_functions() puts in
+# place of torch's functions.
 FAULTS = [*FUNCTIONS, "hang-data", "slow-data", "skip-collective", "nan-data", "nan-gradient"]
 FAULTS += ["corrupt-checkpoint"]
-# These faults act each time that their function runs; every other fault acts once.
+# These faults act again in each later step or call; every other fault acts only once.
 LASTING = ("memory-leak", "file-leak", "slow-compute", "slow-data")
 USAGE = "usage: inject.py FAULT@rankR:stepS ... SCRIPT ARGUMENTS\n"
 USAGE += f"FAULT is one of {', '.join(FAULTS)}"
-# This list keeps the tensors and files of the two leaks alive.
+# This list holds the tensors of memory-leak and the files of file-leak, so that Python does not
+# free them.
 LEAKED = []
 
 
 class Fault:
-    """Hold a fault of the command line, the steps so far, and whether the fault has begun."""
+    """Hold one fault of the command line, and cause this fault on its rank, in its step."""
 
     def __init__(self, text):
         match = re.fullmatch(r"([a-z-]+)@rank(\d+):step(\d+)", text)
@@ -58,7 +62,7 @@ class Fault:
         self.has_begun = False
 
     def is_due(self, *names):
-        """Return whether a fault with one of these names acts now; report its start on stderr."""
+        """Return whether this fault has one of `names` and acts now; report its start on stderr."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         if rank != self.rank or self.name not in names or self.steps < self.step:
             return False
@@ -69,20 +73,21 @@ class Fault:
         return True
 
     def end_of_step(self, optimizer, *_):
-        """Count the step, and run the function of the fault if it is due."""
+        """Count the step, and call the fault's function if the fault is due in this step."""
         self.steps += 1
         if self.is_due(*FUNCTIONS):
             weight = optimizer.param_groups[0]["params"][0].detach()
-            # A DTensor keeps this rank's shard in _local_tensor.
+            # If the weight is a DTensor, break only this rank's shard of it.
             FUNCTIONS[self.name](getattr(weight, "_local_tensor", weight))
 
     def replace_functions(self):
-        """Replace functions of torch by functions that break when the fault is due."""
+        """Replace functions of torch by functions that behave wrongly while the fault is due."""
         backward, all_reduce = torch.autograd.backward, dist.all_reduce
         save, next_index = torch.save, _BaseDataLoaderIter._next_index
 
         def broken_backward(tensors, *args, **options):
-            # Accept a sequence of tensors, because the stage of a pipeline passes a sequence.
+            # Accept one tensor, such as a loss, or the sequence of tensors that a pipeline stage
+            # passes.
             outputs = [tensors] if torch.is_tensor(tensors) else list(tensors)
             if self.is_due("nan-data"):
                 outputs = [output * float("nan") for output in outputs]
@@ -101,7 +106,7 @@ class Fault:
             if isinstance(file, (str, Path)) and self.is_due("corrupt-checkpoint"):
                 os.truncate(file, os.path.getsize(file) // 2)
 
-        # Each data loader calls this function for its next batch.
+        # A data loader calls this method each time it needs the indexes of its next batch.
         def broken_next_index(loader):
             if self.is_due("hang-data", "slow-data"):
                 time.sleep(1e6 if self.name == "hang-data" else 0.5)
@@ -113,7 +118,7 @@ class Fault:
 
 
 def main():
-    """Prepare the faults, and run the script."""
+    """Install the faults that the command line names, and run the script."""
     faults = list(takewhile(lambda word: "@rank" in word, sys.argv[1:]))
     sys.argv = sys.argv[1 + len(faults) :]
     if not faults or not sys.argv:

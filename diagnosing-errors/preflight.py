@@ -1,19 +1,19 @@
-"""Check the nodes of a long run before it starts: print go, or no-go and what to repair.
+"""Check the nodes of a long run before it starts: print go, or print no-go and what to repair.
 
 Here:      torchrun --standalone --nproc-per-node 2 diagnosing-errors/preflight.py
 For real:  srun --nodes 4 --ntasks-per-node 8 --gpus-per-node 8 \
                python diagnosing-errors/preflight.py --save-dir outputs --checkpoint-gb 40
 
-Start it with the launcher of the run, because it tests the launcher too. Under srun and mpirun,
-rank 0 names the ranks that do not connect. torchrun starts no rank before all of its nodes have
-joined, and reports a missing node itself.
+Start this script with the launcher of your run, because the script tests the launcher, too. Under
+srun and mpirun, rank 0 names the ranks that do not connect. torchrun starts no rank before all of
+its nodes have joined, and reports a missing node itself.
 
 The exit status is 0 for go, with or without warnings, 1 for no-go, and 2 for wrong arguments or
 wrong environment variables. torchrun turns every status other than 0 into 1.
 
-The check takes less than a minute, and finds the node that differs from other nodes. It does not
-replace `dcgmi diag -r 3`, which tests a GPU's memory and power under load, or nccl-tests, which
-measures each collective at each size and checks the results.
+The check takes less than a minute, and finds a node that differs from the other nodes. It does not
+replace `dcgmi diag -r 3`, which tests a GPU's memory and power under load. Nor does it replace
+nccl-tests, which measures each collective at each size and checks the results.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from itertools import zip_longest
 from operator import ne
 from pathlib import Path
 
-# Turn off torch's own error log, because pages of C++ frames would hide this script's message.
+# Turn off torch's own error log, because its pages of C++ frames would hide this script's message.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 # Let torch raise an exception when NCCL times out; by default, torch aborts the process.
 os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.benchmark import Timer
 
-# Under each launcher, these variables hold the rank, the world size and the local rank.
+# Each launcher passes the rank, the world size and the local rank in three variables.
 LAUNCHERS = [
     ["RANK", "WORLD_SIZE", "LOCAL_RANK"],  # torchrun, deepspeed
     [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK")],  # Open MPI
@@ -52,13 +52,13 @@ LAUNCHERS = [
     ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"],  # srun
 ]
 NO_GO, WARNING = "no-go", "warning"
-# A finding has this level if the versions of these programs differ between ranks.
+# Map each program to the level of the finding if ranks have different versions of the program.
 VERSIONS = {"python": WARNING, "torch": NO_GO, "transformers": NO_GO, "datasets": WARNING}
-# A device or link is slow if its rate is less than this fraction of the median rate. CPUs get a
-# lower limit, because other programs use part of a CPU's time.
+# A device or link is slow if its rate is less than this fraction of the median rate. For CPUs, the
+# fraction is smaller, because other programs use part of a CPU's time.
 SLOW_DEVICE = {"cuda": 0.85, "cpu": 0.5}
 SLOW_LINK = {"cuda": 0.5, "cpu": 0.25}
-# Each rank measures its links to at most this number of partners.
+# A rank measures its links to at most MAX_PARTNERS other ranks.
 MAX_PARTNERS = 4
 SHARED = "shared"
 
@@ -70,7 +70,7 @@ Finding = namedtuple("Finding", "check ranks value usual")
 
 
 def parse_args(argv=None):
-    """Parse and check the command line and the launcher's variables."""
+    """Parse the command line, and check the arguments and the launcher's variables."""
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(formatter_class=formatter, allow_abbrev=False)
     parser.error = partial(fail, status=2)
@@ -78,11 +78,13 @@ def parse_args(argv=None):
     add("--save-dir", default="outputs", help="folder where the run will write its checkpoints")
     add("--checkpoint-gb", type=float, default=0.0, help="size of a checkpoint, in 10^9 bytes")
     add("--network-gbs", type=float, default=0.0, help="expected GB/s between nodes; 0: unknown")
-    # A node with a GPU driver but no working GPU is faulty, so do not treat it as a CPU node. With
-    # the value NoDevFiles, Slurm hides the GPUs from a job that has not requested GPUs.
+    # A node with a GPU driver but no working GPU is faulty, so do not treat it as a CPU node. But
+    # its GPUs may also be hidden on purpose: Slurm sets CUDA_VISIBLE_DEVICES to NoDevFiles for a
+    # job that has not requested GPUs.
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
     has_gpu = torch.cuda.is_available() or (os.path.exists("/dev/nvidiactl") and not hidden)
-    add("--device", choices=["cpu", "cuda"], default="cuda" if has_gpu else "cpu", help="device")
+    device = "cuda" if has_gpu else "cpu"
+    add("--device", choices=["cpu", "cuda"], default=device, help="kind of device to test")
     add("--timeout", type=int, default=60, help="maximum seconds to wait for other ranks")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -92,11 +94,11 @@ def parse_args(argv=None):
 
 
 def check_variables():
-    """Report a variable of the launcher that is missing, left over, or wrong on this node."""
+    """Stop if a variable of the launcher is missing, left over, or wrong on this node."""
     names = [*LAUNCHERS[0], "MASTER_ADDR", "MASTER_PORT"]
     values = {name: os.environ.get(name, "") for name in names}
     if missing := [name for name in names if not values[name]]:
-        advice = "start this with a launcher, such as torchrun, srun or mpirun"
+        advice = "start preflight.py with a launcher, such as torchrun, srun or mpirun"
         if not set(missing) & set(LAUNCHERS[0]):
             advice = "pass MASTER_ADDR and MASTER_PORT with -x (Open MPI) or -genv (MPICH)"
         fail(f"{', '.join(missing)}: not set; {advice}", status=2)
@@ -110,9 +112,9 @@ def check_variables():
         problem = f"MASTER_ADDR {address}: {error.strerror}"
         fail(f"{problem}; set it to the name or the address of the node of rank 0", status=2)
 
-    # A shell that still has the variables of an earlier launcher passes them on to every rank. Each
-    # rank would then take itself for the same rank of a smaller run. torchrun always sets these
-    # variables.
+    # A shell may still have the variables of an earlier launcher, and pass them on to every rank.
+    # Every rank would then act as the same rank of a smaller run. Do not check this under torchrun,
+    # because torchrun always sets the variables.
     sizes = [os.environ[size] for _, size, _ in LAUNCHERS if size in os.environ]
     num_ranks = max(int(values["RANK"]) + 1, *map(int, sizes))
     if num_ranks > int(values["WORLD_SIZE"]) and "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -122,8 +124,8 @@ def check_variables():
     interfaces = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = os.environ.get(variable, "")
-        # The value `eth` selects all names that begin with eth. For NCCL, `=eth0` selects one name,
-        # and `^eth` selects all other names.
+        # The value `eth` selects all interfaces whose names begin with eth. For NCCL, `=eth0`
+        # selects only eth0, and `^eth` selects all interfaces except those that begin with eth.
         prefixes = tuple(value.removeprefix("=").split(","))
         if value and value[0] != "^" and not any(name.startswith(prefixes) for name in interfaces):
             problem = f"{variable} {value}: this node has only {', '.join(interfaces)}"
@@ -140,7 +142,7 @@ def adopt_launcher():
             os.environ |= zip(LAUNCHERS[0], values, strict=True)
             break
     if "SLURM_STEP_NODELIST" in os.environ:
-        # Rank 0 runs on the first node in the node list: on gpu03 if the list is gpu[03-07,12].
+        # Rank 0 runs on the first node in Slurm's list: on gpu03 if the list is gpu[03-07,12].
         nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
         os.environ.setdefault("MASTER_ADDR", nodes.split(",")[0])
         # Derive the port from the job id and the step id, so that two steps on the same node use
@@ -150,11 +152,11 @@ def adopt_launcher():
 
 
 def fail(message, status=1):
-    """Report an error of this rank in one line on stderr, and exit."""
+    """Print an error of this rank in one line on stderr, and exit with `status`."""
     rank = os.environ.get("RANK") or "0"
     if rank != "0":
-        # Let rank 0 report its error first. The launcher may then end this rank, so that the same
-        # error is not printed again.
+        # Let rank 0 report its error first. If the launcher then ends this rank, the same error is
+        # not printed again.
         time.sleep(3)
     sender = f"rank {rank} on {socket.gethostname()}"
     print(f"{Path(__file__).name}: error: {sender}: {message}", file=sys.stderr, flush=True)
@@ -182,7 +184,8 @@ def connect(args, rank):
         return store
     except RuntimeError as error:
         reason = last_line(error)
-        # A client's socket gives a reason, while torch reports only a timeout.
+        # Connect again with a plain socket, because the socket's error names the reason, while
+        # torch reports only a timeout.
         try:
             socket.create_connection((address, port), timeout=5).close()
         except OSError as socket_error:
@@ -192,7 +195,10 @@ def connect(args, rank):
 
 
 def report_failure(args, rank, world_size, store, error):
-    """Report why this rank cannot work with the other ranks; rank 0 names the missing ranks."""
+    """Report why this rank cannot work with the other ranks, and exit.
+
+    If rank 0 has waited in vain, it names the ranks that did not connect.
+    """
     problem = f"{type(error).__name__}: {last_line(error)}"
     if rank == 0 and re.search("(?i)time.?out|timed out", str(error)):
         missing = [number for number in range(world_size) if not store.check([f"host/{number}"])]
@@ -204,9 +210,9 @@ def report_failure(args, rank, world_size, store, error):
 
 
 def last_line(error):
-    """Return the last line of an error, and drop the file name in brackets at its start.
+    """Return the last line of an error's message, without the file name in brackets at its start.
 
-    In an error of NCCL, the last line gives the reason.
+    NCCL gives the reason for an error in the last line of the message.
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return re.sub(r"^\[[^]]*\] ", "", lines[-1])
@@ -219,11 +225,11 @@ def gather(value):
     return values
 
 
-# ---- facts: what each rank can read ----------------------------------------------------------
+# ---- facts that each rank can read -----------------------------------------------------------
 
 
 def read_facts(args, rank):
-    """Return the host, the software versions and the GPU of this rank."""
+    """Return the name of this rank's host, its software versions, and facts about its GPU."""
     facts = {"rank": rank, "host": socket.gethostname(), "device": args.device}
     facts |= {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("transformers", "datasets"):
@@ -241,7 +247,7 @@ def read_facts(args, rank):
 def choose_gpu():
     """Return the index of this rank's GPU among the GPUs that torch sees."""
     num_gpus = torch.cuda.device_count()
-    # Under srun --gpus-per-task=1, each task sees only its own GPU, which has index 0.
+    # If this task sees only one GPU, as under srun --gpus-per-task=1, the index of the GPU is 0.
     index = int(os.environ["LOCAL_RANK"]) if num_gpus > 1 else 0
     if index >= num_gpus:
         fail(f"local rank {index} has no GPU (torch sees {num_gpus}); start fewer ranks per node")
@@ -249,7 +255,10 @@ def choose_gpu():
 
 
 def check_save_dir(args, rank):
-    """Check that --save-dir is shared and writable; return the result and the free space in GB."""
+    """Check that all ranks share --save-dir and can write to it.
+
+    Return the result of this check on this rank, and the free space in GB.
+    """
     folder = Path(args.save_dir).resolve()
     probes = [folder / f".preflight-{number}" for number in gather(f"{rank}-{time.time_ns()}")]
     state, free = SHARED, None
@@ -260,7 +269,8 @@ def check_save_dir(args, rank):
     except OSError as error:
         state = f"cannot write: {error.strerror}"
     dist.barrier()
-    # A network file system may take seconds to show a new file.
+    # Wait for the file of rank 0, because a network file system may show a new file only after
+    # seconds.
     deadline = time.monotonic() + 10
     while state == SHARED and not probes[0].exists():
         time.sleep(0.1)
@@ -276,11 +286,12 @@ def check_save_dir(args, rank):
 
 
 def measure(args, rank, hosts):
-    """Measure the speed of this rank's device, and of this rank's links."""
+    """Measure the speed of this rank's device and of its links to other ranks."""
     device, group = torch.device(args.device), None
     if args.device == "cuda":
         group = dist.new_group(backend="nccl", timeout=timedelta(seconds=args.timeout))
-    # The links are measured in pairs, so first test a collective of all ranks.
+    # First run a collective on all ranks, because the links below are tested only between pairs of
+    # ranks.
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     rates = {"matmul": matmul_rate(device)}
     for name, rings in rings_of(hosts).items():
@@ -297,8 +308,8 @@ def matmul_rate(device):
     timer = Timer("left @ right", globals=matrices, num_threads=torch.get_num_threads())
     dist.barrier()
     times = [timer.timeit(20).mean for _ in range(30)]
-    # Use a GPU's median time, because a GPU is fastest before it gets hot. Use a CPU's shortest
-    # time, because other programs disturb the shortest measurement least.
+    # For a GPU, use the median time, because a GPU is fastest before it gets hot. For a CPU, use
+    # the shortest time, because other programs disturb the shortest measurement least.
     seconds = statistics.median(times) if is_gpu else min(times)
     return 2 * n**3 / seconds / 1e12
 
@@ -306,15 +317,16 @@ def matmul_rate(device):
 def rings_of(hosts):
     """Return the rings of ranks that exchange data: one in each node, and rings between the nodes.
 
-    A ring between nodes joins the ranks that have the same position in their nodes. On identical
-    nodes, each of these ranks shares its network card with the same number of ranks, so their rates
-    are comparable.
+    A ring between nodes joins the ranks that have the same position in their nodes. If all nodes
+    are identical, each rank of such a ring shares its network card with the same number of other
+    ranks, so the rates in the ring are comparable.
     """
     ranks_by_host = defaultdict(list)
     for rank, host in enumerate(hosts):
         ranks_by_host[host].append(rank)
     within = list(ranks_by_host.values())
-    # A node with fewer ranks than other nodes is missing from the last rings.
+    # A node with fewer ranks than other nodes has no rank in the last rings, so drop the None that
+    # zip_longest() puts there instead.
     between = [[rank for rank in ring if rank is not None] for ring in zip_longest(*within)]
     return {"link within a node": within, "link between nodes": between}
 
@@ -340,9 +352,9 @@ def link_rate(rank, rings, device, group):
 
 
 def exchange_seconds(data, partner, group):
-    """Return the seconds for an exchange with a partner.
+    """Return the mean seconds that an exchange of data with a partner takes.
 
-    Row 0 of `data` leaves, and the partner's row arrives in row 1.
+    This rank sends row 0 of `data`, and receives the partner's row 0 into its own row 1.
     """
 
     def exchange():
@@ -354,7 +366,7 @@ def exchange_seconds(data, partner, group):
     return Timer("exchange()", globals={"exchange": exchange}).timeit(6).mean
 
 
-# ---- comparison: pure functions of what all ranks report -------------------------------------
+# ---- comparison: pure functions of the reports of all ranks ----------------------------------
 
 
 def below(fraction, minimum=0):
@@ -363,21 +375,22 @@ def below(fraction, minimum=0):
 
 
 def checks(args):
-    """Return all checks; a check may compare a rank's value with the usual value of all ranks."""
+    """Return all checks; some compare a rank's value with the usual value of all ranks."""
     checkpoints_gb = 3 * args.checkpoint_gb
     slow_device, slow_link = SLOW_DEVICE[args.device], SLOW_LINK[args.device]
     versions = "install the same version on all nodes, or let them share an environment"
-    slow = "it is hot, throttled or shared: run top and nvidia-smi there, then dcgmi diag -r 3"
+    slow = "the device may be hot, throttled or shared; run top and nvidia-smi on its node, "
+    slow += "then dcgmi diag -r 3"
     link = "check speed and errors with ethtool, ip -s link and ibstat; then run nccl-tests"
     return [
         *(Check(name, level, ne, versions) for name, level in VERSIONS.items()),
         Check("device", NO_GO, ne, "run nvidia-smi on the nodes without a GPU"),
         Check("GPU", NO_GO, ne, "use nodes with the same model of GPU"),
-        # Allow 2 GiB, because the CUDA context of this process takes about half a GiB.
+        # Allow 2 GiB, because this process itself uses about half a GiB for its CUDA context.
         Check("GPU memory in use", NO_GO, lambda value, _: value > 2,
-              "end the process that holds it: nvidia-smi, fuser -v /dev/nvidia*", "{:.1f} GiB"),
+              "find the process with nvidia-smi or fuser -v /dev/nvidia*, end it", "{:.1f} GiB"),
         Check("clock", WARNING, lambda value, _: abs(value) > 1,
-              "start chronyd or ntpd there, and check with timedatectl", "{:+.1f} s"),
+              "start chronyd or ntpd on this node, and check with timedatectl", "{:+.1f} s"),
         Check("--save-dir", NO_GO, lambda value, _: value != SHARED,
               "choose a folder that all nodes share and can write to"),
         Check("disk free", NO_GO, lambda value, _: value < checkpoints_gb,
@@ -392,8 +405,8 @@ def checks(args):
 def compare(args, reports):
     """Return a dictionary with the usual value of each check, and a list of findings.
 
-    Ranks with the same bad value form a group, and each group is a finding. Measured values are
-    hardly ever equal, so the ranks with bad measured values form one group per node instead.
+    Ranks with the same bad value share a finding. But two measured values are hardly ever equal, so
+    the ranks of a node whose measured values are bad share a finding.
     """
     usual_values, findings = {}, []
     for check in checks(args):
@@ -416,7 +429,7 @@ def compare(args, reports):
 
 
 def describe(reports):
-    """Describe the ranks of reports and their hosts in words, for example: ranks 0, 1 on h1."""
+    """Return the ranks and the hosts of `reports` as a phrase, such as "ranks 0, 1 on h1"."""
     hosts = dict.fromkeys(report["host"] for report in reports)
     ranks = join_names([report["rank"] for report in reports])
     return f"rank{'s' * (len(reports) > 1)} {ranks} on {join_names(list(hosts))}"
@@ -440,11 +453,11 @@ def print_finding(finding):
 
 
 def print_report(reports, usual_values, findings, verdict):
-    """Print the usual values, the findings and the verdict."""
+    """Print the usual value of each check, up to 20 findings, and the verdict."""
     width = max(map(len, usual_values))
     for name, usual in usual_values.items():
         print(f"{name:{width}}  {usual}")
-    # Print no-go findings before warnings.
+    # Sort the findings, so that the no-go findings come before the warnings.
     findings = sorted(findings, key=lambda finding: finding.check.level != NO_GO)
     for finding in findings[:20]:
         print_finding(finding)
@@ -455,14 +468,14 @@ def print_report(reports, usual_values, findings, verdict):
 
 
 def examine(args, rank, facts):
-    """Measure this rank, and return the facts and measurements of all ranks."""
+    """Test this rank, and return the reports of all ranks: their facts and measurements."""
     all_facts = gather(facts)
     report = facts | check_save_dir(args, rank)
     dist.barrier()
     clock = time.time()
     report["clock"] = clock - statistics.median_low(gather(clock))
-    # Measure only if all ranks have the same kind of device, because NCCL would wait for ranks
-    # without a GPU until the timeout.
+    # Measure speeds only if all ranks have the same kind of device, because NCCL would wait for
+    # ranks without a GPU until the timeout.
     if len({rank_facts["device"] for rank_facts in all_facts}) == 1:
         report |= measure(args, rank, [rank_facts["host"] for rank_facts in all_facts])
     return gather(report)
@@ -473,7 +486,7 @@ def main():
     adopt_launcher()
     args = parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # Read the facts before a process group allocates GPU memory, because that memory would count as
+    # Read the facts first, because a process group allocates GPU memory, which would then count as
     # GPU memory in use.
     facts = read_facts(args, rank)
     store = connect(args, rank)
@@ -485,7 +498,7 @@ def main():
         is_bad = any(finding.check.level == NO_GO for finding in findings)
         if rank == 0:
             print_report(reports, usual_values, findings, NO_GO if is_bad else "go")
-        # Rank 0 may run the store that all ranks use, so wait until all ranks are done.
+        # Wait until all ranks are done, because rank 0 may run the store that they all use.
         dist.barrier()
     except (RuntimeError, OSError) as error:
         report_failure(args, rank, world_size, store, error)

@@ -1,4 +1,4 @@
-"""Train on two or more processes, as your own first script may, without any code of this guide.
+"""Train on two or more processes, as your own first script might, without any code of this guide.
 
 torchrun --standalone --nproc-per-node 2 diagnosing-errors/stranger.py
 """

@@ -37,19 +37,20 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-# PyTorch's Flight Recorder reads these variables, so set them before torch is imported. The
-# recorder keeps the latest 2,000 collectives, and the duration of each NCCL collective.
+# Set these variables before torch is imported, because PyTorch's Flight Recorder reads them. They
+# make it keep the latest 2,000 collectives, and the duration of each NCCL collective.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
 os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-# Each launcher sets its own variables; use the first variable that is set.
+# Each launcher sets its own variables for the rank and the world size. Use the first variable in
+# each of these lists that is set.
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
-# Wait this number of seconds between two heartbeats, and between two samples of the stack.
+# These are the seconds between two heartbeats, and between two samples of the main thread's stack.
 HEARTBEAT_INTERVAL = 2.0
 SAMPLE_INTERVAL = 0.1
 
@@ -57,8 +58,8 @@ SAMPLE_INTERVAL = 0.1
 # without a fault.
 PATIENT_TIMEOUT_MS = 24 * 3600 * 1000
 
-# A stack is a text with a line "file function" for each frame. The phase of the stack is the first
-# phase in this list whose pattern matches a line.
+# phase_of() writes a stack as a text with a line "file function" for each frame. The phase of the
+# stack is the first phase in this list whose pattern matches a line.
 PHASES = (
     ("checkpoint", r" \w*(save|load|write|read)_(checkpoint|state|model)\w*$"
                    r"|/serialization.py (save|load)$|/distributed/checkpoint/"),
@@ -73,18 +74,19 @@ PHASES = (
     ("forward", r"/nn/modules/module.py"),
 )  # fmt: skip
 
-# Checksums are smaller than this prime number, because send() converts them to float64, which
+# Keep checksums smaller than this prime number, because send() converts them to float64, which
 # represents every integer of 40 bits exactly.
 HASH_MODULUS = 2**40 - 87
 
-# This pattern matches the files of Python, packages and this tool; other files are user code.
+# This pattern matches the files of Python, of installed packages and of this tool. All other files
+# are the user's code.
 FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watched|inject)\.py$")
 
 # If a collective's name starts with one of these words, its tensors may have a different size on
 # each rank.
 UNEVEN_COLLECTIVES = ("gather", "scatter", "all_to_all", "alltoall")
 
-# A printed line mentions a problem if this pattern matches the line.
+# The heartbeat contains the last printed lines that this pattern matches.
 PROBLEM = re.compile(r"\b([Ww]arning|[Ee]rror|[Cc]annot)\b")
 
 
@@ -97,14 +99,14 @@ def main_stack():
 
 
 def phase_of(frames):
-    """Return the name of the phase that a stack is in, or `other`."""
+    """Return the first phase of PHASES whose pattern matches the stack, or `other`."""
     text = "\n".join(f"{file} {function}" for file, _, function in frames)
     found = (phase for phase, pattern in PHASES if re.search(pattern, text, re.MULTILINE))
     return next(found, "other")
 
 
 def training_frame(frames):
-    """Return the innermost (file, line, function) of the user's code."""
+    """Return the (file, line, function) of the innermost frame that is in the user's code."""
     own = (frame for frame in reversed(frames) if not FOREIGN.search(frame[0]))
     return next(own, ("?", 0, "?"))
 
@@ -118,10 +120,10 @@ class Steps:
     """
 
     def __init__(self, every=10):
-        # The inputs and the weights are checked in every tenth step.
+        # `every` is the number of steps from one check of the inputs and the weights to the next.
         self.every = every
-        # This is the traceback of an error in a check or in the heartbeat thread. After an error,
-        # no check runs.
+        # This is the traceback of the first error in a check or in the heartbeat thread. After such
+        # an error, no check runs.
         self.fault = None
 
         # `count` is the number of steps that this process has run. `earlier_steps` is the number of
@@ -130,10 +132,10 @@ class Steps:
         self.earlier_steps = 0
         self.end_times = deque(maxlen=11)
 
-        # Add up the loss, the number of gradients that are not finite, and the hash of the inputs
-        # over the micro-batches of the current step.
+        # These are sums over the micro-batches of the current step: the loss, the number of
+        # gradients that are not finite, and the hash of the inputs.
         self.sums = defaultdict(int)
-        # These copies from the device may still be in progress.
+        # This queue holds the rows of results whose copies to the host may not have finished.
         self.pending = deque(maxlen=999)
 
         self.losses = deque(maxlen=3)
@@ -160,7 +162,7 @@ class Steps:
         register_optimizer_step_post_hook(lambda opt, *_: self.safely(self.note_step, opt))
 
     def safely(self, check, *args):
-        """Run a check; if it raises an error, stop all checks and let the training continue."""
+        """Run a check; if it raises an error, run no more checks, but let the training continue."""
         try:
             if self.fault is None:
                 check(*args)
@@ -168,14 +170,14 @@ class Steps:
             self.fault = traceback.format_exc()
 
     def note_loss(self, tensors):
-        """Add the loss of a micro-batch to this rank's loss of the step."""
+        """Add the loss of a micro-batch to the sum of this rank's losses in the current step."""
         if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
             self.sums["loss"] += tensors.detach().float().reshape(())
 
     def note_input(self, args, output):
-        """Hash the input of an embedding, and check the gradient of its output in backward().
+        """Hash the input of an embedding, and let backward() check the gradient of its output.
 
-        This gradient comes from this rank alone, because the ranks have not reduced it yet.
+        This gradient shows a fault of this rank, because the ranks have not yet reduced gradients.
         """
         output.register_hook(lambda gradient: self.safely(self.note_gradient, gradient))
         # The hash reveals ranks that train on the same samples. Do not hash a DTensor, because
@@ -183,11 +185,12 @@ class Steps:
         is_shared = hasattr(args[0], "_local_tensor")
         if (self.count + 1) % self.every == 0 and not is_shared:
             ids = args[0].long()
-            # The square distinguishes batches whose token ids have the same sum.
+            # Add the square of each id, so that two batches get different hashes even if their ids
+            # have the same sum.
             self.sums["input_hash"] += (ids * (ids + 7919)).sum()
 
     def note_gradient(self, gradient):
-        """Count the micro-batches whose gradient is not finite."""
+        """Count the gradient of a micro-batch if one of its values is not finite."""
         local = getattr(gradient, "_local_tensor", gradient)
         self.sums["nonfinite_gradients"] += ~local.isfinite().all()
 
@@ -210,19 +213,20 @@ class Steps:
         self.send(values)
 
     def send(self, values):
-        """Start to copy `values` to the host; some values may be tensors on the device."""
+        """Start to copy a row of values to the host; a value may be a tensor on the device."""
         devices = (value.device for value in values if torch.is_tensor(value) and value.is_cuda)
         row = torch.zeros(len(values), dtype=torch.float64, device=next(devices, "cpu"))
-        # Use fill_(), because copying a Python number from pageable memory would wait for the GPU.
+        # Use fill_(), because a copy of a Python number from pageable memory would make the host
+        # wait for the GPU.
         for slot, value in zip(row, values, strict=True):
             slot.fill_(value)
-        # The memory of the copy is pinned, because torch pins it for a copy that does not block.
+        # This copy does not make the host wait, because torch allocates pinned memory for it.
         copy = row.to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if row.is_cuda else None
         self.pending.append((self.count, copy, copied))
 
     def collect(self):
-        """Process the results that have reached the host, outside of the main thread's steps."""
+        """Process the results that have reached the host; stop at the first pending copy."""
         while self.pending:
             count, row, copied = self.pending[0]
             if copied is not None and not copied.query():
@@ -241,7 +245,7 @@ class Steps:
 
 
 def checksum(weights):
-    """Return a checksum of this rank's part of the weights; it changes if one bit changes."""
+    """Return a checksum of this rank's part of the weights, which changes if one bit changes."""
     parts = [getattr(weight, "_local_tensor", weight).detach() for weight in weights]
     hashes = [torch.hash_tensor(part).view(torch.int64) % HASH_MODULUS for part in parts]
     return torch.stack(hashes).sum() % HASH_MODULUS
@@ -276,7 +280,7 @@ class RecordingStream:
 
 
 def from_environment(names, default):
-    """Return the value of the first variable in `names` that is set, or `default`."""
+    """Return the value of the first variable in `names` that is set, as an int, or `default`."""
     values = (os.environ[name] for name in names if name in os.environ)
     return int(next(values, default))
 
@@ -298,20 +302,20 @@ class Watch:
             "started": time.time(),
         }
         folder.mkdir(parents=True, exist_ok=True)
-        # Delete the files that this rank wrote before the script was started again.
+        # Delete the files that this rank wrote in an earlier start of the script.
         for path in folder.glob(f"{rank:05}.*"):
             path.unlink(missing_ok=True)
         self.crash = open(self.path.with_suffix(".crash"), "w")
         faulthandler.enable(self.crash)
-        # Make later calls of faulthandler.enable() do nothing, because torch's @record would
-        # otherwise send the stacks to a different file.
+        # Make later calls of faulthandler.enable() do nothing, because torch's @record calls it to
+        # send the stacks to a different file.
         faulthandler.enable = lambda *_, **__: None
 
-        # Keep the step and the phase of the main thread, and the time of the latest change of the
-        # step or the phase.
+        # `position` is the step and the phase of the main thread, and `position_since` is the time
+        # when the step or the phase last changed.
         self.position = (0, "start")
         self.position_since = time.time()
-        # This is the latest (file, line, function) of the user's code.
+        # This is the (file, line, function) where the latest sample found the user's code.
         self.frame = ("?", 0, "?")
         self.frame_counts = Counter()
 
@@ -327,8 +331,8 @@ class Watch:
         self.dump_time = 0.0
         self.dump_request_time = 0.0
 
-        # leave() closes this file, so that a descriptor is free for the last heartbeat even if the
-        # script has used up all other descriptors.
+        # Keep this file open until leave() closes it. The last heartbeat then has a free file
+        # descriptor, even if the script has used up all other descriptors.
         self.spare_file = open(os.devnull)
         sys.stdout = self.stdout = RecordingStream(sys.stdout)
         sys.stderr = self.stderr = RecordingStream(sys.stderr)
@@ -375,7 +379,7 @@ class Watch:
                 time.sleep(SAMPLE_INTERVAL)
 
     def look(self):
-        """Sample the phase and the line of the main thread."""
+        """Sample the phase of the main thread, and the line of the user's code that it runs."""
         frames = main_stack()
         phase = phase_of(frames)
         if phase == "other" and not self.steps.count:
@@ -387,17 +391,18 @@ class Watch:
             self.position_since = time.time()
 
     def end_by_sigterm(self):
-        """Record SIGTERM, and end the process as if SIGTERM had never been handled."""
+        """Write that SIGTERM ended this rank, and end the process as SIGTERM does by default."""
         self.error = "SIGTERM ended this rank; a launcher or a person sent it"
         self.end = "failed"
         self.tell()
         self.dump("ended")
-        # Python can set a handler only in the main thread, so call C's signal() here.
+        # Restore the default handler with C's signal(), because Python can set a handler only in
+        # the main thread.
         ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def tell(self):
-        """Write a heartbeat."""
+        """Write a heartbeat, which whats_wrong.py reads."""
         # If no signal has arrived, the pipe is empty, and os.read() raises BlockingIOError.
         with suppress(BlockingIOError):
             if signal.SIGTERM in os.read(self.signal_pipe, 64):
@@ -408,14 +413,14 @@ class Watch:
         step_seconds = [after - before for before, after in pairwise(end_times)]
         cpu_seconds = time.process_time()
         memory = host_memory()
-        # Keep a memory value each time the run's age has grown by 3% since the last kept value.
-        # `memory` holds the latest six values, so they cover the same share of a short run and of a
-        # long run.
+        # Append the host memory each time the run has become 3% older. `memory` keeps the latest
+        # six values, which then cover the same share of a short run as of a long run.
         age = time.time() - self.identity["started"]
         if steps.count and age > 1.03 * self.memory_age:
             self.memory_age = age
             self.memory.append(memory)
-        # Compute the share of the samples that found the main thread in each of three lines.
+        # Map each of the three most frequent lines to the share of the samples that found the main
+        # thread at this line.
         lines = {}
         for (file, line, function), count in self.frame_counts.most_common(3):
             lines[f"{os.path.basename(file)}:{line} {function}"] = round(count / samples, 2)
@@ -445,15 +450,15 @@ class Watch:
             self.frame_counts = Counter()
 
     def write(self, suffix, content):
-        """Replace one of this rank's files; a reader never sees half a file."""
+        """Replace one of this rank's files in one operation, so that no reader sees half a file."""
         partial = self.path.with_suffix(".new")
-        # Ignore a full disk here, because whats_wrong.py checks the free space itself.
+        # If the disk is full, skip this file; whats_wrong.py checks the free space itself.
         with suppress(OSError):
             partial.write_text(json.dumps(content, default=str))
             partial.rename(self.path.with_suffix(suffix))
 
     def dump_if_due(self):
-        """Write a dump on request, or if the rank makes no progress."""
+        """Write a dump if someone has asked for it, or if the rank makes no progress."""
         # Before the first request, the file `dump` does not exist, and stat() raises OSError.
         with suppress(OSError):
             last_request = self.dump_request_time
@@ -465,9 +470,9 @@ class Watch:
             self.dump("stall")
 
     def dump(self, reason):
-        """Write the stack of the main thread and the latest collectives."""
+        """Write the stack of the main thread and the latest collectives to this rank's dump."""
         if reason in ("failed", "ended") and self.stalled_step == self.steps.count:
-            # Keep the dump of the stall, because it shows where the rank waited.
+            # Keep the earlier dump of the stall, because it shows where the rank waited.
             return
         self.dump_time = time.time()
         content = {"reason": reason, "stack": main_stack(), "collectives": recorded_collectives()}
@@ -482,7 +487,8 @@ class Watch:
         self.error = self.error or message
         self.spare_file.close()
         self.end = "failed" if message else "finished"
-        # Wait for the thread, so that it cannot replace the last heartbeat by an older one.
+        # Wait until the thread ends, so that it cannot replace the last heartbeat with an older
+        # heartbeat.
         self.thread.join(timeout=1)
         self.steps.safely(self.steps.collect)
         self.tell()
@@ -514,8 +520,8 @@ def recorded_collectives():
     """Return the latest collectives, up to 500 per backend, from PyTorch's Flight Recorder."""
     collectives = []
     for function in ("_dump_fr_trace", "_dump_nccl_trace"):
-        # Ignore errors: both functions are private to torch, so they may change, and the second
-        # function exists only in GPU builds.
+        # Ignore errors, because both functions are private to torch and may change, and the second
+        # function exists only in GPU builds of torch.
         with suppress(Exception):
             trace = getattr(torch._C._distributed_c10d, function)()
             entries = pickle.loads(trace)["entries"][-500:]
@@ -524,7 +530,7 @@ def recorded_collectives():
 
 
 def collective_of(entry):
-    """Convert an entry of the Flight Recorder to the fields that whats_wrong.py reads."""
+    """Convert an entry of the Flight Recorder to a dictionary that whats_wrong.py reads."""
     backend, _, name = entry["profiling_name"].partition(":")
     frames = [(frame["filename"], frame["line"], frame["name"]) for frame in entry["frames"]]
     # The Flight Recorder lists the innermost frame first, so reverse the frames.
@@ -544,7 +550,7 @@ def collective_of(entry):
 
 
 def main():
-    """Run the script as if it had been started directly, and watch it."""
+    """Run the script as if it had been started without watched.py, and record what it does."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--into", type=Path, default="outputs/watched", help="folder that gets a subfolder ranks/")
@@ -560,7 +566,7 @@ def main():
     try:
         runpy.run_path(args.script, run_name="__main__")
     finally:
-        # Pass the exception that ends the script, if there is one.
+        # Pass leave() the exception that ends the script, or None if the script ends normally.
         watch.leave(sys.exc_info()[1])
 
 

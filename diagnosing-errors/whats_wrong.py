@@ -26,12 +26,13 @@ from facts import gather, location_of, ranks_of, reach_of
 FAULTS_PAGE = "diagnosing-errors/faults.md"
 NO_FAULT = ("healthy", "finished", "interrupted")
 
-# The other ranks spend at least this share of their time waiting for a straggler.
+# A rank counts as a straggler only if the other ranks spend at least this share of their time
+# waiting for it.
 MIN_LATE_SHARE = 0.2
 # Host memory counts as leaking if it grows steadily over the latest values (at most six), by more
 # than this amount and by more than 50%.
 MIN_LEAK_GIB = 0.3
-# A disk with fewer free bytes than this counts as full.
+# A disk counts as full if it has fewer free bytes than this number.
 FULL_DISK_BYTES = 2**24
 # These phases may take minutes in a healthy run.
 LONG_PHASES = ("start", "compile", "evaluation", "checkpoint", "export")
@@ -40,11 +41,12 @@ LONG_PHASES = ("start", "compile", "evaluation", "checkpoint", "export")
 # error is only a consequence of a fault elsewhere.
 CLUES = {
     "not-finite": r"not finite",
-    # In a run on CPUs, the CPU is the device, so an error of its allocator belongs to this kind.
+    # In a run on CPUs, the device is the CPU, so an error of PyTorch's CPU allocator also means
+    # that the device is out of memory.
     "device-out-of-memory": r"out of memory|OutOfMemoryError|_ALLOC_FAILED|MemoryAllocation"
     r"|DefaultCPUAllocator: can't allocate",
     "too-many-open-files": r"[Tt]oo many open files|EMFILE",
-    # torch.save() hides the reason, and only reports that its position in the file is wrong.
+    # If the disk is full, torch.save() reports only that its position in the file is wrong.
     "disk-full": r"No space left on device|[Dd]isk quota exceeded|ENOSPC|unexpected pos \d+ vs \d+",
     "host-memory-leak": r"Cannot allocate memory|\bMemoryError|bad_alloc",
     "mismatched-collective": r"Detected mismatch between collectives|op\.preamble\.length",
@@ -60,7 +62,7 @@ CLUES = {
 
 
 def parse_args():
-    """Parse and check the command line, and find out how to reach each host."""
+    """Return the checked arguments, with `reach`: the words that run a command on each host."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("run", type=Path, help="the run's folder, as passed to watched.py --into")
@@ -95,7 +97,7 @@ def finding(kind, ranks, reason, sure="likely"):
 def diagnose(facts, ranks):
     """Return the verdict, which is the first finding; `also` lists the other kinds of findings.
 
-    Each function that looks for a fault returns a finding, or None if the ranks do not have it.
+    Each function that looks for a fault returns a finding, or None if it does not find the fault.
     """
     if not ranks:
         reason = f"no rank has written to {facts['run']}/ranks; run the script under watched.py, "
@@ -103,7 +105,8 @@ def diagnose(facts, ranks):
         return finding("unknown", [], reason) | {"also": []}
     standstill = find_failure(ranks) or find_hang(ranks)
     candidates = [
-        # A rank that fails because of a full disk may be unable to record its error.
+        # Check the disk first, because a rank that fails on a full disk may be unable to record its
+        # error.
         find_full_disk(facts),
         standstill,
         find_unreachable_hosts(facts, ranks),
@@ -123,7 +126,7 @@ def diagnose(facts, ranks):
 
 
 def shorten(items):
-    """Return the first eight items as text, and the number of the other items."""
+    """Join the first eight items with commas, and append the number of items that are left out."""
     more = f" and {len(items) - 8} more" if len(items) > 8 else ""
     return ", ".join(map(str, items[:8])) + more
 
@@ -134,12 +137,12 @@ def name_ranks(numbers):
 
 
 def names_of(ranks):
-    """Return the numbers of these ranks as a short phrase."""
+    """Return the numbers of `ranks` as a short phrase, such as "rank 5" or "ranks 0, 1, 3"."""
     return name_ranks([rank.rank for rank in ranks])
 
 
 def calls_by_group(ranks):
-    """Return the collectives of each process group: rank -> sequence number -> call."""
+    """Return a dictionary for each process group: rank -> sequence number -> call."""
     groups = defaultdict(dict)
     for rank in ranks:
         for name, calls in rank.calls.items():
@@ -174,7 +177,7 @@ def location_of_error(text):
 
 
 def find_failure(ranks):
-    """Explain why ranks failed or vanished."""
+    """Explain why ranks failed or vanished; return None if no rank did, or if no cause is known."""
     failed = [rank for rank in ranks if rank.error and cause_of(rank.error)[0]]
     # A rank that aborts in a collective is often a victim: NCCL's watchdog aborts innocent ranks,
     # and Gloo aborts a rank that receives a tensor of the wrong size.
@@ -195,7 +198,7 @@ def find_failure(ranks):
 
 
 def explain_error(ranks, first, failed):
-    """Explain the error of `first`; the culprits are all ranks with an error of the same kind.
+    """Explain the error of the rank `first`; all ranks with an error of this kind are culprits.
 
     Errors of the kind `crash` must also have the same text.
     """
@@ -238,7 +241,7 @@ def explain_vanished(vanished):
 
 
 def find_unreachable_hosts(facts, ranks):
-    """Report ranks whose heartbeat is old and whose process cannot be seen."""
+    """Report ranks whose heartbeat is old, and whose process this script could not look up."""
     if silent := [rank for rank in ranks if rank.state == "silent"]:
         errors = unreachable_hosts(facts)
         answers = shorten([f"{host} does not answer: {error}" for host, error in errors.items()])
@@ -255,12 +258,15 @@ def unreachable_hosts(facts):
 
 # ---- a run that stands still -------------------------------------------------------------------
 def stall_limit(ranks):
-    """Return the seconds that a rank may stay in a phase before it counts as hung."""
+    """Return the seconds that a rank may stay in a phase before the rank counts as hung."""
     return max(10, 5 * (ranks[0].step_seconds or 9))
 
 
 def may_take_minutes(ranks):
-    """Return whether a rank compiles, or all ranks share a long phase and any rank is active."""
+    """Return whether a healthy run may make no progress for minutes in its current phases.
+
+    It may if a rank compiles, or if all ranks are in the same long phase and one of them is active.
+    """
     phases = {rank.phase for rank in ranks}
     is_active = any((rank.cpu or 0) > 0.05 or rank.quiet < 60 for rank in ranks)
     is_long_phase = len(phases) == 1 and ranks[0].phase in LONG_PHASES
@@ -268,7 +274,7 @@ def may_take_minutes(ranks):
 
 
 def find_hang(ranks):
-    """Explain why the run makes no progress."""
+    """Explain why the run makes no progress; return None if the run is not stalled."""
     if stopped := [rank for rank in ranks if rank.state == "stopped"]:
         first = stopped[0]
         reason = "SIGSTOP or a debugger has stopped the process; to continue it, run "
@@ -277,7 +283,7 @@ def find_hang(ranks):
     world_size = ranks[0].world_size
     missing = sorted(set(range(world_size)) - {rank.rank for rank in ranks})
     if missing and all(rank.phase == "start" and rank.quiet > 20 for rank in ranks):
-        reason = f"{len(missing)} of {world_size} ranks never started, and the others wait for them"
+        reason = f"{len(missing)} of {world_size} ranks never started, and the other ranks wait"
         return finding("rendezvous", [], reason) | {"ranks": missing}
     limit = stall_limit(ranks)
     is_still = all(rank.lives and rank.quiet > limit for rank in ranks)
@@ -295,7 +301,7 @@ def explain_hang(ranks):
         return finding("hang-in-data", loading, reason, "certain" if late else "likely")
     if late:
         kind = "skipped-collective" if is_waiting(late[0]) else "straggler"
-        reason = "the other ranks wait in a collective that was not called here "
+        reason = "the other ranks wait in a collective that these ranks have not called "
         return finding(kind, late, f"{reason}({stay_of(late[0])})")
     if ranks and all(is_waiting(rank) for rank in ranks):
         reason = f"all ranks wait in the same collective ({stay_of(ranks[0])})"
@@ -310,7 +316,8 @@ def late_ranks(ranks):
         is_pending = any(calls[front]["pending"] for calls in group.values() if front in calls)
         if is_pending and min(latest.values()) < front:
             return [rank for rank in group if latest[rank] < front]
-    # If the recorded collectives show no late rank, use the phases.
+    # The recorded collectives show no late rank, so use the phases: a rank is late if it does not
+    # wait in a collective while other ranks do.
     active = [rank for rank in ranks if not is_waiting(rank)]
     return active if len(active) < len(ranks) else []
 
@@ -322,7 +329,7 @@ def is_waiting(rank):
 
 
 def stay_of(rank):
-    """Describe where a rank is and for how long."""
+    """Describe how long a rank has been in its phase, and name the line where it is."""
     return f"{rank.quiet:.0f} s in {rank.position}, at {location_of(rank.frames)}"
 
 
@@ -330,8 +337,8 @@ def stay_of(rank):
 def find_mismatch(group):
     """Report ranks that called a different collective than the other ranks of their group.
 
-    In the record of a collective, "call" is a text: the operation with its sizes and types, then "
-    at " and the line of code.
+    In the record of a collective, "call" is a text such as "all_reduce [[5]] Float at train.py:3
+    main": the operation with its sizes and types, and the line of code.
     """
     history = []
     # Start at the first collective that is still on record for all ranks.
@@ -352,7 +359,10 @@ def find_mismatch(group):
 
 
 def find_unexpected_call(group, victims):
-    """Report a rank whose last call breaks its pattern; the calls of victims are not on record."""
+    """Report a rank whose last call differs from the call that its earlier calls predict.
+
+    Assume that the victims made the predicted call, because their own calls are not on record.
+    """
     for rank, calls in group.items():
         *history, last = [call["call"] for _, call in sorted(calls.items())]
         expected = predict_call(history)
@@ -372,7 +382,7 @@ def explain_mismatch(number, ranks_by_call, history):
     wrong = {call: ranks for call, ranks in groups if call != expected}
     calls = [f"{call} on {names_of(ranks)}" for call, ranks in groups[:3]]
     reason = f"collective {number} is {', but '.join(calls)}"
-    # A rank that left out a collective makes the next call instead.
+    # A rank that skipped the expected collective has made the call that should follow it.
     is_next_call = predict_call([*history, expected]) in wrong
     kind = "skipped-collective" if is_next_call else "mismatched-collective"
     culprits = [rank for ranks in wrong.values() for rank in ranks]
@@ -380,9 +390,10 @@ def explain_mismatch(number, ranks_by_call, history):
 
 
 def predict_call(history):
-    """Search the history for the latest calls, and return the call that followed them.
+    """Find where the latest calls occurred before in the history; return the call that came next.
 
-    Try the latest 64 calls first, then fewer calls; return None if even the last call is new.
+    Look for the latest 64 calls first, then for fewer calls; return None if even the last call is
+    new.
     """
     for context in (64, 32, 16, 8, 4, 2, 1):
         latest = history[-context:]
@@ -411,13 +422,13 @@ def find_straggler(ranks):
 
 
 def stands_out(rank, shares):
-    """Return whether a rank's share is large, and three times as large as any other share."""
+    """Return whether a rank caused a long wait, three times as long as any other rank's wait."""
     others = [share for other, share in shares.items() if other is not rank]
     return shares[rank] >= max(MIN_LATE_SHARE, 3 * max(others))
 
 
 def describe_excess(slowest, others):
-    """Name the line that takes more of the slowest rank's time than of the other ranks' time."""
+    """Name the line where the slowest rank spends more of its time than the other ranks do."""
     excess = {}
     for line, share in slowest.lines.items():
         excess[line] = share - median(rank.lines.get(line, 0) for rank in others)
@@ -426,19 +437,19 @@ def describe_excess(slowest, others):
 
 
 def late_shares(group, numbers):
-    """Return the wait that each rank of a group caused, as a share of the total time."""
+    """Return the wait that each rank of a group caused, as a share of the elapsed time."""
     durations = {}
     for rank, calls in group.items():
         durations[rank] = [calls[number]["milliseconds"] for number in numbers]
     if all(None not in times for times in durations.values()):
-        # NCCL records how long each collective takes on the device. A duration includes the wait
-        # for the last rank, so a rank that often arrives last has a small total.
+        # NCCL records how long each collective takes on the device. This duration includes the wait
+        # for the last rank, so a rank that often arrives last has a small sum of durations.
         longest = max(map(sum, durations.values()))
         late = {rank: (longest - sum(times)) / 1000 for rank, times in durations.items()}
     else:
         late = waits_by_cause(group, numbers)
     times = [calls[number]["called"] for calls in group.values() for number in numbers]
-    # Divide by at least a second, because a shorter time does not show that a rank is slow.
+    # Divide by at least a second, because waits in a shorter time do not show that a rank is slow.
     return {rank: seconds / max(1.0, max(times) - min(times)) for rank, seconds in late.items()}
 
 
@@ -448,7 +459,7 @@ def waits_by_cause(group, numbers):
     The last rank to call a collective makes the other ranks wait. The wait starts when the first
     rank calls the collective or when the previous collective ends, whichever is later.
     """
-    # Report no waits across hosts, because the clocks of different hosts cannot be compared.
+    # Report no waits if the ranks run on several hosts, because the hosts' clocks differ.
     if len({rank.host for rank in group}) > 1:
         return dict.fromkeys(group, 0.0)
     waits = {rank: [] for rank in group}
@@ -466,7 +477,10 @@ def waits_by_cause(group, numbers):
 
 # ---- wrong numbers -----------------------------------------------------------------------------
 def find_nonfinite(ranks):
-    """Report the ranks whose own loss or gradient was not finite in the first affected step."""
+    """Report the ranks whose loss or gradient was the first that was not finite.
+
+    Each rank checks its own values, before the average over ranks.
+    """
     if affected := [rank for rank in ranks if rank.bad]:
         step = min(rank.bad["step"] for rank in affected)
         first = [rank for rank in affected if rank.bad["step"] == step]
@@ -485,7 +499,7 @@ def common_checks(ranks):
 
 
 def find_differing_replicas(ranks):
-    """Report replicas that differ; replicas are ranks that hold the same part of the model."""
+    """Report replicas whose weights differ; replicas are ranks that should hold equal weights."""
     replicas_of = defaultdict(list)
     for rank in ranks:
         replicas_of[rank.shard].append(rank)
@@ -495,7 +509,8 @@ def find_differing_replicas(ranks):
             usual, count = checksums.most_common(1)[0]
             differing = [rank for rank in replicas if checks[rank]["weights"] != usual]
             if differing:
-                # Without a majority, nothing shows which weights are right.
+                # If there is no majority, nothing shows which weights are right, so report all
+                # replicas.
                 has_majority = count > len(differing)
                 reason = f"in step {step}, the weights differ from those of other replicas"
                 culprits = differing if has_majority else replicas
@@ -503,7 +518,7 @@ def find_differing_replicas(ranks):
 
 
 def find_shared_data(ranks):
-    """Report ranks that had the same input in the last two checks."""
+    """Report two or more ranks that all had the same input in the last two checks."""
     last_checks = list(common_checks(ranks).values())[-2:]
     ranks_by_input = defaultdict(list)
     for rank in ranks:
@@ -546,7 +561,7 @@ def find_memory_leak(ranks):
 
 
 def is_growing(memory):
-    """Return whether almost every value, in GiB, is larger than the previous value."""
+    """Return whether a rank's host memory, in GiB, grows steadily and enough to be a leak."""
     rises = [after > before + 0.02 for before, after in pairwise(memory)]
     is_steady = len(rises) > 2 and sum(rises) >= len(rises) - 1
     return is_steady and memory[-1] - memory[0] > max(MIN_LEAK_GIB, 0.5 * memory[0])
@@ -577,7 +592,7 @@ def describe_state(ranks):
 
 # ---- report ------------------------------------------------------------------------------------
 def show(facts, verdict, ranks):
-    """Print the state of the ranks, in groups, and the verdict last."""
+    """Print the ranks in groups with the same state, then other findings, then the verdict."""
     groups = defaultdict(list)
     for rank in ranks:
         detail = cause_of(rank.error)[1][:200] if rank.error else f"at {location_of(rank.frames)}"

@@ -1,4 +1,4 @@
-"""Tokenize documents or conversations into a folder of pieces, which the scripts train on.
+"""Tokenize documents or conversations into a folder of pieces for the training scripts.
 
 Here:      python preparing-data/prepare.py -m tiny -o outputs/pydoc.tokens pydoc
 A file:    python preparing-data/prepare.py -m MODEL -o notes.tokens notes.txt
@@ -8,10 +8,9 @@ On nodes:  sbatch --array=0-7 --wrap "python preparing-data/prepare.py -m MODEL 
 
 Each piece, such as `000007.tokens`, holds `--piece` tokens. It has this name only once it is
 complete, so a training run may read the pieces while more are written. Part k of n writes the
-pieces k, k + n, and so on; the last piece of a part may be shorter. What a piece contains depends
-on the documents and how they are read, the tokenizer, the weights, the seed, the size of a piece
-and the number of parts, but not on the number of workers. Start the same command again after a
-kill: it continues with the piece that it was writing.
+pieces k, k + n, and so on; the last piece of a part may be shorter. The documents, the tokenizer
+and the arguments other than --workers determine the content of each piece. After a kill, start the
+same command again: it continues with the piece that it was writing.
 """
 
 import argparse
@@ -47,57 +46,60 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-# The version of the format of a folder.
+# index.json records this version of the format, so that no folder mixes pieces of two versions.
 FORMAT = 2
-# The number of shards of a source that are open. Each document comes from a random open shard.
+# A source has at most this number of open shards. Each document comes from a random open shard.
 OPEN_SHARDS = 16
-# The number of documents that a worker tokenizes at a time.
+# A worker tokenizes this number of documents at a time.
 BATCH = 256
-# The number of conversations or pairs that a worker packs at a time.
+# A worker packs this number of conversations or pairs at a time.
 PACKED_BATCH = 1000
-# Flags in the upper bits of a token: it is the first token of a document; it is context, which the
-# model reads but does not learn.
+# These flags are upper bits of a token. FIRST marks the first token of a document. CONTEXT marks a
+# token that the model reads but does not learn.
 FIRST = 1 << 30
 CONTEXT = 1 << 29
-# The roles of turns in data sets, and what chat templates call them. The last four are ShareGPT's.
+# Map the roles in data sets to the roles in chat templates. The last four roles are ShareGPT's.
 ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 ROLES |= {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
-# The keys of an answer whose text a chat template must not leave out.
+# A chat template must not leave out the texts under these keys of an answer.
 TEXTS = ("content", "reasoning_content", "reasoning", "thinking")
-# The keys that say, with 0 or false, that the model should not learn a turn.
+# If a turn has 0 or false under one of these keys, the model does not learn the turn.
 LEARNED = ("weight", "train", "trainable", "loss_mask")
-# A chat template for tokenizers that have none, like most base models.
+# Tokenizers without a chat template, such as those of most base models, get this template.
 CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages -%}
 {{ message.role }}:
 {{ message.content }}{{ eos_token if message.role == "assistant" }}
 {% endfor %}{{ "assistant:\n" if add_generation_prompt }}"""
-# Use one worker if all sources together have fewer bytes, because starting processes would take
-# longer than the processes save.
+# If all sources together have fewer than SMALL bytes, use one worker, because starting processes
+# would cost more time than the processes save.
 SMALL = 2**26
-# The size of the blocks of a file, in bytes, that tell whether its content has changed.
+# To notice that a file has changed, hash three of its blocks, each with this number of bytes.
 BLOCK = 2**16
 FORMATS = ("jsonl", "json", "txt", "parquet", "csv", "tsv")
 COMPRESSIONS = {"gz": "gzip", "bz2": "bz2", "zst": "zstd", "xz": "xz"}
-# A file's name: a stem, perhaps a number such as -00000-of-00012, a format, perhaps a compression.
+# The name of a data file has a stem, perhaps a number such as -00000-of-00012, a format, and
+# perhaps a compression.
 NAME = re.compile(
     r"(?P<stem>.+?)([-_.]\d+(-of-\d+)?(-[0-9a-f]+)?)?"
     rf"\.(?P<format>{'|'.join(FORMATS)})(\.(?P<compression>{'|'.join(COMPRESSIONS)}))?"
 )
-# Files of a folder that hold no data: hidden files, descriptions, and pieces from this program.
+# Skip these files of a folder: hidden files, descriptions of the data, and pieces that this program
+# has written.
 NO_DATA = re.compile(
     r"(.*/)?(\..*|[^/]*\.tokens/.*|[^/]*\.md|(readme|license)(\.\w+)?|dataset_(infos?|dict)\.json)"
 )
-# If a folder has a file or folder that is named train, files with these names are for evaluation.
+# If a source folder has a file or a folder named train, skip files and folders with these names,
+# because their documents are for evaluation.
 HELD_OUT = {"test", "validation", "valid", "val", "dev", "eval"}
-# SOURCE or SOURCE:WEIGHT; a weight may be 2, 0.25 or 1e-3.
+# This pattern matches SOURCE or SOURCE:WEIGHT; a weight may be 2, 0.25 or 1e-3.
 WEIGHTED = re.compile(r"(.*?)(?::(\d*\.?\d+(?:[eE][-+]?\d+)?))?")
-# A part of a source: its name, its size in bytes or 0 if it is unknown, a hash of its content, and
-# a function that yields its records.
+# A shard is a part of a source. It has a name, a size in bytes (0 if the size is unknown), a hash
+# of its content, and a function that yields its records.
 Shard = namedtuple("Shard", "name size content read")
 
 
 def parse_args():
-    """Return the checked arguments."""
+    """Parse and check the command line; return the arguments."""
     options = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter, "allow_abbrev": False}
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], **options)
     parser.error = fail
@@ -106,20 +108,21 @@ def parse_args():
         "sources", nargs="+", metavar="SOURCE[:WEIGHT]", help="file, folder, hub id[/subset], pydoc"
     )
     add("-o", "--output", type=Path, required=True, help="folder to write, FOLDER.tokens")
-    add("-m", "--model-name", default="tiny", help="whose tokenizer: hub id, local folder, or tiny")
-    column = "which column is the text (text), or the turns (messages, or conversations)"
+    model = "model whose tokenizer to use: hub id, local folder, or tiny"
+    add("-m", "--model-name", default="tiny", help=model)
+    column = "column with the text (default: text), or the turns (messages or conversations)"
     add("--text-column", default=argparse.SUPPRESS, help=column)
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--conversations", action="store_true", help="pack conversations, with answers marked")
+    add("--conversations", action="store_true", help="pack conversations, and mark the answers")
     add("--preferences", action="store_true", help="pack pairs of a chosen and a rejected answer")
     add = parser.add_argument
     add("-s", "--seq-length", type=int, default=256, help="tokens in a packed sample")
     add("--piece", type=int, default=2**28, metavar="TOKENS", help="tokens in a piece")
-    workers = "tokenizing processes; 0: one for each core, or a thread if the sources are small"
+    workers = "number of processes that tokenize; 0: one per core, or a thread for small sources"
     add("--workers", type=int, default=0, help=workers)
-    add("--seed", type=int, default=0, help="for the order of the documents")
+    add("--seed", type=int, default=0, help="seed of the order of the documents")
     add("--part", type=part_of, default=slurm_part(), metavar="K/N", help="part K, from 0, of N")
-    add("--skip-bad", action="store_true", help="count documents that cannot be read, and continue")
+    add("--skip-bad", action="store_true", help="leave out documents that cannot be read")
     args = parser.parse_args()
     if args.output.suffix != ".tokens":
         fail(f"--output {args.output}: must end in .tokens; use --output {args.output}.tokens")
@@ -127,7 +130,7 @@ def parse_args():
     args.kind = "preferences" if args.preferences else args.kind
     args.text_column = getattr(args, "text_column", "text" if args.kind == "text" else None)
     if args.kind != "text":
-        # A packed sample must not continue in the next piece.
+        # Round --piece down, because a packed sample must not continue in the next piece.
         args.piece -= args.piece % max(1, args.seq_length)
     for name, minimum in {"seq_length": 2, "piece": 1, "workers": 0}.items():
         if getattr(args, name) < minimum:
@@ -142,7 +145,7 @@ def num_cores():
 
 
 def part_of(text):
-    """Return (k, n) of `k/n`."""
+    """Convert the text `k/n` to the numbers (k, n)."""
     part, _, parts = text.partition("/")
     if not (part.isdigit() and parts.isdigit() and int(part) < int(parts)):
         raise argparse.ArgumentTypeError(f"{text}: must be K/N, with K from 0 to N - 1")
@@ -150,21 +153,21 @@ def part_of(text):
 
 
 def slurm_part():
-    """Return the part of this task of a Slurm array, as text, or the only part."""
+    """Return the part that this task of a Slurm array writes, as `k/n`; outside an array, `0/1`."""
     names = {"ID": "0", "MIN": "0", "COUNT": "1"}
     values = {name: os.environ.get(f"SLURM_ARRAY_TASK_{name}", names[name]) for name in names}
     return f"{int(values['ID']) - int(values['MIN'])}/{values['COUNT']}"
 
 
 def fail(problem):
-    """Print one line on stderr and exit with status 2."""
+    """Print the problem in one line on stderr, and exit with status 2."""
     print(f"prepare.py: error: {problem}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
 # ---- documents -------------------------------------------------------------------------------
 def match_name(path):
-    """Return the match of a file's name, or None if the name does not end in a known format."""
+    """Return the parts of a file's name as a match, or None if its format is unknown."""
     return NAME.fullmatch(path.name.lower())
 
 
@@ -192,7 +195,7 @@ def files_of(folder):
     if left := sorted({*names} - {*files}):
         shown = ", ".join(map(str, left[:3])) + ", ..." * (len(left) > 3)
         count = f"{len(left)} of {len(names)} files"
-        print(f"{folder}: leaves out {count} (unknown format or held-out split): {shown}")
+        print(f"{folder}: left out {count} (unknown format or held-out split): {shown}")
     return [folder / name for name in files]
 
 
@@ -202,7 +205,7 @@ def words_of(name):
 
 
 def shard_of(path):
-    """Return a file as a shard, with a hash of its first, its middle and its last block."""
+    """Return a file as a shard; its hash covers its first, its middle and its last block."""
     size, content = path.stat().st_size, hashlib.sha256()
     with open(path, "rb") as file:
         for start in (0, size // 2, size - BLOCK):
@@ -233,7 +236,7 @@ def records_of(path, column):
 
 
 def paragraphs_of(file, column):
-    """Yield the paragraphs of a text, which blank lines separate, each with its first line."""
+    """Yield each paragraph of a text with its first line's number; blank lines end a paragraph."""
     for is_blank, lines in groupby(enumerate(file, 1), lambda numbered: numbered[1].isspace()):
         if not is_blank:
             numbers, texts = zip(*lines, strict=True)
@@ -241,9 +244,12 @@ def paragraphs_of(file, column):
 
 
 def rows_of(file, delimiter):
-    """Yield the rows of a table, each with its last line, and an error for a row that misfits."""
+    """Yield each row of a table with the number of its last line.
+
+    For a row with too many or too few fields, yield an error in place of the row.
+    """
     csv.field_size_limit(2**31 - 1)
-    # text_of() reports bytes that are not UTF-8.
+    # Accept bytes that are not UTF-8 here, because text_of() reports them with the line number.
     lines = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     names = next(rows, [])
@@ -261,7 +267,7 @@ def pydoc_records(column):
 
 
 def letters_records(_):
-    """Yield prompts with letters, each with two answers: sorted forwards, and backwards."""
+    """Yield prompts that ask to sort letters, each with a right and a wrong answer."""
     generator = random.Random(0)
     for number in range(1, 5001):
         given = generator.choices(string.ascii_lowercase, k=6)
@@ -271,13 +277,13 @@ def letters_records(_):
 
 
 def check_column(column, names):
-    """Raise an error that names the columns if the column of the text is not there."""
+    """Raise an error that names the existing columns if `column` is not among them."""
     if column not in names:
         raise ValueError(f"no column {column}; choose --text-column from: {', '.join(names)}")
 
 
 def row_of(record):
-    """Return a record, a row or a line of JSON, as a dict; raise the error that it stands for."""
+    """Return a record as a dict; raise an error if the record is one, or is not a JSON object."""
     if isinstance(record, Exception):
         raise record
     if isinstance(record, bytes):
@@ -288,24 +294,27 @@ def row_of(record):
 
 
 def text_of(record, column):
-    """Return the text of a record; raise an error if there is none."""
+    """Return the text of a record; raise an error if the record has no text."""
     record = row_of(record)
     check_column(column, record)
     text = record[column]
     if isinstance(text, str):
-        # Keep half of a surrogate pair as a byte, so that decode() rejects it below.
+        # Convert a lone surrogate to a byte, so that decode() rejects it below.
         text = text.encode(errors="surrogateescape")
     if not isinstance(text, bytes):
         kind = "null" if text is None else type(text).__name__
-        raise ValueError(f"column {column} holds {kind}, and not text")
+        raise ValueError(f"column {column} holds {kind} instead of text")
     return text.decode()
 
 
 def sources_of(args):
-    """Return a source for each name with a weight, or a single source that is read once."""
+    """Return one source per name if the names have weights, otherwise one source of all names.
+
+    Sources with weights repeat their documents; a source without a weight is read once.
+    """
     weights = {}
     for word in args.sources:
-        # The name of a file may itself end in a colon and a number.
+        # Do not split the name of an existing file, which may itself end in a colon and a number.
         name, weight = (word, 0) if os.path.exists(word) else WEIGHTED.fullmatch(word).groups()
         if os.path.abspath(name) in map(os.path.abspath, weights):
             fail(f"{name}: given twice; give each source once")
@@ -313,16 +322,16 @@ def sources_of(args):
     if not any(weights.values()):
         return [Source(args, 0, list(weights), 1.0, False)]
     if missing := [name for name, weight in weights.items() if not weight]:
-        fail(f"{missing[0]}: give each source a weight above 0, or none of them")
+        fail(f"{missing[0]}: has no weight above 0; give each source a weight, or omit all weights")
     total, items = sum(weights.values()), enumerate(weights.items())
     return [Source(args, n, [name], weight / total, True) for n, (name, weight) in items]
 
 
 class Source:
-    """Shuffle the documents of files, folders or datasets, pass after pass, batch after batch.
+    """Read the documents of files, folders or datasets in a random order, in batches.
 
     Up to OPEN_SHARDS shards are open at a time, and each document comes from a random open shard.
-    A part reads every n-th shard or, if there are fewer shards than parts, every n-th document.
+    Each of n parts reads every n-th shard or, with fewer than n shards, every n-th document.
     """
 
     def __init__(self, args, number, names, weight, repeats):
@@ -336,15 +345,15 @@ class Source:
         self.load_state({"pass": 0, "batch": 0, "shards": 0, "open": []})
 
     def load_state(self, state):
-        """Continue with the batch that followed when state() returned `state`."""
+        """Restore a result of state(), so that next_batch() returns the batch that followed it."""
         self.pass_number, self.batch = state["pass"], state["batch"]
         self.num_opened = state["shards"]
         self.readers = [[*reader, self.records_of(*reader)] for reader in state["open"]]
 
     def records_of(self, number, used):
-        """Yield this part's records of a shard from an index on: (index, line, record)."""
+        """Yield this part's unused records of a shard, as (index, line, record)."""
         part, parts = self.args.part
-        # Conversations may need several columns.
+        # Read all columns of conversations, because a conversation may need several columns.
         column = self.args.text_column if self.args.kind == "text" else None
         records = until_error(self.shards[number].read(column))
         for index, (line, record) in enumerate(records):
@@ -357,12 +366,13 @@ class Source:
         return state | {"open": [[number, used] for number, used, _ in self.readers]}
 
     def has_ended(self):
-        """Return whether there is no further batch."""
+        """Return whether all batches have been read."""
         return self.pass_number > 0 and not self.repeats
 
     def next_batch(self):
-        """Return the next records, each with its shard and its line."""
-        # Derive the order from numbers, not from names, so that a folder can be moved.
+        """Return the next batch of records, each with the numbers of its shard and its line."""
+        # Derive the order of the shards from numbers, not from names, so that the order stays the
+        # same if the folder is moved.
         key = f"{self.args.seed} {self.number} {self.pass_number}"
         order = list(self.numbers)
         random.Random(key).shuffle(order)
@@ -385,13 +395,14 @@ class Source:
         self.batch += 1
         if not self.readers and self.num_opened == len(order):
             if not records and self.batch == 1 and self.repeats:
-                fail(f"{self.name}: too few documents for {self.args.part[1]} parts")
+                problem = f"too few documents for {self.args.part[1]} parts"
+                fail(f"{self.name}: {problem}; start fewer parts")
             self.pass_number, self.batch, self.num_opened = self.pass_number + 1, 0, 0
         return records
 
 
 def until_error(records):
-    """Yield the records; if an error ends them, yield it as the last record."""
+    """Yield the records; if reading fails, yield the error as the last record."""
     line = 0
     try:
         for line, record in records:
@@ -403,30 +414,32 @@ def until_error(records):
 
 
 def reason_of(error):
-    """Return the message of an exception, in one line."""
+    """Return the type and the message of an exception in one line."""
     name = "" if type(error) is ValueError else f"{type(error).__name__}: "
     return " ".join(f"{name}{error}".split())
 
 
 def shards_of(name):
-    """Return the shards of a source."""
+    """Return the shards of a source: a file, a folder, a dataset of the hub, or built-in data."""
     path = Path(name)
     if name == "pydoc":
         text = "".join(topics.values()).encode()
         return [Shard(name, len(text), hashlib.sha256(text).hexdigest(), pydoc_records)]
     if name == "letters":
         return [Shard(name, 1, "", letters_records)]
-    # Do not ask Path(""), because it would be the current folder.
+    # Pass the name to os.path.exists(), because Path("") is the current folder, which exists.
     if os.path.exists(name):
         files = [path] if path.is_file() and match_name(path) else files_of(path)
         if not files:
-            fail(f"{name}: no file with a name in .{' .'.join(FORMATS)}, compressed or not")
+            endings = ", ".join(f".{ending}" for ending in FORMATS)
+            fail(f"{name}: no file with documents; give {endings} files, compressed or not")
         try:
             with ThreadPoolExecutor() as pool:
                 return list(pool.map(shard_of, files))
         except OSError as error:
             fail(f"{name}: {reason_of(error)}")
-    # Import datasets only here, because the import would take each worker seconds.
+    # Import datasets only here, because each worker imports this file, and the import of datasets
+    # takes seconds.
     import datasets
 
     datasets.disable_progress_bars()
@@ -434,7 +447,8 @@ def shards_of(name):
     load = partial(datasets.load_dataset, dataset, subset, split="train", streaming=True)
     try:
         stream = load()
-        # Split text files at blank lines, which separate the documents.
+        # By default, each line of a text file is a document. Load the text files again, so that
+        # each paragraph is a document.
         if stream.info.builder_name == "text":
             stream = load(sample_by="paragraph")
     except Exception as error:
@@ -449,7 +463,7 @@ def shards_of(name):
 
 # ---- tokens ----------------------------------------------------------------------------------
 class FixedDate(datetime):
-    """The date that chat templates print; with today's date, a command's tokens would change."""
+    """Give chat templates a fixed date; with today's date, the tokens would change every day."""
 
     @classmethod
     def now(cls):
@@ -458,7 +472,7 @@ class FixedDate(datetime):
 
 @cache
 def load_tokenizer(name):
-    """Return a model's tokenizer, as the chapters load it."""
+    """Load a model's tokenizer as the chapters do, and give it a chat template if it has none."""
     # Hide torch from transformers, because no tokenizer needs torch, and its import takes seconds.
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     torch = sys.modules.setdefault("torch", None)
@@ -474,7 +488,7 @@ def load_tokenizer(name):
 
 
 def fingerprint_of(tokenizer):
-    """Return a short name for what a tokenizer does: a hash of its vocabulary and end of text."""
+    """Return a hash of a tokenizer's vocabulary and of its end-of-text token."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     text = json.dumps([vocabulary, tokenizer.eos_token_id])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -487,23 +501,27 @@ def num_workers(sources):
 
 
 def start_workers(args):
-    """Return an executor of tokenize(): processes or, for a single worker, a thread."""
+    """Return an executor that runs tokenize() in processes or, for a single worker, in a thread."""
     if args.workers == 1:
         return ThreadPoolExecutor(1)
-    # Let each process tokenize with one thread.
+    # Let each process tokenize with one thread, because there is a process for each core.
     os.environ["RAYON_NUM_THREADS"] = "1"
     return ProcessPoolExecutor(args.workers, get_context("spawn"), initializer=start_worker)
 
 
 def start_worker():
-    """Prepare a worker, which the system ends together with its parent."""
+    """Let the system end this worker together with its parent, and let the parent handle Ctrl-C."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def tokenize(args, records):
-    """Return the joined tokens of all records, the end of each document, problems, and counts."""
+    """Tokenize records.
+
+    Return the joined tokens of all documents, the position where each document ends, the records
+    that cannot be used, each with the reason, and the counts of tokenize_packed().
+    """
     if args.kind != "text":
         return tokenize_packed(args, records)
     tokenizer, texts, problems = load_tokenizer(args.model_name), [], []
@@ -512,7 +530,7 @@ def tokenize(args, records):
             texts.append(text_of(record, args.text_column))
         except Exception as error:
             problems.append((shard, line, reason_of(error)))
-    # If a text quotes a control token, such as </s>, split it into ordinary tokens.
+    # Split a control token that a text quotes, such as </s>, into ordinary tokens.
     options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     ids = tokenizer(texts, **options)["input_ids"] if texts else []
     documents = [np.array([*tokens, tokenizer.eos_token_id], dtype=np.int32) for tokens in ids]
@@ -522,7 +540,10 @@ def tokenize(args, records):
 
 # ---- conversations ---------------------------------------------------------------------------
 def tokenize_packed(args, records):
-    """Return the same as tokenize(); each of its documents is a sample of packed documents."""
+    """Tokenize conversations or pairs, and pack them into samples.
+
+    Return the values that tokenize() returns, with each packed sample as a document.
+    """
     tokenizer, units, problems, counts = load_tokenizer(args.model_name), [], [], Counter()
     for shard, line, record in records:
         counts["read"] += 1
@@ -538,11 +559,12 @@ def tokenize_packed(args, records):
 
 
 def units_of(args, tokenizer, row, counts):
-    """Return the parts that no sample may divide: the documents of a conversation, or a pair."""
+    """Return the units that packing must not split: documents of a conversation, or one pair."""
     is_pair, tools = args.kind == "preferences", row.get("tools") or None
     tools = without_nulls(json.loads(tools) if isinstance(tools, str) else tools)
     conversations = pair_of(row) if is_pair else [messages_of(turns_of(args, row))]
-    # The tokenizer cannot tell a control token that a message quotes from a real one.
+    # Leave out a row that quotes a control token, because the tokenizer would take the quotation
+    # for a real control token.
     quoted = json.dumps([conversations, tools], ensure_ascii=False, default=str)
     if any(token in quoted for token in control_tokens(tokenizer)):
         counts["control"] += 1
@@ -568,7 +590,7 @@ def control_tokens(tokenizer):
 
 
 def turns_of(args, row):
-    """Return the turns of a conversation, which are in one column or in prompt and completion."""
+    """Return the turns of a row: from one column, or from the columns prompt and completion."""
     names = [args.text_column] if args.text_column else ["messages", "conversations"]
     column = next((name for name in names if name in row), None)
     if column:
@@ -578,26 +600,27 @@ def turns_of(args, row):
     if not {"prompt", "completion"} <= row.keys():
         problem = f"no column {' or '.join(names)}, and no prompt and completion"
         raise ValueError(f"{problem}; choose --text-column from: {', '.join(row)}")
-    # The prompt is context, even where it holds earlier answers.
+    # Give each turn of the prompt the weight 0, so that the model does not learn earlier answers
+    # in the prompt.
     prompt = [turn | {"weight": 0} for turn in as_turns(row["prompt"], "user")]
     return [*prompt, *as_turns(row["completion"], "assistant")]
 
 
 def as_turns(text_or_turns, role):
-    """Return a text as the only turn of a role; return turns as they are."""
+    """Return a text as a single turn by `role`; return turns unchanged."""
     if isinstance(text_or_turns, str):
         return [{"role": role, "content": text_or_turns}]
     return list(text_or_turns or [])
 
 
 def pair_of(row):
-    """Return the conversations that end with the chosen and with the rejected answer."""
+    """Return two conversations, which end with the chosen and with the rejected answer."""
     if not {"chosen", "rejected"} <= row.keys():
         raise ValueError(f"no columns chosen and rejected; the columns are: {', '.join(row)}")
     pair = []
     for name in ("chosen", "rejected"):
         turns = as_turns(row[name], "assistant")
-        # Some data sets repeat the prompt in both answers; otherwise, put the prompt before them.
+        # Put the prompt before the answer, unless the data set already repeats it there.
         if turns and ROLES.get(turns[0].get("role", turns[0].get("from"))) == "assistant":
             turns = as_turns(row.get("prompt"), "user") + turns
         pair.append(messages_of(turns))
@@ -611,18 +634,18 @@ def pair_of(row):
 
 
 def without_nulls(value):
-    """Return a JSON value without null keys, which a table adds where other rows have values."""
+    """Drop all keys with the value null: a table adds these keys if other rows have values."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def messages_of(turns):
-    """Return turns as messages for a chat template; raise ValueError if they make no sense."""
+    """Convert turns to messages for a chat template; raise ValueError for an invalid turn."""
     messages = []
     for turn in turns:
         if not isinstance(turn, dict):
-            raise ValueError(f"a turn has no role and content, but is {turn!r:.80}")
+            raise ValueError(f"a turn is {turn!r:.80}; make it an object with role and content")
         message = without_nulls(turn)
         if "from" in message:
             message |= {"role": message.pop("from"), "content": message.pop("value", "")}
@@ -636,10 +659,10 @@ def messages_of(turns):
         elif isinstance(content, list) and all(part.get("type") == "text" for part in content):
             message["content"] = "".join(part["text"] for part in content)
         elif not isinstance(content, str):
-            raise ValueError(f"a turn's content is not text, but {content!r:.80}")
+            raise ValueError(f"a turn's content is {content!r:.80}; make it text")
         if not {"content", "tool_calls"} & message.keys():
             raise ValueError(f"a turn by the {role} has no content")
-        # Chat templates expect the arguments of a call as an object.
+        # Convert the arguments of each call from text to an object, as chat templates expect them.
         for call in message.get("tool_calls", []):
             function = call.get("function", call)
             if isinstance(function.get("arguments"), str):
@@ -647,7 +670,7 @@ def messages_of(turns):
         marks = {key: message.pop(key) for key in LEARNED if key in message}
         for key, mark in marks.items():
             if mark not in (0, 1):
-                raise ValueError(f"a turn has {key} {mark!r}; only 0 and 1 are possible")
+                raise ValueError(f"a turn has {key} {mark!r}; use 0 or 1")
         messages.append(message | {"role": ROLES[role], "is_learned": all(marks.values())})
     if not messages:
         raise ValueError("it has no messages")
@@ -662,8 +685,8 @@ def messages_of(turns):
 def documents_of(tokenizer, messages, tools):
     """Yield each document of a conversation: its text, and where each answer starts and ends.
 
-    Most conversations make one document. But some templates change an earlier turn when a later
-    one follows, as Qwen3's template drops the earlier thoughts. Then a new document begins.
+    Most conversations are one document. But some chat templates change an earlier turn when a later
+    turn follows: Qwen3's template drops earlier thoughts. A new document begins at such a change.
     """
     options = {"tools": tools, "date_string": FixedDate.now().strftime("%d %b %Y")}
     render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
@@ -676,7 +699,8 @@ def documents_of(tokenizer, messages, tools):
         if not answered.startswith(prompt):
             problem = f"the answer's text {answered!r:.200} does not begin with the prompt"
             raise ValueError(f"with the model's chat template, {problem} {prompt!r:.200}")
-        # Templates leave out what they do not know, such as tool calls or thoughts.
+        # Check that the answer's text contains these words, because a template may leave out tool
+        # calls or thoughts.
         words = [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
         words += [word for key in TEXTS for word in message.get(key, "").split()[-1:]]
         for word in words:
@@ -693,15 +717,16 @@ def documents_of(tokenizer, messages, tools):
 
 
 def tokens_of(tokenizer, text, answers, counts):
-    """Return the tokens of a document with their flags."""
-    # Tokenize the entire text, because some tokenizers put a space before each text. The tokens of
-    # an answer follow the tokens that the prompt alone has, as at inference.
+    """Return the tokens of a document, marked with the flags FIRST and CONTEXT."""
+    # Tokenize the entire text at once, because some tokenizers put a space before each text. An
+    # answer begins after the tokens that the text shares with the answer's prompt, because at
+    # inference the model continues after the prompt's tokens.
     ends = [end for answer in answers for end in answer]
     texts = {end: text[:end] for end in [*ends, len(text)]}
     options = {"add_special_tokens": False, "verbose": False}
     ids = dict(zip(texts, tokenizer([*texts.values()], **options)["input_ids"], strict=True))
     tokens, beginnings = ids[len(text)], [ids[end] for end in ends]
-    # The number of tokens that each beginning shares with the entire text.
+    # For each beginning of the text, count the first tokens that it shares with the entire text.
     shared = [sum(takewhile(bool, map(eq, tokens, beginning))) for beginning in beginnings]
     control_ids = tokenizer.convert_tokens_to_ids(control_tokens(tokenizer))
     document = [token | CONTEXT for token in tokens]
@@ -714,10 +739,10 @@ def tokens_of(tokenizer, text, answers, counts):
 
 
 def pack(args, tokenizer, units):
-    """Return samples; each unit joins the fullest sample that still has space for it (best fit).
+    """Pack units into samples: each unit joins the fullest sample that has space (best fit).
 
-    A sample keeps the place of its longest unit. Otherwise, the last samples, which are held out,
-    would have only short units.
+    The samples are in the order of their longest units in `units`. In the order of packing, the
+    last samples, which the scripts hold out for evaluation, would have only short units.
     """
     samples = {}
     for number in sorted(range(len(units)), key=lambda number: -len(units[number])):
@@ -732,7 +757,10 @@ def pack(args, tokenizer, units):
 
 
 def show_sample(args, tokenizer):
-    """Print the first sample up to its last answer: a line before a document, and »answers«."""
+    """Print the first sample up to its last answer.
+
+    A line of dashes marks the start of a document, and »...« marks an answer.
+    """
     looks = {0: "»{}«", CONTEXT: "{}", CONTEXT | FIRST: "\n----\n{}"}
     tokens = np.fromfile(args.output / "000000.tokens", dtype=np.int32, count=args.seq_length)
     tokens = tokens[: np.flatnonzero(tokens & CONTEXT == 0)[-1] + 1]
@@ -749,7 +777,7 @@ class Stream:
     def __init__(self, source, state, pool):
         self.source, self.pool, self.waiting = source, pool, deque()
         self.num_tokens = self.num_bad = 0
-        # What tokenize_packed() has counted in this batch, and in all earlier batches.
+        # Keep the counts of tokenize_packed() for this batch, and for all earlier batches.
         self.batch_counts, self.counts = Counter(), Counter()
         if state:
             source.load_state(state["source"])
@@ -764,10 +792,11 @@ class Stream:
         return state | {"counts": self.counts, "source": self.batch}
 
     def next_batch(self):
-        """Take the next batch that has documents, or an empty batch at the end of a source."""
+        """Move to the next batch that has documents, or to an empty batch at the source's end."""
         source, args = self.source, self.source.args
-        # The tokens of the batch, where its documents end, and the number of its tokens in pieces.
         self.counts.update(self.batch_counts)
+        # Reset what belongs to a batch: its tokens, the ends of its documents, its number of used
+        # tokens, and its counts.
         self.tokens, self.ends, self.used, self.batch_counts = [], [], 0, Counter()
         while not len(self.tokens):
             try:
@@ -783,19 +812,20 @@ class Stream:
                 self.batch, result = self.waiting.popleft()
                 self.tokens, self.ends, problems, counts = result.result()
             except BrokenProcessPool:
-                fail("a worker was killed, perhaps for lack of memory; lower --workers")
+                problem = "a worker was killed, perhaps for lack of memory"
+                fail(f"--workers {args.workers}: {problem}; choose a smaller number")
             for shard, line, reason in problems:
                 where = source.shards[shard].name + (f", line {line}" if line else "")
                 if not args.skip_bad:
-                    fail(f"{where}: {reason}; --skip-bad leaves it out")
+                    fail(f"{where}: {reason}; repair it, or pass --skip-bad to leave it out")
                 if not isinstance(line, int):
                     print(f"{where}: {reason}; the rest of this shard is left out")
             self.num_bad += len(problems)
             self.batch_counts.update(counts)
 
     def take(self, most):
-        """Return the tokens that are left of a document, but at most `most`."""
-        # End at 0 if the source has no documents.
+        """Return the remaining tokens of the current document, but at most `most` tokens."""
+        # If the source has no documents, `ends` is empty, and the result has no tokens.
         end = next((end for end in self.ends if end > self.used), 0)
         tokens = self.tokens[self.used : min(self.used + most, end)]
         self.used += len(tokens)
@@ -805,9 +835,10 @@ class Stream:
         return tokens
 
     def urgency(self, total):
-        """Return whether a piece has the start of a document, but not its end.
+        """Return a pair of values; the source with the largest pair provides the next tokens.
 
-        Also return the number of tokens that are missing from this source, of `total` tokens.
+        The first value is whether the pieces so far contain only the start of this source's current
+        document. The second value is how many tokens the source is behind its share of `total`.
         """
         is_within_document = self.used > 0 and self.used not in self.ends
         return is_within_document, self.source.weight * total - self.num_tokens
@@ -815,7 +846,7 @@ class Stream:
 
 # ---- pieces ----------------------------------------------------------------------------------
 def write(path, data):
-    """Write bytes to a file that has its name only once it is complete and on the disk."""
+    """Write bytes to a file, which gets its name only once it is complete and on the disk."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -831,7 +862,7 @@ def write(path, data):
 
 
 def describe(args, sources, tokenizer):
-    """Return the facts that determine the content of the pieces, and how they are read."""
+    """Return the facts that determine the content of the pieces, or that their readers need."""
     largest = max(tokenizer.get_vocab().values())
     listing = [shard[:3] for source in sources for shard in source.shards]
     packed = {"kind": args.kind, "seq_length": args.seq_length}
@@ -849,7 +880,7 @@ def describe(args, sources, tokenizer):
 
 
 def write_index(path, index):
-    """Write index.json, or stop if the folder was begun with other arguments."""
+    """Write index.json; stop if the file already exists and contains different facts."""
     if not path.exists():
         return write(path, json.dumps(index, indent=1).encode())
     before = json.loads(path.read_text())
@@ -860,7 +891,7 @@ def write_index(path, index):
 
 
 def write_pieces(args, index, sources, pool):
-    """Write the missing pieces of this part, each followed by the state; return the streams."""
+    """Write this part's missing pieces, and save the state after each piece; return the streams."""
     part, parts = args.part
     state_path = args.output / f"part-{part}.json"
     state = json.loads(state_path.read_text()) if state_path.exists() else {}
@@ -870,13 +901,14 @@ def write_pieces(args, index, sources, pool):
     total_before = sum(stream.num_tokens for stream in streams)
     piece, filled, ended = np.empty(args.piece, dtype=index["dtype"]), 0, False
     while not ended:
-        # Finish a document first; otherwise choose the source that is furthest behind its weight.
+        # If the pieces contain only the start of a document so far, continue this document.
+        # Otherwise, use the source that is furthest behind its share of the tokens.
         total = sum(stream.num_tokens for stream in streams)
         stream = max(streams, key=lambda it: it.urgency(total))
         tokens = stream.take(args.piece - filled)
         piece[filled : filled + len(tokens)] = tokens
         filled += len(tokens)
-        # Stop as soon as every source was read at least once.
+        # Stop as soon as every source has been read at least once.
         ended = all(stream.batch["pass"] for stream in streams)
         if filled < args.piece and not ended:
             continue
@@ -893,7 +925,7 @@ def write_pieces(args, index, sources, pool):
 
 
 def report(args, streams):
-    """Print how each source was read and, once all parts have ended, how to train."""
+    """Print each source's number of tokens and, once all parts have ended, a command to train."""
     for stream in streams:
         passes = stream.batch["pass"]
         read = f", read {passes} times" if passes > 1 else ""
@@ -910,7 +942,7 @@ def report(args, streams):
             if counts["joined"]:
                 print(f"{counts['joined']:,} answers share their first token with the prompt")
             if counts["endless"]:
-                problem = "end without a control token, so no end is learned"
+                problem = "end without a control token, so the model does not learn to stop there"
                 print(f"{counts['endless']:,} answers {problem}")
     paths = [args.output / f"part-{part}.json" for part in range(args.part[1])]
     has_pieces = any(args.output.glob("*.tokens"))
@@ -926,7 +958,7 @@ def report(args, streams):
 
 
 def main():
-    """Write one part of the folder."""
+    """Tokenize the sources, and write the pieces of one part."""
     args = parse_args()
     sys.stdout.reconfigure(line_buffering=True)
     sources = sources_of(args)
@@ -947,5 +979,5 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        # A shell reports Ctrl-C with status 130.
+        # Exit with the status that a shell reports after Ctrl-C.
         sys.exit(130)

@@ -33,7 +33,7 @@ SHORT = (
     "--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8 "
     "--num-steps 20 --log-every 1 --eval-every 10 --eval-samples 10 --checkpoint-every 10"
 ).split()
-# save_models() saves these mixtures of experts, and other models.
+# These mixtures of experts are among the models that save_models() saves.
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v3"]
 # These flags let a chapter split a model or a sequence over two ranks.
 SPLIT = {
@@ -52,8 +52,8 @@ def pytest_configure():
     # A process that a shell starts with & ignores Ctrl-C, and so do its children. The tests send
     # Ctrl-C to children, so restore the default.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # The libraries read these variables when the test modules import them: one thread per process,
-    # no hub, and no GPU for DeepSpeed.
+    # Set these variables now, because libraries read them when a test module imports the libraries.
+    # Each process gets one thread, nothing is downloaded from the hub, and DeepSpeed uses the CPU.
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", DS_ACCELERATOR="cpu")
 
 
@@ -76,10 +76,10 @@ INDEPENDENT = {"test_faults", "test_kill", "test_kubernetes", "test_readme"}
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Give each worker of pytest-xdist one group at a time, because a group shares fixtures.
+    """Give each worker of pytest-xdist one group of tests at a time; a group shares its fixtures.
 
-    A group is a file or, in the files of INDEPENDENT, a single test. The option of xdist for groups
-    does not work: https://github.com/pytest-dev/pytest-xdist/issues/1386
+    A group is all tests of a file or, in the files of INDEPENDENT, a single test. The option of
+    xdist for groups of tests does not work: https://github.com/pytest-dev/pytest-xdist/issues/1386
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -88,15 +88,15 @@ def pytest_xdist_make_scheduler(config, log):
             file = Path(name.partition("::")[0]).stem
             return name if file in INDEPENDENT else file
 
-    # Keep the order of LONGEST; xdist would sort the groups by their number of tests.
+    # Keep the order of LONGEST; by default, xdist sorts the groups by their number of tests.
     config.option.loadscopereorder = False
     return Groups(config, log)
 
 
-# Run this hook first, because pytest must see the markers when it applies -m.
+# Run this hook first, because it adds markers, which pytest needs when it applies -m.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark the exhaustive tests, and put the longest files first."""
+    """Mark the slow tests of tools as exhaustive, and run the slowest files first."""
     for item in items:
         if item.get_closest_marker("tool") and item.get_closest_marker("slow"):
             item.add_marker("exhaustive")
@@ -106,7 +106,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def environment(tmp_path_factory):
-    """Use a new cache folder in this session; check that no library changes the environment."""
+    """Use a new cache folder; check that no library changes an environment variable."""
     cache = tmp_path_factory.mktemp("cache")
     os.environ.update(
         HF_HOME=str(cache / "hf"),
@@ -116,13 +116,14 @@ def environment(tmp_path_factory):
     )
     SERVER.environment = current_environment()
     yield
-    # Fail after a lasting change, because each later script would need a new process, which takes
-    # seconds to start.
-    assert current_environment() == SERVER.environment, "a library has changed the environment"
+    # Fail if a library has changed a variable, because each later script would then need a new
+    # process, which takes seconds to start.
+    problem = "environment: changed by a library; undo the change, or add it to IGNORED_VARIABLES"
+    assert current_environment() == SERVER.environment, problem
 
 
 def linter(name):
-    """Return the path of a linter; skip the test if it is not installed."""
+    """Return the path of a linter; skip the test if the linter is not installed."""
     path = Path(sys.executable).parent / name
     if not path.exists():
         pytest.skip(f"{name}: not installed; run pip install -r requirements-lint.txt")
@@ -130,10 +131,7 @@ def linter(name):
 
 
 def free_port():
-    """Return a free port that Linux does not use for outgoing connections.
-
-    Linux uses ports from 32768 for outgoing connections.
-    """
+    """Return a free TCP port below 32768, because outgoing connections use higher ports."""
     while True:
         port = random.randrange(12_000, 30_000)
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -144,10 +142,10 @@ def free_port():
 def run_jobs(world_size, jobs, folder, timeout=1200, shares=1, must_succeed=False):
     """Run jobs, which are pairs (chapter or script, arguments), on `world_size` ranks.
 
-    Return, for each job, the results of its ranks: status, stdout and stderr.
+    Return a list for each job with the exit status, the stdout and the stderr of each rank.
 
-    The jobs run in sequence, or `shares` jobs at the same time. With `must_succeed`, the first
-    failed rank ends all jobs, because the other ranks of its job may wait for days.
+    `shares` jobs run at the same time. With `must_succeed`, a failed rank ends its job and fails
+    the test, because the other ranks of the job might wait for that rank for days.
     """
 
     def run(number, may_start_again=True):
@@ -169,7 +167,7 @@ def run_jobs(world_size, jobs, folder, timeout=1200, shares=1, must_succeed=Fals
             results.append(result | {"stderr": err.read_text()})
         if may_start_again and any(map(crashed_in_collective, results)):
             warnings.warn(
-                f"PyTorch has crashed a rank in {job_folder}: started again", stacklevel=1
+                f"{job_folder}: PyTorch has crashed a rank; the job starts again", stacklevel=1
             )
             return run(number, may_start_again=False)
         if must_succeed and any(result["status"] for result in results):
@@ -182,10 +180,11 @@ def run_jobs(world_size, jobs, folder, timeout=1200, shares=1, must_succeed=Fals
 
 
 def crashed_in_collective(result):
-    """Return whether PyTorch has crashed a rank that waited for a collective of DTensor.
+    """Return whether a rank has crashed in PyTorch while it waited for a DTensor collective.
 
-    With PyTorch 2.13 and Gloo, a few runs of chapters 06 to 09 have ended with such a segmentation
-    fault or a corrupted heap. We do not know the reason. A second start resumes the run.
+    With PyTorch 2.13 and Gloo, a few runs of chapters 06 to 09 have crashed in such a wait, with a
+    segmentation fault or a corrupted heap. We do not know the reason. A second start resumes the
+    run.
     """
     is_crash = result["status"] in (-signal.SIGSEGV, -signal.SIGABRT)
     return is_crash and "torch/distributed/_functional_collectives.py" in result["stderr"]
@@ -194,7 +193,8 @@ def crashed_in_collective(result):
 def start_ranks(world_size, command, folder, log="", split_output=False, **variables):
     """Start a script and its arguments on `world_size` ranks, as a launcher would.
 
-    Each rank writes its output to a file in the folder, or to two files with `split_output`.
+    Each rank writes its output to one file in `folder`. With `split_output`, it writes stderr to a
+    second file.
     """
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | variables
     variables |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
@@ -213,9 +213,9 @@ def run_or_fail(world_size, jobs, *args, **options):
 
 
 def curves_of(root, runs):
-    """Run short jobs, and return their metrics by name.
+    """Train short runs; return a dictionary from each run's name to its metrics.
 
-    `runs` maps each world size to a dictionary, which maps names to (chapter, arguments).
+    `runs` maps each world size to a dictionary from names of runs to (chapter, arguments).
     """
     for world_size, jobs_by_name in runs.items():
         jobs = []
@@ -227,7 +227,7 @@ def curves_of(root, runs):
 
 
 def run_command(*command, check=False, **options):
-    """Run a Python script or a command; return its CompletedProcess, with its output as text."""
+    """Run a Python script or a command; return its CompletedProcess, with the output as text."""
     command = [sys.executable] * str(command[0]).endswith(".py") + list(map(str, command))
     options = {"capture_output": True, "text": True, "timeout": 300} | options
     return subprocess.run(command, check=check, **options)
@@ -245,7 +245,10 @@ def parse(chapter, *words, ranks=1):
 
 
 def prepare_training(chapter, *words):
-    """Return arguments, model, optimizer, training samples and held-out samples for a command."""
+    """Build the model, the optimizer and the data that a chapter's command line asks for.
+
+    Return the arguments, the model, the optimizer, the training samples and the held-out samples.
+    """
     args = parse(chapter, *words)
     tokenizer, config = chapter.build_tokenizer_and_config(args)
     model = chapter.build_model(args, config)
@@ -254,16 +257,19 @@ def prepare_training(chapter, *words):
 
 
 def prepare_tokens(source, folder, model="tiny"):
-    """Prepare a text for a model, as a reader would; return the folder of tokens."""
+    """Tokenize a text for a model with prepare.py; return the folder of tokens."""
     words = ["-m", model, "-o", folder, source]
     run_command(ROOT / "preparing-data/prepare.py", *words, check=True)
     return folder
 
 
 def change_file(file, old, new, copy=None):
-    """Replace the only occurrence of a text in a file, or in a copy; return the changed file."""
+    """Replace a text that occurs once in a file; return the path of the changed file.
+
+    With `copy`, leave the file unchanged, and write the new text to the path `copy`.
+    """
     text, path = file.read_text(), copy or file
-    assert text.count(old) == 1, f"{file} does not have exactly once: {old}"
+    assert text.count(old) == 1, f"{file}: this text must occur exactly once: {old}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text.replace(old, new))
     return path
@@ -278,7 +284,10 @@ def user_error(capsys, function, *args):
 
 
 def metrics(run_dir):
-    """Return the last row of each step of a run; skip a row that a full disk has cut."""
+    """Return the last row of a run's metrics for each step.
+
+    Skip a row that is incomplete because the disk was full.
+    """
     rows = []
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         with contextlib.suppress(json.JSONDecodeError):
@@ -304,9 +313,9 @@ def difference(curve, other_curve, after=0, names=METRICS, relative=False):
 
 
 def disagreement(curve, other_curve):
-    """Return, for each metric, the difference between two runs if it is at least 1e-5.
+    """Return, by metric, each difference between two runs that is 1e-5 or more.
 
-    The difference of gradient norms is relative, because a few samples have large norms.
+    Differences of gradient norms are relative, because a few samples have large norms.
     """
     by_metric = {
         name: difference(curve, other_curve, names=[name], relative=name == "grad_norm")
@@ -328,7 +337,7 @@ def machine(tmp_path_factory):
 
 @pytest.fixture
 def cluster(machine):
-    """Start a new cluster for each test, which takes about a second."""
+    """Start a new cluster for each test; a start takes about a second."""
     with Cluster() as cluster:
         yield cluster
 
@@ -349,7 +358,7 @@ def load():
 
 @pytest.fixture(autouse=True)
 def keep_transformers(monkeypatch):
-    """Undo a script's changes to transformers, because plans and pictures need the original."""
+    """Undo a script's changes to transformers, because other tests need the original functions."""
     from transformers import masking_utils
     from transformers.integrations import sdpa_attention
 
@@ -374,7 +383,7 @@ def no_group():
 
     if dist.is_initialized():
         dist.destroy_process_group()
-        # Clear the cache of DTensor, because it refers to meshes whose groups are destroyed.
+        # Clear DTensor's cache, because its entries refer to the destroyed process group.
         _clear_sharding_prop_cache()
 
 
@@ -404,9 +413,9 @@ def small_disk(machine, tmp_path):
 
 @pytest.fixture(scope="session")
 def small_tokens(tmp_path_factory):
-    """Return a function that prepares a small text for a model, and returns the folder of tokens.
+    """Return a function that tokenizes a small text for a model, and returns the folder of tokens.
 
-    The text is a part of pydoc, because a tokenizer would need many seconds for the entire pydoc.
+    The text is a part of pydoc's topics, because a tokenizer needs many seconds for all topics.
     """
     root = tmp_path_factory.mktemp("small")
     (root / "small.txt").write_text("\n\n".join(topics.values())[:100_000])
@@ -428,14 +437,14 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def layout_models(tmp_path_factory):
-    """Save configurations of tiny models that two or four ranks can split in every way."""
+    """Save configurations of tiny models whose sizes allow every split over two or four ranks."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8}
     sizes |= {"intermediate_size": 128, "max_position_embeddings": 256}
     return save_models(tmp_path_factory.mktemp("layout_models"), sizes, key_value_heads=4)
 
 
 def save_models(root, sizes, key_value_heads):
-    """Save a folder for each family, with a configuration and a byte tokenizer; return the root."""
+    """Save a tiny model's configuration and a byte tokenizer for each family; return `root`."""
     import transformers
 
     from families import fast_byte_tokenizer
@@ -447,8 +456,8 @@ def save_models(root, sizes, key_value_heads):
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     full = ids | sizes
     grouped = full | {"num_key_value_heads": key_value_heads, "head_dim": 16}
-    # These mixtures have eight experts, and each token uses two. The last two families, and
-    # Qwen2-MoE, also have shared experts, and no experts in the first layer.
+    # In models with these settings, each token uses two of eight experts. Qwen2-MoE, GLM-4-MoE and
+    # DeepSeek-V3 also have shared experts, but no experts in the first layer.
     eight = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     eight |= {"shared_expert_intermediate_size": 32}
     shared = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -457,7 +466,7 @@ def save_models(root, sizes, key_value_heads):
     latent |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
     configs = {
         "llama": transformers.LlamaConfig(**grouped),
-        # The size of this vocabulary is not divisible by the number of ranks.
+        # The size of this vocabulary is odd, so it is not divisible by two or four ranks.
         "odd": transformers.LlamaConfig(**grouped | {"vocab_size": 385}),
         "gpt2": transformers.GPT2Config(**gpt2, **no_dropout),
         "gpt2-dropout": transformers.GPT2Config(**gpt2),

@@ -38,15 +38,15 @@ UNKNOWN = "unrecognized arguments: --nosuch 1; docs/flags.md has the flags of ea
 
 
 @pytest.mark.parametrize("name", sorted(SCRIPTS.keys() - FRAMEWORKS))
-def test_unknown_flag_ends_with_the_same_words_in_every_script(load, capsys, name):
+def test_unknown_flag_prints_the_same_error_in_every_script(load, capsys, name):
     message = user_error(capsys, parse, load(name), "--nosuch", 1, "--compile")
     assert message == f"train_llm.py: error: {UNKNOWN}\n"
     assert (ROOT / "docs/flags.md").exists()
 
 
 @pytest.mark.parametrize("framework", sorted(FRAMEWORKS))
-def test_script_in_a_framework_has_the_lines_about_unknown_flags(framework):
-    """Compare texts, because the packages of the framework may not be installed."""
+def test_script_in_a_framework_has_the_line_about_unknown_flags(framework):
+    """Read the script, but do not run it, because the framework may not be installed."""
     [line] = re.findall(r"    parser.error = .*\n", SCRIPTS["01"].read_text())
     assert line in SCRIPTS[framework].read_text()
 
@@ -66,7 +66,7 @@ def test_learning_rate_rises_then_falls_to_a_tenth(chapter):
     rates = [chapter.lr_at(args, step) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([n / 10 for n in range(1, 11)])
     assert rates[9:] == sorted(rates[9:], reverse=True)
-    # Step 55 is the middle of the decay.
+    # Step 55 is in the middle of the decay, so its rate is the mean of 1 and 0.1.
     assert [rates[54], rates[-1]] == pytest.approx([0.55, 0.1])
     for line in ("--num-steps 5", "--num-steps 1 --warmup-steps 0", "--warmup-steps 100"):
         args = parse(chapter, *line.split())
@@ -89,9 +89,10 @@ LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 
 QWEN3_30B = {"hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4}
 QWEN3_30B |= {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 QWEN3_30B |= {"num_attention_heads": 32, "head_dim": 128}
-# Each model has settings, billions of weights, billions of weights that a token uses, and whether
-# the model's card counts the input embedding. The cards of GPT-OSS leave it out. Without
-# settings, transformers configures Mixtral 8x7B, DeepSeek-V3 or gpt-oss-120b. The Llama is dense.
+# Each row has the settings of a model, its number of weights in billions, and the number of weights
+# that a token uses, also in billions. The last value is True if the model's card counts the input
+# embedding; the cards of GPT-OSS do not count it. The rows without settings use the default
+# configurations of transformers, which are Mixtral 8x7B, DeepSeek-V3 and gpt-oss-120b.
 CARDS = {
     "llama": (LLAMA_8B, 8.03, 8.03, True),
     "qwen3_moe": (QWEN3_30B, 30.5, 3.3, True),
@@ -105,7 +106,7 @@ CARDS = {
 def test_mfu_counts_the_active_weights_of_the_model_card(chapter, monkeypatch, kind):
     settings, total, active, counts_embedding = CARDS[kind]
     args = parse(chapter, "--precision", "bf16")
-    assert chapter.mfu(args, None, 1.0) is None, "the peak of a CPU is unknown"
+    assert chapter.mfu(args, None, 1.0) is None, "an MFU on a CPU, whose peak is unknown"
     monkeypatch.setitem(chapter.PEAK_TFLOPS, "cpu", 1e-12)
     config = CONFIG_MAPPING[kind](**settings)
     with torch.device("meta"):
@@ -116,7 +117,7 @@ def test_mfu_counts_the_active_weights_of_the_model_card(chapter, monkeypatch, k
     counted = (chapter.mfu(args, model, 1.0) - attention) / 6
     if counts_embedding:
         counted += model.get_input_embeddings().weight.numel()
-    # Allow a little more than half of the last digit, because a card may round it up or down.
+    # The card rounds its numbers, so allow a little more than half a unit of their last digit.
     for number, published in [(model.num_parameters(), total), (counted, active)]:
         decimals = len(str(published).partition(".")[2])
         assert abs(number / 1e9 - published) < 0.6 * 10**-decimals
@@ -130,13 +131,13 @@ def test_metrics_have_the_promised_columns(small_tokens, tmp_path):
     assert list(rows[2]) == list(rows[4]) == names
     assert list(rows[3]) == list(rows[6]) == [*names, "val_loss"]
     speeds = [rows[step]["tokens_per_second"] for step in (2, 3, 4, 6)]
-    assert speeds[0] is None, "the first interval may include compilation"
+    assert speeds[0] is None, "a speed in the first interval, which may include compilation"
     assert min(speeds[1:]) > 0
 
 
-# ---- GPUs, as far as a machine without GPUs can tell -----------------------------------------
+# ---- simulated GPUs --------------------------------------------------------------------------
 def simulate(monkeypatch, gpus=0, files=(), **variables):
-    """Let torch see a number of GPUs, and let the system have these files and variables."""
+    """Let torch report `gpus` GPUs, and pretend that `files` and environment variables exist."""
     exists = os.path.exists
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(os.path, "exists", lambda path: path in files or exists(path))
@@ -162,7 +163,7 @@ def test_run_on_a_hidden_gpu_uses_the_cpu(chapter, monkeypatch, hidden):
 
 @pytest.mark.parametrize("capability, precision", [((7, 5), "fp32"), ((8, 0), "bf16")])
 def test_default_precision_is_bf16_where_it_is_fast(chapter, monkeypatch, capability, precision):
-    """Simulate GPUs, such as a T4: it has compute capability 7.5, so torch would emulate bf16."""
+    """Simulate a T4 and an A100: torch would emulate bf16 on the T4, whose capability is 7.5."""
     simulate(monkeypatch, gpus=1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     args = parse(chapter)
@@ -171,7 +172,7 @@ def test_default_precision_is_bf16_where_it_is_fast(chapter, monkeypatch, capabi
 
 
 def test_configuration_takes_the_changes_of_the_command(chapter, models):
-    """Check that a list with an item for each layer changes with the number of layers."""
+    """Check also that a list with one item per layer follows a changed number of layers."""
     layers = ["--config", "num_hidden_layers=3"]
     args = parse(chapter, *layers, "rms_norm_eps=1e-5", "hidden_act=gelu")
     _, config = chapter.build_tokenizer_and_config(args)

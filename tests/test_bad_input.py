@@ -1,4 +1,4 @@
-"""Test that a user's mistake prints one line with the value, exits with 2, and leaves no file."""
+"""Test that a mistake prints one line with the value, exits with status 2, and leaves no file."""
 
 import shutil
 import subprocess
@@ -13,7 +13,7 @@ from runs import check_user_error
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, models):
-    """Return a folder of files and folders, each with one fault."""
+    """Create files and folders that each have one fault; return their parent folder."""
     folder = tmp_path_factory.mktemp("files")
     (folder / "text.txt").write_text("other text " * 2000)
     shutil.copytree(models / "gpt2", folder / "small-embedding")
@@ -41,7 +41,7 @@ CASES = {
 }
 
 
-def test_mistake_costs_one_line_and_no_file(files, tmp_path):
+def test_mistake_prints_one_line_and_writes_no_file(files, tmp_path):
     jobs = []
     for case, (arguments, _) in CASES.items():
         args = [*SHORT, "--save-dir", tmp_path, "-e", case]
@@ -58,7 +58,8 @@ RESUMED = [
     ("-m {models}/gpt2", "config_fingerprint was "),
     ("--config rms_norm_eps=1e-3", "config_fingerprint was "),
 ]
-# For each chapter, the error about a checkpoint of the other chapter, which has a different format.
+# Chapter 02 cannot read a checkpoint with shards, and chapter 04 cannot read a checkpoint without
+# shards. Each chapter then prints this error.
 UNREADABLE = {
     "02": "step-00000004: cannot read it, so move it away to use an older one: FileNotFound",
     "04": "step-00000004: continue it with chapter 03, or choose another --experiment-name",
@@ -66,7 +67,7 @@ UNREADABLE = {
 
 
 def times_of(folder):
-    """Return when each file changed, except the probe that shows that ranks share the folder."""
+    """Return the time of each file's last change, but leave out check_shared()'s probe file."""
     files = [path for path in folder.rglob("*") if path.name != ".probe"]
     return {path: path.stat().st_mtime_ns for path in files}
 
@@ -75,7 +76,7 @@ def times_of(folder):
 def test_resume_with_different_arguments_changes_nothing(
     files, models, small_tokens, tmp_path, chapter, ranks, other
 ):
-    """Check that the error names the value of the checkpoint and the value of the command."""
+    """Check that the error names the changed value or format, and that no file changes."""
     other_tokens = prepare_tokens(files / "text.txt", tmp_path / "other.tokens")
     args = [*SHORT, "-d", small_tokens(), "--num-steps", 4, "--save-dir", tmp_path, "-e", "run"]
     run_or_fail(ranks, [(chapter, args)], tmp_path / "first")
@@ -99,16 +100,17 @@ def test_resume_with_different_arguments_changes_nothing(
     ],
 )
 def test_only_one_rank_reports_a_mistake(files, models, tmp_path, chapter, arguments, expected):
-    """Let rank 0 fail while rank 1 waits for it, or before the ranks know each other."""
+    """Let rank 0 fail while rank 1 waits for it, or before the ranks have connected."""
     args = [*SHORT, *arguments.format(files=files, models=models).split()]
     check_two_ranks_fail(chapter, args, expected, tmp_path, tmp_path / "runs")
 
 
 @pytest.mark.parametrize("chapter", [slow("01"), *map(exhaustive, ("02", "04", "05"))])
 def test_full_disk_loses_no_checkpoint(small_disk, tmp_path, chapter):
-    """Let the third save fail; with space again, the run continues from the second save."""
+    """Let the third save fail; after the disk has grown, the run continues from the second save."""
     num_ranks = 1 if chapter == "01" else 2
-    # Chapter 05 saves in the background, and learns of the failed save in its next save.
+    # Train longer in chapter 05, because it saves in the background, and reports a failed save only
+    # at the next save.
     steps = 8 if chapter == "05" else 6
     args = [*SHORT, "--num-steps", steps, "--checkpoint-every", 2, "--save-dir", small_disk]
     args += ["-e", "run", *["--checkpoint-async"] * (chapter == "05")]

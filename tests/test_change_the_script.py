@@ -1,4 +1,4 @@
-"""Test the patches of change-the-script: a patch fits, has its effect, keeps resume exact."""
+"""Test that each patch of change-the-script fits, has its effect, and keeps resuming exact."""
 
 import math
 import subprocess
@@ -34,7 +34,7 @@ def train(name, chapter, run_dir):
 
 
 def check_effect(name, run_dir, curve):
-    """Check that a run shows what the page promises for its patch."""
+    """Check that a run shows the effect that the page promises for its patch."""
     weights, earlier_weights = (read_checkpoint(run_dir, step)["model"] for step in (20, 10))
     if name == "freeze":
         frozen = {key for key in weights if torch.equal(weights[key], earlier_weights[key])}

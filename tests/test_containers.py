@@ -1,4 +1,4 @@
-"""Test that the recipes of the images are sound and agree, without building the images."""
+"""Test that the recipes of both images pass linters and install the same packages."""
 
 import re
 
@@ -22,7 +22,7 @@ def test_dockerfile_passes_hadolint():
     assert done.returncode == 0, done.stdout
 
 
-def test_both_images_install_the_same_on_the_same_base():
+def test_both_images_install_the_same_packages_on_the_same_base():
     installs = r"^from:? (.*)|apt-get install ([\w +-]+\w)|(requirements.txt /.*)|pip install (.*)"
     recipes = (re.findall(installs, recipe, re.M | re.I) for recipe in (DOCKERFILE, DEFINITION))
     in_dockerfile, in_definition = map(sorted, recipes)

@@ -55,12 +55,12 @@ def chapter(load, one_rank_group):
 
 # ---- the gradient ----------------------------------------------------------------------------
 def tokens_of(tokenizer, document):
-    """Return an expected document as a tuple of (token, whether it is learned)."""
+    """Tokenize an expected document; return a tuple of pairs (token, whether it is learned)."""
     tokens = []
     for text, is_learned in document:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         tokens += [(token, is_learned) for token in ids]
-    # Nothing comes before the first token, so it cannot be predicted.
+    # Mark the first token as not learned, because no earlier token can predict it.
     return ((tokens[0][0], False), *tokens[1:])
 
 
@@ -74,7 +74,7 @@ CASES += [slow("gemma3-window", "llama3", 1, "flex_attention")]
 
 @pytest.fixture
 def flex_on_cpu(monkeypatch):
-    """Run flex attention's formula as plain operations; torch refuses a backward pass on a CPU."""
+    """Run flex attention as plain operations, because torch refuses its backward pass on a CPU."""
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(WrappedFlexAttention, "__call__", lambda _: flex.flex_attention)
 
@@ -103,7 +103,10 @@ def test_packed_gradient_equals_one_conversation_at_a_time(
 
 
 def distances_from_plain(chapter, args, model, train_set):
-    """Return the distances of the loss and of the gradients of step 1 from a plain model's."""
+    """Compare step 1 with an unsharded model that reads one document at a time.
+
+    Return the difference of the losses, and the largest relative difference of a gradient.
+    """
     plain = plain_model(model)
     loss = loss_of_documents(plain, documents_of_step(chapter, args, train_set))
     loss.backward()
@@ -112,12 +115,12 @@ def distances_from_plain(chapter, args, model, train_set):
 
 
 def read_each_other(chapter):
-    """Let documents of a sample read each other."""
+    """Let the tokens of a sample attend to earlier documents, not only to their own document."""
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 
 def learn_context(chapter):
-    """Learn all tokens instead of the answers."""
+    """Compute the loss on all tokens, not only on the answers."""
     inputs_of = chapter.inputs_of
 
     def inputs(batch):
@@ -178,7 +181,8 @@ def test_family_that_cannot_separate_conversations_is_refused(chapter, capsys, k
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-# The angles of these models change at a length of 16 tokens.
+# With these settings, the rotary angles of all positions change if a sample has more than 16
+# tokens.
 BEYOND_A_DOCUMENT = {
     "longrope": {"rope_parameters": LONG_ROPE},
     "dynamic NTK": {"rope_parameters": DYNAMIC, "max_position_embeddings": 16},
@@ -205,7 +209,10 @@ def random_tokens(number, dtype):
 
 @pytest.fixture(scope="module")
 def tokens(load, tmp_path_factory):
-    """Prepare a text, context without answers, and samples that give rank 0 of 2 no answer."""
+    """Write three folders of tokens: a text, context without answers, and a mixture of both kinds.
+
+    The mixture has answers only for rank 1 of two ranks, and in the held-out samples.
+    """
     root, chapter = tmp_path_factory.mktemp("tokens"), load("conversations")
     context = random_tokens(12, torch.int32) | chapter.CONTEXT
     context[:, [0, 20]] |= chapter.FIRST
@@ -254,13 +261,13 @@ ASK, ANSWER = say("user", "Why?"), say("assistant", "Because.")
 
 
 def marked(folder, rows, *flags):
-    """Prepare rows for the tiny model; return the text of each document, with »answers«."""
+    """Prepare rows for the tiny model; return the text of each document, with answers in »«."""
     tokens = prepare_rows(folder, rows, "--conversations", "-s", 512, *flags)
     return texts_of(ByT5Tokenizer(), tokens, 512)
 
 
 def texts_of(tokenizer, tokens, seq_length):
-    """Return the text of each document in a folder of tokens, with »answers«."""
+    """Return the text of each document in a folder of tokens, with answers in »«."""
     texts = []
     for token in np.fromfile(tokens / "000000.tokens", np.int32).tolist():
         texts += [[]] if token & FIRST else []
@@ -283,13 +290,13 @@ MISTAKES = {
     "null": (None, "it has no messages"),
     "no answer": ([say("system", "Be short."), ASK], "its last turn is by the user; end it with"),
     "no question": ([ANSWER], "its first turn is by the assistant; begin it with a turn by"),
-    "picture": ([say("user", [{"type": "image"}]), ANSWER], "a turn's content is not text, but [{"),
+    "picture": ([say("user", [{"type": "image"}]), ANSWER], "a turn's content is [{"),
     "no content": ([ASK, {"role": "assistant"}], "a turn by the assistant has no content"),
     "tool calls": (CALLS, "the model's chat template leaves out 'find' of an answer"),
     "thoughts": ([ASK, ANSWER | {"thinking": "Hm."}], "the model's chat template leaves out 'Hm.'"),
-    "weight": ([ASK, ANSWER | {"weight": 0.5}], "a turn has weight 0.5; only 0 and 1 are possible"),
+    "weight": ([ASK, ANSWER | {"weight": 0.5}], "a turn has weight 0.5; use 0 or 1"),
     "nothing": ([ASK, ANSWER | {"train": False}], "it has no answer to learn"),
-    "text": ("a", "a turn has no role and content, but is 'a'"),
+    "text": ("a", "a turn is 'a'; make it an object with role and content"),
 }
 
 
@@ -299,7 +306,7 @@ def test_mistake_in_a_conversation_is_reported_or_left_out(tmp_path, turns, expe
     path = write_rows(tmp_path / "a.jsonl", rows)
     output = preparing.prepare(tmp_path / "a.tokens", path, "--conversations", status=2)
     assert f"error: {path}, line 3: {expected}" in output
-    assert output.endswith("; --skip-bad leaves it out\n")
+    assert output.endswith("; repair it, or pass --skip-bad to leave it out\n")
     output = preparing.prepare(tmp_path / "a.tokens", path, "--conversations", "--skip-bad")
     assert "1 bad documents left out" in output and "3 rows are packed into 1 samples" in output
 
@@ -343,7 +350,7 @@ def save_tokenizer(folder, tokenizer):
 
 
 def test_long_conversations_and_control_tokens_are_left_out(tmp_path):
-    # Each good document fills a sample, because two of them do not fit into one sample.
+    # Each good document gets its own sample, because two good documents do not fit into one sample.
     good = [[ASK, ANSWER], [say("system", "Be short."), ASK, ANSWER]]
     left_out = [[ASK, say("assistant", "a" * 64)], [say("user", "</s>"), ANSWER]]
     left_out.append([ASK, ANSWER | {"thinking": "</s>"}])
@@ -384,7 +391,7 @@ def test_formats_of_conversations_give_the_same_tokens(tmp_path, rows):
     assert first.count("»") == (2 if rows in (EQUAL["turns"], EQUAL["system"]) else 1)
 
 
-# This template is like that of Qwen3: it shows the tools, the calls and their results.
+# This template resembles Qwen3's: it shows the tools, the calls of tools, and the results.
 TOOLS = """{% for tool in tools or [] %}{{ tool | tojson }}
 {% endfor %}{% for message in messages %}<{{ message.role }}>{{ message.content }}
 {%- for call in message.tool_calls or [] %}<call>{{ call.function | tojson }}{% endfor %}<end>
@@ -402,7 +409,7 @@ FROM_FUNCTION = [
 
 
 def call_rows():
-    """Return a conversation with a call of a tool, as data sets write it."""
+    """Return one conversation, which calls a tool, as rows in the formats of several data sets."""
     ends = [say("tool", "b"), ANSWER]
     calls = [say("assistant", "", tool_calls=[call]) for call in (CALL, NULLS, AS_TEXT)]
     rows = [{"messages": [ASK, call, *ends], "tools": [TOOL]} for call in calls]
@@ -415,7 +422,8 @@ def test_calls_of_tools_are_learned_without_the_null_keys_of_tables(tmp_path):
     (model / "chat_template.jinja").write_text(TOOLS)
     tokens = prepare_rows(tmp_path, call_rows(), "--conversations", "-s", 512, "-m", model)
     table = tmp_path / "a.parquet"
-    # A table gives all calls the keys of all other calls.
+    # Test a Parquet table, too: there, each call has the keys of all calls, with null for missing
+    # values.
     pq.write_table(pyarrow.Table.from_pylist(call_rows()[:2]), table)
     words = "--conversations", "-s", 512, "-m", model
     preparing.prepare(tmp_path / "a.tokens", table, *words)
@@ -470,7 +478,7 @@ FOUR_RANKS = {"experts and pipeline"}
 
 
 def merged(chapter, folder):
-    """Merge the diff of conversations into a chapter; return the script's path."""
+    """Merge the changes from chapter 05 to conversations into a later chapter; return its path."""
     script = shutil.copy(SCRIPTS[chapter], folder / f"on_{chapter}.py")
     merge = ["git", "merge-file", "--ours", script, SCRIPTS["05"], SCRIPTS["conversations"]]
     assert run_command(*merge).returncode == 0
@@ -488,7 +496,8 @@ def test_merged_into_a_later_chapter_the_curve_stays_the_same(layout_models, tmp
     args += ["-b", 2, "--lr", 0.001]
     flags = PARALLEL if chapter == "08" else EXPERTS
     jobs = {name: (script, [*args, *flags[name]]) for name in flags}
-    # Each stage of a pipeline needs two ranks that split its experts.
+    # Run jobs that combine a pipeline and split experts on four ranks, because each of the two
+    # stages needs two ranks to split its experts.
     on_four = {name: jobs.pop(name) for name in FOUR_RANKS & jobs.keys()}
     runs = {1: {"one": ("conversations", args)}, 2: jobs, 4: on_four}
     curves = curves_of(tmp_path, {ranks: group for ranks, group in runs.items() if group})

@@ -1,4 +1,4 @@
-"""Test that one rank reads each sample once per epoch, however often the run stops."""
+"""Test that exactly one rank reads each sample of an epoch, and that datasets become samples."""
 
 import functools
 import json
@@ -55,7 +55,7 @@ LAYOUTS = [("01", 1), ("02", 1), ("02", 2), ("02", 4), ("02", 8)]
 def test_ranks_share_the_seeded_permutations(
     chapter, ids_at, name, ranks, micro_batch_size, pieces
 ):
-    """Check that each layout has the same stream, and each shuffle of a piece its own order."""
+    """Check that all layouts read the same stream, and that each shuffle has a different order."""
     stream, expected = [], []
     for step in range(1, 8):
         stream += ids_at(name, step, ranks, micro_batch_size, pieces)
@@ -73,7 +73,7 @@ def test_skipped_steps_shift_the_samples(ids_at, name):
 
 
 def test_late_step_takes_two_permutations_at_most(chapter, ids_at):
-    """Check that a resume at a late step takes no longer than at an early step."""
+    """Ensure that a resume takes no longer at a late step than at an early step."""
     chapter.random_order.cache_clear()
     ids_at("01", 10**12)
     assert chapter.random_order.cache_info().misses <= 2
@@ -96,9 +96,9 @@ def test_seeds_are_mixed_not_added(chapter):
 # ---- a dataset of the hub --------------------------------------------------------------------
 @pytest.fixture
 def hub(chapter, monkeypatch):
-    """Return a function that builds a chapter's samples from a file in place of a dataset.
+    """Return a function that builds samples from a local file as from a dataset on the hub.
 
-    For the name of a dataset on the hub, load_dataset() would download files such as `path`.
+    load_dataset() then reads the file `path`, which has the format of a dataset's files.
     """
     real = datasets.load_dataset
 
@@ -123,13 +123,13 @@ def write_rows(folder, rows):
 
 
 def make_texts(count):
-    """Return documents of 0 to 400 characters."""
+    """Return `count` random texts with fewer than 400 characters."""
     source = random.Random(0)
     return ["".join(source.choices("abcdefgh ", k=source.randrange(400))) for _ in range(count)]
 
 
 def test_samples_are_the_documents_joined_and_cut(hub, tmp_path):
-    """Check that only an incomplete last sample is left out, and that quoted tokens are text."""
+    """Check that only an incomplete last sample is dropped, and that `<s>` in a text stays text."""
     rows = [*make_texts(2350), "<p>price <s>9</s></p>", "text " * 40]
     samples, held_out = hub(write_rows(tmp_path, rows))
     [train] = samples.pieces
@@ -147,14 +147,14 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("rows, changes, expected", UNUSABLE.values(), ids=UNUSABLE)
-def test_unusable_dataset_costs_one_line(hub, tmp_path, capsys, rows, changes, expected):
+def test_unusable_dataset_prints_one_line(hub, tmp_path, capsys, rows, changes, expected):
     path = write_rows(tmp_path, ["a", *rows])
     error = user_error(capsys, functools.partial(hub, path, **changes))
     assert error.splitlines()[-1].endswith(expected)
 
 
-def test_file_on_the_disk_is_answered_with_the_command_that_prepares_it(tmp_path, monkeypatch):
-    """Run the command of the answer unchanged, and then train on the folder that it writes."""
+def test_text_file_is_refused_with_the_command_that_prepares_it(tmp_path, monkeypatch):
+    """Run the printed command unchanged, and then train on the folder that the command writes."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my text.txt").write_text("\n\n".join(make_texts(200)))
     shutil.copytree(ROOT / "preparing-data", tmp_path / "preparing-data")
@@ -179,7 +179,7 @@ def test_ranks_find_the_tokens_of_rank_0(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_tokenizing_takes_the_same_memory_for_any_corpus(chapter, hub, tmp_path, monkeypatch):
-    """Check that memory outside of files stays constant while 10 MB of tokens pass through."""
+    """Check that the process's own memory stays constant while it writes 10 MB of tokens."""
     sizes = []
 
     def measure(*args, **options):

@@ -35,7 +35,7 @@ MIXTURE = f"-m {ROOT}/09-expert-parallel/tiny-mixture -b 1"
 
 
 def run(script, gpus, arguments, ranks="0", gpu="H100-80GB", samples=None):
-    """Run a script dry as some of its ranks, and return their numbers.
+    """Run a script dry as the given ranks; return the result of one rank, or a list of results.
 
     By default, a step has one sample for each GPU.
     """
@@ -48,9 +48,9 @@ def run(script, gpus, arguments, ranks="0", gpu="H100-80GB", samples=None):
 
 
 def sent(result, kind, ranks=None, column="bytes"):
-    """Return the bytes that a rank sends in the second step with collectives of a kind.
+    """Return the bytes that a rank sends in step 2 with one kind of collective, such as all-gather.
 
-    With `column="calls"`, return the number of these collectives.
+    With `column="calls"`, return the number of calls instead.
     """
     assert not result["problem"], result["problem"]["traceback"]
     return sum(
@@ -59,13 +59,14 @@ def sent(result, kind, ranks=None, column="bytes"):
         if row["phase"].startswith("step 2")
         and row["kind"] == kind
         and row["ranks"] == (ranks or row["ranks"])
-        # Leave out collectives of single numbers, such as the norm of the gradients.
+        # Leave out collectives of single numbers, such as the norm of the gradients, because the
+        # formulas do not count them.
         and row["bytes"] > 8 * row["calls"]
     )
 
 
 def share(ranks):
-    """Return the part of a tensor that each rank of a ring sends."""
+    """Return the fraction of a tensor that each rank of a ring sends."""
     return (ranks - 1) / ranks
 
 
@@ -83,7 +84,7 @@ def test_ddp_sends_the_bytes_of_the_formula(gpus):
 @pytest.mark.parametrize("chapter", ["04", exhaustive("05")])
 def test_fsdp_sends_the_bytes_of_the_formula(chapter, gpus):
     result = run(SCRIPTS[chapter], gpus, MODEL)
-    # The backward pass gathers each layer a second time, except for the last layer.
+    # The backward pass gathers the weights of each layer again, except for the last layer.
     gathered = 2 * 2 * WEIGHTS - 2 * OUTER - 2 * LAYER
     assert sent(result, "all-gather") == pytest.approx(share(gpus) * gathered)
     assert sent(result, "all-gather", column="calls") == 2 * LAYERS
@@ -100,9 +101,11 @@ def test_each_micro_batch_of_kept_layers_sends_the_bytes_of_the_formula():
 
 
 def test_muon_sends_the_bytes_of_the_formula():
-    """Add matrices of zeros, because the number of the matrices is not divisible by the ranks."""
+    """Count the padding, too: zero matrices make the number of matrices a multiple of the ranks."""
     result = run(SCRIPTS["muon"], 8, MODEL)
-    # The sizes of a matrix of attention, of two matrices of the MLP, and of the third matrix.
+    # Each pair has the size of a matrix, and the number of matrices of this shape in a layer:
+    # attention has four matrices, and the MLP has two matrices of one shape and one of another
+    # shape.
     sizes = [(WIDTH**2, 4), (WIDTH * MLP_WIDTH, 2), (WIDTH * MLP_WIDTH, 1)]
     weights = sum(size * math.ceil(number * LAYERS / 8) * 8 for size, number in sizes)
     assert sent(result, "all-to-all") == pytest.approx(2 * share(8) * 2 * weights / 8)
@@ -131,13 +134,14 @@ def test_replicas_send_the_bytes_of_the_formula(gpus):
 def test_tensor_parallelism_sends_the_bytes_of_the_formula(gpus, recompute):
     arguments = f"{MODEL} --tensor-parallel-size 4 --recompute {recompute}"
     result = run(SCRIPTS["06"], gpus, arguments)
-    # Four ranks process four micro-batches of one sample. A layer gathers its hidden states, of two
-    # bytes, four times, and twice more if it is recomputed. The head gathers its weights.
+    # Four ranks process four micro-batches of one sample. A layer gathers its hidden states four
+    # times, and six times if it is recomputed; each number has two bytes. The head gathers its
+    # weights.
     gathers = 4 if recompute == "none" else 6
     gathered = gathers * LAYERS * 2 * LENGTH * WIDTH + 2 * VOCABULARY * WIDTH
     assert sent(result, "all-gather", 4) == pytest.approx(4 * share(4) * gathered)
-    # The ranks exchange their columns of the embedded tokens, and later the columns of the
-    # gradient.
+    # The ranks exchange their columns of the embedded tokens and, in the backward pass, the columns
+    # of the gradient.
     exchanged = 4 * 2 * 2 * LENGTH * WIDTH / 4
     assert sent(result, "all-to-all", 4) == pytest.approx(share(4) * exchanged)
     norms, shards = (2 * LAYERS + 1) * WIDTH, gpus // 4
@@ -149,8 +153,8 @@ def test_tensor_parallelism_sends_the_bytes_of_the_formula(gpus, recompute):
 def test_pipeline_sends_the_bytes_of_the_formula(gpus):
     arguments = f"{MODEL} --pipeline-parallel-size 2"
     result = run(SCRIPTS["07"], gpus, arguments)
-    # The first rank sends the hidden states of its two micro-batches forward. It gathers its only
-    # layer and its embedding once, for all micro-batches.
+    # The first rank sends the hidden states of its two micro-batches to the next stage. It gathers
+    # its only layer and its embedding once for all micro-batches.
     assert sent(result, "send") == 2 * 2 * LENGTH * WIDTH
     gathered = 2 * (LAYER + VOCABULARY * WIDTH)
     assert sent(result, "all-gather") == pytest.approx(share(gpus // 2) * gathered)
@@ -174,16 +178,17 @@ def test_context_parallelism_sends_the_bytes_of_the_formula(style, gpus):
 def test_expert_parallelism_sends_the_bytes_of_the_formula(size):
     arguments = f"{MIXTURE} -s 256 --expert-parallel-size {size}"
     result = run(SCRIPTS["09"], 8, arguments)
-    # Each of 256 tokens travels to two experts and back, in three of the layers, in the forward and
-    # in the backward pass. Its hidden state has 128 numbers of two bytes.
+    # Each of 256 tokens travels to two experts and back, in each of three layers, in the forward
+    # and in the backward pass. A token's hidden state has 128 numbers of two bytes.
     per_pass = 2 * 3 * 256 * 2 * 128 * 2
     assert sent(result, "all-to-all", size) == pytest.approx(2 * per_pass * share(size), rel=0.01)
-    # In each layer, the host waits for the numbers of tokens.
+    # In each of three layers, the host waits for the numbers of tokens that the ranks exchange.
     [wait] = [row for row in result["waits"] if row["phase"].startswith("step 2")]
     assert wait["function"] == "dispatch" and wait["times"] == 3
 
 
-# On a CPU, DTensor gathers where a GPU uses an all-to-all, so no all-to-all is compared.
+# Each value has a number of ranks, flags, and the collectives to compare. All-to-all is not among
+# them, because on a CPU, DTensor uses an all-gather in place of an all-to-all.
 REAL_RANKS = {
     "02": [2, "--batch-size 2", "all-reduce"],
     "04": [4, "--replicas 2 --batch-size 1", "all-gather reduce-scatter all-reduce"],
@@ -243,7 +248,7 @@ def planned(name, gpus, arguments):
     """Return the bytes of tensors that the planner counts on the fullest GPU or pipeline rank."""
     chapter, _, part = name.replace("lora", "05").replace("muon", "04").partition(" ")
     arguments += " --muon" * (name == "muon")
-    # Float8 needs the memory of chapter 05.
+    # Plan float8 as chapter 05, because both scripts need the same memory.
     chapter, arguments = chapter.replace("float8", "05"), arguments.replace("--float8", "")
     nodes = f"--chapter {chapter} --nodes {gpus // 8} --gpus-per-node 8 --global-batch-size {gpus}"
     args = will_it_fit.parse_args(shlex.split(f"{arguments} {nodes}"))
@@ -265,15 +270,17 @@ def test_peak_equals_the_planner(name):
     gpus, words, *ranks = LAYOUTS[name]
     result = run(SCRIPTS[name.partition(" ")[0]], gpus, f"{SMALL_8B} {words}", *ranks)
     assert not result["problem"], result["problem"]["traceback"]
-    # The planner simulates one micro-batch of a pipeline, and adds the memory of the other
-    # micro-batches. For LoRA, it ignores the mask of conversations.
+    # Allow a difference in two cases. For a pipeline, the planner simulates one micro-batch, and
+    # adds the memory of the other micro-batches. For LoRA, the planner ignores the mask of
+    # conversations.
     relative = {"07": 0.03, "lora": 0.02}.get(name.partition(" ")[0])
     tolerance = {"rel": relative} if relative else {"abs": dry_run.GIB / 100}
     expected = planned(name, gpus, f"{SMALL_8B} {words}")
     assert result["fullest"]["bytes"] == pytest.approx(expected, **tolerance)
 
 
-# These arguments change nothing in a dry run, so commands that differ only in them share a run.
+# These arguments change nothing in a dry run, so commands that differ only in these arguments share
+# a run.
 WITHOUT_EFFECT = """
     checkpoint_async checkpoint_every compile dataset_name experiment_name keep_checkpoints lr
     num_steps pretrained text_column wandb_id warmup_steps
@@ -284,13 +291,13 @@ PEAKS = {}
 
 
 def options_of(command, *more_arguments):
-    """Return the options of a dry run of a command of the guide."""
+    """Return the dry run's options for a command of the guide."""
     words = ["--gpus", command.gpus, "--gpu", command.gpu, "--", command.script]
     return dry_run.parse_args([str(word) for word in (*words, *command.arguments, *more_arguments)])
 
 
 def peaks_of(command, ranks, *more_arguments):
-    """Run a command dry; return the bytes of all tensors at the peak of each phase of each rank."""
+    """Run a command dry; return the bytes of all tensors at the peak, by rank and phase."""
     options = options_of(command, *more_arguments)
     dry_run.load_script(options)
     peaks = {}
@@ -302,12 +309,13 @@ def peaks_of(command, ranks, *more_arguments):
 
 
 def peak_of(command, args):
-    """Return the bytes of all tensors of the fullest rank of a command, at its fullest moment.
+    """Return the peak memory of a command, which is the bytes of all tensors on its fullest rank.
 
     Run at most two micro-batches per stage. Without a pipeline, further micro-batches do not raise
-    the peak. A pipeline keeps hidden states of each micro-batch, so with all 64 micro-batches of
-    chapter 07, the peak is 1.5% higher. Run a deep model with two small numbers of layers, and
-    extend the line through the two peaks of each phase to the real number of layers.
+    the peak. In a pipeline, a rank keeps hidden states of each micro-batch, so the peak of chapter
+    07's command with all its 64 micro-batches is 1.5% higher. Run a deep model with two small
+    numbers of layers, and extend the line through the two peaks of each phase to the real number of
+    layers.
     """
     stages, changes = getattr(args, "num_stages", 1), []
     ranks = [command.gpus - 1] if stages == 1 else [0, command.gpus - 1]
@@ -318,8 +326,8 @@ def peak_of(command, args):
     layers = 0 if is_tiny else copy_of_config(args.model_name).num_hidden_layers
     if layers <= MAX_LAYERS:
         return max(peaks_of(command, ranks, *changes).values())
-    # Choose numbers of layers with the same remainder, so that the same stages have one layer more
-    # than the other stages.
+    # Choose numbers of layers that leave the same remainder as the real number when they are
+    # divided by the number of stages, so that the same stages have an additional layer.
     short, long = [layers % stages + number for number in (max(stages, 4), max(2 * stages, 6))]
     few = peaks_of(command, ranks, *changes, "--config", f"num_hidden_layers={short}")
     more = peaks_of(command, ranks, *changes, "--config", f"num_hidden_layers={long}")
@@ -431,12 +439,13 @@ BAD = {
     "--gpus 0": "argument --gpus: must be at least 1, not 0",
     "--gpus 12": "--gpus 12: not divisible by --gpus-per-node 8; choose a multiple",
     "--gpus 8 --rank foo": "argument --rank: foo is neither a rank nor last",
-    # The flags of the script are checked, too.
+    # The script itself refuses this value, because the dry run also checks the script's flags.
     "--gpus 3": "--global-batch-size 32: not divisible by 3 data-parallel ranks; choose a multiple",
     "--gpus 8 --rank 0 8": "--rank 8: unknown rank; choose from 0 to 7",
 }
 GUARD = 'if __name__ == "__main__":'
-# Each case has a text of chapter 04, a replacement, and the error that the dry run reports.
+# Each case has a text of chapter 04's script, a replacement for this text, and a part of the error
+# that the dry run reports.
 OTHER_SCRIPTS = {
     "own script": (".*", "TRAIN", "because it lacks parse_args, setup, build_model"),
     "renamed function": ("def train_step", "TRAIN\ndef step", "because it lacks train_step;"),
@@ -458,7 +467,7 @@ def check_refusal(words, message, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("options", BAD)
-def test_mistake_in_a_flag_costs_one_line(options, monkeypatch, capsys):
+def test_mistake_in_a_flag_prints_one_line(options, monkeypatch, capsys):
     words = [*options.split(), "--", SCRIPTS["04"]]
     check_refusal(words, BAD[options], monkeypatch, capsys)
 
@@ -477,7 +486,7 @@ def test_script_without_the_functions_of_a_chapter_is_not_executed(
 
 
 def test_second_wrapper_of_ddp_is_reported_with_its_line(tmp_path):
-    """Wrap a model twice: the inner wrapper would reduce gradients in each micro-batch."""
+    """Wrap a model in DDP twice: the inner wrapper would reduce gradients in each micro-batch."""
     source = SCRIPTS["02"].read_text()
     name = "import DistributedDataParallel"
     wrapped = "ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)"
@@ -491,7 +500,7 @@ def test_second_wrapper_of_ddp_is_reported_with_its_line(tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "assets/samples").glob("dry-run-*.txt")))
-def test_sample_names_the_lines_of_todays_scripts(path):
+def test_sample_names_the_lines_of_the_current_scripts(path):
     for script, number, code in re.findall(r"(\S+/train_llm\.py):(\d+): (.*)", path.read_text()):
         line = (ROOT / script).read_text().splitlines()[int(number) - 1].strip()
-        assert line.startswith(code[:60]), f"record {path.stem} again: line {number} is {line}"
+        assert line.startswith(code[:60]), f"{path.stem}: line {number} is now {line}; record again"

@@ -1,4 +1,4 @@
-"""Test that biases balance the experts of chapter 09, and that a rank may receive no tokens."""
+"""Test that chapter 09 balances its experts, and that it trains if a rank receives no tokens."""
 
 import pytest
 import torch
@@ -18,7 +18,8 @@ from marks import exhaustive, slow
 from runs import copy_run, have_same_weights, read_checkpoint
 
 TINY = ROOT / "09-expert-parallel/tiny-mixture"
-# Use a low learning rate, because with a high rate scores would change faster than biases.
+# Use a low learning rate, because with a high rate the routers' scores would change faster than the
+# biases.
 MIXTURE = ["-m", TINY, "--lr", 2e-4]
 RATE = [*MIXTURE, "--expert-balance-rate", 0.01]
 EP2, EP4 = ["--expert-parallel-size", 2], ["--expert-parallel-size", 4]
@@ -32,7 +33,7 @@ def is_bias(name):
 
 
 def biases_of(run_dir, step):
-    """Return the biases of all routers in a checkpoint, [layers, experts]."""
+    """Return the biases of all routers in a checkpoint as a tensor, [layers, experts]."""
     weights = read_checkpoint(run_dir, step)["model"]
     return torch.stack([weights[name] for name in sorted(weights) if is_bias(name)])
 
@@ -40,7 +41,7 @@ def biases_of(run_dir, step):
 def test_step_moves_each_bias_toward_the_mean_load(load, one_rank_group, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     chapter, device = load("09"), torch.device("cpu")
-    # Build no optimizer here, because it needs shards, and the model has no shards yet.
+    # Build no optimizer here, because the optimizer needs a sharded model.
     with monkeypatch.context() as patch:
         patch.setattr(chapter, "build_optimizer", lambda *_: None)
         args, model, _, train_set, _ = prepare_training(chapter, *SHORT, *RATE)
@@ -87,7 +88,7 @@ def test_balancing_lowers_the_load_of_the_most_loaded_expert(root):
 
 
 def check_balanced_run(run_dir, reference):
-    """Check that a run has the losses, the loads and the biases of the run on one rank."""
+    """Check that a run has the same losses, loads and biases as the run on one rank."""
     curve, expected = metrics(run_dir), metrics(reference)
     assert difference(curve, expected) < 1e-5
     for step in range(1, 21):
@@ -122,7 +123,7 @@ def test_finished_model_has_the_biases(root):
 
 
 # ---- the loss for balancing ------------------------------------------------------------------
-# A weight so high that the loss changes every gradient.
+# The weight of the loss for balancing is so high that this loss changes every gradient.
 LOSS = ["--lr", 1e-3, "--expert-balance-loss", 1, "-b", 2, "--num-steps", 8]
 PP2, TP2 = ["--pipeline-parallel-size", 2], ["--tensor-parallel-size", 2]
 LOSS_LAYOUTS = {
@@ -162,7 +163,10 @@ def gradients_of(chapter, args, model, train_set):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", slow("mixtral"), slow("olmoe"), slow("gpt_oss")])
 def test_balance_loss_has_the_gradient_of_the_textbook(sharded, family):
-    """Compare with autograd of the loss of Switch Transformers, with given numbers of tokens."""
+    """Compare chapter 09's gradient with autograd's gradient of Switch Transformers' loss.
+
+    Both losses get the same token counts.
+    """
     chapter, args, model, train_set = sharded(family, "-b", 8)
     loss, without = gradients_of(chapter, args, model, train_set)
     layers, experts = len(chapter.routers_of(model)), len(chapter.routers_of(model)[0].weight)
@@ -197,7 +201,7 @@ def test_balance_loss_has_the_gradient_of_the_textbook(sharded, family):
 
 @pytest.fixture(scope="module")
 def loss_root(tmp_path_factory, layout_models):
-    """Train with the loss for balancing on one rank; return the folder of the run."""
+    """Train on one rank with and without the loss for balancing; return the runs' folder."""
     root = tmp_path_factory.mktemp("balance-loss")
     model = ["-m", layout_models / "qwen3_moe"]
     off = ["-m", layout_models / "qwen3_moe", *LOSS, "--expert-balance-loss", 0]
@@ -222,7 +226,7 @@ def test_balance_loss_does_not_depend_on_the_layout(loss_root, layout_models, tm
         assert curve[step]["experts"] == expected[step]["experts"], step
 
 
-# Each mistake makes the loss depend on the layout.
+# Each mistake replaces a text of the script, and makes the loss depend on the layout.
 MISTAKES = {
     "counts of one rank": ("    dist.all_reduce(totals)\n", ""),
     "counts of one micro-batch": (
@@ -244,7 +248,7 @@ def test_comparison_of_layouts_finds_a_mistake(layout_models, tmp_path, mistake)
 
 @pytest.mark.slow
 def test_run_with_balance_loss_continues_on_another_layout(loss_root, layout_models, tmp_path):
-    """The first step after a resume needs the numbers of tokens from before the resume."""
+    """Check that the first step after a resume uses the token counts from before the resume."""
     words = ["-m", layout_models / "qwen3_moe", *LOSS, "--checkpoint-every", 4]
     curves_of(tmp_path, {2: {"run": ("09", [*words, *EP2])}})
     copy_run(tmp_path / "run", 4, tmp_path / "moved")
@@ -255,7 +259,7 @@ def test_run_with_balance_loss_continues_on_another_layout(loss_root, layout_mod
 # ---- ranks without tokens --------------------------------------------------------------------
 @pytest.mark.slow
 def test_rank_without_tokens_changes_no_curve(tmp_path, small_tokens):
-    """Publish a model with biases so high that all tokens choose experts of rank 0."""
+    """Train a model whose router biases are so high that all tokens choose experts of rank 0."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY))
     for name, bias in model.named_buffers():

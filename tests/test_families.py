@@ -1,7 +1,7 @@
 """Test that chapters initialize and train all families equally, and refuse unsuitable families.
 
-The table of docs/families.md comes from these runs: `make families` trains each family in the
-chapters that the file RESULTS does not have for it.
+The table of docs/families.md comes from these runs. `make families` trains each family in those
+chapters whose results are missing in the file RESULTS.
 """
 
 import argparse
@@ -45,11 +45,12 @@ RESULTS = ROOT / "benchmarks/results/families.json"
 CHAPTERS = ("01", "02", "04", "05", "06", "07", "08")
 FLAGS = """--device cpu --precision fp32 -s 32 --global-batch-size 4 -b 2 --num-steps 4
     --log-every 1 --eval-samples 4 --warmup-steps 1""".split()
-# The table's column for packed conversations has this name.
+# In the published table, this name stands in place of a chapter for packed conversations.
 PACKED = "conversations"
 # Without --record, only these families are trained.
 SAMPLE = "llama qwen3_moe lfm2".split()
-# For these families, AutoTokenizer changes the tokenizer that the tests save.
+# Tokenize the text again for these families, because AutoTokenizer changes the tokenizer that the
+# tests save.
 OWN_TOKENIZER = ["qwen2", "qwen3_5_moe_text"]
 RARE = ["bart", "gemma3_text+sliding_window=8", "apertus", "bert"]
 RARE += ["llama4_text+attention_chunk_size=8"]
@@ -57,7 +58,7 @@ RARE += ["llama4_text+attention_chunk_size=8"]
 
 @pytest.fixture
 def poisoned_memory():
-    """Let torch fill new memory with NaN."""
+    """Let torch fill new memory with NaN, so that a test finds values that a model never sets."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -65,11 +66,14 @@ def poisoned_memory():
 
 @pytest.mark.parametrize("kind", MODERN)
 def test_initial_values_are_set_and_equal_in_chapter_05(load, monkeypatch, poisoned_memory, kind):
-    """Check that weights and buffers have the same bits, and no NaN, which would equal nothing."""
+    """Check that both chapters set all weights and buffers to the same values.
+
+    A value that a chapter does not set is NaN, which equals nothing.
+    """
     first, last, args = load("01"), load("05"), argparse.Namespace(**ARGS)
     monkeypatch.setattr(last, "fully_shard_to_sum", lambda *_, **__: None)
     monkeypatch.setattr(last, "build_mesh", lambda *_: {"shard": argparse.Namespace(size=int)})
-    # Create a configuration for each chapter, because build_model() changes it.
+    # Create a new configuration for each chapter, because build_model() changes its configuration.
     full = first.build_model(args, shrink(CONFIG_MAPPING[kind]()))
     split = last.build_model(args, shrink(CONFIG_MAPPING[kind]()))
     split = last.shard(args, split, torch.device("cpu"))
@@ -81,7 +85,7 @@ def test_initial_values_are_set_and_equal_in_chapter_05(load, monkeypatch, poiso
 
 
 def model_of(chapter, kind, **settings):
-    """Build a small model in a chapter; return the arguments and the model."""
+    """Build a small model with a chapter's script; return the arguments and the model."""
     args = argparse.Namespace(**ARGS | {"seq_length": 48, "model_name": kind})
     return args, chapter.build_model(args, shrink(CONFIG_MAPPING[kind](), **settings))
 
@@ -109,7 +113,7 @@ def test_only_plain_causal_attention_needs_no_mask(load, kind, settings, is_need
     ("kind", "settings"),
     [
         ("bert", {}),
-        # The early logits of RoCBert depend less on later tokens than those of any other family.
+        # In RoCBert, later tokens change the early logits less than in any other family.
         ("roc_bert", {}),
         ("gemma3_text", {"use_bidirectional_attention": True}),
         ("llama", {"is_causal": False}),
@@ -138,7 +142,7 @@ def test_router_loss_is_refused_with_the_setting_that_helps(chapter, capsys, mod
     [
         ("llama", {}, True),
         ("ministral3", {}, True),  # scales queries by position_ids
-        # This model scales queries by its own positions.
+        # This model scales queries by positions that it computes itself, not by position_ids.
         ("llama4_text", {"no_rope_layers": [1, 0]}, False),
         ("recurrent_gemma", {}, False),
     ],
@@ -160,7 +164,7 @@ def test_autocast_computes_experts_in_its_precision(models, tmp_path, chapter, p
 
 
 def test_cut_export_is_refused(load, one_rank_group, monkeypatch, tmp_path):
-    """Cut a file of an export, as some full disks do without an error."""
+    """Cut off the end of an exported file, as some full disks do without an error."""
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     chapter, words = load("04"), ["--save-dir", tmp_path, "-s", 16, "--device", "cpu"]
     args, model, *_ = prepare_training(chapter, *words)
@@ -210,7 +214,7 @@ def publish(request):
 
 @pytest.fixture(scope="module")
 def license_tokens(tmp_path_factory):
-    """Prepare a short text with the tokenizer that all small models have."""
+    """Tokenize the file LICENSE with the tokenizer of all small models; return the token folder."""
     folder = tmp_path_factory.mktemp("license")
     (folder / "LICENSE.txt").write_text((ROOT / "LICENSE").read_text())
     fast_byte_tokenizer().save_pretrained(folder / "model")
@@ -219,7 +223,7 @@ def license_tokens(tmp_path_factory):
 
 
 def train(family, chapter, folder, tokens):
-    """Train a model in a chapter; return its metrics, and the reason if the chapter refuses it."""
+    """Train a model in a chapter; return (metrics, None), or (None, the error) if it fails."""
     ranks = 1 if chapter == "01" else 2
     words = ["-m", folder / family, "-d", tokens, "--save-dir", folder, "-e", chapter]
     words += [*SPLIT.get(chapter, []), *FLAGS, *["--lr", "1e-4"] * (family in SENSITIVE)]
@@ -229,7 +233,7 @@ def train(family, chapter, folder, tokens):
         return None, refusal[1].replace(f"{folder}/", "")
     path = folder / chapter / "metrics.jsonl"
     if not path.exists() or max(metrics(path.parent)) == 0:
-        # Find the exception of a library that has stopped a rank in the first step or before it.
+        # No training step was logged, so find the library's exception that stopped a rank.
         errors = "".join(result["stderr"] for result in results)
         found = re.findall(r"^(?:\w+\.)*\w+Error: .*", errors, re.M)
         # Return the first error that Gloo did not raise. Gloo only reports a closed connection, and
@@ -241,7 +245,7 @@ def train(family, chapter, folder, tokens):
 
 @pytest.mark.slow
 def test_weights_without_gradients_train_under_ddp(tmp_path, license_tokens):
-    """Train sparse attention, where the weights that choose the tokens get no gradient."""
+    """Train a model with sparse attention, whose weights that choose tokens get no gradient."""
     save_small_model("deepseek_v32", tmp_path / "deepseek_v32")
     curves = [
         train("deepseek_v32", chapter, tmp_path, license_tokens)[0] for chapter in ("01", "02")
@@ -277,7 +281,7 @@ def test_family_follows_chapter_01_or_is_refused(
         first_steps = [{step: rows[step] for step in (1, 2)} for rows in (curve, reference)]
         assert difference(*first_steps, names=["grad_norm"], relative=True) <= 1e-4
         loss = evaluate_export(tmp_path / chapter, max(curve), load("01"))
-        assert abs(loss - curve[max(curve)]["val_loss"]) <= 1e-5, f"the export of chapter {chapter}"
+        assert abs(loss - curve[max(curve)]["val_loss"]) <= 1e-5, f"chapter {chapter}: wrong export"
         rows.append(row | {"verdict": "equal"})
     trained = [(family, row["chapter"]) for row in rows]
     kept = [row for row in published()["rows"] if (row["family"], row["chapter"]) not in trained]
@@ -288,7 +292,7 @@ def test_family_follows_chapter_01_or_is_refused(
 
 
 # ---- packed conversations ----------------------------------------------------------------------
-# The documents in each sample of a step have these lengths.
+# Each list has the lengths of the documents in one sample of a step.
 LENGTHS = [[13, 8, 11], [5, 27], [32], [1, 2, 29]]
 
 
@@ -326,7 +330,8 @@ def distance_from_documents_alone(chapter, folder):
         refuse("a gradient in steps 1 to 1 was not finite; lower --lr")
     grads = {name: weight.grad for name, weight in plain.named_parameters()}
     norms = {name: 0.0 if grad is None else grad.norm() for name, grad in grads.items()}
-    # Ignore much smaller gradients, because float32 makes them inexact even without packing.
+    # Ignore gradients that are much smaller than the largest gradient, because float32 makes them
+    # inexact even without packing.
     smallest = 2e-5 * max(norms.values())
     gradients = {
         name: grad if norms[name] > smallest else torch.zeros(()) for name, grad in grads.items()

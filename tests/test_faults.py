@@ -36,25 +36,27 @@ FSDP = "04-fsdp/train_llm.py"
 
 FLAGS = """--device cpu --precision fp32 -s 64 --global-batch-size 9 -b 3 --num-steps 5000
     --log-every 5 --checkpoint-every 10 --eval-every 1000 --eval-samples 9""".split()
-# After a damaged checkpoint, the same command continues from the previous checkpoint.
+# End the run for the damaged checkpoint after 20 steps; a second start of this run finds the
+# damage.
 RESUME = "--num-steps 20".split()
-# The first checkpoint, of step 10, is complete.
+# Faults begin after the first checkpoint, which the runs save in step 10.
 FIRST_STEP = 12
-# A rank that stops or waits is found after 10 s; the limit leaves time for a busy machine.
+# whats_wrong.py waits at least 10 s before it reports that a rank hangs. This limit in seconds
+# leaves time for a busy machine.
 PATIENCE = 90
 
 
 @dataclass
 class Case:
-    """Hold a fault that is made once, and its expected verdict."""
+    """Hold a fault for one run, and the expected verdict."""
 
     fault: str
     script: str
     rank: int
     kind: str
-    # The verdict names the line with this code.
+    # The verdict must name the line of the script with this code.
     line: str = ""
-    # The verdict names these ranks, or only the rank with the fault if this is None.
+    # The verdict must name these ranks, or only the rank with the fault if `ranks` is None.
     ranks: tuple | None = None
     flags: tuple = ()
 
@@ -75,11 +77,11 @@ CASES = [
     Case("memory-leak", STRANGER, 1, "host-memory-leak"),
     Case("nan-data", STRANGER, 0, "not-finite"),
     Case("nan-gradient", FSDP, 2, "not-finite"),
-    # With two replicas, nobody can tell which replica is right.
+    # If two replicas differ, nobody can tell which one is right, so the verdict names both ranks.
     Case("bit-flip", STRANGER, 1, "replicas-differ", ranks=(0, 1)),
     Case("same-data", TRAIN, 1, "same-data", ranks=(0, 1)),
     Case("loss-spike", TRAIN, 1, "loss-spike"),
-    # All ranks read the checkpoint, so the verdict names no rank.
+    # All ranks start with the damaged checkpoint, but only rank 0 reports the error.
     Case("corrupt-checkpoint", DDP, 0, "corrupt-checkpoint", flags=RESUME),
 ]
 HEALTHY_CASES = [Case("healthy", script, 0, "healthy") for script in (STRANGER, DDP, FSDP)]
@@ -87,7 +89,7 @@ HEALTHY_CASES = [Case("healthy", script, 0, "healthy") for script in (STRANGER, 
 
 # ---- broken runs -------------------------------------------------------------------------------
 def script_words(case, folder):
-    """Return the script with its arguments, after the injector if the fault needs it."""
+    """Return the script and its arguments, after inject.py if that program makes the fault."""
     where = f"{case.fault}@rank{case.rank}:step{FIRST_STEP}"
     words = [ROOT / case.script]
     if case.script != STRANGER:
@@ -99,12 +101,13 @@ def script_words(case, folder):
 
 @contextmanager
 def started(case, folder, words):
-    """Start the ranks of a case under torchrun and watched.py; end them afterwards."""
+    """Start a case's ranks under torchrun and watched.py; end them when the `with` block ends."""
     ranks = 2 if case.script == STRANGER else 3
     command = watched_command(folder / "run", "--stall", 15, *words, ranks=ranks)
-    # Many machines limit a process to 1,024 open files.
+    # Limit each process to 1,024 open files, which is a common limit, so that a leak of files soon
+    # fails.
     command = ["bash", "-c", f"ulimit -S -n 1024 && exec {shlex.join(command)}"]
-    # torchrun kills ranks that still run a second after SIGTERM.
+    # With this variable, torchrun kills ranks that still run one second after SIGTERM.
     env = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
@@ -116,12 +119,12 @@ def started(case, folder, words):
 
 
 def ask(folder, *flags):
-    """Return the output of whats_wrong.py."""
+    """Diagnose a run with whats_wrong.py; return the output."""
     return run_command(CHAPTER / "whats_wrong.py", folder / "run", *flags).stdout
 
 
 def verdict_on(case, folder, first_sign):
-    """Wait for a sign of the fault in the log; return a row with the first fault that is found."""
+    """Wait until the log shows the fault; return a row with the first verdict of whats_wrong.py."""
     log = folder / "log"
     wait_until(lambda: first_sign in log.read_text(), 240, f"the log has {first_sign!r}")
     start_time = time.monotonic()
@@ -155,8 +158,8 @@ def symptoms(log):
 def record(request):
     """Return a function that replaces the published row of a case, if --record is given.
 
-    The file names the machine of its first record. Delete the file before you record all cases on
-    a different machine.
+    The file RESULTS names the machine of the first recorded row. Delete the file before you record
+    all cases on a different machine.
     """
 
     def write(row, folder):
@@ -197,7 +200,7 @@ def test_made_fault_gets_its_verdict(case, tmp_path, record):
 # Run this test alone, because beside other processes a healthy run may have a straggler.
 @pytest.mark.alone
 @pytest.mark.parametrize("case", HEALTHY_CASES, ids=lambda case: f"{case.fault} {case.script}")
-def test_made_fault_of_no_kind_gets_no_verdict(case, tmp_path, record):
+def test_run_without_a_made_fault_gets_no_verdict(case, tmp_path, record):
     """Diagnose a healthy run five times."""
     with started(case, tmp_path, script_words(case, tmp_path)):
 
@@ -227,10 +230,10 @@ def test_published_verdicts_name_the_lines_of_the_scripts():
     for case in CASES:
         row, script = rows[case.script, case.fault], ROOT / case.script
         lines = script.read_text().splitlines()
-        assert line_of(case) in row["reason"], f"record {case.fault} again: its line has moved"
+        assert line_of(case) in row["reason"], f"{case.fault}: its line has moved; record it again"
         for number, code in re.findall(rf"{script.name}:(\d+) \S+: (.*)", row["text"]):
             line = lines[int(number) - 1].strip()
-            assert code.startswith(line), f"record {case.fault} again: line {number} is {line}"
+            assert code.startswith(line), f"{case.fault}: line {number} is {line}; record it again"
 
 
 # ---- on two hosts ------------------------------------------------------------------------------
@@ -252,7 +255,8 @@ def test_lost_host_is_named(cluster, tmp_path, fault):
         cluster.popen("head", list(map(str, command)), stdout=log, stderr=log, env=env)
     wait_until(lambda: last_logged_step(run) >= 10, 90, "the run takes ten steps")
     getattr(cluster, fault)("h2")
-    # A host without its network still writes heartbeats to the folder that the hosts share.
+    # A host without its network still writes heartbeats to the folder that the hosts share, so
+    # whats_wrong.py may blame the network instead of the host.
     verdict_kinds = ["host-unreachable", "network"] if fault == "unplug" else ["host-unreachable"]
     tool = [sys.executable, CHAPTER / "whats_wrong.py", run, "--json", "--hosts", hosts]
 

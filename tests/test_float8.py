@@ -36,13 +36,13 @@ def script(load, one_rank_group):
 
 
 def with_exact_scale(folder):
-    """Write a copy of the script that scales without a power of two; return its path."""
+    """Write a copy of the script whose scales are not powers of two; return the copy's path."""
     return change_file(SCRIPTS["float8"], POWER, EXACT, folder / "exact/train_llm.py")
 
 
 # ---- products --------------------------------------------------------------------------------
 def rounded(script, tensor, *dtype):
-    """Return a tensor in float64 after it was rounded to float8."""
+    """Round a tensor to float8; return the rounded values in float64."""
     values, scale = script.to_float8(tensor, *dtype)
     return values.double() * scale.double()
 
@@ -53,14 +53,14 @@ def distance(result, expected):
 
 
 def three_products(inputs, weight, grad):
-    """Return the outputs, and the gradients of the inputs and the weight, in float64."""
+    """Return a linear layer's outputs, and its gradients of inputs and weight, in float64."""
     inputs, weight, grad = inputs.double(), weight.double(), grad.double()
     return inputs @ weight.T, grad @ weight, grad.T @ inputs
 
 
 @pytest.mark.parametrize("precision, limit", [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
 def test_products_equal_the_products_of_rounded_values(script, precision, limit):
-    """Allow one rounding of the result to the precision of the forward pass."""
+    """Allow the error of one rounding, because each result is rounded to `precision`."""
     torch.manual_seed(0)
     inputs = torch.randn(2, 64, 128, dtype=precision, requires_grad=True)
     linear, grad = torch.nn.Linear(128, 96, dtype=precision), torch.randn(128, 96, dtype=precision)
@@ -90,7 +90,7 @@ def model_in_float8(script, models):
 
 
 def gradients_of_layer(script, model, change=lambda linear: None, is_compiled=False):
-    """Return the output and all gradients of the first layer, after `change` of its products."""
+    """Apply `change` to the first layer's float8 modules; return its output and all gradients."""
     torch.manual_seed(0)
     layer = copy.deepcopy(script.layers_of(model)[0])
     for module in layer.modules():
@@ -106,7 +106,7 @@ def gradients_of_layer(script, model, change=lambda linear: None, is_compiled=Fa
 
 
 def emulate(script, module):
-    """Let a module multiply rounded values in float32."""
+    """Let a module round its factors to float8, and multiply them in float64."""
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -126,12 +126,12 @@ def emulate(script, module):
 
 
 def use_float32(module):
-    """Let a module multiply as it did before use_float8()."""
+    """Let a module multiply in float32 again, as it did before use_float8()."""
     module.__class__ = torch.nn.Linear
 
 
 def test_gradients_of_a_layer_equal_the_emulated_gradients(script, models):
-    """Allow a few values near a border of rounding, which may be rounded to either side."""
+    """Allow small differences, because a value between two float8 values may round to either."""
     model = model_in_float8(script, models)
     found = gradients_of_layer(script, model)
     emulated = gradients_of_layer(script, model, partial(emulate, script))
@@ -158,7 +158,10 @@ def test_compiled_layer_is_one_graph_with_the_same_gradients(script, models):
 # ---- scales ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_largest_value_changes_the_rounding_only_without_powers_of_two(script, tmp_path, is_exact):
-    """Round 4,096 values beside different largest values; leave out values near 0."""
+    """Round the same 4,096 values beside several largest values.
+
+    Leave out values near 0, which float8 rounds more coarsely when the scale grows.
+    """
     script = harness.load(with_exact_scale(tmp_path)) if is_exact else script
     torch.manual_seed(0)
     values = torch.randn(64, 64)
@@ -193,7 +196,7 @@ def test_largest_value_fits_and_powers_of_two_stay(script, exponent):
 
 @pytest.mark.parametrize("is_limited", [False, True])
 def test_infinity_in_a_layer_ends_the_run(script, monkeypatch, tmp_path, is_limited):
-    """Also limit the scale: then the script does not find the infinity."""
+    """Check that only the scale shows the infinity: with a limited scale, the script misses it."""
     if is_limited:
         old, changed = "tensor.abs().amax().float()", tmp_path / "train_llm.py"
         script = harness.load(change_file(SCRIPTS["float8"], old, f"{old}.clamp(max=1e3)", changed))
@@ -205,7 +208,7 @@ def test_infinity_in_a_layer_ends_the_run(script, monkeypatch, tmp_path, is_limi
     def apply(inputs, weight):
         num_calls.append(1)
         if len(num_calls) == 7:
-            # Overflow in front of the first layer's down projection.
+            # Put infinity into the inputs of the first layer's down projection.
             inputs = torch.cat([torch.full_like(inputs[:1], math.inf), inputs[1:]])
         return product(inputs, weight)
 
@@ -216,7 +219,7 @@ def test_infinity_in_a_layer_ends_the_run(script, monkeypatch, tmp_path, is_limi
 
 # ---- the modules that multiply in float8 -----------------------------------------------------
 def modules_of(script, capsys, *words):
-    """Build a model; return the names of its modules in float8, and what the script printed."""
+    """Build a model; return the names of its modules in float8, and the script's output."""
     _, model, *_ = prepare_training(script, *SMALL, *words)
     modules = model.named_modules()
     names = [name for name, module in modules if type(module) is script.Float8Linear]
@@ -283,7 +286,11 @@ def root(tmp_path_factory):
 
 
 def mean_difference(root, name, other):
-    """Return the mean difference of the losses of two runs, and their largest validation one."""
+    """Compare the losses of two runs.
+
+    Return the mean difference of the training losses, and the largest difference of the validation
+    losses.
+    """
     curve, other_curve = metrics(root / name), metrics(root / other)
     steps = [step for step in curve if step > 0]
     apart = [abs(curve[step]["loss"] - other_curve[step]["loss"]) for step in steps]
@@ -304,9 +311,10 @@ PAIRS += [("bf16-ranks2", "ranks2"), ("bf16-ranks2", "parent")]
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
 def test_losses_differ_by_less_than_5e_3_on_average(root, pair):
-    """Check that a pair differs, too: otherwise, this test would compare equal recipes.
+    """Check also that the losses of a pair are not equal.
 
-    Take the mean, because a step with a large gradient norm may differ by 5e-2.
+    Equal losses would show that both runs compute the same, so the comparison would test nothing.
+    Compare the mean difference, because a step with a large gradient norm may differ by 5e-2.
     """
     in_steps, in_evaluations = mean_difference(root, *pair)
     print(*pair, in_steps, in_evaluations)
@@ -323,7 +331,7 @@ def test_recomputation_changes_no_bit(root):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_exported_model_has_the_saved_weights_and_nearly_the_logged_loss(root, load):
-    """Compare roughly, because transformers multiplies in float32."""
+    """Allow a difference of 5e-3, because transformers multiplies in float32, not in float8."""
     loss = evaluate_export(root / "ranks4", 20, load("01"))
     assert loss == pytest.approx(metrics(root / "ranks4")[20]["val_loss"], abs=5e-3)
 

@@ -1,4 +1,4 @@
-"""Test that an overflow in fp16 costs one step, and that other bad gradients end the run."""
+"""Test that a step with an overflow in fp16 is skipped, and that fp16 follows the fp32 curve."""
 
 import math
 
@@ -22,7 +22,11 @@ def script(load, one_rank_group):
 
 
 def take_step(script, *words):
-    """Run one step; return the arguments, model, optimizer, samples, old tensors and norm."""
+    """Run one training step.
+
+    Return the arguments, the model, the optimizer, the samples, copies of all tensors from before
+    the step, and the gradient norm.
+    """
     args, model, optimizer, train_set, _ = prepare_training(script, *ARGS, *words)
     before = [tensor.clone() for tensor in tensors_of(model, optimizer)]
     _, norm = script.train_step(args, model, optimizer, train_set, 1, DEVICE)
@@ -34,7 +38,7 @@ def first_moments(model, optimizer):
 
 
 def test_overflow_skips_its_step_and_halves_the_scale(script):
-    # Start with a scale of 2 ** 20, because 2 ** 16 does not overflow.
+    # Start with a scale of 2 ** 20, because a scale of 2 ** 16 causes no overflow here.
     words = [*FP16, "--init-scale", 2.0**20]
     args, model, optimizer, train_set, before, norm = take_step(script, *words)
     assert not norm.isfinite() and not optimizer.found_inf
@@ -45,13 +49,14 @@ def test_overflow_skips_its_step_and_halves_the_scale(script):
         if norm.isfinite():
             break
     assert optimizer.scaler.get_scale() == 2.0 ** (21 - step)
-    # AdamW corrects its bias by its number of steps, so it must not count a skipped step.
+    # AdamW's bias correction depends on its number of steps, so AdamW must not count a skipped
+    # step.
     assert {int(moments["step"]) for moments in optimizer.state.values()} == {1}
     assert loss.isfinite() and not torch.equal(before[0], next(iter(model.state_dict().values())))
 
 
 def test_grouped_heads_have_the_gradients_of_the_parent(load, script, models):
-    """Compare in fp32: a repeated key has the gradient of a key that SDPA shares between heads."""
+    """Compare fp32 gradients: the script repeats shared keys, chapter 02 leaves this to SDPA."""
     gradients = []
     for chapter in (load("02"), script):
         _, model, optimizer, *_ = take_step(chapter, "-m", models / "qwen3", "--max-grad-norm", 0)
@@ -63,9 +68,9 @@ def test_grouped_heads_have_the_gradients_of_the_parent(load, script, models):
 
 # ---- runs ------------------------------------------------------------------------------------
 @pytest.mark.exhaustive
-def test_curve_is_nearer_to_fp32_than_that_of_bf16(tmp_path):
-    """Compare the curves: a number in fp16 has three bits more for its digits than in bf16."""
-    # Choose a scale that does not overflow.
+def test_curve_of_fp16_is_nearer_to_fp32_than_the_curve_of_bf16(tmp_path):
+    """Allow fp16 smaller differences than bf16, because fp16 has three more mantissa bits."""
+    # Choose a scale that causes no overflow.
     fp16 = [*ARGS, *FP16, "--init-scale", 2.0**12]
     runs = {name: ("fp16", [*ARGS, "--precision", name]) for name in ("bf16", "fp32")}
     runs["fp16"] = "fp16", fp16
@@ -79,10 +84,10 @@ def test_curve_is_nearer_to_fp32_than_that_of_bf16(tmp_path):
 
 @pytest.mark.slow
 def test_overflow_on_one_rank_skips_its_step_on_all_ranks(tmp_path):
-    """Let step 3 overflow on rank 1; then both ranks have the same scale and weights.
+    """Let step 3 overflow on rank 1; both ranks must then have the same scale and weights.
 
-    The run continues from the checkpoint of rank 0, and repeats every bit. A different weight on
-    rank 1, or a scale that is reset, would change bits.
+    A resume from rank 0's checkpoint must repeat every bit of the losses. A different weight on
+    rank 1, or a scale that the resume has reset, would change the losses.
     """
     args = [*ARGS, *FP16, "--init-scale", 2.0**12, "--save-dir", tmp_path, "-e"]
     fault = ["nan-gradient@rank1:step2", SCRIPTS["fp16"]]

@@ -1,4 +1,4 @@
-"""Test that DeepSpeed, Accelerate and the Trainer keep the promises of chapter 03."""
+"""Test that DeepSpeed, Accelerate and the Trainer follow the chapters' curves, even when killed."""
 
 import json
 import os
@@ -40,10 +40,11 @@ pytestmark = pytest.mark.skipif(
 
 
 # ---- what a run needs ------------------------------------------------------------------------
-# A run is FRAMEWORK@RANKS, and words that choose its flags, its configuration file or its model.
+# The name of a run begins with FRAMEWORK@RANKS. Further words, after commas, choose flags, a
+# configuration file or a model.
 FLAGS = {"accumulated": ["--batch-size", 1], "bf16": ["--precision", "bf16"]}
 FLAGS["compiled"] = ["--compile"]
-# These flags of the planner change the configuration file only.
+# These flags of the planner change only the configuration file, not the command of the run.
 SETTINGS = {"recompute": ["--recompute", "full"], "weights": ["--weights-dtype", "bf16"]}
 SETTINGS["offload"] = ["--cpu-offload", "--recompute", "full"]
 FILES = {"zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed", "fsdp2": "accelerate"}
@@ -57,15 +58,15 @@ RUNS += ["deepspeed@2,zero2,bf16,weights", "deepspeed@2,zero3,bf16,weights", "de
 KINDS = ["1", "1,fsdp2", "2", "2,accumulated", "2,fsdp2", "2,fsdp2,accumulated", "2,bf16"]
 KINDS += ["2,fsdp2,recompute", "2,gpt2", "2,fsdp2,qwen3", "2,fsdp2,bf16"]
 RUNS += [f"{framework}@{kind}" for framework in ("accelerate", "trainer") for kind in KINDS]
-# The Trainer distributes the samples of a step over ranks differently, so with dropout it is tested
-# on one rank only.
+# With dropout, test the Trainer on one rank only, because the Trainer distributes the samples of a
+# step over the ranks in a different order than the chapters do.
 RUNS += ["accelerate@2,gpt2-dropout", "trainer@1,gpt2-dropout"]
 RUNS += ["trainer@2,zero1", "trainer@2,zero2,bf16", "trainer@2,zero3"]
 
 
 @pytest.fixture(scope="module")
 def job_of(tmp_path_factory, models):
-    """Return a function that returns the framework, the ranks and the arguments of a run."""
+    """Return a function from a run's name to its framework, number of ranks and arguments."""
     folder = tmp_path_factory.mktemp("configs")
 
     def job_of(run):
@@ -95,7 +96,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def curves(request, root, models, job_of):
-    """Return the metrics of chapter 01 and of the runs of the selected tests, by name."""
+    """Train the reference runs and the selected tests' runs; return their metrics by name."""
     flags = {"01": [], "01-bf16": FLAGS["bf16"]}
     flags |= {f"01-{name}": ["-m", models / name] for name in ("gpt2", "qwen3")}
     curves_of(root, {1: {name: ("01", args) for name, args in flags.items()}})
@@ -106,8 +107,8 @@ def curves(request, root, models, job_of):
     groups = {}
     for run in {item.callspec.params.get("run") for item in items} & {*RUNS}:
         framework, ranks, args = job_of(run)
-        # Run DeepSpeed in separate processes, because it changes functions of torch that other runs
-        # use.
+        # Group the runs by framework, by DeepSpeed, and by the number of ranks; curves_of() below
+        # trains one group after the other.
         groups.setdefault((framework, "zero" in run, ranks), {})[run] = framework, args
     for (*_, ranks), jobs in groups.items():
         curves_of(root, {ranks: jobs})
@@ -115,7 +116,7 @@ def curves(request, root, models, job_of):
 
 
 def check_model(run_dir, held_out, tolerance=1e-5):
-    """Check that transformers loads a finished model, which has the logged loss and a cache."""
+    """Check that a run's model loads in transformers, has the logged loss, and uses a cache."""
     model, info = AutoModelForCausalLM.from_pretrained(run_dir / "model", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert model.config.use_cache
@@ -133,7 +134,9 @@ def held_out(load):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("run", RUNS)
 def test_run_follows_the_curve_of_the_chapters(curves, root, held_out, run):
-    """Check that losses agree within 1e-5 in fp32, and within 5e-3 if the forward pass is in bf16.
+    """Compare a run with its reference run.
+
+    The losses may differ by 1e-5 in fp32, and by 5e-3 if the forward pass is in bf16.
 
     With weights in bf16, the forward pass reads rounded weights, so losses differ by up to 2e-2.
     """
@@ -168,7 +171,10 @@ LAYOUTS += [("accelerate@2,fsdp2", "accelerate@2,fsdp2"), ("trainer@2,zero3", "t
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("run, after", LAYOUTS)
 def test_killed_run_continues_on_the_curve(curves, job_of, held_out, tmp_path, run, after):
-    """Kill a run; on a new number of ranks, DeepSpeed first needs the command that it prints."""
+    """Kill a run, and resume it, often on a different number of ranks.
+
+    DeepSpeed then needs a converted checkpoint, so run the command that its error prints.
+    """
     framework, ranks, args = job_of(run)
     run_dir, folder = tmp_path / "run", ["--save-dir", tmp_path, "-e", "run"]
     processes = start_ranks(ranks, [SCRIPTS[framework], *args, *folder], tmp_path)
@@ -195,7 +201,11 @@ def test_killed_run_continues_on_the_curve(curves, job_of, held_out, tmp_path, r
 @pytest.mark.parametrize("run", ["deepspeed@2,zero1", "deepspeed@2,zero3", "trainer@2,fsdp2"])
 @pytest.mark.parametrize("fault", ["nan-data", "nan-gradient"])
 def test_bad_gradient_ends_the_run_before_its_next_save(job_of, tmp_path, fault, run):
-    """Plant a fault that counts AdamW's steps; DeepSpeed steps once for each group of weights."""
+    """Plant a fault after seven calls of AdamW.
+
+    DeepSpeed calls AdamW once for each group of weights, so its fault comes in an earlier step than
+    the Trainer's fault.
+    """
     framework, ranks, args = job_of(run)
     args += ["--num-steps", 12, "--log-every", 5, "--checkpoint-every", 3, "--save-dir", tmp_path]
     args = [f"{fault}@rank1:step7", SCRIPTS[framework], *args, "-e", "run"]
@@ -215,8 +225,8 @@ WRONG = [
 
 
 @pytest.mark.parametrize("framework, config, expected", WRONG)
-def test_wrong_configuration_costs_one_line(load, capsys, tmp_path, framework, config, expected):
-    """Pass a file that contradicts the flags, or names a setting that the script lacks."""
+def test_wrong_configuration_prints_one_line(load, capsys, tmp_path, framework, config, expected):
+    """Pass a file that contradicts the flags, or has a setting that the script does not support."""
     reader, path = "accelerate" if framework == "accelerate" else "deepspeed", tmp_path / "it.json"
     path.write_text(json.dumps(config))
     script = load(framework)
@@ -225,7 +235,7 @@ def test_wrong_configuration_costs_one_line(load, capsys, tmp_path, framework, c
         args = parse(script, *SHORT, f"--{reader}-config", path)
         script.load_zero_settings(args)
 
-    # Undo the changes that the script makes to the environment.
+    # Undo the changes that the script makes to environment variables.
     with patch.dict(os.environ):
         error = user_error(capsys, read_configuration)
     assert error.count("\n") == 1 and expected in error
@@ -236,7 +246,7 @@ def test_trainer_defaults_are_those_of_the_readme():
     readme = (ROOT / "alternative-frameworks/trainer/README.md").read_text()
     table = readme.partition("## Which defaults to change")[2]
     table, found, _ = table.partition("These settings and behaviors need no change")
-    assert found, "the page has changed"
+    assert found, "trainer/README.md: the sentence after the table is missing; update this test"
     expected = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", table, re.M))
     assert len(expected) > 10
     expected |= {"optim": "adamw_torch_fused", "adam_epsilon": "1e-08", "max_grad_norm": "1.0"}

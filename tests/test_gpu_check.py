@@ -1,4 +1,4 @@
-"""Test the GPU checks without a GPU, with tiny sizes: they report errors, and end hanging runs."""
+"""Test with tiny sizes, on a CPU, that the GPU checks report errors and end hanging runs."""
 
 import json
 import os
@@ -12,7 +12,8 @@ from conftest import ROOT, SCRIPTS, change_file, run_command, user_error
 
 pytestmark = pytest.mark.tool
 
-# Check the broken chapters of a different folder, and give one check no time.
+# This program checks the chapters in a folder of broken chapters, and lets the check `no-sync` run
+# out of time.
 BROKEN = """
 import sys
 from pathlib import Path
@@ -44,7 +45,7 @@ def run_checks(command, output, *names):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("", "finds no GPU; --device cpu tests the checks"),
+        ("", "finds no GPU; pass --device cpu to test only the checks' code"),
         ("--device cpu --only nothing", "--only nothing: not a check; choose from"),
     ],
 )
@@ -56,7 +57,7 @@ def test_missing_gpu_or_check_fails_with_the_reason(monkeypatch, capsys, words, 
 
 
 def test_checks_start_without_the_modules_of_the_tests():
-    """Start a new process, because the process of run_command() has already imported conftest."""
+    """Start a process without PYTHONPATH, so that it cannot import the modules of the tests."""
     env = os.environ | {"PYTHONPATH": ""}
     command = [sys.executable, ROOT / "benchmarks/gpu_check.py", "--only", "none"]
     done = subprocess.run(command, check=False, env=env, stderr=subprocess.PIPE, timeout=120)

@@ -16,7 +16,7 @@ ARGS = [*SHORT, "--seq-length", 32, "--checkpoint-every", EVERY, "--eval-every",
 
 
 def kill_once(chapter, args, run_dir, oldest, choice, during_save):
-    """Start the run, kill it at a random moment, and check its files; return its newest step."""
+    """Start a run, kill it at a random moment, check its files; return the newest saved step."""
     logs = run_dir.with_name("logs")
     logs.mkdir(exist_ok=True)
     processes = start_ranks(1 if chapter == "01" else 2, [SCRIPTS[chapter], *args], logs)
@@ -31,7 +31,8 @@ def kill_once(chapter, args, run_dir, oldest, choice, during_save):
     output = "\n".join(path.read_text() for path in sorted(logs.glob("rank*.log")))
     assert running, f"the run ended or failed before the kill:\n{output}"
     newest = newest_step(run_dir)
-    # Allow one more lost save with background saves, because the latest save may be incomplete.
+    # A run that saves in the background may lose the steps of two saves instead of one, because the
+    # latest save may be incomplete.
     lost = 2 * EVERY if "--checkpoint-async" in args else EVERY
     assert newest >= max(oldest, last_logged_step(run_dir) - lost), output
     return newest
@@ -43,13 +44,14 @@ CASES += [
     for chapter in ("03", "04", *SPLIT, "conversations", "lora", "preferences")
 ]
 CASES += [slow("float8", 1)]
-# Chapter 02 saves one file, and chapter 05 saves shards; each other chapter does one or the other.
+# Kill these chapters most often: chapter 02 saves one file, chapter 05 saves shards, and every
+# other chapter saves in one of these two ways.
 CASES += [exhaustive(chapter, 20) for chapter in ("02", "05")]
 
 
 @pytest.mark.parametrize("chapter, kills", CASES)
 def test_kills_change_no_curve(tmp_path, chapter, kills):
-    """Kill all ranks, during a save and outside of saves."""
+    """Kill all ranks several times, during a save and between saves."""
     seed = int(os.environ.get("KILL_SEED", random.randrange(10**6)))
     print(f"KILL_SEED={seed} repeats these moments, as far as the machine repeats its timing")
     choice = random.Random(seed)

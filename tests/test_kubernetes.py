@@ -21,7 +21,7 @@ FOLDER = ROOT / "03-job-launchers/kubernetes"
 
 
 def objects(file, changes=()):
-    """Return the objects in a file, after these replacements in its text."""
+    """Return the objects in a file, after replacing the texts in `changes`."""
     text = (FOLDER / file).read_text()
     for old, new in changes:
         text = text.replace(old, str(new))
@@ -78,14 +78,15 @@ class Pods:
     def train(self, *arguments):
         """Start both pods, with the arguments of a small model."""
         words = self.container["command"]
-        # Keep the two arguments for the folder, and replace the user's arguments after them.
+        # Keep the script's first two arguments, which choose the folder, and replace all later
+        # arguments.
         first = words.index("03-job-launchers/train_llm.py")
         words[first + 3 :] = [*SHORT, *arguments]
         for index in (0, 1):
             self.start(index)
 
     def start(self, index):
-        """Start a pod as the kubelet would."""
+        """Start a pod's command with the pod's variables, as the kubelet would."""
         env = {name["name"]: name["value"] for name in self.container["env"] if "value" in name}
         env["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
         words = self.container["command"]
@@ -96,7 +97,7 @@ class Pods:
         self.processes[index] = pod
 
     def end_of(self, index):
-        """Wait until a pod has ended; return the job's reaction if nobody has disrupted the pod."""
+        """Wait until a pod has ended; return the action that the job's rules choose."""
         status = self.processes[index].wait(timeout=120)
         for rule in self.job["podFailurePolicy"]["rules"]:
             if status in rule.get("onExitCodes", {}).get("values", []):
@@ -116,13 +117,13 @@ def pods(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drained", [0, exhaustive(1)])
-def test_drained_pod_is_replaced_and_so_is_the_other(pods, drained):
-    """Start each pod again the moment it has ended, which is sooner than Kubernetes does."""
+def test_drained_pod_and_its_peer_are_replaced_and_continue(pods, drained):
+    """Start each pod again as soon as it has ended, earlier than Kubernetes would start it."""
     pods.train("--num-steps", "60")
     wait_until(lambda: last_logged_step(pods.run_dir) >= 5, 120, "step 5")
     pods.processes[drained].send_signal(signal.SIGTERM)
-    # Kubernetes replaces a drained pod because of its DisruptionTarget, whatever exit status the
-    # pod has.
+    # Kubernetes replaces a drained pod because of the condition DisruptionTarget, whatever the exit
+    # status is, so do not read the action of the job's rules here.
     assert pods.processes[drained].wait(timeout=120) == 128 + signal.SIGTERM
     pods.start(drained)
     assert pods.end_of(1 - drained) == "Ignore"

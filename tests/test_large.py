@@ -1,4 +1,4 @@
-"""Test chapter 05: the loss in chunks, and a model too large for chapter 04."""
+"""Test that chapter 05 computes the loss in chunks, and trains a model too large for chapter 04."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from on_ranks import make_model_folder, torchrun
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_chunked_loss_equals_the_loss(load, monkeypatch, chunk, bias, frozen):
-    """Compare loss and gradients for chunks of one token, of odd sizes, and of all tokens."""
+    """Compare the chunked loss and its gradients with cross_entropy() on all tokens at once."""
     chapter = load("05")
     monkeypatch.setattr(chapter, "CHUNK_SIZE", chunk)
     torch.manual_seed(0)
@@ -28,15 +28,15 @@ def test_chunked_loss_equals_the_loss(load, monkeypatch, chunk, bias, frozen):
     with torch.no_grad():
         evaluated = chunked_loss(hidden.detach(), labels) / len(logits)
     assert abs(loss - chunked) < 2e-6 and abs(loss - evaluated) < 2e-6
-    # Scale the loss, as the trainer of a reader might do.
+    # Scale the loss by 3, because the gradients must also be right if a caller scales the loss.
     gradients, others = (torch.autograd.grad(3 * value, inputs) for value in (loss, chunked))
     for gradient, other in zip(gradients, others, strict=True):
         assert (gradient - other).abs().max() < 6e-6
     assert all(weight.grad is None for weight in head.parameters())
 
 
-def test_the_head_computes_its_logits_once(load, monkeypatch):
-    """Count the FLOPs of the head."""
+def test_head_computes_its_logits_once(load, monkeypatch):
+    """Count the FLOPs of the head, which would be higher if it computed its logits twice."""
     chapter = load("05")
     monkeypatch.setattr(chapter, "CHUNK_SIZE", 8)
     head = torch.nn.Linear(16, 4096, bias=False)
@@ -45,7 +45,7 @@ def test_the_head_computes_its_logits_once(load, monkeypatch):
     in_place = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         chapter.chunked_loss(head, loss_and_grad, hidden, labels).backward()
-    # One product makes the logits, and two products make the gradients.
+    # One matrix product computes the logits, and two matrix products compute the gradients.
     assert counter.get_total_flops() == 3 * 2 * hidden.numel() * 4096
 
 

@@ -1,4 +1,4 @@
-"""Test that chapter 03 gets its rank from any launcher, and that stopped runs continue."""
+"""Test that chapter 03 starts under any launcher, and that stopped runs continue."""
 
 import argparse
 import contextlib
@@ -60,7 +60,7 @@ INCOMPLETE = [
     ("03", {}, LAUNCHER),
     ("03", COMPLETE | {"LOCAL_RANK": ""}, f"{LAUNCHER}: LOCAL_RANK is not set"),
     ("03", COMPLETE | {"MASTER_PORT": ""}, f"{LAUNCHER}: MASTER_PORT is not set"),
-    # mpirun gives a rank its number, but no address.
+    # mpirun gives each rank its number, but not the address of rank 0.
     ("03", OPEN_MPI, f"{LAUNCHER}: MASTER_ADDR is not set"),
     ("03", MPICH, f"{LAUNCHER}: MASTER_ADDR is not set"),
 ]
@@ -68,7 +68,7 @@ INCOMPLETE = [
 
 @pytest.mark.parametrize("is_set", [True, False], ids=["empty", "unset"])
 @pytest.mark.parametrize("name, environment, problem", INCOMPLETE)
-def test_incomplete_variables_of_a_launcher_cost_one_line(
+def test_incomplete_variables_of_a_launcher_print_one_line(
     load, monkeypatch, capsys, name, environment, problem, is_set
 ):
     chapter = load(name)
@@ -87,18 +87,18 @@ def test_newest_start_of_a_run_owns_its_folder(load, one_rank_group, tmp_path, c
     chapter.check_shared(tmp_path)
     stops = chapter.stop_requests(tmp_path)
     assert not any(next(stops) for _ in range(3))
-    # Check that a newer process stops no older process before its own first step.
+    # Check that a newer process stops no older process before the newer process takes a step.
     chapter.check_shared(tmp_path)
     assert not any(next(stops) for _ in range(3))
     (tmp_path / "newest-start").write_text("process 7 on h2")
-    # The all-reduce for the next() call below has already begun, so only the call after it
-    # reports the newer process.
+    # The first next() below ends an all-reduce that began before the newer start, so only the
+    # second next() returns True.
     assert [next(stops), next(stops)] == [False, True]
     assert "process 7 on h2 has started the same run; this process stops" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_reader_that_leaves_ends_no_run(tmp_path):
+def test_closed_output_pipe_does_not_end_the_run(tmp_path):
     """Close the pipe after one line, as `torchrun ... | head -n 1` does."""
     command = [SCRIPTS["02"], *SHORT, "--save-dir", tmp_path, "-e", "run"]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -112,7 +112,7 @@ def test_reader_that_leaves_ends_no_run(tmp_path):
 @pytest.mark.parametrize(
     "name, gpus, under_torchrun, expected",
     [
-        # With srun --gpus-per-task=1, each rank sees one GPU.
+        # With srun --gpus-per-task=1, each rank sees one GPU, so local rank 1 uses GPU 0.
         ("03", 1, False, "index=0"),
         ("03", 4, False, "index=1"),
         ("03", 1, True, "error: local rank 1: torch sees only 1 GPU(s); start fewer ranks"),
@@ -152,7 +152,7 @@ ENDLESS = ["--num-steps", 10_000]
 
 
 def uninterrupted(chapter, args, folder):
-    """Return the metrics of a run that nothing interrupts."""
+    """Train the same run without an interruption; return its metrics."""
     return curves_of(folder, {2: {"complete": (chapter, args)}})["complete"]
 
 
@@ -167,10 +167,13 @@ def uninterrupted(chapter, args, folder):
     ],
 )
 def test_stopped_run_continues_without_a_difference(chapter, request_stop, tmp_path):
-    """Ask one rank to stop. All ranks stop after the same step, save, and later take ten steps."""
+    """Ask one rank to stop: all ranks must save and end after the same step.
+
+    Then resume the run for ten steps.
+    """
     args, run_dir = [*LONG, "--save-dir", tmp_path], tmp_path / "run"
     if chapter == "05":
-        # Save often in the background, so that the stop coincides with a save.
+        # Save often in the background, so that a save is likely to be under way at the stop.
         args += ["--checkpoint-async", "--checkpoint-every", 8]
     ranks = start_ranks(2, [SCRIPTS[chapter], *args, *ENDLESS], tmp_path)
     wait_until(lambda: last_logged_step(run_dir) >= 5, 150, "step 5")
@@ -183,7 +186,7 @@ def test_stopped_run_continues_without_a_difference(chapter, request_stop, tmp_p
     step = int(re.search(r"^stopped at step (\d+);", output, re.M)[1])
     assert (run_dir / f"checkpoints/step-{step:08}").exists()
     assert not (run_dir / "model").exists() and "terminate called" not in output
-    # A new run removes the file `stop`, so it does not stop again.
+    # Do not remove the file `stop`, because the next start removes it.
     args += ["--num-steps", step + 10]
     [[first, _]] = run_or_fail(2, [(chapter, args)], tmp_path / "ranks")
     assert f"/step-{step:08}" in first["stdout"] and "finished" in first["stdout"]
@@ -194,7 +197,7 @@ def test_stopped_run_continues_without_a_difference(chapter, request_stop, tmp_p
 def test_request_to_stop_travels_during_a_step_without_a_wait(
     load, one_rank_group, monkeypatch, tmp_path, name
 ):
-    """Check that ranks exchange a request during a step, and wait for it before the next step."""
+    """Check that ranks exchange requests during a step, and wait for the result after the step."""
     chapter, handlers, waits = load("03"), {}, []
     chapter.check_shared(tmp_path)
     monkeypatch.setattr(chapter.signal, "signal", handlers.__setitem__)
@@ -208,7 +211,7 @@ def test_request_to_stop_travels_during_a_step_without_a_wait(
 
 
 def start_under_torchrun(chapter, args, folder):
-    """Start a run under torchrun; at step 15, return torchrun and its workers."""
+    """Start a run under torchrun; wait for step 15, and return torchrun and its workers."""
     env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     command = launch_command(2, ["--max-restarts", 3, SCRIPTS[chapter], *args])
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -221,7 +224,7 @@ def start_under_torchrun(chapter, args, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("chapter", ["02", exhaustive("03")])
 def test_worker_dies_with_its_launcher(chapter, tmp_path):
-    """Kill torchrun with -9, and start the same run at once; no old worker disturbs the run."""
+    """Kill torchrun with SIGKILL, and start the same run at once; no old worker may disturb it."""
     args = [*LONG, "--checkpoint-every", 10, "--save-dir", tmp_path]
     launcher, workers = start_under_torchrun(chapter, [*args, *ENDLESS], tmp_path)
     assert len(workers) == 2
@@ -250,12 +253,12 @@ def test_killed_worker_is_restarted_by_torchrun(tmp_path):
     "launcher, names",
     [
         ("slurm/srun-direct.sbatch", [*NUMBERS, "MASTER_ADDR", "MASTER_PORT"]),
-        # mpirun gets the address and the port from launch.sh.
+        # launch.sh passes an address and a port to mpirun, so check only the ranks' numbers.
         ("mpi/launch.sh h1:2", NUMBERS),
     ],
 )
 def test_launcher_drops_the_variables_of_an_earlier_launcher(tmp_path, launcher, names):
-    """Replace mpirun and Slurm's programs by programs that print their environment."""
+    """Replace mpirun and Slurm's programs with programs that print their environment."""
     env = os.environ | dict.fromkeys(names, "1") | {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}
     env["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     for program in ("mpirun", "srun", "scontrol"):

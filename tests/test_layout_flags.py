@@ -1,4 +1,4 @@
-"""Test that wrong flags of a layout stop the run, and that right flags share the batch."""
+"""Test that wrong flags of a layout are refused, and that a layout divides the batch correctly."""
 
 import inspect
 
@@ -17,7 +17,7 @@ RATE, LOSS = "--expert-balance-rate 0.1", "--expert-balance-loss 0.1"
 INTERLEAVED, ULYSSES = "--pipeline-schedule interleaved-1f1b", "--context-parallel-style ulysses"
 ONE_SAMPLE = "-b 1 --config num_hidden_layers=8"
 ONE_HEAD = "--config num_key_value_heads=1"
-# The chapters refuse these families only with these settings, but not by default.
+# The chapters refuse these families only with these settings, not with the families' defaults.
 SETTINGS = {
     "mistral": {"sliding_window": 32},
     "llama": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
@@ -58,7 +58,7 @@ WRONG = [
 
 
 def begin(script, ranks, line):
-    """Parse a command and build its model as rank 0 of `ranks` does; return the arguments."""
+    """Parse a command and build its model as rank 0 of `ranks` ranks; return the arguments."""
     args = parse(script, *SHORT, *line.split(), ranks=ranks)
     if args.model_name == "tiny":
         # Leave out the decorator that makes the other ranks wait for rank 0.
@@ -84,10 +84,12 @@ def test_wrong_layout_stops_with_one_line(load, capsys, chapter, ranks, line, ex
         ("01", 1, "--global-batch-size 7 -b 4", 1, 7),
         ("02", 2, "--global-batch-size 24", 6, 2),
         ("02", 12, "--global-batch-size 24", 2, 1),
-        # The ranks that split a matrix or a sequence process the same samples.
+        # Four ranks that split a matrix or a sequence process the same samples, so they divide the
+        # batch as one rank would.
         ("06", 4, TP4, 8, 1),
         ("08", 8, f"{CP4} {ONE_HEAD}", 4, 1),
-        # The schedule of a pipeline splits the samples of a step.
+        # The stages of a pipeline process the same samples, too. With two stages, four ranks form
+        # two data-parallel ranks, which have 4 of the 8 samples each.
         ("07", 4, f"{PP2} {ONE_SAMPLE}", 1, 4),
         ("07", 4, f"{PP4} {ONE_SAMPLE}", 1, 8),
         ("07", 8, f"{PP2} {TP2} {ONE_SAMPLE}", 1, 4),

@@ -33,21 +33,22 @@ from runs import (
 )
 
 TP2, TP4 = "--tensor-parallel-size 2", "--tensor-parallel-size 4"
-# With 8 samples per step, a stage receives 4 micro-batches, or 2 if two ranks share the samples.
+# With `-b 2`, a stage receives the 8 samples of a step in 4 micro-batches, or 4 of these samples in
+# 2 micro-batches if two data-parallel ranks share the step.
 PP2, PP4 = "--pipeline-parallel-size 2 -b 2", "--pipeline-parallel-size 4 -b 2"
 INTERLEAVED = "--pipeline-schedule interleaved-1f1b"
 CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
 ULYSSES2, ULYSSES4 = (f"{cp} --context-parallel-style ulysses" for cp in (CP2, CP4))
 EP2, EP4 = "--expert-parallel-size 2", "--expert-parallel-size 4"
 REPLICAS = "--replicas 2"
-# The high weight decay makes a wrong decay visible within a few steps. 10 held-out samples do not
-# fill the batches.
+# The high weight decay makes a wrong decay visible within a few steps. With 10 held-out samples,
+# the last batch of an evaluation is incomplete.
 STEPS = """--num-steps 4 --warmup-steps 2 --weight-decay 1 --eval-every 2 --eval-samples 10
     --checkpoint-every 99"""
 
 
 class Layout(NamedTuple):
-    """Hold a way to train, with the settings of its core tests and of its slow tests."""
+    """Hold a layout, with the settings of its core tests and of its slow tests."""
 
     chapter: str
     ranks: int
@@ -127,15 +128,15 @@ LAYOUTS = {
     "pairs-hsdp4": Layout("preferences", 4, REPLICAS),
     "lora1": Layout("lora", 1),
     "lora2": Layout("lora", 2, slow="offload+1"),
-    # An adapter has fewer rows than there are ranks.
+    # With the setting rank-1, an adapter has fewer rows than the layout has ranks.
     "lora4": Layout("lora", 4),
     "lora-hsdp4": Layout("lora", 4, REPLICAS),
 }
 # Compare these chapters with one-rank runs of the same chapter, because chapter 01 would learn more
-# tokens or weights.
+# tokens or train more weights.
 FINE_TUNING = {"conversations": "chats1", "preferences": "pairs1", "lora": "lora1"}
-# For each chapter, two lists of settings for exhaustive tests: the first list is for all layouts on
-# at most four ranks, the second for all layouts on two ranks.
+# Each chapter has two lists of settings for exhaustive tests. The first list is for all layouts on
+# at most four ranks, and the second list is for all layouts on at most two ranks.
 EXHAUSTIVE = {
     "01": ("4 1", ""),
     "02": ("plain gpt2 qwen3 bf16 over-20-steps", "4"),
@@ -166,16 +167,18 @@ SETTINGS = {
     "offload": "--cpu-offload --recompute full --checkpoint-async",
     "gpipe": "--pipeline-schedule gpipe",
 }
-# The reference run also uses these settings and the name of the model, because they change the
-# curve.
+# A run's reference run has the same model, and the same settings from this table, because they
+# change the curve.
 CURVES = {
     "bf16": "--precision bf16",
-    # Rounding errors grow within 20 steps, so these steps have the default warmup and decay.
+    # Use the default warmup and decay, because with the values of STEPS, rounding errors would grow
+    # too much within 20 steps.
     "over-20-steps": "--num-steps 20 --eval-every 10 --warmup-steps 10 --weight-decay 0.1",
     # With this length, a rank computes the loss in two chunks.
     "long": "--seq-length 512",
     "five": "--config num_hidden_layers=5",
-    # Mixtral with fewer experts than ranks, or with a number that is no multiple of the shards.
+    # With these settings, Mixtral has fewer experts than ranks, or its number of experts is not
+    # divisible by the number of shards.
     "two-experts": "--config num_local_experts=2 num_experts_per_tok=1",
     "three-experts": "--config num_local_experts=3",
     "six-experts": "--config num_local_experts=6",
@@ -183,14 +186,14 @@ CURVES = {
 }
 
 
-# For each mixture, the layouts that chapter 09 refuses, because the mixture has a mask, no pipeline
-# plan, or no plan for all matrices.
+# Chapter 09 refuses these layouts of a mixture, because the mixture has a mask, has no pipeline
+# plan, or lacks a plan for some of its matrices.
 LEFT_OUT = {"gpt_oss": "cp ulysses tp", "olmoe": "pp interleaved"}
 LEFT_OUT |= {"qwen2_moe": "cp ulysses tp", "deepseek_v3": "tp"}
 
 
 def is_left_out(layout, setting):
-    """Return whether no test compares a run: it is its own reference, or chapter 09 refuses it."""
+    """Return whether a run needs no test: it is its own reference, or chapter 09 refuses it."""
     run = f"{layout}@{setting}"
     if layout in FINE_TUNING.values() and reference_of(run) == run:
         return True
@@ -199,7 +202,7 @@ def is_left_out(layout, setting):
 
 
 def run_params():
-    """Return each run as a parameter LAYOUT@SETTINGS, with the mark slow or exhaustive."""
+    """Return each run as a parameter LAYOUT@SETTINGS; mark slow and exhaustive runs."""
     params = []
     for name, layout in LAYOUTS.items():
         settings = dict.fromkeys(layout.core.split(), ())
@@ -215,7 +218,11 @@ def run_params():
 
 
 def reference_of(run):
-    """Return the run whose curve a run must repeat; bf16 in chapter 01 must be close to fp32."""
+    """Return the name of the reference run, whose curve a run must repeat.
+
+    The reference of chapter 01's run in bf16 is the run in fp32. These two curves need only be
+    close.
+    """
     layout, _, setting = run.partition("@")
     first = FINE_TUNING.get(LAYOUTS[layout].chapter, "01")
     changes = [name for name in setting.split("+") if name not in SETTINGS]
@@ -225,7 +232,7 @@ def reference_of(run):
 
 
 def job_of(models, run, root, *more):
-    """Return a job for run_jobs() that trains a layout in some settings."""
+    """Return a job for run_jobs() that trains the layout of a run with the run's settings."""
     name, _, settings = run.partition("@")
     args = [*SHORT, *STEPS.split(), *LAYOUTS[name].flags.split()]
     flags = SETTINGS | CURVES
@@ -259,13 +266,17 @@ def root(request, tmp_path_factory, layout_models):
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("run", run_params())
 def test_layout_follows_its_reference_curve(root, run):
-    """Compare the loss and the gradient norm of each step, and each validation loss."""
+    """Compare a run's losses with the losses of its reference run.
+
+    Compare the gradient norms, too, except for 01@bf16.
+    """
     curve, reference = metrics(root / run), metrics(root / reference_of(run))
     if run == "01@bf16":
         assert 1e-5 < difference(reference, curve, names=["loss", "val_loss"]) < 5e-2
     elif run.endswith("bf16"):
-        # From chapter 04 on, FSDP also rounds weights, and activations between layers, to bf16. The
-        # differences are up to 0.0017 in the loss, and up to 0.0027 of the gradient norm.
+        # From chapter 04 on, FSDP also rounds weights, and activations between layers, to bf16. So
+        # the losses differ from the reference by up to 0.0017, and the gradient norms differ by up
+        # to 0.27%.
         assert run != reference_of(run), "the test would compare a run with itself"
         assert difference(reference, curve, names=["loss", "val_loss"]) < 5e-3
         assert difference(reference, curve, names=["grad_norm"], relative=True) < 1e-2
@@ -280,7 +291,7 @@ LOSSES += [5.2734270, 5.0691161, 5.1340919, 4.9781885, 4.7330828]
 
 @pytest.mark.parametrize("run", ["01@over-20-steps"])
 def test_losses_are_those_of_the_pinned_versions(root, run):
-    """Check that the curve has every step and falls: two flat curves could be equal by chance."""
+    """Check also that the curve falls, because two flat curves would pass every comparison."""
     curve = metrics(root / run)
     assert sorted(curve) == list(range(21))
     assert [step for step, row in curve.items() if "val_loss" in row] == [0, 10, 20]
@@ -290,17 +301,18 @@ def test_losses_are_those_of_the_pinned_versions(root, run):
     assert losses == pytest.approx(LOSSES, abs=1e-4)
 
 
-# The tests of fine-tuning check its models.
+# Leave out the runs of fine-tuning, because other tests check their models.
 EXPORTED = [param for param in run_params() if param.values[0][:4] not in ("chat", "pair", "lora")]
 
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("run", EXPORTED)
 def test_exported_model_has_the_logged_loss(root, load, run):
-    """Evaluate the model's folder with transformers; it has the weights of the last step."""
+    """Evaluate the exported model, which has the weights of the last step, with transformers."""
     curve = metrics(root / run)
     loss = evaluate_export(root / run, max(curve), load("01"))
-    # The test evaluates in fp32. A run in bf16 evaluates in bf16, where the loss is 0.002 higher.
+    # This test evaluates each model in fp32. A run in bf16 has logged its loss in bf16, which is
+    # 0.002 higher.
     assert abs(loss - curve[max(curve)]["val_loss"]) < (5e-3 if run.endswith("bf16") else 1e-5)
 
 
@@ -316,7 +328,7 @@ def test_exported_model_has_the_logged_loss(root, load, run):
     ],
 )
 def test_split_by_one_rank_changes_no_bit(layout_models, tmp_path, chapter, flags, layout):
-    """Compare chapters: with one stage or a dense model, a chapter trains as an earlier chapter."""
+    """Compare a chapter, without the split that it adds, with an earlier chapter on one layout."""
     earlier, args = job_of(layout_models, layout, tmp_path, "-e")
     jobs = [(earlier, [*args, "earlier"]), (chapter, [*args, "later", *flags.split()])]
     run_or_fail(2, jobs, tmp_path / "jobs")
@@ -333,7 +345,7 @@ REPEATED += [exhaustive("ulysses2@plain")]
 
 @pytest.mark.parametrize("resumed", REPEATED)
 def test_resume_repeats_every_bit(layout_models, tmp_path, resumed):
-    """Run the last two steps of a run a second time."""
+    """Train the last two steps of a run a second time, from the checkpoint of step 2."""
     ranks, more = LAYOUTS[resumed.partition("@")[0]].ranks, ["--checkpoint-every", 2, "-e"]
     job = job_of(layout_models, resumed, tmp_path, *more, "entire")
     run_or_fail(ranks, [job], tmp_path / "jobs")
@@ -342,17 +354,18 @@ def test_resume_repeats_every_bit(layout_models, tmp_path, resumed):
     [[first_rank, *_]] = run_or_fail(ranks, [job], tmp_path / "jobs")
     assert "step-00000002\n" in first_rank["stdout"].partition("continuing from")[2]
     assert difference(metrics(tmp_path / "entire"), metrics(tmp_path / "resumed")) == 0
-    assert have_same_weights(tmp_path / "entire", tmp_path / "resumed"), "a weight was lost"
+    assert have_same_weights(tmp_path / "entire", tmp_path / "resumed"), "a weight differs"
 
 
-# With this warmup, the learning rate of a step does not depend on the number of steps.
+# During this long warmup, the learning rate of a step does not depend on the number of steps.
 ENDLESS = ["--lr", 0.03, "--warmup-steps", 1000]
 SPLIT = [name for name, layout in LAYOUTS.items() if "03" < layout.chapter < "09"]
 ROUTES = {
     "data-parallel": "01 ddp2 launched2 ddp1".split(),
     "each-chapter": "fsdp4 dp2-tp2 tp2-pp2 dp2-ulysses2 fsdp2 large2 fsdp2 cp2 fsdp1 hsdp4".split(),
     "lora": "lora2 lora1 lora-hsdp4 lora4".split(),
-    # Four shards have columns of all six experts, and two shards have three experts each.
+    # With six experts, four shards split the columns of each expert, and two shards have three
+    # experts each.
     "few-experts": "fsdp4 fsdp2 dp2-ep2 large4 mixture-tp2 hsdp4".split(),
     "each-layout": random.Random(0).sample(SPLIT, len(SPLIT)),
 }
@@ -366,7 +379,10 @@ ROUTES = {
     ],
 )
 def test_run_that_changes_its_layout_stays_on_the_curve(layout_models, tmp_path, route):
-    """Let the next layout continue the run every two steps; Qwen3 has tied embeddings."""
+    """Resume a run in a different layout every two steps.
+
+    Most routes train Qwen3, because its embeddings are tied.
+    """
     setting = "mixtral+six-experts" if route == "few-experts" else "qwen3"
     names, more = ROUTES[route], [*ENDLESS, "--eval-every", 2, "--num-steps"]
     reference = reference_of(f"{names[0]}@{setting}")
@@ -382,13 +398,13 @@ def test_run_that_changes_its_layout_stays_on_the_curve(layout_models, tmp_path,
     assert have_same_weights(tmp_path / "entire", tmp_path / "run", tolerance=1e-4), "not equal"
 
 
-# These layouts split data, weights, matrices, sequences, layers and experts.
+# Together, these layouts split data, weights, matrices, sequences, layers and experts.
 EXAM = "hsdp4 mixture-tp2 cp2-ep2 large2 pp2-ep2".split()
 
 
 @pytest.mark.slow
 def test_run_killed_in_six_kinds_of_parallelism_stays_on_the_curve(layout_models, tmp_path):
-    """Let each layout continue from the newest checkpoint, and kill it after three more steps."""
+    """Resume the run in each layout of EXAM, and kill it after three more steps each time."""
     more = [*ENDLESS, "--eval-every", 4, "--checkpoint-every", 2, "--num-steps", 5 * len(EXAM)]
     job = job_of(layout_models, "01@glm4_moe", tmp_path, *more, "-e", "entire")
     run_or_fail(1, [job], tmp_path / "jobs")

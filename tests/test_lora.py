@@ -38,7 +38,7 @@ def chapter(load, one_rank_group):
 
 @pytest.fixture(scope="module")
 def base(layout_models, tmp_path_factory):
-    """Save a model in fp32 as a published model is saved; return its folder."""
+    """Save a small fp32 model in the format of models on the hub; return the model's folder."""
     root = tmp_path_factory.mktemp("base")
     return make_hub_folder(layout_models, root, "llama", dtype=torch.float32)
 
@@ -57,19 +57,19 @@ def run_dir(base, tmp_path_factory):
 def randomize_adapters(model, std=0.05):
     for weight in model.parameters():
         if weight.requires_grad:
-            # Initialize both adapters randomly, because A has no gradient while B is 0, as at the
-            # start.
+            # Initialize both matrices of an adapter randomly, because A has no gradient while B has
+            # its initial value, 0.
             torch.nn.init.normal_(weight.detach().to_local(), std=std)
 
 
 def own_name(name):
-    """Return the name that the script gives to a weight of peft."""
+    """Return the script's name for a weight, given the name of the weight in peft."""
     name = name.removeprefix("base_model.model.").replace(".base_layer", "")
     return name.replace(".default", "")
 
 
 def test_gradients_are_those_of_peft(chapter, layout_models, tmp_path):
-    """Compare with peft, which computes one conversation at a time."""
+    """Compare the adapters' gradients with peft, which gets one conversation at a time."""
     peft = pytest.importorskip("peft", reason=WHY)
     tokens = prepare_conversations(tmp_path, model=layout_models / "llama")
     words = ["-m", layout_models / "llama", "-d", tokens]
@@ -102,7 +102,8 @@ def test_adapters_change_no_loss_before_the_first_step(chapter, layout_models, t
         first = loss_of_documents(plain, documents_of_step(chapter, args, train_set)).item()
     model.num_targets = chapter.answers_at(args, train_set, 1)
     loss = chapter.forward_backward(args, model, train_set, 1, device).item()
-    # evaluate() must divide by the learned tokens of the held-out samples, not of the step.
+    # Check that evaluate() divides by the number of learned tokens of the held-out samples, not of
+    # the step.
     assert chapter.evaluate(args, model, held_out, device) == pytest.approx(expected, abs=1e-6)
     assert loss == pytest.approx(first, abs=1e-6)
 
@@ -130,7 +131,10 @@ def load_base(chapter, monkeypatch):
 
 
 def base_with_adapters(chapter, folder, kind, precision):
-    """Save a small model; return the arguments and the script's model with adapters, in eval()."""
+    """Save a small model, and read it into the script's model with adapters.
+
+    Return the arguments, and the script's model in eval mode.
+    """
     torch.manual_seed(0)
     settings = OWN_SETTINGS.get(kind, {}) | KINDS[kind]
     config = shrink(CONFIG_MAPPING[kind](), pad_token_id=None, **settings)
@@ -178,8 +182,8 @@ def test_frozen_weights_are_those_that_transformers_reads_in_bf16(load_base, tmp
         assert weight.dtype == expected.dtype and torch.equal(weight, expected), name
     with torch.no_grad():
         expected = other(input_ids=IDS, use_cache=False).logits
-    # Both routers must choose the same experts: with different experts, the logits would differ by
-    # far more.
+    # The routers of both models must choose the same experts: with different experts, the logits
+    # would differ by far more.
     assert (logits_of(model, IDS) - expected).abs().max() < 1e-3 * expected.std()
 
 
@@ -200,7 +204,7 @@ def test_adapters_give_the_same_logits_in_peft(chapter, load_base, tmp_path, kin
         found = loaded(input_ids=IDS, use_cache=False).logits
     logits = logits_of(model, IDS)
     assert (found - logits).abs().max() < 1e-5 < 1e-2 < (before - logits).abs().max()
-    # Programs that serve adapters need the names of modules.
+    # Check the list of module names, because programs that serve adapters need these names.
     config = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
     assert config["target_modules"] == (args.lora_modules if kind == "llama" else [])
 
@@ -211,8 +215,9 @@ def test_checkpoint_holds_only_adapters(run_dir):
     weights = read_checkpoint(run_dir, 4)["model"]
     assert weights and all(".lora_" in name for name in weights)
     num_weights = sum(weight.numel() for weight in weights.values())
-    # Each weight and each of its two moments take 4 bytes. Each of two ranks saves a part of every
-    # weight, of its moments and of its step, and a file has about 1.6 KiB more for each part.
+    # Each of two ranks writes a file with parts of each weight, of its two moments and of its step
+    # counter. A weight and its moments take 12 bytes. In addition, each part takes about 1.6 KiB in
+    # the file.
     size = sum(path.stat().st_size for path in run_dir.glob("checkpoints/step-00000004/*"))
     assert size < 12 * num_weights + 2048 * 2 * 4 * len(weights)
 
@@ -246,7 +251,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("line", MISTAKES)
-def test_mistake_costs_one_line(chapter, capsys, layout_models, line):
+def test_mistake_prints_one_line(chapter, capsys, layout_models, line):
     words = line.format(models=layout_models).split()
     assert MISTAKES[line] in user_error(capsys, prepare, chapter, *words)
 
@@ -270,7 +275,7 @@ def test_tool_refuses_a_checkpoint_of_adapters_in_one_line(
     checkpoint, name = tmp_path / "checkpoints/step-00000001", tool.__name__
     words = [checkpoint] + [tmp_path / "new"] * (tool is export)
     monkeypatch.setattr("sys.argv", [f"{name}.py", *map(str, words)])
-    # Preparing the samples may have printed a progress bar.
+    # Discard the output up to here, because prepare() may have printed a progress bar.
     capsys.readouterr()
     [line] = user_error(capsys, tool.main).splitlines()
     assert line.startswith(f"{name}.py: error: {checkpoint}: it has only adapters; use the folder")

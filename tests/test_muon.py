@@ -1,4 +1,4 @@
-"""Test that Muon gives one curve on every layout, and that this curve is torch.optim.Muon's."""
+"""Test that Muon's curve is the same on all layouts, and equals the curve of torch.optim.Muon."""
 
 import json
 import math
@@ -31,9 +31,9 @@ from runs import check_user_error, copy_run, evaluate_export, read_checkpoint
 
 DEVICE = torch.device("cpu")
 SMALL = [*SHORT, "--config", "hidden_size=48", "intermediate_size=80", "num_hidden_layers=2"]
-# 202 rows, 101 rows and three layers cannot be divided evenly among 2 or 4 ranks.
+# Neither 202 rows nor three layers can be divided evenly among 4 ranks.
 UNEVEN = "--config hidden_size=120 intermediate_size=202 num_hidden_layers=3 head_dim=30".split()
-# FSDP splits the columns of 6 experts among 4 ranks, and gives each of the ranks 2 of 8 experts.
+# On 4 ranks, FSDP gives 2 of 8 experts to each rank, but it splits the columns of 6 experts.
 COLUMNS = ["--config", "num_experts=6"]
 
 
@@ -43,14 +43,14 @@ def script(load, one_rank_group):
 
 
 def prepare(script, *words):
-    """Return arguments, sharded model, optimizer and training samples for a command."""
+    """Shard a command line's model; return arguments, model, optimizer and training samples."""
     args, model, _, train_set, _ = prepare_training(script, *words)
     model = script.shard(args, model, DEVICE)
     return args, model, script.build_optimizer(args, model), train_set
 
 
 def train(script, steps, args, model, optimizer, train_set):
-    """Run steps in this process; return their losses."""
+    """Train for `steps` steps in this process; return the loss of each step."""
     steps = range(1, steps + 1)
     return [
         script.train_step(args, model, optimizer, train_set, step, DEVICE)[0].item()
@@ -59,7 +59,7 @@ def train(script, steps, args, model, optimizer, train_set):
 
 
 # ---- the weights that Muon updates -----------------------------------------------------------
-# For each family, some weights of the first layer with their optimizer.
+# Each family has a few weights of its first layer; True means that Muon updates the weight.
 FAMILIES = {
     "llama": {"self_attn.q_proj.weight": True, "input_layernorm.weight": False},
     "gpt2": {"attn.c_attn.weight": True, "attn.c_attn.bias": False},
@@ -87,7 +87,7 @@ def test_muon_gets_matrices_and_experts_but_no_convolution(load, models, family,
 
 # ---- from shards to matrices -----------------------------------------------------------------
 class Ranks:
-    """Simulate a process group: only its size is known."""
+    """Simulate a process group that only has a size."""
 
     def __init__(self, num_ranks):
         self.num_ranks = num_ranks
@@ -97,7 +97,7 @@ class Ranks:
 
 
 def orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks):
-    """Run orthogonalize_split() as each of `num_ranks` ranks; return the matrices of its shards."""
+    """Run orthogonalize_split() as each of `num_ranks` ranks; return the joined matrices."""
     sent = []
 
     def all_to_all_single(received, parts, group, async_op):
@@ -113,7 +113,7 @@ def orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks):
     for _ in range(2):
         for update in updates:
             next(update)
-        # Send one part after the other, as a slow network would.
+        # Send the parts one after another, as a slow network would.
         for rank, (received, _) in enumerate(sent):
             for source, (_, parts) in enumerate(sent):
                 received[source].copy_(parts[rank])
@@ -126,7 +126,7 @@ def orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks):
 
 
 def distance(script, monkeypatch, num_matrices, shape, num_ranks):
-    """Return the largest difference between matrices orthogonalized on many ranks and on one."""
+    """Orthogonalize matrices on `num_ranks` ranks and on one; return the largest difference."""
     torch.manual_seed(0)
     matrices = torch.randn(num_matrices, *shape)
     result = orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks)
@@ -137,7 +137,7 @@ def distance(script, monkeypatch, num_matrices, shape, num_ranks):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("num_matrices", [1, 3, 4, 8])
 def test_ranks_orthogonalize_each_matrix_as_one_rank(load, monkeypatch, num_matrices, num_ranks):
-    """Include short and empty shards, and fewer matrices than ranks."""
+    """Test with short and empty shards, too, and with fewer matrices than ranks."""
     for shape in [(16, 24), (24, 16), (17, 24), (5, 8)]:
         assert distance(load("muon"), monkeypatch, num_matrices, shape, num_ranks) < 1e-5
 
@@ -150,7 +150,11 @@ REUSED = "received = ranks.__dict__.setdefault('buffer', torch.empty_like(parts.
 def test_reused_buffer_is_wrong_with_one_matrix_per_rank(
     monkeypatch, tmp_path, num_matrices, is_right
 ):
-    """Receive twice in one buffer: with one matrix per rank, the second sends a view of it."""
+    """Receive the parts of both exchanges in one buffer.
+
+    With one matrix per rank, the second exchange also sends from this buffer, so the result is
+    wrong.
+    """
     copy = tmp_path / "train_llm.py"
     old = "received = torch.empty_like(parts, memory_format=torch.contiguous_format)"
     change_file(SCRIPTS["muon"], old, REUSED, copy)
@@ -164,7 +168,7 @@ def test_reused_buffer_is_wrong_with_one_matrix_per_rank(
 def test_wrong_order_is_found_with_two_matrices_per_rank(
     monkeypatch, tmp_path, num_matrices, is_right
 ):
-    """Take the parts of a rank for the parts of a matrix: right only with one matrix per rank."""
+    """Swap the order of ranks and matrices, which is right only with one matrix per rank."""
     copy = tmp_path / "train_llm.py"
     old = "received.unflatten(0, (num_ranks, -1)).transpose(0, 1)"
     change_file(SCRIPTS["muon"], old, "received.unflatten(0, (-1, num_ranks))", copy)
@@ -199,7 +203,7 @@ class Both:
 
 
 def test_losses_are_those_of_torch_muon(script, monkeypatch):
-    """Compare over 20 steps; let torch's Newton-Schulz iterations compute in fp32, as ours do."""
+    """Compare the losses of 20 steps; let torch.optim.Muon compute in fp32, as the script does."""
     losses = train(script, 20, *prepare(script, *SMALL))
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     args, model, _, train_set = prepare(script, *SMALL)
@@ -209,7 +213,7 @@ def test_losses_are_those_of_torch_muon(script, monkeypatch):
 
 
 def test_bad_gradient_changes_no_weight_and_no_momentum(script, monkeypatch):
-    """Check that even a later finite gradient changes no tensor."""
+    """Check that after a bad gradient, even a finite gradient changes no tensor."""
     args, model, optimizer, train_set = prepare(script, *SMALL)
     train(script, 2, args, model, optimizer, train_set)
     before = [local(tensor).clone() for tensor in tensors_of(model, optimizer)]
@@ -229,7 +233,7 @@ def local(tensor):
 
 
 def test_matrix_of_a_layer_has_one_moment(script):
-    """Count the tensors: Muon keeps one for each matrix, and AdamW three."""
+    """Check that Muon keeps one tensor for a layer's matrix, and AdamW three for the head."""
     _, model, optimizer, _ = prepare(script, *SMALL)
     state = get_optimizer_state_dict(model, optimizer)["state"]
     assert set(state["model.layers.0.mlp.up_proj.weight"]) == {"exp_avg"}
@@ -238,7 +242,7 @@ def test_matrix_of_a_layer_has_one_moment(script):
 
 # ---- the sweep -------------------------------------------------------------------------------
 def test_sweep_finds_the_best_rates_and_keeps_old_runs(monkeypatch, tmp_path, capsys):
-    """Simulate runs: the best rates are 1 and 2, and AdamW diverges at rate 4."""
+    """Simulate runs: learning rate 2 is best for Muon, and 1 for AdamW, which diverges at 4."""
     sweep, trained = harness.load(ROOT / "related-topics/muon/sweep.py"), []
 
     def train(folder, steps, cell):
@@ -273,7 +277,7 @@ def root(tmp_path_factory, layout_models):
     """Train each layout; return the folder of the runs."""
     root = tmp_path_factory.mktemp("muon")
     mixture = ["-m", layout_models / "qwen3_moe"]
-    # In this script, the ranks' parts of a matrix are read as the parts of several matrices.
+    # This wrong script swaps the order of ranks and matrices when it joins the received parts.
     wrong = root / "wrong/train_llm.py"
     old = "received.unflatten(0, (num_ranks, -1)).transpose(0, 1)"
     change_file(SCRIPTS["muon"], old, "received.unflatten(0, (-1, num_ranks))", wrong)
@@ -317,7 +321,7 @@ def test_exported_model_has_the_logged_loss(root, load):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_resume_repeats_the_curve(root):
-    """Continue on the same ranks, bit by bit, and from two ranks on four."""
+    """Resume a run of two ranks on two ranks, which must repeat every bit, and on four ranks."""
     for ranks, limit in ((2, 0.0), (4, 1e-5)):
         name = f"resumed{ranks}"
         copy_run(root / "tiny2", 10, root / name)

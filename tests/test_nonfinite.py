@@ -22,7 +22,7 @@ FLAGS = SPLIT | {"fp16": ["--precision", "fp16", "--init-scale", 1]}
 
 @pytest.mark.parametrize("chapter, fault", CASES)
 def test_bad_gradient_ends_the_run_before_its_next_save(chapter, fault, tmp_path):
-    """Plant a loss or a gradient that is not finite on the last rank in step 8; step 6 is saved."""
+    """Plant a NaN in a loss or gradient of the last rank in step 8, after step 6 is saved."""
     ranks = 1 if chapter == "01" else 2
     args = [f"{fault}@rank{ranks - 1}:step7", SCRIPTS[chapter], *ARGS, *FLAGS.get(chapter, [])]
     args += ["--save-dir", tmp_path, "-e", "run"]
@@ -32,13 +32,14 @@ def test_bad_gradient_ends_the_run_before_its_next_save(chapter, fault, tmp_path
 
 
 FP16 = ["--precision", "fp16", "--init-scale", 4]
-# Each row has a chapter, its flags, the value that is not finite, and whether each step is fatal.
+# Each row has a chapter, its flags, the value that is not finite in three steps, and whether each
+# of these steps must end the run.
 FATAL = [
     ("01", [], "loss", [True, True, True]),
     ("fp16", FP16, "loss", [True, True, True]),
     # In the three steps, the scale is 4, 2 and 1, and a scale of 1 is too small to be halved.
     ("fp16", FP16, "gradient", [False, False, True]),
-    # Without fp16 there is no scale that could be too large.
+    # In fp32, each bad gradient is fatal, because there is no scale that could be too large.
     ("fp16", [], "gradient", [True, True, True]),
 ]
 

@@ -23,7 +23,7 @@ LONG += ["--checkpoint-every", "20"]
 # of launchers begin with a different word.
 RANKS = "^[^ ]*python[^ ]* (-u )?[^ ]*train_llm.py"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-# These words before a script start two ranks on each of the hosts h1 and h2.
+# Each of these launchers starts a script on two ranks of each of the hosts h1 and h2.
 SBATCH = "sbatch --nodes=2 --gpus-per-node=2 "
 LAUNCHERS = {
     "ssh": "{chapter}/ssh/launch.sh {folder}/hosts.txt",
@@ -42,7 +42,7 @@ LAUNCHERS = {
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory):
-    """Return the metrics of runs on one host that nothing interrupts."""
+    """Train uninterrupted runs on one host; return their metrics by name."""
     runs = {4: {"short": ("03", [])}, 2: {"long": ("03", LONG)}}
     return curves_of(tmp_path_factory.mktemp("one-host"), runs)
 
@@ -59,7 +59,7 @@ class User:
         (folder / "hosts.txt").write_text("# two nodes\nh1 slots=2\nh2 slots=2\n")
 
     def line(self, typed, *options, script="03", before=()):
-        """Return a line of bash that starts a script of this run."""
+        """Return a line of bash that launches a script with this run's folder and name."""
         words = [*before, SCRIPTS.get(script, script), *options, "--save-dir", self.folder]
         words += ["--experiment-name", "run"]
         line = f"{typed.format(chapter=CHAPTER, folder=self.folder)} {shlex.join(map(str, words))}"
@@ -68,14 +68,15 @@ class User:
         return line
 
     def type(self, line, host="head", **variables):
-        """Start a line on a host; return the process, whose output goes to HOST.log."""
+        """Start a line of bash on a host; return the process, whose output goes to HOST.log."""
         with open(self.folder / f"{host}.log", "w") as log:
             options = {"cwd": self.folder, "env": self.env | variables, "stdout": log}
-            # Like a terminal, setsid makes the line a group of processes that can be signaled.
+            # Like a terminal, setsid puts the processes of the line into a group that a test can
+            # signal.
             return self.cluster.popen(host, f"exec setsid {line}", stderr=log, **options)
 
     def launch(self, line):
-        """Run a launcher, or submit a job, and wait for its end; return whether it succeeded."""
+        """Run a launcher or a Slurm job until it ends; return whether it succeeded."""
         if not line.startswith("sbatch"):
             return self.type(line).wait(timeout=240) == 0
         return self.end_of(self.submit(line))["JobState"] == "COMPLETED"
@@ -146,7 +147,7 @@ def test_launcher_passes_variables_of_the_network_to_all_ranks(user, launcher):
 
 
 def submit_long(user, file=CHAPTER / "slurm/train.sbatch", nodes=2):
-    """Submit half a minute of training, with one rank per host; return the job in step 20."""
+    """Submit a job of half a minute with one rank per host; return the job's id at step 20."""
     user.env["RANKS_PER_NODE"] = "1"
     typed = f"sbatch --time=60 --nodes={nodes} --gpus-per-node=1 --ntasks-per-node=1 {file}"
     job = user.submit(user.line(typed, *LONG))
@@ -159,7 +160,7 @@ def wait_for_request(user):
 
 
 def run_out_of_time(user, job):
-    """Shorten the job's time to one or two minutes, so that Slurm sends the stop signal now."""
+    """Leave a job only one or two minutes, so that Slurm sends the stop signal now."""
     minutes = int(user.cluster.job(job)["RunTime"].split(":")[1])
     user.cluster.run("head", f"scontrol update JobId={job} TimeLimit={minutes + 2}")
     wait_for_request(user)
@@ -191,7 +192,7 @@ def disturb(user, job, event):
 
 
 def job_script(user, name):
-    """Return the path of a job script. "own" is the README's script, with one rank per node."""
+    """Return the path of a job script; for "own", write the README's script for 1 rank per node."""
     if name != "own":
         return CHAPTER / f"slurm/{name}.sbatch"
     page = blocks(CHAPTER / "slurm/README.md")
@@ -223,19 +224,19 @@ def test_job_that_is_requeued_has_the_losses_of_an_uninterrupted_run(user, curve
 
 
 def check_step_of_restart(user, was_asked=True):
-    """Return the only step that a run continued from; check that the run had stopped there."""
+    """Check that a run continued once, from the step where it had stopped; return this step."""
     [step] = re.findall(r"^continuing from \S+/step-0*(\d+)$", user.output(), re.M)
     assert not was_asked or f"\nstopped at step {step};" in user.output()
     return int(step)
 
 
 def check_continued_curve(user, curves, was_asked=True):
-    """Check that a run has the same losses after it continues on a different number of ranks."""
+    """Check that a run on changing numbers of ranks has the losses of the uninterrupted run."""
     near = range(check_step_of_restart(user, was_asked) + 21)
     full = curves["long"], metrics(user.run_dir)
     first_steps = ({step: curve[step] for step in near} for curve in full)
     assert difference(*first_steps, names=["loss", "val_loss"]) < 1e-5
-    # Allow a larger difference in all steps, because rounding errors grow.
+    # Allow a larger difference over the entire run, because rounding errors grow with the steps.
     assert difference(*full, names=["loss", "val_loss"]) < 1e-3
 
 
@@ -245,9 +246,9 @@ def crash(user):
 
 
 def test_job_that_has_used_up_its_restarts_requeues_itself(user, curves):
-    """Crash a job without restarts; it comes back and finishes."""
-    # On a busy machine, a torchrun has failed after its ranks had finished, for a reason that we do
-    # not know. Then the job comes back a second time, and finds a finished run.
+    """Crash a job whose ranks may not restart: the job must requeue itself, and then finish."""
+    # Allow two requeues. On a busy machine, a torchrun has failed after its ranks had finished, for
+    # a reason that we do not know. The job then started a second time, and found a finished run.
     user.env |= {"MAX_RESTARTS": "0", "MAX_REQUEUES": "2"}
     job = submit_long(user)
     crash(user)
@@ -260,7 +261,7 @@ def test_job_that_has_used_up_its_restarts_requeues_itself(user, curves):
 
 @pytest.mark.parametrize("requeues", ["0", exhaustive("5")])
 def test_job_that_cannot_train_is_not_requeued(user, requeues):
-    """Crash a training run with 0 requeues; with 5, let the script refuse a flag at once."""
+    """Crash a job that may requeue 0 times, or give a wrong flag to a job with 5 requeues."""
     user.env |= {"MAX_RESTARTS": "0", "MAX_REQUEUES": requeues}
     if requeues == "0":
         job = submit_long(user)
@@ -277,7 +278,10 @@ def test_job_that_cannot_train_is_not_requeued(user, requeues):
     [(9, 300, "must stop 300 s before its end; submit it with a longer --time"), (9, 60, "")],
 )
 def test_job_without_time_for_a_stop_is_refused(user, minutes, seconds, message):
-    """Choose the time of Slurm's signal, which limits the time that ranks have for a stop."""
+    """Let Slurm send the stop signal to a job of 9 minutes 300 s or 60 s before its end.
+
+    With 300 s, train.sbatch refuses the job. With 60 s, the ranks have 40 s for a stop.
+    """
     user.env |= {"SBATCH_SIGNAL": f"B:USR1@{seconds}", "RANKS_PER_NODE": "1"}
     script = user.folder / "limit.py"
     script.write_text("import os; print('limit', os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'])")
@@ -305,10 +309,10 @@ def test_cancelled_job_saves_and_continues_on_other_nodes(user, curves, before, 
     wait_until(lambda: not any(user.ranks()), 60, "all ranks have saved and ended")
     assert user.end_of(submit_long(user, nodes=after))["JobState"] == "COMPLETED"
     check_continued_curve(user, curves)
-    assert user.cluster.job(job)["JobState"] == "CANCELLED", "the job came back"
+    assert user.cluster.job(job)["JobState"] == "CANCELLED", "the cancelled job was requeued"
 
 
-# This torchrun continues with the remaining hosts.
+# If a host dies, this torchrun continues with the other host.
 ELASTIC = "torchrun --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d"
 ELASTIC += " --rdzv-id elastic --rdzv-endpoint h1:29400 --rdzv-conf last_call_timeout=10"
 
@@ -326,10 +330,10 @@ def test_torchrun_continues_without_a_dead_host(user, curves):
 def test_torchrun_continues_with_a_host_that_joins(user, curves):
     """Let a host join: torchrun stops the first host's rank, which saves, and starts both ranks."""
     line = user.line(ELASTIC, *LONG)
-    # With this level, torchrun reports a new host.
+    # With LOGLEVEL=INFO, torchrun reports a host that joins.
     first = user.type(line, "h1", LOGLEVEL="INFO")
     user.wait_for_step(20)
-    # Suspend the rank, so that it does not finish before the second host is there.
+    # Suspend the rank, so that it does not finish before the second host joins.
     user.ranks("pkill -STOP")
     second = user.type(line, "h2")
     wait_until(lambda: "Detected 1 new nodes" in user.output(), 90, "h1 detects h2")
@@ -338,7 +342,7 @@ def test_torchrun_continues_with_a_host_that_joins(user, curves):
     check_continued_curve(user, curves)
 
 
-# Each way to stop a run has a launcher, and a command that stops this launcher on its host.
+# Each way to stop a run has a launcher, and a command that a user on the host `head` would type.
 STOPS = {
     # Signal the launcher's group of processes, as a terminal does.
     "Ctrl-C": ("ssh", "kill -INT -- -$(pgrep -o -f ssh/launch.sh)"),
@@ -374,7 +378,7 @@ def test_launcher_that_is_stopped_saves_and_leaves_no_rank(user, stop):
 
 
 def test_folder_that_is_not_shared_is_reported_with_the_host(user):
-    """Give each host its own disk where the folder of the run should be."""
+    """Mount a separate disk on each host in place of the folder that the hosts should share."""
     for host in ("h1", "h2"):
         user.cluster.run(host, f"mount -t tmpfs tmpfs {user.folder}")
     user.launch(user.line(LAUNCHERS["by hand"].replace("node 2", "node 1"), *SHORT))
@@ -402,7 +406,7 @@ def test_ranks_that_cannot_meet_report_the_reason(user, launcher, variable, expe
 
 @pytest.mark.exhaustive
 def test_job_waits_until_earlier_jobs_of_its_name_have_ended(user):
-    """Give the host room for both jobs. The first job requeues itself, and still runs first."""
+    """Let the first job requeue itself: the second job must wait, although a host is free."""
     script, starts = user.folder / "starts.py", user.folder / "starts.txt"
     script.write_text(
         "import os, sys, time\n"

@@ -1,4 +1,4 @@
-"""Test that the Python on pages does what the pages claim, and that its checks find mistakes."""
+"""Test that the Python code on pages does what the pages claim."""
 
 import ast
 import contextlib
@@ -21,7 +21,7 @@ CODE = "\n".join(block.text for page in PAGES for block in blocks(page) if block
 
 
 def page():
-    """Return the functions of the pages as a module."""
+    """Run the Python code of the pages in a new module; return the module."""
     module = types.ModuleType("page")
     exec(CODE, module.__dict__)
     return module
@@ -34,7 +34,7 @@ def from_pretrained(folder):
 # ---- published weights, shard by shard ---------------------------------------------------------
 @pytest.fixture(scope="module")
 def folders(models, tmp_path_factory):
-    """Return folders of published models by name; the embeddings of qwen3 are tied."""
+    """Save models in the hub's format, one with tied embeddings; return their folders by name."""
     root = tmp_path_factory.mktemp("published")
     return {name: make_hub_folder(models, root, name) for name in ("mistral", "qwen3", "mixtral")}
 
@@ -94,7 +94,7 @@ class Model(torch.nn.Sequential):
 
 
 def run(code, path, stops=None, shards=False):
-    """Train from the checkpoint, if there is one; return the losses and printed values by step."""
+    """Train, or resume from a checkpoint; return the losses and the printed values by step."""
     torch.manual_seed(1)
     model = Model(torch.nn.Linear(8, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 8))
     options = {}
@@ -119,7 +119,7 @@ def run(code, path, stops=None, shards=False):
 def test_resume_is_exact_to_the_bit(shards, one_rank_group, tmp_path):
     code = page()
     losses, lines = run(code, tmp_path / "alone", shards=shards)
-    # This run fails with an error three steps after its checkpoint.
+    # Let this run fail with an error three steps after its checkpoint.
     stops = (1 / (SAVED + 3 - step) < 0 for step in range(STEPS))
     with pytest.raises(ZeroDivisionError):
         run(code, tmp_path / "killed", stops, shards)
@@ -151,7 +151,7 @@ def test_ranks_read_each_sample_once(tmp_path):
 
 
 def test_ranks_that_share_a_stream_end_together(tmp_path):
-    """Give rank 0 one batch more than rank 1; together() leaves out this batch."""
+    """Give rank 0 one batch more than rank 1, and check that together() drops this batch."""
     page = ROOT / "preparing-data/data-loading.md"
     code = "\n".join(block.text for block in blocks(page) if block.kind == "python")
     script = tmp_path / "script.py"

@@ -39,11 +39,11 @@ def test_texts_stay_inside_their_boxes_in_a_wide_font(path):
         assert left + length <= boxes[0][2], text.text
         for box_left, top, width, height in boxes:
             is_label = abs(box_left + width / 2 - x) < 0.1 and top < y < top + height
-            # A number may be wider than a short bar.
+            # Allow a number that is wider than its bar, because some bars are very short.
             assert not is_label or length < width or text.text.isdecimal(), text.text
 
 
 def test_alternative_texts_have_one_line():
-    """The site would join the words at the end of one line and at the start of the next."""
+    """Check for line breaks, because the site would join the words before and after a break."""
     for path in readmes():
         assert not re.search(r"!\[[^\]]*\n", path.read_text()), path

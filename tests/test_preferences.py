@@ -1,4 +1,4 @@
-"""Test that preferences follow DPO of two plain models, one answer at a time, on any layout."""
+"""Test that the script of preferences computes DPO as two plain models do, answer by answer."""
 
 import copy
 import os
@@ -69,9 +69,10 @@ def documents_of(chapter, args, train_set, step):
 
 
 def apart_in_step_2(chapter, folder, change=None, *words):
-    """Return the relative differences between step 2 and a plain step: metrics and gradients.
+    """Compare step 2 with plain_step(); return the differences of the metrics and the gradients.
 
-    In step 1, the loss is ln 2 even with a mistake. `change` may change the script after step 1.
+    Both differences are relative. Step 1 cannot show a mistake, because its loss is always ln 2.
+    `change` may change the script after step 1.
     """
     args, model, train_set, held_out = prepare(chapter, "--lr", 0.01, *words)
     reference, optimizer = plain_model(model), chapter.build_optimizer(args, model)
@@ -112,14 +113,14 @@ def test_packed_gradient_is_that_of_two_plain_models(
 
 # ---- controls: the comparison finds each of these mistakes --------------------------------------
 def see_each_other(chapter, *_):
-    """Let the answers of a pair read each other."""
+    """Let the tokens of one answer of a pair attend to the other answer."""
     from transformers import masking_utils
 
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 
 def mean_of_tokens(chapter, *_):
-    """Replace the sum of the log-probabilities of an answer's tokens by the mean."""
+    """Replace the sum of the log-probabilities of an answer's tokens with their mean."""
     summed = chapter.log_probs_of
 
     def mean(args, model, batch):
@@ -132,7 +133,7 @@ def mean_of_tokens(chapter, *_):
 
 
 def later_reference(chapter, args, folder, model, train_set, held_out):
-    """Compute the reference again after a step."""
+    """Compute the reference log-probabilities again, from the weights after step 1."""
     chapter.add_references(args, folder / "later", model, train_set, held_out, 0, CPU)
 
 
@@ -161,7 +162,7 @@ def test_comparison_finds_a_mistake(chapter, layout_models, tmp_path, control):
 
 # ---- another library ---------------------------------------------------------------------------
 def turns_of(row):
-    """Return a row of pairs() in TRL's format: the prompt, and each answer, as turns."""
+    """Convert a row of pairs() to TRL's format: a prompt and two answers, each a list of turns."""
     if isinstance(row["chosen"], str):
         prompt = [{"role": "user", "content": row["prompt"]}]
         answers = {
@@ -173,7 +174,7 @@ def turns_of(row):
 
 
 def train_with_trl(model, tokenizer, args, folder):
-    """Train on all pairs in each step; return TRL's rows of metrics."""
+    """Train four steps with TRL, each on all pairs; return TRL's rows of metrics."""
     import trl
 
     options = {"num_train_epochs": 4, "logging_steps": 1, "max_grad_norm": 0.0, "beta": args.beta}
@@ -202,7 +203,7 @@ def test_first_steps_are_those_of_trl(chapter, layout_models, tmp_path):
     pytest.importorskip("trl", reason="install fine-tuning/preferences/requirements.txt")
     folder = shutil.copytree(layout_models / "llama", tmp_path / "llama")
     (folder / "chat_template.jinja").write_text(TEMPLATES["llama2"])
-    # With this length, no pair is left out.
+    # With this length, no pair is too long, so prepare.py leaves out no pair.
     tokens = prepare_pairs(tmp_path, model=folder, seq_length=512)
     num_samples = (tokens / "000000.tokens").stat().st_size // (4 * 512)
     words = ["-m", folder, "-d", tokens, "-s", 512, "--global-batch-size", num_samples]
@@ -210,11 +211,12 @@ def test_first_steps_are_those_of_trl(chapter, layout_models, tmp_path):
     args, model, train_set, held_out = prepare(chapter, *words)
     samples = torch.cat([*train_set.pieces, held_out])
     train_set = chapter.Samples(args.seed, samples, iter(()))
-    # Build the optimizer first, as main() does: a forward pass leaves FSDP's root gathered.
+    # Build the optimizer before add_references(), as main() does, because a forward pass leaves the
+    # weights of FSDP's root module gathered.
     optimizer = chapter.build_optimizer(args, model)
     chapter.add_references(args, tmp_path, model, train_set, held_out, 0, CPU)
     plain = plain_model(model, torch.float32)
-    # TRL changes the environment.
+    # Undo TRL's changes to environment variables.
     with mock.patch.dict(os.environ):
         expected = train_with_trl(plain, AutoTokenizer.from_pretrained(folder), args, tmp_path)
     names = ["loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "grad_norm"]
@@ -230,8 +232,8 @@ RUN += ["--num-steps", 8, "--eval-every", 4, "--log-every", 1, "--warmup-steps",
 
 
 @pytest.mark.slow
-def test_stopped_run_reads_its_references_and_learns_on(tmp_path):
-    """Continue from step 4 on two ranks, where a reference from step 4 would change the loss."""
+def test_stopped_run_reads_its_references_and_continues(tmp_path):
+    """Resume from step 4 on two ranks; references computed at step 4 would change the losses."""
     tokens = prepare_pairs(tmp_path, 100)
     args = [*RUN, "-d", tokens, "--checkpoint-every", 4, "--save-dir", tmp_path]
     run_or_fail(1, [("preferences", [*args, "-e", "complete"])], tmp_path / "jobs1")
@@ -252,7 +254,7 @@ def test_stopped_run_reads_its_references_and_learns_on(tmp_path):
 
 @pytest.fixture(scope="module")
 def merged_into_lora(tmp_path_factory):
-    """Merge the diff of preferences into LoRA's script, as the guide explains; return the path."""
+    """Merge preferences into LoRA's script, as the guide explains; return the script's path."""
     script = tmp_path_factory.mktemp("merged") / "on_lora.py"
     shutil.copy(SCRIPTS["lora"], script)
     parts = script, SCRIPTS["conversations"], SCRIPTS["preferences"]
@@ -264,7 +266,7 @@ def merged_into_lora(tmp_path_factory):
 def test_adapters_learn_preferences_from_the_reference_of_the_frozen_model(
     merged_into_lora, layout_models, tmp_path
 ):
-    """Compare the references of LoRA with the full model: adapters change nothing before step 1."""
+    """Check that LoRA's references equal the full model's, because new adapters change nothing."""
     base = make_hub_folder(layout_models, tmp_path, "llama")
     args = [*RUN, "-m", base, "--pretrained", "-d", prepare_pairs(tmp_path, 100, base)]
     args += ["--num-steps", 4, "--save-dir", tmp_path]

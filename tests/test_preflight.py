@@ -40,7 +40,7 @@ def test_thousand_healthy_ranks_have_no_finding(device):
     assert findings_of(healthy_reports(), device) == []
 
 
-# Each check has the value that rank 16 reports, the level of the finding, and its words.
+# Each check has the value that rank 16 reports, the level of the finding, and a part of its text.
 FAULTS = {
     "python": ("3.12.1", "warning", "3.12.1 (usual: 3.11.7)"),
     "transformers": ("not installed", "no-go", "not installed (usual: 5.23.0)"),
@@ -97,7 +97,8 @@ def test_only_the_slow_host_measures_a_slow_link(monkeypatch, num_ranks):
         rounds[rank][-1] = partner
         return 100.0 if 2 in (rank, partner) else 1.0
 
-    # Each round begins with a barrier; a rank may have no partner in a round.
+    # Add None at each barrier, which begins a round, because a rank may have no partner in the
+    # round.
     monkeypatch.setattr(preflight.dist, "barrier", lambda: rounds[rank].append(None))
     monkeypatch.setattr(preflight, "exchange_seconds", simulate)
     ring, device = list(range(num_ranks)), preflight.torch.device("cpu")
@@ -108,13 +109,13 @@ def test_only_the_slow_host_measures_a_slow_link(monkeypatch, num_ranks):
     for rank in ring:
         pairs = [pair for pair in enumerate(rounds[rank]) if pair[1] is not None]
         assert len({partner for _, partner in pairs}) >= 2
-        assert all(rounds[partner][number] == rank for number, partner in pairs), "one-sided"
+        assert all(rounds[partner][number] == rank for number, partner in pairs), "unequal rounds"
 
 
 # ---- one rank in this process ------------------------------------------------------------------
 @pytest.fixture
 def run_rank(no_group, monkeypatch, capsys, tmp_path):
-    """Return a function that runs a rank of two in this process, and returns its error."""
+    """Return a function that runs one of two ranks in this process, and returns its error line."""
     monkeypatch.setattr(preflight.os, "_exit", sys.exit)
     # Skip the wait that lets rank 0 report its error first.
     monkeypatch.setattr(preflight.time, "sleep", lambda _: None)
@@ -145,7 +146,7 @@ def test_more_ranks_than_gpus_is_an_error(run_rank, monkeypatch):
     "rank, variables, words",
     [
         (0, {}, "these ranks did not connect to 127.0.0.1:"),
-        # Gloo needs both interfaces, but NCCL would need only one interface.
+        # Gloo needs all interfaces of the list, but NCCL would need only one of them.
         (0, {"GLOO_SOCKET_IFNAME": "lo,eth9"}, "Unable to find address for: eth9"),
         (1, {}, "Connection refused; set MASTER_ADDR to the node of rank 0, and MASTER_PORT"),
     ],
@@ -154,9 +155,9 @@ def test_rank_that_cannot_connect_reports_why(run_rank, rank, variables, words):
     assert words in run_rank(rank, **variables)
 
 
-# Each mistake has the variables that differ, and words of the report.
+# Each mistake has the wrong variables, and a part of the error line.
 MISTAKES = [
-    ({"RANK": "", "WORLD_SIZE": ""}, "RANK, WORLD_SIZE: not set; start this with a launcher"),
+    ({"RANK": "", "WORLD_SIZE": ""}, "RANK, WORLD_SIZE: not set; start preflight.py with a"),
     ({"MASTER_PORT": ""}, "MASTER_PORT: not set; pass MASTER_ADDR and MASTER_PORT with -x"),
     # Kubernetes sets this variable if a service has the name `master`.
     ({"MASTER_PORT": "tcp://10.0.0.1:80"}, "MASTER_PORT tcp://10.0.0.1:80: not a number; unset"),
@@ -171,16 +172,18 @@ MISTAKES = [
 
 @pytest.mark.parametrize("variables, words", MISTAKES)
 def test_wrong_variable_is_reported_before_ranks_connect(run_rank, monkeypatch, variables, words):
-    monkeypatch.setattr(preflight, "connect", lambda *_: pytest.fail("connects"))
+    monkeypatch.setattr(preflight, "connect", lambda *_: pytest.fail("the rank has connected"))
     assert words in run_rank(int(variables.get("RANK") or 0), status=2, **variables)
 
 
 CORRECT = [
     {"NCCL_SOCKET_IFNAME": "lo,eth9", "GLOO_SOCKET_IFNAME": "lo", "WANDB_PROJECT": "run"},
     {"NCCL_SOCKET_IFNAME": "^eth9"},
-    # A task of srun can be a torchrun, and torchrun then starts the ranks.
+    # An srun task may run torchrun, which starts the ranks, so the number of tasks may differ from
+    # WORLD_SIZE.
     {"SLURM_STEP_NUM_TASKS": "4", "TORCHELASTIC_RUN_ID": "1"},
-    # Only LOCAL_RANK is left from an earlier launcher, and srun sets the other numbers.
+    # An earlier launcher has left only LOCAL_RANK, so preflight.py must use the numbers that srun
+    # sets.
     {"RANK": "", "WORLD_SIZE": "", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
     | {"SLURM_LOCALID": "0"},
 ]
@@ -188,7 +191,7 @@ CORRECT = [
 
 @pytest.fixture
 def launch(monkeypatch):
-    """Return a function that sets the variables of a launcher, and parses the arguments."""
+    """Return a function that sets a launcher's variables, and parses preflight.py's arguments."""
 
     def parse(variables):
         numbers = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
@@ -215,7 +218,7 @@ def test_node_with_hidden_gpus_is_a_cpu_node(launch, monkeypatch, hidden):
 
 # ---- several ranks on this machine -------------------------------------------------------------
 def test_two_ranks_measure_and_name_a_full_disk(tmp_path):
-    """Fill the disk for two ranks; also check that preflight.py leaves no file behind."""
+    """Require more space than the disk has; also check that preflight.py leaves no file behind."""
     folder = tmp_path / "new/outputs"
     command = [TOOL, "--save-dir", folder, "--checkpoint-gb", 1e9]
     ranks = start_ranks(2, command, tmp_path)

@@ -39,12 +39,12 @@ from preparing import TOOL
 from runs import all_running, kill, last_logged_step, wait_for
 
 LICENSE = (ROOT / "LICENSE").read_text()
-# The end-of-text token of the tiny model. Each other token is 3 plus the value of a byte.
+# This is the end-of-text token of the tiny model. Every other token is a byte's value plus 3.
 EOS = 1
 
 
 def write_shards(folder, num_shards, num_documents, seed=0):
-    """Write files of numbered documents of unequal length; return the documents."""
+    """Write files with numbered documents of different lengths; return the documents."""
     folder.mkdir()
     choose, documents = random.Random(seed), []
     for shard in range(num_shards):
@@ -74,7 +74,7 @@ def pieces(folder):
 
 
 def documents_of(folder, parts=1):
-    """Return the documents in the pieces; a document may continue in the part's next piece."""
+    """Return the documents in the pieces; a document may continue in the next piece of its part."""
     found, texts = pieces(folder), []
     for part in range(parts):
         tokens = np.concatenate([found[number] for number in found if number % parts == part])
@@ -118,7 +118,7 @@ FILES = {
     "i.csv": (b'other,text\n1,one\n1,"two\nlines"\n1,\n', TEXTS),
     "j.tsv.gz": (gzip.compress(b'text\tother\none\t1\n"two\nlines"\t1\n\t1\n'), TEXTS),
     "l.csv": (b'text\r\nNA\r\nnull\r\nnan\r\nNone\r\n""\r\n', ["NA", "null", "nan", "None", ""]),
-    # The text of a control token does not end a document.
+    # A text that spells a control token, such as <s>, does not end a document.
     "n.txt": (b"<s>1 euro</s>", ["<s>1 euro</s>"]),
 }
 # Each of these files begins with a byte order mark.
@@ -139,7 +139,7 @@ BAD = {
     "cut.jsonl.gz": (gzip.compress(b'{"text": "x"}\n' * 999)[:-30], "cut.jsonl.gz: "),
     "latin1.jsonl": ('{"text": "é"}\n'.encode("latin1"), "latin1.jsonl, line 1: Unicode"),
     "column.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', "line 2: no column text; choose"),
-    "null.jsonl": (b'{"text": ""}\n{"text": null}\n', "line 2: column text holds null, and not"),
+    "null.jsonl": (b'{"text": ""}\n{"text": null}\n', "line 2: column text holds null instead"),
     "null.parquet": (parquet_of([{"text": "a"}, {"text": None}]), "null.parquet, line 2: "),
     "half.jsonl": (b'{"text": "a"}\n{"text": "\\ud800"}\n', "half.jsonl, line 2: Unicode"),
     "commas.csv": (b"text\na, b\nc\n", "commas.csv, line 2: has 2 fields, but the header has 1"),
@@ -150,12 +150,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line_and_leaves_no_piece(tmp_path, name):
+def test_bad_input_prints_one_line_and_leaves_no_piece(tmp_path, name):
     data, expected = BAD[name]
     (tmp_path / name).write_bytes(data)
     [line] = prepare(tmp_path / "o.tokens", tmp_path / name, status=2).splitlines()
     assert line.startswith("prepare.py: error: ") and expected in line
-    assert line.endswith("; --skip-bad leaves it out")
+    assert line.endswith("; repair it, or pass --skip-bad to leave it out")
     assert {path.name for path in (tmp_path / "o.tokens").glob("*")} <= {"index.json"}
 
 
@@ -181,12 +181,13 @@ def test_files_of_a_folder_are_read_or_named(tmp_path):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     output = prepare(tmp_path / "o.tokens", folder)
-    expected = "mixed: leaves out 1 of 4 files (unknown format or held-out split): b/d.pdf\n"
-    assert expected in output and output.count("leaves out") == 1
+    expected = "mixed: left out 1 of 4 files (unknown format or held-out split): b/d.pdf\n"
+    assert expected in output and output.count("left out") == 1
     assert sorted(documents_of(tmp_path / "o.tokens")) == ["a", "b", "c"]
 
 
-# Each row has the files of a folder; prepare.py leaves out this number of files at its end.
+# Each row has a list of the files in a folder, and the number of files at the end of the list that
+# prepare.py must leave out.
 SPLITS = [
     (["train_history.txt", "cooking.txt", "test_driving.txt"], 0),
     (["test.txt", "dev.txt"], 0),
@@ -203,7 +204,7 @@ def test_held_out_splits_beside_train_are_left_out(tmp_path, names, num_left):
         (tmp_path / "d" / name).write_text(name)
     output = prepare(tmp_path / "o.tokens", tmp_path / "d")
     assert sorted(documents_of(tmp_path / "o.tokens")) == sorted(names[: len(names) - num_left])
-    [line] = [line for line in output.splitlines() if "leaves out" in line] or [""]
+    [line] = [line for line in output.splitlines() if "left out" in line] or [""]
     assert all((name in line) == (n >= len(names) - num_left) for n, name in enumerate(names))
 
 
@@ -220,11 +221,11 @@ def test_hub_text_is_read_by_paragraph(tmp_path, monkeypatch):
     assert documents_of(tmp_path / "o.tokens") == ["one\ntwo", "three"]
 
 
-def test_folder_of_other_content_or_format_is_not_continued(tmp_path):
+def test_output_of_different_content_or_format_is_refused(tmp_path):
     source, output = tmp_path / "a.txt", tmp_path / "o.tokens"
     source.write_text("alpha")
     prepare(output, source)
-    # Write a different text with the same size and time, as rsync may leave it.
+    # Write a different text with the same size and modification time, as rsync may leave it.
     times = source.stat()
     source.write_text("omega")
     os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -241,12 +242,12 @@ WRONG = [
     (["nosuch"], "nosuch: no such file or folder"),
     (["--part", "3/3", "text.txt"], "3/3: must be K/N"),
     (["text.txt", "./text.txt"], "./text.txt: given twice; give each source once"),
-    (["text.txt:0.5", "empty"], "empty: give each source a weight above 0"),
-    (["empty"], "empty: no file with a name in .jsonl .json"),
+    (["text.txt:0.5", "empty"], "empty: has no weight above 0; give each"),
+    (["empty"], "empty: no file with documents; give .jsonl, .json, .txt"),
 ]
 
 
-def test_wrong_arguments_cost_one_line(tmp_path, monkeypatch):
+def test_wrong_arguments_print_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text(LICENSE)
@@ -260,7 +261,7 @@ def test_wrong_arguments_cost_one_line(tmp_path, monkeypatch):
 def samples_of(folder, length, num_held_out):
     """Return the training samples in a folder of pieces, in order, and the held-out samples.
 
-    A remainder of a piece that is shorter than a sample is left out.
+    Leave out the end of a piece if it is shorter than a sample.
     """
     found = []
     for tokens in pieces(folder).values():
@@ -276,7 +277,7 @@ GRID = [(1, 1, 3000), (6, 1, 1000), (20, 3, 1000), (2, 3, 500)]
 
 @pytest.mark.parametrize("num_shards, parts, piece", GRID)
 def test_each_sample_is_read_once_per_epoch(tmp_path, load, num_shards, parts, piece):
-    """Check that pieces have each document once, and an epoch each sample of a piece once."""
+    """Check that the pieces have each document once, and that an epoch has each sample once."""
     documents = write_shards(tmp_path / "shards", num_shards, 360 // num_shards)
     output = tmp_path / "out.tokens"
     for part in range(parts):
@@ -298,29 +299,29 @@ def test_each_sample_is_read_once_per_epoch(tmp_path, load, num_shards, parts, p
 
 @pytest.fixture
 def started():
-    """Return a list of processes, which are killed when the test ends."""
+    """Return a list; when the test ends, kill the processes that the test has added to it."""
     processes = []
     yield processes
     for process in processes:
         process.kill()
 
 
-# After each kill, the next chapter and number of ranks resume the run, so the layout changes.
+# After each kill, the next chapter of this list resumes the run on its number of ranks.
 RESUMES = [("04", 2), ("08", 2), ("05", 1), ("06", 2), ("04", 4), ("07", 2)]
-# A script with these lines records the samples at the positions that a rank trains on.
+# With these lines, a script records the samples that a rank trains on, and their positions.
 RETURN = "    return batch.pin_memory()"
 RECORD = f"""    with open(os.environ["RECORD"] + os.environ["RANK"] + ".jsonl", "a") as record:
         print(json.dumps([list(positions), batch.tolist()]), file=record)
 {RETURN}"""
-# The tests shorten this pause, so that a script soon looks for a piece again.
+# A test shortens this pause, so that a script soon looks for a missing piece again.
 PAUSE = 'is prepare.py running?", flush=True)\n            time.sleep(10)\n'
 
 
 @pytest.mark.slow
 def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, started, kills=2):
-    """Kill both programs at random moments, while pieces appear, and resume on other layouts.
+    """Kill prepare.py and a run at random moments; resume both, the run on a different layout.
 
-    The pieces have the bytes that three workers write without a kill.
+    The pieces must have the same bytes as the pieces that three workers write without a kill.
     """
     seed = int(os.environ.get("KILL_SEED", random.randrange(10**6)))
     print(f"KILL_SEED={seed} repeats these moments, as far as the machine repeats its timing")
@@ -328,7 +329,7 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, starte
     documents = write_shards(tmp_path / "shards", 3, 12 * kills + 10)
     output, run, record = tmp_path / "out.tokens", tmp_path / "run", tmp_path / "record"
     record.mkdir()
-    # Pause before each file, so that kills hit every kind of work.
+    # Let prepare.py pause before it writes each file, so that kills hit every part of its work.
     line = "def write(path, data):\n"
     pause = f"{line}    time.sleep({kills / 10})\n"
     tool = change_file(TOOL, line, pause, tmp_path / "prepare.py")
@@ -369,7 +370,7 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, starte
     for epoch in range(2):
         positions = range(epoch * len(expected), (epoch + 1) * len(expected))
         assert sorted(found[position] for position in positions) == sorted(expected)
-    # Chapter 01, which is never killed, has the same losses.
+    # Compare the losses with a run of chapter 01 that is never killed.
     run_or_fail(1, [("01", [*args, "-e", "whole"])], tmp_path / "jobs")
     curves = [metrics(tmp_path / name) for name in ("run", "whole")]
     curves = [{step: row for step, row in curve.items() if step <= 20} for curve in curves]
@@ -379,15 +380,15 @@ def test_each_sample_is_trained_on_once_per_epoch_through_kills(tmp_path, starte
 
 
 @pytest.mark.slow
-def test_ranks_wait_for_a_piece_without_a_collective_and_say_so(tmp_path, started):
-    """Let ranks wait for longer than a collective may take, and then continue."""
+def test_ranks_wait_for_a_piece_without_a_collective_and_report_it(tmp_path, started):
+    """Let ranks wait for a piece for longer than --dist-timeout, and then supply the piece."""
     write_shards(tmp_path / "shards", 3, 60)
     prepared, folder = tmp_path / "complete.tokens", tmp_path / "o.tokens"
     prepare(prepared, tmp_path / "shards")
     folder.mkdir()
     for name in ("index.json", "000000.tokens"):
         shutil.copy(prepared / name, folder)
-    # In the step that waits, the first samples are in the first piece.
+    # With this batch size, the waiting step begins with samples of the first piece.
     args = [*SHORT, "--num-steps", 8, "--batch-size", 2, "--eval-samples", 8, "--dist-timeout", 5]
     args += ["--save-dir", tmp_path, "-e", "run", "-d", folder]
     processes = start_ranks(2, [SCRIPTS["03"], *args], tmp_path)
@@ -406,7 +407,7 @@ def test_ranks_wait_for_a_piece_without_a_collective_and_say_so(tmp_path, starte
 
 
 def test_piece_that_appears_after_the_end_of_its_part_is_not_missed(tmp_path, load, monkeypatch):
-    """Show files in a different order, as a shared file system may."""
+    """Show a piece only after the file that ends its part, as a shared file system may."""
     chapter, late = load("01"), tmp_path / "o.tokens/000003.tokens"
     write_shards(tmp_path / "shards", 3, 60)
     for part in ("0/2", "1/2"):

@@ -27,24 +27,24 @@ from runs import have_same_weights, validation_loss
 ARGS = [*SHORT, "--num-steps", 2, "--eval-every", 2, "--checkpoint-every", 2, "--pretrained"]
 ARGS += ["-s", 32, "--global-batch-size", 4, "--batch-size", 2, "--eval-samples", 4]
 SHARDS = {"max_shard_size": "100KB"}
-# Each published folder has a family, and the options that save it.
+# Each kind of published folder has the family of its model, and options of make_hub_folder().
 FOLDERS = {
     "tied": ("qwen3", SHARDS),
     "many files": ("mistral", SHARDS | {"dtype": torch.float32}),
     "no head": ("gpt2", {"headless": True}),
     "old names": ("gpt_neox", {}),
 }
-# transformers saves each expert of these mixtures under a name of its own.
+# transformers saves each expert of these mixtures under a separate name.
 MIXTURES = ["deepseek_v3", "mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2"]
 MIXTURES += ["flex_olmo", "exaone_moe"]
-# These chapters train each folder. Only chapter 05, which reads files itself, trains a folder
-# that is not listed.
+# Each kind of folder has the chapters that train its model. Only chapter 05, which reads the files
+# itself, trains the kinds that are not listed.
 CHAPTERS = dict.fromkeys(MIXTURES, "04 05 07 08 09")
 CHAPTERS |= {"tied": "04 05 06 07 08", "many files": "05 06 07"}
 
 
 def publish(models, root, kind):
-    """Save a model as a published folder of this kind; return the folder."""
+    """Save a model in the format of a kind of published folder; return the folder."""
     if kind in FOLDERS:
         family, options = FOLDERS[kind]
         return make_hub_folder(models, root, family, **options)
@@ -73,7 +73,7 @@ KINDS += map(exhaustive, ("no head", *MIXTURES))
 def test_published_model_is_read_and_written_as_published(
     load, layout_models, small_tokens, tmp_path, kind
 ):
-    """Start chapter 01 from the weights of the files; the other chapters follow its curve."""
+    """Check that chapter 01 starts from the files' weights, and other chapters follow its curve."""
     folder = publish(layout_models, tmp_path / "hub", kind)
     args = [*ARGS, "-m", folder, "-d", small_tokens(folder)]
     chapters = CHAPTERS.get(kind, "05").split()
@@ -81,9 +81,9 @@ def test_published_model_is_read_and_written_as_published(
     curves = curves_of(tmp_path, {1: {"01": ("01", args)}, 2: jobs})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     loss = validation_loss(model, tmp_path / "01", 2, load("01"))
-    assert curves["01"][0]["val_loss"] == pytest.approx(loss, abs=1e-6), "started elsewhere"
+    assert curves["01"][0]["val_loss"] == pytest.approx(loss, abs=1e-6), "step 0 has other weights"
     if kind in MIXTURES:
-        assert any(".experts.3." in name for name in names_in_files(folder)), "no experts"
+        assert any(".experts.3." in name for name in names_in_files(folder)), "experts are merged"
     for chapter in ["01", *chapters]:
         assert difference(curves["01"], curves[chapter]) < 1e-5, chapter
         assert have_same_weights(tmp_path / "01", tmp_path / chapter, tolerance=1e-4), chapter
@@ -102,7 +102,8 @@ UNFIT = {
     "nothing": "nothing",
     "untied": "the files do not tie lm_head.weight; pass --config tie_word_embeddings=false",
 }
-# Chapter 05 reads the files itself, and reports more problems.
+# Chapter 05 reads the files itself, so it reports a wrong vocabulary with a different error, and
+# also finds quantized weights without a setting in config.json.
 UNFIT_FOR_05 = UNFIT | {
     "vocabulary": "lacks lm_head.weight (2 weights); check its files",
     "int8": "are quantized; choose a bf16 copy",
@@ -150,14 +151,14 @@ def test_unfit_files_are_named(unfit, load, capsys, name):
         for name in UNFIT_FOR_05
     ],
 )
-def test_unfit_files_cost_one_line_on_two_ranks(unfit, small_tokens, tmp_path, name):
+def test_unfit_files_print_one_line_on_two_ranks(unfit, small_tokens, tmp_path, name):
     args = [*ARGS, "-m", unfit / name, "-d", small_tokens(unfit / name)]
     check_two_ranks_fail("05", args, UNFIT_FOR_05[name], tmp_path, tmp_path / "runs")
 
 
 @pytest.mark.exhaustive
 def test_reading_uses_the_memory_of_a_shard_and_a_tensor(tmp_path):
-    """Check that no rank holds the full model, whether one rank or two ranks read the files."""
+    """Check, for 1 and for 2 ranks, that a rank needs memory only for its shard and one tensor."""
     command = [ROOT / "benchmarks/large.py", "reading", "--layers", 2, "--ranks", 1, 2]
     run_command(*command, "--output", tmp_path / "reading.json", check=True)
     rows = json.loads((tmp_path / "reading.json").read_text())["reading"]

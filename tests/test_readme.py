@@ -17,11 +17,11 @@ from readme import Block, blocks, commands, readmes, shown
 MEASURED = {"tokens_per_second", "data_wait", "second", "peak_memory_gib", "mfu"}
 # These samples consist of measurements. Only the first words of their last lines stay the same.
 LIVE = {"06-apart", "data-loading-watch", "diagnosing-hang", "diagnosing-preflight", "fp16-check"}
-# After so many steps at a high learning rate, rounding changes a few of the answers.
+# These samples show many steps, so rounding errors grow, and change some numbers and words.
 LIVE |= {"conversations-run", "lora-run", "preferences-run", "09-balance", "small-run"}
 LIVE |= {"mixture-rehearsal"}
 MODELS = {"Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"}
-# The key is the name of a dataset, and the value is the name of its subset.
+# Each key is the name of a dataset, and each value is the name of the subset that the READMEs use.
 DATASETS = {"roneneldan/TinyStories": "default", "allenai/c4": "en"}
 DATASETS |= {"HuggingFaceFW/fineweb-edu": "sample-10BT"}
 STAND_IN = """
@@ -38,7 +38,7 @@ SMALL = (
 
 # ---- commands --------------------------------------------------------------------------------
 def params(found):
-    """Return blocks as parameters; exhaustive tests run the blocks that take more than a minute."""
+    """Return blocks as test parameters; mark blocks that take over a minute as exhaustive."""
     return [
         pytest.param(block, id=block.name, marks=[] if is_quick(block) else pytest.mark.exhaustive)
         for block in found
@@ -81,13 +81,14 @@ def test_command_prints_what_its_readme_shows(block, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("block", RUNS, ids=lambda block: block.sample)
 def test_run_begins_as_its_readme_shows(block, tmp_path):
-    """Run until the last step before the dots; the exhaustive test above runs all steps."""
+    """Run until the last step before the sample's dots; an exhaustive test above runs all steps."""
     head, _, _ = sample_of(block).partition("...\n")
     step = max(map(int, re.findall(r"^step (\d+)", head, re.M)))
     text = f"{block.text.rstrip()} --num-steps {max(step, 1)} --eval-every 1000"
     status, output = samples.run(Block(block.name, "bash", text), tmp_path, timeout=600)
     assert status == 0 and "finished: " in output, output
-    # The last step has a validation loss, which the README does not show for this step.
+    # Remove the validation loss of the last step, because the README's run continues after this
+    # step without an evaluation.
     begin = re.sub(r"(?m)^(step [1-9].*)  val_loss.*", r"\1", output)
     assert differences(head, "".join(begin.splitlines(keepends=True)[: head.count("\n")])) == []
 
@@ -97,7 +98,7 @@ def sample_of(block):
 
 
 def first_words(text):
-    """Return the first words of the last three lines, which show a tool's findings."""
+    """Return the first word of each of the last three lines, which show a tool's findings."""
     return "\n".join(line.split()[0] for line in text.rstrip().splitlines()[-3:])
 
 
@@ -140,7 +141,7 @@ def stand_in(models, tmp_path, monkeypatch):
         (folder / "train.jsonl").write_text("\n".join(rows))
         card = f"---\nconfigs: [{{config_name: {subset}, data_files: train.jsonl}}]\n---\n"
         (folder / "README.md").write_text(card)
-    # Each Python imports this module when it starts.
+    # Each Python process imports the module sitecustomize when it starts.
     (tmp_path / "sitecustomize.py").write_text(STAND_IN.format(hub=f"{tmp_path}/hub/"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
@@ -148,9 +149,9 @@ def stand_in(models, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("block", HUB_RUNS, ids=lambda block: block.name)
 def test_command_for_the_hub_runs_on_a_stand_in(block, stand_in, tmp_path):
-    """Replace the hub by local folders, and the GPUs by two CPU processes."""
+    """Replace the hub with local folders, and the GPUs with two CPU processes."""
     text = block.text.replace("--nproc-per-node gpu", "--nproc-per-node 2").replace("--compile", "")
-    assert text.count("train_llm.py") == 1, "append the sizes to one command"
+    assert text.count("train_llm.py") == 1, "a block must have one command, to append the sizes to"
     block = Block(block.name, "bash", text.rstrip() + SMALL)
     status, output = samples.run(block, tmp_path, timeout=1100)
     assert status == 0 and "finished: " in output, output
@@ -160,7 +161,7 @@ def test_command_for_the_hub_runs_on_a_stand_in(block, stand_in, tmp_path):
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_practice_cluster_stops_requeues_and_cancels_a_job(tmp_path):
-    """Run the commands of the README's section unchanged."""
+    """Run the commands of the README's section on the practice cluster unchanged."""
     if reason := missing_requirement():
         pytest.skip(reason)
     status, output = samples.practise(tmp_path, timeout=560)
@@ -176,11 +177,11 @@ def test_generated_parts_are_current(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["docs.py", "--check"])
     with pytest.raises(SystemExit) as stop:
         docs.main()
-    assert stop.value.code == 0, f"{capsys.readouterr()}\n`make docs` makes them again"
+    assert stop.value.code == 0, f"{capsys.readouterr()}\nrun `make docs` to renew these parts"
 
 
 def test_blocks_are_generated_or_run():
-    """Check that diffs and output are between cog's markers; test_own_script.py runs other code."""
+    """Check that cog generates all diffs and outputs, and the Python code that no test runs."""
     for path in readmes():
         languages = {block.kind for block in blocks(path)}
         assert languages <= {"bash", "text", "diff", "python"}, path

@@ -1,4 +1,4 @@
-"""Start a run again: a finished run, a longer run, and a run whose checkpoints cannot be read.
+"""Test that finished, longer and damaged runs start again correctly.
 
 test_layouts.py compares the curves of runs that continue, and test_kill.py kills runs.
 """
@@ -20,7 +20,7 @@ ARGS += ["--eval-every", 4, "--checkpoint-every", 4, "--keep-checkpoints", 9]
 
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory):
-    """Return a function that returns the folder of a finished run, which it trains only once."""
+    """Return a function that trains a run once, and returns the run's folder at each call."""
 
     @functools.cache
     def train(chapter, num_ranks):
@@ -73,7 +73,8 @@ def test_checkpoints_behind_links_survive(finished, tmp_path):
         target = folder.rename(tmp_path / "disk" / folder.name)
         folder.symlink_to(target)
         contents |= {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
-    # The first start deletes the link, and both starts write a checkpoint and a model.
+    # Start twice: the first start deletes the links, and both starts write a checkpoint and a
+    # model.
     for steps in (14, 16):
         start("--num-steps", steps, "--keep-checkpoints", 1)
         names = [path.name for path in (run_dir / "checkpoints").iterdir()]
@@ -93,7 +94,7 @@ def test_pruning_keeps_the_newest_and_removes_what_a_kill_leaves(finished):
     assert names == ["step-00000009", "step-00000012"]
 
 
-def test_row_that_a_kill_has_cut_costs_no_other_step(finished):
+def test_row_that_a_kill_has_cut_changes_no_other_row(finished):
     """Check that readers of metrics.jsonl skip the cut row, and that the run repeats its step."""
     run_dir, start = finished
     path = run_dir / "metrics.jsonl"
@@ -110,7 +111,10 @@ def test_row_that_a_kill_has_cut_costs_no_other_step(finished):
 def test_broken_checkpoint_stops_the_run_until_it_is_moved_away(
     run_of, tmp_path, chapter, num_ranks
 ):
-    """Check that the run never starts at step 0 again; without the folder, it repeats the steps."""
+    """Check that the run does not start again at step 0.
+
+    After the broken checkpoint is moved away, the run must continue from the checkpoint before it.
+    """
     run_dir = run_of(chapter, num_ranks)
     copy_run(run_dir, 12, tmp_path / "run")
     broken = tmp_path / "run/checkpoints/step-00000012"
@@ -136,7 +140,8 @@ CASES = [slow("04", 2, "__1_0.distcp"), exhaustive("04", 2, ".metadata")]
 def test_broken_checkpoints_are_skipped_but_never_all(run_of, tmp_path, chapter, num_ranks, file):
     """Check that all ranks skip a checkpoint, even if only one rank sees the damage.
 
-    If no checkpoint can be read, the run does not start again at step 0, however often it is tried.
+    If no checkpoint can be read, the run must not start again at step 0, even if a user starts it
+    twice.
     """
     run_dir = run_of(chapter, num_ranks)
     for name in ("some", "all"):
@@ -164,7 +169,7 @@ def test_broken_checkpoints_are_skipped_but_never_all(run_of, tmp_path, chapter,
 
 @pytest.mark.slow
 def test_resume_continues_the_wandb_run(tmp_path):
-    """Resume from a checkpoint with the arguments of rank 0, which alone talks to wandb."""
+    """Check that a checkpoint stores the arguments of rank 0, because only rank 0 uses wandb."""
     args = [*ARGS, "--num-steps", 4, "--checkpoint-every", 2, "--save-dir", tmp_path, "-e", "run"]
     args += ["--wandb", "offline"]
     run_or_fail(2, [("04", args)], tmp_path / "first")

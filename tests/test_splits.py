@@ -17,7 +17,7 @@ TRAINING = """--device cpu --precision fp32 -s 16 --global-batch-size 4 -b 2 --n
 
 
 def all_mixtures():
-    """Return the families that have a plan of transformers for splitting experts."""
+    """Return the families whose experts can be split with a plan of transformers."""
     plans = {
         kind: str(getattr(CONFIG_MAPPING[kind], "base_model_ep_plan", None))
         for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -26,17 +26,17 @@ def all_mixtures():
 
 
 def with_experts(kinds):
-    """Add settings to a family if the two layers of its small model would lack experts."""
+    """Add settings to each family whose small model would have no experts in its two layers."""
     numbers = {kind: getattr(CONFIG_MAPPING[kind](), "first_k_dense_replace", 0) for kind in kinds}
     settings = "+first_k_dense_replace=1+n_group=1+topk_group=1"
     return [kind + settings * ((number or 0) > 1) for kind, number in numbers.items()]
 
 
-# The imports of all mixtures take seconds, so import them only when a test needs them.
+# The import of all mixtures takes seconds, so build a list of families only when a test needs it.
 FAMILIES = {"dense": lambda: DENSE, "mixtures": lambda: with_experts(MIXTURES)}
 FAMILIES |= {"all-mixtures": lambda: with_experts(all_mixtures())}
-# Each case has a chapter, its flags, the families, and the least number of families that the
-# chapter must accept.
+# Each case has a chapter, its flags, a list of families, and the smallest number of families that
+# the chapter must accept.
 CASES = [
     slow("06", TP2, "dense", 7),
     slow("09", EP2, "mixtures", 7),

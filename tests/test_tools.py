@@ -1,4 +1,4 @@
-"""Test the tools: a fix reaches all descendants, conflicts are shown, runs are compared."""
+"""Test that tools carry a fix to all descendants, mark conflicts, and compare and evaluate runs."""
 
 import argparse
 import json
@@ -43,7 +43,7 @@ def guide(tmp_path):
 
 def test_fix_reaches_all_descendants(guide, capsys):
     change_file(guide / "01-a/train_llm.py", "return 1", "return 10")
-    # Change a line only in 03; carrying a fix of 01 must keep this change.
+    # Change a line only in 03, because carry() must keep this change when it carries a fix of 01.
     change_file(guide / "03-c/train_llm.py", "return 2", "return 30")
     assert carry("01", guide) == []
     printed = capsys.readouterr().out
@@ -114,7 +114,7 @@ def test_windows_count_each_token_once(length, stride):
 
 
 def test_overlap_gives_tokens_context(models):
-    """Compare windows that begin at each token with one forward pass per token."""
+    """Compare the loss of overlapping windows with the loss of one forward pass per token."""
     config = AutoConfig.from_pretrained(models / "qwen3")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     tokens = torch.arange(24) % 11
@@ -135,7 +135,7 @@ def test_overlap_gives_tokens_context(models):
         (["qwen3", "-d", "my.txt"], "--dataset-name my.txt: prepare it: python preparing-data/"),
         ([".", "--stride", "300"], "--stride 300: must be from 1 to --seq-length 256"),
         ([".", "--nosuch"], "unrecognized arguments: --nosuch;"),
-        (["empty"], "cannot read empty: "),
+        (["empty"], "empty: not a complete checkpoint ("),
     ],
 )
 def test_mistake_in_an_evaluation_is_reported_in_one_line(

@@ -1,4 +1,4 @@
-"""Test the related topics: scripts agree with the chapters, and pages with the data."""
+"""Test that the scripts of related topics agree with the chapters, and the pages with the data."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ TOPICS = ROOT / "related-topics"
 
 
 def script(name):
-    """Return the script of a topic as a module."""
+    """Import the script of a topic; return the module."""
     return harness.load(TOPICS / name)
 
 
@@ -31,7 +31,7 @@ def test_index_has_every_topic():
 
 # ---- batch size and learning rate ------------------------------------------------------------
 def test_sweep_trains_the_grid_and_the_scaled_rates(monkeypatch, tmp_path, capsys):
-    """Simulate runs: 2e-3 is best for the smallest batch, and rates above 2e-2 diverge."""
+    """Simulate runs: rate 2e-3 is best for the smallest batch, and rates above 2e-2 diverge."""
     sweep, trained = script("batch-size-and-lr/sweep.py"), []
     output = tmp_path / "found.json"
 
@@ -103,7 +103,7 @@ SMALL += " --log-every 1 --device cpu"
 
 
 def cells():
-    """Return the bash cells of the notebook; only the cells of a service are not in bash."""
+    """Return the bash cells of the notebook, without the cells that only a cloud service needs."""
     notebook = nbformat.read(TOPICS / "try-it-free/notebook.ipynb", as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -18,7 +18,7 @@ PATCH = ROOT / "related-topics/tracking/each-node.patch"
 
 
 def add_rows(run_dir, *steps, shift=0.0):
-    """Write rows of metrics, and half of a row, as a killed run may."""
+    """Append rows to metrics.jsonl, and then half of a row, as a killed run may leave it."""
     run_dir.mkdir(exist_ok=True)
     with open(run_dir / "metrics.jsonl", "a") as file:
         for step in steps:
@@ -29,7 +29,7 @@ def add_rows(run_dir, *steps, shift=0.0):
 
 @pytest.fixture
 def start(tmp_path):
-    """Return a function that starts the tool; kill the processes after the test."""
+    """Return a function that starts track.py; kill all started processes after the test."""
     processes = []
 
     def start_tool(*words, **variables):
@@ -43,14 +43,14 @@ def start(tmp_path):
 
 
 def rows_in_events(run_dir):
-    """Return the metrics by step that TensorBoard reads, as 32-bit floats; None without a file."""
+    """Return the 32-bit metrics that TensorBoard reads, by step, or None if there is no file."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events, rows = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}), {}
     try:
         events.Reload()
     except FileNotFoundError:
-        # The tool has deleted the file while it was read.
+        # track.py has deleted the file while TensorBoard was reading it.
         return None
     for name in events.Tags()["scalars"]:
         for event in events.Scalars(name):
@@ -60,7 +60,7 @@ def rows_in_events(run_dir):
 
 
 def values_in_metrics(run_dir, kind):
-    """Return the metrics by step of metrics.jsonl, without metrics that have no value."""
+    """Return the metrics in metrics.jsonl by step; skip metrics that have no value."""
     rows = {}
     for step, row in metrics(run_dir).items():
         values = {name: value for name, value in row.items() if name != "step"}
@@ -68,12 +68,12 @@ def values_in_metrics(run_dir, kind):
     return rows
 
 
-def test_missing_run_or_package_is_one_line(tmp_path, monkeypatch, capsys):
+def test_missing_run_or_package_prints_one_line(tmp_path, monkeypatch, capsys):
     add_rows(tmp_path / "run", 0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "mlflow", None)
     for words, expected in [
-        (["nosuch"], "track.py: error: cannot read nosuch/metrics.jsonl"),
+        (["nosuch"], "track.py: error: nosuch/metrics.jsonl: cannot be read ("),
         (["run", "--to", "mlflow"], "track.py: error: --to mlflow: import of mlflow halted"),
     ]:
         monkeypatch.setattr(sys, "argv", ["track.py", *words])
@@ -82,7 +82,7 @@ def test_missing_run_or_package_is_one_line(tmp_path, monkeypatch, capsys):
 
 
 def test_following_tool_sends_runs_through_a_resume(tmp_path, start):
-    """Let a resume replace rows while the tool follows the run."""
+    """Let a resume replace rows of metrics while track.py follows the run."""
     for name in ("one", "two"):
         add_rows(tmp_path / name, 0, 1, 2, 3, 4)
     runs = [tmp_path / name for name in ("one", "nosuch", "two")]
@@ -140,7 +140,7 @@ def test_mlflow_gets_each_new_value_once(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("chapter", ["03", exhaustive("08")])
 def test_patched_chapter_tracks_each_rank(tmp_path, chapter):
-    """Apply the page's patch, but start a wandb run on each rank."""
+    """Apply the page's patch, but start a wandb run on each rank instead of each node."""
     script = tmp_path / "train_llm.py"
     subprocess.run(["patch", "--output", script, SCRIPTS[chapter], PATCH], check=True)
     change_file(script, 'is_tracked = os.environ["LOCAL_RANK"] == "0"', "is_tracked = True")
@@ -148,7 +148,7 @@ def test_patched_chapter_tracks_each_rank(tmp_path, chapter):
     run_or_fail(2, [(script, args)], tmp_path / "jobs")
     found, expected = wandb_files.rows_of(tmp_path / "run"), metrics(tmp_path / "run")
     assert found["run"] == expected and sorted(found) == ["run", "run-1"]
-    # Speed and memory differ by rank.
+    # Do not compare speed and memory, because they differ between ranks.
     for step in range(1, 5):
         for name in ("loss", "grad_norm", "lr"):
             assert found["run-1"][step][name] == expected[step][name]

@@ -10,14 +10,14 @@ from conftest import SCRIPTS, SHORT, change_file, prepare_training, run_or_fail
 from in_process import FLAGS, SYNC_OPS, events_of_steps
 from marks import exhaustive
 
-# The profiler sees the same reduction on two levels.
+# The profiler reports each reduction twice, once under each of these names.
 REDUCTION = {"gloo:all_reduce", "c10d::allreduce_"}
 COLLECTIVES = re.compile("gloo:|nccl:|c10d::")
 
 
 @pytest.mark.parametrize("name", ["tiny", "gemma3", *map(exhaustive, ("gpt2", "qwen3"))])
 def test_step_reads_no_value_from_the_device(load, models, name):
-    """Check that a step reads no number of a tensor, because on a GPU the host would wait."""
+    """Check that a step reads no number from a tensor, because the host would wait for a GPU."""
     name = name if name == "tiny" else str(models / name)
     events, _ = events_of_steps(load("01"), "--model-name", name, "--global-batch-size", 4)
     assert "aten::mm" in events, "the profiler has recorded no step"
@@ -28,12 +28,12 @@ def test_step_reads_no_value_from_the_device(load, models, name):
 def test_step_reduces_each_bucket_of_ddp_once_and_nothing_else(
     load, one_rank_group, chapter, precision, further
 ):
-    """Count the reductions; in fp16, a step also reduces whether a loss is not finite."""
+    """Count the all-reduces: one for each bucket and, in fp16, one for a flag of a bad loss."""
     words = ["--global-batch-size", 8, "--precision", precision]
     events, ddp = events_of_steps(load(chapter), *words)
     num_buckets = len(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(","))
     assert num_buckets in (1, 2)
-    # The profile has three steps.
+    # The profile covers three steps, so it has three times the reductions of one step.
     assert events.count("c10d::allreduce_") == 3 * (num_buckets + further)
     others = [event for event in events if COLLECTIVES.match(event) and event not in REDUCTION]
     assert others == []
@@ -42,7 +42,7 @@ def test_step_reduces_each_bucket_of_ddp_once_and_nothing_else(
 
 @pytest.mark.parametrize("chapter", ["02", "fp16"])
 def test_gradients_stay_in_the_buckets_of_ddp(chapter, tmp_path):
-    """Check before, between and after the micro-batches, also right after a resume."""
+    """Check that each gradient is a part of a bucket, also in the first step after a resume."""
     forward = "        loss = loss_of("
     check = """        for weight in model.parameters():
             assert weight.grad.untyped_storage().nbytes() > weight.grad.nbytes, "not in a bucket"
@@ -55,7 +55,10 @@ def test_gradients_stay_in_the_buckets_of_ddp(chapter, tmp_path):
 
 @pytest.mark.slow
 def test_compiled_layers_let_ddp_send_while_they_compute(load, one_rank_group, monkeypatch):
-    """Check that the first bucket is ready early, because each layer is a separate graph."""
+    """Check that DDP can send the first bucket before most gradients are ready.
+
+    A compiled layer is a separate graph, so its gradients are ready before those of earlier layers.
+    """
     # This backend builds the same graphs as the default backend, but generates no code.
     compile_layer = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
     monkeypatch.setattr(torch.nn.Module, "compile", compile_layer)
@@ -75,7 +78,7 @@ def test_compiled_layers_let_ddp_send_while_they_compute(load, one_rank_group, m
 
     ddp.register_comm_hook(None, send)
     batch = torch.randint(0, 255, (2, 64))
-    # DDP rebuilds its buckets after the first backward pass.
+    # Run two backward passes, because DDP rebuilds its buckets after the first pass.
     for _ in range(2):
         ready_weights.clear()
         ready_at_send.clear()

@@ -124,7 +124,7 @@ def test_heartbeat_has_steps_checks_and_resources(watched_run):
     first, second = (beat["checks"] for beat in beats)
     assert [check["weights"] for check in first] == [check["weights"] for check in second]
     hashes = [{check["data"] for check in checks[1:]} for checks in (first, second)]
-    assert not hashes[0] & hashes[1], "the ranks have different samples, so their hashes differ"
+    assert not hashes[0] & hashes[1], "both ranks have a batch with the same hash"
     rows = metrics(watched_run / "watched")
     means = [sum(pair) / 2 for pair in zip(first[-1]["losses"], second[-1]["losses"], strict=True)]
     assert means == pytest.approx([rows[step]["loss"] for step in (18, 19, 20)], abs=1e-6)
@@ -174,9 +174,10 @@ def train(optimizer_class, count=4, infinite_step=None, **options):
 
 
 def test_main_thread_reads_nothing_from_the_device(steps, monkeypatch):
-    """Forbid the main thread each function that would wait for a GPU.
+    """Check that the main thread calls no function that would wait for a GPU.
 
-    The watching thread may call them, because it reads only numbers that have arrived on the CPU.
+    The watching thread may call `tolist`, because it reads only numbers that have arrived on the
+    CPU.
     """
     calls = []
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy"):

@@ -1,4 +1,4 @@
-"""Test the verdicts of whats_wrong.py on made-up facts, and its handling of damaged files."""
+"""Test that whats_wrong.py judges made-up facts correctly, and damaged files as unknown."""
 
 import json
 import os
@@ -22,7 +22,10 @@ STEPS = [BUCKET, BUCKET, FLAG, GATHER] * 5
 
 
 def collectives(calls, pending, late=0.0):
-    """Return calls as watched.py writes them, 0.1 s apart; `pending` applies to the last call."""
+    """Return records of collectives as watched.py writes them; the calls are 0.1 s apart.
+
+    If `pending` is true, the last collective has not finished.
+    """
     records = [
         {"group": "gloo 0", "number": n, "call": f"{name} {sizes} at train_llm.py:{line} {at}",
          "called": NOW - 50 + n / 10 + late, "milliseconds": None,
@@ -41,7 +44,8 @@ STACK = [["/run/train_llm.py", 746, "train_step"]]
 def rank_files(rank, size, since=60.0, calls=STEPS, pending=True, age=1.0, **changes):
     """Return the contents of the files of a rank that has been in one phase for `since` seconds.
 
-    `changes` replaces values of the heartbeat, except `crash`, which is faulthandler's text.
+    `changes` replaces values of the heartbeat, except two: `late` delays all collectives by this
+    number of seconds, and `crash` is the text that faulthandler has written.
     """
     late, crash = changes.pop("late", 0.0), changes.pop("crash", "")
     beat = {
@@ -71,7 +75,7 @@ def facts_of(ranks, gone=(), stopped=()):
 
 
 def run(odd=None, size=4, gone=(), stopped=(), **changes):
-    """Return facts about ranks with the same changes; rank 1 may have its own changes."""
+    """Return facts about ranks whose files have `changes`; rank 1 has the changes `odd` instead."""
     files = {rank: rank_files(rank, size, **changes) for rank in range(size)}
     if odd:
         files[1] = rank_files(1, size, **odd)
@@ -79,7 +83,10 @@ def run(odd=None, size=4, gone=(), stopped=(), **changes):
 
 
 def judged(facts):
-    """Return the kind, the ranks, the certainty and the reason of a verdict; check its form."""
+    """Judge facts, and check the form of the verdict.
+
+    Return the kind, the ranks, the certainty and the reason of the verdict.
+    """
     ranks = ranks_of(facts)
     verdict = whats_wrong.diagnose(facts, ranks)
     assert json.loads(json.dumps(verdict)) == verdict
@@ -109,7 +116,8 @@ UNREACHABLE["hosts"]["h1"] = {"error": "No route to host"}
 UNCHECKED = UNREACHABLE | {"hosts": {"h0": UNREACHABLE["hosts"]["h0"]}}
 
 
-# Each case has the start of (kind, ranks, certainty), and facts.
+# Each case has the kind of the expected verdict, sometimes also the ranks and the certainty of the
+# verdict, and last the facts.
 VERDICTS = {
     "training": ("healthy", [], "certain", run(**MOVING)),
     "evaluation takes minutes": ("healthy", run(since=900.0, phase="evaluation", cpu=0.5)),
@@ -144,7 +152,7 @@ unhandled cuda error, NCCL version 2.27.3
 ncclUnhandledCudaError: Call to CUDA function failed.
 Last error:
 Cuda failure 2 'out of memory'"""
-# Each last error of rank 1 leads to a verdict of this kind.
+# Each key is the last error of rank 1, and each value is the kind of the expected verdict.
 ERRORS = {
     "RuntimeError: CUDA error: out of memory": "device-out-of-memory",
     NCCL: "device-out-of-memory",
@@ -160,7 +168,7 @@ for message, kind in ERRORS.items():
 
 
 def checks(rank, weights=7):
-    """Return the checks of a rank in two steps."""
+    """Return the checks that watched.py would record for a rank in two steps."""
     hashes = enumerate((100 * rank + 1, 100 * rank + 2), 1)
     return [{"step": 10 * n, "data": x, "weights": weights, "losses": [3.0, 3.1]}
             for n, x in hashes]  # fmt: skip
@@ -191,7 +199,7 @@ def test_made_up_facts_give_the_expected_verdict(case):
     *expected, facts = VERDICTS[case]
     verdict = judged(facts)
     assert verdict[: len(expected)] == tuple(expected)
-    # NCCL reports its own reason last.
+    # Check that the reason has the last line of the error, where NCCL reports the cause.
     assert case != NCCL or "Error: Cuda failure 2" in verdict[3]
 
 
@@ -211,7 +219,7 @@ def test_rank_that_is_late_for_every_collective_is_a_straggler(size):
 
 
 def test_rank_with_the_shortest_nccl_collectives_is_a_straggler():
-    """Give rank 1 short collectives: on a GPU, only the duration of a collective shows a wait."""
+    """Give rank 2 short collectives: on a GPU, only the duration of a collective shows a wait."""
     facts = run(calls=STEPS * 2, **MOVING)
     for rank, files in facts["ranks"].items():
         for call in files["dump"]["collectives"]:

@@ -4,9 +4,9 @@ Small:  python tools/dry_run.py --gpus 2 -- 04-fsdp/train_llm.py
 Big:    python tools/dry_run.py --gpus 64 -- 06-tensor-parallel/train_llm.py \
             @05-large-model/configs/llama-3.1-70b.args --tensor-parallel-size 8
 
-The script itself runs, unchanged and with its real sizes, as one rank after the other: it builds
-and splits the model, evaluates it, and trains two steps. Its tensors have shapes but no data, so a
-laptop is large enough. The tool reads no data and no weights, and leaves no files.
+The script itself runs, unchanged and with its real sizes, once for each rank that you choose: it
+builds and splits the model, evaluates it, and trains two steps. Its tensors have shapes but no
+data, so a laptop is large enough. The tool reads no data and no weights, and leaves no files.
 """
 
 import argparse
@@ -47,7 +47,7 @@ from training_step import (  # noqa: E402
 )
 
 GIB = 2**30
-# Each of these functions of a script begins a phase when the script calls it.
+# Map each function of a script to the phase that begins when the script calls the function.
 PHASES = {
     "build_model": "build",
     "shard": "shard",
@@ -59,15 +59,16 @@ PHASES = {
 }
 # The script is in one of these phases while it runs no function in PHASES.
 OUTSIDE = ["start", "between steps"]
-# The dry run replaces these functions of a script by functions that do nothing.
+# Replace these functions of a script by functions that do nothing, because the dry run has no
+# weights to read or to save.
 SKIPPED = ["read_weights", "save_checkpoint"]
-# The dry run replaces these functions of a script, or needs their calls. If a function is missing,
-# the script would read data, write files, or train without an end.
+# Refuse a script without these functions. The dry run replaces them or follows their calls, so
+# without them the script would read data, write files, or never end.
 NEEDED = "parse_args setup build_model build_data Samples load_checkpoint save_checkpoint".split()
 NEEDED += ["train_step", "main"]
 # The dry run refuses scripts that import these frameworks, because it cannot simulate them.
 FRAMEWORKS = {"accelerate", "deepspeed"}
-# A row with these columns counts the collectives of one kind.
+# In the JSON output, each row of "sent" counts the collectives of one kind in these columns.
 COLUMNS = ["phase", "kind", "ranks", "nodes", "device", "line", "function"]
 COLUMNS += ["calls", "bytes", "seconds"]
 UNKNOWN = """\
@@ -80,7 +81,7 @@ inputs are in bf16 or fp16, there is no mask, and the GPU is an A100 or newer.""
 
 
 def parse_args(argv=None):
-    """Parse the command line."""
+    """Parse the command line, and exit with an error if the script has no dry run."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -111,7 +112,7 @@ def parse_args(argv=None):
         fail(f"--gpus {gpus}: not divisible by --gpus-per-node {local_gpus}; choose a multiple")
     if options.rank:
         last = gpus - 1
-        # Keep the order of the ranks, and run each rank only once.
+        # Drop repeated ranks, but keep the order of the ranks on the command line.
         options.rank = list(dict.fromkeys(last if r == "last" else r for r in options.rank))
         if max(options.rank) > last:
             fail(f"--rank {max(options.rank)}: unknown rank; choose from 0 to {last}")
@@ -121,39 +122,43 @@ def parse_args(argv=None):
 
 
 def rank_number(text):
-    """Convert a value of --rank to an integer, unless it is "last"."""
+    """Convert a value of --rank to an integer; return the word "last" unchanged."""
     if text != "last" and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is neither a rank nor last")
     return text if text == "last" else int(text)
 
 
 def check_script(path):
-    """Stop, without running the script, unless it is a chapter's script or a changed copy."""
+    """Exit with an error unless the file is a copy of a chapter's script, changed or unchanged.
+
+    Only parse the file, because an import would run its code.
+    """
     if not Path(path).is_file():
-        fail(f"{path}: file not found")
+        fail(f"{path}: file not found; check the path")
     try:
         statements = ast.parse(Path(path).read_bytes()).body
     except (SyntaxError, ValueError) as error:
-        fail(f"{path}: not a Python script ({error}); choose a chapter's script, or a copy")
+        fail(f"{path}: not a Python script ({error}); choose a chapter's script, or a copy of it")
     imports = [node for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
     imported = [(node, alias) for node in imports for alias in node.names]
     names = {getattr(node, "name", None) for node in statements}
     names |= {alias.asname or alias.name for _, alias in imported}
     if missing := [name for name in NEEDED if name not in names]:
         problem = f"is not a copy of a chapter's script, because it lacks {', '.join(missing)}"
-        fail(f"{path}: {problem}; choose a chapter's script, or a copy with your changes")
+        fail(f"{path}: {problem}; choose a chapter's script, or a copy of it with your changes")
     guards = [node for node in statements if isinstance(node, ast.If)]
     if not any("__name__" in ast.unparse(guard.test) for guard in guards):
         fail(f'{path}: would train on import; call main() only if __name__ == "__main__"')
     modules = [getattr(node, "module", None) or alias.name for node, alias in imported]
     if found := FRAMEWORKS & {module.partition(".")[0] for module in modules}:
-        fail(f"{path}: trains with {min(found)}, which has no dry run; choose a chapter's script")
+        problem = f"trains with {min(found)}, which the dry run cannot simulate"
+        fail(f"{path}: {problem}; choose a chapter's script")
 
 
 def ranks_to_run(options, args):
-    """Return the chosen ranks, or the first and the last rank of each kind of parallelism.
+    """Return the ranks that --rank names, or the first and the last rank of each kind of split.
 
-    `args` are the script's arguments.
+    `args` has the script's arguments.
     """
     if options.rank:
         return options.rank
@@ -164,7 +169,7 @@ def ranks_to_run(options, args):
 
 
 def split_sizes(args):
-    """Return the numbers of ranks that split a matrix, a sequence and the layers."""
+    """Return the sizes of tensor, context and pipeline parallelism; a missing flag counts as 1."""
     names = ("tensor", "context", "pipeline")
     return [getattr(args, f"{name}_parallel_size", 1) for name in names]
 
@@ -173,52 +178,56 @@ def split_sizes(args):
 
 
 def load_script(options):
-    """Import the script so that it needs no GPUs, files or ranks; return its arguments."""
-    # Let a changed copy import files from its own folder.
+    """Import the script, replace its functions that need GPUs or files, and parse its arguments."""
+    # Let a changed copy of a script import files from the copy's folder.
     sys.path.append(str(Path(options.script).parent))
     module = options.module = import_script(options.script)
     options.watch = Watch(options)
     module.torch = fake_machine.ScriptTorch(options, options.watch)
     module.fail = raise_message
     module.causal_lower_right = fake_machine.LowerRight
-    # Replace DDP under any name, because a changed copy may import it under a different name.
+    # Search all names for DDP, because a changed copy may import DDP under a different name.
     for name, value in list(vars(module).items()):
         if value is torch.nn.parallel.DistributedDataParallel:
             setattr(module, name, fake_machine.ReplicatedModel)
     module.load_checkpoint = lambda *_: 0
     for name in SKIPPED:
         setattr(module, name, lambda *_: None)
-    # Write only the file that stop_requests() expects from check_shared().
+    # Write the file that stop_requests() reads, but check nothing, because no other rank exists.
     module.check_shared = lambda folder: (folder / ".probe").write_text(module.PROCESS)
     return parse_training_args([*options.words, "--device", "cuda"], options.gpus, module)
 
 
 def shorten(options, module):
-    """Let the script train two steps, and evaluate one batch of each rank, without reading data."""
+    """Shorten the run to two steps, and an evaluation of one batch per rank, on data of zeros."""
     parse_args = module.parse_args
 
     def parse_short_run():
         args = parse_args()
         args.compile = args.pretrained = args.checkpoint_async = False
-        # as_phase() ends the run after the second step.
+        # Schedule the next evaluation for step 3, which never runs, because as_phase() ends the run
+        # after step 2.
         args.num_steps = args.eval_every = 3
         args.log_every, args.wandb = 1, "disabled"
         return args
 
     def build_data(args, _):
-        # Let all samples share the memory of one token, because nothing reads their values.
+        # Let all samples share the memory of one token, because nothing reads the samples' values.
         samples = torch.zeros(1, 1, dtype=torch.int32)
         samples = samples.expand(3 * args.global_batch_size, args.seq_length)
         held_out = args.micro_batch_size * options.gpus // math.prod(split_sizes(args))
         return module.Samples(args.seed, samples, iter(())), samples[:held_out]
 
     module.parse_args, module.build_data = parse_short_run, build_data
-    # Keep the samples in order, because a fake tensor has no values that could be a random order.
+    # Keep the samples in order, because a random order would be a fake tensor, without values.
     module.random_order = lambda seed, shuffle, num_samples: range(num_samples)
 
 
 def add_phases(module, watch, modes, progress):
-    """Let the script's functions begin phases; build_model() also turns on fake tensors."""
+    """Wrap the functions in PHASES, so that `watch` knows the current phase.
+
+    The call of build_model() also turns on fake tensors, and the second step ends the run.
+    """
     steps = itertools.count(1)
 
     def as_phase(function, phase):
@@ -250,7 +259,7 @@ def add_phases(module, watch, modes, progress):
 
 
 def run_rank(options, rank, sender):
-    """Run the script as this rank, and send its numbers to the parent process as a dictionary."""
+    """Run the script as `rank`; send its memory, collectives and waits to the parent process."""
     # Hide torch's warnings about the missing data of fake tensors.
     warnings.simplefilter("ignore")
     module, watch, began, problem = options.module, options.watch, time.perf_counter(), None
@@ -283,7 +292,7 @@ def run_rank(options, rank, sender):
             module.dispatch = balanced(module.dispatch, wait)
         sys.argv = [options.script, *options.words, "--device", "cuda", "--save-dir", folder]
         try:
-            # Leave out torchrun's decorator, which would report the end of the run as an error.
+            # Call main() without torchrun's decorator, which would report EndOfRun as an error.
             getattr(module.main, "__wrapped__", module.main)()
         except EndOfRun:
             pass
@@ -301,12 +310,12 @@ class ScriptError(Exception):
 
 
 def raise_message(message):
-    """Raise the message of the script as an exception."""
+    """Raise the message as a ScriptError; the script itself would print the message and exit."""
     raise ScriptError(" ".join(message.split()))
 
 
 def describe(options, error):
-    """Return the script's line that failed, and the error."""
+    """Return the number of the script's line that failed, the reason and the traceback."""
     trace = "".join(traceback.format_exception(error))
     # Go back to the original error, because the script and torch replace the messages of some
     # errors.
@@ -321,7 +330,7 @@ def describe(options, error):
 
 
 def summary(options, watch):
-    """Convert the counts of a Watch to dictionaries and lists."""
+    """Return a Watch's peaks, collectives and waits, and the GPU memory that the rank needs."""
     peaks = [
         {"phase": phase, "device": device, "bytes": kinds.total(), "kinds": dict(kinds)}
         | {"line": line, "function": function}
@@ -348,12 +357,12 @@ def summary(options, watch):
 
 
 def run_ranks(options, ranks):
-    """Run the script as each rank, in separate processes; return the results in order."""
+    """Run the script as each rank, in separate processes; return the results in rank order."""
     # Fork the processes, so that they inherit the imported modules.
     context, results = multiprocessing.get_context("fork"), []
     cores = len(os.sched_getaffinity(0))
-    # Keep each rank from collecting inherited garbage. A process group in the garbage would wait
-    # for threads, which a fork does not copy.
+    # Exclude existing objects from the garbage collection of each rank. If a rank deleted a process
+    # group from before the fork, it would wait for threads that a fork does not copy.
     gc.freeze()
     for first in range(0, len(ranks), cores):
         receivers = {}
@@ -367,7 +376,7 @@ def run_ranks(options, ranks):
 
 
 def receive_result(receiver, rank):
-    """Return the result of a rank, and stop if its process has been killed."""
+    """Wait for the result of a rank; exit with an error if the rank's process has been killed."""
     try:
         return receiver.recv()
     except EOFError:
@@ -378,14 +387,14 @@ def receive_result(receiver, rank):
 
 
 def show(options, results):
-    """Print the result of each rank, and the details of the rank that needs the most memory."""
+    """Print a line for each rank, and the details of one rank: a failed rank, or the fullest."""
     nodes = -(-options.gpus // options.gpus_per_node)
     print(f"{name_of(options)} on {options.gpus} × {options.gpu}, nodes: {nodes}\n")
     print(f"{'rank':>8}{'tensors':>14}{'with all else':>16}")
     for result in results:
         sizes = f"{gib(result['fullest']['bytes']):>14}{gib(result['needs']):>16}"
         print(f"{result['rank']:>8}{sizes}  {verdict(options, result)}")
-    # Show a rank that fails, otherwise the rank that needs the most memory.
+    # Choose a rank that failed; if no rank failed, choose the rank that needs the most memory.
     worst = max(results, key=lambda result: (bool(result["problem"]), result["needs"]))
     print(f"\nrank {worst['rank']}:")
     if worst["problem"]:
@@ -398,19 +407,19 @@ def show(options, results):
 
 
 def verdict(options, result):
-    """Summarize in a few words whether a rank completes two steps and fits."""
+    """Summarize in a few words whether a rank completes two steps and fits in the GPU's memory."""
     if result["problem"]:
         return f"fails at line {result['problem']['line']}"
     margin = gib(abs(result["margin"]))
     if result["margin"] < 0:
         return f"does not fit; lacks {margin}"
-    # Like the planner, warn if less than a tenth is free.
+    # Like the planner, warn if the free memory is less than a tenth of the needed memory.
     word = "fits" if result["margin"] >= result["needs"] / 10 else "tight"
     return f"{word}; {margin} are free"
 
 
 def show_memory(options, result):
-    """Print the parts of the memory at the fullest moment, and the peak of each phase."""
+    """Print the memory of each kind of tensor at the fullest moment, and the peak of each phase."""
     fullest = result["fullest"]
     if not fullest["bytes"]:
         return
@@ -428,7 +437,10 @@ def show_memory(options, result):
 
 
 def show_sent(options, result):
-    """Print the bytes that each line sends: in a step, between steps, and in an evaluation."""
+    """Print the bytes that each line of the script sends.
+
+    Step 2, the time between steps, and the evaluation have separate tables.
+    """
     parts = {"in a step": "step 2", "between steps": "between", "in an evaluation": "evaluation"}
     for part, phase in parts.items():
         rows = [row for row in result["sent"] if row["phase"].startswith(phase)]
@@ -445,7 +457,7 @@ def show_sent(options, result):
 
 
 def show_collective(row):
-    """Print what one line of the script sends with one kind of collective."""
+    """Print the calls, bytes and seconds of one kind of collective in one line of the script."""
     kind = row["kind"] + (" (host)" if row["device"] == "cpu" else "")
     part = row["phase"].partition(", ")[2]
     part = part or ("loop" if row["phase"] in OUTSIDE else "forward")
@@ -454,7 +466,7 @@ def show_collective(row):
 
 
 def show_waits(options, result):
-    """Print where the CPU waits for the GPU in the second step, in a log and in an evaluation."""
+    """Print the lines where the CPU waits for the GPU in a step, between steps, or to evaluate."""
     parts = {"a step": ("step 2",), "logs and evaluations": ("evaluation", "between")}
     print()
     for part, phases in parts.items():
@@ -481,12 +493,12 @@ def name_of(options):
 
 
 def gib(size):
-    """Return a number of bytes as text."""
+    """Format a number of bytes in GiB."""
     return f"{size / GIB:,.2f} GiB"
 
 
 def main():
-    """Run the ranks, and print the report; exit with 0 if all ranks complete two steps and fit."""
+    """Print the report; exit with 0 if each rank completes two steps and fits in its memory."""
     options = parse_args()
     try:
         ranks = ranks_to_run(options, load_script(options))

@@ -4,13 +4,12 @@ Here:  python tools/evaluate.py outputs/01-single-gpu/model
        python tools/evaluate.py outputs/04-fsdp/checkpoints/step-00000050 --held-out
        python tools/evaluate.py outputs/04-fsdp/model -d my.tokens -s 2048 --stride 1024
 
-The text is what --dataset-name of chapter 01 accepts, and chapter 01's functions read it: pydoc, a
-dataset of the hub, or all pieces of a folder that preparing-data/prepare.py has written for the
-model's tokenizer. The tokens are cut into windows of --seq-length tokens, and a window begins every
---stride tokens. If the stride is shorter than a window, windows overlap: a window counts only the
-tokens after the end of the previous window, and the overlap is context for these tokens. By
-default, windows do not overlap. Then the first token of each window is not counted, because it has
-no context.
+--dataset-name accepts the same texts as in chapter 01: pydoc, a dataset of the hub, or a folder of
+pieces that preparing-data/prepare.py has written for the model's tokenizer. The tool cuts the
+tokens into windows of --seq-length tokens, and a window begins every --stride tokens. If the stride
+is shorter than a window, windows overlap: a window counts only the tokens after the end of the
+previous window, and the overlap is context for these tokens. By default, windows do not overlap,
+and the first token of each window does not count, because it has no context.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from plot import fail
 
 
 def parse_args(chapter):
-    """Parse the command line; let chapter 01 parse and check the flags that it declares, too."""
+    """Parse this tool's flags; let chapter 01 parse and check all other flags."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
         epilog="These flags of chapter 01 are accepted, too: -d, --dataset-subset, --text-column, "
@@ -63,11 +62,11 @@ def parse_args(chapter):
 # ---- the model -------------------------------------------------------------------------------
 @contextlib.contextmanager
 def model_folder(chapter, path):
-    """Yield a folder that `from_pretrained` loads; for a checkpoint, write a temporary folder."""
+    """Yield the folder of a model; if `path` is a checkpoint, convert it to a temporary folder."""
     if (path / "config.json").exists():
         yield path
         return
-    # Write to the disk of the checkpoints, because a disk with room for them has room for weights.
+    # Write the model beside the checkpoint, because a disk for checkpoints has room for weights.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".evaluate-") as folder:
         model = Path(folder, "model")
         try:
@@ -78,33 +77,34 @@ def model_folder(chapter, path):
 
 
 def load_model(args, folder):
-    """Return the model on its devices, in the precision of the arguments."""
+    """Load the model in bf16 or float32, onto --device or, with --all-gpus, onto all GPUs."""
     dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
     options = {"device_map": "auto"} if args.all_gpus else {}
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
     except ImportError as error:
-        fail(f"--all-gpus: {error}")
+        fail(f"--all-gpus: {error}; install accelerate, or leave out --all-gpus")
     return model.eval() if args.all_gpus else model.eval().to(args.device)
 
 
 # ---- the text --------------------------------------------------------------------------------
 def tokens_of(chapter, args, tokenizer):
-    """Return all tokens of the text, or the tokens of the samples that a run holds out."""
+    """Return all tokens of the text; with --held-out, return only tokens of held-out samples."""
     if args.held_out:
         _, held_out = chapter.build_data(args, tokenizer)
         return held_out.flatten()
-    # Cut the text into samples of one token, so that no token at the end of a piece is left out.
+    # Cut the text into samples of one token, because longer samples could leave out the last tokens
+    # of a piece.
     args = argparse.Namespace(**vars(args) | {"seq_length": 1})
     return torch.cat([piece.flatten() for piece in chapter.pieces_of(args, tokenizer)])
 
 
 def windows_of(num_tokens, seq_length, stride):
-    """Yield, for each window of a text, its start, its first counted token, and its end."""
+    """Yield three positions for each window of a text: its start, first counted token and end."""
     end = 0
     for first in range(0, num_tokens, stride):
         counted_before, end = end, min(first + seq_length, num_tokens)
-        # Do not count the first token of a window, because no token before it can predict it.
+        # Do not count the first token of a window, because the window has no context for it.
         yield first, max(counted_before, first + 1), end
         if end == num_tokens:
             return
@@ -112,10 +112,10 @@ def windows_of(num_tokens, seq_length, stride):
 
 @torch.no_grad()
 def total_loss(args, model, tokens):
-    """Return the sum of the losses of all counted tokens, and their number."""
+    """Return the sum of the losses of all counted tokens, and the number of counted tokens."""
     total, count = 0.0, 0
     windows = list(windows_of(len(tokens), args.seq_length, args.stride))
-    # Batch the full windows; the last window is alone, because it may be shorter.
+    # Put full windows into batches; run the last window alone, because it may be shorter.
     full, last = windows[:-1], windows[-1:]
     groups = [full[at : at + args.batch_size] for at in range(0, len(full), args.batch_size)]
     for group in [*groups, last]:
@@ -132,7 +132,7 @@ def total_loss(args, model, tokens):
 
 
 def main():
-    """Print the loss per token, the perplexity, and the number of tokens."""
+    """Print the number of counted tokens, the loss per token, and the perplexity."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
@@ -147,7 +147,8 @@ def main():
         tokens = tokens_of(chapter, args, tokenizer)
         model = load_model(args, folder)
     if len(tokens) < 2:
-        fail(f"--dataset-name {args.dataset_name}: has {len(tokens)} tokens; add text")
+        problem = f"has {len(tokens)} tokens, but a loss needs at least 2"
+        fail(f"--dataset-name {args.dataset_name}: {problem}; add text")
     total, count = total_loss(args, model, tokens)
     windows = f"windows of {args.seq_length} tokens, {args.stride} apart"
     print(f"{args.model} on {args.dataset_name}, in {windows}")

@@ -1,4 +1,4 @@
-"""Turn a checkpoint of any chapter, and of any number of ranks, into a folder for transformers.
+"""Convert a checkpoint of any chapter and any number of ranks to a folder for transformers.
 
 Here:  python tools/export.py outputs/04-fsdp/checkpoints/step-00000050 outputs/step-50
 """
@@ -44,12 +44,12 @@ def write_model(chapter, checkpoint, folder):
         problem = "it has only adapters; use the folder model/, which the run writes when it ends"
         raise ValueError(f"{checkpoint}: {problem}")
     tokenizer, config = chapter.build_tokenizer_and_config(argparse.Namespace(**args))
-    # On the meta device, weights have names and shapes, but no memory.
+    # Build the model on the meta device, because only the names and shapes of weights are needed.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if weights is None:
-        # Leave out second names of tied weights, because a checkpoint in shards has a tied weight
-        # only once.
+        # Leave out the second names of tied weights, because a sharded checkpoint stores each tied
+        # weight only under its first name.
         weights = {
             name: torch.empty_like(weight, device="cpu")
             for name, weight in model.state_dict().items()
@@ -62,14 +62,15 @@ def write_model(chapter, checkpoint, folder):
 
 def read_shards(checkpoint, state):
     """Replace the values of `state` by the values that the checkpoint has under the same names."""
-    # Turn off logging, because DCP logs pages about an error, but the message must fit on one line.
+    # Turn off logging, because DCP would log pages about an error that fits on one line.
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
         dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
     except CheckpointException as error:
         cause = next(cause for cause, _ in error.failures.values())
-        raise ValueError(f"cannot read {checkpoint}: {cause}") from error
+        problem = f"not a complete checkpoint ({cause})"
+        raise ValueError(f"{checkpoint}: {problem}; choose RUN/checkpoints/step-...") from error
     return state
 
 
@@ -81,7 +82,7 @@ def main():
     paths = parser.parse_args()
     transformers.logging.disable_progress_bar()
     if paths.folder.exists():
-        parser.error(f"{paths.folder} exists already; choose a new folder")
+        parser.error(f"{paths.folder}: exists already; choose a new folder")
     try:
         write_model(load_chapter(), paths.checkpoint, paths.folder)
     except ValueError as error:

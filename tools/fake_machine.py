@@ -26,16 +26,17 @@ from torch.utils._pytree import tree_map
 from gpus import GPUS
 
 aten = torch.ops.aten
-# On a GPU, autocast computes HALF in bf16 or fp16, and FULL in float32.
+# Autocast on a GPU runs the operations in HALF in bf16 or fp16, and those in FULL in float32.
 HALF = "mm addmm bmm baddbmm matmul linear conv1d einsum".split()
 FULL = "pow rsqrt layer_norm softmax log_softmax nll_loss sum cumsum norm".split()
-# Keep these libraries, because torch removes their kernels when Python deletes the libraries.
+# Keep these libraries in variables, because torch removes the kernels of a library that Python
+# deletes.
 ATEN, FALLBACK = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
 
 
 # ---- the GPU ---------------------------------------------------------------------------------
 class Instant:
-    """Stand in for a stream or an event; nothing waits, because nothing runs."""
+    """Stand in for a CUDA stream or event; its methods return at once, because no kernel runs."""
 
     watch = None
     device_index = stream_id = priority = 0
@@ -47,14 +48,14 @@ class Instant:
         return self
 
     def synchronize(self):
-        """Count a wait of the CPU."""
+        """Count a wait of the CPU for the GPU."""
         self.watch.wait("waits for an event")
 
     wait = wait_event = wait_stream = record_event = record
 
 
 def gpu_functions(options, watch):
-    """Return the functions of torch.cuda that the script and torch call, by name."""
+    """Return stand-ins for the functions of torch.cuda that the script or torch calls, by name."""
     name, capability = GPUS[options.gpu].name, GPUS[options.gpu].capability
     stream = Instant()
     values = {
@@ -86,7 +87,7 @@ def gpu_functions(options, watch):
 
 
 class FakeTensors(FakeTensorMode):
-    """Create tensors without data, also where torch.tensor() gets numbers and a device."""
+    """Create tensors without data, even where torch.tensor() copies numbers to a device."""
 
     avoid_device_init = True
 
@@ -95,7 +96,7 @@ class FakeTensors(FakeTensorMode):
 
 
 class ScriptTorch(types.ModuleType):
-    """Stand in for torch in the script, where "cuda" names the fake GPU."""
+    """Stand in for the module torch in the script, so that "cuda" names the fake GPU."""
 
     def __init__(self, options, watch):
         super().__init__("torch")
@@ -106,12 +107,12 @@ class ScriptTorch(types.ModuleType):
 
     @staticmethod
     def device(kind, *index):
-        """Return a device, as torch.device() does; a rank has only the GPU with index 0."""
+        """Return a device, as torch.device() does, but the fake GPU for "cuda" with any index."""
         return torch.device("gpu", 0) if kind == "cuda" else torch.device(kind, *index)
 
 
 def add_gpu(options, watch):
-    """Add the device "gpu" to this process, and replace what fails on fake tensors."""
+    """Add the device "gpu" to this process, and replace functions that fail on fake tensors."""
     Instant.watch, module = watch, types.ModuleType("torch.gpu")
     vars(module).update(gpu_functions(options, watch))
     backend_registration._setup_privateuseone_for_python_backend("gpu", module)
@@ -121,7 +122,7 @@ def add_gpu(options, watch):
     torch.utils.swap_tensors = swap
     _fsdp_init._move_states_to_device = _fully_shard._move_states_to_device = move
     torch.accelerator.current_stream = lambda *_: Instant()
-    # Let meshes use real tensors, because they compute with the numbers of the ranks.
+    # Let a device mesh use real tensors, because it reads the numbers of its ranks from a tensor.
     mesh = dist.device_mesh.DeviceMesh
     names = "__init__ __getitem__ _flatten _unflatten _concatenate get_coordinate get_local_rank"
     for name in names.split():
@@ -131,8 +132,9 @@ def add_gpu(options, watch):
     # rank ever holds them.
     for name in ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta"):
         setattr(ShardingPropagator, name, watch.ignoring()(getattr(ShardingPropagator, name)))
-    # Register kernels for these operations, as a GPU has them. Without kernels, torch would split
-    # the operations up, which needs more memory. Fake tensors never call the kernels.
+    # Register kernels for these operations, because a GPU has such kernels. Without kernels, torch
+    # would split each operation into several operations that need more memory. Fake tensors never
+    # call the kernels.
     for name in ("silu_backward", "mish_backward"):
         ATEN.impl(name, lambda *_: None, "PrivateUse1")
     add_autocast()
@@ -140,14 +142,14 @@ def add_gpu(options, watch):
 
 
 def swap(one, other):
-    """Exchange two tensors in place; unlike torch's swap, allow weak references to them."""
+    """Exchange two tensors in place, as swap_tensors() does, but even if weak references exist."""
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
     torch._C._swap_tensor_impl(one, other)
 
 
 def move(weights, buffers, device):
-    """Move tensors to a device in place; FSDP's own function leaves fake tensors where they are."""
+    """Move tensors to a device in place; FSDP's own function would not move fake tensors."""
     for tensor in (*weights, *buffers):
         if tensor.device != device and tensor.device.type != "meta":
             with torch.no_grad():
@@ -196,7 +198,7 @@ def add_autocast():
 
 
 class LowerRight:
-    """Stand in for the mask of causal_lower_right(), which has no data on a GPU."""
+    """Stand in for the mask of causal_lower_right(); on a GPU, that mask stores no matrix."""
 
     shape = ()
 
@@ -205,9 +207,9 @@ class LowerRight:
 
 
 def attention_on(options):
-    """Return the attention of a GPU: flash attention, if the flash kernel accepts the inputs.
+    """Return an attention function that chooses the kernel that the real GPU would choose.
 
-    F.scaled_dot_product_attention() would ask the driver of a real GPU which kernel to use.
+    torch's own function would ask the driver of a real GPU which kernel to use.
     """
     original = torch.nn.functional.scaled_dot_product_attention
     capability = GPUS[options.gpu].capability
@@ -225,8 +227,8 @@ def attention_on(options):
         if is_half and attn_mask is None and capability >= (8, 0):
             flash = aten._scaled_dot_product_flash_attention
             return flash(*inputs, dropout_p, is_causal, **scale)[0]
-        # Compute attention operation by operation, because only the flash kernel accepts grouped
-        # heads.
+        # If heads are grouped, compute attention in separate operations, because only the flash
+        # kernel accepts grouped heads.
         if has_groups:
             unfused = aten._scaled_dot_product_attention_math
             return unfused(*inputs, attn_mask, dropout_p, is_causal, enable_gqa=True, **scale)[0]
@@ -238,7 +240,7 @@ def attention_on(options):
 
 # ---- the ranks -------------------------------------------------------------------------------
 def add_ranks(options, rank):
-    """Make this process one rank of a group that sends nothing."""
+    """Make this process one rank of a process group whose collectives send nothing."""
     start, new = dist.init_process_group, dist.new_group
     backend = "cpu:fake,gpu:fake"
 
@@ -257,7 +259,7 @@ def add_ranks(options, rank):
 
 
 def decide_alone(_, stages, has_backward, p2p_done):
-    """Let each stage decide, without a vote of all stages, whether it must ask for shapes."""
+    """Let each stage choose static or dynamic shapes alone, because no other rank can vote."""
     mode = stage_module.InferenceMode
     for stage in stages:
         is_dynamic = mode.needs_dynamic(stage._user_meta, has_backward)
@@ -265,7 +267,7 @@ def decide_alone(_, stages, has_backward, p2p_done):
 
 
 def launcher_variables(options, rank):
-    """Return the variables that torchrun sets."""
+    """Return the environment variables that torchrun would set for this rank."""
     values = {"RANK": rank, "WORLD_SIZE": options.gpus, "LOCAL_RANK": rank % options.gpus_per_node}
     values |= {"MASTER_ADDR": "none", "MASTER_PORT": 0, "TORCHELASTIC_RUN_ID": "none"}
     return {name: str(value) for name, value in values.items()}
@@ -291,7 +293,7 @@ class ReplicatedModel(torch.nn.Module):
                 bucket, limit = [], 25 * 2**20
 
     def make_bucket(self, weights):
-        """Join the gradients of these weights in a tensor; reduce this tensor when it is full."""
+        """Put the gradients of these weights into one tensor; all-reduce it when it is complete."""
         sizes, ready = [weight.numel() for weight in weights], []
         bucket = torch.zeros(sum(sizes), device=weights[0].device)
 
@@ -311,11 +313,11 @@ class ReplicatedModel(torch.nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self):
-        """Add up gradients without reducing them."""
+        """Let backward passes in this context add up gradients without an all-reduce."""
         self.require_backward_grad_sync = False
         yield
         self.require_backward_grad_sync = True
 
     def forward(self, *args, **kwargs):
-        """Run the model."""
+        """Run the forward pass of the wrapped model."""
         return self.module(*args, **kwargs)

@@ -13,7 +13,7 @@ COLORS = ["#1f3b5c", "#e08a3c", "#5aa9a3", "#c8553d", "#8d6cab", "#7a7a7a"]
 
 
 def parse_args():
-    """Parse the folders of the runs, and the path of the picture."""
+    """Parse the command line: the folders of the runs, and the path of the picture."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, help="folders such as outputs/02-ddp")
     parser.add_argument("-o", "--output", type=Path, default=Path("runs.png"), help="PNG to write")
@@ -27,22 +27,22 @@ def fail(message):
 
 
 def read_metrics(run):
-    """Return the rows of a run's metrics.jsonl in the order of steps; stop if there are none.
+    """Return the rows of a run's metrics.jsonl in the order of steps; exit if it has no rows.
 
-    A run that was stopped logs steps again, so the last row of a step counts.
+    After a stop, a run may log a step again, so only the last row of each step counts.
     """
     path = run / "metrics.jsonl"
     try:
         last = {row["step"]: row for row in rows_of(path)}
     except (OSError, ValueError) as error:
-        fail(f"cannot read {path}: {error}")
+        fail(f"{path}: cannot be read ({error}); give the folder of a run that has logged")
     if not last:
         fail(f"{path}: has no complete row; wait for the first log line")
     return [last[step] for step in sorted(last)]
 
 
 def rows_of(path):
-    """Return the rows of a metrics.jsonl; leave out a line that a kill or a full disk has cut."""
+    """Return the rows of a metrics.jsonl; leave out a line that a kill or a full disk cut off."""
     rows = []
     for line in path.read_text().splitlines():
         with suppress(ValueError):
@@ -51,13 +51,13 @@ def rows_of(path):
 
 
 def series(rows, name):
-    """Return the steps that have a value of `name`, and the values."""
+    """Return the steps of the rows that have a value of the metric `name`, and these values."""
     measured = [row for row in rows if row.get(name) is not None]
     return [row["step"] for row in measured], [row[name] for row in measured]
 
 
 def largest_difference(runs):
-    """Return the largest difference between the losses of the first run and of the other runs.
+    """Return the largest difference between the losses of the first run and of any other run.
 
     Return None if there is only one run.
     """

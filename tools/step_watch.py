@@ -1,4 +1,4 @@
-"""Count what one rank does: bytes of tensors, bytes that it sends, and waits of the CPU."""
+"""Count the bytes of one rank's tensors, the bytes that it sends, and its waits for the GPU."""
 
 import contextlib
 import sys
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from step_time import collective
 
 aten = torch.ops.aten
-# Each of these functions creates tensors of one kind.
+# Map the names of functions, of torch and of the scripts, to the kind of tensors that they create.
 KINDS = {
     "init_all_gather_outputs": "gathered weights",
     "alloc_all_gather_outputs": "gathered weights",
@@ -34,9 +34,11 @@ KINDS = {
     "_prepare_forward_infra": "communication",
     "_prepare_backward_infra": "communication",
 }
-# The names of torch's operations contain these kinds of collectives, some with _ between words.
+# Recognize a collective if the name of torch's operation contains one of these kinds, with or
+# without "_" between the words.
 COLLECTIVES = "all-reduce all-gather reduce-scatter all-to-all broadcast send".split()
-# The CPU waits for these operations, which return a value, or a shape that depends on values.
+# The CPU waits for the GPU in these operations: READS return a value to the CPU, and the results of
+# SHAPES have a shape that depends on values.
 READS = [aten._local_scalar_dense.default, aten.is_nonzero.default, aten.item.default]
 SHAPES = [aten.nonzero.default, aten.masked_select.default]
 
@@ -46,20 +48,21 @@ class Watch(TorchDispatchMode):
 
     `phase` names the current phase. `peaks` has the fullest moment of each phase and device: the
     bytes by kind, and the line of the script. `waits` counts the waits by phase, line and reason.
-    `sent` has the calls, bytes and seconds by phase, kind of collective, ranks, nodes, device and
+    `sent` has the calls, bytes and seconds of collectives, by phase, kind, ranks, nodes, device and
     line.
     """
 
     def __init__(self, options):
         super().__init__()
         self.options, self.phase, self.paused = options, "start", 0
-        # Record the size, the device and the kind of each live storage, and the sums of the sizes.
+        # Record the size, the device and the kind of each live storage. `live` has the sums of the
+        # sizes, by device and kind.
         self.storages, self.live = {}, {"gpu": Counter(), "cpu": Counter()}
         self.peaks, self.waits, self.sent = {}, Counter(), {}
         self.pinned = set()
 
     def watch_torch(self):
-        """Also count storages that are resized, and name the gradients of gathered weights."""
+        """Wrap functions of torch, to count resized storages and gradients of gathered weights."""
         resize, init_weight = torch.UntypedStorage.resize_, FSDPParam.init_unsharded_param
 
         def resize_and_count(storage, size):
@@ -87,13 +90,13 @@ class Watch(TorchDispatchMode):
             self.paused -= 1
 
     def peak_bytes(self, device):
-        """Return the largest number of bytes on a device so far."""
+        """Return the most bytes that tensors have used on a device so far."""
         return max((kinds.total() for (_, on), (kinds, _) in self.peaks.items() if on == device))
 
     # ---- where the script is -----------------------------------------------------------------
 
     def running_line(self):
-        """Return the script's line and function, and the kind of the tensors created there."""
+        """Return the script's current line and function, and the kind of tensors created there."""
         frame, kind = sys._getframe(2), None
         while frame and frame.f_code.co_filename != self.options.script:
             kind = kind or KINDS.get(frame.f_code.co_name)
@@ -105,7 +108,7 @@ class Watch(TorchDispatchMode):
         return (frame.f_lineno, code.co_name), kind
 
     def phase_now(self):
-        """Return the name of the phase, with "backward" during its backward pass."""
+        """Return the name of the current phase; during a backward pass, append "backward"."""
         in_backward = torch._C._current_graph_task_id() != -1
         return f"{self.phase}, backward" if in_backward else self.phase
 
@@ -116,7 +119,7 @@ class Watch(TorchDispatchMode):
     # ---- memory ------------------------------------------------------------------------------
 
     def count(self, storage, device=None):
-        """Count a storage that is new, or that has a new size."""
+        """Add a new or resized storage to the live bytes, and update the peak of the phase."""
         key = storage._cdata
         before, device, kind = self.storages.get(key, (0, device, None))
         # torch's allocator rounds sizes up to 512 bytes.
@@ -141,7 +144,7 @@ class Watch(TorchDispatchMode):
         return "activations" if is_forward else "temporary"
 
     def forget(self, key):
-        """Stop counting a storage."""
+        """Subtract a deleted storage from the live bytes."""
         size, device, kind = self.storages.pop(key)
         self.pinned.discard(key)
         self.live[device][kind] -= size
@@ -186,7 +189,7 @@ class Watch(TorchDispatchMode):
         return output
 
     def read(self, func, tensor):
-        """Return zero in place of the value of a tensor."""
+        """Count a wait, and return zero, because a fake tensor has no value to read."""
         if tensor.device.type == "gpu":
             self.wait("reads a value")
         if not isinstance(tensor, FakeTensor):
@@ -196,7 +199,7 @@ class Watch(TorchDispatchMode):
         return 0.0 if tensor.is_floating_point() else 0
 
     def check(self, func, args, kwargs):
-        """Count an operation's waits and sent bytes; raise an error if its devices do not match."""
+        """Count an operation's waits and sent bytes; refuse tensors on different devices."""
         name = func._schema.name
         if name.startswith(("c10d::", "_c10d_functional::", "_dtensor::")) and "wait" not in name:
             self.send(name.partition("::")[2], args)
@@ -214,7 +217,8 @@ class Watch(TorchDispatchMode):
                 self.wait(f"copies to the {target.upper()}")
         elif "index" in name:
             self.wait("copies indices to the GPU")
-        # Allow a number on the CPU as an input, but not as the tensor that gets the result.
+        # Like torch, allow a number on the CPU as an input, but refuse a tensor on the CPU that
+        # would get a result from the GPU.
         elif "fused" in name or (func._schema.is_mutable and tensors[0].device.type == "cpu"):
             raise RuntimeError(f"{name}: expected all tensors to be on the same device")
 
@@ -236,8 +240,8 @@ class Watch(TorchDispatchMode):
         if len(ranks) > 1:
             nodes = len({rank // self.options.gpus_per_node for rank in ranks})
             size = max(tensor.numel() * tensor.itemsize for tensor in tensors)
-            # Multiply by the ranks, because DTensor's functions get a part of the tensor that they
-            # return.
+            # Multiply by the number of ranks, because these all-gathers get only one rank's part of
+            # the full tensor as an argument.
             if name.startswith("all_gather"):
                 size *= len(ranks)
             seconds, sent = transfer(self.options, kind, size, len(ranks), nodes)
@@ -247,7 +251,7 @@ class Watch(TorchDispatchMode):
 
 
 def group_of(value):
-    """Return the process group that an argument of a collective names, or None without a group."""
+    """Return the process group that a collective's argument names, or None if it names no group."""
     with contextlib.suppress(Exception):
         if isinstance(value, torch.ScriptObject):
             return dist.ProcessGroup.unbox(value)
@@ -259,8 +263,8 @@ def group_of(value):
 def transfer(options, kind, size, ranks, nodes):
     """Return the seconds of a collective by NCCL's estimate, and the bytes that each rank sends.
 
-    `size` is the number of bytes of the full tensor. A ring that spans nodes leaves each node
-    through the network links of all its ranks.
+    `size` is the number of bytes of the full tensor. A ring over several nodes sends through the
+    network links of all its ranks on a node.
     """
     gbs = options.nvlink_gbs
     if nodes > 1:

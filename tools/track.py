@@ -4,9 +4,9 @@ Here:     python tools/track.py outputs/02-ddp outputs/04-fsdp --to tensorboard
           tensorboard --logdir outputs
 Follow:   python tools/track.py outputs/* --to wandb --follow
 
-The runs need no support for this, because they write metrics.jsonl in any case. Start, end
-and restart this tool at any time. It continues the same wandb run or MLflow run. If several rows
-have the same step, the last row counts. wandb and MLflow take their settings from the environment:
+The training scripts need no change, because they always write metrics.jsonl. You can start, end and
+restart this tool at any time: it continues the same wandb run or MLflow run. If several rows have
+the same step, the last row counts. wandb and MLflow take their settings from environment variables:
 WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME.
 """
 
@@ -22,7 +22,7 @@ from plot import fail, read_metrics
 
 
 def id_of(run, tracker):
-    """Return the id of a run in a tracker, which a file in the run's folder keeps."""
+    """Return a run's id in a tracker; the first call writes it to a file in the run's folder."""
     path = run / f"{tracker}-id.txt"
     with suppress(FileExistsError), open(path, "x") as file:
         file.write(uuid.uuid4().hex[:8])
@@ -30,7 +30,7 @@ def id_of(run, tracker):
 
 
 def values_of(row):
-    """Return the metrics in a row that have a value, without the step."""
+    """Return all metrics of a row that have a value, except the step."""
     return {name: value for name, value in row.items() if name != "step" and value is not None}
 
 
@@ -45,18 +45,18 @@ class TensorBoard:
         self.writer = SummaryWriter(run)
 
     def send(self, row):
-        """Send a row."""
+        """Write all metrics of a row to the event files."""
         for name, value in values_of(row).items():
             self.writer.add_scalar(name, value, row["step"])
         self.writer.flush()
 
     def close(self):
-        """Close the files."""
+        """Close the event files."""
         self.writer.close()
 
 
 class Wandb:
-    """Send rows to a wandb run; a second start continues the same wandb run."""
+    """Send rows to a wandb run; a second start of this tool continues the same wandb run."""
 
     def __init__(self, run):
         import wandb
@@ -68,16 +68,16 @@ class Wandb:
         self.wandb_run.define_metric("*", step_metric="step")
 
     def send(self, row):
-        """Send a row."""
+        """Send a row to wandb."""
         self.wandb_run.log(row)
 
     def close(self):
-        """Wait until all rows are sent."""
+        """Wait until wandb has sent all rows."""
         self.wandb_run.finish()
 
 
 class MLflow:
-    """Send rows to an MLflow run, but only the values that it does not have yet."""
+    """Send rows to an MLflow run, but leave out values that the MLflow run already has."""
 
     def __init__(self, run):
         import mlflow
@@ -100,7 +100,7 @@ class MLflow:
                 self.sent[name, row["step"]] = value
 
     def close(self):
-        """Mark the run as finished."""
+        """Mark the MLflow run as finished."""
         self.client.set_terminated(self.run_id)
 
 
@@ -127,8 +127,8 @@ class Tracked:
 
 
 def follow(tracked):
-    """Look for new rows every two seconds until Ctrl-C, and then once more."""
-    # Use a SimpleQueue, because a signal handler may call its put().
+    """Send new rows every two seconds; after Ctrl-C, send the last new rows, and return."""
+    # Use a SimpleQueue, because a signal handler can call its put() at any moment without harm.
     ends = queue.SimpleQueue()
 
     def end(*_):
@@ -151,7 +151,7 @@ def main():
     add = parser.add_argument
     add("runs", nargs="+", type=Path, help="folders of runs; folders without metrics are skipped")
     add("--to", choices=TRACKERS, default="tensorboard", help="the tracker (default: %(default)s)")
-    add("--follow", action="store_true", help="continue until Ctrl-C, as the runs do")
+    add("--follow", action="store_true", help="keep sending new rows until Ctrl-C")
     args = parser.parse_args()
     runs = [run for run in args.runs if (run / "metrics.jsonl").exists()] or args.runs[:1]
     try:

@@ -3,9 +3,9 @@
 #
 #   03-job-launchers/containers/apptainer.sh train.sif torchrun ... 02-ddp/train_llm.py
 #
-# The script mounts the repository, the current folder and HF_HOME under the paths that they have
-# outside, so that every path means the same inside. If these variables are set, the script also
-# mounts their folders:
+# The script mounts the repository, the current folder and the folder HF_HOME under the same paths
+# as outside the container, so that the command can use the paths that you know. It also mounts the
+# folders that these variables name, if they are set:
 #   OUTPUTS    a folder outside the repository, for the runs
 #   DATA       a folder with data
 #   WANDB_DIR  the folder for wandb's files
@@ -33,7 +33,7 @@ for folder in "$repository" "$PWD" "$HF_HOME" "${OUTPUTS:-}" "${DATA:-}" "${WAND
     [[ $folder == "${DATA:-}" ]] || mkdir -p "$folder"
     options+=(--bind "$(cd "$folder" && pwd)")
 done
-# On a node with an NVIDIA driver, --nv mounts the driver.
+# Give the command access to the GPUs, if the node has an NVIDIA driver.
 [[ -e /dev/nvidiactl ]] && options+=(--nv)
 
 exec "$apptainer" exec "${options[@]}" "$image" "$@"

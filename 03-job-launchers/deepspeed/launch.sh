@@ -4,8 +4,8 @@
 #   03-job-launchers/deepspeed/launch.sh hosts.txt 03-job-launchers/train_llm.py --num-steps 5000
 #
 # The file has a line `NAME slots=RANKS` for each host. DeepSpeed only starts the ranks; the script
-# is unmodified, and uses no other part of DeepSpeed. To make all ranks save and stop, create a file
-# `stop` in the run's folder.
+# itself does not use DeepSpeed. To make all ranks save and stop, create a file `stop` in the run's
+# folder.
 set -euo pipefail
 
 [[ $# -gt 1 && -r $1 ]] || { echo "usage: $0 HOSTS_FILE SCRIPT [ARGUMENTS]" >&2; exit 2; }

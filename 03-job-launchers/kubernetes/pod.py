@@ -2,8 +2,8 @@
 
 job.yaml and trainjob.yaml run this script with torchrun's arguments.
 
-torchrun itself exits with 1 for every failure of its workers. It exits with 0 both if a worker has
-finished and if a worker has stopped on request, but in the second case the pod must start again.
+torchrun itself exits with 1 for every failure of its workers. It exits with 0 both if its workers
+have finished and if they have stopped on request, but after a stop the pod must start again.
 """
 
 import functools
@@ -19,9 +19,9 @@ RETRY_STATUS = 75
 
 
 def main():
-    """Run torchrun; exit with its workers' status, or with RETRY_STATUS if the run continues."""
-    # Process 1 of a container ignores a signal that has no handler, and torchrun sets its handler
-    # late.
+    """Run torchrun; exit with its workers' status, or with RETRY_STATUS after a stop on request."""
+    # Handle SIGTERM from the start. Process 1 of a container ignores a signal that has no handler,
+    # and torchrun sets its own handler only later.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     status = torchrun(sys.argv[1:])
     if status == 0 and not is_finished(os.environ.get("RUN_DIR")):
@@ -31,7 +31,10 @@ def main():
 
 
 def torchrun(arguments):
-    """Run torchrun; return the status of the worker that failed first, or 0."""
+    """Run torchrun; return the status of the worker that failed first, or 0 if no worker failed.
+
+    If a signal stops torchrun itself, return 128 + the number of the signal.
+    """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -39,15 +42,17 @@ def torchrun(arguments):
     from torch.distributed.launcher import api
 
     StaticTCPRendezvous.next_rendezvous = join_once(StaticTCPRendezvous.next_rendezvous)
-    # When its workers have ended, torchrun waits up to 300 s for the workers of other nodes. A pod
-    # that was stopped never reports, and all ranks exit at the same time, so 5 s are enough.
+    # When its workers have ended, torchrun waits up to 300 s for the workers of other nodes. A
+    # stopped pod never reports that its workers have ended, so do not wait that long. All ranks
+    # exit at the same time, so 5 s are enough.
     api.LocalElasticAgent = functools.partial(api.LocalElasticAgent, exit_barrier_timeout=5)
     try:
         run.main(arguments)
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         status = error.get_first_failure()[1].exitcode
-        # torchrun reports a signal as a negative number. Return 128 + the number, as a shell does.
+        # If a signal killed the worker, its exit code is minus the number of the signal. Return
+        # 128 + the number, as a shell does.
         return status if status > 0 else 128 - status
     except SignalException as error:
         return 128 + error.sigval
@@ -58,9 +63,9 @@ def join_once(next_rendezvous):
     """Make a replacement pod wait at the rendezvous until all other pods have been replaced, too.
 
     The first pod may still run the rendezvous of the old attempt, because the pods of the old
-    attempt leave it only after a timeout. There, torchrun would take a replacement for the pod that
-    it replaces. So each pod counts itself in the store of the rendezvous: a count above 1 means
-    that the store belongs to the old attempt.
+    attempt leave it only after a timeout. In that rendezvous, torchrun would mistake a replacement
+    pod for the pod that it replaces. So each pod counts itself in the store of the rendezvous: a
+    count above 1 means that the store belongs to the old attempt.
 
     torchrun calls the returned function only once, because torchrun's own restarts are off.
     """
@@ -68,7 +73,7 @@ def join_once(next_rendezvous):
     def join_new_attempt(self):
         while True:
             rendezvous = next_rendezvous(self)
-            # The store raises RuntimeError when the first pod has ended.
+            # If the first pod has ended, the store raises RuntimeError; join again in a second.
             try:
                 if rendezvous.store.add(f"pod-{self.rank}", 1) == 1:
                     return rendezvous
@@ -81,7 +86,7 @@ def join_once(next_rendezvous):
 
 
 def is_finished(run_dir):
-    """Return whether the run's model is newer than its checkpoints.
+    """Return whether the run has finished: its final model is then newer than its checkpoints.
 
     Return True for a script that writes no checkpoints, because its files do not show whether it
     has finished.

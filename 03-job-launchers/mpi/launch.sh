@@ -3,8 +3,8 @@
 #
 #   03-job-launchers/mpi/launch.sh h1:8,h2:8 03-job-launchers/train_llm.py --num-steps 5000
 #
-# The first argument is mpirun's -H: the hosts, and the number of ranks on each host. Rank 0 runs on
-# the first host. The command for MPICH is
+# The first argument lists the hosts and the number of ranks on each host, as mpirun's option -H
+# does. Rank 0 runs on the first host. The command for MPICH is
 #   mpiexec -hosts h1,h2 -ppn 8 -genv MASTER_ADDR h1 -genv MASTER_PORT 29400 python ...
 set -euo pipefail
 
@@ -12,8 +12,8 @@ set -euo pipefail
 hosts=$1
 shift
 
-# Drop variables that an earlier launcher has left in your shell. The ranks on this machine would use
-# them instead of those that mpirun sets.
+# Drop variables that an earlier launcher has left in your shell. Otherwise, the ranks on this
+# machine would use these variables instead of mpirun's variables.
 unset RANK WORLD_SIZE LOCAL_RANK
 
 options=(-H "$hosts" --bind-to none)
@@ -24,7 +24,8 @@ for name in OMP_NUM_THREADS HF_HOME HF_HUB_OFFLINE GLOO_SOCKET_IFNAME \
     "${!NCCL_@}" "${!TORCH_NCCL_@}" "${!FI_@}"; do
     [[ -z ${!name+set} ]] || options+=(-x "$name")
 done
-# MPI only starts the ranks, but even that needs a network. MPI_INTERFACE selects its interface.
+# MPI only starts the ranks, but even starting them needs a network. MPI_INTERFACE selects the
+# network interface.
 [[ -z ${MPI_INTERFACE:-} ]] ||
     options+=(--mca oob_tcp_if_include "$MPI_INTERFACE" --mca btl_tcp_if_include "$MPI_INTERFACE")
 exec mpirun "${options[@]}" -x PATH \

@@ -9,7 +9,7 @@
 # MIN_NODES gives the number of hosts that are enough to continue. The exit status is the highest exit
 # status of all hosts.
 #
-# Options, before the file's name:
+# These options go before the file's name:
 #   --pdsh  connect to the hosts with pdsh, instead of one ssh for each host
 #   --tmux  run in a session of tmux, which outlives this terminal and writes a log
 set -uo pipefail
@@ -98,8 +98,8 @@ done
 stop() {
     [[ -z ${stopping:-} ]] || return 0
     stopping=yes
-    # When a terminal closes, its shell may send a second signal. The ssh processes below inherit
-    # that this script ignores the signal.
+    # Ignore further signals, because the shell of a closing terminal may send a second signal. The
+    # ssh processes below then ignore these signals, too.
     trap '' INT HUP
     echo "launch.sh: asking all ranks to save and stop"
     for host in "${hosts[@]}"; do

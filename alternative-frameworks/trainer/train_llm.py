@@ -571,7 +571,7 @@ class StepTrainer(transformers.Trainer):
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
-        # Trainer: the Trainer itself logs only a mean over several steps.
+        # Trainer: record each loss here, because the Trainer itself logs only a mean over steps.
         self.guide.loss += loss
         return loss
 

@@ -24,12 +24,13 @@ from plot import fail  # noqa: E402
 
 # These settings make the built-in model `tiny` smaller.
 MODEL = "hidden_size=64 intermediate_size=176 num_hidden_layers=2 head_dim=16"
-# Each rule has a power: a batch that is n times as large trains at n ** power times the rate.
+# Map each rule to a power: if a batch is n times as large as the smallest batch, it trains at n **
+# power times the best rate of the smallest batch.
 RULES = {"the same rate": 0, "square root": 0.5, "linear": 1}
 
 
 def train(samples, batch, lr, seed):
-    """Return the validation loss after a run of chapter 01, or None if it diverged."""
+    """Return the validation loss after a run of chapter 01, or None if the run diverged."""
     chapter, steps = load("01"), samples // batch
     settings = f"""--device cpu --precision fp32 --seq-length 64 --batch-size 64
         --global-batch-size {batch} --num-steps {steps} --warmup-steps {max(1, steps // 10)}
@@ -46,7 +47,7 @@ def train(samples, batch, lr, seed):
 
 
 def sweep(args, cells, rows):
-    """Train each (batch size, rate) pair that has no row yet, with each seed; add its rows."""
+    """Train at each (batch size, rate) in `cells` that has no row yet; append a row per seed."""
     known = {(row["batch"], row["lr"]) for row in rows}
     new_cells = [cell for cell in cells if cell not in known]
     for seed, (batch, lr) in product(range(args.seeds), new_cells):
@@ -58,9 +59,10 @@ def sweep(args, cells, rows):
 
 
 def losses_of(rows):
-    """Return the mean validation loss by batch and rate, infinite where a seed diverged.
+    """Return the mean validation loss of all seeds, by batch size and rate.
 
-    Leave out a rate that was not trained with every seed.
+    The mean is infinite if the run of a seed diverged. Leave out a rate that lacks the run of a
+    seed.
     """
     found, num_seeds = {}, len({row["seed"] for row in rows})
     for row in sorted(rows, key=lambda row: (row["batch"], row["lr"])):
@@ -73,7 +75,10 @@ def losses_of(rows):
 
 
 def scaled(losses):
-    """Return the rate of each rule for each batch: the smallest batch's best rate, scaled."""
+    """Scale the best rate of the smallest batch by each rule to every batch size.
+
+    Return the scaled rates by rule and batch size.
+    """
     base = min(losses)
     best = min(losses[base], key=losses[base].get)
     return {
@@ -83,11 +88,12 @@ def scaled(losses):
 
 
 def batch_sizes(args, folder):
-    """Train all pairs, then at the rates of the rules; print each rule's losses."""
+    """Train each batch size at each rate and at the rules' rates; print the losses of each rule."""
     rows = []
     for size in args.batch_sizes:
         if size < 1 or args.samples % size:
-            fail(f"--samples {args.samples}: not divisible by a batch of {size}; choose a multiple")
+            problem = f"not divisible by a batch of {size}"
+            fail(f"--samples {args.samples}: {problem}; choose a multiple of {size}")
     datasets.disable_progress_bars()
     sweep(args, list(product(sorted(args.batch_sizes), args.lrs)), rows)
     by_rule = scaled(losses_of(rows))
@@ -103,7 +109,7 @@ def add_flags(add):
     """Declare the flags that only this script has."""
     sizes, rates = [4, 16, 64, 256], [1e-3, 2e-3, 4e-3, 8e-3, 16e-3]
     add("--batch-sizes", nargs="+", type=int, default=sizes, help="samples per optimizer step")
-    add("--lrs", nargs="+", type=float, default=rates, help="learning rates")
+    add("--lrs", nargs="+", type=float, default=rates, help="peak learning rates")
     add("--samples", type=int, default=4096, help="samples that each run trains on")
     add("--seeds", type=int, default=1, help="runs to average per batch size and rate")
 

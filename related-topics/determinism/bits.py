@@ -1,10 +1,10 @@
-"""Compare runs bit by bit: a layout run twice, its resumed run, and chapter 01 in one process.
+"""Compare runs bit by bit: two runs of a layout, a resumed run, and chapter 01 in one process.
 
 Here:  python related-topics/determinism/bits.py 01
 All:   python related-topics/determinism/bits.py --output benchmarks/results/determinism.json
 
-A run takes 20 steps with a chapter's script on the CPU, in new processes. Two runs are identical if
-all losses, gradient norms and final weights have the same bits. Otherwise, the script prints the
+A run trains a chapter's script for 20 steps on the CPU, in new processes. Two runs are identical if
+all losses, gradient norms and final weights have the same bits. Otherwise, this program prints the
 largest difference between their losses.
 """
 
@@ -23,8 +23,8 @@ from plot import largest_difference, read_metrics  # noqa: E402
 RUN = """--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8
     --num-steps 20 --log-every 1 --eval-every 10 --eval-samples 8
     --checkpoint-every 10 --keep-checkpoints 2""".split()
-# A layout has a chapter, a number of ranks, the threads of each rank, and additional flags. All
-# layouts are compared with the first layout, which is the norm.
+# A layout has a chapter, a number of ranks, a number of threads per rank, and additional flags. The
+# program compares each layout with the first layout, which is the norm.
 LAYOUTS = {
     "01": ("01", 1, 1, ""),
     "01, 2 threads": ("01", 1, 2, ""),
@@ -38,7 +38,7 @@ LAYOUTS = {
 
 
 def train(layout, run_dir):
-    """Run the command of a layout, and return its metrics and its final weights."""
+    """Train with a layout's chapter and flags; return the metrics and the final weights."""
     chapter, ranks, threads, flags = LAYOUTS[layout]
     command = [script_of(chapter), *RUN, *flags.split()]
     command += ["--save-dir", run_dir.parent, "-e", run_dir.name]
@@ -50,7 +50,7 @@ def train(layout, run_dir):
 
 
 def resume_from_half(layout, run_dir):
-    """Run a layout again as if it had been killed after the checkpoint of step 10."""
+    """Resume a layout's run as if it had been killed after the checkpoint of step 10."""
     shutil.rmtree(run_dir / "checkpoints/step-00000020")
     shutil.rmtree(run_dir / "model")
     (run_dir / "finished-20").unlink()
@@ -58,7 +58,7 @@ def resume_from_half(layout, run_dir):
 
 
 def compare(one, other):
-    """Return whether two results have the same bits, and the largest difference of losses."""
+    """Return whether two results of train() have the same bits, and the largest loss difference."""
     measured = [
         [{name: row.get(name) for name in ("loss", "grad_norm", "val_loss")} for row in rows]
         for rows, _ in (one, other)
@@ -70,12 +70,12 @@ def compare(one, other):
 
 
 def in_words(comparison):
-    """Return `identical`, or the largest difference between losses."""
+    """Return the word `identical`, or the largest difference between losses as text."""
     return "identical" if comparison["identical"] else f"{comparison['difference']:.1e}"
 
 
 def bits(args, folder):
-    """Run each layout twice, and resume the second run; print the comparisons of each layout."""
+    """Run each layout twice, and resume the second run; print three comparisons for each layout."""
     rows, norm = [], None
     for layout in dict.fromkeys(["01", *(args.layouts or LAYOUTS)]):
         first, second = (train(layout, folder / f"{layout}-{turn}") for turn in ("first", "second"))

@@ -25,9 +25,9 @@ SETTINGS = """--device cpu --precision fp32 --seq-length 64 --global-batch-size 
 
 
 def train(folder, steps, cell):
-    """Run a script; return its row with the validation losses by step, or with None.
+    """Train with one (seed, optimizer, rate); return a row with the validation losses by step.
 
-    None means that a gradient was not finite.
+    If a gradient was not finite, the row has None instead of the losses.
     """
     seed, optimizer, lr = cell
     name = f"{optimizer}-{lr:g}-{seed}"
@@ -51,7 +51,7 @@ def train(folder, steps, cell):
 def curves_of(rows):
     """Return the mean validation losses of all seeds, by optimizer, rate and step.
 
-    A rate where a seed diverged has None instead of the losses.
+    If the run of any seed diverged at a rate, this rate has None instead of the mean losses.
     """
     found = {}
     for row in rows:
@@ -63,7 +63,7 @@ def curves_of(rows):
 
 
 def mean_of(runs):
-    """Return the mean losses of runs, by step."""
+    """Return the mean of the runs' validation losses after each evaluated step."""
     return {int(step): fmean(run[step] for run in runs) for step in runs[0]}
 
 
@@ -74,20 +74,20 @@ def best_of(by_rate):
 
 
 def last_losses(rows, optimizer, lr):
-    """Return the losses of all seeds after the last step; the list is empty if a seed diverged."""
+    """Return each seed's validation loss after the last step, or no losses if a seed diverged."""
     runs = [row["val_losses"] for row in rows if (row["optimizer"], row["lr"]) == (optimizer, lr)]
     return [] if None in runs else [run[max(run, key=int)] for run in runs]
 
 
 def first_step(curve, loss):
-    """Return the first evaluated step where a curve is not above a loss."""
+    """Return the first step whose loss in the dictionary `curve` is at most `loss`."""
     return next(step for step in sorted(curve) if curve[step] <= loss)
 
 
 def rates(args, folder):
-    """Train both optimizers at all rates, two runs at a time; print the best rates.
+    """Train both optimizers at all rates, two runs at a time; print each optimizer's best rate.
 
-    Keep the runs that the file of --output has already.
+    Keep the rows that the file of --output already has, and train only for the missing rows.
     """
     is_old = args.output and args.output.exists()
     rows = json.loads(args.output.read_text())["rows"] if is_old else []

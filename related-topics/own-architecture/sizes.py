@@ -17,8 +17,8 @@ sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools"), str(ROOT / "tools/pl
 from harness import benchmark  # noqa: E402
 
 VOCABULARY, LONGEST = 32_768, 4096  # tokens
-# Each size has a width, layers, attention heads, heads of keys and values, a width inside the MLP,
-# and whether the embeddings are tied.
+# Each size has a width, a number of layers, a number of attention heads, a number of heads for keys
+# and values, and a width inside the MLP. The last value is True if the embeddings are tied.
 SHAPES = {
     "10M": (192, 8, 3, 3, 512, True),
     "35M": (384, 12, 6, 6, 1024, True),
@@ -31,9 +31,9 @@ SHAPES = {
 }
 STEP = "-m tiny -s 2048 -b 4 --global-batch-size 256 --gpu-memory-gib 80 --nodes 1"
 MACHINES = [1, 8]  # GPUs of 80 GiB
-# An H100 has this peak in FLOP/s, and we assume that training reaches this share of the peak.
+# PEAK is the peak of an H100 in FLOP/s, and MFU is the share of it that we assume training reaches.
 PEAK, MFU = 989e12, 0.4
-# Hoffmann et al. recommend this number of tokens per weight: arxiv.org/abs/2203.15556.
+# Hoffmann et al. recommend training on this number of tokens per weight: arxiv.org/abs/2203.15556.
 TOKENS = 20
 
 
@@ -48,7 +48,7 @@ def config_of(size):
 
 
 def needs_of(size):
-    """Return the weights, the tokens and the GPU hours of a size, and a setting per machine."""
+    """Return a size's number of weights, tokens and GPU hours, and its setting on each machine."""
     import will_it_fit as planner
 
     width, *_, tied = SHAPES[size]
@@ -56,7 +56,7 @@ def needs_of(size):
     for gpus in MACHINES:
         words = [*STEP.split(), "--gpus-per-node", str(gpus), "--config", *config_of(size)]
         plan = planner.make_plan(planner.parse_args(words))
-        # Use the first setting that fits, because it is the fastest.
+        # Use the first setting whose memory fits, because the planner lists fast settings first.
         needs = plan["settings"][plan["first"]]["gpu_needs"] / planner.GIB
         row[f"{gpus} GPUs"] = {"setting": plan["first"], "gib": needs}
     weights = plan["model"]["weights"]
@@ -65,7 +65,7 @@ def needs_of(size):
 
 
 def sizes(args, folder):
-    """Print a configuration, or compute the needs of all sizes."""
+    """Print the values of --config for `args.size`; if no size is given, yield all sizes' needs."""
     if args.size:
         print(*config_of(args.size))
     else:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Start a small cluster on one machine: hosts with their own network, ssh and Slurm. Needs root.
+"""Start a small cluster on one machine, as root: its hosts have a network, ssh and Slurm.
 
     with Cluster() as cluster:
         print(cluster.run("head", ["srun", "--nodes=2", "hostname"]).stdout)
@@ -38,7 +38,7 @@ class ClusterError(RuntimeError):
 
 
 def missing_requirement():
-    """Return a line with the reason why no cluster can start here, or None if one can start."""
+    """Return the reason why no cluster can start on this machine, or None if one can start."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "a cluster on one machine needs Linux, and root"
     path = f"{os.environ.get('PATH', '')}:{BOOT_ENVIRONMENT['PATH']}"
@@ -54,7 +54,10 @@ def missing_requirement():
 
 
 def wait_until(condition, seconds, description):
-    """Return the first true value of `condition()`; raise ClusterError after `seconds`."""
+    """Call `condition()` until its value is true, and return this value.
+
+    Raise ClusterError if the value is still false after `seconds`.
+    """
     deadline, pause = time.monotonic() + seconds, 0.02
     while not (value := condition()):
         if time.monotonic() > deadline:
@@ -66,7 +69,7 @@ def wait_until(condition, seconds, description):
 
 
 def expect_line(process, word):
-    """Read one line of a process that is starting; raise ClusterError unless it is `word`."""
+    """Read the next line that a starting process prints; raise ClusterError if it is not `word`."""
     line = process.stdout.readline()
     if line.strip() != word:
         process.kill()
@@ -77,7 +80,7 @@ class Cluster:
     """Start the hosts head, h1 and h2; h1 and h2 are Slurm nodes with two fake GPUs each."""
 
     def __enter__(self):
-        """Start all hosts; the cluster ends with this process."""
+        """Start all hosts; when this process ends, the kernel ends them."""
         if reason := missing_requirement():
             raise ClusterError(reason)
         self.folder = Path(tempfile.mkdtemp(prefix="cluster-"))
@@ -97,7 +100,7 @@ class Cluster:
         return self
 
     def __exit__(self, *_):
-        """End all processes of all hosts, and remove all files."""
+        """End all processes of all hosts, and remove the cluster's files."""
         for host in list(self._boots):
             self._end(host)
         for process in self._children:
@@ -126,7 +129,7 @@ class Cluster:
     def run(self, host, command, timeout=60, check=True, **options):
         """Run a command on a host; return its CompletedProcess, with `stdout` and `stderr` as text.
 
-        Raise ClusterError, with all output, if the command fails and `check` is true.
+        If `check` is true and the command fails, raise ClusterError with the command's output.
         """
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
         process = self.popen(host, command, stderr=subprocess.PIPE, **streams, **options)
@@ -140,15 +143,15 @@ class Cluster:
     def kill_host(self, host, silently=True):
         """Kill all processes of a host.
 
-        With `silently`, cut the host's network first, so that its peers notice nothing, as in a
-        power cut.
+        With `silently`, cut the host's network first, so that the other hosts get no message, as in
+        a power cut.
         """
         if silently:
             self.unplug(host)
         self._end(host)
 
     def revive(self, host):
-        """Boot h1 or h2 after a kill; return when its Slurm daemon answers again."""
+        """Boot h1 or h2 again after kill_host(), and wait until Slurm can run jobs on it."""
         expect_line(self._start(host), "up")
         self._wait_for_nodes(host)
 
@@ -157,7 +160,7 @@ class Cluster:
         self._on_switch(f"ip link set {host} down")
 
     def block_port(self, host, port):
-        """Drop all packets from other hosts to a TCP port of a host."""
+        """Let a host drop all packets that other hosts send to one of its TCP ports."""
         rules = "add table inet faults; "
         rules += "add chain inet faults input { type filter hook input priority 0; }; "
         rules += f"add rule inet faults input iifname eth0 tcp dport {port} drop"
@@ -172,14 +175,14 @@ class Cluster:
     # ---- Slurm
 
     def job(self, job):
-        """Return Slurm's record of a job, such as {"JobState": "RUNNING"}."""
+        """Return Slurm's record of a job as a dictionary, such as {"JobState": "RUNNING"}."""
         text = self.run("head", ["scontrol", "--oneliner", "show", "job", job]).stdout
         return dict(pair.split("=", 1) for pair in text.split() if "=" in pair)
 
     # ---- starting and ending the hosts
 
     def _write_files(self):
-        """Write the files that the hosts mount into /etc, and generate new keys."""
+        """Write the files that the hosts mount into /etc, with new keys for munge and ssh."""
         etc = self.folder / "etc"
         shutil.copytree(HERE / "etc", etc)
         key = etc / "munge/munge.key"
@@ -193,7 +196,7 @@ class Cluster:
         (etc / "ssh/ssh_known_hosts").write_text(f"* {public}")
 
     def _boot(self, command):
-        """Start a process that ends when this process ends, with pipes for lines of text."""
+        """Start a process that the kernel ends with this process; connect pipes to its streams."""
         # If this process ends before setpriv runs, the kernel sends no signal. So start the command
         # only if its parent is still this process.
         owned = ["setpriv", "--pdeathsig=KILL", "sh", "-c"]
@@ -211,14 +214,14 @@ class Cluster:
         expect_line(self._switch, "up")
 
     def _start(self, host):
-        """Boot a host without waiting for its daemons; return its first process."""
+        """Boot a host, but do not wait for its daemons; return the host's `unshare` process."""
         for kind in ("log", "spool"):
             (self.folder / host / kind).mkdir(parents=True, exist_ok=True)
         options = "--net --uts --ipc --mount --pid --fork --kill-child --mount-proc".split()
         process = self._boot(["unshare", *options, "sh", HERE / "host.sh", host, self.folder])
         self._boots[host] = process
         expect_line(process, "named")
-        # Delete the cable of an earlier start of this host, because the cable may outlive a kill.
+        # Delete the virtual cable of this host's previous boot, which may still exist after a kill.
         self._on_switch(f"ip link delete {host}", check=False)
         self._on_switch(f"ip link add {host} type veth peer name eth0 netns {process.pid}")
         self._on_switch(f"ip link set {host} master switch up")
@@ -231,7 +234,7 @@ class Cluster:
 
         def usable():
             query = ["sinfo", "--noheader", "--Node", "--format=%N %T"]
-            # Accept a failure, because sinfo fails while the controller is down.
+            # Raise no error if sinfo fails, because it fails while Slurm's controller is down.
             lines = self.run("head", query, check=False).stdout.splitlines()
             states = dict(map(str.split, lines))
             return all(states.get(node) in {"idle", "mixed", "allocated"} for node in nodes)
@@ -239,7 +242,7 @@ class Cluster:
         wait_until(usable, 60, f"Slurm can use {', '.join(nodes)}")
 
     def _end(self, host):
-        """End all processes of a host; return when the kernel has reaped them."""
+        """Kill all processes of a host, and wait until they have ended."""
         boot = self._boots.pop(host)
 
         def has_ended():
@@ -251,15 +254,16 @@ class Cluster:
         wait_until(has_ended, 20, f"all processes of {host} have ended")
 
     def _on_switch(self, command, check=True):
-        """Run a command in the network of the switch."""
+        """Run a command in the network namespace of the switch."""
         enter_network = f"nsenter --target={self._switch.pid} --net".split()
         subprocess.run([*enter_network, *command.split()], check=check, capture_output=not check)
 
 
 def shell(cluster):
-    """Run bash on head until the user leaves it; return its exit status.
+    """Run bash on the host `head` until the user exits; return bash's exit status.
 
-    If the user creates a file `kill` or `revive` in a host's folder, kill or revive that host.
+    When the user creates a file named `kill` or `revive` in a host's folder, kill or revive that
+    host.
     """
     print((HERE / "shell.txt").read_text(), flush=True)
     # Ignore Ctrl-C, because it is for the programs in the shell; end when the terminal is closed.

@@ -10,6 +10,8 @@ packages=(
     bzip2 gzip xz-utils zstd
     chromium
 )
+# In CI, the tests of the site need a browser. Ubuntu has no package of this one.
+[[ ${CI:-} != true ]] || ! grep -qx ID=debian /etc/os-release || packages+=(chromium)
 policy=/usr/sbin/policy-rc.d
 saved_policy=$policy.before-cluster
 
@@ -21,7 +23,7 @@ all_installed() {
         && ! grep -qvx installed <<<"$states"
 }
 
-# Put the machine's own policy back, if it has one.
+# Restore the policy that the machine had before, if it had one.
 restore_policy() {
     rm -f "$policy"
     [[ ! -e $saved_policy ]] || mv "$saved_policy" "$policy"
@@ -32,10 +34,10 @@ if [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then
     echo "packages.sh: error: not root, or no apt-get; run it as root on Debian or Ubuntu" >&2
     exit 2
 fi
-# A killed run may have saved the machine's own policy already. Do not overwrite the saved file.
+# Do not overwrite a saved policy, because a killed run may have saved the machine's policy already.
 [[ ! -e $policy || -e $saved_policy ]] || mv "$policy" "$saved_policy"
 trap restore_policy EXIT
-# A package runs this policy before it starts its daemon. Status 101 forbids the start.
+# Forbid the start of daemons with status 101: a package runs this policy before it starts its daemon.
 printf '#!/bin/sh\nexit 101\n' >"$policy"
 chmod +x "$policy"
 apt-get update -qq

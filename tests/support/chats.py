@@ -1,6 +1,7 @@
-"""Define conversations, chat templates of published models, and the documents they must give.
+"""Define conversations, chat templates like those of published models, and the expected documents.
 
-The expected texts are written without the templates, so that they can check the templates' use.
+This module writes the expected documents without the templates, so that a wrong use of a template
+makes a test fail.
 """
 
 import copy
@@ -17,7 +18,7 @@ from conftest import prepare_training
 
 FLAGS = "--device cpu --precision fp32 -s 256 -b 2 --global-batch-size 8 --eval-samples 1".split()
 
-# This template is like that of Llama 3: it prints a date, and no new line ends the answer.
+# This template resembles Llama 3's: it prints a date, and no line break follows an answer.
 LLAMA3 = """<s>system, {{ strftime_now("%Y-%m-%d") }}, {{ date_string }}
 {%- for message in messages %}<h>{{ message.role }}</h>
 
@@ -26,7 +27,7 @@ LLAMA3 = """<s>system, {{ strftime_now("%Y-%m-%d") }}, {{ date_string }}
 {%- if add_generation_prompt %}<h>assistant</h>
 
 {% endif %}"""
-# This template is like that of Qwen3: only answers after the user's last turn keep thoughts.
+# This template resembles Qwen3's: only answers after the user's last turn keep thoughts.
 QWEN3 = """
 {%- set last = namespace(user=0) -%}
 {%- for message in messages if message.role == "user" -%}
@@ -44,18 +45,19 @@ QWEN3 = """
 <|im_start|>assistant
 {% endif -%}
 """
-# This template is like that of Llama 2: it puts a space before an answer, but no prompt.
+# This template resembles Llama 2's: it puts a space before each answer, and has no generation
+# prompt.
 LLAMA2 = """{% for message in messages -%}
 {% if message.role == "assistant" %} {{ message.content | trim }} </s>
 {%- elif message.role == "user" %}<s>[INST] {{ message.content | trim }} [/INST]
 {%- else %}<<SYS>>{{ message.content | trim }}<</SYS>>{% endif %}
 {%- endfor %}"""
-# This template is like that of Phi-3: an end-of-text token follows the last answer.
+# This template resembles Phi-3's: an end-of-text token follows the last answer.
 PHI3 = """{% for message in messages -%}
 <|{{ message.role }}|>
 {{ message.content }}<|end|>
 {% endfor %}{{ "<|assistant|>\n" if add_generation_prompt else "<|endoftext|>" }}"""
-# This template is like ChatML: it adds a system turn to a conversation that has none.
+# This template resembles ChatML: it adds a system turn to a conversation without a system turn.
 CHATML = """{% if messages[0].role != "system" %}<|im_start|>system
 Help.<|im_end|>
 {% endif %}{% for message in messages -%}
@@ -69,7 +71,8 @@ TEMPLATES |= {"chatml": CHATML}
 def expected_documents(name, messages):
     """Return the documents of a conversation, each as a list of (text, whether it is learned)."""
     ends = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
-    # Some templates change an answer when a further turn follows, so each answer ends a document.
+    # These templates change an answer when another turn follows it, so each answer must end a
+    # document of its own.
     if name == "phi3":
         return [phi3_document(messages[: end + 1]) for end in ends]
     if name == "qwen3" and any("</think>" in messages[end]["content"] for end in ends[:-1]):
@@ -78,14 +81,14 @@ def expected_documents(name, messages):
 
 
 def phi3_document(messages):
-    """Return a document where only the last answer is learned, with the end of the text."""
+    """Return a document that ends with the end-of-text token; only the last answer is learned."""
     texts = [f"<|{turn['role']}|>\n{turn['content']}<|end|>\n" for turn in messages[:-1]]
     answer = f"{messages[-1]['content']}<|end|>\n<|endoftext|>"
     return [("".join(texts) + "<|assistant|>\n", False), (answer, True)]
 
 
 def last_answer(messages):
-    """Return a document where only the last answer is learned; earlier answers lack thoughts."""
+    """Return a document with only the last answer learned, and no thoughts in earlier answers."""
     document = []
     for turn in messages[:-1]:
         content = turn["content"].split("</think>")[-1].lstrip("\n")
@@ -111,7 +114,7 @@ def turn_text(name, turn):
 
 
 def trim(document, name):
-    """Add the text that a template puts first, and drop white space at the document's end."""
+    """Add the text that a template puts before the first turn, and drop a final line break."""
     start = [("<s>system, 2024-07-26, 26 Jul 2024", False)] if name == "llama3" else []
     if name == "chatml" and not document[0][0].endswith("system\n"):
         start = [("<|im_start|>system\nHelp.<|im_end|>\n", False)]
@@ -120,7 +123,7 @@ def trim(document, name):
 
 
 def conversations(number=24):
-    """Return conversations of one or two rounds, some with a system turn, some with thoughts."""
+    """Return conversations of one or two rounds; some of them have a system turn or thoughts."""
     found = []
     for index in range(number):
         turns = [{"role": "system", "content": f"Rule {index}."}] * (index % 3 == 0)
@@ -141,14 +144,14 @@ def write_rows(path, rows):
 
 
 def prepare_rows(folder, rows, *flags):
-    """Prepare rows of conversations or of pairs, as a reader would; return the folder of tokens."""
+    """Tokenize conversations or pairs of answers with prepare.py; return the folder of tokens."""
     tokens = folder / "rows.tokens"
     preparing.prepare(tokens, write_rows(folder / "rows.jsonl", rows), *flags)
     return tokens
 
 
 def prepare_conversations(folder, number=24, model="tiny", seq_length=256):
-    """Prepare conversations for a model, unless they are there; return the folder of tokens."""
+    """Tokenize conversations, unless an earlier test has; return the folder of tokens."""
     folder = folder / f"{number}-{seq_length}-{Path(model).name}"
     if not folder.exists():
         folder.mkdir()
@@ -158,7 +161,7 @@ def prepare_conversations(folder, number=24, model="tiny", seq_length=256):
 
 
 def prepare_pairs(folder, number=24, model="tiny", seq_length=256):
-    """Prepare pairs of answers for a model, unless they are there; return the folder of tokens."""
+    """Tokenize pairs of answers, unless an earlier test has; return the folder of tokens."""
     folder = folder / f"pairs-{number}-{seq_length}-{Path(model).name}"
     if not folder.exists():
         folder.mkdir()
@@ -167,7 +170,7 @@ def prepare_pairs(folder, number=24, model="tiny", seq_length=256):
 
 
 def pairs(number=24):
-    """Return pairs of answers in the formats of data sets; chosen answers may be shorter."""
+    """Return chosen and rejected answers in three formats of data sets; either may be longer."""
     rows = []
     for index, turns in enumerate(conversations(number)):
         *prompt, chosen = turns
@@ -195,13 +198,16 @@ def write_tokens(folder, samples):
 
 # ---- training steps in the process of a test -------------------------------------------------
 def prepare(chapter, *words):
-    """Return the arguments, the sharded model and the samples of a command line."""
+    """Build and shard the model that a command line asks for, and read the samples.
+
+    Return the arguments, the sharded model, the training samples and the held-out samples.
+    """
     args, model, _, train_set, held_out = prepare_training(chapter, *FLAGS, *words)
     return args, chapter.shard(args, model, torch.device("cpu")), train_set, held_out
 
 
 def split_documents(chapter, samples):
-    """Return the documents in samples, without padding, as tuples of (token, is learned)."""
+    """Split samples into documents without padding; return tuples of pairs (token, is learned)."""
     documents = []
     for sample in samples.tolist():
         for token in sample:
@@ -213,7 +219,7 @@ def split_documents(chapter, samples):
 
 
 def documents_of_step(chapter, args, train_set):
-    """Return the documents of step 1."""
+    """Return the documents in the training samples of step 1."""
     samples = [train_set[position] for position in range(args.global_batch_size)]
     return split_documents(chapter, torch.stack(samples))
 
@@ -229,13 +235,13 @@ def plain_model(model, dtype=torch.float64):
     }
     plain.load_state_dict({name: values[name] for name in plain.state_dict()})
     plain.set_attn_implementation("eager")
-    # Choose the eager experts, because the default implementation does not support fp64.
+    # Choose the eager implementation of experts, because the default does not support fp64.
     plain.set_experts_implementation("eager")
     return plain.train()
 
 
 def loss_of_documents(model, documents):
-    """Return the mean loss of the learned tokens; compute one document at a time."""
+    """Run a model on one document at a time; return the mean loss of all learned tokens."""
     total, count = 0.0, 0
     for document in documents:
         ids = torch.tensor([[token for token, _ in document]])
@@ -247,7 +253,10 @@ def loss_of_documents(model, documents):
 
 
 def distances(chapter, args, model, train_set, loss, gradients):
-    """Return the distances of the loss and of the gradients in step 1 from a reference."""
+    """Compute the loss and the gradients of step 1, and compare them with a reference.
+
+    Return the difference of the losses, and the largest relative difference of a gradient.
+    """
     model.num_targets = chapter.answers_at(args, train_set, 1)
     found = chapter.forward_backward(args, model, train_set, 1, torch.device("cpu"))
     apart = []

@@ -9,7 +9,7 @@ from runs import kill, wait_for
 def check_two_ranks_fail(chapter, args, expected, logs, folder):
     """Check that one of two ranks prints an error line, and that the run writes no file.
 
-    As torchrun does, end the other rank when the first rank has failed.
+    When one rank fails, end the other rank, as torchrun would.
     """
     processes = start_ranks(2, [SCRIPTS[chapter], *args, "--save-dir", folder], logs)
     wait_for(lambda: False, processes)
@@ -19,13 +19,16 @@ def check_two_ranks_fail(chapter, args, expected, logs, folder):
     assert set(statuses) <= {2, None}, output
     errors = re.findall("^train_llm.py: error:.*", output, re.M)
     assert len(errors) == 1 and expected in errors[0], output
-    assert 'train_llm.py", line' not in output, f"a traceback:\n{output}"
+    assert 'train_llm.py", line' not in output, f"the output has a traceback:\n{output}"
     # Ignore hidden files, because check_shared() writes a hidden file.
     assert [path for path in folder.rglob("[!.]*") if path.is_file()] == []
 
 
 def check_bad_gradient(results, run_dir, every):
-    """Check that all ranks stopped because of a bad gradient, which no checkpoint contains."""
+    """Check that a gradient that is not finite stopped all ranks, and was not saved.
+
+    The run must have only the checkpoints from before the bad gradient.
+    """
     output = "".join(result["stdout"] + result["stderr"] for result in results)
     assert {result["status"] for result in results} == {2}, output
     error = r"train_llm.py: error: a gradient in steps \d+ to (\d+) was not finite; lower --lr"

@@ -17,7 +17,7 @@ from step_watch import Watch
 
 
 def main():
-    """Run the script; rank 0 writes the rows that the dry run would print with --json."""
+    """Train with a chapter's script; let rank 0 write the counts in the dry run's JSON format."""
     output, script, *words = sys.argv[1:]
     options = dry_run.parse_args(["--gpus", "1", "--", script])
     chapter, watch = load(script), Watch(options)

@@ -10,7 +10,7 @@ from recorded import load
 
 
 def main():
-    """Compute the loss of a batch in each case; write the experts' number types by case."""
+    """Compute the loss of one batch per case; write the dtypes of the experts' products by case."""
     cases, result, script = sys.argv[1:]
     chapter, types = load(script), {}
     for name, arguments in json.loads(Path(cases).read_text()).items():

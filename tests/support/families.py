@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-# Each small value has a list of the settings that get this value. Families name their settings
+# Each small size is followed by the settings that get this size. Families name the same setting
 # differently, and shrink() skips the settings that a family does not have.
 SIZES = {
     384: "vocab_size vocab_size_per_layer_input",
@@ -30,7 +30,7 @@ SIZES = {
     0: "pad_token_id",
 }
 SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
-# Such small models of these families need additional settings.
+# Small models of these families need additional settings.
 OWN_SETTINGS = {
     "axk1": {"n_group": 2, "topk_group": 1},
     "codegen": {"n_head": 4},
@@ -73,16 +73,16 @@ VARIANTS = """mistral+sliding_window=8 gemma3_text+sliding_window=8 qwen2_moe+sl
     llama+tie_word_embeddings=true cohere+logit_scale=0.25 cohere+use_qk_norm=true
     granite+logits_scaling=4.0 gemma2+final_logit_softcapping=5.0 llama+longrope
     zamba2+num_mem_blocks=2""".split()
-# With these settings, the angles of positions depend on the length of the sequence.
+# With these settings, the angles of the rotary embedding depend on the sequence length.
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
 LONG_ROPE |= {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-# Each entry is the name of a family, perhaps followed by a setting.
+# Each entry is the name of a family; a variant adds `+` and a setting to this name.
 VARIED_FAMILIES = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
-# The tests do not compare small models of these families, for the reason in the text.
+# The tests do not compare small models of these families; each value is the reason.
 NOT_COMPARED = {
     "longcat_flash": "with few tokens, a rank may use no expert, and FSDP fails",
 }
-# In these models, rounding errors grow fast, so they are trained with a lower learning rate.
+# Train these models with a lower learning rate, because their rounding errors grow fast.
 SENSITIVE = ["gemma4_unified_text"]
 MOST_WEIGHTS = 20_000_000
 MODERN = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "olmo2", "gpt2"]
@@ -93,9 +93,9 @@ ARGS |= {"recompute": "none", "device": "cpu", "global_batch_size": 8, "attentio
 
 
 def shrink(config, **settings):
-    """Return a configuration of the same type with few and small layers, and with `settings`."""
+    """Return a copy of a configuration with fewer and smaller layers, and with `settings`."""
     values = {name: value for name, value in config.to_dict().items() if name not in LAYER_LISTS}
-    # Drop a list with an entry for each layer, because it would be too long for fewer layers.
+    # Drop each list that has one entry per layer, because the small model has fewer layers.
     num_layers = getattr(config, "num_hidden_layers", None)
     values = {
         name: value
@@ -119,8 +119,8 @@ def fast_byte_tokenizer():
 def save_small_model(family, folder):
     """Save the configuration of a small model, and a tokenizer of bytes.
 
-    `family` may have a setting, as in VARIANTS. Raise a ValueError if no small model of the family
-    can be compared.
+    `family` may end with a setting, as in VARIANTS. Raise ValueError if the tests cannot compare a
+    small model of this family.
     """
     kind, *settings = family.split("+")
     if kind in NOT_COMPARED:
@@ -131,7 +131,8 @@ def save_small_model(family, folder):
     settings = OWN_SETTINGS.get(kind, {}) | {name: json.loads(value) for name, value in pairs}
     try:
         config = CONFIG_MAPPING[kind]()
-        # Without dropout and noise in routers, the losses do not depend on the layout.
+        # Turn off dropout and the noise of routers, because their random values depend on the
+        # layout.
         rates = [name for name in config.to_dict() if "drop" in name or "jitter" in name]
         rates = [name for name in rates if isinstance(getattr(config, name), float)]
         config = shrink(config, **dict.fromkeys(rates, 0.0) | settings)
@@ -149,7 +150,7 @@ def save_small_model(family, folder):
 def make_hub_folder(
     models, root, family, max_shard_size="5GB", dtype=torch.bfloat16, headless=False
 ):
-    """Save a model as published models are saved on the hub; return its folder."""
+    """Save a model in the format of models on the hub; return the model's folder."""
     folder = root / f"{family}-{max_shard_size}-{str(dtype)[6:]}{'-headless' * headless}"
     torch.manual_seed(1)
     config = AutoConfig.from_pretrained(models / family)

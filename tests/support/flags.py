@@ -34,7 +34,7 @@ def declared_flags(script):
 
 
 def unknown_flags(text):
-    """Return (script, flag) for each flag in a block of bash that its script does not declare.
+    """Return a pair (script, flag) for each flag in a bash block that its script does not declare.
 
     Some flags have no script before them: flags after a variable such as `$train`, and flags in a
     file of arguments, where lines begin with a flag. Every chapter in the block must declare these
@@ -49,7 +49,8 @@ def unknown_flags(text):
             word = quoted.strip("\"'")
             if word.endswith(".py") and (ROOT / word).exists():
                 scripts = {word}
-            # A variable in quotes is an argument, not a command.
+            # A variable without quotes, such as $train, is a command; in quotes, it would be an
+            # argument.
             elif re.fullmatch(r"\$[a-z_]+", quoted):
                 scripts = scripts or chapters
             elif re.match("--?[a-zA-Z]", word):

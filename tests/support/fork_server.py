@@ -3,8 +3,8 @@
 The imports take seconds, and the tests start hundreds of scripts. One server per test session
 imports the packages of the chapters, and forks itself for each script.
 
-A forked script differs from a new process. All forks hash strings with the same seed, and the
-kernel kills a fork when the test session ends for any reason.
+A forked script differs from a new process in two ways. All forks hash strings with the same seed,
+and the kernel kills a fork when the test session ends for any reason.
 """
 
 import atexit
@@ -41,7 +41,7 @@ IGNORED_VARIABLES += ("_TORCHINDUCTOR_", "HF_XET_")
 
 
 class Server:
-    """Start processes, as forks if possible."""
+    """Start scripts as forks, or as new processes if the environment has changed."""
 
     # conftest.py sets this to the environment of the test session.
     environment = None
@@ -49,16 +49,17 @@ class Server:
     def start(self, command, variables, out, err=None):
         """Start a script with its arguments and additional variables; return the process.
 
-        If a test has changed the environment, the script needs a new process, because imports read
-        many variables. A new process has its own seed for hashes.
+        If a test has changed the environment, start a new process instead of a fork, because
+        libraries read many variables only while they are imported. A new process also hashes
+        strings with a different seed.
 
-        Without `err`, errors go to `out`.
+        Without `err`, the script's stderr goes to `out`.
         """
         err = err or out
         command, env = list(map(str, command)), os.environ | variables
         if current_environment() != self.environment:
-            # Give the script a new process group, because a script may signal the group that it
-            # belongs to.
+            # Give the script a new process group. A script may signal its entire group, and the
+            # signal must not reach the tests.
             options = {"env": env, "stdout": out, "stderr": err, "start_new_session": True}
             return subprocess.Popen([sys.executable, *command], **options)
         process = Forked(target=run_script, args=(command, env, out.name, err.name), daemon=True)
@@ -68,7 +69,7 @@ class Server:
 
 
 class Forked(FORKS.Process):
-    """Offer the interface of subprocess.Popen, without pipes, for a process that is a fork."""
+    """Give a forked process the interface of subprocess.Popen, but without pipes."""
 
     returncode = property(lambda self: self.poll())
 
@@ -84,13 +85,13 @@ class Forked(FORKS.Process):
 
     def send_signal(self, number):
         if self.poll() is None:
-            # The process may end before the signal arrives.
+            # Ignore this error, because the process may end before the signal arrives.
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
 
 def current_environment():
-    """Return the environment, without the variables that do not matter to a script."""
+    """Return the environment variables, except those that do not affect a script."""
     names = [name for name in os.environ if not name.startswith(IGNORED_VARIABLES)]
     return {name: os.environ[name] for name in names}
 
@@ -105,7 +106,7 @@ def run_script(command, env, out, err):
         os.dup2(file, descriptor)
         os.close(file)
     # A failed rank sleeps for 10 seconds, so that its launcher can end it. Shorten this sleep under
-    # run_jobs(), which splits the output, and waits until all ranks have ended.
+    # run_jobs(), which has two files per rank, because it waits until all ranks have ended.
     if out != err:
         sleep = time.sleep
         time.sleep = lambda seconds: sleep(0.1 if seconds == 10 else seconds)
@@ -114,7 +115,8 @@ def run_script(command, env, out, err):
     # Let the script start processes by forking, as it can in a new process.
     multiprocessing.current_process()._config["daemon"] = False
     multiprocessing.set_start_method("fork", force=True)
-    # Exclude the imported objects from garbage collection, which would copy their memory.
+    # Exclude the imported objects from garbage collection, because it would write to the memory
+    # that this process shares with the server, and so copy this memory.
     gc.freeze()
     os.environ.clear()
     os.environ.update(env)

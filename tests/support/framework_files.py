@@ -6,7 +6,7 @@ import will_it_fit
 
 
 def write_config(path, framework, *words, stage=3):
-    """Write the file for these flags of the planner and this stage of ZeRO; return its path."""
+    """Write the framework's configuration file for these planner flags and this ZeRO stage."""
     if stage < 3:
         words = (*words, "--no-reshard-after-forward")
     args = will_it_fit.parse_args([*map(str, words), "--write-config", framework, str(path)])

@@ -24,15 +24,16 @@ class Captured(io.StringIO):
 
 
 def tensors_of(model, optimizer):
-    """Return all tensors that training changes."""
+    """Return all tensors that training changes: weights, buffers, and the optimizer's state."""
     moments = [state[name] for state in optimizer.state.values() for name in sorted(state)]
     return [*model.state_dict().values(), *moments]
 
 
 def events_of_steps(chapter, *words):
-    """Return the names of all operations in three training steps, and the model.
+    """Profile three training steps; return the names of all operations, and the model.
 
-    The names leave out the optimizer's own operations. In a chapter with DDP, DDP wraps the model.
+    The names of the optimizer's own operations are left out. In a chapter with DDP, the returned
+    model is wrapped in DDP.
     """
     flags = [*FLAGS, "--config", "num_hidden_layers=1"]
     args, model, optimizer, train_set, _ = prepare_training(chapter, *flags, *words)

@@ -24,14 +24,17 @@ class RealCommand:
     @property
     def gpu(self):
         """Return the kind of the GPUs; the guide uses fp16 only on GPUs without bf16."""
-        # The mixture's plans are for H200s.
+        # The file of arguments for this mixture was planned for H200s.
         if "@09-expert-parallel/configs/qwen3-30b-a3b.args" in self.arguments:
             return "H200-141GB"
         return "T4-16GB" if "fp16" in self.arguments else "H100-80GB"
 
 
 def real_commands():
-    """Return all commands for GPUs; the dry run cannot replace the GPUs of other frameworks."""
+    """Return all commands of the guide for GPUs, except the frameworks' commands.
+
+    The frameworks have no dry run.
+    """
     found = [*from_docstrings(), *from_pages(), *from_argument_files()]
     others = {str(SCRIPTS[name].relative_to(ROOT)) for name in FRAMEWORKS}
     return [command for command in found if command.script not in others]
@@ -45,14 +48,14 @@ def from_docstrings():
 
 
 def from_pages():
-    """Yield the commands in blocks that need a GPU or Slurm."""
+    """Yield the commands of the pages' code blocks that need a GPU or Slurm."""
     for block in commands():
         if {"GPU", "Slurm"} & set(block.needs.split(", ")):
             yield from commands_in(block.name, block.text)
 
 
 def from_argument_files():
-    """Yield the smallest run of each file of arguments, which its first lines describe."""
+    """Yield a command for each file of arguments, with the GPUs and samples of its first lines."""
     for path in sorted(ROOT.glob("*/configs/*.args")):
         name, text = str(path.relative_to(ROOT)), path.read_text()
         script = SCRIPTS[re.match(r"# For chapter (\d\d)", text)[1]].relative_to(ROOT)
@@ -63,7 +66,7 @@ def from_argument_files():
 
 
 def commands_in(name, text):
-    """Yield each command in a text that starts a chapter's script."""
+    """Yield the commands in a text that start a chapter's script."""
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line)
         scripts = [word for word in words if word.endswith("train_llm.py")]
@@ -73,7 +76,7 @@ def commands_in(name, text):
 
 
 def gpus_of(text):
-    """Return the number of GPUs of the commands in a text, with eight GPUs in each node."""
+    """Return the number of GPUs that the commands in a text use; each node has eight GPUs."""
     if nodes := re.search(r"--nodes (\d+)", text):
         return 8 * int(nodes[1])
     return 8 if "torchrun" in text else 1

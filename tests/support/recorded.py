@@ -5,21 +5,22 @@ import json
 
 
 def load(path):
-    """Return a script as a module."""
+    """Import a script from its path; return the module."""
     spec = importlib.util.spec_from_file_location("script", path)
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
     return module
 
 
 def trained(folder):
-    """Return the sample at each position that a run has trained on, from files ATTEMPT.RANK.jsonl.
+    """Return the sample at each position of the stream that a run has trained on.
 
-    If several attempts have trained on a position, the last attempt counts.
+    Each rank has recorded its samples in a file ATTEMPT.RANK.jsonl. If several attempts have
+    trained on a position, the last attempt counts.
     """
     samples = {}
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text().splitlines():
-            # Skip the last line if a kill has cut it.
+            # Skip the last line if it is incomplete because the rank was killed.
             if line.endswith("]]]"):
                 positions, rows = json.loads(line)
                 samples |= zip(positions, map(tuple, rows), strict=True)

@@ -29,7 +29,7 @@ def copy_run(run_dir, step, copy):
 
 
 def read_checkpoint(run_dir, step):
-    """Return all entries of a checkpoint, which is one file, or shards from chapter 04 on."""
+    """Return all entries of a checkpoint, whether it is one file or a folder of shards."""
     checkpoint = run_dir / f"checkpoints/step-{step:08}"
     file = checkpoint / "state.pt"
     if not file.exists():
@@ -44,13 +44,13 @@ def newest_step(run_dir):
     for step in steps:
         adam = read_checkpoint(run_dir, step)["optimizer"]
         moments = adam.get("state", adam).values()
-        # Muon does not count its steps.
+        # Skip the state of Muon, because Muon does not count its steps.
         assert {int(state["step"]) for state in moments if "step" in state} == {step}
     return max(steps, default=0)
 
 
 def last_logged_step(run_dir):
-    """Return the step of the last complete row in the metrics, or 0."""
+    """Return the step of the last complete row in a run's metrics, or 0 if there is no row."""
     path = run_dir / "metrics.jsonl"
     rows = rows_of(path) if path.exists() else []
     return rows[-1]["step"] if rows else 0
@@ -68,7 +68,7 @@ def kill(processes):
 
 
 def wait_for(condition, processes, seconds=120):
-    """Wait until `condition` holds or a process has ended; return whether all processes run."""
+    """Wait until `condition` holds or a process ends; return whether all processes still run."""
     deadline = time.monotonic() + seconds
     while all_running(processes) and not condition():
         assert time.monotonic() < deadline, f"the condition did not hold within {seconds} s"
@@ -77,7 +77,7 @@ def wait_for(condition, processes, seconds=120):
 
 
 def arguments_of(run_dir, step):
-    """Return the arguments in a checkpoint, which are JSON if the checkpoint has shards."""
+    """Return the arguments in a checkpoint; a checkpoint with shards stores them as JSON."""
     args = read_checkpoint(run_dir, step)["args"]
     return args if isinstance(args, dict) else json.loads(args)
 
@@ -113,10 +113,13 @@ def evaluate_export(run_dir, step, chapter):
 
 
 def validation_loss(model, run_dir, step, chapter):
-    """Return the loss of a model on the held-out samples of a run that has saved `step`."""
+    """Return the loss of a model on the held-out samples of a run.
+
+    The arguments in checkpoint `step` select these samples.
+    """
     args = argparse.Namespace(**arguments_of(run_dir, step))
     _, held_out = chapter.build_data(args, AutoTokenizer.from_pretrained(run_dir / "model"))
-    # Turn the cache off, because with it some families return a different loss.
+    # Turn off the key-value cache, because some families return a different loss with the cache.
     model.config.use_cache = False
     with torch.no_grad():
         logits = model(input_ids=held_out.long()).logits[:, :-1]
@@ -125,7 +128,7 @@ def validation_loss(model, run_dir, step, chapter):
 
 
 def check_user_error(result, expected):
-    """Check that a rank printed one error line, which contains `expected`, and exited with 2.
+    """Check that a rank printed one error line with the text `expected`, and exited with status 2.
 
     Before this line, a library may have printed a report or a progress bar.
     """
@@ -136,7 +139,10 @@ def check_user_error(result, expected):
 
 
 def call_on_ranks(world_size, script, cases, folder, *words):
-    """Run a script of tests/support/ on ranks, with a file of cases; return its JSON result."""
+    """Run a script of tests/support/ on `world_size` ranks; return its JSON result.
+
+    The script gets the paths of a file with the cases and of a file for the result.
+    """
     folder.mkdir(exist_ok=True)
     cases = {name: list(map(str, args)) for name, args in cases.items()}
     (folder / "cases.json").write_text(json.dumps(cases))
@@ -146,5 +152,8 @@ def call_on_ranks(world_size, script, cases, folder, *words):
 
 
 def watched_command(folder, *words, ranks=0):
-    """Return a command that runs a script under watched.py; with `ranks`, under torchrun, too."""
+    """Return a command that runs a script under watched.py.
+
+    If `ranks` is not 0, the command also starts torchrun with this number of ranks.
+    """
     return list(map(str, launch_command(ranks, [WATCHED, "--into", folder, *words])))

@@ -75,10 +75,13 @@ def gradients_of(model):
 
 
 def differences(gradients, split_gradients):
-    """Return the norm of the difference, relative to the norm of the gradient, by weight."""
+    """Compare the gradient of each weight with the gradient in the split model.
+
+    Return, by weight, the norm of the difference, divided by the norm of the gradient.
+    """
     assert gradients.keys() == split_gradients.keys()
     norms = {name: gradient.norm() for name, gradient in gradients.items()}
-    # Divide by no less than this norm, because some gradients are zero except for rounding errors.
+    # Divide by at least this norm, because some gradients are zero except for rounding errors.
     smallest_norm = 1e-6 * max(norms.values())
     return {
         name: ((split_gradients[name] - gradient).norm() / max(norms[name], smallest_norm)).item()
@@ -87,9 +90,10 @@ def differences(gradients, split_gradients):
 
 
 def main():
-    """Train each family with and without a split; rank 0 writes the results and differences.
+    """Train each family with and without splitting the model; let rank 0 write the results.
 
-    If the chapter does not split a family, rank 0 writes the reason.
+    The results are the losses, the norms, and the differences between the gradients. If the chapter
+    refuses to split a family, rank 0 writes the reason instead.
     """
     cases, result, script, *flags = sys.argv[1:]
     chapter, results = load(script), {}

@@ -33,7 +33,8 @@ def records(path):
 def rows_of(run_folder):
     """Return the rows of all wandb runs in a folder, by the name of the run and by step."""
     runs = {}
-    # The names of the files begin with the time.
+    # Sort the files by path, which contains the start time, so that later rows replace earlier rows
+    # of the same step.
     for path in sorted(run_folder.glob("wandb/*run-*/run-*.wandb")):
         for record in records(path):
             if record.HasField("run"):

@@ -2,10 +2,10 @@
 
 Here:  make carry FROM=01
 
-A three-way merge updates each descendant. It merges the descendant's script, the parent's script in
-the last commit, and the parent's script now. If both scripts have changed the same lines, the
-descendant gets conflict markers. Its own descendants wait until you have resolved the conflicts and
-carry its change.
+A three-way merge updates each descendant: it adds the parent's changes since the last commit to the
+descendant's script. If both scripts have changed the same lines, the descendant gets conflict
+markers. Resolve the conflicts and carry the descendant's change; only then do its own descendants
+change.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from chapters import ROOT, chapters, parent_of
 
 
 def merge(child, parent, root):
-    """Merge a parent's changes into the child's script; return whether there is no conflict."""
+    """Merge the uncommitted changes of a parent into the child; return False on a conflict."""
     committed = ["git", "-C", root, "show", f"HEAD:{parent.relative_to(root)}"]
     with tempfile.NamedTemporaryFile() as before:
         subprocess.run(committed, check=True, stdout=before)
@@ -28,9 +28,9 @@ def merge(child, parent, root):
 
 
 def carry(chapter, root):
-    """Merge a chapter into its children, and each child without conflicts into its own children.
+    """Merge a chapter's changes into its children, and from each child into the child's children.
 
-    Return the chapters with conflicts.
+    Stop at a child with conflicts. Return the chapters with conflicts.
     """
     conflicts, scripts = [], chapters(root)
     children = [name for name in scripts if parent_of(name, root) == chapter]

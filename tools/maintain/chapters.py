@@ -1,4 +1,4 @@
-"""List the chapters, and compare two scripts: all facts come from the scripts themselves."""
+"""List the chapters, and compare two scripts; all facts come from the scripts themselves."""
 
 import ast
 import difflib
@@ -13,14 +13,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def chapters(root=ROOT):
-    """Return the scripts by short name, such as 01, in the order of reading."""
+    """Return the path of each chapter's script by short name, such as 01, in reading order."""
     scripts = sorted([*root.glob("*/train_llm.py"), *root.glob("[a-z]*-*/*/train_llm.py")])
     return {re.match(r"\d\d|.*", script.parent.name)[0]: script for script in scripts}
 
 
 def parent_of(chapter, root=ROOT):
-    """Return the chapter that a script's first line names as its parent; 01 has none."""
-    # Read no further, because the other lines may have conflict markers.
+    """Return the parent chapter, which the first line of a script names; 01 has no parent."""
+    # Read only the first line, because later lines may have conflict markers.
     with open(chapters(root)[chapter]) as script:
         parent = re.search(r"Parent: ([\w-]+)", script.readline())
     by_folder = {script.parent.name: name for name, script in chapters(root).items()}
@@ -101,7 +101,7 @@ def num_added(before, after):
 
 
 def texts_of(source):
-    """Return, for each part of a script, its decorators and its other lines."""
+    """Return the decorators and the other lines of each part of a script, by the part's name."""
     found, lines = {}, source.splitlines()
     for name, numbers in parts(source).items():
         text = [lines[number - 1] for number in numbers]
@@ -111,7 +111,7 @@ def texts_of(source):
 
 
 def changes(before, after):
-    """Return all names that two scripts do not share, or define in different ways, by kind."""
+    """Return the names that differ between two scripts, by kind of change, such as "new"."""
     before, after = before.read_text(), after.read_text()
     old, new = texts_of(before), texts_of(after)
     old_flags, new_flags = flags(before), flags(after)
@@ -126,13 +126,13 @@ def changes(before, after):
         "new": new.keys() - old.keys(),
         "gone": old.keys() - new.keys(),
     }
-    # Sort the names in the order of the scripts.
+    # Sort the names of each kind of change by their order in the scripts.
     order = [*new_flags, *old_flags, *new, *old]
     return {kind: sorted(names, key=order.index) for kind, names in found.items() if names}
 
 
 def noise(before, after):
-    """Return the hunks that change only comments, blank lines or the indentation."""
+    """Return the hunks of a diff that change only comments, blank lines or indentation."""
     found = []
     for is_changed, group in groupby(diff(before, after), key=lambda line: line[0] != " "):
         hunk = [line[:2] for line in group]
@@ -142,6 +142,6 @@ def noise(before, after):
 
 
 def code_of(hunk, mark):
-    """Return the lines with a mark, without comments, blank lines and indentation."""
+    """Return a hunk's lines with this mark, without comments, blank lines and indentation."""
     code = (re.sub(r"(^|\s+)#( .*)?$", "", line) for its_mark, line in hunk if its_mark == mark)
     return [line.strip() for line in code if line.strip()]

@@ -1,10 +1,10 @@
-"""Make the parts of the READMEs that come from files: diffs, samples of output, tables.
+"""Write the generated parts of the READMEs: diffs, samples of output, and tables.
 
-Here:  make docs                                make all parts again
+Here:  make docs                                write all parts again
        python tools/maintain/docs.py --check    print the parts that are out of date
 
-Where a README calls a function in a comment, cog inserts what the function prints. A README
-can call the functions below and the macros in tables.jinja.
+If a comment in a README calls a function, cog inserts the output of the function. A README can call
+the functions below and the macros in tables.jinja.
 """
 
 import ast
@@ -40,9 +40,9 @@ def fenced(kind, lines):
 
 
 def listing(path, *names, only=""):
-    """Print functions of a script: their first lines, and the lines that match `only`.
+    """Print functions of a script: the `def` lines, and all lines that the pattern `only` matches.
 
-    Three dots stand for the other lines.
+    An empty pattern matches all lines. Three dots stand for lines that do not match.
     """
     source, lines = (ROOT / path).read_text(), []
     for name in names:
@@ -56,9 +56,9 @@ def listing(path, *names, only=""):
 
 
 def hunk(*names, context=3, only=""):
-    """Print the changes of functions against the parent chapter, with `context` lines around them.
+    """Print how functions differ from the parent chapter, with `context` lines around each change.
 
-    Leave out changed lines that the pattern `only` does not match.
+    Choose only the changed lines that the pattern `only` matches.
     """
     chapter = next(name for name, path in chapters().items() if path.parent == current_folder())
     parent, script = chapters()[parent_of(chapter)], chapters()[chapter]
@@ -88,7 +88,7 @@ def hunk(*names, context=3, only=""):
 
 
 def all_changes():
-    """Print what a chapter's script changes in its parent, folded: all names by kind."""
+    """Print a folded list of all names that differ between a chapter's script and its parent."""
     chapter = next(name for name, path in chapters().items() if path.parent == current_folder())
     parent, script = chapters()[parent_of(chapter)], chapters()[chapter]
     print("<details><summary>Everything that changes</summary>", "", sep="\n")
@@ -98,7 +98,7 @@ def all_changes():
 
 
 def patch(path):
-    """Print the hunks of a patch."""
+    """Print the hunks of a patch file, without the lines that name the changed files."""
     lines = (ROOT / path).read_text().splitlines()
     fenced("diff", [line for line in lines if not line.startswith(("---", "+++"))])
 
@@ -106,7 +106,7 @@ def patch(path):
 def sample(name, head=None, tail=0, speed=True):
     """Print the output of a command, from assets/samples: all lines, or the first and last lines.
 
-    Leave out speeds where they would mislead, because other chapters ran on a different day.
+    With speed=False, leave out the speeds, which would differ from the speeds in other samples.
     """
     text = (ROOT / "assets/samples" / f"{name}.txt").read_text()
     lines = (text if speed else re.sub(r"  tokens_per_second \S+", "", text)).splitlines()
@@ -119,7 +119,8 @@ def fault(name):
     """Print the first lines of a broken run's log, and the verdict of whats_wrong.py."""
     rows = load("faults-cpu-2cores.json")["rows"]
     rows = [row for row in rows if row["fault"] == name and row["right"]]
-    # Choose a row whose text has the verdict, because a later call can print a different verdict.
+    # Choose a row whose text has the recorded verdict, because whats_wrong.py may have printed a
+    # different verdict when it ran again.
     row = next(row for row in rows if row["said"].upper() in row["text"])
     verdict = row["text"].rstrip().rpartition("\n\n")[2].splitlines()
     log = [line for line in row["log"] if "ChildFailedError" not in line]
@@ -127,7 +128,7 @@ def fault(name):
 
 
 def plan(config):
-    """Print the planner's lines about a file under configs, as comments."""
+    """Print the planner's verdict on a file under configs, as lines of comments."""
     text = (ROOT / "assets/samples/05-plans.txt").read_text()
     for line in text.splitlines():
         name, verdict = line.split(" on ", 1)
@@ -136,7 +137,7 @@ def plan(config):
 
 
 def tensor_plan():
-    """Print transformers' plan for splitting the matrices of a Llama."""
+    """Print transformers' plan for splitting the matrices of a Llama model across ranks."""
     from transformers import LlamaConfig
 
     plan = LlamaConfig.base_model_tp_plan
@@ -147,7 +148,8 @@ def tensor_plan():
 def checks_of(file):
     """Return a row for each kind of check of gpu_check.py, and the skipped checks by reason.
 
-    Checks of one kind have the same first word. A row has their lowest and their highest number.
+    The names of checks of one kind begin with the same word. For each number that these checks
+    measure, a row has the lowest and the highest value.
     """
     rows_by_kind, skipped = defaultdict(list), defaultdict(list)
     for row in load(file)["rows"]:
@@ -161,7 +163,7 @@ def checks_of(file):
 
 
 def summary_of(kind, rows):
-    """Return the name, the verdict and the numbers of a kind of checks."""
+    """Return the table row of one kind of check: its name, its verdict and its numbers."""
     failed = [f"**{row['name']}: {row['reason']}**" for row in rows if not row["passed"]]
     values_by_name = defaultdict(list)
     for name, value in (pair for row in rows for pair in row["numbers"].items()):
@@ -174,27 +176,30 @@ def summary_of(kind, rows):
 
 
 def ends(values):
-    """Return the lowest and the highest value as text, or one text if both look the same."""
-    # Format each number twice, because with only the first format large numbers have exponents.
+    """Format the lowest and the highest value as a range, or as one number if they look equal."""
+    # Format each number twice, because the format .3g alone would print large numbers as 1e+06.
     rounded = [float(f"{value:.3g}") for value in (min(values), max(values))]
     return " – ".join(dict.fromkeys(f"{value:,g}" for value in rounded))
 
 
-# ---- tables: what tables.jinja calls ---------------------------------------------------------
+# ---- functions for the tables in tables.jinja ------------------------------------------------
 @cache
 def load(file):
-    """Return the content of a file under benchmarks/results."""
+    """Return the parsed content of a JSON file under benchmarks/results."""
     return json.loads((RESULTS / file).read_text())
 
 
 def script(path):
-    """Return a script as a module."""
+    """Import a script as a module."""
     sys.path.append(str(ROOT / "benchmarks"))
     return importlib.import_module("harness").load(str(ROOT / path))
 
 
 def chapter_rows(*names):
-    """Yield the first sentence and the size of the named chapters, by default of all chapters."""
+    """Yield a table row for each named chapter, with its script's first sentence and size.
+
+    Without names, yield a row for every chapter.
+    """
     for name, path in chapters().items():
         if names and name not in names:
             continue
@@ -212,7 +217,7 @@ def chapter_rows(*names):
 
 
 def flag_rows(chapter, *names):
-    """Yield flags of a chapter: the name, the default and the help."""
+    """Yield the name, the default and the help of each named flag of a chapter."""
     declared = flags(chapters()[chapter].read_text())
     for name in names:
         options = ast.parse(declared[f"--{name}"]).body[0].value.keywords
@@ -220,7 +225,7 @@ def flag_rows(chapter, *names):
 
 
 def flag_table():
-    """Yield all flags by the first script that has them, with their defaults and help as text."""
+    """Yield a table row for each flag: the first script that has it, its default and its help."""
     known = set()
     for name, path in chapters().items():
         source = path.read_text()
@@ -234,7 +239,7 @@ def flag_table():
             known.add(flag)
             [row] = flag_rows(name, flag.removeprefix("--"))
             default = row.get("default", ast.Constant("off" if "action" in row else "none"))
-            # The only default in a variable is the name of the script's folder.
+            # Only one flag has a variable as its default: the name of the script's folder.
             value = "its folder's name" if isinstance(default, ast.Name) else ast.unparse(default)
             value = {"True": "on", "[]": "none"}.get(value, value.strip("'\""))
             help_text = texts.get(ast.unparse(row["help"])) or getattr(row["help"], "value", None)
@@ -245,17 +250,17 @@ def flag_table():
 
 
 def reason_of(row):
-    """Return the line that refuses a model, with placeholders for the words of this model."""
+    """Return the error line that refuses a model, with placeholders for details of this model."""
     reason = row["refused"].replace(row["family"], "NAME")
     reason = re.sub(r"how to split \S+", "how to split MODULE", reason)
     reason = re.sub(r"(tokens alone|be split): \w+\(.*", r"\1: ...", reason)
     reason = re.sub(r"because it has \w+", "because it has FEATURE", reason)
-    # Show only the first sentence of an exception.
+    # Keep only the first sentence, because the message of an exception may have several.
     return re.sub(r"NAME has \d+ key-value", "NAME has N key-value", reason).partition(". ")[0]
 
 
 def family_table():
-    """Return the table of families, with one row for all families that have the same results."""
+    """Return a table of the results of model families; families with equal results share a row."""
     results, messages = defaultdict(dict), []
     rows = load("families.json")["rows"]
     columns = sorted({row["chapter"] for row in rows})
@@ -276,19 +281,19 @@ def family_table():
 
 
 def at(scene, strategy, devices):
-    """Return the prediction of scale.json for one point."""
+    """Return the prediction in scale.json for a scene, a strategy and a number of devices."""
     point = {"scene": scene, "strategy": strategy, "devices": devices}
     rows = load("scale.json")["scenes"]
     return next(row["predicted"] for row in rows if point.items() <= row.items())
 
 
 def gain(point, other_point):
-    """Return the ratio of the speeds that are predicted for two points."""
+    """Return the ratio of the predicted speeds at two points (scene, strategy, devices)."""
     return at(*point)["tokens_per_second"] / at(*other_point)["tokens_per_second"]
 
 
 def fastest(row, ways):
-    """Return the name of the fastest way to split, from the names in `ways` that fit."""
+    """Return the way to split a model that is fastest, among the `ways` that fit in memory."""
     fitting = [way for way in ways if way in row]
     speed_of = {way: row[way]["tokens_per_second"] for way in fitting}
     return max(fitting, key=speed_of.get, default="does not fit")
@@ -297,7 +302,7 @@ def fastest(row, ways):
 def job(seq_length):
     """Return the 70B job of docs/train-a-70b-on-64-gpus.md: its plans, and its fastest layout.
 
-    The total is in tokens per second of all GPUs. A step takes `step` seconds.
+    `total` is the number of tokens per second of all GPUs together. A step takes `step` seconds.
     """
     row = next(row for row in load("scale.json")["job"] if row["seq_length"] == seq_length)
     best = row["predicted"][0]
@@ -312,19 +317,19 @@ def job(seq_length):
 
 
 def days(tokens, tokens_per_second, gpus=64):
-    """Return the days that the GPUs need for `tokens` tokens, each GPU at `tokens_per_second`."""
+    """Return the days of training on `tokens` tokens, if each GPU trains on `tokens_per_second`."""
     return tokens / tokens_per_second / gpus / 86400
 
 
 def misses(rows):
-    """Return by how much the predicted speed of each published run is off, as a share."""
+    """Return the error of each predicted speed, as a share of the published speed."""
     return [abs(row["predicted"]["tokens_per_second"] / row["published"] - 1) for row in rows]
 
 
 def mixture(name):
-    """Return the plans of docs/pretrain-a-mixture.md in a sample, each as a dictionary.
+    """Return a dictionary for each plan in a sample of docs/pretrain-a-mixture.md.
 
-    The total is in tokens per second of all GPUs. A step takes `step` seconds.
+    `total` is the number of tokens per second of all GPUs together. A step takes `step` seconds.
     """
     text = (ROOT / "assets/samples" / f"{name}.txt").read_text()
     pattern = r"layout:(.*)\n +all tensors +(\S+) GiB\nspeed: (\S+) tokens/s.*@(\d+)"
@@ -338,12 +343,12 @@ def mixture(name):
 
 
 def spread(values, digits=2):
-    """Return the lowest and the highest value as text, with `digits` digits after the point."""
+    """Format the lowest and the highest value as a range, with `digits` decimal places."""
     return f"{min(values):.{digits}f} – {max(values):.{digits}f}"
 
 
 def with_range(values, digits=2):
-    """Return the median as text, and the range if it is wider than a fifth of the median."""
+    """Format the median of values, and their range if it is wider than a fifth of the median."""
     if not values:
         return "1"
     middle, wide = median(values), max(values) - min(values) > median(values) / 5
@@ -356,14 +361,14 @@ def files(pattern):
 
 
 def macros():
-    """Return the macros of tables.jinja by name, as functions that print."""
+    """Return functions that print the macros of tables.jinja, by the name of the macro."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.ChainableUndefined,
     )
-    # The macros may call every function in this file, also as a filter.
+    # Let the macros call every function in this file, as a function or as a filter.
     environment.globals |= globals()
     environment.filters = globals() | environment.filters
     environment.tests |= {"startswith": str.startswith, "search": lambda text, word: word in text}
@@ -387,7 +392,7 @@ globals().update(macros())
 
 # ---- the command -----------------------------------------------------------------------------
 def main():
-    """Make all parts with cog; with --check, exit with 1 if a part is out of date."""
+    """Write all generated parts with cog; with --check, exit with 1 if a part is out of date."""
     files = [*readmes(), *sorted(ROOT.glob("*/configs/*.args"))]
     options = ["--check", "--diff"] if sys.argv[1:] == ["--check"] else ["-r"]
     command = ["cog", *options, "-P", "-p", "from docs import *", *map(str, files)]

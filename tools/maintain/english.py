@@ -32,13 +32,13 @@ TAILS = "which|whose|whom|who|of|or|nor|as|where|whereas|than|but|and"
 PARTS = "gradient|model|weight|layer|tensor|optimizer|parameter|checkpoint|matrix"
 OBJECTS = "seed|batch|number|size|name|order|folder|chapter|group|model|key"
 RANDOM = "samples?|batch(?:es)?|numbers?|seeds?|weights?|tokens?|windows?|masks?"
-# This pattern matches a word with its articles, which do not count as words.
+# This pattern matches a word and the articles before it, because articles do not count as words.
 WORD = r"(?:(?:a|an|the) )*(?!(?:a|an|the)\b)\w[^\s/]*"
 BAD_NAMES = """about again each least made many mine of ours place places rest said some
     stuff such theirs then there thing things this those told wanted what which who whole"""
 
-# For some kinds of text, each pattern has advice: the words to write instead. A space also matches
-# a line break, and patterns ignore upper and lower case.
+# Each group of patterns is for the kinds of text in its key. A pattern has advice: the words to
+# write instead. Its spaces also match line breaks, and it ignores upper and lower case.
 RULES = {
     "prose comment trailing docstring message": {
         r"\b(?:of|in|on|at|by|to|from|with|for|under|after|before|through|into) (?:which|whom)\b"
@@ -76,19 +76,19 @@ RULES = {
         )
     },
 }
-# This pattern matches comments for programs, and banners.
+# This pattern matches comments that are not prose: instructions for programs, and banners.
 MARKER = re.compile(r"#!|#\s*(?:noqa|type:|fmt:|ruff:|pragma:|\[\[\[|\]\]\]|-{4}|={4})")
 SKIPPED = {".venv", ".git", "outputs", "site", "node_modules", "wandb"}
 
 
 # ---- finding the texts -----------------------------------------------------------------------
 def blank(pattern, text, filler=" ", flags=re.S | re.M):
-    """Overwrite the matches in the text, so that line and column numbers stay the same."""
+    """Overwrite each match in the text with `filler`, so that lines and columns stay the same."""
     return re.sub(pattern, lambda match: re.sub(r"[^\n]", filler, match[0]), text, flags=flags)
 
 
 def without_code(text):
-    """Overwrite code spans, values in braces, link targets, HTML tags and URLs."""
+    """Overwrite code spans, values in braces, link targets, HTML tags and URLs in the text."""
     text = blank(r"`[^`]+`|\{[^{}]+\}", text, "x")
     text = blank(r"(?<=\])\([^)\s]*\)|</?[a-z][^>]*>", text)
     return blank(r"https?://\S+", text, ".")
@@ -130,7 +130,7 @@ def texts_of_python(source):
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
-                # Leave out usage lines and indented code.
+                # Blank the usage lines and the indented code of a docstring, which are not prose.
                 words = blank(r"^(?:\w[\w ]*:  .*| .*)$", inspect.cleandoc(text), flags=re.M)
                 yield Text("docstring", node.lineno, words)
             case ast.Constant(value=str(text)):

@@ -1,4 +1,4 @@
-"""Train chapter 01 to the end, and again with two kills; pictures.py shows both loss curves.
+"""Train chapter 01 without a kill, and again with two kills; pictures.py shows both loss curves.
 
 Here:  make pictures      run this program, and write benchmarks/results/killed.json
 """
@@ -17,19 +17,22 @@ import plot
 from harness import describe_machine, keep
 
 ARGUMENTS = "--device cpu --num-steps 100 --checkpoint-every 20 --log-every 1 --seq-length 64"
-# Kill the run when it has logged these steps.
+# Kill the run when it has logged step 34, resume it, and kill it again when it has logged step 73.
 KILLED_AFTER = (34, 73)
 
 
 def rows_of(folder):
-    """Return the rows (step, loss) of a run."""
+    """Return the step and the loss of each row that the run in `folder` has logged."""
     path = Path(folder, "01-single-gpu/metrics.jsonl")
     rows = plot.rows_of(path) if path.exists() else []
     return [(row["step"], row["loss"]) for row in rows if "loss" in row]
 
 
 def train(folder, kill_after=None):
-    """Train until the end, or until a step is logged; return the rows that this start added."""
+    """Start or resume the run, and return the rows that it logs.
+
+    If `kill_after` is given, kill the run when it has logged this step.
+    """
     before = len(rows_of(folder))
     command = [sys.executable, chapters()["01"], *ARGUMENTS.split(), "--save-dir", folder]
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -43,7 +46,7 @@ def train(folder, kill_after=None):
 
 
 def main():
-    """Train both runs, and write their rows."""
+    """Train a run without kills and a run with two kills, and write the losses of both runs."""
     (output,) = sys.argv[1:]
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         straight = train(one)

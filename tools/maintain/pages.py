@@ -4,12 +4,13 @@ Here:  make site
 """
 
 import argparse
+import difflib
 import os
 import re
 import shutil
 import tempfile
 from html import escape
-from itertools import groupby, zip_longest
+from itertools import count, groupby, pairwise
 from pathlib import Path
 
 import jinja2
@@ -27,11 +28,10 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 PICTURE = re.compile(r"(!\[[^]]*\]\(\S+)\.svg\)")
 ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
 # Pages drop the tags of names, operators and punctuation, because these words get no color.
-PLAIN = re.compile(r'<span class="(?:n|o|p|w)">(.*?)</span>')
+PLAIN = re.compile(r'<span class="(?:n|nn|o|p|w)">(.*?)</span>')
 # Pages drop quotes around class names, because HTML needs them only if a slash follows.
 QUOTED = re.compile(r'(<[a-z][^<>]* class=)"([\w-]+)"(?=[\s>])')
-# The theme puts these icons into all pages, for links to the source that the site does not have.
-UNUSED = re.compile(r'<symbol id="svg-(?:pencil|eye)".*?</symbol>', re.S)
+HUNK = re.compile(r'<span class="gu">@@ \w+(?:, further down)? @@</span>')
 FENCED = re.compile(r"(^ *```.*?^ *```$)", re.M | re.S)
 # The sidebar has these parts, in the order of reading. A page is in the first part that has a
 # matching pattern.
@@ -95,18 +95,23 @@ def write(path, text):
 def stage_step(chapter, stage):
     """Write the page that shows a chapter's README on the left and its script's diff on the right.
 
-    A link below the README's title leads to this page.
+    A link below the README's title leads to this page. Return the anchors of the hunks that the
+    README shows, in its order.
     """
-    template = jinja2.Template((SITE / "step.html").read_text(), trim_blocks=True)
-    script = template.render(parts=list(split_diff(chapter)), first=not parent_of(chapter))
     folder = stage / chapters()[chapter].parent.relative_to(ROOT)
+    readme = (folder / "README.md").read_text()
+    found, kind = list(split_diff(chapter)), "diff" if parent_of(chapter) else "script"
+    targets = find_shown_hunks(readme, found)
+    template = jinja2.Template((SITE / "step.html").read_text(), trim_blocks=True)
+    path = chapters()[chapter].relative_to(ROOT)
+    script = template.render(path=path, parts=found, first=not parent_of(chapter))
     page = f"""---
 orphan: true
 hide-toc: true
-nosearch: true
 ---
 ```{{raw}} html
 <div class="step"><div class="read">
+<a class="to-script" href="#script">Go to the {kind}</a>
 ```
 ```{{include}} README.md
 ```
@@ -117,17 +122,19 @@ nosearch: true
 ```
 """
     write(folder / "diff.md", page)
-    title, text = (folder / "README.md").read_text().split("\n", 1)
-    link = "[Read this page beside its diff](diff.md)"
+    title, text = readme.split("\n", 1)
+    link = f"[Read this page beside its {kind}](diff.md)"
     write(folder / "README.md", f"{title}\n\n{link}\n{text}")
+    return targets
 
 
 def split_diff(chapter):
-    """Yield the parts of a script in order, each with its name, its size and its rows.
+    """Yield the parts of a script in order, each with its name, its size and its blocks of lines.
 
     If a part has not changed, `same` is its text.
     """
-    paths = chapters().get(parent_of(chapter), Path(os.devnull)), chapters()[chapter]
+    parent = parent_of(chapter)
+    paths = chapters().get(parent, Path(os.devnull)), chapters()[chapter]
     texts = [path.read_text() for path in paths]
     lexer, formatter = PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)
     html = [
@@ -142,27 +149,117 @@ def split_diff(chapter):
         mark, _, old, new = line
         return old_names.get(old, "") if mark == "-" else new_names.get(new, "")
 
-    for name, group in groupby(diff(*paths), key=part_of):
-        lines = list(group)
-        marks = [mark for mark, *_ in lines]
-        added, removed = marks.count("+"), marks.count("-")
-        size = f"+{added} −{removed}" if added or removed else ""
-        same = "" if size else escape("\n".join(line for _, line, *_ in lines))
-        yield {"name": name, "size": size, "same": same, "rows": rows_of(lines, *html)}
+    # A new part may begin inside of a removed part, so collect the lines of each part.
+    found = {}
+    for number, (name, lines) in enumerate(groupby(diff(*paths), key=part_of)):
+        found.setdefault(name or number, []).extend(lines)
+    for name, lines in found.items():
+        changed = [line for line in lines if line[0] != " "]
+        # Skip the lines between parts, unless a comment has changed.
+        if isinstance(name, int) and name and not any(line[1].strip() for line in changed):
+            continue
+        added = sum(mark == "+" for mark, *_ in changed)
+        yield {
+            "name": {0: "docstring and imports"}.get(name, name if isinstance(name, str) else ""),
+            "id": f"script-{name}",
+            "added": added,
+            "removed": len(changed) - added,
+            "same": "" if changed else escape("\n".join(line for _, line, *_ in lines)),
+            "blocks": blocks_of(lines, *html, is_new=not parent),
+        }
 
 
-def rows_of(lines, old_html, new_html):
-    """Return the rows of a diff, as pairs of the parent's line and the chapter's line.
+def blocks_of(lines, old_html, new_html, is_new):
+    """Return the blocks of a part: hunks, and the unchanged lines between them.
 
-    A line has its mark, its number and its HTML; None stands for a missing line.
+    A fold hides the unchanged lines that are more than three lines away from a hunk.
     """
-    rows = []
-    for _, group in groupby(lines, key=lambda line: line[0] == " "):
-        hunk = list(group)
-        left = [(mark, old, old_html[old - 1]) for mark, _, old, _ in hunk if mark != "+"]
-        right = [(mark, new, new_html[new - 1]) for mark, _, _, new in hunk if mark != "-"]
-        rows += zip_longest(left, right)
-    return rows
+    blocks = []
+    runs = [list(run) for _, run in groupby(lines, key=lambda line: line[0] == " " or is_new)]
+    for run in runs:
+        if run[0][0] != " " and not is_new:
+            blocks.append(hunk_of(run, old_html, new_html))
+            continue
+        first = 0 if run is runs[0] else 3
+        last = len(run) if run is runs[-1] else len(run) - 3
+        folds = last - first > 1 and len(runs) > 1
+        for start, stop in pairwise([0, first, last, len(run)] if folds else [0, len(run)]):
+            if shown := run[start:stop]:
+                html = [new_html[new - 1] for *_, new in shown]
+                folded = folds and start == first
+                blocks.append({"same": html, "start": shown[0][2:], "folded": folded})
+    return blocks
+
+
+def hunk_of(lines, old_html, new_html):
+    """Return a hunk: the HTML of its old and of its new lines, and their first line numbers."""
+    before, after = ([line for line in lines if line[0] == mark] for mark in "-+")
+    marks = changed_words([line[1] for line in before], [line[1] for line in after])
+    pairs = zip(before, marks["-"], strict=True), zip(after, marks["+"], strict=True)
+    return {
+        "old": [mark_words(old_html[line[2] - 1], mark) for line, mark in pairs[0]],
+        "new": [mark_words(new_html[line[3] - 1], mark) for line, mark in pairs[1]],
+        "start": [before[0][2] if before else 0, after[0][3] if after else 0],
+        "text": {(mark + line).strip() for mark, line, *_ in lines},
+        "shown_in": {},
+    }
+
+
+def changed_words(before, after):
+    """Return, for each line of each side of a hunk, which of its characters are in changed words.
+
+    Only a line that resembles a line of the other side has such words.
+    """
+    found = {"-": [], "+": []}
+    for line, below in pairwise([*difflib.ndiff(before, after), ""]):
+        # A line that begins with "?" has a sign below each changed character.
+        signs = below[2:] if below.startswith("?") else ""
+        words = re.finditer(r"\w+|\W", line[2:])
+        marks = [bool(signs[word.start() : word.end()].strip()) for word in words for _ in word[0]]
+        for side in {" ": "-+", "?": ""}.get(line[0], line[0]):
+            found[side].append(marks)
+    return found
+
+
+def mark_words(html, marks):
+    """Return the HTML of a line with <mark> around the characters that `marks` names."""
+    marks = iter(marks)
+
+    def mark(match):
+        groups = groupby(re.findall(r"&[^;]+;|.", match[0]), key=lambda _: next(marks))
+        texts = ((is_marked, "".join(group)) for is_marked, group in groups)
+        return "".join(f"<mark>{text}</mark>" if is_marked else text for is_marked, text in texts)
+
+    return re.sub(r"(?<![^>])[^<]+", mark, html)
+
+
+def find_shown_hunks(readme, found):
+    """Return the anchors of the hunks that a README shows; note in each hunk where it is shown."""
+    hunks = {}
+    for part in found:
+        hunks[part["name"]] = [block for block in part["blocks"] if "text" in block]
+        for number, block in enumerate(hunks[part["name"]], 1):
+            block["id"] = f"{part['id']}-{number}"
+    targets, title = [], ""
+    for match in re.finditer(r"^##+ (.*)|^ *@@ (\w+).* @@\n((?: *[-+ ].*\n)+)", readme, re.M):
+        title = match[1] or title
+        if match[2]:
+            line = next(line.strip() for line in match[3].splitlines() if line.strip()[0] in "+-")
+            hunk = next(hunk for hunk in hunks[match[2]] if line in hunk["text"])
+            hunk["shown_in"].setdefault(title.replace("`", ""), len(targets))
+            targets.append(hunk["id"])
+    return targets
+
+
+def link_hunks(page, script, targets):
+    """Let the names of the hunks that a README shows lead to their places in the script's page."""
+    numbers = count()
+
+    def link(match):
+        number = next(numbers)
+        return f'<a id="shown-{number}" href="{script}#{targets[number]}">{match[0]}</a>'
+
+    page.write_text(HUNK.sub(link, page.read_text()))
 
 
 # ---- the planner's form ----------------------------------------------------------------------
@@ -201,13 +298,19 @@ def add_table(path, pages, caption=""):
 
 
 def shrink(output):
-    """Delete the maps of minified files, and the characters that a browser does not need."""
-    for path in output.glob("_static/**/*.map"):
+    """Delete files and characters that a browser does not need."""
+    for path in [*output.glob("_static/**/*.map"), output / "_static/searchtools.js"]:
         path.unlink()
     for page in output.glob("**/*.html"):
         pieces = re.split("(<pre.*?</pre>)", page.read_text(), flags=re.S)
         pieces[::2] = [re.sub(r"\n\s+", "\n", piece) for piece in pieces[::2]]
-        page.write_text(QUOTED.sub(r"\1\2", UNUSED.sub("", "".join(pieces))))
+        text = "".join(pieces).replace('class="reference internal"', "class=reference")
+        text = text.replace('class="docutils literal notranslate"', "class=literal")
+        # A browser ends these elements itself.
+        text = re.sub(r"</(?:li|t[dhr])>\s*", "", text)
+        # A screen reader must know the level of a heading, which Sphinx leaves out.
+        text = text.replace(' role="heading"', "")
+        page.write_text(QUOTED.sub(r"\1\2", text))
 
 
 def main():
@@ -223,11 +326,14 @@ def main():
         linked = set().union(*(stage_readme(path, stage) for path in readmes()))
         for path in linked:
             stage_source(path, stage)
-        for chapter in chapters():
-            stage_step(chapter, stage)
+        shown = {chapter: stage_step(chapter, stage) for chapter in chapters()}
         stage_form(stage)
         add_sidebar([path.relative_to(ROOT) for path in readmes()], stage)
         status = sphinx(["-q", "-W", "-b", "html", "-d", f"{name}.trees", str(stage), str(output)])
+    for chapter, targets in shown.items():
+        folder = output / chapters()[chapter].parent.relative_to(ROOT)
+        link_hunks(folder / "README.html", "diff.html", targets)
+        link_hunks(folder / "diff.html", "", targets)
     shrink(output)
     shutil.copy(output / "README.html", output / "index.html")
     print(f"open {output / 'index.html'}")

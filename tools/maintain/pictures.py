@@ -3,7 +3,8 @@
 Here:  make pictures       measure the data of two pictures, and draw all pictures
        python tools/maintain/pictures.py        only draw, from the files in benchmarks/results
 
-A picture computes its data, or reads them from a measured file. Only positions are typed here.
+A picture computes its data, or reads measured data from a file. This program itself contains only
+the positions.
 """
 
 import json
@@ -26,7 +27,7 @@ from harness import load
 ASSETS = ROOT / "assets"
 RESULTS = ROOT / "benchmarks/results"
 WIDTH = 600
-# A line of text has this height.
+# A line of text is this number of pixels high.
 LINE = 20
 STYLE = Path(__file__).with_suffix(".css").read_text()
 ARROW = (
@@ -61,13 +62,13 @@ class Picture:
         self.text(x + width / 2, y + height / 2, text, style)
 
     def line(self, *points, style="", arrow=False):
-        """Add a line through points (x, y); `arrow` puts an arrow at its end."""
+        """Add a line through points (x, y); with `arrow`, the line ends in an arrowhead."""
         end = ' marker-end="url(#arrow)"' if arrow else ""
         path = "M" + "L".join(f"{x:g} {y:g}" for x, y in points)
         self.parts.append(f'<path d="{path}" class="{style}"{end}/>')
 
     def axes(self, x_label, y_label, x_most, y_least, y_most):
-        """Add two axes; return a function that converts values to a point."""
+        """Add an x-axis and a y-axis; return a function that converts two values to a position."""
         left, right, top, bottom = 60, 580, 40, self.height - 60
         self.line((left, top), (left, bottom), (right, bottom))
         self.text((left + right) / 2, bottom + 38, x_label, "quiet")
@@ -80,7 +81,7 @@ class Picture:
         return point
 
     def legend(self, y, *entries):
-        """Write a row of entries (color, text), from left to right."""
+        """Write a legend: a row of entries (color, text), from left to right."""
         left = 20
         for color, text in entries:
             self.box(left, y - 7, 14, 14, color=color)
@@ -98,17 +99,20 @@ class Picture:
 
 
 def width_of(text):
-    """Return the width of the longest line of a text, in a wide font."""
+    """Estimate the width in pixels of the longest line of a text, for a wide font."""
     return max(8.6 * len(line) for line in text.splitlines())
 
 
 def height_of(text):
-    """Return the height of a box with a text."""
+    """Return the height in pixels of a box around a text."""
     return LINE * len(text.splitlines()) + 16
 
 
 def between(start, end):
-    """Return the two ends of an arrow between two boxes (x, y, half width, half height)."""
+    """Return the two ends of an arrow from the edge of one box to the edge of the other box.
+
+    A box is (x, y, half width, half height), and its center is at (x, y).
+    """
     (x, y, width, height), (end_x, end_y, end_width, end_height) = start, end
     if y == end_y:
         side = math.copysign(1, end_x - x)
@@ -121,10 +125,10 @@ def between(start, end):
 
 
 def flow(name, title, width, boxes, arrows, frames=()):
-    """Make a picture of boxes, arrows between them, and frames around some of them.
+    """Write a picture of boxes, arrows between boxes, and frames around boxes.
 
-    `boxes` maps a name to the box's center, row, color and text. An arrow has the names of two
-    boxes, and maybe a text. A frame has a text and the names of the boxes inside.
+    `boxes` maps the name of a box to the x of its center, its row, its color and its text. An arrow
+    has the names of two boxes, and maybe a text. A frame has a text and the names of its boxes.
     """
     top, gap = (40, 84) if frames else (10, 44)
     box_places = {}
@@ -158,10 +162,10 @@ def flow(name, title, width, boxes, arrows, frames=()):
 
 
 def sequence(name, title, width, heads, steps):
-    """Make a picture of the messages between the processes in `heads`, from top to bottom.
+    """Write a picture of the messages between the processes in `heads`, from top to bottom.
 
-    A step has a place and a text: "01" is a box over processes 0 and 1, "0>1" is a message, and
-    "0=1" is a message in each direction.
+    Each step has a place and a text. The place "01" is a box over processes 0 and 1, "0>1" is a
+    message from process 0 to process 1, and "0=1" is a message in each direction.
     """
     top = 24 + max(height_of(text) for *_, text in heads)
     bottom = top
@@ -189,7 +193,7 @@ def sequence(name, title, width, heads, steps):
 
 
 def results(name):
-    """Return the content of a measured file."""
+    """Return the parsed content of a JSON file of measurements."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
@@ -253,7 +257,7 @@ def two_ranks():
                 x, width = 102 + scale * (start - zero), scale * length
                 picture.box(x, top, width, 30, name if width > 70 else "", color, "small")
         for number, bucket in enumerate(buckets, 1):
-            # No rank can send before the last rank has the same bucket.
+            # No rank can send a bucket before the slowest rank has filled the same bucket.
             start, length = bucket[rank]
             sent = max(begin for begin, _ in bucket)
             wait = max(0, min(sent, start + length) - start)
@@ -291,13 +295,13 @@ def one_all_reduce():
 
 
 def ring_rounds(ranks):
-    """Return, after each round of a ring all-reduce, the number of ranks in each piece's sum."""
+    """Count the ranks that each piece on each rank adds up, after each round of an all-reduce."""
     held = [[1] * ranks for _ in range(ranks)]
     rounds = [held]
     for number in range(2 * (ranks - 1)):
         new = [list(row) for row in held]
         for rank in range(ranks):
-            # In each round, a rank sends the piece that it received in the round before.
+            # In each round, a rank sends the piece that it received in the previous round.
             piece = (rank - number) % ranks
             target = (rank + 1) % ranks
             is_sum = number < ranks - 1
@@ -321,7 +325,7 @@ def ring():
             for piece in range(4):
                 count = held[rank][piece]
                 is_new = count != before[rank][piece]
-                color = "teal" if count == 4 else "orange" if is_new else "paper"
+                color = "orange" if is_new else "teal" if count == 4 else "paper"
                 x, y = left + size * rank, top + size * piece
                 picture.box(x, y, size, size, str(count), color)
     for y, text in ((270, "rounds 1 – 3:"), (290, "reduce-scatter"), (322, "rounds 4 – 6:")):
@@ -336,7 +340,7 @@ def ring():
 
 # ---- 03 --------------------------------------------------------------------------------------
 def starts():
-    """Show who starts the ranks of two nodes."""
+    """Show which programs start the ranks of two nodes."""
     boxes = {"you": (210, 0, "idle", "you, ssh, Kubernetes, srun or mpirun")}
     arrows, frames = [], []
     for node, (color, x) in enumerate((("teal", 107), ("blue", 313))):
@@ -365,7 +369,7 @@ def stop_request():
 
 # ---- 04 --------------------------------------------------------------------------------------
 def gather_and_reshard():
-    """Show what two ranks exchange in a step of chapter 04."""
+    """Show the collectives of two ranks in a step of chapter 04."""
     steps = [
         ("01", "forward"),
         ("0=1", "all-gather layer 1"),
@@ -382,22 +386,30 @@ def gather_and_reshard():
     sequence("04-step", "Two ranks gather and free a layer, twice in a step", 440, heads, steps)
 
 
+def held_parts(ranks, ranks_per_node):
+    """Return the parts (color, bytes per weight) that a rank holds, for each kind of sharding."""
+
+    def copy(size):
+        return [("teal", 4 / size), ("blue", 4 / size), ("orange", 8 / size)]
+
+    zero_2 = [*copy(ranks), ("purple", 2)]
+    hybrid = copy(min(ranks, ranks_per_node))
+    return {"DDP": copy(1), "hybrid": hybrid, "ZeRO-2": zero_2, "ZeRO-3": copy(ranks)}
+
+
 def held_bytes():
-    """Show how many bytes of 8 billion weights each of 16 GPUs holds, for each way to shard."""
-    # Count weights in billions, so that bytes are GB.
+    """Show the GB of a model with 8 billion weights that each of 16 GPUs holds, by sharding."""
+    # Count weights in billions, so that the products with bytes per weight are in GB.
     weights = 8
-    rows = [("DDP", 1, 0), ("hybrid", 8, 0), ("ZeRO-2", 16, 2), ("ZeRO-3", 16, 0)]
     picture = Picture(284, "DDP holds everything on each device; sharding divides it")
     scale = 440 / (16 * weights)
-    for number, (name, ranks, gathered) in enumerate(rows):
+    for number, (name, parts) in enumerate(held_parts(16, 8).items()):
         top, left = 20 + 58 * number, 80
         picture.text(left - 10, top + 20, name, "bold", "end")
-        parts = [("teal", 4 / ranks), ("blue", 4 / ranks), ("orange", 8 / ranks)]
-        for color, size in [*parts, ("purple", gathered)]:
-            if size:
-                picture.box(left, top, scale * weights * size, 40, color=color)
-                left += scale * weights * size
-        total = weights * (16 / ranks + gathered)
+        for color, size in parts:
+            picture.box(left, top, scale * weights * size, 40, color=color)
+            left += scale * weights * size
+        total = weights * sum(size for _, size in parts)
         picture.text(left + 8, top + 20, f"{total:g} GB", anchor="start")
     entries = ("teal", "weights"), ("blue", "gradients"), ("orange", "AdamW's moments")
     picture.legend(266, *entries, ("purple", "gathered"))
@@ -427,7 +439,7 @@ def gathered_layers():
 
 
 def ring_of_nodes():
-    """Show the ring of eight ranks through two nodes."""
+    """Show how a ring of eight ranks passes through two nodes."""
     boxes = {str(n): (60 + 100 * n, 0, "teal", str(n)) for n in range(4)}
     boxes |= {str(n): (760 - 100 * n, 2, "blue", str(n)) for n in range(4, 8)}
     arrows = [*pairwise("0123"), ("3", "4", "network"), *pairwise("4567"), ("7", "0", "network")]
@@ -438,19 +450,19 @@ def ring_of_nodes():
 
 # ---- 05 --------------------------------------------------------------------------------------
 class History(Recorder):
-    """Record how many bytes are live after each operation that makes a tensor."""
+    """Record how many bytes of tensors are live after each operation that creates a tensor."""
 
     def __init__(self):
         self.history = []
         super().__init__()
 
     def update_peaks(self):
-        """Add the live bytes to the history."""
+        """Append the current number of live bytes to the history."""
         self.history.append(self.live.total())
 
 
 def live_bytes(recompute):
-    """Return the live bytes in one step of eight layers, without weights and their gradients."""
+    """Return the live bytes after each operation of a step of eight layers, without weights."""
     sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4}
     model = LlamaModel(LlamaConfig(num_hidden_layers=8, vocab_size=64, use_cache=False, **sizes))
     for weight in model.parameters():
@@ -466,7 +478,7 @@ def live_bytes(recompute):
 
 
 def kept_activations():
-    """Show the activations that eight layers keep during a step, with recomputation and without."""
+    """Show the bytes of activations in a step of eight layers, with and without recomputation."""
     kept, full = live_bytes(recompute=False), live_bytes(recompute=True)
     picture = Picture(330, "Without recomputation, activations grow until the backward pass starts")
     top_label = f"{max(kept) / 2**20:.0f} MiB"
@@ -481,7 +493,7 @@ def kept_activations():
 
 
 def offload():
-    """Show the path of a layer's weights and gradients, with --cpu-offload."""
+    """Show how a layer's weights and gradients move between host, device and other ranks."""
     steps = [
         ("1", "forward"),
         ("0>1", "copy the shard"),
@@ -506,7 +518,7 @@ def offload():
 
 # ---- 06 --------------------------------------------------------------------------------------
 def tensor_parallel():
-    """Show the operations of a block of chapter 06, and the placements between them."""
+    """Show the operations of a block in chapter 06, and the placements of the tensors."""
     colors = "idle", "orange", "blue", "blue", "blue", "orange", "idle"
     names = (
         "norm",
@@ -531,23 +543,24 @@ def tensor_parallel():
 
 # ---- 07 --------------------------------------------------------------------------------------
 def turns_of(schedule, ranks, micro_batches):
-    """Return the pass of each rank in each turn of gpipe or 1f1b, as {(rank, turn): "F1"}."""
+    """Return the pass that each rank runs in each turn of a schedule, as {(rank, turn): "F1"}."""
     turns = {}
     for rank in range(ranks):
-        # The first micro-batch goes through all later ranks and back before a gradient arrives.
+        # Count the later ranks, because the first micro-batch goes through these ranks and back
+        # before this rank gets a gradient.
         later_ranks = ranks - 1 - rank
         for n in range(1, micro_batches + 1):
             forward, backward = rank + n, micro_batches + ranks - 1 + later_ranks + n
             if schedule == "1f1b":
                 backward = ranks - 1 + later_ranks + 2 * n
-                # After its first forward passes, a rank alternates between both kinds of passes.
+                # After its first forward passes, a rank alternates forward and backward passes.
                 forward = rank - 1 + 2 * n if n > later_ranks + 1 else forward
             turns |= {(rank, forward): f"F{n}", (rank, backward): f"B{n}"}
     return turns
 
 
 def schedule(name, ranks=3, micro_batches=4):
-    """Show the turns of a schedule, and the most micro-batches that each rank keeps."""
+    """Show the turns of a pipeline, and the largest number of micro-batches that a rank keeps."""
     turns = turns_of(name, ranks, micro_batches)
     last = max(turn for _, turn in turns)
     picture = Picture(100 + 40 * ranks, f"What each rank of {name} runs in each turn")
@@ -610,13 +623,13 @@ def context():
 # ---- 09 --------------------------------------------------------------------------------------
 def experts():
     """Show the path of token 0 to its two experts and back, for eight experts on four ranks."""
-    # A router gives each token a score for each expert. Here, the scores are random.
+    # Sample random scores in place of a router, which gives each token a score for each expert.
     scores = 4 * torch.rand(8, 8, generator=torch.Generator().manual_seed(5))
     best, chosen = scores.topk(2)
     weights = best.softmax(1)
     tokens, middle, results = 78, 212, 346
     picture = Picture(452, "A token travels to its two experts on other ranks, and back")
-    # The box of a token or of an expert begins at one of these positions; a rank has two boxes.
+    # Each rank has two tokens and two experts, and their boxes begin at these x positions.
     lefts = [20 + 146 * (number // 2) + 64 * (number % 2) for number in range(8)]
     for number, left in enumerate(lefts):
         rank = number // 2
@@ -658,7 +671,7 @@ def pieces():
 
 
 def answer():
-    """Show how two renderings of a conversation give the answer."""
+    """Show how the difference between two renderings of a conversation gives the answer."""
     boxes = {
         "turns": (200, 0, "idle", "turns before\nthe answer"),
         "prompt": (100, 1, "teal", "user:\nSort vtkgnk\nassistant:"),
@@ -688,7 +701,7 @@ def adapter():
 
 
 def preference():
-    """Show how a pair of answers gives a loss."""
+    """Show how the loss follows from a chosen answer and a rejected answer."""
     boxes = {
         "chosen": (90, 0, "teal", "prompt + chosen"),
         "rejected": (265, 0, "teal", "prompt + rejected"),
@@ -707,7 +720,7 @@ def preference():
 
 # ---- related topics --------------------------------------------------------------------------
 def muon_exchange():
-    """Show how two ranks exchange the shards of four matrices, and exchange them back."""
+    """Show how two ranks exchange shards for full matrices, and exchange the updates back."""
     picture = Picture(290, "Each rank gets two full matrices, and returns their shards")
     names = ("shards of the momentum", "full matrices", "shards of the update")
     colors = ("teal", "blue", "orange", "purple")
@@ -736,7 +749,7 @@ def muon_exchange():
 
 
 def muon_curves():
-    """Show the validation losses of AdamW and of Muon, each at its best rate."""
+    """Show the validation losses of AdamW and of Muon, each at its best learning rate."""
     sweep = load(ROOT / "related-topics/muon/sweep.py")
     curves = {}
     for optimizer, by_rate in sweep.curves_of(results("muon")["rows"]).items():
@@ -764,7 +777,7 @@ def muon_curves():
 
 
 def main():
-    """Make all pictures."""
+    """Write all pictures into ASSETS."""
     state()
     killed_run()
     one_all_reduce()

@@ -1,4 +1,4 @@
-"""Read the READMEs: their blocks of code, and the output that they show of each block."""
+"""Read the code blocks of the READMEs, and find the output that a README shows of each block."""
 
 import re
 from dataclasses import dataclass
@@ -15,20 +15,21 @@ SKIPPED = {".git", ".venv", "outputs", ".pytest_cache"}
 
 @dataclass
 class Block:
-    """Hold a fenced block: its language, its text, and the needs in the comment before it."""
+    """Hold a fenced block of a README, with the needs that the comment before the block names."""
 
     name: str
     kind: str
     text: str
     needs: str = ""
-    # This file under assets/samples holds the output.
+    # The file with this name under assets/samples holds the output of the block.
     sample: str = ""
-    # The README shows these numbers of first and last lines; if this is empty, it shows all lines.
+    # The README shows two parts of the output, which have these numbers of lines: the first lines
+    # and the last lines. An empty tuple stands for all lines.
     shown: tuple = ()
 
 
 def readmes():
-    """Return the paths of all READMEs, the top one first."""
+    """Return the paths of the guide's Markdown files; files in the top folder come first."""
     found = [*ROOT.glob("*.md")]
     # Search each folder separately, because a search of the root would also walk through .venv.
     for folder in ROOT.iterdir():
@@ -38,10 +39,10 @@ def readmes():
 
 
 def blocks(path):
-    """Return the blocks of a README.
+    """Return the fenced blocks of a README.
 
-    `<!-- needs: ... -->` belongs to the next block. `sample("name")`, in a comment for cog, belongs
-    to the last block in bash.
+    A comment `<!-- needs: ... -->` belongs to the next block. A call of `sample("name")`, in a
+    comment for cog, belongs to the nearest bash block above it.
     """
     found, needs = [], ""
     for token in MarkdownIt().parse(path.read_text()):
@@ -61,7 +62,7 @@ def blocks(path):
 
 @cache
 def commands():
-    """Return all blocks in bash, of all READMEs."""
+    """Return the bash blocks of the guide's Markdown files."""
     return [block for path in readmes() for block in blocks(path) if block.kind == "bash"]
 
 

@@ -20,25 +20,25 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "COLUMNS": "100",
-    # Otherwise, DeepSpeed prints a warning when Accelerate imports it.
+    # Keep DeepSpeed from printing a warning when Accelerate imports it.
     "DS_ACCELERATOR": "cpu",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}",
 }
-# The needs of the blocks that a reader types into the practice cluster begin with these words.
+# If the needs of a block begin with these words, type the block into the practice cluster.
 PRACTICE = "the cluster to practice on"
 
 
 def run(block, folder, timeout=None, typed=""):
-    """Run a block in a folder, which gets links to the repository; return status and output.
+    """Run a block in a folder with links to the repository; return its exit status and its output.
 
     `typed` is the standard input of the block.
     """
     for path in ROOT.iterdir():
         if path.name not in ("outputs", ".git"):
             Path(folder, path.name).symlink_to(path)
-    # Do not install the environment again, and do not fail if diff finds a difference.
+    # Keep make from installing the environment again, and bash from failing if files differ.
     text = re.sub(r"^make ", "make -o install ", re.sub(r"^diff ", "! diff ", block.text))
     # Drop the variables of make, because a make inside of a make would print the names of folders.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
@@ -57,7 +57,7 @@ def run(block, folder, timeout=None, typed=""):
 
 
 def practise(folder, timeout=None):
-    """Start the practice cluster, and type all blocks that are for it; needs root."""
+    """Start the practice cluster, which needs root, and type all blocks for it into its shell."""
     text = "".join(block.text for block in commands() if block.needs.startswith(PRACTICE))
     status, output = run(Block("practice", "bash", "make cluster"), folder, timeout, text)
     # `make cluster` prints this line before it opens the shell.
@@ -67,7 +67,7 @@ def practise(folder, timeout=None):
 
 
 def main():
-    """Write the samples that the arguments name, or all samples."""
+    """Write the samples that the arguments name; without arguments, write all samples."""
     known = {block.sample for block in commands() if block.sample}
     names = set(sys.argv[1:]) or known
     if unknown := names - known:

@@ -1,4 +1,4 @@
-"""Measure how two ranks of chapter 02 spend a step, from the traces of benchmarks/where.py.
+"""Read from traces of benchmarks/where.py when two ranks of chapter 02 compute and send in a step.
 
 Here:  make pictures      run this program, and write benchmarks/results/step.json
 """
@@ -22,7 +22,7 @@ def spans_of(trace):
     last = max(select(events, "user_annotation", "step"), key=lambda event: event["ts"])
     end = last["ts"] + last["dur"]
     events = [event for event in events if last["ts"] <= event["ts"] < end]
-    # Each trace counts its times from a different start, so add this start.
+    # Each trace counts time from its own start, so add this start to all times.
     offset = content.get("baseTimeNanoseconds", 0) / 1e6
 
     def spans(kind, name):
@@ -33,7 +33,8 @@ def spans_of(trace):
     nodes = spans("cpu_op", "autograd::engine::evaluate_function")
     first, last = min(start for start, _ in nodes), max(map(sum, nodes))
     found["backward"] = [(first, last - first)]
-    # Cut each all-reduce where its result is used, because Gloo's thread records its end late.
+    # End each all-reduce when the step uses the result, because Gloo's thread records the end too
+    # late.
     used = min(start for start, _ in found["clip and step"])
     sums = spans("user_annotation", "gloo:all_reduce")
     found["all-reduce"] = [(start, min(length, used - start)) for start, length in sums]
@@ -41,7 +42,7 @@ def spans_of(trace):
 
 
 def main():
-    """Write the spans of all ranks to the second path, from the traces in the first path."""
+    """Read the traces in the first argument's folder; write all ranks' spans to the second path."""
     traces, output = map(Path, sys.argv[1:])
     ranks = [spans_of(trace) for trace in sorted(traces.glob("02-rank*.json"))]
     keep(output, describe_machine(), {"ranks": ranks})

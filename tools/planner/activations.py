@@ -1,4 +1,4 @@
-"""Measure what a model keeps for its backward pass: run two layers on fake tensors.
+"""Measure the tensors that a model keeps for its backward pass: run two layers on fake tensors.
 
 Fake tensors have shapes, but no data.
 """
@@ -116,7 +116,7 @@ def key_of(tensor):
     return local(tensor).untyped_storage()._cdata
 
 
-# A layer with more operations than this limit computes one token after the other. To run all these
+# A layer with more operations than this limit computes one token after the other. Running all its
 # operations on fake tensors would take an hour.
 MOST_OPERATIONS = 10_000
 # These arguments change the tensors of a layer.

@@ -6,14 +6,14 @@ import yaml
 
 from training_step import fail
 
-# A framework's file can express these values.
+# A framework's file can express only these values of the flags.
 SPLITS = ("tensor", "pipeline", "context", "expert")
 SUPPORTED = {f"{name}_parallel_size": [1] for name in SPLITS}
 SUPPORTED |= {"replicas": [1], "recompute": ["none", "full"]}
 
 
 def config_text(args):
-    """Return the text of a framework's file of settings; stop if it cannot express them."""
+    """Return a framework's configuration file as text; exit if it cannot express the setting."""
     framework, _ = args.write_config
     flags, supported = f"--write-config {framework}", SUPPORTED
     if framework not in WRITERS:
@@ -32,8 +32,9 @@ def config_text(args):
 
 
 def deepspeed(args):
-    """Return the text of a file for DeepSpeed, in JSON."""
-    # Like ZeRO-3, FSDP gathers weights again for the backward pass; like ZeRO-2, it can keep them.
+    """Return the text of DeepSpeed's configuration file, in JSON."""
+    # Use ZeRO-3 if FSDP gathers weights again for the backward pass. Use ZeRO-2 if FSDP keeps the
+    # gathered weights.
     stage = 3 if args.reshard_after_forward else 2
     config = {
         "train_batch_size": args.global_batch_size,
@@ -43,7 +44,7 @@ def deepspeed(args):
         "zero_optimization": {"stage": stage},
     }
     if args.weights_dtype == "bf16":
-        # Sum gradients in fp32. The optimizer of DeepSpeed also keeps an fp32 copy of the bf16
+        # Add up gradients in fp32. DeepSpeed's optimizer also keeps an fp32 copy of the bf16
         # weights.
         config["bf16"] = {"enabled": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
@@ -65,7 +66,7 @@ def deepspeed(args):
 
 
 def accelerate(args):
-    """Return the text of a file for Accelerate, in YAML: DDP for chapter 02, otherwise FSDP2."""
+    """Return Accelerate's configuration file, in YAML: DDP for chapter 02, otherwise FSDP2."""
     config = {"compute_environment": "LOCAL_MACHINE"}
     # Use MULTI_GPU on CPUs, too, because MULTI_CPU would start only one process.
     config["distributed_type"] = "MULTI_GPU" if args.chapter == "02" else "FSDP"

@@ -1,12 +1,12 @@
-"""Know the kinds of GPUs that `--gpu` names, in the planner and in the dry run.
+"""Define the kinds of GPUs that `--gpu` names, in the planner and in the dry run.
 
-The speed of a link is what NCCL reaches, not the maker's number: 370 of 450 GB/s for a ring inside
-a node of H100s (https://github.com/NVIDIA/nccl-tests/issues/212), and 47 of 50 GB/s for a 400 Gb/s
-adapter (issue 290). Other links get the same shares of their maker's number. An RTX 4090 cannot
-reach the memory of its neighbors, so its data passes through the host at half the speed. Shares of
-the peak are fitted to published runs on A100s and H100s (step_time.py); for other GPUs, they are
-those of the H100. The network is that of the maker's own nodes with eight GPUs; nodes in a cloud
-may have a slower network.
+The speed of a link is the speed that NCCL reaches, not the maker's number: 370 of 450 GB/s for a
+ring inside a node of H100s (https://github.com/NVIDIA/nccl-tests/issues/212), and 47 of 50 GB/s for
+a 400 Gb/s adapter (issue 290). Other links get the same shares of their maker's number. An RTX 4090
+cannot reach the memory of its neighbors, so its data passes through the host at half the speed.
+Shares of the peak are fitted to published runs on A100s and H100s (step_time.py); other GPUs get
+the shares of the H100. The speed of the network is that of the maker's own nodes with eight GPUs;
+nodes in a cloud may have a slower network.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from training_step import fail
 
 @dataclass(frozen=True)
 class Gpu:
-    """Hold the memory and the speeds of a GPU and its node; `name` is its name in torch."""
+    """Hold the memory and the speeds of a GPU and its node; `name` is the GPU's name in torch."""
 
     name: str
     capability: tuple
     memory_gib: float
-    # Dense TFLOP/s in bf16; on a T4, in fp16.
+    # The peak is in dense TFLOP/s, in bf16 or, on a T4, in fp16.
     tflops: float
-    # Shares of this peak that matrix products and attention reach.
+    # Matrix products and attention reach these shares of the peak.
     matrix_share: float
     attention_share: float
     bandwidth_gbs: float
@@ -33,7 +33,7 @@ class Gpu:
 
     @property
     def values(self):
-        """Return the values of the planner's flags for this GPU, by the names of the arguments."""
+        """Return the values that this GPU gives to the planner's flags, by argument name."""
         speeds = "nvlink_gbs", "network_gbs", "pcie_gbs"
         values = {"gpu_memory_gib": self.memory_gib, "gpu_tflops": self.tflops}
         values |= {"matrix_share": self.matrix_share, "attention_share": self.attention_share}
@@ -56,7 +56,7 @@ GPUS = {
 
 
 def gpu_kind(text):
-    """Return the name in GPUS that begins with a text, as the type of `--gpu`."""
+    """Return the name in GPUS that a value of --gpu stands for; exit unless one name matches."""
     found = [kind for kind in GPUS if kind == text or kind.partition("-")[0] == text]
     if len(found) == 1:
         return found[0]
@@ -67,7 +67,7 @@ def gpu_kind(text):
 
 
 def set_defaults(parser, argv):
-    """Give the flags of a parser the defaults of the GPU that the command line names."""
+    """Set the parser's defaults to the memory and the speeds of the GPU that --gpu names."""
     kind = parser.parse_known_args(argv)[0].gpu
     if kind:
         parser.set_defaults(**GPUS[kind].values)

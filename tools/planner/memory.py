@@ -17,13 +17,13 @@ from training_step import (
 
 # The run on fake tensors measures these parts of a GPU's memory.
 TRACED_PARTS = ["activations", "logits"]
-# These are all parts of a GPU's memory; parts that stay are first, and short-lived parts are last.
+# PARTS lists all parts of a GPU's memory, from parts that always exist to short-lived parts.
 PARTS = ["parameters", "gradients", "optimizer state", "gathered weights", "full gradients"]
 PARTS += [*TRACED_PARTS, "communication"]
 
 
 def fullest_step(setting):
-    """Simulate a step on each rank of a pipeline, and return the step of the fullest rank."""
+    """Simulate a step on each rank of a pipeline; return the step that needs the most memory."""
     step_class = class_of(setting)
     # Of the ranks with equal stages, the first rank keeps the most activations.
     different = {}
@@ -50,7 +50,7 @@ def least_bytes(setting):
 
 
 def state_bytes(model, setting):
-    """Return the bytes of weights, gradients and optimizer state in a rank's shards of a Model.
+    """Return the bytes of a rank's shards of weights, gradients and optimizer state, for a Model.
 
     AdamW keeps two moments for each weight, and a step counter of 4 bytes for each tensor. With
     LoRA, only the adapters have gradients and moments, and they are in float32. Muon keeps one
@@ -78,9 +78,10 @@ class StepMemory:
     for the entire run, and every micro-step adds its gradients to them.
     """
 
-    # If this is true, gradients are separate tensors, which stay in memory until a reduction.
+    # This is false here, because DDP keeps gradients in buckets. Subclasses set it to true, because
+    # their gradients are separate tensors, which stay in memory until a reduction.
     keeps_gradients = False
-    # Only the last stage of a pipeline has the head. Without a pipeline, each rank has it.
+    # Only the last stage of a pipeline has the head. Without a pipeline, each rank has the head.
     has_head = True
     # The rank keeps the activations of this number of other micro-batches at the same time.
     other_micro_batches = 0
@@ -131,7 +132,7 @@ class StepMemory:
         self.reduce(0)
 
     def gather(self, group):
-        """Begin the all-gather of a group's weights."""
+        """Begin the all-gather of a group's weights; under DDP, do nothing."""
 
     # Change nothing here, because DDP gathers and frees nothing, and its buckets always exist.
     use = free = reduce = gather
@@ -147,7 +148,7 @@ class StepMemory:
         return [shape for shape in shapes if isinstance(shape, ExpertShape) == is_expert]
 
     def groups_of(self, layer):
-        """Return the groups of a layer: the layer, and perhaps its experts."""
+        """Return the numbers of a layer's groups: one, or two if the experts are a group, too."""
         experts = self.depth + layer
         has_experts = self.setting.has_expert_groups and len(self.shapes(experts)) > 0
         return [layer, experts] if has_experts else [layer]
@@ -160,13 +161,13 @@ class StepMemory:
         return f"{kind} {(group - 1) % self.depth + 1}"
 
     def trained_shapes(self, group):
-        """Return the shapes of a group's weights that have gradients."""
+        """Return the shapes of a group's trained weights, which are only adapters under LoRA."""
         if self.setting.lora_rank:
             return adapter_shapes([self.shapes(group)], self.setting.lora_rank) if group else []
         return self.shapes(group)
 
     def update_peak(self, when, **temporary):
-        """Store this moment if it is the fullest; `temporary` bytes exist at this moment only."""
+        """Store this moment if it is the fullest so far; count `temporary` bytes only this time."""
         # Add up the parts only at a new peak, because almost no moment is one.
         total = sum(self.held.values()) + sum(temporary.values())
         if total > self.peak:
@@ -220,7 +221,8 @@ class StepMemory:
     def backward(self, group):
         when = f"backward of layer {group}" if group else "backward of the embedding"
         self.compute(when, f"{segment_of(group)} backward")
-        # The gradients of a layer's experts are complete before those of its other weights.
+        # Begin a segment here, because the gradients of a layer's experts are complete before the
+        # gradients of the layer's other weights.
         after_experts = f"{segment_of(group)} backward after experts"
         if after_experts in self.segments:
             self.enter(after_experts, group)
@@ -238,11 +240,11 @@ class StepMemory:
             self.add_gradients(self.gradients_of(0) - self.head_gradients)
 
     def add_gradients(self, size):
-        """Add to the bytes of full gradients, if gradients are separate tensors."""
+        """Add `size` bytes to the full gradients, unless gradients lie in DDP's buckets."""
         self.held["full gradients"] += self.keeps_gradients * size
 
     def gradients_of(self, group):
-        """Return the bytes of a group's gradients as the backward pass produces them."""
+        """Return the bytes of a group's gradients, in the type that the backward pass produces."""
         size = 4 if self.setting.autocast else self.setting.compute_bytes
         return local_numbers(self.trained_shapes(group), self.setting) * size
 
@@ -253,19 +255,19 @@ def segment_of(group):
 
 
 class ShardedMemory(StepMemory):
-    """Count the bytes of chapters 04 to 09, where FSDP2 gathers weights and reduces gradients.
+    """Count the bytes of a step in chapters 04 to 09, where FSDP2 gathers weights.
 
-    Buffers are allocated and freed in the order of torch/distributed/fsdp/_fully_shard.
+    Allocate and free buffers in the same order as torch/distributed/fsdp/_fully_shard.
     """
 
     keeps_gradients = True
-    # Simulate at most this number of micro-steps.
+    # Simulate at most this number of micro-steps, because later micro-steps need the same memory.
     micro_steps = 2
 
     def simulate(self):
-        """Simulate the first micro-step and, if there are more, a second one.
+        """Simulate the first micro-step and, if the step has several, the second micro-step.
 
-        The second micro-step starts with the gradient shards of the first.
+        When the second micro-step starts, memory already has the gradient shards of the first.
         """
         self.shards_on_device = not (self.setting.cpu_offload and self.setting.cuda)
         if self.shards_on_device:
@@ -279,7 +281,7 @@ class ShardedMemory(StepMemory):
             self.held["communication"] -= self.reduce_buffer
 
     def gather(self, group):
-        """Hold the output buffer of the all-gather; hold its input only for a moment."""
+        """Allocate the output buffer of an all-gather; its input exists only for a moment."""
         if group in self.gathered or group in self.gather_buffers:
             return
         setting = self.setting
@@ -290,7 +292,7 @@ class ShardedMemory(StepMemory):
         copies_shard = setting.compute_bytes != setting.weight_bytes or setting.cpu_offload
         shard = shard_numbers(self.shapes(group), setting) * setting.compute_bytes
         input_copy = shard if copies_shard else 0
-        # Gloo gathers into a second buffer.
+        # Without GPUs, Gloo gathers into a second buffer of the same size as the output.
         gloo_copy = 0 if setting.cuda else output
         when = f"all-gather of {self.name_of(group)}"
         self.update_peak(when, communication=output + input_copy + gloo_copy)
@@ -323,7 +325,7 @@ class ShardedMemory(StepMemory):
         return padded_numbers(self.shapes(group), self.setting) * self.setting.compute_bytes
 
     def head_forward(self):
-        # FSDP frees this buffer at the end of the model's forward pass, and the loss comes after.
+        # FSDP frees the last output buffer when the model's forward pass ends, before the loss.
         self.held["communication"] -= self.last_gather_buffer
         super().head_forward()
 
@@ -343,7 +345,7 @@ class ShardedMemory(StepMemory):
         self.update_peak(when)
         self.held["full gradients"] -= self.gradients_of(group)
         shard = shard_numbers(self.trained_shapes(group), setting) * size
-        # Gloo reduces in a second buffer.
+        # Without GPUs, Gloo reduces in a second buffer of the same size as the input.
         uses_gloo = not setting.cuda and setting.shards > 1
         gloo_copy = self.reduce_buffer if uses_gloo else 0
         self.update_peak(when, communication=shard + gloo_copy)
@@ -353,11 +355,11 @@ class ShardedMemory(StepMemory):
 
 
 class PipelineMemory(ShardedMemory):
-    """Count the bytes of a pipeline, where a rank gathers and reduces once per step.
+    """Count the bytes of a pipeline rank, which gathers weights and reduces gradients once a step.
 
-    The simulated micro-batch runs while the rank keeps the activations of the largest number of
-    other micro-batches, and the summed gradients. Each micro-batch has its own receive
-    buffers: see torch/distributed/pipelining/stage.py.
+    Simulate one micro-batch at the moment when the rank keeps the activations of the most other
+    micro-batches. The rank then also keeps the summed gradients. Each micro-batch has its own
+    receive buffers: see torch/distributed/pipelining/stage.py.
     """
 
     micro_steps = 1
@@ -379,12 +381,12 @@ class PipelineMemory(ShardedMemory):
         self.held["full gradients"] = gradients * setting.weight_bytes
 
     def reduce(self, group):
-        """Add a group's gradients to the sums; the rank reduces the sums at the end of the step."""
+        """Add a group's gradients to the sums, which the rank reduces when the step ends."""
         self.held["full gradients"] -= self.gradients_of(group)
 
 
 def host_memory(setting, part):
-    """Return the bytes of each part of a node's CPU memory at the peak, and the name of the moment.
+    """Return the bytes of each part of a node's CPU memory at the peak, and the phase of the peak.
 
     `part` is the Model of one rank. At the start, each rank of chapters 02 to 04 builds the entire
     model in CPU memory. From chapter 05 on, a rank builds the root and one layer at a time. Tensors
@@ -392,7 +394,7 @@ def host_memory(setting, part):
     up to a power of two: see CachingHostAllocator.h. A normal save copies tensors to pinned memory
     before it writes them, but a save in the background does not: see _state_dict_stager.py.
     """
-    # Without GPUs, all tensors share one memory, and the step counts them.
+    # Without GPUs, all tensors are in CPU memory, and the simulated step already counts them.
     if not setting.cuda:
         return {}, "the step"
     state = state_bytes(part, setting)
@@ -418,8 +420,8 @@ def host_memory(setting, part):
         train["copy being saved"] = pinned + 2 * pinned
     phases = [(start, "the start"), (train, "training")]
     if setting.lora_rank:
-        # fine-tuning/lora adds up the matrices of the layers in float32 on the CPU. Then rank 0
-        # holds one full layer, and the bytes of its file.
+        # When fine-tuning/lora ends, it merges the adapters into the layers' matrices, in float32
+        # on the CPU. Rank 0 then also holds one full layer, and the bytes of that layer's file.
         matrices = [shape for layer in part.layers for shape in layer if len(shape) == 2]
         at_export = {
             "parameters": train.get("parameters", 0),

@@ -1,8 +1,8 @@
-"""Predict again all speeds that the pages show, and write them to benchmarks/results/scale.json.
+"""Predict all speeds that the pages show, and write them to benchmarks/results/scale.json.
 
 Here:  python tools/planner/scale.py
 
-The file has the planner's command line for each row, so the same command shows a row in detail.
+Each row of the file has a command line of the planner, which shows the row in detail.
 Published runs trained in bf16, unless their name says Float8. The constants of step_time.py and
 gpus.py were fitted to the rows with "fitted", every other row of each source on each GPU. MPT is
 planned as a Llama with the same number of weights. torchtitan's H100s had a limit of 500 W, and
@@ -18,7 +18,7 @@ from step_time import StepTime, speed_of
 from training_step import ROOT, load_config, model_of, setting_of
 
 FILE = ROOT / "benchmarks/results/scale.json"
-# The table of the fastest layouts has one of these columns for each way to split.
+# The table of the fastest layouts has these columns. Several ways to split may share a column.
 COLUMNS = {"FSDP": "FSDP", "FSDP, replicas": "FSDP", "FSDP, recompute": "FSDP"}
 COLUMNS |= {"FSDP, TP": "TP", "FSDP, PP": "PP", "FSDP, TP, PP": "TP and PP"}
 JOB_KEYS = "way fits gpu_needs host_needs checkpoint stop_seconds speed command".split()
@@ -76,7 +76,7 @@ def fastest_of(words):
 class HalfRepeatedStep(StepTime):
     """Add up the seconds of a step whose selective recomputation repeats half of the products.
 
-    torchtitan keeps the results of every second matrix product, and chapter 05 keeps all of them.
+    torchtitan keeps the results of every second matrix product, and chapter 05 keeps all results.
     """
 
     def repeated(self, matrices, attention, cheap):
@@ -90,7 +90,7 @@ def published_of(words, half=False):
 
 
 class SentOnceStep(StepTime):
-    """Add up the seconds of a step that sends each token only once, whatever its experts.
+    """Add up the seconds of a step that sends each token only once, however many experts it uses.
 
     NeMo AutoModel's benchmarks replace the router by a gate that chooses neighboring experts, which
     lie on one rank or on two ranks of a node. DeepEP sends a token only once to each node.
@@ -101,7 +101,7 @@ class SentOnceStep(StepTime):
 
 
 def mixture_of(words):
-    """Return the tokens per second and GPU of a mixture, by the usual step and if sent once."""
+    """Return a mixture's tokens per second and GPU, by StepTime and by SentOnceStep."""
     setting = setting_from(words)
     tokens = setting.global_batch_size * setting.seq_length / setting.ranks
     usual, once = StepTime(setting), SentOnceStep(setting)

@@ -41,16 +41,18 @@ from training_step import (
     stages_of,
 )
 
-# Matrix products of this number of values, tokens times width, reach half of their usual speed.
+# A matrix product whose input has this number of values, tokens times width, reaches only half of
+# the usual speed.
 HALF_WORK = 400 * 4096
-# For each kind of kernels: how much faster matrix products and attention are, and how many values
-# as wide as a hidden state the cheap operations of a layer read and write. Fused kernels are those
-# of NVIDIA's Transformer Engine. The number 20 is counted, 1.5 is the most that we allow (0.6 × 1.5
-# = 90% of the peak), and 53 is fitted.
+# Each kind of kernels has two numbers. The first number is the speed-up of matrix products and
+# attention. The second number counts the hidden states that the cheap operations of a layer read
+# and write for each token. "fused" stands for NVIDIA's Transformer Engine. We counted 20, fitted 53
+# to published runs, and chose 1.5, so that a product reaches at most 0.6 × 1.5 = 90% of the peak.
 KERNELS = {"eager": (1.0, 53), "compiled": (1.0, 20), "fused": (1.5, 20)}
-# These are the speeds of an H100 and its links: flag, default and help. NCCL's developers report
-# 370 of 450 GB/s for a ring inside a node (https://github.com/NVIDIA/nccl-tests/issues/212), and 47
-# of 50 GB/s for a 400 Gb/s adapter (issue 290).
+# Each flag has a default, which is the speed of an H100 or of its links, and a help text. NCCL's
+# developers report 370 of 450 GB/s for a ring inside a node
+# (https://github.com/NVIDIA/nccl-tests/issues/212), and 47 of 50 GB/s for a 400 Gb/s adapter (issue
+# 290).
 SPEEDS = {
     "--gpu-tflops": (989.0, "dense TFLOP/s of a GPU in --precision"),
     "--matrix-share": (0.6, "share of its peak that a GPU reaches in matrix products"),
@@ -63,11 +65,11 @@ SPEEDS = {
     "--pageable-gbs": (6.0, "GB/s from a GPU to pageable host memory"),
     "--cpu-adam-gbs": (200.0, "GB/s of host memory while AdamW runs on the host"),
 }
-# These are NCCL's own estimates, from src/graph/tuning.cc at b6475625: the share of the ring's
-# bandwidth, and the microseconds to start, per hop inside a node, and per hop between nodes. NCCL
-# chooses the fastest row. Only an all-reduce can use a tree, so an all-gather or reduce-scatter
-# needs N − 1 hops. NVLink SHARP and PAT (https://arxiv.org/abs/2506.20252), which saves hops, are
-# left out.
+# Each row has NCCL's own estimates, from src/graph/tuning.cc at b6475625. The first number is the
+# share of the ring's bandwidth that a collective reaches. The other numbers are the microseconds of
+# the start, of a hop inside a node, and of a hop between nodes. NCCL chooses the fastest row. Only
+# an all-reduce can use a tree, so an all-gather or a reduce-scatter needs N − 1 hops. The table
+# leaves out NVLink SHARP and PAT (https://arxiv.org/abs/2506.20252).
 NCCL = {
     ("ring", "Simple"): (1.0, 8.4, 3.4, 14.0),
     ("ring", "LL128"): (0.92, 14.0, 1.9, 4.0),
@@ -77,18 +79,18 @@ NCCL = {
 
 
 def active_numbers(model):
-    """Return the number of weights in the layers, with only the experts that a token uses."""
+    """Count the weights in the layers; among the experts, count only those that one token uses."""
     num_used, total = getattr(model.config, "num_experts_per_tok", None) or 1, 0
     for layer in newest_chapter().layers_of(model.built):
         for name, weight in layer.named_parameters():
-            # transformers stacks the experts of a layer into weights of the shape [experts, ...].
+            # Count only the experts that a token uses, in weights of the shape [experts, ...].
             is_stacked = "experts" in name.split(".") and weight.ndim > 1
             total += num_used * weight[0].numel() if is_stacked else weight.numel()
     return total
 
 
 def forward_flops(setting):
-    """Return a token's forward FLOPs: in a layer's matrices, in its attention, and in the head.
+    """Return the FLOPs of a token's forward pass: a layer's matrices, its attention, and the head.
 
     A token needs 2 FLOPs per weight and, for attention, 4 × width × sequence length in each layer:
     PaLM, appendix B, https://arxiv.org/abs/2204.02311. Looking up an embedding needs no FLOPs.
@@ -100,9 +102,9 @@ def forward_flops(setting):
 
 
 def forward_seconds(setting):
-    """Return a token's forward seconds on one GPU: in a layer, in part of it, and in the head.
+    """Return the seconds of a token's forward pass on one GPU, in parts of a layer and in the head.
 
-    The parts of a layer are its matrix products, attention, and cheap operations.
+    The three parts of a layer are matrix products, attention, and cheap operations.
     """
     matrices, attention, head = forward_flops(setting)
     peak = setting.gpu_tflops * 1e12
@@ -117,7 +119,7 @@ def forward_seconds(setting):
     cheap = passes * 2 * config.hidden_size / setting.gpu_bandwidth_gbs / 1e9
     attention /= peak * faster * setting.attention_share
     head /= rate * work / (work + HALF_WORK)
-    # Each expert computes its own products, with a part of the tokens.
+    # The products of experts are smaller, because each expert gets only a part of the tokens.
     experts = [s[0] for layer in setting.model.layers for s in layer if isinstance(s, ExpertShape)]
     if experts:
         work *= config.num_experts_per_tok / experts[0] * setting.expert_parallel_size
@@ -126,9 +128,9 @@ def forward_seconds(setting):
 
 
 def attention_width(config, heads="num_attention_heads"):
-    """Return the width of all attention heads together, or of all heads of keys.
+    """Return the width of all attention heads together, or of all key heads if `heads` names them.
 
-    If keys and values have different widths, as in DeepSeek-V3, the result is the mean.
+    If keys and values have different widths, as in DeepSeek-V3, compute with the mean width.
     """
     all_heads = getattr(config, "num_attention_heads", 0)
     head_width = getattr(config, "head_dim", None) or config.hidden_size // max(1, all_heads)
@@ -140,7 +142,7 @@ def attention_width(config, heads="num_attention_heads"):
 def collective(setting, kind, size, ranks, nodes, gbs):
     """Return the seconds that a collective takes, and the bytes that each rank sends in a ring.
 
-    The full tensor has `size` bytes. The ring spans this number of nodes, at `gbs` GB/s.
+    The full tensor has `size` bytes. The ring spans `nodes` nodes, and a rank sends `gbs` GB/s.
     """
     if ranks == 1:
         return 0.0, 0.0
@@ -161,19 +163,20 @@ def collective(setting, kind, size, ranks, nodes, gbs):
 def ring(setting, name):
     """Return the ranks of a ring, the number of nodes that it spans, and its GB/s.
 
-    A ring that spans nodes leaves each node once, through the network links of all its GPUs. If
-    each GPU of a node has a ring of its own, the rings share these links.
+    A ring that spans nodes leaves each node once, and uses the network links of all GPUs of the
+    node. If each GPU of a node has a ring of its own, the rings share these links.
     """
     if name == "tensor":
         return setting.tensor_parallel_size, 1, setting.nvlink_gbs
-    # The ring of replicas has one rank of each node.
+    # A ring of replicas has one rank on each node, so all its messages use the network.
     if name == "replicas":
         return setting.replicas, setting.replicas, setting.network_gbs
     ranks = setting.ranks if setting.chapter == "02" else setting.shards
     local_ranks = setting.gpus_per_node // setting.tensor_parallel_size
     if name == "context":
         ranks = setting.context_parallel_size
-    # EP: consecutive ranks have different experts.
+    # EP: consecutive ranks have different experts, so fewer ranks of each node share the shards of
+    # an expert.
     if name == "expert copy":
         ranks = setting.expert_shards
         local_ranks = max(1, setting.gpus_per_node // setting.expert_parallel_size)
@@ -188,10 +191,11 @@ def overlapped(count, compute, communication):
 
 
 class StepTime:
-    """Add up the seconds of a step: `seconds` is the sum, and `busy` has parts of this sum.
+    """Add up the seconds of a step in `seconds`.
 
-    `sent` has the bytes that a rank sends in each ring. `sent["network"]` has the bytes that leave
-    the node.
+    `busy` has the seconds of computation and of each kind of collective, and these seconds may
+    overlap. `sent` has the bytes that a rank sends in each ring. `sent["network"]` has the bytes
+    that leave the node.
     """
 
     def __init__(self, setting):
@@ -200,10 +204,11 @@ class StepTime:
         ranks = setting.tensor_parallel_size * setting.context_parallel_size
         parts = [self.tokens / ranks * seconds for seconds in forward_seconds(setting)]
         matrices, attention, cheap, head = parts
-        # The last of the ranks that gather keys and values attends to all keys.
+        # Plan for the last context-parallel rank, because its tokens attend to the most keys.
         if setting.context_parallel_style == "gather":
             attention *= 2 - 1 / setting.context_parallel_size
-        # Compute the seconds of a micro-batch in each pass of a layer, and in the output layer.
+        # Compute the seconds of a micro-batch in a layer's forward pass, in both passes of the
+        # head, and in a layer's backward pass.
         self.forward, self.head = matrices + attention + cheap, 3 * head
         self.backward = 2 * self.forward + self.repeated(matrices, attention, cheap)
         # LoRA: the backward pass computes no gradients of frozen matrices.
@@ -229,34 +234,40 @@ class StepTime:
         self.seconds += self.optimizer_step(len(stages))
 
     def repeated(self, matrices, attention, cheap):
-        """Return the seconds that a layer's recomputation takes, of the seconds of its parts."""
+        """Return the seconds that recomputation adds to a layer, from the seconds of its parts."""
         full = matrices + attention + cheap
         return {"none": 0.0, "selective": cheap, "full": full}[self.setting.recompute]
 
     def send(self, name, kind, size, times=1):
-        """Count `times` equal collectives; return the seconds of a single collective."""
+        """Add up the seconds and the bytes of `times` equal collectives.
+
+        Return the seconds of one collective.
+        """
         ranks, nodes, gbs = ring(self.setting, name)
         seconds, sent = collective(self.setting, kind, size, ranks, nodes, gbs)
         self.busy[name] += times * seconds
         self.sent[name] += times * sent
-        # A ring leaves each node once.
+        # Divide the bytes that leave a node among the node's ranks, because a ring leaves each node
+        # only once.
         if nodes > 1:
             self.sent["network"] += times * sent * nodes / ranks
         return seconds
 
     def add_blocking_collectives(self):
-        """Add the collectives that computation waits for: the collectives of TP, CP and EP."""
+        """Add the collectives of TP, CP and EP, because both passes wait for the results."""
         setting, config, count = self.setting, self.model.config, self.setting.accumulation
         repeats = setting.recompute != "none"
-        # TP: a layer has 4 collectives of hidden states per pass; recomputation repeats 3 of them.
+        # TP: a layer has 4 collectives of hidden states in each pass, and recomputation repeats 3
+        # of these collectives.
         hidden = self.tokens * config.hidden_size * setting.compute_bytes
         hidden /= setting.context_parallel_size
         times = count * self.depth * (8 + 3 * repeats)
         seconds = self.send("tensor", "all-gather", hidden, times)
         self.forward += 4 * seconds
         self.backward += (4 + 3 * repeats) * seconds
-        # TP: add two all-to-alls, of the embedding's result and of its gradient, which take as long
-        # as all-gathers of one rank's part. Add the collectives of the head's weights and gradient.
+        # TP: add two all-to-alls, of the embedding's result and of the result's gradient. Each
+        # takes as long as an all-gather of one rank's part. Add two collectives of the head, too:
+        # of its weights, and of the gradient of its weights.
         if setting.pipeline_parallel_size == 1:
             part = hidden / setting.tensor_parallel_size
             self.head += 2 * self.send("tensor", "all-gather", part, 2 * count)
@@ -272,7 +283,7 @@ class StepTime:
         seconds = self.send("context", "all-gather", size, times)
         self.forward += seconds
         self.backward += (1 + repeats) * seconds
-        # EP: tokens travel to their experts, and results back; the backward pass sends gradients.
+        # EP: each pass sends hidden states, or gradients, to the experts, and sends results back.
         choices = getattr(config, "num_experts_per_tok", None) or 0
         size = choices * hidden / setting.tensor_parallel_size
         share = sum(any(isinstance(s, ExpertShape) for s in layer) for layer in self.model.layers)
@@ -283,7 +294,7 @@ class StepTime:
         self.backward += (2 + 2 * repeats) * seconds
 
     def exchange(self, size, times):
-        """Return the seconds of an all-to-all of `size` bytes, which is sent `times` times.
+        """Add up `times` equal all-to-alls of `size` bytes; return the seconds of one all-to-all.
 
         A rank sends the same number of bytes to each rank of its expert-parallel group.
         """
@@ -293,7 +304,7 @@ class StepTime:
         local_ranks = min(ranks, setting.gpus_per_node)
         inside, between = size * (local_ranks - 1) / ranks, size * (ranks - local_ranks) / ranks
         seconds = max(inside / setting.nvlink_gbs, between / setting.network_gbs) / 1e9
-        # All messages start at once, so the slowest hop counts.
+        # Add the latency of only the slowest hop, because all messages start at the same time.
         _, start, local_hop, far_hop = NCCL["ring", "Simple"]
         seconds += setting.latency * (start + (far_hop if between else local_hop)) / 1e6
         self.busy["expert"] += times * seconds
@@ -302,21 +313,22 @@ class StepTime:
         return seconds
 
     def per_group(self, name, kind, size, times, seconds_per_gb=0.0):
-        """Return the seconds of a collective for a layer's weights, and for the root's weights.
+        """Return the seconds of one collective of a layer's weights, and of the root's weights.
 
-        Each weight has `size` bytes, FSDP's padding included. The layers' collectives are sent
-        `times[0]` times, and the root's `times[1]` times. Under offload, the rank also copies its
+        Each weight has `size` bytes, and FSDP's padding counts, too. Add up `times[0]` collectives
+        of layers, and `times[1]` collectives of the root. Under offload, the rank also copies its
         shard, and the copy does not overlap with the collective.
         """
         setting, seconds = self.setting, []
-        # Count only a shard, without padding, for replicas, because replicas reduce shards.
+        # For replicas, count only a shard, without padding, because replicas all-reduce shards.
         elements = shard_numbers if name == "replicas" else padded_numbers
         for groups, count in zip((self.model.layers, [self.model.root]), times, strict=True):
             shapes = [shape for group in groups for shape in group]
             shard = shard_numbers(shapes, setting) / len(groups)
             copied = setting.cpu_offload * shard * setting.weight_bytes / 1e9
             seconds.append(copied * seconds_per_gb)
-            # EP: count experts separately, because fewer ranks share the shards of an expert.
+            # EP: count experts separately, because experts and other weights have different numbers
+            # of shards.
             apart = setting.expert_parallel_size > 1
             experts = [shape for shape in shapes if apart and isinstance(shape, ExpertShape)]
             others = [shape for shape in shapes if not (apart and isinstance(shape, ExpertShape))]
@@ -338,7 +350,7 @@ class StepTime:
         return self.per_group("copy", "reduce-scatter", size, times, seconds_per_gb)
 
     def reduce_replicas(self):
-        """Return the seconds to add up the replicas' shards of a layer, and of the root."""
+        """Return the seconds to add up the replicas' gradients of a layer, and of the root."""
         size, times = self.setting.weight_bytes, (self.depth, 1)
         return self.per_group("replicas", "all-reduce", size, times)
 
@@ -350,17 +362,18 @@ class StepTime:
     def sharded_step(self):
         """Return the seconds of a step under FSDP, without the optimizer."""
         setting, depth, count = self.setting, self.depth, self.setting.accumulation
-        # The last layer stays gathered between the forward and the backward pass.
+        # Gather the last layer only once, because it stays gathered until the backward pass.
         reshards = setting.reshard_after_forward
         gather, root_gather = self.gather(count * (2 * depth - 1 if reshards else depth), count)
-        # Nothing hides the first gathers or the last reductions.
+        # Add the first gathers and the last reductions in full, because no computation hides them.
         forward = root_gather + gather + overlapped(depth, self.forward, gather)
         second_gather = gather if reshards else 0.0
         reduce, root_reduce = self.reduce(1, 1 / setting.pcie_gbs)
         seconds = count * (forward + self.head) + reduce + root_reduce
         seconds += overlapped(depth, self.backward, second_gather + reduce)
         if count > 1:
-            # Under offload, later gradients go to pageable memory, and are added up there.
+            # Under offload, the gradients of later micro-steps go to pageable host memory, where
+            # the CPU adds them to the first gradients.
             adding = 3 * setting.gpus_per_node / setting.cpu_adam_gbs
             reduce, root_reduce = self.reduce(count - 1, 1 / setting.pageable_gbs + adding)
             backward = overlapped(depth, self.backward, second_gather + reduce) + reduce
@@ -376,7 +389,7 @@ class StepTime:
         """Return the seconds of a step under DDP, whose last micro-step reduces all gradients."""
         depth, config = self.depth, self.model.config
         head = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-        # The gradient of an output layer that is not tied is ready first.
+        # Send the gradient of an untied output layer first, because it is ready first.
         first = self.send("copy", "all-reduce", 4 * head)
         size = 4 * sum(map(numbers, self.model.layers)) / depth
         layer = self.send("copy", "all-reduce", size, depth)
@@ -387,7 +400,7 @@ class StepTime:
         return self.setting.accumulation * compute - depth * self.backward + backward + root
 
     def pipeline_step(self):
-        """Return the seconds of a pipeline's step: when its last stage ends, all stages reduce."""
+        """Return the seconds of a pipeline's step, which ends with the reductions of all stages."""
         setting, depth, count = self.setting, self.depth, self.setting.accumulation
         # Each micro-batch sends hidden states and their gradients through each stage of a rank.
         size = 2 * setting.num_stages // setting.pipeline_parallel_size * count * self.tokens
@@ -421,9 +434,9 @@ class StepTime:
 
 
 def speed_of(setting, kind=StepTime):
-    """Return the speed of a setting: seconds of a step, tokens per second and GPU, and shares.
+    """Return the speed of a setting: seconds of a step, tokens per second and GPU, and two shares.
 
-    A class other than StepTime may add up the seconds.
+    `kind` is the class that adds up the seconds.
 
     `mfu` is the share of the GPUs' peak that the model's FLOPs use, without recomputation.
     `exposed` is the share of the step that a rank spends neither on computation nor on AdamW.

@@ -31,13 +31,14 @@ from transformers.integrations import moe
 # On the meta device, torch knows the shapes of grouped_mm() in bf16 only, so compute experts in a
 # loop.
 moe._can_use_grouped_mm = lambda *_: False
-# Chapters 01 to 03 let autocast compute experts in bf16, too.
+# Let autocast compute experts on the CPU in bf16, too, as it does in chapters 01 to 03.
 torch.library.register_autocast("transformers::grouped_mm_fallback", "cpu", torch.bfloat16)
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {path.parent.name[:2]: path for path in sorted(ROOT.glob("[0-9][0-9]-*/train_llm.py"))}
-# A setting can change these flags, which have these defaults.
+# The settings that the planner compares differ in these flags. The values are the defaults.
 FLAG_DEFAULTS = {"reshard_after_forward": True, "recompute": "none", "cpu_offload": False}
-# A chapter adds each of these flags; earlier chapters train as if the flag had this value.
+# Each flag has the first chapter that accepts it, and a value: earlier chapters train as if the
+# flag had this value.
 ADDED_BY = {
     "reshard_after_forward": ("04", True),
     "replicas": ("04", 1),
@@ -64,7 +65,7 @@ def fail(message):
 
 
 def at_least(minimum):
-    """Return a function that converts text to a finite number, which is at least `minimum`."""
+    """Return a function that converts a flag's text to a finite number of at least `minimum`."""
 
     def number(text):
         value = type(minimum)(text)
@@ -91,13 +92,14 @@ def refuse(message):
 
 @functools.cache
 def load_chapter(name):
-    """Import a script as a module, by a chapter's number or as "lora".
+    """Import a script by its short name: "05" is a chapter, and "lora" is fine-tuning/lora.
 
-    Replace the functions that need files or other ranks.
+    Replace functions that need files, masks in memory, or other ranks.
     """
     module = import_script(SCRIPTS.get(name, ROOT / f"fine-tuning/{name}/train_llm.py"))
     module.fail = fail
-    # Fake tensors have no random state to preserve, and a real random state needs almost no memory.
+    # Do not save the random state for recomputation, because fake tensors have no random state. A
+    # real random state needs almost no memory.
     if hasattr(module, "recompute"):
         module.recompute = functools.partial(module.recompute, preserve_rng_state=False)
     # A GPU kernel needs no mask in memory, so the stored mask here is a single number.
@@ -122,7 +124,7 @@ def import_script(path):
 
 
 def newest_chapter():
-    """Return the script of the newest chapter, which can split a model in all ways."""
+    """Return the script of the newest chapter, which supports every kind of split."""
     return load_chapter(max(SCRIPTS))
 
 
@@ -134,7 +136,7 @@ def needs_mask(setting, model):
 
 
 def check_split(setting, model):
-    """Raise an error if the newest chapter cannot split the model in this way.
+    """Raise an error if the newest chapter cannot split the model as `setting` specifies.
 
     The planner checks masks and split sequences later, when the layers run on fake tensors.
     """
@@ -145,7 +147,7 @@ def check_split(setting, model):
 
 
 def balanced(dispatch, wait=lambda: None):
-    """Return dispatch() of chapter 09 for fake tensors, whose values no rank can read.
+    """Return a version of chapter 09's dispatch() for fake tensors, which have no values.
 
     Assume that each rank sends the same number of tokens to each of the ranks that share experts.
     Call `wait` where the host would wait for the device to count the tokens.
@@ -172,7 +174,7 @@ def simulate_ranks():
 
 
 def mesh_of(ranks):
-    """Return a mesh of these simulated ranks."""
+    """Return a device mesh of these simulated ranks, with one dimension."""
     simulate_ranks()
     with unset_fake_temporarily():
         return DeviceMesh("cpu", ranks)
@@ -181,7 +183,7 @@ def mesh_of(ranks):
 def parse_training_args(words, ranks, script=None):
     """Parse the arguments of a script as rank 0 of `ranks` ranks with GPUs.
 
-    The default script is the newest chapter's.
+    Without `script`, use the script of the newest chapter.
     """
     launcher = {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}
     launcher |= {"MASTER_ADDR": "none", "MASTER_PORT": "0"}
@@ -209,13 +211,13 @@ def load_config(args):
 
 
 def copy_of_config(name):
-    """Return a configuration that the caller may change."""
+    """Return a copy of a model's configuration, which the caller may change."""
     config, _ = find_config(name)
     return copy.deepcopy(config)
 
 
 def tokenizer_of(name):
-    """Return the tokenizer of a model if this machine has it, otherwise a stand-in."""
+    """Return the tokenizer of a model; if this machine has no copy of it, return a stand-in."""
     with contextlib.suppress(Exception):
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
         # Ignore an empty tokenizer, which transformers makes from a folder without a tokenizer.
@@ -259,9 +261,9 @@ class Model:
     config: transformers.PretrainedConfig
     # Each layer has a list with the shapes of its weights.
     layers: list
-    # FSDP shards the weights outside of the layers, which have these shapes, as one more group.
+    # These are the shapes of the weights outside of the layers, which FSDP shards as one group.
     root: list
-    # This module has the weights. It is on the meta device, so it uses no memory.
+    # The model itself is on the meta device, so its weights use no memory.
     built: torch.nn.Module
 
     @property
@@ -296,7 +298,7 @@ def numbers(shapes):
 
 
 def local_numbers(shapes, setting):
-    """Return the number of elements that a rank gathers, without the experts of other ranks."""
+    """Count the elements of weights that a rank gathers; leave out the experts of other ranks."""
     experts = [shape for shape in shapes if isinstance(shape, ExpertShape)]
     others = numbers(shapes) - numbers(experts)
     return others + numbers(experts) // setting.expert_parallel_size
@@ -321,14 +323,15 @@ def padded_numbers(shapes, setting, least_shards=1):
 
 
 def shards_of(shapes, setting):
-    """Return the number of elements in a shard of each tensor, and the number of its shards."""
+    """Return two numbers for each tensor: the elements of a shard, and the number of shards."""
     found = []
     for shape in shapes:
         is_expert, (rows, *others) = isinstance(shape, ExpertShape), shape
         count = setting.expert_shards if is_expert else setting.shards
         local_rows = rows // setting.expert_parallel_size if is_expert else rows
         elements = -(-local_rows // count) * math.prod(others)
-        # placement_of() in chapter 04 shards the columns if the number of experts is no multiple.
+        # placement_of() in chapter 04 shards the columns if the number of experts is not a multiple
+        # of the number of shards.
         if len(shape) == 3 and local_rows % count and others[1] % count == 0:
             elements = local_rows * math.prod(others) // count
         found.append((elements, count))
@@ -390,7 +393,7 @@ def adapter_shapes(layers, rank):
 
 
 def muon_shapes(layers):
-    """Return the shapes of the weights with one moment in related-topics/muon.
+    """Return the shapes of the weights that related-topics/muon trains with only one moment.
 
     These weights are the matrices and the stacked experts in the layers.
     """
@@ -428,7 +431,7 @@ class Setting(SimpleNamespace):
 
     @property
     def has_expert_groups(self):
-        """Return whether FSDP gathers the experts of a layer apart, as chapter 09 does."""
+        """Return whether FSDP gathers the experts of a layer separately from its other weights."""
         return self.chapter == "09" and self.expert_parallel_size * self.tensor_parallel_size > 1
 
     @property
@@ -464,7 +467,10 @@ class Setting(SimpleNamespace):
 
 
 def setting_of(args, chapter, changes=None):
-    """Return the Setting of the arguments; `changes` replaces the flags in FLAG_DEFAULTS."""
+    """Return the Setting of the arguments.
+
+    With `changes`, first reset the flags in FLAG_DEFAULTS to their defaults.
+    """
     values = vars(args) | {"chapter": chapter}
     if changes is not None:
         values |= FLAG_DEFAULTS | changes
@@ -479,7 +485,7 @@ def setting_of(args, chapter, changes=None):
 
 
 def stages_of(setting):
-    """Return a Model for each rank of a pipeline; tensor-parallel ranks split its weights."""
+    """Return a Model for each rank of a pipeline, with one tensor-parallel rank's weights."""
     model, ranks = setting.model, setting.pipeline_parallel_size
     if setting.tensor_parallel_size > 1:
         model = model_of(model.config, setting.tensor_parallel_size)

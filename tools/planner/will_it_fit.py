@@ -68,7 +68,7 @@ def parse_args(argv=None):
     args, args.training_words = parser.parse_known_args(argv)
     args.ranks = args.nodes * args.gpus_per_node
     words, ranks = args.training_words, args.ranks
-    # Parse as a single rank, because each layout later sets its own flags and checks the ranks.
+    # Parse the flags for a single rank, because each layout later sets and checks its own split.
     if args.layouts:
         words, ranks = [*words, *ALONE.split()], 1
     vars(args).update(vars(parse_training_args(words, ranks)))
@@ -85,7 +85,8 @@ def parse_args(argv=None):
     if gpus % size:
         problem = f"not a divisor of --gpus-per-node {gpus}, but a group must fit on a node"
         fail(f"--tensor-parallel-size {size}: {problem}; choose a divisor")
-    # Plan with the chapter that introduced the split. Later chapters keep earlier splits.
+    # Plan with the chapter that introduced the last of the chosen splits, because later chapters
+    # keep earlier splits.
     splits = {"tensor": "06", "pipeline": "07", "context": "08", "expert": "09"}
     for name, chapter in splits.items():
         if getattr(args, f"{name}_parallel_size") > 1:
@@ -102,7 +103,7 @@ def parse_args(argv=None):
 
 
 def build_parser():
-    """Return a parser with the flags of the plan and of the machines."""
+    """Build the parser for the planner's own flags: the plan, the machines and the speeds."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
         epilog="All flags of the newest chapter's script are accepted, also from @FILE. The exit "
@@ -189,7 +190,7 @@ def plans_of_layouts(args):
 
 
 def plans_of_settings(args):
-    """Return the plan of the chosen setting, and the plans of all settings of its chapter.
+    """Return the plan of the chosen setting, and the plans of all settings of candidates().
 
     `refused` has the reason for each setting that has no plan.
     """
@@ -204,7 +205,7 @@ def plans_of_settings(args):
 
 
 def candidates(args):
-    """Return the settings to try, and their changes of the flags.
+    """Return the names of the settings to try, with the flags that each setting changes.
 
     From chapter 06 on, several ranks share a sample. Chapters 02 and 04 would split the batch into
     different micro-batches, so their settings are left out.
@@ -218,7 +219,7 @@ def candidates(args):
 
 
 def show_machines(args, model):
-    """Print the model, the machines, and the batch."""
+    """Print the size of the model, the source of its shapes, and the machines."""
     print(f"{args.model_name}: {model['weights']:,} weights in {model['layers']} layers")
     print(f"shape from: {model['source']}")
     gpus = f"{args.nodes} × {args.gpus_per_node} GPUs of {args.gpu_memory_gib:g} GiB"
@@ -249,7 +250,8 @@ def show(args, plan):
     if asked["speed"]:
         print(f"speed: {speed_text(args, asked)}")
         if args.pair_tokens:
-            # The reference pass needs no memory of its own, because it runs before step 1.
+            # The reference pass is three times as fast as training, because it has no backward
+            # pass. It needs no extra memory, because it runs before step 1.
             tokens_per_second = 3 * asked["speed"]["tokens_per_second"] * args.ranks
             minutes = args.pair_tokens / tokens_per_second / 60
             print(f"reference pass: {minutes:,.1f} minutes, a third of the time of training steps")
@@ -305,13 +307,13 @@ def speed_text(args, plan):
 
 
 def show_rows(rows):
-    """Print a line for each name and its number of bytes."""
+    """Print a line for each part of the memory: its name, and its size in GiB or MiB."""
     for name, size in rows.items():
         print(f"  {name:20}{text_of(size):>16}")
 
 
 def show_line(args, plan):
-    """Print in one line whether the chosen setting fits."""
+    """Print in one line whether the chosen setting fits, and how much memory it needs."""
     plan, machines = plan["asked"], f"{args.nodes} × {args.gpus_per_node} GPUs"
     print(
         f"{args.model_name} on {machines} of {args.gpu_memory_gib:g} GiB: {verdict(plan)}; "
@@ -321,7 +323,7 @@ def show_line(args, plan):
 
 
 def text_of(size):
-    """Return a number of bytes as text: in GiB, or in MiB if it is below 0.1 GiB."""
+    """Format a number of bytes in GiB, or in MiB if it is below 0.1 GiB."""
     if not size:
         return "0"
     if abs(size) < GIB / 10:
@@ -332,7 +334,7 @@ def text_of(size):
 def verdict(plan, sizes=False):
     """Return "fits", "tight" or "no", and the names of the memories that are too small.
 
-    A memory is tight if the run may need more than it has: a tenth more than its plan.
+    A memory is tight if less than a tenth of its planned use stays free.
     """
     margins = {name: plan[f"{name}_margin"] for name in ("gpu", "host")}
     too_small = [name for name, size in margins.items() if size < 0]
@@ -344,9 +346,9 @@ def verdict(plan, sizes=False):
 
 
 def main():
-    """Print the plan; exit with 0 if the chosen setting fits, and with 1 if it does not."""
+    """Print the plan; exit with 1 if the chosen setting, or every layout, is too large."""
     args = parse_args()
-    # Warnings would hide the error message, which is a single line.
+    # Hide warnings, because readers would overlook an error message of one line among them.
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     plan = make_plan(args)

@@ -1,6 +1,8 @@
 """Configure Sphinx for the site, which pages.py builds."""
 
+import json
 import re
+from pathlib import Path
 
 from docutils import nodes
 
@@ -19,12 +21,17 @@ html_extra_path = ["files"]
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_js_files = ["step.js"]
+html_js_files = ["site.js", "step.js", "figures.js"]
 html_copy_source = False
 html_use_index = False
 html_show_sphinx = False
 html_show_copyright = False
-copybutton_exclude = ".linenos, .gp, .go"
+copybutton_selector = "div.highlight-bash pre"
+templates_path = ["templates"]
+html_additional_pages = {"search": "search.html", "404": "404.html"}
+html_context = {"folders": [path.name for path in Path(__file__).parent.iterdir() if path.is_dir()]}
+# If the head of a table begins with one of these words, each row answers a question.
+ANSWERS = ("you see", "question", "your run")
 
 
 def explain_terms(app, doctree):
@@ -46,5 +53,59 @@ def explain_terms(app, doctree):
             break
 
 
+def name_rows(app, doctree):
+    """Give each row that answers a question an anchor, so that a search leads to it."""
+    for body in list(doctree.findall(nodes.tbody)):
+        for row in body if answers(body.parent) else ():
+            row["ids"].append(f"row-{nodes.make_id(row[0].astext())[:50]}")
+
+
+def answers(table):
+    """Return whether each row of a table answers a question."""
+    head = next(table.findall(nodes.thead), None)
+    return head is not None and head.astext().startswith(ANSWERS)
+
+
+def write_search_index(app, error):
+    """Write a script with the titles, anchors and texts of all sections and answers."""
+    pages = sorted(page for page in app.env.found_docs if not page.endswith("/diff"))
+    trees = {app.builder.get_target_uri(page): app.env.get_doctree(page) for page in pages}
+    index = {url: entries_of(doctree) for url, doctree in trees.items()}
+    script = f"const SEARCH_INDEX = {json.dumps(index, ensure_ascii=False)};"
+    (Path(app.outdir) / "search-index.js").write_text(script)
+
+
+def entries_of(doctree):
+    """Return a page's title and, for each section and answer, its anchor, titles and text."""
+    found = []
+    for node in doctree.findall(lambda node: isinstance(node, nodes.section | nodes.row)):
+        own = node.deepcopy()
+        for inner in list(own.findall(is_left_out)):
+            inner.parent.remove(inner)
+        between = " · " if isinstance(node, nodes.row) else " "
+        text = between.join(" ".join(part.astext().split()) for part in own[1:])
+        if text and node["ids"]:
+            found.append((node["ids"][0], titles_of(node)[1:], text))
+    return doctree.next_node(nodes.title).astext(), found
+
+
+def is_left_out(node):
+    """Return whether the text of a section does not include a node, such as an inner section."""
+    is_diff = isinstance(node, nodes.literal_block) and node.get("language") == "diff"
+    is_answers = isinstance(node, nodes.table) and answers(node)
+    is_section = isinstance(node, nodes.section) and node.parent is not None
+    return is_section or is_answers or is_diff or isinstance(node, nodes.raw | nodes.comment)
+
+
+def titles_of(node):
+    """Return the titles of the sections around a section or a row, from the page to its own."""
+    above = [] if isinstance(node, nodes.document) else titles_of(node.parent)
+    return [*above, node[0].astext()] if isinstance(node, nodes.section | nodes.row) else above
+
+
 def setup(app):
     app.connect("doctree-read", explain_terms)
+    app.connect("doctree-read", name_rows)
+    app.connect("build-finished", write_search_index)
+    # Our own search shows excerpts without a server, so omit Sphinx's.
+    app.connect("builder-inited", lambda app: setattr(app.builder, "search", False))

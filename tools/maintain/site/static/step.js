@@ -1,25 +1,18 @@
-// On a page that shows a README beside the diff of its script: a heading in the README scrolls the
-// diff to the first function that the text below the heading shows.
-addEventListener("load", () => {
-  const read = document.querySelector(".step > .read");
-  if (!read) return;
+// On a page that shows a README beside the diff of its script: show the diff side by side if the
+// window is wide, or if the reader has chosen it.
+addEventListener("DOMContentLoaded", () => {
+  const split = document.querySelector("#split");
+  if (!split) return;
   // An unchanged line is in the page once, on the right.
-  for (const { cells } of document.querySelectorAll(".script tr"))
-    if (!cells[1].className) cells[1].innerHTML = cells[3].innerHTML;
-
-  function show(heading) {
-    const section = heading.closest("section");
-    const shown = section.textContent.match(/^@@ (\w+) @@$/m);
-    const part = shown && document.querySelector(`[data-part="${shown[1]}"]`);
-    if (!part) return;
-    part.open = true;
-    part.scrollIntoView({ block: "start" });
-    heading.scrollIntoView({ block: "start" });
+  for (const right of document.querySelectorAll(".rows > [data-old]")) {
+    const left = right.cloneNode(true);
+    left.start = right.dataset.old;
+    left.ariaHidden = "true";
+    right.before(left);
   }
-
-  const headings = [...read.querySelectorAll("h2, h3")];
-  for (const heading of headings) heading.addEventListener("click", () => show(heading));
-  const first = headings.find((heading) => /^@@ \w+ @@$/m.test(heading.parentElement.textContent)
-    && !heading.parentElement.querySelector("section"));
-  if (first && !location.hash) show(first);
+  const wide = matchMedia("(min-width: 1700px)");
+  const show = () => { split.checked = localStorage.split ? localStorage.split === "yes" : wide.matches; };
+  show();
+  wide.addEventListener("change", show);
+  split.addEventListener("change", () => { localStorage.split = split.checked ? "yes" : "no"; });
 });
