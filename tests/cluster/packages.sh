@@ -8,7 +8,6 @@ packages=(
     openssh-server openssh-client pdsh openmpi-bin mpich
     iproute2 nftables procps util-linux tmux
     bzip2 gzip xz-utils zstd
-    chromium
 )
 # In CI, the tests of the site need a browser. Ubuntu has no package of this one.
 [[ ${CI:-} != true ]] || ! grep -qx ID=debian /etc/os-release || packages+=(chromium)
