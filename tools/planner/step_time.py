@@ -28,6 +28,7 @@ whose sizes are fitted to half of the published runs (scale.py):
   the most keys.
 """
 
+import functools
 from collections import Counter
 
 from training_step import (
@@ -76,6 +77,7 @@ NCCL = {
 }
 
 
+@functools.cache
 def active_numbers(model):
     """Return the number of weights in the layers, with only the experts that a token uses."""
     num_used, total = getattr(model.config, "num_experts_per_tok", None) or 1, 0
