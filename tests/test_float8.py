@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import harness
 from conftest import (
+    ROOT,
     SCRIPTS,
     SHORT,
     change_file,
@@ -345,6 +346,21 @@ def test_resume_repeats_the_curve_and_the_weights(root):
     assert "step-00000010" in first["stdout"].partition("continuing from")[2]
     assert difference(metrics(root / "ranks2"), metrics(root / "resumed")) == 0
     assert have_same_weights(root / "ranks2", root / "resumed")
+
+
+def test_largest_differences_of_seeds_are_in_the_table():
+    """Let one run differ: the first seed in float8 on 4 ranks, most in step 2."""
+    seeds = harness.load(ROOT / "related-topics/float8/seeds.py")
+    rows = [
+        {"seed": seed, "precision": precision, "ranks": ranks, "val_loss": 2.0}
+        | {"loss": [3.0, 2.0], "grad_norm": [1.0, 5.0]}
+        for seed in range(2)
+        for precision, ranks in seeds.RUNS
+    ]
+    rows[seeds.RUNS.index(("float8", 4))] |= {"val_loss": 1.5, "loss": [3.25, 1.0]}
+    by_layout, by_precision, in_bf16 = seeds.differences(rows).values()
+    assert by_layout == {"val_loss": 0.5, "mean": 0.625, "step": 1.0, "norm": 5.0}
+    assert by_precision["step"] == in_bf16["step"] == 0
 
 
 @pytest.mark.exhaustive

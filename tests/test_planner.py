@@ -1,6 +1,8 @@
 """Test the planner: known bytes and speeds, plausible verdicts, real runs, bad input."""
 
+import itertools
 import json
+import math
 import re
 import shlex
 import sys
@@ -10,6 +12,7 @@ from statistics import median
 import pytest
 
 import dry_run
+import fit
 import layouts
 import scale
 import training_step
@@ -252,6 +255,16 @@ def test_every_plan_has_gpu_hours_and_a_price():
         assert f"{cost} dollars" in text
 
 
+def test_brief_plan_has_gpu_hours_and_a_price_if_it_fits(monkeypatch, capsys):
+    options = f"@{ROOT}/05-large-model/configs/llama-3.1-8b.args --brief --dollars-per-gpu-hour 2"
+    assert main(monkeypatch, f"{options} --tokens 1e9") == 0
+    cost = r"; 1 billion tokens, ([\d.]+) GPU-hours, ([\d.]+) dollars\n$"
+    hours, dollars = map(float, re.search(cost, capsys.readouterr().out).groups())
+    assert dollars == pytest.approx(2 * hours, abs=0.11)
+    assert main(monkeypatch, f"{options} --gpu-memory-gib 8") == 1
+    assert "GPU-hours" not in capsys.readouterr().out
+
+
 def test_lora_is_faster_than_all_weights_as_published():
     """Compare with NVIDIA's runs of Llama 3 8B on 8 H100s: 1.32 s per step, and 0.92 s with LoRA.
 
@@ -327,6 +340,25 @@ def test_every_other_row_of_a_source_is_fitted():
         groups[row["run"].partition(",")[0], row["gpu"]].append(row["fitted"])
     for fitted in groups.values():
         assert fitted == [number % 2 == 0 for number in range(len(fitted))]
+
+
+def test_fitted_numbers_have_the_smallest_loss():
+    """Change each number in use by a tenth: the fitted half is then predicted less well."""
+    runs, _ = fit.published_runs()
+    used = {name: value for name, (_, value) in fit.NUMBERS.items()}
+    smallest = fit.loss_of(runs, used)
+    for name, factor in itertools.product(used, (0.9, 1.1)):
+        assert fit.loss_of(runs, used | {name: used[name] * factor}) > smallest, name
+
+
+def test_fit_finds_the_smallest_loss(monkeypatch):
+    def distance(_, numbers):
+        return sum(math.log(numbers[name] / used) ** 2 for name, (_, used) in fit.NUMBERS.items())
+
+    monkeypatch.setattr(fit, "loss_of", distance)
+    assert fit.fit([]) == {
+        name: pytest.approx(used, rel=0.02) for name, (_, used) in fit.NUMBERS.items()
+    }
 
 
 def test_published_mixtures_are_predicted_as_the_page_says():

@@ -15,7 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, placement_types
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
@@ -163,16 +164,15 @@ def trace(setting):
     # lack.
     copy_fake = mock.patch.object(torch.Tensor, "__deepcopy__", lambda t, _: t.detach().clone())
     exchange = mock.patch.object(placement_types, "shard_dim_alltoall", reshape_locally)
-    with FakeTensorMode(), copy_fake, exchange:
+    # DTensor runs extra operations to learn the shapes of results. Hide them from the recorder.
+    learn = ShardingPropagator._propagate_tensor_meta_non_cached
+    unrecorded = mock.patch.object(ShardingPropagator, learn.__name__, without_modes(learn))
+    with FakeTensorMode(), copy_fake, exchange, unrecorded:
         small = small_model(setting)
         ids = torch.zeros(setting.micro_batch_size, setting.seq_length, dtype=torch.long)
         inputs = {"input_ids": ids[:, :length], "use_cache": False}
         if setting.tensor_parallel_size * setting.context_parallel_size > 1:
             inputs["position_ids"] = torch.arange(length)[None]
-            # On first use, DTensor runs extra operations to learn the shapes of results. Run once
-            # before recording, so that they are not counted.
-            loss_of(small, inputs, ids).backward()
-            small.zero_grad()
         record = Recorder()
         watch(setting, small, record)
         with record, torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast):
@@ -189,6 +189,16 @@ def loss_of(model, inputs, labels):
     """Return the loss; keep its logits alive as long as loss_of() in the chapters does."""
     logits = model(**inputs).logits
     return model.loss_function(logits, labels)
+
+
+def without_modes(function):
+    """Return a function that no mode, such as Recorder, sees."""
+
+    def call(*args):
+        with _disable_current_modes():
+            return function(*args)
+
+    return call
 
 
 def reshape_locally(tensor, gather_dim, shard_dim, mesh, mesh_dim):

@@ -4,7 +4,7 @@ The speed of a link is the speed that NCCL reaches, not the maker's number: 370 
 ring inside a node of H100s (https://github.com/NVIDIA/nccl-tests/issues/212), and 47 of 50 GB/s for
 a 400 Gb/s adapter (issue 290). Other links get the same shares of their maker's number. An RTX 4090
 cannot reach the memory of its neighbors, so its data passes through the host at half the speed.
-Shares of the peak are fitted to published runs on A100s and H100s (step_time.py); other GPUs get
+Shares of the peak are fitted to published runs on A100s and H100s (fit.py); other GPUs get
 the shares of the H100. The speed of the network is that of the maker's own nodes with eight GPUs;
 nodes in a cloud may have a slower network.
 """

@@ -3,9 +3,9 @@
 Here:  python tools/planner/scale.py
 
 Each row of the file has a command line of the planner, which shows the row in detail.
-Published runs trained in bf16, unless their name says Float8. The constants of step_time.py and
-gpus.py were fitted to the rows with "fitted", every other row of each source on each GPU. MPT is
-planned as a Llama with the same number of weights. torchtitan's H100s had a limit of 500 W, and
+Published runs trained in bf16, unless their name says Float8. fit.py fits the constants of
+step_time.py and gpus.py to the rows with "fitted", every other row of each source on each GPU. MPT
+is planned as a Llama with the same number of weights. torchtitan's H100s had a limit of 500 W, and
 their peak is fitted, too: 875 TFLOP/s. A pipeline of 8 stages needs 8 nodes. A tensor-parallel
 group processes the same number of samples as its ranks would alone.
 """

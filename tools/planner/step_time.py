@@ -1,7 +1,7 @@
 """Predict the seconds of a training step by formulas, and from them tokens per second.
 
 Times are in seconds, sizes in bytes, and rates in GB/s. The speed of computation has three causes,
-whose sizes are fitted to half of the published runs (scale.py):
+whose sizes are fitted to half of the published runs (fit.py):
 
 - Matrix products and attention reach different shares of a GPU's peak (gpus.py). Small products are
   slower: with HALF_WORK values of hidden states, a product reaches half of the share.
@@ -28,6 +28,7 @@ whose sizes are fitted to half of the published runs (scale.py):
   the most keys.
 """
 
+import functools
 from collections import Counter
 
 from training_step import (
@@ -78,6 +79,7 @@ NCCL = {
 }
 
 
+@functools.cache
 def active_numbers(model):
     """Count the weights in the layers; among the experts, count only those that one token uses."""
     num_used, total = getattr(model.config, "num_experts_per_tok", None) or 1, 0

@@ -98,6 +98,9 @@ def load_chapter(name):
     """
     module = import_script(SCRIPTS.get(name, ROOT / f"fine-tuning/{name}/train_llm.py"))
     module.fail = fail
+    # Search a model for its layers and experts only once, because a large model has many modules.
+    for name in {"layers_of", "experts_of"} & vars(module).keys():
+        setattr(module, name, functools.cache(getattr(module, name)))
     # Do not save the random state for recomputation, because fake tensors have no random state. A
     # real random state needs almost no memory.
     if hasattr(module, "recompute"):
@@ -340,7 +343,7 @@ def shards_of(shapes, setting):
 
 def model_of(config, tp_size=1):
     """Return the shapes of a model on one of `tp_size` ranks; build each model only once."""
-    key = (config.to_json_string(), tp_size)
+    key = (config.to_json_string(use_diff=False), tp_size)
     if key not in BUILT_MODELS:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -358,7 +361,7 @@ def split_matrices(model, tp_size):
 
 def shapes_in(model, modules):
     """Return a Model with the shapes of the weights in `modules`."""
-    modules, layers = list(modules), newest_chapter().layers_of(model)
+    modules, layers = list(modules), set(newest_chapter().layers_of(model))
     layers = [module for module in modules if module in layers]
     in_layers = {weight for layer in layers for weight in layer.parameters()}
     direct_weights = (module.parameters(recurse=False) for module in modules)

@@ -295,15 +295,20 @@ def speed_text(args, plan):
     speed = plan["speed"]
     text = f"{speed['tokens_per_second']:,.0f} tokens/s per GPU, {speed['mfu']:.1%} MFU, "
     text += f"{speed['exposed']:.1%} of a step waits for communication"
-    hours = args.tokens / speed["tokens_per_second"] / 3600
-    days = hours / args.ranks / 24
+    days = args.tokens / speed["tokens_per_second"] / args.ranks / 86400
     text += f", {days:,.2f} days" if days >= 0.1 else f", {1440 * days:,.1f} minutes"
-    millions = args.tokens / 1e6
+    signal = f"SBATCH_SIGNAL=B:USR1@{plan['stop_seconds']}"
+    return f"{text} for {cost_text(args, plan)}; under Slurm: {signal}"
+
+
+def cost_text(args, plan):
+    """Return the number of tokens, the GPU-hours and the price of the run as text."""
+    hours, millions = args.tokens / plan["speed"]["tokens_per_second"] / 3600, args.tokens / 1e6
     count = f"{millions / 1e3:,.4g} billion" if millions >= 1e3 else f"{millions:,.4g} million"
-    text += f" for {count} tokens, {hours:,.1f} GPU-hours"
+    text = f"{count} tokens, {hours:,.1f} GPU-hours"
     if args.dollars_per_gpu_hour:
         text += f", {hours * args.dollars_per_gpu_hour:,.2f} dollars"
-    return f"{text}; under Slurm: SBATCH_SIGNAL=B:USR1@{plan['stop_seconds']}"
+    return text
 
 
 def show_rows(rows):
@@ -313,13 +318,17 @@ def show_rows(rows):
 
 
 def show_line(args, plan):
-    """Print in one line whether the chosen setting fits, and how much memory it needs."""
+    """Print in one line whether the chosen setting fits, its memory, and what the run costs."""
     plan, machines = plan["asked"], f"{args.nodes} × {args.gpus_per_node} GPUs"
-    print(
-        f"{args.model_name} on {machines} of {args.gpu_memory_gib:g} GiB: {verdict(plan)}; "
-        f"a GPU {text_of(plan['gpu_total'])} of tensors, {text_of(plan['gpu_needs'])} with all "
-        f"else; a host {text_of(plan['host_needs'])}"
-    )
+    tensors, all_else = text_of(plan["gpu_total"]), text_of(plan["gpu_needs"])
+    parts = [
+        f"{args.model_name} on {machines} of {args.gpu_memory_gib:g} GiB: {verdict(plan)}",
+        f"a GPU {tensors} of tensors, {all_else} with all else",
+        f"a host {text_of(plan['host_needs'])}",
+    ]
+    if plan["speed"]:
+        parts.append(cost_text(args, plan))
+    print("; ".join(parts))
 
 
 def text_of(size):
