@@ -23,7 +23,7 @@ SOURCES = {
     "collective ring overlapped StepTime speed_of",
     "layouts": "GIB plan_of stop_seconds checkpoint_bytes ways_to_split best_layouts launcher "
     "best_of state_fits",
-    "will_it_fit": "checkpoint_text speed_text text_of verdict",
+    "will_it_fit": "checkpoint_text speed_text cost_text text_of verdict",
 }
 
 
