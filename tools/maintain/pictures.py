@@ -377,9 +377,9 @@ def gather_and_reshard():
         ("01", "layers 2, 3, ... the same,\nbut keep the last layer"),
         ("01", "backward: last layer, ..., layer 2"),
         ("0=1", "all-gather layer 1 again"),
-        ("01", "full gradients of layer 1"),
+        ("01", "full gradients of layer 1,\nthen free the other rank's half"),
         ("0=1", "reduce-scatter:\nmy gradients for your half"),
-        ("01", "average, free layer 1"),
+        ("01", "average"),
         ("01", "each optimizer updates its own shards"),
     ]
     heads = (110, "teal", "rank 0:\nhalf of each layer"), (330, "blue", "rank 1:\nthe other half")
