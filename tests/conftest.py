@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -340,6 +341,21 @@ def cluster(machine):
     """Start a new cluster for each test; a start takes about a second."""
     with Cluster() as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Start Chromium without a window for the tests of a module."""
+    from playwright.sync_api import sync_playwright
+
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("there is no chromium; run CI=true bash tests/cluster/packages.sh")
+    with sync_playwright() as playwright:
+        # Root cannot use Chromium's sandbox.
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(scope="session")

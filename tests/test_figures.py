@@ -1,27 +1,19 @@
 """Test that the site's figures that move compute what the pictures of the chapters show."""
 
-import shutil
-
 import pytest
 
 import pictures
 from conftest import ROOT
 
-playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs the Debian package chromium")
-
 
 @pytest.fixture(scope="module")
-def page():
-    """Return a page with two pictures, and the interactive figures that figures.js adds to them."""
+def page(browser):
+    """Return a page with the pictures of chapters 04 and 07, and the figures below them."""
     images = '<p><img src="04-holds-light.svg"></p><p><img src="07-1f1b-light.svg"></p>'
     script = (ROOT / "tools/maintain/site/static/figures.js").read_text()
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page()
-        page.set_content(f"<body>{images}<script>{script}</script></body>")
-        yield page
+    page = browser.new_page()
+    page.set_content(f"<body>{images}<script>{script}</script></body>")
+    return page
 
 
 def test_figures_compute_what_the_pictures_show(page):

@@ -13,7 +13,6 @@ from conftest import ROOT
 from planner_form import planner_script
 
 pytestmark = pytest.mark.tool
-playwright = pytest.importorskip("playwright.sync_api")
 SITE = ROOT / "tools/maintain/site"
 JOB = json.loads((ROOT / "benchmarks/results/scale.json").read_text())["job"]
 # Each case has a value for each name in FIELDS.
@@ -44,17 +43,6 @@ def address(tmp_path_factory):
     styles += '<link rel="stylesheet" href="../../_static/site.css">'
     page.write_text(f"<!doctype html>{styles}{(SITE / 'planner/form.html').read_text()}")
     return page.as_uri()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if not (path := shutil.which("chromium")):
-        pytest.skip("no chromium; run tests/cluster/packages.sh")
-    with playwright.sync_playwright() as started:
-        # Root cannot use the sandbox of Chromium.
-        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,10 @@ Other tests open its pages in a browser.
 """
 
 import re
-import shutil
 from collections import Counter
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import sync_playwright
 
 from chapters import chapters
 from conftest import ROOT, run_command
@@ -98,17 +96,6 @@ def test_diff_marks_changed_words(site):
 
 
 # ---- in a browser ----------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def browser():
-    path = shutil.which("chromium") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("there is no chromium; run bash tests/cluster/packages.sh")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def page(browser):
     """Open an empty page; in the end, check that its pages requested only files."""
