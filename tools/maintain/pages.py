@@ -103,8 +103,14 @@ def stage_step(chapter, stage):
     found, kind = list(split_diff(chapter)), "diff" if parent_of(chapter) else "script"
     targets = find_shown_hunks(readme, found)
     template = jinja2.Template((SITE / "step.html").read_text(), trim_blocks=True)
-    path = chapters()[chapter].relative_to(ROOT)
-    script = template.render(path=path, parts=found, first=not parent_of(chapter))
+    path, parent = chapters()[chapter].relative_to(ROOT), parent_of(chapter)
+    neighbors = {name: chapters()[name].with_name("diff.html") for name in chapters()}
+    neighbors = {
+        name: os.path.relpath(page, chapters()[chapter].parent)
+        for name, page in neighbors.items()
+        if name == parent or parent_of(name) == chapter
+    }
+    script = template.render(path=path, parts=found, parent=parent, neighbors=neighbors)
     page = f"""---
 orphan: true
 hide-toc: true
