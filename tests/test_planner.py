@@ -25,8 +25,8 @@ from on_ranks import make_model_folder
 from planner import CASES, COMMON, SMALL
 from readme import commands
 from scale import setting_from
+from setting import numbers, setting_of
 from step_time import StepTime, attention_width, speed_of
-from training_step import numbers
 
 pytestmark = pytest.mark.tool
 
@@ -467,7 +467,7 @@ def test_job_of_a_page_has_the_time_that_its_stop_takes(line, chapter, words):
     chapter = {"03": "02"}.get(chapter, chapter)
     args = will_it_fit.parse_args([*shlex.split(line_of_plan), "--chapter", chapter])
     args.model = training_step.model_of(training_step.load_config(args)[0])
-    setting = training_step.setting_of(args, chapter)
+    setting = setting_of(args, chapter)
     size = layouts.checkpoint_bytes(setting)
     needed = layouts.stop_seconds(setting, size, speed_of(setting))
     given = re.search(r"SBATCH_SIGNAL=B:USR1@(\d+)", line)
@@ -513,7 +513,7 @@ def test_gib_in_the_text_of_a_page_are_those_of_the_plan(page):
         options = will_it_fit.parse_args(without)
         options.cpu_offload &= without == args
         options.model = training_step.model_of(training_step.load_config(options)[0])
-        planned = layouts.plan_of(training_step.setting_of(options, options.chapter))
+        planned = layouts.plan_of(setting_of(options, options.chapter))
         assert int(number) == round(planned["gpu_needs"] / layouts.GIB)
 
 

@@ -20,11 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
+from setting import ATTENTION, UnsupportedModelError, kinds_of_layers
 from training_step import (
-    ATTENTION,
-    UnsupportedModelError,
     balanced,
-    kinds_of_layers,
     load_chapter,
     local,
     mesh_of,

@@ -1,35 +1,14 @@
 """Plan the memory and the speed of a layout, and find the best layouts of a training run."""
 
-import argparse
-import contextlib
 import itertools
 import math
-import re
-import shlex
-from unittest import mock
 
+from commands import layout_of, words_without_layout
 from memory import PARTS, fullest_step, host_memory, least_bytes, state_bytes
+from report import GIB
+from setting import ExpertShape, UnsupportedModelError, adapter_shapes, muon_shapes, numbers
 from step_time import speed_of
-from training_step import (
-    ROOT,
-    SCRIPTS,
-    UnsupportedModelError,
-    adapter_shapes,
-    check_split,
-    muon_shapes,
-    newest_chapter,
-    numbers,
-    parse_training_args,
-    refuse,
-    setting_of,
-    stages_of,
-)
-
-GIB = 2**30
-# These flags with a value choose a layout. Other flags with a value do not depend on the layout.
-LAYOUT_FLAGS = ["--batch-size", "--recompute", "--replicas", "--tensor-parallel-size"]
-LAYOUT_FLAGS += ["--pipeline-parallel-size", "--pipeline-schedule"]
-LAYOUT_FLAGS += ["--context-parallel-size", "--context-parallel-style", "--expert-parallel-size"]
+from training_step import stages_of
 
 
 def plan_of(setting):
@@ -93,14 +72,14 @@ def checkpoint_bytes(setting):
 
 
 def ways_to_split(args):
-    """Return the chapter of each way to split, and lists of flags to combine.
+    """Return the name and the chapter of each way to split, and lists of flags to combine.
 
     In each list, the last flags save the most memory.
     """
 
     def sizes(name, most):
         """Return a flag for each power of two above 1 that is a divisor of `most`."""
-        powers = [2**power for power in range(1, most.bit_length())]
+        powers = [2**power for power in range(1, 13)]
         return [f"--{name}-parallel-size {size}" for size in powers if most % size == 0]
 
     # The ranks of a group process the same samples, so they can use larger micro-batches.
@@ -108,34 +87,35 @@ def ways_to_split(args):
     alone = [f"--batch-size {size}" for size in sorted({batch, 1}, reverse=True)]
     together = [f"--batch-size {size}" for size in sorted({group, batch, 1}, reverse=True)]
     recompute = ["", "--recompute selective", "--recompute full"]
-    replicas = [f"--replicas {args.nodes}"] if args.nodes > 1 else []
+    replicas = [f"--replicas {args.nodes}", ""] if args.nodes > 1 else [""]
     tensor, context = (sizes(name, args.gpus_per_node) for name in ("tensor", "context"))
     stages = sizes("pipeline", min(args.ranks, 32))
     schedules = ["--pipeline-schedule interleaved-1f1b", ""]
     styles = ["", "--context-parallel-style ulysses"]
     # Chapters 06 and 07 cannot split the layers of a mixture of experts, but chapter 09 can.
-    is_mixture = len(newest_chapter().experts_of(args.model.built)) > 0
+    is_mixture = any(isinstance(shape, ExpertShape) for shape in args.model.shapes)
     tensor_chapter, both_chapter = ("09", "09") if is_mixture else ("06", "07")
-    ways = {
-        "DDP": ("02" if args.nodes == 1 else "03", [alone]),
-        "FSDP": ("04", [alone, ["--no-reshard-after-forward", ""]]),
-        "FSDP, replicas": ("04", [alone, replicas]),
-        "FSDP, recompute": ("05", [alone, [*replicas, ""], recompute[1:]]),
-        "FSDP, CPU offload": ("05", [alone, recompute, ["--cpu-offload"]]),
-        "FSDP, TP": (tensor_chapter, [together, recompute, tensor]),
-        "FSDP, PP": ("07", [alone, recompute, schedules, stages]),
-        "FSDP, TP, PP": (both_chapter, [together, recompute, schedules, tensor, stages]),
-        "FSDP, CP": ("08", [together, recompute, styles, context]),
-    }
+    ways = [
+        ("DDP", "02" if args.nodes == 1 else "03", [alone]),
+        ("FSDP", "04", [alone, ["--no-reshard-after-forward", ""]]),
+        ("FSDP, replicas", "04", [alone, replicas[:-1]]),
+        ("FSDP, recompute", "05", [alone, replicas, recompute[1:]]),
+        ("FSDP, CPU offload", "05", [alone, recompute, ["--cpu-offload"]]),
+        ("FSDP, TP", tensor_chapter, [together, recompute, tensor]),
+        ("FSDP, PP", "07", [alone, recompute, schedules, stages]),
+        ("FSDP, TP, PP", both_chapter, [together, recompute, schedules, tensor, stages]),
+        ("FSDP, CP", "08", [together, recompute, styles, context]),
+    ]
     if is_mixture:
-        ways["FSDP, EP"] = ("09", [alone, recompute, sizes("expert", min(args.ranks, 64))])
+        experts = sizes("expert", min(args.ranks, 64))
+        ways.append(("FSDP, EP", "09", [alone, recompute, experts]))
     return ways
 
 
 def best_layouts(args):
     """Return the best layout of each way to split: fastest first, too large layouts last."""
     found = []
-    for way, (chapter, choices) in ways_to_split(args).items():
+    for way, chapter, choices in ways_to_split(args):
         words = words_without_layout(args, chapter)
         lines = (" ".join(flags).split() for flags in itertools.product(*choices))
         layouts = (layout_of(args, chapter, words, line) for line in lines)
@@ -145,61 +125,6 @@ def best_layouts(args):
     return sorted(found, key=lambda layout: -(layout["speed"] or {}).get("tokens_per_second", 0))
 
 
-def words_without_layout(args, chapter):
-    """Return the words of the command line that no layout sets, and that the chapter accepts."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("-b", *LAYOUT_FLAGS):
-        parser.add_argument(flag)
-    parser.add_argument("--cpu-offload", action="store_true")
-    parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction)
-    if chapter < "04":
-        parser.add_argument("--checkpoint-async", action="store_true")
-    if chapter < "09":
-        parser.add_argument("--expert-balance-rate")
-        parser.add_argument("--expert-balance-loss")
-    return parser.parse_known_args(args.training_words)[1]
-
-
-def layout_of(args, chapter, words, layout_words):
-    """Return the setting, the command and the speed of a layout, or None if it is impossible."""
-    script = SCRIPTS[chapter].relative_to(ROOT)
-    # Return None if a chapter refuses: the samples, layers or heads may not be divisible by the
-    # ranks.
-    refusing = mock.patch.object(newest_chapter(), "fail", refuse)
-    with contextlib.suppress(UnsupportedModelError), refusing:
-        training_args = parse_training_args([*words, *layout_words], args.ranks)
-        values = argparse.Namespace(**vars(args) | vars(training_args))
-        # Plan chapter 03 as chapter 02, which trains in the same way.
-        setting = setting_of(values, "02" if chapter == "03" else chapter)
-        # Check the model, because from chapter 05 on scripts refuse some models.
-        if chapter >= "05":
-            check_split(setting, args.model)
-        script_words = [str(script), *last_of_each(words)]
-        lines = [launcher(args), shlex.join(script_words), shlex.join(layout_words)]
-        command = " \\\n    ".join(lines)
-        return {"setting": setting, "command": command, "speed": speed_of(setting)}
-    return None
-
-
-def last_of_each(words):
-    """Drop the values of a command line that a later value of the same flag overrides."""
-    flags = {}
-    for word in words:
-        if re.match("--?[a-z]", word):
-            flag = word
-            flags[flag] = []
-        flags[flag].append(word)
-    return list(itertools.chain(*flags.values()))
-
-
-def launcher(args):
-    """Return the first words of the command that starts the ranks on each node, with torchrun."""
-    if args.nodes == 1:
-        return f"torchrun --standalone --nproc-per-node {args.gpus_per_node}"
-    nodes = f"torchrun --nnodes {args.nodes} --nproc-per-node {args.gpus_per_node}"
-    return f"{nodes} --rdzv-backend c10d --rdzv-id my-run --rdzv-endpoint node1:29400"
-
-
 def best_of(layouts):
     """Return the plan of the fastest layout that fits, otherwise of the smallest layout."""
     smallest = None
@@ -207,18 +132,20 @@ def best_of(layouts):
         # Skip a layout if its weights and moments alone do not fit, because a trace takes a second.
         if layout is not layouts[-1] and not state_fits(layout["setting"]):
             continue
-        with contextlib.suppress(UnsupportedModelError):
-            setting = layout["setting"]
+        setting = layout["setting"]
+        try:
             # Skip a layout that neither fits nor is smaller, because a simulation takes long.
             lower_bound = least_bytes(setting) * (1 + setting.fragmentation)
             lower_bound += setting.gpu_overhead_gib * GIB
             if smallest and lower_bound > max(setting.gpu_memory_gib * GIB, smallest["gpu_needs"]):
                 continue
             plan = layout | plan_of(setting)
-            if plan["fits"]:
-                return plan
-            if not smallest or plan["gpu_needs"] < smallest["gpu_needs"]:
-                smallest = plan
+        except UnsupportedModelError:
+            continue
+        if plan["fits"]:
+            return plan
+        if not smallest or plan["gpu_needs"] < smallest["gpu_needs"]:
+            smallest = plan
     return smallest
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from activations import segments_of
-from training_step import (
+from setting import (
     ExpertShape,
     adapter_shapes,
     in_flight,
@@ -11,15 +11,17 @@ from training_step import (
     muon_shapes,
     numbers,
     padded_numbers,
+    power_of_two,
     shard_numbers,
-    stages_of,
 )
+from training_step import stages_of
 
 # The run on fake tensors measures these parts of a GPU's memory.
 TRACED_PARTS = ["activations", "logits"]
 # PARTS lists all parts of a GPU's memory, from parts that always exist to short-lived parts.
 PARTS = ["parameters", "gradients", "optimizer state", "gathered weights", "full gradients"]
-PARTS += [*TRACED_PARTS, "communication"]
+PARTS += TRACED_PARTS
+PARTS += ["communication"]
 
 
 def fullest_step(setting):
@@ -401,7 +403,7 @@ def host_memory(setting, part):
     pinned = 0
     for shape, count in Counter(part.shapes).items():
         shard_bytes = shard_numbers([shape], setting) * setting.weight_bytes
-        pinned += count * (1 << (shard_bytes - 1).bit_length())
+        pinned += count * power_of_two(shard_bytes)
     model, layer = setting.model, max(map(numbers, setting.model.layers), default=0)
     built_weights = model.weights if setting.chapter < "05" else numbers(model.root) + layer
     built_bytes = built_weights * (setting.weight_bytes if setting.lora_rank else 4)

@@ -14,8 +14,9 @@ import json
 import shlex
 
 import will_it_fit as planner
+from setting import setting_of
 from step_time import StepTime, speed_of
-from training_step import ROOT, load_config, model_of, setting_of
+from training_step import ROOT, load_config, model_of
 
 FILE = ROOT / "benchmarks/results/scale.json"
 # The table of the fastest layouts has these columns. Several ways to split may share a column.

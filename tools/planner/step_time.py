@@ -28,19 +28,18 @@ whose sizes are fitted to half of the published runs (fit.py):
   the most keys.
 """
 
-import functools
+import math
 from collections import Counter
 
-from training_step import (
+from setting import (
     ExpertShape,
     adapter_shapes,
     bubble,
-    newest_chapter,
     numbers,
     padded_numbers,
     shard_numbers,
-    stages_of,
 )
+from training_step import active_numbers, stages_of
 
 # A matrix product whose input has this number of values, tokens times width, reaches only half of
 # the usual speed.
@@ -77,18 +76,6 @@ NCCL = {
     ("tree", "Simple"): (0.92, 0.0, 28.0, 28.0),
     ("tree", "LL128"): (0.92 * 120 / 128, 14.0, 1.25, 8.5),
 }
-
-
-@functools.cache
-def active_numbers(model):
-    """Count the weights in the layers; among the experts, count only those that one token uses."""
-    num_used, total = getattr(model.config, "num_experts_per_tok", None) or 1, 0
-    for layer in newest_chapter().layers_of(model.built):
-        for name, weight in layer.named_parameters():
-            # Count only the experts that a token uses, in weights of the shape [experts, ...].
-            is_stacked = "experts" in name.split(".") and weight.ndim > 1
-            total += num_used * weight[0].numel() if is_stacked else weight.numel()
-    return total
 
 
 def forward_flops(setting):
@@ -154,7 +141,7 @@ def collective(setting, kind, size, ranks, nodes, gbs):
         if algorithm == "ring":
             hops, wire = (rounds * (ranks - nodes), rounds * (nodes - 1)), sent
         elif kind == "all-reduce":
-            hops, wire = (2 * (ranks / nodes - 1), 2 * (nodes - 1).bit_length()), 2 * size
+            hops, wire = (2 * (ranks / nodes - 1), 2 * math.ceil(math.log2(nodes))), 2 * size
         else:
             continue
         latency = start + hops[0] * inside + hops[1] * between

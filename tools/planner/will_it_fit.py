@@ -27,18 +27,11 @@ import transformers
 
 from framework_config import config_text
 from gpus import GPUS, gpu_kind, set_defaults
-from layouts import GIB, best_layouts, plan_of
+from layouts import best_layouts, plan_of
+from report import GIB, checkpoint_text, cost_text, speed_text, text_of, verdict
+from setting import UnsupportedModelError, bubble, setting_of
 from step_time import KERNELS, SPEEDS
-from training_step import (
-    UnsupportedModelError,
-    at_least,
-    bubble,
-    fail,
-    load_config,
-    model_of,
-    parse_training_args,
-    setting_of,
-)
+from training_step import at_least, fail, load_config, model_of, parse_training_args
 
 # The planner tries the settings in this order. Each setting gathers, copies or recomputes more
 # than the settings above it.
@@ -283,34 +276,6 @@ def show_layouts(args, plan):
             print(f"{speed_text(args, layout)}\n{layout['command']}")
 
 
-def checkpoint_text(args, plan):
-    """Return the size of a checkpoint, and the time of a save, as text."""
-    size = plan["checkpoint"] / 1e9
-    seconds, rate = size / args.storage_gbs, args.storage_gbs
-    return f"a checkpoint: {size:,.4g} GB, {seconds:,.0f} s at {rate:g} GB/s"
-
-
-def speed_text(args, plan):
-    """Return the speed of a plan as text, with the time and the cost of the run."""
-    speed = plan["speed"]
-    text = f"{speed['tokens_per_second']:,.0f} tokens/s per GPU, {speed['mfu']:.1%} MFU, "
-    text += f"{speed['exposed']:.1%} of a step waits for communication"
-    days = args.tokens / speed["tokens_per_second"] / args.ranks / 86400
-    text += f", {days:,.2f} days" if days >= 0.1 else f", {1440 * days:,.1f} minutes"
-    signal = f"SBATCH_SIGNAL=B:USR1@{plan['stop_seconds']}"
-    return f"{text} for {cost_text(args, plan)}; under Slurm: {signal}"
-
-
-def cost_text(args, plan):
-    """Return the number of tokens, the GPU-hours and the price of the run as text."""
-    hours, millions = args.tokens / plan["speed"]["tokens_per_second"] / 3600, args.tokens / 1e6
-    count = f"{millions / 1e3:,.4g} billion" if millions >= 1e3 else f"{millions:,.4g} million"
-    text = f"{count} tokens, {hours:,.1f} GPU-hours"
-    if args.dollars_per_gpu_hour:
-        text += f", {hours * args.dollars_per_gpu_hour:,.2f} dollars"
-    return text
-
-
 def show_rows(rows):
     """Print a line for each part of the memory: its name, and its size in GiB or MiB."""
     for name, size in rows.items():
@@ -329,29 +294,6 @@ def show_line(args, plan):
     if plan["speed"]:
         parts.append(cost_text(args, plan))
     print("; ".join(parts))
-
-
-def text_of(size):
-    """Format a number of bytes in GiB, or in MiB if it is below 0.1 GiB."""
-    if not size:
-        return "0"
-    if abs(size) < GIB / 10:
-        return f"{size / 2**20:,.2f} MiB"
-    return f"{size / GIB:,.2f} GiB"
-
-
-def verdict(plan, sizes=False):
-    """Return "fits", "tight" or "no", and the names of the memories that are too small.
-
-    A memory is tight if less than a tenth of its planned use stays free.
-    """
-    margins = {name: plan[f"{name}_margin"] for name in ("gpu", "host")}
-    too_small = [name for name, size in margins.items() if size < 0]
-    tight = [name for name, size in margins.items() if size < plan[f"{name}_needs"] / 10]
-    word, names = ("no", too_small) if too_small else ("tight", tight)
-    by = " by" if too_small else " has"
-    words = [f"{name}{by} {text_of(abs(margins[name]))}" if sizes else name for name in names]
-    return f"{word}: {', '.join(words).replace('gpu', 'GPU')}" if names else "fits"
 
 
 def main():

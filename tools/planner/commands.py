@@ -1,0 +1,63 @@
+"""Find out with a chapter's own script whether it accepts a layout, and write its command."""
+
+import argparse
+import contextlib
+import itertools
+import re
+import shlex
+from unittest import mock
+
+from report import launcher
+from setting import UnsupportedModelError, setting_of
+from step_time import speed_of
+from training_step import ROOT, SCRIPTS, check_split, newest_chapter, parse_training_args, refuse
+
+# These flags with a value choose a layout. Other flags with a value do not depend on the layout.
+LAYOUT_FLAGS = ["--batch-size", "--recompute", "--replicas", "--tensor-parallel-size"]
+
+
+def words_without_layout(args, chapter):
+    """Return the words of the command line that no layout sets, and that the chapter accepts."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("-b", *LAYOUT_FLAGS):
+        parser.add_argument(flag)
+    parser.add_argument("--cpu-offload", action="store_true")
+    parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction)
+    if chapter < "04":
+        parser.add_argument("--checkpoint-async", action="store_true")
+    if chapter < "09":
+        parser.add_argument("--expert-balance-rate")
+        parser.add_argument("--expert-balance-loss")
+    return parser.parse_known_args(args.training_words)[1]
+
+
+def layout_of(args, chapter, words, layout_words):
+    """Return the setting, the command and the speed of a layout, or None if it is impossible."""
+    script = SCRIPTS[chapter].relative_to(ROOT)
+    # Return None if a chapter refuses: the samples, layers or heads may not be divisible by the
+    # ranks.
+    refusing = mock.patch.object(newest_chapter(), "fail", refuse)
+    with contextlib.suppress(UnsupportedModelError), refusing:
+        training_args = parse_training_args([*words, *layout_words], args.ranks)
+        values = argparse.Namespace(**vars(args) | vars(training_args))
+        # Plan chapter 03 as chapter 02, which trains in the same way.
+        setting = setting_of(values, "02" if chapter == "03" else chapter)
+        # Check the model, because from chapter 05 on scripts refuse some models.
+        if chapter >= "05":
+            check_split(setting, args.model)
+        script_words = [str(script), *last_of_each(words)]
+        lines = [launcher(args), shlex.join(script_words), shlex.join(layout_words)]
+        command = " \\\n    ".join(lines)
+        return {"setting": setting, "command": command, "speed": speed_of(setting)}
+    return None
+
+
+def last_of_each(words):
+    """Drop the values of a command line that a later value of the same flag overrides."""
+    flags = {}
+    for word in words:
+        if re.match("--?[a-z]", word):
+            flag = word
+            flags[flag] = []
+        flags[flag].append(word)
+    return list(itertools.chain(*flags.values()))

@@ -1,0 +1,234 @@
+"""Define the setting of a plan: the arguments, and the shapes of the model's weights.
+
+This module, memory.py, step_time.py, layouts.py and report.py compute only with numbers, so they
+also run in MicroPython in a browser: see form_model.py.
+"""
+
+import math
+from types import SimpleNamespace
+
+# The settings that the planner compares differ in these flags. The values are the defaults.
+FLAG_DEFAULTS = {"reshard_after_forward": True, "recompute": "none", "cpu_offload": False}
+# Each flag has the first chapter that accepts it, and a value: earlier chapters train as if the
+# flag had this value.
+ADDED_BY = {
+    "reshard_after_forward": ("04", True),
+    "replicas": ("04", 1),
+    "recompute": ("05", "none"),
+    "cpu_offload": ("05", False),
+    "checkpoint_async": ("04", False),
+    "tensor_parallel_size": ("06", 1),
+    "pipeline_parallel_size": ("07", 1),
+    "expert_parallel_size": ("09", 1),
+}
+# The formulas know the memory and the FLOPs of these kinds of layers.
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+class UnsupportedModelError(Exception):
+    """Report that a chapter cannot train the model, with the error line of the chapter."""
+
+
+class Model:
+    """Hold the shapes of a model's weights.
+
+    Each layer has a list with the shapes of its weights. `root` has the shapes of the weights
+    outside of the layers, which FSDP shards as one group. `built` is the model itself; it is on the
+    meta device, so its weights use no memory.
+    """
+
+    def __init__(self, config, layers, root, built=None):
+        self.config, self.layers, self.root, self.built = config, layers, root, built
+
+    @property
+    def shapes(self):
+        """Return the shapes of all weights."""
+        return [shape for layer in self.layers for shape in layer] + self.root
+
+    @property
+    def weights(self):
+        """Return the number of weights of the model."""
+        return numbers(self.shapes)
+
+    @property
+    def has_other_layers(self):
+        """Return whether some layers lack attention, as the layers of Mamba do."""
+        has_heads = getattr(self.config, "num_attention_heads", None)
+        return not has_heads or bool(kinds_of_layers(self.config) - ATTENTION)
+
+
+def kinds_of_layers(config):
+    """Return the kinds of layers in `layer_types`; most families have no such list."""
+    return set(getattr(config, "layer_types", None) or [])
+
+
+class ExpertShape(tuple):
+    """Mark the shape of a weight that holds all experts of a layer: [experts, ...]."""
+
+
+def numbers(shapes):
+    """Return the total number of elements in tensors of these shapes."""
+    return sum(map(math.prod, shapes))
+
+
+def local_numbers(shapes, setting):
+    """Count the elements of weights that a rank gathers; leave out the experts of other ranks."""
+    experts = [shape for shape in shapes if isinstance(shape, ExpertShape)]
+    others = numbers(shapes) - numbers(experts)
+    return others + numbers(experts) // setting.expert_parallel_size
+
+
+def shard_numbers(shapes, setting):
+    """Return the number of elements in rank 0's shards of tensors of these shapes.
+
+    FSDP2 cuts the first dimension into chunks of the same size, rounded up. It pads all shards to
+    this size for communication: see torch.chunk and _get_dim0_padded_size.
+    """
+    return sum(elements for elements, _ in shards_of(shapes, setting))
+
+
+def padded_numbers(shapes, setting, least_shards=1):
+    """Return the number of elements in all shards of these tensors, with FSDP's padding.
+
+    Leave out tensors with fewer than `least_shards` shards.
+    """
+    shards = shards_of(shapes, setting)
+    return sum(elements * count for elements, count in shards if count >= least_shards)
+
+
+def shards_of(shapes, setting):
+    """Return two numbers for each tensor: the elements of a shard, and the number of shards."""
+    found = []
+    for shape in shapes:
+        is_expert, (rows, *others) = isinstance(shape, ExpertShape), shape
+        count = setting.expert_shards if is_expert else setting.shards
+        local_rows = rows // setting.expert_parallel_size if is_expert else rows
+        elements = -(-local_rows // count) * math.prod(others)
+        # placement_of() in chapter 04 shards the columns if the number of experts is not a multiple
+        # of the number of shards.
+        if len(shape) == 3 and local_rows % count and others[1] % count == 0:
+            elements = local_rows * math.prod(others) // count
+        found.append((elements, count))
+    return found
+
+
+def adapter_shapes(layers, rank):
+    """Return the shapes of LoRA's adapters for the matrices in the layers, as in fine-tuning/lora.
+
+    A matrix of shape (n, m) gets matrices of the shapes (rank, m) and (n, rank).
+    """
+    matrices = [shape for shapes in layers for shape in shapes if len(shape) == 2]
+    return [shape for n, m in matrices for shape in ((rank, m), (n, rank))]
+
+
+def muon_shapes(layers):
+    """Return the shapes of the weights that related-topics/muon trains with only one moment.
+
+    These weights are the matrices and the stacked experts in the layers.
+    """
+    shapes = [shape for layer in layers for shape in layer]
+    return [shape for shape in shapes if len(shape) == 2 + isinstance(shape, ExpertShape)]
+
+
+def power_of_two(number):
+    """Return the smallest power of two that is not below this number."""
+    return 2 ** math.ceil(math.log2(number))
+
+
+# ---- the setting -----------------------------------------------------------------------------
+
+
+class Setting(SimpleNamespace):
+    """Hold the arguments of a plan: the machines, and the arguments of the training script.
+
+    The functions of the chapters' scripts accept a Setting in place of their arguments.
+    """
+
+    def changed(self, **changes):
+        """Return a Setting with different values of some arguments."""
+        return Setting(**(self.__dict__ | changes))
+
+    @property
+    def shards(self):
+        """Return the number of FSDP shards of each weight, which is 1 under DDP."""
+        ranks_per_copy = self.replicas * self.tensor_parallel_size * self.pipeline_parallel_size
+        return 1 if self.chapter == "02" else self.ranks // ranks_per_copy
+
+    @property
+    def expert_shards(self):
+        """Return the number of FSDP shards of the experts that a rank gathers.
+
+        In chapter 09, the ranks of a tensor-parallel group hold different shards, too.
+        """
+        tp_size = self.tensor_parallel_size if self.chapter == "09" else 1
+        return self.shards * tp_size // self.expert_parallel_size
+
+    @property
+    def has_expert_groups(self):
+        """Return whether FSDP gathers the experts of a layer separately from its other weights."""
+        return self.chapter == "09" and self.expert_parallel_size * self.tensor_parallel_size > 1
+
+    @property
+    def num_stages(self):
+        """Return the number of stages of the pipeline."""
+        return self.pipeline_parallel_size * stages_per_rank(self.pipeline_schedule)
+
+    @property
+    def cuda(self):
+        """Return whether the ranks have GPUs."""
+        return self.device != "cpu"
+
+    @property
+    def weight_bytes(self):
+        """Return the bytes of one element of a weight shard, or of a gradient during its reduction.
+
+        Under LoRA, the shards of frozen weights have the type of the gathered weights.
+        """
+        if self.lora_rank:
+            return self.compute_bytes
+        return 2 if self.weights_dtype == "bf16" else 4
+
+    @property
+    def compute_bytes(self):
+        """Return the bytes of one element of a gathered weight, or of its gradient."""
+        return 2 if self.precision == "bf16" else 4
+
+    @property
+    def autocast(self):
+        """Return whether autocast casts float32 weights to a shorter type for each operation."""
+        return self.chapter == "02" and self.compute_bytes < self.weight_bytes
+
+
+def setting_of(args, chapter, changes=None):
+    """Return the Setting of the arguments.
+
+    With `changes`, first reset the flags in FLAG_DEFAULTS to their defaults.
+    """
+    values = args.__dict__ | {"chapter": chapter}
+    if changes is not None:
+        values |= FLAG_DEFAULTS | changes
+    # Turn these flags off, because planning needs only shapes.
+    values |= {"pretrained": False, "compile": False}
+    for name, (first_chapter, value) in ADDED_BY.items():
+        if chapter < first_chapter:
+            values[name] = value
+    # A pipeline runs each layer for many micro-batches, so it keeps all layers gathered.
+    values["reshard_after_forward"] &= values["pipeline_parallel_size"] == 1
+    return Setting(**values)
+
+
+def in_flight(schedule, rank, ranks, micro_batches):
+    """Return the number of micro-batches whose activations a rank keeps at the same time."""
+    limits = {"gpipe": micro_batches, "1f1b": ranks - rank}
+    return min(micro_batches, limits.get(schedule, (3 * ranks - 1) / 2 - rank))
+
+
+def stages_per_rank(schedule):
+    """Return the number of stages that each rank of a pipeline has, as in chapter 07."""
+    return 2 if schedule == "interleaved-1f1b" else 1
+
+
+def bubble(schedule, ranks, micro_batches):
+    """Return the idle share of a pipeline rank's step, by the formula in chapter 07's README."""
+    turns = stages_per_rank(schedule) * micro_batches
+    return (ranks - 1) / (turns + ranks - 1)
