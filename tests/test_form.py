@@ -1,6 +1,5 @@
 """Test the planner's form in a browser: it finds the layouts of the planner's command line."""
 
-import contextlib
 import json
 import shlex
 import shutil
@@ -10,6 +9,7 @@ import pytest
 import form_facts
 import will_it_fit
 from conftest import ROOT
+from form_model import key_of
 from planner_form import planner_script
 
 pytestmark = pytest.mark.tool
@@ -153,14 +153,11 @@ def test_form_fits_a_narrow_screen_and_labels_all_fields(page):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_facts_are_those_of_a_fresh_recording(family):
-    facts = json.loads(form_facts.FACTS.read_text())
-    names = [name for name, model in facts["models"].items() if model["family"] == family]
-    alike = [model["config"] for model in facts["models"].values() if family in model["family"]]
-    only = {"04 none", "05 none", "05 t full"}
-    with contextlib.redirect_stdout(None):
-        fresh = form_facts.family_of(form_facts.MODELS[names[-1]], alike, only)
-    recorded = {name: facts[family][name] for name in fresh}
-    assert fresh.keys() > only
-    assert fresh == recorded, "run tools/planner/form_facts.py again"
+@pytest.mark.parametrize("model", ["Llama 3.2 1B", "Qwen3 30B-A3B"])
+def test_facts_are_those_of_a_fresh_recording(model):
+    recorded = json.loads(form_facts.FACTS.read_text())["models"][model]["segments"]
+    base = form_facts.setting_from(form_facts.MODELS[model])
+    selective = base.changed(recompute="selective", context_parallel_size=2)
+    for setting in (base.changed(chapter="04"), base, selective):
+        fresh = form_facts.segments_of(setting)
+        assert fresh == recorded[key_of(setting)], "run tools/planner/form_facts.py again"

@@ -14,6 +14,8 @@ from training_step import ROOT, SCRIPTS, check_split, newest_chapter, parse_trai
 
 # These flags with a value choose a layout. Other flags with a value do not depend on the layout.
 LAYOUT_FLAGS = ["--batch-size", "--recompute", "--replicas", "--tensor-parallel-size"]
+LAYOUT_FLAGS += ["--pipeline-parallel-size", "--pipeline-schedule"]
+LAYOUT_FLAGS += ["--context-parallel-size", "--context-parallel-style", "--expert-parallel-size"]
 
 
 def words_without_layout(args, chapter):

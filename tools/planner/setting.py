@@ -4,7 +4,9 @@ This module, memory.py, step_time.py, layouts.py and report.py compute only with
 also run in MicroPython in a browser: see form_model.py.
 """
 
+import functools
 import math
+from collections import Counter
 from types import SimpleNamespace
 
 # The settings that the planner compares differ in these flags. The values are the defaults.
@@ -39,16 +41,8 @@ class Model:
 
     def __init__(self, config, layers, root, built=None):
         self.config, self.layers, self.root, self.built = config, layers, root, built
-
-    @property
-    def shapes(self):
-        """Return the shapes of all weights."""
-        return [shape for layer in self.layers for shape in layer] + self.root
-
-    @property
-    def weights(self):
-        """Return the number of weights of the model."""
-        return numbers(self.shapes)
+        self.shapes = [shape for layer in layers for shape in layer] + root
+        self.weights = numbers(self.shapes)
 
     @property
     def has_other_layers(self):
@@ -63,7 +57,16 @@ def kinds_of_layers(config):
 
 
 class ExpertShape(tuple):
-    """Mark the shape of a weight that holds all experts of a layer: [experts, ...]."""
+    """Mark the shape of a weight that holds all experts of a layer: [experts, ...].
+
+    It differs from a plain tuple of the same numbers, because a cache must not confuse the two.
+    """
+
+    def __eq__(self, other):
+        return isinstance(other, ExpertShape) and tuple(self) == tuple(other)
+
+    def __hash__(self):
+        return hash(tuple(self))
 
 
 def numbers(shapes):
@@ -84,7 +87,7 @@ def shard_numbers(shapes, setting):
     FSDP2 cuts the first dimension into chunks of the same size, rounded up. It pads all shards to
     this size for communication: see torch.chunk and _get_dim0_padded_size.
     """
-    return sum(elements for elements, _ in shards_of(shapes, setting))
+    return sum(shards_of(tuple(shapes), *setting.sharding).values())
 
 
 def padded_numbers(shapes, setting, least_shards=1):
@@ -92,23 +95,24 @@ def padded_numbers(shapes, setting, least_shards=1):
 
     Leave out tensors with fewer than `least_shards` shards.
     """
-    shards = shards_of(shapes, setting)
-    return sum(elements * count for elements, count in shards if count >= least_shards)
+    shards = shards_of(tuple(shapes), *setting.sharding)
+    return sum(elements * count for count, elements in shards.items() if count >= least_shards)
 
 
-def shards_of(shapes, setting):
-    """Return two numbers for each tensor: the elements of a shard, and the number of shards."""
-    found = []
+@functools.cache
+def shards_of(shapes, num_shards, num_expert_shards, expert_ranks):
+    """Return the elements of a rank's shards, as a Counter with a sum for each number of shards."""
+    found = Counter()
     for shape in shapes:
-        is_expert, (rows, *others) = isinstance(shape, ExpertShape), shape
-        count = setting.expert_shards if is_expert else setting.shards
-        local_rows = rows // setting.expert_parallel_size if is_expert else rows
-        elements = -(-local_rows // count) * math.prod(others)
+        is_expert, rows, columns = isinstance(shape, ExpertShape), shape[0], math.prod(shape[1:])
+        count = num_expert_shards if is_expert else num_shards
+        local_rows = rows // expert_ranks if is_expert else rows
+        elements = -(-local_rows // count) * columns
         # placement_of() in chapter 04 shards the columns if the number of experts is not a multiple
         # of the number of shards.
-        if len(shape) == 3 and local_rows % count and others[1] % count == 0:
-            elements = local_rows * math.prod(others) // count
-        found.append((elements, count))
+        if len(shape) == 3 and local_rows % count and shape[2] % count == 0:
+            elements = local_rows * columns // count
+        found[count] += elements
     return found
 
 
@@ -162,6 +166,11 @@ class Setting(SimpleNamespace):
         """
         tp_size = self.tensor_parallel_size if self.chapter == "09" else 1
         return self.shards * tp_size // self.expert_parallel_size
+
+    @property
+    def sharding(self):
+        """Return the numbers of shards, of shards of experts, and of ranks that share experts."""
+        return self.shards, self.expert_shards, self.expert_parallel_size
 
     @property
     def has_expert_groups(self):

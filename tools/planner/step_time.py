@@ -311,7 +311,7 @@ class StepTime:
         setting, seconds = self.setting, []
         # For replicas, count only a shard, without padding, because replicas all-reduce shards.
         elements = shard_numbers if name == "replicas" else padded_numbers
-        for groups, count in zip((self.model.layers, [self.model.root]), times, strict=True):
+        for groups, count in ((self.model.layers, times[0]), ([self.model.root], times[1])):
             shapes = [shape for group in groups for shape in group]
             shard = shard_numbers(shapes, setting) / len(groups)
             copied = setting.cpu_offload * shard * setting.weight_bytes / 1e9

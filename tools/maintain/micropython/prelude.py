@@ -1,10 +1,8 @@
-"""Define the parts of Python that MicroPython lacks, and that the planner needs."""
+"""Define the parts of Python that the planner needs, and that MicroPython lacks."""
 
 import builtins
-import json  # noqa: F401
-import math as few_math
-from collections import OrderedDict  # noqa: F401
-from itertools import chain  # noqa: F401
+import sys
+from math import ceil, log2  # noqa: F401
 
 
 class SimpleNamespace:
@@ -38,55 +36,41 @@ class Counter(dict):
         return self + {key: -value for key, value in other.items()}
 
 
-class math:
-    ceil = few_math.ceil
+def cache(function):
+    found = {}
 
-    def prod(values):
-        product = 1
-        for value in values:
-            product *= value
-        return product
+    def call(*args):
+        if args not in found:
+            found[args] = function(*args)
+        return found[args]
 
-
-class itertools:
-    def product(*lists):
-        found = [()]
-        for choices in lists:
-            found = [(*chosen, choice) for chosen in found for choice in choices]
-        return found
+    return call
 
 
-class contextlib:
-    class suppress:
-        def __init__(self, error):
-            self.error = error
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, kind, error, trace):
-            return kind is self.error
+def prod(values):
+    result = 1
+    for value in values:
+        result *= value
+    return result
 
 
-def zip(*lists, strict=False):
-    return builtins.zip(*lists)  # noqa: B905
+def product(*lists):
+    found = [()]
+    for choices in lists:
+        found = [chosen + (choice,) for chosen in found for choice in choices]
+    return found
 
 
-def sorted(values, key=lambda value: value, reverse=False):
-    """Keep the order of equal values."""
-    values = list(values)[::-1] if reverse else list(values)
-    numbers = builtins.sorted(range(len(values)), key=lambda n: (key(values[n]), n))
-    return [values[n] for n in (numbers[::-1] if reverse else numbers)]
+def stable_sorted(values, key=None, reverse=False):
+    """Keep the order of values with equal keys, which MicroPython's function does not."""
+    if not key:
+        return plain_sorted(values, reverse=reverse)
+    values = list(values)
+    order = plain_sorted(range(len(values)), key=lambda n: (key(values[n]), n))
+    return [values[n] for n in order]
 
 
-def bit_length(number):
-    return len(bin(number)) - 2 if number else 0
-
-
-def formatted(value, layout):
-    """Return a value as text; MicroPython puts commas between the thousands of integers only."""
-    text = ("{:" + layout.replace(",", "") + "}").format(value)
-    if "," not in layout:
-        return text
-    integer, point, decimals = text.partition(".")
-    return "{:,}".format(int(integer)) + point + decimals  # noqa: UP032
+# All modules find this function, and import the other names from this module.
+plain_sorted, builtins.sorted = sorted, stable_sorted
+for name in ("collections", "functools", "itertools", "math", "types"):
+    sys.modules[name] = sys.modules[__name__]

@@ -10,8 +10,11 @@ const planner = (() => {
     const { loadMicroPython } = await import(await address("mjs", "text/javascript"));
     const url = await address("wasm", "application/wasm");
     const python = await loadMicroPython({ url, heapsize: 2 ** 26 });
-    python.runPython(await unpacked("source").text());
-    return (fields) => JSON.parse(python.globals.get("plan")(JSON.stringify(fields)));
+    const files = await unpacked("files").json();
+    for (const name in files) python.FS.writeFile(name, files[name]);
+    python.pyimport("prelude");
+    const { plan } = python.pyimport("form_model");
+    return (fields) => JSON.parse(plan(JSON.stringify(fields)));
   };
   return { FACTS: "facts", layouts: start() };
 })();

@@ -51,11 +51,16 @@ function showMemory({ parts, room, gpu_needs }, box) {
   element("span", `of ${gib(room)} GiB per GPU`, legend);
 }
 
+// Return text as a shell needs it, because a command names folders, and a number as a number.
+const quoted = (word) => /^[\w@%+=:,./-]*$/.test(word) ? word : `'${word.replaceAll("'", `'"'"'`)}'`;
+const valueOf = ({ type, value }) =>
+  type === "text" ? quoted(value.trim()) : isNaN(value) ? value : value && Number(value);
+
 async function show() {
   const problems = [...form].map(problemOf).filter(Boolean);
   if (problems.length) return shown.replaceChildren(...problems.map((text) => element("p", text, shown)));
-  const values = Object.fromEntries([...form].filter((field) => field.name).map(({ name, type, value }) =>
-    [name, type === "number" || name === "seq_length" ? value && Number(value) : value.trim()]));
+  const fields = [...form].filter((field) => field.name);
+  const values = Object.fromEntries(fields.map((field) => [field.name, valueOf(field)]));
   history.replaceState(null, "", `#${new URLSearchParams(new FormData(form))}`);
   const layouts = (await planner.layouts)({ ...values, tokens: Math.round(values.tokens * 1e9) });
   const none = "No layout: the samples per step cannot be shared equally among the GPUs.";
