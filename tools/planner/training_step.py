@@ -231,7 +231,10 @@ def find_config(name):
             source = f"{shape.relative_to(ROOT)}; the hub was not asked"
             return AutoConfig.from_pretrained(shape), source
     # Without a network, this request fails at once, whereas transformers would retry.
-    huggingface_hub.model_info(name, timeout=4)
+    try:
+        huggingface_hub.model_info(name, timeout=4)
+    except Exception as error:
+        raise OSError(f"the hub does not give this model ({error})") from error
     return AutoConfig.from_pretrained(name), "the hub"
 
 
