@@ -104,7 +104,9 @@ def segments_of(setting):
     if setting.chapter == "05":
         chunked = [traced(setting, *point, chunk_size=chunk)["head"] for point in points]
         start = coefficients(points, [head.start for head in chunked])
-        found.append(["head in chunks", start, [coefficients(points, [h.most for h in chunked])]])
+        found.append(
+            ["head in chunks", start, [coefficients(points, [head.most for head in chunked])]]
+        )
     return found
 
 
@@ -139,7 +141,12 @@ def shapes_of(base, tensor):
     alone = base.changed(tensor_parallel_size=tensor)
     [model], (first, last) = stages_of(alone), stages_of(alone.changed(pipeline_parallel_size=2))
     lists = model.layers[0], model.root, first.root, last.root
-    return [[["experts"] * isinstance(s, ExpertShape) + [*s] for s in shapes] for shapes in lists]
+    return [[*map(row_of, shapes)] for shapes in lists]
+
+
+def row_of(shape):
+    """Return a shape as a list, and mark the shape of experts."""
+    return ["experts"] * isinstance(shape, ExpertShape) + [*shape]
 
 
 def setting_from(words):
