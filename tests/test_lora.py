@@ -92,33 +92,13 @@ def test_gradients_are_those_of_peft(chapter, layout_models, tmp_path):
     assert max(apart) < 1e-5
 
 
-def test_adapters_change_no_loss_before_the_first_step(chapter, layout_models, tmp_path):
-    tokens = prepare_conversations(tmp_path, model=layout_models / "llama")
-    words = ["-m", layout_models / "llama", "-d", tokens]
-    args, model, train_set, held_out = prepare(chapter, *words)
-    plain, device = plain_model(model), torch.device("cpu")
-    with torch.no_grad():
-        expected = loss_of_documents(plain, split_documents(chapter, held_out)).item()
-        first = loss_of_documents(plain, documents_of_step(chapter, args, train_set)).item()
-    model.num_targets = chapter.answers_at(args, train_set, 1)
-    loss = chapter.forward_backward(args, model, train_set, 1, device).item()
-    # Check that evaluate() divides by the number of learned tokens of the held-out samples, not of
-    # the step.
-    assert chapter.evaluate(args, model, held_out, device) == pytest.approx(expected, abs=1e-6)
-    assert loss == pytest.approx(first, abs=1e-6)
-
-
 # ---- mixtures --------------------------------------------------------------------------------
 # The layers of these models have experts, shared experts or plain MLPs.
 KINDS = {
     "llama": {},
     "deepseek_v3": {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
-    "glm4_moe": {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
-    "dots1": {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "ernie4_5_moe": {"moe_layer_start_index": 1, "moe_num_experts": 4, "moe_k": 2},
-    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "qwen3_moe": {"mlp_only_layers": [0]},
-    "flint": {},
 }
 
 
@@ -166,13 +146,9 @@ def full(weight):
 
 
 IDS = torch.arange(3, 43)[None]
-# flint keeps parameters of its attention in fp32, and ernie4_5_moe keeps the weights of its router
-# in fp32.
-IN_FP32 = ["deepseek_v3", "ernie4_5_moe"]
-IN_FP32 += map(slow, ("llama", "dots1", "glm4_moe", "flint", "hunyuan_v1_moe"))
 
 
-@pytest.mark.parametrize("kind", IN_FP32)
+@pytest.mark.parametrize("kind", ["deepseek_v3", slow("llama"), slow("ernie4_5_moe")])
 def test_frozen_weights_are_those_that_transformers_reads_in_bf16(load_base, tmp_path, kind):
     _, model = load_base(tmp_path, kind, "bf16")
     other = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
@@ -180,18 +156,9 @@ def test_frozen_weights_are_those_that_transformers_reads_in_bf16(load_base, tmp
     for name, expected in other.state_dict().items():
         weight = full(weights[name])
         assert weight.dtype == expected.dtype and torch.equal(weight, expected), name
-    with torch.no_grad():
-        expected = other(input_ids=IDS, use_cache=False).logits
-    # The routers of both models must choose the same experts: with different experts, the logits
-    # would differ by far more.
-    assert (logits_of(model, IDS) - expected).abs().max() < 1e-3 * expected.std()
 
 
-IN_PEFT = ["llama", "deepseek_v3"]
-IN_PEFT += map(slow, ("glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "qwen3_moe"))
-
-
-@pytest.mark.parametrize("kind", IN_PEFT)
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3", slow("ernie4_5_moe"), slow("qwen3_moe")])
 def test_adapters_give_the_same_logits_in_peft(chapter, load_base, tmp_path, kind):
     peft = pytest.importorskip("peft", reason=WHY)
     args, model = load_base(tmp_path / "base", kind, "fp32")
@@ -266,17 +233,11 @@ def test_resume_with_a_different_rank_is_refused(chapter, capsys, run_dir):
 
 @pytest.mark.parametrize("tool", [evaluate, export])
 def test_tool_refuses_a_checkpoint_of_adapters_in_one_line(
-    chapter, layout_models, tmp_path, monkeypatch, capsys, tool
+    run_dir, tmp_path, monkeypatch, capsys, tool
 ):
-    tokens = prepare_conversations(tmp_path, model=layout_models / "llama")
-    words = ["-m", layout_models / "llama", "-d", tokens]
-    args, model, *_ = prepare(chapter, *words)
-    chapter.save_checkpoint(args, tmp_path, model, chapter.build_optimizer(args, model), 1, True)
-    checkpoint, name = tmp_path / "checkpoints/step-00000001", tool.__name__
+    checkpoint, name = run_dir / "checkpoints/step-00000004", tool.__name__
     words = [checkpoint] + [tmp_path / "new"] * (tool is export)
     monkeypatch.setattr("sys.argv", [f"{name}.py", *map(str, words)])
-    # Discard the output up to here, because prepare() may have printed a progress bar.
-    capsys.readouterr()
     [line] = user_error(capsys, tool.main).splitlines()
     assert line.startswith(f"{name}.py: error: {checkpoint}: it has only adapters; use the folder")
     assert not (tmp_path / "new").exists()
