@@ -9,14 +9,9 @@ from operator import itemgetter
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
-from tokenizers.models import BPE
+from tokenizers import normalizers
 from torch.nn.attention import flex_attention as flex
-from transformers import (
-    AutoTokenizer,
-    ByT5Tokenizer,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoTokenizer, ByT5Tokenizer
 from transformers.integrations.flex_attention import WrappedFlexAttention
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -90,20 +85,13 @@ def test_packed_gradient_equals_one_conversation_at_a_time(
     ]
     samples = torch.cat([train_set.pieces[0], held_out])
     assert sorted(split_documents(chapter, samples)) == sorted(expected)
-    loss_apart, gradient_apart = distances_from_plain(chapter, args, model, train_set)
-    assert loss_apart < 1e-6 and gradient_apart < 1e-5
-
-
-def distances_from_plain(chapter, args, model, train_set):
-    """Compare step 1 with an unsharded model that reads one document at a time.
-
-    Return the difference of the losses, and the largest relative difference of a gradient.
-    """
+    # Compare step 1 with an unsharded model that reads one document at a time.
     plain = plain_model(model)
     loss = loss_of_documents(plain, documents_of_step(chapter, args, train_set))
     loss.backward()
     gradients = {name: weight.grad for name, weight in plain.named_parameters()}
-    return distances(chapter, args, model, train_set, loss.item(), gradients)
+    apart = distances(chapter, args, model, train_set, loss.item(), gradients)
+    assert apart[0] < 1e-6 and apart[1] < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["bloom", "qwen3_next", "xmod"])
@@ -191,15 +179,6 @@ def test_template_that_changes_the_prompt_is_refused(tmp_path):
     assert "line 1: with the model's chat template, the answer's text 'Because.' does not" in output
 
 
-def test_answers_without_a_control_token_at_their_end_are_counted(tmp_path):
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": TURNS}])
-    model = save_model(tmp_path / "model", TEMPLATES["qwen3"])
-    for name, num_answers in (("tiny", 0), (model, 2)):
-        tokens = tmp_path / f"{num_answers}.tokens"
-        output = preparing.prepare(tokens, path, "--conversations", "-m", name)
-        assert ("2 answers end without a control token" in output) == bool(num_answers)
-
-
 def test_long_conversations_and_control_tokens_are_left_out(tmp_path):
     # Each good document gets its own sample, because two good documents do not fit into one sample.
     good = [[ASK, ANSWER], [say("system", "Be short."), ASK, ANSWER]]
@@ -274,18 +253,10 @@ def test_calls_of_tools_are_learned_without_the_null_keys_of_tables(tmp_path):
     assert texts_of(AutoTokenizer.from_pretrained(model), tokens) == [expected] * len(rows)
 
 
-def spaced_tokenizer():
-    """Return a tokenizer that puts a space before each text, as Llama 2 does."""
-    letters = ["</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(BPE({letter: number for number, letter in enumerate(letters)}, []))
-    tokenizer.normalizer = normalizers.Prepend(" ")
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
-
-
 def test_answer_does_not_begin_with_the_space_that_a_tokenizer_adds(tmp_path):
-    tokenizer = spaced_tokenizer()
+    tokenizer = fast_byte_tokenizer()
+    # Put a space before each text, as Llama 2 does.
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(" ")
     model = save_model(tmp_path / "model", TEMPLATES["qwen3"], tokenizer)
     rows = [{"messages": TURNS}]
     tokens = prepare_rows(tmp_path, rows, "--conversations", "-s", 512, "-m", model)

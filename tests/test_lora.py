@@ -1,6 +1,5 @@
 """Test that LoRA has the gradients of peft, and writes adapters that peft can load."""
 
-import functools
 import json
 from argparse import Namespace
 
@@ -104,33 +103,33 @@ KINDS = {
 
 @pytest.fixture
 def load_base(chapter, monkeypatch):
-    """Return a function that saves a small model, and reads it into a model with adapters."""
+    """Return a function that saves a small model, and reads it into a model with adapters.
+
+    It returns the arguments, and the script's model in eval mode.
+    """
     # Let monkeypatch restore this variable, which read_weights() sets for the entire process.
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
-    return functools.partial(base_with_adapters, chapter)
 
+    def load_base(folder, kind, precision):
+        torch.manual_seed(0)
+        settings = OWN_SETTINGS.get(kind, {}) | KINDS[kind]
+        config = shrink(CONFIG_MAPPING[kind](), pad_token_id=None, **settings)
+        base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, weight in base.state_dict().items():
+            # In published files of DeepSeek-V3, these biases are near 5 and differ by a few
+            # hundredths.
+            if "correction_bias" in name:
+                weight.normal_(5, 0.02)
+        base.save_pretrained(folder)
+        fast_byte_tokenizer().save_pretrained(folder)
+        words = {"model_name": str(folder), "precision": precision, "pretrained": True}
+        words |= {"lora_modules": [], "lora_rank": RANK, "lora_alpha": 6, "config": []}
+        args = Namespace(**ARGS | words, keep_checkpoints=1)
+        _, config = chapter.build_tokenizer_and_config(args)
+        model = chapter.shard(args, chapter.build_model(args, config), torch.device("cpu"))
+        return args, model.eval()
 
-def base_with_adapters(chapter, folder, kind, precision):
-    """Save a small model, and read it into the script's model with adapters.
-
-    Return the arguments, and the script's model in eval mode.
-    """
-    torch.manual_seed(0)
-    settings = OWN_SETTINGS.get(kind, {}) | KINDS[kind]
-    config = shrink(CONFIG_MAPPING[kind](), pad_token_id=None, **settings)
-    base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for name, weight in base.state_dict().items():
-        # In published files of DeepSeek-V3, these biases are near 5 and differ by a few hundredths.
-        if "correction_bias" in name:
-            weight.normal_(5, 0.02)
-    base.save_pretrained(folder)
-    fast_byte_tokenizer().save_pretrained(folder)
-    words = {"model_name": str(folder), "precision": precision, "pretrained": True}
-    words |= {"lora_modules": [], "lora_rank": RANK, "lora_alpha": 6, "config": []}
-    args = Namespace(**ARGS | words, keep_checkpoints=1)
-    _, config = chapter.build_tokenizer_and_config(args)
-    model = chapter.shard(args, chapter.build_model(args, config), torch.device("cpu"))
-    return args, model.eval()
+    return load_base
 
 
 @torch.no_grad()
@@ -181,12 +180,6 @@ def test_adapters_give_the_same_logits_in_peft(chapter, load_base, tmp_path, kin
 def test_checkpoint_holds_only_adapters(run_dir):
     weights = read_checkpoint(run_dir, 4)["model"]
     assert weights and all(".lora_" in name for name in weights)
-    num_weights = sum(weight.numel() for weight in weights.values())
-    # Each of two ranks writes a file with parts of each weight, of its two moments and of its step
-    # counter. A weight and its moments take 12 bytes. In addition, each part takes about 1.6 KiB in
-    # the file.
-    size = sum(path.stat().st_size for path in run_dir.glob("checkpoints/step-00000004/*"))
-    assert size < 12 * num_weights + 2048 * 2 * 4 * len(weights)
 
 
 @pytest.mark.slow
@@ -201,8 +194,6 @@ def test_adapters_merge_into_the_finished_model(chapter, base, run_dir):
         weights[target] += args["lora_alpha"] / RANK * product
     assert weights.keys() == merged.keys()
     assert max((weights[name] - merged[name]).abs().max().item() for name in weights) < 1e-5
-    for path in [*run_dir.glob("adapters/*"), *run_dir.glob("model/*")]:
-        assert path.stat().st_mode & 0o044 == 0o044, f"others cannot read {path.name}"
     *_, held_out = prepare(chapter, "-s", 128, "-d", args["dataset_name"], "--eval-samples", 10)
     with torch.no_grad():
         loss = loss_of_documents(model, split_documents(chapter, held_out)).item()

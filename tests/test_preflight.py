@@ -165,27 +165,6 @@ def test_wrong_variable_is_reported_before_ranks_connect(run_rank, monkeypatch, 
     assert words in run_rank(int(variables.get("RANK") or 0), status=2, **variables)
 
 
-CORRECT = [
-    {"NCCL_SOCKET_IFNAME": "lo,eth9", "GLOO_SOCKET_IFNAME": "lo", "WANDB_PROJECT": "run"},
-    # An srun task may run torchrun, which starts the ranks, so the number of tasks may differ from
-    # WORLD_SIZE.
-    {"SLURM_STEP_NUM_TASKS": "4", "TORCHELASTIC_RUN_ID": "1"},
-    # If an earlier launcher has left only LOCAL_RANK, preflight.py must use srun's numbers.
-    {"RANK": "", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"},
-]
-
-
-@pytest.mark.parametrize("variables", CORRECT)
-def test_correct_variables_are_accepted(monkeypatch, variables):
-    numbers = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
-    monkeypatch.setattr(preflight.os, "environ", numbers | address | variables)
-    monkeypatch.setattr(preflight.os, "_exit", sys.exit)
-    preflight.adopt_launcher()
-    preflight.parse_args([])
-    assert int(preflight.os.environ["RANK"]) < int(preflight.os.environ["WORLD_SIZE"])
-
-
 # ---- on two hosts ------------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.cluster

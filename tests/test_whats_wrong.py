@@ -141,11 +141,8 @@ Last error:
 Cuda failure 2 'out of memory'"""
 # Each key is the last error of rank 1, and each value is the kind of the expected verdict.
 ERRORS = {
-    "RuntimeError: CUDA error: out of memory": "device-out-of-memory",
     NCCL: "device-out-of-memory",
     "OSError: [Errno 28] No space left on device": "disk-full",
-    "[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0": "disk-full",
-    "MemoryError": "host-memory-leak",
     "RuntimeError: Unable to find address for: eth9": "rendezvous",
     "SystemExit: error: x: cannot read its checkpoints; choose a different": "corrupt-checkpoint",
 }
@@ -197,10 +194,6 @@ def test_rank_that_is_late_for_every_collective_is_a_straggler(size):
     *verdict, reason = judged(facts)
     assert verdict == ["straggler", [1], "certain"]
     assert "train_llm.py:99 read (+60%)" in reason
-    # A rank that is late only for the newer half of the collectives is no straggler.
-    prompt, late = (facts["ranks"][rank]["dump"]["collectives"] for rank in (0, 1))
-    facts["ranks"][1]["dump"]["collectives"] = prompt[:25] + late[25:]
-    assert judged(facts)[0] == "healthy"
 
 
 def test_rank_with_the_shortest_nccl_collectives_is_a_straggler():

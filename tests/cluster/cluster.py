@@ -25,10 +25,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 HOSTS = ("head", "h1", "h2")
-COMMANDS = (
-    "slurmd slurmctld sbatch munged ssh ssh-keygen sshd pdsh mpirun mpiexec.hydra "
-    "ip tc pkill nsenter unshare setpriv tmux"
-).split()
+COMMANDS = "slurmd slurmctld sbatch munged ssh sshd pdsh mpirun mpiexec.hydra ip tc tmux".split()
 # Daemons get a clean environment, as at boot. Commands on a host inherit the caller's environment.
 BOOT_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 

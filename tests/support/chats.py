@@ -165,7 +165,7 @@ def chats(number):
 
 
 def pairs(number):
-    """Return rows with a chosen and a rejected answer, either of which may be longer."""
+    """Return rows with a chosen and a rejected answer of different lengths."""
     rows = []
     for index, (*prompt, chosen) in enumerate(conversations(number)):
         rejected = chosen | {"content": f"{'No' * (index % 5)}, {index}."}
