@@ -56,7 +56,7 @@ def tokens_of(tokenizer, document):
 
 WINDOW = {"mistral": ["--config", "sliding_window=24"]}
 CASES = [("llama", "llama2", 1, "sdpa"), ("mistral", "qwen3", 8, "sdpa")]
-CASES += [slow("gpt2", "chatml", 2, "sdpa"), slow("qwen3", "built-in", 8, "sdpa")]
+CASES += [slow("gpt2", "llama3", 2, "sdpa"), slow("qwen3", "built-in", 8, "sdpa")]
 CASES += [("mistral", "llama2", 2, "flex_attention")]
 CASES += [slow("gemma3-window", "llama3", 1, "flex_attention")]
 
@@ -105,7 +105,7 @@ def test_family_that_cannot_separate_conversations_is_refused(chapter, capsys, k
 
 @pytest.mark.slow
 def test_prepared_text_is_learned_as_in_chapter_05(small_tokens, tmp_path):
-    args = ["-d", small_tokens(), "--num-steps", 2]
+    args = ["-d", small_tokens(), "--num-steps", 2, "--lr", 0.01]
     curves = curves_of(tmp_path, {1: {name: (name, args) for name in ("05", "conversations")}})
     assert disagreement(curves["05"], curves["conversations"]) == {}
 
@@ -118,9 +118,9 @@ def say(role, content, **more):
 ASK, ANSWER = say("user", "Why?"), say("assistant", "Because.")
 
 
-def documents_in(tokens, seq_length=512):
-    """Return the documents in a folder of tokens, as split_documents() does."""
-    ids = np.fromfile(tokens / "000000.tokens", np.int32).reshape(-1, seq_length)
+def documents_in(tokens):
+    """Return the documents in a folder of samples of 512 tokens, as split_documents() does."""
+    ids = np.fromfile(tokens / "000000.tokens", np.int32).reshape(-1, 512)
     return split_documents(MODULE, torch.from_numpy(ids))
 
 

@@ -60,7 +60,7 @@ def plain_step(model, reference, documents, beta):
 
 
 CASES = [("llama", "llama2", 2), ("mistral", "qwen3", 8)]
-CASES += [slow("gpt2", "chatml", 1), slow("qwen3", "llama3", 2), slow("llama", "built-in", 1)]
+CASES += [slow("gpt2", "qwen3", 1), slow("qwen3", "llama3", 2), slow("llama", "built-in", 1)]
 
 
 @pytest.mark.parametrize("family, template, batch_size", CASES)
@@ -159,10 +159,10 @@ def test_folder_of_another_kind_is_refused_by_each_script(load, chapter, capsys,
 
 
 def test_template_of_a_folder_is_exported(chapter, layout_models, tmp_path):
-    folder = copy_model(layout_models / "llama", tmp_path / "llama", "chatml")
+    folder = copy_model(layout_models / "llama", tmp_path / "llama", "qwen3")
     tokens = prepare_pairs(tmp_path, model=folder)
     (folder / "chat_template.jinja").unlink()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     args = Namespace(dataset_name=tokens, seq_length=256)
     next(chapter.pieces_of(args, tokenizer))
-    assert tokenizer.chat_template == TEMPLATES["chatml"]
+    assert tokenizer.chat_template == TEMPLATES["qwen3"]

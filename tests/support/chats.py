@@ -54,15 +54,7 @@ LLAMA2 = """{% for message in messages -%}
 {%- elif message.role == "user" %}<s>[INST] {{ message.content | trim }} [/INST]
 {%- else %}<<SYS>>{{ message.content | trim }}<</SYS>>{% endif %}
 {%- endfor %}"""
-# This template resembles ChatML: it adds a system turn to a conversation without a system turn.
-CHATML = """{% if messages[0].role != "system" %}<|im_start|>system
-Help.<|im_end|>
-{% endif %}{% for message in messages -%}
-<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endfor %}{{ "<|im_start|>assistant\n" if add_generation_prompt }}"""
 TEMPLATES = {"built-in": None, "llama2": LLAMA2, "llama3": LLAMA3, "qwen3": QWEN3}
-TEMPLATES |= {"chatml": CHATML}
 
 
 def expected_documents(name, messages):
@@ -104,8 +96,6 @@ def turn_text(name, turn):
 def trim(document, name):
     """Add the text that a template puts before the first turn, and drop a final line break."""
     start = [("<s>system, 2024-07-26, 26 Jul 2024", False)] if name == "llama3" else []
-    if name == "chatml" and not document[0][0].endswith("system\n"):
-        start = [("<|im_start|>system\nHelp.<|im_end|>\n", False)]
     end = document[:-1] if document[-1] == ("\n", False) else document
     return start + end
 
