@@ -13,11 +13,6 @@ flags, parts = cache(scripts.flags), cache(scripts.parts)
 CHILDREN = [name for name in chapters() if parent_of(name)]
 
 
-def sources(chapter):
-    """Return the source code of a chapter's parent and of the chapter."""
-    return chapters()[parent_of(chapter)].read_text(), chapters()[chapter].read_text()
-
-
 # A script may add at most this number of code lines to its parent, and 01 may have this number of
 # lines, because people read only small scripts and diffs. Before you raise a ceiling, decide which
 # of the new lines the lesson cannot do without.
@@ -48,7 +43,7 @@ def test_no_hunk_is_noise(chapter):
 
 @pytest.mark.parametrize("chapter", CHILDREN)
 def test_common_parts_keep_their_order_their_banners_and_their_flags(chapter):
-    before, after = sources(chapter)
+    before, after = (chapters()[name].read_text() for name in (parent_of(chapter), chapter))
     old, new = parts(before), parts(after)
     assert [name for name in new if name in old] == [name for name in old if name in new]
     banners, parent_banners = (re.findall(r"^# ---- .*$", text, re.M) for text in (after, before))

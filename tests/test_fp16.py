@@ -33,10 +33,6 @@ def take_step(script, *words):
     return args, model, optimizer, train_set, before, norm
 
 
-def first_moments(model, optimizer):
-    return [optimizer.state[weight]["exp_avg"] for weight in model.parameters()]
-
-
 def test_overflow_skips_its_step_and_halves_the_scale(script):
     # Start with a scale of 2 ** 20, because a scale of 2 ** 16 causes no overflow here.
     words = [*FP16, "--init-scale", 2.0**20]
@@ -60,8 +56,8 @@ def test_grouped_heads_have_the_gradients_of_the_parent(load, script, models):
     gradients = []
     for chapter in (load("02"), script):
         _, model, optimizer, *_ = take_step(chapter, "-m", models / "qwen3", "--max-grad-norm", 0)
-        moments = first_moments(model, optimizer)
-        gradients.append(torch.cat([moment.flatten() for moment in moments]))
+        moments = [optimizer.state[weight]["exp_avg"].flatten() for weight in model.parameters()]
+        gradients.append(torch.cat(moments))
     largest = gradients[0].abs().max()
     assert (gradients[0] - gradients[1]).abs().max() < 1e-5 * largest
 

@@ -1,5 +1,6 @@
 """Test that DeepSpeed, Accelerate and the Trainer follow the chapters' curves, even when killed."""
 
+import functools
 import json
 import os
 import random
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.skipif(
 
 
 # ---- what a run needs ------------------------------------------------------------------------
-# The name of a run begins with FRAMEWORK@RANKS. Further words, after commas, choose flags, a
+# The name of a run begins with SCRIPT@RANKS. Further words, after commas, choose flags, a
 # configuration file or a model.
 FLAGS = {"accumulated": ["--batch-size", 1], "bf16": ["--precision", "bf16"]}
 FLAGS["compiled"] = ["--compile"]
@@ -62,31 +63,7 @@ RUNS += [f"{framework}@{kind}" for framework in ("accelerate", "trainer") for ki
 # step over the ranks in a different order than the chapters do.
 RUNS += ["accelerate@2,gpt2-dropout", "trainer@1,gpt2-dropout"]
 RUNS += ["trainer@2,zero1", "trainer@2,zero2,bf16", "trainer@2,zero3"]
-
-
-@pytest.fixture(scope="module")
-def job_of(tmp_path_factory, models):
-    """Return a function from a run's name to its framework, number of ranks and arguments."""
-    folder = tmp_path_factory.mktemp("configs")
-
-    def job_of(run):
-        name, *words = run.split(",")
-        framework, ranks = name.split("@")
-        args = [*SHORT, *(flag for word in words for flag in FLAGS.get(word, []))]
-        settings = [flag for word in words for flag in SETTINGS.get(word, [])]
-        for word in words:
-            if word in FILES:
-                suffix = "json" if FILES[word] == "deepspeed" else "yaml"
-                path, flags = folder / f"{run}.{suffix}", ["--gpus-per-node", ranks, *settings]
-                flags += args[args.index("--precision") : args.index("--num-steps")]
-                flags += [flag for word in words for flag in FLAGS.get(word, [])]
-                write_config(path, FILES[word], *flags, stage=int(word[-1]))
-                args += [f"--{FILES[word]}-config", path]
-            elif word not in FLAGS | SETTINGS:
-                args += ["-m", models / word]
-        return framework, int(ranks), args
-
-    return job_of
+MODELS = {"gpt2", "gpt2-dropout", "qwen3"}
 
 
 @pytest.fixture(scope="module")
@@ -95,24 +72,45 @@ def root(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def curves(request, root, models, job_of):
-    """Train the reference runs and the selected tests' runs; return their metrics by name."""
-    flags = {"01": [], "01-bf16": FLAGS["bf16"]}
-    flags |= {f"01-{name}": ["-m", models / name] for name in ("gpt2", "qwen3")}
-    curves_of(root, {1: {name: ("01", args) for name, args in flags.items()}})
-    for ranks in (1, 2):
-        args = ["-m", models / "gpt2-dropout"]
-        curves_of(root, {ranks: {f"03-gpt2-dropout-{ranks}": ("03", args)}})
-    items = [item for item in request.session.items if hasattr(item, "callspec")]
-    groups = {}
-    for run in {item.callspec.params.get("run") for item in items} & {*RUNS}:
-        framework, ranks, args = job_of(run)
-        # Group the runs by framework, by DeepSpeed, and by the number of ranks; curves_of() below
-        # trains one group after the other.
-        groups.setdefault((framework, "zero" in run, ranks), {})[run] = framework, args
-    for (*_, ranks), jobs in groups.items():
-        curves_of(root, {ranks: jobs})
-    return {path.parent.name: metrics(path.parent) for path in root.glob("*/metrics.jsonl")}
+def job_of(root, models):
+    """Return a function from a run's name to its script, number of ranks and arguments."""
+
+    def job_of(run):
+        name, *words = run.split(",")
+        script, ranks = name.split("@")
+        args = [*SHORT, *(flag for word in words for flag in FLAGS.get(word, []))]
+        for word in words:
+            if word in FILES:
+                path, flags = root / f"{run}.config", ["--gpus-per-node", ranks]
+                flags += args[args.index("--precision") : args.index("--num-steps")]
+                for choice in words:
+                    flags += (FLAGS | SETTINGS).get(choice, [])
+                write_config(path, FILES[word], *flags, stage=int(word[-1]))
+                args += [f"--{FILES[word]}-config", path]
+            elif word not in FLAGS | SETTINGS:
+                args += ["-m", models / word]
+        return script, int(ranks), args
+
+    return job_of
+
+
+@pytest.fixture(scope="module")
+def curve_of(root, job_of):
+    """Return a function that trains a run, unless an earlier test has, and returns its metrics."""
+
+    @functools.cache
+    def curve_of(run):
+        script, ranks, args = job_of(run)
+        return curves_of(root, {ranks: {run: (script, args)}})[run]
+
+    return curve_of
+
+
+def reference_of(run):
+    """Return the name of the chapter's run that has the curve of a run."""
+    name, *words = run.split(",")
+    chapter = f"03@{name[-1]}" if "gpt2-dropout" in words else "01@1"
+    return ",".join([chapter, *(word for word in words if word == "bf16" or word in MODELS)])
 
 
 def check_model(run_dir, held_out, tolerance=1e-5):
@@ -133,21 +131,19 @@ def held_out(load):
 # ---- one curve -------------------------------------------------------------------------------
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("run", RUNS)
-def test_run_follows_the_curve_of_the_chapters(curves, root, held_out, run):
+def test_run_follows_the_curve_of_the_chapters(curve_of, root, held_out, run):
     """Compare a run with its reference run.
 
     The losses may differ by 1e-5 in fp32, and by 5e-3 if the forward pass is in bf16.
 
     With weights in bf16, the forward pass reads rounded weights, so losses differ by up to 2e-2.
     """
-    parts = ["03" if "dropout" in run else "01", *re.findall("gpt2-dropout|gpt2|qwen3", run)]
-    parts += ["bf16"] * ("bf16" in run) + [run.split("@")[1][0]] * ("dropout" in run)
-    reference, curve = curves["-".join(parts)], curves[run]
+    reference, curve = curve_of(reference_of(run)), curve_of(run)
     if "bf16" in run:
         tolerance = 2e-2 if "weights" in run else 5e-3
         assert difference(reference, curve, names=["loss", "val_loss"]) < tolerance
         assert difference(reference, curve, names=["grad_norm"], relative=True) < 2 * tolerance
-        assert difference(curves["01"], curve, names=["loss"]) > 1e-7, "the run was in fp32"
+        assert difference(curve_of("01@1"), curve, names=["loss"]) > 1e-7, "the run was in fp32"
         check_model(root / run, held_out, tolerance=5e-3)
     else:
         assert disagreement(reference, curve) == {}
@@ -170,7 +166,7 @@ LAYOUTS += [("accelerate@2,fsdp2", "accelerate@2,fsdp2"), ("trainer@2,zero3", "t
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("run, after", LAYOUTS)
-def test_killed_run_continues_on_the_curve(curves, job_of, held_out, tmp_path, run, after):
+def test_killed_run_continues_on_the_curve(curve_of, job_of, held_out, tmp_path, run, after):
     """Kill a run, and resume it, often on a different number of ranks.
 
     DeepSpeed then needs a converted checkpoint, so run the command that its error prints.
@@ -191,10 +187,10 @@ def test_killed_run_continues_on_the_curve(curves, job_of, held_out, tmp_path, r
         run_command(sys.executable, *command, check=True)
     [[first, *_]] = run_or_fail(ranks, [job], tmp_path / "jobs")
     assert "step-00000010" in first["stdout"].partition("continuing from")[2], first
-    assert disagreement(curves["01"], metrics(run_dir)) == {}
+    assert disagreement(curve_of("01@1"), metrics(run_dir)) == {}
     check_model(run_dir, held_out)
     if framework == "deepspeed" and run == after:
-        assert difference(curves[run], metrics(run_dir)) == 0.0
+        assert difference(curve_of(run), metrics(run_dir)) == 0.0
 
 
 @pytest.mark.exhaustive

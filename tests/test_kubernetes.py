@@ -1,6 +1,6 @@
 """Test that job.yaml and trainjob.yaml are valid and agree, and that pods stop and continue.
 
-The tests need no cluster: `Pods` reacts to the end of a pod as Kubernetes does.
+The tests need no cluster: they react to the end of a pod as Kubernetes does.
 """
 
 import os
@@ -65,71 +65,57 @@ def test_kubeflow_runs_the_pods_of_the_plain_job():
     assert plain == kubeflow
 
 
-class Pods:
-    """Run two pods on this machine, with the command, variables and rules in job.yaml."""
-
-    def __init__(self, folder):
-        self.folder, self.log = folder, folder / "pods.log"
-        self.run_dir, self.processes = folder / "outputs/train-llm", {}
-        changes = [("train-llm-0.train-llm", "127.0.0.1"), ("29500", free_port())]
-        changes += [("per-node=8", "per-node=1"), ("/shared/code", ROOT), ("/shared", folder)]
-        self.job, self.container = job_and_container("job.yaml", changes)
-
-    def train(self, *arguments):
-        """Start both pods, with the arguments of a small model."""
-        words = self.container["command"]
-        # Keep the script's first two arguments, which choose the folder, and replace all later
-        # arguments.
-        first = words.index("03-job-launchers/train_llm.py")
-        words[first + 3 :] = [*SHORT, *arguments]
-        for index in (0, 1):
-            self.start(index)
-
-    def start(self, index):
-        """Start a pod's command with the pod's variables, as the kubelet would."""
-        env = {name["name"]: name["value"] for name in self.container["env"] if "value" in name}
-        env["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-        words = self.container["command"]
-        words = [word.replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in words]
-        with open(self.log, "a") as log:
-            streams = {"stdout": log, "stderr": log}
-            pod = subprocess.Popen(words, cwd=ROOT, env=os.environ | env, **streams)
-        self.processes[index] = pod
-
-    def end_of(self, index):
-        """Wait until a pod has ended; return the action that the job's rules choose."""
-        status = self.processes[index].wait(timeout=120)
-        for rule in self.job["podFailurePolicy"]["rules"]:
-            if status in rule.get("onExitCodes", {}).get("values", []):
-                return rule["action"]
-        return "Count" if status else "Succeeded"
-
-
 @pytest.fixture
-def pods(tmp_path):
-    pods = Pods(tmp_path)
-    yield pods
-    for process in pods.processes.values():
+def start(tmp_path):
+    """Return a function that starts one of two pods on this machine, as the kubelet would."""
+    changes = [("train-llm-0.train-llm", "127.0.0.1"), ("29500", free_port())]
+    changes += [("per-node=8", "per-node=1"), ("/shared/code", ROOT), ("/shared", tmp_path)]
+    _, container = job_and_container("job.yaml", changes)
+    command, started = container["command"], []
+    # Keep the script's first two arguments, which choose the folder, and replace all later
+    # arguments.
+    command[command.index("03-job-launchers/train_llm.py") + 3 :] = [*SHORT, "--num-steps", "60"]
+    env = {item["name"]: item["value"] for item in container["env"] if "value" in item}
+    env["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+
+    def start(index):
+        words = [word.replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in command]
+        with open(tmp_path / "log", "a") as log:
+            streams = {"stdout": log, "stderr": log}
+            started.append(subprocess.Popen(words, cwd=ROOT, env=os.environ | env, **streams))
+        return started[-1]
+
+    yield start
+    for process in started:
         process.kill()
     # Print the log, which pytest shows if the test has failed.
-    print(pods.log.read_text())
+    print((tmp_path / "log").read_text())
+
+
+def action_at(status):
+    """Return the action that the job's rules choose when a pod ends with this exit status."""
+    job, _ = job_and_container("job.yaml")
+    for rule in job["podFailurePolicy"]["rules"]:
+        if status in rule.get("onExitCodes", {}).get("values", []):
+            return rule["action"]
+    return "Count"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drained", [0, exhaustive(1)])
-def test_drained_pod_and_its_peer_are_replaced_and_continue(pods, drained):
+def test_drained_pod_and_its_peer_are_replaced_and_continue(start, tmp_path, drained):
     """Start each pod again as soon as it has ended, earlier than Kubernetes would start it."""
-    pods.train("--num-steps", "60")
-    wait_until(lambda: last_logged_step(pods.run_dir) >= 5, 120, "step 5")
-    pods.processes[drained].send_signal(signal.SIGTERM)
+    pods, run_dir = [start(0), start(1)], tmp_path / "outputs/train-llm"
+    wait_until(lambda: last_logged_step(run_dir) >= 5, 120, "step 5")
+    pods[drained].send_signal(signal.SIGTERM)
     # Kubernetes replaces a drained pod because of the condition DisruptionTarget, whatever the exit
     # status is, so do not read the action of the job's rules here.
-    assert pods.processes[drained].wait(timeout=120) == 128 + signal.SIGTERM
-    pods.start(drained)
-    assert pods.end_of(1 - drained) == "Ignore"
-    pods.start(1 - drained)
-    assert [pods.end_of(0), pods.end_of(1)] == ["Succeeded", "Succeeded"]
-    assert "continuing from" in pods.log.read_text()
-    one_node = curves_of(pods.folder, {2: {"one-node": ("03", ["--num-steps", 60])}})["one-node"]
-    assert difference(metrics(pods.run_dir), one_node) < 1e-5
-    assert (pods.run_dir / "model/config.json").exists()
+    assert pods[drained].wait(timeout=120) == 128 + signal.SIGTERM
+    pods[drained] = start(drained)
+    assert action_at(pods[1 - drained].wait(timeout=120)) == "Ignore"
+    pods[1 - drained] = start(1 - drained)
+    assert [pod.wait(timeout=120) for pod in pods] == [0, 0]
+    assert "continuing from" in (tmp_path / "log").read_text()
+    one_node = curves_of(tmp_path, {2: {"one-node": ("03", ["--num-steps", 60])}})["one-node"]
+    assert difference(metrics(run_dir), one_node) < 1e-5
+    assert (run_dir / "model/config.json").exists()

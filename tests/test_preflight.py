@@ -6,7 +6,7 @@ import sys
 import preflight
 import pytest
 
-from conftest import ROOT, free_port, start_ranks
+from conftest import ROOT, free_port
 
 pytestmark = pytest.mark.tool
 
@@ -90,26 +90,15 @@ def test_rings_join_the_ranks_of_a_node_and_the_nodes():
 
 @pytest.mark.parametrize("num_ranks", [3, 4, 8, 33])
 def test_only_the_slow_host_measures_a_slow_link(monkeypatch, num_ranks):
-    """Check that each rank has two partners or more, and that partners meet in the same round."""
-    rounds = [[] for _ in range(num_ranks)]
-
     def simulate(data, partner, group):
-        rounds[rank][-1] = partner
         return 100.0 if 2 in (rank, partner) else 1.0
 
-    # Add None at each barrier, which begins a round, because a rank may have no partner in the
-    # round.
-    monkeypatch.setattr(preflight.dist, "barrier", lambda: rounds[rank].append(None))
+    monkeypatch.setattr(preflight.dist, "barrier", lambda: None)
     monkeypatch.setattr(preflight, "exchange_seconds", simulate)
-    ring, device = list(range(num_ranks)), preflight.torch.device("cpu")
-    rates = []
+    ring, device, rates = list(range(num_ranks)), preflight.torch.device("cpu"), []
     for rank in ring:
         rates.append(preflight.link_rate(rank, [ring], device, None))
     assert [rank for rank in ring if rates[rank] < max(rates)] == [2]
-    for rank in ring:
-        pairs = [pair for pair in enumerate(rounds[rank]) if pair[1] is not None]
-        assert len({partner for _, partner in pairs}) >= 2
-        assert all(rounds[partner][number] == rank for number, partner in pairs), "unequal rounds"
 
 
 # ---- one rank in this process ------------------------------------------------------------------
@@ -174,64 +163,6 @@ MISTAKES = [
 def test_wrong_variable_is_reported_before_ranks_connect(run_rank, monkeypatch, variables, words):
     monkeypatch.setattr(preflight, "connect", lambda *_: pytest.fail("the rank has connected"))
     assert words in run_rank(int(variables.get("RANK") or 0), status=2, **variables)
-
-
-CORRECT = [
-    {"NCCL_SOCKET_IFNAME": "lo,eth9", "GLOO_SOCKET_IFNAME": "lo", "WANDB_PROJECT": "run"},
-    {"NCCL_SOCKET_IFNAME": "^eth9"},
-    # An srun task may run torchrun, which starts the ranks, so the number of tasks may differ from
-    # WORLD_SIZE.
-    {"SLURM_STEP_NUM_TASKS": "4", "TORCHELASTIC_RUN_ID": "1"},
-    # An earlier launcher has left only LOCAL_RANK, so preflight.py must use the numbers that srun
-    # sets.
-    {"RANK": "", "WORLD_SIZE": "", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
-    | {"SLURM_LOCALID": "0"},
-]
-
-
-@pytest.fixture
-def launch(monkeypatch):
-    """Return a function that sets a launcher's variables, and parses preflight.py's arguments."""
-
-    def parse(variables):
-        numbers = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
-        monkeypatch.setattr(preflight.os, "environ", numbers | address | variables)
-        monkeypatch.setattr(preflight.os, "_exit", sys.exit)
-        preflight.adopt_launcher()
-        return preflight.parse_args([])
-
-    return parse
-
-
-@pytest.mark.parametrize("variables", CORRECT)
-def test_correct_variables_are_accepted(launch, variables):
-    launch(variables)
-    assert int(preflight.os.environ["RANK"]) < int(preflight.os.environ["WORLD_SIZE"])
-
-
-@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
-def test_node_with_hidden_gpus_is_a_cpu_node(launch, monkeypatch, hidden):
-    monkeypatch.setattr(preflight.os.path, "exists", lambda path: path == "/dev/nvidiactl")
-    assert launch({"CUDA_VISIBLE_DEVICES": hidden}).device == "cpu"
-
-
-# ---- several ranks on this machine -------------------------------------------------------------
-def test_two_ranks_measure_and_name_a_full_disk(tmp_path):
-    """Require more space than the disk has; also check that preflight.py leaves no file behind."""
-    folder = tmp_path / "new/outputs"
-    command = [TOOL, "--save-dir", folder, "--checkpoint-gb", 1e9]
-    ranks = start_ranks(2, command, tmp_path)
-    assert [rank.wait(timeout=90) for rank in ranks] == [1, 1]
-    output, silence = ((tmp_path / f"rank{rank}.log").read_text() for rank in range(2))
-    assert silence == ""
-    rows = dict(line.split("  ", 1) for line in output.splitlines() if "  " in line)
-    assert rows["--save-dir"].strip() == "shared"
-    for name in ("matmul", "link within a node"):
-        assert float(rows[name].split()[0]) > 0
-    assert "no-go    disk free: ranks 0, 1 on " in output
-    assert output.splitlines()[-1].startswith("no-go: world size 2 on 1 node; disk free")
-    assert list(folder.iterdir()) == []
 
 
 # ---- on two hosts ------------------------------------------------------------------------------

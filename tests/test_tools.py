@@ -1,13 +1,10 @@
 """Test that tools carry a fix to all descendants, mark conflicts, and compare and evaluate runs."""
 
 import argparse
-import json
 import math
 import re
 import subprocess
-from pydoc_data.topics import topics
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -61,19 +58,6 @@ def test_conflict_is_marked_and_stops_no_other_chapter(guide):
     assert "return 10" in (guide / "other" / "train_llm.py").read_text()
 
 
-def test_runs_are_drawn_and_compared(tmp_path):
-    """Plot two runs whose metrics have rows that a kill has cut."""
-    for name, shift in [("one", 0.0), ("two", 1e-6)]:
-        rows = [{"step": step, "loss": 5 - step + shift, "val_loss": 2.5} for step in range(3)]
-        (tmp_path / name).mkdir()
-        lines = [json.dumps(row | {"tokens_per_second": 9.0}) for row in rows]
-        cut = '{"step": 3, "lo'
-        (tmp_path / name / "metrics.jsonl").write_text("\n".join([cut + lines[0], *lines, cut]))
-    done = run_command(ROOT / "tools/plot.py", "one", "two", "-o", "runs.png", cwd=tmp_path)
-    assert done.stdout == "drawn: runs.png; largest difference between losses: 1.0e-06\n"
-    assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_missing_run_is_reported_in_one_line(tmp_path):
     done = run_command(ROOT / "tools/plot.py", "nowhere", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "nowhere" in done.stderr
@@ -100,32 +84,23 @@ def test_perplexity_of_the_held_out_samples_is_that_of_the_validation_loss(tmp_p
     assert not any(name.startswith(".evaluate") for name in left)
 
 
-@pytest.mark.parametrize("length", [2, 7, 8, 9, 40])
 @pytest.mark.parametrize("stride", [1, 3, 8])
-def test_windows_count_each_token_once(length, stride):
-    counted, size = [], 8
-    for first, start, end in evaluate.windows_of(length, size, stride):
-        assert first < start <= end <= first + size
-        counted += range(start, end)
-    # The first token of a text has no context. Without an overlap, the first token of a window has
-    # no context, either.
-    uncounted = set(range(0, length, size)) if stride == size else {0}
-    assert counted == sorted(set(range(length)) - uncounted)
-
-
-def test_overlap_gives_tokens_context(models):
-    """Compare the loss of overlapping windows with the loss of one forward pass per token."""
+def test_each_token_is_counted_once_with_the_context_of_its_window(models, stride):
+    """Compare the loss of windows of 8 tokens with the loss of one forward pass per token."""
     config = AutoConfig.from_pretrained(models / "qwen3")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    tokens = torch.arange(24) % 11
-    args = argparse.Namespace(seq_length=8, stride=1, batch_size=5)
+    tokens, expected, counted = torch.arange(25) % 11, 0.0, 0
+    args = argparse.Namespace(seq_length=8, stride=stride, batch_size=5)
+    for position in range(1, 25):
+        # This is the start of the first window that contains the position.
+        start = max(0, math.ceil((position - 7) / stride) * stride)
+        # Without an overlap, the first token of a window has no context.
+        if start < position:
+            scores = model(input_ids=tokens[None, start:position]).logits[0, -1].log_softmax(0)
+            expected -= scores[tokens[position]].item()
+            counted += 1
     total, count = evaluate.total_loss(args, model, tokens)
-    expected = 0.0
-    for position in range(1, 24):
-        context = tokens[max(0, position - 7) : position]
-        scores = model(input_ids=context[None]).logits[0, -1].log_softmax(0)
-        expected -= scores[tokens[position]].item()
-    assert count == 23 and total == pytest.approx(expected, rel=1e-5)
+    assert count == counted and total == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -147,16 +122,3 @@ def test_mistake_in_an_evaluation_is_reported_in_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["evaluate.py", *words, "--device", "cpu"])
     assert user_error(capsys, evaluate.main).startswith(f"evaluate.py: error: {message}")
-
-
-def test_all_pieces_of_a_folder_are_evaluated_in_order(chapter, tmp_path):
-    (tmp_path / "text.txt").write_text("\n\n".join(topics.values())[:5000])
-    words = ["-o", tmp_path / "text.tokens", "--piece", 999, "--workers", 1, tmp_path / "text.txt"]
-    run_command(ROOT / "preparing-data/prepare.py", *words, check=True)
-    pieces = [np.fromfile(path, "uint16") for path in sorted(tmp_path.glob("text.tokens/*.tokens"))]
-    args = argparse.Namespace(model_name="tiny", config=[], held_out=False, seq_length=256)
-    tokenizer, _ = chapter.build_tokenizer_and_config(args)
-    args.dataset_name = str(tmp_path / "text.tokens")
-    tokens = evaluate.tokens_of(chapter, args, tokenizer)
-    assert len(pieces) > 3
-    assert tokens.tolist() == np.concatenate(pieces).tolist()

@@ -60,26 +60,23 @@ def rank_files(rank, size, since=60.0, calls=STEPS, pending=True, age=1.0, **cha
     return {"beat": beat | changes, "age": age, "dump": dump, "crash": crash}
 
 
-def facts_of(ranks, gone=(), stopped=()):
-    """Return facts about ranks whose hosts all answer.
-
-    The ranks in `gone` have no process, and the processes of the ranks in `stopped` are stopped.
-    """
+def facts_of(ranks, gone=()):
+    """Return facts about ranks whose hosts all answer; the ranks in `gone` have no process."""
     hosts = {}
     for rank, files in ranks.items():
         states = hosts.setdefault(files["beat"]["host"], {})
         if rank not in gone:
-            states[str(files["beat"]["pid"])] = "T" if rank in stopped else "S"
+            states[str(files["beat"]["pid"])] = "S"
     hosts = {host: {"host": host, "states": states} for host, states in hosts.items()}
     return {"run": "/run/outputs/x", "free": 2**40, "ranks": ranks, "hosts": hosts}
 
 
-def run(odd=None, size=4, gone=(), stopped=(), **changes):
+def run(odd=None, size=4, gone=(), **changes):
     """Return facts about ranks whose files have `changes`; rank 1 has the changes `odd` instead."""
     files = {rank: rank_files(rank, size, **changes) for rank in range(size)}
     if odd:
         files[1] = rank_files(1, size, **odd)
-    return facts_of(files, gone, stopped)
+    return facts_of(files, gone)
 
 
 def judged(facts):
@@ -113,7 +110,6 @@ ALL, MOVING = range(4), {"since": 1.0, "pending": False}
 STARTING = {rank: rank_files(rank, 4, phase="start", step_seconds=None) for rank in range(3)}
 UNREACHABLE = facts_of({n: rank_files(n, 16, age=1.0 if n < 8 else 50.0) for n in range(16)})
 UNREACHABLE["hosts"]["h1"] = {"error": "No route to host"}
-UNCHECKED = UNREACHABLE | {"hosts": {"h0": UNREACHABLE["hosts"]["h0"]}}
 
 
 # Each case has the kind of the expected verdict, sometimes also the ranks and the certainty of the
@@ -122,19 +118,11 @@ VERDICTS = {
     "training": ("healthy", [], "certain", run(**MOVING)),
     "evaluation takes minutes": ("healthy", run(since=900.0, phase="evaluation", cpu=0.5)),
     "one rank has no batch": ("hang-in-data", [1], "certain", run(NO_BATCH)),
-    "no rank has a batch": ("hang-in-data", [0, 1], run(size=2, phase="data", pending=False)),
     "skipped, 4 ranks": ("skipped-collective", [1], "certain", run(SKIPPED, 4, **AHEAD)),
     "wrong shape, 4 ranks": ("mismatched-collective", [1], "certain", run(SHAPE, 4, **AHEAD)),
     "in a different group": ("skipped-collective", [1], run(NO_BATCH | {"phase": "collective"})),
-    "still computes": ("straggler", [1], run(NO_BATCH | {"phase": "forward"})),
     "all ranks in one collective": ("network", [], run(size=16)),
-    "stopped": ("stopped-process", [1], "certain", run(stopped=[1])),
     "vanished first": ("killed", [1], "likely", run({"age": 31.5}, 4, ALL, age=30.0, **LOST)),
-    "SIGTERM after": ("killed", [1], run({"age": 31.5}, 4, ALL, age=30.0, asked_to_end=NOW)),
-    "Gloo aborts the receiver of a wrong shape": (
-        "mismatched-collective", [1],
-        run(SHAPE | {"age": 30.0, **LOST}, 2, ALL, calls=[], age=31.0, crash=ABORTED),
-    ),
     "NCCL aborts the waiting ranks": (
         "hang-in-data", [1], run(NO_BATCH, 4, (0, 2, 3), age=30.0, crash=ABORTED)
     ),
@@ -142,7 +130,6 @@ VERDICTS = {
     "full disk": ("disk-full", [], run(**MOVING) | {"free": 4096}),
     "the last rank never started": ("rendezvous", [3], facts_of(STARTING)),
     "a host does not answer": ("host-unreachable", [*range(8, 16)], "certain", UNREACHABLE),
-    "a host was not asked": ("host-unreachable", [*range(8, 16)], "a guess", UNCHECKED),
     "all ranks have finished": ("finished", run(gone=ALL, age=9e5, end="finished")),
 }  # fmt: skip
 
@@ -154,11 +141,8 @@ Last error:
 Cuda failure 2 'out of memory'"""
 # Each key is the last error of rank 1, and each value is the kind of the expected verdict.
 ERRORS = {
-    "RuntimeError: CUDA error: out of memory": "device-out-of-memory",
     NCCL: "device-out-of-memory",
     "OSError: [Errno 28] No space left on device": "disk-full",
-    "[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0": "disk-full",
-    "MemoryError": "host-memory-leak",
     "RuntimeError: Unable to find address for: eth9": "rendezvous",
     "SystemExit: error: x: cannot read its checkpoints; choose a different": "corrupt-checkpoint",
 }
@@ -183,13 +167,11 @@ def moving(size=4, **odd):
     return facts
 
 
-BAD, UNREAD = {"step": 12, "gradients": 1}, "x/step-20 cannot be read: EOFError(); trying the prev"
+UNREAD = "x/step-20 cannot be read: EOFError(); trying the prev"
 VERDICTS |= {
-    "infinite loss": ("not-finite", [1], moving(bad=BAD | {"loss": float("inf")})),
     "one of 4 replicas": ("replicas-differ", [1], moving(checks=checks(1, weights=8))),
     "2 shards": ("healthy", [], moving(2, checks=checks(1, weights=8), shard="0: 1")),
     "leak": ("host-memory-leak", [1], moving(memory=[0.7, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7])),
-    "one allocation": ("healthy", [], moving(memory=[0.7, 0.7, 0.7, 1.7, 1.7, 1.7, 1.7])),
     "unreadable": ("corrupt-checkpoint", [], moving(printed=[UNREAD])),
 }
 
@@ -212,10 +194,6 @@ def test_rank_that_is_late_for_every_collective_is_a_straggler(size):
     *verdict, reason = judged(facts)
     assert verdict == ["straggler", [1], "certain"]
     assert "train_llm.py:99 read (+60%)" in reason
-    # A rank that is late only for the newer half of the collectives is no straggler.
-    prompt, late = (facts["ranks"][rank]["dump"]["collectives"] for rank in (0, 1))
-    facts["ranks"][1]["dump"]["collectives"] = prompt[:25] + late[25:]
-    assert judged(facts)[0] == "healthy"
 
 
 def test_rank_with_the_shortest_nccl_collectives_is_a_straggler():
@@ -225,14 +203,6 @@ def test_rank_with_the_shortest_nccl_collectives_is_a_straggler():
         for call in files["dump"]["collectives"]:
             call["milliseconds"] = 5.0 if rank == 2 else 65.0
     assert judged(facts)[:3] == ("straggler", [2], "certain")
-
-
-def test_different_clocks_do_not_make_a_straggler():
-    facts = run(size=16, **MOVING)
-    for rank in range(8, 16):
-        facts["ranks"][rank] = rank_files(rank, 16, late=7.0, **MOVING)
-        facts["ranks"][rank]["beat"] |= {"time": NOW + 7, "since": NOW + 6}
-    assert judged(facts)[0] == "healthy"
 
 
 # ---- the command ---------------------------------------------------------------------------------
