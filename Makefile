@@ -100,7 +100,8 @@ test-exhaustive: install  ## run the remaining tests: many kills, all faults, to
 extras: install  ## install optional packages for the tests: frameworks, peft and linters
 	$(PIP) -r 03-job-launchers/deepspeed/requirements.txt \
 		-r alternative-frameworks/accelerate/requirements.txt \
-		-r fine-tuning/lora/requirements.txt -r requirements-lint.txt
+		-r fine-tuning/lora/requirements.txt -r fine-tuning/preferences/requirements.txt \
+		-r requirements-lint.txt
 
 .PHONY: test-all
 test-all: extras test test-slow test-exhaustive  ## run all tests

@@ -1,26 +1,33 @@
 """Test that fine-tuning on conversations learns only the answers, on any layout."""
 
 import json
+import re
 import shutil
 from argparse import Namespace
 from itertools import groupby
-from operator import itemgetter
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet as pq
 import pytest
 import torch
-from tokenizers import normalizers
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
 from torch.nn.attention import flex_attention as flex
-from transformers import AutoTokenizer, ByT5Tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    PreTrainedTokenizerFast,
+    masking_utils,
+)
 from transformers.integrations.flex_attention import WrappedFlexAttention
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import preparing
-import recorded
 from chats import (
     TEMPLATES,
     conversations,
-    copy_model,
     distances,
     documents_of_step,
     expected_documents,
@@ -31,11 +38,14 @@ from chats import (
     prepare_rows,
     split_documents,
     write_rows,
+    write_tokens,
 )
 from conftest import ROOT, SCRIPTS, curves_of, disagreement, run_command, user_error
-from families import ARGS, OWN_SETTINGS, fast_byte_tokenizer, shrink
+from families import ARGS, LONG_ROPE, OWN_SETTINGS, fast_byte_tokenizer, shrink
 from marks import slow
 from preparing import MODULE
+
+FIRST, CONTEXT = MODULE.FIRST, MODULE.CONTEXT
 
 
 @pytest.fixture
@@ -56,7 +66,8 @@ def tokens_of(tokenizer, document):
 
 WINDOW = {"mistral": ["--config", "sliding_window=24"]}
 CASES = [("llama", "llama2", 1, "sdpa"), ("mistral", "qwen3", 8, "sdpa")]
-CASES += [slow("gpt2", "llama3", 2, "sdpa"), slow("qwen3", "built-in", 8, "sdpa")]
+CASES += [slow("gpt2", "phi3", 2, "sdpa"), slow("gemma3-window", "llama3", 1, "sdpa")]
+CASES += [slow("llama", "built-in", 2, "sdpa"), slow("qwen3", "chatml", 8, "sdpa")]
 CASES += [("mistral", "llama2", 2, "flex_attention")]
 CASES += [slow("gemma3-window", "llama3", 1, "flex_attention")]
 
@@ -72,7 +83,9 @@ def flex_on_cpu(monkeypatch):
 def test_packed_gradient_equals_one_conversation_at_a_time(
     chapter, layout_models, tmp_path, flex_on_cpu, family, template, batch_size, attention
 ):
-    folder = copy_model(layout_models / family, tmp_path / family, template)
+    folder = shutil.copytree(layout_models / family, tmp_path / family)
+    if TEMPLATES[template]:
+        (folder / "chat_template.jinja").write_text(TEMPLATES[template])
     words = ["-m", folder, "-d", prepare_conversations(tmp_path, model=folder)]
     words += ["-b", batch_size, *WINDOW.get(family, []), "--attention", attention]
     args, model, train_set, held_out = prepare(chapter, *words)
@@ -85,29 +98,158 @@ def test_packed_gradient_equals_one_conversation_at_a_time(
     ]
     samples = torch.cat([train_set.pieces[0], held_out])
     assert sorted(split_documents(chapter, samples)) == sorted(expected)
-    # Compare step 1 with an unsharded model that reads one document at a time.
+    loss_apart, gradient_apart = distances_from_plain(chapter, args, model, train_set)
+    assert loss_apart < 1e-6 and gradient_apart < 1e-5
+
+
+def distances_from_plain(chapter, args, model, train_set):
+    """Compare step 1 with an unsharded model that reads one document at a time.
+
+    Return the difference of the losses, and the largest relative difference of a gradient.
+    """
     plain = plain_model(model)
     loss = loss_of_documents(plain, documents_of_step(chapter, args, train_set))
     loss.backward()
     gradients = {name: weight.grad for name, weight in plain.named_parameters()}
-    apart = distances(chapter, args, model, train_set, loss.item(), gradients)
-    assert apart[0] < 1e-6 and apart[1] < 1e-5
+    return distances(chapter, args, model, train_set, loss.item(), gradients)
+
+
+def read_each_other(chapter):
+    """Let the tokens of a sample attend to earlier documents, not only to their own document."""
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+
+
+def learn_context(chapter):
+    """Compute the loss on all tokens, not only on the answers."""
+    inputs_of = chapter.inputs_of
+
+    def inputs(batch):
+        ids, _, inputs = inputs_of(batch)
+        return ids, ids, inputs
+
+    chapter.inputs_of = inputs
+
+
+def start_at_one(chapter):
+    """Let the positions of each document start at 1 instead of 0."""
+    inputs_of = chapter.inputs_of
+
+    def inputs(batch):
+        ids, labels, inputs = inputs_of(batch)
+        return ids, labels, {"position_ids": (inputs["position_ids"] + 1).clamp(max=255)}
+
+    chapter.inputs_of = inputs
+
+
+def mean_of_means(chapter):
+    """Give each micro-batch the same weight, whatever its number of answer tokens."""
+    loss_of = chapter.loss_of
+
+    def mean(args, model, batch):
+        share = model.num_targets / chapter.count_answers(batch) / args.accumulation
+        return loss_of(args, model, batch) * share
+
+    chapter.loss_of = mean
+
+
+CONTROLS = [read_each_other, learn_context, start_at_one, mean_of_means]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("control", CONTROLS)
+def test_comparison_finds_a_mistake(chapter, layout_models, tmp_path, control):
+    model_dir = layout_models / "gpt2"
+    words = ["-m", model_dir, "-d", prepare_conversations(tmp_path, model=model_dir), "-b", 1]
+    args, model, train_set, _ = prepare(chapter, *words)
+    control(chapter)
+    assert distances_from_plain(chapter, args, model, train_set)[1] > 0.01
+
+
+def check_family(chapter, kind, seq_length, settings):
+    """Check a small model of a family as the script checks it before the first step."""
+    args = Namespace(**ARGS | {"model_name": kind, "seq_length": seq_length})
+    config = shrink(CONFIG_MAPPING[kind](), **OWN_SETTINGS.get(kind, {}) | settings)
+    device = torch.device("cpu")
+    model = chapter.shard(args, chapter.build_model(args, config), device)
+    chapter.check_packing(args, model, device)
 
 
 @pytest.mark.parametrize("kind", ["bloom", "qwen3_next", "xmod"])
 def test_family_that_cannot_separate_conversations_is_refused(chapter, capsys, kind):
-    args, device = Namespace(**ARGS | {"model_name": kind, "seq_length": 32}), torch.device("cpu")
-    config = shrink(CONFIG_MAPPING[kind](), **OWN_SETTINGS.get(kind, {}))
-    model = chapter.shard(args, chapter.build_model(args, config), device)
-    problem = user_error(capsys, chapter.check_packing, args, model, device)
+    problem = user_error(capsys, check_family, chapter, kind, 32, {})
     assert f"--seq-length 32: packing changes what {kind} computes for a conversation" in problem
 
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+# With these settings, the rotary angles of all positions change if a sample has more than 16
+# tokens.
+BEYOND_A_DOCUMENT = {
+    "longrope": {"rope_parameters": LONG_ROPE},
+    "dynamic NTK": {"rope_parameters": DYNAMIC, "max_position_embeddings": 16},
+}
+
+
+@pytest.mark.parametrize("settings", BEYOND_A_DOCUMENT.values(), ids=BEYOND_A_DOCUMENT)
+def test_model_that_looks_beyond_a_document_is_refused(chapter, capsys, settings):
+    check_family(chapter, "llama", 15, settings)
+    problem = user_error(capsys, check_family, chapter, "llama", 256, settings)
+    line = "--seq-length 256: packing changes what llama computes for a conversation; lower it"
+    assert line in problem
+
+
+# ---- prepared tokens -------------------------------------------------------------------------
+STEPS = "--num-steps 2 --global-batch-size 4 --eval-samples 4 -b 1 --eval-every 1 --lr 0.01".split()
+
+
+def random_tokens(number, dtype):
+    """Return samples of 64 random tokens, as prepare.py writes them for a text."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, 259, (number, 64), generator=generator).to(dtype)
+
+
+@pytest.fixture(scope="module")
+def tokens(load, tmp_path_factory):
+    """Write three folders of tokens: a text, context without answers, and a mixture of both kinds.
+
+    The mixture has answers only for rank 1 of two ranks, and in the held-out samples.
+    """
+    root, chapter = tmp_path_factory.mktemp("tokens"), load("conversations")
+    context = random_tokens(12, torch.int32) | chapter.CONTEXT
+    context[:, [0, 20]] |= chapter.FIRST
+    mixed = context.clone()
+    for position, index in enumerate(chapter.random_order(0, 0, 8).tolist()):
+        if position % 2:
+            mixed[index, 30 : 32 + 4 * position] &= ~chapter.CONTEXT
+    mixed[9:, 50:55] &= ~chapter.CONTEXT
+    samples = {"text": random_tokens(12, torch.uint16), "context": context, "mixed": mixed}
+    return {name: write_tokens(root / f"{name}.tokens", samples[name]) for name in samples}
+
+
 @pytest.mark.slow
-def test_prepared_text_is_learned_as_in_chapter_05(small_tokens, tmp_path):
-    args = ["-d", small_tokens(), "--num-steps", 2, "--lr", 0.01]
+def test_rank_without_answers_changes_no_curve(chapter, tokens, tmp_path):
+    job = "conversations", [*STEPS, "-d", tokens["mixed"]]
+    curves = curves_of(tmp_path, {1: {"one": job}, 2: {"two": job}})
+    assert disagreement(curves["one"], curves["two"]) == {}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "two/model")
+    held_out = chapter.map_samples(tokens["mixed"] / "000000.tokens", torch.int32, 64)[8:]
+    with torch.no_grad():
+        loss = loss_of_documents(model, split_documents(chapter, held_out)).item()
+    assert loss == pytest.approx(curves["two"][2]["val_loss"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_prepared_text_is_learned_as_in_chapter_05(tokens, tmp_path):
+    args = [*STEPS, "-d", tokens["text"]]
     curves = curves_of(tmp_path, {1: {name: (name, args) for name in ("05", "conversations")}})
     assert disagreement(curves["05"], curves["conversations"]) == {}
+
+
+def test_step_without_answers_keeps_the_weights_finite(chapter, tokens):
+    words = ["-s", 64, "-d", tokens["context"], "--global-batch-size", 4]
+    args, model, train_set, _ = prepare(chapter, *words)
+    optimizer, device = chapter.build_optimizer(args, model), torch.device("cpu")
+    loss, _ = chapter.train_step(args, model, optimizer, train_set, 1, device)
+    assert loss == 0 and all(weight.to_local().isfinite().all() for weight in model.parameters())
 
 
 # ---- files -----------------------------------------------------------------------------------
@@ -118,22 +260,26 @@ def say(role, content, **more):
 ASK, ANSWER = say("user", "Why?"), say("assistant", "Because.")
 
 
-def documents_in(tokens):
-    """Return the documents in a folder of samples of 512 tokens, as split_documents() does."""
-    ids = np.fromfile(tokens / "000000.tokens", np.int32).reshape(-1, 512)
-    return split_documents(MODULE, torch.from_numpy(ids))
+def marked(folder, rows, *flags):
+    """Prepare rows for the tiny model; return the text of each document, with answers in »«."""
+    tokens = prepare_rows(folder, rows, "--conversations", "-s", 512, *flags)
+    return texts_of(ByT5Tokenizer(), tokens, 512)
 
 
-def texts_of(tokenizer, tokens):
+def texts_of(tokenizer, tokens, seq_length):
     """Return the text of each document in a folder of tokens, with answers in »«."""
     texts = []
-    for document in documents_in(tokens):
+    for token in np.fromfile(tokens / "000000.tokens", np.int32).tolist():
+        texts += [[]] if token & FIRST else []
+        texts[-1].append(token)
+    found = []
+    for document in texts:
         text = ""
-        for is_learned, group in groupby(document, itemgetter(1)):
-            part = tokenizer.decode([token for token, _ in group])
-            text += f"»{part}«" if is_learned else part
-        texts.append(text)
-    return texts
+        for is_context, ids in groupby(document, lambda token: token & CONTEXT):
+            part = tokenizer.decode([token & (CONTEXT - 1) for token in ids])
+            text += part if is_context else f"»{part}«"
+        found.append(text)
+    return sorted(text for text in found if "»" in text)
 
 
 CALL = {"type": "function", "function": {"name": "find", "arguments": {"word": "a"}}}
@@ -141,6 +287,7 @@ CALLS = [ASK, {"role": "assistant", "tool_calls": [CALL]}, say("tool", "b"), ANS
 MISTAKES = {
     "role": ([ASK, say("bot", "Hm.")], "unknown role bot; use one of system, developer, user"),
     "empty": ([], "it has no messages"),
+    "null": (None, "it has no messages"),
     "no answer": ([say("system", "Be short."), ASK], "its last turn is by the user; end it with"),
     "no question": ([ANSWER], "its first turn is by the assistant; begin it with a turn by"),
     "picture": ([say("user", [{"type": "image"}]), ANSWER], "a turn's content is [{"),
@@ -149,6 +296,7 @@ MISTAKES = {
     "thoughts": ([ASK, ANSWER | {"thinking": "Hm."}], "the model's chat template leaves out 'Hm.'"),
     "weight": ([ASK, ANSWER | {"weight": 0.5}], "a turn has weight 0.5; use 0 or 1"),
     "nothing": ([ASK, ANSWER | {"train": False}], "it has no answer to learn"),
+    "text": ("a", "a turn is 'a'; make it an object with role and content"),
 }
 
 
@@ -163,20 +311,42 @@ def test_mistake_in_a_conversation_is_reported_or_left_out(tmp_path, turns, expe
     assert "1 bad documents left out" in output and "3 rows are packed into 1 samples" in output
 
 
-def save_model(folder, template, tokenizer=None):
-    """Save a tokenizer with a chat template; return the folder."""
-    (tokenizer or fast_byte_tokenizer()).save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text(template)
-    return folder
-
-
 def test_template_that_changes_the_prompt_is_refused(tmp_path):
+    model = save_tokenizer(tmp_path / "model", fast_byte_tokenizer())
     template = "{{ '<' if add_generation_prompt else messages[-1].content }}"
-    model = save_model(tmp_path / "model", template)
+    (model / "chat_template.jinja").write_text(template)
     path = write_rows(tmp_path / "a.jsonl", [{"messages": [ASK, ANSWER]}])
     words = path, "--conversations", "-m", model
     output = preparing.prepare(tmp_path / "a.tokens", *words, status=2)
     assert "line 1: with the model's chat template, the answer's text 'Because.' does not" in output
+
+
+def test_answers_without_a_control_token_at_their_end_are_counted(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": TURNS}])
+    output = preparing.prepare(tmp_path / "a.tokens", path, "--conversations")
+    assert "end without a control token" not in output
+    model = save_tokenizer(tmp_path / "model", fast_byte_tokenizer())
+    (model / "chat_template.jinja").write_text(TEMPLATES["qwen3"])
+    output = preparing.prepare(tmp_path / "b.tokens", path, "--conversations", "-m", model)
+    assert "2 answers end without a control token" in output
+
+
+def test_weights_mix_conversations_and_count_only_what_is_written(tmp_path):
+    turns = conversations(600)
+    rows = [{"messages": [turn | {"content": "a"} for turn in it]} for it in turns[:60]]
+    small = write_rows(tmp_path / "small.jsonl", rows)
+    large = write_rows(tmp_path / "large.jsonl", [{"messages": it} for it in turns])
+    tokens, sources = tmp_path / "a.tokens", [f"{large}:0.5", f"{small}:0.5"]
+    output = preparing.prepare(tokens, *sources, "--conversations", "-s", 256)
+    written = sum(path.stat().st_size for path in tokens.glob("*.tokens")) // (4 * 256)
+    counted = re.findall(r"packed into ([\d,]+) samples", output)
+    assert 0 < sum(int(number.replace(",", "")) for number in counted) <= written
+    assert "small.jsonl: " in output and " times" in output
+
+
+def save_tokenizer(folder, tokenizer):
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def test_long_conversations_and_control_tokens_are_left_out(tmp_path):
@@ -216,8 +386,7 @@ EQUAL = {
 
 @pytest.mark.parametrize("rows", EQUAL.values(), ids=EQUAL)
 def test_formats_of_conversations_give_the_same_tokens(tmp_path, rows):
-    tokens = prepare_rows(tmp_path, rows, "--conversations", "-s", 512)
-    first, *others = texts_of(ByT5Tokenizer(), tokens)
+    first, *others = marked(tmp_path, rows)
     assert len(others) == len(rows) - 1 and set(others) == {first}
     assert first.count("»") == (2 if rows in (EQUAL["turns"], EQUAL["system"]) else 1)
 
@@ -239,33 +408,56 @@ FROM_FUNCTION = [
 ]
 
 
-def test_calls_of_tools_are_learned_without_the_null_keys_of_tables(tmp_path):
-    """Prepare one conversation in the formats of several data sets."""
+def call_rows():
+    """Return one conversation, which calls a tool, as rows in the formats of several data sets."""
     ends = [say("tool", "b"), ANSWER]
     calls = [say("assistant", "", tool_calls=[call]) for call in (CALL, NULLS, AS_TEXT)]
     rows = [{"messages": [ASK, call, *ends], "tools": [TOOL]} for call in calls]
-    rows.append({"conversations": FROM_FUNCTION, "tools": json.dumps([TOOL])})
-    model = save_model(tmp_path / "model", TOOLS)
-    tokens = prepare_rows(tmp_path, rows, "--conversations", "-s", 512, "-m", model)
+    rows.append({"messages": [ASK, calls[0], *ends], "tools": json.dumps([TOOL])})
+    return [*rows, {"conversations": FROM_FUNCTION, "tools": json.dumps([TOOL])}]
+
+
+def test_calls_of_tools_are_learned_without_the_null_keys_of_tables(tmp_path):
+    model = save_tokenizer(tmp_path / "model", fast_byte_tokenizer())
+    (model / "chat_template.jinja").write_text(TOOLS)
+    tokens = prepare_rows(tmp_path, call_rows(), "--conversations", "-s", 512, "-m", model)
+    table = tmp_path / "a.parquet"
+    # Test a Parquet table, too: there, each call has the keys of all calls, with null for missing
+    # values.
+    pq.write_table(pyarrow.Table.from_pylist(call_rows()[:2]), table)
+    words = "--conversations", "-s", 512, "-m", model
+    preparing.prepare(tmp_path / "a.tokens", table, *words)
+    found = texts_of(AutoTokenizer.from_pretrained(model), tokens, 512)
+    found += texts_of(AutoTokenizer.from_pretrained(model), tmp_path / "a.tokens", 512)
     call = '{"name": "find", "arguments": {"word": "a"}}'
-    expected = f"{json.dumps(TOOL)}\n<user>Why?<end>\n<assistant>»<call>{call}<end>«\n"
+    expected = f"<user>Why?<end>\n<assistant>»<call>{call}<end>«\n"
     expected += "<tool>b<end>\n<assistant>»Because.<end>«"
-    assert texts_of(AutoTokenizer.from_pretrained(model), tokens) == [expected] * len(rows)
+    assert [text.partition("\n")[2] for text in found] == [expected] * 7
+    assert {text.partition("\n")[0] for text in found} == {json.dumps(TOOL)}
+
+
+def spaced_tokenizer():
+    """Return a tokenizer that puts a space before each text, as Llama 2 does."""
+    letters = ["</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(BPE({letter: number for number, letter in enumerate(letters)}, []))
+    tokenizer.normalizer = normalizers.Prepend(" ")
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 
 
 def test_answer_does_not_begin_with_the_space_that_a_tokenizer_adds(tmp_path):
-    tokenizer = fast_byte_tokenizer()
-    # Put a space before each text, as Llama 2 does.
-    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(" ")
-    model = save_model(tmp_path / "model", TEMPLATES["qwen3"], tokenizer)
-    rows = [{"messages": TURNS}]
-    tokens = prepare_rows(tmp_path, rows, "--conversations", "-s", 512, "-m", model)
-    (text,) = texts_of(tokenizer, tokens)
+    tokenizer = spaced_tokenizer()
+    model = save_tokenizer(tmp_path / "model", tokenizer)
+    (model / "chat_template.jinja").write_text(TEMPLATES["qwen3"])
+    tokens = prepare_rows(tmp_path, [{"messages": TURNS}], "--conversations", "-m", model)
+    (text,) = texts_of(tokenizer, tokens, 256)
     assert "assistant\n»Because.<|im_end|>«" in text
+    ids = np.fromfile(tokens / "000000.tokens", np.int32)
     tokenizer.chat_template = TEMPLATES["qwen3"]
     expected = tokenizer.apply_chat_template(TURNS, tokenize=False).rstrip()
     expected = tokenizer(expected, add_special_tokens=False)["input_ids"]
-    assert [token for token, _ in documents_in(tokens)[0]] == expected
+    assert [token & (CONTEXT - 1) for token in ids.tolist()[: len(expected)]] == expected
 
 
 # ---- the same on chapters 08 and 09 ------------------------------------------------------------
@@ -280,7 +472,9 @@ PARALLEL = {
 EXPERTS = {
     "experts": ["--expert-parallel-size", 2],
     "experts and gather": ["--expert-parallel-size", 2, *PARALLEL["gather"]],
+    "experts and pipeline": ["--expert-parallel-size", 2, *PARALLEL["pipeline"]],
 }
+FOUR_RANKS = {"experts and pipeline"}
 
 
 def merged(chapter, folder):
@@ -302,12 +496,19 @@ def test_merged_into_a_later_chapter_the_curve_stays_the_same(layout_models, tmp
     args += ["-b", 2, "--lr", 0.001]
     flags = PARALLEL if chapter == "08" else EXPERTS
     jobs = {name: (script, [*args, *flags[name]]) for name in flags}
-    curves = curves_of(tmp_path, {1: {"one": ("conversations", args)}, 2: jobs})
+    # Run jobs that combine a pipeline and split experts on four ranks, because each of the two
+    # stages needs two ranks to split its experts.
+    on_four = {name: jobs.pop(name) for name in FOUR_RANKS & jobs.keys()}
+    runs = {1: {"one": ("conversations", args)}, 2: jobs, 4: on_four}
+    curves = curves_of(tmp_path, {ranks: group for ranks, group in runs.items() if group})
+    jobs |= on_four
     apart = {name: disagreement(curves["one"], curves[name]) for name in jobs}
     assert apart == {name: {} for name in jobs}
 
 
 @pytest.mark.parametrize("chapter", ["08", "09"])
 def test_merged_script_has_all_names_of_conversations(load, tmp_path, chapter):
-    own, found = load("conversations"), recorded.load(merged(chapter, tmp_path))
+    import harness
+
+    own, found = load("conversations"), harness.load(merged(chapter, tmp_path))
     assert {name for name in vars(own) if not name.startswith("_")} <= vars(found).keys()

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import SCRIPTS, metrics
 from on_ranks import make_model_folder, torchrun
@@ -32,6 +33,20 @@ def test_chunked_loss_equals_the_loss(load, monkeypatch, chunk, bias, frozen):
     for gradient, other in zip(gradients, others, strict=True):
         assert (gradient - other).abs().max() < 6e-6
     assert all(weight.grad is None for weight in head.parameters())
+
+
+def test_head_computes_its_logits_once(load, monkeypatch):
+    """Count the FLOPs of the head, which would be higher if it computed its logits twice."""
+    chapter = load("05")
+    monkeypatch.setattr(chapter, "CHUNK_SIZE", 8)
+    head = torch.nn.Linear(16, 4096, bias=False)
+    hidden = torch.randn(2, 32, 16, requires_grad=True)
+    labels, loss_and_grad = torch.ones(2, 32).long(), chapter.loss_of_logits
+    in_place = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        chapter.chunked_loss(head, loss_and_grad, hidden, labels).backward()
+    # One matrix product computes the logits, and two matrix products compute the gradients.
+    assert counter.get_total_flops() == 3 * 2 * hidden.numel() * 4096
 
 
 @pytest.mark.exhaustive

@@ -1,5 +1,6 @@
 """Test that LoRA has the gradients of peft, and writes adapters that peft can load."""
 
+import functools
 import json
 from argparse import Namespace
 
@@ -91,45 +92,65 @@ def test_gradients_are_those_of_peft(chapter, layout_models, tmp_path):
     assert max(apart) < 1e-5
 
 
+def test_adapters_change_no_loss_before_the_first_step(chapter, layout_models, tmp_path):
+    tokens = prepare_conversations(tmp_path, model=layout_models / "llama")
+    words = ["-m", layout_models / "llama", "-d", tokens]
+    args, model, train_set, held_out = prepare(chapter, *words)
+    plain, device = plain_model(model), torch.device("cpu")
+    with torch.no_grad():
+        expected = loss_of_documents(plain, split_documents(chapter, held_out)).item()
+        first = loss_of_documents(plain, documents_of_step(chapter, args, train_set)).item()
+    model.num_targets = chapter.answers_at(args, train_set, 1)
+    loss = chapter.forward_backward(args, model, train_set, 1, device).item()
+    # Check that evaluate() divides by the number of learned tokens of the held-out samples, not of
+    # the step.
+    assert chapter.evaluate(args, model, held_out, device) == pytest.approx(expected, abs=1e-6)
+    assert loss == pytest.approx(first, abs=1e-6)
+
+
 # ---- mixtures --------------------------------------------------------------------------------
 # The layers of these models have experts, shared experts or plain MLPs.
 KINDS = {
     "llama": {},
     "deepseek_v3": {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "glm4_moe": {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "dots1": {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "ernie4_5_moe": {"moe_layer_start_index": 1, "moe_num_experts": 4, "moe_k": 2},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "qwen3_moe": {"mlp_only_layers": [0]},
+    "flint": {},
 }
 
 
 @pytest.fixture
 def load_base(chapter, monkeypatch):
-    """Return a function that saves a small model, and reads it into a model with adapters.
-
-    It returns the arguments, and the script's model in eval mode.
-    """
+    """Return a function that saves a small model, and reads it into a model with adapters."""
     # Let monkeypatch restore this variable, which read_weights() sets for the entire process.
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+    return functools.partial(base_with_adapters, chapter)
 
-    def load_base(folder, kind, precision):
-        torch.manual_seed(0)
-        settings = OWN_SETTINGS.get(kind, {}) | KINDS[kind]
-        config = shrink(CONFIG_MAPPING[kind](), pad_token_id=None, **settings)
-        base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for name, weight in base.state_dict().items():
-            # In published files of DeepSeek-V3, these biases are near 5 and differ by a few
-            # hundredths.
-            if "correction_bias" in name:
-                weight.normal_(5, 0.02)
-        base.save_pretrained(folder)
-        fast_byte_tokenizer().save_pretrained(folder)
-        words = {"model_name": str(folder), "precision": precision, "pretrained": True}
-        words |= {"lora_modules": [], "lora_rank": RANK, "lora_alpha": 6, "config": []}
-        args = Namespace(**ARGS | words, keep_checkpoints=1)
-        _, config = chapter.build_tokenizer_and_config(args)
-        model = chapter.shard(args, chapter.build_model(args, config), torch.device("cpu"))
-        return args, model.eval()
 
-    return load_base
+def base_with_adapters(chapter, folder, kind, precision):
+    """Save a small model, and read it into the script's model with adapters.
+
+    Return the arguments, and the script's model in eval mode.
+    """
+    torch.manual_seed(0)
+    settings = OWN_SETTINGS.get(kind, {}) | KINDS[kind]
+    config = shrink(CONFIG_MAPPING[kind](), pad_token_id=None, **settings)
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, weight in base.state_dict().items():
+        # In published files of DeepSeek-V3, these biases are near 5 and differ by a few hundredths.
+        if "correction_bias" in name:
+            weight.normal_(5, 0.02)
+    base.save_pretrained(folder)
+    fast_byte_tokenizer().save_pretrained(folder)
+    words = {"model_name": str(folder), "precision": precision, "pretrained": True}
+    words |= {"lora_modules": [], "lora_rank": RANK, "lora_alpha": 6, "config": []}
+    args = Namespace(**ARGS | words, keep_checkpoints=1)
+    _, config = chapter.build_tokenizer_and_config(args)
+    model = chapter.shard(args, chapter.build_model(args, config), torch.device("cpu"))
+    return args, model.eval()
 
 
 @torch.no_grad()
@@ -145,9 +166,13 @@ def full(weight):
 
 
 IDS = torch.arange(3, 43)[None]
+# flint keeps parameters of its attention in fp32, and ernie4_5_moe keeps the weights of its router
+# in fp32.
+IN_FP32 = ["deepseek_v3", "ernie4_5_moe"]
+IN_FP32 += map(slow, ("llama", "dots1", "glm4_moe", "flint", "hunyuan_v1_moe"))
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", slow("llama"), slow("ernie4_5_moe")])
+@pytest.mark.parametrize("kind", IN_FP32)
 def test_frozen_weights_are_those_that_transformers_reads_in_bf16(load_base, tmp_path, kind):
     _, model = load_base(tmp_path, kind, "bf16")
     other = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
@@ -155,9 +180,18 @@ def test_frozen_weights_are_those_that_transformers_reads_in_bf16(load_base, tmp
     for name, expected in other.state_dict().items():
         weight = full(weights[name])
         assert weight.dtype == expected.dtype and torch.equal(weight, expected), name
+    with torch.no_grad():
+        expected = other(input_ids=IDS, use_cache=False).logits
+    # The routers of both models must choose the same experts: with different experts, the logits
+    # would differ by far more.
+    assert (logits_of(model, IDS) - expected).abs().max() < 1e-3 * expected.std()
 
 
-@pytest.mark.parametrize("kind", ["llama", "deepseek_v3", slow("ernie4_5_moe"), slow("qwen3_moe")])
+IN_PEFT = ["llama", "deepseek_v3"]
+IN_PEFT += map(slow, ("glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "qwen3_moe"))
+
+
+@pytest.mark.parametrize("kind", IN_PEFT)
 def test_adapters_give_the_same_logits_in_peft(chapter, load_base, tmp_path, kind):
     peft = pytest.importorskip("peft", reason=WHY)
     args, model = load_base(tmp_path / "base", kind, "fp32")
@@ -180,6 +214,12 @@ def test_adapters_give_the_same_logits_in_peft(chapter, load_base, tmp_path, kin
 def test_checkpoint_holds_only_adapters(run_dir):
     weights = read_checkpoint(run_dir, 4)["model"]
     assert weights and all(".lora_" in name for name in weights)
+    num_weights = sum(weight.numel() for weight in weights.values())
+    # Each of two ranks writes a file with parts of each weight, of its two moments and of its step
+    # counter. A weight and its moments take 12 bytes. In addition, each part takes about 1.6 KiB in
+    # the file.
+    size = sum(path.stat().st_size for path in run_dir.glob("checkpoints/step-00000004/*"))
+    assert size < 12 * num_weights + 2048 * 2 * 4 * len(weights)
 
 
 @pytest.mark.slow
@@ -194,6 +234,8 @@ def test_adapters_merge_into_the_finished_model(chapter, base, run_dir):
         weights[target] += args["lora_alpha"] / RANK * product
     assert weights.keys() == merged.keys()
     assert max((weights[name] - merged[name]).abs().max().item() for name in weights) < 1e-5
+    for path in [*run_dir.glob("adapters/*"), *run_dir.glob("model/*")]:
+        assert path.stat().st_mode & 0o044 == 0o044, f"others cannot read {path.name}"
     *_, held_out = prepare(chapter, "-s", 128, "-d", args["dataset_name"], "--eval-samples", 10)
     with torch.no_grad():
         loss = loss_of_documents(model, split_documents(chapter, held_out)).item()
@@ -224,11 +266,17 @@ def test_resume_with_a_different_rank_is_refused(chapter, capsys, run_dir):
 
 @pytest.mark.parametrize("tool", [evaluate, export])
 def test_tool_refuses_a_checkpoint_of_adapters_in_one_line(
-    run_dir, tmp_path, monkeypatch, capsys, tool
+    chapter, layout_models, tmp_path, monkeypatch, capsys, tool
 ):
-    checkpoint, name = run_dir / "checkpoints/step-00000004", tool.__name__
+    tokens = prepare_conversations(tmp_path, model=layout_models / "llama")
+    words = ["-m", layout_models / "llama", "-d", tokens]
+    args, model, *_ = prepare(chapter, *words)
+    chapter.save_checkpoint(args, tmp_path, model, chapter.build_optimizer(args, model), 1, True)
+    checkpoint, name = tmp_path / "checkpoints/step-00000001", tool.__name__
     words = [checkpoint] + [tmp_path / "new"] * (tool is export)
     monkeypatch.setattr("sys.argv", [f"{name}.py", *map(str, words)])
+    # Discard the output up to here, because prepare() may have printed a progress bar.
+    capsys.readouterr()
     [line] = user_error(capsys, tool.main).splitlines()
     assert line.startswith(f"{name}.py: error: {checkpoint}: it has only adapters; use the folder")
     assert not (tmp_path / "new").exists()

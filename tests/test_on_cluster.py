@@ -240,13 +240,18 @@ def check_continued_curve(user, curves, was_asked=True):
     assert difference(*full, names=["loss", "val_loss"]) < 1e-3
 
 
+def crash(user):
+    """Kill a rank; with MAX_RESTARTS=0, torchrun does not restart it."""
+    user.cluster.run("h2", ["pkill", "-KILL", "-f", RANKS])
+
+
 def test_job_that_has_used_up_its_restarts_requeues_itself(user, curves):
-    """Kill a rank of a job whose ranks may not restart: the job must requeue itself, and finish."""
+    """Crash a job whose ranks may not restart: the job must requeue itself, and then finish."""
     # Allow two requeues. On a busy machine, a torchrun has failed after its ranks had finished, for
     # a reason that we do not know. The job then started a second time, and found a finished run.
     user.env |= {"MAX_RESTARTS": "0", "MAX_REQUEUES": "2"}
     job = submit_long(user)
-    user.cluster.run("h2", ["pkill", "-KILL", "-f", RANKS])
+    crash(user)
     wait_until(lambda: user.cluster.job(job)["Restarts"] == "1", 90, "the job is requeued")
     assert user.end_of(job)["JobState"] == "COMPLETED"
     assert f"job {job}: all restarts failed; requeue 1 of 2" in user.output()
@@ -254,17 +259,47 @@ def test_job_that_has_used_up_its_restarts_requeues_itself(user, curves):
     assert difference(curves["long"], metrics(user.run_dir)) == 0.0
 
 
-def test_job_that_cannot_train_is_not_requeued(user):
-    end = user.end_of(user.submit(user.line(LAUNCHERS["sbatch"], "--nosuch", "1")))
+@pytest.mark.parametrize("requeues", ["0", exhaustive("5")])
+def test_job_that_cannot_train_is_not_requeued(user, requeues):
+    """Crash a job that may requeue 0 times, or give a wrong flag to a job with 5 requeues."""
+    user.env |= {"MAX_RESTARTS": "0", "MAX_REQUEUES": requeues}
+    if requeues == "0":
+        job = submit_long(user)
+        crash(user)
+    else:
+        job = user.submit(user.line(LAUNCHERS["sbatch"], "--nosuch", "1"))
+    end = user.end_of(job)
     assert (end["JobState"], end["Restarts"]) == ("FAILED", "0")
-    assert re.search(r"job \d+ ended with status \d+; the last errors", user.output())
+    assert re.search(rf"job {job} ended with status \d+; the last errors", user.output())
 
 
-def test_job_without_time_for_a_stop_is_refused(user):
-    """Let Slurm send the stop signal to a job of 9 minutes 300 s before its end."""
-    typed = LAUNCHERS["sbatch"].replace("--nodes=2", "--nodes=1 --time=9")
-    assert user.end_of(user.submit(user.line(typed)))["JobState"] == "FAILED"
-    assert "must stop 300 s before its end; submit it with a longer --time" in user.output()
+@pytest.mark.parametrize(
+    "minutes, seconds, message",
+    [(9, 300, "must stop 300 s before its end; submit it with a longer --time"), (9, 60, "")],
+)
+def test_job_without_time_for_a_stop_is_refused(user, minutes, seconds, message):
+    """Let Slurm send the stop signal to a job of 9 minutes 300 s or 60 s before its end.
+
+    With 300 s, train.sbatch refuses the job. With 60 s, the ranks have 40 s for a stop.
+    """
+    user.env |= {"SBATCH_SIGNAL": f"B:USR1@{seconds}", "RANKS_PER_NODE": "1"}
+    script = user.folder / "limit.py"
+    script.write_text("import os; print('limit', os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'])")
+    typed = LAUNCHERS["sbatch"].replace("--nodes=2", f"--nodes=1 --time={minutes}")
+    end = user.end_of(user.submit(user.line(typed, script=script)))
+    assert end["JobState"] == ("FAILED" if message else "COMPLETED")
+    assert message in user.output()
+    assert ("limit 40" in user.output()) != bool(message)
+
+
+def test_ranks_that_are_killed_before_they_have_saved_are_reported(user):
+    user.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "1"
+    job = submit_long(user)
+    # Suspend the ranks, so that they cannot save.
+    user.ranks("pkill -STOP")
+    user.cluster.run("head", f"scancel --signal=USR1 --batch {job}")
+    wait_until(lambda: "after 1 s, the ranks had not saved" in user.output(), 90, "the report")
+    user.cluster.run("head", f"scancel {job}")
 
 
 @pytest.mark.parametrize("before, after", [(2, 1), exhaustive(1, 2)])
@@ -348,3 +383,41 @@ def test_folder_that_is_not_shared_is_reported_with_the_host(user):
         user.cluster.run(host, f"mount -t tmpfs tmpfs {user.folder}")
     user.launch(user.line(LAUNCHERS["by hand"].replace("node 2", "node 1"), *SHORT))
     assert "--save-dir: h2 cannot see " in user.output()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "launcher, variable, expected",
+    [
+        ("srun", "GLOO_SOCKET_IFNAME=eth9", "Error: .*eth9"),
+        ("salloc", "MASTER_ADDR=h9", r"Error: .*\(h9, "),
+        ("salloc", "MASTER_PORT=23456", r"Error: .*\(h1, 23456\)"),
+        ("ssh", "MASTER_PORT=23456", r"h2: .*DistNetworkError: .*\(h1, 23456\)"),
+    ],
+)
+def test_ranks_that_cannot_meet_report_the_reason(user, launcher, variable, expected):
+    """Check that the errors at the end of the output name the wrong interface, host or port."""
+    user.cluster.block_port("h1", 23456)
+    user.env |= [variable.split("="), ("RANKS_PER_NODE", "1")]
+    typed = LAUNCHERS[launcher].replace("per-node=2", "per-node=1")
+    assert not user.launch(user.line(typed, *SHORT, "--dist-timeout", 10))
+    assert re.search(expected, user.output().rpartition("the last errors of its ranks:")[2])
+
+
+@pytest.mark.exhaustive
+def test_job_waits_until_earlier_jobs_of_its_name_have_ended(user):
+    """Let the first job requeue itself: the second job must wait, although a host is free."""
+    script, starts = user.folder / "starts.py", user.folder / "starts.txt"
+    script.write_text(
+        "import os, sys, time\n"
+        f"open('{starts}', 'a').write(os.environ['SLURM_JOB_ID'] + ' ')\n"
+        "time.sleep(600 * ('--wait' in sys.argv and 'SLURM_RESTART_COUNT' not in os.environ))"
+    )
+    user.env["RANKS_PER_NODE"] = "1"
+    typed = "sbatch --job-name=run --dependency=singleton {chapter}/slurm/train.sbatch"
+    lines = [user.line(typed, *options, script=script) for options in (["--wait"], [])]
+    first, second = map(user.submit, lines)
+    wait_until(starts.exists, 150, "the first job has started")
+    user.cluster.run("head", f"scancel --signal=USR1 --batch {first}")
+    assert user.end_of(second)["JobState"] == "COMPLETED"
+    assert starts.read_text().split() == [first, first, second]

@@ -1,7 +1,12 @@
 """Test that the script of preferences computes DPO as two plain models do, answer by answer."""
 
+import copy
+import os
+import shutil
 from argparse import Namespace
+from unittest import mock
 
+import datasets
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
@@ -10,9 +15,6 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 import preparing
 from chats import (
     TEMPLATES,
-    copy_model,
-    documents_of_step,
-    gradients_apart,
     pairs,
     plain_model,
     prepare,
@@ -22,9 +24,9 @@ from chats import (
     split_documents,
     write_rows,
 )
-from conftest import SHORT, metrics, run_or_fail, user_error
+from conftest import SCRIPTS, SHORT, metrics, run_command, run_or_fail, user_error
+from families import make_hub_folder
 from marks import slow
-from runs import copy_run
 
 CPU = torch.device("cpu")
 
@@ -59,29 +61,169 @@ def plain_step(model, reference, documents, beta):
     return totals
 
 
+def documents_of(chapter, args, train_set, step):
+    first = chapter.position_of(args, step)
+    positions = range(first, first + args.global_batch_size)
+    samples = torch.stack([train_set[position] for position in positions])
+    return split_documents(chapter, samples)
+
+
+def apart_in_step_2(chapter, folder, change=None, *words):
+    """Compare step 2 with plain_step(); return the differences of the metrics and the gradients.
+
+    Both differences are relative. Step 1 cannot show a mistake, because its loss is always ln 2.
+    `change` may change the script after step 1.
+    """
+    args, model, train_set, held_out = prepare(chapter, "--lr", 0.01, *words)
+    reference, optimizer = plain_model(model), chapter.build_optimizer(args, model)
+    chapter.add_references(args, folder, model, train_set, held_out, 0, CPU)
+    loss, _ = chapter.train_step(args, model, optimizer, train_set, 1, CPU)
+    assert loss[0].item() == pytest.approx(0.693147, abs=1e-6)
+    plain = plain_model(model)
+    expected = plain_step(plain, reference, documents_of(chapter, args, train_set, 2), args.beta)
+    if change:
+        change(chapter, args, folder, model, train_set, held_out)
+    model.num_targets = chapter.pairs_at(args, train_set, 2)
+    found = chapter.forward_backward(args, model, train_set, 2, CPU).double()
+    gradients = {name: weight.grad for name, weight in plain.named_parameters()}
+    apart = []
+    for name, weight in model.named_parameters():
+        if gradients[name].norm() > 1e-12:
+            gradient = weight.grad.full_tensor().double() - gradients[name]
+            apart.append((gradient.norm() / gradients[name].norm()).item())
+    return ((found - expected).norm() / expected.norm()).item(), max(apart)
+
+
 CASES = [("llama", "llama2", 2), ("mistral", "qwen3", 8)]
-CASES += [slow("gpt2", "qwen3", 1), slow("qwen3", "llama3", 2), slow("llama", "built-in", 1)]
+CASES += [slow("gpt2", "phi3", 1), slow("qwen3", "chatml", 2), slow("llama", "built-in", 1)]
+CASES += [slow("llama", "llama3", 8)]
 
 
 @pytest.mark.parametrize("family, template, batch_size", CASES)
 def test_packed_gradient_is_that_of_two_plain_models(
     chapter, layout_models, tmp_path, family, template, batch_size
 ):
-    """Compare step 2 with plain_step(), because the loss of step 1 is always ln 2."""
-    folder = copy_model(layout_models / family, tmp_path / family, template)
+    folder = shutil.copytree(layout_models / family, tmp_path / family)
+    if TEMPLATES[template]:
+        (folder / "chat_template.jinja").write_text(TEMPLATES[template])
     words = ["-m", folder, "-d", prepare_pairs(tmp_path, model=folder), "-b", batch_size]
-    args, model, train_set, held_out = prepare(chapter, "--lr", 0.01, *words)
-    reference, optimizer = plain_model(model), chapter.build_optimizer(args, model)
+    metrics_apart, gradient_apart = apart_in_step_2(chapter, tmp_path, None, *words)
+    assert metrics_apart < 1e-5 and gradient_apart < 1e-5
+
+
+# ---- controls: the comparison finds each of these mistakes --------------------------------------
+def see_each_other(chapter, *_):
+    """Let the tokens of one answer of a pair attend to the other answer."""
+    from transformers import masking_utils
+
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+
+
+def mean_of_tokens(chapter, *_):
+    """Replace the sum of the log-probabilities of an answer's tokens with their mean."""
+    summed = chapter.log_probs_of
+
+    def mean(args, model, batch):
+        is_learned = (batch & chapter.CONTEXT == 0).float()
+        documents = (batch & chapter.FIRST != 0).cumsum(1) - 1
+        counts = torch.zeros(len(batch), args.max_documents).scatter_add(1, documents, is_learned)
+        return summed(args, model, batch) / counts.clamp(min=1)
+
+    chapter.log_probs_of = mean
+
+
+def later_reference(chapter, args, folder, model, train_set, held_out):
+    """Compute the reference log-probabilities again, from the weights after step 1."""
+    chapter.add_references(args, folder / "later", model, train_set, held_out, 0, CPU)
+
+
+def mean_of_means(chapter, *_):
+    """Give each micro-batch the same weight, whatever its number of pairs."""
+    summed = chapter.loss_of
+
+    def mean(args, model, batch, references):
+        share = model.num_targets / chapter.count_pairs(batch).sum() / args.accumulation
+        return summed(args, model, batch, references) * share
+
+    chapter.loss_of = mean
+
+
+CONTROLS = [see_each_other, mean_of_tokens, later_reference, mean_of_means]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("control", CONTROLS)
+def test_comparison_finds_a_mistake(chapter, layout_models, tmp_path, control):
+    words = ["-m", layout_models / "llama", "-b", 1]
+    words += ["-d", prepare_pairs(tmp_path, model=layout_models / "llama")]
+    _, gradient_apart = apart_in_step_2(chapter, tmp_path, control, *words)
+    assert gradient_apart > 0.01
+
+
+# ---- another library ---------------------------------------------------------------------------
+def turns_of(row):
+    """Convert a row of pairs() to TRL's format: a prompt and two answers, each a list of turns."""
+    if isinstance(row["chosen"], str):
+        prompt = [{"role": "user", "content": row["prompt"]}]
+        answers = {
+            name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")
+        }
+        return {"prompt": prompt} | answers
+    prompt = row.get("prompt", row["chosen"][:-1])
+    return {"prompt": prompt, "chosen": row["chosen"][-1:], "rejected": row["rejected"][-1:]}
+
+
+def train_with_trl(model, tokenizer, args, folder):
+    """Train four steps with TRL, each on all pairs; return TRL's rows of metrics."""
+    import trl
+
+    options = {"num_train_epochs": 4, "logging_steps": 1, "max_grad_norm": 0.0, "beta": args.beta}
+    options |= {"max_length": None, "use_cpu": True, "bf16": False, "report_to": []}
+    options |= {"save_strategy": "no", "gradient_checkpointing": False, "disable_dropout": True}
+    config = trl.DPOConfig(str(folder), per_device_train_batch_size=len(pairs()), **options)
+    matrices = [weight for weight in model.parameters() if weight.ndim >= 2]
+    vectors = [weight for weight in model.parameters() if weight.ndim < 2]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    options = {"betas": (0.9, 0.95), "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, **options)
+    shares = [min(1, (step + 1) / args.warmup_steps) for step in range(4)]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: shares[min(step, 3)])
+    rows = datasets.Dataset.from_list([turns_of(row) for row in pairs()])
+    tools = {"processing_class": tokenizer, "optimizers": (optimizer, schedule)}
+    model.config.architectures = [type(model).__name__]
+    reference = copy.deepcopy(model)
+    trainer = trl.DPOTrainer(model, reference, args=config, train_dataset=rows, **tools)
+    trainer.train()
+    return [row for row in trainer.state.log_history if "grad_norm" in row]
+
+
+@pytest.mark.exhaustive
+def test_first_steps_are_those_of_trl(chapter, layout_models, tmp_path):
+    """Train on all pairs in each step, so that the order of the pairs does not matter."""
+    pytest.importorskip("trl", reason="install fine-tuning/preferences/requirements.txt")
+    folder = shutil.copytree(layout_models / "llama", tmp_path / "llama")
+    (folder / "chat_template.jinja").write_text(TEMPLATES["llama2"])
+    # With this length, no pair is too long, so prepare.py leaves out no pair.
+    tokens = prepare_pairs(tmp_path, model=folder, seq_length=512)
+    num_samples = (tokens / "000000.tokens").stat().st_size // (4 * 512)
+    words = ["-m", folder, "-d", tokens, "-s", 512, "--global-batch-size", num_samples]
+    words += ["--num-steps", 10**6, "--warmup-steps", 4, "--max-grad-norm", 0, "--lr", 0.003]
+    args, model, train_set, held_out = prepare(chapter, *words)
+    samples = torch.cat([*train_set.pieces, held_out])
+    train_set = chapter.Samples(args.seed, samples, iter(()))
+    # Build the optimizer before add_references(), as main() does, because a forward pass leaves the
+    # weights of FSDP's root module gathered.
+    optimizer = chapter.build_optimizer(args, model)
     chapter.add_references(args, tmp_path, model, train_set, held_out, 0, CPU)
-    loss, _ = chapter.train_step(args, model, optimizer, train_set, 1, CPU)
-    assert loss[0].item() == pytest.approx(0.693147, abs=1e-6)
-    plain, documents = plain_model(model), documents_of_step(chapter, args, train_set, 2)
-    expected = plain_step(plain, reference, documents, args.beta)
-    model.num_targets = chapter.pairs_at(args, train_set, 2)
-    found = chapter.forward_backward(args, model, train_set, 2, CPU).double()
-    assert (found - expected).norm() < 1e-5 * expected.norm()
-    gradients = {name: weight.grad for name, weight in plain.named_parameters()}
-    assert gradients_apart(model, gradients) < 1e-5
+    plain = plain_model(model, torch.float32)
+    # Undo TRL's changes to environment variables.
+    with mock.patch.dict(os.environ):
+        expected = train_with_trl(plain, AutoTokenizer.from_pretrained(folder), args, tmp_path)
+    names = ["loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "grad_norm"]
+    for step in range(1, 5):
+        metrics, grad_norm = chapter.train_step(args, model, optimizer, train_set, step, CPU)
+        row = [expected[step - 1][name] for name in names]
+        assert [*metrics.tolist(), grad_norm.item()] == pytest.approx(row, rel=1e-4, abs=1e-5)
 
 
 # ---- runs ------------------------------------------------------------------------------------
@@ -95,16 +237,46 @@ def test_stopped_run_reads_its_references_and_continues(tmp_path):
     tokens = prepare_pairs(tmp_path, 100)
     args = [*RUN, "-d", tokens, "--checkpoint-every", 4, "--save-dir", tmp_path]
     run_or_fail(1, [("preferences", [*args, "-e", "complete"])], tmp_path / "jobs1")
-    copy_run(tmp_path / "complete", 4, tmp_path / "stopped")
-    (tmp_path / "stopped/metrics.jsonl").unlink()
+    run = tmp_path / "stopped"
+    shutil.copytree(tmp_path / "complete", run)
+    shutil.rmtree(run / "checkpoints/step-00000008")
+    for path in (*run.glob("finished-*"), run / "metrics.jsonl"):
+        path.unlink()
     run_or_fail(2, [("preferences", [*args, "-e", "stopped"])], tmp_path / "jobs2")
-    complete, stopped = metrics(tmp_path / "complete"), metrics(tmp_path / "stopped")
+    complete, stopped = metrics(tmp_path / "complete"), metrics(run)
     assert sorted(stopped) == [5, 6, 7, 8]
     for step, row in stopped.items():
         for name in ("loss", "margin", "chosen_reward", "grad_norm"):
             assert row[name] == pytest.approx(complete[step][name], rel=1e-4, abs=1e-5), step
     assert complete[0]["val_loss"] == pytest.approx(0.693147, abs=1e-6)
     assert complete[8]["accuracy"] > 0.9 and complete[8]["margin"] > complete[2]["margin"]
+
+
+@pytest.fixture(scope="module")
+def merged_into_lora(tmp_path_factory):
+    """Merge preferences into LoRA's script, as the guide explains; return the script's path."""
+    script = tmp_path_factory.mktemp("merged") / "on_lora.py"
+    shutil.copy(SCRIPTS["lora"], script)
+    parts = script, SCRIPTS["conversations"], SCRIPTS["preferences"]
+    assert run_command("git", "merge-file", "--theirs", *parts).returncode == 0
+    return script
+
+
+@pytest.mark.slow
+def test_adapters_learn_preferences_from_the_reference_of_the_frozen_model(
+    merged_into_lora, layout_models, tmp_path
+):
+    """Check that LoRA's references equal the full model's, because new adapters change nothing."""
+    base = make_hub_folder(layout_models, tmp_path, "llama")
+    args = [*RUN, "-m", base, "--pretrained", "-d", prepare_pairs(tmp_path, 100, base)]
+    args += ["--num-steps", 4, "--save-dir", tmp_path]
+    jobs = [("preferences", [*args, "-e", "full"]), (merged_into_lora, [*args, "-e", "lora"])]
+    run_or_fail(1, jobs, tmp_path / "jobs")
+    full, lora = (torch.load(tmp_path / it / "references/log_probs.pt") for it in ("full", "lora"))
+    for expected, found in zip(full, lora, strict=True):
+        values = expected.view(torch.float64), found.view(torch.float64)
+        assert torch.allclose(*values, rtol=1e-5) and values[0].abs().max() > 1
+    assert metrics(tmp_path / "lora")[4]["margin"] > 0
 
 
 # ---- files -----------------------------------------------------------------------------------
@@ -159,10 +331,11 @@ def test_folder_of_another_kind_is_refused_by_each_script(load, chapter, capsys,
 
 
 def test_template_of_a_folder_is_exported(chapter, layout_models, tmp_path):
-    folder = copy_model(layout_models / "llama", tmp_path / "llama", "qwen3")
+    folder = shutil.copytree(layout_models / "llama", tmp_path / "llama")
+    (folder / "chat_template.jinja").write_text(TEMPLATES["phi3"])
     tokens = prepare_pairs(tmp_path, model=folder)
     (folder / "chat_template.jinja").unlink()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     args = Namespace(dataset_name=tokens, seq_length=256)
     next(chapter.pieces_of(args, tokenizer))
-    assert tokenizer.chat_template == TEMPLATES["qwen3"]
+    assert tokenizer.chat_template == TEMPLATES["phi3"]

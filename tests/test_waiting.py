@@ -1,11 +1,13 @@
 """Test that a step does not wait for the device, and that DDP reduces each bucket once."""
 
+import functools
 import re
 
 import pytest
+import torch
 
-from conftest import SCRIPTS, SHORT, change_file, run_or_fail
-from in_process import SYNC_OPS, events_of_steps
+from conftest import SCRIPTS, SHORT, change_file, prepare_training, run_or_fail
+from in_process import FLAGS, SYNC_OPS, events_of_steps
 from marks import exhaustive
 
 # The profiler reports each reduction twice, once under each of these names.
@@ -49,3 +51,37 @@ def test_gradients_stay_in_the_buckets_of_ddp(chapter, tmp_path):
     words = [*SHORT, "--batch-size", 2, "--save-dir", tmp_path / "runs", "-e", "run"]
     for num_steps in (2, 4):
         run_or_fail(1, [(script, [*words, "--num-steps", num_steps])], tmp_path / "jobs")
+
+
+@pytest.mark.slow
+def test_compiled_layers_let_ddp_send_while_they_compute(load, one_rank_group, monkeypatch):
+    """Check that DDP can send the first bucket before most gradients are ready.
+
+    A compiled layer is a separate graph, so its gradients are ready before those of earlier layers.
+    """
+    # This backend builds the same graphs as the default backend, but generates no code.
+    compile_layer = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_layer)
+    chapter = load("02")
+    args, model, *_ = prepare_training(chapter, *FLAGS, "--compile")
+    ddp = chapter.DistributedDataParallel(model, bucket_cap_mb=1)
+    ddp.loss_function = model.loss_function
+    ready_weights, ready_at_send = [], []
+    for name, weight in model.named_parameters():
+        weight.register_post_accumulate_grad_hook(lambda _, name=name: ready_weights.append(name))
+
+    def send(state, bucket):
+        ready_at_send.append(len(ready_weights))
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    ddp.register_comm_hook(None, send)
+    batch = torch.randint(0, 255, (2, 64))
+    # Run two backward passes, because DDP rebuilds its buckets after the first pass.
+    for _ in range(2):
+        ready_weights.clear()
+        ready_at_send.clear()
+        chapter.loss_of(args, ddp, batch).backward()
+    assert len(ready_at_send) >= 3
+    assert ready_at_send[0] < len(ready_weights) / 2, "the first bucket waits for most gradients"

@@ -25,7 +25,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 HOSTS = ("head", "h1", "h2")
-COMMANDS = "slurmd slurmctld sbatch munged ssh sshd pdsh mpirun mpiexec.hydra ip tc tmux".split()
+COMMANDS = (
+    "slurmd slurmctld sbatch munged ssh ssh-keygen sshd pdsh mpirun mpiexec.hydra "
+    "ip tc nft pkill nsenter unshare setpriv tmux"
+).split()
 # Daemons get a clean environment, as at boot. Commands on a host inherit the caller's environment.
 BOOT_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 
@@ -155,6 +158,13 @@ class Cluster:
     def unplug(self, host):
         """Disconnect a host from the network."""
         self._on_switch(f"ip link set {host} down")
+
+    def block_port(self, host, port):
+        """Let a host drop all packets that other hosts send to one of its TCP ports."""
+        rules = "add table inet faults; "
+        rules += "add chain inet faults input { type filter hook input priority 0; }; "
+        rules += f"add rule inet faults input iifname eth0 tcp dport {port} drop"
+        self.run(host, ["nft", rules])
 
     def slow_link(self, host, rate):
         """Limit a host's network traffic, in both directions, to a rate such as `10mbit`."""

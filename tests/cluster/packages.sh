@@ -6,7 +6,7 @@ set -euo pipefail
 packages=(
     slurmd slurmctld slurm-client slurm-wlm-basic-plugins munge
     openssh-server openssh-client pdsh openmpi-bin mpich
-    iproute2 procps util-linux tmux
+    iproute2 nftables procps util-linux tmux
     bzip2 gzip xz-utils zstd
 )
 # In CI, the tests of the site need a browser. Ubuntu has no package of this one.

@@ -5,15 +5,13 @@ makes a test fail.
 """
 
 import copy
-import functools
 import json
-import shutil
 from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 import preparing
 from conftest import prepare_training
@@ -54,17 +52,39 @@ LLAMA2 = """{% for message in messages -%}
 {%- elif message.role == "user" %}<s>[INST] {{ message.content | trim }} [/INST]
 {%- else %}<<SYS>>{{ message.content | trim }}<</SYS>>{% endif %}
 {%- endfor %}"""
-TEMPLATES = {"built-in": None, "llama2": LLAMA2, "llama3": LLAMA3, "qwen3": QWEN3}
+# This template resembles Phi-3's: an end-of-text token follows the last answer.
+PHI3 = """{% for message in messages -%}
+<|{{ message.role }}|>
+{{ message.content }}<|end|>
+{% endfor %}{{ "<|assistant|>\n" if add_generation_prompt else "<|endoftext|>" }}"""
+# This template resembles ChatML: it adds a system turn to a conversation without a system turn.
+CHATML = """{% if messages[0].role != "system" %}<|im_start|>system
+Help.<|im_end|>
+{% endif %}{% for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{{ "<|im_start|>assistant\n" if add_generation_prompt }}"""
+TEMPLATES = {"built-in": None, "llama2": LLAMA2, "llama3": LLAMA3, "qwen3": QWEN3, "phi3": PHI3}
+TEMPLATES |= {"chatml": CHATML}
 
 
 def expected_documents(name, messages):
     """Return the documents of a conversation, each as a list of (text, whether it is learned)."""
     ends = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
-    # This template changes an answer when another turn follows it, so each answer must end a
+    # These templates change an answer when another turn follows it, so each answer must end a
     # document of its own.
+    if name == "phi3":
+        return [phi3_document(messages[: end + 1]) for end in ends]
     if name == "qwen3" and any("</think>" in messages[end]["content"] for end in ends[:-1]):
         return [last_answer(messages[: end + 1]) for end in ends]
     return [trim([piece for turn in messages for piece in turn_text(name, turn)], name)]
+
+
+def phi3_document(messages):
+    """Return a document that ends with the end-of-text token; only the last answer is learned."""
+    texts = [f"<|{turn['role']}|>\n{turn['content']}<|end|>\n" for turn in messages[:-1]]
+    answer = f"{messages[-1]['content']}<|end|>\n<|endoftext|>"
+    return [("".join(texts) + "<|assistant|>\n", False), (answer, True)]
 
 
 def last_answer(messages):
@@ -96,6 +116,8 @@ def turn_text(name, turn):
 def trim(document, name):
     """Add the text that a template puts before the first turn, and drop a final line break."""
     start = [("<s>system, 2024-07-26, 26 Jul 2024", False)] if name == "llama3" else []
+    if name == "chatml" and not document[0][0].endswith("system\n"):
+        start = [("<|im_start|>system\nHelp.<|im_end|>\n", False)]
     end = document[:-1] if document[-1] == ("\n", False) else document
     return start + end
 
@@ -115,14 +137,6 @@ def conversations(number=24):
     return found
 
 
-def copy_model(folder, copy, template):
-    """Copy the files of a model, with one of TEMPLATES; return the folder of the copy."""
-    shutil.copytree(folder, copy)
-    if TEMPLATES[template]:
-        (copy / "chat_template.jinja").write_text(TEMPLATES[template])
-    return copy
-
-
 def write_rows(path, rows):
     """Write rows to a file as lines of JSON; return the file's path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -136,31 +150,50 @@ def prepare_rows(folder, rows, *flags):
     return tokens
 
 
-def prepare_conversations(folder, number=24, model="tiny", seq_length=256, kind="conversations"):
-    """Tokenize conversations or pairs, unless an earlier test has; return the folder of tokens."""
-    folder = folder / f"{kind}-{number}-{seq_length}-{Path(model).name}"
+def prepare_conversations(folder, number=24, model="tiny", seq_length=256):
+    """Tokenize conversations, unless an earlier test has; return the folder of tokens."""
+    folder = folder / f"{number}-{seq_length}-{Path(model).name}"
     if not folder.exists():
         folder.mkdir()
-        rows = pairs(number) if kind == "preferences" else chats(number)
-        prepare_rows(folder, rows, f"--{kind}", "-m", model, "-s", seq_length)
+        rows = [{"messages": turns} for turns in conversations(number)]
+        prepare_rows(folder, rows, "--conversations", "-m", model, "-s", seq_length)
     return folder / "rows.tokens"
 
 
-prepare_pairs = functools.partial(prepare_conversations, kind="preferences")
+def prepare_pairs(folder, number=24, model="tiny", seq_length=256):
+    """Tokenize pairs of answers, unless an earlier test has; return the folder of tokens."""
+    folder = folder / f"pairs-{number}-{seq_length}-{Path(model).name}"
+    if not folder.exists():
+        folder.mkdir()
+        prepare_rows(folder, pairs(number), "--preferences", "-m", model, "-s", seq_length)
+    return folder / "rows.tokens"
 
 
-def chats(number):
-    """Return conversations as rows of a data set."""
-    return [{"messages": turns} for turns in conversations(number)]
-
-
-def pairs(number):
-    """Return rows with a chosen and a rejected answer of different lengths."""
+def pairs(number=24):
+    """Return chosen and rejected answers in three formats of data sets; either may be longer."""
     rows = []
-    for index, (*prompt, chosen) in enumerate(conversations(number)):
+    for index, turns in enumerate(conversations(number)):
+        *prompt, chosen = turns
         rejected = chosen | {"content": f"{'No' * (index % 5)}, {index}."}
-        rows.append({"chosen": [*prompt, chosen], "rejected": [*prompt, rejected]})
+        if index % 3 == 0:
+            rows.append({"prompt": prompt, "chosen": [chosen], "rejected": [rejected]})
+        elif index % 3 == 1:
+            rows.append({"chosen": [*prompt, chosen], "rejected": [*prompt, rejected]})
+        else:
+            row = {"prompt": prompt[-1]["content"], "chosen": chosen["content"]}
+            rows.append(row | {"rejected": rejected["content"]})
     return rows
+
+
+def write_tokens(folder, samples):
+    """Write samples for the tiny model to a folder, as prepare.py does; return the folder."""
+    folder.mkdir()
+    tokenizer = preparing.MODULE.fingerprint_of(ByT5Tokenizer())
+    index = {"tokenizer": tokenizer, "parts": 1, "dtype": str(samples.dtype).partition(".")[2]}
+    (folder / "index.json").write_text(json.dumps(index))
+    (folder / "part-0.json").write_text(json.dumps({"ended": True, "pieces": 1}))
+    samples.numpy().tofile(folder / "000000.tokens")
+    return folder
 
 
 # ---- training steps in the process of a test -------------------------------------------------
@@ -185,11 +218,10 @@ def split_documents(chapter, samples):
     return [tuple(document) for document in documents if any(learned for _, learned in document)]
 
 
-def documents_of_step(chapter, args, train_set, step=1):
-    """Return the documents in the training samples of a step."""
-    first = chapter.position_of(args, step)
-    positions = range(first, first + args.global_batch_size)
-    return split_documents(chapter, torch.stack([train_set[position] for position in positions]))
+def documents_of_step(chapter, args, train_set):
+    """Return the documents in the training samples of step 1."""
+    samples = [train_set[position] for position in range(args.global_batch_size)]
+    return split_documents(chapter, torch.stack(samples))
 
 
 def plain_model(model, dtype=torch.float64):
@@ -227,14 +259,9 @@ def distances(chapter, args, model, train_set, loss, gradients):
     """
     model.num_targets = chapter.answers_at(args, train_set, 1)
     found = chapter.forward_backward(args, model, train_set, 1, torch.device("cpu"))
-    return abs(found.item() - loss), gradients_apart(model, gradients)
-
-
-def gradients_apart(model, gradients):
-    """Return the largest relative difference between a weight's gradient and its reference."""
     apart = []
     for name, weight in model.named_parameters():
         if weight.requires_grad and gradients[name].norm() > 1e-12:
             gradient = weight.grad.full_tensor().double() - gradients[name]
             apart.append((gradient.norm() / gradients[name].norm()).item())
-    return max(apart)
+    return abs(found.item() - loss), max(apart)

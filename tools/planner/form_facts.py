@@ -94,12 +94,12 @@ def segments_of(setting):
     points = [(2, length), (3, length), (2, 2 * length)]
     if setting.micro_batch_size == 1:
         points = [(1, 2 * length), (1, 3 * length), (1, 4 * length)]
-    whole = [traced(setting, *point, chunk_size=1 << 40) for point in points]
+    one_chunk = [traced(setting, *point, chunk_size=1 << 40) for point in points]
     found = []
-    for name in whole[0]:
-        moments = zip(*(segments[name].moments for segments in whole), strict=True)
+    for name in one_chunk[0]:
+        moments = zip(*(segments[name].moments for segments in one_chunk), strict=True)
         rows = [coefficients(points, sizes) for sizes in moments]
-        start = coefficients(points, [segments[name].start for segments in whole])
+        start = coefficients(points, [segments[name].start for segments in one_chunk])
         found.append([name, start, fullest(rows, points[0][0])])
     if setting.chapter == "05":
         chunked = [traced(setting, *point, chunk_size=chunk)["head"] for point in points]
