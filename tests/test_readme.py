@@ -191,6 +191,14 @@ def test_blocks_are_generated_or_run():
         assert not re.search(f"```({generated})", by_hand), path
 
 
+def test_sample_of_make_train_has_the_lines_of_the_makefile():
+    """Compare the lines that never vary, because only an exhaustive test runs `make train`."""
+    lines = (samples.SAMPLES / "make-train.txt").read_text().splitlines()
+    messages = [line for line in lines if line.startswith("== ")]
+    makefile = (docs.ROOT / "Makefile").read_text()
+    assert messages and [line for line in messages if line not in makefile] == []
+
+
 def test_commands_use_known_flags():
     """Check the blocks that need hardware, too, because no test runs these blocks."""
     unknown = {block.name: unknown_flags(block.text) for block in commands()}
