@@ -3,8 +3,8 @@
 Here:  make pictures       measure the data of two pictures, and draw all pictures
        python tools/maintain/pictures.py        only draw, from the files in benchmarks/results
 
-A picture computes its data, or reads measured data from a file. This program itself contains only
-the positions.
+pictures.yaml describes the pictures that consist of boxes and arrows. The functions below draw the
+other pictures: a function computes its data, or reads measured data from a file.
 """
 
 import json
@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+import yaml
 from transformers import LlamaConfig, LlamaModel
 
 from chapters import ROOT
@@ -67,8 +68,11 @@ class Picture:
         path = "M" + "L".join(f"{x:g} {y:g}" for x, y in points)
         self.parts.append(f'<path d="{path}" class="{style}"{end}/>')
 
-    def axes(self, x_label, y_label, x_most, y_least, y_most):
-        """Add an x-axis and a y-axis; return a function that converts two values to a position."""
+    def axes(self, x_label, y_label, x_most, y_least, y_most, every=0):
+        """Add an x-axis and a y-axis; return a function that converts two values to a position.
+
+        With `every`, also write each integer of y, and each multiple of `every` of x.
+        """
         left, right, top, bottom = 60, 580, 40, self.height - 60
         self.line((left, top), (left, bottom), (right, bottom))
         self.text((left + right) / 2, bottom + 38, x_label, "quiet")
@@ -78,6 +82,10 @@ class Picture:
             share = (y - y_least) / (y_most - y_least)
             return left + (right - left) * x / x_most, bottom - (bottom - top) * share
 
+        for x in range(0, x_most + 1, every) if every else ():
+            self.text(point(x, 0)[0], bottom + 18, str(x), "quiet")
+        for y in range(math.ceil(y_least), math.ceil(y_most)) if every else ():
+            self.text(left - 10, point(0, y)[1], str(y), "quiet", "end")
         return point
 
     def legend(self, y, *entries):
@@ -125,11 +133,7 @@ def between(start, end):
 
 
 def flow(name, title, width, boxes, arrows, frames=()):
-    """Write a picture of boxes, arrows between boxes, and frames around boxes.
-
-    `boxes` maps the name of a box to the x of its center, its row, its color and its text. An arrow
-    has the names of two boxes, and maybe a text. A frame has a text and the names of its boxes.
-    """
+    """Write a picture of boxes, arrows between boxes, and frames around boxes."""
     top, gap = (40, 84) if frames else (10, 44)
     box_places = {}
     for row in sorted({row for _, row, *_ in boxes.values()}):
@@ -162,11 +166,7 @@ def flow(name, title, width, boxes, arrows, frames=()):
 
 
 def sequence(name, title, width, heads, steps):
-    """Write a picture of the messages between the processes in `heads`, from top to bottom.
-
-    Each step has a place and a text. The place "01" is a box over processes 0 and 1, "0>1" is a
-    message from process 0 to process 1, and "0=1" is a message in each direction.
-    """
+    """Write a picture of the messages between the processes in `heads`, from top to bottom."""
     top = 24 + max(height_of(text) for *_, text in heads)
     bottom = top
     for where, text in steps:
@@ -203,12 +203,7 @@ def killed_run():
     runs = results("killed")
     losses = [loss for _, loss in runs["straight"]]
     picture = Picture(340, "The loss of a run that was killed twice lies on that of a straight run")
-    point = picture.axes("step", "loss", len(losses), min(losses), max(losses))
-    for step in range(0, len(losses) + 1, 20):
-        x, y = point(step, min(losses))
-        picture.text(x, y + 18, str(step), "quiet")
-    for loss in range(math.ceil(min(losses)), math.ceil(max(losses))):
-        picture.text(50, point(0, loss)[1], str(loss), "quiet", "end")
+    point = picture.axes("step", "loss", len(losses), min(losses), max(losses), every=20)
     picture.line(*(point(*row) for row in runs["straight"]), style="wide")
     for rows in runs["starts"]:
         picture.line(*(point(*row) for row in rows), style="strong")
@@ -220,22 +215,6 @@ def killed_run():
         picture.text(580, height, text, "warn", "end")
     picture.text(570, 24, "wide: a run that nobody stopped; thin: the killed run", "quiet", "end")
     picture.save("01-killed")
-
-
-def state():
-    """Show where an optimizer step of chapter 01 gets its data from."""
-    boxes = {
-        "step": (217, 0, "teal", "step number"),
-        "rate": (76, 1, "idle", "learning rate"),
-        "samples": (217, 1, "idle", "which samples"),
-        "random": (345, 1, "idle", "random\ngenerator:\ndropout"),
-        "update": (217, 2, "idle", "optimizer step"),
-        "state": (217, 3, "blue", "checkpoint: weights, moments"),
-    }
-    arrows = [("step", key) for key in ("rate", "samples", "random")]
-    arrows += [(key, "update") for key in ("rate", "samples", "random", "state")]
-    arrows += [("update", "state", "every 50 steps")]
-    flow("01-state", "The step number and the checkpoint determine a step", 408, boxes, arrows)
 
 
 # ---- 02 --------------------------------------------------------------------------------------
@@ -272,26 +251,6 @@ def two_ranks():
     entries = ("orange", "sends a bucket"), ("paper", "waits for the other rank")
     picture.legend(250, *entries, ("purple", "clip, optimizer"))
     picture.save("02-step")
-
-
-def one_all_reduce():
-    """Show one step of two ranks, from the samples to equal weights."""
-    boxes = {
-        "batch": (220, 0, "idle", "one global batch: 32 samples"),
-        "reduce": (220, 3, "orange", "all-reduce: (g0 + g1) / 2"),
-        "equal": (220, 5, "idle", "both ranks have the same weights"),
-    }
-    arrows = []
-    samples = "0, 2, 4 … 30", "1, 3, 5 … 31"
-    for rank, (color, x) in enumerate((("teal", 112), ("blue", 328))):
-        names = [f"{name}{rank}" for name in ("take", "gradient", "step")]
-        boxes |= {
-            names[0]: (x, 1, color, f"rank {rank}:\nsamples {samples[rank]}"),
-            names[1]: (x, 2, color, f"forward, backward:\ngradient g{rank}"),
-            names[2]: (x, 4, color, f"rank {rank}:\noptimizer step"),
-        }
-        arrows += pairwise(["batch", *names[:2], "reduce", names[2], "equal"])
-    flow("02-all-reduce", "Two ranks average their gradients in each step", 440, boxes, arrows)
 
 
 def ring_rounds(ranks):
@@ -338,54 +297,7 @@ def ring():
     picture.save("02-ring")
 
 
-# ---- 03 --------------------------------------------------------------------------------------
-def starts():
-    """Show which programs start the ranks of two nodes."""
-    boxes = {"you": (210, 0, "idle", "you, ssh, Kubernetes, srun or mpirun")}
-    arrows, frames = [], []
-    for node, (color, x) in enumerate((("teal", 107), ("blue", 313))):
-        agent, *ranks = f"agent {node}", 2 * node, 2 * node + 1
-        boxes[agent] = x, 1, color, "torchrun, or the\nagent of srun\nor mpirun"
-        for local, rank in enumerate(ranks):
-            boxes[rank] = x - 43 + 86 * local, 2, color, f"rank {rank},\nlocal\nrank {local}"
-        arrows += [("you", agent, "starts"), *((agent, rank, "starts") for rank in ranks)]
-        frames.append((f"node {node}", agent, *ranks))
-    title = "On each node, torchrun or an agent starts the ranks"
-    flow("03-starts", title, 420, boxes, arrows, frames)
-
-
-def stop_request():
-    """Show how two ranks agree on their last step."""
-    steps = [
-        ("1", "step 6:\nSIGTERM arrives"),
-        ("01", 'before step 7:\nstart the all-reduce of "stop?"'),
-        ("01", "step 7"),
-        ("01", "before step 8: read the result,\nwhich is 1 on both ranks"),
-        ("01", "step 8, save, exit"),
-    ]
-    heads = (100, "teal", "rank 0"), (300, "blue", "rank 1")
-    sequence("03-stop", "Both ranks stop after the same step", 400, heads, steps)
-
-
 # ---- 04 --------------------------------------------------------------------------------------
-def gather_and_reshard():
-    """Show the collectives of two ranks in a step of chapter 04."""
-    steps = [
-        ("01", "forward"),
-        ("0=1", "all-gather layer 1"),
-        ("01", "compute layer 1,\nfree the other rank's half"),
-        ("01", "layers 2, 3, ... the same,\nbut keep the last layer"),
-        ("01", "backward: last layer, ..., layer 2"),
-        ("0=1", "all-gather layer 1 again"),
-        ("01", "full gradients of layer 1,\nthen free the other rank's half"),
-        ("0=1", "reduce-scatter:\nmy gradients for your half"),
-        ("01", "average"),
-        ("01", "each optimizer updates its own shards"),
-    ]
-    heads = (110, "teal", "rank 0:\nhalf of each layer"), (330, "blue", "rank 1:\nthe other half")
-    sequence("04-step", "Two ranks gather and free a layer, twice in a step", 440, heads, steps)
-
-
 def held_parts(ranks, ranks_per_node):
     """Return the parts (color, bytes per weight) that a rank holds, for each kind of sharding."""
 
@@ -438,16 +350,6 @@ def gathered_layers():
     picture.save("04-gathered")
 
 
-def ring_of_nodes():
-    """Show how a ring of eight ranks passes through two nodes."""
-    boxes = {str(n): (60 + 100 * n, 0, "teal", str(n)) for n in range(4)}
-    boxes |= {str(n): (760 - 100 * n, 2, "blue", str(n)) for n in range(4, 8)}
-    arrows = [*pairwise("0123"), ("3", "4", "network"), *pairwise("4567"), ("7", "0", "network")]
-    frames = ("node 0", *"0123"), ("node 1", *"4567")
-    title = "A ring of all ranks visits one node after the other"
-    flow("04-ring", title, 440, boxes, arrows, frames)
-
-
 # ---- 05 --------------------------------------------------------------------------------------
 class History(Recorder):
     """Record how many bytes of tensors are live after each operation that creates a tensor."""
@@ -490,55 +392,6 @@ def kept_activations():
     share = max(full) / max(kept)
     picture.text(320, 206, f"--recompute full: at most {share:.0%}", "warn")
     picture.save("05-kept")
-
-
-def offload():
-    """Show how a layer's weights and gradients move between host, device and other ranks."""
-    steps = [
-        ("1", "forward"),
-        ("0>1", "copy the shard"),
-        ("2>1", "all-gather\nthe layer"),
-        ("1", "compute, keep only\nthe layer's input"),
-        ("1", "free the layer"),
-        ("1", "backward"),
-        ("0>1", "copy the\nshard again"),
-        ("2>1", "all-gather the\nlayer again"),
-        ("1", "compute the\nactivations again,\nthen the gradients"),
-        ("1", "free the layer"),
-        ("1>2", "reduce-scatter\nthe gradients"),
-        ("1>0", "copy this rank's\ngradients"),
-    ]
-    update = "after the entire\nbackward pass:\nclip the gradients,\nthen AdamW\nupdates the shard"
-    steps.append(("0", update))
-    heads = [(102, "teal", "host:\nthis rank's shard"), (255, "blue", "device")]
-    heads += [(390, "idle", "other ranks")]
-    title = "The host keeps the shard; the device has a layer only while it computes"
-    sequence("05-offload", title, 457, heads, steps)
-
-
-# ---- 06 --------------------------------------------------------------------------------------
-def tensor_parallel():
-    """Show the operations of a block in chapter 06, and the placements of the tensors."""
-    colors = "idle", "orange", "blue", "blue", "blue", "orange", "idle"
-    names = (
-        "norm",
-        "all-gather",
-        "q, k, v: half of the heads\ngate, up: half of the columns",
-        "attention, or the\nMLP's activation function",
-        "o, down: half of the rows",
-        "reduce-scatter",
-        "residual, next norm",
-    )
-    texts = (
-        "[b, t/2, d] Shard(1)",
-        "[b, t, d] Replicate",
-        *2 * ["[b, t, w/2] Shard(2)"],
-        "[b, t, d] Partial",
-        "[b, t/2, d] Shard(1)",
-    )
-    boxes = {n: (170, n, *box) for n, box in enumerate(zip(colors, names, strict=True))}
-    arrows = [(n, n + 1, text) for n, text in enumerate(texts)]
-    flow("06-block", "A block gathers the tokens and splits the columns", 340, boxes, arrows)
 
 
 # ---- 07 --------------------------------------------------------------------------------------
@@ -656,68 +509,6 @@ def experts():
     picture.save("09-experts")
 
 
-# ---- around the chapters ---------------------------------------------------------------------
-def pieces():
-    """Show the files that prepare.py reads and writes."""
-    documents = "documents\n.txt .jsonl .csv .parquet ...\ncompressed or not"
-    boxes = {
-        "documents": (160, 0, "idle", documents),
-        "prepare.py": (160, 1, "orange", "prepare.py\nshuffles and tokenizes\non all cores"),
-        "pieces": (160, 2, "teal", "FOLDER.tokens\n000000.tokens\n000001.tokens\n..."),
-        "chapter": (160, 3, "blue", "any chapter\n--dataset-name FOLDER.tokens"),
-    }
-    title = "prepare.py makes pieces of token ids, and a chapter trains on them"
-    flow("data-pieces", title, 320, boxes, [*pairwise(boxes)])
-
-
-def answer():
-    """Show how the difference between two renderings of a conversation gives the answer."""
-    boxes = {
-        "turns": (200, 0, "idle", "turns before\nthe answer"),
-        "prompt": (100, 1, "teal", "user:\nSort vtkgnk\nassistant:"),
-        "answered": (300, 1, "teal", "user:\nSort vtkgnk\nassistant:\ngkkntv</s>"),
-        "answer": (200, 2, "orange", "what is new:\ngkkntv</s>"),
-    }
-    arrows = [("turns", "prompt"), ("turns", "answered")]
-    arrows += [("prompt", "answer"), ("answered", "answer")]
-    title = "The answer is what the second rendering adds to the first"
-    flow("conversations-answer", title, 400, boxes, arrows)
-
-
-def adapter():
-    """Show a linear module with its adapter."""
-    boxes = {
-        "x": (210, 0, "idle", "input\n28,672"),
-        "W": (105, 1, "blue", "W: 8,192 × 28,672\nfrozen\nsharded, bf16"),
-        "A": (315, 1, "orange", "A: 16 × 28,672\ntrained\nsharded, fp32"),
-        "B": (315, 2, "orange", "B: 8,192 × 16\ntrained\nsharded, fp32"),
-        "sum": (265, 3, "idle", "sum"),
-        "y": (265, 4, "idle", "output\n8,192"),
-    }
-    arrows = [("x", "W"), ("x", "A"), ("A", "B"), ("W", "sum")]
-    arrows += [("B", "sum", "× alpha / r"), ("sum", "y")]
-    title = "The output is the sum of the frozen weights and of the adapter"
-    flow("lora-adapter", title, 420, boxes, arrows)
-
-
-def preference():
-    """Show how the loss follows from a chosen answer and a rejected answer."""
-    boxes = {
-        "chosen": (90, 0, "teal", "prompt + chosen"),
-        "rejected": (265, 0, "teal", "prompt + rejected"),
-        "model": (178, 1, "blue", "model"),
-        "file": (330, 1, "blue", "references: log p₀,\ncomputed once"),
-        "rewards": (178, 2, "idle", "two rewards"),
-        "margin": (178, 3, "idle", "margin"),
-        "loss": (178, 4, "orange", "loss"),
-    }
-    arrows = [("chosen", "model"), ("rejected", "model"), ("model", "rewards", "log p")]
-    arrows += [("file", "rewards"), ("rewards", "margin", "chosen − rejected")]
-    arrows += [("margin", "loss", "−log σ")]
-    title = "The loss compares the rewards of two answers"
-    flow("preferences-loss", title, 440, boxes, arrows)
-
-
 # ---- related topics --------------------------------------------------------------------------
 def muon_exchange():
     """Show how two ranks exchange shards for full matrices, and exchange the updates back."""
@@ -759,12 +550,7 @@ def muon_curves():
     lowest, highest = math.floor(min(losses)), math.ceil(max(losses))
     last = max(curves["Muon"][1])
     picture = Picture(340, "At its best rate, Muon has a lower validation loss than AdamW")
-    point = picture.axes("step", "loss", last, lowest, highest)
-    for step in range(0, last + 1, 40):
-        x, y = point(step, lowest)
-        picture.text(x, y + 18, str(step), "quiet")
-    for loss in range(lowest, highest):
-        picture.text(50, point(0, loss)[1], str(loss), "quiet", "end")
+    point = picture.axes("step", "loss", last, lowest, highest, every=40)
     for optimizer, style, text_style, above in (
         ("AdamW", "", "", 16),
         ("Muon", "strong", "warn", -18),
@@ -778,28 +564,20 @@ def muon_curves():
 
 def main():
     """Write all pictures into ASSETS."""
-    state()
+    described = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+    for name, picture in described.items():
+        draw = flow if "boxes" in picture else sequence
+        draw(name, **picture)
     killed_run()
-    one_all_reduce()
     two_ranks()
     ring()
-    starts()
-    stop_request()
-    gather_and_reshard()
     held_bytes()
     gathered_layers()
-    ring_of_nodes()
     kept_activations()
-    offload()
-    tensor_parallel()
     schedule("gpipe")
     schedule("1f1b")
     context()
     experts()
-    pieces()
-    answer()
-    adapter()
-    preference()
     muon_exchange()
     muon_curves()
 
