@@ -69,9 +69,8 @@ def take_step(chapter, name, micro_batches):
     args = {"pipeline_schedule": name, "num_stages": RANKS * passes, "precision": "fp32"}
     args |= {"accumulation": micro_batches, "micro_batch_size": 1, "seq_length": 2}
     args = SimpleNamespace(**args, tensor_parallel_size=1)
-    model = SimpleNamespace(
-        config=SimpleNamespace(hidden_size=1), loss_function=lambda hidden, ids: hidden.sum()
-    )
+    model = SimpleNamespace(config=SimpleNamespace(hidden_size=1), num_targets=1)
+    model.loss_function = lambda hidden, ids: hidden.sum()
     schedule = chapter.build_schedule(args, model, stages, torch.device("cpu"), dist.group.WORLD)
     batch = torch.zeros(micro_batches, 2, dtype=torch.int64)
     # Run a first step without sleep, so that the ranks connect before the measured step.
@@ -94,11 +93,9 @@ def most_in_flight(events, passes):
 
 
 def measure(chapter, args, device):
-    """Run the schedules that `args.experiment_name` lists; return a row of results for each run."""
+    """Run the schedules; return a row of results for each run."""
     rows = []
     for name, micro_batches in RUNS:
-        if name not in args.experiment_name.split(","):
-            continue
         found = [None] * RANKS
         dist.all_gather_object(found, take_step(chapter, name, micro_batches))
         slowest, passes = max(taken for taken, _ in found), chapter.SCHEDULES[name][1]
@@ -110,8 +107,8 @@ def measure(chapter, args, device):
 
 
 def bubble(args, folder):
-    """Run the schedules in `args.only` on four ranks; print a row of results for each run."""
-    flags = f"--pipeline-parallel-size {RANKS} --num-steps 1 -e {','.join(args.only)}"
+    """Run the schedules on four ranks; print a row of results for each run."""
+    flags = f"--pipeline-parallel-size {RANKS} --num-steps 1"
     rows = on_ranks(measure, "07", RANKS, "tiny", folder, flags)
     for row in rows:
         show(row)
@@ -119,4 +116,4 @@ def bubble(args, folder):
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, bubble, cases=dict(RUNS))
+    benchmark(__doc__, bubble)

@@ -406,8 +406,8 @@ def test_recorded_rows_are_those_of_the_planner(part):
 
 
 def test_layout_that_does_not_fit_has_no_speed(monkeypatch, capsys):
-    ways = {"DDP": ("03", [["--batch-size 1"]])}
-    ways["FSDP, CPU offload"] = ("05", [["--cpu-offload --recompute full"]])
+    ways = [("DDP", "03", [["--batch-size 1"]])]
+    ways += [("FSDP, CPU offload", "05", [["--cpu-offload --recompute full"]])]
     monkeypatch.setattr(layouts, "ways_to_split", lambda _: ways)
     line = "-m meta-llama/Llama-3.1-70B -s 4096 -b 1 --nodes 8 --global-batch-size 64 --layouts"
     assert main(monkeypatch, line) == 0
