@@ -106,7 +106,7 @@ def phase_of(frames):
 
 
 def training_frame(frames):
-    """Return the (file, line, function) of the innermost frame that is in the user's code."""
+    """Return the file, the line and the function of the innermost frame in the user's code."""
     own = (frame for frame in reversed(frames) if not FOREIGN.search(frame[0]))
     return next(own, ("?", 0, "?"))
 

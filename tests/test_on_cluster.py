@@ -246,7 +246,7 @@ def crash(user):
 
 
 def test_job_that_has_used_up_its_restarts_requeues_itself(user, curves):
-    """Crash a job whose ranks may not restart: the job must requeue itself, and then finish."""
+    """Kill a rank of a job that has no restarts left: the job must requeue itself and finish."""
     # Allow two requeues. On a busy machine, a torchrun has failed after its ranks had finished, for
     # a reason that we do not know. The job then started a second time, and found a finished run.
     user.env |= {"MAX_RESTARTS": "0", "MAX_REQUEUES": "2"}

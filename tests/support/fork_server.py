@@ -30,8 +30,9 @@ IMPORTED += "transformers.models.llama.modeling_llama pydoc_data.topics "
 # which takes seconds.
 IMPORTED += "accelerate deepspeed"
 FORKS.set_forkserver_preload(IMPORTED.split())
-# A start polls all processes, so allow only one start or poll at a time. If two threads read the
-# status of a process at the same time, the second thread finds no status and reports 255.
+# Process.start() also polls all earlier processes, so allow only one start or poll at a time. If
+# two threads read the status of a process at the same time, the second thread finds no status and
+# reports 255.
 LOCK = threading.RLock()
 # pytest changes its variables in each test. Libraries set the other variables of this list once,
 # sometimes long after the first test has begun: threadpoolctl sets KMP_*, and a compilation sets

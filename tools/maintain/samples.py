@@ -57,7 +57,10 @@ def run(block, folder, timeout=None, typed=""):
 
 
 def practise(folder, timeout=None):
-    """Start the practice cluster, which needs root, and type all blocks for it into its shell."""
+    """Start the practice cluster, and type the guide's blocks for it into its shell.
+
+    The cluster needs root. Return the exit status, and the output of the shell.
+    """
     text = "".join(block.text for block in commands() if block.needs.startswith(PRACTICE))
     status, output = run(Block("practice", "bash", "make cluster"), folder, timeout, text)
     # `make cluster` prints this line before it opens the shell.

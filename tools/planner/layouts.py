@@ -134,7 +134,8 @@ def best_of(layouts):
             continue
         setting = layout["setting"]
         try:
-            # Skip a layout that neither fits nor is smaller, because a simulation takes long.
+            # Skip a layout that can neither fit nor need less memory than the smallest layout so
+            # far, because a simulation is slow.
             lower_bound = least_bytes(setting) * (1 + setting.fragmentation)
             lower_bound += setting.gpu_overhead_gib * GIB
             if smallest and lower_bound > max(setting.gpu_memory_gib * GIB, smallest["gpu_needs"]):
