@@ -3,7 +3,7 @@
 Here:  make pictures       measure the data of two pictures, and draw all pictures
        python tools/maintain/pictures.py        only draw, from the files in benchmarks/results
 
-pictures.yaml describes the pictures that consist of boxes and arrows. The functions below draw the
+pictures.yaml describes the pictures that consist of boxes and arrows. The functions below make the
 other pictures: a function computes its data, or reads measured data from a file.
 """
 
