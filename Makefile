@@ -13,6 +13,7 @@ WANTED := { pwd -P; cat $(REQUIREMENTS); }
 MOVED := [ -e $(STAMP) ] && [ "$$(head -n 1 $(STAMP))" != "$$(pwd -P)" ]
 WORKS := $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& $(PY) -m pip install --quiet --no-index pip >/dev/null 2>&1
+TESTS := $(PY) -m pytest --dist loadfile --no-loadscope-reorder
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 IMPORTS := $(PY) -c 'import torch, transformers, datasets, wandb, matplotlib, psutil, pytest_timeout, xdist'
 
@@ -85,15 +86,15 @@ train: install  ## train chapter 02 on all GPUs, or on two CPU processes; draw t
 # for other ranks.
 .PHONY: test
 test: install  ## run the core tests
-	$(PY) -m pytest -n 2 -m "not slow and not exhaustive"
+	$(TESTS) -n 2 -m "not slow and not exhaustive"
 
 .PHONY: test-slow
 test-slow: install  ## run the slow tests that a change of a chapter can break
-	$(PY) -m pytest -n 3 -m "slow and not exhaustive"
+	$(TESTS) -n 3 -m "slow and not exhaustive"
 
 .PHONY: test-exhaustive
 test-exhaustive: install  ## run the remaining tests: many kills, all faults, tools and benchmarks
-	$(PY) -m pytest -n 3 -m "exhaustive and not alone"
+	$(TESTS) -n 3 -m "exhaustive and not alone"
 	$(PY) -m pytest -m "exhaustive and alone"
 
 .PHONY: extras

@@ -61,37 +61,10 @@ def pytest_configure():
 # ---- tests side by side ----------------------------------------------------------------------
 
 # The tests of these files take longest. They start first, so that all workers finish at about the
-# same time.
-LONGEST = [
-    "test_on_cluster",
-    "test_dry_run",
-    "test_layouts",
-    "test_resume",
-    "test_launchers",
-    "test_frameworks",
-]
-LONGEST += ["test_published_files", "test_kill", "test_faults", "test_readme"]
-# The tests in these files share no fixture, so any worker may run any of them.
-INDEPENDENT = {"test_faults", "test_kill", "test_kubernetes", "test_readme"}
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """Give each worker of pytest-xdist one group of tests at a time; a group shares its fixtures.
-
-    A group is all tests of a file or, in the files of INDEPENDENT, a single test. The option of
-    xdist for groups of tests does not work: https://github.com/pytest-dev/pytest-xdist/issues/1386
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Groups(LoadScopeScheduling):
-        def _split_scope(self, name):
-            file = Path(name.partition("::")[0]).stem
-            return name if file in INDEPENDENT else file
-
-    # Keep the order of LONGEST; by default, xdist sorts the groups by their number of tests.
-    config.option.loadscopereorder = False
-    return Groups(config, log)
+# same time. The Makefile gives each worker one file at a time, because the tests of a file share
+# fixtures.
+LONGEST = """test_readme test_faults test_kill test_on_cluster test_dry_run test_layouts test_resume
+    test_launchers test_frameworks test_published_files""".split()
 
 
 # Run this hook first, because it adds markers, which pytest needs when it applies -m.
@@ -496,7 +469,6 @@ def save_models(root, sizes, key_value_heads):
         "glm4_moe": transformers.Glm4MoeConfig(**grouped | shared),
         "deepseek_v3": transformers.DeepseekV3Config(**full | shared | latent),
         "gpt_neox": transformers.GPTNeoXConfig(**full),
-        "apertus": transformers.ApertusConfig(**full, pad_token_id=0),
         "gemma": transformers.GemmaConfig(**grouped),
         "gemma3": transformers.Gemma3TextConfig(**grouped),
         "gemma3-window": transformers.Gemma3TextConfig(**grouped, sliding_window=32),

@@ -35,7 +35,6 @@ CASES = {
     "small embedding": ("-m {files}/small-embedding", "vocab_size must exceed token id 383"),
     "unknown data": ("-d nosuch/data", "--dataset-name nosuch/data:"),
     "missing file": ("-d nosuch.txt", "--dataset-name nosuch.txt: "),
-    "text file": ("-d {files}/text.txt", "prepare it: python preparing-data/prepare.py -m tiny -o"),
     "no folder": ("-d nosuch.tokens", "--dataset-name nosuch.tokens: no index.json; write it with"),
     "no sample": ("--eval-samples 99999", "--eval-samples 99999: there are only "),
 }

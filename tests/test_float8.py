@@ -2,18 +2,13 @@
 
 import copy
 import math
-from functools import partial
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import harness
 from conftest import (
-    ROOT,
-    SCRIPTS,
     SHORT,
-    change_file,
     curves_of,
     difference,
     metrics,
@@ -26,19 +21,11 @@ from runs import copy_run, evaluate_export, have_same_weights
 
 DEVICE = torch.device("cpu")
 SMALL = [*SHORT, "--config", "hidden_size=64", "num_hidden_layers=2"]
-POWER = "scale = torch.exp2(largest.where(largest > 1e-30, 1.0).log2().ceil() - highest)"
-# With this scale, the largest value of a tensor becomes the largest value in float8.
-EXACT = "scale = largest.clamp(min=1e-30) / torch.finfo(dtype).max"
 
 
 @pytest.fixture
 def script(load, one_rank_group):
     return load("float8")
-
-
-def with_exact_scale(folder):
-    """Write a copy of the script whose scales are not powers of two; return the copy's path."""
-    return change_file(SCRIPTS["float8"], POWER, EXACT, folder / "exact/train_llm.py")
 
 
 # ---- products --------------------------------------------------------------------------------
@@ -81,22 +68,10 @@ def test_products_equal_the_products_of_rounded_values(script, precision, limit)
     assert distance(linear.bias.grad, grad.double().sum(0)) < limit
 
 
-def model_in_float8(script, models):
-    """Return a small model with random weights, whose layers multiply in float8."""
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(models / "llama", initializer_range=0.1)
-    model = AutoModelForCausalLM.from_config(config)
-    script.use_float8(parse(script, *SHORT), model)
-    return model
-
-
-def gradients_of_layer(script, model, change=lambda linear: None, is_compiled=False):
-    """Apply `change` to the first layer's float8 modules; return its output and all gradients."""
+def gradients_of_layer(script, model, is_compiled):
+    """Run the first layer forward and backward; return its output and all gradients."""
     torch.manual_seed(0)
     layer = copy.deepcopy(script.layers_of(model)[0])
-    for module in layer.modules():
-        if type(module) is script.Float8Linear:
-            change(module)
     if is_compiled:
         layer.compile(backend="aot_eager_decomp_partition", dynamic=False, fullgraph=True)
     hidden = torch.randn(2, 32, model.config.hidden_size, requires_grad=True)
@@ -106,73 +81,33 @@ def gradients_of_layer(script, model, change=lambda linear: None, is_compiled=Fa
     return [output, hidden.grad, *(weight.grad for weight in layer.parameters())]
 
 
-def emulate(script, module):
-    """Let a module round its factors to float8, and multiply them in float64."""
-
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *factors):
-            inputs, weight = (rounded(script, factor) for factor in factors)
-            ctx.save_for_backward(inputs, weight)
-            return (inputs @ weight.T).float()
-
-        @staticmethod
-        def backward(ctx, grad):
-            grad = rounded(script, grad.flatten(0, -2), torch.float8_e5m2)
-            inputs, weight = ctx.saved_tensors
-            shape = *inputs.shape[:-1], weight.shape[1]
-            return (grad @ weight).view(shape).float(), (grad.T @ inputs.flatten(0, -2)).float()
-
-    module.forward = lambda inputs: Product.apply(inputs, module.weight)
-
-
-def use_float32(module):
-    """Let a module multiply in float32 again, as it did before use_float8()."""
-    module.__class__ = torch.nn.Linear
-
-
-def test_gradients_of_a_layer_equal_the_emulated_gradients(script, models):
-    """Allow small differences, because a value between two float8 values may round to either."""
-    model = model_in_float8(script, models)
-    found = gradients_of_layer(script, model)
-    emulated = gradients_of_layer(script, model, partial(emulate, script))
-    exact = gradients_of_layer(script, model, use_float32)
-    assert len(found) == 2 + 9
-    for number, tensor in enumerate(found):
-        assert distance(tensor, emulated[number].double()) < 0.01
-        assert 0.01 < distance(tensor, exact[number].double()) < 0.3
-
-
 def test_compiled_layer_is_one_graph_with_the_same_gradients(script, models):
     """Compile with fullgraph, which raises an error if PyTorch cannot trace a product.
 
     Generate no code, because the compiler of C++ would need a minute.
     """
-    model = model_in_float8(script, models)
-    eager, compiled = (
-        gradients_of_layer(script, model, is_compiled=is_compiled) for is_compiled in (False, True)
-    )
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(models / "llama", initializer_range=0.1)
+    model = AutoModelForCausalLM.from_config(config)
+    script.use_float8(parse(script, *SHORT), model)
+    eager, compiled = (gradients_of_layer(script, model, choice) for choice in (False, True))
     for tensor, expected in zip(compiled, eager, strict=True):
         assert distance(tensor, expected.double()) < 0.01
 
 
 # ---- scales ----------------------------------------------------------------------------------
-@pytest.mark.parametrize("is_exact", [False, True])
-def test_largest_value_changes_the_rounding_only_without_powers_of_two(script, tmp_path, is_exact):
+def test_largest_value_does_not_change_the_rounding(script):
     """Round the same 4,096 values beside several largest values.
 
     Leave out values near 0, which float8 rounds more coarsely when the scale grows.
     """
-    script = harness.load(with_exact_scale(tmp_path)) if is_exact else script
     torch.manual_seed(0)
     values = torch.randn(64, 64)
     values[values.abs() < 0.05] = 1.0
-    beside, changed = values.clone(), []
+    beside = values.clone()
     for largest in (5.0, 50.0, 300.0):
         beside[0, 0] = largest
-        different = rounded(script, beside) != rounded(script, values)
-        changed.append(different.sum().item() - 1)
-    assert changed == [0, 0, 0] if not is_exact else min(changed) > 3000, changed
+        assert (rounded(script, beside) != rounded(script, values)).sum() == 1
 
 
 def test_scale_keeps_zeros_and_turns_infinity_into_nan(script):
@@ -195,12 +130,7 @@ def test_largest_value_fits_and_powers_of_two_stay(script, exponent):
         assert distance(result, values.double()) < 0.1
 
 
-@pytest.mark.parametrize("is_limited", [False, True])
-def test_infinity_in_a_layer_ends_the_run(script, monkeypatch, tmp_path, is_limited):
-    """Check that only the scale shows the infinity: with a limited scale, the script misses it."""
-    if is_limited:
-        old, changed = "tensor.abs().amax().float()", tmp_path / "train_llm.py"
-        script = harness.load(change_file(SCRIPTS["float8"], old, f"{old}.clamp(max=1e3)", changed))
+def test_infinity_in_a_layer_ends_the_run(script, monkeypatch):
     args, model, _, train_set, _ = prepare_training(script, *SMALL, "--float8")
     model = script.shard(args, model, DEVICE)
     optimizer = script.build_optimizer(args, model)
@@ -215,7 +145,7 @@ def test_infinity_in_a_layer_ends_the_run(script, monkeypatch, tmp_path, is_limi
 
     monkeypatch.setattr(script.Float8Product, "apply", apply)
     script.train_step(args, model, optimizer, train_set, 1, DEVICE)
-    assert bool(optimizer.found_inf) is not is_limited
+    assert optimizer.found_inf
 
 
 # ---- the modules that multiply in float8 -----------------------------------------------------
@@ -234,25 +164,16 @@ def test_all_products_of_the_layers_are_in_float8_but_not_the_head(script, capsy
     assert modules_of(script, capsys) == ([], "")
 
 
-def test_experts_and_routers_stay_as_they_are(script, capsys, models):
-    names, _ = modules_of(script, capsys, "-m", models / "qwen3_moe", "--float8")
+@pytest.mark.parametrize("change", ["-m {models}/qwen3_moe", "intermediate_size=72"])
+def test_experts_and_sizes_that_are_no_multiples_of_16_stay(script, capsys, models, change):
+    names, _ = modules_of(script, capsys, *change.format(models=models).split(), "--float8")
     assert {name.split(".")[-1] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-
-
-def test_sizes_that_are_no_multiples_of_16_stay_as_they_are(script, capsys):
-    names, printed = modules_of(script, capsys, "intermediate_size=72", "--float8")
-    assert {name.split(".")[-1] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert "8 of 14 linear modules" in printed
 
 
 @pytest.mark.parametrize(
     "words, expected",
     [
         ("-s 40", "needs a --seq-length that is a multiple of 16; choose one"),
-        (
-            "--config hidden_size=40 num_attention_heads=2",
-            "needs linear modules whose sizes are multiples of 16; change the model",
-        ),
         ("-m gpt2", "needs linear modules whose sizes are multiples of 16; change the model"),
         ("", "needs a GPU with compute capability 8.9 or higher; leave it out"),
     ],
@@ -299,7 +220,6 @@ def mean_difference(root, name, other):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_losses_without_the_flag_are_those_of_the_parent(root):
     assert difference(metrics(root / "off"), metrics(root / "parent")) == 0
 
@@ -309,7 +229,6 @@ PAIRS += [("bf16-ranks2", "ranks2"), ("bf16-ranks2", "parent")]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
 def test_losses_differ_by_less_than_5e_3_on_average(root, pair):
     """Check also that the losses of a pair are not equal.
@@ -324,13 +243,11 @@ def test_losses_differ_by_less_than_5e_3_on_average(root, pair):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_recomputation_changes_no_bit(root):
     assert difference(metrics(root / "ranks2"), metrics(root / "selective")) == 0
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_exported_model_has_the_saved_weights_and_nearly_the_logged_loss(root, load):
     """Allow a difference of 5e-3, because transformers multiplies in float32, not in float8."""
     loss = evaluate_export(root / "ranks4", 20, load("01"))
@@ -338,7 +255,6 @@ def test_exported_model_has_the_saved_weights_and_nearly_the_logged_loss(root, l
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_resume_repeats_the_curve_and_the_weights(root):
     copy_run(root / "ranks2", 10, root / "resumed")
     args = [*SHORT, *FLOAT8, "--save-dir", root, "-e", "resumed"]
@@ -346,21 +262,6 @@ def test_resume_repeats_the_curve_and_the_weights(root):
     assert "step-00000010" in first["stdout"].partition("continuing from")[2]
     assert difference(metrics(root / "ranks2"), metrics(root / "resumed")) == 0
     assert have_same_weights(root / "ranks2", root / "resumed")
-
-
-def test_largest_differences_of_seeds_are_in_the_table():
-    """Let one run differ: the first seed in float8 on 4 ranks, most in step 2."""
-    seeds = harness.load(ROOT / "related-topics/float8/seeds.py")
-    rows = [
-        {"seed": seed, "precision": precision, "ranks": ranks, "val_loss": 2.0}
-        | {"loss": [3.0, 2.0], "grad_norm": [1.0, 5.0]}
-        for seed in range(2)
-        for precision, ranks in seeds.RUNS
-    ]
-    rows[seeds.RUNS.index(("float8", 4))] |= {"val_loss": 1.5, "loss": [3.25, 1.0]}
-    by_layout, by_precision, in_bf16 = seeds.differences(rows).values()
-    assert by_layout == {"val_loss": 0.5, "mean": 0.625, "step": 1.0, "norm": 5.0}
-    assert by_precision["step"] == in_bf16["step"] == 0
 
 
 @pytest.mark.exhaustive

@@ -1,8 +1,6 @@
 """Test that Muon's curve is the same on all layouts, and equals the curve of torch.optim.Muon."""
 
-import json
 import math
-import sys
 import types
 
 import pytest
@@ -12,12 +10,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import harness
 from conftest import (
-    ROOT,
-    SCRIPTS,
     SHORT,
-    change_file,
     curves_of,
     difference,
     disagreement,
@@ -125,55 +119,16 @@ def orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks):
     return torch.cat(results, dim=1)
 
 
-def distance(script, monkeypatch, num_matrices, shape, num_ranks):
-    """Orthogonalize matrices on `num_ranks` ranks and on one; return the largest difference."""
-    torch.manual_seed(0)
-    matrices = torch.randn(num_matrices, *shape)
-    result = orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks)
-    assert result.shape == matrices.shape
-    return (result - script.orthogonalize(matrices)).abs().max().item()
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("num_matrices", [1, 3, 4, 8])
 def test_ranks_orthogonalize_each_matrix_as_one_rank(load, monkeypatch, num_matrices, num_ranks):
     """Test with short and empty shards, too, and with fewer matrices than ranks."""
+    script = load("muon")
+    torch.manual_seed(0)
     for shape in [(16, 24), (24, 16), (17, 24), (5, 8)]:
-        assert distance(load("muon"), monkeypatch, num_matrices, shape, num_ranks) < 1e-5
-
-
-# With this line, a rank receives in the same buffer twice.
-REUSED = "received = ranks.__dict__.setdefault('buffer', torch.empty_like(parts.contiguous()))"
-
-
-@pytest.mark.parametrize("num_matrices, is_right", [(4, False), (8, True)])
-def test_reused_buffer_is_wrong_with_one_matrix_per_rank(
-    monkeypatch, tmp_path, num_matrices, is_right
-):
-    """Receive the parts of both exchanges in one buffer.
-
-    With one matrix per rank, the second exchange also sends from this buffer, so the result is
-    wrong.
-    """
-    copy = tmp_path / "train_llm.py"
-    old = "received = torch.empty_like(parts, memory_format=torch.contiguous_format)"
-    change_file(SCRIPTS["muon"], old, REUSED, copy)
-    old = "    matrices = orthogonalize(matrices)\n"
-    change_file(copy, old, "    matrices.copy_(orthogonalize(matrices))\n")
-    found = distance(harness.load(copy), monkeypatch, num_matrices, (16, 24), 4)
-    assert (found < 1e-5) is is_right
-
-
-@pytest.mark.parametrize("num_matrices, is_right", [(8, False), (4, True)])
-def test_wrong_order_is_found_with_two_matrices_per_rank(
-    monkeypatch, tmp_path, num_matrices, is_right
-):
-    """Swap the order of ranks and matrices, which is right only with one matrix per rank."""
-    copy = tmp_path / "train_llm.py"
-    old = "received.unflatten(0, (num_ranks, -1)).transpose(0, 1)"
-    change_file(SCRIPTS["muon"], old, "received.unflatten(0, (-1, num_ranks))", copy)
-    found = distance(harness.load(copy), monkeypatch, num_matrices, (16, 24), 4)
-    assert (found < 1e-5) is is_right
+        matrices = torch.randn(num_matrices, *shape)
+        result = orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks)
+        torch.testing.assert_close(result, script.orthogonalize(matrices), rtol=0, atol=1e-5)
 
 
 # ---- one process -----------------------------------------------------------------------------
@@ -240,47 +195,12 @@ def test_matrix_of_a_layer_has_one_moment(script):
     assert set(state["lm_head.weight"]) == {"exp_avg", "exp_avg_sq", "step"}
 
 
-# ---- the sweep -------------------------------------------------------------------------------
-def test_sweep_finds_the_best_rates_and_keeps_old_runs(monkeypatch, tmp_path, capsys):
-    """Simulate runs: learning rate 2 is best for Muon, and 1 for AdamW, which diverges at 4."""
-    sweep, trained = harness.load(ROOT / "related-topics/muon/sweep.py"), []
-
-    def train(folder, steps, cell):
-        seed, optimizer, lr = trained.append(cell) or cell
-        losses = {"0": 9.0, str(steps): abs(lr - (2 if optimizer == "Muon" else 1)) + seed}
-        diverged = optimizer == "AdamW" and lr == 4 and seed == 1
-        row = {"optimizer": optimizer, "lr": lr, "seed": seed}
-        return row | {"val_losses": None if diverged else losses}
-
-    def run_sweep(*lrs):
-        words = ["--seeds", 2, "--output", tmp_path / "found.json", "--lrs", *lrs]
-        monkeypatch.setattr(sys, "argv", ["sweep.py", *map(str, words)])
-        harness.benchmark("", sweep.rates, sweep.add_flags, gpus=False)
-
-    monkeypatch.setattr(sweep, "train", train)
-    run_sweep(1.0, 2.0)
-    run_sweep(1.0, 2.0, 4.0)
-    assert len(trained) == len(set(trained)) == 2 * 2 * 3
-    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
-    curves = sweep.curves_of(rows)
-    assert curves["AdamW"] == {1.0: {0: 9.0, 200: 0.5}, 2.0: {0: 9.0, 200: 1.5}, 4.0: None}
-    assert [sweep.best_of(by_rate) for by_rate in curves.values()] == [1.0, 2.0]
-    assert sweep.last_losses(rows, "AdamW", 4.0) == []
-    assert sweep.last_losses(rows, "Muon", 2.0) == [0.0, 1.0]
-    assert sweep.first_step(curves["Muon"][2.0], 8.0) == 200
-    assert "Muon   best rate 2  val_loss 0.5000" in capsys.readouterr().out
-
-
 # ---- runs ------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def root(tmp_path_factory, layout_models):
     """Train each layout; return the folder of the runs."""
     root = tmp_path_factory.mktemp("muon")
     mixture = ["-m", layout_models / "qwen3_moe"]
-    # This wrong script swaps the order of ranks and matrices when it joins the received parts.
-    wrong = root / "wrong/train_llm.py"
-    old = "received.unflatten(0, (num_ranks, -1)).transpose(0, 1)"
-    change_file(SCRIPTS["muon"], old, "received.unflatten(0, (-1, num_ranks))", wrong)
     runs = {
         1: {"tiny1": [], "uneven1": UNEVEN, "experts1": mixture, "columns1": mixture + COLUMNS},
         2: {"tiny2": []},
@@ -292,13 +212,11 @@ def root(tmp_path_factory, layout_models):
         for ranks, by_name in runs.items()
     }
     runs[1]["adamw1"] = "04", []
-    runs[4]["wrong4"] = wrong, []
     curves_of(root, runs)
     return root
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", "tiny2 tiny4 replicas4 uneven4 experts4 columns4".split())
 def test_layout_follows_the_curve_of_one_rank(root, name):
     reference = name.rstrip("24").replace("replicas", "tiny") + "1"
@@ -306,20 +224,12 @@ def test_layout_follows_the_curve_of_one_rank(root, name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_wrong_order_changes_the_curve(root):
-    assert difference(metrics(root / "tiny1"), metrics(root / "wrong4"), names=["loss"]) > 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_exported_model_has_the_logged_loss(root, load):
     loss = evaluate_export(root / "tiny4", 20, load("01"))
     assert loss == pytest.approx(metrics(root / "tiny4")[20]["val_loss"], abs=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_resume_repeats_the_curve(root):
     """Resume a run of two ranks on two ranks, which must repeat every bit, and on four ranks."""
     for ranks, limit in ((2, 0.0), (4, 1e-5)):
@@ -332,7 +242,6 @@ def test_resume_repeats_the_curve(root):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_muon_continues_a_run_of_adamw_with_its_first_moments(root, script):
     args, model, optimizer, _ = prepare(script, *SHORT, "--save-dir", root, "-e", "adamw1")
     assert script.load_checkpoint(args, root / "adamw1", model, optimizer) == 20
@@ -344,7 +253,6 @@ def test_muon_continues_a_run_of_adamw_with_its_first_moments(root, script):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_adamw_refuses_to_continue_a_run_of_muon(root):
     copy_run(root / "tiny1", 10, root / "refused")
     args = [*SHORT, "--save-dir", root, "-e", "refused"]

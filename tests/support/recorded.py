@@ -1,7 +1,16 @@
-"""Import scripts as modules, and read the samples that the ranks of a run have recorded."""
+"""Import scripts as modules, catch their errors, and read the samples that ranks have recorded."""
 
 import importlib.util
 import json
+
+
+class RefusedError(Exception):
+    """Report that a script has refused a model."""
+
+
+def refuse(message):
+    """Raise the error that a script would report with fail()."""
+    raise RefusedError(message)
 
 
 def load(path):

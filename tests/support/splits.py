@@ -17,16 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from recorded import load
-
-
-class RefusedError(Exception):
-    """Report that the chapter has refused a model."""
-
-
-def refuse(message):
-    """Raise the error that the chapter would report."""
-    raise RefusedError(message)
+from recorded import RefusedError, load, refuse
 
 
 def train(chapter, words):
