@@ -214,7 +214,6 @@ LAYOUTS = {
     "02": [8, ""],
     "04": [8, ""],
     "04 replicas": [64, "--replicas 8"],
-    "05": [64, "--recompute full"],
     "05 selective": [64, "--recompute selective"],
     "05 offload": [64, "--cpu-offload --recompute full"],
     "06": [64, "--tensor-parallel-size 8"],
@@ -223,13 +222,10 @@ LAYOUTS = {
     "08": [8, "--context-parallel-size 8 -s 32768", "7"],
     "08 ulysses": [8, "--context-parallel-size 8 --context-parallel-style ulysses -s 32768", "7"],
     "09": [16, f"{SMALL_30B} --expert-parallel-size 8"],
-    "09 full": [16, f"{SMALL_30B} -s 32768 --recompute full --expert-parallel-size 8"],
     "09 TP": [16, f"{SMALL_30B} -s 32768 --expert-parallel-size 8 --tensor-parallel-size 2"],
     "lora": [8, "--lora-rank 16"],
-    "lora full": [8, "--lora-rank 16 --recompute full"],
     "muon": [8, ""],
     "float8": [8, "--float8"],
-    "float8 full": [8, "--float8 --recompute full"],
 }
 
 

@@ -120,15 +120,13 @@ def test_finished_model_has_the_biases(root):
 # ---- the loss for balancing ------------------------------------------------------------------
 # The weight of the loss for balancing is so high that this loss changes every gradient.
 LOSS = ["--lr", 1e-3, "--expert-balance-loss", 1, "-b", 2, "--num-steps", 8]
-PP2, TP2 = ["--pipeline-parallel-size", 2], ["--tensor-parallel-size", 2]
 # Each layout has a number of ranks and a list of flags.
 LOSS_LAYOUTS = {
     "fsdp2": (2, ["-b", 4]),
     "ep2": (2, [*EP2, "--recompute", "full"]),
-    "pp2-ep2": (4, [*PP2, *EP2, "-b", 1]),
-    "tp2": (2, TP2),
+    "pp2-ep2": (4, [*EP2, "--pipeline-parallel-size", 2, "-b", 1]),
+    "tp2": (2, ["--tensor-parallel-size", 2, "--compile"]),
     "cp2-replicas": (4, ["--context-parallel-size", 2, "--replicas", 2]),
-    "compiled": (1, ["--compile"]),
 }
 
 

@@ -94,13 +94,9 @@ def model_of(chapter, kind, **settings):
     ("kind", "settings", "is_needed"),
     [
         ("llama", {}, False),
-        ("gpt2", {}, False),
-        ("qwen3_moe", {}, False),
         ("gemma3_text", {"sliding_window": 48}, False),
         ("gemma3_text", {"sliding_window": 47}, True),
-        ("llama4_text", {"attention_chunk_size": 48}, False),
         ("llama4_text", {"attention_chunk_size": 47}, True),
-        ("doge", {}, True),  # its layers compute a mask
         ("deepseek_v32", {}, True),  # its layers choose the tokens
     ],
 )
@@ -129,20 +125,6 @@ def test_router_loss_is_refused_with_the_setting_that_helps(chapter, capsys, mod
     words = ["-m", models / "mixtral", "--config", "output_router_logits=true"]
     error = user_error(capsys, prepare_training, chapter, *words)
     assert "no router loss is added; pass --config output_router_logits=false" in error
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "splits"),
-    [
-        ("llama", {}, True),
-        ("ministral3", {}, True),  # scales queries by position_ids
-        # This model scales queries by positions that it computes itself, not by position_ids.
-        ("llama4_text", {"no_rope_layers": [1, 0]}, False),
-        ("recurrent_gemma", {}, False),
-    ],
-)
-def test_sequence_is_split_only_if_attention_alone_joins_tokens(load, kind, settings, splits):
-    assert load("08").is_split_by_tokens(shrink(CONFIG_MAPPING[kind](), **settings)) == splits
 
 
 # ---- all families ------------------------------------------------------------------------------

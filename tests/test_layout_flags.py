@@ -73,16 +73,13 @@ def test_wrong_layout_stops_with_one_line(load, capsys, chapter, ranks, line, ex
         ("01", 1, "--global-batch-size 32", 8, 4),
         ("01", 1, "--global-batch-size 32 -b 99", 32, 1),
         ("01", 1, "--global-batch-size 7 -b 4", 1, 7),
-        ("02", 2, "--global-batch-size 24", 6, 2),
         ("02", 12, "--global-batch-size 24", 2, 1),
         # Four ranks that split a matrix or a sequence process the same samples, so they divide the
         # batch as one rank would.
         ("06", 4, TP4, 8, 1),
-        ("08", 8, f"{CP4} {ONE_HEAD}", 4, 1),
         # The stages of a pipeline process the same samples, too. With two stages, four ranks form
         # two data-parallel ranks, which have 4 of the 8 samples each.
         ("07", 4, f"{PP2} {ONE_SAMPLE}", 1, 4),
-        ("07", 4, f"{PP4} {ONE_SAMPLE}", 1, 8),
         ("07", 8, f"{PP2} {TP2} {ONE_SAMPLE}", 1, 4),
     ],
 )

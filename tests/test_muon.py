@@ -1,11 +1,9 @@
 """Test that Muon's curve is the same on all layouts, and equals the curve of torch.optim.Muon."""
 
 import math
-import types
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -25,7 +23,8 @@ from runs import check_user_error, copy_run, evaluate_export, read_checkpoint
 
 DEVICE = torch.device("cpu")
 SMALL = [*SHORT, "--config", "hidden_size=48", "intermediate_size=80", "num_hidden_layers=2"]
-# Neither 202 rows nor three layers can be divided evenly among 4 ranks.
+# Neither 202 rows nor three layers can be divided evenly among 4 ranks. The three matrices of one
+# shape are fewer than the ranks, so a rank has one matrix or none.
 UNEVEN = "--config hidden_size=120 intermediate_size=202 num_hidden_layers=3 head_dim=30".split()
 # On 4 ranks, FSDP gives 2 of 8 experts to each rank, but it splits the columns of 6 experts.
 COLUMNS = ["--config", "num_experts=6"]
@@ -77,58 +76,6 @@ def test_muon_gets_matrices_and_experts_but_no_convolution(load, models, family,
     assert {name: weight in hidden for name, weight in named}.items() >= expected.items()
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         assert module.weight not in hidden
-
-
-# ---- from shards to matrices -----------------------------------------------------------------
-class Ranks:
-    """Simulate a process group that only has a size."""
-
-    def __init__(self, num_ranks):
-        self.num_ranks = num_ranks
-
-    def size(self):
-        return self.num_ranks
-
-
-def orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks):
-    """Run orthogonalize_split() as each of `num_ranks` ranks; return the joined matrices."""
-    sent = []
-
-    def all_to_all_single(received, parts, group, async_op):
-        assert async_op and received.is_contiguous() and parts.is_contiguous()
-        sent.append((received.chunk(num_ranks), parts.chunk(num_ranks)))
-        return types.SimpleNamespace(wait=lambda: None)
-
-    monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
-    num_rows, results = matrices.shape[1], []
-    shards = list(matrices.chunk(num_ranks, dim=1))
-    shards += [matrices[:, :0]] * (num_ranks - len(shards))
-    updates = [script.orthogonalize_split(shard, num_rows, Ranks(num_ranks)) for shard in shards]
-    for _ in range(2):
-        for update in updates:
-            next(update)
-        # Send the parts one after another, as a slow network would.
-        for rank, (received, _) in enumerate(sent):
-            for source, (_, parts) in enumerate(sent):
-                received[source].copy_(parts[rank])
-        sent.clear()
-    for update in updates:
-        with pytest.raises(StopIteration) as stop:
-            next(update)
-        results.append(stop.value.value)
-    return torch.cat(results, dim=1)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("num_matrices", [1, 3, 4, 8])
-def test_ranks_orthogonalize_each_matrix_as_one_rank(load, monkeypatch, num_matrices, num_ranks):
-    """Test with short and empty shards, too, and with fewer matrices than ranks."""
-    script = load("muon")
-    torch.manual_seed(0)
-    for shape in [(16, 24), (24, 16), (17, 24), (5, 8)]:
-        matrices = torch.randn(num_matrices, *shape)
-        result = orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks)
-        torch.testing.assert_close(result, script.orthogonalize(matrices), rtol=0, atol=1e-5)
 
 
 # ---- one process -----------------------------------------------------------------------------

@@ -162,17 +162,8 @@ def test_small_margin_is_tight(gpu, host, word, text):
 # Llama-3.1-8B has 32 layers. Outside of them, it has an embedding, a head and a norm.
 WEIGHTS_8B, LAYERS, ROOT_8B = 8_030_261_248, 32, 2 * 128_256 * 4096 + 4096
 LAYER_8B = (WEIGHTS_8B - ROOT_8B) // LAYERS
-# Tensor-parallel ranks split all weights except the weights of the norms.
-SPLIT_8B = [(LAYER_8B - 2 * 4096) // 8 + 2 * 4096, (ROOT_8B - 4096) // 8 + 4096]
 # Each way to split Llama-3.1-8B on nodes of eight GPUs needs these flags.
-SPLITS = {
-    "DDP": "--chapter 02",
-    "kept": "--no-reshard-after-forward",
-    "FSDP": "",
-    "hybrid": "--replicas {nodes}",
-    "tensor": "--tensor-parallel-size 8 -b 16",
-    "pipeline": "--pipeline-parallel-size {nodes}",
-}
+SPLITS = {"DDP": "--chapter 02", "FSDP": "", "hybrid": "--replicas 8"}
 
 
 def test_reference_pass_takes_a_third_of_the_time_of_training(monkeypatch, capsys):
@@ -210,41 +201,23 @@ def test_lora_is_faster_than_all_weights_as_published():
     assert lora["mfu"] == pytest.approx(full["mfu"], rel=0.05)
 
 
-def setting_8b(split, nodes=1, micro_steps=1, flags="", gpus=8):
-    """Return the setting of a way to split, with two samples of 8,192 tokens on each GPU."""
-    words = f"-m meta-llama/Llama-3.1-8B -s 8192 -b 2 --recompute selective --nodes {nodes} "
-    words += f"--gpus-per-node {gpus} --global-batch-size {2 * gpus * nodes * micro_steps} "
-    return setting_from(words + SPLITS[split].format(nodes=nodes) + f" {flags}")
-
-
-def sent_in_copy(split, ranks, micro_steps):
-    """Compute the bytes that a rank sends to gather weights and reduce gradients in a step."""
-    if split == "DDP":
-        return 2 * (ranks - 1) / ranks * 4 * WEIGHTS_8B
-    layer, root = SPLIT_8B if split == "tensor" else (LAYER_8B, ROOT_8B)
-    weights = LAYERS * layer + root
-    gathered = 2 * weights if split == "kept" else 2 * (2 * weights - root - layer)
-    return micro_steps * (gathered + 4 * weights) * (ranks - 1) / ranks
-
-
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize(("nodes", "micro_steps"), [(1, 1), (8, 1), (8, 3)])
-def test_sent_bytes_follow_the_closed_formulas(split, nodes, micro_steps):
-    step = StepTime(setting_8b(split, nodes, micro_steps))
-    formula = sent_in_copy(split, {"hybrid": 8, "tensor": nodes}.get(split, 8 * nodes), micro_steps)
-    # The largest of eight stages has five layers. It gathers their weights and reduces their
-    # gradients once per step.
-    if split == "pipeline" and nodes == 8:
-        formula = 7 / 8 * 6 * 5 * LAYER_8B
-    assert step.sent["copy"] == pytest.approx(formula, rel=1e-12)
-    if nodes == 1:
-        assert step.sent["network"] == 0, "a single node sends something"
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_sent_bytes_follow_the_closed_formulas(split, micro_steps):
+    """Train with two samples of 8,192 tokens on each of 64 GPUs."""
+    words = "-m meta-llama/Llama-3.1-8B -s 8192 -b 2 --recompute selective --nodes 8 "
+    words += f"--gpus-per-node 8 --global-batch-size {128 * micro_steps} {SPLITS[split]}"
+    sent = StepTime(setting_from(words)).sent
+    if split == "DDP":
+        assert sent["copy"] == pytest.approx(2 * 63 / 64 * 4 * WEIGHTS_8B)
+        return
+    ranks = 64 if split == "FSDP" else 8
+    gathered = 2 * (2 * WEIGHTS_8B - ROOT_8B - LAYER_8B)
+    formula = micro_steps * (gathered + 4 * WEIGHTS_8B) * (ranks - 1) / ranks
+    assert sent["copy"] == pytest.approx(formula)
     # A ring of all ranks leaves each node once, through eight adapters. Replicas send only shards.
-    elif split == "FSDP":
-        assert step.sent["network"] == pytest.approx(formula / 8, rel=1e-12)
-    elif split == "hybrid":
-        shards = 2 * 7 / 8 * 4 * WEIGHTS_8B / 8
-        assert step.sent["network"] == step.sent["replicas"] == pytest.approx(shards, rel=1e-12)
+    network = formula / 8 if split == "FSDP" else 2 * 7 / 8 * 4 * WEIGHTS_8B / 8
+    assert sent["network"] == pytest.approx(network)
 
 
 RECORDED = json.loads(scale.FILE.read_text())
@@ -307,18 +280,6 @@ def test_recorded_rows_are_those_of_the_planner(part, number):
 
 
 # ---- layouts ---------------------------------------------------------------------------------
-
-
-def test_layout_that_does_not_fit_has_no_speed(monkeypatch, capsys):
-    ways = {"DDP": ("03", [["--batch-size 1"]])}
-    ways["FSDP, CPU offload"] = ("05", [["--cpu-offload --recompute full"]])
-    monkeypatch.setattr(layouts, "ways_to_split", lambda _: ways)
-    line = "-m meta-llama/Llama-3.1-70B -s 4096 -b 1 --nodes 8 --global-batch-size 64 --layouts"
-    assert main(monkeypatch, line) == 0
-    offload, ddp = capsys.readouterr().out.split("\n\n")[1:]
-    assert offload.startswith("FSDP, CPU offload: fits") and "tokens/s per GPU" in offload
-    assert ddp.startswith("DDP: no: GPU by 1,") and "tokens/s" not in ddp and "torchrun" not in ddp
-    assert plan(line.replace("--layouts", "--chapter 02"))["asked"]["speed"] is None
 
 
 def test_command_of_a_layout_starts_its_chapter(monkeypatch):
@@ -462,20 +423,15 @@ BAD = {
     "-m meta-llama/Llama-3.1-8B --config vocab_size=1000": "vocab_size must exceed token id 128255",
     "--context-parallel-size 8 --context-parallel-style ulysses": "4 key-value heads for 8 ranks",
     "-m nosuch.json": "--model-name nosuch.json: file not found",
-    "-m {folder}/broken.json": "broken.json:",
     # The planner refuses this model, because the two layers that it traces would be of one kind.
     "-m {folder}/jamba --config num_hidden_layers=8": "layers of several kinds",
     "--gpu A100": "several kinds; choose A100-40GB or A100-80GB",
-    "--gpu H1000": "unknown kind; choose T4-16GB, A100-40GB,",
-    "--write-config horovod file": "unknown framework; choose deepspeed or accelerate",
-    "--write-config deepspeed file --recompute selective": "choose none or full",
     "--write-config deepspeed file --chapter 02": "choose --chapter 04 or 05",
 }
 
 
 @pytest.mark.parametrize("options", BAD)
 def test_mistake_costs_one_line(options, tmp_path, monkeypatch, capsys):
-    (tmp_path / "broken.json").write_text("{")
     if "jamba" in options:
         save_small_model("jamba", tmp_path / "jamba")
     assert main(monkeypatch, options.format(folder=tmp_path)) == 2
@@ -536,15 +492,3 @@ def test_setting_that_cannot_run_keeps_the_other_settings(models, monkeypatch, c
     assert re.search(r"05 --recompute selective +no plan: .* selective activation", output)
     assert re.search(r"05 --recompute full .* fits\n", output)
     assert "the first that fits: 05 --recompute full" in output
-
-
-def test_layers_without_attention_have_memory_but_no_speed(tmp_path, monkeypatch, capsys):
-    save_small_model("mamba2", tmp_path)
-    monkeypatch.setattr(will_it_fit, "SETTINGS", {})
-    line = f"-m {tmp_path} -s 8"
-    assert main(monkeypatch, line) == 0
-    output = capsys.readouterr().out
-    assert re.search(r"activations +[\d.]+ MiB", output) and "speed: unknown" in output
-    assert "tokens/s" not in output
-    assert main(monkeypatch, f"{line} --layouts") == 2
-    assert "knows no speed of layers without attention" in capsys.readouterr().err

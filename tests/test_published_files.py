@@ -11,13 +11,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from checks import check_two_ranks_fail
 from conftest import (
-    ROOT,
     SHORT,
     SPLIT,
     curves_of,
     difference,
     prepare_training,
-    run_command,
     user_error,
 )
 from families import fast_byte_tokenizer, make_hub_folder, shrink
@@ -142,15 +140,3 @@ def test_unfit_files_are_named(unfit, load, capsys, name):
 def test_unfit_files_print_one_line_on_two_ranks(unfit, small_tokens, tmp_path, name):
     args = [*ARGS, "-m", unfit / name, "-d", small_tokens(unfit / name)]
     check_two_ranks_fail("05", args, UNFIT_FOR_05[name], tmp_path, tmp_path / "runs")
-
-
-@pytest.mark.exhaustive
-def test_reading_uses_the_memory_of_a_shard_and_a_tensor(tmp_path):
-    """Check, for 1 and for 2 ranks, that a rank needs memory only for its shard and one tensor."""
-    command = [ROOT / "benchmarks/large.py", "reading", "--layers", 2, "--ranks", 1, 2]
-    run_command(*command, "--output", tmp_path / "reading.json", check=True)
-    rows = json.loads((tmp_path / "reading.json").read_text())["reading"]
-    rows = {row["ranks"]: row for row in rows if row["chapter"] == "05"}
-    for row in rows.values():
-        assert row["peak"] < row["share"] + row["largest tensor"] + 20_000_000
-    assert rows[2]["share"] * 2 == rows[1]["share"] == rows[1]["model"]
