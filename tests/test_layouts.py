@@ -116,10 +116,17 @@ LAYOUTS = {
     "lora2": Layout("lora", 2),
     "lora4": Layout("lora", 4),
     "lora-hsdp4": Layout("lora", 4, REPLICAS),
+    "muon1": Layout("muon", 1),
+    "muon2": Layout("muon", 2),
+    "muon4": Layout("muon", 4),
+    "muon-hsdp4": Layout("muon", 4, REPLICAS),
 }
 # Compare these chapters with one-rank runs of the same chapter, because chapter 01 would learn more
-# tokens or train more weights.
-FINE_TUNING = {"conversations": "chats1", "preferences": "pairs1", "lora": "lora1"}
+# tokens, train more weights, or use another optimizer.
+FIRST = {"conversations": "chats1", "preferences": "pairs1", "lora": "lora1", "muon": "muon1"}
+# Fine-tuning needs data of another kind, and this number of tokens per sample.
+DATA = {"conversations": (prepare_conversations, 128), "lora": (prepare_conversations, 128)}
+DATA["preferences"] = prepare_pairs, 256
 SETTINGS = {
     "plain": "",
     "2": "-b 2",
@@ -147,6 +154,11 @@ CURVES = {
     "two-experts": "--config num_local_experts=2 num_experts_per_tok=1",
     "three-experts": "--config num_local_experts=3",
     "six-experts": "--config num_local_experts=6",
+    # Four ranks split the columns of six experts; of eight experts, each rank has two.
+    "columns": "--config num_experts=6",
+    # Neither 202 rows nor three layers can be divided evenly among four ranks. Three matrices have
+    # the same shape, so a rank has one matrix or none.
+    "uneven": "--config hidden_size=120 intermediate_size=202 num_hidden_layers=3 head_dim=30",
     # With this rank, an adapter has fewer rows than four ranks can share.
     "rank-1": "--lora-rank 1",
 }
@@ -164,7 +176,8 @@ SLOW = """01@bf16 01@gpt2 01@qwen3 01@gemma3
     pp1@plain pp2@gpipe pp2@qwen3 pp2@over-20-steps dp2-pp2@plain tp2-interleaved2@plain
     cp1@plain cp2@qwen3 cp2@over-20-steps ulysses2@gpt_neox dp2-ulysses2@2
     ep2@full+qwen3_moe ep2@mixtral+bf16 dp2-ep2@deepseek_v3 dp2-ep2@mixtral+six-experts
-    tp2-ep2@glm4_moe""".split()
+    tp2-ep2@glm4_moe
+    muon2@plain muon4@uneven muon4@qwen3_moe muon4@columns+qwen3_moe muon-hsdp4@plain""".split()
 # Chapter 09 trains each mixture that it accepts with each kind of split: experts alone, and experts
 # with matrices, sequences or layers.
 MODELS = """ddp4@qwen3 launched4@plain fsdp2@gemma3 fsdp4@gpt2 hsdp4@mistral
@@ -205,7 +218,7 @@ def reference_of(run):
     close.
     """
     layout, _, setting = run.partition("@")
-    first = FINE_TUNING.get(LAYOUTS[layout].chapter, "01")
+    first = FIRST.get(LAYOUTS[layout].chapter, "01")
     changes = [name for name in setting.split("+") if name not in SETTINGS]
     if run == "01@bf16" or not changes:
         return f"{first}@plain"
@@ -219,11 +232,10 @@ def job_of(models, run, root, *more):
     flags = SETTINGS | CURVES
     for setting in settings.split("+"):
         args += flags[setting].split() if setting in flags else ["-m", models / setting]
-    if LAYOUTS[name].chapter in FINE_TUNING:
+    if LAYOUTS[name].chapter in DATA:
+        write, length = DATA[LAYOUTS[name].chapter]
         names = [setting for setting in settings.split("+") if setting not in flags]
         model = models / names[0] if names else "tiny"
-        is_pairs = LAYOUTS[name].chapter == "preferences"
-        write, length = (prepare_pairs, 256) if is_pairs else (prepare_conversations, 128)
         args += ["--lr", 1e-3, "-s", length, "-d", write(models, 100, model, length)]
     return LAYOUTS[name].chapter, [*args, "--save-dir", root, *more]
 
@@ -294,11 +306,11 @@ def test_exported_model_has_the_logged_loss(root, load, run):
 
 
 # ---- a run continues -------------------------------------------------------------------------
-REPEATED = [*map(slow, ("01@bf16", "01@gpt2-dropout", "fsdp2@plain", "large2@async", "lora2@2"))]
-REPEATED += map(exhaustive, ("hsdp4@gpt2-dropout", "tp2-pp2@qwen3", "ulysses2@plain", "chats2@2"))
+REPEATED = "01@bf16 01@gpt2-dropout fsdp2@plain large2@async lora2@2 muon2@plain".split()
+RARELY_REPEATED = "hsdp4@gpt2-dropout tp2-pp2@qwen3 ulysses2@plain chats2@2".split()
 
 
-@pytest.mark.parametrize("resumed", REPEATED)
+@pytest.mark.parametrize("resumed", [*map(slow, REPEATED), *map(exhaustive, RARELY_REPEATED)])
 def test_resume_repeats_every_bit(layout_models, tmp_path, resumed):
     """Train the last two steps of a run a second time, from the checkpoint of step 2."""
     ranks, more = LAYOUTS[resumed.partition("@")[0]].ranks, ["--checkpoint-every", 2, "-e"]
@@ -318,6 +330,7 @@ SPLIT = [name for name, layout in LAYOUTS.items() if "03" < layout.chapter < "09
 ROUTES = {
     "data-parallel": "01 ddp2 launched2 ddp1".split(),
     "lora": "lora2 lora1 lora-hsdp4 lora4".split(),
+    "muon": "muon2 muon4 muon1 muon-hsdp4".split(),
     # With six experts, four shards split the columns of each expert, and two shards have three
     # experts each.
     "few-experts": "fsdp4 fsdp2 dp2-ep2 large4 mixture-tp2 hsdp4".split(),
@@ -325,13 +338,10 @@ ROUTES = {
 }
 
 
-@pytest.mark.parametrize(
-    "route",
-    [
-        slow("data-parallel"),
-        *map(exhaustive, ("lora", "few-experts", "each-layout")),
-    ],
-)
+SLOW_ROUTES, OTHER_ROUTES = ("data-parallel", "muon"), ("lora", "few-experts", "each-layout")
+
+
+@pytest.mark.parametrize("route", [*map(slow, SLOW_ROUTES), *map(exhaustive, OTHER_ROUTES)])
 def test_run_that_changes_its_layout_stays_on_the_curve(layout_models, tmp_path, route):
     """Resume a run in a different layout every two steps.
 
