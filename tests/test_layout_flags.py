@@ -10,7 +10,7 @@ from families import shrink
 from runs import check_user_error
 
 TP2, TP4 = "--tensor-parallel-size 2", "--tensor-parallel-size 4"
-PP2, PP4 = "--pipeline-parallel-size 2 -b 2", "--pipeline-parallel-size 4 -b 2"
+PP2 = "--pipeline-parallel-size 2 -b 2"
 CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
 EP2, EP4 = "--expert-parallel-size 2", "--expert-parallel-size 4"
 RATE, LOSS = "--expert-balance-rate 0.1", "--expert-balance-loss 0.1"

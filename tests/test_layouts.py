@@ -120,6 +120,7 @@ LAYOUTS = {
     "muon2": Layout("muon", 2),
     "muon4": Layout("muon", 4),
     "muon-hsdp4": Layout("muon", 4, REPLICAS),
+    "float8-2": Layout("float8", 2, "--float8"),
 }
 # Compare these chapters with one-rank runs of the same chapter, because chapter 01 would learn more
 # tokens, train more weights, or use another optimizer.
@@ -306,7 +307,8 @@ def test_exported_model_has_the_logged_loss(root, load, run):
 
 
 # ---- a run continues -------------------------------------------------------------------------
-REPEATED = "01@bf16 01@gpt2-dropout fsdp2@plain large2@async lora2@2 muon2@plain".split()
+REPEATED = """01@bf16 01@gpt2-dropout fsdp2@plain large2@async lora2@2 muon2@plain
+    float8-2@plain""".split()
 RARELY_REPEATED = "hsdp4@gpt2-dropout tp2-pp2@qwen3 ulysses2@plain chats2@2".split()
 
 

@@ -10,14 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from checks import check_two_ranks_fail
-from conftest import (
-    SHORT,
-    SPLIT,
-    curves_of,
-    difference,
-    prepare_training,
-    user_error,
-)
+from conftest import SHORT, SPLIT, curves_of, difference, prepare_training, user_error
 from families import fast_byte_tokenizer, make_hub_folder, shrink
 from marks import exhaustive, slow
 from runs import have_same_weights, validation_loss
