@@ -1,8 +1,8 @@
 """Test that each layout of each chapter has the loss curve of chapter 01 on one rank.
 
 A layout is a chapter, a number of ranks, and the flags that split the model or the samples. A
-setting is a model family, a precision, or further flags. The tables below list the layouts, and
-the settings of their tests.
+setting is a model family, a precision, or further flags. The tables below list the layouts and
+the settings; the lists after them name the runs to test.
 """
 
 import random
@@ -165,8 +165,13 @@ CURVES = {
 }
 
 
-# Each run is a layout and its settings. Together, the lists have each layout, and each setting once
-# per chapter. A chapter's settings are spread over its layouts, so that one run tests two things.
+# Each run is a layout and its settings, joined by "@" and "+". All pairs of a layout and a setting
+# would take hours, so the lists follow three rules:
+# - Each layout of at most four ranks has a run.
+# - Each chapter has a run with each of its settings. These runs are spread over the chapter's
+#   layouts, so that one run tests two things.
+# - Chapter 09, which contains the other chapters, trains each mixture that it accepts with each kind
+#   of split: experts alone, and experts with matrices, sequences or layers.
 CORE = """01@plain 01@2 ddp2@2 launched2@plain fsdp2@2 large1@mixtral+bf16 large2@offload+1
     large2@mixtral+three-experts tp2@plain pp2@plain cp2@plain ep2@glm4_moe""".split()
 SLOW = """01@bf16 01@gpt2 01@qwen3 01@gemma3
@@ -179,8 +184,6 @@ SLOW = """01@bf16 01@gpt2 01@qwen3 01@gemma3
     ep2@full+qwen3_moe ep2@mixtral+bf16 dp2-ep2@deepseek_v3 dp2-ep2@mixtral+six-experts
     tp2-ep2@glm4_moe
     muon2@plain muon4@uneven muon4@qwen3_moe muon4@columns+qwen3_moe muon-hsdp4@plain""".split()
-# Chapter 09 trains each mixture that it accepts with each kind of split: experts alone, and experts
-# with matrices, sequences or layers.
 MODELS = """ddp4@qwen3 launched4@plain fsdp2@gemma3 fsdp4@gpt2 hsdp4@mistral
     large2@gpt2 large2@gemma3 large4@qwen3 large4@mistral large4@mixtral
     tp2@gpt_neox tp4@gemma tp4@odd tp4@qwen3 hsdp2-tp2@llama
