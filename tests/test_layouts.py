@@ -170,8 +170,8 @@ CURVES = {
 # - Each layout of at most four ranks has a run.
 # - Each chapter has a run with each of its settings. These runs are spread over the chapter's
 #   layouts, so that one run tests two things.
-# - Chapter 09, which contains the other chapters, trains each mixture that it accepts with each kind
-#   of split: experts alone, and experts with matrices, sequences or layers.
+# - Chapter 09, which has the splits of all chapters, trains each mixture that it accepts with each
+#   kind of split: experts alone, and experts with matrices, sequences or layers.
 CORE = """01@plain 01@2 ddp2@2 launched2@plain fsdp2@2 large1@mixtral+bf16 large2@offload+1
     large2@mixtral+three-experts tp2@plain pp2@plain cp2@plain ep2@glm4_moe""".split()
 SLOW = """01@bf16 01@gpt2 01@qwen3 01@gemma3
