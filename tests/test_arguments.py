@@ -43,13 +43,6 @@ def test_unknown_flag_prints_the_same_error_in_every_script(load, capsys, name):
     assert (ROOT / "docs/flags.md").exists()
 
 
-@pytest.mark.parametrize("framework", sorted(FRAMEWORKS))
-def test_script_in_a_framework_has_the_line_about_unknown_flags(framework):
-    """Read the script, but do not run it, because the framework may not be installed."""
-    [line] = re.findall(r"    parser.error = .*\n", SCRIPTS["01"].read_text())
-    assert line in SCRIPTS[framework].read_text()
-
-
 @pytest.mark.parametrize("file", sorted(ROOT.glob("*/configs/*.args")), ids=lambda file: file.stem)
 def test_argument_file_names_the_first_chapter_that_has_its_flags(file):
     first_line, *_ = file.read_text().splitlines()

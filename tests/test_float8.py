@@ -103,8 +103,6 @@ def test_largest_value_does_not_change_the_rounding(script):
 def test_scale_keeps_zeros_and_turns_infinity_into_nan(script):
     for tensor in (torch.zeros(2, 2), torch.tensor([[1e-40, 0.0]])):
         assert not rounded(script, tensor).any()
-    # On a CPU, torch converts infinity to the largest number, which is finite.
-    assert torch.tensor([math.inf]).to(torch.float8_e4m3fn).item() == 448.0
     for bad in (math.inf, -math.inf, math.nan):
         for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
             tensor = torch.tensor([[bad, 1.0], [1.0, 1.0]])
@@ -192,8 +190,10 @@ def mean_difference(root, name, other):
 
 
 @pytest.mark.slow
-def test_losses_without_the_flag_are_those_of_the_parent(root):
-    assert difference(metrics(root / "off"), metrics(root / "parent")) == 0
+@pytest.mark.parametrize("pair", [("off", "parent"), ("ranks2", "selective")], ids=" ".join)
+def test_script_without_the_flag_and_recomputation_change_no_bit(root, pair):
+    curve, other_curve = (metrics(root / name) for name in pair)
+    assert difference(curve, other_curve) == 0
 
 
 PAIRS = [("ranks1", "ranks2"), ("ranks1", "ranks4"), ("ranks1", "parent")]
@@ -212,11 +212,6 @@ def test_losses_differ_by_less_than_5e_3_on_average(root, pair):
     print(*pair, in_steps, in_evaluations)
     assert 1e-5 < in_steps < 5e-3
     assert 0 < in_evaluations < 5e-3
-
-
-@pytest.mark.slow
-def test_recomputation_changes_no_bit(root):
-    assert difference(metrics(root / "ranks2"), metrics(root / "selective")) == 0
 
 
 @pytest.mark.slow
