@@ -142,7 +142,6 @@ def test_samples_are_the_documents_joined_and_cut(hub, tmp_path):
 UNUSABLE = {
     "null": ([None], {}, "--text-column text: a row has no text; prepare.py can skip it"),
     "column": (["b"], {"text_column": "body"}, "text-column body: no such column; choose ['text']"),
-    "short": (["b"], {}, "--eval-samples 5: there are only 0 samples; lower it"),
 }
 
 

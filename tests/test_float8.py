@@ -19,10 +19,9 @@ from conftest import (
     metrics,
     parse,
     prepare_training,
-    run_or_fail,
     user_error,
 )
-from runs import copy_run, evaluate_export, have_same_weights
+from runs import evaluate_export
 
 DEVICE = torch.device("cpu")
 SMALL = [*SHORT, "--config", "hidden_size=64", "num_hidden_layers=2"]
@@ -335,17 +334,6 @@ def test_exported_model_has_the_saved_weights_and_nearly_the_logged_loss(root, l
     """Allow a difference of 5e-3, because transformers multiplies in float32, not in float8."""
     loss = evaluate_export(root / "ranks4", 20, load("01"))
     assert loss == pytest.approx(metrics(root / "ranks4")[20]["val_loss"], abs=5e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_resume_repeats_the_curve_and_the_weights(root):
-    copy_run(root / "ranks2", 10, root / "resumed")
-    args = [*SHORT, *FLOAT8, "--save-dir", root, "-e", "resumed"]
-    [[first, *_]] = run_or_fail(2, [("float8", args)], root / "resumed-jobs")
-    assert "step-00000010" in first["stdout"].partition("continuing from")[2]
-    assert difference(metrics(root / "ranks2"), metrics(root / "resumed")) == 0
-    assert have_same_weights(root / "ranks2", root / "resumed")
 
 
 def test_largest_differences_of_seeds_are_in_the_table():

@@ -10,7 +10,7 @@ from families import shrink
 from runs import check_user_error
 
 TP2, TP4 = "--tensor-parallel-size 2", "--tensor-parallel-size 4"
-PP2, PP4 = "--pipeline-parallel-size 2 -b 2", "--pipeline-parallel-size 4 -b 2"
+PP2 = "--pipeline-parallel-size 2 -b 2"
 CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
 EP2, EP4 = "--expert-parallel-size 2", "--expert-parallel-size 4"
 RATE, LOSS = "--expert-balance-rate 0.1", "--expert-balance-loss 0.1"
@@ -36,23 +36,14 @@ WRONG = [
     ("07", 2, f"{PP2} {INTERLEAVED} --config num_hidden_layers=3", "has fewer than 4 layers"),
     ("07", 2, f"{PP2} -m opt", "-size 2: transformers has no pipeline plan for opt"),
     ("08", 8, f"{CP4} {TP2} {ULYSSES}", "4 key-value heads for 8 ranks"),
-    ("08", 2, f"{CP2} -m mistral", "mistral has a mask, which needs full sequences"),
     ("08", 2, f"{CP2} -m llama", "full sequences, because it has dynamic"),
     ("09", 4, "--expert-parallel-size 3", "size 3: 4 ranks share a copy of each layer; choose"),
     ("09", 4, f"{EP4} --replicas 2", "size 4: 2 ranks share a copy of each layer; choose a divi"),
     ("09", 8, "--expert-parallel-size 8 -m mixtral", "8: mixtral has 4 experts; choose a divisor"),
     ("09", 2, EP2, "--expert-parallel-size 2: transformers has no plan to split experts of tiny"),
-    ("09", 2, f"{EP2} {CP2} -m gpt_oss", "size 2: gpt_oss has a mask, which needs full sequences"),
-    ("09", 4, f"{EP2} {PP2} -m olmoe", "transformers has no pipeline plan for olmoe"),
-    ("09", 2, f"{EP2} {TP2} -m gpt_oss", "the plan of gpt_oss does not say how to split model"),
     ("09", 2, f"{EP2} -m qwen3_moe --recompute selective", "selective: layers with split experts"),
     ("09", 1, RATE, "0.1: the routers of tiny have no bias; use --expert-balance-loss"),
-    (
-        "09",
-        1,
-        f"{LOSS} -m glm4_moe",
-        "0.1: found no routers without a bias in glm4_moe; use --expert",
-    ),
+    ("09", 1, f"{LOSS} -m glm4_moe", "0.1: found no routers without a bias in glm4_moe; use"),
     ("05", 1, "-m gemma3_text", "the chunked loss caps no logits; use a different model"),
 ]
 
@@ -82,16 +73,13 @@ def test_wrong_layout_stops_with_one_line(load, capsys, chapter, ranks, line, ex
         ("01", 1, "--global-batch-size 32", 8, 4),
         ("01", 1, "--global-batch-size 32 -b 99", 32, 1),
         ("01", 1, "--global-batch-size 7 -b 4", 1, 7),
-        ("02", 2, "--global-batch-size 24", 6, 2),
         ("02", 12, "--global-batch-size 24", 2, 1),
         # Four ranks that split a matrix or a sequence process the same samples, so they divide the
         # batch as one rank would.
         ("06", 4, TP4, 8, 1),
-        ("08", 8, f"{CP4} {ONE_HEAD}", 4, 1),
         # The stages of a pipeline process the same samples, too. With two stages, four ranks form
         # two data-parallel ranks, which have 4 of the 8 samples each.
         ("07", 4, f"{PP2} {ONE_SAMPLE}", 1, 4),
-        ("07", 4, f"{PP4} {ONE_SAMPLE}", 1, 8),
         ("07", 8, f"{PP2} {TP2} {ONE_SAMPLE}", 1, 4),
     ],
 )

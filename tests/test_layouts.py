@@ -1,8 +1,8 @@
 """Test that each layout of each chapter has the loss curve of chapter 01 on one rank.
 
 A layout is a chapter, a number of ranks, and the flags that split the model or the samples. A
-setting is a model family, a precision, or further flags. The tables below list the layouts, and
-the settings of their tests.
+setting is a model family, a precision, or further flags. The tables below list the layouts and
+the settings; the lists after them name the runs to test.
 """
 
 import random
@@ -11,16 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from chats import prepare_conversations, prepare_pairs
-from conftest import (
-    MIXTURES,
-    SCRIPTS,
-    SHORT,
-    difference,
-    disagreement,
-    metrics,
-    run_or_fail,
-    start_ranks,
-)
+from conftest import SCRIPTS, SHORT, difference, disagreement, metrics, run_or_fail, start_ranks
 from marks import exhaustive, slow
 from runs import (
     copy_run,
@@ -48,66 +39,59 @@ STEPS = """--num-steps 4 --warmup-steps 2 --weight-decay 1 --eval-every 2 --eval
 
 
 class Layout(NamedTuple):
-    """Hold a layout, with the settings of its core tests and of its slow tests."""
+    """Hold a chapter, a number of ranks, and the flags that split the model or the samples."""
 
     chapter: str
     ranks: int
     flags: str = ""
-    core: str = ""
-    slow: str = ""
 
 
 LAYOUTS = {
-    "01": Layout("01", 1, core="plain 2", slow="bf16 gpt2 qwen3 gemma3"),
-    "ddp1": Layout("02", 1, slow="2"),
-    "ddp2": Layout("02", 2, core="2", slow="bf16 gpt2 compiled mixtral+bf16 over-20-steps"),
+    "01": Layout("01", 1),
+    "ddp1": Layout("02", 1),
+    "ddp2": Layout("02", 2),
     "ddp4": Layout("02", 4),
-    "launched2": Layout("03", 2, core="plain"),
+    "launched2": Layout("03", 2),
     "launched4": Layout("03", 4),
-    "fsdp1": Layout("04", 1, slow="2"),
-    "fsdp2": Layout("04", 2, core="2", slow="kept+1 bf16 qwen3"),
-    "fsdp4": Layout("04", 4, slow="mixtral+two-experts"),
-    "hsdp4": Layout("04", 4, REPLICAS, slow="1"),
-    "large1": Layout("05", 1, core="mixtral+bf16", slow="offload"),
-    "large2": Layout(
-        "05",
-        2,
-        core="offload+1 mixtral+three-experts",
-        slow="long selective+compiled bf16 over-20-steps",
-    ),
+    "fsdp1": Layout("04", 1),
+    "fsdp2": Layout("04", 2),
+    "fsdp4": Layout("04", 4),
+    "hsdp4": Layout("04", 4, REPLICAS),
+    "large1": Layout("05", 1),
+    "large2": Layout("05", 2),
     "large4": Layout("05", 4),
-    "tp1": Layout("06", 1, slow="plain"),
-    "tp2": Layout("06", 2, TP2, core="plain", slow="bf16 qwen3 over-20-steps"),
+    "tp1": Layout("06", 1),
+    "tp2": Layout("06", 2, TP2),
     "tp4": Layout("06", 4, TP4),
-    "dp2-tp2": Layout("06", 4, TP2, slow="1"),
+    "dp2-tp2": Layout("06", 4, TP2),
     "hsdp2-tp2": Layout("06", 4, f"{TP2} {REPLICAS}"),
-    "pp1": Layout("07", 1, slow="plain"),
-    "pp2": Layout("07", 2, PP2, core="plain", slow="gpipe qwen3 over-20-steps"),
+    "pp1": Layout("07", 1),
+    "pp2": Layout("07", 2, PP2),
     "interleaved2": Layout("07", 2, f"{PP2} {INTERLEAVED}"),
     "pp4": Layout("07", 4, PP4),
-    "dp2-pp2": Layout("07", 4, PP2, slow="plain"),
+    "dp2-pp2": Layout("07", 4, PP2),
     "hsdp2-pp2": Layout("07", 4, f"{PP2} {REPLICAS}"),
     "tp2-pp2": Layout("07", 4, f"{TP2} {PP2}"),
-    "tp2-interleaved2": Layout("07", 4, f"{TP2} {PP2} {INTERLEAVED}", slow="plain"),
+    "tp2-interleaved2": Layout("07", 4, f"{TP2} {PP2} {INTERLEAVED}"),
     "dp2-tp2-pp2": Layout("07", 8, f"{TP2} {PP2}"),
-    "cp1": Layout("08", 1, slow="plain"),
-    "cp2": Layout("08", 2, CP2, core="plain", slow="qwen3 over-20-steps"),
+    "cp1": Layout("08", 1),
+    "cp2": Layout("08", 2, CP2),
     "cp4": Layout("08", 4, CP4),
     "dp2-cp2": Layout("08", 4, CP2),
     "hsdp2-cp2": Layout("08", 4, f"{CP2} {REPLICAS}"),
     "tp2-cp2": Layout("08", 4, f"{TP2} {CP2}"),
     "pp2-cp2": Layout("08", 4, f"{PP2} {CP2}"),
     "tp2-pp2-cp2": Layout("08", 8, f"{TP2} {PP2} {CP2}"),
-    "ulysses2": Layout("08", 2, ULYSSES2, slow="gpt_neox"),
+    "ulysses2": Layout("08", 2, ULYSSES2),
     "ulysses4": Layout("08", 4, ULYSSES4),
-    "dp2-ulysses2": Layout("08", 4, ULYSSES2, slow="2"),
+    "dp2-ulysses2": Layout("08", 4, ULYSSES2),
     "tp2-ulysses2": Layout("08", 4, f"{TP2} {ULYSSES2}"),
     "pp2-ulysses2": Layout("08", 4, f"{PP2} {ULYSSES2}"),
     # On one rank, which has all experts, chapter 09 must train a mixture as chapter 01 does.
     "ep1": Layout("09", 1),
-    "ep2": Layout("09", 2, EP2, core="glm4_moe", slow="full+qwen3_moe mixtral+bf16"),
+    "ep2": Layout("09", 2, EP2),
     "ep4": Layout("09", 4, EP4),
-    "dp2-ep2": Layout("09", 4, EP2, slow="deepseek_v3 mixtral+six-experts"),
+    "dp2-ep2": Layout("09", 4, EP2),
     "hsdp2-ep2": Layout("09", 4, f"{EP2} {REPLICAS}"),
     "cp2-ep2": Layout("09", 2, f"{CP2} {EP2}"),
     "dp2-cp2-ep2": Layout("09", 4, f"{CP2} {EP2}"),
@@ -115,48 +99,37 @@ LAYOUTS = {
     "pp2-ep2": Layout("09", 4, f"{PP2} {EP2}"),
     "interleaved2-ep2": Layout("09", 4, f"{PP2} {INTERLEAVED} {EP2}"),
     "mixture-tp2": Layout("09", 2, TP2),
-    "tp2-ep2": Layout("09", 2, f"{TP2} {EP2}", slow="glm4_moe"),
+    "tp2-ep2": Layout("09", 2, f"{TP2} {EP2}"),
     "dp2-tp2-ep2": Layout("09", 4, f"{TP2} {EP2}"),
     "tp2-ep4": Layout("09", 4, f"{TP2} {EP4}"),
+    # Chapter 09 must also train a model without experts.
+    "dense-tp2-cp2": Layout("09", 4, f"{TP2} {CP2}"),
     "chats1": Layout("conversations", 1),
-    "chats2": Layout("conversations", 2, slow="2 offload+1"),
+    "chats2": Layout("conversations", 2),
     "chats4": Layout("conversations", 4),
     "chats-hsdp4": Layout("conversations", 4, REPLICAS),
     "pairs1": Layout("preferences", 1),
-    "pairs2": Layout("preferences", 2, slow="2 offload+1"),
+    "pairs2": Layout("preferences", 2),
     "pairs4": Layout("preferences", 4),
     "pairs-hsdp4": Layout("preferences", 4, REPLICAS),
     "lora1": Layout("lora", 1),
-    "lora2": Layout("lora", 2, slow="offload+1"),
-    # With the setting rank-1, an adapter has fewer rows than the layout has ranks.
+    "lora2": Layout("lora", 2),
     "lora4": Layout("lora", 4),
     "lora-hsdp4": Layout("lora", 4, REPLICAS),
+    "muon1": Layout("muon", 1),
+    "muon2": Layout("muon", 2),
+    "muon4": Layout("muon", 4),
+    "muon-hsdp4": Layout("muon", 4, REPLICAS),
+    "float8-2": Layout("float8", 2, "--float8"),
 }
 # Compare these chapters with one-rank runs of the same chapter, because chapter 01 would learn more
-# tokens or train more weights.
-FINE_TUNING = {"conversations": "chats1", "preferences": "pairs1", "lora": "lora1"}
-# Each chapter has two lists of settings for exhaustive tests. The first list is for all layouts on
-# at most four ranks, and the second list is for all layouts on at most two ranks.
-EXHAUSTIVE = {
-    "01": ("4 1", ""),
-    "02": ("plain gpt2 qwen3 bf16 over-20-steps", "4"),
-    "03": ("over-20-steps", ""),
-    "04": ("plain kept 1 gpt2 qwen3 over-20-steps", "compiled mistral gemma3"),
-    "05": (
-        "plain long selective qwen3 mixtral mixtral+bf16 offload+1",
-        "full full+compiled async offload gpt2 mistral gemma3",
-    ),
-    "06": ("plain 1 offload+1 long bf16 qwen3 gpt_neox gemma odd", "4 compiled llama"),
-    "07": ("plain 1 gpipe qwen3 gpt_neox", "4 compiled offload+1 bf16 five llama gpt2 olmo"),
-    "08": ("llama qwen3 gpt_neox", "2 bf16 long offload compiled selective+compiled"),
-    "09": (" ".join(MIXTURES), "full+glm4_moe offload+glm4_moe 1+glm4_moe compiled+glm4_moe"),
-    "conversations": ("plain 1 qwen3", "selective+compiled async bf16 gpt2 mistral gemma3-window"),
-    "preferences": ("plain 1 qwen3", "selective+compiled async bf16 gpt2 gemma3-window"),
-    "lora": ("plain 1 qwen3 rank-1", "2 selective+compiled async bf16 mistral gemma3-window"),
-}
+# tokens, train more weights, or use another optimizer.
+FIRST = {"conversations": "chats1", "preferences": "pairs1", "lora": "lora1", "muon": "muon1"}
+# Fine-tuning needs data of another kind, and this number of tokens per sample.
+DATA = {"conversations": (prepare_conversations, 128), "lora": (prepare_conversations, 128)}
+DATA["preferences"] = prepare_pairs, 256
 SETTINGS = {
     "plain": "",
-    "4": "-b 4",
     "2": "-b 2",
     "1": "-b 1",
     "kept": "--no-reshard-after-forward",
@@ -182,39 +155,64 @@ CURVES = {
     "two-experts": "--config num_local_experts=2 num_experts_per_tok=1",
     "three-experts": "--config num_local_experts=3",
     "six-experts": "--config num_local_experts=6",
+    # Four ranks split the columns of six experts; of eight experts, each rank has two.
+    "columns": "--config num_experts=6",
+    # Neither 202 rows nor three layers can be divided evenly among four ranks. Three matrices have
+    # the same shape, so a rank has one matrix or none.
+    "uneven": "--config hidden_size=120 intermediate_size=202 num_hidden_layers=3 head_dim=30",
+    # With this rank, an adapter has fewer rows than four ranks can share.
     "rank-1": "--lora-rank 1",
 }
 
 
-# Chapter 09 refuses these layouts of a mixture, because the mixture has a mask, has no pipeline
-# plan, or lacks a plan for some of its matrices.
-LEFT_OUT = {"gpt_oss": "cp ulysses tp", "olmoe": "pp interleaved"}
-LEFT_OUT |= {"qwen2_moe": "cp ulysses tp", "deepseek_v3": "tp"}
-
-
-def is_left_out(layout, setting):
-    """Return whether a run needs no test: it is its own reference, or chapter 09 refuses it."""
-    run = f"{layout}@{setting}"
-    if layout in FINE_TUNING.values() and reference_of(run) == run:
-        return True
-    parts = LEFT_OUT.get(setting.rpartition("+")[2], "").split()
-    return any(part in layout for part in parts)
-
-
-def run_params():
-    """Return each run as a parameter LAYOUT@SETTINGS; mark slow and exhaustive runs."""
-    params = []
-    for name, layout in LAYOUTS.items():
-        settings = dict.fromkeys(layout.core.split(), ())
-        settings |= dict.fromkeys(layout.slow.split(), pytest.mark.slow)
-        for number, more in enumerate(EXHAUSTIVE[layout.chapter]):
-            if layout.ranks <= 4 // (number + 1):
-                for setting in more.split():
-                    if is_left_out(name, setting):
-                        continue
-                    settings.setdefault(setting, pytest.mark.exhaustive)
-        params += [pytest.param(f"{name}@{key}", marks=mark) for key, mark in settings.items()]
-    return params
+# Each run is a layout and its settings, joined by "@" and "+". All pairs of a layout and a setting
+# would take hours, so the lists follow three rules:
+# - Each layout of at most four ranks has a run.
+# - Each chapter has a run with each of its settings. These runs are spread over the chapter's
+#   layouts, so that one run tests two things.
+# - Chapter 09, which has the splits of all chapters, trains each mixture that it accepts with each
+#   kind of split: experts alone, and experts with matrices, sequences or layers.
+CORE = """01@plain 01@2 ddp2@2 launched2@plain fsdp2@2 large1@mixtral+bf16 large2@offload+1
+    large2@mixtral+three-experts tp2@plain pp2@plain cp2@plain ep2@glm4_moe""".split()
+SLOW = """01@bf16 01@gpt2 01@qwen3 01@gemma3
+    ddp1@2 ddp2@bf16 ddp2@gpt2 ddp2@compiled ddp2@mixtral+bf16 ddp2@over-20-steps
+    fsdp1@2 fsdp2@kept+1 fsdp2@bf16 fsdp2@qwen3 fsdp4@mixtral+two-experts hsdp4@1
+    large1@offload large2@long large2@selective+compiled large2@bf16 large2@over-20-steps
+    tp1@plain tp2@bf16 tp2@qwen3 tp2@over-20-steps dp2-tp2@1
+    pp1@plain pp2@gpipe pp2@qwen3 pp2@over-20-steps dp2-pp2@plain tp2-interleaved2@plain
+    cp1@plain cp2@qwen3 cp2@over-20-steps ulysses2@gpt_neox dp2-ulysses2@2
+    ep2@full+qwen3_moe ep2@mixtral+bf16 dp2-ep2@deepseek_v3 dp2-ep2@mixtral+six-experts
+    tp2-ep2@glm4_moe
+    muon2@plain muon4@uneven muon4@qwen3_moe muon4@columns+qwen3_moe muon-hsdp4@plain""".split()
+MODELS = """ddp4@qwen3 launched4@plain fsdp2@gemma3 fsdp4@gpt2 hsdp4@mistral
+    large2@gpt2 large2@gemma3 large4@qwen3 large4@mistral large4@mixtral
+    tp2@gpt_neox tp4@gemma tp4@odd tp4@qwen3 hsdp2-tp2@llama
+    pp2@gpt2 pp2@llama pp4@qwen3 interleaved2@five interleaved2@olmo tp2-pp2@gpt_neox
+    cp4@gpt_neox hsdp2-cp2@llama tp2-cp2@qwen3 pp2-cp2@llama
+    ulysses4@qwen3 tp2-ulysses2@llama pp2-ulysses2@gpt_neox
+    ep1@mixtral ep2@qwen2_moe ep4@gpt_oss dp2-ep2@olmoe hsdp2-ep2@qwen3_moe hsdp2-ep2@mixtral
+    mixture-tp2@mixtral tp2-ep2@olmoe dp2-tp2-ep2@qwen3_moe tp2-ep4@glm4_moe
+    cp2-ep2@qwen3_moe cp2-ep2@deepseek_v3 dp2-cp2-ep2@olmoe ulysses2-ep4@mixtral
+    ulysses2-ep4@glm4_moe pp2-ep2@mixtral pp2-ep2@gpt_oss pp2-ep2@deepseek_v3
+    interleaved2-ep2@qwen2_moe interleaved2-ep2@qwen3_moe interleaved2-ep2@glm4_moe
+    dense-tp2-cp2@plain""".split()
+EXPORTED = [*CORE, *map(slow, SLOW), *map(exhaustive, MODELS)]
+# The files that these runs export are not tested: a run of the lists above exports the same
+# weights, or test_lora.py and other tests check the models of fine-tuning.
+FINE_TUNED = "chats2@2 chats2@offload+1 pairs2@2 pairs2@offload+1 lora2@offload+1".split()
+MORE_SETTINGS = """fsdp2@compiled fsdp4@over-20-steps hsdp4@kept
+    large2@full+compiled large2@async large4@selective
+    tp2@compiled tp4@long dp2-tp2@offload+1 hsdp2-tp2@bf16
+    pp2@bf16 interleaved2@compiled pp4@gpipe dp2-pp2@offload+1 hsdp2-pp2@1 tp2-interleaved2@1
+    cp2@long cp2@selective+compiled dp2-cp2@offload ulysses2@bf16 ulysses2@compiled
+    ep2@offload+glm4_moe tp2-ep2@full+glm4_moe cp2-ep2@compiled+glm4_moe dp2-tp2-ep2@1+glm4_moe
+    chats2@selective+compiled chats2@async chats2@bf16 chats2@gemma3-window
+    chats4@1 chats4@mistral chats-hsdp4@gpt2 chats-hsdp4@qwen3
+    pairs2@selective+compiled pairs2@bf16 pairs2@gemma3-window pairs4@1 pairs4@qwen3
+    pairs-hsdp4@gpt2
+    lora2@selective+compiled lora2@bf16 lora2@gemma3-window lora4@rank-1 lora4@mistral
+    lora-hsdp4@1 lora-hsdp4@qwen3""".split()
+RUNS = [*EXPORTED, *map(slow, FINE_TUNED), *map(exhaustive, MORE_SETTINGS)]
 
 
 def reference_of(run):
@@ -224,7 +222,7 @@ def reference_of(run):
     close.
     """
     layout, _, setting = run.partition("@")
-    first = FINE_TUNING.get(LAYOUTS[layout].chapter, "01")
+    first = FIRST.get(LAYOUTS[layout].chapter, "01")
     changes = [name for name in setting.split("+") if name not in SETTINGS]
     if run == "01@bf16" or not changes:
         return f"{first}@plain"
@@ -238,11 +236,10 @@ def job_of(models, run, root, *more):
     flags = SETTINGS | CURVES
     for setting in settings.split("+"):
         args += flags[setting].split() if setting in flags else ["-m", models / setting]
-    if LAYOUTS[name].chapter in FINE_TUNING:
+    if LAYOUTS[name].chapter in DATA:
+        write, length = DATA[LAYOUTS[name].chapter]
         names = [setting for setting in settings.split("+") if setting not in flags]
         model = models / names[0] if names else "tiny"
-        is_pairs = LAYOUTS[name].chapter == "preferences"
-        write, length = (prepare_pairs, 256) if is_pairs else (prepare_conversations, 128)
         args += ["--lr", 1e-3, "-s", length, "-d", write(models, 100, model, length)]
     return LAYOUTS[name].chapter, [*args, "--save-dir", root, *more]
 
@@ -262,9 +259,9 @@ def root(request, tmp_path_factory, layout_models):
     return root
 
 
-# The first test also waits for all runs of the fixture: up to 400 runs, in about an hour.
+# The first test also waits for all runs of the fixture.
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("run", run_params())
+@pytest.mark.parametrize("run", RUNS)
 def test_layout_follows_its_reference_curve(root, run):
     """Compare a run's losses with the losses of its reference run.
 
@@ -301,10 +298,6 @@ def test_losses_are_those_of_the_pinned_versions(root, run):
     assert losses == pytest.approx(LOSSES, abs=1e-4)
 
 
-# Leave out the runs of fine-tuning, because other tests check their models.
-EXPORTED = [param for param in run_params() if param.values[0][:4] not in ("chat", "pair", "lora")]
-
-
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("run", EXPORTED)
 def test_exported_model_has_the_logged_loss(root, load, run):
@@ -337,13 +330,12 @@ def test_split_by_one_rank_changes_no_bit(layout_models, tmp_path, chapter, flag
 
 
 # ---- a run continues -------------------------------------------------------------------------
-REPEATED = [*map(slow, ("01@bf16", "01@gpt2-dropout", "fsdp2@plain", "large2@async", "lora2@2"))]
-REPEATED += map(exhaustive, ("ddp2@gpt2-dropout", "hsdp4@gpt2-dropout", "fsdp2@qwen3", "chats2@2"))
-REPEATED += map(exhaustive, ("fsdp4@plain", "dp2-tp2@plain", "tp2-pp2@qwen3", "cp2@plain"))
-REPEATED += [exhaustive("ulysses2@plain")]
+REPEATED = """01@bf16 01@gpt2-dropout fsdp2@plain large2@async lora2@2 muon2@plain
+    float8-2@plain""".split()
+RARELY_REPEATED = "hsdp4@gpt2-dropout tp2-pp2@qwen3 ulysses2@plain chats2@2".split()
 
 
-@pytest.mark.parametrize("resumed", REPEATED)
+@pytest.mark.parametrize("resumed", [*map(slow, REPEATED), *map(exhaustive, RARELY_REPEATED)])
 def test_resume_repeats_every_bit(layout_models, tmp_path, resumed):
     """Train the last two steps of a run a second time, from the checkpoint of step 2."""
     ranks, more = LAYOUTS[resumed.partition("@")[0]].ranks, ["--checkpoint-every", 2, "-e"]
@@ -362,8 +354,8 @@ ENDLESS = ["--lr", 0.03, "--warmup-steps", 1000]
 SPLIT = [name for name, layout in LAYOUTS.items() if "03" < layout.chapter < "09"]
 ROUTES = {
     "data-parallel": "01 ddp2 launched2 ddp1".split(),
-    "each-chapter": "fsdp4 dp2-tp2 tp2-pp2 dp2-ulysses2 fsdp2 large2 fsdp2 cp2 fsdp1 hsdp4".split(),
     "lora": "lora2 lora1 lora-hsdp4 lora4".split(),
+    "muon": "muon2 muon4 muon1 muon-hsdp4".split(),
     # With six experts, four shards split the columns of each expert, and two shards have three
     # experts each.
     "few-experts": "fsdp4 fsdp2 dp2-ep2 large4 mixture-tp2 hsdp4".split(),
@@ -371,13 +363,10 @@ ROUTES = {
 }
 
 
-@pytest.mark.parametrize(
-    "route",
-    [
-        slow("data-parallel"),
-        *map(exhaustive, ("each-chapter", "lora", "few-experts", "each-layout")),
-    ],
-)
+SLOW_ROUTES, OTHER_ROUTES = ("data-parallel", "muon"), ("lora", "few-experts", "each-layout")
+
+
+@pytest.mark.parametrize("route", [*map(slow, SLOW_ROUTES), *map(exhaustive, OTHER_ROUTES)])
 def test_run_that_changes_its_layout_stays_on_the_curve(layout_models, tmp_path, route):
     """Resume a run in a different layout every two steps.
 
