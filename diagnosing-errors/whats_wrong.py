@@ -200,7 +200,7 @@ def find_failure(ranks):
 def explain_error(ranks, first, failed):
     """Explain the error of the rank `first`; all ranks with an error of this kind are culprits.
 
-    Errors of the kind `crash` must also have the same text.
+    For the kind `crash`, the text must also be the same as that of `first`.
     """
     kind, text = cause_of(first.error)
     # If a gradient is not finite, all ranks stop, but their checks show which rank caused the stop.

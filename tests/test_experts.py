@@ -138,7 +138,7 @@ LOSS_LAYOUTS = {
 
 @pytest.fixture
 def sharded(load, one_rank_group, monkeypatch, layout_models):
-    """Return a function that prepares a step of chapter 09 with the loss for balancing."""
+    """Return a function that shards a new model of chapter 09, with the loss for balancing."""
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     chapter = load("09")
 

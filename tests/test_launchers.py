@@ -27,7 +27,7 @@ from in_process import Captured
 from marks import exhaustive, slow
 from runs import last_logged_step
 
-# srun sets these variables for rank 3 of 4, which has local rank 1.
+# srun sets these variables for rank 3 of four ranks, which has local rank 1.
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
 SRUN |= {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")

@@ -42,7 +42,7 @@ def read_metrics(run):
 
 
 def rows_of(path):
-    """Return the rows of a metrics.jsonl; leave out a line that a kill or a full disk cut off."""
+    """Return the rows of a metrics.jsonl file; leave out a line that a kill or a full disk cut."""
     rows = []
     for line in path.read_text().splitlines():
         with suppress(ValueError):
@@ -93,7 +93,7 @@ def draw(runs, path):
 
 
 def main():
-    """Plot all runs, and print the largest difference between their losses."""
+    """Plot all runs, and print the largest difference from the losses of the first run."""
     args = parse_args()
     runs = {run.name: read_metrics(run) for run in args.runs}
     draw(runs, args.output)

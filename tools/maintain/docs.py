@@ -104,7 +104,7 @@ def patch(path):
 
 
 def sample(name, head=None, tail=0, speed=True):
-    """Print the output of a command, from assets/samples: all lines, or the first and last lines.
+    """Print the recorded output of a command: all lines, or the first and last lines.
 
     With speed=False, leave out the speeds, which would differ from the speeds in other samples.
     """
