@@ -59,9 +59,9 @@ class Stage(torch.nn.Module):
 
 
 def take_step(chapter, name, micro_batches):
-    """Run two steps, and measure the second step.
+    """Run two steps, and measure the second one.
 
-    Return its seconds, and this rank's highest number of micro-batches in flight.
+    Return its duration in seconds, and the most micro-batches that this rank had in flight.
     """
     rank, done = dist.get_rank(), []
     _, passes = chapter.SCHEDULES[name]

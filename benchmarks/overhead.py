@@ -36,7 +36,7 @@ BLOCK = 10
 # To compare losses, use samples of SHORT tokens, and split a batch into four chunks of CHUNK
 # tokens.
 SHORT, CHUNK = 64, BATCH * 64 // 4
-# Pass FlopCounterMode this formula for the FLOPs of addmm_, because it has no formula of its own.
+# FlopCounterMode has no formula for the FLOPs of addmm_, so measurements pass it this formula.
 IN_PLACE = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
 # A step of the chapter may take up to this number of times as long as a bare step: the chapter then
 # still reaches 97% of the bare loop's speed.

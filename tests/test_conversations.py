@@ -391,7 +391,7 @@ def test_formats_of_conversations_give_the_same_tokens(tmp_path, rows):
     assert first.count("»") == (2 if rows in (EQUAL["turns"], EQUAL["system"]) else 1)
 
 
-# This template resembles Qwen3's: it shows the tools, the calls of tools, and the results.
+# This template resembles Qwen3's: it shows the tools, the tool calls, and their results.
 TOOLS = """{% for tool in tools or [] %}{{ tool | tojson }}
 {% endfor %}{% for message in messages %}<{{ message.role }}>{{ message.content }}
 {%- for call in message.tool_calls or [] %}<call>{{ call.function | tojson }}{% endfor %}<end>

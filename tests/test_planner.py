@@ -63,7 +63,7 @@ def main(monkeypatch, options):
 # ---- bytes that are known --------------------------------------------------------------------
 
 
-# Two ranks that split layers have half of each matrix, and each norm completely. The first of two
+# Each of two tensor-parallel ranks has half of each matrix, and all of each norm. The first of two
 # stages has two layers and the embedding.
 STATES = {
     "--chapter 02": (4 * TINY_LAYER + TINY_ROOT, 39),

@@ -71,7 +71,8 @@ class Picture:
     def axes(self, x_label, y_label, x_most, y_least, y_most, every=0):
         """Add an x-axis and a y-axis; return a function that converts two values to a position.
 
-        With `every`, also write each integer of y, and each multiple of `every` of x.
+        With `every`, also label the integers on the y-axis, and the multiples of `every` on the
+        x-axis.
         """
         left, right, top, bottom = 60, 580, 40, self.height - 60
         self.line((left, top), (left, bottom), (right, bottom))

@@ -52,11 +52,11 @@ def least_bytes(setting):
 
 
 def state_bytes(model, setting):
-    """Return the bytes of a rank's shards of weights, gradients and optimizer state, for a Model.
+    """Return the bytes of a rank's shards of a Model's weights, gradients and optimizer state.
 
     AdamW keeps two moments for each weight, and a step counter of 4 bytes for each tensor. With
-    LoRA, only the adapters have gradients and moments, and they are in float32. Muon keeps one
-    moment for each matrix of a layer, and no counter.
+    LoRA, only the adapters have gradients and moments. These and the adapters are in float32. Muon
+    keeps one moment for each matrix of a layer, and no counter.
     """
     weights = shard_numbers(model.shapes, setting) * setting.weight_bytes
     trained, shapes = weights, model.shapes
