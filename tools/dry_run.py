@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -218,6 +219,14 @@ def shorten(options, module):
         held_out = args.micro_batch_size * options.gpus // math.prod(split_sizes(args))
         return module.Samples(args.seed, samples, iter(())), samples[:held_out]
 
+    def count_pairs(samples):
+        # Pretend that each sample has a pair of answers, because a fake tensor has no values.
+        numbers = count_real_pairs(samples)
+        numbers.max = lambda: types.SimpleNamespace(item=lambda: 1)
+        return numbers
+
+    if hasattr(module, "count_pairs"):
+        count_real_pairs, module.count_pairs = module.count_pairs, count_pairs
     module.parse_args, module.build_data = parse_short_run, build_data
     # Keep the samples in order, because a random order would be a fake tensor, without values.
     module.random_order = lambda seed, shuffle, num_samples: range(num_samples)

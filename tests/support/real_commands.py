@@ -71,8 +71,12 @@ def commands_in(name, text):
         words = shlex.split(line)
         scripts = [word for word in words if word.endswith("train_llm.py")]
         if scripts:
-            start = words.index(scripts[-1])
-            yield RealCommand(name, gpus_of(text), scripts[-1], words[start + 1 :])
+            arguments = words[words.index(scripts[-1]) + 1 :]
+            # A model of an earlier run does not exist here, so keep the model that it started from.
+            for word in [word for word in arguments if word.startswith("outputs/")]:
+                position = arguments.index(word)
+                del arguments[position - 1 : position + 1]
+            yield RealCommand(name, gpus_of(text), scripts[-1], arguments)
 
 
 def gpus_of(text):
