@@ -354,6 +354,7 @@ ENDLESS = ["--lr", 0.03, "--warmup-steps", 1000]
 SPLIT = [name for name, layout in LAYOUTS.items() if "03" < layout.chapter < "09"]
 ROUTES = {
     "data-parallel": "01 ddp2 launched2 ddp1".split(),
+    "each-chapter": "fsdp4 dp2-tp2 tp2-pp2 dp2-ulysses2 fsdp2 large2 fsdp2 cp2 fsdp1 hsdp4".split(),
     "lora": "lora2 lora1 lora-hsdp4 lora4".split(),
     "muon": "muon2 muon4 muon1 muon-hsdp4".split(),
     # With six experts, four shards split the columns of each expert, and two shards have three
@@ -363,7 +364,8 @@ ROUTES = {
 }
 
 
-SLOW_ROUTES, OTHER_ROUTES = ("data-parallel", "muon"), ("lora", "few-experts", "each-layout")
+SLOW_ROUTES = "data-parallel", "muon"
+OTHER_ROUTES = "each-chapter", "lora", "few-experts", "each-layout"
 
 
 @pytest.mark.parametrize("route", [*map(slow, SLOW_ROUTES), *map(exhaustive, OTHER_ROUTES)])
