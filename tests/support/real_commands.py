@@ -67,6 +67,8 @@ def from_argument_files():
 
 def commands_in(name, text):
     """Yield the commands in a text that start a chapter's script."""
+    for variable, value in re.findall(r'^(\w+)="(.*)"$', text, re.MULTILINE):
+        text = text.replace(f"${variable}", value)
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line)
         scripts = [word for word in words if word.endswith("train_llm.py")]
