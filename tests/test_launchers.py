@@ -191,6 +191,8 @@ def test_worker_dies_with_its_launcher(chapter, tmp_path):
     launcher, workers = start_under_torchrun(chapter, [*args, *ENDLESS], tmp_path)
     assert len(workers) == 2
     launcher.kill()
+    # On a busy machine, torchrun dies only after a while; its workers log steps until then.
+    launcher.wait()
     args += ["--num-steps", last_logged_step(tmp_path / "run") + 10]
     [[first, _]] = run_or_fail(2, [(chapter, args)], tmp_path / "again")
     # Accept zombies, because process 1 may take a while to remove a killed worker.
