@@ -579,6 +579,7 @@ BAD = {
     "-m meta-llama/Llama-3.1-8B --config vocab_size=1000": "vocab_size must exceed token id 128255",
     "--context-parallel-size 8 --context-parallel-style ulysses": "4 key-value heads for 8 ranks",
     "-m nosuch.json": "--model-name nosuch.json: file not found",
+    "-m no/such-model": "--model-name no/such-model: the hub does not give this model",
     "-m {folder}/broken.json": "broken.json:",
     # The planner refuses this model, because the two layers that it traces would be of one kind.
     "-m {folder}/jamba --config num_hidden_layers=8": "layers of several kinds",
