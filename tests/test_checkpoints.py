@@ -27,3 +27,10 @@ def test_checkpoint_becomes_a_model_with_one_command(models, tmp_path, chapter, 
     assert has_weights_of(model, read_checkpoint(run, 2))
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         assert (folder / name).read_bytes() == (run / "model" / name).read_bytes(), name
+
+
+def test_folder_without_a_checkpoint_becomes_no_model(tmp_path):
+    done = run_command(ROOT / "tools/export.py", tmp_path, tmp_path / "model")
+    assert done.returncode == 2 and not (tmp_path / "model").exists()
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"export.py: error: {tmp_path}: not a complete checkpoint (")

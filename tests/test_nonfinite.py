@@ -1,5 +1,7 @@
 """Test that a gradient that is not finite changes no weight, is not saved, and ends the run."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,9 +11,11 @@ from in_process import tensors_of
 from marks import exhaustive, slow
 
 ARGS = [*SHORT, "--seq-length", 32, "--num-steps", 12, "--log-every", 5, "--checkpoint-every", 3]
+FAULTS = ("nan-data", "nan-gradient")
 CASES = [("01", "nan-data"), slow("04", "nan-gradient"), slow("fp16", "nan-data")]
-CASES += [exhaustive("02", "nan-gradient"), exhaustive("05", "nan-data")]
-CASES += [exhaustive(chapter, "nan-gradient") for chapter in ("07", "08", "09")]
+CASES += [exhaustive("02", "nan-gradient"), exhaustive("04", "nan-data")]
+CASES += [exhaustive("05", fault) for fault in FAULTS]
+CASES += [exhaustive(*case) for case in itertools.product(("07", "08", "09"), FAULTS)]
 # A scale of 1 cannot be halved, so the first overflow ends a run in fp16.
 FLAGS = SPLIT | {"fp16": ["--precision", "fp16", "--init-scale", 1]}
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from conftest import SHORT, difference, metrics, run_jobs, run_or_fail
+from marks import exhaustive, slow
 from runs import check_user_error, copy_run
 
 # Each run takes and logs 12 steps, and evaluates and saves in every fourth step.
@@ -72,10 +73,15 @@ def test_checkpoints_behind_links_survive(finished, tmp_path):
         target = folder.rename(tmp_path / "disk" / folder.name)
         folder.symlink_to(target)
         contents |= {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
-    start("--num-steps", 14, "--keep-checkpoints", 1)
-    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000014"]
+    # Start twice: the first start deletes the links, and both starts write a checkpoint and a
+    # model.
+    for steps in (14, 16):
+        start("--num-steps", steps, "--keep-checkpoints", 1)
+        names = [path.name for path in (run_dir / "checkpoints").iterdir()]
+        assert names == [f"step-{steps:08}"]
     assert not (run_dir / "model").is_symlink() and list((run_dir / "model").iterdir())
-    assert {path: path.read_bytes() for path in contents} == contents
+    files = [path for path in (tmp_path / "disk").rglob("*") if path.is_file()]
+    assert {path: path.read_bytes() for path in files} == contents
 
 
 def test_pruning_keeps_the_newest_and_removes_what_a_kill_leaves(finished):
@@ -101,35 +107,43 @@ def test_row_that_a_kill_has_cut_changes_no_other_row(finished):
 
 
 # ---- checkpoints that cannot be read ---------------------------------------------------------
-def test_broken_checkpoint_stops_the_run_until_it_is_moved_away(run_of, tmp_path):
+@pytest.mark.parametrize("chapter, num_ranks", [("01", 1), exhaustive("02", 2)])
+def test_broken_checkpoint_stops_the_run_until_it_is_moved_away(
+    run_of, tmp_path, chapter, num_ranks
+):
     """Check that the run does not start again at step 0.
 
     After the broken checkpoint is moved away, the run must continue from the checkpoint before it.
     """
-    run_dir = run_of("01", 1)
+    run_dir = run_of(chapter, num_ranks)
     copy_run(run_dir, 12, tmp_path / "run")
     broken = tmp_path / "run/checkpoints/step-00000012"
     content = (broken / "state.pt").read_bytes()
-    job = "01", [*ARGS, "--save-dir", tmp_path, "-e", "run"]
+    job = chapter, [*ARGS, "--save-dir", tmp_path, "-e", "run"]
     for damaged in (content[: len(content) // 2], b""):
         (broken / "state.pt").write_bytes(damaged)
-        [[result]] = run_jobs(1, [job], tmp_path / "jobs")
-        check_user_error(result, f"{broken}: cannot read it, so move it away to use an older one")
+        [ranks] = run_jobs(num_ranks, [job], tmp_path / "jobs")
+        check_user_error(ranks[0], f"{broken}: cannot read it, so move it away to use an older one")
+        assert [rank["status"] for rank in ranks] == [2] * num_ranks
     rows = (tmp_path / "run/metrics.jsonl").read_text()
     assert rows == (run_dir / "metrics.jsonl").read_text()
     broken.rename(tmp_path / "elsewhere")
-    [[result]] = run_or_fail(1, [job], tmp_path / "jobs")
-    assert "step-00000008" in result["stdout"].partition("continuing from")[2]
+    [ranks] = run_or_fail(num_ranks, [job], tmp_path / "jobs")
+    assert "step-00000008" in ranks[0]["stdout"].partition("continuing from")[2]
     assert difference(metrics(run_dir), metrics(tmp_path / "run")) == 0.0
 
 
-@pytest.mark.slow
-def test_broken_checkpoints_are_skipped_but_never_all(run_of, tmp_path):
-    """Check that both ranks skip a checkpoint, even if only one rank sees the damage.
+CASES = [slow("04", 2, "__1_0.distcp"), exhaustive("04", 2, ".metadata")]
 
-    If no checkpoint can be read, the run must not start again at step 0.
+
+@pytest.mark.parametrize("chapter, num_ranks, file", CASES)
+def test_broken_checkpoints_are_skipped_but_never_all(run_of, tmp_path, chapter, num_ranks, file):
+    """Check that all ranks skip a checkpoint, even if only one rank sees the damage.
+
+    If no checkpoint can be read, the run must not start again at step 0, even if a user starts it
+    twice.
     """
-    run_dir, file = run_of("04", 2), "__1_0.distcp"
+    run_dir = run_of(chapter, num_ranks)
     for name in ("some", "all"):
         copy_run(run_dir, 12, tmp_path / name)
     middle, newest = sorted(tmp_path.glob(f"some/checkpoints/*/{file}"))[1:]
@@ -137,16 +151,18 @@ def test_broken_checkpoints_are_skipped_but_never_all(run_of, tmp_path):
     middle.unlink()
     for path in tmp_path.glob(f"all/checkpoints/*/{file}"):
         path.write_bytes(b"")
-    jobs = [("04", [*ARGS, "--save-dir", tmp_path, "-e", name]) for name in ("some", "all")]
-    (first_rank, other_rank), stopped = run_jobs(2, jobs, tmp_path / "jobs")
+    jobs = [(chapter, [*ARGS, "--save-dir", tmp_path, "-e", name]) for name in ("some", "all")]
+    results, *stopped = run_jobs(num_ranks, [*jobs, jobs[1]], tmp_path / "jobs")
 
-    output = first_rank["stdout"]
-    assert all(output.count(f"step-{step:08} cannot be read") == 1 for step in (12, 8)), output
-    assert "step-00000004" in output.partition("continuing from")[2], output
-    assert other_rank["stdout"] == ""
+    output = results[0]["stdout"]
+    for step in (12, 8):
+        assert output.count(f"step-{step:08} cannot be read") == 1, results
+    assert "step-00000004" in output.partition("continuing from")[2], results
+    assert [rank["stdout"] for rank in results[1:]] == [""] * (num_ranks - 1)
     assert difference(metrics(run_dir), metrics(tmp_path / "some")) == 0.0
-    assert [rank["status"] for rank in stopped] == [2, 2]
-    assert "cannot read its checkpoints; choose a different" in stopped[0]["stderr"]
+    for ranks in stopped:
+        assert [rank["status"] for rank in ranks] == [2] * num_ranks, ranks
+        assert "cannot read its checkpoints; choose a different" in ranks[0]["stderr"]
     rows = (tmp_path / "all/metrics.jsonl").read_text()
     assert rows == (run_dir / "metrics.jsonl").read_text()
 

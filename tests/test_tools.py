@@ -1,6 +1,7 @@
 """Test that tools carry a fix to all descendants, mark conflicts, and compare and evaluate runs."""
 
 import argparse
+import json
 import math
 import re
 import subprocess
@@ -56,6 +57,19 @@ def test_conflict_is_marked_and_stops_no_other_chapter(guide):
     assert carry("01", guide) == ["03"]
     assert "<<<<<<<" in (guide / "03-c" / "train_llm.py").read_text()
     assert "return 10" in (guide / "other" / "train_llm.py").read_text()
+
+
+def test_runs_are_drawn_and_compared(tmp_path):
+    """Plot two runs whose metrics have rows that a kill has cut."""
+    for name, shift in [("one", 0.0), ("two", 1e-6)]:
+        rows = [{"step": step, "loss": 5 - step + shift, "val_loss": 2.5} for step in range(3)]
+        (tmp_path / name).mkdir()
+        lines = [json.dumps(row | {"tokens_per_second": 9.0}) for row in rows]
+        cut = '{"step": 3, "lo'
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join([cut + lines[0], *lines, cut]))
+    done = run_command(ROOT / "tools/plot.py", "one", "two", "-o", "runs.png", cwd=tmp_path)
+    assert done.stdout == "drawn: runs.png; largest difference between losses: 1.0e-06\n"
+    assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_missing_run_is_reported_in_one_line(tmp_path):
