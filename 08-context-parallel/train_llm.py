@@ -234,8 +234,8 @@ def check_schedule(args):
     # would also accept larger groups.
     group_size = ranks if args.pipeline_schedule == "interleaved-1f1b" else 1
     if micro_batches < ranks or micro_batches % group_size:
-        problem = f"{micro_batches} micro-batches do not fill the pipeline; lower --batch-size"
-        fail(f"--pipeline-parallel-size {ranks}: {problem} or raise --global-batch-size")
+        problem = f"micro-batches ({micro_batches} per step) do not fill the pipeline"
+        fail(f"--pipeline-parallel-size {ranks}: {problem}; lower -b or raise --global-batch-size")
 
 
 def adopt_launcher():

@@ -32,7 +32,7 @@ WRONG = [
     ("06", 2, f"{TP2} -s 63", "--seq-length 63: not divisible by the 2 ranks that split a sequ"),
     ("06", 4, f"{TP2} --global-batch-size 7", "7: not divisible by 2 data-parallel ranks"),
     ("07", 2, f"{PP2} {TP2}", "--pipeline-parallel-size 2: 2 ranks are not divisible by 4"),
-    ("07", 2, f"{PP2} -b 8", "2: 1 micro-batches do not fill the pipeline; lower --batch"),
+    ("07", 2, f"{PP2} -b 8", "2: micro-batches (1 per step) do not fill the pipeline"),
     ("07", 2, f"{PP2} {INTERLEAVED} --config num_hidden_layers=3", "has fewer than 4 layers"),
     ("07", 2, f"{PP2} -m opt", "-size 2: transformers has no pipeline plan for opt"),
     ("08", 8, f"{CP4} {TP2} {ULYSSES}", "4 key-value heads for 8 ranks"),
