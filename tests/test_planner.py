@@ -255,6 +255,12 @@ def test_every_plan_has_gpu_hours_and_a_price():
         assert f"{cost} dollars" in text
 
 
+def test_plan_in_fp32_asks_for_a_peak_in_fp32(capsys):
+    for words, is_asked in {"": True, "--gpu-tflops 67": False, "--device cpu": False}.items():
+        will_it_fit.parse_args(shlex.split(f"--precision fp32 {words}"))
+        assert ("the speed is too high" in capsys.readouterr().err) == is_asked, words
+
+
 def test_brief_plan_has_gpu_hours_and_a_price_if_it_fits(monkeypatch, capsys):
     options = f"@{ROOT}/05-large-model/configs/llama-3.1-8b.args --brief --dollars-per-gpu-hour 2"
     assert main(monkeypatch, f"{options} --tokens 1e9") == 0

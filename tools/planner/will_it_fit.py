@@ -74,6 +74,10 @@ def parse_args(argv=None):
     if args.weights_dtype == "bf16" and args.precision == "fp32":
         problem = "weights in bf16 cannot compute in fp32"
         fail(f"--weights-dtype bf16 --precision fp32: {problem}; use --precision bf16")
+    is_peak_of_16_bits = args.gpu_tflops == parser.get_default("gpu_tflops")
+    if args.precision == "fp32" and args.device != "cpu" and is_peak_of_16_bits:
+        problem = f"--gpu-tflops {args.gpu_tflops:g} is a 16-bit peak, so the speed is too high"
+        print(f"--precision fp32: {problem}; pass the fp32 peak of your GPU", file=sys.stderr)
     size, gpus = args.tensor_parallel_size, args.gpus_per_node
     if gpus % size:
         problem = f"not a divisor of --gpus-per-node {gpus}, but a group must fit on a node"
