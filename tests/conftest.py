@@ -71,16 +71,17 @@ LONGEST = [
     "test_frameworks",
 ]
 LONGEST += ["test_published_files", "test_kill", "test_faults", "test_readme"]
-# The tests in these files share no fixture, so any worker may run any of them.
+# The tests in these files share no slow fixture, so any worker may run any of these tests.
 INDEPENDENT = {"test_faults", "test_kill", "test_kubernetes", "test_readme"}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Give each worker of pytest-xdist one group of tests at a time; a group shares its fixtures.
+    """Give each worker of pytest-xdist one group of tests at a time.
 
-    A group is all tests of a file or, in the files of INDEPENDENT, a single test. The option of
-    xdist for groups of tests does not work: https://github.com/pytest-dev/pytest-xdist/issues/1386
+    A group is a single test in the files of INDEPENDENT. In all other files, a group is all tests
+    of the file, because they share fixtures. The option of xdist for groups of tests does not work:
+    https://github.com/pytest-dev/pytest-xdist/issues/1386
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -141,12 +142,14 @@ def free_port():
 
 
 def run_jobs(world_size, jobs, folder, timeout=1200, shares=1, must_succeed=False):
-    """Run jobs, which are pairs (chapter or script, arguments), on `world_size` ranks.
+    """Run each job, which is a pair (chapter or script, arguments), on `world_size` ranks.
 
-    Return a list for each job with the exit status, the stdout and the stderr of each rank.
+    Return a list for each job; the list has one dictionary per rank, with the rank's exit status,
+    stdout and stderr.
 
-    `shares` jobs run at the same time. With `must_succeed`, a failed rank ends its job and fails
-    the test, because the other ranks of the job might wait for that rank for days.
+    `shares` jobs run at the same time. A job that runs longer than `timeout` seconds is killed.
+    With `must_succeed`, a failed rank ends its job and fails the test, because the other ranks of
+    the job might wait for the failed rank for days.
     """
 
     def run(number, may_start_again=True):
@@ -184,18 +187,18 @@ def crashed_in_collective(result):
     """Return whether a rank has crashed in PyTorch while it waited for a DTensor collective.
 
     With PyTorch 2.13 and Gloo, a few runs of chapters 06 to 09 have crashed in such a wait, with a
-    segmentation fault or a corrupted heap. We do not know the reason. A second start resumes the
-    run.
+    segmentation fault or a corrupted heap. We do not know the reason. run_jobs() starts the job a
+    second time, and the chapter resumes the run.
     """
     is_crash = result["status"] in (-signal.SIGSEGV, -signal.SIGABRT)
     return is_crash and "torch/distributed/_functional_collectives.py" in result["stderr"]
 
 
 def start_ranks(world_size, command, folder, log="", split_output=False, **variables):
-    """Start a script and its arguments on `world_size` ranks, as a launcher would.
+    """Start a script with arguments on `world_size` ranks, as a launcher would.
 
-    Each rank writes its output to one file in `folder`. With `split_output`, it writes stderr to a
-    second file.
+    Return one process per rank. Each rank writes its output to one file in `folder`; with
+    `split_output`, each rank writes its stderr to a second file.
     """
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | variables
     variables |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
@@ -209,14 +212,17 @@ def start_ranks(world_size, command, folder, log="", split_output=False, **varia
 
 
 def run_or_fail(world_size, jobs, *args, **options):
-    """Run jobs as run_jobs() does; fail unless every rank of every job exits with status 0."""
+    """Run jobs with run_jobs(), and return their results.
+
+    Fail the test unless every rank of every job exits with status 0.
+    """
     return run_jobs(world_size, jobs, *args, must_succeed=True, **options)
 
 
 def curves_of(root, runs):
-    """Train short runs; return a dictionary from each run's name to its metrics.
+    """Train short runs in the folder `root`; return the metrics of each run by the run's name.
 
-    `runs` maps each world size to a dictionary from names of runs to (chapter, arguments).
+    `runs` has, by world size, a dictionary from each run's name to (chapter, arguments).
     """
     for world_size, jobs_by_name in runs.items():
         jobs = []
@@ -265,9 +271,10 @@ def prepare_tokens(source, folder, model="tiny"):
 
 
 def change_file(file, old, new, copy=None):
-    """Replace a text that occurs once in a file; return the path of the changed file.
+    """Replace the text `old` in a file with `new`; return the path of the changed file.
 
-    With `copy`, leave the file unchanged, and write the new text to the path `copy`.
+    Fail unless `old` occurs exactly once. With `copy`, leave the file unchanged, and write the new
+    text to the path `copy`.
     """
     text, path = file.read_text(), copy or file
     assert text.count(old) == 1, f"{file}: this text must occur exactly once: {old}"
@@ -285,9 +292,9 @@ def user_error(capsys, function, *args):
 
 
 def metrics(run_dir):
-    """Return the last row of a run's metrics for each step.
+    """Return the metrics of a run by step; if a step has several rows, the last row counts.
 
-    Skip a row that is incomplete because the disk was full.
+    Skip incomplete rows, which a run writes if the disk is full.
     """
     rows = []
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
@@ -299,7 +306,8 @@ def metrics(run_dir):
 def difference(curve, other_curve, after=0, names=METRICS, relative=False):
     """Return the largest difference between the metrics of two runs in the steps after `after`.
 
-    Step 0, which has only a validation loss, counts if `after` is 0.
+    Step 0, which has only a validation loss, counts if `after` is 0. With `relative`, divide each
+    difference by the value in `curve`.
     """
     assert curve.keys() == other_curve.keys()
     largest = 0.0
@@ -314,9 +322,9 @@ def difference(curve, other_curve, after=0, names=METRICS, relative=False):
 
 
 def disagreement(curve, other_curve):
-    """Return, by metric, each difference between two runs that is 1e-5 or more.
+    """Return, by metric, the largest difference between two runs, if it is 1e-5 or more.
 
-    Differences of gradient norms are relative, because a few samples have large norms.
+    Divide differences of gradient norms by the norm, because a few samples have large gradients.
     """
     by_metric = {
         name: difference(curve, other_curve, names=[name], relative=name == "grad_norm")
@@ -327,7 +335,10 @@ def disagreement(curve, other_curve):
 
 @pytest.fixture
 def machine(tmp_path_factory):
-    """Wait until no other test reads or changes the mounts and networks of this machine."""
+    """Wait until no other test reads or changes the mounts and networks of this machine.
+
+    Skip the test if no cluster can start on this machine.
+    """
     if reason := missing_requirement():
         pytest.skip(reason)
     # Lock a file in the common parent of the workers' folders, so that all workers see the lock.
@@ -445,7 +456,7 @@ def small_tokens(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Save the configurations of tiny models of several families, each with a byte tokenizer."""
+    """Save configurations of tiny models of several families; return their parent folder."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"intermediate_size": 64, "max_position_embeddings": 128}
     return save_models(tmp_path_factory.mktemp("models"), sizes, key_value_heads=1)
@@ -453,7 +464,10 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def layout_models(tmp_path_factory):
-    """Save configurations of tiny models whose sizes allow every split over two or four ranks."""
+    """Save configurations of tiny models, and return their parent folder.
+
+    The sizes of these models allow every split over two or four ranks.
+    """
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8}
     sizes |= {"intermediate_size": 128, "max_position_embeddings": 256}
     return save_models(tmp_path_factory.mktemp("layout_models"), sizes, key_value_heads=4)

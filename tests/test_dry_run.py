@@ -27,7 +27,8 @@ MODEL = (
     f"num_hidden_layers={LAYERS} num_attention_heads=8 num_key_value_heads=8 head_dim=64 "
     f"-s {LENGTH} -b 1 "
 )
-# Count the weights of a layer, and of the embedding, the norm and the head.
+# Count the weights of one layer, and the weights outside of all layers: the embedding, the last
+# norm and the head.
 LAYER = 4 * WIDTH**2 + 3 * WIDTH * MLP_WIDTH + 2 * WIDTH
 OUTER = 2 * VOCABULARY * WIDTH + WIDTH
 WEIGHTS = LAYERS * LAYER + OUTER
@@ -35,9 +36,10 @@ MIXTURE = f"-m {ROOT}/09-expert-parallel/tiny-mixture -b 1"
 
 
 def run(script, gpus, arguments, ranks="0", gpu="H100-80GB", samples=None):
-    """Run a script dry as the given ranks; return the result of one rank, or a list of results.
+    """Run a script under the dry run as each of `ranks`.
 
-    By default, a step has one sample for each GPU.
+    Return the result of the only rank, or a list of results if there are several ranks. By default,
+    a step has one sample for each GPU.
     """
     words = f"--gpus {gpus} --gpu {gpu} --rank {ranks} -- {script} {arguments} "
     words += f"--global-batch-size {samples or gpus}"
@@ -101,11 +103,11 @@ def test_each_micro_batch_of_kept_layers_sends_the_bytes_of_the_formula():
 
 
 def test_muon_sends_the_bytes_of_the_formula():
-    """Count the padding, too: zero matrices make the number of matrices a multiple of the ranks."""
+    """Count the padding, too: zero matrices, so that each rank gets the same number of matrices."""
     result = run(SCRIPTS["muon"], 8, MODEL)
-    # Each pair has the size of a matrix, and the number of matrices of this shape in a layer:
-    # attention has four matrices, and the MLP has two matrices of one shape and one of another
-    # shape.
+    # Each pair has the size of a matrix, and the number of matrices of this shape in a layer.
+    # Attention has four matrices. The MLP has two matrices of one shape, and a third matrix with
+    # rows and columns swapped.
     sizes = [(WIDTH**2, 4), (WIDTH * MLP_WIDTH, 2), (WIDTH * MLP_WIDTH, 1)]
     weights = sum(size * math.ceil(number * LAYERS / 8) * 8 for size, number in sizes)
     assert sent(result, "all-to-all") == pytest.approx(2 * share(8) * 2 * weights / 8)
@@ -245,7 +247,10 @@ LAYOUTS = {
 
 
 def planned(name, gpus, arguments):
-    """Return the bytes of tensors that the planner counts on the fullest GPU or pipeline rank."""
+    """Return the planner's peak of a layout, in bytes of tensors on the fullest GPU.
+
+    For chapter 07, the last word of `name` chooses the first or the last pipeline stage instead.
+    """
     chapter, _, part = name.replace("lora", "05").replace("muon", "04").partition(" ")
     arguments += " --muon" * (name == "muon")
     # Plan float8 as chapter 05, because both scripts need the same memory.
@@ -456,7 +461,7 @@ OTHER_SCRIPTS = {
 
 
 def check_refusal(words, message, monkeypatch, capsys):
-    """Check that the dry run prints one error line and exits with status 2."""
+    """Check that the dry run prints one error line with `message`, and exits with status 2."""
     monkeypatch.setattr("sys.argv", ["dry_run.py", *map(str, words)])
     with pytest.raises(SystemExit) as end:
         dry_run.main()

@@ -52,7 +52,10 @@ def test_overflow_skips_its_step_and_halves_the_scale(script):
 
 
 def test_grouped_heads_have_the_gradients_of_the_parent(load, script, models):
-    """Compare fp32 gradients: the script repeats shared keys, chapter 02 leaves this to SDPA."""
+    """Compare the fp32 gradients of the fp16 script and of chapter 02.
+
+    The fp16 script repeats shared keys, while chapter 02 lets SDPA repeat them.
+    """
     gradients = []
     for chapter in (load("02"), script):
         _, model, optimizer, *_ = take_step(chapter, "-m", models / "qwen3", "--max-grad-norm", 0)

@@ -96,7 +96,7 @@ def job_of(root, models):
 
 @pytest.fixture(scope="module")
 def curve_of(root, job_of):
-    """Return a function that trains a run, unless an earlier test has, and returns its metrics."""
+    """Return a function that returns a run's metrics, and trains the run at the first call."""
 
     @functools.cache
     def curve_of(run):
@@ -107,7 +107,7 @@ def curve_of(root, job_of):
 
 
 def reference_of(run):
-    """Return the name of the chapter's run that has the curve of a run."""
+    """Return the name of a chapter's run whose curve a framework's run must follow."""
     name, *words = run.split(",")
     chapter = f"03@{name[-1]}" if "gpt2-dropout" in words else "01@1"
     return ",".join([chapter, *(word for word in words if word == "bf16" or word in MODELS)])

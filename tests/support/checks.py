@@ -7,7 +7,7 @@ from runs import kill, wait_for
 
 
 def check_two_ranks_fail(chapter, args, expected, logs, folder):
-    """Check that one of two ranks prints an error line, and that the run writes no file.
+    """Check that exactly one of two ranks reports the error `expected`, and no file is written.
 
     When one rank fails, end the other rank, as torchrun would.
     """
@@ -25,9 +25,9 @@ def check_two_ranks_fail(chapter, args, expected, logs, folder):
 
 
 def check_bad_gradient(results, run_dir, every):
-    """Check that a gradient that is not finite stopped all ranks, and was not saved.
+    """Check that a gradient that is not finite stopped all ranks, and is in no checkpoint.
 
-    The run must have only the checkpoints from before the bad gradient.
+    The run must have the checkpoints of every `every` steps before the bad gradient, and no others.
     """
     output = "".join(result["stdout"] + result["stderr"] for result in results)
     assert {result["status"] for result in results} == {2}, output

@@ -12,7 +12,7 @@ ADDERS = {"add", "add_argument"}
 
 @functools.cache
 def declared_flags(script):
-    """Return the flags that a script declares in its source."""
+    """Return the flags that a script accepts; read them in the source, without running it."""
     flags = {"-h", "--help"}
     # The planner's scripts accept all flags of the newest chapter, too.
     if script.startswith("tools/planner/"):
@@ -34,7 +34,7 @@ def declared_flags(script):
 
 
 def unknown_flags(text):
-    """Return a pair (script, flag) for each flag in a bash block that its script does not declare.
+    """Return pairs (script, flag) for the flags in a bash block that their script does not declare.
 
     Some flags have no script before them: flags after a variable such as `$train`, and flags in a
     file of arguments, where lines begin with a flag. Every chapter in the block must declare these
