@@ -131,7 +131,7 @@ ENDLESS = ["--num-steps", 10_000]
 
 
 def uninterrupted(chapter, args, folder):
-    """Train the same run without an interruption; return its metrics."""
+    """Train a run with these arguments on two ranks without an interruption; return its metrics."""
     return curves_of(folder, {2: {"complete": (chapter, args)}})["complete"]
 
 

@@ -69,7 +69,7 @@ def own_name(name):
 
 
 def test_gradients_are_those_of_peft(chapter, layout_models, tmp_path):
-    """Compare the adapters' gradients with peft, which gets one conversation at a time."""
+    """Compare the adapters' gradients with the gradients in peft, one conversation at a time."""
     peft = pytest.importorskip("peft", reason=WHY)
     tokens = prepare_conversations(tmp_path, model=layout_models / "llama")
     words = ["-m", layout_models / "llama", "-d", tokens]

@@ -25,7 +25,10 @@ def script(load, one_rank_group):
 
 
 def prepare(script, *words):
-    """Shard a command line's model; return arguments, model, optimizer and training samples."""
+    """Build and shard the model that a command line asks for.
+
+    Return the arguments, the model, the optimizer and the training samples.
+    """
     args, model, _, train_set, _ = prepare_training(script, *words)
     model = script.shard(args, model, DEVICE)
     return args, model, script.build_optimizer(args, model), train_set
@@ -108,7 +111,10 @@ def orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks):
 
 
 def distance(script, monkeypatch, num_matrices, shape, num_ranks):
-    """Orthogonalize matrices on `num_ranks` ranks and on one; return the largest difference."""
+    """Orthogonalize matrices on `num_ranks` ranks and on one rank; return the largest difference.
+
+    All `num_matrices` matrices are random, and have the shape `shape`.
+    """
     torch.manual_seed(0)
     matrices = torch.randn(num_matrices, *shape)
     result = orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks)
@@ -132,9 +138,9 @@ REUSED = "received = ranks.__dict__.setdefault('buffer', torch.empty_like(parts.
 def test_reused_buffer_is_wrong_with_one_matrix_per_rank(
     monkeypatch, tmp_path, num_matrices, is_right
 ):
-    """Receive the parts of both exchanges in one buffer.
+    """Let the two all-to-alls of an update receive in one buffer.
 
-    With one matrix per rank, the second exchange also sends from this buffer, so the result is
+    With one matrix per rank, the second all-to-all also sends from this buffer, so the result is
     wrong.
     """
     copy = tmp_path / "train_llm.py"
@@ -215,7 +221,7 @@ def local(tensor):
 
 
 def test_matrix_of_a_layer_has_one_moment(script):
-    """Check that Muon keeps one tensor for a layer's matrix, and AdamW three for the head."""
+    """Check that Muon keeps one tensor for a layer's matrix; AdamW keeps three for the head."""
     _, model, optimizer, _ = prepare(script, *SMALL)
     state = get_optimizer_state_dict(model, optimizer)["state"]
     assert set(state["model.layers.0.mlp.up_proj.weight"]) == {"exp_avg"}

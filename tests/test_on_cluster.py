@@ -147,7 +147,10 @@ def test_launcher_passes_variables_of_the_network_to_all_ranks(user, launcher):
 
 
 def submit_long(user, file=CHAPTER / "slurm/train.sbatch", nodes=2):
-    """Submit a job of half a minute with one rank per host; return the job's id at step 20."""
+    """Submit a job with one rank per host, wait until it is at step 20, and return the job's id.
+
+    The job runs for about half a minute.
+    """
     user.env["RANKS_PER_NODE"] = "1"
     typed = f"sbatch --time=60 --nodes={nodes} --gpus-per-node=1 --ntasks-per-node=1 {file}"
     job = user.submit(user.line(typed, *LONG))
@@ -160,7 +163,7 @@ def wait_for_request(user):
 
 
 def run_out_of_time(user, job):
-    """Leave a job only one or two minutes, so that Slurm sends the stop signal now."""
+    """Shorten the time limit of a job until Slurm sends the stop signal; then restore the limit."""
     minutes = int(user.cluster.job(job)["RunTime"].split(":")[1])
     user.cluster.run("head", f"scontrol update JobId={job} TimeLimit={minutes + 2}")
     wait_for_request(user)
@@ -236,7 +239,7 @@ def check_continued_curve(user, curves, was_asked=True):
     full = curves["long"], metrics(user.run_dir)
     first_steps = ({step: curve[step] for step in near} for curve in full)
     assert difference(*first_steps, names=["loss", "val_loss"]) < 1e-5
-    # Allow a larger difference over the entire run, because rounding errors grow with the steps.
+    # Allow a larger difference over the entire run, because rounding errors grow with each step.
     assert difference(*full, names=["loss", "val_loss"]) < 1e-3
 
 

@@ -20,7 +20,7 @@ CODE = "\n".join(block.text for page in PAGES for block in blocks(page) if block
 
 
 def page():
-    """Run the Python code of the pages in a new module; return the module."""
+    """Run the Python code of docs/your-own-*.md in a new module; return the module."""
     module = types.ModuleType("page")
     exec(CODE, module.__dict__)
     return module

@@ -95,7 +95,7 @@ def test_pruning_keeps_the_newest_and_removes_what_a_kill_leaves(finished):
 
 
 def test_row_that_a_kill_has_cut_changes_no_other_row(finished):
-    """Check that readers of metrics.jsonl skip the cut row, and that the run repeats its step."""
+    """Check that readers of metrics.jsonl skip the cut row; the run must write the row again."""
     run_dir, start = finished
     path = run_dir / "metrics.jsonl"
     complete, rows = metrics(run_dir), path.read_text().splitlines(keepends=True)
