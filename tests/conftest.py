@@ -54,7 +54,8 @@ def pytest_configure():
     # Ctrl-C to children, so restore the default.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Set these variables now, because libraries read them when a test module imports the libraries.
-    # Each process gets one thread, nothing is downloaded from the hub, and DeepSpeed uses the CPU.
+    # Each process gets one thread, libraries download nothing from the hub, and DeepSpeed uses the
+    # CPU.
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", DS_ACCELERATOR="cpu")
 
 
@@ -80,7 +81,7 @@ def pytest_xdist_make_scheduler(config, log):
     """Give each worker of pytest-xdist one group of tests at a time.
 
     A group is a single test in the files of INDEPENDENT. In all other files, a group is all tests
-    of the file, because they share fixtures. The option of xdist for groups of tests does not work:
+    of the file, because they share fixtures. xdist's own option --dist=loadgroup does not work:
     https://github.com/pytest-dev/pytest-xdist/issues/1386
     """
     from xdist.scheduler import LoadScopeScheduling
@@ -95,10 +96,10 @@ def pytest_xdist_make_scheduler(config, log):
     return Groups(config, log)
 
 
-# Run this hook first, because it adds markers, which pytest needs when it applies -m.
+# Run this hook first, because pytest needs the markers that the hook adds when it applies -m.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark the slow tests of tools as exhaustive, and run the slowest files first."""
+    """Mark the slow tests of tools as exhaustive, and run the tests of LONGEST first."""
     for item in items:
         if item.get_closest_marker("tool") and item.get_closest_marker("slow"):
             item.add_marker("exhaustive")
@@ -108,7 +109,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def environment(tmp_path_factory):
-    """Use a new cache folder; check that no library changes an environment variable."""
+    """Give libraries a new cache folder; after all tests, check that no variable has changed."""
     cache = tmp_path_factory.mktemp("cache")
     os.environ.update(
         HF_HOME=str(cache / "hf"),
@@ -125,7 +126,7 @@ def environment(tmp_path_factory):
 
 
 def linter(name):
-    """Return the path of a linter; skip the test if the linter is not installed."""
+    """Return the path of the linter `name`; skip the test if the linter is not installed."""
     path = Path(sys.executable).parent / name
     if not path.exists():
         pytest.skip(f"{name}: not installed; run pip install -r requirements-lint.txt")
@@ -144,12 +145,12 @@ def free_port():
 def run_jobs(world_size, jobs, folder, timeout=1200, shares=1, must_succeed=False):
     """Run each job, which is a pair (chapter or script, arguments), on `world_size` ranks.
 
-    Return a list for each job; the list has one dictionary per rank, with the rank's exit status,
-    stdout and stderr.
+    Return a list for each job; the list has one dictionary per rank, with the keys `status`,
+    `stdout` and `stderr`.
 
-    `shares` jobs run at the same time. A job that runs longer than `timeout` seconds is killed.
-    With `must_succeed`, a failed rank ends its job and fails the test, because the other ranks of
-    the job might wait for the failed rank for days.
+    `shares` jobs run at the same time. After `timeout` seconds, kill all ranks of a job. With
+    `must_succeed`, a failed rank ends its job and fails the test, because the other ranks of the
+    job might wait for the failed rank for days.
     """
 
     def run(number, may_start_again=True):
@@ -234,14 +235,14 @@ def curves_of(root, runs):
 
 
 def run_command(*command, check=False, **options):
-    """Run a Python script or a command; return its CompletedProcess, with the output as text."""
+    """Run a Python script or a command; return a CompletedProcess, with the output as text."""
     command = [sys.executable] * str(command[0]).endswith(".py") + list(map(str, command))
     options = {"capture_output": True, "text": True, "timeout": 300} | options
     return subprocess.run(command, check=check, **options)
 
 
 def parse(chapter, *words, ranks=1):
-    """Parse a chapter's command line as rank 0 of `ranks` ranks; return the arguments."""
+    """Parse a chapter's command line as rank 0 of `ranks` ranks; return the parsed arguments."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train_llm.py", *map(str, words)])
         values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks}
@@ -264,7 +265,7 @@ def prepare_training(chapter, *words):
 
 
 def prepare_tokens(source, folder, model="tiny"):
-    """Tokenize a text for a model with prepare.py; return the folder of tokens."""
+    """Tokenize the text file `source` for a model with prepare.py; return the folder of tokens."""
     words = ["-m", model, "-o", folder, source]
     run_command(ROOT / "preparing-data/prepare.py", *words, check=True)
     return folder
@@ -284,7 +285,7 @@ def change_file(file, old, new, copy=None):
 
 
 def user_error(capsys, function, *args):
-    """Call a function that must exit with status 2; return the error that it prints."""
+    """Call a function that must exit with status 2; return the text that it prints to stderr."""
     with pytest.raises(SystemExit) as stop:
         function(*args)
     assert stop.value.code == 2
@@ -385,7 +386,10 @@ def load():
 
 @pytest.fixture(autouse=True)
 def keep_transformers(monkeypatch):
-    """Undo a script's changes to transformers, because other tests need the original functions."""
+    """Undo a script's changes to transformers after each test.
+
+    Other tests need the original functions.
+    """
     from transformers import masking_utils
     from transformers.integrations import sdpa_attention
 
@@ -404,7 +408,7 @@ def chapter(load):
 
 @pytest.fixture
 def no_group():
-    """Destroy the process group of simulated ranks that the planner may have initialized."""
+    """Before the test, destroy a process group that the planner may have simulated earlier."""
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -416,7 +420,7 @@ def no_group():
 
 @pytest.fixture
 def one_rank_group(no_group, monkeypatch, tmp_path):
-    """Create a process group with this process as its only rank."""
+    """Create a process group with this process as the only rank; destroy it after the test."""
     import torch
     import torch.distributed as dist
 

@@ -55,7 +55,10 @@ def chapter(load, one_rank_group):
 
 # ---- the gradient ----------------------------------------------------------------------------
 def tokens_of(tokenizer, document):
-    """Tokenize a document of expected_documents(); return pairs (token, whether it is learned)."""
+    """Tokenize a document of expected_documents().
+
+    Return a tuple of pairs (token, whether the token is learned).
+    """
     tokens = []
     for text, is_learned in document:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -86,7 +86,8 @@ def test_ddp_sends_the_bytes_of_the_formula(gpus):
 @pytest.mark.parametrize("chapter", ["04", exhaustive("05")])
 def test_fsdp_sends_the_bytes_of_the_formula(chapter, gpus):
     result = run(SCRIPTS[chapter], gpus, MODEL)
-    # The backward pass gathers the weights of each layer again, except for the last layer.
+    # The backward pass gathers the weights of each layer again, except for the last layer. It does
+    # not gather the embedding, the last norm and the head again.
     gathered = 2 * 2 * WEIGHTS - 2 * OUTER - 2 * LAYER
     assert sent(result, "all-gather") == pytest.approx(share(gpus) * gathered)
     assert sent(result, "all-gather", column="calls") == 2 * LAYERS
@@ -103,7 +104,7 @@ def test_each_micro_batch_of_kept_layers_sends_the_bytes_of_the_formula():
 
 
 def test_muon_sends_the_bytes_of_the_formula():
-    """Count the padding, too: zero matrices, so that each rank gets the same number of matrices."""
+    """Count the padding, too: Muon adds zero matrices, so that each rank gets the same number."""
     result = run(SCRIPTS["muon"], 8, MODEL)
     # Each pair has the size of a matrix, and the number of matrices of this shape in a layer.
     # Attention has four matrices. The MLP has two matrices of one shape, and a third matrix with
@@ -155,8 +156,8 @@ def test_tensor_parallelism_sends_the_bytes_of_the_formula(gpus, recompute):
 def test_pipeline_sends_the_bytes_of_the_formula(gpus):
     arguments = f"{MODEL} --pipeline-parallel-size 2"
     result = run(SCRIPTS["07"], gpus, arguments)
-    # The first rank sends the hidden states of its two micro-batches to the next stage. It gathers
-    # its only layer and its embedding once for all micro-batches.
+    # The first rank sends the hidden states of its two micro-batches to the next stage. This rank
+    # gathers its only layer and its embedding once for all micro-batches.
     assert sent(result, "send") == 2 * 2 * LENGTH * WIDTH
     gathered = 2 * (LAYER + VOCABULARY * WIDTH)
     assert sent(result, "all-gather") == pytest.approx(share(gpus // 2) * gathered)
@@ -302,7 +303,7 @@ def options_of(command, *more_arguments):
 
 
 def peaks_of(command, ranks, *more_arguments):
-    """Run a command dry; return the bytes of all tensors at the peak, by rank and phase."""
+    """Run a command under the dry run; return the peak bytes of all tensors by (rank, phase)."""
     options = options_of(command, *more_arguments)
     dry_run.load_script(options)
     peaks = {}

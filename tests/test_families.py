@@ -223,7 +223,7 @@ def license_tokens(tmp_path_factory):
 
 
 def train(family, chapter, folder, tokens):
-    """Train a model in a chapter; return (metrics, None), or (None, the error) if it fails."""
+    """Train a small model of a family; return (metrics, None), or (None, error) after a failure."""
     ranks = 1 if chapter == "01" else 2
     words = ["-m", folder / family, "-d", tokens, "--save-dir", folder, "-e", chapter]
     words += [*SPLIT.get(chapter, []), *FLAGS, *["--lr", "1e-4"] * (family in SENSITIVE)]
@@ -277,7 +277,8 @@ def test_family_follows_chapter_01_or_is_refused(
         reference = curve if chapter == "01" else reference
         assert reference, f"chapter {chapter} trains a model that chapter 01 refuses"
         assert difference(curve, reference, names=["loss", "val_loss"]) <= 1e-5
-        # Compare only two gradient norms, because AdamW amplifies rounding errors in later steps.
+        # Compare the gradient norms of only two steps, because AdamW amplifies rounding errors in
+        # later steps.
         first_steps = [{step: rows[step] for step in (1, 2)} for rows in (curve, reference)]
         assert difference(*first_steps, names=["grad_norm"], relative=True) <= 1e-4
         loss = evaluate_export(tmp_path / chapter, max(curve), load("01"))

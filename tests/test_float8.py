@@ -148,7 +148,7 @@ def test_gradients_of_a_layer_equal_the_emulated_gradients(script, models):
 def test_compiled_layer_is_one_graph_with_the_same_gradients(script, models):
     """Compile with fullgraph, which raises an error if PyTorch cannot trace a product.
 
-    Generate no code, because the compiler of C++ would need a minute.
+    Generate no code, because compiling the generated C++ would take a minute.
     """
     model = model_in_float8(script, models)
     eager, compiled = (
@@ -200,9 +200,9 @@ def test_largest_value_fits_and_powers_of_two_stay(script, exponent):
 
 @pytest.mark.parametrize("is_limited", [False, True])
 def test_infinity_in_a_layer_ends_the_run(script, monkeypatch, tmp_path, is_limited):
-    """Check that infinity in a layer makes the scale infinite, which the step reports.
+    """Check that the script detects infinity in a layer, because the scale becomes infinite, too.
 
-    With a limited scale, the script misses the infinity.
+    If a test limits the scale, the script misses the infinity.
     """
     if is_limited:
         old, changed = "tensor.abs().amax().float()", tmp_path / "train_llm.py"
@@ -282,7 +282,7 @@ FLOAT8, BF16 = ["--float8"], ["--precision", "bf16"]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Train each layout; return the folder of the runs."""
+    """Train the runs that the tests compare, in different layouts; return the runs' folder."""
     root = tmp_path_factory.mktemp("float8")
     ranks1 = {"parent": ("05", []), "off": ("float8", []), "ranks1": ("float8", FLOAT8)}
     ranks2 = {"ranks2": ("float8", FLOAT8), "bf16-ranks2": ("float8", FLOAT8 + BF16)}
@@ -344,7 +344,7 @@ def test_exported_model_has_the_saved_weights_and_nearly_the_logged_loss(root, l
 
 
 def test_largest_differences_of_seeds_are_in_the_table():
-    """Change the losses of one run: the first seed, in float8, on 4 ranks."""
+    """Give different losses to only one run: the run of the first seed, in float8, on 4 ranks."""
     seeds = harness.load(ROOT / "related-topics/float8/seeds.py")
     rows = [
         {"seed": seed, "precision": precision, "ranks": ranks, "val_loss": 2.0}

@@ -73,7 +73,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def job_of(root, models):
-    """Return a function from a run's name to its script, number of ranks and arguments."""
+    """Return a function that returns the script, the number of ranks and the arguments of a run."""
 
     def job_of(run):
         name, *words = run.split(",")

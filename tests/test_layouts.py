@@ -123,7 +123,7 @@ LAYOUTS = {
     "float8-2": Layout("float8", 2, "--float8"),
 }
 # Compare these chapters with one-rank runs of the same chapter, because chapter 01 would learn more
-# tokens, train more weights, or use another optimizer.
+# tokens, train more weights, or use a different optimizer.
 FIRST = {"conversations": "chats1", "preferences": "pairs1", "lora": "lora1", "muon": "muon1"}
 # For each chapter of fine-tuning, this function writes the data, with this number of tokens per
 # sample.
@@ -141,8 +141,8 @@ SETTINGS = {
     "offload": "--cpu-offload --recompute full --checkpoint-async",
     "gpipe": "--pipeline-schedule gpipe",
 }
-# A run's reference run has the same model, and the same settings from this table, because they
-# change the curve.
+# The settings in this table change the curve, so a run's reference run has the same settings from
+# this table, and the same model.
 CURVES = {
     "bf16": "--precision bf16",
     # Use the default warmup and decay, because with the values of STEPS, rounding errors would grow
@@ -162,7 +162,7 @@ CURVES = {
     # Neither 202 rows nor three layers can be divided evenly among four ranks. Three matrices have
     # the same shape, so a rank has one matrix or none.
     "uneven": "--config hidden_size=120 intermediate_size=202 num_hidden_layers=3 head_dim=30",
-    # With a LoRA rank of 1, matrix A of an adapter has one row, so three of four ranks have none.
+    # With a LoRA rank of 1, matrix A of an adapter has one row, so three of four ranks get no row.
     "rank-1": "--lora-rank 1",
 }
 
@@ -357,7 +357,7 @@ def test_resume_repeats_every_bit(layout_models, tmp_path, resumed):
     assert have_same_weights(tmp_path / "entire", tmp_path / "resumed"), "a weight differs"
 
 
-# During this long warmup, the learning rate of a step does not depend on the number of steps.
+# During this long warmup, the learning rate of a step does not depend on --num-steps.
 ENDLESS = ["--lr", 0.03, "--warmup-steps", 1000]
 SPLIT = [name for name, layout in LAYOUTS.items() if "03" < layout.chapter < "09"]
 ROUTES = {

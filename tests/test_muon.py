@@ -130,7 +130,7 @@ def test_ranks_orthogonalize_each_matrix_as_one_rank(load, monkeypatch, num_matr
         assert distance(load("muon"), monkeypatch, num_matrices, shape, num_ranks) < 1e-5
 
 
-# With this line, a rank receives in the same buffer twice.
+# If this line replaces a line of the script, a rank receives in the same buffer twice.
 REUSED = "received = ranks.__dict__.setdefault('buffer', torch.empty_like(parts.contiguous()))"
 
 
@@ -156,7 +156,7 @@ def test_reused_buffer_is_wrong_with_one_matrix_per_rank(
 def test_wrong_order_is_found_with_two_matrices_per_rank(
     monkeypatch, tmp_path, num_matrices, is_right
 ):
-    """Swap the order of ranks and matrices, which is right only with one matrix per rank."""
+    """Swap the axes of ranks and matrices, which is right only if each rank has one matrix."""
     copy = tmp_path / "train_llm.py"
     old = "received.unflatten(0, (num_ranks, -1)).transpose(0, 1)"
     change_file(SCRIPTS["muon"], old, "received.unflatten(0, (-1, num_ranks))", copy)

@@ -195,7 +195,10 @@ def disturb(user, job, event):
 
 
 def job_script(user, name):
-    """Return the path of a job script; for "own", write the README's script for 1 rank per node."""
+    """Return the path of the job script `name`.
+
+    For "own", write the script that slurm/README.md shows, but with one rank per node.
+    """
     if name != "own":
         return CHAPTER / f"slurm/{name}.sbatch"
     page = blocks(CHAPTER / "slurm/README.md")
@@ -227,7 +230,10 @@ def test_job_that_is_requeued_has_the_losses_of_an_uninterrupted_run(user, curve
 
 
 def check_step_of_restart(user, was_asked=True):
-    """Check that a run continued once, from the step where it had stopped; return this step."""
+    """Check that a run continued once; return the step from where it continued.
+
+    With `was_asked`, the run must have reported that it stopped at this step.
+    """
     [step] = re.findall(r"^continuing from \S+/step-0*(\d+)$", user.output(), re.M)
     assert not was_asked or f"\nstopped at step {step};" in user.output()
     return int(step)

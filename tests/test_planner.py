@@ -374,7 +374,7 @@ def test_published_mixtures_are_predicted_as_the_page_says():
 
 
 def test_efficiency_has_the_causes_that_the_page_names():
-    """Change one cause at a time, and compare the share of the peak speed that a GPU reaches."""
+    """Change one setting at a time, and compare the shares of the peak speed that a GPU reaches."""
     base = f"-m {ROOT}/05-large-model/configs/llama-3.1-8b.json --gpus-per-node 1 -s 4096 -b 1"
     base += " --global-batch-size 64"
 
@@ -450,7 +450,7 @@ def jobs_of_pages():
     for block in commands():
         text = block.text.replace("\\\n", " ")
         for line in re.findall(r".*sbatch .*train\.sbatch .*", text):
-            # Plan the fine-tuning of all weights as chapter 05.
+            # Plan fine-tuning/conversations as chapter 05, which trains the same weights.
             as_chapter = line.replace("fine-tuning/conversations", "05-large-model")
             script = re.search(r"(0\d)-[\w-]+/train_llm\.py (.*)", as_chapter)
             # Skip jobs on CPUs, because the planner knows no speed of CPUs. Skip jobs that start
@@ -462,7 +462,10 @@ def jobs_of_pages():
 
 @pytest.mark.parametrize(("line", "chapter", "words"), list(jobs_of_pages()))
 def test_job_of_a_page_has_the_time_that_its_stop_takes(line, chapter, words):
-    """Check that SBATCH_SIGNAL has the planner's value, or that train.sbatch's default suffices."""
+    """Check that SBATCH_SIGNAL leaves the seconds that the planner expects for a stop.
+
+    If a command does not set SBATCH_SIGNAL, the default of train.sbatch must leave enough seconds.
+    """
     words = shlex.split(re.sub(r"@(?=\d\d-)", f"@{ROOT}/", words.replace("$", "")))
     nodes, gpus = (re.search(rf"--{name} (\d+)", line) for name in ("nodes", "gpus-per-node"))
     line_of_plan = f"--nodes {nodes[1]} --gpus-per-node {gpus[1]} {shlex.join(words)}"

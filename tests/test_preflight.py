@@ -105,7 +105,7 @@ def test_only_the_slow_host_measures_a_slow_link(monkeypatch, num_ranks):
 # ---- one rank in this process ------------------------------------------------------------------
 @pytest.fixture
 def run_rank(no_group, monkeypatch, capsys, tmp_path):
-    """Return a function that runs one of two ranks here, and returns the rank's error line."""
+    """Return a function that runs one of two ranks in this process, and returns the error line."""
     monkeypatch.setattr(preflight.os, "_exit", sys.exit)
     # Skip the wait that lets rank 0 report its error first.
     monkeypatch.setattr(preflight.time, "sleep", lambda _: None)

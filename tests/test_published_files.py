@@ -27,7 +27,7 @@ from runs import have_same_weights, validation_loss
 ARGS = [*SHORT, "--num-steps", 2, "--eval-every", 2, "--checkpoint-every", 2, "--pretrained"]
 ARGS += ["-s", 32, "--global-batch-size", 4, "--batch-size", 2, "--eval-samples", 4]
 SHARDS = {"max_shard_size": "100KB"}
-# Each value has the family of a model, and options with which make_hub_folder() saves the model.
+# Each value has the family of a model, and the options that make_hub_folder() needs to save it.
 FOLDERS = {
     "tied": ("qwen3", SHARDS),
     "many files": ("mistral", SHARDS | {"dtype": torch.float32}),

@@ -65,7 +65,7 @@ def test_longer_run_applies_the_settings_that_it_reports(finished):
 
 
 def test_checkpoints_behind_links_survive(finished, tmp_path):
-    """Move a checkpoint and a model to another disk, and leave links, as a user may."""
+    """Move a checkpoint and a model out of the run's folder, and leave links, as a user may."""
     run_dir, start = finished
     (tmp_path / "disk").mkdir()
     contents = {}

@@ -43,7 +43,10 @@ def start(tmp_path):
 
 
 def rows_in_events(run_dir):
-    """Return the 32-bit metrics that TensorBoard reads, by step, or None if there is no file."""
+    """Return the metrics that TensorBoard reads, by step, or None if there is no file.
+
+    The metrics are 32-bit numbers.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events, rows = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}), {}

@@ -80,7 +80,10 @@ def expect_line(process, word):
 
 
 class Cluster:
-    """Start the hosts head, h1 and h2; h1 and h2 are Slurm nodes with two fake GPUs each."""
+    """Run the hosts head, h1 and h2 during a `with` block.
+
+    h1 and h2 are Slurm nodes with two fake GPUs each.
+    """
 
     def __enter__(self):
         """Start all hosts, wait until Slurm can run jobs on h1 and h2, and return the cluster.
@@ -117,7 +120,7 @@ class Cluster:
     # ---- commands on a host
 
     def popen(self, host, command, env=None, cwd=None, **options):
-        """Start a command, or a line of bash, on a host; return its subprocess.Popen.
+        """Start a command, or a line of bash, on a host; return a subprocess.Popen.
 
         Popen.pid is the pid of the `nsenter` that waits for the command. To signal the command, use
         `run(host, ["pkill", ...])`.
@@ -133,9 +136,10 @@ class Cluster:
         return process
 
     def run(self, host, command, timeout=60, check=True, **options):
-        """Run a command on a host; return its CompletedProcess, with `stdout` and `stderr` as text.
+        """Run a command on a host; return a CompletedProcess, with `stdout` and `stderr` as text.
 
-        If `check` is true and the command fails, raise ClusterError with the command's output.
+        If `check` is true and the command fails, raise ClusterError with the command's output. If
+        the command runs longer than `timeout` seconds, raise subprocess.TimeoutExpired.
         """
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
         process = self.popen(host, command, stderr=subprocess.PIPE, **streams, **options)
@@ -181,7 +185,7 @@ class Cluster:
     # ---- Slurm
 
     def job(self, job):
-        """Return Slurm's record of a job as a dictionary, such as {"JobState": "RUNNING"}."""
+        """Return Slurm's record of the job with the ID `job`, such as {"JobState": "RUNNING"}."""
         text = self.run("head", ["scontrol", "--oneliner", "show", "job", job]).stdout
         return dict(pair.split("=", 1) for pair in text.split() if "=" in pair)
 
@@ -202,9 +206,9 @@ class Cluster:
         (etc / "ssh/ssh_known_hosts").write_text(f"* {public}")
 
     def _boot(self, command):
-        """Start a command that the kernel kills when this process ends; return its Popen.
+        """Start a command that the kernel kills when this process ends; return a Popen.
 
-        The command's stdin and stdout are pipes, and its stderr goes to its stdout.
+        The command's stdin and stdout are pipes, and stderr goes to the same pipe as stdout.
         """
         # If this process ends before setpriv runs, the kernel sends no signal. So start the command
         # only if this process is still the parent of `sh`.

@@ -84,9 +84,10 @@ def expected_documents(name, messages):
 
 
 def phi3_document(messages):
-    """Return the document of a conversation that the template phi3 ends with <|endoftext|>.
+    """Return a conversation as the template phi3 writes it, with <|endoftext|> at the end.
 
-    Only the last answer is learned.
+    The document is a list of pairs (text, whether the text is learned); only the last answer is
+    learned.
     """
     texts = [f"<|{turn['role']}|>\n{turn['content']}<|end|>\n" for turn in messages[:-1]]
     answer = f"{messages[-1]['content']}<|end|>\n<|endoftext|>"
@@ -94,9 +95,10 @@ def phi3_document(messages):
 
 
 def last_answer(messages):
-    """Return the document of a conversation with thoughts under the template qwen3.
+    """Return a conversation as the template qwen3 writes it, without thoughts in earlier answers.
 
-    Only the last answer is learned, and earlier answers have no thoughts.
+    The document is a list of pairs (text, whether the text is learned); only the last answer is
+    learned.
     """
     document = []
     for turn in messages[:-1]:
@@ -107,7 +109,10 @@ def last_answer(messages):
 
 
 def turn_text(name, turn):
-    """Return the text of a turn as a list of pairs (text, whether the text is learned)."""
+    """Return a turn as the template `name` writes it.
+
+    The turn is a list of pairs (text, whether the text is learned).
+    """
     role, content = turn["role"], turn["content"]
     is_answer = role == "assistant"
     if name == "built-in":
@@ -123,9 +128,9 @@ def turn_text(name, turn):
 
 
 def trim(document, name):
-    """Return a document as the template `name` starts and ends a conversation.
+    """Return a document with the start of its template, and without a final line break.
 
-    Add the text that the template puts before the first turn, and drop a final line break.
+    The start is the text that the template `name` puts before the first turn.
     """
     start = [("<s>system, 2024-07-26, 26 Jul 2024", False)] if name == "llama3" else []
     if name == "chatml" and not document[0][0].endswith("system\n"):
@@ -249,7 +254,7 @@ def documents_of_step(chapter, args, train_set):
 
 
 def plain_model(model, dtype=torch.float64):
-    """Return a model of transformers with the weights of a sharded model, but without adapters."""
+    """Return an unsharded copy of a sharded model, with numbers of `dtype` and without adapters."""
     # Copy the configuration, because set_attn_implementation() changes it in place.
     plain = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=dtype)
     # Gather the sharded weights, and copy the buffers, which are not sharded.

@@ -7,9 +7,10 @@ from runs import kill, wait_for
 
 
 def check_two_ranks_fail(chapter, args, expected, logs, folder):
-    """Check that exactly one of two ranks reports the error `expected`, and no file is written.
+    """Check that exactly one of two ranks reports the error `expected`.
 
-    When one rank fails, end the other rank, as torchrun would.
+    When one rank fails, end the other rank, as torchrun would. The run must write no file to
+    `folder`.
     """
     processes = start_ranks(2, [SCRIPTS[chapter], *args, "--save-dir", folder], logs)
     wait_for(lambda: False, processes)
@@ -25,9 +26,10 @@ def check_two_ranks_fail(chapter, args, expected, logs, folder):
 
 
 def check_bad_gradient(results, run_dir, every):
-    """Check that a gradient that is not finite stopped all ranks, and is in no checkpoint.
+    """Check that a gradient that is not finite has stopped all ranks, and is in no checkpoint.
 
-    The run must have the checkpoints of every `every` steps before the bad gradient, and no others.
+    The run saves every `every` steps. It must have all checkpoints from before the bad gradient,
+    but no later checkpoint.
     """
     output = "".join(result["stdout"] + result["stderr"] for result in results)
     assert {result["status"] for result in results} == {2}, output

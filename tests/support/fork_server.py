@@ -44,7 +44,7 @@ IGNORED_VARIABLES += ("_TORCHINDUCTOR_", "HF_XET_")
 class Server:
     """Start scripts as forks, or as new processes if the environment has changed."""
 
-    # conftest.py sets this to the environment of the test session.
+    # conftest.py replaces None with the environment variables at the start of the tests.
     environment = None
 
     def start(self, command, variables, out, err=None):

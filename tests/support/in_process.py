@@ -53,8 +53,8 @@ def events_of_steps(chapter, *words):
 def in_optimizer(event):
     """Return whether AdamW's kernel caused this event.
 
-    On a CPU, the kernel reads its step counters, which looks like waiting for a GPU. On a GPU, it
-    does not read them.
+    On a CPU, the kernel reads AdamW's step counters, as if the host waited for a GPU. On a GPU, the
+    kernel does not read the counters.
     """
     while event and event.name != "aten::_fused_adamw_":
         event = event.cpu_parent

@@ -24,17 +24,14 @@ class RealCommand:
     @property
     def gpu(self):
         """Return the GPU's name for the planner; the guide uses fp16 only on GPUs without bf16."""
-        # The author planned this file of arguments for H200s.
+        # The first lines of this file of arguments name GPUs of 141 GB, which are H200s.
         if "@09-expert-parallel/configs/qwen3-30b-a3b.args" in self.arguments:
             return "H200-141GB"
         return "T4-16GB" if "fp16" in self.arguments else "H100-80GB"
 
 
 def real_commands():
-    """Return all commands of the guide for GPUs, except the frameworks' commands.
-
-    The frameworks have no dry run.
-    """
+    """Return the guide's commands for GPUs, but leave out the frameworks, which have no dry run."""
     found = [*from_docstrings(), *from_pages(), *from_argument_files()]
     others = {str(SCRIPTS[name].relative_to(ROOT)) for name in FRAMEWORKS}
     return [command for command in found if command.script not in others]
@@ -77,7 +74,8 @@ def commands_in(name, text):
         scripts = [word for word in words if word.endswith("train_llm.py")]
         if scripts:
             arguments = words[words.index(scripts[-1]) + 1 :]
-            # The model of an earlier run does not exist here, so drop its path and the flag before.
+            # The model of an earlier run does not exist here, so drop the flag and the path that
+            # name this model.
             for word in [word for word in arguments if word.startswith("outputs/")]:
                 position = arguments.index(word)
                 del arguments[position - 1 : position + 1]

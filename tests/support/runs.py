@@ -86,7 +86,7 @@ def wait_for(condition, processes, seconds=120):
 
 
 def arguments_of(run_dir, step):
-    """Return the arguments in a checkpoint; a checkpoint with shards stores them as JSON."""
+    """Return the arguments in a checkpoint as a dictionary; sharded checkpoints store JSON."""
     args = read_checkpoint(run_dir, step)["args"]
     return args if isinstance(args, dict) else json.loads(args)
 
