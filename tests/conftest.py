@@ -34,7 +34,7 @@ SHORT = (
     "--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8 "
     "--num-steps 20 --log-every 1 --eval-every 10 --eval-samples 10 --checkpoint-every 10"
 ).split()
-# These mixtures of experts are among the models that save_models() saves.
+# Of the models that save_models() saves, these models are mixtures of experts.
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v3"]
 # These flags let a chapter split a model or a sequence over two ranks.
 SPLIT = {
@@ -96,7 +96,7 @@ def pytest_xdist_make_scheduler(config, log):
     return Groups(config, log)
 
 
-# Run this hook first, because pytest needs the markers that the hook adds when it applies -m.
+# Run this hook before pytest applies -m, because the hook adds markers.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Mark the slow tests of tools as exhaustive, and run the tests of LONGEST first."""
@@ -109,7 +109,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def environment(tmp_path_factory):
-    """Give libraries a new cache folder; after all tests, check that no variable has changed."""
+    """Set new cache folders; after all tests, check that no environment variable has changed."""
     cache = tmp_path_factory.mktemp("cache")
     os.environ.update(
         HF_HOME=str(cache / "hf"),
@@ -357,7 +357,10 @@ def cluster(machine):
 
 @pytest.fixture(scope="module")
 def browser():
-    """Start Chromium without a window for the tests of a module."""
+    """Start Chromium without a window for the tests of a module.
+
+    Skip these tests if the machine has neither Chromium nor Chrome.
+    """
     from playwright.sync_api import sync_playwright
 
     path = shutil.which("chromium") or shutil.which("google-chrome")

@@ -100,7 +100,7 @@ def test_resume_with_different_arguments_changes_nothing(
     ],
 )
 def test_only_one_rank_reports_a_mistake(files, tmp_path, chapter, arguments, expected):
-    """Let rank 0 fail while rank 1 waits for it, or before the ranks have connected."""
+    """Test a mistake that rank 0 finds while rank 1 waits, and mistakes that both ranks find."""
     args = [*SHORT, *arguments.format(files=files).split()]
     check_two_ranks_fail(chapter, args, expected, tmp_path, tmp_path / "runs")
 

@@ -106,7 +106,7 @@ def test_packed_gradient_equals_one_conversation_at_a_time(
 
 
 def distances_from_plain(chapter, args, model, train_set):
-    """Compare a chapter's step 1 with an unsharded model's step on one document at a time.
+    """Compare a chapter's step 1 with an unsharded model that reads one document at a time.
 
     Return the difference of the losses, and the largest relative difference of a gradient.
     """

@@ -190,8 +190,8 @@ def test_expert_parallelism_sends_the_bytes_of_the_formula(size):
     assert wait["function"] == "dispatch" and wait["times"] == 3
 
 
-# Each value has a number of ranks, flags, and the collectives to compare. All-to-all is not among
-# them, because on a CPU, DTensor uses an all-gather in place of an all-to-all.
+# Each value has a number of ranks, flags, and the collectives to compare. Leave out all-to-all,
+# because on a CPU, DTensor uses an all-gather in place of an all-to-all.
 REAL_RANKS = {
     "02": [2, "--batch-size 2", "all-reduce"],
     "04": [4, "--replicas 2 --batch-size 1", "all-gather reduce-scatter all-reduce"],
@@ -248,7 +248,7 @@ LAYOUTS = {
 
 
 def planned(name, gpus, arguments):
-    """Return the planner's peak of a layout, in bytes of tensors on the fullest GPU.
+    """Return the planner's peak memory for a layout: the bytes of tensors on the fullest GPU.
 
     For chapter 07, the last word of `name` chooses the first or the last pipeline stage instead.
     """

@@ -210,7 +210,7 @@ def test_made_fault_gets_its_verdict(case, tmp_path, record):
 @pytest.mark.alone
 @pytest.mark.parametrize("case", HEALTHY_CASES, ids=lambda case: f"{case.fault} {case.script}")
 def test_run_without_a_made_fault_gets_no_verdict(case, tmp_path, record):
-    """Diagnose a healthy run five times."""
+    """Diagnose a healthy run five times; whats_wrong.py must report that the run is healthy."""
     with started(case, tmp_path, script_words(case, tmp_path)):
 
         def takes_steps():

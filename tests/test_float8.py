@@ -134,7 +134,7 @@ def use_float32(module):
 
 
 def test_gradients_of_a_layer_equal_the_emulated_gradients(script, models):
-    """Allow small differences, because a value between two float8 values may round to either."""
+    """Allow small differences, because a value between two float8 values may round up or down."""
     model = model_in_float8(script, models)
     found = gradients_of_layer(script, model)
     emulated = gradients_of_layer(script, model, partial(emulate, script))

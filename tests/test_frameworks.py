@@ -114,7 +114,7 @@ def reference_of(run):
 
 
 def check_model(run_dir, held_out, tolerance=1e-5):
-    """Check that a run's model loads in transformers, has the logged loss, and uses a cache."""
+    """Check that transformers loads a run's model with the logged loss and a key-value cache."""
     model, info = AutoModelForCausalLM.from_pretrained(run_dir / "model", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert model.config.use_cache

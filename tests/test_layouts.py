@@ -125,8 +125,8 @@ LAYOUTS = {
 # Compare these chapters with one-rank runs of the same chapter, because chapter 01 would learn more
 # tokens, train more weights, or use a different optimizer.
 FIRST = {"conversations": "chats1", "preferences": "pairs1", "lora": "lora1", "muon": "muon1"}
-# For each chapter of fine-tuning, this function writes the data, with this number of tokens per
-# sample.
+# Each chapter of fine-tuning has a function that writes the chapter's data, and the number of
+# tokens per sample.
 DATA = {"conversations": (prepare_conversations, 128), "lora": (prepare_conversations, 128)}
 DATA["preferences"] = prepare_pairs, 256
 SETTINGS = {

@@ -98,7 +98,8 @@ def orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks):
     for _ in range(2):
         for update in updates:
             next(update)
-        # Send the parts one after another, as a slow network would.
+        # Copy the parts one after another, so that a part is wrong if a rank receives into the
+        # buffer that it still sends from.
         for rank, (received, _) in enumerate(sent):
             for source, (_, parts) in enumerate(sent):
                 received[source].copy_(parts[rank])
@@ -221,7 +222,7 @@ def local(tensor):
 
 
 def test_matrix_of_a_layer_has_one_moment(script):
-    """Check that Muon keeps one tensor for a layer's matrix; AdamW keeps three for the head."""
+    """Check that Muon keeps one tensor for a matrix of a layer, and AdamW three for the head."""
     _, model, optimizer, _ = prepare(script, *SMALL)
     state = get_optimizer_state_dict(model, optimizer)["state"]
     assert set(state["model.layers.0.mlp.up_proj.weight"]) == {"exp_avg"}
@@ -231,7 +232,7 @@ def test_matrix_of_a_layer_has_one_moment(script):
 # ---- runs that change the optimizer; test_layouts.py compares Muon's layouts -------------------
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Train with AdamW in chapter 04, and with Muon; return the folder of the runs."""
+    """Train with AdamW in chapter 04, and with Muon in Muon's script; return the runs' folder."""
     root = tmp_path_factory.mktemp("muon")
     curves_of(root, {1: {"adamw": ("04", []), "muon": ("muon", [])}})
     return root

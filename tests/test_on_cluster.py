@@ -187,7 +187,10 @@ def cancel(user, job):
 
 
 def disturb(user, job, event):
-    """Suspend the ranks during an event, so that even on a fast machine no rank finishes first."""
+    """Suspend the ranks during an event, so that no rank finishes before the event.
+
+    Wait until the job has ended, and return Slurm's record of the job.
+    """
     user.ranks("pkill -STOP")
     event(user, job)
     user.ranks("pkill -CONT")
@@ -250,7 +253,7 @@ def check_continued_curve(user, curves, was_asked=True):
 
 
 def crash(user):
-    """Kill a rank; with MAX_RESTARTS=0, torchrun does not restart it."""
+    """Kill the ranks on h2; with MAX_RESTARTS=0, torchrun does not restart them."""
     user.cluster.run("h2", ["pkill", "-KILL", "-f", RANKS])
 
 

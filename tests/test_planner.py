@@ -43,7 +43,7 @@ TINY_ROOT = 2 * 384 * 128 + 128
 
 
 def plan(options):
-    """Return the plan of a command line."""
+    """Return the planner's plan for a command line."""
     return will_it_fit.make_plan(will_it_fit.parse_args(shlex.split(options)))
 
 
@@ -131,7 +131,7 @@ def test_expert_parallel_rank_gathers_only_its_own_experts():
 
 
 def test_experts_send_the_bytes_of_the_readme():
-    """Count 3 passes, as with --recompute full; each sends a token to 2 experts and back."""
+    """Count 3 passes, as with --recompute full; each pass sends a token to 2 experts and back."""
     tokens, passes, micro_batches = 256, 3, 8
     for size in (1, 2, 4):
         setting = setting_from(f"{MIXTURE} --expert-parallel-size {size}")
@@ -651,7 +651,10 @@ def test_runs_are_as_planned(tmp_path):
 
 
 def test_setting_that_cannot_run_keeps_the_other_settings(models, monkeypatch, capsys):
-    """Plan gpt-oss, whose experts change a tensor that selective recomputation has stored."""
+    """Plan gpt-oss, whose experts change a tensor that selective recomputation has stored.
+
+    The planner must report that this setting has no plan, and plan the other settings.
+    """
     names = ["05 --recompute selective", "05 --recompute full"]
     settings = {name: will_it_fit.SETTINGS[name] for name in names}
     monkeypatch.setattr(will_it_fit, "SETTINGS", settings)

@@ -56,7 +56,7 @@ def write_shards(folder, num_shards, num_documents, seed=0):
 
 
 def prepare(output, *words, part="0/1", status=0):
-    """Run prepare.py for one part, with small pieces; return its output."""
+    """Run prepare.py for the part `part`, such as 1/3, with small pieces; return the output."""
     return preparing.prepare(output, "--piece", 3000, "--part", part, *words, status=status)
 
 

@@ -42,7 +42,7 @@ IGNORED_VARIABLES += ("_TORCHINDUCTOR_", "HF_XET_")
 
 
 class Server:
-    """Start scripts as forks, or as new processes if the environment has changed."""
+    """Start scripts as forks, or as new processes if a test has changed environment variables."""
 
     # conftest.py replaces None with the environment variables at the start of the tests.
     environment = None
@@ -98,7 +98,7 @@ def current_environment():
 
 
 def run_script(command, env, out, err):
-    """Run a script in this forked process, as `python SCRIPT ARGUMENTS` would."""
+    """Run a script in this forked process, as `python SCRIPT ARGUMENTS >out 2>err` would."""
     # Option 1 is PR_SET_PDEATHSIG: the kernel kills this process when the server ends.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.setsid()

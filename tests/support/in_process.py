@@ -53,7 +53,7 @@ def events_of_steps(chapter, *words):
 def in_optimizer(event):
     """Return whether AdamW's kernel caused this event.
 
-    On a CPU, the kernel reads AdamW's step counters, as if the host waited for a GPU. On a GPU, the
+    On a CPU, the kernel reads AdamW's step counters with operations of SYNC_OPS. On a GPU, the
     kernel does not read the counters.
     """
     while event and event.name != "aten::_fused_adamw_":
