@@ -34,7 +34,7 @@ SHORT = (
     "--device cpu --precision fp32 --seq-length 64 --global-batch-size 8 --batch-size 8 "
     "--num-steps 20 --log-every 1 --eval-every 10 --eval-samples 10 --checkpoint-every 10"
 ).split()
-# These mixtures of experts are among the models that save_models() saves.
+# Of the models that save_models() saves, these models are mixtures of experts.
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v3"]
 # These flags let a chapter split a model or a sequence over two ranks.
 SPLIT = {
@@ -54,7 +54,8 @@ def pytest_configure():
     # Ctrl-C to children, so restore the default.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Set these variables now, because libraries read them when a test module imports the libraries.
-    # Each process gets one thread, nothing is downloaded from the hub, and DeepSpeed uses the CPU.
+    # Each process gets one thread, libraries download nothing from the hub, and DeepSpeed uses the
+    # CPU.
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", DS_ACCELERATOR="cpu")
 
 
@@ -71,16 +72,17 @@ LONGEST = [
     "test_frameworks",
 ]
 LONGEST += ["test_published_files", "test_kill", "test_faults", "test_readme"]
-# The tests in these files share no fixture, so any worker may run any of them.
+# The tests in these files share no slow fixture, so any worker may run any of these tests.
 INDEPENDENT = {"test_faults", "test_kill", "test_kubernetes", "test_readme"}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Give each worker of pytest-xdist one group of tests at a time; a group shares its fixtures.
+    """Give each worker of pytest-xdist one group of tests at a time.
 
-    A group is all tests of a file or, in the files of INDEPENDENT, a single test. The option of
-    xdist for groups of tests does not work: https://github.com/pytest-dev/pytest-xdist/issues/1386
+    A group is a single test in the files of INDEPENDENT. In all other files, a group is all tests
+    of the file, because they share fixtures. xdist's own option --dist=loadgroup does not work:
+    https://github.com/pytest-dev/pytest-xdist/issues/1386
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -94,10 +96,10 @@ def pytest_xdist_make_scheduler(config, log):
     return Groups(config, log)
 
 
-# Run this hook first, because it adds markers, which pytest needs when it applies -m.
+# Run this hook before pytest applies -m, because the hook adds markers.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark the slow tests of tools as exhaustive, and run the slowest files first."""
+    """Mark the slow tests of tools as exhaustive, and run the tests of LONGEST first."""
     for item in items:
         if item.get_closest_marker("tool") and item.get_closest_marker("slow"):
             item.add_marker("exhaustive")
@@ -107,7 +109,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def environment(tmp_path_factory):
-    """Use a new cache folder; check that no library changes an environment variable."""
+    """Set new cache folders; after all tests, check that no environment variable has changed."""
     cache = tmp_path_factory.mktemp("cache")
     os.environ.update(
         HF_HOME=str(cache / "hf"),
@@ -124,7 +126,7 @@ def environment(tmp_path_factory):
 
 
 def linter(name):
-    """Return the path of a linter; skip the test if the linter is not installed."""
+    """Return the path of the linter `name`; skip the test if the linter is not installed."""
     path = Path(sys.executable).parent / name
     if not path.exists():
         pytest.skip(f"{name}: not installed; run pip install -r requirements-lint.txt")
@@ -141,12 +143,14 @@ def free_port():
 
 
 def run_jobs(world_size, jobs, folder, timeout=1200, shares=1, must_succeed=False):
-    """Run jobs, which are pairs (chapter or script, arguments), on `world_size` ranks.
+    """Run each job, which is a pair (chapter or script, arguments), on `world_size` ranks.
 
-    Return a list for each job with the exit status, the stdout and the stderr of each rank.
+    Return a list for each job; the list has one dictionary per rank, with the keys `status`,
+    `stdout` and `stderr`.
 
-    `shares` jobs run at the same time. With `must_succeed`, a failed rank ends its job and fails
-    the test, because the other ranks of the job might wait for that rank for days.
+    `shares` jobs run at the same time. After `timeout` seconds, kill all ranks of a job. With
+    `must_succeed`, a failed rank ends its job and fails the test, because the other ranks of the
+    job might wait for the failed rank for days.
     """
 
     def run(number, may_start_again=True):
@@ -184,18 +188,18 @@ def crashed_in_collective(result):
     """Return whether a rank has crashed in PyTorch while it waited for a DTensor collective.
 
     With PyTorch 2.13 and Gloo, a few runs of chapters 06 to 09 have crashed in such a wait, with a
-    segmentation fault or a corrupted heap. We do not know the reason. A second start resumes the
-    run.
+    segmentation fault or a corrupted heap. We do not know the reason. run_jobs() starts the job a
+    second time, and the chapter resumes the run.
     """
     is_crash = result["status"] in (-signal.SIGSEGV, -signal.SIGABRT)
     return is_crash and "torch/distributed/_functional_collectives.py" in result["stderr"]
 
 
 def start_ranks(world_size, command, folder, log="", split_output=False, **variables):
-    """Start a script and its arguments on `world_size` ranks, as a launcher would.
+    """Start a script with arguments on `world_size` ranks, as a launcher would.
 
-    Each rank writes its output to one file in `folder`. With `split_output`, it writes stderr to a
-    second file.
+    Return one process per rank. Each rank writes its output to one file in `folder`; with
+    `split_output`, each rank writes its stderr to a second file.
     """
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | variables
     variables |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
@@ -209,14 +213,17 @@ def start_ranks(world_size, command, folder, log="", split_output=False, **varia
 
 
 def run_or_fail(world_size, jobs, *args, **options):
-    """Run jobs as run_jobs() does; fail unless every rank of every job exits with status 0."""
+    """Run jobs with run_jobs(), and return their results.
+
+    Fail the test unless every rank of every job exits with status 0.
+    """
     return run_jobs(world_size, jobs, *args, must_succeed=True, **options)
 
 
 def curves_of(root, runs):
-    """Train short runs; return a dictionary from each run's name to its metrics.
+    """Train short runs in the folder `root`; return the metrics of each run by the run's name.
 
-    `runs` maps each world size to a dictionary from names of runs to (chapter, arguments).
+    `runs` has, by world size, a dictionary from each run's name to (chapter, arguments).
     """
     for world_size, jobs_by_name in runs.items():
         jobs = []
@@ -228,14 +235,14 @@ def curves_of(root, runs):
 
 
 def run_command(*command, check=False, **options):
-    """Run a Python script or a command; return its CompletedProcess, with the output as text."""
+    """Run a Python script or a command; return a CompletedProcess, with the output as text."""
     command = [sys.executable] * str(command[0]).endswith(".py") + list(map(str, command))
     options = {"capture_output": True, "text": True, "timeout": 300} | options
     return subprocess.run(command, check=check, **options)
 
 
 def parse(chapter, *words, ranks=1):
-    """Parse a chapter's command line as rank 0 of `ranks` ranks; return the arguments."""
+    """Parse a chapter's command line as rank 0 of `ranks` ranks; return the parsed arguments."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train_llm.py", *map(str, words)])
         values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks}
@@ -258,16 +265,17 @@ def prepare_training(chapter, *words):
 
 
 def prepare_tokens(source, folder, model="tiny"):
-    """Tokenize a text for a model with prepare.py; return the folder of tokens."""
+    """Tokenize the text file `source` for a model with prepare.py; return the folder of tokens."""
     words = ["-m", model, "-o", folder, source]
     run_command(ROOT / "preparing-data/prepare.py", *words, check=True)
     return folder
 
 
 def change_file(file, old, new, copy=None):
-    """Replace a text that occurs once in a file; return the path of the changed file.
+    """Replace the text `old` in a file with `new`; return the path of the changed file.
 
-    With `copy`, leave the file unchanged, and write the new text to the path `copy`.
+    Fail unless `old` occurs exactly once. With `copy`, leave the file unchanged, and write the new
+    text to the path `copy`.
     """
     text, path = file.read_text(), copy or file
     assert text.count(old) == 1, f"{file}: this text must occur exactly once: {old}"
@@ -277,7 +285,7 @@ def change_file(file, old, new, copy=None):
 
 
 def user_error(capsys, function, *args):
-    """Call a function that must exit with status 2; return the error that it prints."""
+    """Call a function that must exit with status 2; return the text that it prints to stderr."""
     with pytest.raises(SystemExit) as stop:
         function(*args)
     assert stop.value.code == 2
@@ -285,9 +293,9 @@ def user_error(capsys, function, *args):
 
 
 def metrics(run_dir):
-    """Return the last row of a run's metrics for each step.
+    """Return the metrics of a run by step; if a step has several rows, the last row counts.
 
-    Skip a row that is incomplete because the disk was full.
+    Skip incomplete rows, which a run writes if the disk is full.
     """
     rows = []
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
@@ -299,7 +307,8 @@ def metrics(run_dir):
 def difference(curve, other_curve, after=0, names=METRICS, relative=False):
     """Return the largest difference between the metrics of two runs in the steps after `after`.
 
-    Step 0, which has only a validation loss, counts if `after` is 0.
+    Step 0, which has only a validation loss, counts if `after` is 0. With `relative`, divide each
+    difference by the value in `curve`.
     """
     assert curve.keys() == other_curve.keys()
     largest = 0.0
@@ -314,9 +323,9 @@ def difference(curve, other_curve, after=0, names=METRICS, relative=False):
 
 
 def disagreement(curve, other_curve):
-    """Return, by metric, each difference between two runs that is 1e-5 or more.
+    """Return, by metric, the largest difference between two runs, if it is 1e-5 or more.
 
-    Differences of gradient norms are relative, because a few samples have large norms.
+    Divide differences of gradient norms by the norm, because a few samples have large gradients.
     """
     by_metric = {
         name: difference(curve, other_curve, names=[name], relative=name == "grad_norm")
@@ -327,7 +336,10 @@ def disagreement(curve, other_curve):
 
 @pytest.fixture
 def machine(tmp_path_factory):
-    """Wait until no other test reads or changes the mounts and networks of this machine."""
+    """Wait until no other test reads or changes the mounts and networks of this machine.
+
+    Skip the test if no cluster can start on this machine.
+    """
     if reason := missing_requirement():
         pytest.skip(reason)
     # Lock a file in the common parent of the workers' folders, so that all workers see the lock.
@@ -345,7 +357,10 @@ def cluster(machine):
 
 @pytest.fixture(scope="module")
 def browser():
-    """Start Chromium without a window for the tests of a module."""
+    """Start Chromium without a window for the tests of a module.
+
+    Skip these tests if the machine has neither Chromium nor Chrome.
+    """
     from playwright.sync_api import sync_playwright
 
     path = shutil.which("chromium") or shutil.which("google-chrome")
@@ -374,7 +389,10 @@ def load():
 
 @pytest.fixture(autouse=True)
 def keep_transformers(monkeypatch):
-    """Undo a script's changes to transformers, because other tests need the original functions."""
+    """Undo a script's changes to transformers after each test.
+
+    Other tests need the original functions.
+    """
     from transformers import masking_utils
     from transformers.integrations import sdpa_attention
 
@@ -393,7 +411,7 @@ def chapter(load):
 
 @pytest.fixture
 def no_group():
-    """Destroy the process group of simulated ranks that the planner may have initialized."""
+    """Before the test, destroy a process group that the planner may have simulated earlier."""
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -405,7 +423,7 @@ def no_group():
 
 @pytest.fixture
 def one_rank_group(no_group, monkeypatch, tmp_path):
-    """Create a process group with this process as its only rank."""
+    """Create a process group with this process as the only rank; destroy it after the test."""
     import torch
     import torch.distributed as dist
 
@@ -445,7 +463,7 @@ def small_tokens(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Save the configurations of tiny models of several families, each with a byte tokenizer."""
+    """Save configurations of tiny models of several families; return their parent folder."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"intermediate_size": 64, "max_position_embeddings": 128}
     return save_models(tmp_path_factory.mktemp("models"), sizes, key_value_heads=1)
@@ -453,7 +471,10 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def layout_models(tmp_path_factory):
-    """Save configurations of tiny models whose sizes allow every split over two or four ranks."""
+    """Save configurations of tiny models, and return their parent folder.
+
+    The sizes of these models allow every split over two or four ranks.
+    """
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8}
     sizes |= {"intermediate_size": 128, "max_position_embeddings": 256}
     return save_models(tmp_path_factory.mktemp("layout_models"), sizes, key_value_heads=4)

@@ -155,7 +155,7 @@ def test_default_precision_is_bf16_where_it_is_fast(chapter, monkeypatch, capabi
 
 
 def test_configuration_takes_the_changes_of_the_command(chapter, models):
-    """Also check that a model gets the changed number of layers."""
+    """Check that --config changes the configuration, and the number of layers of a model."""
     layers = ["--config", "num_hidden_layers=3"]
     args = parse(chapter, *layers, "rms_norm_eps=1e-5", "hidden_act=gelu")
     _, config = chapter.build_tokenizer_and_config(args)

@@ -57,7 +57,7 @@ RESUMED = [
     ("--config rms_norm_eps=1e-3", "config_fingerprint was "),
 ]
 # Chapter 02 cannot read a checkpoint with shards, and chapter 04 cannot read a checkpoint without
-# shards. Each chapter then prints this error.
+# shards. Each value is a part of the error that the chapter then prints.
 UNREADABLE = {
     "02": "step-00000004: cannot read it, so move it away to use an older one: FileNotFound",
     "04": "step-00000004: continue it with chapter 03, or choose another --experiment-name",
@@ -74,7 +74,10 @@ def times_of(folder):
 def test_resume_with_different_arguments_changes_nothing(
     files, models, small_tokens, tmp_path, chapter, ranks, other
 ):
-    """Check that the error names the changed value or format, and that no file changes."""
+    """Check that the error names the changed value or the unreadable checkpoint.
+
+    No file may change.
+    """
     other_tokens = prepare_tokens(files / "text.txt", tmp_path / "other.tokens")
     args = [*SHORT, "-d", small_tokens(), "--num-steps", 4, "--save-dir", tmp_path, "-e", "run"]
     run_or_fail(ranks, [(chapter, args)], tmp_path / "first")
@@ -97,7 +100,7 @@ def test_resume_with_different_arguments_changes_nothing(
     ],
 )
 def test_only_one_rank_reports_a_mistake(files, tmp_path, chapter, arguments, expected):
-    """Let rank 0 fail while rank 1 waits for it, or before the ranks have connected."""
+    """Test a mistake that rank 0 finds while rank 1 waits, and mistakes that both ranks find."""
     args = [*SHORT, *arguments.format(files=files).split()]
     check_two_ranks_fail(chapter, args, expected, tmp_path, tmp_path / "runs")
 

@@ -18,7 +18,10 @@ SMALL = [*SHORT, "--seq-length", 32, "--config", "num_hidden_layers=2"]
 
 
 def patched(name, chapter, folder):
-    """Apply a patch to a copy of a chapter's script; fail if a line of the patch does not fit."""
+    """Apply a patch to a copy of a chapter's script; return the path of the copy.
+
+    Fail if a line of the patch does not fit.
+    """
     script, patch = folder / f"{chapter}.py", PATCHES / f"{name}.patch"
     command = ["patch", "--fuzz=0", "--output", script, SCRIPTS[chapter], patch]
     subprocess.run(command, check=True)
@@ -34,7 +37,7 @@ def train(name, chapter, run_dir):
 
 
 def check_effect(name, run_dir, curve):
-    """Check that a run shows the effect that the page promises for its patch."""
+    """Check that a run shows the effect that the README promises for the patch `name`."""
     weights, earlier_weights = (read_checkpoint(run_dir, step)["model"] for step in (20, 10))
     if name == "freeze":
         frozen = {key for key in weights if torch.equal(weights[key], earlier_weights[key])}

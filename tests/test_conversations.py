@@ -55,7 +55,10 @@ def chapter(load, one_rank_group):
 
 # ---- the gradient ----------------------------------------------------------------------------
 def tokens_of(tokenizer, document):
-    """Tokenize an expected document; return a tuple of pairs (token, whether it is learned)."""
+    """Tokenize a document of expected_documents().
+
+    Return a tuple of pairs (token, whether the token is learned).
+    """
     tokens = []
     for text, is_learned in document:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -103,7 +106,7 @@ def test_packed_gradient_equals_one_conversation_at_a_time(
 
 
 def distances_from_plain(chapter, args, model, train_set):
-    """Compare step 1 with an unsharded model that reads one document at a time.
+    """Compare a chapter's step 1 with an unsharded model that reads one document at a time.
 
     Return the difference of the losses, and the largest relative difference of a gradient.
     """
@@ -209,9 +212,10 @@ def random_tokens(number, dtype):
 
 @pytest.fixture(scope="module")
 def tokens(load, tmp_path_factory):
-    """Write three folders of tokens: a text, context without answers, and a mixture of both kinds.
+    """Write three folders of tokens: `text`, `context` without answers, and `mixed`.
 
-    The mixture has answers only for rank 1 of two ranks, and in the held-out samples.
+    In `mixed`, only the training samples of rank 1 of two ranks and the held-out samples have
+    answers. Return the paths of the folders by name.
     """
     root, chapter = tmp_path_factory.mktemp("tokens"), load("conversations")
     context = random_tokens(12, torch.int32) | chapter.CONTEXT
@@ -261,13 +265,19 @@ ASK, ANSWER = say("user", "Why?"), say("assistant", "Because.")
 
 
 def marked(folder, rows, *flags):
-    """Prepare rows for the tiny model; return the text of each document, with answers in »«."""
+    """Prepare rows for the tiny model; return the text of each document that has an answer.
+
+    In this text, each answer is between » and «.
+    """
     tokens = prepare_rows(folder, rows, "--conversations", "-s", 512, *flags)
     return texts_of(ByT5Tokenizer(), tokens, 512)
 
 
 def texts_of(tokenizer, tokens, seq_length):
-    """Return the text of each document in a folder of tokens, with answers in »«."""
+    """Return the text of each document in a folder of tokens, but only if it has an answer.
+
+    In this text, each answer is between » and «.
+    """
     texts = []
     for token in np.fromfile(tokens / "000000.tokens", np.int32).tolist():
         texts += [[]] if token & FIRST else []
@@ -478,7 +488,10 @@ FOUR_RANKS = {"experts and pipeline"}
 
 
 def merged(chapter, folder):
-    """Merge the changes from chapter 05 to conversations into a later chapter; return its path."""
+    """Merge the changes from chapter 05 to conversations into a later chapter.
+
+    Return the path of the merged script.
+    """
     script = shutil.copy(SCRIPTS[chapter], folder / f"on_{chapter}.py")
     merge = ["git", "merge-file", "--ours", script, SCRIPTS["05"], SCRIPTS["conversations"]]
     assert run_command(*merge).returncode == 0

@@ -96,9 +96,9 @@ def test_seeds_are_mixed_not_added(chapter):
 # ---- a dataset of the hub --------------------------------------------------------------------
 @pytest.fixture
 def hub(chapter, monkeypatch):
-    """Return a function that builds samples from a local file as from a dataset on the hub.
+    """Return a function that builds samples from a local file as if it were a dataset on the hub.
 
-    load_dataset() then reads the file `path`, which has the format of a dataset's files.
+    The function's arguments are the path of the file, the name of its format, and changed flags.
     """
     real = datasets.load_dataset
 

@@ -27,7 +27,8 @@ MODEL = (
     f"num_hidden_layers={LAYERS} num_attention_heads=8 num_key_value_heads=8 head_dim=64 "
     f"-s {LENGTH} -b 1 "
 )
-# Count the weights of a layer, and of the embedding, the norm and the head.
+# Count the weights of one layer, and the weights outside of all layers: the embedding, the last
+# norm and the head.
 LAYER = 4 * WIDTH**2 + 3 * WIDTH * MLP_WIDTH + 2 * WIDTH
 OUTER = 2 * VOCABULARY * WIDTH + WIDTH
 WEIGHTS = LAYERS * LAYER + OUTER
@@ -35,9 +36,10 @@ MIXTURE = f"-m {ROOT}/09-expert-parallel/tiny-mixture -b 1"
 
 
 def run(script, gpus, arguments, ranks="0", gpu="H100-80GB", samples=None):
-    """Run a script dry as the given ranks; return the result of one rank, or a list of results.
+    """Run a script under the dry run as each of `ranks`.
 
-    By default, a step has one sample for each GPU.
+    Return the result of the only rank, or a list of results if there are several ranks. By default,
+    a step has one sample for each GPU.
     """
     words = f"--gpus {gpus} --gpu {gpu} --rank {ranks} -- {script} {arguments} "
     words += f"--global-batch-size {samples or gpus}"
@@ -84,7 +86,8 @@ def test_ddp_sends_the_bytes_of_the_formula(gpus):
 @pytest.mark.parametrize("chapter", ["04", exhaustive("05")])
 def test_fsdp_sends_the_bytes_of_the_formula(chapter, gpus):
     result = run(SCRIPTS[chapter], gpus, MODEL)
-    # The backward pass gathers the weights of each layer again, except for the last layer.
+    # The backward pass gathers the weights of each layer again, except for the last layer. It does
+    # not gather the embedding, the last norm and the head again.
     gathered = 2 * 2 * WEIGHTS - 2 * OUTER - 2 * LAYER
     assert sent(result, "all-gather") == pytest.approx(share(gpus) * gathered)
     assert sent(result, "all-gather", column="calls") == 2 * LAYERS
@@ -101,11 +104,11 @@ def test_each_micro_batch_of_kept_layers_sends_the_bytes_of_the_formula():
 
 
 def test_muon_sends_the_bytes_of_the_formula():
-    """Count the padding, too: zero matrices make the number of matrices a multiple of the ranks."""
+    """Count the padding, too: Muon adds zero matrices, so that each rank gets the same number."""
     result = run(SCRIPTS["muon"], 8, MODEL)
-    # Each pair has the size of a matrix, and the number of matrices of this shape in a layer:
-    # attention has four matrices, and the MLP has two matrices of one shape and one of another
-    # shape.
+    # Each pair has the size of a matrix, and the number of matrices of this shape in a layer.
+    # Attention has four matrices. The MLP has two matrices of one shape, and a third matrix with
+    # rows and columns swapped.
     sizes = [(WIDTH**2, 4), (WIDTH * MLP_WIDTH, 2), (WIDTH * MLP_WIDTH, 1)]
     weights = sum(size * math.ceil(number * LAYERS / 8) * 8 for size, number in sizes)
     assert sent(result, "all-to-all") == pytest.approx(2 * share(8) * 2 * weights / 8)
@@ -153,8 +156,8 @@ def test_tensor_parallelism_sends_the_bytes_of_the_formula(gpus, recompute):
 def test_pipeline_sends_the_bytes_of_the_formula(gpus):
     arguments = f"{MODEL} --pipeline-parallel-size 2"
     result = run(SCRIPTS["07"], gpus, arguments)
-    # The first rank sends the hidden states of its two micro-batches to the next stage. It gathers
-    # its only layer and its embedding once for all micro-batches.
+    # The first rank sends the hidden states of its two micro-batches to the next stage. This rank
+    # gathers its only layer and its embedding once for all micro-batches.
     assert sent(result, "send") == 2 * 2 * LENGTH * WIDTH
     gathered = 2 * (LAYER + VOCABULARY * WIDTH)
     assert sent(result, "all-gather") == pytest.approx(share(gpus // 2) * gathered)
@@ -187,8 +190,8 @@ def test_expert_parallelism_sends_the_bytes_of_the_formula(size):
     assert wait["function"] == "dispatch" and wait["times"] == 3
 
 
-# Each value has a number of ranks, flags, and the collectives to compare. All-to-all is not among
-# them, because on a CPU, DTensor uses an all-gather in place of an all-to-all.
+# Each value has a number of ranks, flags, and the collectives to compare. Leave out all-to-all,
+# because on a CPU, DTensor uses an all-gather in place of an all-to-all.
 REAL_RANKS = {
     "02": [2, "--batch-size 2", "all-reduce"],
     "04": [4, "--replicas 2 --batch-size 1", "all-gather reduce-scatter all-reduce"],
@@ -245,7 +248,10 @@ LAYOUTS = {
 
 
 def planned(name, gpus, arguments):
-    """Return the bytes of tensors that the planner counts on the fullest GPU or pipeline rank."""
+    """Return the planner's peak memory for a layout: the bytes of tensors on the fullest GPU.
+
+    For chapter 07, the last word of `name` chooses the first or the last pipeline stage instead.
+    """
     chapter, _, part = name.replace("lora", "05").replace("muon", "04").partition(" ")
     arguments += " --muon" * (name == "muon")
     # Plan float8 as chapter 05, because both scripts need the same memory.
@@ -297,7 +303,7 @@ def options_of(command, *more_arguments):
 
 
 def peaks_of(command, ranks, *more_arguments):
-    """Run a command dry; return the bytes of all tensors at the peak, by rank and phase."""
+    """Run a command under the dry run; return the peak bytes of all tensors by (rank, phase)."""
     options = options_of(command, *more_arguments)
     dry_run.load_script(options)
     peaks = {}
@@ -456,7 +462,7 @@ OTHER_SCRIPTS = {
 
 
 def check_refusal(words, message, monkeypatch, capsys):
-    """Check that the dry run prints one error line and exits with status 2."""
+    """Check that the dry run prints one error line with `message`, and exits with status 2."""
     monkeypatch.setattr("sys.argv", ["dry_run.py", *map(str, words)])
     with pytest.raises(SystemExit) as end:
         dry_run.main()

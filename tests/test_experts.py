@@ -88,7 +88,7 @@ def test_balancing_lowers_the_load_of_the_most_loaded_expert(root):
 
 
 def check_balanced_run(run_dir, reference):
-    """Check that a run has the same losses, loads and biases as the run on one rank."""
+    """Check that a run has the same losses, largest expert loads and biases as `reference`."""
     curve, expected = metrics(run_dir), metrics(reference)
     assert difference(curve, expected) < 1e-5
     for step in range(1, 21):
@@ -174,7 +174,7 @@ def test_balance_loss_has_the_gradient_of_the_textbook(sharded, family):
     model.token_totals = totals
     same_loss, found = gradients_of(chapter, args, model, train_set)
     assert same_loss == loss
-    # Compute the same step again, and add the textbook's loss to the loss of the model.
+    # Compute the same step again, and add Switch Transformers' loss to the loss of the model.
     model.token_totals = torch.zeros(0)
     original = chapter.loss_of
 

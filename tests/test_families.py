@@ -45,9 +45,9 @@ RESULTS = ROOT / "benchmarks/results/families.json"
 CHAPTERS = ("01", "02", "04", "05", "06", "07", "08")
 FLAGS = """--device cpu --precision fp32 -s 32 --global-batch-size 4 -b 2 --num-steps 4
     --log-every 1 --eval-samples 4 --warmup-steps 1""".split()
-# In the published table, this name stands in place of a chapter for packed conversations.
+# In the published table, rows about packed conversations have this name instead of a chapter.
 PACKED = "conversations"
-# Without --record, only these families are trained.
+# Without --record, the tests train these families, and a few rare families.
 SAMPLE = "llama qwen3_moe lfm2".split()
 # Tokenize the text again for these families, because AutoTokenizer changes the tokenizer that the
 # tests save.
@@ -66,7 +66,7 @@ def poisoned_memory():
 
 @pytest.mark.parametrize("kind", MODERN)
 def test_initial_values_are_set_and_equal_in_chapter_05(load, monkeypatch, poisoned_memory, kind):
-    """Check that both chapters set all weights and buffers to the same values.
+    """Check that chapters 01 and 05 set all weights and buffers to the same values.
 
     A value that a chapter does not set is NaN, which equals nothing.
     """
@@ -178,7 +178,7 @@ def test_cut_export_is_refused(load, one_rank_group, monkeypatch, tmp_path):
 
 # ---- all families ------------------------------------------------------------------------------
 def published():
-    """Return the published table: its rows, and the families without rows."""
+    """Return the published table as a dictionary: its rows, and the families without rows."""
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": [], "left_out": {}}
 
 
@@ -188,7 +188,7 @@ def published_chapters(family):
 
 
 def pytest_generate_tests(metafunc):
-    """Choose the families to train: a sample or, with --record, all unpublished families."""
+    """Choose the families to train: a few or, with --record, all that lack published results."""
     if "packed_family" in metafunc.fixturenames:
         rows = [row for row in published()["rows"] if row["chapter"] == PACKED]
         known = {row["family"] for row in rows} | published()["left_out"].keys()
@@ -223,7 +223,7 @@ def license_tokens(tmp_path_factory):
 
 
 def train(family, chapter, folder, tokens):
-    """Train a model in a chapter; return (metrics, None), or (None, the error) if it fails."""
+    """Train a small model of a family; return (metrics, None), or (None, error) after a failure."""
     ranks = 1 if chapter == "01" else 2
     words = ["-m", folder / family, "-d", tokens, "--save-dir", folder, "-e", chapter]
     words += [*SPLIT.get(chapter, []), *FLAGS, *["--lr", "1e-4"] * (family in SENSITIVE)]
@@ -277,7 +277,8 @@ def test_family_follows_chapter_01_or_is_refused(
         reference = curve if chapter == "01" else reference
         assert reference, f"chapter {chapter} trains a model that chapter 01 refuses"
         assert difference(curve, reference, names=["loss", "val_loss"]) <= 1e-5
-        # Compare only two steps, because AdamW amplifies rounding errors in later steps.
+        # Compare the gradient norms of only two steps, because AdamW amplifies rounding errors in
+        # later steps.
         first_steps = [{step: rows[step] for step in (1, 2)} for rows in (curve, reference)]
         assert difference(*first_steps, names=["grad_norm"], relative=True) <= 1e-4
         loss = evaluate_export(tmp_path / chapter, max(curve), load("01"))
@@ -301,7 +302,7 @@ class RefusedError(Exception):
 
 
 def refuse(message):
-    """Raise the error that the script would report."""
+    """Raise RefusedError with the message that the script would print."""
     raise RefusedError(message)
 
 
@@ -314,7 +315,10 @@ def packed_samples(chapter):
 
 
 def distance_from_documents_alone(chapter, folder):
-    """Return the largest distance between the gradients of a step with and without packing."""
+    """Return the largest relative distance between a weight's gradients with and without packing.
+
+    Raise RefusedError if the script refuses to pack documents for this model.
+    """
     sizes = {"global_batch_size": 4, "micro_batch_size": 2, "accumulation": 2, "skip_steps": 0}
     sizes |= {"config": [], "model_name": str(folder), "seq_length": 32}
     args = argparse.Namespace(**ARGS | sizes)

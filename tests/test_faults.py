@@ -54,7 +54,7 @@ class Case:
     script: str
     rank: int
     kind: str
-    # The verdict must name the line of the script with this code.
+    # The verdict must name the line of the script with this code, unless `line` is empty.
     line: str = ""
     # The verdict must name these ranks, or only the rank with the fault if `ranks` is None.
     ranks: tuple | None = None
@@ -89,7 +89,10 @@ HEALTHY_CASES = [Case("healthy", script, 0, "healthy") for script in (STRANGER, 
 
 # ---- broken runs -------------------------------------------------------------------------------
 def script_words(case, folder):
-    """Return the script and its arguments, after inject.py if that program makes the fault."""
+    """Return the command of a case, without Python: the script and its arguments.
+
+    If inject.py makes the fault, inject.py and its argument come first.
+    """
     where = f"{case.fault}@rank{case.rank}:step{FIRST_STEP}"
     words = [ROOT / case.script]
     if case.script != STRANGER:
@@ -119,12 +122,15 @@ def started(case, folder, words):
 
 
 def ask(folder, *flags):
-    """Diagnose a run with whats_wrong.py; return the output."""
+    """Diagnose the run in `folder` with whats_wrong.py; return the output."""
     return run_command(CHAPTER / "whats_wrong.py", folder / "run", *flags).stdout
 
 
 def verdict_on(case, folder, first_sign):
-    """Wait until the log shows the fault; return a row with the first verdict of whats_wrong.py."""
+    """Wait until the log has the text `first_sign`, and then until whats_wrong.py finds a fault.
+
+    Return a row of the published table, with the verdict and the seconds until the verdict.
+    """
     log = folder / "log"
     wait_until(lambda: first_sign in log.read_text(), 240, f"the log has {first_sign!r}")
     start_time = time.monotonic()
@@ -140,7 +146,10 @@ def verdict_on(case, folder, first_sign):
 
 
 def line_of(case):
-    """Return the script's name and the number of the line that the verdict names."""
+    """Return the script's name and the number of the line that the verdict must name.
+
+    Return an empty text if the verdict need not name a line.
+    """
     script = ROOT / case.script
     lines = script.read_text().splitlines()
     numbers = [number for number, line in enumerate(lines, 1) if case.line in line]
@@ -148,7 +157,7 @@ def line_of(case):
 
 
 def symptoms(log):
-    """Return the problems that the ranks and torchrun report, without repetitions."""
+    """Return the lines of a log that report problems of ranks or of torchrun, each line once."""
     telling = r".*breaks in step|warning|train_llm.py: error|(\[rank\d\]: )?\w*(Error|Exception)\b"
     lines = [line[:160] for line in log.read_text().splitlines() if re.match(telling, line)]
     return list(dict.fromkeys(lines))
@@ -201,7 +210,7 @@ def test_made_fault_gets_its_verdict(case, tmp_path, record):
 @pytest.mark.alone
 @pytest.mark.parametrize("case", HEALTHY_CASES, ids=lambda case: f"{case.fault} {case.script}")
 def test_run_without_a_made_fault_gets_no_verdict(case, tmp_path, record):
-    """Diagnose a healthy run five times."""
+    """Diagnose a healthy run five times; whats_wrong.py must report that the run is healthy."""
     with started(case, tmp_path, script_words(case, tmp_path)):
 
         def takes_steps():

@@ -48,12 +48,12 @@ def rounded(script, tensor, *dtype):
 
 
 def distance(result, expected):
-    """Return the norm of the difference, relative to the norm of the expected values."""
+    """Return the norm of `result - expected`, divided by the norm of `expected`."""
     return ((result.double() - expected).norm() / expected.norm()).item()
 
 
 def three_products(inputs, weight, grad):
-    """Return a linear layer's outputs, and its gradients of inputs and weight, in float64."""
+    """Return a linear layer's outputs, and the gradients of its inputs and weight, in float64."""
     inputs, weight, grad = inputs.double(), weight.double(), grad.double()
     return inputs @ weight.T, grad @ weight, grad.T @ inputs
 
@@ -90,7 +90,10 @@ def model_in_float8(script, models):
 
 
 def gradients_of_layer(script, model, change=lambda linear: None, is_compiled=False):
-    """Apply `change` to the first layer's float8 modules; return its output and all gradients."""
+    """Apply `change` to the float8 modules in a copy of the model's first layer.
+
+    Return the output of this layer, and the gradients of its input and its weights.
+    """
     torch.manual_seed(0)
     layer = copy.deepcopy(script.layers_of(model)[0])
     for module in layer.modules():
@@ -131,7 +134,7 @@ def use_float32(module):
 
 
 def test_gradients_of_a_layer_equal_the_emulated_gradients(script, models):
-    """Allow small differences, because a value between two float8 values may round to either."""
+    """Allow small differences, because a value between two float8 values may round up or down."""
     model = model_in_float8(script, models)
     found = gradients_of_layer(script, model)
     emulated = gradients_of_layer(script, model, partial(emulate, script))
@@ -145,7 +148,7 @@ def test_gradients_of_a_layer_equal_the_emulated_gradients(script, models):
 def test_compiled_layer_is_one_graph_with_the_same_gradients(script, models):
     """Compile with fullgraph, which raises an error if PyTorch cannot trace a product.
 
-    Generate no code, because the compiler of C++ would need a minute.
+    Generate no code, because compiling the generated C++ would take a minute.
     """
     model = model_in_float8(script, models)
     eager, compiled = (
@@ -158,9 +161,10 @@ def test_compiled_layer_is_one_graph_with_the_same_gradients(script, models):
 # ---- scales ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_largest_value_changes_the_rounding_only_without_powers_of_two(script, tmp_path, is_exact):
-    """Round the same 4,096 values beside several largest values.
+    """Round a tensor several times, each time with a different largest value.
 
-    Leave out values near 0, which float8 rounds more coarsely when the scale grows.
+    Count how many of its other values round differently. Leave out values near 0, which float8
+    rounds more coarsely when the scale grows.
     """
     script = harness.load(with_exact_scale(tmp_path)) if is_exact else script
     torch.manual_seed(0)
@@ -196,7 +200,10 @@ def test_largest_value_fits_and_powers_of_two_stay(script, exponent):
 
 @pytest.mark.parametrize("is_limited", [False, True])
 def test_infinity_in_a_layer_ends_the_run(script, monkeypatch, tmp_path, is_limited):
-    """Check that only the scale shows the infinity: with a limited scale, the script misses it."""
+    """Check that the script detects infinity in a layer, because the scale becomes infinite, too.
+
+    If a test limits the scale, the script misses the infinity.
+    """
     if is_limited:
         old, changed = "tensor.abs().amax().float()", tmp_path / "train_llm.py"
         script = harness.load(change_file(SCRIPTS["float8"], old, f"{old}.clamp(max=1e3)", changed))
@@ -275,7 +282,7 @@ FLOAT8, BF16 = ["--float8"], ["--precision", "bf16"]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Train each layout; return the folder of the runs."""
+    """Train the runs that the tests compare, in different layouts; return the runs' folder."""
     root = tmp_path_factory.mktemp("float8")
     ranks1 = {"parent": ("05", []), "off": ("float8", []), "ranks1": ("float8", FLOAT8)}
     ranks2 = {"ranks2": ("float8", FLOAT8), "bf16-ranks2": ("float8", FLOAT8 + BF16)}
@@ -337,7 +344,7 @@ def test_exported_model_has_the_saved_weights_and_nearly_the_logged_loss(root, l
 
 
 def test_largest_differences_of_seeds_are_in_the_table():
-    """Let one run differ: the first seed in float8 on 4 ranks, most in step 2."""
+    """Give different losses to only one run: the run of the first seed, in float8, on 4 ranks."""
     seeds = harness.load(ROOT / "related-topics/float8/seeds.py")
     rows = [
         {"seed": seed, "precision": precision, "ranks": ranks, "val_loss": 2.0}

@@ -33,7 +33,7 @@ TOKENS = 15e9
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """Write a page with only the form, and return its address."""
+    """Write a page that has only the form, and return the page's address."""
     folder = tmp_path_factory.mktemp("form")
     shutil.copytree(SITE / "static", folder / "_static")
     (folder / "_static/planner.js").write_text(planner_script())
@@ -60,7 +60,7 @@ def in_browser(page, **fields):
 
 
 def on_command_line(model, nodes, gpus_per_node, seq_length, global_batch_size):
-    """Return the arguments of the command line, and the plans of all layouts."""
+    """Plan with the command line; return the parsed arguments, and the plans of all layouts."""
     words = f"{form_facts.MODELS[model]} --nodes {nodes} --gpus-per-node {gpus_per_node}"
     words += f" --seq-length {seq_length} --global-batch-size {global_batch_size}"
     args = will_it_fit.parse_args(shlex.split(f"{words} --tokens {TOKENS} --layouts"))
@@ -68,7 +68,7 @@ def on_command_line(model, nodes, gpus_per_node, seq_length, global_batch_size):
 
 
 def check(found, planned):
-    """Compare the layouts of the form with the layouts of the command line."""
+    """Check that the form's layouts `found` equal the command line's layouts `planned`."""
     assert [layout["way"] for layout in found] == [layout["way"] for layout in planned]
     for layout, other in zip(found, planned, strict=True):
         assert layout["fits"] == other["fits"], layout
@@ -104,7 +104,7 @@ def test_form_finds_the_recorded_layouts_of_the_70b_job(page, job):
 
 
 def fill(page, **fields):
-    """Fill fields of the form, and wait until it shows the result."""
+    """Fill fields of the form, wait until the form shows the result, and return the shown text."""
     page.evaluate("shown.textContent = 'Computing …'")
     for name, value in fields.items():
         page.locator(f"[name={name}]").evaluate(

@@ -52,7 +52,10 @@ def test_overflow_skips_its_step_and_halves_the_scale(script):
 
 
 def test_grouped_heads_have_the_gradients_of_the_parent(load, script, models):
-    """Compare fp32 gradients: the script repeats shared keys, chapter 02 leaves this to SDPA."""
+    """Compare the fp32 gradients of the fp16 script and of chapter 02.
+
+    The fp16 script repeats shared keys, while chapter 02 lets SDPA repeat them.
+    """
     gradients = []
     for chapter in (load("02"), script):
         _, model, optimizer, *_ = take_step(chapter, "-m", models / "qwen3", "--max-grad-norm", 0)
@@ -66,7 +69,7 @@ def test_grouped_heads_have_the_gradients_of_the_parent(load, script, models):
 @pytest.mark.exhaustive
 def test_curve_of_fp16_is_nearer_to_fp32_than_the_curve_of_bf16(tmp_path):
     """Allow fp16 smaller differences than bf16, because fp16 has three more mantissa bits."""
-    # Choose a scale that causes no overflow.
+    # Choose a scale that causes no overflow, because a skipped step would change the curve.
     fp16 = [*ARGS, *FP16, "--init-scale", 2.0**12]
     runs = {name: ("fp16", [*ARGS, "--precision", name]) for name in ("bf16", "fp32")}
     runs["fp16"] = "fp16", fp16

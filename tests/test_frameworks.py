@@ -73,7 +73,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def job_of(root, models):
-    """Return a function from a run's name to its script, number of ranks and arguments."""
+    """Return a function that returns the script, the number of ranks and the arguments of a run."""
 
     def job_of(run):
         name, *words = run.split(",")
@@ -96,7 +96,7 @@ def job_of(root, models):
 
 @pytest.fixture(scope="module")
 def curve_of(root, job_of):
-    """Return a function that trains a run, unless an earlier test has, and returns its metrics."""
+    """Return a function that returns a run's metrics, and trains the run at the first call."""
 
     @functools.cache
     def curve_of(run):
@@ -107,14 +107,14 @@ def curve_of(root, job_of):
 
 
 def reference_of(run):
-    """Return the name of the chapter's run that has the curve of a run."""
+    """Return the name of a chapter's run whose curve a framework's run must follow."""
     name, *words = run.split(",")
     chapter = f"03@{name[-1]}" if "gpt2-dropout" in words else "01@1"
     return ",".join([chapter, *(word for word in words if word == "bf16" or word in MODELS)])
 
 
 def check_model(run_dir, held_out, tolerance=1e-5):
-    """Check that a run's model loads in transformers, has the logged loss, and uses a cache."""
+    """Check that transformers loads a run's model with the logged loss and a key-value cache."""
     model, info = AutoModelForCausalLM.from_pretrained(run_dir / "model", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert model.config.use_cache

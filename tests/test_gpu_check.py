@@ -17,7 +17,7 @@ pytestmark = pytest.mark.tool
 def run_checks(monkeypatch, capsys, tmp_path):
     """Return a function that runs checks on the CPU.
 
-    It returns the exit status, the rows by name, and the output.
+    The function returns the exit status, the rows of the report by name, and the output.
     """
     output = tmp_path / "rows.json"
 

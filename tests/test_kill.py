@@ -16,7 +16,10 @@ ARGS = [*SHORT, "--seq-length", 32, "--checkpoint-every", EVERY, "--eval-every",
 
 
 def kill_once(chapter, args, run_dir, oldest, choice, during_save):
-    """Start a run, kill it at a random moment, check its files; return the newest saved step."""
+    """Start a run, kill it at a random moment, and check its checkpoints.
+
+    Return the step of the newest checkpoint.
+    """
     logs = run_dir.with_name("logs")
     logs.mkdir(exist_ok=True)
     processes = start_ranks(1 if chapter == "01" else 2, [SCRIPTS[chapter], *args], logs)

@@ -21,7 +21,7 @@ FOLDER = ROOT / "03-job-launchers/kubernetes"
 
 
 def objects(file, changes=()):
-    """Return the objects in a file, after replacing the texts in `changes`."""
+    """Return the Kubernetes objects in a file, after replacing the texts in `changes`."""
     text = (FOLDER / file).read_text()
     for old, new in changes:
         text = text.replace(old, str(new))
@@ -38,7 +38,7 @@ def job_and_container(file, changes=()):
     return last["spec"], container
 
 
-# 1.31 is the first version of Kubernetes that has all fields of the files.
+# 1.31 is the first version of Kubernetes that has all fields of our YAML files.
 @pytest.mark.parametrize("version", ["1.31", kubernetes_validate.latest_version()])
 def test_files_satisfy_the_schemas_of_kubernetes(version):
     """Check the job inside the TrainJob, because the schemas have no TrainJob."""
@@ -93,7 +93,10 @@ def start(tmp_path):
 
 
 def action_at(status):
-    """Return the action that the job's rules choose when a pod ends with this exit status."""
+    """Return the action that the job's rules choose when a pod ends with the exit status `status`.
+
+    Return Count, the default of Kubernetes, if no rule matches.
+    """
     job, _ = job_and_container("job.yaml")
     for rule in job["podFailurePolicy"]["rules"]:
         if status in rule.get("onExitCodes", {}).get("values", []):

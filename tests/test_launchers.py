@@ -123,15 +123,15 @@ def test_rank_uses_the_gpu_of_its_number_or_its_only_gpu(
 
 # ---- runs that are stopped or killed -----------------------------------------------------------
 
-# A small model takes many steps in a second. With this warmup, the learning rate of a step does not
-# depend on the number of steps.
+# The small model takes many steps in a second. During this long warmup, the learning rate of a step
+# does not depend on --num-steps.
 LONG = [*SHORT, "--seq-length", 32, "--config", "num_hidden_layers=1", "--lr", 0.3]
 LONG += ["--warmup-steps", 10_000, "--checkpoint-every", 100, "--eval-every", 10_000, "-e", "run"]
 ENDLESS = ["--num-steps", 10_000]
 
 
 def uninterrupted(chapter, args, folder):
-    """Train the same run without an interruption; return its metrics."""
+    """Train a run with these arguments on two ranks without an interruption; return its metrics."""
     return curves_of(folder, {2: {"complete": (chapter, args)}})["complete"]
 
 

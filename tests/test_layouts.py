@@ -123,9 +123,10 @@ LAYOUTS = {
     "float8-2": Layout("float8", 2, "--float8"),
 }
 # Compare these chapters with one-rank runs of the same chapter, because chapter 01 would learn more
-# tokens, train more weights, or use another optimizer.
+# tokens, train more weights, or use a different optimizer.
 FIRST = {"conversations": "chats1", "preferences": "pairs1", "lora": "lora1", "muon": "muon1"}
-# Fine-tuning needs data of another kind, and this number of tokens per sample.
+# Each chapter of fine-tuning has a function that writes the chapter's data, and the number of
+# tokens per sample.
 DATA = {"conversations": (prepare_conversations, 128), "lora": (prepare_conversations, 128)}
 DATA["preferences"] = prepare_pairs, 256
 SETTINGS = {
@@ -140,8 +141,8 @@ SETTINGS = {
     "offload": "--cpu-offload --recompute full --checkpoint-async",
     "gpipe": "--pipeline-schedule gpipe",
 }
-# A run's reference run has the same model, and the same settings from this table, because they
-# change the curve.
+# The settings in this table change the curve, so a run's reference run has the same settings from
+# this table, and the same model.
 CURVES = {
     "bf16": "--precision bf16",
     # Use the default warmup and decay, because with the values of STEPS, rounding errors would grow
@@ -155,12 +156,13 @@ CURVES = {
     "two-experts": "--config num_local_experts=2 num_experts_per_tok=1",
     "three-experts": "--config num_local_experts=3",
     "six-experts": "--config num_local_experts=6",
-    # Four ranks split the columns of six experts; of eight experts, each rank has two.
+    # With six experts, four ranks split the columns of each expert. With the eight experts of the
+    # tiny models, each rank would have two experts.
     "columns": "--config num_experts=6",
     # Neither 202 rows nor three layers can be divided evenly among four ranks. Three matrices have
     # the same shape, so a rank has one matrix or none.
     "uneven": "--config hidden_size=120 intermediate_size=202 num_hidden_layers=3 head_dim=30",
-    # With this rank, an adapter has fewer rows than four ranks can share.
+    # With a LoRA rank of 1, matrix A of an adapter has one row, so three of four ranks get no row.
     "rank-1": "--lora-rank 1",
 }
 
@@ -197,8 +199,8 @@ MODELS = """ddp4@qwen3 launched4@plain fsdp2@gemma3 fsdp4@gpt2 hsdp4@mistral
     interleaved2-ep2@qwen2_moe interleaved2-ep2@qwen3_moe interleaved2-ep2@glm4_moe
     dense-tp2-cp2@plain""".split()
 EXPORTED = [*CORE, *map(slow, SLOW), *map(exhaustive, MODELS)]
-# The files that these runs export are not tested: a run of the lists above exports the same
-# weights, or test_lora.py and other tests check the models of fine-tuning.
+# Do not test the models that these runs and the runs of MORE_SETTINGS export: a run of EXPORTED
+# exports the same weights, or test_lora.py and other tests check the models of fine-tuning.
 FINE_TUNED = "chats2@2 chats2@offload+1 pairs2@2 pairs2@offload+1 lora2@offload+1".split()
 MORE_SETTINGS = """fsdp2@compiled fsdp4@over-20-steps hsdp4@kept
     large2@full+compiled large2@async large4@selective
@@ -259,7 +261,7 @@ def root(request, tmp_path_factory, layout_models):
     return root
 
 
-# The first test also waits for all runs of the fixture.
+# Allow two hours, because the first test also waits for all runs of the fixture `root`.
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("run", RUNS)
 def test_layout_follows_its_reference_curve(root, run):
@@ -288,7 +290,10 @@ LOSSES += [5.2734270, 5.0691161, 5.1340919, 4.9781885, 4.7330828]
 
 @pytest.mark.parametrize("run", ["01@over-20-steps"])
 def test_losses_are_those_of_the_pinned_versions(root, run):
-    """Check also that the curve falls, because two flat curves would pass every comparison."""
+    """Compare the first ten losses with LOSSES.
+
+    Check also that the curve falls, because two flat curves would pass every comparison.
+    """
     curve = metrics(root / run)
     assert sorted(curve) == list(range(21))
     assert [step for step, row in curve.items() if "val_loss" in row] == [0, 10, 20]
@@ -304,8 +309,8 @@ def test_exported_model_has_the_logged_loss(root, load, run):
     """Evaluate the exported model, which has the weights of the last step, with transformers."""
     curve = metrics(root / run)
     loss = evaluate_export(root / run, max(curve), load("01"))
-    # This test evaluates each model in fp32. A run in bf16 has logged its loss in bf16, which is
-    # 0.002 higher.
+    # This test evaluates each model in fp32. A run in bf16 has computed its logged loss in bf16;
+    # the logged loss is 0.002 higher.
     assert abs(loss - curve[max(curve)]["val_loss"]) < (5e-3 if run.endswith("bf16") else 1e-5)
 
 
@@ -321,7 +326,10 @@ def test_exported_model_has_the_logged_loss(root, load, run):
     ],
 )
 def test_split_by_one_rank_changes_no_bit(layout_models, tmp_path, chapter, flags, layout):
-    """Compare a chapter, without the split that it adds, with an earlier chapter on one layout."""
+    """Compare a chapter with an earlier chapter on the earlier chapter's layout.
+
+    The split that the later chapter adds stays off.
+    """
     earlier, args = job_of(layout_models, layout, tmp_path, "-e")
     jobs = [(earlier, [*args, "earlier"]), (chapter, [*args, "later", *flags.split()])]
     run_or_fail(2, jobs, tmp_path / "jobs")
@@ -349,7 +357,7 @@ def test_resume_repeats_every_bit(layout_models, tmp_path, resumed):
     assert have_same_weights(tmp_path / "entire", tmp_path / "resumed"), "a weight differs"
 
 
-# During this long warmup, the learning rate of a step does not depend on the number of steps.
+# During this long warmup, the learning rate of a step does not depend on --num-steps.
 ENDLESS = ["--lr", 0.03, "--warmup-steps", 1000]
 SPLIT = [name for name, layout in LAYOUTS.items() if "03" < layout.chapter < "09"]
 ROUTES = {
@@ -361,7 +369,8 @@ ROUTES = {
     # experts each.
     "few-experts": "fsdp4 fsdp2 dp2-ep2 large4 mixture-tp2 hsdp4".split(),
 }
-# All layouts, in three routes, because rounding errors grow with the number of steps.
+# Distribute all layouts of SPLIT over three routes, because rounding errors grow with the number of
+# steps.
 SHUFFLED = random.Random(0).sample(SPLIT, len(SPLIT))
 ROUTES |= {f"each-layout-{number}": SHUFFLED[number::3] for number in range(3)}
 
@@ -397,7 +406,7 @@ EXAM = "hsdp4 mixture-tp2 cp2-ep2 large2 pp2-ep2".split()
 
 @pytest.mark.slow
 def test_run_killed_in_six_kinds_of_parallelism_stays_on_the_curve(layout_models, tmp_path):
-    """Resume the run in each layout of EXAM, and kill it after three more steps each time."""
+    """Resume a run in each layout of EXAM, and each time kill the run after three more steps."""
     more = [*ENDLESS, "--eval-every", 4, "--checkpoint-every", 2, "--num-steps", 5 * len(EXAM)]
     job = job_of(layout_models, "01@glm4_moe", tmp_path, *more, "-e", "entire")
     run_or_fail(1, [job], tmp_path / "jobs")

@@ -69,7 +69,7 @@ def own_name(name):
 
 
 def test_gradients_are_those_of_peft(chapter, layout_models, tmp_path):
-    """Compare the adapters' gradients with peft, which gets one conversation at a time."""
+    """Compare the adapters' gradients with the gradients in peft, one conversation at a time."""
     peft = pytest.importorskip("peft", reason=WHY)
     tokens = prepare_conversations(tmp_path, model=layout_models / "llama")
     words = ["-m", layout_models / "llama", "-d", tokens]
@@ -182,8 +182,8 @@ def test_frozen_weights_are_those_that_transformers_reads_in_bf16(load_base, tmp
         assert weight.dtype == expected.dtype and torch.equal(weight, expected), name
     with torch.no_grad():
         expected = other(input_ids=IDS, use_cache=False).logits
-    # The routers of both models must choose the same experts: with different experts, the logits
-    # would differ by far more.
+    # The routers of the script's model and of transformers' model must choose the same experts,
+    # because with different experts, the logits would differ by far more.
     assert (logits_of(model, IDS) - expected).abs().max() < 1e-3 * expected.std()
 
 

@@ -25,7 +25,10 @@ def script(load, one_rank_group):
 
 
 def prepare(script, *words):
-    """Shard a command line's model; return arguments, model, optimizer and training samples."""
+    """Build and shard the model that a command line asks for.
+
+    Return the arguments, the model, the optimizer and the training samples.
+    """
     args, model, _, train_set, _ = prepare_training(script, *words)
     model = script.shard(args, model, DEVICE)
     return args, model, script.build_optimizer(args, model), train_set
@@ -95,7 +98,8 @@ def orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks):
     for _ in range(2):
         for update in updates:
             next(update)
-        # Send the parts one after another, as a slow network would.
+        # Copy the parts one after another, so that a part is wrong if a rank receives into the
+        # buffer that it still sends from.
         for rank, (received, _) in enumerate(sent):
             for source, (_, parts) in enumerate(sent):
                 received[source].copy_(parts[rank])
@@ -108,7 +112,10 @@ def orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks):
 
 
 def distance(script, monkeypatch, num_matrices, shape, num_ranks):
-    """Orthogonalize matrices on `num_ranks` ranks and on one; return the largest difference."""
+    """Orthogonalize matrices on `num_ranks` ranks and on one rank; return the largest difference.
+
+    All `num_matrices` matrices are random, and have the shape `shape`.
+    """
     torch.manual_seed(0)
     matrices = torch.randn(num_matrices, *shape)
     result = orthogonalize_on_ranks(script, monkeypatch, matrices, num_ranks)
@@ -124,7 +131,7 @@ def test_ranks_orthogonalize_each_matrix_as_one_rank(load, monkeypatch, num_matr
         assert distance(load("muon"), monkeypatch, num_matrices, shape, num_ranks) < 1e-5
 
 
-# With this line, a rank receives in the same buffer twice.
+# If this line replaces a line of the script, a rank receives in the same buffer twice.
 REUSED = "received = ranks.__dict__.setdefault('buffer', torch.empty_like(parts.contiguous()))"
 
 
@@ -132,9 +139,9 @@ REUSED = "received = ranks.__dict__.setdefault('buffer', torch.empty_like(parts.
 def test_reused_buffer_is_wrong_with_one_matrix_per_rank(
     monkeypatch, tmp_path, num_matrices, is_right
 ):
-    """Receive the parts of both exchanges in one buffer.
+    """Let the two all-to-alls of an update receive in one buffer.
 
-    With one matrix per rank, the second exchange also sends from this buffer, so the result is
+    With one matrix per rank, the second all-to-all also sends from this buffer, so the result is
     wrong.
     """
     copy = tmp_path / "train_llm.py"
@@ -150,7 +157,7 @@ def test_reused_buffer_is_wrong_with_one_matrix_per_rank(
 def test_wrong_order_is_found_with_two_matrices_per_rank(
     monkeypatch, tmp_path, num_matrices, is_right
 ):
-    """Swap the order of ranks and matrices, which is right only with one matrix per rank."""
+    """Swap the axes of ranks and matrices, which is right only if each rank has one matrix."""
     copy = tmp_path / "train_llm.py"
     old = "received.unflatten(0, (num_ranks, -1)).transpose(0, 1)"
     change_file(SCRIPTS["muon"], old, "received.unflatten(0, (-1, num_ranks))", copy)
@@ -215,7 +222,7 @@ def local(tensor):
 
 
 def test_matrix_of_a_layer_has_one_moment(script):
-    """Check that Muon keeps one tensor for a layer's matrix, and AdamW three for the head."""
+    """Check that Muon keeps one tensor for a matrix of a layer, and AdamW three for the head."""
     _, model, optimizer, _ = prepare(script, *SMALL)
     state = get_optimizer_state_dict(model, optimizer)["state"]
     assert set(state["model.layers.0.mlp.up_proj.weight"]) == {"exp_avg"}
@@ -225,7 +232,7 @@ def test_matrix_of_a_layer_has_one_moment(script):
 # ---- runs that change the optimizer; test_layouts.py compares Muon's layouts -------------------
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Train with AdamW in chapter 04, and with Muon; return the folder of the runs."""
+    """Train with AdamW in chapter 04, and with Muon in Muon's script; return the runs' folder."""
     root = tmp_path_factory.mktemp("muon")
     curves_of(root, {1: {"adamw": ("04", []), "muon": ("muon", [])}})
     return root

@@ -147,7 +147,10 @@ def test_launcher_passes_variables_of_the_network_to_all_ranks(user, launcher):
 
 
 def submit_long(user, file=CHAPTER / "slurm/train.sbatch", nodes=2):
-    """Submit a job of half a minute with one rank per host; return the job's id at step 20."""
+    """Submit a job with one rank per host, wait until it is at step 20, and return the job's id.
+
+    The job runs for about half a minute.
+    """
     user.env["RANKS_PER_NODE"] = "1"
     typed = f"sbatch --time=60 --nodes={nodes} --gpus-per-node=1 --ntasks-per-node=1 {file}"
     job = user.submit(user.line(typed, *LONG))
@@ -160,7 +163,7 @@ def wait_for_request(user):
 
 
 def run_out_of_time(user, job):
-    """Leave a job only one or two minutes, so that Slurm sends the stop signal now."""
+    """Shorten the time limit of a job until Slurm sends the stop signal; then restore the limit."""
     minutes = int(user.cluster.job(job)["RunTime"].split(":")[1])
     user.cluster.run("head", f"scontrol update JobId={job} TimeLimit={minutes + 2}")
     wait_for_request(user)
@@ -184,7 +187,10 @@ def cancel(user, job):
 
 
 def disturb(user, job, event):
-    """Suspend the ranks during an event, so that even on a fast machine no rank finishes first."""
+    """Suspend the ranks during an event, so that no rank finishes before the event.
+
+    Wait until the job has ended, and return Slurm's record of the job.
+    """
     user.ranks("pkill -STOP")
     event(user, job)
     user.ranks("pkill -CONT")
@@ -192,7 +198,10 @@ def disturb(user, job, event):
 
 
 def job_script(user, name):
-    """Return the path of a job script; for "own", write the README's script for 1 rank per node."""
+    """Return the path of the job script `name`.
+
+    For "own", write the script that slurm/README.md shows, but with one rank per node.
+    """
     if name != "own":
         return CHAPTER / f"slurm/{name}.sbatch"
     page = blocks(CHAPTER / "slurm/README.md")
@@ -224,7 +233,10 @@ def test_job_that_is_requeued_has_the_losses_of_an_uninterrupted_run(user, curve
 
 
 def check_step_of_restart(user, was_asked=True):
-    """Check that a run continued once, from the step where it had stopped; return this step."""
+    """Check that a run continued once; return the step from where it continued.
+
+    With `was_asked`, the run must have reported that it stopped at this step.
+    """
     [step] = re.findall(r"^continuing from \S+/step-0*(\d+)$", user.output(), re.M)
     assert not was_asked or f"\nstopped at step {step};" in user.output()
     return int(step)
@@ -236,12 +248,12 @@ def check_continued_curve(user, curves, was_asked=True):
     full = curves["long"], metrics(user.run_dir)
     first_steps = ({step: curve[step] for step in near} for curve in full)
     assert difference(*first_steps, names=["loss", "val_loss"]) < 1e-5
-    # Allow a larger difference over the entire run, because rounding errors grow with the steps.
+    # Allow a larger difference over the entire run, because rounding errors grow with each step.
     assert difference(*full, names=["loss", "val_loss"]) < 1e-3
 
 
 def crash(user):
-    """Kill a rank; with MAX_RESTARTS=0, torchrun does not restart it."""
+    """Kill the ranks on h2; with MAX_RESTARTS=0, torchrun does not restart them."""
     user.cluster.run("h2", ["pkill", "-KILL", "-f", RANKS])
 
 

@@ -20,7 +20,7 @@ CODE = "\n".join(block.text for page in PAGES for block in blocks(page) if block
 
 
 def page():
-    """Run the Python code of the pages in a new module; return the module."""
+    """Run the Python code of docs/your-own-*.md in a new module; return the module."""
     module = types.ModuleType("page")
     exec(CODE, module.__dict__)
     return module
@@ -93,7 +93,11 @@ class Model(torch.nn.Sequential):
 
 
 def run(code, path, stops=None, shards=False):
-    """Train, or resume from a checkpoint, and print a line per step; return the losses by step."""
+    """Train a small model with the pages' code, or resume from a checkpoint in `path`.
+
+    Print a line per step, and return the losses by step. `stops` has one truth value per step: the
+    run stops after the first true value. With `shards`, use FSDP and sharded checkpoints.
+    """
     torch.manual_seed(1)
     model = Model(torch.nn.Linear(8, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 8))
     options = {}

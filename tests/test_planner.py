@@ -35,7 +35,7 @@ PAPER = (
     "--global-batch-size 64 --cpu-offload --recompute full"
 )
 MEASURED = ROOT / "benchmarks/results/planner-cpu-2cores.json"
-# Tiny has 4 layers with 4 matrices of 128 × 128, 3 matrices of 128 × 352, and 2 norms.
+# The model tiny has 4 layers with 4 matrices of 128 × 128, 3 matrices of 128 × 352, and 2 norms.
 TINY_MATRICES = 4 * 128 * 128 + 3 * 128 * 352
 TINY_LAYER, SPLIT_LAYER = TINY_MATRICES + 2 * 128, TINY_MATRICES / 2 + 2 * 128
 # Outside of its layers, tiny has an embedding and a head of 384 × 128, and a norm.
@@ -43,7 +43,7 @@ TINY_ROOT = 2 * 384 * 128 + 128
 
 
 def plan(options):
-    """Return the plan of a command line."""
+    """Return the planner's plan for a command line."""
     return will_it_fit.make_plan(will_it_fit.parse_args(shlex.split(options)))
 
 
@@ -117,8 +117,7 @@ def test_expert_parallel_rank_gathers_only_its_own_experts():
     settings = [setting_from(f"{MIXTURE} --expert-parallel-size {size}") for size in (1, 2, 4)]
     one, two, four = (ShardedMemory(setting, 0) for setting in settings)
     assert one.state == two.state == four.state
-    # The first layer is dense. In the last layer, the experts are divided among
-    # the ranks.
+    # With expert parallelism, group 4, which is the last layer, leaves out the experts.
     others = numbers(two.shapes(4))
     assert numbers(one.shapes(4)) == others + EXPERTS
     assert [step.gathered_bytes(1) for step in (one, two, four)] == [one.gathered_bytes(1)] * 3
@@ -132,7 +131,7 @@ def test_expert_parallel_rank_gathers_only_its_own_experts():
 
 
 def test_experts_send_the_bytes_of_the_readme():
-    """Count 3 passes, as with --recompute full; each sends a token to 2 experts and back."""
+    """Count 3 passes, as with --recompute full; each pass sends a token to 2 experts and back."""
     tokens, passes, micro_batches = 256, 3, 8
     for size in (1, 2, 4):
         setting = setting_from(f"{MIXTURE} --expert-parallel-size {size}")
@@ -283,7 +282,10 @@ def test_lora_is_faster_than_all_weights_as_published():
 
 
 def setting_8b(split, nodes=1, micro_steps=1, flags="", gpus=8):
-    """Return the setting of a way to split, with two samples of 8,192 tokens on each GPU."""
+    """Return the planner's setting for splitting Llama-3.1-8B in the way `split` of SPLITS.
+
+    Each GPU gets micro-batches of two samples of 8,192 tokens.
+    """
     words = f"-m meta-llama/Llama-3.1-8B -s 8192 -b 2 --recompute selective --nodes {nodes} "
     words += f"--gpus-per-node {gpus} --global-batch-size {2 * gpus * nodes * micro_steps} "
     return setting_from(words + SPLITS[split].format(nodes=nodes) + f" {flags}")
@@ -311,7 +313,8 @@ def test_sent_bytes_follow_the_closed_formulas(split, nodes, micro_steps):
     assert step.sent["copy"] == pytest.approx(formula, rel=1e-12)
     if nodes == 1:
         assert step.sent["network"] == 0, "a single node sends something"
-    # A ring of all ranks leaves each node once, through eight adapters. Replicas send only shards.
+    # In a ring of all ranks, each node sends the bytes of one rank to the next node, through eight
+    # network adapters. Replicas send only shards.
     elif split == "FSDP":
         assert step.sent["network"] == pytest.approx(formula / 8, rel=1e-12)
     elif split == "hybrid":
@@ -323,10 +326,10 @@ RECORDED = json.loads(scale.FILE.read_text())
 
 
 def test_published_speeds_are_predicted_as_the_page_says():
-    """Check that the median miss is at most 12%, in fitted rows and in held-out rows.
+    """Check that the median error of a speed is at most 12%, in fitted rows and in held-out rows.
 
-    Only one miss may exceed 30%: the GPUs of this run had almost no free memory, and the planner
-    does not know what this costs.
+    Only one error may exceed 30%: in this row's run, the GPUs had almost no free memory, and the
+    planner does not know how much time this costs.
     """
     misses = {True: [], False: []}
     for row in RECORDED["published"]:
@@ -349,7 +352,7 @@ def test_every_other_row_of_a_source_is_fitted():
 
 
 def test_fitted_numbers_have_the_smallest_loss():
-    """Change each number in use by a tenth: the fitted half is then predicted less well."""
+    """Change each fitted number by a tenth; the planner must then predict the runs less well."""
     runs, _ = fit.published_runs()
     used = {name: value for name, (_, value) in fit.NUMBERS.items()}
     smallest = fit.loss_of(runs, used)
@@ -377,7 +380,7 @@ def test_published_mixtures_are_predicted_as_the_page_says():
 
 
 def test_efficiency_has_the_causes_that_the_page_names():
-    """Change one cause at a time, and compare the share of the peak speed that a GPU reaches."""
+    """Change one setting at a time, and compare the shares of the peak speed that a GPU reaches."""
     base = f"-m {ROOT}/05-large-model/configs/llama-3.1-8b.json --gpus-per-node 1 -s 4096 -b 1"
     base += " --global-batch-size 64"
 
@@ -453,11 +456,11 @@ def jobs_of_pages():
     for block in commands():
         text = block.text.replace("\\\n", " ")
         for line in re.findall(r".*sbatch .*train\.sbatch .*", text):
-            # Plan the fine-tuning of all weights as chapter 05.
+            # Plan fine-tuning/conversations as chapter 05, which trains the same weights.
             as_chapter = line.replace("fine-tuning/conversations", "05-large-model")
             script = re.search(r"(0\d)-[\w-]+/train_llm\.py (.*)", as_chapter)
-            # Skip jobs on CPUs, because the planner knows no speed of CPUs, and jobs that continue
-            # from the model of an earlier job.
+            # Skip jobs on CPUs, because the planner knows no speed of CPUs. Skip jobs that start
+            # from the model of an earlier job, because this model does not exist here.
             skipped = "--device" in line or "--model-name outputs" in line
             if script and not skipped and "--gpus-per-node" in line:
                 yield pytest.param(line, *script.groups(), id=block.name)
@@ -465,7 +468,10 @@ def jobs_of_pages():
 
 @pytest.mark.parametrize(("line", "chapter", "words"), list(jobs_of_pages()))
 def test_job_of_a_page_has_the_time_that_its_stop_takes(line, chapter, words):
-    """Check that SBATCH_SIGNAL has the planner's value, or that train.sbatch's default suffices."""
+    """Check that SBATCH_SIGNAL leaves the seconds that the planner expects for a stop.
+
+    If a command does not set SBATCH_SIGNAL, the default of train.sbatch must leave enough seconds.
+    """
     words = shlex.split(re.sub(r"@(?=\d\d-)", f"@{ROOT}/", words.replace("$", "")))
     nodes, gpus = (re.search(rf"--{name} (\d+)", line) for name in ("nodes", "gpus-per-node"))
     line_of_plan = f"--nodes {nodes[1]} --gpus-per-node {gpus[1]} {shlex.join(words)}"
@@ -616,8 +622,8 @@ def test_mistake_costs_one_line(options, tmp_path, monkeypatch, capsys):
 def check(row):
     """Fail unless the state of training is exactly as planned, and the peak almost as planned.
 
-    The plan misses a peak by at most 0.08%. For a pipeline, the plan is 2.6 to
-    3.2% too high, for an unknown reason.
+    The planned peak differs from the measured peak by at most 0.08%. For a pipeline, the planned
+    peak is 2.6% to 3.2% too high, for an unknown reason.
     """
     assert row["exact"], row
     highest = 1.04 if "--pipeline" in row["flags"] else 1.001
@@ -651,7 +657,10 @@ def test_runs_are_as_planned(tmp_path):
 
 
 def test_setting_that_cannot_run_keeps_the_other_settings(models, monkeypatch, capsys):
-    """Plan gpt-oss, whose experts change a tensor that selective recomputation has stored."""
+    """Plan gpt-oss, whose experts change a tensor that selective recomputation has stored.
+
+    The planner must report that this setting has no plan, and plan the other settings.
+    """
     names = ["05 --recompute selective", "05 --recompute full"]
     settings = {name: will_it_fit.SETTINGS[name] for name in names}
     monkeypatch.setattr(will_it_fit, "SETTINGS", settings)

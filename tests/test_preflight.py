@@ -40,7 +40,8 @@ def test_thousand_healthy_ranks_have_no_finding(device):
     assert findings_of(healthy_reports(), device) == []
 
 
-# Each check has the value that rank 16 reports, the level of the finding, and a part of its text.
+# Each check has the value that rank 16 reports, the finding's level, and a part of the finding's
+# text.
 FAULTS = {
     "python": ("3.12.1", "warning", "3.12.1 (usual: 3.11.7)"),
     "transformers": ("not installed", "no-go", "not installed (usual: 5.23.0)"),
@@ -104,7 +105,7 @@ def test_only_the_slow_host_measures_a_slow_link(monkeypatch, num_ranks):
 # ---- one rank in this process ------------------------------------------------------------------
 @pytest.fixture
 def run_rank(no_group, monkeypatch, capsys, tmp_path):
-    """Return a function that runs one of two ranks in this process, and returns its error line."""
+    """Return a function that runs one of two ranks in this process, and returns the error line."""
     monkeypatch.setattr(preflight.os, "_exit", sys.exit)
     # Skip the wait that lets rank 0 report its error first.
     monkeypatch.setattr(preflight.time, "sleep", lambda _: None)

@@ -56,7 +56,7 @@ def write_shards(folder, num_shards, num_documents, seed=0):
 
 
 def prepare(output, *words, part="0/1", status=0):
-    """Run prepare.py for one part, with small pieces; return its output."""
+    """Run prepare.py for the part `part`, such as 1/3, with small pieces; return the output."""
     return preparing.prepare(output, "--piece", 3000, "--part", part, *words, status=status)
 
 
@@ -372,7 +372,7 @@ def test_ranks_wait_for_a_piece_without_a_collective_and_report_it(tmp_path, sta
 
 
 def test_piece_that_appears_after_the_end_of_its_part_is_not_missed(tmp_path, load, monkeypatch):
-    """Show a piece only after the file that ends its part, as a shared file system may."""
+    """Let a piece appear after the file that ends its part, as a shared file system may."""
     chapter, late = load("01"), tmp_path / "o.tokens/000003.tokens"
     write_shards(tmp_path / "shards", 3, 60)
     for part in ("0/2", "1/2"):

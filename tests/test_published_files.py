@@ -27,7 +27,7 @@ from runs import have_same_weights, validation_loss
 ARGS = [*SHORT, "--num-steps", 2, "--eval-every", 2, "--checkpoint-every", 2, "--pretrained"]
 ARGS += ["-s", 32, "--global-batch-size", 4, "--batch-size", 2, "--eval-samples", 4]
 SHARDS = {"max_shard_size": "100KB"}
-# Each kind of published folder has the family of its model, and options of make_hub_folder().
+# Each value has the family of a model, and the options that make_hub_folder() needs to save it.
 FOLDERS = {
     "tied": ("qwen3", SHARDS),
     "many files": ("mistral", SHARDS | {"dtype": torch.float32}),
@@ -37,14 +37,17 @@ FOLDERS = {
 # transformers saves each expert of these mixtures under a separate name.
 MIXTURES = ["deepseek_v3", "mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2"]
 MIXTURES += ["flex_olmo", "exaone_moe"]
-# Each kind of folder has the chapters that train its model. Only chapter 05, which reads the files
-# itself, trains the kinds that are not listed.
+# For each folder, these chapters train its model, in addition to chapter 01. For a folder that is
+# not listed, only chapter 05 does, because it reads the files itself.
 CHAPTERS = dict.fromkeys(MIXTURES, "04 05 07 08 09")
 CHAPTERS |= {"tied": "04 05 06 07 08", "many files": "05 06 07"}
 
 
 def publish(models, root, kind):
-    """Save a model in the format of a kind of published folder; return the folder."""
+    """Save a model as FOLDERS specifies for `kind`, or a mixture of the family `kind`.
+
+    Return the model's folder.
+    """
     if kind in FOLDERS:
         family, options = FOLDERS[kind]
         return make_hub_folder(models, root, family, **options)
@@ -112,7 +115,7 @@ UNFIT_FOR_05 = UNFIT | {
 
 @pytest.fixture(scope="module")
 def unfit(layout_models, tmp_path_factory):
-    """Return a folder with copies of a small Llama, each with a fault in its files."""
+    """Return a folder with copies of a small Llama; the files of each copy have a fault."""
     root = tmp_path_factory.mktemp("unfit")
     good = make_hub_folder(layout_models, root, "llama")
     weights = load_file(good / "model.safetensors")

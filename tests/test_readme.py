@@ -81,7 +81,7 @@ def test_command_prints_what_its_readme_shows(block, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("block", RUNS, ids=lambda block: block.sample)
 def test_run_begins_as_its_readme_shows(block, tmp_path):
-    """Run until the last step before the sample's dots; an exhaustive test above runs all steps."""
+    """Run only until the last step before the sample's dots, because all steps take minutes."""
     head, _, _ = sample_of(block).partition("...\n")
     step = max(map(int, re.findall(r"^step (\d+)", head, re.M)))
     text = f"{block.text.rstrip()} --num-steps {max(step, 1)} --eval-every 1000"
@@ -112,7 +112,10 @@ def differences(expected, output):
 
 
 def same_line(words, other_words):
-    """Return whether two lines have the same words, and numbers that differ by at most 0.1%."""
+    """Return whether two lines have the same words, and numbers that differ by at most 0.1%.
+
+    Ignore each value after a word of MEASURED.
+    """
     same_length = len(words) == len(other_words)
     triples = zip(["", *words], words, other_words, strict=False)
     return same_length and all(
@@ -161,7 +164,7 @@ def test_command_for_the_hub_runs_on_a_stand_in(block, stand_in, tmp_path):
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_practice_cluster_stops_requeues_and_cancels_a_job(tmp_path):
-    """Run the commands of the README's section on the practice cluster unchanged."""
+    """Type the READMEs' commands for the practice cluster unchanged into the cluster's shell."""
     if reason := missing_requirement():
         pytest.skip(reason)
     status, output = samples.practise(tmp_path, timeout=560)

@@ -65,7 +65,7 @@ def test_longer_run_applies_the_settings_that_it_reports(finished):
 
 
 def test_checkpoints_behind_links_survive(finished, tmp_path):
-    """Move a checkpoint and a model to another disk, and leave links, as a user may."""
+    """Move a checkpoint and a model out of the run's folder, and leave links, as a user may."""
     run_dir, start = finished
     (tmp_path / "disk").mkdir()
     contents = {}
@@ -95,7 +95,7 @@ def test_pruning_keeps_the_newest_and_removes_what_a_kill_leaves(finished):
 
 
 def test_row_that_a_kill_has_cut_changes_no_other_row(finished):
-    """Check that readers of metrics.jsonl skip the cut row, and that the run repeats its step."""
+    """Check that readers of metrics.jsonl skip the cut row; the run must write the row again."""
     run_dir, start = finished
     path = run_dir / "metrics.jsonl"
     complete, rows = metrics(run_dir), path.read_text().splitlines(keepends=True)

@@ -13,7 +13,8 @@ from chapters import chapters
 from conftest import ROOT, run_command
 from readme import blocks
 
-# For the text of an error, one of the first three results must lead to this place.
+# If a reader searches for the text of an error, one of the first three results must lead to this
+# section of a page.
 ENTRIES = {
     "out of memory": "diagnosing-errors/faults.html#device-out-of-memory",
     "nccl timeout": "docs/questions.html#row-nccl-timed-out",
@@ -98,7 +99,10 @@ def test_diff_marks_changed_words(site):
 # ---- in a browser ----------------------------------------------------------------------------
 @pytest.fixture
 def page(browser):
-    """Open an empty page; in the end, check that its pages requested only files."""
+    """Open an empty browser tab; after the test, check that the tab has requested only local files.
+
+    No script on a page may have raised an error.
+    """
     page = browser.new_page(viewport={"width": 1440, "height": 900}, reduced_motion="reduce")
     requested, errors = [], []
     page.on("request", lambda request: requested.append(request.url))

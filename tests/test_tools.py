@@ -106,7 +106,7 @@ def test_each_token_is_counted_once_with_the_context_of_its_window(models, strid
     tokens, expected, counted = torch.arange(25) % 11, 0.0, 0
     args = argparse.Namespace(seq_length=8, stride=stride, batch_size=5)
     for position in range(1, 25):
-        # This is the start of the first window that contains the position.
+        # This is the start of the first window that contains the token at `position`.
         start = max(0, math.ceil((position - 7) / stride) * stride)
         # Without an overlap, the first token of a window has no context.
         if start < position:

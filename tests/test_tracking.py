@@ -43,7 +43,10 @@ def start(tmp_path):
 
 
 def rows_in_events(run_dir):
-    """Return the 32-bit metrics that TensorBoard reads, by step, or None if there is no file."""
+    """Return the metrics that TensorBoard reads, by step, or None if there is no file.
+
+    The metrics are 32-bit numbers.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events, rows = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}), {}
@@ -60,7 +63,7 @@ def rows_in_events(run_dir):
 
 
 def values_in_metrics(run_dir, kind):
-    """Return the metrics in metrics.jsonl by step; skip metrics that have no value."""
+    """Return the metrics in metrics.jsonl by step, converted with `kind`; skip empty metrics."""
     rows = {}
     for step, row in metrics(run_dir).items():
         values = {name: value for name, value in row.items() if name != "step"}
@@ -140,7 +143,7 @@ def test_mlflow_gets_each_new_value_once(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("chapter", ["03", exhaustive("08")])
 def test_patched_chapter_tracks_each_rank(tmp_path, chapter):
-    """Apply the page's patch, but start a wandb run on each rank instead of each node."""
+    """Apply each-node.patch, but start a wandb run on each rank instead of each node."""
     script = tmp_path / "train_llm.py"
     subprocess.run(["patch", "--output", script, SCRIPTS[chapter], PATCH], check=True)
     change_file(script, 'is_tracked = os.environ["LOCAL_RANK"] == "0"', "is_tracked = True")

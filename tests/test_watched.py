@@ -138,7 +138,10 @@ class Tokens(torch.nn.Module):
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Count the steps of this process; restore torch's functions after the test."""
+    """Return a watched.Steps, which counts the optimizer's steps in this process.
+
+    After the test, restore the functions of torch that it replaces.
+    """
     monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
     monkeypatch.setattr(torch.nn.Embedding, "forward", torch.nn.Embedding.forward)
     handles = []
@@ -150,7 +153,7 @@ def steps(monkeypatch):
 
 
 def train(optimizer_class, count=4, infinite_step=None, **options):
-    """Train for some steps, each on a different batch; one step may have an infinite loss."""
+    """Train for `count` steps on different batches; step `infinite_step` has an infinite loss."""
     model = Tokens()
     optimizer = optimizer_class(model.parameters(), lr=0.1, **options)
     for step in range(1, count + 1):

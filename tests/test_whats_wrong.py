@@ -94,7 +94,7 @@ def judged(facts):
 
 # ---- hangs and ends ------------------------------------------------------------------------------
 def failed(text):
-    """Return the changes to the heartbeat of a rank that failed with this error."""
+    """Return the changes to the heartbeat of a rank that failed with the error `text`."""
     return {"end": "failed", "error": f"Traceback (most recent call last):\n{text}"}
 
 

@@ -56,7 +56,7 @@ def missing_requirement():
 def wait_until(condition, seconds, description):
     """Call `condition()` until its value is true, and return this value.
 
-    Raise ClusterError if the value is still false after `seconds`.
+    Raise ClusterError, with the text `description`, if the value is still false after `seconds`.
     """
     deadline, pause = time.monotonic() + seconds, 0.02
     while not (value := condition()):
@@ -69,7 +69,10 @@ def wait_until(condition, seconds, description):
 
 
 def expect_line(process, word):
-    """Read the next line that a starting process prints; raise ClusterError if it is not `word`."""
+    """Read one line that a process prints.
+
+    If the line is not `word`, kill the process, and raise ClusterError with the process's output.
+    """
     line = process.stdout.readline()
     if line.strip() != word:
         process.kill()
@@ -77,15 +80,21 @@ def expect_line(process, word):
 
 
 class Cluster:
-    """Start the hosts head, h1 and h2; h1 and h2 are Slurm nodes with two fake GPUs each."""
+    """Run the hosts head, h1 and h2 during a `with` block.
+
+    h1 and h2 are Slurm nodes with two fake GPUs each.
+    """
 
     def __enter__(self):
-        """Start all hosts; when this process ends, the kernel ends them."""
+        """Start all hosts, wait until Slurm can run jobs on h1 and h2, and return the cluster.
+
+        When this process ends, the kernel ends all processes of the hosts.
+        """
         if reason := missing_requirement():
             raise ClusterError(reason)
         self.folder = Path(tempfile.mkdtemp(prefix="cluster-"))
         self._children = []
-        # Map each host to the `unshare` process that made the namespaces of the host.
+        # This dictionary has, by host, the `unshare` process that made the host's namespaces.
         self._boots = {}
         try:
             self._write_files()
@@ -111,7 +120,7 @@ class Cluster:
     # ---- commands on a host
 
     def popen(self, host, command, env=None, cwd=None, **options):
-        """Start a command, or a line of bash, on a host; return its subprocess.Popen.
+        """Start a command, or a line of bash, on a host; return a subprocess.Popen.
 
         Popen.pid is the pid of the `nsenter` that waits for the command. To signal the command, use
         `run(host, ["pkill", ...])`.
@@ -127,9 +136,10 @@ class Cluster:
         return process
 
     def run(self, host, command, timeout=60, check=True, **options):
-        """Run a command on a host; return its CompletedProcess, with `stdout` and `stderr` as text.
+        """Run a command on a host; return a CompletedProcess, with `stdout` and `stderr` as text.
 
-        If `check` is true and the command fails, raise ClusterError with the command's output.
+        If `check` is true and the command fails, raise ClusterError with the command's output. If
+        the command runs longer than `timeout` seconds, raise subprocess.TimeoutExpired.
         """
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
         process = self.popen(host, command, stderr=subprocess.PIPE, **streams, **options)
@@ -160,7 +170,7 @@ class Cluster:
         self._on_switch(f"ip link set {host} down")
 
     def block_port(self, host, port):
-        """Let a host drop all packets that other hosts send to one of its TCP ports."""
+        """Let a host drop all packets that other hosts send to its TCP port `port`."""
         rules = "add table inet faults; "
         rules += "add chain inet faults input { type filter hook input priority 0; }; "
         rules += f"add rule inet faults input iifname eth0 tcp dport {port} drop"
@@ -175,7 +185,7 @@ class Cluster:
     # ---- Slurm
 
     def job(self, job):
-        """Return Slurm's record of a job as a dictionary, such as {"JobState": "RUNNING"}."""
+        """Return Slurm's record of the job with the ID `job`, such as {"JobState": "RUNNING"}."""
         text = self.run("head", ["scontrol", "--oneliner", "show", "job", job]).stdout
         return dict(pair.split("=", 1) for pair in text.split() if "=" in pair)
 
@@ -196,9 +206,12 @@ class Cluster:
         (etc / "ssh/ssh_known_hosts").write_text(f"* {public}")
 
     def _boot(self, command):
-        """Start a process that the kernel ends with this process; connect pipes to its streams."""
+        """Start a command that the kernel kills when this process ends; return a Popen.
+
+        The command's stdin and stdout are pipes, and stderr goes to the same pipe as stdout.
+        """
         # If this process ends before setpriv runs, the kernel sends no signal. So start the command
-        # only if its parent is still this process.
+        # only if this process is still the parent of `sh`.
         owned = ["setpriv", "--pdeathsig=KILL", "sh", "-c"]
         owned += [f'[ $PPID = {os.getpid()} ] && exec "$@"', "sh"]
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -230,7 +243,7 @@ class Cluster:
         return process
 
     def _wait_for_nodes(self, *nodes):
-        """Wait until Slurm can run jobs on these nodes."""
+        """Wait until Slurm can run jobs on all `nodes`; raise ClusterError after 60 seconds."""
 
         def usable():
             query = ["sinfo", "--noheader", "--Node", "--format=%N %T"]
@@ -254,7 +267,7 @@ class Cluster:
         wait_until(has_ended, 20, f"all processes of {host} have ended")
 
     def _on_switch(self, command, check=True):
-        """Run a command in the network namespace of the switch."""
+        """Run a command in the network namespace of the switch that connects the hosts."""
         enter_network = f"nsenter --target={self._switch.pid} --net".split()
         subprocess.run([*enter_network, *command.split()], check=check, capture_output=not check)
 

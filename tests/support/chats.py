@@ -69,10 +69,13 @@ TEMPLATES |= {"chatml": CHATML}
 
 
 def expected_documents(name, messages):
-    """Return the documents of a conversation, each as a list of (text, whether it is learned)."""
+    """Return the documents that a conversation must become with the template `name`.
+
+    Each document is a list of pairs (text, whether the text is learned).
+    """
     ends = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
-    # These templates change an answer when another turn follows it, so each answer must end a
-    # document of its own.
+    # The template phi3 changes an answer when another turn follows, and qwen3 removes the answer's
+    # thoughts. So each answer must end a document of its own.
     if name == "phi3":
         return [phi3_document(messages[: end + 1]) for end in ends]
     if name == "qwen3" and any("</think>" in messages[end]["content"] for end in ends[:-1]):
@@ -81,14 +84,22 @@ def expected_documents(name, messages):
 
 
 def phi3_document(messages):
-    """Return a document that ends with the end-of-text token; only the last answer is learned."""
+    """Return a conversation as the template phi3 writes it, with <|endoftext|> at the end.
+
+    The document is a list of pairs (text, whether the text is learned); only the last answer is
+    learned.
+    """
     texts = [f"<|{turn['role']}|>\n{turn['content']}<|end|>\n" for turn in messages[:-1]]
     answer = f"{messages[-1]['content']}<|end|>\n<|endoftext|>"
     return [("".join(texts) + "<|assistant|>\n", False), (answer, True)]
 
 
 def last_answer(messages):
-    """Return a document with only the last answer learned, and no thoughts in earlier answers."""
+    """Return a conversation as the template qwen3 writes it, without thoughts in earlier answers.
+
+    The document is a list of pairs (text, whether the text is learned); only the last answer is
+    learned.
+    """
     document = []
     for turn in messages[:-1]:
         content = turn["content"].split("</think>")[-1].lstrip("\n")
@@ -98,7 +109,10 @@ def last_answer(messages):
 
 
 def turn_text(name, turn):
-    """Return the text of a turn as a list of (text, whether it is learned)."""
+    """Return a turn as the template `name` writes it.
+
+    The turn is a list of pairs (text, whether the text is learned).
+    """
     role, content = turn["role"], turn["content"]
     is_answer = role == "assistant"
     if name == "built-in":
@@ -114,7 +128,10 @@ def turn_text(name, turn):
 
 
 def trim(document, name):
-    """Add the text that a template puts before the first turn, and drop a final line break."""
+    """Return a document with the start of its template, and without a final line break.
+
+    The start is the text that the template `name` puts before the first turn.
+    """
     start = [("<s>system, 2024-07-26, 26 Jul 2024", False)] if name == "llama3" else []
     if name == "chatml" and not document[0][0].endswith("system\n"):
         start = [("<|im_start|>system\nHelp.<|im_end|>\n", False)]
@@ -123,7 +140,7 @@ def trim(document, name):
 
 
 def conversations(number=24):
-    """Return conversations of one or two rounds; some of them have a system turn or thoughts."""
+    """Return `number` conversations of one or two rounds, some with a system turn or thoughts."""
     found = []
     for index in range(number):
         turns = [{"role": "system", "content": f"Rule {index}."}] * (index % 3 == 0)
@@ -151,7 +168,10 @@ def prepare_rows(folder, rows, *flags):
 
 
 def prepare_conversations(folder, number=24, model="tiny", seq_length=256):
-    """Tokenize conversations, unless an earlier test has; return the folder of tokens."""
+    """Tokenize `number` conversations; return the folder of tokens.
+
+    If an earlier test has already tokenized these conversations, do not tokenize them again.
+    """
     folder = folder / f"{number}-{seq_length}-{Path(model).name}"
     if not folder.exists():
         folder.mkdir()
@@ -161,7 +181,10 @@ def prepare_conversations(folder, number=24, model="tiny", seq_length=256):
 
 
 def prepare_pairs(folder, number=24, model="tiny", seq_length=256):
-    """Tokenize pairs of answers, unless an earlier test has; return the folder of tokens."""
+    """Tokenize `number` pairs of answers; return the folder of tokens.
+
+    If an earlier test has already tokenized these pairs, do not tokenize them again.
+    """
     folder = folder / f"pairs-{number}-{seq_length}-{Path(model).name}"
     if not folder.exists():
         folder.mkdir()
@@ -170,7 +193,10 @@ def prepare_pairs(folder, number=24, model="tiny", seq_length=256):
 
 
 def pairs(number=24):
-    """Return chosen and rejected answers in three formats of data sets; either may be longer."""
+    """Return `number` rows, each with a chosen and a rejected answer to a prompt.
+
+    The rows have three formats of data sets. Either of the two answers may be longer.
+    """
     rows = []
     for index, turns in enumerate(conversations(number)):
         *prompt, chosen = turns
@@ -207,7 +233,10 @@ def prepare(chapter, *words):
 
 
 def split_documents(chapter, samples):
-    """Split samples into documents without padding; return tuples of pairs (token, is learned)."""
+    """Split samples into documents; leave out documents without learned tokens, such as padding.
+
+    Each document is a tuple of pairs (token, whether the token is learned).
+    """
     documents = []
     for sample in samples.tolist():
         for token in sample:
@@ -225,7 +254,7 @@ def documents_of_step(chapter, args, train_set):
 
 
 def plain_model(model, dtype=torch.float64):
-    """Return a model of transformers with the weights of a sharded model, but without adapters."""
+    """Return an unsharded copy of a sharded model, with numbers of `dtype` and without adapters."""
     # Copy the configuration, because set_attn_implementation() changes it in place.
     plain = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=dtype)
     # Gather the sharded weights, and copy the buffers, which are not sharded.
@@ -253,7 +282,7 @@ def loss_of_documents(model, documents):
 
 
 def distances(chapter, args, model, train_set, loss, gradients):
-    """Compute the loss and the gradients of step 1, and compare them with a reference.
+    """Compute the loss and the gradients of step 1; compare them with `loss` and `gradients`.
 
     Return the difference of the losses, and the largest relative difference of a gradient.
     """

@@ -7,9 +7,10 @@ from runs import kill, wait_for
 
 
 def check_two_ranks_fail(chapter, args, expected, logs, folder):
-    """Check that one of two ranks prints an error line, and that the run writes no file.
+    """Check that exactly one of two ranks reports the error `expected`.
 
-    When one rank fails, end the other rank, as torchrun would.
+    When one rank fails, end the other rank, as torchrun would. The run must write no file to
+    `folder`.
     """
     processes = start_ranks(2, [SCRIPTS[chapter], *args, "--save-dir", folder], logs)
     wait_for(lambda: False, processes)
@@ -25,9 +26,10 @@ def check_two_ranks_fail(chapter, args, expected, logs, folder):
 
 
 def check_bad_gradient(results, run_dir, every):
-    """Check that a gradient that is not finite stopped all ranks, and was not saved.
+    """Check that a gradient that is not finite has stopped all ranks, and is in no checkpoint.
 
-    The run must have only the checkpoints from before the bad gradient.
+    The run saves every `every` steps. It must have all checkpoints from before the bad gradient,
+    but no later checkpoint.
     """
     output = "".join(result["stdout"] + result["stderr"] for result in results)
     assert {result["status"] for result in results} == {2}, output

@@ -17,7 +17,10 @@ from step_watch import Watch
 
 
 def main():
-    """Train with a chapter's script; let rank 0 write the counts in the dry run's JSON format."""
+    """Train with a chapter's script; let rank 0 write a JSON file with the bytes that it sends.
+
+    The file has one row per step and kind of collective, as under `sent` in the dry run's JSON.
+    """
     output, script, *words = sys.argv[1:]
     options = dry_run.parse_args(["--gpus", "1", "--", script])
     chapter, watch = load(script), Watch(options)

@@ -10,7 +10,10 @@ from recorded import load
 
 
 def main():
-    """Compute the loss of one batch per case; write the dtypes of the experts' products by case."""
+    """Compute the loss of one batch per case, and write a JSON file.
+
+    The file has, by case, the dtypes of the products of tokens and expert weights.
+    """
     cases, result, script = sys.argv[1:]
     chapter, types = load(script), {}
     for name, arguments in json.loads(Path(cases).read_text()).items():

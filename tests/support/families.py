@@ -30,7 +30,7 @@ SIZES = {
     0: "pad_token_id",
 }
 SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
-# Small models of these families need additional settings.
+# Small models of these families need these settings in addition to the sizes in SMALL.
 OWN_SETTINGS = {
     "axk1": {"n_group": 2, "topk_group": 1},
     "codegen": {"n_head": 4},
@@ -117,10 +117,10 @@ def fast_byte_tokenizer():
 
 
 def save_small_model(family, folder):
-    """Save the configuration of a small model, and a tokenizer of bytes.
+    """Save the configuration of a small model of a family, and a byte tokenizer, to `folder`.
 
-    `family` may end with a setting, as in VARIANTS. Raise ValueError if the tests cannot compare a
-    small model of this family.
+    `family` may end with a setting, such as `llama+tie_word_embeddings=true`. Raise ValueError if
+    the tests cannot compare a small model of this family.
     """
     kind, *settings = family.split("+")
     if kind in NOT_COMPARED:
@@ -150,7 +150,10 @@ def save_small_model(family, folder):
 def make_hub_folder(
     models, root, family, max_shard_size="5GB", dtype=torch.bfloat16, headless=False
 ):
-    """Save a model in the format of models on the hub; return the model's folder."""
+    """Save a model with random weights in the format of the hub; return the model's folder.
+
+    With `headless`, leave out the output layer.
+    """
     folder = root / f"{family}-{max_shard_size}-{str(dtype)[6:]}{'-headless' * headless}"
     torch.manual_seed(1)
     config = AutoConfig.from_pretrained(models / family)

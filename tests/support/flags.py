@@ -12,14 +12,14 @@ ADDERS = {"add", "add_argument"}
 
 @functools.cache
 def declared_flags(script):
-    """Return the flags that a script declares in its source."""
+    """Return the set of flags that a script accepts; read the flags in the script's source."""
     flags = {"-h", "--help"}
     # The planner's scripts accept all flags of the newest chapter, too.
     if script.startswith("tools/planner/"):
         flags |= declared_flags(max(map(str, ROOT.glob("[0-9][0-9]-*/train_llm.py"))))
     if script == "tools/evaluate.py":
         flags |= declared_flags("01-single-gpu/train_llm.py")
-    # Add the flag that all benchmarks share, which the harness declares.
+    # Add the flag that all benchmarks share, which harness.py declares.
     if script.startswith("benchmarks/") and script != "benchmarks/harness.py":
         flags |= declared_flags("benchmarks/harness.py")
     for node in ast.walk(ast.parse((ROOT / script).read_text())):
@@ -34,7 +34,7 @@ def declared_flags(script):
 
 
 def unknown_flags(text):
-    """Return a pair (script, flag) for each flag in a bash block that its script does not declare.
+    """Return a pair (script, flag) for each flag in a bash block that is unknown to its script.
 
     Some flags have no script before them: flags after a variable such as `$train`, and flags in a
     file of arguments, where lines begin with a flag. Every chapter in the block must declare these

@@ -42,9 +42,9 @@ IGNORED_VARIABLES += ("_TORCHINDUCTOR_", "HF_XET_")
 
 
 class Server:
-    """Start scripts as forks, or as new processes if the environment has changed."""
+    """Start scripts as forks, or as new processes if a test has changed environment variables."""
 
-    # conftest.py sets this to the environment of the test session.
+    # conftest.py replaces None with the environment variables at the start of the tests.
     environment = None
 
     def start(self, command, variables, out, err=None):
@@ -92,22 +92,22 @@ class Forked(FORKS.Process):
 
 
 def current_environment():
-    """Return the environment variables, except those that do not affect a script."""
+    """Return all environment variables, except variables that do not affect a script."""
     names = [name for name in os.environ if not name.startswith(IGNORED_VARIABLES)]
     return {name: os.environ[name] for name in names}
 
 
 def run_script(command, env, out, err):
-    """Run a script in this forked process, as `python SCRIPT ARGUMENTS` would."""
-    # PR_SET_PDEATHSIG: the kernel kills this process when the server ends.
+    """Run a script in this forked process, as `python SCRIPT ARGUMENTS >out 2>err` would."""
+    # Option 1 is PR_SET_PDEATHSIG: the kernel kills this process when the server ends.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.setsid()
     for name, descriptor in ((out, 1), (err, 2)):
         file = os.open(name, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, descriptor)
         os.close(file)
-    # A failed rank sleeps for 10 seconds, so that its launcher can end it. Shorten this sleep under
-    # run_jobs(), which has two files per rank, because it waits until all ranks have ended.
+    # A failed rank sleeps for 10 seconds, so that the launcher can end the rank. Shorten this sleep
+    # if run_jobs(), which uses two files per rank, has started the ranks and waits until they end.
     if out != err:
         sleep = time.sleep
         time.sleep = lambda seconds: sleep(0.1 if seconds == 10 else seconds)

@@ -6,7 +6,10 @@ import will_it_fit
 
 
 def write_config(path, framework, *words, stage=3):
-    """Write the framework's configuration file for these planner flags and this ZeRO stage."""
+    """Write a framework's configuration file to `path`, and return `path`.
+
+    The planner writes the file for its flags `words` and the ZeRO stage `stage`.
+    """
     if stage < 3:
         words = (*words, "--no-reshard-after-forward")
     args = will_it_fit.parse_args([*map(str, words), "--write-config", framework, str(path)])

@@ -30,10 +30,10 @@ def tensors_of(model, optimizer):
 
 
 def events_of_steps(chapter, *words):
-    """Profile three training steps; return the names of all operations, and the model.
+    """Profile three training steps; return the names of the operations, and the model.
 
-    The names of the optimizer's own operations are left out. In a chapter with DDP, the returned
-    model is wrapped in DDP.
+    The operations inside AdamW's kernel are left out. In a chapter with DDP, the returned model is
+    wrapped in DDP.
     """
     flags = [*FLAGS, "--config", "num_hidden_layers=1"]
     args, model, optimizer, train_set, _ = prepare_training(chapter, *flags, *words)
@@ -53,8 +53,8 @@ def events_of_steps(chapter, *words):
 def in_optimizer(event):
     """Return whether AdamW's kernel caused this event.
 
-    On a CPU, the kernel reads its step counters, which looks like waiting for a GPU. On a GPU, it
-    does not read them.
+    On a CPU, the kernel reads AdamW's step counters with operations of SYNC_OPS. On a GPU, the
+    kernel does not read the counters.
     """
     while event and event.name != "aten::_fused_adamw_":
         event = event.cpu_parent

@@ -4,10 +4,10 @@ import pytest
 
 
 def slow(*values):
-    """Return test parameters with the mark `slow`."""
+    """Return the values of a test case as one pytest.param with the mark `slow`."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def exhaustive(*values):
-    """Return test parameters with the mark `exhaustive`."""
+    """Return the values of a test case as one pytest.param with the mark `exhaustive`."""
     return pytest.param(*values, marks=pytest.mark.exhaustive)

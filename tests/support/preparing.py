@@ -14,7 +14,7 @@ MODULE = recorded.load(TOOL)
 
 
 def prepare(output, *words, status=0):
-    """Run prepare.py with one worker; check the exit status, and return the output."""
+    """Run prepare.py with one worker; check that it exits with `status`, and return its output."""
     command = ["prepare.py", "-o", output, "--workers", 1, *words]
     out, found = Captured(), 0
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(out):

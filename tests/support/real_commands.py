@@ -23,18 +23,15 @@ class RealCommand:
 
     @property
     def gpu(self):
-        """Return the kind of the GPUs; the guide uses fp16 only on GPUs without bf16."""
-        # The file of arguments for this mixture was planned for H200s.
+        """Return the GPU's name for the planner; the guide uses fp16 only on GPUs without bf16."""
+        # The first lines of this file of arguments name GPUs of 141 GB, which are H200s.
         if "@09-expert-parallel/configs/qwen3-30b-a3b.args" in self.arguments:
             return "H200-141GB"
         return "T4-16GB" if "fp16" in self.arguments else "H100-80GB"
 
 
 def real_commands():
-    """Return all commands of the guide for GPUs, except the frameworks' commands.
-
-    The frameworks have no dry run.
-    """
+    """Return the guide's commands for GPUs, but leave out the frameworks, which have no dry run."""
     found = [*from_docstrings(), *from_pages(), *from_argument_files()]
     others = {str(SCRIPTS[name].relative_to(ROOT)) for name in FRAMEWORKS}
     return [command for command in found if command.script not in others]
@@ -55,7 +52,10 @@ def from_pages():
 
 
 def from_argument_files():
-    """Yield a command for each file of arguments, with the GPUs and samples of its first lines."""
+    """Yield a command for each file of arguments.
+
+    The first lines of the file give the number of GPUs and the number of samples per step.
+    """
     for path in sorted(ROOT.glob("*/configs/*.args")):
         name, text = str(path.relative_to(ROOT)), path.read_text()
         script = SCRIPTS[re.match(r"# For chapter (\d\d)", text)[1]].relative_to(ROOT)
@@ -74,7 +74,8 @@ def commands_in(name, text):
         scripts = [word for word in words if word.endswith("train_llm.py")]
         if scripts:
             arguments = words[words.index(scripts[-1]) + 1 :]
-            # A model of an earlier run does not exist here, so keep the model that it started from.
+            # The model of an earlier run does not exist here, so drop the flag and the path that
+            # name this model.
             for word in [word for word in arguments if word.startswith("outputs/")]:
                 position = arguments.index(word)
                 del arguments[position - 1 : position + 1]

@@ -12,7 +12,7 @@ def load(path):
 
 
 def trained(folder):
-    """Return the sample at each position of the stream that a run has trained on.
+    """Return a dictionary from positions in the stream to the samples that a run has trained on.
 
     Each rank has recorded its samples in a file ATTEMPT.RANK.jsonl. If several attempts have
     trained on a position, the last attempt counts.

@@ -18,7 +18,10 @@ WATCHED = ROOT / "diagnosing-errors/watched.py"
 
 
 def copy_run(run_dir, step, copy):
-    """Copy a run without its model and the checkpoints after `step`, but with all its metrics."""
+    """Copy the folder of a run to `copy`, without the model and the checkpoints after `step`.
+
+    The copy keeps the metrics of all steps.
+    """
     shutil.copytree(run_dir, copy)
     shutil.rmtree(copy / "model")
     for finished in copy.glob("finished-*"):
@@ -39,7 +42,10 @@ def read_checkpoint(run_dir, step):
 
 
 def newest_step(run_dir):
-    """Return the step of the newest checkpoint; fail if a checkpoint cannot be loaded."""
+    """Return the step of the newest checkpoint, or 0 if there is none.
+
+    Load every checkpoint; fail if a checkpoint cannot be loaded, or has the wrong step.
+    """
     steps = sorted(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*"))
     for step in steps:
         adam = read_checkpoint(run_dir, step)["optimizer"]
@@ -68,7 +74,10 @@ def kill(processes):
 
 
 def wait_for(condition, processes, seconds=120):
-    """Wait until `condition` holds or a process ends; return whether all processes still run."""
+    """Wait until `condition` holds or a process ends; return whether all processes still run.
+
+    Fail if neither happens within `seconds`.
+    """
     deadline = time.monotonic() + seconds
     while all_running(processes) and not condition():
         assert time.monotonic() < deadline, f"the condition did not hold within {seconds} s"
@@ -77,7 +86,7 @@ def wait_for(condition, processes, seconds=120):
 
 
 def arguments_of(run_dir, step):
-    """Return the arguments in a checkpoint; a checkpoint with shards stores them as JSON."""
+    """Return the arguments in a checkpoint as a dictionary; sharded checkpoints store JSON."""
     args = read_checkpoint(run_dir, step)["args"]
     return args if isinstance(args, dict) else json.loads(args)
 
@@ -90,7 +99,7 @@ def has_weights_of(model, checkpoint):
 
 
 def have_same_weights(run_dir, other_run_dir, tolerance=0):
-    """Return whether the exported models of two runs have the same weights."""
+    """Return whether the exported models of two runs have the same weights, up to `tolerance`."""
     weights, others = (
         AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
         for folder in (run_dir, other_run_dir)
@@ -102,7 +111,10 @@ def have_same_weights(run_dir, other_run_dir, tolerance=0):
 
 
 def evaluate_export(run_dir, step, chapter):
-    """Return the validation loss of a run's exported model, which has the weights of `step`."""
+    """Check that a run has exported the weights of checkpoint `step`; return their loss.
+
+    The loss is the mean loss on the run's held-out samples.
+    """
     model, info = AutoModelForCausalLM.from_pretrained(run_dir / "model", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     config = json.loads((run_dir / "model/config.json").read_text())
@@ -113,7 +125,7 @@ def evaluate_export(run_dir, step, chapter):
 
 
 def validation_loss(model, run_dir, step, chapter):
-    """Return the loss of a model on the held-out samples of a run.
+    """Return the mean loss of a model on the held-out samples of a run.
 
     The arguments in checkpoint `step` select these samples.
     """

@@ -25,12 +25,12 @@ class RefusedError(Exception):
 
 
 def refuse(message):
-    """Raise the error that the chapter would report."""
+    """Raise RefusedError with the message that the chapter would print."""
     raise RefusedError(message)
 
 
 def train(chapter, words):
-    """Train three steps; return their losses and gradient norms, and the first gradients.
+    """Train three steps; return each step's loss and gradient norm, and the gradients of step 1.
 
     If the chapter refuses the model, return the reason and no gradients.
     """
@@ -92,8 +92,8 @@ def differences(gradients, split_gradients):
 def main():
     """Train each family with and without splitting the model; let rank 0 write the results.
 
-    The results are the losses, the norms, and the differences between the gradients. If the chapter
-    refuses to split a family, rank 0 writes the reason instead.
+    The results are the losses, the gradient norms, and the differences between the gradients. If
+    the chapter refuses to split a family, rank 0 writes the reason instead.
     """
     cases, result, script, *flags = sys.argv[1:]
     chapter, results = load(script), {}
