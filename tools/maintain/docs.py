@@ -115,16 +115,19 @@ def sample(name, head=None, tail=0, speed=True):
     fenced("text", lines)
 
 
-def fault(name):
-    """Print the first lines of a broken run's log, and the verdict of whats_wrong.py."""
+def fault(name, log_lines=0):
+    """Print the first lines of a broken run's log, and the verdict of whats_wrong.py.
+
+    Leave out the last line of the verdict, because it names the section that shows the verdict.
+    """
     rows = load("faults-cpu-2cores.json")["rows"]
     rows = [row for row in rows if row["fault"] == name and row["right"]]
     # Choose a row whose text has the recorded verdict, because whats_wrong.py may have printed a
     # different verdict when it ran again.
     row = next(row for row in rows if row["said"].upper() in row["text"])
-    verdict = row["text"].rstrip().rpartition("\n\n")[2].splitlines()
-    log = [line for line in row["log"] if "ChildFailedError" not in line]
-    fenced("text", [*log[:3], "", *verdict])
+    verdict = row["text"].rstrip().rpartition("\n\n")[2].splitlines()[:-1]
+    log = [line for line in row["log"] if "ChildFailedError" not in line][:log_lines]
+    fenced("text", [*log, *([""] if log else []), *verdict])
 
 
 def plan(config):
