@@ -16,7 +16,7 @@ from readme import Block, blocks, commands, readmes, shown
 # The values after these words differ between any two runs.
 MEASURED = {"tokens_per_second", "data_wait", "second", "peak_memory_gib", "mfu"}
 # These samples consist of measurements. Only the first words of their last lines stay the same.
-LIVE = {"06-apart", "data-loading-watch", "diagnosing-hang", "diagnosing-preflight", "fp16-check"}
+LIVE = {"data-loading-watch", "diagnosing-hang", "diagnosing-preflight", "fp16-check"}
 # These samples show many steps, so rounding errors grow, and change some numbers and words.
 LIVE |= {"conversations-run", "lora-run", "preferences-run", "09-balance", "small-run"}
 LIVE |= {"mixture-rehearsal"}
