@@ -57,9 +57,10 @@ def series(rows, name):
 
 
 def largest_difference(runs):
-    """Return the largest difference between the losses of the first run and of any other run.
+    """Return the largest difference between a loss of the first run and of any other run.
 
-    Return None if there is only one run.
+    Compare the training losses and the validation losses of the same step. Return None if no two
+    runs have the same step.
     """
     worst = []
     for name in ("loss", "val_loss"):

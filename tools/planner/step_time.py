@@ -117,7 +117,7 @@ def forward_seconds(setting):
 
 
 def attention_width(config, heads="num_attention_heads"):
-    """Return the width of all attention heads together, or of all key heads if `heads` names them.
+    """Return the width of all heads of one kind together; `heads` is the config's name of the kind.
 
     If keys and values have different widths, as in DeepSeek-V3, compute with the mean width.
     """
@@ -150,7 +150,7 @@ def collective(setting, kind, size, ranks, nodes, gbs):
 
 
 def ring(setting, name):
-    """Return the ranks of a ring, the number of nodes that it spans, and its GB/s.
+    """Return the number of ranks in a ring, the number of nodes that the ring spans, and its GB/s.
 
     A ring that spans nodes leaves each node once, and uses the network links of all GPUs of the
     node. If each GPU of a node has a ring of its own, the rings share these links.
@@ -243,7 +243,10 @@ class StepTime:
         return seconds
 
     def add_blocking_collectives(self):
-        """Add the collectives of TP, CP and EP, because both passes wait for the results."""
+        """Add the collectives of TP, CP and EP to the seconds of a layer's passes and of the head.
+
+        Nothing overlaps with these collectives, because both passes wait for the results.
+        """
         setting, config, count = self.setting, self.model.config, self.setting.accumulation
         repeats = setting.recompute != "none"
         # TP: a layer has 4 collectives of hidden states in each pass, and recomputation repeats 3
@@ -254,9 +257,9 @@ class StepTime:
         seconds = self.send("tensor", "all-gather", hidden, times)
         self.forward += 4 * seconds
         self.backward += (4 + 3 * repeats) * seconds
-        # TP: add two all-to-alls, of the embedding's result and of the result's gradient. Each
-        # takes as long as an all-gather of one rank's part. Add two collectives of the head, too:
-        # of its weights, and of the gradient of its weights.
+        # TP: add two all-to-alls, of the embedding's result and of the result's gradient. An
+        # all-to-all takes as long as an all-gather of one rank's part. Also add two collectives of
+        # the head: of the head's weights, and of the gradient of these weights.
         if setting.pipeline_parallel_size == 1:
             part = hidden / setting.tensor_parallel_size
             self.head += 2 * self.send("tensor", "all-gather", part, 2 * count)
