@@ -115,7 +115,7 @@ def parse_args(argv=None):
         fail(f"--gpus {gpus}: not divisible by --gpus-per-node {local_gpus}; choose a multiple")
     if options.rank:
         last = gpus - 1
-        # Replace "last" by the number of the last rank, and drop repeated ranks without changing
+        # Replace "last" with the number of the last rank, and drop repeated ranks without changing
         # the order.
         options.rank = list(dict.fromkeys(last if r == "last" else r for r in options.rank))
         if max(options.rank) > last:
@@ -213,10 +213,10 @@ def load_script(options):
 
 
 def shorten(options, module):
-    """Limit the training and the evaluation of the script `module`, and replace its data by zeros.
+    """Shorten the training of the script `module` to three steps, and replace its data with zeros.
 
-    An evaluation has one micro-batch for each data-parallel rank. add_phases() ends the run after
-    step 2.
+    Also shorten an evaluation to one micro-batch for each data-parallel rank. add_phases() ends the
+    run after step 2.
     """
     parse_args = module.parse_args
 
@@ -461,7 +461,7 @@ def verdict(options, result):
 
 
 def show_memory(options, result):
-    """Print the GPU memory of each kind of tensor when a rank needs the most memory.
+    """Print the GPU memory of each kind of tensor at the moment when a rank needs the most memory.
 
     Also print the peak of each phase, and the peak of the rank's CPU memory in a step.
     """

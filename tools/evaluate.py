@@ -70,7 +70,8 @@ def model_folder(chapter, path):
     if (path / "config.json").exists():
         yield path
         return
-    # Write the model beside the checkpoint, because a disk for checkpoints has room for weights.
+    # Write the model beside the checkpoint, because a disk for checkpoints has room for weights,
+    # but the disk of /tmp may be too small.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".evaluate-") as folder:
         model = Path(folder, "model")
         try:
@@ -156,7 +157,7 @@ def main():
     with model_folder(chapter, args.model) as folder:
         args.model_name = str(folder)
         tokenizer, _ = chapter.build_tokenizer_and_config(args)
-        # Use the path that the user gave in messages about the text, because `folder` may be
+        # In messages about the text, name the model by the user's path, because `folder` may be
         # temporary.
         args.model_name = str(args.model)
         tokens = tokens_of(chapter, args, tokenizer)

@@ -61,7 +61,7 @@ def write_model(chapter, checkpoint, folder):
 
 
 def read_shards(checkpoint, state):
-    """Replace the values in `state` by the checkpoint's values with the same names; return `state`.
+    """Replace each value in `state` with the value in the checkpoint; return `state`.
 
     Raise a ValueError if the checkpoint is not complete.
     """

@@ -182,7 +182,10 @@ def summary_of(kind, rows):
 
 
 def ends(values):
-    """Format the lowest and the highest value as a range, or as one number if they round to one."""
+    """Format the lowest and the highest value as a range.
+
+    If they are equal after rounding, format only one number.
+    """
     # Format each number twice, because the format .3g alone would print large numbers as 1e+06.
     rounded = [float(f"{value:.3g}") for value in (min(values), max(values))]
     return " – ".join(dict.fromkeys(f"{value:,g}" for value in rounded))
@@ -225,7 +228,7 @@ def chapter_rows(*names):
 def flag_rows(chapter, *names):
     """Yield a dictionary for each named flag of a chapter: the flag's name and its declaration.
 
-    The declaration is a syntax tree for each keyword, such as `default` and `help`.
+    The declaration has the syntax tree of each keyword's value, such as the value of `default`.
     """
     declared = flags(chapters()[chapter].read_text())
     for name in names:
@@ -264,7 +267,7 @@ def reason_of(row):
     reason = re.sub(r"how to split \S+", "how to split MODULE", reason)
     reason = re.sub(r"(tokens alone|be split): \w+\(.*", r"\1: ...", reason)
     reason = re.sub(r"because it has \w+", "because it has FEATURE", reason)
-    # Keep only the first sentence, because the message of an exception may have several.
+    # Keep only the first sentence, because the message of an exception may have several sentences.
     return re.sub(r"NAME has \d+ key-value", "NAME has N key-value", reason).partition(". ")[0]
 
 
@@ -312,9 +315,10 @@ def fastest(row, ways):
 
 
 def job(seq_length):
-    """Return the 70B job of docs/train-a-70b-on-64-gpus.md: its plans, and its fastest layout.
+    """Return the 70B job of docs/train-a-70b-on-64-gpus.md as a dictionary.
 
-    `total` is the number of tokens per second of all GPUs together. A step takes `step` seconds.
+    It has the plans of the job, and the numbers of the fastest layout. `total` is the number of
+    tokens per second of all GPUs together. A step takes `step` seconds.
     """
     row = next(row for row in load("scale.json")["job"] if row["seq_length"] == seq_length)
     best = row["predicted"][0]

@@ -240,7 +240,8 @@ def two_ranks():
                 x, width = 102 + scale * (start - zero), scale * length
                 picture.box(x, top, width, 30, name if width > 70 else "", color, "small")
         for number, bucket in enumerate(buckets, 1):
-            # Until the slowest rank has filled this bucket, the bucket of every other rank waits.
+            # No rank can send a bucket before the slowest rank has filled the same bucket, so the
+            # time before this moment is waiting.
             start, length = bucket[rank]
             sent = max(begin for begin, _ in bucket)
             wait = max(0, min(sent, start + length) - start)

@@ -26,8 +26,7 @@ ENVIRONMENT = {
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}",
 }
-# If the comment before a block begins with these words, type the block into the practice cluster's
-# shell.
+# A block runs in the shell of the practice cluster if the block's needs begin with these words.
 PRACTICE = "the cluster to practice on"
 
 
@@ -88,7 +87,7 @@ def main():
                 if f"assets/{picture.name})" in page:
                     shutil.copy(picture, ROOT / "assets")
         if status:
-            sys.exit(f"{output}\nfailed with status {status}: {block.text}")
+            sys.exit(f"{output}\n{block.name}: status {status}; mend this block:\n{block.text}")
         (SAMPLES / f"{block.sample}.txt").write_text(shown(block.sample, output))
 
 

@@ -251,7 +251,7 @@ def small_model(setting):
 
 
 def add_adapters(setting, model):
-    """Freeze the weights and add adapters, as fine-tuning/lora does."""
+    """Freeze the weights of the model and add LoRA adapters, as fine-tuning/lora does."""
     args = SimpleNamespace(lora_rank=setting.lora_rank, lora_alpha=1, lora_modules=[])
     with contextlib.redirect_stdout(None):
         load_chapter("lora").add_adapters(args, model)

@@ -19,8 +19,8 @@ from step_time import HALF_WORK, KERNELS, StepTime, speed_of
 from training_step import ROOT
 
 A100, H100 = GPUS["A100-80GB"], GPUS["H100-80GB"]
-# Each number has the value where the search starts, and the value in use. The command lines of
-# torchtitan's runs have the peak of H100s with a limit of 500 W, because these runs had this limit.
+# Each number has the value where the search starts, and the value in use. "TFLOP/s with 500 W" is
+# the peak of an H100 with a limit of 500 W, as in torchtitan's runs.
 NUMBERS = {
     "A100 matrix_share": (0.5, A100.matrix_share),
     "A100 attention_share": (0.5, A100.attention_share),

@@ -56,9 +56,10 @@ class MomentRecorder(activations.Recorder):
 
 
 def settings_of(base):
-    """Yield a setting for each way to train the model that has different tensors in a segment.
+    """Yield a setting for each combination of chapter, recomputation and split of the model.
 
-    The ways differ in the chapter, in recomputation and in the split of the model.
+    The sizes of a setting's tensors depend only on this combination, the micro-batch and the
+    sequence length.
     """
     for chapter in ("02", "04"):
         yield base.changed(chapter=chapter, recompute="none")

@@ -94,10 +94,10 @@ def published_of(words, half=False):
 
 
 class SentOnceStep(StepTime):
-    """Add up the seconds of a step that sends each token only once, however many experts it uses.
+    """Add up the seconds of a step that sends a token once, even if several experts process it.
 
-    NeMo AutoModel's benchmarks replace the router by a gate that chooses neighboring experts, which
-    lie on one rank or on two ranks of a node. DeepEP sends a token only once to each node.
+    NeMo AutoModel's benchmarks replace the router with a gate that chooses neighboring experts,
+    which lie on one rank or on two ranks of a node. DeepEP sends a token only once to each node.
     """
 
     def exchange(self, size, times):
@@ -115,7 +115,7 @@ def mixture_of(words):
     return {"tokens_per_second": tokens / usual.seconds, "sent once": tokens / once.seconds}
 
 
-# Each part of the file has a function that predicts a row from the row's command line.
+# Each part of scale.json has a function that predicts a row from the row's command line.
 PARTS = {
     "published": published_of,
     "mixtures": mixture_of,

@@ -52,7 +52,7 @@ class Model:
 
 
 def kinds_of_layers(config):
-    """Return the kinds of layers in `layer_types`; most families have no such list."""
+    """Return the kinds of layers in the list `layer_types`, which most families of models lack."""
     return set(getattr(config, "layer_types", None) or [])
 
 

@@ -117,7 +117,7 @@ def forward_seconds(setting):
 
 
 def attention_width(config, heads="num_attention_heads"):
-    """Return the width of all heads of one kind together; `heads` is the config's name of the kind.
+    """Return the total width of the heads whose number is in the configuration under `heads`.
 
     If keys and values have different widths, as in DeepSeek-V3, compute with the mean width.
     """
@@ -223,7 +223,10 @@ class StepTime:
         self.seconds += self.optimizer_step(len(stages))
 
     def repeated(self, matrices, attention, cheap):
-        """Return the seconds that recomputation adds to a layer, from the seconds of its parts."""
+        """Return the seconds that recomputation adds to a layer.
+
+        The arguments are the seconds of the parts of the layer's forward pass.
+        """
         full = matrices + attention + cheap
         return {"none": 0.0, "selective": cheap, "full": full}[self.setting.recompute]
 

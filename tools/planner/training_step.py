@@ -92,7 +92,7 @@ def load_chapter(name):
 
 
 def import_script(path):
-    """Import a script as a module; replace functions that read the hub or the values of tensors."""
+    """Import a script as a module; replace functions that need the hub or the values of tensors."""
     spec = importlib.util.spec_from_file_location("script", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
