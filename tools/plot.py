@@ -42,7 +42,10 @@ def read_metrics(run):
 
 
 def rows_of(path):
-    """Return the rows of a metrics.jsonl file; leave out a line that a kill or a full disk cut."""
+    """Return the rows of a metrics.jsonl file.
+
+    Leave out a line that is incomplete because of a kill or a full disk.
+    """
     rows = []
     for line in path.read_text().splitlines():
         with suppress(ValueError):

@@ -47,10 +47,10 @@ SHAPES = [aten.nonzero.default, aten.masked_select.default]
 class Watch(TorchDispatchMode):
     """Count tensors, collectives and waits in the phases of a run.
 
-    `phase` names the current phase. `peaks` has the fullest moment of each phase and device: the
-    bytes by kind, and the line of the script. `waits` counts the waits by phase, line and reason.
-    `sent` has the calls, bytes and seconds of collectives, by phase, kind, ranks, nodes, device and
-    line.
+    `phase` names the current phase. `peaks` has the live bytes by kind of tensor, and the line of
+    the script, at the peak of each phase and device. `waits` counts the waits by phase, line and
+    reason. `sent` has the calls, bytes and seconds of collectives, by phase, kind, ranks, nodes,
+    device and line.
     """
 
     def __init__(self, options):

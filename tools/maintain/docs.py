@@ -383,7 +383,7 @@ def files(pattern):
 
 
 def macros():
-    """Return functions that print the macros of tables.jinja, by the name of the macro."""
+    """Return functions that print the results of macros, by the macro's name in tables.jinja."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,

@@ -134,7 +134,10 @@ def between(start, end):
 
 
 def flow(name, title, width, boxes, arrows, frames=()):
-    """Write a picture of boxes, arrows between boxes, and frames around boxes."""
+    """Write a picture of boxes, arrows between boxes, and frames around boxes to `name`.svg.
+
+    The comment at the top of pictures.yaml describes the values of `boxes`, `arrows` and `frames`.
+    """
     top, gap = (40, 84) if frames else (10, 44)
     box_places = {}
     for row in sorted({row for _, row, *_ in boxes.values()}):
@@ -169,7 +172,7 @@ def flow(name, title, width, boxes, arrows, frames=()):
 def sequence(name, title, width, heads, steps):
     """Write a picture of the messages in `steps`, from top to bottom, between processes.
 
-    Each of `heads` is the position, the color and the name of a process.
+    The comment at the top of pictures.yaml describes the values of `heads` and `steps`.
     """
     top = 24 + max(height_of(text) for *_, text in heads)
     bottom = top

@@ -87,7 +87,7 @@ def coefficients(points, sizes):
     # If S is 1 at all points, SL equals L, so only the sum of b and c is known. The sum is enough,
     # because the form then uses these coefficients only for one sample.
     found, *_ = numpy.linalg.lstsq(rows, table, rcond=1e-12)
-    # Adding 0 turns -0 into 0.
+    # Add 0, which turns -0 into 0, because -0 needs more characters in the file.
     return (found.T.round(4) + 0.0).tolist()
 
 

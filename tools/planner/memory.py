@@ -334,7 +334,7 @@ class ShardedMemory(StepMemory):
             self.gathered.remove(group)
 
     def gathered_bytes(self, group):
-        """Return the bytes of a group's gathered weights."""
+        """Return the bytes of a group's gathered weights, with FSDP's padding."""
         return padded_numbers(self.shapes(group), self.setting) * self.setting.compute_bytes
 
     def head_forward(self):

@@ -175,7 +175,11 @@ def ring(setting, name):
 
 
 def overlapped(count, compute, communication):
-    """Return the seconds of `count` layers that communicate while a neighboring layer computes."""
+    """Return the seconds of `count` layers that communicate while a neighboring layer computes.
+
+    `compute` and `communication` are the seconds of one layer. One of the `count` communications
+    overlaps with nothing; the caller adds the seconds of this communication.
+    """
     return compute + (count - 1) * max(compute, communication)
 
 
@@ -337,7 +341,8 @@ class StepTime:
     def reduce(self, micro_steps, seconds_per_gb):
         """Return the seconds to reduce and copy the gradients of a layer, and of the root.
 
-        LoRA's adapters are small, so their reductions count as nothing.
+        Add up `micro_steps` reductions. LoRA's adapters are small, so their reductions count as
+        nothing.
         """
         if self.setting.lora_rank:
             return 0.0, 0.0
@@ -350,7 +355,10 @@ class StepTime:
         return self.per_group("replicas", "all-reduce", size, times)
 
     def gather(self, layer_times, root_times):
-        """Return the seconds to gather the weights of a layer, and of the root."""
+        """Return the seconds to gather the weights of a layer, and of the root.
+
+        Add up `layer_times` gathers of a layer, and `root_times` gathers of the root.
+        """
         size, times = self.setting.compute_bytes, (layer_times, root_times)
         return self.per_group("copy", "all-gather", size, times, 1 / self.setting.pcie_gbs)
 

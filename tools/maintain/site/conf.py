@@ -67,7 +67,10 @@ def answers(table):
 
 
 def write_search_index(app, error):
-    """Write a script with the titles, anchors and texts of all sections and answers."""
+    """Write the search index: the titles, anchors and texts of all sections and answers.
+
+    The index is a JavaScript file, which a page can load without a server.
+    """
     pages = sorted(page for page in app.env.found_docs if not page.endswith("/diff"))
     trees = {app.builder.get_target_uri(page): app.env.get_doctree(page) for page in pages}
     index = {url: entries_of(doctree) for url, doctree in trees.items()}
