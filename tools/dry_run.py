@@ -48,7 +48,8 @@ from training_step import (  # noqa: E402
 )
 
 GIB = 2**30
-# Map each function of a script to the phase that begins when the script calls the function.
+# Each key is a function of the scripts. Its value names the phase that begins when a script calls
+# the function.
 PHASES = {
     "build_model": "build",
     "shard": "shard",
@@ -69,7 +70,8 @@ NEEDED = "parse_args setup build_model build_data Samples load_checkpoint save_c
 NEEDED += ["train_step", "main"]
 # The dry run refuses scripts that import these frameworks, because it cannot simulate them.
 FRAMEWORKS = {"accelerate", "deepspeed"}
-# In the JSON output, each row of "sent" counts the collectives of one kind in these columns.
+# In the JSON output, each row of "sent" has these keys. The calls, the bytes and the seconds are
+# sums over all collectives with the same values of the first seven keys.
 COLUMNS = ["phase", "kind", "ranks", "nodes", "device", "line", "function"]
 COLUMNS += ["calls", "bytes", "seconds"]
 UNKNOWN = """\
@@ -82,7 +84,7 @@ inputs are in bf16 or fp16, there is no mask, and the GPU is an A100 or newer.""
 
 
 def parse_args(argv=None):
-    """Parse the command line, and exit with an error if the script has no dry run."""
+    """Return the parsed command line; exit with an error if the dry run cannot run the script."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -113,7 +115,8 @@ def parse_args(argv=None):
         fail(f"--gpus {gpus}: not divisible by --gpus-per-node {local_gpus}; choose a multiple")
     if options.rank:
         last = gpus - 1
-        # Drop repeated ranks, but keep the order of the ranks on the command line.
+        # Replace "last" with the number of the last rank, and drop repeated ranks without changing
+        # the order.
         options.rank = list(dict.fromkeys(last if r == "last" else r for r in options.rank))
         if max(options.rank) > last:
             fail(f"--rank {max(options.rank)}: unknown rank; choose from 0 to {last}")
@@ -123,16 +126,17 @@ def parse_args(argv=None):
 
 
 def rank_number(text):
-    """Convert a value of --rank to an integer; return the word "last" unchanged."""
+    """Return a value of --rank as an integer, or the word "last" unchanged; refuse other texts."""
     if text != "last" and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is neither a rank nor last")
     return text if text == "last" else int(text)
 
 
 def check_script(path):
-    """Exit with an error unless the file is a copy of a chapter's script, changed or unchanged.
+    """Exit with an error if the dry run does not support the script at `path`.
 
-    Only parse the file, because an import would run its code.
+    The script must be a chapter's script, or a changed copy of a chapter's script. Parse the file
+    without importing it, because an import would run the file's code.
     """
     if not Path(path).is_file():
         fail(f"{path}: file not found; check the path")
@@ -157,9 +161,11 @@ def check_script(path):
 
 
 def ranks_to_run(options, args):
-    """Return the ranks that --rank names, or the first and the last rank of each kind of split.
+    """Return the ranks that --rank names; without --rank, return at most five ranks.
 
-    `args` has the script's arguments.
+    The five ranks are rank 0, the last rank, the first rank of the last pipeline stage and, in the
+    first and in the last stage, the first rank with the last part of the sequences. `args` has the
+    script's arguments.
     """
     if options.rank:
         return options.rank
@@ -170,7 +176,10 @@ def ranks_to_run(options, args):
 
 
 def split_sizes(args):
-    """Return the sizes of tensor, context and pipeline parallelism; a missing flag counts as 1."""
+    """Return the sizes of tensor, context and pipeline parallelism, in this order.
+
+    If a script has no flag for one of these sizes, this size is 1.
+    """
     names = ("tensor", "context", "pipeline")
     return [getattr(args, f"{name}_parallel_size", 1) for name in names]
 
@@ -179,7 +188,10 @@ def split_sizes(args):
 
 
 def load_script(options):
-    """Import the script, replace its functions that need GPUs or files, and parse its arguments."""
+    """Import the script, replace its functions that need GPUs or files, and return its arguments.
+
+    Store the script's module in `options.module`, and the Watch of its run in `options.watch`.
+    """
     # Let a changed copy of a script import files from the copy's folder.
     sys.path.append(str(Path(options.script).parent))
     module = options.module = import_script(options.script)
@@ -194,13 +206,18 @@ def load_script(options):
     module.load_checkpoint = lambda *_: 0
     for name in SKIPPED:
         setattr(module, name, lambda *_: None)
-    # Write the file that stop_requests() reads, but check nothing, because no other rank exists.
+    # Let check_shared() write the file that stop_requests() reads. Do not check whether all ranks
+    # see this file, because this process simulates only one rank.
     module.check_shared = lambda folder: (folder / ".probe").write_text(module.PROCESS)
     return parse_training_args([*options.words, "--device", "cuda"], options.gpus, module)
 
 
 def shorten(options, module):
-    """Shorten the run to two steps, and an evaluation of one batch per rank, on data of zeros."""
+    """Shorten the training of the script `module` to three steps, and replace its data with zeros.
+
+    Also shorten an evaluation to one micro-batch for each data-parallel rank. add_phases() ends the
+    run after step 2.
+    """
     parse_args = module.parse_args
 
     def parse_short_run():
@@ -220,7 +237,8 @@ def shorten(options, module):
         return module.Samples(args.seed, samples, iter(())), samples[:held_out]
 
     def count_pairs(samples):
-        # Pretend that each sample has a pair of answers, because a fake tensor has no values.
+        # Pretend that each sample has one pair of answers, because the script would otherwise read
+        # the largest number of pairs from a fake tensor, which has no values.
         numbers = count_real_pairs(samples)
         numbers.max = lambda: types.SimpleNamespace(item=lambda: 1)
         return numbers
@@ -233,9 +251,10 @@ def shorten(options, module):
 
 
 def add_phases(module, watch, modes, progress):
-    """Wrap the functions in PHASES, so that `watch` knows the current phase.
+    """Wrap the functions of `module` that PHASES names, so that each call sets `watch.phase`.
 
-    The call of build_model() also turns on fake tensors, and the second step ends the run.
+    The call of build_model() also turns on fake tensors, and the end of step 2 raises EndOfRun.
+    Call `progress` with the name of each phase that begins outside of all other phases.
     """
     steps = itertools.count(1)
 
@@ -268,7 +287,10 @@ def add_phases(module, watch, modes, progress):
 
 
 def run_rank(options, rank, sender):
-    """Run the script as `rank`; send its memory, collectives and waits to the parent process."""
+    """Run the script as rank number `rank`, and send the result through the pipe `sender`.
+
+    The result has the rank's memory, collectives and waits and, if the script failed, the error.
+    """
     # Hide torch's warnings about the missing data of fake tensors.
     warnings.simplefilter("ignore")
     module, watch, began, problem = options.module, options.watch, time.perf_counter(), None
@@ -324,7 +346,10 @@ def raise_message(message):
 
 
 def describe(options, error):
-    """Return the number of the script's line that failed, the reason and the traceback."""
+    """Return a dictionary with the script's line that raised `error`, the reason and the traceback.
+
+    The line is 0 if the traceback has no line of the script. The reason is one line of text.
+    """
     trace = "".join(traceback.format_exception(error))
     # Go back to the original error, because the script and torch replace the messages of some
     # errors.
@@ -339,7 +364,10 @@ def describe(options, error):
 
 
 def summary(options, watch):
-    """Return a Watch's peaks, collectives and waits, and the GPU memory that the rank needs."""
+    """Return a dictionary with the peaks, the collectives and the waits that `watch` has counted.
+
+    The dictionary also has the bytes of GPU memory that the rank needs.
+    """
     peaks = [
         {"phase": phase, "device": device, "bytes": kinds.total(), "kinds": dict(kinds)}
         | {"line": line, "function": function}
@@ -366,7 +394,7 @@ def summary(options, watch):
 
 
 def run_ranks(options, ranks):
-    """Run the script as each rank, in separate processes; return the results in rank order."""
+    """Run the script as each of `ranks`, in separate processes; return the list of the results."""
     # Fork the processes, so that they inherit the imported modules.
     context, results = multiprocessing.get_context("fork"), []
     cores = len(os.sched_getaffinity(0))
@@ -385,7 +413,7 @@ def run_ranks(options, ranks):
 
 
 def receive_result(receiver, rank):
-    """Wait for the result of a rank; exit with an error if the rank's process has been killed."""
+    """Wait for a rank's result and return it; exit with an error if the rank's process died."""
     try:
         return receiver.recv()
     except EOFError:
@@ -396,7 +424,11 @@ def receive_result(receiver, rank):
 
 
 def show(options, results):
-    """Print a line for each rank, and the details of one rank: a failed rank, or the fullest."""
+    """Print a line for each rank, and the details of one rank.
+
+    The details are from a rank that failed or, if no rank failed, from the rank that needs the most
+    memory.
+    """
     nodes = -(-options.gpus // options.gpus_per_node)
     print(f"{name_of(options)} on {options.gpus} × {options.gpu}, nodes: {nodes}\n")
     print(f"{'rank':>8}{'tensors':>14}{'with all else':>16}")
@@ -416,19 +448,23 @@ def show(options, results):
 
 
 def verdict(options, result):
-    """Summarize in a few words whether a rank completes two steps and fits in the GPU's memory."""
+    """Return a few words on whether a rank completes two steps and fits in the GPU's memory."""
     if result["problem"]:
         return f"fails at line {result['problem']['line']}"
     margin = gib(abs(result["margin"]))
     if result["margin"] < 0:
         return f"does not fit; lacks {margin}"
-    # Like the planner, warn if the free memory is less than a tenth of the needed memory.
+    # Like the planner, call the fit tight if the free memory is less than a tenth of the needed
+    # memory.
     word = "fits" if result["margin"] >= result["needs"] / 10 else "tight"
     return f"{word}; {margin} are free"
 
 
 def show_memory(options, result):
-    """Print the memory of each kind of tensor at the fullest moment, and the peak of each phase."""
+    """Print the GPU memory of each kind of tensor at the moment when a rank needs the most memory.
+
+    Also print the peak of each phase, and the peak of the rank's CPU memory in a step.
+    """
     fullest = result["fullest"]
     if not fullest["bytes"]:
         return
@@ -446,9 +482,9 @@ def show_memory(options, result):
 
 
 def show_sent(options, result):
-    """Print the bytes that each line of the script sends.
+    """Print the bytes that the collectives in each line of the script send.
 
-    Step 2, the time between steps, and the evaluation have separate tables.
+    There are separate tables for step 2, for the time between steps, and for the evaluation.
     """
     parts = {"in a step": "step 2", "between steps": "between", "in an evaluation": "evaluation"}
     for part, phase in parts.items():
@@ -466,7 +502,7 @@ def show_sent(options, result):
 
 
 def show_collective(row):
-    """Print the calls, bytes and seconds of one kind of collective in one line of the script."""
+    """Print a table row: the calls, GB and seconds of one kind of collective in one script line."""
     kind = row["kind"] + (" (host)" if row["device"] == "cpu" else "")
     part = row["phase"].partition(", ")[2]
     part = part or ("loop" if row["phase"] in OUTSIDE else "forward")
@@ -475,7 +511,10 @@ def show_collective(row):
 
 
 def show_waits(options, result):
-    """Print the lines where the CPU waits for the GPU in a step, between steps, or to evaluate."""
+    """Print the script's lines where the CPU waits for the GPU, and the reason for each wait.
+
+    Waits in step 2 come first, then waits between steps and in evaluations.
+    """
     parts = {"a step": ("step 2",), "logs and evaluations": ("evaluation", "between")}
     print()
     for part, phases in parts.items():
@@ -490,7 +529,7 @@ def show_waits(options, result):
 
 
 def line_of(options, line):
-    """Return the path, the number and the text of a line of the script."""
+    """Return line number `line` of the script as text, after the script's path and the number."""
     text = linecache.getline(options.script, line).strip()
     return f"  {name_of(options)}:{line}: {text}"
 
@@ -507,7 +546,10 @@ def gib(size):
 
 
 def main():
-    """Print the report; exit with 0 if each rank completes two steps and fits in its memory."""
+    """Print the report; exit with 0 if each rank that ran completes two steps and fits on its GPU.
+
+    Otherwise, exit with 1.
+    """
     options = parse_args()
     try:
         ranks = ranks_to_run(options, load_script(options))

@@ -31,7 +31,7 @@ from plot import fail
 
 
 def parse_args(chapter):
-    """Parse this tool's flags; let chapter 01 parse and check all other flags."""
+    """Return the parsed command line; chapter 01 parses and checks the flags that it defines."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
         epilog="These flags of chapter 01 are accepted, too: -d, --dataset-subset, --text-column, "
@@ -62,11 +62,16 @@ def parse_args(chapter):
 # ---- the model -------------------------------------------------------------------------------
 @contextlib.contextmanager
 def model_folder(chapter, path):
-    """Yield the folder of a model; if `path` is a checkpoint, convert it to a temporary folder."""
+    """Yield a folder that transformers can load: `path` itself, or the model of a checkpoint.
+
+    If `path` is a checkpoint, convert it to a model in a temporary folder, which exists until the
+    context ends.
+    """
     if (path / "config.json").exists():
         yield path
         return
-    # Write the model beside the checkpoint, because a disk for checkpoints has room for weights.
+    # Write the model beside the checkpoint, because a disk for checkpoints has room for weights,
+    # but the disk of /tmp may be too small.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".evaluate-") as folder:
         model = Path(folder, "model")
         try:
@@ -77,7 +82,10 @@ def model_folder(chapter, path):
 
 
 def load_model(args, folder):
-    """Load the model in bf16 or float32, onto --device or, with --all-gpus, onto all GPUs."""
+    """Load the model in `folder` onto --device or, with --all-gpus, spread it over all GPUs.
+
+    The weights are in bf16 with --precision bf16, and otherwise in float32.
+    """
     dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
     options = {"device_map": "auto"} if args.all_gpus else {}
     try:
@@ -89,7 +97,10 @@ def load_model(args, folder):
 
 # ---- the text --------------------------------------------------------------------------------
 def tokens_of(chapter, args, tokenizer):
-    """Return all tokens of the text; with --held-out, return only tokens of held-out samples."""
+    """Return all tokens of the text in a tensor with one dimension.
+
+    With --held-out, return only the tokens of the held-out samples.
+    """
     if args.held_out:
         _, held_out = chapter.build_data(args, tokenizer)
         return held_out.flatten()
@@ -100,7 +111,11 @@ def tokens_of(chapter, args, tokenizer):
 
 
 def windows_of(num_tokens, seq_length, stride):
-    """Yield three positions for each window of a text: its start, first counted token and end."""
+    """Yield a triple of positions for each window of a text.
+
+    The positions are the first token of the window, the first token that counts in the loss, and
+    the end, which is the position after the last token.
+    """
     end = 0
     for first in range(0, num_tokens, stride):
         counted_before, end = end, min(first + seq_length, num_tokens)
@@ -112,7 +127,7 @@ def windows_of(num_tokens, seq_length, stride):
 
 @torch.no_grad()
 def total_loss(args, model, tokens):
-    """Return the sum of the losses of all counted tokens, and the number of counted tokens."""
+    """Return the total loss of all counted tokens, in nats, and the number of counted tokens."""
     total, count = 0.0, 0
     windows = list(windows_of(len(tokens), args.seq_length, args.stride))
     # Put full windows into batches; run the last window alone, because it may be shorter.
@@ -142,7 +157,8 @@ def main():
     with model_folder(chapter, args.model) as folder:
         args.model_name = str(folder)
         tokenizer, _ = chapter.build_tokenizer_and_config(args)
-        # Name the user's model in messages about the text, because `folder` may be temporary.
+        # In messages about the text, name the model by the user's path, because `folder` may be
+        # temporary.
         args.model_name = str(args.model)
         tokens = tokens_of(chapter, args, tokenizer)
         model = load_model(args, folder)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def load_chapter():
-    """Import the script of chapter 01, which builds the tokenizer and the configuration."""
+    """Return chapter 01's script as a module; its functions build tokenizers and configurations."""
     spec = importlib.util.spec_from_file_location("chapter", ROOT / "01-single-gpu/train_llm.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -33,7 +33,7 @@ def write_model(chapter, checkpoint, folder):
     """Write the model of a checkpoint, with its configuration and tokenizer, to a new folder.
 
     `chapter` is the module that load_chapter() returns. Raise a ValueError if the checkpoint cannot
-    be read, or has only adapters.
+    be read, or if it has only LoRA adapters.
     """
     if (checkpoint / "state.pt").exists():
         state = torch.load(checkpoint / "state.pt", "cpu", mmap=True, weights_only=True)
@@ -61,7 +61,10 @@ def write_model(chapter, checkpoint, folder):
 
 
 def read_shards(checkpoint, state):
-    """Replace the values of `state` by the values that the checkpoint has under the same names."""
+    """Replace each value in `state` with the value in the checkpoint; return `state`.
+
+    Raise a ValueError if the checkpoint is not complete.
+    """
     # Turn off logging, because DCP would log pages about an error that fits on one line.
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", "torch.distributed is disabled")

@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_map
 from gpus import GPUS
 
 aten = torch.ops.aten
-# Autocast on a GPU runs the operations in HALF in bf16 or fp16, and those in FULL in float32.
+# Autocast on a GPU runs the operations in HALF in bf16 or fp16, and the operations in FULL in
+# float32.
 HALF = "mm addmm bmm baddbmm matmul linear conv1d einsum".split()
 FULL = "pow rsqrt layer_norm softmax log_softmax nll_loss sum cumsum norm".split()
 # Keep these libraries in variables, because torch removes the kernels of a library that Python
@@ -55,7 +56,10 @@ class Instant:
 
 
 def gpu_functions(options, watch):
-    """Return stand-ins for the functions of torch.cuda that the script or torch calls, by name."""
+    """Return replacements for the functions of torch.cuda that the script or torch calls.
+
+    The keys of the dictionary are the names of the functions.
+    """
     name, capability = GPUS[options.gpu].name, GPUS[options.gpu].capability
     stream = Instant()
     values = {
@@ -107,22 +111,24 @@ class ScriptTorch(types.ModuleType):
 
     @staticmethod
     def device(kind, *index):
-        """Return a device, as torch.device() does, but the fake GPU for "cuda" with any index."""
+        """Return the fake GPU if `kind` is "cuda", and otherwise the result of torch.device()."""
         return torch.device("gpu", 0) if kind == "cuda" else torch.device(kind, *index)
 
 
 def add_gpu(options, watch):
-    """Add the device "gpu" to this process, and replace functions that fail on fake tensors."""
+    """Add the device "gpu" to this process; replace functions of torch that need real tensors."""
     Instant.watch, module = watch, types.ModuleType("torch.gpu")
     vars(module).update(gpu_functions(options, watch))
     backend_registration._setup_privateuseone_for_python_backend("gpu", module)
     torch.autograd.set_multithreading_enabled(False)
-    # Allow meta tensors, because PipelineStage describes its inputs with them.
+    # Allow meta tensors beside fake tensors, because PipelineStage uses meta tensors to describe
+    # its inputs.
     torch._functorch.config.fake_tensor_allow_meta = True
     torch.utils.swap_tensors = swap
     _fsdp_init._move_states_to_device = _fully_shard._move_states_to_device = move
     torch.accelerator.current_stream = lambda *_: Instant()
-    # Let a device mesh use real tensors, because it reads the numbers of its ranks from a tensor.
+    # Let a device mesh use real tensors, because the mesh reads its ranks' numbers from a tensor,
+    # and fake tensors have no values.
     mesh = dist.device_mesh.DeviceMesh
     names = "__init__ __getitem__ _flatten _unflatten _concatenate get_coordinate get_local_rank"
     for name in names.split():
@@ -142,7 +148,10 @@ def add_gpu(options, watch):
 
 
 def swap(one, other):
-    """Exchange two tensors in place, as swap_tensors() does, but even if weak references exist."""
+    """Exchange two tensors in place, as torch.utils.swap_tensors() does.
+
+    Unlike swap_tensors(), allow weak references to the tensors.
+    """
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
     torch._C._swap_tensor_impl(one, other)
@@ -160,7 +169,7 @@ def move(weights, buffers, device):
 
 
 def on_real_tensors(function):
-    """Return a version of the function that creates real tensors instead of fake tensors."""
+    """Return a version of `function` that turns off fake tensors, so it creates real tensors."""
     return _disable_current_modes()(function)
 
 
@@ -240,7 +249,7 @@ def attention_on(options):
 
 # ---- the ranks -------------------------------------------------------------------------------
 def add_ranks(options, rank):
-    """Make this process one rank of a process group whose collectives send nothing."""
+    """Make this process rank number `rank` of a process group whose collectives send nothing."""
     start, new = dist.init_process_group, dist.new_group
     backend = "cpu:fake,gpu:fake"
 
@@ -274,7 +283,7 @@ def launcher_variables(options, rank):
 
 
 class ReplicatedModel(torch.nn.Module):
-    """Stand in for DistributedDataParallel, whose C++ code reads the data of tensors."""
+    """Stand in for DistributedDataParallel, whose C++ code reads data that fake tensors lack."""
 
     def __init__(self, module, **_):
         super().__init__()
@@ -283,8 +292,8 @@ class ReplicatedModel(torch.nn.Module):
         if any(hasattr(weight, "bucket") for weight in weights):
             problem = "a second DistributedDataParallel would reduce the same gradients again"
             raise RuntimeError(f"{problem}; wrap the model once")
-        # As in DDP, the first bucket has at least one MiB, and each later bucket has at least 25
-        # MiB.
+        # As DDP does, close the first bucket when it has 1 MiB or more, and each later bucket when
+        # it has 25 MiB or more.
         bucket, limit = [], 2**20
         for weight in weights:
             bucket.append(weight)
@@ -293,7 +302,7 @@ class ReplicatedModel(torch.nn.Module):
                 bucket, limit = [], 25 * 2**20
 
     def make_bucket(self, weights):
-        """Put the gradients of these weights into one tensor; all-reduce it when it is complete."""
+        """Store the gradients of `weights` in one tensor; all-reduce it when it is complete."""
         sizes, ready = [weight.numel() for weight in weights], []
         bucket = torch.zeros(sum(sizes), device=weights[0].device)
 

@@ -42,7 +42,10 @@ def read_metrics(run):
 
 
 def rows_of(path):
-    """Return the rows of a metrics.jsonl file; leave out a line that a kill or a full disk cut."""
+    """Return the rows of a metrics.jsonl file.
+
+    Leave out a line that is incomplete because of a kill or a full disk.
+    """
     rows = []
     for line in path.read_text().splitlines():
         with suppress(ValueError):
@@ -57,9 +60,10 @@ def series(rows, name):
 
 
 def largest_difference(runs):
-    """Return the largest difference between the losses of the first run and of any other run.
+    """Return the largest difference between a loss of the first run and of any other run.
 
-    Return None if there is only one run.
+    Compare the training losses and the validation losses of the same step. Return None if no two
+    runs have the same step.
     """
     worst = []
     for name in ("loss", "val_loss"):

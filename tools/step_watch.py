@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from step_time import collective
 
 aten = torch.ops.aten
-# Map the names of functions, of torch and of the scripts, to the kind of tensors that they create.
+# Each key is a function of torch or of a script. The value is the kind of the tensors that the
+# function creates.
 KINDS = {
     "init_all_gather_outputs": "gathered weights",
     "alloc_all_gather_outputs": "gathered weights",
@@ -46,10 +47,10 @@ SHAPES = [aten.nonzero.default, aten.masked_select.default]
 class Watch(TorchDispatchMode):
     """Count tensors, collectives and waits in the phases of a run.
 
-    `phase` names the current phase. `peaks` has the fullest moment of each phase and device: the
-    bytes by kind, and the line of the script. `waits` counts the waits by phase, line and reason.
-    `sent` has the calls, bytes and seconds of collectives, by phase, kind, ranks, nodes, device and
-    line.
+    `phase` names the current phase. `peaks` has the live bytes by kind of tensor, and the line of
+    the script, at the peak of each phase and device. `waits` counts the waits by phase, line and
+    reason. `sent` has the calls, bytes and seconds of collectives, by phase, kind, ranks, nodes,
+    device and line.
     """
 
     def __init__(self, options):
@@ -96,7 +97,10 @@ class Watch(TorchDispatchMode):
     # ---- where the script is -----------------------------------------------------------------
 
     def running_line(self):
-        """Return the script's current line and function, and the kind of tensors created there."""
+        """Return the script's current line and function, and the kind of the tensors created there.
+
+        The kind is None if no function in KINDS is running.
+        """
         frame, kind = sys._getframe(2), None
         while frame and frame.f_code.co_filename != self.options.script:
             kind = kind or KINDS.get(frame.f_code.co_name)
@@ -122,7 +126,7 @@ class Watch(TorchDispatchMode):
         """Add a new or resized storage to the live bytes, and update the peak of the phase."""
         key = storage._cdata
         before, device, kind = self.storages.get(key, (0, device, None))
-        # torch's allocator rounds sizes up to 512 bytes.
+        # torch's allocator rounds sizes up to a multiple of 512 bytes.
         size = -(-storage.nbytes() // 512) * 512
         if size == before:
             return
@@ -189,7 +193,10 @@ class Watch(TorchDispatchMode):
         return output
 
     def read(self, func, tensor):
-        """Count a wait, and return zero, because a fake tensor has no value to read."""
+        """Return zero for a fake tensor, which has no value to read, or a real tensor's value.
+
+        If the tensor is on the GPU, count a wait.
+        """
         if tensor.device.type == "gpu":
             self.wait("reads a value")
         if not isinstance(tensor, FakeTensor):

@@ -128,7 +128,7 @@ class Tracked:
 
 def follow(tracked):
     """Send new rows every two seconds; after Ctrl-C, send the last new rows, and return."""
-    # Use a SimpleQueue, because a signal handler can call its put() at any moment without harm.
+    # Use a SimpleQueue, because a signal handler can safely call put() of this queue at any moment.
     ends = queue.SimpleQueue()
 
     def end(*_):

@@ -17,7 +17,10 @@ from chapters import ROOT, chapters, parent_of
 
 
 def merge(child, parent, root):
-    """Merge the uncommitted changes of a parent into the child; return False on a conflict."""
+    """Merge the uncommitted changes of the script `parent` into the script `child`.
+
+    Return whether the merge had no conflict.
+    """
     committed = ["git", "-C", root, "show", f"HEAD:{parent.relative_to(root)}"]
     with tempfile.NamedTemporaryFile() as before:
         subprocess.run(committed, check=True, stdout=before)
@@ -30,7 +33,8 @@ def merge(child, parent, root):
 def carry(chapter, root):
     """Merge a chapter's changes into its children, and from each child into the child's children.
 
-    Stop at a child with conflicts. Return the chapters with conflicts.
+    Leave out the descendants of a child with conflicts. Return the names of the chapters with
+    conflicts.
     """
     conflicts, scripts = [], chapters(root)
     children = [name for name in scripts if parent_of(name, root) == chapter]
@@ -45,7 +49,7 @@ def carry(chapter, root):
 
 
 def main():
-    """Carry the change of a chapter into all its descendants."""
+    """Carry a chapter's changes into all its descendants; exit with an error after conflicts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("chapter", choices=chapters(), help="the chapter that has changed")
     if conflicts := carry(parser.parse_args().chapter, ROOT):

@@ -13,13 +13,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def chapters(root=ROOT):
-    """Return the path of each chapter's script by short name, such as 01, in reading order."""
+    """Return the paths of the chapters' scripts by short name, such as "01", in reading order."""
     scripts = sorted([*root.glob("*/train_llm.py"), *root.glob("[a-z]*-*/*/train_llm.py")])
     return {re.match(r"\d\d|.*", script.parent.name)[0]: script for script in scripts}
 
 
 def parent_of(chapter, root=ROOT):
-    """Return the parent chapter, which the first line of a script names; 01 has no parent."""
+    """Return the short name of a chapter's parent, or None for 01, which has no parent.
+
+    The first line of a chapter's script names the parent.
+    """
     # Read only the first line, because later lines may have conflict markers.
     with open(chapters(root)[chapter]) as script:
         parent = re.search(r"Parent: ([\w-]+)", script.readline())
@@ -51,7 +54,7 @@ def parts(source):
 
 
 def flags(source):
-    """Return the declaration of each flag of a script, by the long name of the flag."""
+    """Return the code that declares each flag of a script, by the long name of the flag."""
     found = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "add":
@@ -111,7 +114,10 @@ def texts_of(source):
 
 
 def changes(before, after):
-    """Return the names that differ between two scripts, by kind of change, such as "new"."""
+    """Return the names of the flags and parts that differ between two scripts.
+
+    The result maps each kind of change, such as "new", to a list of names.
+    """
     before, after = before.read_text(), after.read_text()
     old, new = texts_of(before), texts_of(after)
     old_flags, new_flags = flags(before), flags(after)
@@ -132,7 +138,10 @@ def changes(before, after):
 
 
 def noise(before, after):
-    """Return the hunks of a diff that change only comments, blank lines or indentation."""
+    """Return the hunks of a diff that change only comments, blank lines or indentation.
+
+    The diff compares the scripts at the paths `before` and `after`.
+    """
     found = []
     for is_changed, group in groupby(diff(before, after), key=lambda line: line[0] != " "):
         hunk = [line[:2] for line in group]
@@ -142,6 +151,6 @@ def noise(before, after):
 
 
 def code_of(hunk, mark):
-    """Return a hunk's lines with this mark, without comments, blank lines and indentation."""
+    """Return the lines of `hunk` with the mark + or -, without comments, blanks and indentation."""
     code = (re.sub(r"(^|\s+)#( .*)?$", "", line) for its_mark, line in hunk if its_mark == mark)
     return [line.strip() for line in code if line.strip()]

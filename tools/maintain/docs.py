@@ -35,7 +35,7 @@ def current_folder():
 
 # ---- scripts and their output ----------------------------------------------------------------
 def fenced(kind, lines):
-    """Print lines as a fenced block of Markdown."""
+    """Print lines as a fenced block of Markdown; `kind` is the language of the block."""
     print(f"```{kind}", *lines, "```", sep="\n")
 
 
@@ -56,9 +56,9 @@ def listing(path, *names, only=""):
 
 
 def hunk(*names, context=3, only=""):
-    """Print how functions differ from the parent chapter, with `context` lines around each change.
+    """Print the diff of the named functions between the parent chapter's script and this chapter's.
 
-    Choose only the changed lines that the pattern `only` matches.
+    Show only the changed lines that the pattern `only` matches, with `context` lines around each.
     """
     chapter = next(name for name, path in chapters().items() if path.parent == current_folder())
     parent, script = chapters()[parent_of(chapter)], chapters()[chapter]
@@ -88,7 +88,10 @@ def hunk(*names, context=3, only=""):
 
 
 def all_changes():
-    """Print a folded list of all names that differ between a chapter's script and its parent."""
+    """Print a folded list of the flags and parts that a chapter's script adds, changes or drops.
+
+    Compare the script with the script of the parent chapter.
+    """
     chapter = next(name for name, path in chapters().items() if path.parent == current_folder())
     parent, script = chapters()[parent_of(chapter)], chapters()[chapter]
     print("<details><summary>Everything that changes</summary>", "", sep="\n")
@@ -104,7 +107,7 @@ def patch(path):
 
 
 def sample(name, head=None, tail=0, speed=True):
-    """Print the recorded output of a command: all lines, or the first and last lines.
+    """Print the recorded output of a command: all lines, or the first `head` and the last `tail`.
 
     With speed=False, leave out the speeds, which would differ from the speeds in other samples.
     """
@@ -116,9 +119,10 @@ def sample(name, head=None, tail=0, speed=True):
 
 
 def fault(name, log_lines=0):
-    """Print the first lines of a broken run's log, and the verdict of whats_wrong.py.
+    """Print the first lines of the log of a run with the fault `name`, and the verdict on this run.
 
-    Leave out the last line of the verdict, because it names the section that shows the verdict.
+    whats_wrong.py gave the verdict. Leave out the verdict's last line, because it names the section
+    that shows the verdict.
     """
     rows = load("faults-cpu-2cores.json")["rows"]
     rows = [row for row in rows if row["fault"] == name and row["right"]]
@@ -131,7 +135,7 @@ def fault(name, log_lines=0):
 
 
 def plan(config):
-    """Print the planner's verdict on a file under configs, as lines of comments."""
+    """Print the planner's verdict on a model, such as "llama-3.1-8b", as lines of comments."""
     text = (ROOT / "assets/samples/05-plans.txt").read_text()
     for line in text.splitlines():
         name, verdict = line.split(" on ", 1)
@@ -149,10 +153,10 @@ def tensor_plan():
 
 
 def checks_of(file):
-    """Return a row for each kind of check of gpu_check.py, and the skipped checks by reason.
+    """Return the table rows of a file of gpu_check.py's results, and the skipped checks by reason.
 
-    The names of checks of one kind begin with the same word. For each number that these checks
-    measure, a row has the lowest and the highest value.
+    A row stands for all checks whose names begin with the same word. For each number that these
+    checks measure, the row has the lowest and the highest value.
     """
     rows_by_kind, skipped = defaultdict(list), defaultdict(list)
     for row in load(file)["rows"]:
@@ -179,7 +183,10 @@ def summary_of(kind, rows):
 
 
 def ends(values):
-    """Format the lowest and the highest value as a range, or as one number if they look equal."""
+    """Format the lowest and the highest value as a range.
+
+    If they are equal after rounding, format only one number.
+    """
     # Format each number twice, because the format .3g alone would print large numbers as 1e+06.
     rounded = [float(f"{value:.3g}") for value in (min(values), max(values))]
     return " – ".join(dict.fromkeys(f"{value:,g}" for value in rounded))
@@ -193,13 +200,13 @@ def load(file):
 
 
 def script(path):
-    """Import a script as a module."""
+    """Import the script at `path`, which is relative to the repository, and return its module."""
     sys.path.append(str(ROOT / "benchmarks"))
     return importlib.import_module("harness").load(str(ROOT / path))
 
 
 def chapter_rows(*names):
-    """Yield a table row for each named chapter, with its script's first sentence and size.
+    """Yield a table row for each named chapter: its script's first sentence, length and changes.
 
     Without names, yield a row for every chapter.
     """
@@ -220,7 +227,10 @@ def chapter_rows(*names):
 
 
 def flag_rows(chapter, *names):
-    """Yield the name, the default and the help of each named flag of a chapter."""
+    """Yield a dictionary for each named flag of a chapter: the flag's name and its declaration.
+
+    The declaration has the syntax tree of each keyword's value, such as the value of `default`.
+    """
     declared = flags(chapters()[chapter].read_text())
     for name in names:
         options = ast.parse(declared[f"--{name}"]).body[0].value.keywords
@@ -258,7 +268,7 @@ def reason_of(row):
     reason = re.sub(r"how to split \S+", "how to split MODULE", reason)
     reason = re.sub(r"(tokens alone|be split): \w+\(.*", r"\1: ...", reason)
     reason = re.sub(r"because it has \w+", "because it has FEATURE", reason)
-    # Keep only the first sentence, because the message of an exception may have several.
+    # Keep only the first sentence, because the message of an exception may have several sentences.
     return re.sub(r"NAME has \d+ key-value", "NAME has N key-value", reason).partition(". ")[0]
 
 
@@ -296,16 +306,20 @@ def gain(point, other_point):
 
 
 def fastest(row, ways):
-    """Return the way to split a model that is fastest, among the `ways` that fit in memory."""
+    """Return the fastest of the `ways` to split a model, or "does not fit" if no way fits.
+
+    `row` has a prediction for each way that fits in memory.
+    """
     fitting = [way for way in ways if way in row]
     speed_of = {way: row[way]["tokens_per_second"] for way in fitting}
     return max(fitting, key=speed_of.get, default="does not fit")
 
 
 def job(seq_length):
-    """Return the 70B job of docs/train-a-70b-on-64-gpus.md: its plans, and its fastest layout.
+    """Return the 70B job of docs/train-a-70b-on-64-gpus.md as a dictionary.
 
-    `total` is the number of tokens per second of all GPUs together. A step takes `step` seconds.
+    It has the plans of the job, and the numbers of the fastest layout. `total` is the number of
+    tokens per second of all GPUs together. A step takes `step` seconds.
     """
     row = next(row for row in load("scale.json")["job"] if row["seq_length"] == seq_length)
     best = row["predicted"][0]
@@ -320,12 +334,15 @@ def job(seq_length):
 
 
 def days(tokens, tokens_per_second, gpus=64):
-    """Return the days of training on `tokens` tokens, if each GPU trains on `tokens_per_second`."""
+    """Return the days until `gpus` GPUs have trained on `tokens` tokens.
+
+    Each GPU trains on `tokens_per_second` tokens per second.
+    """
     return tokens / tokens_per_second / gpus / 86400
 
 
 def misses(rows):
-    """Return the error of each predicted speed, as a share of the published speed."""
+    """Return the absolute error of each predicted speed, as a share of the published speed."""
     return [abs(row["predicted"]["tokens_per_second"] / row["published"] - 1) for row in rows]
 
 
@@ -351,7 +368,10 @@ def spread(values, digits=2):
 
 
 def with_range(values, digits=2):
-    """Format the median of values, and their range if it is wider than a fifth of the median."""
+    """Format the median of values, and their range if it is wider than a fifth of the median.
+
+    Without values, return "1", which is the ratio of a result to itself.
+    """
     if not values:
         return "1"
     middle, wide = median(values), max(values) - min(values) > median(values) / 5
@@ -364,7 +384,7 @@ def files(pattern):
 
 
 def macros():
-    """Return functions that print the macros of tables.jinja, by the name of the macro."""
+    """Return functions that print the results of macros, by the macro's name in tables.jinja."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,
@@ -395,7 +415,7 @@ globals().update(macros())
 
 # ---- the command -----------------------------------------------------------------------------
 def main():
-    """Write all generated parts with cog; with --check, exit with 1 if a part is out of date."""
+    """Write all generated parts with cog; with --check, exit with 5 if a part is out of date."""
     files = [*readmes(), *sorted(ROOT.glob("*/configs/*.args"))]
     options = ["--check", "--diff"] if sys.argv[1:] == ["--check"] else ["-r"]
     command = ["cog", *options, "-P", "-p", "from docs import *", *map(str, files)]

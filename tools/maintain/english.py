@@ -19,8 +19,8 @@ from markdown_it import MarkdownIt
 
 from chapters import ROOT
 
-# `kind` names the part of a file that the words come from: prose, comment, trailing (a comment
-# after code), docstring, message (a different string) or name.
+# `kind` is the kind of a text: prose, comment, trailing (a comment after code on the same line),
+# docstring, message (any other string in Python) or name (of a variable).
 Text = namedtuple("Text", "kind line words")
 Finding = namedtuple("Finding", "line words advice")
 
@@ -37,8 +37,9 @@ WORD = r"(?:(?:a|an|the) )*(?!(?:a|an|the)\b)\w[^\s/]*"
 BAD_NAMES = """about again each least made many mine of ours place places rest said some
     stuff such theirs then there thing things this those told wanted what which who whole"""
 
-# Each group of patterns is for the kinds of text in its key. A pattern has advice: the words to
-# write instead. Its spaces also match line breaks, and it ignores upper and lower case.
+# A key names the kinds of text that its patterns check. The value of a pattern is advice: the words
+# to write instead. A space in a pattern also matches a line break, and the case of letters does not
+# matter.
 RULES = {
     "prose comment trailing docstring message": {
         r"\b(?:of|in|on|at|by|to|from|with|for|under|after|before|through|into) (?:which|whom)\b"
@@ -83,12 +84,12 @@ SKIPPED = {".venv", ".git", "outputs", "site", "node_modules", "wandb"}
 
 # ---- finding the texts -----------------------------------------------------------------------
 def blank(pattern, text, filler=" ", flags=re.S | re.M):
-    """Overwrite each match in the text with `filler`, so that lines and columns stay the same."""
+    """Return the text with `filler` over each match, so that lines and columns stay the same."""
     return re.sub(pattern, lambda match: re.sub(r"[^\n]", filler, match[0]), text, flags=flags)
 
 
 def without_code(text):
-    """Overwrite code spans, values in braces, link targets, HTML tags and URLs in the text."""
+    """Return the text with code, values in braces, link targets, HTML tags and URLs overwritten."""
     text = blank(r"`[^`]+`|\{[^{}]+\}", text, "x")
     text = blank(r"(?<=\])\([^)\s]*\)|</?[a-z][^>]*>", text)
     return blank(r"https?://\S+", text, ".")

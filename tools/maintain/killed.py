@@ -46,7 +46,10 @@ def train(folder, kill_after=None):
 
 
 def main():
-    """Train a run without kills and a run with two kills, and write the losses of both runs."""
+    """Train a run without kills and a run with two kills; write the losses of both runs to a file.
+
+    The command line names the file.
+    """
     (output,) = sys.argv[1:]
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         straight = train(one)

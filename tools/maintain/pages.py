@@ -27,9 +27,10 @@ SITE = Path(__file__).with_name("site")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 PICTURE = re.compile(r"(!\[[^]]*\]\(\S+)\.svg\)")
 ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
-# Pages drop the tags of names, operators and punctuation, because these words get no color.
+# Remove the tags around names, operators, punctuation and spaces, because the site gives them no
+# color.
 PLAIN = re.compile(r'<span class="(?:n|nn|o|p|w)">(.*?)</span>')
-# Pages drop quotes around class names, because HTML needs them only if a slash follows.
+# Remove the quotes around class names, because HTML needs the quotes only if a slash follows.
 QUOTED = re.compile(r'(<[a-z][^<>]* class=)"([\w-]+)"(?=[\s>])')
 HUNK = re.compile(r'<span class="gu">@@ \w+(?:, further down)? @@</span>')
 FENCED = re.compile(r"(^ *```.*?^ *```$)", re.M | re.S)
@@ -46,9 +47,9 @@ SIDEBAR = {
 
 # ---- sources for Sphinx ----------------------------------------------------------------------
 def stage_readme(path, stage):
-    """Write a README as MyST reads it, and return the other files that the README links.
+    """Write a README to `stage` in MyST's syntax, and return the paths of the linked source files.
 
-    A link to a script becomes a link to the page with its diff.
+    A link to a chapter's script becomes a link to the page with the script's diff.
     """
     linked = set()
 
@@ -59,13 +60,15 @@ def stage_readme(path, stage):
         if target in chapters().values():
             return f"]({os.path.relpath(target.with_name('diff.md'), path.parent)}"
         linked.add(target)
-        # conf.py makes a URL of the part after the colon.
+        # The setting myst_url_schemes in conf.py turns this link into a URL, which is the part
+        # after the colon.
         return f"](source:{match[1].rstrip('/')}.txt"
 
     pieces = FENCED.split(path.read_text())
     for index in range(0, len(pieces), 2):
         pieces[index] = ANCHOR.sub(r"[]{#\1}", LINK.sub(to_page, pieces[index]))
-        # Furo shows an element of one of these classes only in this theme.
+        # Furo shows an element of the class only-light only in the light theme, and an element of
+        # the class only-dark only in the dark theme.
         pictures = r"\1-light.svg){.only-light}\1-dark.svg){.only-dark}"
         pieces[index] = PICTURE.sub(pictures, pieces[index])
     write(stage / path.relative_to(ROOT), "".join(pieces))
@@ -73,7 +76,7 @@ def stage_readme(path, stage):
 
 
 def stage_pictures(stage):
-    """Write each picture in a light and in a dark form, which do not depend on the system."""
+    """Write a light and a dark version of each picture, which ignore the system's color theme."""
     for path in (ROOT / "assets").glob("*.svg"):
         for theme, media in (("light", "not all"), ("dark", "all")):
             text = path.read_text().replace("(prefers-color-scheme: dark)", media)
@@ -81,7 +84,7 @@ def stage_pictures(stage):
 
 
 def stage_source(path, stage):
-    """Copy a file as text, which every browser shows; for a folder, write the names in it."""
+    """Copy a file as text, which every browser shows; for a folder, write a list of its files."""
     text = "\n".join(sorted(os.listdir(path))) if path.is_dir() else path.read_text()
     write(stage / "files" / f"{path.relative_to(ROOT)}.txt", text)
 
@@ -95,8 +98,8 @@ def write(path, text):
 def stage_step(chapter, stage):
     """Write the page that shows a chapter's README on the left and its script's diff on the right.
 
-    A link below the README's title leads to this page. Return the anchors of the hunks that the
-    README shows, in its order.
+    Add a link to this page below the README's title. Return the anchors of the hunks that the
+    README shows, in the order of the README.
     """
     folder = stage / chapters()[chapter].parent.relative_to(ROOT)
     readme = (folder / "README.md").read_text()
@@ -135,9 +138,10 @@ hide-toc: true
 
 
 def split_diff(chapter):
-    """Yield the parts of a script in order, each with its name, its size and its blocks of lines.
+    """Yield a dictionary for each part of a chapter's script, in the order of the script.
 
-    If a part has not changed, `same` is its text.
+    Each dictionary has the part's name, the numbers of added and removed lines, and the blocks of
+    lines. If the part is the same as in the parent chapter, "same" is the text of the part.
     """
     parent = parent_of(chapter)
     paths = chapters().get(parent, Path(os.devnull)), chapters()[chapter]
@@ -155,7 +159,8 @@ def split_diff(chapter):
         mark, _, old, new = line
         return old_names.get(old, "") if mark == "-" else new_names.get(new, "")
 
-    # A new part may begin inside of a removed part, so collect the lines of each part.
+    # Collect the lines of each part before the first yield, because a diff may interrupt a removed
+    # part with lines of a new part.
     found = {}
     for number, (name, lines) in enumerate(groupby(diff(*paths), key=part_of)):
         found.setdefault(name or number, []).extend(lines)
@@ -198,7 +203,10 @@ def blocks_of(lines, old_html, new_html, is_new):
 
 
 def hunk_of(lines, old_html, new_html):
-    """Return a hunk: the HTML of its old and of its new lines, and their first line numbers."""
+    """Return a hunk as a dictionary: the HTML of the old lines and of the new lines.
+
+    `start` has the number of the first old line and of the first new line.
+    """
     before, after = ([line for line in lines if line[0] == mark] for mark in "-+")
     marks = changed_words([line[1] for line in before], [line[1] for line in after])
     pairs = zip(before, marks["-"], strict=True), zip(after, marks["+"], strict=True)
@@ -212,13 +220,15 @@ def hunk_of(lines, old_html, new_html):
 
 
 def changed_words(before, after):
-    """Return, for each line of each side of a hunk, which of its characters are in changed words.
+    """Return a list of booleans for each line of a hunk: true for a character of a changed word.
 
-    Only a line that resembles a line of the other side has such words.
+    Only a line that resembles a line on the opposite side of the hunk has changed words. The keys
+    "-" and "+" hold the lists of the old and of the new lines.
     """
     found = {"-": [], "+": []}
     for line, below in pairwise([*difflib.ndiff(before, after), ""]):
-        # A line that begins with "?" has a sign below each changed character.
+        # If ndiff marks changed characters of a line, the next line begins with "?" and has a sign
+        # below each changed character.
         signs = below[2:] if below.startswith("?") else ""
         words = re.finditer(r"\w+|\W", line[2:])
         marks = [bool(signs[word.start() : word.end()].strip()) for word in words for _ in word[0]]
@@ -228,7 +238,7 @@ def changed_words(before, after):
 
 
 def mark_words(html, marks):
-    """Return the HTML of a line with <mark> around the characters that `marks` names."""
+    """Return the HTML of a line with <mark> around the characters that are true in `marks`."""
     marks = iter(marks)
 
     def mark(match):
@@ -240,7 +250,10 @@ def mark_words(html, marks):
 
 
 def find_shown_hunks(readme, found):
-    """Return the anchors of the hunks that a README shows; note in each hunk where it is shown."""
+    """Return the anchors of the hunks that a README shows.
+
+    Store in each of these hunks the title of the README's section that shows the hunk.
+    """
     hunks = {}
     for part in found:
         hunks[part["name"]] = [block for block in part["blocks"] if "text" in block]
@@ -258,7 +271,10 @@ def find_shown_hunks(readme, found):
 
 
 def link_hunks(page, script, targets):
-    """Let the names of the hunks that a README shows lead to their places in the script's page."""
+    """Turn the header of each hunk on a page into a link to the same hunk in the page `script`.
+
+    `targets` has the anchors of the hunks, in the order of the page.
+    """
     numbers = count()
 
     def link(match):
@@ -270,7 +286,7 @@ def link_hunks(page, script, targets):
 
 # ---- the planner's form ----------------------------------------------------------------------
 def stage_form(stage):
-    """Write the planner's form into its page, and the script that computes the layouts."""
+    """Write the planner's form into its page, and write the script that computes the layouts."""
     page, form = stage / "tools/planner/form.md", (SITE / "planner/form.html").read_text()
     empty = '<div id="planner-form"></div>'
     write(page, page.read_text().replace(empty, f"```{{raw}} html\n{form}```"))
@@ -285,7 +301,7 @@ def home_of(page, pages):
 
 
 def add_sidebar(pages, stage):
-    """Add to each README the table of the pages below it, which Sphinx shows as the sidebar."""
+    """Add to each README a table of contents of the pages below it; Sphinx's sidebar shows it."""
     top = Path("README.md")
     below = {page: [other for other in pages if home_of(other, pages) == page] for page in pages}
     for title, patterns in SIDEBAR.items():
@@ -304,7 +320,7 @@ def add_table(path, pages, caption=""):
 
 
 def shrink(output):
-    """Delete files and characters that a browser does not need."""
+    """Delete files and characters of the built site that a browser does not need."""
     for path in [*output.glob("_static/**/*.map"), output / "_static/searchtools.js"]:
         path.unlink()
     for page in output.glob("**/*.html"):
@@ -312,13 +328,15 @@ def shrink(output):
         pieces[::2] = [re.sub(r"\n\s+", "\n", piece) for piece in pieces[::2]]
         text = "".join(pieces).replace('class="reference internal"', "class=reference")
         text = text.replace('class="docutils literal notranslate"', "class=literal")
-        # A span keeps a word on one line; if the code is only one word, site.css does this.
+        # Remove the span, which keeps a word on one line, if the code is a single word; site.css
+        # then keeps the code on one line.
         text = re.sub(
             r'(<code class=literal>)<span class="pre">([^<]*)</span></code>', r"\1\2</code>", text
         )
-        # A browser ends these elements itself.
+        # Remove the end tags of these elements, because HTML does not require them.
         text = re.sub(r"</(?:li|t[dhr])>\s*", "", text)
-        # A screen reader must know the level of a heading, which Sphinx leaves out.
+        # Remove this role, because Sphinx omits the level of the heading, which a screen reader
+        # needs.
         text = text.replace(' role="heading"', "")
         page.write_text(QUOTED.sub(r"\1\2", text))
 

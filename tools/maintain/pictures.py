@@ -69,7 +69,7 @@ class Picture:
         self.parts.append(f'<path d="{path}" class="{style}"{end}/>')
 
     def axes(self, x_label, y_label, x_most, y_least, y_most, every=0):
-        """Add an x-axis and a y-axis; return a function that converts two values to a position.
+        """Add an x-axis and a y-axis; return a function from values (x, y) to a position in pixels.
 
         With `every`, also label the integers on the y-axis, and the multiples of `every` on the
         x-axis.
@@ -98,7 +98,7 @@ class Picture:
             left += 50 + width_of(text)
 
     def save(self, name):
-        """Write the picture into ASSETS."""
+        """Write the picture to the file `name`.svg in ASSETS."""
         size = f'width="{self.width:g}" height="{self.height:g}"'
         box = f'viewBox="0 0 {self.width:g} {self.height:g}"'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {box}>'
@@ -118,7 +118,7 @@ def height_of(text):
 
 
 def between(start, end):
-    """Return the two ends of an arrow from the edge of one box to the edge of the other box.
+    """Return the ends of an arrow from the edge of the box `start` to the edge of the box `end`.
 
     A box is (x, y, half width, half height), and its center is at (x, y).
     """
@@ -134,7 +134,10 @@ def between(start, end):
 
 
 def flow(name, title, width, boxes, arrows, frames=()):
-    """Write a picture of boxes, arrows between boxes, and frames around boxes."""
+    """Write a picture of boxes, arrows between boxes, and frames around boxes to `name`.svg.
+
+    The comment at the top of pictures.yaml describes the values of `boxes`, `arrows` and `frames`.
+    """
     top, gap = (40, 84) if frames else (10, 44)
     box_places = {}
     for row in sorted({row for _, row, *_ in boxes.values()}):
@@ -167,7 +170,10 @@ def flow(name, title, width, boxes, arrows, frames=()):
 
 
 def sequence(name, title, width, heads, steps):
-    """Write a picture of the messages between the processes in `heads`, from top to bottom."""
+    """Write a picture of the messages in `steps`, from top to bottom, between processes.
+
+    The comment at the top of pictures.yaml describes the values of `heads` and `steps`.
+    """
     top = 24 + max(height_of(text) for *_, text in heads)
     bottom = top
     for where, text in steps:
@@ -237,7 +243,8 @@ def two_ranks():
                 x, width = 102 + scale * (start - zero), scale * length
                 picture.box(x, top, width, 30, name if width > 70 else "", color, "small")
         for number, bucket in enumerate(buckets, 1):
-            # No rank can send a bucket before the slowest rank has filled the same bucket.
+            # No rank can send a bucket before the slowest rank has filled the same bucket, so the
+            # time before this moment is waiting.
             start, length = bucket[rank]
             sent = max(begin for begin, _ in bucket)
             wait = max(0, min(sent, start + length) - start)
@@ -255,13 +262,18 @@ def two_ranks():
 
 
 def ring_rounds(ranks):
-    """Count the ranks that each piece on each rank adds up, after each round of an all-reduce."""
+    """Count the ranks whose values each piece on each rank contains, after each round.
+
+    The result has an entry for the start and for each round of a ring all-reduce.
+    `entry[rank][piece]` is the count.
+    """
     held = [[1] * ranks for _ in range(ranks)]
     rounds = [held]
     for number in range(2 * (ranks - 1)):
         new = [list(row) for row in held]
         for rank in range(ranks):
-            # In each round, a rank sends the piece that it received in the previous round.
+            # In the first round, a rank sends the piece with the rank's own number. Later, a rank
+            # sends the piece that it received in the previous round.
             piece = (rank - number) % ranks
             target = (rank + 1) % ranks
             is_sum = number < ranks - 1
@@ -300,7 +312,11 @@ def ring():
 
 # ---- 04 --------------------------------------------------------------------------------------
 def held_parts(ranks, ranks_per_node):
-    """Return the parts (color, bytes per weight) that a rank holds, for each kind of sharding."""
+    """Return the bytes per weight that each of `ranks` ranks holds, for each kind of sharding.
+
+    A kind has a list of pairs: the color of a part, such as the gradients, and the part's bytes per
+    weight.
+    """
 
     def copy(size):
         return [("teal", 4 / size), ("blue", 4 / size), ("orange", 8 / size)]
@@ -311,7 +327,7 @@ def held_parts(ranks, ranks_per_node):
 
 
 def held_bytes():
-    """Show the GB of a model with 8 billion weights that each of 16 GPUs holds, by sharding."""
+    """Show how many GB of a model with 8 billion weights each of 16 GPUs holds, by sharding."""
     # Count weights in billions, so that the products with bytes per weight are in GB.
     weights = 8
     picture = Picture(284, "DDP holds everything on each device; sharding divides it")
@@ -365,7 +381,11 @@ class History(Recorder):
 
 
 def live_bytes(recompute):
-    """Return the live bytes after each operation of a step of eight layers, without weights."""
+    """Return a list of the live bytes after each operation of a training step, without weights.
+
+    The model has eight layers. With `recompute`, each layer recomputes its activations in the
+    backward pass.
+    """
     sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4}
     model = LlamaModel(LlamaConfig(num_hidden_layers=8, vocab_size=64, use_cache=False, **sizes))
     for weight in model.parameters():
@@ -381,7 +401,10 @@ def live_bytes(recompute):
 
 
 def kept_activations():
-    """Show the bytes of activations in a step of eight layers, with and without recomputation."""
+    """Show the bytes of activations during a training step, with and without recomputation.
+
+    The model has eight layers.
+    """
     kept, full = live_bytes(recompute=False), live_bytes(recompute=True)
     picture = Picture(330, "Without recomputation, activations grow until the backward pass starts")
     top_label = f"{max(kept) / 2**20:.0f} MiB"
@@ -397,7 +420,11 @@ def kept_activations():
 
 # ---- 07 --------------------------------------------------------------------------------------
 def turns_of(schedule, ranks, micro_batches):
-    """Return the pass that each rank runs in each turn of a schedule, as {(rank, turn): "F1"}."""
+    """Return the pass that each pipeline rank runs in each turn of a schedule.
+
+    The keys are (rank, turn). The value "F1" is the forward pass of micro-batch 1, and "B1" is its
+    backward pass.
+    """
     turns = {}
     for rank in range(ranks):
         # Count the later ranks, because the first micro-batch goes through these ranks and back
@@ -414,7 +441,10 @@ def turns_of(schedule, ranks, micro_batches):
 
 
 def schedule(name, ranks=3, micro_batches=4):
-    """Show the turns of a pipeline, and the largest number of micro-batches that a rank keeps."""
+    """Show which pass each pipeline rank runs in each turn of the schedule `name`.
+
+    For each rank, also show the largest number of micro-batches whose activations it keeps.
+    """
     turns = turns_of(name, ranks, micro_batches)
     last = max(turn for _, turn in turns)
     picture = Picture(100 + 40 * ranks, f"What each rank of {name} runs in each turn")
@@ -440,7 +470,7 @@ def schedule(name, ranks=3, micro_batches=4):
 
 # ---- 08 --------------------------------------------------------------------------------------
 def context():
-    """Show the tokens that each of four ranks attends to, with gather and with Ulysses."""
+    """Show how four context-parallel ranks share the work of attention, with gather and Ulysses."""
     colors = ("teal", "blue", "orange", "purple")
     picture = Picture(610, "Gather: all keys for some queries. Ulysses: all tokens of some heads")
     size = 26

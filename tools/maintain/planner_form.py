@@ -20,7 +20,11 @@ FILES += [
 
 
 def planner_script():
-    """Return a script that defines `planner`: FACTS, and a promise of the function `layouts`."""
+    """Return a script in JavaScript that defines the constant `planner`.
+
+    `planner.FACTS` has the models, the GPUs and the defaults of the form. `planner.layouts` is a
+    promise of a function that computes layouts.
+    """
     facts = json.loads((PLANNER / "form.json").read_text())
     shown = {"models": [*facts["models"]], "gpus": facts["gpus"], "defaults": facts["defaults"]}
     script = (MICROPYTHON / "start.js").read_text().replace('"facts"', json.dumps(shown))

@@ -15,7 +15,7 @@ SKIPPED = {".git", ".venv", "outputs", ".pytest_cache"}
 
 @dataclass
 class Block:
-    """Hold a fenced block of a README, with the needs that the comment before the block names."""
+    """Hold a fenced block of a README, and the requirements in the comment before the block."""
 
     name: str
     kind: str
@@ -67,7 +67,7 @@ def commands():
 
 
 def shown(sample, output):
-    """Return the part of an output that READMEs show: all lines, or the first and last lines."""
+    """Return the part of an output that READMEs show: all lines, or its first and last lines."""
     parts = [block.shown for block in commands() if block.sample == sample]
     if () in parts:
         return output

@@ -26,14 +26,14 @@ ENVIRONMENT = {
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}",
 }
-# If the needs of a block begin with these words, type the block into the practice cluster.
+# A block runs in the shell of the practice cluster if the block's needs begin with these words.
 PRACTICE = "the cluster to practice on"
 
 
 def run(block, folder, timeout=None, typed=""):
     """Run a block in a folder with links to the repository; return its exit status and its output.
 
-    `typed` is the standard input of the block.
+    `typed` is the text that the block reads from standard input.
     """
     for path in ROOT.iterdir():
         if path.name not in ("outputs", ".git"):
@@ -57,7 +57,7 @@ def run(block, folder, timeout=None, typed=""):
 
 
 def practise(folder, timeout=None):
-    """Start the practice cluster, and type the guide's blocks for it into its shell.
+    """Start the practice cluster, and type the guide's blocks for this cluster into its shell.
 
     The cluster needs root. Return the exit status, and the output of the shell.
     """
@@ -87,7 +87,7 @@ def main():
                 if f"assets/{picture.name})" in page:
                     shutil.copy(picture, ROOT / "assets")
         if status:
-            sys.exit(f"{output}\nfailed with status {status}: {block.text}")
+            sys.exit(f"{output}\n{block.name}: status {status}; mend this block:\n{block.text}")
         (SAMPLES / f"{block.sample}.txt").write_text(shown(block.sample, output))
 
 

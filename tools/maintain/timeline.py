@@ -16,7 +16,10 @@ from where import select
 
 
 def spans_of(trace):
-    """Return the spans of a rank's last step by name, as pairs (start, length) in ms."""
+    """Return the parts of the last step in a rank's trace, such as the forward pass, by name.
+
+    A part has a list of pairs: the start and the length of a span of time in ms.
+    """
     content = json.loads(trace.read_text())
     events = [event for event in content["traceEvents"] if event.get("ph") == "X"]
     last = max(select(events, "user_annotation", "step"), key=lambda event: event["ts"])
@@ -42,7 +45,10 @@ def spans_of(trace):
 
 
 def main():
-    """Read the traces in the first argument's folder; write all ranks' spans to the second path."""
+    """Read the traces of all ranks, and write the spans of each rank's last step to a file.
+
+    The first argument is the folder of the traces. The second argument is the path of the file.
+    """
     traces, output = map(Path, sys.argv[1:])
     ranks = [spans_of(trace) for trace in sorted(traces.glob("02-rank*.json"))]
     keep(output, describe_machine(), {"ranks": ranks})

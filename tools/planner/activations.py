@@ -41,7 +41,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        # Do not count the storages of weights, which have these keys.
+        # These keys identify the storages of the weights, which the recorder does not count.
         self.weights = set()
         # Map the key of each counted storage to the kind of its tensor.
         self.kind_of = {}
@@ -50,7 +50,7 @@ class Recorder(TorchDispatchMode):
         self.begin("before")
 
     def begin(self, name, kind="activations"):
-        """Begin the segment `name`, and count new tensors as tensors of this kind.
+        """Begin the segment `name`; from now on, new tensors are of the kind `kind`.
 
         A segment stores its bytes by kind at its start and at its peak. It also stores the peak of
         the bytes without finished gradients, which can occur at a different moment.
@@ -61,7 +61,7 @@ class Recorder(TorchDispatchMode):
         self.update_peaks()
 
     def update_peaks(self):
-        """Store the live bytes if they exceed the peaks of the segment."""
+        """Store the current live bytes if they exceed a peak of the current segment."""
         besides_gradients = self.live - Counter(gradients=self.live["gradients"])
         if self.live.total() > self.segment.most.total():
             self.segment.most = +self.live
@@ -91,14 +91,14 @@ class Recorder(TorchDispatchMode):
         return output
 
     def count(self, tensor, kind):
-        """Count the storage of a tensor until Python deletes it."""
+        """Count the bytes of a tensor's storage until Python deletes the storage."""
         storage = tensor.untyped_storage()
         self.kind_of[storage._cdata] = kind
         self.live[kind] += storage.nbytes()
         weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes())
 
     def forget(self, key, size):
-        """Stop counting a storage."""
+        """Subtract a deleted storage, with this key and size, from the live bytes."""
         self.live[self.kind_of.pop(key)] -= size
 
     def rename(self, tensor, kind):
@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):
 
 
 def key_of(tensor):
-    """Return the key of a tensor's storage."""
+    """Return a key that identifies the storage of the local part of a tensor."""
     return local(tensor).untyped_storage()._cdata
 
 
@@ -127,10 +127,14 @@ TRACES = {}
 
 
 def segments_of(setting):
-    """Return the segments of a setting's micro-step, on one rank and with two layers."""
+    """Return the memory of each segment of a micro-step on one rank, by the segment's name.
+
+    A segment is a part of the step, such as the forward pass of a layer. The model has two layers.
+    Raise an UnsupportedModelError if the model cannot run in this setting.
+    """
     setting = setting.changed(device="cuda", cpu_offload=False, pipeline_parallel_size=1)
-    # Trace only 04 and 05: chapters before 05 build the same model as 04, and later chapters build
-    # the same model as 05.
+    # Without autocast, trace only chapters 04 and 05, because chapters before 05 build the same
+    # model as 04, and later chapters build the same model as 05.
     if not setting.autocast:
         setting.chapter = "04" if setting.chapter < "05" else "05"
     key = (setting.model, *(getattr(setting, name) for name in TRACED_ARGS))
@@ -142,7 +146,7 @@ def segments_of(setting):
 
 
 def trace_or_problem(setting):
-    """Return the segments, or the reason as text if the model cannot run in this setting."""
+    """Return the segments of a micro-step, or the reason as text if the model cannot run."""
     try:
         return trace(setting)
     except UnsupportedModelError as error:
@@ -155,14 +159,16 @@ def trace_or_problem(setting):
 
 
 def trace(setting):
-    """Run forward and backward passes of the model with two layers; return segments by name."""
+    """Run two layers of the model on fake tensors; return the memory of each segment, by name.
+
+    Segments are parts of the forward and the backward pass.
+    """
     length = setting.seq_length // setting.context_parallel_size
     simulate_ranks()
-    # Replace deep copies, because torch would copy the storage of a tensor, which fake tensors
-    # lack.
+    # Replace deep copies of tensors, because torch would copy data, which fake tensors lack.
     copy_fake = mock.patch.object(torch.Tensor, "__deepcopy__", lambda t, _: t.detach().clone())
     exchange = mock.patch.object(placement_types, "shard_dim_alltoall", reshape_locally)
-    # DTensor runs extra operations to learn the shapes of results. Hide them from the recorder.
+    # Hide from the recorder the extra operations that DTensor runs to learn the shapes of results.
     learn = ShardingPropagator._propagate_tensor_meta_non_cached
     unrecorded = mock.patch.object(ShardingPropagator, learn.__name__, without_modes(learn))
     with FakeTensorMode(), copy_fake, exchange, unrecorded:
@@ -184,13 +190,13 @@ def trace(setting):
 
 
 def loss_of(model, inputs, labels):
-    """Return the loss; keep its logits alive as long as loss_of() in the chapters does."""
+    """Return the loss; keep the logits in memory as long as loss_of() in the chapters does."""
     logits = model(**inputs).logits
     return model.loss_function(logits, labels)
 
 
 def without_modes(function):
-    """Return a function that no mode, such as Recorder, sees."""
+    """Return a version of `function` that turns off dispatch modes, such as Recorder."""
 
     def call(*args):
         with _disable_current_modes():
@@ -200,18 +206,26 @@ def without_modes(function):
 
 
 def reshape_locally(tensor, gather_dim, shard_dim, mesh, mesh_dim):
-    """Replace an all-to-all by a reshape to the same size, because a CPU would gather instead."""
+    """Return a tensor that has the shape of an all-to-all's result.
+
+    Use this function in place of torch's shard_dim_alltoall(), which gathers the full tensor on a
+    CPU.
+    """
     return torch.cat(tensor.chunk(mesh.size(mesh_dim), shard_dim), gather_dim)
 
 
 def small_model(setting):
-    """Build two layers as the setting's chapter does, with weights in FSDP's gathered type."""
+    """Build the model with two layers, as the setting's chapter does.
+
+    The weights have the same type as the weights that FSDP gathers.
+    """
     config = copy.deepcopy(setting.model.config)
     if len(kinds := kinds_of_layers(config)) > 1 and kinds - ATTENTION:
         problem = f"has layers of several kinds ({', '.join(sorted(kinds))})"
         refuse(f"--model-name {setting.model_name}: {problem}; use tools/dry_run.py")
     config.num_hidden_layers = min(2, config.num_hidden_layers)
-    # Shorten this list, because some families have derived it from the original number of layers.
+    # Shorten the list layer_types, because some families have derived it from the original number
+    # of layers.
     if config.to_dict().get("layer_types"):
         config.layer_types = config.layer_types[:2]
     # If a mixture begins with plain layers, keep one plain layer and one layer with experts.
@@ -237,7 +251,7 @@ def small_model(setting):
 
 
 def add_adapters(setting, model):
-    """Freeze the weights and add adapters, as fine-tuning/lora does."""
+    """Freeze the weights of the model and add LoRA adapters, as fine-tuning/lora does."""
     args = SimpleNamespace(lora_rank=setting.lora_rank, lora_alpha=1, lora_modules=[])
     with contextlib.redirect_stdout(None):
         load_chapter("lora").add_adapters(args, model)
@@ -247,7 +261,7 @@ def add_adapters(setting, model):
 
 
 def split_experts(setting, model):
-    """Give this process the experts of one expert-parallel rank."""
+    """Keep one expert-parallel rank's experts in the model; dispatch tokens as chapter 09 does."""
     chapter, size = newest_chapter(), setting.expert_parallel_size
     mesh, dispatch = mesh_of([*range(size)]), balanced(chapter.dispatch)
     for experts in chapter.experts_of(model):
@@ -259,7 +273,7 @@ def split_experts(setting, model):
 
 
 def split_attention(setting, model):
-    """Give this process the attention of the last context-parallel rank."""
+    """Let the model compute attention as the last context-parallel rank does."""
     chapter, size = newest_chapter(), setting.context_parallel_size
     mesh = mesh_of([*range(size)])
     # This process is rank 0, but the last rank attends to the most keys.
@@ -274,10 +288,10 @@ def split_attention(setting, model):
 
 
 def watch(setting, model, record):
-    """Add hooks that begin a segment at the borders of each layer, forward and backward.
+    """Add hooks to the model that begin a segment of `record` where each layer begins and ends.
 
-    If chapter 09 splits the experts, begin a segment when the gradients of the experts of a layer
-    are complete, too.
+    The hooks run in the forward and in the backward pass. If chapter 09 splits the experts, a
+    segment also begins when the gradients of a layer's experts are complete.
     """
     for weight in model.parameters():
         record.weights.add(key_of(weight))

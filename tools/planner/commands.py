@@ -12,14 +12,14 @@ from setting import UnsupportedModelError, setting_of
 from step_time import speed_of
 from training_step import ROOT, SCRIPTS, check_split, newest_chapter, parse_training_args, refuse
 
-# These flags with a value choose a layout. Other flags with a value do not depend on the layout.
+# A layout sets these flags. No other flag with a value depends on the layout.
 LAYOUT_FLAGS = ["--batch-size", "--recompute", "--replicas", "--tensor-parallel-size"]
 LAYOUT_FLAGS += ["--pipeline-parallel-size", "--pipeline-schedule"]
 LAYOUT_FLAGS += ["--context-parallel-size", "--context-parallel-style", "--expert-parallel-size"]
 
 
 def words_without_layout(args, chapter):
-    """Return the words of the command line that no layout sets, and that the chapter accepts."""
+    """Return the training arguments without flags that layouts set or that the chapter lacks."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("-b", *LAYOUT_FLAGS):
         parser.add_argument(flag)
@@ -34,10 +34,13 @@ def words_without_layout(args, chapter):
 
 
 def layout_of(args, chapter, words, layout_words):
-    """Return the setting, the command and the speed of a layout, or None if it is impossible."""
+    """Return the setting, the command and the speed of a layout as a dictionary.
+
+    Return None if the chapter's script refuses the layout.
+    """
     script = SCRIPTS[chapter].relative_to(ROOT)
-    # Return None if a chapter refuses: the samples, layers or heads may not be divisible by the
-    # ranks.
+    # Return None if the chapter refuses the layout, because the samples, layers or heads may not be
+    # divisible by the number of ranks.
     refusing = mock.patch.object(newest_chapter(), "fail", refuse)
     with contextlib.suppress(UnsupportedModelError), refusing:
         training_args = parse_training_args([*words, *layout_words], args.ranks)
@@ -55,7 +58,7 @@ def layout_of(args, chapter, words, layout_words):
 
 
 def last_of_each(words):
-    """Drop the values of a command line that a later value of the same flag overrides."""
+    """Return `words` without the values that a later value of the same flag overrides."""
     flags = {}
     for word in words:
         if re.match("--?[a-z]", word):

@@ -19,8 +19,8 @@ from step_time import HALF_WORK, KERNELS, StepTime, speed_of
 from training_step import ROOT
 
 A100, H100 = GPUS["A100-80GB"], GPUS["H100-80GB"]
-# Each number has a start of the search, and the value in use. The command lines of torchtitan's
-# runs have the peak of H100s with a limit of 500 W.
+# Each number has the value where the search starts, and the value in use. "TFLOP/s with 500 W" is
+# the peak of an H100 with a limit of 500 W, as in torchtitan's runs.
 NUMBERS = {
     "A100 matrix_share": (0.5, A100.matrix_share),
     "A100 attention_share": (0.5, A100.attention_share),
@@ -34,7 +34,10 @@ NUMBERS = {
 
 
 def published_runs():
-    """Return the fitted runs, and the other runs: each row, its setting, and its kind of step."""
+    """Return two lists of published runs: the runs that fit() uses, and the other runs.
+
+    A run is a tuple of its row in the file, its setting, and the class that adds up its seconds.
+    """
     halves = [], []
     for row in json.loads(FILE.read_text())["published"]:
         kind = HalfRepeatedStep if row.get("options") else StepTime
@@ -44,7 +47,10 @@ def published_runs():
 
 
 def log_misses(runs, numbers):
-    """Return the logarithm of the predicted by the published speed of each run."""
+    """Return the logarithm of each run's predicted speed divided by its published speed.
+
+    `numbers` has the values to use in place of the constants of the speed model.
+    """
     kernels = KERNELS | {"eager": (1.0, numbers["values of eager kernels"])}
     kernels["fused"] = numbers["factor of fused kernels"], KERNELS["fused"][1]
     found = []
@@ -60,7 +66,10 @@ def log_misses(runs, numbers):
 
 
 def loss_of(runs, numbers):
-    """Return the Huber loss, or infinity if fused kernels would exceed 90% of the peak."""
+    """Return the sum of the Huber losses of the runs' logarithmic misses with `numbers`.
+
+    Return infinity if fused kernels would exceed 90% of the peak.
+    """
     if numbers["factor of fused kernels"] > KERNELS["fused"][0]:
         return math.inf
     sizes = map(abs, log_misses(runs, numbers))
@@ -68,7 +77,10 @@ def loss_of(runs, numbers):
 
 
 def fit(runs):
-    """Return the best numbers: change one number at a time, by 10% at first and 1% in the end."""
+    """Search for the numbers with the lowest loss, and return them.
+
+    Change one number at a time, by 10% at first and by about 1% in the end.
+    """
     numbers, step = {name: start for name, (start, _) in NUMBERS.items()}, 0.1
     loss = loss_of(runs, numbers)
     while step > 0.01:
@@ -83,7 +95,7 @@ def fit(runs):
 
 
 def main():
-    """Print the fitted numbers beside those in use, and the misses with both."""
+    """Print the fitted numbers and the numbers in use, and the misses with each set of numbers."""
     halves = published_runs()
     fitted, used = fit(halves[0]), {name: value for name, (_, value) in NUMBERS.items()}
     print(f"{'':24}{'fitted':>12}{'in use':>12}")

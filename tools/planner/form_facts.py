@@ -32,7 +32,7 @@ from training_step import (
 )
 
 FACTS = ROOT / "tools/planner/form.json"
-# A command with these arguments trains each model.
+# MODELS has the arguments of the command that trains each model.
 CONFIGS = "05-large-model/configs"
 MODELS = {
     "Llama 3.2 1B": f"@{CONFIGS}/llama-3.2-1b.args",
@@ -48,7 +48,7 @@ CONFIG_KEYS += ["head_dim", "tie_word_embeddings", "num_experts_per_tok"]
 
 
 class MomentRecorder(activations.Recorder):
-    """Keep the live bytes of all moments of a segment, and not only of its fullest moment."""
+    """Keep the live bytes at all moments of a segment, and not only at the segment's peak."""
 
     def update_peaks(self):
         super().update_peaks()
@@ -56,7 +56,11 @@ class MomentRecorder(activations.Recorder):
 
 
 def settings_of(base):
-    """Yield a setting for each way to split the model whose tensors differ."""
+    """Yield a setting for each combination of chapter, recomputation and split of the model.
+
+    The sizes of a setting's tensors depend only on this combination, the micro-batch and the
+    sequence length.
+    """
     for chapter in ("02", "04"):
         yield base.changed(chapter=chapter, recompute="none")
     powers = [2, 4, 8]
@@ -67,25 +71,31 @@ def settings_of(base):
     for recompute, split in itertools.product(("none", "selective", "full"), splits):
         setting = base.changed(recompute=recompute, **split)
         yield setting
-        # torch copies fewer tensors if a tensor-parallel group has only one sample.
+        # Trace a micro-batch of one sample, too, because torch then copies fewer tensors in a
+        # tensor-parallel group.
         if setting.tensor_parallel_size > 1:
             yield setting.changed(micro_batch_size=1)
 
 
 def coefficients(points, sizes):
-    """Return a, b and c of each kind of tensors, from the bytes at these points (S, L)."""
+    """Return a, b and c of the bytes a + bL + cSL, for each kind of tensor in KINDS.
+
+    Each of `points` is a pair: S samples of L tokens. `sizes` has the bytes by kind at each point.
+    """
     rows = [[1, length, samples * length] for samples, length in points]
     table = [[size[kind] for kind in KINDS] for size in sizes]
-    # With one sample, SL equals L, so that only the sum of b and c is known: it suffices.
+    # If S is 1 at all points, SL equals L, so only the sum of b and c is known. The sum is enough,
+    # because the form then uses these coefficients only for one sample.
     found, *_ = numpy.linalg.lstsq(rows, table, rcond=1e-12)
-    # Adding 0 turns -0 into 0.
+    # Add 0, which turns -0 into 0, because -0 needs more characters in the file.
     return (found.T.round(4) + 0.0).tolist()
 
 
 def segments_of(setting):
-    """Return each segment of a step: its name, its start, and moments that may be the fullest.
+    """Return a list for each segment of a step: name, start, and moments that may be the peak.
 
-    The segment "head in chunks" stands for a loss that chapter 05 computes in several chunks.
+    The start and the moments are coefficients of the bytes by kind. The segment "head in chunks"
+    replaces the segment "head" if chapter 05 computes the loss in several chunks.
     """
     if setting.chapter == "05":
         check_split(setting, setting.model)
@@ -111,7 +121,10 @@ def segments_of(setting):
 
 
 def traced(setting, samples, length, chunk_size):
-    """Return the segments of a step with this number of samples and tokens, by name."""
+    """Return the segments of a step by name, with `samples` samples of `length` tokens.
+
+    The loss is computed in chunks of `chunk_size` tokens.
+    """
     setting = setting.changed(micro_batch_size=samples, seq_length=length)
     with (
         mock.patch.object(activations, "Recorder", MomentRecorder),
@@ -119,7 +132,7 @@ def traced(setting, samples, length, chunk_size):
     ):
         segments = activations.trace(setting)
     del segments["before"], segments["end"]
-    # Leave out the gradients of chapter 02, because DDP has buckets for them.
+    # Leave out the gradients of chapter 02, because the planner counts DDP's buckets instead.
     for segment in segments.values() if setting.chapter == "02" else []:
         for moment in (segment.start, *segment.moments):
             del moment["gradients"]
@@ -127,7 +140,11 @@ def traced(setting, samples, length, chunk_size):
 
 
 def fullest(rows, samples):
-    """Return the rows that have the most bytes for some number of samples and some length."""
+    """Return the rows of coefficients that may have the most bytes of all rows.
+
+    Compare the rows for `samples` samples and for eight times this number, each with lengths from
+    1024 to 131072 tokens.
+    """
     found = []
     for count, power in itertools.product({samples, 8 * samples}, range(10, 18)):
         row = max(rows, key=lambda row: bytes_of(row, count, 2**power).total())
@@ -137,7 +154,11 @@ def fullest(rows, samples):
 
 
 def shapes_of(base, tensor):
-    """Return the shapes of a layer, of the root, and of the root in the first and last stage."""
+    """Return the shapes of the weights in a layer and in the root, split across `tensor` ranks.
+
+    Also return the shapes in the root of the first and of the last stage of a pipeline. The root
+    has the weights outside of the layers.
+    """
     alone = base.changed(tensor_parallel_size=tensor)
     [model], (first, last) = stages_of(alone), stages_of(alone.changed(pipeline_parallel_size=2))
     lists = model.layers[0], model.root, first.root, last.root
@@ -145,12 +166,12 @@ def shapes_of(base, tensor):
 
 
 def row_of(shape):
-    """Return a shape as a list, and mark the shape of experts."""
+    """Return a shape as a list, which begins with "experts" if the weight holds several experts."""
     return ["experts"] * isinstance(shape, ExpertShape) + [*shape]
 
 
 def setting_from(words):
-    """Return the setting of a command on a single rank."""
+    """Return the setting of a training command in chapter 05 on a single rank."""
     args = will_it_fit.parse_args([*words.split(), "--layouts"])
     args.model = model_of(load_config(args)[0])
     changes = {"device": "cuda", "cpu_offload": False, "micro_batch_size": 2}
@@ -158,7 +179,7 @@ def setting_from(words):
 
 
 def facts_of(words):
-    """Return the facts of the model that a command trains."""
+    """Return a dictionary with the facts about the model that a training command trains."""
     base = setting_from(words)
     config, words = base.model.config, words_without_layout(base, "09")
     facts = {"words": last_of_each(words), "batch": base.batch_size, "stages": {}, "segments": {}}
@@ -179,7 +200,7 @@ def facts_of(words):
 
 
 def main():
-    """Write the facts of all models, with a line for the segments of each model."""
+    """Write the facts of all models to form.json; put the segments of each model on one line."""
     args = vars(will_it_fit.parse_args([]))
     machines = vars(will_it_fit.build_parser().parse_args([]))
     flags = [flag[2:].replace("-", "_") for flag in LAYOUT_FLAGS]

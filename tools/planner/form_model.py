@@ -19,7 +19,7 @@ FACTS, FOUND = {}, {}
 
 # ---- what replaces runs on fake tensors ------------------------------------------------------
 def key_of(setting):
-    """Return the name of the facts about a setting's tensors."""
+    """Return the key of a setting's segments among the facts of a model."""
     chapter = "02" if setting.chapter == "02" else "04" if setting.chapter < "05" else "05"
     tensor, context = setting.tensor_parallel_size, setting.context_parallel_size
     style = setting.context_parallel_style if context > 1 else ""
@@ -29,7 +29,10 @@ def key_of(setting):
 
 
 def bytes_of(row, samples, length):
-    """Return the bytes of each kind of tensors, from the coefficients that form_facts.py found."""
+    """Return the bytes of each kind of tensor for `samples` samples of `length` tokens.
+
+    `row` has the coefficients that form_facts.py has recorded.
+    """
     found = Counter()
     for number, kind in enumerate(KINDS):
         constant, per_length, per_token = row[number]
@@ -38,7 +41,10 @@ def bytes_of(row, samples, length):
 
 
 def segments_of(setting):
-    """Return the bytes of tensors in each segment of a step, as activations.py does."""
+    """Return the bytes of tensors in each segment of a step, by the segment's name.
+
+    This function replaces segments_of() of activations.py, which needs torch.
+    """
     facts, name = setting.model.built, key_of(setting)
     samples, length = setting.micro_batch_size, setting.seq_length
     key = facts["active"], name, samples, length
@@ -62,7 +68,7 @@ def active_numbers(model):
 
 
 def stages_of(setting):
-    """Return the Model of each rank of a pipeline; tensor-parallel ranks split its layers."""
+    """Return a Model for each rank of a pipeline, with one tensor-parallel rank's weights."""
     facts, tensor = setting.model.built, str(setting.tensor_parallel_size)
     stages = f"{setting.pipeline_parallel_size} {setting.num_stages}"
     key = facts["active"], tensor, stages
@@ -94,7 +100,7 @@ def layout_of(args, chapter, words, line):
     for number, word in enumerate(line):
         if word.startswith("--"):
             name, after = word[2:].replace("no-", "").replace("-", "_"), line[number + 1 :]
-            # A flag without a value turns something on, or off if it begins with --no-.
+            # A flag without a value is true, or false if it begins with --no-.
             flags[name] = not word.startswith("--no-")
             if after and not after[0].startswith("--"):
                 flags[name] = int(after[0]) if after[0].isdigit() else after[0]
@@ -112,7 +118,8 @@ def layout_of(args, chapter, words, line):
     multiple = stages if setting.pipeline_schedule == "interleaved-1f1b" else 1
     if setting.accumulation < stages or setting.accumulation % multiple:
         return None
-    # From chapter 05 on, scripts check the model first, except for splits of a sequence.
+    # From chapter 05 on, refuse a layout without segments, because form_facts.py recorded no
+    # segments if the script refused the model. A context-parallel layout is checked later.
     is_checked = chapter >= "05" and setting.context_parallel_size == 1
     if is_checked and key_of(setting) not in args.model.built["segments"]:
         return None
@@ -125,7 +132,8 @@ def layout_of(args, chapter, words, line):
         return None
 
 
-# From here on, the planner's modules find in this module what would need torch.
+# Without torch, let the planner's modules import this module in place of activations.py,
+# commands.py and training_step.py, which need torch.
 if "torch" not in sys.modules:
     for name in ("activations", "commands", "training_step"):
         sys.modules[name] = sys.modules[__name__]
@@ -138,7 +146,10 @@ if "torch" not in sys.modules:
 
 # ---- the form --------------------------------------------------------------------------------
 def plan(fields):
-    """Return the layouts of the form's fields as JSON, as the command line's --layouts does."""
+    """Return the best layouts for the values in the form's fields; input and output are JSON.
+
+    The command line computes the same layouts with --layouts.
+    """
     fields = json.loads(fields)
     facts = FACTS["models"][fields["model"]]
     args = Setting(**(FACTS["defaults"] | FACTS["flags"] | fields))
@@ -166,7 +177,8 @@ def shown(args, layout):
     found["speed"] = speed_text(args, layout) if layout["fits"] else ""
     found |= {"checkpoint": checkpoint_text(args, layout), "numbers": layout["speed"]}
     found["room"] = layout["gpu_needs"] + layout["gpu_margin"]
-    # The bar shows these parts of the fullest moment, and what the planner adds to the tensors.
+    # The form's bar shows these parts of the GPU memory at its peak. The last part includes the
+    # memory that the planner adds to the tensors.
     parts = layout["gpu"]
     weights = parts["parameters"] + parts["gathered weights"]
     gradients = parts["gradients"] + parts["full gradients"]

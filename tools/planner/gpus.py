@@ -21,7 +21,7 @@ class Gpu:
     name: str
     capability: tuple
     memory_gib: float
-    # The peak is in dense TFLOP/s, in bf16 or, on a T4, in fp16.
+    # The peak speed is in dense TFLOP/s, in bf16 or, on a T4, in fp16.
     tflops: float
     # Matrix products and attention reach these shares of the peak.
     matrix_share: float
@@ -56,7 +56,7 @@ GPUS = {
 
 
 def gpu_kind(text):
-    """Return the name in GPUS that a value of --gpu stands for; exit unless one name matches."""
+    """Return the key in GPUS that a value of --gpu means; exit unless exactly one key matches."""
     found = [kind for kind in GPUS if kind == text or kind.partition("-")[0] == text]
     if len(found) == 1:
         return found[0]

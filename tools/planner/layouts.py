@@ -14,7 +14,8 @@ from training_step import stages_of
 def plan_of(setting):
     """Return the plan of one setting as a dictionary, with all sizes in bytes.
 
-    A setting has no speed if it does not fit, or if the formulas do not know its layers.
+    The speed is None if the setting does not fit, has no GPUs, uses Muon, or has layers without
+    attention.
     """
     step = fullest_step(setting)
     host, when = host_memory(setting, step.model)
@@ -53,8 +54,9 @@ def plan_of(setting):
 def stop_seconds(setting, checkpoint, speed):
     """Return the longest time in seconds from the request to stop until the run has ended.
 
-    After the request, the run takes up to three steps, and saves. One minute is a reserve. With
-    `--checkpoint-async`, an earlier save may still be in progress, and must end first.
+    After the request, the run takes up to three steps, and saves. With `--checkpoint-async`, an
+    earlier save may still be in progress, and must end first. Add a reserve of one minute, and
+    round up to a multiple of 10 seconds.
     """
     saves = 2 if setting.checkpoint_async else 1
     seconds = 3 * speed["step"] + saves * checkpoint / 1e9 / setting.storage_gbs + 60
@@ -62,7 +64,10 @@ def stop_seconds(setting, checkpoint, speed):
 
 
 def checkpoint_bytes(setting):
-    """Return the bytes of a checkpoint: trained weights, two moments, and a counter per tensor."""
+    """Return the bytes of a checkpoint: trained weights, two moments, and a counter per tensor.
+
+    With Muon, the matrices in the layers have only one moment and no counter.
+    """
     shapes, size = setting.model.shapes, setting.weight_bytes
     if setting.lora_rank:
         shapes, size = adapter_shapes(setting.model.layers, setting.lora_rank), 4
@@ -72,9 +77,9 @@ def checkpoint_bytes(setting):
 
 
 def ways_to_split(args):
-    """Return the name and the chapter of each way to split, and lists of flags to combine.
+    """Return a tuple for each way to split the model: its name, its chapter, and lists of flags.
 
-    In each list, the last flags save the most memory.
+    A layout combines one element of each list. The last element of a list saves the most memory.
     """
 
     def sizes(name, most):
@@ -82,7 +87,8 @@ def ways_to_split(args):
         powers = [2**power for power in range(1, 13)]
         return [f"--{name}-parallel-size {size}" for size in powers if most % size == 0]
 
-    # The ranks of a group process the same samples, so they can use larger micro-batches.
+    # The ranks of a tensor-parallel or context-parallel group process the same samples, so each
+    # rank has memory for larger micro-batches.
     batch, group = args.batch_size, args.batch_size * args.gpus_per_node
     alone = [f"--batch-size {size}" for size in sorted({batch, 1}, reverse=True)]
     together = [f"--batch-size {size}" for size in sorted({group, batch, 1}, reverse=True)]
@@ -113,7 +119,10 @@ def ways_to_split(args):
 
 
 def best_layouts(args):
-    """Return the best layout of each way to split: fastest first, too large layouts last."""
+    """Return the plan of the best layout of each way to split the model.
+
+    The fastest layout comes first, and layouts that do not fit come last.
+    """
     found = []
     for way, chapter, choices in ways_to_split(args):
         words = words_without_layout(args, chapter)
@@ -126,10 +135,15 @@ def best_layouts(args):
 
 
 def best_of(layouts):
-    """Return the plan of the fastest layout that fits, otherwise of the smallest layout."""
+    """Return the plan of the fastest layout that fits.
+
+    If no layout fits, return the plan of the layout that needs the least GPU memory. If no layout
+    has a plan, return None.
+    """
     smallest = None
     for layout in sorted(layouts, key=lambda layout: -layout["speed"]["tokens_per_second"]):
-        # Skip a layout if its weights and moments alone do not fit, because a trace takes a second.
+        # Skip a layout if its weights, gradients and moments do not fit, because a trace takes a
+        # second. Keep the last layout, so that there is a plan if no layout fits.
         if layout is not layouts[-1] and not state_fits(layout["setting"]):
             continue
         setting = layout["setting"]
@@ -151,6 +165,9 @@ def best_of(layouts):
 
 
 def state_fits(setting):
-    """Return whether weights, gradients and moments of a rank fit on its GPU."""
+    """Return whether a rank's weights, gradients and moments fit on its GPU.
+
+    With CPU offload, return true, because they are in CPU memory.
+    """
     state = state_bytes(stages_of(setting)[0], setting)
     return setting.cpu_offload or sum(state.values()) < setting.gpu_memory_gib * GIB

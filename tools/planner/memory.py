@@ -27,7 +27,8 @@ PARTS += ["communication"]
 def fullest_step(setting):
     """Simulate a step on each rank of a pipeline; return the step that needs the most memory."""
     step_class = class_of(setting)
-    # Of the ranks with equal stages, the first rank keeps the most activations.
+    # Simulate only the first of the ranks with equal stages, because this rank keeps the most
+    # activations.
     different = {}
     for rank, stage in enumerate(stages_of(setting)):
         different.setdefault((len(stage.layers), tuple(stage.root)), rank)
@@ -44,7 +45,7 @@ def class_of(setting):
 
 
 def least_bytes(setting):
-    """Return a lower bound of the fullest step: what rank 0 holds before its last layer."""
+    """Return a lower bound of a step's peak: the bytes on rank 0 when its last layer starts."""
     step = class_of(setting)(setting, 0)
     step.enter(segment_of(step.depth), step.depth)
     on_gpu = 0 if setting.cpu_offload else step.state["parameters"] + step.state["optimizer state"]
@@ -55,8 +56,8 @@ def state_bytes(model, setting):
     """Return the bytes of a rank's shards of a Model's weights, gradients and optimizer state.
 
     AdamW keeps two moments for each weight, and a step counter of 4 bytes for each tensor. With
-    LoRA, only the adapters have gradients and moments. These and the adapters are in float32. Muon
-    keeps one moment for each matrix of a layer, and no counter.
+    LoRA, only the adapters have gradients and moments. Adapters, gradients and moments are then in
+    float32. Muon keeps one moment for each matrix of a layer, and no counter.
     """
     weights = shard_numbers(model.shapes, setting) * setting.weight_bytes
     trained, shapes = weights, model.shapes
@@ -74,14 +75,15 @@ def state_bytes(model, setting):
 class StepMemory:
     """Count the bytes of a training step on one rank.
 
-    After simulate(), `most` has the bytes of each part at the peak, and `when` names that moment.
+    After simulate(), `most` has the bytes of each part at the peak, and `when` names the moment of
+    the peak.
 
     This class models chapters 02 and 03, which use DDP and autocast. DDP's gradient buckets last
-    for the entire run, and every micro-step adds its gradients to them.
+    for the entire run, and every micro-step adds gradients to the buckets.
     """
 
-    # This is false here, because DDP keeps gradients in buckets. Subclasses set it to true, because
-    # their gradients are separate tensors, which stay in memory until a reduction.
+    # Under DDP, gradients are in buckets, so this class counts no separate gradients. In the
+    # subclasses, gradients are separate tensors, which stay in memory until a reduction.
     keeps_gradients = False
     # Only the last stage of a pipeline has the head. Without a pipeline, each rank has the head.
     has_head = True
@@ -134,9 +136,10 @@ class StepMemory:
         self.reduce(0)
 
     def gather(self, group):
-        """Begin the all-gather of a group's weights; under DDP, do nothing."""
+        """Do nothing, because DDP gathers no weights; subclasses gather the weights of a group."""
 
-    # Change nothing here, because DDP gathers and frees nothing, and its buckets always exist.
+    # These methods do nothing, too, because DDP gathers and frees no weights, and the buckets of
+    # gradients always exist.
     use = free = reduce = gather
 
     def shapes(self, group):
@@ -169,17 +172,21 @@ class StepMemory:
         return self.shapes(group)
 
     def update_peak(self, when, **temporary):
-        """Store this moment if it is the fullest so far; count `temporary` bytes only this time."""
-        # Add up the parts only at a new peak, because almost no moment is one.
+        """Store the bytes of each part and the moment `when` if the sum of the bytes is a new peak.
+
+        The `temporary` bytes exist only at this moment.
+        """
+        # Add `held` and `temporary` only at a new peak, because the addition is slow, and most
+        # moments are not a new peak.
         total = sum(self.held.values()) + sum(temporary.values())
         if total > self.peak:
             self.peak, self.when, self.most = total, when, self.held + Counter(temporary)
 
     def enter(self, name, number):
-        """Hold the activations that exist when the segment `name` of layer `number` starts.
+        """Hold the activations that exist when the segment `name` starts in layer `number`.
 
-        The run on fake tensors has two layers. Each further layer keeps as much as the second
-        layer.
+        The run on fake tensors has two layers. Each further layer keeps the same number of bytes as
+        layer 2.
         """
         layers_in_trace = self.traced_depth if "head" in name else min(2, number)
         untraced_layers = number - layers_in_trace
@@ -269,7 +276,8 @@ class ShardedMemory(StepMemory):
     def simulate(self):
         """Simulate the first micro-step and, if the step has several, the second micro-step.
 
-        When the second micro-step starts, memory already has the gradient shards of the first.
+        When the second micro-step starts, the gradient shards of the first micro-step already use
+        memory.
         """
         self.shards_on_device = not (self.setting.cpu_offload and self.setting.cuda)
         if self.shards_on_device:
@@ -283,7 +291,10 @@ class ShardedMemory(StepMemory):
             self.held["communication"] -= self.reduce_buffer
 
     def gather(self, group):
-        """Allocate the output buffer of an all-gather; its input exists only for a moment."""
+        """Allocate the output buffer of a group's all-gather.
+
+        The input buffer, if FSDP needs one, exists only for a moment.
+        """
         if group in self.gathered or group in self.gather_buffers:
             return
         setting = self.setting
@@ -302,7 +313,7 @@ class ShardedMemory(StepMemory):
         self.gather_buffers[group] = output
 
     def use(self, group):
-        """Wait for an all-gather and copy its output into the weights."""
+        """Wait for the all-gather of a group, and copy the gathered weights out of the buffer."""
         if group in self.gathered:
             return
         self.gather(group)
@@ -323,7 +334,7 @@ class ShardedMemory(StepMemory):
             self.gathered.remove(group)
 
     def gathered_bytes(self, group):
-        """Return the bytes of a group's gathered weights."""
+        """Return the bytes of a group's gathered weights, with FSDP's padding."""
         return padded_numbers(self.shapes(group), self.setting) * self.setting.compute_bytes
 
     def head_forward(self):

@@ -36,7 +36,7 @@ def cost_text(args, plan):
 
 
 def grouped(value, layout):
-    """Return a number in this layout, with a comma after each three digits.
+    """Return a number as text in the format `layout`, with a comma between groups of three digits.
 
     MicroPython, which runs this module in a browser, puts commas only into integers.
     """
@@ -55,9 +55,10 @@ def text_of(size):
 
 
 def verdict(plan, sizes=False):
-    """Return "fits", "tight" or "no", and the names of the memories that are too small.
+    """Return "fits", or "tight" or "no" with the names of the memories that cause this verdict.
 
-    A memory is tight if less than a tenth of its planned use stays free.
+    A memory is tight if less than a tenth of its planned use stays free. With `sizes`, also give
+    the free or missing bytes.
     """
     margins = {name: plan[f"{name}_margin"] for name in ("gpu", "host")}
     too_small = [name for name, size in margins.items() if size < 0]
@@ -69,7 +70,7 @@ def verdict(plan, sizes=False):
 
 
 def launcher(args):
-    """Return the first words of the command that starts the ranks on each node, with torchrun."""
+    """Return the torchrun part of the command that starts the ranks on each node."""
     if args.nodes == 1:
         return f"torchrun --standalone --nproc-per-node {args.gpus_per_node}"
     nodes = f"torchrun --nnodes {args.nodes} --nproc-per-node {args.gpus_per_node}"

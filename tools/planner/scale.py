@@ -33,15 +33,15 @@ def setting_from(words):
 
 
 def layouts_of(words):
-    """Return the best layout of each way to split, the fastest first."""
+    """Return the plan of the best layout of each way to split the model, the fastest first."""
     return planner.make_plan(planner.parse_args([*shlex.split(words), "--layouts"]))["layouts"]
 
 
 def layer_of(words):
-    """Return the seconds and the GB that one layer costs, under FSDP and under TP.
+    """Return the seconds and the GB that one layer needs in a step, under FSDP and under TP.
 
-    FSDP's traffic does not depend on the number of tokens. Below "pays below" tokens, this traffic
-    takes longer than tensor parallelism takes to compute and to send.
+    FSDP's traffic does not depend on the number of tokens. With fewer tokens than "pays below",
+    FSDP's traffic takes longer than tensor parallelism takes to compute and to send.
     """
     alone = StepTime(setting_from(f"{words} -b 1"))
     split = StepTime(setting_from(f"{words} -b 8 --tensor-parallel-size 8"))
@@ -64,7 +64,10 @@ def layer_traffic(step):
 
 
 def fastest_of(words):
-    """Return the speed and the stages of the fastest layout that fits, for each column."""
+    """Return the speed and the number of pipeline stages of the fastest layout in each column.
+
+    Leave out the layouts that do not fit.
+    """
     found = {}
     for layout in layouts_of(words):
         if layout["fits"] and layout["way"] in COLUMNS:
@@ -86,15 +89,15 @@ class HalfRepeatedStep(StepTime):
 
 
 def published_of(words, half=False):
-    """Return the speed of a published run; `half` selects HalfRepeatedStep."""
+    """Return the predicted speed of a published run; `half` selects HalfRepeatedStep."""
     return speed_of(setting_from(words), HalfRepeatedStep if half else StepTime)
 
 
 class SentOnceStep(StepTime):
-    """Add up the seconds of a step that sends each token only once, however many experts it uses.
+    """Add up the seconds of a step that sends a token once, even if several experts process it.
 
-    NeMo AutoModel's benchmarks replace the router by a gate that chooses neighboring experts, which
-    lie on one rank or on two ranks of a node. DeepEP sends a token only once to each node.
+    NeMo AutoModel's benchmarks replace the router with a gate that chooses neighboring experts,
+    which lie on one rank or on two ranks of a node. DeepEP sends a token only once to each node.
     """
 
     def exchange(self, size, times):
@@ -102,14 +105,17 @@ class SentOnceStep(StepTime):
 
 
 def mixture_of(words):
-    """Return a mixture's tokens per second and GPU, by StepTime and by SentOnceStep."""
+    """Return the predicted tokens per second and GPU of a run that trains a mixture of experts.
+
+    There are two predictions: from StepTime and from SentOnceStep.
+    """
     setting = setting_from(words)
     tokens = setting.global_batch_size * setting.seq_length / setting.ranks
     usual, once = StepTime(setting), SentOnceStep(setting)
     return {"tokens_per_second": tokens / usual.seconds, "sent once": tokens / once.seconds}
 
 
-# Each part of the file has a function that predicts a row from the row's command line.
+# Each part of scale.json has a function that predicts a row from the row's command line.
 PARTS = {
     "published": published_of,
     "mixtures": mixture_of,
@@ -121,12 +127,12 @@ PARTS = {
 
 
 def predict(part, row):
-    """Return the prediction for a row of a part."""
+    """Return the prediction for a row in the part `part` of scale.json."""
     return PARTS[part](row["words"].format(root=ROOT), **row.get("options", {}))
 
 
 def main():
-    """Replace all predictions in the file."""
+    """Compute all predictions in scale.json again."""
     rows_by_part = json.loads(FILE.read_text())
     for part, rows in rows_by_part.items():
         for row in rows:

@@ -52,14 +52,15 @@ class Model:
 
 
 def kinds_of_layers(config):
-    """Return the kinds of layers in `layer_types`; most families have no such list."""
+    """Return the kinds of layers in the list `layer_types`, which most families of models lack."""
     return set(getattr(config, "layer_types", None) or [])
 
 
 class ExpertShape(tuple):
     """Mark the shape of a weight that holds all experts of a layer: [experts, ...].
 
-    It differs from a plain tuple of the same numbers, because a cache must not confuse the two.
+    An ExpertShape does not equal a plain tuple of the same numbers, because the cache of
+    shards_of() must distinguish experts from other weights.
     """
 
     def __eq__(self, other):
@@ -101,7 +102,7 @@ def padded_numbers(shapes, setting, least_shards=1):
 
 @functools.cache
 def shards_of(shapes, num_shards, num_expert_shards, expert_ranks):
-    """Return the elements of a rank's shards, as a Counter with a sum for each number of shards."""
+    """Return the number of elements in a rank's shards, by the number of shards of a tensor."""
     found = Counter()
     for shape in shapes:
         is_expert, rows, columns = isinstance(shape, ExpertShape), shape[0], math.prod(shape[1:])
@@ -169,12 +170,15 @@ class Setting(SimpleNamespace):
 
     @property
     def sharding(self):
-        """Return the numbers of shards, of shards of experts, and of ranks that share experts."""
+        """Return three numbers: shards of a weight, shards of an expert weight, and expert ranks.
+
+        Expert ranks are the ranks that share the experts of a layer.
+        """
         return self.shards, self.expert_shards, self.expert_parallel_size
 
     @property
     def has_expert_groups(self):
-        """Return whether FSDP gathers the experts of a layer separately from its other weights."""
+        """Return whether FSDP gathers a layer's experts apart from the layer's other weights."""
         return self.chapter == "09" and self.expert_parallel_size * self.tensor_parallel_size > 1
 
     @property
@@ -209,9 +213,10 @@ class Setting(SimpleNamespace):
 
 
 def setting_of(args, chapter, changes=None):
-    """Return the Setting of the arguments.
+    """Return the Setting of the arguments `args` in a chapter.
 
-    With `changes`, first reset the flags in FLAG_DEFAULTS to their defaults.
+    With `changes`, first reset the flags in FLAG_DEFAULTS to their defaults, and then apply
+    `changes`.
     """
     values = args.__dict__ | {"chapter": chapter}
     if changes is not None:

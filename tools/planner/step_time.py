@@ -117,7 +117,7 @@ def forward_seconds(setting):
 
 
 def attention_width(config, heads="num_attention_heads"):
-    """Return the width of all attention heads together, or of all key heads if `heads` names them.
+    """Return the total width of the heads whose number is in the configuration under `heads`.
 
     If keys and values have different widths, as in DeepSeek-V3, compute with the mean width.
     """
@@ -150,7 +150,7 @@ def collective(setting, kind, size, ranks, nodes, gbs):
 
 
 def ring(setting, name):
-    """Return the ranks of a ring, the number of nodes that it spans, and its GB/s.
+    """Return the number of ranks in a ring, the number of nodes that the ring spans, and its GB/s.
 
     A ring that spans nodes leaves each node once, and uses the network links of all GPUs of the
     node. If each GPU of a node has a ring of its own, the rings share these links.
@@ -175,7 +175,11 @@ def ring(setting, name):
 
 
 def overlapped(count, compute, communication):
-    """Return the seconds of `count` layers that communicate while a neighboring layer computes."""
+    """Return the seconds of `count` layers that communicate while a neighboring layer computes.
+
+    `compute` and `communication` are the seconds of one layer. One of the `count` communications
+    overlaps with nothing; the caller adds the seconds of this communication.
+    """
     return compute + (count - 1) * max(compute, communication)
 
 
@@ -223,7 +227,10 @@ class StepTime:
         self.seconds += self.optimizer_step(len(stages))
 
     def repeated(self, matrices, attention, cheap):
-        """Return the seconds that recomputation adds to a layer, from the seconds of its parts."""
+        """Return the seconds that recomputation adds to a layer.
+
+        The arguments are the seconds of the parts of the layer's forward pass.
+        """
         full = matrices + attention + cheap
         return {"none": 0.0, "selective": cheap, "full": full}[self.setting.recompute]
 
@@ -243,7 +250,10 @@ class StepTime:
         return seconds
 
     def add_blocking_collectives(self):
-        """Add the collectives of TP, CP and EP, because both passes wait for the results."""
+        """Add the collectives of TP, CP and EP to the seconds of a layer's passes and of the head.
+
+        Nothing overlaps with these collectives, because both passes wait for the results.
+        """
         setting, config, count = self.setting, self.model.config, self.setting.accumulation
         repeats = setting.recompute != "none"
         # TP: a layer has 4 collectives of hidden states in each pass, and recomputation repeats 3
@@ -254,9 +264,9 @@ class StepTime:
         seconds = self.send("tensor", "all-gather", hidden, times)
         self.forward += 4 * seconds
         self.backward += (4 + 3 * repeats) * seconds
-        # TP: add two all-to-alls, of the embedding's result and of the result's gradient. Each
-        # takes as long as an all-gather of one rank's part. Add two collectives of the head, too:
-        # of its weights, and of the gradient of its weights.
+        # TP: add two all-to-alls, of the embedding's result and of the result's gradient. An
+        # all-to-all takes as long as an all-gather of one rank's part. Also add two collectives of
+        # the head: of the head's weights, and of the gradient of these weights.
         if setting.pipeline_parallel_size == 1:
             part = hidden / setting.tensor_parallel_size
             self.head += 2 * self.send("tensor", "all-gather", part, 2 * count)
@@ -331,7 +341,8 @@ class StepTime:
     def reduce(self, micro_steps, seconds_per_gb):
         """Return the seconds to reduce and copy the gradients of a layer, and of the root.
 
-        LoRA's adapters are small, so their reductions count as nothing.
+        Add up `micro_steps` reductions. LoRA's adapters are small, so their reductions count as
+        nothing.
         """
         if self.setting.lora_rank:
             return 0.0, 0.0
@@ -344,7 +355,10 @@ class StepTime:
         return self.per_group("replicas", "all-reduce", size, times)
 
     def gather(self, layer_times, root_times):
-        """Return the seconds to gather the weights of a layer, and of the root."""
+        """Return the seconds to gather the weights of a layer, and of the root.
+
+        Add up `layer_times` gathers of a layer, and `root_times` gathers of the root.
+        """
         size, times = self.setting.compute_bytes, (layer_times, root_times)
         return self.per_group("copy", "all-gather", size, times, 1 / self.setting.pcie_gbs)
 

@@ -92,7 +92,7 @@ def load_chapter(name):
 
 
 def import_script(path):
-    """Import a script as a module that needs neither GPUs nor downloads."""
+    """Import a script as a module; replace functions that need the hub or the values of tensors."""
     spec = importlib.util.spec_from_file_location("script", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -111,7 +111,7 @@ def newest_chapter():
 
 
 def needs_mask(setting, model):
-    """Return whether a layer of this model needs a mask for samples of this length."""
+    """Return whether a layer of the model needs a mask for samples of the setting's length."""
     window = getattr(model.config, "sliding_window", None) or setting.seq_length
     uses_sdpa = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
     return not uses_sdpa or setting.seq_length > window
@@ -199,7 +199,7 @@ def copy_of_config(name):
 
 
 def tokenizer_of(name):
-    """Return the tokenizer of a model; if this machine has no copy of it, return a stand-in."""
+    """Return the tokenizer of a model, or a stand-in if this machine has no copy of it."""
     with contextlib.suppress(Exception):
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
         # Ignore an empty tokenizer, which transformers makes from a folder without a tokenizer.
@@ -239,7 +239,10 @@ def find_config(name):
 
 
 def model_of(config, tp_size=1):
-    """Return the shapes of a model on one of `tp_size` ranks; build each model only once."""
+    """Return a Model with the shapes of the weights on one of `tp_size` tensor-parallel ranks.
+
+    Build each model only once.
+    """
     key = (config.to_json_string(use_diff=False), tp_size)
     if key not in BUILT_MODELS:
         with torch.device("meta"):
@@ -311,7 +314,7 @@ def split_stages(model, model_name, ranks, num_stages):
 
 @functools.cache
 def active_numbers(model):
-    """Count the weights in the layers; among the experts, count only those that one token uses."""
+    """Count the weights in the layers that one token uses; leave out all other experts."""
     num_used, total = getattr(model.config, "num_experts_per_tok", None) or 1, 0
     for layer in newest_chapter().layers_of(model.built):
         for name, weight in layer.named_parameters():

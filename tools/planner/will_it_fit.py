@@ -33,8 +33,8 @@ from setting import UnsupportedModelError, bubble, setting_of
 from step_time import KERNELS, SPEEDS
 from training_step import at_least, fail, load_config, model_of, parse_training_args
 
-# The planner tries the settings in this order. Each setting gathers, copies or recomputes more
-# than the settings above it.
+# The planner tries the settings in this order. Most settings gather, copy or recompute more than
+# the previous setting, and need less GPU memory.
 SETTINGS = {
     "02": {},
     "04 --no-reshard-after-forward": {"reshard_after_forward": False},
@@ -189,7 +189,8 @@ def plans_of_layouts(args):
 def plans_of_settings(args):
     """Return the plan of the chosen setting, and the plans of all settings of candidates().
 
-    `refused` has the reason for each setting that has no plan.
+    "first" names the first setting that fits. "refused" has the reason for each setting that has no
+    plan.
     """
     asked, plans, refused = plan_of(setting_of(args, args.chapter)), {}, {}
     for name, changes in candidates(args).items():
@@ -266,7 +267,10 @@ def show(args, plan):
 
 
 def show_layouts(args, plan):
-    """Print the assumptions, then the speed and the command of each layout that fits."""
+    """Print the assumptions and the memory of each layout.
+
+    Also print the speed and the command of each layout that fits.
+    """
     show_machines(args, plan["model"])
     speeds = [f"{name} {getattr(args, name[2:].replace('-', '_')):g}" for name in SPEEDS]
     share = f"--flops-efficiency {args.flops_efficiency:g}" if args.flops_efficiency else ""

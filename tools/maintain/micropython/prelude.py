@@ -62,7 +62,10 @@ def product(*lists):
 
 
 def stable_sorted(values, key=None, reverse=False):
-    """Keep the order of values with equal keys, which MicroPython's function does not."""
+    """Return the sorted values; values with equal keys keep their order, unlike in MicroPython.
+
+    `reverse` has an effect only without `key`.
+    """
     if not key:
         return plain_sorted(values, reverse=reverse)
     values = list(values)
@@ -70,7 +73,8 @@ def stable_sorted(values, key=None, reverse=False):
     return [values[n] for n in order]
 
 
-# All modules find this function, and import the other names from this module.
+# Replace sorted() for all modules. Let the planner's modules import Counter, cache and the other
+# names above from this module, because MicroPython's own modules lack most of these names.
 plain_sorted, builtins.sorted = sorted, stable_sorted
 for name in ("collections", "functools", "itertools", "math", "types"):
     sys.modules[name] = sys.modules[__name__]

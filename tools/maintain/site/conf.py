@@ -35,7 +35,7 @@ ANSWERS = ("you see", "question", "your run")
 
 
 def explain_terms(app, doctree):
-    """Give the first use of each term of the glossary on a page its definition as a tooltip."""
+    """Add a tooltip with the definition to the first use of each glossary term on a page."""
     glossary = (app.srcdir / "docs/glossary.md").read_text()
     terms = dict(re.findall(r"^\*\*(.+?)\.\*\* (.+?)(?=\n\n|\Z)", glossary, re.M | re.S))
     if app.env.docname in ("docs/glossary", app.config.root_doc):
@@ -54,20 +54,23 @@ def explain_terms(app, doctree):
 
 
 def name_rows(app, doctree):
-    """Give each row that answers a question an anchor, so that a search leads to it."""
+    """Add an anchor to each table row that answers a question; search results link to the row."""
     for body in list(doctree.findall(nodes.tbody)):
         for row in body if answers(body.parent) else ():
             row["ids"].append(f"row-{nodes.make_id(row[0].astext())[:50]}")
 
 
 def answers(table):
-    """Return whether each row of a table answers a question."""
+    """Return whether the rows of a table answer questions, which the table's head shows."""
     head = next(table.findall(nodes.thead), None)
     return head is not None and head.astext().startswith(ANSWERS)
 
 
 def write_search_index(app, error):
-    """Write a script with the titles, anchors and texts of all sections and answers."""
+    """Write the search index: the titles, anchors and texts of all sections and answers.
+
+    The index is a JavaScript file, which a page can load without a server.
+    """
     pages = sorted(page for page in app.env.found_docs if not page.endswith("/diff"))
     trees = {app.builder.get_target_uri(page): app.env.get_doctree(page) for page in pages}
     index = {url: entries_of(doctree) for url, doctree in trees.items()}
@@ -76,7 +79,7 @@ def write_search_index(app, error):
 
 
 def entries_of(doctree):
-    """Return a page's title and, for each section and answer, its anchor, titles and text."""
+    """Return a page's title, and the anchor, the titles and the text of each section and answer."""
     found = []
     for node in doctree.findall(lambda node: isinstance(node, nodes.section | nodes.row)):
         own = node.deepcopy()
@@ -90,7 +93,7 @@ def entries_of(doctree):
 
 
 def is_left_out(node):
-    """Return whether the text of a section does not include a node, such as an inner section."""
+    """Return whether the search index leaves `node` out of the text of the section around it."""
     is_diff = isinstance(node, nodes.literal_block) and node.get("language") == "diff"
     is_answers = isinstance(node, nodes.table) and answers(node)
     is_section = isinstance(node, nodes.section) and node.parent is not None
@@ -98,7 +101,10 @@ def is_left_out(node):
 
 
 def titles_of(node):
-    """Return the titles of the sections around a section or a row, from the page to its own."""
+    """Return the titles from the page's title down to the title of the section or row `node`.
+
+    The title of a row is the text of the row's first cell.
+    """
     above = [] if isinstance(node, nodes.document) else titles_of(node.parent)
     return [*above, node[0].astext()] if isinstance(node, nodes.section | nodes.row) else above
 
@@ -107,5 +113,5 @@ def setup(app):
     app.connect("doctree-read", explain_terms)
     app.connect("doctree-read", name_rows)
     app.connect("build-finished", write_search_index)
-    # Our own search shows excerpts without a server, so omit Sphinx's.
+    # Turn off Sphinx's search, because our own search shows excerpts without a server.
     app.connect("builder-inited", lambda app: setattr(app.builder, "search", False))
