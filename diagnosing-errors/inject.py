@@ -51,7 +51,7 @@ LEAKED = []
 
 
 class Fault:
-    """Hold one fault of the command line, and cause this fault on its rank, in its step."""
+    """Cause one fault of the command line, such as crash@rank1:step20, on its rank in its step."""
 
     def __init__(self, text):
         match = re.fullmatch(r"([a-z-]+)@rank(\d+):step(\d+)", text)

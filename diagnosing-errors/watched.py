@@ -45,8 +45,8 @@ os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-# Each launcher sets its own variables for the rank and the world size. Use the first variable in
-# each of these lists that is set.
+# Each launcher sets its own variables for the rank and the world size. In each of these lists, use
+# the first variable that is set.
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
@@ -78,8 +78,8 @@ PHASES = (
 # represents every integer of 40 bits exactly.
 HASH_MODULUS = 2**40 - 87
 
-# This pattern matches the files of Python, of installed packages and of this tool. All other files
-# are the user's code.
+# This pattern matches the files of Python, of installed packages, and of watched.py and inject.py.
+# All other files are the user's code.
 FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watched|inject)\.py$")
 
 # If a collective's name starts with one of these words, its tensors may have a different size on
@@ -175,9 +175,11 @@ class Steps:
             self.sums["loss"] += tensors.detach().float().reshape(())
 
     def note_input(self, args, output):
-        """Hash the input of an embedding, and let backward() check the gradient of its output.
+        """Let backward() check the gradient of an embedding's output, and hash the input when due.
 
-        This gradient shows a fault of this rank, because the ranks have not yet reduced gradients.
+        The gradient shows a fault of this rank, because backward() computes it before the ranks
+        reduce their gradients. Hash the embedding's input only in steps that also check the
+        weights.
         """
         output.register_hook(lambda gradient: self.safely(self.note_gradient, gradient))
         # The hash reveals ranks that train on the same samples. Do not hash a DTensor, because
@@ -203,7 +205,8 @@ class Steps:
         self.end_times.append(time.time())
         values = [self.sums[name] for name in ("loss", "nonfinite_gradients", "input_hash")]
         self.sums.clear()
-        # After a resume, the optimizer's own step number includes the steps of earlier processes.
+        # Send the optimizer's own step number, too, because after a resume, it includes the steps
+        # of earlier processes.
         state = next(iter(optimizer.state.values()), {})
         values.append(state.get("step", self.count))
         if self.count == 1 or self.count % self.every == 0:
@@ -245,14 +248,17 @@ class Steps:
 
 
 def checksum(weights):
-    """Return a checksum of this rank's part of the weights, which changes if one bit changes."""
+    """Return a number that changes if a bit changes in this rank's part of the weights."""
     parts = [getattr(weight, "_local_tensor", weight).detach() for weight in weights]
     hashes = [torch.hash_tensor(part).view(torch.int64) % HASH_MODULUS for part in parts]
     return torch.stack(hashes).sum() % HASH_MODULUS
 
 
 def shard_of(weights):
-    """Describe this rank's part of the weights; ranks with the same description are replicas."""
+    """Return a text that describes this rank's part of the weights.
+
+    Ranks with the same text are replicas: they hold the same part.
+    """
     parts = set()
     for weight in weights:
         if mesh := getattr(weight, "device_mesh", None):
@@ -315,7 +321,8 @@ class Watch:
         # when the step or the phase last changed.
         self.position = (0, "start")
         self.position_since = time.time()
-        # This is the (file, line, function) where the latest sample found the user's code.
+        # This is the (file, line, function) in the user's code where the latest sample found the
+        # main thread.
         self.frame = ("?", 0, "?")
         self.frame_counts = Counter()
 
@@ -391,7 +398,10 @@ class Watch:
             self.position_since = time.time()
 
     def end_by_sigterm(self):
-        """Write that SIGTERM ended this rank, and end the process as SIGTERM does by default."""
+        """Record that SIGTERM has ended this rank, and end the process as SIGTERM does by default.
+
+        Write a heartbeat and a dump.
+        """
         self.error = "SIGTERM ended this rank; a launcher or a person sent it"
         self.end = "failed"
         self.tell()
@@ -450,7 +460,10 @@ class Watch:
             self.frame_counts = Counter()
 
     def write(self, suffix, content):
-        """Replace one of this rank's files in one operation, so that no reader sees half a file."""
+        """Write `content` as JSON to this rank's file with the ending `suffix`.
+
+        Replace the file in one operation, so that no reader sees half a file.
+        """
         partial = self.path.with_suffix(".new")
         # If the disk is full, skip this file; whats_wrong.py checks the free space itself.
         with suppress(OSError):
@@ -458,7 +471,7 @@ class Watch:
             partial.rename(self.path.with_suffix(suffix))
 
     def dump_if_due(self):
-        """Write a dump if someone has asked for it, or if the rank makes no progress."""
+        """Write a dump if the file `dump` was touched, or after `stall` seconds of no progress."""
         # Before the first request, the file `dump` does not exist, and stat() raises OSError.
         with suppress(OSError):
             last_request = self.dump_request_time
@@ -520,8 +533,8 @@ def recorded_collectives():
     """Return the latest collectives, up to 500 per backend, from PyTorch's Flight Recorder."""
     collectives = []
     for function in ("_dump_fr_trace", "_dump_nccl_trace"):
-        # Ignore errors, because both functions are private to torch and may change, and the second
-        # function exists only in GPU builds of torch.
+        # Ignore errors, because these functions are private to torch and may change, and because
+        # _dump_nccl_trace() exists only in GPU builds of torch.
         with suppress(Exception):
             trace = getattr(torch._C._distributed_c10d, function)()
             entries = pickle.loads(trace)["entries"][-500:]
