@@ -46,7 +46,7 @@ def bytes_kept(chapter, args, model, batch):
 
 
 def measure(chapter, args, device):
-    """Return the largest number of bytes that a rank keeps for the backward pass."""
+    """Return the largest number of bytes that any rank keeps for the backward pass."""
     model, *_ = build(chapter, args, device)
     batch = torch.randint(model.config.vocab_size, (SAMPLES, args.seq_length))
     most = torch.tensor(bytes_kept(chapter, args, model, batch))

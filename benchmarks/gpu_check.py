@@ -50,7 +50,7 @@ TINY = """--seq-length 64 --global-batch-size 8 --batch-size 4 --num-steps 20 --
     --eval-every 10 --eval-samples 10 --checkpoint-every 10"""
 FP32 = "--precision fp32"
 LONG = "--num-steps 1000000 --eval-every 1000000 --checkpoint-every 1000000 --eval-samples 2"
-# The checks no-sync and watched train for this number of steps. After the first step, the host may
+# The checks no-sync and watched train for this number of steps. After the first step, the host must
 # not wait for the GPU.
 NUM_FORBIDDEN = 60
 # The check float8-restarts compares the losses of this number of steps after each start.
@@ -114,7 +114,7 @@ def parse_args():
 
 
 class Skip(Exception):
-    """Carry the reason why a check has no result."""
+    """Skip a check; the message of this exception is the reason why the check has no result."""
 
 
 class Job(harness.Job):
@@ -171,7 +171,7 @@ class Bench:
         return job
 
     def train(self, script, flags, name="train", device=None, ranks=1, run=None):
-        """Start training with a script of SCRIPTS, or with a command that accepts their flags."""
+        """Start training by a script of SCRIPTS, or by a command that accepts the same flags."""
         command = script if isinstance(script, list) else [SCRIPTS[script]]
         where = self.folder / (run or name)
         flags = f"{flags} --device {device or self.device} --save-dir {where} --experiment-name run"
@@ -378,7 +378,8 @@ def memory(bench, chapter, flags=""):
         job = bench.train(chapter, f"{flags} --global-batch-size 8 {LONG} --log-every 1")
         options = f"--json --nodes 1 --gpus-per-node 1 --device {bench.device} --chapter {plan}"
         command = [harness.PLANNER, *options.split(), *flags.split()]
-        # Accept exit status 1, which means that the model would not fit.
+        # Accept the planner's exit status 1, which means that the model does not fit in the GPU's
+        # memory.
         planned = json.loads(bench.tool("plan", *command, ok=(0, 1)))["asked"]["gpu_total"] / 2**30
         # Wait for several rows, because the row of step 0 does not contain the peak memory.
         bench.wait(job, until=lambda: len(job.rows()) > 4)
@@ -675,7 +676,8 @@ class Session:
                 if name in asked:
                     self.check(name)
         finally:
-            # Kill all processes, so that no process is left behind, even after Ctrl-C.
+            # Do not wait for the checks that still run, but kill all their processes, so that no
+            # process is left behind, even after Ctrl-C.
             pool.shutdown(wait=False, cancel_futures=True)
             for job in self.jobs:
                 job.kill()

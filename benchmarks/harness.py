@@ -58,7 +58,7 @@ def load(script):
 
 
 def parser_of(docstring):
-    """Return a parser with the benchmark's description and the flag --output."""
+    """Return a parser with the first line of `docstring` as description, and the flag --output."""
     parser = argparse.ArgumentParser(
         description=docstring.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -165,7 +165,7 @@ def words_of(function):
 
 
 class Job:
-    """Run a command; kill() finds the processes that it starts by a mark in their environment."""
+    """Run a command, and mark its environment, so that kill() finds all of the job's processes."""
 
     def __init__(self, command, out=subprocess.PIPE, log=subprocess.PIPE, **variables):
         """Start the command, and add `variables` to its environment."""
@@ -192,7 +192,7 @@ class Job:
             self.process.wait(10)
 
     def living(self):
-        """Return the folder in /proc of each of the job's processes that still exists."""
+        """Return the folders in /proc of those of the job's processes that still exist."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -202,10 +202,10 @@ class Job:
 
 
 def run(command, limit=LONGEST, **variables):
-    """Run a command, and return its CompletedProcess; raise Failed after `limit` seconds.
+    """Run a command; return its CompletedProcess, or raise Failed if it takes over `limit` seconds.
 
-    In both cases, kill all processes that the command has left behind. Add `variables` to the
-    environment of the command.
+    Kill all processes that the command has left behind. Add `variables` to the environment of the
+    command.
     """
     job = Job(command, **variables)
     try:

@@ -129,7 +129,7 @@ def measure_chapter(chapter, args, device):
     loss, _ = bare_step(args, loss_of, bare, bare_optimizer, [batch], mixed)
     other_loss, _ = chapter.train_step(args, model, optimizer, samples, 1, device)
     if abs(loss - other_loss) > 0.01:
-        sys.exit(f"first loss: {loss:.4f} in the bare loop, but {other_loss:.4f} in chapter 01")
+        sys.exit(f"first loss: {loss:.4f} in the bare loop, but {other_loss:.4f} in the chapter")
     steps = {
         "bare": lambda _: bare_step(args, loss_of, bare, bare_optimizer, [batch], mixed),
         "chapter": lambda step: chapter.train_step(args, model, optimizer, samples, step, device),
@@ -148,8 +148,8 @@ def measure_watched(chapter, args, device):
     working = {name: getattr(watch, name) for name in ("look", "tell", "dump_if_due")}
 
     def take_step(watching, step):
-        # Record a fault to let train_step() run without checks, because the hooks run no check
-        # after a fault.
+        # To turn off watched.py's checks for this step, record a fault: after a fault, no check
+        # runs.
         counter.fault = None if watching else "off"
         for name, work in working.items():
             setattr(watch, name, work if watching else lambda: None)
@@ -218,7 +218,7 @@ MEASURES = {"chapter": measure_chapter, "watched": measure_watched, "loss": meas
 
 
 def overhead(args, folder):
-    """Run the measurement `args.what`; exit with status 1 if a step of chapter 01 misses GOAL."""
+    """Run the measurement `args.what`; exit with status 1 if chapter 01 is slower than its goal."""
     is_loss, model = args.what == "loss", make_7m_llama(folder / "llama")
     length, precision = (SHORT, "fp32") if is_loss else (SEQ_LENGTH, fast_precision())
     flags = f"--seq-length {length} --precision {precision} --global-batch-size {BATCH}"

@@ -82,7 +82,7 @@ def select(events, kind, names):
 
 
 def mask_of(events, window):
-    """Return an array with one value per microsecond of the window: True during any event."""
+    """Return an array with one value per microsecond of the window: True while an event runs."""
     mask = np.zeros(round(window["dur"]), dtype=bool)
     for event in events:
         start = event["ts"] - window["ts"]

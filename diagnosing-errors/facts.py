@@ -34,7 +34,8 @@ def reach_of(hosts_file=None):
     lines = [line.partition("#")[0].split() for line in hosts_file.read_text().splitlines()]
     reach = {words[0]: ["ssh", "-oBatchMode=yes", words[0]] for words in lines if words}
     for name in reach:
-        # Compare both names without their domains, because only one of them may have a domain.
+        # Compare the two host names without their domains, because only one of the names may have a
+        # domain.
         if name.split(".")[0] == HERE.split(".")[0]:
             reach[name] = []
     return reach
@@ -62,7 +63,7 @@ def look_at(words, pids):
 
 # ---- the run's folder --------------------------------------------------------------------------
 def gather(run, reach):
-    """Collect the facts about a run from its folder and from its hosts."""
+    """Return the facts about a run, which come from its folder and from the hosts in `reach`."""
     ahead = request_dumps(run)
     pids = {files["beat"]["pid"] for files in read_ranks(run, ahead).values()}
     # Ask up to 64 hosts at the same time, because each answer may take seconds.

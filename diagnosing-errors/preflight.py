@@ -116,8 +116,8 @@ def check_variables():
         fail(f"{problem}; set it to the name or the address of the node of rank 0", status=2)
 
     # A shell may still have the variables of an earlier launcher, and pass them on to every rank.
-    # Every rank would then act as the same rank of a smaller run. Do not check this under torchrun,
-    # because torchrun always sets the variables.
+    # Every rank would then act as the same rank of a smaller run. Skip this check under torchrun,
+    # because torchrun always sets the variables itself.
     sizes = [os.environ[size] for _, size, _ in LAUNCHERS if size in os.environ]
     num_ranks = max(int(values["RANK"]) + 1, *map(int, sizes))
     if num_ranks > int(values["WORLD_SIZE"]) and "TORCHELASTIC_RUN_ID" not in os.environ:

@@ -37,8 +37,9 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-# Set these variables before torch is imported, because PyTorch's Flight Recorder reads them. They
-# make it keep the latest 2,000 collectives, and the duration of each NCCL collective.
+# Set these variables before torch is imported, because PyTorch's Flight Recorder reads them. With
+# these values, the recorder keeps the latest 2,000 collectives, and the duration of each NCCL
+# collective.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
 os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
 
@@ -54,8 +55,8 @@ SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_
 HEARTBEAT_INTERVAL = 2.0
 SAMPLE_INTERVAL = 0.1
 
-# whats_wrong.py ignores collectives with a longer timeout, because ranks may wait in them for hours
-# without a fault.
+# whats_wrong.py ignores collectives whose timeout is longer than this, because ranks may wait in
+# them for hours without a fault.
 PATIENT_TIMEOUT_MS = 24 * 3600 * 1000
 
 # phase_of() writes a stack as a text with a line "file function" for each frame. The phase of the
@@ -86,7 +87,7 @@ FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watc
 # each rank.
 UNEVEN_COLLECTIVES = ("gather", "scatter", "all_to_all", "alltoall")
 
-# The heartbeat contains the last printed lines that this pattern matches.
+# The heartbeat contains the last lines of the script's output that this pattern matches.
 PROBLEM = re.compile(r"\b([Ww]arning|[Ee]rror|[Cc]annot)\b")
 
 
@@ -99,14 +100,14 @@ def main_stack():
 
 
 def phase_of(frames):
-    """Return the first phase of PHASES whose pattern matches the stack, or `other`."""
+    """Return the first phase of PHASES whose pattern matches the stack `frames`, or `other`."""
     text = "\n".join(f"{file} {function}" for file, _, function in frames)
     found = (phase for phase, pattern in PHASES if re.search(pattern, text, re.MULTILINE))
     return next(found, "other")
 
 
 def training_frame(frames):
-    """Return the file, the line and the function of the innermost frame in the user's code."""
+    """Return the (file, line, function) of the innermost frame that is in the user's code."""
     own = (frame for frame in reversed(frames) if not FOREIGN.search(frame[0]))
     return next(own, ("?", 0, "?"))
 
@@ -286,7 +287,7 @@ class RecordingStream:
 
 
 def from_environment(names, default):
-    """Return the value of the first variable in `names` that is set, as an int, or `default`."""
+    """Return the first environment variable in `names` that is set, as an int, or `default`."""
     values = (os.environ[name] for name in names if name in os.environ)
     return int(next(values, default))
 

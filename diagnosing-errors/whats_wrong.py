@@ -142,7 +142,7 @@ def names_of(ranks):
 
 
 def calls_by_group(ranks):
-    """Return a dictionary for each process group: rank -> sequence number -> call."""
+    """Return a list with a dictionary for each process group: rank -> sequence number -> call."""
     groups = defaultdict(dict)
     for rank in ranks:
         for name, calls in rank.calls.items():
@@ -379,7 +379,7 @@ def find_unexpected_call(group, victims):
 
 def explain_mismatch(number, ranks_by_call, history):
     """Report the ranks that did not make the expected call, or all ranks if no rank made it."""
-    # The smallest groups come first, because the culprit is seldom in a large group.
+    # Put the smallest groups of ranks first, because the culprit is seldom in a large group.
     groups = sorted(ranks_by_call.items(), key=lambda item: len(item[1]))
     expected, majority = groups[-1]
     sure = "certain"
@@ -397,10 +397,10 @@ def explain_mismatch(number, ranks_by_call, history):
 
 
 def predict_call(history):
-    """Find where the latest calls occurred before in the history; return the call that came next.
+    """Return the call that came next when the latest calls in `history` occurred before.
 
-    Look for the latest 64 calls first, then for fewer calls; return None if even the last call is
-    new.
+    Look for the latest 64 calls first, then for fewer calls. Return None if even the last call has
+    not occurred before.
     """
     for context in (64, 32, 16, 8, 4, 2, 1):
         latest = history[-context:]
@@ -593,7 +593,10 @@ def find_full_disk(facts):
 
 # ---- no fault ----------------------------------------------------------------------------------
 def describe_state(ranks):
-    """Describe a run without a known fault; the kind is `unknown` if a fault may exist."""
+    """Return a finding about a run without a known fault.
+
+    The kind of the finding is `unknown` if the run may have a fault.
+    """
     if all(rank.end == "finished" for rank in ranks):
         reason = f"all ranks have ended without an error, after step {ranks[0].step}"
         return finding("finished", ranks, reason, "certain")
@@ -615,7 +618,7 @@ def show(facts, verdict, ranks):
         detail = cause_of(rank.error)[1][:200] if rank.error else f"at {location_of(rank.frames)}"
         groups[f"{rank.state}, in {rank.position}, {detail}"].append(rank)
     print(f"{facts['run']}: {len(ranks)} ranks")
-    # The smallest groups come first, because the culprit is seldom in a large group.
+    # Put the smallest groups of ranks first, because the culprit is seldom in a large group.
     for state, members in sorted(groups.items(), key=lambda item: len(item[1]))[:12]:
         print(f"  {names_of(members)}: {state}")
     for other in verdict["also"]:

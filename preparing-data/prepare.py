@@ -283,7 +283,7 @@ def letters_records(_):
 
 
 def check_column(column, names):
-    """Raise an error that names the existing columns if `column` is not among them."""
+    """Raise an error that lists the existing columns `names` if `column` is not one of them."""
     if column not in names:
         raise ValueError(f"no column {column}; choose --text-column from: {', '.join(names)}")
 
@@ -547,7 +547,7 @@ def tokenize(args, records):
             texts.append(text_of(record, args.text_column))
         except Exception as error:
             problems.append((shard, line, reason_of(error)))
-    # Split a control token that a text quotes, such as </s>, into ordinary tokens.
+    # Split a control token, such as </s>, into ordinary tokens, because a text only quotes it.
     options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     ids = tokenizer(texts, **options)["input_ids"] if texts else []
     documents = [np.array([*tokens, tokenizer.eos_token_id], dtype=np.int32) for tokens in ids]
@@ -799,7 +799,8 @@ class Stream:
     def __init__(self, source, state, pool):
         self.source, self.pool, self.waiting = source, pool, deque()
         self.num_tokens = self.num_bad = 0
-        # Keep the counts of tokenize_packed() for this batch, and for all earlier batches.
+        # `batch_counts` holds the counts of tokenize_packed() for this batch, and `counts` holds
+        # the counts for all earlier batches.
         self.batch_counts, self.counts = Counter(), Counter()
         if state:
             source.load_state(state["source"])
