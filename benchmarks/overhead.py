@@ -129,7 +129,10 @@ def measure_chapter(chapter, args, device):
     loss, _ = bare_step(args, loss_of, bare, bare_optimizer, [batch], mixed)
     other_loss, _ = chapter.train_step(args, model, optimizer, samples, 1, device)
     if abs(loss - other_loss) > 0.01:
-        sys.exit(f"first loss: {loss:.4f} in the bare loop, but {other_loss:.4f} in the chapter")
+        sys.exit(
+            f"first loss: {loss:.4f} in the bare loop, but {other_loss:.4f} in chapter 01; "
+            "adapt the bare loop to the chapter"
+        )
     steps = {
         "bare": lambda _: bare_step(args, loss_of, bare, bare_optimizer, [batch], mixed),
         "chapter": lambda step: chapter.train_step(args, model, optimizer, samples, step, device),

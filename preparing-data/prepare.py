@@ -453,7 +453,7 @@ def shards_of(name):
             with ThreadPoolExecutor() as pool:
                 return list(pool.map(shard_of, files))
         except OSError as error:
-            fail(f"{name}: {reason_of(error)}")
+            fail(f"{name}: {reason_of(error)}; make all its files readable")
     # Import datasets only here, because each worker imports this file, and the import of datasets
     # takes seconds.
     import datasets
@@ -468,7 +468,10 @@ def shards_of(name):
         if stream.info.builder_name == "text":
             stream = load(sample_by="paragraph")
     except Exception as error:
-        fail(f"{name}: no such file or folder, and no dataset of the hub: {reason_of(error)}")
+        fail(
+            f"{name}: no such file or folder, and the hub gives no dataset of this name; "
+            f"check the name: {reason_of(error)}"
+        )
 
     def read(number, _):
         return enumerate(stream.shard(num_shards=stream.num_shards, index=number), 1)
@@ -990,7 +993,7 @@ def main():
     try:
         tokenizer = load_tokenizer(args.model_name)
     except Exception as error:
-        fail(f"--model-name {args.model_name}: {reason_of(error)}")
+        fail(f"--model-name {args.model_name}: {reason_of(error)}; choose a model with a tokenizer")
     if tokenizer.eos_token_id is None:
         fail(f"--model-name {args.model_name}: its tokenizer has no end-of-text token; define one")
     index = describe(args, sources, tokenizer)
