@@ -458,9 +458,9 @@ def mixture_model(bench):
 def speed(bench, script, how="eager", mixture=False, flags="", beside=None, goals=None, wide=False):
     """Measure a script's tokens per second, and divide this speed by the speeds of earlier checks.
 
-    `how` is "eager" or "compiled". With `mixture` or `wide`, the script trains that model in place
-    of LARGE. `beside` names one more earlier check to compare the speed with. `goals` maps the name
-    of a number to its lowest and its highest allowed value.
+    `how` is "eager" or "compiled". With `mixture`, the script trains a mixture of experts in place
+    of LARGE, and with `wide`, it trains WIDE. `beside` names one more earlier check to compare the
+    speed with. `goals` maps the name of a number to its lowest and its highest allowed value.
     """
     ranks = 1 if script in ("01", TRAINER) else bench.count
     if script == TRAINER and not importlib.util.find_spec("accelerate"):

@@ -99,8 +99,9 @@ def unseen_releases(events):
     """Return the indexes of the allocations in `events` whose release the profiler did not see.
 
     A thread of Gloo may release the buffers that a collective allocates for itself, and the
-    profiler does not see these releases. rises() does not count such buffers at all, because other
-    buffers are released while a collective fills its own buffers.
+    profiler does not see these releases. rises() leaves out these buffers, because all similar
+    buffers whose release the profiler does see are released as soon as a collective has filled
+    them.
     """
     unseen, own = set(), {}
     for number, (address, size, names) in enumerate(events):

@@ -27,7 +27,7 @@ FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|/torch/csrc|/(watc
 def reach_of(hosts_file=None):
     """Map the name of each host to the words that come before a command to run it on that host.
 
-    The words call ssh; for this host, there are none. Without `hosts_file`, return only this host.
+    The words call ssh; this host needs no words. Without `hosts_file`, return only this host.
     """
     if not hosts_file:
         return {HERE: []}

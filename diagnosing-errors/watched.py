@@ -176,11 +176,10 @@ class Steps:
             self.sums["loss"] += tensors.detach().float().reshape(())
 
     def note_input(self, args, output):
-        """Let backward() check the gradient of an embedding's output, and hash the input when due.
+        """Check the gradient of an embedding's output, and hash the embedding's input.
 
-        The gradient shows a fault of this rank, because backward() computes it before the ranks
-        reduce their gradients. Hash the embedding's input only in steps that also check the
-        weights.
+        Let a hook check the gradient in backward(). It shows a fault of this rank, because the
+        ranks have not reduced it yet. Hash the input only in steps that also check the weights.
         """
         output.register_hook(lambda gradient: self.safely(self.note_gradient, gradient))
         # The hash reveals ranks that train on the same samples. Do not hash a DTensor, because

@@ -438,10 +438,9 @@ def stands_out(rank, shares):
 
 
 def describe_excess(slowest, others):
-    """Return the line of code where `slowest` spends the largest additional share of its time.
+    """Return the line where `slowest` spends more time than usual, and the excess share, as text.
 
-    The comparison is with the median share of the ranks in `others`. Return the line and the
-    additional share as text.
+    The usual share of a line is the median of the shares that the ranks in `others` spend there.
     """
     excess = {}
     for line, share in slowest.lines.items():
