@@ -178,8 +178,9 @@ class Steps:
     def note_input(self, args, output):
         """Check the gradient of an embedding's output, and hash the embedding's input.
 
-        Let a hook check the gradient in backward(). It shows a fault of this rank, because the
-        ranks have not reduced it yet. Hash the input only in steps that also check the weights.
+        A hook checks the gradient in backward(), before the ranks reduce their gradients, so a bad
+        gradient shows a fault of this rank. Hash the input only in steps that also check the
+        weights.
         """
         output.register_hook(lambda gradient: self.safely(self.note_gradient, gradient))
         # The hash reveals ranks that train on the same samples. Do not hash a DTensor, because
