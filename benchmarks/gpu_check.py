@@ -255,7 +255,8 @@ def parity(bench, chapter, own_flags=FP32, model="", family="", within=WITHIN, s
     """
     counts = {1} if chapter == "01" else {1, bench.count}
     if split:
-        # Use at most 4 ranks, because the tiny model has too few heads for more ranks.
+        # Use at most 4 ranks, because the tiny model has too few heads for more ranks, and use a
+        # divisor of the number of devices.
         counts = {math.gcd(bench.count, 4)}
     if split and counts == {1}:
         raise Skip("needs an even number of GPUs")
@@ -354,7 +355,10 @@ def forbid_waits():
 
 
 def run_without_waits(bench, *launcher):
-    """Run chapter 01 with forbid_waits(), under `launcher` if given; return the run's folder."""
+    """Run chapter 01 in a process where forbid_waits() forbids waits; return the run's folder.
+
+    `launcher` is a command that starts this process, such as a command for watched.py.
+    """
     flags = f"{TINY} --num-steps {NUM_FORBIDDEN} --log-every 1000 --eval-every 1000"
     command = [*launcher, *harness.words_of(forbid_waits), harness.script_of("01")]
     return bench.wait(bench.train(command, f"{flags} --checkpoint-every 1000", ranks=0)).run_dir

@@ -119,7 +119,10 @@ def shares_of(args, device, steps):
 
 
 def measure_chapter(chapter, args, device):
-    """Compare the time of the chapter's train_step() with the time of a bare step."""
+    """Compare the time of the chapter's train_step() with the time of a bare step.
+
+    Return the result of shares_of().
+    """
     model, _, optimizer, samples = build(chapter, args, device)
     bare = bare_model(chapter, args, model.config).to(device)
     loss_of = torch.compile(bare_loss) if args.compile else bare_loss
@@ -141,7 +144,10 @@ def measure_chapter(chapter, args, device):
 
 
 def measure_watched(chapter, args, device):
-    """Compare the time of train_step() under watched.py with the time of train_step() alone."""
+    """Compare the time of train_step() under watched.py with the time of train_step() alone.
+
+    Return the result of shares_of().
+    """
     sys.path.insert(0, str(ROOT / "diagnosing-errors"))
     import watched
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 HERE = os.uname().nodename
 # A rank writes a heartbeat every two seconds. A rank is silent if its latest heartbeat is at least
-# this number of seconds old.
+# this number of seconds old, and its host has not been asked or does not answer.
 STALE = 10
 # This pattern matches the files of Python, of installed packages, and of watched.py and inject.py.
 # All other files are the user's code.
