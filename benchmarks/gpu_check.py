@@ -357,7 +357,8 @@ def forbid_waits():
 def run_without_waits(bench, *launcher):
     """Run chapter 01 in a process where forbid_waits() forbids waits; return the run's folder.
 
-    `launcher` is a command that starts this process, such as a command for watched.py.
+    `launcher` is the beginning of the command, such as a result of under_watched(), and may be
+    empty.
     """
     flags = f"{TINY} --num-steps {NUM_FORBIDDEN} --log-every 1000 --eval-every 1000"
     command = [*launcher, *harness.words_of(forbid_waits), harness.script_of("01")]
